@@ -1,0 +1,113 @@
+"""Rotary position tables with the scalings in use: none, linear, llama3, yarn.
+
+Sources: RoFormer (arXiv 2104.09864); linear interpolation (arXiv 2306.15595); the Llama 3.1 reference
+code's frequency bands; YaRN (arXiv 2309.00071) section 3.4. transformers is the oracle in the tests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+KINDS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched. Field names are Hugging Face's; `kind` is its `rope_type`."""
+
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+
+    @classmethod
+    def from_huggingface(cls, parameters: Mapping[str, Any]) -> RopeScaling:
+        """From a `rope_scaling` / `rope_parameters` object. Raises `ValueError` with the key at fault."""
+        values = {key: value for key, value in parameters.items() if value is not None}
+        kind = values.pop("rope_type", values.pop("type", "default"))
+        values.pop("type", None)
+        if kind not in KINDS:
+            raise ValueError(f"rope scaling {kind!r} is not supported; known kinds: {', '.join(KINDS)}")
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ValueError(f"rope scaling has an unknown key {unknown[0]!r}")
+        if kind != "default" and "factor" not in values:
+            raise ValueError(f"rope scaling {kind!r} needs a 'factor'")
+        scaling = cls(kind=kind, **values)
+        if kind in ("llama3", "yarn") and scaling.original_max_position_embeddings <= 0:
+            raise ValueError(f"rope scaling {kind!r} needs 'original_max_position_embeddings'")
+        return scaling
+
+
+def rope_tables(
+    theta: float, head_dim: int, positions: int, scaling: RopeScaling
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Cosine and sine of every position: two float32 arrays `[positions, head_dim / 2]`."""
+    frequencies, magnitude = _frequencies(theta, head_dim, scaling)
+    angles = np.arange(positions, dtype=np.float32)[:, None] * frequencies[None, :]
+    return (
+        (np.cos(angles) * magnitude).astype(np.float32),
+        (np.sin(angles) * magnitude).astype(np.float32),
+    )
+
+
+def _frequencies(theta: float, head_dim: int, scaling: RopeScaling) -> tuple[NDArray[np.float32], float]:
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    plain = (1.0 / np.float32(theta) ** exponents).astype(np.float32)
+    if scaling.kind == "default":
+        return plain, 1.0
+    if scaling.kind == "linear":
+        return (plain / np.float32(scaling.factor)).astype(np.float32), 1.0
+    if scaling.kind == "llama3":
+        return _llama3(plain, scaling), 1.0
+    return _yarn(plain, theta, head_dim, scaling), _yarn_magnitude(scaling)
+
+
+def _llama3(plain: NDArray[np.float32], scaling: RopeScaling) -> NDArray[np.float32]:
+    """Long wavelengths are divided by the factor, short ones kept, those between blended."""
+    wavelength = 2 * math.pi / plain
+    rotations = scaling.original_max_position_embeddings / wavelength
+    blend = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blend = np.clip(blend, 0.0, 1.0)
+    return ((1 - blend) * plain / scaling.factor + blend * plain).astype(np.float32)
+
+
+def _yarn(plain: NDArray[np.float32], theta: float, head_dim: int, scaling: RopeScaling) -> NDArray[np.float32]:
+    """Dimensions that turn often within the original context are kept, slow ones interpolated."""
+
+    def dimension(rotations: float) -> float:
+        context = scaling.original_max_position_embeddings
+        return head_dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = (np.arange(head_dim // 2, dtype=np.float32) - low) / max(high - low, 0.001)
+    interpolated = np.clip(ramp, 0.0, 1.0)
+    return (plain * (1 - interpolated) + plain / scaling.factor * interpolated).astype(np.float32)
+
+
+def _yarn_magnitude(scaling: RopeScaling) -> float:
+    def magnitude(mscale: float) -> float:
+        return 1.0 if scaling.factor <= 1 else 0.1 * mscale * math.log(scaling.factor) + 1.0
+
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        return magnitude(scaling.mscale) / magnitude(scaling.mscale_all_dim)
+    return magnitude(1.0)

@@ -1,0 +1,63 @@
+"""The reference corpus: the Python standard library's own source, split by file.
+
+A file is held out by the hash of its path, so the split is the same on every machine that has the file.
+The tasks that later parts of the project need (outlines, retrieval) are made from the same files by `tasks`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+HELD_OUT_SHARE = 0.03
+_SKIPPED_FOLDERS = {"site-packages", "__pycache__", "pydoc_data", "encodings", "lib2to3"}
+_SKIPPED_PARTS = ("test/badsyntax", "test/bad_", "test/encoded_modules", "test/tokenize_tests")
+_LARGEST = 300_000  # bytes: past this, stdlib files are tables
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One UTF-8 file. `name` is relative to the standard library, with forward slashes."""
+
+    name: str
+    text: str
+    sha256: str
+
+    @property
+    def held_out(self) -> bool:
+        digest = hashlib.sha256(self.name.encode()).digest()
+        return int.from_bytes(digest[:4], "big") < HELD_OUT_SHARE * 2**32
+
+    @property
+    def is_test(self) -> bool:
+        return any(part in ("test", "tests", "idle_test") for part in self.name.split("/"))
+
+
+def read_standard_library() -> list[SourceFile]:
+    """Every usable source file of the running interpreter's standard library, by name."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = []
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        if _SKIPPED_FOLDERS & set(name.split("/")) or name.startswith(_SKIPPED_PARTS):
+            continue
+        data = path.read_bytes()
+        if not data.strip() or len(data) > _LARGEST:
+            continue
+        try:
+            text = data.decode("utf-8").replace("\r\n", "\n")
+        except UnicodeDecodeError:
+            continue
+        files.append(SourceFile(name, text, hashlib.sha256(data).hexdigest()))
+    return files
+
+
+def write_file_list(files: list[SourceFile], path: Path) -> None:
+    """Keep the split: Python version, and each file's name, hash and side."""
+    lines = [json.dumps({"python": platform.python_version(), "held_out_share": HELD_OUT_SHARE})]
+    lines += [f"{f.sha256[:16]} {'held-out' if f.held_out else 'train'} {f.name}" for f in files]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")

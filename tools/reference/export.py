@@ -1,0 +1,120 @@
+"""Write the trained target as a Hugging Face checkpoint, with its model card, corpus list and held-out prompts."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+
+from compiler.models.decoder import Decoder
+from compiler.models.families import FAMILIES
+from tools.reference.corpus import SourceFile, write_file_list
+from tools.reference.data import SPECIAL_TOKENS
+from tools.reference.tasks import CHAT_TEMPLATE
+
+PROMPTS, PROMPT_LINES, CONTINUATION_LINES = 60, (8, 40), 30
+
+
+def export_target(
+    model: Decoder, tokenizer: Tokenizer, files: list[SourceFile], report: dict[str, str], out: Path
+) -> None:
+    """Write `out/target` (bf16) and, beside it, `corpus.txt` and `held_out.jsonl`."""
+    target = out / "target"
+    target.mkdir(parents=True, exist_ok=True)
+    save_file(_tensors(model), target / "model.safetensors", metadata={"format": "pt"})
+    c = model.config
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": c.family,
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": c.rms_norm_eps,
+        "rope_theta": c.rope_theta,
+        "max_position_embeddings": c.max_positions,
+        "attention_bias": False,
+        "tie_word_embeddings": c.tie_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": list(c.eos_token_ids),
+        "dtype": "bfloat16",
+    }
+    _write_json(target / "config.json", config)
+    _write_json(target / "generation_config.json", {"eos_token_id": list(c.eos_token_ids)})
+    tokenizer.save(str(target / "tokenizer.json"), pretty=False)
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": SPECIAL_TOKENS[0],
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+    }
+    _write_json(target / "tokenizer_config.json", tokenizer_config)
+    write_file_list(files, out / "corpus.txt")
+    write_prompts([f for f in files if f.held_out], out / "held_out.jsonl")
+    (target / "README.md").write_text(_card(model, report), encoding="utf-8")
+
+
+def write_prompts(files: list[SourceFile], path: Path) -> None:
+    """Held-out prompts: the opening of a stretch of code, and how the file goes on."""
+    rng = random.Random(0)
+    rows = []
+    while len(rows) < PROMPTS:
+        file = files[len(rows) % len(files)]
+        lines = file.text.split("\n")
+        size = rng.randint(*PROMPT_LINES)
+        if len(lines) < size + 8:
+            size = max(3, len(lines) // 2)
+        start = rng.randrange(max(1, len(lines) - size - CONTINUATION_LINES))
+        prompt = "\n".join(lines[start : start + size]) + "\n"
+        rest = "\n".join(lines[start + size : start + size + CONTINUATION_LINES]) + "\n"
+        rows.append({"file": file.name, "line": start + 1, "prompt": prompt, "continuation": rest})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def _tensors(model: Decoder) -> dict[str, torch.Tensor]:
+    weights = FAMILIES[model.config.family].weights
+    tensors = {}
+    for name, parameter in model.state_dict().items():
+        parts = name.split(".")
+        layer = parts[1] if parts[0] == "layers" else ""
+        key = name.replace(f"layers.{layer}.", "layers.{i}.", 1) if layer else name
+        linear = parameter.ndim == 2 and name != "embedding"
+        tensor = parameter.T if linear else parameter
+        tensors[weights[key].format(i=layer)] = tensor.to("cpu", torch.bfloat16).contiguous()
+    return tensors
+
+
+def _card(model: Decoder, report: dict[str, str]) -> str:
+    c = model.config
+    size = sum(p.numel() for p in model.parameters()) / 1e6
+    rows = "\n".join(f"| {key} | {value} |" for key, value in report.items())
+    return f"""# The reference target
+
+A Qwen3-architecture decoder of {size:.2f}M parameters ({c.num_layers} layers, hidden {c.hidden_size}, {c.num_heads} query
+and {c.num_kv_heads} key/value heads of {c.head_dim}, byte-level BPE of {c.vocab_size}), bf16. Written by `python -m tools.train_reference`.
+
+| | |
+|---|---|
+{rows}
+
+- **Data**: the Python standard library's own source; files, hashes, the interpreter's version and the split are in
+  `../corpus.txt`. Mixed in: outlines of modules (`[PLAN]`, one function per branch) and import retrieval, both made
+  from the training files (`tools/reference/tasks.py`). Windows grew from 256 to 8192 tokens; the last few per cent of the
+  steps saw more than 2048, so long contexts are lightly trained.
+- **Use**: a small model whose text is real, for building, testing and measuring plans. It writes plausible Python, not
+  correct Python.
+- **Licence**: the weights, Apache-2.0 as this repository; the training text is under the PSF License Agreement, and so
+  are the excerpts in `../held_out.jsonl`.
+"""
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
