@@ -9,6 +9,7 @@ from __future__ import annotations
 NEW = "N"  # new tokens of the step
 VIEW = "T"  # keys in view: committed and new, rounded up to a bucket
 LOGITS = "M"  # tokens whose logits are computed
+SYMBOLS = (NEW, VIEW, LOGITS)
 
 # What a step is: one entry per new token, or per token with logits.
 TOKEN_IDS = "token_ids"  # int64 [N]
@@ -38,6 +39,16 @@ TOP_P = "top_p"  # f64 [branches], 1 is off
 FILTER_ORDER = "filter_order"  # int64 [branches], 0 temperature first, 1 temperature last
 SEED = "seed"  # uint64 [branches]
 STREAM = "stream"  # int64 [branches]
+
+
+# Programs.
+PREFILL = "prefill"
+DECODE = "decode"
+
+
+def speculate(drafter: str) -> str:
+    """The program that speculates with the drafter of this name."""
+    return f"speculate.{drafter}"
 
 
 def k_cache(layer: int) -> str:

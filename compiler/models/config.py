@@ -9,11 +9,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from compiler.models.families import FAMILIES, Family
 from compiler.models.rope import RopeScaling
 from plans.errors import CheckpointError
+
+WeightType = Literal["float32", "float16", "bfloat16"]
+"""The types a decoder's weights can be loaded and compiled in."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,8 @@ def read_config(checkpoint: Path, rope_scaling: RopeScaling | None = None) -> De
         raise CheckpointError(f"{path}: hidden_act is {raw['hidden_act']!r}; only 'silu' decoders can be compiled")
     if raw.get("use_sliding_window"):
         raise CheckpointError(f"{path}: use_sliding_window is on; sliding-window attention cannot be compiled")
-    rope_theta, own_scaling = _rope(raw, path)
-    head_dim = raw.get("head_dim") or hidden_size // num_heads
+    rope_theta, scaling = _rope(raw, path, get, rope_scaling)
+    head_dim = get.integer("head_dim") if raw.get("head_dim") is not None else hidden_size // num_heads
     bias = bool(raw.get("attention_bias", False))
     config = DecoderConfig(
         family=family.name,
@@ -75,10 +78,10 @@ def read_config(checkpoint: Path, rope_scaling: RopeScaling | None = None) -> De
         num_layers=get.integer("num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=get.integer("num_key_value_heads", num_heads),
-        head_dim=int(head_dim),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        head_dim=head_dim,
+        rms_norm_eps=get.number("rms_norm_eps", 1e-6),
         rope_theta=rope_theta,
-        rope_scaling=rope_scaling or own_scaling,
+        rope_scaling=scaling,
         max_positions=get.integer("max_position_embeddings", 2048),
         qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=bias if family.output_bias is None else family.output_bias,
@@ -92,6 +95,8 @@ def read_config(checkpoint: Path, rope_scaling: RopeScaling | None = None) -> De
             f"{path}: num_attention_heads {config.num_heads} is not a multiple of "
             f"num_key_value_heads {config.num_kv_heads}"
         )
+    if config.head_dim % 2:
+        raise CheckpointError(f"{path}: head_dim is {config.head_dim}; rotary positions need an even head_dim")
     return config
 
 
@@ -100,17 +105,26 @@ class _Reader:
         self._raw, self._path = raw, path
 
     def integer(self, key: str, default: int | None = None) -> int:
-        value = self._raw.get(key, default)
+        value = self._raw.get(key)
+        value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise CheckpointError(f"{self._path}: {key} must be a positive integer, found {value!r}")
         return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self._raw.get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            raise CheckpointError(f"{self._path}: {key} must be a positive number, found {value!r}")
+        return float(value)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist; a checkpoint folder needs config.json and *.safetensors") from None
+        raise CheckpointError(
+            f"{path} does not exist; a checkpoint folder needs config.json and *.safetensors"
+        ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(raw, dict):
@@ -125,23 +139,34 @@ def _family(raw: Mapping[str, Any], path: Path) -> Family:
     return FAMILIES[name]
 
 
-def _rope(raw: Mapping[str, Any], path: Path) -> tuple[float, RopeScaling]:
-    """Both spellings: `rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before)."""
-    parameters = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    theta = parameters.pop("rope_theta", raw.get("rope_theta", 10000.0))
-    parameters.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings"))
+def _rope(
+    raw: Mapping[str, Any], path: Path, get: _Reader, replacement: RopeScaling | None
+) -> tuple[float, RopeScaling]:
+    """Both spellings: `rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before).
+
+    A replaced scaling is not even read: the replacement is the way out where the checkpoint's own is unsupported.
+    """
+    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(parameters, dict):
+        raise CheckpointError(f"{path}: the rope scaling must be a JSON object, found {parameters!r}")
+    theta = _Reader(parameters, path) if "rope_theta" in parameters else get
+    rest = {key: value for key, value in parameters.items() if key != "rope_theta"}
+    rest.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings"))
     try:
-        return float(theta), RopeScaling.from_huggingface(parameters)
+        return theta.number("rope_theta", 10000.0), replacement or RopeScaling.from_huggingface(rest)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from None
 
 
 def _eos(checkpoint: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
     """`generation_config.json` wins over `config.json`, as in transformers; one id or a list."""
-    generation = checkpoint / "generation_config.json"
-    value = _read_json(generation).get("eos_token_id") if generation.exists() else None
+    path = checkpoint / "generation_config.json"
+    value = _read_json(path).get("eos_token_id") if path.exists() else None
     if value is None:
-        value = raw.get("eos_token_id")
+        path, value = checkpoint / "config.json", raw.get("eos_token_id")
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, list) else (int(value),)
+    ids = value if isinstance(value, list) else [value]
+    if any(not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in ids):
+        raise CheckpointError(f"{path}: eos_token_id must be one token id or a list of them, found {value!r}")
+    return tuple(ids)

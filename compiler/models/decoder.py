@@ -1,6 +1,6 @@
 """The one decoder module: Llama, Qwen2 and Qwen3 are settings of it.
 
-It computes on flat tokens `[N, hidden]` and leaves what needs a sequence (rotation, attention) to an
+It computes on flat tokens `[N, hidden]` (`[1, N, hidden]` in graphs) and leaves what needs a sequence (rotation, attention) to an
 `Execution`: `export.GraphExecution` writes KV-cache ops, `eager.CausalExecution` plain attention.
 How the module is written decides the exported graph: weights are `[in, out]` so that a projection is
 one MatMul under its own name, and `F.rms_norm` / `F.embedding` become single ops.
@@ -18,7 +18,7 @@ from compiler.models.config import DecoderConfig
 
 
 class Execution(Protocol):
-    """What a layer asks of the sequence its tokens belong to. `x` is `[N, heads * head_dim]`."""
+    """What a layer asks of the sequences its tokens belong to. `x` is `[..., heads * head_dim]`."""
 
     def rotate(self, x: Tensor, heads: int) -> Tensor: ...
 
@@ -87,18 +87,16 @@ class Decoder(nn.Module):
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, token_ids: Tensor, execution: Execution, logit_rows: Tensor | None = None) -> Tensor:
-        """Logits of the tokens picked by `logit_rows` (int64 `[M]`), or of all."""
+        """Logits of the tokens picked by `logit_rows` (int64 `[M]`), or of all. `token_ids` may be `[1, N]`."""
         h = F.embedding(token_ids, self.embedding)
         for index, layer in enumerate(self.layers):
             h = layer(h, index, execution)
         if logit_rows is not None:
-            h = torch.index_select(h, 0, logit_rows)
-        h = self.norm(h)
+            h = torch.index_select(h, -2, logit_rows)
+        h = self.norm(h).reshape(-1, self.config.hidden_size)
         return F.linear(h, self.embedding) if self.lm_head is None else self.lm_head(h)
 
 
 def _per_head(x: Tensor, norm: RmsNorm | None, head_dim: int) -> Tensor:
-    """Apply a per-head norm to `[N, heads * head_dim]`; identity where the family has none."""
-    if norm is None:
-        return x
-    return norm(x.reshape(x.shape[0], -1, head_dim)).reshape(x.shape)
+    """Apply a per-head norm to `[..., heads * head_dim]`; identity where the family has none."""
+    return x if norm is None else norm(x.unflatten(-1, (-1, head_dim))).flatten(-2)

@@ -41,16 +41,33 @@ class RopeScaling:
         values.pop("type", None)
         if kind not in KINDS:
             raise ValueError(f"rope scaling {kind!r} is not supported; known kinds: {', '.join(KINDS)}")
-        known = {f.name for f in fields(cls)}
+        known = {f.name for f in fields(cls)} - {"kind"}
         unknown = sorted(set(values) - known)
         if unknown:
-            raise ValueError(f"rope scaling has an unknown key {unknown[0]!r}")
+            raise ValueError(f"rope scaling has an unknown key {unknown[0]!r}; known keys: {', '.join(sorted(known))}")
+        for key, value in values.items():
+            _check_value(key, value)
         if kind != "default" and "factor" not in values:
             raise ValueError(f"rope scaling {kind!r} needs a 'factor'")
         scaling = cls(kind=kind, **values)
+        if scaling.high_freq_factor <= scaling.low_freq_factor:
+            raise ValueError("rope scaling's 'high_freq_factor' must be greater than 'low_freq_factor'")
         if kind in ("llama3", "yarn") and scaling.original_max_position_embeddings <= 0:
             raise ValueError(f"rope scaling {kind!r} needs 'original_max_position_embeddings'")
         return scaling
+
+
+def _check_value(key: str, value: object) -> None:
+    if key == "truncate":
+        if not isinstance(value, bool):
+            raise ValueError(f"rope scaling's {key!r} must be true or false, found {value!r}")
+        return
+    wanted = int if key == "original_max_position_embeddings" else int | float
+    if not isinstance(value, wanted) or isinstance(value, bool) or not 0 <= value < math.inf:
+        noun = "an integer" if wanted is int else "a number"
+        raise ValueError(f"rope scaling's {key!r} must be {noun} of at least 0, found {value!r}")
+    if value == 0 and key in ("factor", "beta_fast", "beta_slow"):
+        raise ValueError(f"rope scaling's {key!r} must be greater than 0")
 
 
 def rope_tables(
@@ -97,8 +114,9 @@ def _yarn(plain: NDArray[np.float32], theta: float, head_dim: int, scaling: Rope
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = (np.arange(head_dim // 2, dtype=np.float32) - low) / max(high - low, 0.001)
-    interpolated = np.clip(ramp, 0.0, 1.0)
+    width = high - low or 0.001  # a ramp of no width becomes a step
+    ramp = (np.arange(head_dim // 2, dtype=np.float32) - low) / width
+    interpolated: NDArray[np.float32] = np.clip(ramp, 0.0, 1.0)
     return (plain * (1 - interpolated) + plain / scaling.factor * interpolated).astype(np.float32)
 
 

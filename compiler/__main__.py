@@ -1,0 +1,137 @@
+"""`python -m compiler build | inspect | verify`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from time import perf_counter
+
+from plans.console import guarded, print_json, stderr, stdout
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    return guarded(lambda: options.command(options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m compiler",
+        description="Compile a recipe (model.yaml) into a plan, and look at plans.",
+        epilog="example: python -m compiler build plans/recipes/reference.yaml --out build/reference",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    build = commands.add_parser("build", help="recipe to plan", description="Build the plan of a recipe.")
+    build.add_argument("recipe", type=Path, help="the recipe, a YAML file")
+    build.add_argument("--out", type=Path, help="folder of the plan (default: build/NAME)")
+    build.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+        help="override a key of the recipe, such as capacity.context=2048; may be repeated",
+    )  # fmt: skip
+    build.add_argument("--json", action="store_true", help="print one JSON object")
+    build.set_defaults(command=_build)
+
+    inspect = commands.add_parser(
+        "inspect", help="what a plan holds", description="Show a plan: geometry, programs, op counts, lowering."
+    )
+    inspect.add_argument("plan", type=Path, help="folder of the plan")
+    inspect.add_argument("--json", action="store_true", help="print one JSON object")
+    inspect.set_defaults(command=_inspect)
+
+    verify = commands.add_parser(
+        "verify",
+        help="compare a plan with PyTorch",
+        description="Compare a plan with PyTorch on the recipe's held-out text: logits, greedy tokens, near ties. "
+        "Exit status 1 if they part where it is no near tie.",
+    )
+    verify.add_argument("plan", type=Path, help="folder of the plan")
+    verify.add_argument("--recipe", type=Path, help="the recipe (default: where the plan was built from)")
+    verify.add_argument("--prompts", type=int, default=8, help="held-out prompts to run (default 8)")
+    verify.add_argument("--new-tokens", type=int, default=64, help="greedy tokens per prompt (default 64)")
+    verify.add_argument("--json", action="store_true", help="print one JSON object")
+    verify.set_defaults(command=_verify)
+    return parser
+
+
+def _build(options: argparse.Namespace) -> int:
+    from compiler.recipe import load_recipe
+
+    started = perf_counter()
+    recipe = load_recipe(options.recipe, options.overrides)
+    out: Path = options.out or Path("build") / recipe.name
+    with stderr.status("loading the compiler") as status:
+        from compiler.build import build
+
+        def progress(text: str) -> None:
+            if stderr.is_terminal:
+                status.update(text)
+            else:
+                stderr.print(text)
+
+        built = build(recipe, options.recipe, out, progress)
+    seconds = perf_counter() - started
+    manifest = built.plan.manifest
+    size = sum(f.size for f in manifest.files)
+    if options.json:
+        print_json(
+            {
+                "plan": str(out),
+                "identity": manifest.identity,
+                "reused": list(built.reused),
+                "targets": list(manifest.targets),
+                "bytes": size,
+                "seconds": round(seconds, 3),
+            }
+        )
+    else:
+        reused = f", reused: {', '.join(built.reused)}" if built.reused else ""
+        stdout.print(f"{out}: {size / 1e6:.1f} MB, identity {manifest.identity[:12]}, {seconds:.1f} s{reused}")
+    return 0
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from compiler.inspect import describe, print_description
+
+    description = describe(options.plan)
+    if options.json:
+        print_json(description)
+    else:
+        print_description(description, stdout)
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from compiler.recipe import load_recipe
+    from compiler.verify import verify_plan
+    from plans.plan import read_manifest
+
+    source = options.recipe or options.plan / read_manifest(options.plan).source
+    recipe = load_recipe(source)
+    with stderr.status("verifying") as status:
+        result = verify_plan(
+            recipe,
+            options.plan,
+            prompts=options.prompts,
+            new_tokens=options.new_tokens,
+            progress=lambda done, total: status.update(f"verifying: {done} of {total} prompts"),
+        )
+    if options.json:
+        print_json(result.to_json())
+    else:
+        stdout.print(
+            f"{result.prompts} prompts, {result.tokens} tokens: largest logit error {result.max_logit_error:.2e}, "
+            f"{result.equal_runs} runs with equal greedy tokens, {len(result.divergences)} that part"
+        )
+        for d in result.divergences:
+            kind = "near tie" if d.near_tie else "DIFFERENT"
+            stdout.print(
+                f"  prompt {d.prompt}, token {d.index}: {kind}, plan {d.plan_token}, PyTorch {d.torch_token}, "
+                f"margin {d.margin:.2e} (tolerance {result.tolerance:.2e})"
+            )
+    return 0 if result.passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

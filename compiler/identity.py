@@ -1,0 +1,42 @@
+"""What a plan is made of, as hashes: equal inputs give an equal identity, whatever machine builds them."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+_PACKAGES = ("torch", "onnx", "onnxscript", "onnx-ir", "tokenizers")
+_SOURCES = ("compiler", "plans", "plugins")
+
+
+def tool_versions() -> dict[str, str]:
+    """Versions of everything that shapes an engine, and a digest of the compiler's own source."""
+    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    versions["python"] = ".".join(platform.python_version_tuple()[:2])
+    versions["compiler"] = _source_digest()
+    return versions
+
+
+def digest(value: object) -> str:
+    """sha256 of a JSON value, independent of the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def engines_key(checkpoint: Mapping[str, str], target: str, shape: Mapping[str, object], tools: Mapping[str, str]) -> str:
+    """Hash of all that one target's engines depend on: drafters and names may change without a new export."""
+    weights = {name: sha for name, sha in checkpoint.items() if not name.startswith(("tokenizer", "chat_template"))}
+    return digest([weights, target, dict(shape), dict(tools)])
+
+
+def _source_digest() -> str:
+    root = Path(__file__).resolve().parent.parent
+    total = hashlib.sha256()
+    for package in _SOURCES:
+        for path in sorted((root / package).rglob("*.py")):
+            total.update(path.relative_to(root).as_posix().encode())
+            total.update(path.read_bytes())
+    return total.hexdigest()[:16]

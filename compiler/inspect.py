@@ -1,0 +1,80 @@
+"""`compiler inspect`: what a plan holds, from the plan alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import onnx
+from rich.console import Console
+from rich.table import Table
+
+from plans.manifest import TargetPlan
+from plans.plan import Plan, open_plan
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """A JSON-able description: identity, geometry, programs, engines with op counts, lowering, sizes."""
+    plan = open_plan(path)
+    manifest = plan.manifest
+    return {
+        "name": manifest.name,
+        "identity": manifest.identity,
+        "format_version": manifest.format_version,
+        "model": manifest.model.model_dump(),
+        "drafters": [d.model_dump() for d in manifest.drafters],
+        "targets": {name: _target(plan, target) for name, target in manifest.targets.items()},
+        "tools": manifest.tools,
+        "bytes": sum(f.size for f in manifest.files),
+        "files": [f.model_dump() for f in manifest.files],
+    }
+
+
+def _target(plan: Plan, target: TargetPlan) -> dict[str, Any]:
+    return {
+        "programs": {
+            name: [f"{stage.kind}:{stage.run}" for stage in program.stages] for name, program in target.programs.items()
+        },
+        "symbols": target.symbols,
+        "session_bytes": sum(b.elements(target.symbols) * _itemsize(b.dtype.numpy) for b in target.buffers),
+        "engines": {
+            name: {"file": engine.file, "ops": op_counts(plan.file(engine.file))}
+            for name, engine in target.engines.items()
+        },
+        "lowering": [report.model_dump() for report in target.lowering],
+    }
+
+
+def op_counts(path: Path) -> dict[str, int]:
+    """Nodes of an engine's graph by op, most frequent first."""
+    graph = onnx.load(str(path), load_external_data=False).graph
+    counts = Counter(f"{node.domain}.{node.op_type}" if node.domain else node.op_type for node in graph.node)
+    return dict(counts.most_common())
+
+
+def print_description(description: dict[str, Any], console: Console) -> None:
+    model = description["model"]
+    console.print(f"[bold]{description['name']}[/bold]  identity {description['identity'][:16]}  {description['bytes'] / 1e6:.1f} MB")
+    console.print(
+        f"{model['layers']} layers, hidden {model['hidden_size']}, heads {model['heads']}/{model['kv_heads']} of "
+        f"{model['head_dim']}, vocabulary {model['vocab_size']}, context {model['context']}"
+    )
+    for drafter in description["drafters"]:
+        console.print(f"drafter {drafter['name']}: {drafter}")
+    for name, target in description["targets"].items():
+        console.print(f"\n[bold]{name}[/bold]  {target['session_bytes'] / 1e6:.1f} MB of buffers per session")
+        for program, stages in target["programs"].items():
+            console.print(f"  {program}: {' -> '.join(stages)}")
+        for engine, facts in target["engines"].items():
+            console.print(f"  engine {engine} ({facts['file']}): {sum(facts['ops'].values())} nodes")
+            console.print("    " + ", ".join(f"{op} {count}" for op, count in facts["ops"].items()))
+        table = Table("engine", "rule", "applied", "declined", box=None, pad_edge=False)
+        for report in target["lowering"]:
+            declined = "; ".join(f"{count}x {reason}" for reason, count in report["declined"].items()) or "-"
+            table.add_row(report["engine"], report["rule"], str(report["applied"]), declined)
+        console.print(table)
+
+
+def _itemsize(dtype: Any) -> int:
+    return int(dtype.itemsize)

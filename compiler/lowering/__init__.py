@@ -1,0 +1,36 @@
+"""Making the exported graph an execution target's own."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from compiler.lowering.attention import GroupQueryAttentionWithDummyRow, StandardAttention
+from compiler.lowering.rule import Lowering, Rule, apply_rules
+from plans import names
+from plans.manifest import RuleReport
+
+RULES: dict[str, tuple[Rule, ...]] = {
+    "onnxruntime-cpu": (GroupQueryAttentionWithDummyRow(), StandardAttention()),
+}
+
+
+def lower(engine: str, model: ir.Model, target: str, rows: int) -> list[RuleReport]:
+    """Lower `model` in place for `target` with `rows` rows in its arena."""
+    lowering = Lowering(engine, model, rows)
+    reports = apply_rules(lowering, RULES[target])
+    if rows == 1:
+        _fix_single_row(model)
+    model.opset_imports.setdefault("com.microsoft", 1)
+    return reports
+
+
+def _fix_single_row(model: ir.Model) -> None:
+    """With one row, row dimensions are 1, its tokens are the step's, and unread inputs go."""
+    known = {"R": 1, "R_plus_1": 2, "S": names.NEW}
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        assert value.shape is not None
+        value.shape = ir.Shape(
+            [known.get(str(d.value), d) if isinstance(d, ir.SymbolicDim) else d for d in value.shape]
+        )
+    for value in [v for v in model.graph.inputs if not v.uses() and v not in model.graph.outputs]:
+        model.graph.inputs.remove(value)

@@ -1,0 +1,95 @@
+"""What BranchAttention becomes on an execution target."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from compiler.lowering.rule import Lowering, Rule, replace
+from plans import names
+from plugins.onnx_ops import DOMAIN, branch_attention_function
+
+
+class GroupQueryAttentionWithDummyRow(Rule):
+    """onnxruntime-cpu, one row: `com.microsoft.GroupQueryAttention`, in place, cost by live keys.
+
+    The op computes a single query with other arithmetic than several. One zero row behind the last
+    token keeps it on the path for several, so that a token comes out bit for bit the same alone, in a
+    chain or in a prefill chunk. The row's garbage key lands behind the tail, in the arena's headroom.
+    Causality inside the op is harmless: the bias is at least as strict, since ancestors come first.
+    Rotation stays outside: with `do_rotary` the op uses only the first token's position at length 0.
+    """
+
+    def pattern(self, node: ir.Node) -> bool:
+        return node.domain == DOMAIN and node.op_type == "BranchAttention"
+
+    def check(self, node: ir.Node, lowering: Lowering) -> str | None:
+        if lowering.rows != 1:
+            return "GroupQueryAttention takes one row when tokens are several and a past exists"
+        dtype = node.inputs[0].dtype if node.inputs[0] is not None else None
+        if dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16, None):
+            return f"GroupQueryAttention on the CPU has no {dtype} kernel"
+        return None
+
+    def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
+        graph = lowering.graph
+        q, k, v, k_cache, v_cache = node.inputs[:5]
+        bias, total, lengths = _padded_view(lowering)
+        pads = lowering.constant("dummy_row.pads", ir.tensor(np.array([0, 0, 0, 0, 1, 0], np.int64)))
+        padded = [ir.node("Pad", [x, pads]) for x in (q, k, v)]
+        attributes = node.attributes
+        attention = ir.node(
+            "GroupQueryAttention",
+            [*(p.outputs[0] for p in padded), k_cache, v_cache, lengths, total, None, None, None, bias],
+            {
+                "num_heads": attributes.get_int("num_heads"),
+                "kv_num_heads": attributes.get_int("kv_num_heads"),
+                "scale": attributes.get_float("scale"),
+                "do_rotary": 0,
+            },
+            domain="com.microsoft",
+            num_outputs=3,
+        )
+        zero, last, one = (
+            lowering.constant(f"dummy_row.{name}", ir.tensor(np.array([value], np.int64)))
+            for name, value in (("first", 0), ("last", -1), ("axis", 1))
+        )
+        kept = ir.node("Slice", [attention.outputs[0], zero, last, one])
+        graph.insert_before(node, [*padded, attention, kept])
+        replace(graph, node, [kept.outputs[0], attention.outputs[1], attention.outputs[2]])
+
+
+class StandardAttention(Rule):
+    """Any target, any number of rows: the op's own function body, TensorScatter + Slice + Attention."""
+
+    def pattern(self, node: ir.Node) -> bool:
+        return node.domain == DOMAIN and node.op_type == "BranchAttention"
+
+    def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
+        function = ir.from_proto(branch_attention_function())
+        lowering.model.functions[function.identifier()] = function
+
+
+def _padded_view(lowering: Lowering) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """The bias with the dummy's row and key, its key count, and each row's last key index; made once.
+
+    GroupQueryAttention wants `total_sequence_length` equal to the bias's last dimension, while
+    `seqlens_k` (last key's index) may be smaller: so the view may be padded up to a bucket.
+    """
+    if "dummy_row.bias" in lowering.shared:
+        return tuple(lowering.shared[f"dummy_row.{name}"] for name in ("bias", "total", "lengths"))  # type: ignore[return-value]
+    graph = lowering.graph
+    inputs = {value.name: value for value in graph.inputs}
+    pads = lowering.constant("dummy_row.bias_pads", ir.tensor(np.array([0, 0, 0, 0, 0, 0, 1, 1], np.int64)))
+    scalar = lowering.constant("dummy_row.scalar", ir.tensor(np.array([], np.int64)))
+    bias = ir.node("Pad", [inputs[names.ATTN_BIAS], pads])
+    total = ir.node("Shape", [bias.outputs[0]], {"start": 3, "end": 4})
+    total_32 = ir.node("Cast", [total.outputs[0]], {"to": ir.DataType.INT32})
+    total_scalar = ir.node("Reshape", [total_32.outputs[0], scalar])
+    new = ir.node("Shape", [inputs[names.TOKEN_IDS]])
+    last = ir.node("Add", [inputs[names.PAST_LENGTH], new.outputs[0]])
+    lengths = ir.node("Cast", [last.outputs[0]], {"to": ir.DataType.INT32})
+    graph.insert_before(graph[0], [bias, total, total_32, total_scalar, new, last, lengths])
+    for name, node in (("bias", bias), ("total", total_scalar), ("lengths", lengths)):
+        lowering.shared[f"dummy_row.{name}"] = node.outputs[0]
+    return bias.outputs[0], total_scalar.outputs[0], lengths.outputs[0]

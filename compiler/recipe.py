@@ -1,0 +1,263 @@
+"""The recipe: what to compile, and for what. The fields here are the documentation of `model.yaml`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path, PurePath
+from typing import Annotated, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from compiler.models.config import DecoderConfig, WeightType
+from compiler.models.rope import RopeScaling
+from compiler.recipe_source import Location, RecipeSource
+from plans.errors import RecipeError
+
+KNOWN_TARGETS = ("onnxruntime-cpu",)
+PLANNED_TARGETS = ("onnxruntime-cuda", "tensorrt", "tensorrt-rtx")
+
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$", max_length=100)]
+"""A name that is also a file name: small letters, digits, and `-_.` after the first character."""
+
+
+def _printable(written: str) -> str:
+    if not written.isprintable():
+        raise PydanticCustomError("path", "holds a character that cannot be printed; correct the path")
+    return written
+
+
+WrittenPath = Annotated[str, Field(min_length=1), AfterValidator(_printable)]
+"""A path as the recipe has it: absolute, under `~`, or relative to the recipe."""
+
+
+class Section(BaseModel):
+    """A mapping of the recipe: no unknown keys, no conversions between types, no changes afterwards."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
+
+
+class RopeScalingSection(Section):
+    """Rotary scaling in Hugging Face's names. What is left out takes the default of `models.rope.RopeScaling`."""
+
+    rope_type: Literal["default", "linear", "llama3", "yarn"] = Field(description="the kind of scaling")
+    factor: float | None = Field(None, description="how many times longer the context becomes")
+    original_max_position_embeddings: int | None = Field(
+        None, description="tokens of the context the model was trained on; llama3 and yarn need it"
+    )
+    low_freq_factor: float | None = Field(None, description="llama3: slower frequencies are divided by the factor")
+    high_freq_factor: float | None = Field(None, description="llama3: faster frequencies are kept")
+    beta_fast: float | None = Field(None, description="yarn: rotations from which a dimension is kept")
+    beta_slow: float | None = Field(None, description="yarn: rotations below which a dimension is interpolated")
+    attention_factor: float | None = Field(None, description="yarn: scales the tables; by default from the factor")
+    mscale: float | None = Field(None, description="yarn: with mscale_all_dim, replaces the default attention factor")
+    mscale_all_dim: float | None = Field(None, description="yarn: see mscale")
+    truncate: bool | None = Field(None, description="yarn: round the bounds of the ramp to whole dimensions")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RopeScalingSection:
+        try:
+            self.scaling()
+        except ValueError as error:
+            raise PydanticCustomError("rope_scaling", "is wrong: {reason}", {"reason": str(error)}) from None
+        return self
+
+    def scaling(self) -> RopeScaling:
+        return RopeScaling.from_huggingface(self.model_dump(exclude_none=True))
+
+
+class TargetSection(Section):
+    """The model whose output counts."""
+
+    checkpoint: WrittenPath = Field(description="folder of a Hugging Face checkpoint, relative to the recipe")
+    dtype: WeightType = Field("float32", description="type of the compiled weights")
+    rope_scaling: RopeScalingSection | None = Field(None, description="replaces the checkpoint's own rotary scaling")
+
+
+class NgramSection(Section):
+    """A drafter that looks up the last tokens in what the sequence already holds."""
+
+    name: Name = Field(description="what requests call the drafter: small letters, digits, and -_. after the first")
+    kind: Literal["ngram"] = Field(description="the kind of drafter")
+    max_context: int = Field(4, ge=1, le=32, description="tokens of the longest suffix that is looked up")
+    min_context: int = Field(1, ge=1, description="tokens of the shortest suffix that is looked up")
+    max_draft: int = Field(8, ge=1, le=64, description="most tokens proposed in a step")
+    min_confidence: float = Field(
+        0.0, ge=0, le=1, description="proposals stop where the share of the likeliest continuation falls below it"
+    )
+
+    @field_validator("min_context")
+    @classmethod
+    def _not_above_max(cls, value: int, info: ValidationInfo) -> int:
+        longest = info.data.get("max_context", value)
+        if value > longest:
+            context = {"value": value, "longest": longest}
+            raise PydanticCustomError("context", "is {value}, more than max_context {longest}; lower it", context)
+        return value
+
+
+# The union of the drafters' kinds. With a second kind: `Annotated[A | B, Field(discriminator="kind")]`.
+DrafterSection = NgramSection
+
+
+class CapacitySection(Section):
+    """What a session can hold. Every buffer is allocated once, in these sizes."""
+
+    context: int = Field(ge=2, description="tokens of the longest sequence, prompt and output together")
+    branches: int = Field(1, ge=1, le=16, description="independent continuations at once")
+    prefill_chunk: int = Field(256, ge=1, description="tokens of a prompt computed in one pass")
+
+    @field_validator("prefill_chunk")
+    @classmethod
+    def _not_above_context(cls, value: int, info: ValidationInfo) -> int:
+        context = info.data.get("context", value)
+        if value > context:
+            raise PydanticCustomError(
+                "chunk",
+                "is {value}, more than capacity.context {context}; set it to at most {context}",
+                {"value": value, "context": context},
+            )
+        return value
+
+
+class Recipe(Section):
+    """One `model.yaml`. Paths in it are relative to the file; `checkpoint_path` and `held_out_path` are absolute."""
+
+    name: Name = Field(description="name of the plan: small letters, digits, and -_. after the first")
+    target: TargetSection = Field(description="the model whose output counts")
+    drafters: tuple[DrafterSection, ...] = Field(
+        (), strict=False, description="what proposes tokens; the first is the default; may be empty"
+    )
+    capacity: CapacitySection = Field(description="what a session can hold")
+    targets: tuple[str, ...] = Field(
+        KNOWN_TARGETS, strict=False, min_length=1, description="execution targets to build engines for"
+    )
+    held_out: WrittenPath | None = Field(
+        None,
+        description='JSONL file of {"prompt": ...} that verify measures with, relative to the recipe',
+    )
+
+    _source: RecipeSource = PrivateAttr(default_factory=lambda: RecipeSource(Path("recipe")))
+
+    @field_validator("drafters")
+    @classmethod
+    def _distinct_names(cls, drafters: tuple[DrafterSection, ...]) -> tuple[DrafterSection, ...]:
+        seen = {"none"}
+        for index, drafter in enumerate(drafters):
+            if drafter.name in seen:
+                reason = "means no drafter" if drafter.name == "none" else "is the name of an earlier drafter"
+                context = {"name": drafter.name, "reason": reason, "at": (index, "name")}
+                raise PydanticCustomError("name", "is '{name}', which {reason}; choose another name", context)
+            seen.add(drafter.name)
+        return drafters
+
+    @field_validator("targets")
+    @classmethod
+    def _known_targets(cls, targets: tuple[str, ...]) -> tuple[str, ...]:
+        for index, target in enumerate(targets):
+            context = {"target": target, "known": ", ".join(KNOWN_TARGETS), "at": (index,)}
+            if target in PLANNED_TARGETS:
+                raise PydanticCustomError("target", "is '{target}', not built yet; choose from: {known}", context)
+            if target not in KNOWN_TARGETS:
+                raise PydanticCustomError("target", "is '{target}', not a known target; choose from: {known}", context)
+            if target in targets[:index]:
+                raise PydanticCustomError("target", "repeats '{target}'; keep one of them", context)
+        return targets
+
+    @property
+    def checkpoint_path(self) -> Path:
+        """The target's checkpoint folder, absolute."""
+        return self._absolute(self.target.checkpoint)
+
+    @property
+    def held_out_path(self) -> Path | None:
+        """The file of held-out prompts, absolute."""
+        return None if self.held_out is None else self._absolute(self.held_out)
+
+    @property
+    def rope_scaling(self) -> RopeScaling | None:
+        """What replaces the checkpoint's rotary scaling."""
+        return None if self.target.rope_scaling is None else self.target.rope_scaling.scaling()
+
+    def resolved(self) -> dict[str, JsonValue]:
+        """The recipe with every default filled in, as JSON values: what `plan.json` keeps and the identity hashes.
+
+        Relative paths stay as written; of an absolute one only the last part is kept, so that the same inputs give
+        the same plan wherever they lie (their contents are hashed apart).
+        """
+        values = self.model_dump(mode="json", exclude_none=True)
+        values["target"]["checkpoint"] = _portable(self.target.checkpoint)
+        if self.held_out is not None:
+            values["held_out"] = _portable(self.held_out)
+        return values
+
+    def error(self, location: Location, clause: str) -> RecipeError:
+        """The error that says `clause` of the key at `location`, with the line where the recipe sets it."""
+        return self._source.error(location, clause)
+
+    def _absolute(self, written: str) -> Path:
+        return (self._source.path.parent / os.path.expanduser(written)).resolve()
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read and check a recipe and that the files it names exist.
+
+    `overrides` are `dotted.key=value` with a value in YAML (`capacity.context=8192`, `drafters[0].max_draft=4`) and
+    win over the file. Raises `RecipeError`: a sentence a line, each with file, line and key.
+    """
+    source = RecipeSource.read(path, overrides)
+    try:
+        recipe = Recipe.model_validate(source.values)
+    except ValidationError as invalid:
+        raise source.errors(invalid, Recipe) from None
+    recipe._source = source
+    if not recipe.checkpoint_path.is_dir():
+        raise recipe.error(
+            ("target", "checkpoint"), f"names {recipe.checkpoint_path}, which is not a folder; correct the path"
+        )
+    if recipe.held_out_path is not None and not recipe.held_out_path.is_file():
+        raise recipe.error(("held_out",), f"names {recipe.held_out_path}, which is not a file; correct the path")
+    return recipe
+
+
+def check_capacity(recipe: Recipe, config: DecoderConfig) -> None:
+    """Check the recipe's capacity against the target's geometry; `config` as read with `recipe.rope_scaling`.
+
+    Raises `RecipeError` when the context exceeds the positions the model, with its rotary scaling, is made for.
+    """
+    limit = max(config.max_positions, _scaled_positions(recipe, config))
+    if recipe.capacity.context > limit:
+        factor = -(-recipe.capacity.context // config.max_positions)
+        raise recipe.error(
+            ("capacity", "context"),
+            f"is {recipe.capacity.context}, but the model is made for {limit} positions; lower it, or stretch the "
+            f"model with target.rope_scaling, such as {{rope_type: yarn, factor: {factor}.0, "
+            f"original_max_position_embeddings: {config.max_positions}}}",
+        )
+
+
+def _scaled_positions(recipe: Recipe, config: DecoderConfig) -> int:
+    """Positions that the rotary scaling reaches; a checkpoint's own linear scaling is within its maximum already."""
+    scaling = config.rope_scaling
+    if scaling.kind in ("llama3", "yarn"):
+        return int(scaling.original_max_position_embeddings * scaling.factor)
+    if scaling.kind == "linear" and recipe.target.rope_scaling is not None:
+        return int(config.max_positions * scaling.factor)
+    return config.max_positions
+
+
+def _portable(written: str) -> str:
+    path = PurePath(written)
+    return path.name if path.is_absolute() else path.as_posix()

@@ -1,0 +1,50 @@
+"""Tensors as the contract describes them: dtype, and a shape of numbers and symbols."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from math import prod
+from typing import Annotated
+
+import numpy as np
+from numpy.typing import DTypeLike
+from pydantic import BaseModel, ConfigDict, Field
+
+Dimension = Annotated[int, Field(strict=True, ge=0)] | Annotated[str, Field(pattern="^[A-Z]$")]
+
+
+class Strict(BaseModel):
+    """Base of everything in a plan: unknown keys are errors, values do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DType(StrEnum):
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    FLOAT64 = "float64"
+    INT32 = "int32"
+    INT64 = "int64"
+    UINT64 = "uint64"
+
+    @property
+    def numpy(self) -> DTypeLike:
+        """The NumPy dtype; bfloat16, which NumPy lacks, is carried as uint16."""
+        return np.dtype("uint16" if self is DType.BFLOAT16 else self.value)
+
+
+class Tensor(Strict):
+    """A named tensor. A one-letter dimension is a symbol of `plans.names`, a number is fixed."""
+
+    name: str
+    dtype: DType
+    shape: tuple[Dimension, ...]
+
+    def resolve(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape with every symbol replaced by its value in `sizes`."""
+        return tuple(sizes[d] if isinstance(d, str) else d for d in self.shape)
+
+    def elements(self, sizes: Mapping[str, int]) -> int:
+        return prod(self.resolve(sizes))

@@ -1,0 +1,36 @@
+"""What every command does alike: JSON or text on stdout, progress on stderr, one sentence and status 2 on mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.markup import escape
+
+from plans.errors import OutriderError
+
+stderr = Console(stderr=True, highlight=False)
+stdout = Console(highlight=False, soft_wrap=True)
+
+
+def print_json(value: object) -> None:
+    """One object on stdout, and nothing else."""
+    print(json.dumps(value, ensure_ascii=False))
+
+
+def guarded(command: Callable[[], int]) -> int:
+    """Run a command; a user's mistake becomes one sentence and status 2, an interrupt status 130."""
+    try:
+        return command()
+    except OutriderError as error:
+        stderr.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
+        return 2
+    except KeyboardInterrupt:
+        stderr.print("interrupted")
+        return 130
+    except BrokenPipeError:  # the reader of our output left, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0

@@ -1,0 +1,134 @@
+"""`plan.json`: what a plan holds. Read by the runtime, written by the compiler, validated by Pydantic."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from plans.buffers import Strict, Tensor
+
+FORMAT_VERSION = 1
+
+
+class Geometry(Strict):
+    """Sizes of one model, in elements, and of the arena that serves it, in tokens."""
+
+    layers: Annotated[int, Field(gt=0)]
+    heads: Annotated[int, Field(gt=0)]
+    kv_heads: Annotated[int, Field(gt=0)]
+    head_dim: Annotated[int, Field(gt=0)]
+    hidden_size: Annotated[int, Field(gt=0)]
+    vocab_size: Annotated[int, Field(gt=0)]
+    context: Annotated[int, Field(gt=0, description="Tokens a sequence may hold.")]
+    view_bucket: Annotated[int, Field(gt=0, description="Keys in view are rounded up to a multiple of this.")]
+    capacity: Annotated[int, Field(gt=0, description="Slots of the arena: the context and its headroom.")]
+    prefill_chunk: Annotated[int, Field(gt=0, description="Most prompt tokens of one step.")]
+    branches: Annotated[int, Field(gt=0)]
+
+
+class Text(Strict):
+    """What turns text into tokens and back. Files lie in `tokenizer/`."""
+
+    eos_token_ids: tuple[int, ...]
+    bos_token: str | None = None
+    eos_token: str | None = None
+
+
+class NgramDrafter(Strict):
+    """The n-gram drafter's settings; FEATURES row 16."""
+
+    kind: Literal["ngram"]
+    name: str
+    max_context: int
+    min_context: int
+    max_draft: int
+    min_confidence: float
+
+
+class StageKind(StrEnum):
+    DRAFT = "draft"  # a drafter of the runtime writes nodes behind the pending tokens
+    OP = "op"  # one of our ops, by schema name
+    ENGINE = "engine"  # one of the target's engines, by name
+
+
+class Stage(Strict):
+    """One step of a program. `inputs` and `outputs` map the stage's own tensor names to buffers."""
+
+    kind: StageKind
+    run: str
+    inputs: dict[str, str] = {}
+    outputs: dict[str, str] = {}
+    attributes: dict[str, int | float | str] = {}
+
+
+class Results(Strict):
+    """Where a program leaves what the host reads."""
+
+    tokens: str
+    counts: str | None = Field(None, description="Committed tokens per tree; absent: one per tree.")
+
+
+class Program(Strict):
+    stages: tuple[Stage, ...]
+    results: Results | None = None
+
+
+class Engine(Strict):
+    """One compiled graph. `aliases` maps an output to the input whose memory it is bound to."""
+
+    file: str
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    aliases: dict[str, str] = {}
+
+
+class RuleReport(Strict):
+    """What one lowering rule did to one engine's graph."""
+
+    engine: str
+    rule: str
+    applied: int
+    declined: dict[str, int] = Field({}, description="Reason to count.")
+
+
+class View(Strict):
+    """A tensor that is one plane of a buffer: `buffer[plane : plane + 1]`."""
+
+    buffer: str
+    plane: Annotated[int, Field(ge=0)]
+
+
+class TargetPlan(Strict):
+    """Everything for one execution target."""
+
+    engines: dict[str, Engine]
+    engines_key: str = Field(description="Hash of all that the engines depend on; equal keys, equal engines.")
+    buffers: tuple[Tensor, ...]
+    views: dict[str, View] = {}
+    symbols: dict[str, int] = Field(description="Largest value of every symbol.")
+    programs: dict[str, Program]
+    lowering: tuple[RuleReport, ...] = ()
+
+
+class PlanFile(Strict):
+    """A file of the plan; `path` is relative, with forward slashes."""
+
+    path: str
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    size: Annotated[int, Field(ge=0)]
+
+
+class Manifest(Strict):
+    format_version: int
+    name: str
+    identity: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    recipe: dict[str, Any] = Field(description="The resolved recipe, for people to read.")
+    source: str = Field(description="Where the recipe lay, relative to the plan; no part of the identity.")
+    model: Geometry
+    text: Text
+    drafters: tuple[NgramDrafter, ...]
+    targets: dict[str, TargetPlan]
+    tools: dict[str, str]
+    files: tuple[PlanFile, ...]

@@ -1,0 +1,68 @@
+"""CPU kernels of the ops (csrc/cpu). Tensors and errors: the schema of each op; calls: its extents, in order."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_Int = NDArray[np.int64]
+_Double = NDArray[np.float64]
+
+class BimMask:
+    def __init__(
+        self, bim: _Int, past_length: _Int, branch: _Int, parent: _Int, attn_bias: NDArray[np.float32]
+    ) -> None: ...
+    def __call__(self, new: int, view: int, /) -> None: ...
+
+class Sample:
+    def __init__(
+        self,
+        logits: NDArray[np.float32],
+        logit_rows: _Int,
+        positions: _Int,
+        branch: _Int,
+        temperature: _Double,
+        top_k: _Int,
+        top_p: _Double,
+        filter_order: _Int,
+        seed: NDArray[np.uint64],
+        stream: _Int,
+        committed: _Int,
+        purpose: int = 0,
+    ) -> None: ...
+    def __call__(self, new: int, logits: int, /) -> None: ...
+
+class TreeAccept:
+    def __init__(
+        self,
+        logits: NDArray[np.float32],
+        logit_rows: _Int,
+        positions: _Int,
+        branch: _Int,
+        temperature: _Double,
+        top_k: _Int,
+        top_p: _Double,
+        filter_order: _Int,
+        seed: NDArray[np.uint64],
+        stream: _Int,
+        token_ids: _Int,
+        parent: _Int,
+        committed: _Int,
+        accepted_count: _Int,
+        kept_rows: _Int,
+        kept_count: _Int,
+        purpose: int = 0,
+    ) -> None: ...
+    def __call__(self, new: int, logits: int, /) -> None: ...
+
+class KvGather:
+    def __init__(
+        self, kv: NDArray[Any], source: _Int, source_count: _Int, source_base: _Int, destination: _Int
+    ) -> None: ...
+    def __call__(self) -> None: ...
+
+def weights(logits: NDArray[np.float32], temperature: float, out: NDArray[np.uint64]) -> None:
+    """Write the weights of a row `[V]` before filters: `reference.fixed_weights`, bit for bit."""
+
+def uniform(seed: int, stream: int, position: int, purpose: int) -> int:
+    """The integer in [0, 2**53) of a draw: `reference.uniform`."""

@@ -1,0 +1,68 @@
+// The choice of a token from its logits: argmax, or the inverse CDF in id order of the filtered distribution.
+//
+// Weights are integers (exp in units of 2^-40), so their sums do not depend on the order of summation, and neither does
+// the chosen token: one thread, many lanes or a GPU block choose alike. DESIGN section 7; plugins/reference/choice.py.
+#pragma once
+
+#include "exp.h"
+#include "portable.h"
+#include "wide.h"
+
+namespace outrider {
+
+struct Sampling {
+  double temperature;  // 0 is greedy
+  i64 top_k;           // 0 is off
+  double top_p;        // 1 is off
+  i64 filter_order;    // one of the two below
+};
+
+constexpr i64 kTemperatureFirst = 0;
+constexpr i64 kTemperatureLast = 1;
+
+constexpr double kWeightOne = 0x1p+40;
+// exp(-28) * 2^40 is 0.76: below this every weight is 0.
+constexpr double kNoWeightBelow = -28.0;
+// So many weights of at most 2^40 add up in 64 bits with room to spare.
+constexpr i64 kMostVocabulary = i64{1} << 22;
+
+// Integers that order as the logits do (-0 equals +0): maxima of integers vectorise without fast-math.
+OUTRIDER_HD inline i32 order_key(float logit) {
+  const i32 bits = bits_of(logit + 0.0f);
+  return bits ^ ((bits >> 31) & 0x7fffffff);
+}
+
+OUTRIDER_HD inline float logit_of(i32 order_key) { return float_of(order_key ^ ((order_key >> 31) & 0x7fffffff)); }
+
+// floor(value) for 0 <= value < 2^51, without the conversion instruction that older vector units lack.
+OUTRIDER_HD inline u64 floor_to_integer(double value) {
+  const double shifted = value + 0x1p+52;
+  const u64 nearest = bits_of(shifted) - bits_of(0x1p+52);
+  return nearest - (shifted - 0x1p+52 > value ? 1 : 0);
+}
+
+// How far a logit lies below its row's largest, at the temperature: x <= 0, the weight is exp(x).
+OUTRIDER_HD inline double scaled_gap(float logit, float top, double temperature) {
+  const double gap = static_cast<double>(logit) - static_cast<double>(top);
+  return (logit == top ? 0.0 : gap) / temperature;  // inf - inf is not 0
+}
+
+OUTRIDER_HD inline bool weighs_nothing(double scaled_gap) { return scaled_gap < kNoWeightBelow; }
+
+// Weight of a logit whose row's largest is `top`, in [0, 2^40]; the largest weighs exactly 2^40, -inf weighs 0.
+OUTRIDER_HD inline u64 weight(float logit, float top, double temperature) {
+  const double x = scaled_gap(logit, top, temperature);
+  const bool none = weighs_nothing(x);
+  const u64 units = floor_to_integer(shared_exp(none ? kNoWeightBelow : x) * kWeightOne);
+  return none ? 0 : units;
+}
+
+// The least sum of weights that reaches the share top_p < 1 of `total`.
+OUTRIDER_HD inline u64 nucleus_need(double top_p, u64 total) {
+  return ceil_share(static_cast<u64>(top_p * 0x1p+53), total);
+}
+
+// The draw's place in [0, total): the choice is the first id whose cumulative weight exceeds it.
+OUTRIDER_HD inline u64 draw_place(u64 uniform53, u64 total) { return floor_share(uniform53, total); }
+
+}  // namespace outrider

@@ -1,0 +1,12 @@
+#include <nanobind/nanobind.h>
+
+#include "ops.h"
+
+NB_MODULE(_native, module) {
+  module.doc() = "CPU kernels of the ops. Use plugins.native.";
+  outrider::register_bim_mask(module);
+  outrider::register_sample(module);
+  outrider::register_tree_accept(module);
+  outrider::register_kv_gather(module);
+  outrider::register_choice_parts(module);
+}

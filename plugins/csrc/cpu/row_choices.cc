@@ -1,0 +1,68 @@
+#include "row_choices.h"
+
+#include "choose.h"
+#include "refuse.h"
+
+namespace outrider {
+
+namespace nb = nanobind;
+
+RowChoices::RowChoices(const char* op, Binder& binder, nb::handle logits, nb::handle logit_rows, nb::handle positions,
+                       nb::handle branch, nb::handle temperature, nb::handle top_k, nb::handle top_p,
+                       nb::handle filter_order, nb::handle seed, nb::handle stream, i64 purpose)
+    : op_(op) {
+  logits_ = binder.input<float>("logits", logits, {"M", "V"});
+  logit_rows_ = binder.input<i64>("logit_rows", logit_rows, {"M"});
+  positions_ = binder.input<i64>("positions", positions, {"N"});
+  branch_ = binder.input<i64>("branch", branch, {"N"});
+  slots_.temperature = binder.input<double>("temperature", temperature, {"B"});
+  slots_.top_k = binder.input<i64>("top_k", top_k, {"B"});
+  slots_.top_p = binder.input<double>("top_p", top_p, {"B"});
+  slots_.filter_order = binder.input<i64>("filter_order", filter_order, {"B"});
+  slots_.seed = binder.input<u64>("seed", seed, {"B"});
+  slots_.stream = binder.input<i64>("stream", stream, {"B"});
+  most_new_ = binder.size_of("N");
+  most_logits_ = binder.size_of("M");
+  vocabulary_ = binder.size_of("V");
+  branches_ = binder.size_of("B");
+  if (vocabulary_ < 1 || vocabulary_ > kMostVocabulary) {
+    refuse(op, "the vocabulary (last size of tensor 'logits') is " + std::to_string(vocabulary_) + "; it must be in 1.." +
+                   std::to_string(kMostVocabulary) + ".");
+  }
+  if (purpose < 0 || purpose > 2) {
+    refuse(op, "attribute purpose is " + std::to_string(purpose) +
+                   "; it must be 0 (target), 1 (draft) or 2 (rejection), see plugins.schemas.Purpose.");
+  }
+  purpose_ = static_cast<u32>(purpose);
+}
+
+void RowChoices::check(i64 new_tokens, i64 count) const {
+  check_extent(op_, "N", new_tokens, most_new_);
+  check_extent(op_, "M", count, most_logits_);
+  for (i64 place = 0; place < count; ++place) {
+    const i64 row = logit_rows_[place];
+    check_value(op_, "logit_rows", place, row, 0, new_tokens - 1);
+    const i64 branch = branch_[row];
+    check_value(op_, "branch", row, branch, 0, branches_ - 1);
+    if (const char* fault = settings_fault(sampling_of(slots_, branch))) {
+      refuse(op_, "the sampling settings of branch " + std::to_string(branch) + " cannot be used: " + fault + ".");
+    }
+  }
+}
+
+i64 RowChoices::at(i64 place) const {
+  const i64 row = logit_rows_[place];
+  const i64 branch = branch_[row];
+  const Sampling sampling = sampling_of(slots_, branch);
+  const u64 uniform = sampling.temperature == 0.0 ? 0 : next_uniform(slots_, branch, positions_[row], purpose_);
+  const Choice choice = choose(logits_ + place * vocabulary_, vocabulary_, sampling, uniform);
+  if (choice.fault != ChoiceFault::kNone) {
+    refuse(op_, "row " + std::to_string(place) + " of logits (new token " + std::to_string(row) + ", branch " +
+                    std::to_string(branch) + ") " +
+                    (choice.fault == ChoiceFault::kNan ? "contains NaN" : "is -inf for every token") +
+                    ": no token can be chosen.");
+  }
+  return choice.token;
+}
+
+}  // namespace outrider

@@ -1,0 +1,40 @@
+// The choices of a step: `choose` applied to a place of `logit_rows` with the settings and the draw of its row's branch.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include "../sample.h"
+#include "binder.h"
+
+namespace outrider {
+
+class RowChoices {
+ public:
+  RowChoices(const char* op, Binder& binder, nanobind::handle logits, nanobind::handle logit_rows,
+             nanobind::handle positions, nanobind::handle branch, nanobind::handle temperature, nanobind::handle top_k,
+             nanobind::handle top_p, nanobind::handle filter_order, nanobind::handle seed, nanobind::handle stream,
+             i64 purpose);
+
+  // Refuses extents beyond the buffers, and indices and settings that cannot be used.
+  void check(i64 new_tokens, i64 count) const;
+  // The token chosen at a place below the checked `count`.
+  i64 at(i64 place) const;
+
+  const i64* logit_rows() const { return logit_rows_; }
+  i64 bytes(i64 count) const { return count * vocabulary_ * static_cast<i64>(sizeof(float)); }
+
+ private:
+  const char* op_;
+  const float* logits_;
+  const i64* logit_rows_;
+  const i64* positions_;
+  const i64* branch_;
+  SamplingSlots slots_;
+  u32 purpose_;
+  i64 most_new_;
+  i64 most_logits_;
+  i64 vocabulary_;
+  i64 branches_;
+};
+
+}  // namespace outrider

@@ -1,0 +1,35 @@
+// Uniform numbers by counter: a draw is a function of (seed, stream, position, purpose), whoever asks and in what order.
+//
+// Philox4x32-10 of Salmon, Moraes, Dror, Shaw: "Parallel Random Numbers: As Easy as 1, 2, 3" (SC11).
+#pragma once
+
+#include "portable.h"
+
+namespace outrider {
+
+struct PhiloxBlock {
+  u32 word[4];
+};
+
+OUTRIDER_HD inline PhiloxBlock philox4x32_10(PhiloxBlock counter, u32 key0, u32 key1) {
+  for (int round = 0; round < 10; ++round) {
+    const u64 product0 = u64{0xD2511F53u} * counter.word[0];
+    const u64 product1 = u64{0xCD9E8D57u} * counter.word[2];
+    counter = {{static_cast<u32>(product1 >> 32) ^ counter.word[1] ^ key0, static_cast<u32>(product1),
+                static_cast<u32>(product0 >> 32) ^ counter.word[3] ^ key1, static_cast<u32>(product0)}};
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+  return counter;
+}
+
+// The integer u in [0, 2^53) that stands for u / 2^53. `purpose` keeps kinds of draws apart (plugins.schemas.Purpose).
+OUTRIDER_HD inline u64 uniform53(u64 seed, i64 stream, i64 position, u32 purpose) {
+  const u64 stream_bits = static_cast<u64>(stream);
+  const PhiloxBlock counter = {{static_cast<u32>(static_cast<u64>(position)), static_cast<u32>(stream_bits),
+                                static_cast<u32>(stream_bits >> 32), purpose}};
+  const PhiloxBlock block = philox4x32_10(counter, static_cast<u32>(seed), static_cast<u32>(seed >> 32));
+  return (static_cast<u64>(block.word[0] >> 5) << 26) | (block.word[1] >> 6);
+}
+
+}  // namespace outrider

@@ -1,0 +1,68 @@
+"""The CPU kernels: ops that are bound to their arrays once, and then called with the sizes of each step.
+
+A bound op keeps its arrays alive and reads and writes their memory at every call. A call works on the leading part:
+with extents N and T, `attn_bias` is a dense `[N, T]` at the start of its buffer. Calls allocate nothing after the
+first ones. A bound op is used by one thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from plugins.schemas import SCHEMAS, OpSchema
+
+try:
+    from plugins import _native
+except ImportError as error:
+    raise ImportError(
+        "The CPU kernels are missing: plugins._native is not built for this Python, or Python found the package "
+        "in the source tree instead of where it was installed. "
+        "Run `pip install -e .` at the top of the repository, or start Python elsewhere."
+    ) from error
+
+from plugins._native import BimMask, KvGather, Sample, TreeAccept, uniform, weights
+
+__all__ = ["BimMask", "BoundOp", "KvGather", "Sample", "TreeAccept", "create", "uniform", "weights"]
+
+
+class BoundOp(Protocol):
+    """An op on fixed arrays. Called with the extents of its schema, in order; the results are in its arrays.
+
+    Raises ValueError for extents beyond the arrays and for values in them that cannot be used.
+    """
+
+    def __call__(self, *extents: int) -> None: ...
+
+
+def create(
+    op_name: str, tensors: Mapping[str, NDArray[Any]], attributes: Mapping[str, int | float] | None = None
+) -> BoundOp:
+    """Bind op `op_name` to arrays of full capacity, by the tensor names of its schema.
+
+    Arrays are C-contiguous with the dtypes and shapes of `plugins.schemas.SCHEMAS[op_name]`; arrays that share a symbol
+    agree on its size. Raises TypeError for a wrong dtype, ValueError for anything else; the sentence names op, tensor,
+    what was expected and what was found.
+    """
+    schema = SCHEMAS.get(op_name)
+    kernel = getattr(_native, op_name, None)
+    if schema is None:
+        raise ValueError(f"There is no op {op_name!r}; the ops are {', '.join(SCHEMAS)}.")
+    if kernel is None:
+        raise ValueError(f"{op_name} stands in graphs only: it has no CPU kernel to bind.")
+    given = dict(attributes or {})
+    _check_names(schema, "tensor", {spec.name for spec in schema.tensors}, set(tensors))
+    required = {spec.name for spec in schema.attributes if spec.default is None}
+    optional = {spec.name for spec in schema.attributes} - required
+    _check_names(schema, "attribute", required, set(given) - optional)
+    bound: BoundOp = kernel(**tensors, **given)
+    return bound
+
+
+def _check_names(schema: OpSchema, kind: str, expected: set[str], found: set[str]) -> None:
+    if missing := sorted(expected - found):
+        raise ValueError(f"{schema.name}: missing {kind} {', '.join(missing)}.")
+    if unknown := sorted(found - expected):
+        raise ValueError(f"{schema.name}: unknown {kind} {', '.join(unknown)}.")

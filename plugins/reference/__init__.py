@@ -1,0 +1,28 @@
+"""The ops in NumPy: the truth that every kernel is compared with. Written to be read, not to be fast.
+
+Functions take the arrays of one step at their exact sizes and return new arrays; only `kv_gather` works in place.
+"""
+
+from plugins.reference.bim_mask import bim_mask
+from plugins.reference.branch_attention import branch_attention
+from plugins.reference.choice import Sampling, choice, fixed_weights, shared_exp
+from plugins.reference.kv_gather import kv_gather
+from plugins.reference.philox import philox4x32_10, uniform
+from plugins.reference.sample import SamplingSlots, sample
+from plugins.reference.tree_accept import Accepted, tree_accept
+
+__all__ = [
+    "Accepted",
+    "Sampling",
+    "SamplingSlots",
+    "bim_mask",
+    "branch_attention",
+    "choice",
+    "fixed_weights",
+    "kv_gather",
+    "philox4x32_10",
+    "sample",
+    "shared_exp",
+    "tree_accept",
+    "uniform",
+]

@@ -1,0 +1,57 @@
+"""Append each row's new keys and values, then attend over the row's keys under a bias."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float = NDArray[Any]
+
+
+def softmax(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return np.asarray(weights / weights.sum(axis=-1, keepdims=True))
+
+
+def branch_attention(
+    q: Float,
+    k: Float,
+    v: Float,
+    k_cache: Float,
+    v_cache: Float,
+    attn_bias: NDArray[np.float32],
+    past_length: NDArray[np.int64],
+    row_splits: NDArray[np.int64],
+    *,
+    num_heads: int,
+    kv_num_heads: int,
+    scale: float,
+) -> tuple[Float, Float, Float]:
+    """`(out, k_cache_out, v_cache_out)`; shapes as in the schema of BranchAttention, sums in float64.
+
+    The leading 1 of `q`, `k`, `v` may be left out; `out` has the shape and dtype of `q`.
+    """
+    head_dim = k_cache.shape[-1]
+    view = attn_bias.shape[-1]
+    queries = q.reshape(-1, num_heads, head_dim)
+    keys = k.reshape(-1, kv_num_heads, head_dim)
+    values = v.reshape(-1, kv_num_heads, head_dim)
+    k_cache_out, v_cache_out = k_cache.copy(), v_cache.copy()
+    out = np.zeros(queries.shape, dtype=np.float64)
+
+    for row, past in enumerate(past_length.tolist()):
+        first, end = row_splits[row : row + 2].tolist()
+        appended = slice(past, past + end - first)
+        k_cache_out[row, :, appended] = keys[first:end].swapaxes(0, 1)
+        v_cache_out[row, :, appended] = values[first:end].swapaxes(0, 1)
+        bias = attn_bias[row, 0, : end - first].astype(np.float64)
+        for head in range(num_heads):
+            kv_head = head // (num_heads // kv_num_heads)
+            row_keys = k_cache_out[row, kv_head, :view].astype(np.float64)
+            row_values = v_cache_out[row, kv_head, :view].astype(np.float64)
+            scores = queries[first:end, head].astype(np.float64) @ row_keys.T * scale + bias
+            out[first:end, head] = softmax(scores) @ row_values
+
+    return out.reshape(q.shape).astype(q.dtype), k_cache_out, v_cache_out

@@ -1,0 +1,108 @@
+"""The choice of a token from its logits: argmax, or the inverse CDF in id order of the filtered distribution.
+
+Weights are integers, so no sum depends on its order; exact sums and products are Python's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import factorial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plugins.schemas import FilterOrder
+
+_WEIGHT_ONE = 2.0**40
+_NO_WEIGHT_BELOW = -28.0  # exp(-28) * 2**40 is 0.76
+_DRAW_BITS = 53
+
+_LOG2E = float.fromhex("0x1.71547652b82fep+0")
+# ln2 in two parts (fdlibm, e_exp.c): the high part ends in 20 zero bits, so k * high is exact.
+_LN2_HIGH = float.fromhex("0x1.62e42feep-1")
+_LN2_LOW = float.fromhex("0x1.a39ef35793c76p-33")
+_TO_INTEGER = 1.5 * 2.0**52
+_DEGREE = 12
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Settings of one branch: temperature 0 is greedy, top_k 0 and top_p 1 are off."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    filter_order: FilterOrder = FilterOrder.TEMPERATURE_FIRST
+
+
+def shared_exp(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """exp(x) for -700 <= x <= 0 in plain float64 `+` and `*`: the same bits as `csrc/exp.h`."""
+    k = (x * _LOG2E + _TO_INTEGER) - _TO_INTEGER
+    r = (x - k * _LN2_HIGH) - k * _LN2_LOW
+    p = np.full_like(x, 1.0 / factorial(_DEGREE))
+    for n in reversed(range(_DEGREE)):
+        p = p * r + 1.0 / factorial(n)
+    return p * np.ldexp(1.0, k.astype(np.int64))
+
+
+def fixed_weights(logits: NDArray[np.float32], temperature: float) -> NDArray[np.uint64]:
+    """Weights `[V]` in units of 2**-40 of the largest: floor(exp((l - max) / temperature) * 2**40).
+
+    Logits equal to the largest weigh exactly 2**40, even when it is +inf; -inf weighs 0.
+    """
+    top = logits.max()
+    with np.errstate(invalid="ignore", over="ignore"):
+        x = np.where(logits == top, 0.0, logits.astype(np.float64) - np.float64(top)) / temperature
+    weighs = x >= _NO_WEIGHT_BELOW
+    return np.where(weighs, np.floor(shared_exp(np.where(weighs, x, 0.0)) * _WEIGHT_ONE), 0.0).astype(np.uint64)
+
+
+def top_k_cut(logits: NDArray[np.float32], top_k: int) -> np.float32:
+    """The k-th largest logit; logits of at least this stay, ties at the cut with them."""
+    return np.float32(np.sort(logits)[-top_k])
+
+
+def top_p_cut(weights: NDArray[np.uint64], top_p: float) -> int:
+    """The largest weight c such that the weights of at least c sum to the share p or more of all: c crosses p."""
+    share = int(top_p * 2.0**_DRAW_BITS)
+    need = share * int(weights.sum())
+    values, counts = np.unique(weights, return_counts=True)
+    total = 0
+    for value, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        total += value * count
+        if total << _DRAW_BITS >= need:
+            return int(value)
+    raise AssertionError("the whole sum reaches any share of itself")
+
+
+def inverse_cdf(weights: NDArray[np.uint64], u: int) -> int:
+    """The first id, in id order, whose cumulative weight exceeds floor(u / 2**53 * total)."""
+    cumulative = np.cumsum(weights)
+    place = u * int(cumulative[-1]) >> _DRAW_BITS
+    return int(np.searchsorted(cumulative, np.uint64(place), side="right"))
+
+
+def filtered_weights(logits: NDArray[np.float32], sampling: Sampling) -> NDArray[np.uint64]:
+    """Weights `[V]` after top-k and top-p; what is filtered out weighs 0. `sampling` is not greedy."""
+    kept = np.ones(len(logits), dtype=bool)
+    if 0 < sampling.top_k < len(logits):
+        kept &= logits >= top_k_cut(logits, sampling.top_k)
+    if sampling.top_p < 1.0:
+        last = sampling.filter_order == FilterOrder.TEMPERATURE_LAST
+        weights = np.where(kept, fixed_weights(logits, 1.0 if last else sampling.temperature), 0)
+        kept &= weights >= np.uint64(top_p_cut(weights, sampling.top_p))
+    return np.where(kept, fixed_weights(logits, sampling.temperature), np.uint64(0))
+
+
+def choice(logits: NDArray[np.float32], sampling: Sampling, u: int) -> int:
+    """The chosen id of a row `[V]`, for the uniform number u / 2**53 (not looked at when greedy).
+
+    Raises ValueError when the row holds NaN or only -inf.
+    """
+    if np.isnan(logits).any():
+        raise ValueError("the logits contain NaN")
+    if np.isneginf(logits).all():
+        raise ValueError("every logit is -inf")
+    if sampling.temperature == 0.0:
+        return int(np.argmax(logits))  # the lowest id wins a tie
+    return inverse_cdf(filtered_weights(logits, sampling), u)

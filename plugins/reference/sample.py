@@ -1,0 +1,52 @@
+"""One choice per row with logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plugins.reference.choice import Sampling, choice
+from plugins.reference.philox import uniform
+from plugins.schemas import FilterOrder, Purpose
+
+
+@dataclass(frozen=True)
+class SamplingSlots:
+    """Settings and random streams of all branches, arrays `[B]`; dtypes as in the schema of Sample."""
+
+    temperature: NDArray[np.float64]
+    top_k: NDArray[np.int64]
+    top_p: NDArray[np.float64]
+    filter_order: NDArray[np.int64]
+    seed: NDArray[np.uint64]
+    stream: NDArray[np.int64]
+
+    def sampling(self, branch: int) -> Sampling:
+        return Sampling(
+            temperature=float(self.temperature[branch]),
+            top_k=int(self.top_k[branch]),
+            top_p=float(self.top_p[branch]),
+            filter_order=FilterOrder(int(self.filter_order[branch])),
+        )
+
+    def choose(self, logits: NDArray[np.float32], branch: int, position: int, purpose: Purpose) -> int:
+        """The token behind a row at `position`: a draw is numbered by the token that it draws."""
+        u = uniform(int(self.seed[branch]), int(self.stream[branch]), position + 1, purpose)
+        return choice(logits, self.sampling(branch), u)
+
+
+def sample(
+    logits: NDArray[np.float32],
+    logit_rows: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    branch: NDArray[np.int64],
+    slots: SamplingSlots,
+    purpose: Purpose = Purpose.TARGET,
+) -> NDArray[np.int64]:
+    """Tokens int64 `[M]` for `logits` `[M, V]` of the new tokens `logit_rows`; `positions`, `branch` are `[N]`."""
+    chosen = [
+        slots.choose(logits[m], int(branch[row]), int(positions[row]), purpose) for m, row in enumerate(logit_rows)
+    ]
+    return np.array(chosen, dtype=np.int64)

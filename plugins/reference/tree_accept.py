@@ -1,0 +1,56 @@
+"""Walk each draft tree along the target's own choices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plugins.reference.sample import SamplingSlots
+from plugins.schemas import Purpose
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What a step committed.
+
+    committed int64 `[M]`: token j of a tree stands j behind its root's place in `logit_rows`; -1 elsewhere.
+    accepted_count int64 `[trees]`; kept_rows int64 `[kept]`, ascending.
+    """
+
+    committed: NDArray[np.int64]
+    accepted_count: NDArray[np.int64]
+    kept_rows: NDArray[np.int64]
+
+
+def tree_accept(
+    logits: NDArray[np.float32],
+    logit_rows: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    branch: NDArray[np.int64],
+    slots: SamplingSlots,
+    token_ids: NDArray[np.int64],
+    parent: NDArray[np.int64],
+    purpose: Purpose = Purpose.TARGET,
+) -> Accepted:
+    """The rule of DESIGN section 7 for every tree of the step; shapes as in the schema of TreeAccept."""
+    place_of = {int(row): place for place, row in enumerate(logit_rows)}
+    committed = np.full(len(logit_rows), -1, dtype=np.int64)
+    counts = []
+    kept = [row for row in range(len(token_ids)) if row not in place_of]
+
+    for root in place_of:
+        if int(parent[root]) in place_of:
+            continue  # a drafted node
+        tokens: list[int] = []
+        node: int | None = root
+        while node is not None:
+            kept.append(node)
+            x = slots.choose(logits[place_of[node]], int(branch[node]), int(positions[node]), purpose)
+            tokens.append(x)
+            node = next((row for row in place_of if parent[row] == node and token_ids[row] == x), None)
+        committed[place_of[root] : place_of[root] + len(tokens)] = tokens
+        counts.append(len(tokens))
+
+    return Accepted(committed, np.array(counts, dtype=np.int64), np.array(sorted(kept), dtype=np.int64))

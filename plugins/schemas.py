@@ -1,0 +1,224 @@
+"""What our ops take and give: pure data that the compiler writes programs from and the runtime binds by.
+
+A symbol in a shape is one size throughout an op: tensors that name the same symbol must agree on it. The first line
+of a `doc` says what the op does; its rule, readable, is the function of the same name in `plugins.reference`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from plans import names
+
+Dim = int | str
+ANY_FLOAT = "float32 | float16 | bfloat16"  # model precision: what an op only moves, or computes in
+
+
+class Purpose(IntEnum):
+    """Keeps the kinds of draws apart: the last word of the Philox counter (DESIGN section 7)."""
+
+    TARGET = 0
+    DRAFT = 1
+    REJECTION = 2
+
+
+class FilterOrder(IntEnum):
+    """When the temperature is applied: before top-k and top-p (seed 003), or to what they leave (seed 001)."""
+
+    TEMPERATURE_FIRST = 0
+    TEMPERATURE_LAST = 1
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor of an op: its name in the op, its dtype as NumPy spells it, its shape in sizes and symbols."""
+
+    name: str
+    dtype: str
+    shape: tuple[Dim, ...]
+
+
+@dataclass(frozen=True)
+class AttributeSpec:
+    """A constant of an op. Without a default it must be given."""
+
+    name: str
+    kind: type[int] | type[float]
+    default: int | float | None = None
+
+
+@dataclass(frozen=True)
+class OpSchema:
+    """An op of domain `outrider`.
+
+    `extents` names the run-time sizes that its CPU kernel is called with, in order. A tensor that stands in inputs and
+    in outputs is changed in place. A dense part with the extents lies at the start of a tensor's memory.
+    """
+
+    name: str
+    version: int
+    doc: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    attributes: tuple[AttributeSpec, ...] = ()
+    extents: tuple[str, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """Every tensor once: the inputs, then the outputs that are not inputs."""
+        taken = {spec.name for spec in self.inputs}
+        return self.inputs + tuple(spec for spec in self.outputs if spec.name not in taken)
+
+
+_INT = "int64"
+_SLOTS = "B"  # sampling slots, one per branch
+_VOCABULARY = "V"
+_CAPACITY = "capacity"
+
+
+def _per_new_token(name: str) -> TensorSpec:
+    return TensorSpec(name, _INT, (names.NEW,))
+
+
+def _one(name: str) -> TensorSpec:
+    return TensorSpec(name, _INT, (1,))
+
+
+_CHOICE_INPUTS = (
+    TensorSpec(names.LOGITS_OUT, "float32", (names.LOGITS, _VOCABULARY)),
+    TensorSpec(names.LOGIT_ROWS, _INT, (names.LOGITS,)),
+    _per_new_token(names.POSITIONS),
+    _per_new_token(names.BRANCH),
+    TensorSpec(names.TEMPERATURE, "float64", (_SLOTS,)),
+    TensorSpec(names.TOP_K, _INT, (_SLOTS,)),
+    TensorSpec(names.TOP_P, "float64", (_SLOTS,)),
+    TensorSpec(names.FILTER_ORDER, _INT, (_SLOTS,)),
+    TensorSpec(names.SEED, "uint64", (_SLOTS,)),
+    TensorSpec(names.STREAM, _INT, (_SLOTS,)),
+)
+_COMMITTED = TensorSpec(names.COMMITTED, _INT, (names.LOGITS,))
+_PURPOSE = AttributeSpec("purpose", int, int(Purpose.TARGET))
+
+_BIM_MASK = OpSchema(
+    name="BimMask",
+    version=1,
+    doc="""The attention bias of a step: 0 where a key is visible, float32's lowest where it is not.
+
+    A committed key j < past_length is visible to query i iff bim[j] is -1 or branch[i]. The key of new token j, at
+    past_length + j, is visible iff j is i or an ancestor of i through parent (-1 <= parent[i] < i; -1: its parent is
+    committed; a prefill is a chain). Keys behind the new ones are masked. T >= past_length + N.
+    Errors: ValueError for extents, past_length, parents or branches out of range.
+    Source: DESIGN section 4, "Visibility"; seed 000.""",
+    inputs=(
+        TensorSpec(names.BIM, _INT, (_CAPACITY,)),
+        _one(names.PAST_LENGTH),
+        _per_new_token(names.BRANCH),
+        _per_new_token(names.PARENT),
+    ),
+    outputs=(TensorSpec(names.ATTN_BIAS, "float32", (1, 1, names.NEW, names.VIEW)),),
+    extents=(names.NEW, names.VIEW),
+)
+
+_SAMPLE = OpSchema(
+    name="Sample",
+    version=1,
+    doc="""One token for each row with logits.
+
+    committed[m] = choice(logits[m], settings[b], u), with row = logit_rows[m], b = branch[row] and
+    u = uniform(seed[b], stream[b], positions[row] + 1, purpose).
+    Errors: ValueError for extents, indices or settings out of range, and for rows with NaN or with -inf alone.
+    Source: DESIGN section 7.""",
+    inputs=_CHOICE_INPUTS,
+    outputs=(_COMMITTED,),
+    attributes=(_PURPOSE,),
+    extents=(names.NEW, names.LOGITS),
+)
+
+_TREE_ACCEPT = OpSchema(
+    name="TreeAccept",
+    version=1,
+    doc="""Walk each draft tree along the target's own choices.
+
+    logit_rows ascends. A row in it whose parent is not in it is the root of a tree (its tip), the others are drafted
+    nodes of that tree and stand next to each other. Rows outside it are pending tokens: committed, KV not yet computed.
+    From the root: x = choice(node), as Sample does; if a child of the node holds x, commit x and go on at that child;
+    else commit x and stop. One draw a visited node.
+
+    committed[m + j] is token j of the tree whose root has place m; accepted_count[t] counts the tokens of tree t, the
+    extra one included, and is 0 behind the last tree; kept_rows[:kept_count] are the pending rows and the visited
+    nodes, ascending. Entries of committed[:M] and kept_rows[:N] that say nothing are -1.
+    Errors: as Sample, and ValueError for parents out of range, rows not ascending, trees not contiguous or too many.
+    An error found before the walk leaves the outputs as they were.
+    Source: DESIGN section 7; arXiv 2408.07978 for the invariance.""",
+    inputs=(*_CHOICE_INPUTS, _per_new_token(names.TOKEN_IDS), _per_new_token(names.PARENT)),
+    outputs=(
+        _COMMITTED,
+        TensorSpec(names.ACCEPTED_COUNT, _INT, ("trees",)),
+        _per_new_token(names.KEPT_ROWS),
+        _one(names.KEPT_COUNT),
+    ),
+    attributes=(_PURPOSE,),
+    extents=(names.NEW, names.LOGITS),
+)
+
+_KV = TensorSpec(names.KV, ANY_FLOAT, ("planes", "heads", _CAPACITY, "head_dim"))
+
+_KV_GATHER = OpSchema(
+    name="KvGather",
+    version=1,
+    doc="""Compact rows of a KV arena in place.
+
+    For i = 0 .. source_count-1, one after another, in every plane and head:
+    row source_base + source[i] -> row destination + i. Sources that ascend and do not lie below their destinations
+    arrive whole. Rows that stay where they are cost nothing.
+    Errors: ValueError for rows outside the arena, before anything is moved.
+    Source: DESIGN section 5.""",
+    inputs=(
+        _KV,
+        TensorSpec("source", _INT, (names.NEW,)),
+        _one("source_count"),
+        _one("source_base"),
+        _one("destination"),
+    ),
+    outputs=(_KV,),
+)
+
+_CACHE = ("R", "kv_num_heads", _CAPACITY, "head_dim")
+_QUERY_WIDTH = "num_heads * head_dim"
+_KEY_WIDTH = "kv_num_heads * head_dim"
+
+_BRANCH_ATTENTION = OpSchema(
+    name="BranchAttention",
+    version=1,
+    doc="""Append each row's new keys and values, then attend over the row's T keys under a bias.
+
+    Tokens of all rows lie one after another (row_splits); row r's are appended at past_length[r]. Token s of row r
+    gives softmax(q . k * scale + attn_bias[r, 0, s]) over the row's T keys, applied to v; query head h uses KV head
+    h // (num_heads / kv_num_heads). Stands in graphs only, and is lowered there: no CPU kernel.
+    Source: DESIGN section 4.""",
+    inputs=(
+        TensorSpec("q", ANY_FLOAT, (1, names.NEW, _QUERY_WIDTH)),
+        TensorSpec("k", ANY_FLOAT, (1, names.NEW, _KEY_WIDTH)),
+        TensorSpec("v", ANY_FLOAT, (1, names.NEW, _KEY_WIDTH)),
+        TensorSpec("k_cache", ANY_FLOAT, _CACHE),
+        TensorSpec("v_cache", ANY_FLOAT, _CACHE),
+        TensorSpec(names.ATTN_BIAS, "float32", ("R", 1, "S", names.VIEW)),
+        TensorSpec(names.PAST_LENGTH, _INT, ("R",)),
+        TensorSpec(names.ROW_SPLITS, _INT, ("R + 1",)),
+    ),
+    outputs=(
+        TensorSpec("out", ANY_FLOAT, (1, names.NEW, _QUERY_WIDTH)),
+        TensorSpec(names.cache_output("k_cache"), ANY_FLOAT, _CACHE),
+        TensorSpec(names.cache_output("v_cache"), ANY_FLOAT, _CACHE),
+    ),
+    attributes=(
+        AttributeSpec("num_heads", int),
+        AttributeSpec("kv_num_heads", int),
+        AttributeSpec("scale", float),
+    ),
+)
+
+SCHEMAS: dict[str, OpSchema] = {
+    schema.name: schema for schema in (_BIM_MASK, _SAMPLE, _TREE_ACCEPT, _KV_GATHER, _BRANCH_ATTENTION)
+}

@@ -1,0 +1,34 @@
+"""What the runtime asks of an execution target. The step loop knows nothing else about one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from plans.manifest import Engine
+
+Array = NDArray[Any]
+
+
+class BoundEngine(Protocol):
+    """An engine tied to one session's buffers. Calling it runs the leading part the sizes name."""
+
+    def __call__(self, sizes: list[int]) -> None:
+        """Run one step; `sizes` holds the current value of every symbol, in the order of `names.SYMBOLS`."""
+
+
+class LoadedEngine(Protocol):
+    """An engine's weights and code in memory, shared by all sessions; calls may come from any thread."""
+
+    def bind(self, tensors: Mapping[str, Array]) -> BoundEngine:
+        """Tie every tensor of the engine to memory: full-capacity arrays, by the engine's own names."""
+
+
+class Backend(Protocol):
+    """One execution target."""
+
+    def load(self, path: Path, engine: Engine) -> LoadedEngine:
+        """Load the engine file at `path`. Raises `PlanError` when it cannot be loaded here."""

@@ -1,0 +1,97 @@
+"""The embedded default: ONNX Runtime on the CPU, every tensor bound once to the session's buffers.
+
+Only tensors whose size changed since the last step are bound again, by address, without making arrays.
+Cache outputs are bound to the memory of their inputs, so attention appends in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from plans import names
+from plans.buffers import Tensor
+from plans.errors import PlanError
+from plans.manifest import Engine
+from runtime.backends.base import Array, BoundEngine, LoadedEngine
+
+_DEVICE = "cpu"
+
+
+class OnnxRuntimeCpu:
+    """`threads` 0 leaves the number to ONNX Runtime: one per physical core."""
+
+    def __init__(self, threads: int = 0) -> None:
+        self._options = ort.SessionOptions()
+        self._options.intra_op_num_threads = threads
+        self._options.log_severity_level = 3  # warnings about our own graphs help no user; errors are raised
+
+    def load(self, path: Path, engine: Engine) -> LoadedEngine:
+        try:
+            session = ort.InferenceSession(str(path), self._options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # ONNX Runtime raises bare RuntimeErrors of its own kinds
+            raise PlanError(f"{path} cannot be loaded by ONNX Runtime {ort.__version__}: {error}") from None
+        return _LoadedEngine(session, engine)
+
+
+class _LoadedEngine:
+    def __init__(self, session: ort.InferenceSession, engine: Engine) -> None:
+        self._session, self._engine = session, engine
+
+    def bind(self, tensors: Mapping[str, Array]) -> BoundEngine:
+        return _BoundEngine(self._session, self._engine, tensors)
+
+
+class _Sized:
+    """A tensor whose shape has symbols: where it lies, and its shape at given sizes."""
+
+    def __init__(self, tensor: Tensor, array: Array, bind: Any) -> None:
+        self.symbols = frozenset(names.SYMBOLS.index(d) for d in tensor.shape if isinstance(d, str))
+        self._shape = tensor.shape
+        self._name, self._dtype, self._address = tensor.name, array.dtype.type, array.ctypes.data
+        self._bind = bind
+
+    def bind(self, sizes: list[int]) -> None:
+        shape = [sizes[names.SYMBOLS.index(d)] if isinstance(d, str) else d for d in self._shape]
+        self._bind(self._name, _DEVICE, 0, self._dtype, shape, self._address)
+
+
+class _BoundEngine:
+    def __init__(self, session: ort.InferenceSession, engine: Engine, tensors: Mapping[str, Array]) -> None:
+        self._session = session
+        self._binding = session.io_binding()
+        self._keep = [tensors[t.name] for t in (*engine.inputs, *engine.outputs)]  # addresses must stay valid
+        self._sized: list[_Sized] = []
+        self._sizes = [-1] * len(names.SYMBOLS)
+        for group, bind in (
+            (engine.inputs, self._binding.bind_input),
+            (engine.outputs, self._binding.bind_output),
+        ):
+            for tensor in group:
+                array = tensors[tensor.name]
+                _check(tensor, array)
+                sized = _Sized(tensor, array, bind)
+                if sized.symbols:
+                    self._sized.append(sized)
+                else:
+                    sized.bind([])
+
+    def __call__(self, sizes: list[int]) -> None:
+        if sizes != self._sizes:
+            changed = {i for i, (new, old) in enumerate(zip(sizes, self._sizes, strict=True)) if new != old}
+            for tensor in self._sized:
+                if tensor.symbols & changed:
+                    tensor.bind(sizes)
+            self._sizes = sizes.copy()
+        self._session.run_with_iobinding(self._binding)
+
+
+def _check(tensor: Tensor, array: Array) -> None:
+    if array.dtype != np.dtype(tensor.dtype.numpy) or not array.flags.c_contiguous:
+        raise PlanError(
+            f"engine tensor {tensor.name!r} wants contiguous {tensor.dtype}, its buffer is {array.dtype}; build the plan again"
+        )

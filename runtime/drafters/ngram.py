@@ -1,0 +1,145 @@
+"""Drafts what followed the same words before: counts of what continued every context of the sequence so far.
+
+Source: FEATURES row 16 (n-gram assisted speculative decoding); its ancestor is arXiv 2404.08698. No model runs: a
+draft costs microseconds, and pays wherever a text repeats itself (code, summaries, edits, quotations).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plans.errors import PlanError
+
+MAX_CONTEXT = 16
+
+_ROOT = 0  # the node of the empty context
+_TOKEN_BITS = 32  # of a key of `_child`; the rest is the node
+_REPAIR = "Correct the recipe and build the plan again."
+
+
+class NgramDrafter:
+    """Counts of the tokens that followed each context of `min_context` to `max_context` tokens.
+
+    The longest context that has been continued before wins, its most frequent continuation is drafted (of equally
+    frequent ones the most recent), and so on behind the drafted token, greedily. Drafting stops at `max_draft`
+    tokens, where no context is known, or where the share of the best continuation among all of its context's is
+    below `min_confidence`.
+
+    The counts are a trie of all n-grams up to `max_context` + 1 tokens. An n-gram's node serves twice: as the count
+    of its last token behind the others, and as a context itself. `_tails` are the nodes of the sequence's last 0, 1,
+    2 ... tokens, so that a new token costs one dictionary access per length.
+
+    Memory: at most `max_context` + 1 nodes for each token seen, of about 150 bytes each (worst case, 32k tokens that
+    never repeat and contexts of 3: 19 MB), until `reset`.
+    """
+
+    def __init__(
+        self,
+        max_context: int = 3,
+        min_context: int = 1,
+        max_draft: int = 8,
+        min_confidence: float = 0.0,
+        *,
+        name: str = "ngram",
+    ) -> None:
+        """Raises PlanError, under the drafter's `name`, for values outside 1 <= min_context <= max_context <= 16,
+        max_draft >= 1 and 0 <= min_confidence <= 1."""
+        if not 1 <= min_context <= max_context <= MAX_CONTEXT:
+            raise PlanError(
+                f"The drafter {name!r} has min_context {min_context} and max_context {max_context}; they must be whole "
+                f"numbers with 1 <= min_context <= max_context <= {MAX_CONTEXT}. {_REPAIR}"
+            )
+        if max_draft < 1:
+            raise PlanError(f"The drafter {name!r} has max_draft {max_draft}; it must be at least 1. {_REPAIR}")
+        if not 0.0 <= min_confidence <= 1.0:
+            raise PlanError(
+                f"The drafter {name!r} has min_confidence {min_confidence}; it must be a share from 0 (always draft) "
+                f"to 1. {_REPAIR}"
+            )
+        self._max_context = max_context
+        self._min_context = min_context
+        self._max_draft = max_draft
+        self._chain = np.arange(max_draft)  # parents of a chain whose root is node 0
+        self._min_confidence = min_confidence
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all counts: a new sequence begins."""
+        self._child: dict[int, int] = {}  # node << 32 | token -> node of the n-gram that is one token longer
+        # By node, as an n-gram: its last token, how often that was counted behind the others, and the node of the
+        # n-gram without its first token.
+        self._token = [0]
+        self._count = [0]
+        self._shorter = [_ROOT]
+        # By node, as a context: the sum of its continuations' counts, and the node of the best one.
+        self._total = [0]
+        self._best = [_ROOT]
+        self._tails = [_ROOT]
+
+    def extend(self, token_ids: Sequence[int] | NDArray[np.int64]) -> None:
+        """Count each token as the continuation of the contexts before it; it then ends the sequence."""
+        for token in _plain(token_ids):
+            nodes = self._count_continuation(token)
+            del nodes[self._max_context :]  # the last one is no context: it is too long
+            self._tails = [_ROOT, *nodes]
+
+    def observe(self, candidates: Sequence[int] | NDArray[np.int64]) -> None:
+        """Count tokens that might well have come next, such as the target's top 3 (`filler_top_k`).
+
+        To be called before the token that did come goes to `extend`. Each candidate counts as one continuation, so
+        the shares that `min_confidence` looks at become smaller.
+        """
+        for token in _plain(candidates):
+            self._count_continuation(token)
+
+    def draft(self, limit: int, token_ids: NDArray[np.int64], parent: NDArray[np.int64], root: int) -> int:
+        """Write a chain of at most `limit` nodes behind node `root`; see `Drafter.draft`."""
+        count, total, best, shorter = self._count, self._total, self._best, self._shorter
+        drafted: list[int] = []
+        context, length = self._tails[-1], len(self._tails) - 1
+        for _ in range(min(limit, self._max_draft)):
+            while length >= self._min_context and not total[context]:
+                context, length = shorter[context], length - 1
+            if length < self._min_context or count[best[context]] / total[context] < self._min_confidence:
+                break
+            # Nothing longer than what was known here can be known behind one more token.
+            context, length = best[context], length + 1
+            drafted.append(self._token[context])
+            if length > self._max_context:
+                context, length = shorter[context], length - 1
+        nodes = len(drafted)
+        if nodes:
+            token_ids[root + 1 : root + 1 + nodes] = drafted
+            parent[root + 1 : root + 1 + nodes] = self._chain[:nodes] + root
+        return nodes
+
+    def _count_continuation(self, token: int) -> list[int]:
+        """Count `token` behind every tail; returns the nodes of the n-grams of 1, 2, ... tokens that it ends."""
+        child, count, total, best = self._child, self._count, self._total, self._best
+        nodes = []
+        node = _ROOT
+        for context in self._tails:
+            key = context << _TOKEN_BITS | token
+            one_shorter, node = node, child.get(key, _ROOT)
+            if node == _ROOT:
+                node = child[key] = len(count)
+                count.append(0)
+                total.append(0)
+                best.append(_ROOT)
+                self._token.append(token)
+                self._shorter.append(one_shorter)
+            count[node] += 1
+            total[context] += 1
+            # Not `>`: of equally frequent continuations the most recent is the best.
+            if count[node] >= count[best[context]]:
+                best[context] = node
+            nodes.append(node)
+        return nodes
+
+
+def _plain(token_ids: Sequence[int] | NDArray[np.int64]) -> Sequence[int]:
+    """Python integers: NumPy scalars are slow as dictionary keys, and would overflow in them."""
+    return token_ids.tolist() if isinstance(token_ids, np.ndarray) else token_ids

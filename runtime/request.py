@@ -1,0 +1,90 @@
+"""What a caller may ask of a generation, checked once and then only read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+from plans.errors import RequestError
+from runtime.sampling import FilterOrder, SamplingParams
+
+MAX_LOGPROBS = 20
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of `generate` and `stream`, in every place that has them.
+
+    - `max_new_tokens` (128): most tokens to generate; the context's end comes first where it is nearer.
+    - `temperature` (0, greedy), `top_k` (0, off), `top_p` (1, off), `seed` (0), `stream_id` (0), `filter_order`:
+      see `sampling.SamplingParams`; `stream_id` is its `stream`.
+    - `stop`: texts that end the generation; they are not part of its text.
+    - `eos_token_ids`: end tokens, in place of the plan's; `ignore_eos` (False): go on past them.
+    - `drafter`: name of a drafter of the plan, "none" for plain decoding; default: the plan's first.
+    - `logprobs` (None): report each token's log-probability and this many of the most probable (0 to 20).
+    - `cancel`: a `threading.Event`; once set, the generation ends before its next step.
+    """
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    stream_id: int
+    filter_order: FilterOrder
+    stop: Sequence[str]
+    eos_token_ids: Sequence[int]
+    ignore_eos: bool
+    drafter: str
+    logprobs: int | None
+    cancel: threading.Event | None
+
+
+@dataclass(frozen=True)
+class Request:
+    """Checked options. `drafter` is None for plain decoding."""
+
+    max_new_tokens: int
+    sampling: SamplingParams
+    stop: tuple[str, ...]
+    eos_token_ids: frozenset[int]
+    drafter: str | None
+    logprobs: int | None
+    cancel: threading.Event | None
+
+
+def check_options(options: Options, drafters: Sequence[str], eos_token_ids: Sequence[int]) -> Request:
+    """Turn keyword arguments into a `Request`; raises RequestError naming the option and its limits."""
+    unknown = sorted(set(options) - set(Options.__annotations__))
+    if unknown:
+        raise RequestError(f"Unknown option {unknown[0]!r}; the options are {', '.join(Options.__annotations__)}.")
+    max_new_tokens = options.get("max_new_tokens", 128)
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise RequestError(f"max_new_tokens is {max_new_tokens!r}; pass a whole number of at least 1.")
+    logprobs = options.get("logprobs")
+    if logprobs is not None and (isinstance(logprobs, bool) or not 0 <= logprobs <= MAX_LOGPROBS):
+        raise RequestError(f"logprobs is {logprobs!r}; pass a whole number from 0 to {MAX_LOGPROBS}.")
+    drafter = options.get("drafter") or (drafters[0] if drafters else "none")
+    if drafter != "none" and drafter not in drafters:
+        raise RequestError(f"The plan has no drafter {drafter!r}; it has {', '.join([*drafters, 'none'])}.")
+    stop = options.get("stop", ())
+    if isinstance(stop, str):
+        stop = (stop,)
+    ends = options.get("eos_token_ids", eos_token_ids)
+    return Request(
+        max_new_tokens=max_new_tokens,
+        sampling=SamplingParams(
+            temperature=options.get("temperature", 0.0),
+            top_k=options.get("top_k", 0),
+            top_p=options.get("top_p", 1.0),
+            seed=options.get("seed", 0),
+            stream=options.get("stream_id", 0),
+            filter_order=options.get("filter_order", "temperature_first"),
+        ),
+        stop=tuple(stop),
+        eos_token_ids=frozenset() if options.get("ignore_eos", False) else frozenset(ends),
+        drafter=None if drafter == "none" else drafter,
+        logprobs=logprobs,
+        cancel=options.get("cancel"),
+    )

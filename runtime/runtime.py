@@ -1,0 +1,90 @@
+"""The facade: a loaded plan, from which text is generated."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Unpack
+
+from plans.manifest import Manifest
+from plans.plan import Plan, open_plan
+from runtime.backends import BACKENDS, choose_target
+from runtime.generation import Generation, GenerationStream, Span
+from runtime.request import Options
+from runtime.session import Session
+from runtime.tokenizer import Tokenizer
+
+
+class Runtime:
+    """A plan in memory: engines and tokenizer, shared by any number of sessions.
+
+    Safe to use from several threads. `Runtime.load` is the way to make one.
+    """
+
+    def __init__(self, plan: Plan, target: str, threads: int) -> None:
+        self._plan, self.target = plan, target
+        self._target_plan = plan.manifest.targets[target]
+        backend = BACKENDS[target](threads)
+        self._engines = {
+            name: backend.load(plan.file(engine.file), engine) for name, engine in self._target_plan.engines.items()
+        }
+        text = plan.manifest.text
+        self.tokenizer = Tokenizer.load(plan.root / "tokenizer", bos_token=text.bos_token, eos_token=text.eos_token)
+        self._idle: list[Session] = []
+        self._lock = threading.Lock()
+
+    @classmethod
+    def load(
+        cls, plan: str | PathLike[str], *, target: str | None = None, threads: int = 0, verify: bool = True
+    ) -> Runtime:
+        """Open the plan folder `plan` and load its engines for `target` (default: the best this machine drives).
+
+        `threads` 0 lets the backend choose. `verify=False` skips the sha256 of the files (sizes are still
+        checked). Raises `PlanError`.
+        """
+        opened = open_plan(Path(plan), verify=verify)
+        return cls(opened, choose_target(list(opened.manifest.targets), target), threads)
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._plan.manifest
+
+    def session(self) -> Session:
+        """A new, empty sequence with buffers of its own."""
+        return Session(self.manifest, self._target_plan, self._engines, self.tokenizer)
+
+    def generate(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Generation:
+        """Generate from `prompt` (text or token ids) on a sequence of its own. Raises RequestError."""
+        return self.stream(prompt, **options).result
+
+    def stream(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> GenerationStream:
+        """The same, a span of tokens and text per step."""
+        session = self._borrow()
+        try:
+            inner = session.stream(prompt, **options)
+        except BaseException:
+            self._give_back(session)
+            raise
+        return GenerationStream(self._lend(session, inner))
+
+    def _borrow(self) -> Session:
+        """An idle session, so that one-off generations do not allocate an arena each."""
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        return self.session()
+
+    def _lend(self, session: Session, inner: GenerationStream) -> Generator[Span, None, Generation]:
+        try:
+            yield from inner
+            return inner.result
+        finally:
+            inner.close()
+            session.reset()
+            self._give_back(session)
+
+    def _give_back(self, session: Session) -> None:
+        with self._lock:
+            self._idle.append(session)

@@ -1,0 +1,119 @@
+"""How a request wants its tokens chosen, and how probable the model found them.
+
+The choice itself is an op (`plugins`, `Sample` and `TreeAccept`); these are the settings it reads.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plans.errors import PlanError, RequestError
+
+FilterOrder = Literal["temperature_first", "temperature_last"]
+
+MAX_TEMPERATURE = 100.0
+_INT64_MAX = 2**63 - 1
+_UINT64_MAX = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling settings of one branch; what is out of its limits raises RequestError.
+
+    - `temperature`: 0 to 100; 0 is greedy, and the filters are then without effect.
+    - `top_k`: keep the k most probable tokens, ties at the cut included; 0 is off.
+    - `top_p`: above 0, at most 1; keep the most probable tokens up to the one that crosses p; 1 is off.
+    - `seed`, `stream`: every draw is a function of (seed, stream, position, purpose); 0 to 2**64 - 1 and
+      0 to 2**63 - 1. `stream` numbers the branch within its request, so that a branch can be replayed alone.
+    - `filter_order`: temperature before the filters, or after them (DESIGN section 7).
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stream: int = 0
+    filter_order: FilterOrder = "temperature_first"
+
+    def __post_init__(self) -> None:
+        # The frozen dataclass holds exact Python types, whatever numbers the caller has.
+        set_field = object.__setattr__
+        set_field(self, "temperature", _real(self.temperature, "temperature", "from 0 (greedy) to 100"))
+        set_field(self, "top_p", _real(self.top_p, "top_p", "above 0 and at most 1 (off)"))
+        set_field(self, "top_k", _integer(self.top_k, "top_k", _INT64_MAX))
+        set_field(self, "seed", _integer(self.seed, "seed", _UINT64_MAX))
+        set_field(self, "stream", _integer(self.stream, "stream", _INT64_MAX))
+        if not 0.0 <= self.temperature <= MAX_TEMPERATURE:
+            raise RequestError(f"temperature is {self.temperature}; pass a number from 0 (greedy) to 100.")
+        if not 0.0 < self.top_p <= 1.0:
+            raise RequestError(f"top_p is {self.top_p}; pass a number above 0 and at most 1 (off).")
+        if self.filter_order not in get_args(FilterOrder):
+            raise RequestError(
+                f"filter_order is {self.filter_order!r}; pass 'temperature_first' or 'temperature_last'."
+            )
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural logarithm of a token's probability under the raw logits, and the most probable tokens beside it.
+
+    `top` holds (token id, logprob), most probable first, lower id first on ties.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+def logprobs(logits: NDArray[np.float32], token_id: int, top: int = 0) -> TokenLogprob:
+    """Log-softmax of one row of logits, f32 [V], in f64: the model's own distribution, before any filter.
+
+    `top` tokens are listed, 0 to V. Logits of -inf (masked tokens) have logprob -inf. Raises RequestError for a
+    token id or a `top` outside the row, and PlanError for logits that are no distribution (NaN, +inf, all -inf).
+    """
+    size = len(logits)
+    if not 0 <= token_id < size:
+        raise RequestError(f"token id {token_id} has no logprob: the model has tokens 0 to {size - 1}.")
+    if not 0 <= top <= size:
+        raise RequestError(f"{top} top logprobs were asked for; pass a number from 0 to {size}.")
+    highest = float(logits.max())
+    if not math.isfinite(highest):
+        raise PlanError(
+            f"The target's logits are no distribution: their maximum is {highest}. "
+            "The plan's engine is at fault: run `python -m compiler verify` on the plan."
+        )
+    row = logits.astype(np.float64) - highest  # first: the rest then keeps its digits, however large the logits are
+    row -= math.log(np.exp(row).sum())
+    ids = _highest(logits, top)  # ranked by logits: the subtraction may make neighbours equal
+    return TokenLogprob(int(token_id), float(row[token_id]), tuple((int(i), float(row[i])) for i in ids))
+
+
+def _highest(row: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+    """Ids of the `count` highest values, int64 [count], descending, lower id first on ties (at the cut as well)."""
+    if count == 0:
+        return np.empty(0, np.int64)
+    cut = np.partition(row, len(row) - count)[len(row) - count]
+    above = np.flatnonzero(row > cut)
+    chosen = np.concatenate([above, np.flatnonzero(row == cut)[: count - len(above)]])
+    return chosen[np.lexsort((chosen, -row[chosen]))]
+
+
+def _real(value: object, name: str, limits: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise RequestError(f"{name} is {value!r}; pass a number {limits}.")
+    return float(value)
+
+
+def _integer(value: object, name: str, limit: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 0 <= value <= limit:
+        raise RequestError(f"{name} is {value!r}; pass a whole number from 0 to {limit}.")
+    return int(value)

@@ -1,0 +1,71 @@
+"""What a generation did and what it cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+from runtime.program import Program
+
+
+@dataclass
+class Stats:
+    """Counts and wall-clock times of one generation.
+
+    A round is one target pass that commits tokens; a prefill pass is one that only fills the cache.
+    """
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0  # of the sequence so far, not computed again
+    new_tokens: int = 0
+    prefill_passes: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    ttft_ms: float = 0.0  # from the call to the first committed token
+    total_ms: float = 0.0
+    engine_ms: float = 0.0  # inside engines, all passes
+    stage_ms: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted drafted tokens / drafted tokens evaluated; 0 without drafts."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_verify(self) -> float:
+        """Committed tokens / target passes that commit, the extra token included."""
+        return self.new_tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Tokens after the first span, by wall clock from its commit; 0 where there are none."""
+        seconds = (self.total_ms - self.ttft_ms) / 1000
+        return (self.new_tokens - self.first_span) / seconds if seconds > 0 and self.new_tokens > self.first_span else 0.0
+
+    first_span: int = 0  # tokens committed by the first round
+
+    def to_json(self) -> dict[str, object]:
+        """All fields and rates, with stable keys."""
+        return asdict(self) | {
+            "acceptance_rate": self.acceptance_rate,
+            "tokens_per_verify": self.tokens_per_verify,
+            "decode_tokens_per_second": self.decode_tokens_per_second,
+        }
+
+
+class StageClock:
+    """Stage times of some programs since the clock was made."""
+
+    def __init__(self, programs: Sequence[Program]) -> None:
+        self._start = [(program, list(program.nanoseconds), program.runs) for program in programs]
+
+    def fill(self, stats: Stats) -> None:
+        """Write milliseconds by stage name, and those of engines, into `stats`."""
+        for program, before, _ in self._start:
+            for name, engine, then, now in zip(
+                program.stage_names, program.is_engine, before, program.nanoseconds, strict=True
+            ):
+                spent = (now - then) / 1e6
+                stats.stage_ms[name] = stats.stage_ms.get(name, 0.0) + spent
+                stats.engine_ms += spent if engine else 0.0

@@ -1,0 +1,398 @@
+"""Text to tokens, tokens to text, messages to a prompt: the plan's `tokenizer/` folder, loaded once.
+
+What surprises: `tokenizers` can decode a list, but its `DecodeStream` cannot be trusted with a stream (it fails or
+drops text when bytes are not valid UTF-8, and its cost grows with them). So this file also answers what ONE token
+adds to a text (`token_bytes`, `continuation`), for the decoders where that question has an exact answer, and
+refuses the others when the plan is loaded. `text_stream.py` builds on those answers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import tokenizers
+from jinja2 import TemplateError, TemplateSyntaxError, Undefined, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from numpy.typing import NDArray
+
+from plans.errors import PlanError, RequestError
+
+TOKENIZER_FILE = "tokenizer.json"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+
+TokenIds = Sequence[int] | NDArray[np.int64]
+
+_REPAIR = "Restore the file from the plan's source, or build the plan again."
+_BYTE_FALLBACK = re.compile("<0x[0-9A-Fa-f]{2}>")
+# Decoders under which a token adds the same text wherever it stands, but for the first token and for runs of bytes.
+_LOCAL_DECODERS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"}
+
+
+class Tokenizer:
+    """The tokenizer of a plan. Immutable but for its caches; streams of any number of threads may share it."""
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        chat_template: ChatTemplate | None = None,
+        *,
+        source: str = TOKENIZER_FILE,
+    ) -> None:
+        """Wrap a `tokenizers` object; `source` is the name that errors give it.
+
+        Raises PlanError where its decoder has no exact token-by-token form (see `_is_byte_level`).
+        """
+        # A prompt that is silently cut or padded gives the wrong answer: lengths are the session's affair.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._source = source
+        self._special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+
+        decoder = _flat_decoder(tokenizer)
+        self._byte_level = _is_byte_level(decoder, source)
+        self._byte_fallback = any(part["type"] == "ByteFallback" for part in decoder)
+        self._bytes: dict[int, bytes] = {}  # by token id, at most the vocabulary
+        self._pieces: dict[int, str] = {}  # the same
+        self._anchor, self._anchor_length = (0, 0) if self._byte_level else self._find_anchor()
+
+    @classmethod
+    def load(cls, folder: Path, *, bos_token: str | None = None, eos_token: str | None = None) -> Tokenizer:
+        """Read `tokenizer.json` and, where there is one, `chat_template.jinja` from a plan's `tokenizer/` folder.
+
+        `bos_token` and `eos_token` are the texts that the chat template may print under these names; None leaves
+        the name undefined. Raises PlanError for a file that is missing, unreadable or wrong.
+        """
+        path = folder / TOKENIZER_FILE
+        try:
+            tokenizer = tokenizers.Tokenizer.from_str(_read(path))
+        except PlanError:
+            raise
+        except Exception as error:  # the library raises plain Exception
+            raise PlanError(f"{path} is not a tokenizer that can be read: {error}. {_REPAIR}") from error
+        template_path = folder / CHAT_TEMPLATE_FILE
+        template = None
+        if template_path.exists():
+            template = ChatTemplate(
+                _read(template_path), source=str(template_path), bos_token=bos_token, eos_token=eos_token
+            )
+        return cls(tokenizer, template, source=str(path))
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens it knows, added tokens included. A model's logits may be wider (padding)."""
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`.
+
+        With `add_special_tokens` the tokenizer's own post-processor may add tokens around the text (Llama: the
+        beginning-of-sequence token; Qwen: none); nothing else ever does. Pass False for a text rendered by
+        `apply_chat_template`, which spells its special tokens out. Special tokens spelled in the text are encoded as
+        such in both cases. Raises RequestError for what is not text.
+        """
+        _check_text(text, "The prompt")
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: TokenIds, *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; bytes that are not valid UTF-8 become U+FFFD, ids without a token become nothing.
+
+        Raises RequestError for an id that is negative or no integer.
+        """
+        ids = as_ids(token_ids)
+        try:
+            return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        except (OverflowError, TypeError) as error:
+            raise RequestError(
+                f"The token ids cannot be decoded: {error}. Pass integers from 0 to {self.vocab_size - 1}."
+            ) from error
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
+        """The prompt text of a conversation; encode it with `add_special_tokens=False`.
+
+        `variables` are further names that the model's template knows, such as `tools` or `enable_thinking`. Raises
+        RequestError without a template, for messages that are no conversation or that the template refuses, and
+        PlanError for a template that does what it may not.
+        """
+        if self._chat_template is None:
+            raise RequestError(
+                f"The plan has no chat template ({CHAT_TEMPLATE_FILE} beside {self._source}), so messages cannot be "
+                "turned into a prompt. Pass the prompt as text, or build the plan from a checkpoint with a template."
+            )
+        return self._chat_template.render(messages, add_generation_prompt, variables or {})
+
+    # What one token adds to a text.
+
+    @property
+    def byte_level(self) -> bool:
+        """True where a text is the tokens' bytes, one after another (`token_bytes`); else `continuation` serves."""
+        return self._byte_level
+
+    def is_skipped(self, token_id: int) -> bool:
+        """True for special tokens and for ids without a token: they print nothing and part nothing."""
+        token = self._tokenizer.id_to_token(token_id)
+        return token is None or token in self._special
+
+    def fallback_byte(self, token_id: int) -> bytes:
+        """The byte that a token such as `<0xE2>` stands for in a tokenizer with byte fallback; none for others."""
+        token = self._tokenizer.id_to_token(token_id) if self._byte_fallback else None
+        return bytes.fromhex(token[3:5]) if token is not None and _BYTE_FALLBACK.fullmatch(token) else b""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of a token of a byte-level tokenizer; none for a skipped one."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            token = "" if self.is_skipped(token_id) else self._tokenizer.id_to_token(token_id) or ""
+            # As the library decodes: a token with any character outside the byte alphabet is plain text.
+            in_alphabet = all(character in _BYTE_OF for character in token)
+            known = bytes(_BYTE_OF[character] for character in token) if in_alphabet else token.encode()
+            self._bytes[token_id] = known
+        return known
+
+    def continuation(self, token_ids: list[int]) -> str:
+        """Text that tokens add behind a text that has begun. Not for byte-level tokenizers.
+
+        Exact where the list neither starts nor ends inside a run of byte-fallback tokens.
+        """
+        if len(token_ids) > 1:
+            return self._continue(token_ids)
+        known = self._pieces.get(token_ids[0])
+        if known is None:
+            known = self._pieces[token_ids[0]] = self._continue(token_ids)
+        return known
+
+    def _continue(self, token_ids: list[int]) -> str:
+        return self.decode([self._anchor, *token_ids])[self._anchor_length :]
+
+    def _find_anchor(self) -> tuple[int, int]:
+        """A token that prints a plain word: behind it, no token is the first one. Returns its id and its length."""
+        for token_id in sorted(self._tokenizer.get_vocab(with_added_tokens=True).values()):
+            if not self.is_skipped(token_id) and not self.fallback_byte(token_id):
+                text = self.decode([token_id])
+                if text.isascii() and text.isalnum():
+                    return token_id, len(text)
+        raise PlanError(f"{self._source} has no token that prints a letter or a digit. {_REPAIR}")
+
+
+class ChatTemplate:
+    """A model's chat template: a Jinja program that turns messages into a prompt, run in a sandbox.
+
+    The names a template may use are those of transformers (`transformers/utils/chat_template_utils.py`), since
+    that is what templates are written for: `raise_exception`, `strftime_now`, `tojson`, `{% break %}`,
+    `{% generation %}`.
+    """
+
+    def __init__(self, text: str, *, source: str, bos_token: str | None = None, eos_token: str | None = None) -> None:
+        """Compile a template; `source` names it in errors. Raises PlanError where it is no Jinja."""
+        self._source = source
+        special_tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        self._special_tokens = {name: token for name, token in special_tokens.items() if token is not None}
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse_messages
+        environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+        environment.globals["namespace"] = _PublicNamespace
+        try:
+            self._template = environment.from_string(text)
+        except TemplateSyntaxError as error:
+            raise PlanError(f"{source}, line {error.lineno}, is not a Jinja template: {error}. {_REPAIR}") from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        add_generation_prompt: bool,
+        variables: Mapping[str, object],
+    ) -> str:
+        """The prompt text. Raises RequestError and PlanError as `Tokenizer.apply_chat_template` says."""
+        names: dict[str, object] = {name: _plain_data(value, name) for name, value in variables.items()}
+        names |= {"messages": _plain_messages(messages), "add_generation_prompt": add_generation_prompt}
+        try:
+            return self._template.render(names | self._special_tokens)
+        except _MessagesRefusedError as error:
+            raise RequestError(f"The chat template {self._source} refuses these messages: {error}") from error
+        except SecurityError as error:
+            raise PlanError(f"The chat template {self._source} does what the sandbox forbids: {error}.") from error
+        except Exception as error:  # a template is a program: it can fail in any way a program can
+            kind = type(error).__name__
+            raise RequestError(
+                f"The chat template {self._source} failed on these messages ({kind}: {error}). "
+                "Check that they hold what the model's template expects."
+            ) from error
+
+
+class _MessagesRefusedError(TemplateError):
+    """The template called `raise_exception`."""
+
+
+class _PublicNamespace(Namespace):
+    """Jinja's `namespace` without underscore names, through which a template could pose as another object."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        # No named `self`, as in Jinja: `namespace(self=1)` is allowed.
+        attributes = dict(*args[1:], **kwargs)
+        for name in attributes:
+            _check_public(name)
+        Namespace.__init__(args[0], attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_public(name)
+        super().__setitem__(name, value)
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` marks what training learns from; for a prompt its content simply stands there."""
+
+    tags = {"generation"}  # noqa: RUF012  (declared so by Jinja)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _check_public(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace may not hold the name {name!r}")
+
+
+def _refuse_messages(message: object) -> NoReturn:
+    raise _MessagesRefusedError(str(message))
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as transformers prints it for templates; Jinja's own filter escapes HTML characters."""
+    if isinstance(value, Undefined):
+        raise TemplateError("tojson was given a value that is not defined")
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _plain_messages(messages: object) -> list[object]:
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
+        raise RequestError(
+            "`messages` must be a list of at least one message, each a mapping such as "
+            '{"role": "user", "content": "..."}, not ' + (f"{type(messages).__name__}." if messages else "empty.")
+        )
+    for place, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise RequestError(f'messages[{place}] must be a mapping with a text under "role".')
+    return [_plain_data(message, f"messages[{place}]") for place, message in enumerate(messages)]
+
+
+def _plain_data(value: object, where: str) -> object:
+    """A copy made of exact JSON types: objects have methods, which a template must not reach."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        _check_text(value, where)
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, Mapping):
+        return {
+            _plain_data(key, f"{where} (a key)"): _plain_data(item, f"{where}.{key}") for key, item in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [_plain_data(item, f"{where}[{place}]") for place, item in enumerate(value)]
+    raise RequestError(
+        f"{where} holds a {type(value).__name__}; pass text, numbers, true, false, none, lists or mappings."
+    )
+
+
+def as_ids(token_ids: TokenIds) -> list[int]:
+    """Token ids as Python integers, whatever holds them: NumPy scalars are slow as keys and as list elements."""
+    return token_ids.tolist() if isinstance(token_ids, np.ndarray) else list(token_ids)
+
+
+def _check_text(text: object, what: str) -> None:
+    """Raise RequestError unless `text` is a str that UTF-8 can hold."""
+    if not isinstance(text, str):
+        raise RequestError(f"{what} must be text (str), not {type(text).__name__}.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        raise RequestError(
+            f"{what} holds half a character: U+{code:04X} at index {error.start} is a lone surrogate, which UTF-8 "
+            "cannot hold. Decode the text completely before passing it."
+        ) from error
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path} cannot be read as UTF-8 text: {error}. {_REPAIR}") from error
+
+
+def _flat_decoder(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    """The decoder's parts in order, as in `tokenizer.json`; none where tokens are joined with spaces."""
+    if tokenizer.decoder is None:
+        return []
+    decoder = json.loads(tokenizer.decoder.__getstate__())
+    return list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
+
+
+def _is_byte_level(decoder: list[dict[str, Any]], source: str) -> bool:
+    """Whether tokens are bytes (GPT-2, Llama 3, Qwen) or pieces of text (Llama 2, Gemma, WordPiece).
+
+    Raises PlanError where what a token prints depends on tokens that come later, so that no text can be streamed
+    that is sure to stand.
+    """
+    kinds = [part["type"] for part in decoder]
+    if [kind for kind in kinds if kind != "Fuse"] == ["ByteLevel"]:
+        return True
+    fused = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
+    for place, part in enumerate(decoder):
+        kind = part["type"]
+        # Once tokens are fused, a rule sees the whole text: only one that looks at single characters stays local.
+        local = kind in _LOCAL_DECODERS
+        if place > fused and kind == "Replace":
+            local = len(part["pattern"].get("String", "..")) == 1
+        if place > fused and kind == "Strip":
+            local = part["stop"] == 0
+        if not local:
+            raise PlanError(
+                f"{source} has the decoder {' + '.join(kinds)}, and text cannot be streamed exactly through {kind} "
+                "there. Outrider serves ByteLevel decoders and those made of "
+                + ", ".join(sorted(_LOCAL_DECODERS))
+                + "."
+            )
+    return False
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte that each character of a byte-level token stands for (GPT-2's `bytes_to_unicode`, turned round).
+
+    Printable Latin-1 characters stand for themselves; the other bytes, in order, for U+0100 and up.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()

@@ -1,0 +1,257 @@
+"""What a checkpoint folder must hold, and the sentence for each way in which it does not."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from compiler.checkpoint import checkpoint_hashes, load_decoder
+from compiler.models.config import WeightType
+from plans.errors import CheckpointError
+
+from .conftest import MakeCheckpoint
+
+FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+GATE = "model.layers.1.mlp.gate_proj.weight"
+
+
+def refused(path: Path, *parts: str, dtype: WeightType = "float32") -> None:
+    """Loading `path` fails with one sentence that holds every part."""
+    with pytest.raises(CheckpointError) as error:
+        load_decoder(path, dtype)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def change(path: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(path / FILE)
+    edit(tensors)
+    save_file(tensors, path / FILE)
+
+
+def change_config(path: Path, **values: object) -> None:
+    config = path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | values))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_weights_are_in_the_type_and_layout_asked_for(
+    dtype: WeightType, tmp_path: Path, make_checkpoint: MakeCheckpoint
+) -> None:
+    make_checkpoint("qwen2")
+    stored = load_file(tmp_path / FILE)
+    model = load_decoder(tmp_path, dtype)
+    kind = getattr(torch, dtype)
+    assert {p.dtype for p in model.parameters()} == {kind}
+    assert all(p.is_contiguous() and not p.requires_grad and p.device.type == "cpu" for p in model.parameters())
+    weights = model.state_dict()
+    assert torch.equal(weights["layers.1.gate.weight"], stored[GATE].T.to(kind))
+    assert torch.equal(weights["layers.0.q.bias"], stored["model.layers.0.self_attn.q_proj.bias"].to(kind))
+    assert torch.equal(weights["embedding"], stored["model.embed_tokens.weight"].to(kind))
+
+
+def test_weights_survive_a_change_of_the_file(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
+    make_checkpoint()
+    model = load_decoder(tmp_path)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    size = (tmp_path / FILE).stat().st_size
+    with (tmp_path / FILE).open("r+b") as file:
+        file.write(b"\xff" * size)
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+def test_missing_tensor_is_named_with_its_shape(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
+    make_checkpoint()
+    change(tmp_path, lambda tensors: tensors.pop(GATE))
+    refused(tmp_path, f"{tmp_path / FILE}: tensor '{GATE}' is missing", "llama", "[48, 32]")
+
+
+def test_many_missing_tensors_are_counted(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
+    make_checkpoint()
+    tensors = load_file(tmp_path / FILE)
+    renamed = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(renamed, tmp_path / FILE)
+    refused(tmp_path, "'model.embed_tokens.weight'", "(and 17 more) is missing", "found instead 'embed_tokens.weight'")
+
+
+def test_missing_head_suggests_tying(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
+    make_checkpoint()
+    change(tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
+    refused(tmp_path, "'lm_head.weight' is missing", "set tie_word_embeddings")
+
+
+def test_unexpected_tensor_is_named(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
+    make_checkpoint()
+    change(tmp_path, lambda tensors: tensors.update({"model.layers.2.mlp.gate_proj.weight": torch.zeros(48, 32)}))
+    refused(tmp_path, FILE, "'model.layers.2.mlp.gate_proj.weight' is unexpected", "with 2 layers", "config.json")
+
+
+def test_saved_rotary_frequencies_are_ignored(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
+    make_checkpoint()
+    change(tmp_path, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}))
+    load_decoder(tmp_path)
+
+
+def test_wrong_shape_names_both_shapes(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
+    make_checkpoint()
+    change(tmp_path, lambda tensors: tensors.update({GATE: tensors[GATE].T.contiguous()}))
+    refused(tmp_path, f"{tmp_path / FILE}: tensor '{GATE}' has shape [32, 48]", "asks for [48, 32]")
+
+
+def test_quantised_weights_are_refused(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
+    make_checkpoint()
+    change(tmp_path, lambda tensors: tensors.update({GATE: tensors[GATE].to(torch.int8)}))
+    refused(tmp_path, f"tensor '{GATE}' is stored as I8", "quantised")
+
+
+@pytest.mark.parametrize(("value", "cause"), [(float("nan"), "the file is damaged"), (1e6, "choose bfloat16")])
+def test_values_that_are_not_finite_are_refused(
+    value: float, cause: str, tmp_path: Path, make_checkpoint: MakeCheckpoint
+) -> None:
+    make_checkpoint()
+    change(tmp_path, lambda tensors: tensors[GATE][3, 4].fill_(value))
+    refused(tmp_path, f"'{GATE}' holds values that are not finite in float16", cause, dtype="float16")
+
+
+def test_tied_checkpoint_may_repeat_the_embedding(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
+    make_checkpoint(tie_word_embeddings=True)
+    change(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    assert load_decoder(tmp_path).lm_head is None
+
+
+def test_tied_checkpoint_with_another_head_is_refused(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
+    make_checkpoint(tie_word_embeddings=True)
+    change(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
+    refused(tmp_path, "'lm_head.weight' differs from the embedding", "tie_word_embeddings")
+    change(tmp_path, lambda t: t.update({"lm_head.weight": torch.zeros(5, 32)}))
+    refused(tmp_path, "'lm_head.weight' has shape [5, 32]", "asks for [97, 32]")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 200, -1])
+def test_truncated_file_is_refused(keep: int, tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
+    make_checkpoint()
+    content = (tmp_path / FILE).read_bytes()
+    (tmp_path / FILE).write_bytes(content[:keep])
+    refused(tmp_path, f"{tmp_path / FILE} is truncated or damaged", "download it again")
+
+
+def test_no_weights_and_pickled_weights_are_refused(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
+    make_checkpoint()
+    (tmp_path / FILE).unlink()
+    refused(tmp_path, f"{tmp_path} holds neither {FILE} nor {INDEX}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    refused(tmp_path, "holds pytorch_model.bin", "save_pretrained")
+
+
+def test_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
+    refused(tmp_path / "absent", f"{tmp_path / 'absent'} is not a folder")
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        checkpoint_hashes(tmp_path / "absent")
+    refused(tmp_path, f"{tmp_path / 'config.json'} does not exist")
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; known families: llama, qwen2, qwen3"),
+        ({"hidden_size": "32"}, "hidden_size must be a positive integer, found '32'"),
+        ({"head_dim": 7}, "head_dim is 7"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a positive number, found 'small'"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"use_sliding_window": True}, "sliding-window"),
+        ({"rope_parameters": [1]}, "rope scaling must be a JSON object, found [1]"),
+        ({"rope_parameters": {"rope_theta": None}}, "rope_theta must be a positive number, found None"),
+    ],
+)
+def test_wrong_config_names_the_key(
+    values: dict[str, object], sentence: str, tmp_path: Path, make_checkpoint: MakeCheckpoint
+) -> None:
+    make_checkpoint()
+    change_config(tmp_path, **values)
+    refused(tmp_path, str(tmp_path / "config.json"), sentence)
+
+
+def test_wrong_end_token_names_the_file(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
+    make_checkpoint()
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    refused(tmp_path, "generation_config.json: eos_token_id must be one token id or a list of them, found '</s>'")
+
+
+class TestSharded:
+    @pytest.fixture
+    def folder(self, tmp_path: Path, make_checkpoint: MakeCheckpoint) -> Path:
+        make_checkpoint(max_shard_size="20KB")
+        return tmp_path
+
+    @pytest.fixture
+    def weight_map(self, folder: Path) -> dict[str, str]:
+        content: dict[str, dict[str, str]] = json.loads((folder / INDEX).read_text())
+        return content["weight_map"]
+
+    def rewrite(self, folder: Path, weight_map: object) -> None:
+        (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+    def test_missing_shard(self, folder: Path, weight_map: dict[str, str]) -> None:
+        (folder / weight_map[GATE]).unlink()
+        refused(folder, f"{folder / weight_map[GATE]} is missing", INDEX)
+
+    def test_truncated_shard(self, folder: Path, weight_map: dict[str, str]) -> None:
+        shard = folder / weight_map[GATE]
+        shard.write_bytes(shard.read_bytes()[:-8])
+        refused(folder, f"{shard} is truncated or damaged")
+
+    def test_shard_without_a_tensor_of_the_index(self, folder: Path, weight_map: dict[str, str]) -> None:
+        shard = folder / weight_map[GATE]
+        tensors = load_file(shard)
+        del tensors[GATE]
+        save_file(tensors, shard)
+        refused(folder, f"{shard}: tensor '{GATE}' is missing, though {folder / INDEX} places it there")
+
+    def test_tensor_that_the_index_does_not_place(self, folder: Path, weight_map: dict[str, str]) -> None:
+        shard = weight_map.pop(GATE)
+        self.rewrite(folder, weight_map)
+        refused(folder, f"{folder / shard}: holds tensor '{GATE}'", "does not place there")
+
+    @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "..", "x.bin", "", 3])
+    def test_shard_names_stay_in_the_folder(self, name: object, folder: Path, weight_map: dict[str, str]) -> None:
+        self.rewrite(folder, weight_map | {GATE: name})
+        refused(folder, f"{folder / INDEX}: the file of tensor '{GATE}'", "in the same folder", repr(name))
+
+    @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": 1}'])
+    def test_broken_index(self, content: str, folder: Path) -> None:
+        (folder / INDEX).write_text(content)
+        refused(folder, str(folder / INDEX))
+
+    def test_second_set_of_weights(self, folder: Path) -> None:
+        save_file({"x": torch.zeros(1)}, folder / FILE)
+        refused(folder, f"holds both {FILE} and {INDEX}", "out of date")
+
+    def test_index_of_a_single_file(self, folder: Path, weight_map: dict[str, str]) -> None:
+        tensors = {name: load_file(folder / shard)[name] for name, shard in weight_map.items()}
+        save_file(tensors, folder / FILE)
+        self.rewrite(folder, dict.fromkeys(tensors, FILE))
+        load_decoder(folder)
+
+
+def test_hashes_cover_what_can_change_a_plan(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
+    make_checkpoint(max_shard_size="20KB")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "README.md"):
+        (tmp_path / name).write_text(name)
+    hashes = checkpoint_hashes(tmp_path)
+    shards = {file.name for file in tmp_path.glob("*.safetensors")}
+    assert len(shards) > 1
+    others = {"config.json", "generation_config.json", INDEX, "tokenizer.json", "tokenizer_config.json"}
+    assert set(hashes) == shards | others | {"chat_template.jinja"}
+    assert list(hashes) == sorted(hashes)
+    assert hashes["tokenizer.json"] == hashlib.sha256(b"tokenizer.json").hexdigest()
+    assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in hashes.values())

@@ -1,0 +1,285 @@
+"""Recipes that are right, and the sentence, with its line, for those that are not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+from pydantic import BaseModel, Field, ValidationError
+
+from compiler.models.config import DecoderConfig, read_config
+from compiler.models.rope import RopeScaling
+from compiler.recipe import Recipe, check_capacity, load_recipe
+from compiler.recipe_source import RecipeSource
+from plans.errors import RecipeError
+
+FULL = """\
+name: reference
+target:
+  checkpoint: ../model
+  dtype: bfloat16
+  rope_scaling: {rope_type: yarn, factor: 4.0, original_max_position_embeddings: 8192}
+drafters:
+  - {name: ngram, kind: ngram, max_context: 3, min_context: 2, max_draft: 6, min_confidence: 1e-1}
+  - name: short
+    kind: ngram
+    max_draft: 2
+capacity:
+  context: 4096
+  branches: 4
+  prefill_chunk: 128
+targets: [onnxruntime-cpu]
+held_out: ../held_out.jsonl
+"""
+SHORT = "name: short\ntarget:\n  checkpoint: ../model\ncapacity:\n  context: 512\n"
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "recipes").mkdir()
+    return tmp_path / "recipes" / "model.yaml"
+
+
+def load(file: Path, text: str, *overrides: str) -> Recipe:
+    file.write_text(text, encoding="utf-8")
+    return load_recipe(file, overrides)
+
+
+def refusal(file: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(RecipeError) as error:
+        load(file, text, *overrides)
+    return str(error.value).replace(str(file), "FILE")
+
+
+def test_every_field_is_read(recipe_file: Path) -> None:
+    recipe = load(recipe_file, FULL)
+    assert recipe.name == "reference"
+    assert recipe.target.dtype == "bfloat16"
+    assert recipe.rope_scaling == RopeScaling("yarn", 4.0, 8192)
+    assert [drafter.name for drafter in recipe.drafters] == ["ngram", "short"]
+    assert recipe.drafters[0].min_confidence == 0.1
+    assert recipe.capacity.branches == 4
+    assert recipe.checkpoint_path == recipe_file.parent.parent / "model"
+    assert recipe.held_out_path == recipe_file.parent.parent / "held_out.jsonl"
+
+
+def test_defaults(recipe_file: Path) -> None:
+    recipe = load(recipe_file, SHORT)
+    assert recipe.drafters == ()
+    assert recipe.targets == ("onnxruntime-cpu",)
+    assert recipe.target.dtype == "float32"
+    assert (recipe.capacity.branches, recipe.capacity.prefill_chunk) == (1, 256)
+    assert recipe.held_out_path is None
+    assert recipe.rope_scaling is None
+
+
+def test_resolved_is_json_with_defaults_and_without_absolute_paths(recipe_file: Path, tmp_path: Path) -> None:
+    resolved = load(recipe_file, SHORT).resolved()
+    assert json.loads(json.dumps(resolved)) == resolved == {
+        "name": "short",
+        "target": {"checkpoint": "../model", "dtype": "float32"},
+        "drafters": [],
+        "capacity": {"context": 512, "branches": 1, "prefill_chunk": 256},
+        "targets": ["onnxruntime-cpu"],
+    }  # fmt: skip
+    absolute = load(recipe_file, FULL.replace("../", f"{tmp_path}/"))
+    assert absolute.checkpoint_path == tmp_path / "model"
+    assert str(tmp_path) not in json.dumps(absolute.resolved())
+    same = load(recipe_file, FULL + "# a comment\n").resolved()
+    assert json.dumps(load(recipe_file, FULL).resolved()) == json.dumps(same)
+
+
+def test_sentence_explains_the_key_that_is_at_fault(recipe_file: Path) -> None:
+    assert refusal(recipe_file, FULL.replace("name: short", "name: none")).endswith(
+        "choose another name (what requests call the drafter: small letters, digits, and -_. after the first)"
+    )
+
+
+def test_a_recipe_cannot_be_changed(recipe_file: Path) -> None:
+    recipe = load(recipe_file, SHORT)
+    with pytest.raises(ValidationError, match="frozen"):
+        recipe.capacity.context = 4  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("dtype: bfloat16", "dtyp: float32", "FILE:4: target.dtyp is not a known key (did you mean 'dtype'?); "),
+        ("dtype: bfloat16", "dtyp: float32", "known keys: checkpoint, dtype, rope_scaling"),
+        ("name: reference", "name: reference\nzzz: 1", "FILE:2: zzz is not a known key; known keys: name, target"),
+        ("max_draft: 2", "max_drafts: 2", "FILE:10: drafters[1].max_drafts is not a known key (did you mean 'max"),
+        ("factor: 4.0", "factr: 4.0", "FILE:5: target.rope_scaling.factr is not a known key (did you mean 'factor'?)"),
+        ("factor: 4.0, ", "", "FILE:5: target.rope_scaling is wrong: rope scaling 'yarn' needs a 'factor'"),
+        ("factor: 4.0", "factor: .inf", "FILE:5: target.rope_scaling.factor must be a finite number, found inf"),
+        ("bfloat16", "float64", "FILE:4: target.dtype must be 'float32', 'float16' or 'bfloat16', found 'float64'"),
+        ("  context: 4096\n", "", "FILE:11: capacity.context is missing; add it (tokens of the longest sequence"),
+        ("context: 4096", "context: big", "FILE:12: capacity.context must be a whole number, found 'big' (tokens of"),
+        ("context: 4096", "context: '4096'", "FILE:12: capacity.context must be a whole number, found '4096'"),
+        ("branches: 4", "branches: 17", "FILE:13: capacity.branches must be at most 16, found 17"),
+        ("branches: 4", "branches: 0", "FILE:13: capacity.branches must be at least 1, found 0"),
+        ("branches: 4", "branches: true", "FILE:13: capacity.branches must be a whole number, found true"),
+        ("branches: 4", "branches:", "FILE:13: capacity.branches must be a whole number, found nothing"),
+        ("chunk: 128", "chunk: 8192", "FILE:14: capacity.prefill_chunk is 8192, more than capacity.context 4096; set"),
+        ("name: short", "name: ngram", "FILE:8: drafters[1].name is 'ngram', which is the name of an earlier drafter"),
+        ("name: short", "name: none", "FILE:8: drafters[1].name is 'none', which means no drafter; choose another"),
+        ("name: short", "name: 1", "FILE:8: drafters[1].name must be text (quote it if it looks like a number)"),
+        ("kind: ngram\n", "kind: eagle3\n", "FILE:9: drafters[1].kind must be 'ngram', found 'eagle3'"),
+        ("    kind: ngram\n", "", "FILE:8: drafters[1].kind is missing; add it"),
+        ("min_context: 2", "min_context: 9", "FILE:7: drafters[0].min_context is 9, more than max_context 3; lower it"),
+        ("1e-1", "1.5", "FILE:7: drafters[0].min_confidence must be at most 1.0, found 1.5"),
+        ("name: reference", "name: Big Model", "FILE:1: name must match ^[a-z0-9][a-z0-9_.-]*$, found 'Big Model'"),
+        ("name: reference", "name: ..", "FILE:1: name must match"),
+        ("[onnxruntime-cpu]", "[tensorrt]", "FILE:15: targets[0] is 'tensorrt', not built yet; choose from: onnx"),
+        ("[onnxruntime-cpu]", "[cpu]", "FILE:15: targets[0] is 'cpu', not a known target; choose from: onnx"),
+        ("[onnxruntime-cpu]", "[]", "FILE:15: targets must have at least 1 entry, found []"),
+        ("[onnxruntime-cpu]", "onnxruntime-cpu", "FILE:15: targets must be a list, found 'onnxruntime-cpu'"),
+        ("../model", "../modle", "/modle, which is not a folder; correct the path"),
+        ("../model", '"a\\0b"', "FILE:3: target.checkpoint holds a character that cannot be printed; correct the path"),
+        ("../model", "''", "FILE:3: target.checkpoint must not be empty"),
+        ("../model", "~nobody-here/x", "/~nobody-here/x, which is not a folder"),
+        ("../model", "../modle", "FILE:3: target.checkpoint names "),
+        ("../held_out.jsonl", "../model", "FILE:16: held_out names "),
+        ("name: reference", "name: a\nname: b", "FILE:2: name is given twice; keep one of them"),
+        ("branches: 4", "context: 4", "FILE:13: capacity.context is given twice; keep one of them"),
+        ("branches: 4", "1: 4", "FILE:13: the key 1 is not text; quote it or remove it"),
+        ("branches: 4", "branches: [4", "FILE:14: is not valid YAML: "),
+        ("name: reference", "name: !!python/name:os.system", "FILE:1: is not valid YAML: could not determine"),
+        ("name: reference", "name: &a reference\nother: *a", "FILE:2: is not valid YAML: aliases are not read"),
+        ("branches: 4", "branches: 2024-99-99", "FILE: is not valid YAML: month must be in 1..12"),
+    ],
+)  # fmt: skip
+def test_wrong_recipe_names_line_and_key(old: str, new: str, sentence: str, recipe_file: Path) -> None:
+    assert FULL.count(old) >= 1
+    message = refusal(recipe_file, FULL.replace(old, new, 1) if old != "kind: ngram\n" else _last(old, new))
+    assert sentence in message
+    assert "\n" not in message
+
+
+def test_all_faults_are_reported_in_the_order_of_the_file(recipe_file: Path) -> None:
+    text = FULL.replace("branches: 4", "branches: 40").replace("bfloat16", "int8").replace("max_draft: 2", "max: 2")
+    lines = refusal(recipe_file, text).splitlines()
+    assert [line.split(" ")[0] for line in lines] == ["FILE:4:", "FILE:10:", "FILE:13:"]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "FILE: is empty, expected a mapping that starts with 'name:'"),
+        ("# nothing\n", "FILE: is empty"),
+        ("- a\n- b\n", "FILE: holds ['a', 'b'], expected a mapping"),
+        ("hello", "FILE: holds 'hello', expected a mapping"),
+        ("a: 1\n---\nb: 2\n", "FILE:2: is not valid YAML: but found another document"),
+        ("a: \x01", "FILE: is not valid YAML: unacceptable character"),
+        ("[" * 5000, "FILE: is nested too deeply"),
+    ],
+)
+def test_file_that_is_no_recipe(text: str, sentence: str, recipe_file: Path) -> None:
+    assert sentence in refusal(recipe_file, text)
+
+
+def test_file_that_cannot_be_read(recipe_file: Path) -> None:
+    with pytest.raises(RecipeError, match=r"model\.yaml: cannot be read \(No such file or directory\)"):
+        load_recipe(recipe_file)
+    recipe_file.write_bytes(b"name: \xff\n")
+    with pytest.raises(RecipeError, match=r"model\.yaml: is not UTF-8 text \(byte 6\); save it as UTF-8"):
+        load_recipe(recipe_file)
+
+
+def test_overrides_win_over_the_file(recipe_file: Path) -> None:
+    recipe = load(
+        recipe_file,
+        FULL,
+        "capacity.context=1024",
+        "drafters[1].max_draft=3",
+        "drafters.0.name=lookup",
+        "target.rope_scaling={rope_type: linear, factor: 2}",
+        "target.rope_scaling.factor=3",
+    )
+    assert recipe.capacity.context == 1024
+    assert [(drafter.name, drafter.max_draft) for drafter in recipe.drafters] == [("lookup", 6), ("short", 3)]
+    assert recipe.rope_scaling == RopeScaling("linear", 3)
+    added = load(recipe_file, SHORT, "target.rope_scaling.rope_type=linear", "target.rope_scaling.factor=2.0")
+    assert added.rope_scaling == RopeScaling("linear", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("capacity.context=big", "override 'capacity.context=big': capacity.context must be a whole number"),
+        ("capacity.contxt=1", "override 'capacity.contxt=1': capacity.contxt is not a known key (did you mean 'con"),
+        ("capcity.context=1", "override 'capcity.context=1': capcity is not a known key (did you mean 'capacity'?)"),
+        ("drafters.5.name=a", "override 'drafters.5.name=a': drafters.5.name does not lead to a value of FILE"),
+        ("name.x=1", "override 'name.x=1': name.x does not lead to a value"),
+        ("capacity.context", "override 'capacity.context': must have the form key=value"),
+        ("=3", "override '=3': must have the form key=value"),
+        ("name=[", "override 'name=[': is not valid YAML"),
+        ("capacity={context: 1, context: 2}", "capacity.context is given twice"),
+    ],
+)  # fmt: skip
+def test_wrong_override_is_named(override: str, sentence: str, recipe_file: Path) -> None:
+    assert sentence in refusal(recipe_file, FULL, override)
+
+
+class TestCapacity:
+    @pytest.fixture
+    def config(self, tmp_path: Path) -> DecoderConfig:
+        sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"), 8)
+        raw = {"model_type": "llama", **sizes, "num_attention_heads": 1, "max_position_embeddings": 1024}
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        return read_config(tmp_path)
+
+    def test_context_within_the_model(self, recipe_file: Path, config: DecoderConfig) -> None:
+        check_capacity(load(recipe_file, SHORT, "capacity.context=1024"), config)
+
+    def test_context_beyond_the_model_names_both_numbers(self, recipe_file: Path, config: DecoderConfig) -> None:
+        recipe = load(recipe_file, SHORT.replace("512", "3000"))
+        with pytest.raises(RecipeError) as error:
+            check_capacity(recipe, config)
+        message = str(error.value)
+        assert f"{recipe_file}:5: capacity.context is 3000, but the model is made for 1024 positions" in message
+        assert "{rope_type: yarn, factor: 3.0, original_max_position_embeddings: 1024}" in message
+
+    @pytest.mark.parametrize(
+        "scaling",
+        ["{rope_type: yarn, factor: 3, original_max_position_embeddings: 1024}", "{rope_type: linear, factor: 3}"],
+    )
+    def test_scaling_extends_the_model(self, scaling: str, recipe_file: Path, config: DecoderConfig) -> None:
+        recipe = load(recipe_file, SHORT, "capacity.context=3000", f"target.rope_scaling={scaling}")
+        assert recipe.rope_scaling is not None
+        config = dataclasses.replace(config, rope_scaling=recipe.rope_scaling)
+        check_capacity(recipe, config)
+        with pytest.raises(RecipeError, match=r"override 'capacity.context=4000': .* made for 3072 positions"):
+            check_capacity(load(recipe_file, SHORT, f"target.rope_scaling={scaling}", "capacity.context=4000"), config)
+
+
+def test_sentences_leave_out_the_tags_of_unions(tmp_path: Path) -> None:
+    class Cat(BaseModel, extra="forbid"):
+        kind: Literal["cat"]
+        lives: int = 9
+
+    class Dog(BaseModel, extra="forbid"):
+        kind: Literal["dog"]
+        tricks: int = 0
+
+    class Zoo(BaseModel):
+        animals: list[Annotated[Cat | Dog, Field(discriminator="kind")]]
+
+    file = tmp_path / "zoo.yaml"
+    file.write_text("animals:\n- {kind: cat, lives: x}\n- {kind: dog, trick: 1}\n- {kind: cow}\n- {lives: 1}\n")
+    source = RecipeSource.read(file)
+    with pytest.raises(ValidationError) as invalid:
+        Zoo.model_validate(source.values)
+    lines = str(source.errors(invalid.value, Zoo)).replace(str(file), "FILE").splitlines()
+    assert lines[1] == "FILE:3: animals[1].trick is not a known key (did you mean 'tricks'?); known keys: kind, tricks"
+    assert lines[2].startswith("FILE:4: animals[2] has a 'kind' that is not one of 'cat', 'dog'")
+    assert lines[3].startswith("FILE:5: animals[3] needs the key 'kind'")
+
+
+def _last(old: str, new: str) -> str:
+    head, _, tail = FULL.rpartition(old)
+    return head + new + tail

@@ -1,0 +1,120 @@
+"""Rotary tables against transformers' own, for every scaling and both spellings in config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from compiler.models.config import read_config
+from compiler.models.rope import RopeScaling, rope_tables
+from plans.errors import CheckpointError
+
+POSITIONS, THETA = 4096, 500000.0
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
+SCALINGS: dict[str, dict[str, object]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512,
+    },
+    "yarn": YARN,
+    "yarn-original-from-maximum": {"rope_type": "yarn", "factor": 2.0},
+    "yarn-factor-one": YARN | {"factor": 1.0},
+    "yarn-attention-factor": YARN | {"attention_factor": 1.25},
+    "yarn-mscale": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
+    "yarn-mscale-alone": YARN | {"mscale": 0.7},
+    "yarn-betas": YARN | {"beta_fast": 16.0, "beta_slow": 2.0},
+    "yarn-not-truncated": YARN | {"truncate": False},
+    "yarn-ramp-of-no-width": YARN | {"original_max_position_embeddings": 6},
+    "yarn-ramp-reversed": YARN | {"original_max_position_embeddings": 4},
+}
+
+
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_tables_equal_transformers(name: str, spelling: str, tmp_path: Path) -> None:
+    raw = {
+        "model_type": "qwen3",
+        "vocab_size": 10,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": POSITIONS,
+    }
+    if spelling == "rope_parameters":
+        raw["rope_parameters"] = SCALINGS[name] | {"rope_theta": THETA}
+    else:
+        raw |= {"rope_theta": THETA, "rope_scaling": None if name == "default" else SCALINGS[name]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = read_config(tmp_path)
+    cos, sin = rope_tables(config.rope_theta, config.head_dim, POSITIONS, config.rope_scaling)
+    oracle = Qwen3RotaryEmbedding(Qwen3Config.from_pretrained(tmp_path))
+
+    expected_cos, expected_sin = oracle(torch.zeros(1), torch.arange(POSITIONS)[None])
+    assert cos.dtype == sin.dtype == np.float32
+    assert cos.shape == sin.shape == (POSITIONS, 32)
+    # An angle near 4096 is known to 2.4e-4 in float32, so this is as close as two float32 tables can be asked to lie.
+    np.testing.assert_allclose(cos, expected_cos[0, :, :32].numpy(), rtol=0, atol=1e-3)
+    np.testing.assert_allclose(sin, expected_sin[0, :, :32].numpy(), rtol=0, atol=1e-3)
+    # The first positions hold the frequencies and the magnitude themselves.
+    np.testing.assert_allclose(cos[:2], expected_cos[0, :2, :32].numpy(), rtol=1e-6)
+    np.testing.assert_allclose(sin[:2], expected_sin[0, :2, :32].numpy(), rtol=1e-6)
+
+
+def test_llama_spelling_with_type_is_read(tmp_path: Path) -> None:
+    old = {"type": "linear", "factor": 4.0}
+    config = LlamaConfig(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0})
+    expected, _ = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(16)[None])
+    cos, _ = rope_tables(10000.0, 128, 16, RopeScaling.from_huggingface(old))
+    np.testing.assert_allclose(cos, expected[0, :, :64].numpy(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "sentence"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, "'dynamic' is not supported; known kinds: default, linear"),
+        ({"rope_type": "linear"}, "needs a 'factor'"),
+        ({"rope_type": "linear", "factor": "4"}, "'factor' must be a number of at least 0, found '4'"),
+        ({"rope_type": "linear", "factor": 0}, "'factor' must be greater than 0"),
+        ({"rope_type": "linear", "factor": 2.0, "short_factor": [1]}, "unknown key 'short_factor'; known keys"),
+        ({"rope_type": "linear", "factor": 2.0, "kind": "yarn"}, "unknown key 'kind'"),
+        (YARN | {"truncate": 1}, "'truncate' must be true or false, found 1"),
+        (YARN | {"original_max_position_embeddings": 1.5}, "must be an integer"),
+        ({"rope_type": "yarn", "factor": 2.0}, "needs 'original_max_position_embeddings'"),
+        (SCALINGS["llama3"] | {"high_freq_factor": 1.0}, "must be greater than 'low_freq_factor'"),
+    ],
+)
+def test_wrong_scaling_is_refused(scaling: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValueError, match="rope scaling") as refused:
+        RopeScaling.from_huggingface(scaling)
+    assert sentence in str(refused.value)
+
+
+def test_unsupported_scaling_of_a_checkpoint_names_the_file_and_can_be_replaced(tmp_path: Path) -> None:
+    sizes = {
+        "vocab_size": 9,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
+    raw = {"model_type": "llama", **sizes, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=r"config\.json: rope scaling 'dynamic' is not supported"):
+        read_config(tmp_path)
+    linear = RopeScaling(kind="linear", factor=2.0)
+    assert read_config(tmp_path, linear).rope_scaling == linear

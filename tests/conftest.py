@@ -1,0 +1,100 @@
+"""Plans that tests share: a two-layer toy with random weights (fast), and the reference plan (real text)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from compiler.build import build
+from compiler.recipe import load_recipe
+from runtime import Runtime
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+REFERENCE_RECIPE = REPOSITORY / "plans" / "recipes" / "reference.yaml"
+
+TOY_RECIPE = """\
+name: toy
+target:
+  checkpoint: target
+drafters:
+  - {name: ngram, kind: ngram, max_context: 3, min_context: 1, max_draft: 6}
+  - {name: short, kind: ngram, max_context: 1, max_draft: 2}
+capacity:
+  context: 160
+  prefill_chunk: 16
+"""
+
+
+def write_toy_checkpoint(folder: Path) -> None:
+    """A Qwen3 with weights large enough that its choices vary, and a byte-level tokenizer."""
+    torch.manual_seed(1)
+    config = Qwen3Config(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        initializer_range=0.35,
+        tie_word_embeddings=True,
+        eos_token_id=0,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([Path(__file__).read_text(encoding="utf-8")], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": template}))
+
+
+@pytest.fixture(scope="session")
+def toy_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("toy")
+    write_toy_checkpoint(folder / "target")
+    (folder / "model.yaml").write_text(TOY_RECIPE, encoding="utf-8")
+    rows = [{"prompt": "import os\nimport sys\n"}, {"prompt": "def main() -> None:\n    return"}]
+    (folder / "held_out.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
+    return folder / "model.yaml"
+
+
+@pytest.fixture(scope="session")
+def toy_plan(toy_recipe: Path) -> Path:
+    out = toy_recipe.parent / "plan"
+    build(load_recipe(toy_recipe), toy_recipe, out)
+    return out
+
+
+@pytest.fixture(scope="session")
+def toy(toy_plan: Path) -> Runtime:
+    return Runtime.load(toy_plan)
+
+
+@pytest.fixture(scope="session")
+def reference_plan() -> Path:
+    """The reference plan, kept in `build/reference`: an unchanged one is not built again."""
+    out = REPOSITORY / "build" / "reference"
+    out.parent.mkdir(exist_ok=True)
+    build(load_recipe(REFERENCE_RECIPE), REFERENCE_RECIPE, out)
+    return out
+
+
+@pytest.fixture(scope="session")
+def reference(reference_plan: Path) -> Runtime:
+    return Runtime.load(reference_plan)

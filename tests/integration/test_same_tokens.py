@@ -1,0 +1,93 @@
+"""The project's strongest promise: the same seed gives the same tokens, however they were come by."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from compiler.verify import held_out_prompts
+from compiler.recipe import load_recipe
+from runtime import Runtime
+from runtime.request import Options
+from tests.conftest import REFERENCE_RECIPE
+
+SAMPLINGS = (
+    Options(temperature=0.0),
+    Options(temperature=0.7, seed=11),
+    Options(temperature=1.0, top_p=0.9, seed=2**63 + 5),
+    Options(temperature=1.3, top_k=40, top_p=0.95, seed=3, stream_id=2, filter_order="temperature_last"),
+)
+TOKENS = st.lists(st.integers(1, 299), min_size=1, max_size=60)
+SAMPLING = st.builds(
+    lambda temperature, top_k, top_p, seed: Options(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
+    st.sampled_from([0.0, 0.0, 0.3, 1.0, 2.5]),
+    st.sampled_from([0, 1, 5, 50]),
+    st.sampled_from([1.0, 0.9, 0.2]),
+    st.integers(0, 2**64 - 1),
+)
+RELAXED = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@RELAXED
+@given(prompt=TOKENS, sampling=SAMPLING, repeat=st.integers(1, 3))
+def test_every_drafter_gives_the_tokens_of_plain_decoding(
+    toy: Runtime, prompt: list[int], sampling: Options, repeat: int
+) -> None:
+    prompt = (prompt * repeat)[:100]
+    plain = toy.generate(prompt, drafter="none", max_new_tokens=48, **sampling)
+    for drafter in ("ngram", "short"):
+        drafted = toy.generate(prompt, drafter=drafter, max_new_tokens=48, **sampling)
+        assert drafted.token_ids == plain.token_ids
+        assert drafted.text == plain.text
+        assert drafted.finish_reason == plain.finish_reason
+
+
+@RELAXED
+@given(prompt=TOKENS, sampling=SAMPLING, cuts=st.lists(st.integers(1, 20), min_size=1, max_size=4))
+def test_going_on_after_any_cut_equals_never_having_been_cut(
+    toy: Runtime, prompt: list[int], sampling: Options, cuts: list[int]
+) -> None:
+    whole = toy.generate(prompt, max_new_tokens=sum(cuts), ignore_eos=True, **sampling)
+    session = toy.session()
+    pieces = session.generate(prompt, max_new_tokens=cuts[0], ignore_eos=True, **sampling).token_ids
+    for cut in cuts[1:]:
+        pieces += session.generate([], max_new_tokens=cut, ignore_eos=True, drafter="none", **sampling).token_ids
+    assert pieces == whole.token_ids
+    assert session.token_ids == [*prompt, *pieces]
+
+
+@RELAXED
+@given(first=TOKENS, second=TOKENS, sampling=SAMPLING)
+def test_a_reused_prefix_gives_the_tokens_of_a_fresh_session(
+    toy: Runtime, first: list[int], second: list[int], sampling: Options
+) -> None:
+    session = toy.session()
+    session.generate(first, max_new_tokens=10, **sampling)
+    prompt = first[: len(first) // 2] + second
+    reused = session.generate(prompt, whole=True, max_new_tokens=20, **sampling)
+    assert reused.token_ids == toy.generate(prompt, max_new_tokens=20, **sampling).token_ids
+
+
+def test_chunked_prefill_gives_the_tokens_of_feeding_the_prompt_one_by_one(toy: Runtime) -> None:
+    prompt = [(7 * i) % 290 + 1 for i in range(90)]
+    session = toy.session()
+    for token in prompt[:-1]:
+        session.generate([token], max_new_tokens=1, drafter="none", ignore_eos=True)
+        session.truncate(len(session.token_ids) - 1)
+    one_by_one = session.generate(prompt[-1:], max_new_tokens=40, temperature=1.0, seed=5, drafter="none")
+    assert one_by_one.token_ids == toy.generate(prompt, max_new_tokens=40, temperature=1.0, seed=5).token_ids
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: json.dumps(s))
+def test_reference_speculation_gives_the_tokens_of_plain_decoding(reference: Runtime, sampling: Options) -> None:
+    """20 held-out prompts: bit-exact on the CPU, so no near tie is allowed for."""
+    accepted = 0
+    for prompt in held_out_prompts(load_recipe(REFERENCE_RECIPE))[:20]:
+        plain = reference.generate(prompt, drafter="none", max_new_tokens=64, **sampling)
+        drafted = reference.generate(prompt, drafter="ngram", max_new_tokens=64, **sampling)
+        assert drafted.token_ids == plain.token_ids
+        accepted += drafted.stats.accepted
+    assert accepted > 0, "no draft was ever accepted, so nothing was tested"

@@ -1,0 +1,266 @@
+"""Streamed text is the decoded text, whatever the tokens, the spans, the context and the stop strings."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from functools import cache
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as LibraryTokenizer
+
+from plans.errors import RequestError
+from runtime.text_stream import TextStream
+from runtime.tokenizer import Tokenizer
+
+CORPUS = ["the end of the world, 日本語 and wörld, 😀😀 emoji! <|stop|> User: hello\n\nUser: end"] * 4
+
+
+@cache
+def byte_level() -> Tokenizer:
+    library = LibraryTokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    library.train_from_iterator(CORPUS, trainer)
+    library.add_tokens([AddedToken("<think>", normalized=False), AddedToken("日 é", normalized=False)])
+    return Tokenizer(library)
+
+
+PIECES = ["▁", "▁▁", "▁the", "the", "▁end", "e", "n", "d", ".", "##ing", "��", "日", "", "User", ":", "'t", "▁n't"]
+
+
+@cache
+def pieces(kind: str) -> Tokenizer:
+    """A vocabulary of pieces and byte-fallback tokens under one of the decoders of that world."""
+    decoder = {
+        "llama": decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        ),
+        "gemma": decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]),
+        "bytes first": decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " ")]),
+        "metaspace": decoders.Metaspace(),
+        "wordpiece": decoders.WordPiece(),
+        "none": None,
+    }[kind]
+    vocab = {token: place for place, token in enumerate(["<unk>", "<s>", "</s>"])}
+    vocab |= {f"<0x{byte:02X}>": len(vocab) + byte for byte in range(256)}
+    vocab |= {piece: len(vocab) + place for place, piece in enumerate(PIECES)}
+    library = LibraryTokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    library.add_special_tokens(["<unk>", "<s>", "</s>"])
+    if decoder is not None:
+        library.decoder = decoder
+    return Tokenizer(library)
+
+
+PIECE_KINDS = ["llama", "gemma", "bytes first", "metaspace", "wordpiece", "none"]
+TOKENIZERS = {"byte-level": byte_level} | {kind: lambda kind=kind: pieces(kind) for kind in PIECE_KINDS}
+
+
+def token_lists(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
+    """Anything, with a liking for what is awkward: bytes that nearly are UTF-8, special tokens, ids without token."""
+    if tokenizer.byte_level:
+        awkward = [i for i in range(tokenizer.vocab_size) if len(tokenizer.token_bytes(i)) == 1]
+        awkward = [i for i in awkward if tokenizer.token_bytes(i)[0] in b"\xf0\x9f\x98\x80\xe2\x96\x81\xed\xa0\xffend"]
+    else:
+        awkward = [3 + byte for byte in b"\xf0\x9f\x98\x80\xe2\x96\x81\xed\xff\x20e"]
+    every = st.integers(0, tokenizer.vocab_size + 3)
+    printing = st.integers(256 + 3, tokenizer.vocab_size - 1)
+    return st.lists(st.one_of(every, printing, st.sampled_from(awkward), st.integers(0, 2)), max_size=24)
+
+
+STOPS = st.lists(
+    st.one_of(
+        st.text("end\ufffd ", min_size=1, max_size=4),
+        st.text("日本😀▁eé", min_size=1, max_size=3),
+        st.sampled_from(["User:", " the", "\n\n", "ing", "world, 日", "e", "ee", "eee"]),
+    ),
+    max_size=6,
+)
+
+
+def cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
+    """The definition, by trying all: the stop string complete first, of several the longest."""
+    for end in range(1, len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            longest = max(complete, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+def stream(
+    tokenizer: Tokenizer, ids: list[int], stops: Sequence[str], spans: Sequence[int], context: Sequence[int] = ()
+) -> tuple[str, str | None, int]:
+    """Text, stop string and counted tokens of pushing `ids` in spans of the given sizes (cycled)."""
+    text_stream = TextStream(tokenizer, context, stops)
+    text, start, turn = "", 0, 0
+    while start < len(ids):
+        span = ids[start : start + spans[turn % len(spans)]]
+        pushed = text_stream.push(span)
+        text += pushed.text
+        start += pushed.consumed
+        turn += 1
+        assert pushed.stop == text_stream.stopped
+        if pushed.stop is not None:
+            return text + text_stream.finish(), pushed.stop, start
+        assert pushed.consumed == len(span)
+    text += text_stream.finish()
+    return text, text_stream.stopped, start
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@given(data=st.data(), stops=STOPS, spans=st.lists(st.integers(1, 7), min_size=1, max_size=3))
+def test_streamed_text_is_the_decoded_text_cut_at_the_first_stop_string(
+    kind: str, data: st.DataObject, stops: list[str], spans: list[int]
+) -> None:
+    tokenizer = TOKENIZERS[kind]()
+    ids = data.draw(token_lists(tokenizer))
+    text, stop, count = stream(tokenizer, ids, stops, spans)
+    assert (text, stop) == cut(tokenizer.decode(ids), stops)
+    assert (text, stop, count) == stream(tokenizer, ids, stops, [1])
+    assert (text, stop, count) == stream(tokenizer, ids, stops, [len(ids) + 1])
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@given(data=st.data(), stops=STOPS)
+def test_a_stop_is_reported_at_the_token_that_completes_it(kind: str, data: st.DataObject, stops: list[str]) -> None:
+    """With the counted tokens the stop string is there; with one token less it is not, or not for sure."""
+    tokenizer = TOKENIZERS[kind]()
+    ids = data.draw(token_lists(tokenizer))
+    text, stop, count = stream(tokenizer, ids, stops, [3])
+    assert cut(tokenizer.decode(ids[:count]), stops) == (text, stop)
+    if stop is not None and count:
+        before = TextStream(tokenizer, (), stops)
+        assert before.push(ids[: count - 1]).stop is None
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@given(data=st.data())
+def test_a_context_is_continued(kind: str, data: st.DataObject) -> None:
+    """Behind whole characters, what is streamed is what the decoded whole has more than the decoded context."""
+    tokenizer = TOKENIZERS[kind]()
+    ids = data.draw(token_lists(tokenizer))
+    context = data.draw(token_lists(tokenizer))
+    context += tokenizer.encode("the end", add_special_tokens=False) if tokenizer.byte_level else [3 + 256 + 3]
+    context += data.draw(st.lists(st.integers(0, 2) if not tokenizer.byte_level else st.integers(0, 1), max_size=3))
+    text, _, _ = stream(tokenizer, ids, (), [2], context)
+    assert tokenizer.decode(context) + text == tokenizer.decode(context + ids)
+
+
+def test_a_context_gives_the_first_word_its_space() -> None:
+    tokenizer = pieces("llama")
+    the, end = 3 + 256 + PIECES.index("▁the"), 3 + 256 + PIECES.index("▁end")
+    assert stream(tokenizer, [end], (), [1])[0] == "end"
+    assert stream(tokenizer, [end], (), [1], [1, the])[0] == " end"
+    assert stream(tokenizer, [end], (), [1], [1])[0] == "end"
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "llama"])
+def test_a_character_that_the_context_leaves_unfinished_is_finished(kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]()
+    if tokenizer.byte_level:
+        by_byte = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
+        smile = [by_byte[bytes([byte])] for byte in "😀".encode()]
+    else:
+        smile = [3 + byte for byte in "😀".encode()]
+    for known in range(4):
+        assert stream(tokenizer, smile[known:], (), [1], smile + smile[:known])[0] == "😀"
+    assert stream(tokenizer, [], (), [1], smile)[0] == ""
+
+
+def test_half_a_character_is_held_back_and_flushed_as_replacement() -> None:
+    tokenizer = byte_level()
+    by_byte = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
+    text_stream = TextStream(tokenizer)
+    shown = [text_stream.push([by_byte[bytes([byte])]]).text for byte in "é😀".encode()]
+    assert shown == ["", "é", "", "", "", "😀"]
+    text_stream.push([by_byte[b"\xf0"], by_byte[b"\x9f"]])
+    assert text_stream.finish() == "\ufffd"
+    assert text_stream.finish() == ""
+
+
+def test_text_that_may_start_a_stop_string_is_held_back_until_decided() -> None:
+    tokenizer = byte_level()
+    letters = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
+    text_stream = TextStream(tokenizer, stop=["end!", "ende"])
+    shown = [text_stream.push([letters[letter.encode()]]).text for letter in "xende"]
+    assert shown == ["x", "", "", "", ""]
+    assert text_stream.stopped == "ende"
+
+
+def test_held_back_text_is_shown_as_soon_as_it_cannot_be_a_stop_string() -> None:
+    tokenizer = byte_level()
+    letters = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
+    text_stream = TextStream(tokenizer, stop=["nnd"])
+    assert [text_stream.push([letters[c.encode()]]).text for c in "nnne"] == ["", "", "n", "nne"]
+
+
+def test_special_tokens_are_not_printed() -> None:
+    tokenizer = byte_level()
+    ids = [*tokenizer.encode("hello"), 1]
+    assert stream(tokenizer, ids, (), [1])[0] == "hello"
+
+
+def test_nothing_may_follow_a_stop_string() -> None:
+    tokenizer = byte_level()
+    text_stream = TextStream(tokenizer, stop=["the"])
+    pushed = text_stream.push(tokenizer.encode("at the end of the"))
+    assert (pushed.text, pushed.stop) == ("at ", "the")
+    assert text_stream.finish() == ""
+    with pytest.raises(RuntimeError, match="has ended with the stop string 'the'"):
+        text_stream.push([5])
+
+
+@pytest.mark.parametrize("stop", [[""], ["a", None], [b"a"]])
+def test_a_stop_string_must_be_text(stop: list[str]) -> None:
+    with pytest.raises(RequestError, match=r"stop\[\d\] must be a text of at least one character"):
+        TextStream(byte_level(), stop=stop)
+
+
+def test_a_bare_stop_string_is_refused() -> None:
+    with pytest.raises(RequestError, match="put the one stop string into a list"):
+        TextStream(byte_level(), stop="end")
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "llama"])
+@pytest.mark.parametrize("invalid", [True, False])
+def test_a_token_costs_the_same_at_any_length(kind: str, invalid: bool) -> None:
+    """Ten times the tokens must not cost more than ten times the time, within a wide margin for a busy machine."""
+    tokenizer = TOKENIZERS[kind]()
+    ids = [256 + 3 + i % 8 for i in range(20_000)]
+    if invalid:
+        bad = next(i for i in range(256 + 3) if b"\xff" in (tokenizer.token_bytes(i), tokenizer.fallback_byte(i)))
+        ids = [bad] * 20_000
+
+    def seconds(count: int) -> float:
+        best = 1e9
+        for _ in range(3):
+            text_stream = TextStream(tokenizer, stop=["\n\nUser:", "never"])
+            start = time.perf_counter()
+            for token_id in ids[:count]:
+                text_stream.push([token_id])
+            text_stream.finish()
+            best = min(best, time.perf_counter() - start)
+        return best
+
+    assert seconds(20_000) < 40 * seconds(2_000)
+
+
+def test_many_overlapping_stop_strings_are_found_as_by_trying_all() -> None:
+    generator = random.Random(1)
+    tokenizer = byte_level()
+    for _ in range(50):
+        stops = ["".join(generator.choices("abc", k=generator.randint(3, 9))) for _ in range(200)]
+        ids = tokenizer.encode("".join(generator.choices("abc", k=200)))
+        text, stop, _ = stream(tokenizer, ids, stops, [4])
+        assert (text, stop) == cut(tokenizer.decode(ids), stops)

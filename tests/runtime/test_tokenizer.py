@@ -1,0 +1,279 @@
+"""Encoding, decoding and chat templates; transformers is the oracle for templates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as LibraryTokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from plans.errors import PlanError, RequestError
+from runtime.tokenizer import ChatTemplate, Tokenizer
+
+CHATML = """{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+# What model families use beyond plain loops, each kind once.
+FAMILIES = {
+    "chatml": CHATML,
+    "bos and trimmed blocks": """{{ bos_token }}
+    {% for m in messages %}
+      {% if m.role == 'user' %}
+[INST] {{ m.content | trim }} [/INST]
+      {% else %}
+{{ m.content }}{{ eos_token }}
+      {% endif %}
+    {% endfor %}
+""",
+    "namespace and loop controls": """{%- set ns = namespace(n=0) -%}
+{%- for m in messages -%}{%- if m.role == 'stop' -%}{%- break -%}{%- endif -%}
+{%- set ns.n = ns.n + 1 -%}{{ ns.n }}:{{ m.content }};{%- endfor -%}""",
+    "tojson": "{{ messages | tojson }}|{{ messages[0] | tojson(indent=2) }}|{{ '<é>' | tojson }}",
+    "generation block": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+    "variables": "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{{ tools }}",
+    "date": "{{ strftime_now('%Y') }}",
+}
+MESSAGES = [
+    {"role": "system", "content": "Sois bref & <gentil>."},
+    {"role": "user", "content": "  日本語?\n"},
+    {"role": "assistant", "content": "はい 😀"},
+]
+
+
+def byte_level() -> LibraryTokenizer:
+    tokenizer = LibraryTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["hello world, hello again: 日本語 wörld"] * 4, trainer)
+    return tokenizer
+
+
+def pieces(decoder: decoders.Decoder | None) -> LibraryTokenizer:
+    vocab = {piece: place for place, piece in enumerate(["<unk>", "▁", "▁a", "b", "c"])}
+    tokenizer = LibraryTokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    if decoder is not None:
+        tokenizer.decoder = decoder
+    return tokenizer
+
+
+def test_encode_then_decode_gives_the_text_back() -> None:
+    tokenizer = Tokenizer(byte_level())
+    for text in ["", "hello world", "日本語 😀 wörld\n\t", " leading", "\x00"]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_special_tokens_are_added_only_by_the_post_processor_and_only_when_wanted() -> None:
+    library = byte_level()
+    assert Tokenizer(library).encode("hello")[0] != 0
+    library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = Tokenizer(library)
+    bare = tokenizer.encode("hello", add_special_tokens=False)
+    assert tokenizer.encode("hello") == [0, *bare]
+
+
+def test_truncation_and_padding_saved_with_a_tokenizer_do_not_touch_prompts() -> None:
+    library = byte_level()
+    library.enable_truncation(3)
+    library.enable_padding(length=64)
+    tokenizer = Tokenizer(library)
+    text = "hello world, hello again and again"
+    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
+
+
+def test_decode_skips_special_tokens_and_unknown_ids_and_takes_arrays() -> None:
+    tokenizer = Tokenizer(byte_level())
+    ids = [0, *tokenizer.encode("hello"), 1, 100_000]
+    assert tokenizer.decode(ids) == "hello"
+    assert tokenizer.decode(np.array(ids, np.int64)) == "hello"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>hello</s>"
+
+
+@pytest.mark.parametrize("ids", [[-1], [2**40], ["a"], [1.5]])
+def test_ids_that_are_none_are_refused(ids: list[int]) -> None:
+    with pytest.raises(RequestError, match="Pass integers from 0 to"):
+        Tokenizer(byte_level()).decode(ids)
+
+
+def test_vocab_size_counts_added_tokens() -> None:
+    library = byte_level()
+    before = Tokenizer(library).vocab_size
+    library.add_tokens([AddedToken("<think>")])
+    assert Tokenizer(library).vocab_size == before + 1
+
+
+@pytest.mark.parametrize(("prompt", "says"), [(b"bytes", "bytes"), (None, "NoneType"), (["a"], "list")])
+def test_a_prompt_that_is_no_text_is_refused(prompt: object, says: str) -> None:
+    with pytest.raises(RequestError, match=rf"must be text \(str\), not {says}"):
+        Tokenizer(byte_level()).encode(prompt)  # type: ignore[arg-type]
+
+
+def test_a_lone_surrogate_is_refused_with_its_place() -> None:
+    with pytest.raises(RequestError, match=r"U\+D83D at index 3 is a lone surrogate"):
+        Tokenizer(byte_level()).encode("abc\ud83d")
+
+
+# Loading.
+
+
+def write_plan(folder: Path, tokenizer: str, template: str | None = None) -> Path:
+    (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return folder
+
+
+def test_load_reads_the_plan_folder(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_plan(tmp_path, byte_level().to_str(), "{{ bos_token }}x"), bos_token="<s>")
+    assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
+    assert tokenizer.apply_chat_template(MESSAGES) == "<s>x"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": "1.0"}', '{"model": {"type": "Oracle"}}'])
+def test_a_corrupt_tokenizer_is_a_plan_error_that_names_the_file(tmp_path: Path, content: str) -> None:
+    with pytest.raises(PlanError, match=r"tokenizer\.json is not a tokenizer .* build the plan again"):
+        Tokenizer.load(write_plan(tmp_path, content))
+
+
+def test_a_missing_or_binary_tokenizer_is_a_plan_error(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"tokenizer\.json cannot be read"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PlanError, match=r"tokenizer\.json cannot be read as UTF-8"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_template_that_is_no_jinja_is_a_plan_error_with_its_line(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"chat_template\.jinja, line 2, is not a Jinja template"):
+        Tokenizer.load(write_plan(tmp_path, byte_level().to_str(), "a\n{% if %}"))
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        decoders.CTC(),
+        decoders.BPEDecoder(),
+        decoders.Sequence([decoders.ByteLevel(), decoders.Replace("ab", "c")]),
+        decoders.Sequence([decoders.Fuse(), decoders.Replace("▁▁", " ")]),
+        decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)]),
+    ],
+)
+def test_a_decoder_that_cannot_be_streamed_is_refused_when_loaded(decoder: decoders.Decoder) -> None:
+    with pytest.raises(PlanError, match="cannot be streamed exactly through"):
+        Tokenizer(pieces(decoder))
+
+
+def test_a_vocabulary_that_prints_nothing_is_refused() -> None:
+    library = LibraryTokenizer(models.BPE(vocab={"▁": 0}, merges=[]))
+    library.decoder = decoders.Metaspace()
+    with pytest.raises(PlanError, match="no token that prints"):
+        Tokenizer(library)
+
+
+# Chat templates.
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_a_template_renders_as_in_transformers(name: str, add_generation_prompt: bool) -> None:
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    variables = {"enable_thinking": False, "tools": [{"name": "f"}]}
+    expected, _ = render_jinja_template(
+        conversations=[MESSAGES],
+        chat_template=FAMILIES[name],
+        add_generation_prompt=add_generation_prompt,
+        enable_thinking=False,
+        **special,
+    )
+    template = ChatTemplate(FAMILIES[name], source="t", **special)
+    if name == "variables":
+        assert template.render(MESSAGES, add_generation_prompt, variables) == "<think></think>[{'name': 'f'}]"
+    else:
+        assert template.render(MESSAGES, add_generation_prompt, variables) == expected[0]
+
+
+def with_template(text: str) -> Tokenizer:
+    return Tokenizer(byte_level(), ChatTemplate(text, source="chat_template.jinja"))
+
+
+def test_no_template_is_a_request_error() -> None:
+    with pytest.raises(RequestError, match="has no chat template"):
+        Tokenizer(byte_level()).apply_chat_template(MESSAGES)
+
+
+def test_what_the_template_refuses_is_said_in_its_words() -> None:
+    tokenizer = with_template("{{ raise_exception('Roles must alternate') }}")
+    with pytest.raises(RequestError, match="refuses these messages: Roles must alternate"):
+        tokenizer.apply_chat_template(MESSAGES)
+
+
+@pytest.mark.parametrize("text", ["{{ messages[0].nothing.at_all }}", "{{ 1 / 0 }}", "{{ 'a' + messages }}"])
+def test_a_template_that_fails_is_a_request_error(text: str) -> None:
+    with pytest.raises(RequestError, match=r"chat_template\.jinja failed on these messages"):
+        with_template(text).apply_chat_template(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception.__globals__['json'] }}",
+        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+        "{{ namespace(__call__=1) }}",
+    ],
+)
+def test_a_template_cannot_leave_the_sandbox(text: str) -> None:
+    with pytest.raises((PlanError, RequestError)):
+        with_template(text).apply_chat_template(MESSAGES)
+
+
+class Text(str):
+    def secret(self) -> str:
+        return "leaked"
+
+
+def test_messages_reach_the_template_as_plain_data() -> None:
+    with pytest.raises(RequestError, match="failed"):
+        with_template("{{ messages[0].content.secret() }}").apply_chat_template(
+            [{"role": "user", "content": Text("a")}]
+        )
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([], "at least one message"),
+        ("hello", "not str"),
+        ({"role": "user"}, "not dict"),
+        (["hello"], r"messages\[0\] must be a mapping"),
+        ([{"role": "user", "content": "a"}, {"content": "b"}], r"messages\[1\] must be a mapping with a text"),
+        ([{"role": "user", "content": object()}], r"messages\[0\]\.content holds a object"),
+        ([{"role": "user", "content": "\udc00"}], r"messages\[0\]\.content holds half a character"),
+        ([{"role": "user", "content": [{"text": b""}]}], r"messages\[0\]\.content\[0\]\.text holds a bytes"),
+    ],
+)
+def test_messages_that_are_no_conversation_are_refused_with_their_place(messages: object, says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        with_template(CHATML).apply_chat_template(messages)  # type: ignore[arg-type]
+
+
+def test_byte_alphabet_is_that_of_the_library() -> None:
+    library = byte_level()
+    library.add_tokens([AddedToken("é<x>", normalized=False), AddedToken("日 b", normalized=False)])
+    tokenizer = Tokenizer(library)
+    for token_id in range(2, tokenizer.vocab_size):
+        assert tokenizer.token_bytes(token_id).decode(errors="replace") == library.decode([token_id])
