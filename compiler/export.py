@@ -59,7 +59,8 @@ class GraphExecution:
 
     def rotate(self, x: Tensor, heads: int) -> Tensor:
         graph = self._graph
-        return torch.onnx.ops.rotary_embedding(x, graph.cos, graph.sin, self._positions, num_heads=heads)
+        rotated: Tensor = torch.onnx.ops.rotary_embedding(x, graph.cos, graph.sin, self._positions, num_heads=heads)
+        return rotated
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         c = self._graph.decoder.config
@@ -68,7 +69,8 @@ class GraphExecution:
             c.num_heads, c.num_kv_heads, c.head_dim**-0.5,
         )  # fmt: skip
         self.presents += (k_out, v_out)
-        return out
+        attended: Tensor = out
+        return attended
 
 
 class TargetGraph(nn.Module):
@@ -165,7 +167,7 @@ def _name(model: ir.Model, layers: int) -> None:
     presents = [names.cache_output(name) for pair in zip(*caches, strict=True) for name in pair]
     for value, name in zip(graph.outputs, [names.LOGITS_OUT, *presents], strict=True):
         value.name = name
-    symbols = {
+    symbols: dict[str, list[int | str]] = {
         names.TOKEN_IDS: [names.NEW],
         names.POSITIONS: [names.NEW],
         names.ROW_SPLITS: ["R_plus_1"],
@@ -174,12 +176,19 @@ def _name(model: ir.Model, layers: int) -> None:
         names.LOGIT_ROWS: [names.LOGITS],
     }
     for value in graph.inputs:
-        assert value.name and value.shape is not None
-        value.shape = ir.Shape(symbols.get(value.name) or ["R", *value.shape[1:]])
+        assert value.name
+        assert value.shape is not None
+        value.shape = ir.Shape(symbols.get(value.name) or ["R", *_fixed(value.shape)])
     for value in graph.outputs:
-        assert value.name and value.shape is not None
+        assert value.name
+        assert value.shape is not None
         first = names.LOGITS if value.name == names.LOGITS_OUT else "R"
-        value.shape = ir.Shape([first, *value.shape[1:]])
+        value.shape = ir.Shape([first, *_fixed(value.shape)])
+
+
+def _fixed(shape: ir.Shape) -> list[int]:
+    """Dimensions behind the first, which the plan fixes."""
+    return [int(d) for d in shape[1:]]  # type: ignore[arg-type]
 
 
 def _strip(model: ir.Model) -> None:

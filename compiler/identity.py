@@ -26,7 +26,9 @@ def digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def engines_key(checkpoint: Mapping[str, str], target: str, shape: Mapping[str, object], tools: Mapping[str, str]) -> str:
+def engines_key(
+    checkpoint: Mapping[str, str], target: str, shape: Mapping[str, object], tools: Mapping[str, str]
+) -> str:
     """Hash of all that one target's engines depend on: drafters and names may change without a new export."""
     weights = {name: sha for name, sha in checkpoint.items() if not name.startswith(("tokenizer", "chat_template"))}
     return digest([weights, target, dict(shape), dict(tools)])

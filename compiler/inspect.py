@@ -55,7 +55,8 @@ def op_counts(path: Path) -> dict[str, int]:
 
 def print_description(description: dict[str, Any], console: Console) -> None:
     model = description["model"]
-    console.print(f"[bold]{description['name']}[/bold]  identity {description['identity'][:16]}  {description['bytes'] / 1e6:.1f} MB")
+    size = f"{description['bytes'] / 1e6:.1f} MB"
+    console.print(f"[bold]{description['name']}[/bold]  identity {description['identity'][:16]}  {size}")
     console.print(
         f"{model['layers']} layers, hidden {model['hidden_size']}, heads {model['heads']}/{model['kv_heads']} of "
         f"{model['head_dim']}, vocabulary {model['vocab_size']}, context {model['context']}"

@@ -83,12 +83,14 @@ def verify_plan(
 
 def held_out_prompts(recipe: Recipe) -> list[str]:
     if recipe.held_out_path is None:
-        raise RecipeError("The recipe has no held_out file; add `held_out: FILE.jsonl` with a {\"prompt\": ...} per line.")
+        raise RecipeError(
+            'The recipe has no held_out file; add `held_out: FILE.jsonl` with a {"prompt": ...} per line.'
+        )
     lines = recipe.held_out_path.read_text(encoding="utf-8").splitlines()
     try:
         return [json.loads(line)["prompt"] for line in lines if line.strip()]
     except (ValueError, KeyError, TypeError) as error:
-        raise RecipeError(f"{recipe.held_out_path}: every line must be JSON with a \"prompt\" ({error!r}).") from None
+        raise RecipeError(f'{recipe.held_out_path}: every line must be JSON with a "prompt" ({error!r}).') from None
 
 
 def _compare(

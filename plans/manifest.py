@@ -58,9 +58,9 @@ class Stage(Strict):
 
     kind: StageKind
     run: str
-    inputs: dict[str, str] = {}
-    outputs: dict[str, str] = {}
-    attributes: dict[str, int | float | str] = {}
+    inputs: dict[str, str] = Field({})
+    outputs: dict[str, str] = Field({})
+    attributes: dict[str, int | float] = Field({})
 
 
 class Results(Strict):
@@ -81,7 +81,7 @@ class Engine(Strict):
     file: str
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
-    aliases: dict[str, str] = {}
+    aliases: dict[str, str] = Field({})
 
 
 class RuleReport(Strict):
@@ -106,7 +106,7 @@ class TargetPlan(Strict):
     engines: dict[str, Engine]
     engines_key: str = Field(description="Hash of all that the engines depend on; equal keys, equal engines.")
     buffers: tuple[Tensor, ...]
-    views: dict[str, View] = {}
+    views: dict[str, View] = Field({})
     symbols: dict[str, int] = Field(description="Largest value of every symbol.")
     programs: dict[str, Program]
     lowering: tuple[RuleReport, ...] = ()

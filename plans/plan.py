@@ -26,7 +26,9 @@ class Plan:
     def file(self, relative: str) -> Path:
         """Absolute path of a listed file. Raises `PlanError` for any other path."""
         if all(entry.path != relative for entry in self.manifest.files):
-            raise PlanError(f"{self.root / MANIFEST} refers to {relative!r}, which is not in its file list; build it again")
+            raise PlanError(
+                f"{self.root / MANIFEST} refers to {relative!r}, which is not in its file list; build it again"
+            )
         return self.root / relative
 
 

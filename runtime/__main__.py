@@ -36,7 +36,9 @@ def _parser() -> argparse.ArgumentParser:
     prompt.add_argument("--prompt-file", type=Path, help="a file with the prompt's text; - for standard input")
     prompt.add_argument("--token-ids", help="the prompt as token ids, separated by commas")
     generate.add_argument("--stream", action="store_true", help="print text as it is committed")
-    generate.add_argument("--json", action="store_true", help="print one JSON object: text token_ids finish_reason stats")
+    generate.add_argument(
+        "--json", action="store_true", help="print one JSON object: text token_ids finish_reason stats"
+    )
     generate.add_argument("--logprobs", type=int, metavar="N", help="with --json: log-probabilities, and the N best")
     generate.set_defaults(command=_generate)
 

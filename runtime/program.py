@@ -77,7 +77,9 @@ class _Resolver:
     def resolve(self, stage: Stage) -> Call:
         if stage.kind is StageKind.DRAFT:
             return _draft(self._find(self._drafters, stage.run, "drafter"), self._step)
-        tensors = {parameter: self.array(buffer) for parameter, buffer in (*stage.inputs.items(), *stage.outputs.items())}
+        tensors = {
+            parameter: self.array(buffer) for parameter, buffer in (*stage.inputs.items(), *stage.outputs.items())
+        }
         if stage.kind is StageKind.ENGINE:
             return self._find(self._engines, stage.run, "engine").bind(tensors)
         schema = self._find(SCHEMAS, stage.run, "op")

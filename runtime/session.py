@@ -24,7 +24,7 @@ from runtime.drafters import Drafter, make_drafter
 from runtime.generation import FinishReason, Generation, GenerationStream, Span
 from runtime.program import Program
 from runtime.request import Options, Request, check_options
-from runtime.sampling import logprobs
+from runtime.sampling import TokenLogprob, logprobs
 from runtime.stats import StageClock, Stats
 from runtime.step import Step
 from runtime.text_stream import TextStream
@@ -69,7 +69,9 @@ class Session:
         with self._exclusive():
             self._truncate(length)
 
-    def generate(self, prompt: str | Sequence[int] = "", *, whole: bool = False, **options: Unpack[Options]) -> Generation:
+    def generate(
+        self, prompt: str | Sequence[int] = "", *, whole: bool = False, **options: Unpack[Options]
+    ) -> Generation:
         """Append `prompt` to the sequence and generate; see `stream`."""
         return self.stream(prompt, whole=whole, **options).result
 
@@ -197,7 +199,8 @@ class Session:
 
     def step_logits(self, index: int) -> NDArray[np.float32]:
         """Logits f32 `[vocab]` that the `index`-th token of the last span was chosen by: a view until the next step."""
-        return self._step.logits[self._chosen_at[index]]
+        logits: NDArray[np.float32] = self._step.logits[self._chosen_at[index]]
+        return logits
 
     def _exclusive(self) -> _Exclusive:
         return _Exclusive(self._busy)
@@ -251,7 +254,9 @@ class _Exclusive:
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
-            raise RequestError("This session is generating already; finish or close that stream, or open another session.")
+            raise RequestError(
+                "This session is generating already; finish or close that stream, or open another session."
+            )
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()

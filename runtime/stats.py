@@ -41,7 +41,9 @@ class Stats:
     def decode_tokens_per_second(self) -> float:
         """Tokens after the first span, by wall clock from its commit; 0 where there are none."""
         seconds = (self.total_ms - self.ttft_ms) / 1000
-        return (self.new_tokens - self.first_span) / seconds if seconds > 0 and self.new_tokens > self.first_span else 0.0
+        return (
+            (self.new_tokens - self.first_span) / seconds if seconds > 0 and self.new_tokens > self.first_span else 0.0
+        )
 
     first_span: int = 0  # tokens committed by the first round
 

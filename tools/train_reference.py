@@ -139,7 +139,9 @@ def train(arguments: argparse.Namespace) -> None:
     model = Decoder(TARGET)
     initialise(model)
     model.to(device)
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, {len(corpus.train_code)} tokens of code")
+    print(
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, {len(corpus.train_code)} tokens of code"
+    )
     run = optimizers(model)
     windows = Windows(corpus.train_code, corpus.tasks, seed=0)
     step, used, tokens = 0, 0.0, 0
@@ -177,7 +179,9 @@ def train(arguments: argparse.Namespace) -> None:
         now = time.perf_counter()
         used, last, step, tokens = used + now - last, now, step + 1, tokens + STEP_TOKENS
         if step % 20 == 0:
-            print(f"step {step} {used / 60:.1f} min window {length} loss {mean:.3f} {tokens / used:.0f} tok/s", flush=True)
+            print(
+                f"step {step} {used / 60:.1f} min window {length} loss {mean:.3f} {tokens / used:.0f} tok/s", flush=True
+            )
         if used - last_save > arguments.save_minutes * 60:
             save()
             bits = bits_per_byte(model, corpus.held_out_code, byte_lengths, 512, 16, device)

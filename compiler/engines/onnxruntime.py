@@ -54,7 +54,7 @@ def write_engine(model: ir.Model, folder: Path, name: str, weights: WeightFile) 
         data = np.ascontiguousarray(tensor.numpy()).tobytes()
         value.const_value = ir.ExternalTensor(
             weights.path.name, weights.add(data), len(data), tensor.dtype,
-            shape=tensor.shape, name=value.name or "", base_dir=folder,
+            shape=ir.Shape(tensor.numpy().shape), name=value.name or "", base_dir=folder,
         )  # fmt: skip
     proto = ir.to_proto(model)
     path = folder / f"{name}.onnx"
@@ -67,6 +67,8 @@ def write_engine(model: ir.Model, folder: Path, name: str, weights: WeightFile) 
 
 
 def _tensor(value: ir.Value) -> Tensor:
-    assert value.name and value.shape is not None and value.dtype is not None
+    assert value.name
+    assert value.shape is not None
+    assert value.dtype is not None
     shape = tuple(d if isinstance(d, int) else str(d.value) for d in value.shape)
     return Tensor(name=value.name, dtype=DTYPES[value.dtype], shape=shape)

@@ -66,7 +66,7 @@ class StandardAttention(Rule):
         return node.domain == DOMAIN and node.op_type == "BranchAttention"
 
     def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
-        function = ir.from_proto(branch_attention_function())
+        function = ir.serde.deserialize_function(branch_attention_function())
         lowering.model.functions[function.identifier()] = function
 
 

@@ -28,7 +28,9 @@ class Lowering:
     def constant(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
         """An initializer of the graph, made once per name."""
         if name not in self.shared:
-            value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+            value = ir.Value(
+                name=name, shape=ir.Shape(tensor.numpy().shape), type=ir.TensorType(tensor.dtype), const_value=tensor
+            )
             self.graph.register_initializer(value)
             self.shared[name] = value
         return self.shared[name]

@@ -1,9 +1,10 @@
 """The one decoder module: Llama, Qwen2 and Qwen3 are settings of it.
 
-It computes on flat tokens `[N, hidden]` (`[1, N, hidden]` in graphs) and leaves what needs a sequence (rotation, attention) to an
-`Execution`: `export.GraphExecution` writes KV-cache ops, `eager.CausalExecution` plain attention.
-How the module is written decides the exported graph: weights are `[in, out]` so that a projection is
-one MatMul under its own name, and `F.rms_norm` / `F.embedding` become single ops.
+It computes on flat tokens `[N, hidden]` (`[1, N, hidden]` in graphs) and leaves what needs a sequence
+(rotation, attention) to an `Execution`: `export.GraphExecution` writes KV-cache ops,
+`eager.CausalExecution` plain attention. How the module is written decides the exported graph: weights are
+`[in, out]` so that a projection is one MatMul under its own name, and `F.rms_norm` / `F.embedding` become
+single ops.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class DecoderLayer(nn.Module):
         k = execution.rotate(_per_head(self.k(x), self.k_norm, c.head_dim), c.num_kv_heads)
         h = h + self.o(execution.attend(index, q, k, self.v(x)))
         x = self.mlp_norm(h)
-        return h + self.down(F.silu(self.gate(x)) * self.up(x))
+        out: Tensor = h + self.down(F.silu(self.gate(x)) * self.up(x))
+        return out
 
 
 class Decoder(nn.Module):
@@ -99,4 +101,8 @@ class Decoder(nn.Module):
 
 def _per_head(x: Tensor, norm: RmsNorm | None, head_dim: int) -> Tensor:
     """Apply a per-head norm to `[..., heads * head_dim]`; identity where the family has none."""
-    return x if norm is None else norm(x.unflatten(-1, (-1, head_dim))).flatten(-2)
+    if norm is None:
+        return x
+    heads: Tensor = x.unflatten(-1, (-1, head_dim))  # type: ignore[no-untyped-call]
+    normed: Tensor = norm(heads)
+    return normed.flatten(-2)

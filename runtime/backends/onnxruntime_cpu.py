@@ -93,5 +93,6 @@ class _BoundEngine:
 def _check(tensor: Tensor, array: Array) -> None:
     if array.dtype != np.dtype(tensor.dtype.numpy) or not array.flags.c_contiguous:
         raise PlanError(
-            f"engine tensor {tensor.name!r} wants contiguous {tensor.dtype}, its buffer is {array.dtype}; build the plan again"
+            f"engine tensor {tensor.name!r} wants contiguous {tensor.dtype}, its buffer is {array.dtype}; "
+            "build the plan again"
         )

@@ -105,11 +105,9 @@ class NgramDrafter:
                 context, length = shorter[context], length - 1
             if length < self._min_context or count[best[context]] / total[context] < self._min_confidence:
                 break
-            # Nothing longer than what was known here can be known behind one more token.
+            # Nothing longer can be known behind one more token. An n-gram too long for a context has no continuations.
             context, length = best[context], length + 1
             drafted.append(self._token[context])
-            if length > self._max_context:
-                context, length = shorter[context], length - 1
         nodes = len(drafted)
         if nodes:
             token_ids[root + 1 : root + 1 + nodes] = drafted

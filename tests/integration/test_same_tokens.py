@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from compiler.verify import held_out_prompts
 from compiler.recipe import load_recipe
+from compiler.verify import held_out_prompts
 from runtime import Runtime
 from runtime.request import Options
 from tests.conftest import REFERENCE_RECIPE

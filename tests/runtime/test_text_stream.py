@@ -165,6 +165,13 @@ def test_a_context_gives_the_first_word_its_space() -> None:
     assert stream(tokenizer, [end], (), [1], [1])[0] == "end"
 
 
+def test_the_first_word_loses_its_space_behind_tokens_that_print_nothing() -> None:
+    tokenizer = pieces("llama")
+    empty, space, the = (3 + 256 + PIECES.index(piece) for piece in ("", "▁", "▁the"))
+    assert stream(tokenizer, [empty, the], (), [1])[0] == tokenizer.decode([empty, the]) == "the"
+    assert stream(tokenizer, [space, the], (), [1])[0] == tokenizer.decode([space, the]) == " the"
+
+
 @pytest.mark.parametrize("kind", ["byte-level", "llama"])
 def test_a_character_that_the_context_leaves_unfinished_is_finished(kind: str) -> None:
     tokenizer = TOKENIZERS[kind]()

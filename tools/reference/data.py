@@ -18,9 +18,7 @@ END_OF_TEXT, SPECIAL_TOKENS = "<|endoftext|>", ["<|endoftext|>", "<|im_start|>",
 VOCAB_SIZE = 4096
 OUTLINE_SHARE, RETRIEVAL_SHARE = 0.12, 0.08
 # Words with their leading space, short numbers, punctuation runs, newlines, indentation.
-_PIECES = (
-    r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def train_tokenizer(texts: Iterator[str]) -> Tokenizer:

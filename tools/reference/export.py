@@ -98,17 +98,18 @@ def _card(model: Decoder, report: dict[str, str]) -> str:
     rows = "\n".join(f"| {key} | {value} |" for key, value in report.items())
     return f"""# The reference target
 
-A Qwen3-architecture decoder of {size:.2f}M parameters ({c.num_layers} layers, hidden {c.hidden_size}, {c.num_heads} query
-and {c.num_kv_heads} key/value heads of {c.head_dim}, byte-level BPE of {c.vocab_size}), bf16. Written by `python -m tools.train_reference`.
+A Qwen3-architecture decoder of {size:.2f}M parameters ({c.num_layers} layers, hidden {c.hidden_size},
+{c.num_heads} query and {c.num_kv_heads} key/value heads of {c.head_dim}, byte-level BPE of {c.vocab_size}), bf16.
+Written by `python -m tools.train_reference`.
 
 | | |
 |---|---|
 {rows}
 
-- **Data**: the Python standard library's own source; files, hashes, the interpreter's version and the split are in
-  `../corpus.txt`. Mixed in: outlines of modules (`[PLAN]`, one function per branch) and import retrieval, both made
-  from the training files (`tools/reference/tasks.py`). Windows grew from 256 to 8192 tokens; the last few per cent of the
-  steps saw more than 2048, so long contexts are lightly trained.
+- **Data**: the Python standard library's own source; files, hashes, the interpreter's version and the split are
+  in `../corpus.txt`. Mixed in: outlines of modules (`[PLAN]`, one function per branch) and import retrieval, both
+  made from the training files (`tools/reference/tasks.py`). Windows grew from 256 to 8192 tokens; the last few per
+  cent of the steps saw more than 2048, so long contexts are lightly trained.
 - **Use**: a small model whose text is real, for building, testing and measuring plans. It writes plausible Python, not
   correct Python.
 - **Licence**: the weights, Apache-2.0 as this repository; the training text is under the PSF License Agreement, and so

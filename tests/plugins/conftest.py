@@ -1,0 +1,58 @@
+"""Strategies that several op tests draw from: sampling slots and adversarial logits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from plugins.reference import SamplingSlots
+
+TEMPERATURES = st.sampled_from([0.0, 1e-3, 0.1, 0.7, 1.0, 1.7, 100.0])
+TOP_PS = st.sampled_from([0.0, 1e-12, 0.1, 0.5, 0.9, 0.999999, 1.0 - 2.0**-53, 1.0])
+
+
+@st.composite
+def _slots(draw, branches: int) -> SamplingSlots:
+    def column(values, dtype):
+        return np.array(draw(st.lists(values, min_size=branches, max_size=branches)), dtype=dtype)
+
+    return SamplingSlots(
+        temperature=column(TEMPERATURES, np.float64),
+        top_k=column(st.sampled_from([0, 1, 2, 3, 7, 50, 10**6]), np.int64),
+        top_p=column(TOP_PS, np.float64),
+        filter_order=column(st.integers(0, 1), np.int64),
+        seed=column(st.integers(0, 2**64 - 1), np.uint64),
+        stream=column(st.integers(-(2**63), 2**63 - 1), np.int64),
+    )
+
+
+@st.composite
+def _logits(draw, rows: int, vocabulary: int) -> np.ndarray:
+    """float32 `[rows, vocabulary]`: smooth, full of ties, huge, nearly masked; never a row of -inf alone."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    scale = draw(st.sampled_from([0.0, 1e-3, 1.0, 5.0, 40.0, 1e30]))
+    logits = (rng.normal(size=(rows, vocabulary)) * scale).astype(np.float32)
+    kind = draw(st.sampled_from(["smooth", "ties", "zeros", "masked", "infinite"]))
+    if kind == "ties":
+        logits = np.round(logits)
+    elif kind == "zeros":
+        logits = np.where(rng.random(logits.shape) < 0.5, np.float32(-0.0), np.float32(0.0))
+    elif kind == "masked":
+        logits[rng.random(logits.shape) < 0.8] = -np.inf
+        logits[:, rng.integers(vocabulary)] = 0.5
+    elif kind == "infinite":
+        logits[:, rng.integers(vocabulary)] = np.inf
+    return logits
+
+
+@pytest.fixture(scope="session")
+def slots():
+    """`slots(branches)`: a strategy of SamplingSlots."""
+    return _slots
+
+
+@pytest.fixture(scope="session")
+def logits_rows():
+    """`logits_rows(rows, vocabulary)`: a strategy of logits."""
+    return _logits

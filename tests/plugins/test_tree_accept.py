@@ -1,0 +1,194 @@
+"""TreeAccept: the kernel is the reference, and a tree commits what plain decoding would."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from plugins import native
+from plugins.reference import SamplingSlots, sample, tree_accept
+
+POISON = -77
+
+
+class Step:
+    """Arrays of one step of `new` tokens with `count` rows of logits, bound at capacity."""
+
+    def __init__(self, logits, logit_rows, positions, branch, slots, token_ids, parent, *, trees=8):
+        self.inputs = (logits, logit_rows, positions, branch, slots, token_ids, parent)
+        self.new, self.count = len(token_ids), len(logit_rows)
+        self.committed = np.full(self.count, POISON)
+        self.accepted_count = np.full(trees, POISON)
+        self.kept_rows = np.full(self.new, POISON)
+        self.kept_count = np.full(1, POISON)
+        tensors = dict(logits=logits, logit_rows=logit_rows, positions=positions, branch=branch)
+        tensors |= dict(token_ids=token_ids, parent=parent, committed=self.committed)
+        tensors |= dict(accepted_count=self.accepted_count, kept_rows=self.kept_rows, kept_count=self.kept_count)
+        self.op = native.create("TreeAccept", tensors | vars(slots))
+
+    def run(self):
+        self.op(self.new, self.count)
+        return self
+
+    def assert_equals_reference(self):
+        expected = tree_accept(*self.inputs)
+        trees, kept = len(expected.accepted_count), len(expected.kept_rows)
+        np.testing.assert_array_equal(self.committed, expected.committed)
+        np.testing.assert_array_equal(self.accepted_count[:trees], expected.accepted_count)
+        assert (self.accepted_count[trees:] == 0).all()
+        assert self.kept_count[0] == kept
+        np.testing.assert_array_equal(self.kept_rows[:kept], expected.kept_rows)
+        assert (self.kept_rows[kept:] == -1).all()
+
+
+def greedy_slots(branches=1):
+    zeros = np.zeros(branches, np.int64)
+    return SamplingSlots(np.zeros(branches), zeros, np.ones(branches), zeros, zeros.astype(np.uint64), zeros)
+
+
+def forest(rng, trees, most_pending, most_nodes, vocabulary, deep):
+    """Random trees, each behind its chain of pending tokens: (token_ids, parent, branch, logit_rows)."""
+    token_ids, parent, branch, logit_rows = [], [], [], []
+    for b in range(trees):
+        pending = int(rng.integers(0, most_pending + 1))
+        start = len(parent)
+        nodes = int(rng.integers(1, most_nodes + 1))
+        root = start + pending
+        for i in range(pending + nodes):
+            row = start + i
+            if i == 0:
+                parent.append(-1)
+            elif i <= pending or (deep and rng.random() < 0.95):
+                parent.append(row - 1)
+            else:
+                parent.append(int(rng.integers(root, row)))
+            token_ids.append(int(rng.integers(0, vocabulary)))
+            branch.append(b)
+            if row >= root:
+                logit_rows.append(row)
+    return tuple(np.array(column, dtype=np.int64) for column in (token_ids, parent, branch, logit_rows))
+
+
+def depth_of(parent):
+    depth = np.zeros(len(parent), np.int64)
+    for i, p in enumerate(parent.tolist()):
+        depth[i] = depth[p] + 1 if p >= 0 else 0
+    return depth
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(data=st.data(), deep=st.booleans(), vocabulary=st.sampled_from([1, 2, 3, 70]))
+def test_kernel_equals_reference(data, deep, vocabulary, slots, logits_rows):
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    trees = data.draw(st.integers(0, 4))
+    token_ids, parent, branch, logit_rows = forest(rng, trees, 4, 30, vocabulary, deep)
+    logits = data.draw(logits_rows(len(logit_rows), vocabulary))
+    positions = 100 + depth_of(parent)
+    settings_ = data.draw(slots(max(trees, 1)))
+    Step(logits, logit_rows, positions, branch, settings_, token_ids, parent).run().assert_equals_reference()
+
+
+@settings(max_examples=80, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), temperature=st.sampled_from([0.0, 0.7, 1.5]), top_p=st.sampled_from([0.8, 1.0]))
+def test_a_tree_commits_what_plain_decoding_commits(seed, temperature, top_p):
+    """The target is a fixed table of logits by last token; decoding it one token at a time is the oracle."""
+    rng = np.random.default_rng(seed)
+    vocabulary, tip, tip_position = 4, 1, 50
+    table = rng.normal(size=(vocabulary, vocabulary)).astype(np.float32)
+    slots = replace(greedy_slots(), temperature=np.array([temperature]), top_p=np.array([top_p]))
+
+    token_ids, parent = [tip], [-1]
+    for _ in range(40):  # a random tree whose siblings are distinct
+        node, token = int(rng.integers(len(parent))), int(rng.integers(vocabulary))
+        if not any(p == node and t == token for p, t in zip(parent, token_ids, strict=True)):
+            parent.append(node)
+            token_ids.append(token)
+    tokens, parents = np.array(token_ids), np.array(parent)
+    rows, branch = np.arange(len(tokens)), np.zeros(len(tokens), np.int64)
+    step = Step(table[tokens], rows, tip_position + depth_of(parents), branch, slots, tokens, parents).run()
+
+    plain, last = [], tip
+    for j in range(int(step.accepted_count[0])):
+        at = np.array([tip_position + j])
+        last = int(sample(table[[last]], np.array([0]), at, np.array([0]), slots)[0])
+        plain.append(last)
+    assert step.committed[: len(plain)].tolist() == plain
+    # It stopped where the tree ends: the path of all but the last token is in the tree, with the last it is not.
+    path = step.kept_rows[: step.kept_count[0]]
+    assert tokens[path[1:]].tolist() == plain[:-1]
+    assert not ((parents == path[-1]) & (tokens == plain[-1])).any()
+
+
+def chain(tokens, predicted):
+    """A drafted chain whose greedy choice at place i is predicted[i]."""
+    logits = np.zeros((len(tokens), 50), np.float32)
+    logits[np.arange(len(tokens)), predicted] = 1
+    rows = np.arange(len(tokens))
+    zeros = np.zeros_like(rows)
+    return Step(logits, rows, rows, zeros, greedy_slots(), np.array(tokens), rows - 1)
+
+
+def test_a_chain_deeper_than_64_is_accepted_whole():
+    tokens = np.arange(200) % 50
+    step = chain(tokens, (tokens + 1) % 50).run()
+    assert step.accepted_count[0] == 200
+    assert step.kept_rows.tolist() == list(range(200))
+
+
+def test_a_wrong_draft_commits_only_the_correction():
+    step = chain([3, 9, 9], [7, 1, 2]).run()
+    assert step.committed.tolist() == [7, -1, -1]
+    assert (step.accepted_count[0], step.kept_count[0]) == (1, 1)
+
+
+def test_pending_tokens_are_kept_and_choose_nothing():
+    logits = np.eye(4, dtype=np.float32)[[2, 3]]
+    zeros = np.zeros(4, np.int64)
+    token_ids, parent = np.array([0, 0, 1, 2]), np.array([-1, 0, 1, 2])
+    step = Step(logits, np.array([2, 3]), np.arange(4), zeros, greedy_slots(), token_ids, parent).run()
+    assert step.committed.tolist() == [2, 3]
+    assert step.kept_rows.tolist() == [0, 1, 2, 3]
+
+
+def test_without_logits_every_row_is_pending():
+    step = chain([1, 2, 3], [0, 0, 0])
+    step.op(3, 0)
+    assert step.kept_rows.tolist() == [0, 1, 2]
+    assert (step.kept_count[0], step.accepted_count[0]) == (3, 0)
+
+
+def test_unvisited_nodes_are_not_looked_at():
+    step = chain([3, 9, 9], [7, 1, 2])
+    step.inputs[0][1:] = np.nan
+    assert step.run().committed[0] == 7
+
+
+def test_of_equal_siblings_the_lowest_row_wins():
+    logits = np.eye(6, dtype=np.float32)[[5, 1, 2]]
+    rows, zeros = np.arange(3), np.zeros(3, np.int64)
+    step = Step(logits, rows, rows, zeros, greedy_slots(), np.array([0, 5, 5]), np.array([-1, 0, 0])).run()
+    assert step.kept_rows[:2].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("logit_rows", "parent", "sentence"),
+    [
+        ([0, 0, 2], [-1, 0, 1], r"logit_rows must ascend; logit_rows\[1\] is 0 behind 0"),
+        ([0, 2, 1], [-1, 0, 1], r"logit_rows must ascend; logit_rows\[2\] is 1 behind 2"),
+        ([0, 1, 3], [-1, 0, 1], r"logit_rows\[2\] is 3; it must be in 0\.\.2"),
+        ([0, 1, 2], [-1, 1, 1], r"parent\[1\] is 1; it must be in -1\.\.0"),
+        ([0, 1, 2], [-2, 0, 1], r"parent\[0\] is -2"),
+        ([0, 1, 2], [-1, -1, 0], r"the parent of new token 2 stands before the root of another tree, new token 1"),
+        ([0, 1, 2], [-1, -1, -1], r"the step holds 3 trees, but accepted_count has room for 2"),
+    ],
+)
+def test_malformed_trees_are_refused_and_nothing_is_written(logit_rows, parent, sentence):
+    zeros = np.zeros(3, np.int64)
+    logits, rows = np.zeros((3, 4), np.float32), np.array(logit_rows)
+    step = Step(logits, rows, np.arange(3), zeros, greedy_slots(), zeros, np.array(parent), trees=2)
+    with pytest.raises(ValueError, match=f"TreeAccept: .*{sentence}"):
+        step.run()
+    assert (step.committed == POISON).all()
+    assert step.kept_count[0] == POISON
