@@ -27,11 +27,10 @@ from runtime.request import Options, Request, check_options
 from runtime.sampling import TokenLogprob, logprobs
 from runtime.stats import StageClock, Stats
 from runtime.step import Step
-from runtime.text_stream import TextStream
+from runtime.text_stream import CONTEXT_TOKENS, TextStream
 from runtime.tokenizer import Tokenizer, as_ids
 
 _BRANCH = 0
-_TEXT_CONTEXT = 64  # tokens before the prompt that can matter to how the first new token reads
 
 
 class Session:
@@ -86,7 +85,7 @@ class Session:
         request = check_options(options, list(self._drafters), self._manifest.text.eos_token_ids)
         ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else as_ids(prompt)
         self._check_prompt(ids, whole)
-        context = ids if whole else [*self._tokens[-_TEXT_CONTEXT:], *ids]
+        context = ids if whole else [*self._tokens[-CONTEXT_TOKENS:], *ids]
         text = TextStream(self._tokenizer, context, request.stop)
         return GenerationStream(self._run(ids, whole, request, text))
 
@@ -124,9 +123,8 @@ class Session:
                 if stats.rounds == 1:
                     stats.ttft_ms, stats.first_span = (perf_counter() - started) * 1000, stats.new_tokens
                 yield span
-            rest = text.finish()
-            if rest:
-                yield generation.add_text(rest)
+            if (rest := generation.finish()).text:
+                yield rest
             stats.total_ms = (perf_counter() - started) * 1000
             clock.fill(stats)
             return generation.result()
@@ -237,8 +235,12 @@ class _Growing:
         self._shown.append(pushed.text)
         return Span(chosen[:kept], pushed.text), kept
 
-    def add_text(self, text: str) -> Span:
+    def finish(self) -> Span:
+        """The text that was held back; it may complete a stop string after all."""
+        text = self._text.finish()
         self._shown.append(text)
+        if self._text.stopped is not None:
+            self.finish_reason = FinishReason.STOP
         return Span([], text)
 
     def result(self) -> Generation:

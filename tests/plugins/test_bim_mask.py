@@ -21,7 +21,13 @@ class Mask:
         self.bias = np.full((1, 1, len(self.branch), view), POISON)
         self.op = native.create(
             "BimMask",
-            dict(bim=self.bim, past_length=self.past, branch=self.branch, parent=self.parent, attn_bias=self.bias),
+            {
+                "bim": self.bim,
+                "past_length": self.past,
+                "branch": self.branch,
+                "parent": self.parent,
+                "attn_bias": self.bias,
+            },
         )
 
     def run(self, new, view):
@@ -61,10 +67,7 @@ def test_reference_is_the_definition(mask):
             lineage.add(node)
             node = int(mask.parent[node])
         for key in range(view):
-            if key < past:
-                visible = mask.bim[key] == -1 or mask.bim[key] == mask.branch[i]
-            else:
-                visible = key - past in lineage
+            visible = mask.bim[key] in (-1, mask.branch[i]) if key < past else key - past in lineage
             assert bias[i, key] == (0 if visible else LOWEST)
 
 

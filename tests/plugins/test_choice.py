@@ -46,6 +46,15 @@ def test_kernel_weights_equal_reference_bit_for_bit(data, vocabulary, logits_row
     np.testing.assert_array_equal(out, fixed_weights(logits, temperature))
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.73])
+def test_kernel_weights_equal_reference_over_the_whole_range(temperature):
+    """So many that a difference in the last bits of exp would show through the rounding down."""
+    logits = np.linspace(-20, 0, 1_000_000, dtype=np.float32)
+    out = np.zeros(len(logits), np.uint64)
+    native.weights(logits, temperature, out)
+    np.testing.assert_array_equal(out, fixed_weights(logits, temperature))
+
+
 def test_weights_are_exp_in_units_of_two_to_the_minus_40():
     logits = float32s(np.linspace(-20, 3, 1000))
     expected = [math.floor(math.exp((float(value) - 3.0) / 0.7) * 2**40) for value in logits]
@@ -63,7 +72,7 @@ def test_weights_of_extreme_logits():
 def test_weights_refuse_rows_without_a_choice(logits):
     with pytest.raises(ValueError, match="NaN or are all -inf"):
         native.weights(float32s(logits), 1.0, np.zeros(2, np.uint64))
-    with pytest.raises(ValueError, match="NaN|-inf"):
+    with pytest.raises(ValueError, match=r"NaN|-inf"):
         choice(float32s(logits), Sampling(), 0)
 
 
@@ -121,7 +130,7 @@ def test_choice_is_the_inverse_cdf(logits, u, temperature):
     row = float32s(logits)
     x = choice(row, Sampling(temperature=temperature), u)
     weights = [int(weight) for weight in fixed_weights(row, temperature)]
-    assert sum(weights[:x]) * 2**53 <= u * sum(weights) < (sum(weights[: x + 1])) * 2**53
+    assert sum(weights[:x]) * 2**53 <= u * sum(weights) < sum(weights[: x + 1]) * 2**53
 
 
 def test_the_ends_of_the_draw_choose_the_ends_of_the_distribution():

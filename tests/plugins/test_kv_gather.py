@@ -19,13 +19,13 @@ class Gather:
         self.count, self.base, self.destination = np.array([len(source)]), np.array([base]), np.array([destination])
         self.op = native.create(
             "KvGather",
-            dict(
-                kv=self.kv,
-                source=self.source,
-                source_count=self.count,
-                source_base=self.base,
-                destination=self.destination,
-            ),
+            {
+                "kv": self.kv,
+                "source": self.source,
+                "source_count": self.count,
+                "source_base": self.base,
+                "destination": self.destination,
+            },
         )
 
 

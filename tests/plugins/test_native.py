@@ -105,9 +105,9 @@ def test_read_only_inputs_are_fine():
 
 def test_what_is_no_array_and_foreign_byte_order_are_refused():
     arrays = arrays_of("BimMask")
-    with pytest.raises(TypeError, match="'bim' must be a C-contiguous NumPy array int64 .*; found a list"):
+    with pytest.raises(TypeError, match=r"'bim' must be a C-contiguous NumPy array int64 .*; found a list"):
         native.create("BimMask", arrays | {"bim": [1, 2]})
-    with pytest.raises(TypeError, match="'bim' .* other byte order"):
+    with pytest.raises(TypeError, match=r"'bim' .* other byte order"):
         native.create("BimMask", arrays | {"bim": arrays["bim"].astype(arrays["bim"].dtype.newbyteorder())})
 
 
@@ -200,8 +200,10 @@ def test_a_missing_extension_says_what_to_do(tmp_path):
     (tmp_path / "plugins").mkdir()
     for name in ("__init__.py", "native.py", "schemas.py"):
         (tmp_path / "plugins" / name).write_text((source / name).read_text())
-    script = f"import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'ditable' not in type(f).__name__]; \
-sys.path[:0] = [{str(tmp_path)!r}, {str(source.parent)!r}]; import plugins.native"
+    script = (
+        "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'Editable' not in type(f).__name__]; "
+        f"sys.path[:0] = [{str(tmp_path)!r}, {str(source.parent)!r}]; import plugins.native"
+    )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert result.returncode == 1
     assert "pip install -e ." in result.stderr

@@ -25,7 +25,13 @@ def one_slot(*, temperature=0.0, top_k=0, top_p=1.0, filter_order=0, seed=3, str
 
 def bind(logits, logit_rows, positions, branch, slots, purpose=Purpose.TARGET):
     committed = np.full(len(logit_rows), POISON)
-    tensors = dict(logits=logits, logit_rows=logit_rows, positions=positions, branch=branch, committed=committed)
+    tensors = {
+        "logits": logits,
+        "logit_rows": logit_rows,
+        "positions": positions,
+        "branch": branch,
+        "committed": committed,
+    }
     return native.create("Sample", tensors | vars(slots), {"purpose": int(purpose)}), committed
 
 
@@ -170,8 +176,8 @@ def test_an_unknown_purpose_is_refused():
     with pytest.raises(ValueError, match="attribute purpose is 9"):
         native.create(
             "Sample",
-            dict(logits=np.zeros((1, 4), np.float32), logit_rows=np.zeros(1, int), positions=np.zeros(1, int))
-            | dict(branch=np.zeros(1, int), committed=np.zeros(1, int))
+            {"logits": np.zeros((1, 4), np.float32), "logit_rows": np.zeros(1, int), "positions": np.zeros(1, int)}
+            | {"branch": np.zeros(1, int), "committed": np.zeros(1, int)}
             | vars(one_slot()),
             {"purpose": 9},
         )

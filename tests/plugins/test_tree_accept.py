@@ -23,9 +23,9 @@ class Step:
         self.accepted_count = np.full(trees, POISON)
         self.kept_rows = np.full(self.new, POISON)
         self.kept_count = np.full(1, POISON)
-        tensors = dict(logits=logits, logit_rows=logit_rows, positions=positions, branch=branch)
-        tensors |= dict(token_ids=token_ids, parent=parent, committed=self.committed)
-        tensors |= dict(accepted_count=self.accepted_count, kept_rows=self.kept_rows, kept_count=self.kept_count)
+        tensors = {"logits": logits, "logit_rows": logit_rows, "positions": positions, "branch": branch}
+        tensors |= {"token_ids": token_ids, "parent": parent, "committed": self.committed}
+        tensors |= {"accepted_count": self.accepted_count, "kept_rows": self.kept_rows, "kept_count": self.kept_count}
         self.op = native.create("TreeAccept", tensors | vars(slots))
 
     def run(self):

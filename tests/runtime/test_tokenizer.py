@@ -11,7 +11,8 @@ from tokenizers import Tokenizer as LibraryTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from plans.errors import PlanError, RequestError
-from runtime.tokenizer import ChatTemplate, Tokenizer
+from runtime.chat_template import ChatTemplate
+from runtime.tokenizer import Tokenizer
 
 CHATML = """{%- for message in messages %}
     {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}

@@ -19,8 +19,7 @@ Choice choose(const float* logits, i64 vocabulary, const Sampling& sampling, u64
 // What is wrong with a slot's settings as the end of a sentence, or nullptr.
 const char* settings_fault(const Sampling& sampling);
 
-// The weights of a row without NaN, in units of 2^-40 of the largest. Returns the largest logit's finiteness: false when
-// all are -inf or one is NaN (then nothing is written).
+// Writes the weights of a row before filters. False, and nothing is written, when it holds NaN or only -inf.
 bool row_weights(const float* logits, i64 vocabulary, double temperature, u64* weights);
 
 }  // namespace outrider

@@ -1,0 +1,140 @@
+"""Plain greedy decoding against other engines: same weights, same prompt, same threads, alternating."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM
+
+from compiler.recipe import load_recipe
+from plans.console import stderr
+from plans.plan import read_manifest
+from runtime import Runtime
+from tools.bench.latency import _prompts
+
+Decode = Callable[[], tuple[list[int], float]]  # generated ids, tokens per second after the first
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """One prompt, `new` tokens, `reps` runs of each engine in turn after a warm-up."""
+    checkpoint = options.checkpoint or load_recipe(options.plan / read_manifest(options.plan).source).checkpoint_path
+    threads = options.threads or torch.get_num_threads()
+    torch.set_num_threads(threads)
+    runtime = Runtime.load(options.plan, threads=threads)
+    options.prompts = None
+    ids = runtime.tokenizer.encode(_prompts(options)[0])[:128]
+    engines: dict[str, Decode] = {
+        "outrider": _outrider(runtime, ids, options.new),
+        "transformers": _transformers(checkpoint, ids, options.new),
+    }
+    if importlib.util.find_spec("onnxruntime_genai"):
+        engines["onnxruntime-genai"] = _genai(checkpoint, ids, options.new, options.plan.parent, threads)
+    else:
+        stderr.print("onnxruntime-genai is not installed: left out (`pip install onnxruntime-genai`)")
+    rates: dict[str, list[float]] = {name: [] for name in engines}
+    tokens: dict[str, list[int]] = {}
+    with stderr.status("measuring") as status:
+        for repetition in range(options.reps + 1):  # the first round warms up
+            for name, decode in engines.items():
+                status.update(f"measuring: {name}, run {repetition} of {options.reps}")
+                tokens[name], rate = decode()
+                if repetition:
+                    rates[name].append(rate)
+    ours = rates["outrider"]
+    return {
+        "plan": str(options.plan),
+        "threads": threads,
+        "prompt_tokens": len(ids),
+        "new_tokens": options.new,
+        "reps": options.reps,
+        "engines": {
+            name: {
+                "tokens_per_second": median(r),
+                "ratio": median(a / b for a, b in zip(ours, r, strict=True)),
+                "same_tokens": tokens[name] == tokens["outrider"],
+            }
+            for name, r in rates.items()
+        },
+    }
+
+
+def _outrider(runtime: Runtime, ids: list[int], new: int) -> Decode:
+    def decode() -> tuple[list[int], float]:
+        g = runtime.generate(ids, drafter="none", max_new_tokens=new, ignore_eos=True)
+        return g.token_ids, g.stats.decode_tokens_per_second
+
+    return decode
+
+
+def _transformers(checkpoint: Path, ids: list[int], new: int) -> Decode:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    prompt = torch.tensor([ids])
+
+    @torch.inference_mode()
+    def decode() -> tuple[list[int], float]:
+        """The bare loop with its own cache: `generate` would add its bookkeeping to every token."""
+        out = model(prompt, use_cache=True)
+        token = out.logits[:, -1:].argmax(-1)
+        found, started = [int(token)], perf_counter()
+        for _ in range(new - 1):
+            out = model(token, past_key_values=out.past_key_values, use_cache=True)
+            token = out.logits[:, -1:].argmax(-1)
+            found.append(int(token))
+        return found, (new - 1) / (perf_counter() - started)
+
+    return decode
+
+
+def _genai(checkpoint: Path, ids: list[int], new: int, work: Path, threads: int) -> Decode:
+    """fp32 on the CPU, converted by the package's own builder; kept beside the plan."""
+    import onnxruntime_genai as genai
+
+    folder = work / "genai-fp32"
+    if not (folder / "genai_config.json").exists():
+        with stderr.status("converting the checkpoint with onnxruntime-genai's builder"):
+            command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(checkpoint), "-o", str(folder)]
+            subprocess.run([*command, "-p", "fp32", "-e", "cpu"], check=True, capture_output=True)
+    config = genai.Config(str(folder))
+    config.overlay(f'{{"model": {{"decoder": {{"session_options": {{"intra_op_num_threads": {threads}}}}}}}}}')
+    model = genai.Model(config)
+
+    def decode() -> tuple[list[int], float]:
+        params = genai.GeneratorParams(model)
+        params.set_search_options(do_sample=False, max_length=len(ids) + new, min_length=len(ids) + new)
+        generator = genai.Generator(model, params)
+        generator.append_tokens(ids)
+        generator.generate_next_token()
+        started = perf_counter()
+        for _ in range(new - 1):
+            generator.generate_next_token()
+        seconds = perf_counter() - started
+        return [int(t) for t in generator.get_sequence(0)][len(ids) :], (new - 1) / seconds
+
+    return decode
+
+
+def print_table(report: dict[str, Any], console: Console) -> None:
+    machine = report["machine"]
+    console.print(
+        f"{machine['processor']}, {report['threads']} threads; {report['prompt_tokens']} prompt tokens, "
+        f"{report['new_tokens']} new, {report['reps']} runs, engines alternating"
+    )
+    table = Table("engine", box=None, pad_edge=False)
+    for column in ("tokens/s", "outrider is"):
+        table.add_column(column, justify="right")
+    table.add_column("same tokens")
+    for name, engine in report["engines"].items():
+        same = "yes" if engine["same_tokens"] else "no"
+        table.add_row(name, f"{engine['tokens_per_second']:.0f}", f"{engine['ratio']:.2f}x", same)
+    console.print(table)
