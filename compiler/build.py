@@ -15,13 +15,14 @@ from compiler.identity import digest, engines_key, tool_versions
 from compiler.lowering import lower
 from compiler.models.config import DecoderConfig, read_config
 from compiler.models.decoder import Decoder
-from compiler.programs import cache_views, emit_programs, step_buffers, symbol_limits
+from compiler.programs import cache_views, emit_programs, symbol_limits
 from compiler.recipe import Recipe, check_capacity
 from compiler.text import write_tokenizer
 from plans.buffers import DType
 from plans.errors import OutriderError, PlanError
 from plans.manifest import FORMAT_VERSION, Geometry, Manifest, NgramDrafter, PlanFile, TargetPlan
 from plans.plan import MANIFEST, Plan, file_sha256, open_plan
+from plans.step_buffers import step_buffers
 
 VIEW_BUCKET = 128  # keys: coarse enough that sizes rarely change, fine enough that masks stay short
 
@@ -208,5 +209,10 @@ def _swap(new: Path, out: Path) -> None:
     previous = out.parent / f".{out.name}.previous-{os.getpid()}"
     if out.exists():
         out.rename(previous)
-    new.rename(out)
+    try:
+        new.rename(out)
+    except OSError:
+        if previous.exists():
+            previous.rename(out)
+        raise
     shutil.rmtree(previous, ignore_errors=True)

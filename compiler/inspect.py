@@ -10,6 +10,7 @@ import onnx
 from rich.console import Console
 from rich.table import Table
 
+from plans.check import session_bytes
 from plans.manifest import TargetPlan
 from plans.plan import Plan, open_plan
 
@@ -37,7 +38,7 @@ def _target(plan: Plan, target: TargetPlan) -> dict[str, Any]:
             name: [f"{stage.kind}:{stage.run}" for stage in program.stages] for name, program in target.programs.items()
         },
         "symbols": target.symbols,
-        "session_bytes": sum(b.elements(target.symbols) * _itemsize(b.dtype.numpy) for b in target.buffers),
+        "session_bytes": session_bytes(target),
         "engines": {
             name: {"file": engine.file, "ops": op_counts(plan.file(engine.file))}
             for name, engine in target.engines.items()
@@ -75,7 +76,3 @@ def print_description(description: dict[str, Any], console: Console) -> None:
             declined = "; ".join(f"{count}x {reason}" for reason, count in report["declined"].items()) or "-"
             table.add_row(report["engine"], report["rule"], str(report["applied"]), declined)
         console.print(table)
-
-
-def _itemsize(dtype: Any) -> int:
-    return int(dtype.itemsize)

@@ -14,7 +14,7 @@ from compiler.checkpoint import load_decoder
 from compiler.models.decoder import Decoder
 from compiler.models.eager import sequence_logits
 from compiler.recipe import Recipe
-from plans.errors import RecipeError
+from plans.errors import RecipeError, RequestError
 from runtime import Runtime
 
 
@@ -63,13 +63,20 @@ def verify_plan(
     """Run `prompts` held-out prompts for `new_tokens` greedy tokens on the plan and in PyTorch.
 
     Every position's logits are compared along the plan's own sequence, so one early difference does not
-    hide later errors. Raises `RecipeError` when the recipe names no held-out text.
+    hide later errors. Raises `RecipeError` when the recipe names no held-out text, `RequestError` for numbers
+    of prompts or tokens that cannot be run.
     """
+    if prompts < 1:
+        raise RequestError(f"prompts is {prompts}; run at least 1.")
     texts = held_out_prompts(recipe)[:prompts]
     runtime = Runtime.load(plan)
     decoder = load_decoder(recipe.checkpoint_path, "float32", recipe.rope_scaling)
     result = Verification(prompts=len(texts))
     longest = runtime.manifest.model.context - new_tokens - 1
+    if longest < 1:
+        raise RequestError(
+            f"new_tokens is {new_tokens}, but the plan's context is {runtime.manifest.model.context}; lower it."
+        )
     for index, text in enumerate(texts):
         ids = runtime.tokenizer.encode(text)[-min(longest, 1024) :]
         _compare(runtime, decoder, ids, index, new_tokens, result)
@@ -106,7 +113,7 @@ def _compare(
     expected = sequence_logits(decoder, ids + generated[:-1])[len(ids) - 1 :]
     error = np.abs(np.stack(rows) - expected.numpy())
     result.tokens += len(generated)
-    result.max_logit_error = max(result.max_logit_error, float(error.max()))
+    result.max_logit_error = float(np.maximum(result.max_logit_error, error.max()))  # NaN stays
     choices = expected.argmax(dim=-1).tolist()
     different = next((i for i, (a, b) in enumerate(zip(generated, choices, strict=True)) if a != b), None)
     if different is None:

@@ -11,13 +11,15 @@ import numpy as np
 from numpy.typing import DTypeLike
 from pydantic import BaseModel, ConfigDict, Field
 
-Dimension = Annotated[int, Field(strict=True, ge=0)] | Annotated[str, Field(pattern="^[A-Z]$")]
+LARGEST_SIZE = 2**24  # tokens, vocabulary entries, heads ...: far above any model, far below what overflows
+
+Dimension = Annotated[int, Field(ge=1, le=LARGEST_SIZE)] | Annotated[str, Field(pattern="^[A-Z]$")]
 
 
 class Strict(BaseModel):
-    """Base of everything in a plan: unknown keys are errors, values do not change."""
+    """Base of everything in a plan: unknown keys are errors, values are not converted."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class DType(StrEnum):
@@ -33,6 +35,11 @@ class DType(StrEnum):
     def numpy(self) -> DTypeLike:
         """The NumPy dtype; bfloat16, which NumPy lacks, is carried as uint16."""
         return np.dtype("uint16" if self is DType.BFLOAT16 else self.value)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return np.dtype(self.numpy).itemsize
 
 
 class Tensor(Strict):

@@ -17,8 +17,8 @@ stdout = Console(highlight=False, soft_wrap=True)
 
 
 def print_json(value: object) -> None:
-    """One object on stdout, and nothing else."""
-    print(json.dumps(value, ensure_ascii=False))
+    """One object on stdout at once (a reader may wait for it), and nothing else."""
+    print(json.dumps(value, ensure_ascii=False), flush=True)
 
 
 def guarded(command: Callable[[], int]) -> int:

@@ -7,25 +7,27 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from plans.buffers import Strict, Tensor
+from plans.buffers import LARGEST_SIZE, Strict, Tensor
 
 FORMAT_VERSION = 1
+
+Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
 
 
 class Geometry(Strict):
     """Sizes of one model, in elements, and of the arena that serves it, in tokens."""
 
-    layers: Annotated[int, Field(gt=0)]
-    heads: Annotated[int, Field(gt=0)]
-    kv_heads: Annotated[int, Field(gt=0)]
-    head_dim: Annotated[int, Field(gt=0)]
-    hidden_size: Annotated[int, Field(gt=0)]
-    vocab_size: Annotated[int, Field(gt=0)]
-    context: Annotated[int, Field(gt=0, description="Tokens a sequence may hold.")]
-    view_bucket: Annotated[int, Field(gt=0, description="Keys in view are rounded up to a multiple of this.")]
-    capacity: Annotated[int, Field(gt=0, description="Slots of the arena: the context and its headroom.")]
-    prefill_chunk: Annotated[int, Field(gt=0, description="Most prompt tokens of one step.")]
-    branches: Annotated[int, Field(gt=0)]
+    layers: Size
+    heads: Size
+    kv_heads: Size
+    head_dim: Size
+    hidden_size: Size
+    vocab_size: Size
+    context: Size = Field(description="Tokens a sequence may hold.")
+    view_bucket: Size = Field(description="Keys in view are rounded up to a multiple of this.")
+    capacity: Size = Field(description="Slots of the arena: the context and its headroom.")
+    prefill_chunk: Size = Field(description="Most prompt tokens of one step.")
+    branches: Size
 
 
 class Text(Strict):
@@ -41,9 +43,9 @@ class NgramDrafter(Strict):
 
     kind: Literal["ngram"]
     name: str
-    max_context: int
-    min_context: int
-    max_draft: int
+    max_context: Size
+    min_context: Size
+    max_draft: Size
     min_confidence: float
 
 
@@ -107,7 +109,7 @@ class TargetPlan(Strict):
     engines_key: str = Field(description="Hash of all that the engines depend on; equal keys, equal engines.")
     buffers: tuple[Tensor, ...]
     views: dict[str, View] = Field({})
-    symbols: dict[str, int] = Field(description="Largest value of every symbol.")
+    symbols: dict[str, Size] = Field(description="Largest value of every symbol.")
     programs: dict[str, Program]
     lowering: tuple[RuleReport, ...] = ()
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from pydantic import ValidationError
 
+from plans.check import problems
 from plans.errors import PlanError
-from plans.manifest import FORMAT_VERSION, Manifest
+from plans.manifest import FORMAT_VERSION, Manifest, PlanFile
 
 MANIFEST = "plan.json"
 _LARGEST_MANIFEST = 16 * 2**20  # bytes
+# Names of letters, digits and `_.-`, at most 100 long each: the same file on every system, never a drive or a stream.
+_PLAIN = re.compile(r"[A-Za-z0-9_.-]{1,100}(/[A-Za-z0-9_.-]{1,100}){0,9}\Z")
 
 
 @dataclass(frozen=True)
@@ -33,20 +38,17 @@ class Plan:
 
 
 def open_plan(root: Path, *, verify: bool = True) -> Plan:
-    """Read `plan.json` and check format version, paths, sizes and (with `verify`) hashes of every file.
+    """Read `plan.json` and check it and the folder: no file too many or too few, sizes, with `verify` hashes.
 
     Raises `PlanError`; the message names the file, what is wrong and what to do.
     """
     manifest = read_manifest(root)
-    for entry in manifest.files:
-        path = inside(root, entry.path)
-        if not path.is_file():
-            raise PlanError(f"{path} is missing; the plan is incomplete, build it again")
-        size = path.stat().st_size
-        if size != entry.size:
-            raise PlanError(f"{path} has {size} bytes where the plan says {entry.size}; build the plan again")
-        if verify and file_sha256(path) != entry.sha256:
-            raise PlanError(f"{path} does not match its sha256; it was changed or damaged, build the plan again")
+    try:
+        for entry in manifest.files:
+            _check_file(inside(root, entry.path), entry, verify)
+        _check_nothing_else(root, {MANIFEST, *(entry.path for entry in manifest.files)})
+    except OSError as error:
+        raise PlanError(f"{root} cannot be read ({error}); build the plan again") from None
     return Plan(root, manifest)
 
 
@@ -58,33 +60,68 @@ def read_manifest(root: Path) -> Manifest:
     try:
         if path.stat().st_size > _LARGEST_MANIFEST:
             raise PlanError(f"{path} is larger than any plan's; build the plan again")
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        raw = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise PlanError(f"{path} cannot be read as JSON ({error}); build the plan again") from None
     version = raw.get("format_version") if isinstance(raw, dict) else None
     if version != FORMAT_VERSION:
         raise PlanError(
-            f"{path} has format version {version!r}, this runtime reads {FORMAT_VERSION}; "
+            f"{path} has format version {_brief(version)}, this runtime reads {FORMAT_VERSION}; "
             "build the plan with this version of outrider"
         )
     try:
-        return Manifest.model_validate_json(json.dumps(raw))
+        manifest = Manifest.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise PlanError(f"{path}: {key}: {first['msg']}; build the plan again") from None
+        key = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise PlanError(f"{path}: {_brief(key)}: {first['msg']}; build the plan again") from None
+    problem = next(problems(manifest), None)
+    if problem is not None:
+        raise PlanError(f"{path}: {problem}; build the plan again")
+    return manifest
 
 
 def inside(root: Path, relative: str) -> Path:
     """`root / relative`, refused unless it stays inside `root` (links included)."""
-    pure = PurePosixPath(relative)
     parts = relative.split("/")
-    if pure.is_absolute() or "\\" in relative or ":" in relative or not all(p and p not in (".", "..") for p in parts):
-        raise PlanError(f"{root / MANIFEST} lists the path {relative!r}, which leaves the plan; do not use this plan")
+    if not _PLAIN.match(relative) or any(part in (".", "..") for part in parts):
+        raise PlanError(
+            f"{root / MANIFEST} lists the path {_brief(relative)}, which is none of a plan's; do not use this plan"
+        )
     path = root.joinpath(*parts)
-    if not path.resolve().is_relative_to(root.resolve()):
+    try:
+        stays = path.resolve().is_relative_to(root.resolve())
+    except (OSError, RuntimeError):  # a link to itself
+        stays = False
+    if not stays:
         raise PlanError(f"{path} leads out of the plan through a link; do not use this plan")
     return path
+
+
+def _check_file(path: Path, entry: PlanFile, verify: bool) -> None:
+    if not path.is_file():
+        raise PlanError(f"{path} is missing; the plan is incomplete, build it again")
+    size = path.stat().st_size
+    if size != entry.size:
+        raise PlanError(f"{path} has {size} bytes where the plan says {entry.size}; build the plan again")
+    if verify and file_sha256(path) != entry.sha256:
+        raise PlanError(f"{path} does not match its sha256; it was changed or damaged, build the plan again")
+
+
+def _check_nothing_else(root: Path, listed: set[str]) -> None:
+    """An unlisted file has no hash, and an engine or the tokenizer might read it."""
+    for folder, folders, files in os.walk(root, followlinks=False):
+        here = Path(folder)
+        for name in (*files, *(f for f in folders if (here / f).is_symlink())):
+            path = here / name
+            if path.relative_to(root).as_posix() not in listed:
+                raise PlanError(f"{path} is not in the file list of {MANIFEST}; remove it, or build the plan again")
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else text[:100] + "..."
 
 
 def file_sha256(path: Path) -> str:

@@ -38,6 +38,7 @@ class Program:
         engines: Mapping[str, LoadedEngine],
         drafters: Mapping[str, Drafter],
     ) -> None:
+        self.name = name
         resolver = _Resolver(name, step, engines, drafters)
         self.stage_names = tuple(f"{stage.run}" for stage in data.stages)
         self.is_engine = tuple(stage.kind is StageKind.ENGINE for stage in data.stages)
@@ -57,7 +58,10 @@ class Program:
         sizes, nanoseconds = self._sizes, self.nanoseconds
         before = perf_counter_ns()
         for index, stage in enumerate(self._stages):
-            stage(sizes)
+            try:
+                stage(sizes)
+            except ValueError as error:  # an op refuses what it was given, such as logits that are not numbers
+                raise PlanError(f"program {self.name!r}, stage {self.stage_names[index]}: {error}") from error
             now = perf_counter_ns()
             nanoseconds[index] += now - before
             before = now

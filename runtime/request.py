@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -63,7 +63,8 @@ def check_options(options: Options, drafters: Sequence[str], eos_token_ids: Sequ
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise RequestError(f"max_new_tokens is {max_new_tokens!r}; pass a whole number of at least 1.")
     logprobs = options.get("logprobs")
-    if logprobs is not None and (isinstance(logprobs, bool) or not 0 <= logprobs <= MAX_LOGPROBS):
+    whole = isinstance(logprobs, int) and not isinstance(logprobs, bool)
+    if logprobs is not None and not (whole and 0 <= logprobs <= MAX_LOGPROBS):
         raise RequestError(f"logprobs is {logprobs!r}; pass a whole number from 0 to {MAX_LOGPROBS}.")
     drafter = options.get("drafter") or (drafters[0] if drafters else "none")
     if drafter != "none" and drafter not in drafters:
@@ -72,6 +73,10 @@ def check_options(options: Options, drafters: Sequence[str], eos_token_ids: Sequ
     if isinstance(stop, str):
         stop = (stop,)
     ends = options.get("eos_token_ids", eos_token_ids)
+    if isinstance(ends, str) or not isinstance(ends, Iterable):
+        raise RequestError(f"eos_token_ids is {ends!r}; pass a list of token ids.")
+    if not isinstance(stop, Iterable):
+        raise RequestError(f"stop is {stop!r}; pass a list of texts.")
     return Request(
         max_new_tokens=max_new_tokens,
         sampling=SamplingParams(

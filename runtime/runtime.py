@@ -32,7 +32,8 @@ class Runtime:
         }
         text = plan.manifest.text
         self.tokenizer = Tokenizer.load(plan.root / "tokenizer", bos_token=text.bos_token, eos_token=text.eos_token)
-        self._idle: list[Session] = []
+        # The first session resolves every program, so that a wrong plan is found here and not at the first prompt.
+        self._idle = [self.session()]
         self._lock = threading.Lock()
 
     @classmethod

@@ -51,7 +51,7 @@ class Session:
             name: Program(name, data, self._step, engines, self._drafters) for name, data in plan.programs.items()
         }
         self._tokens: list[int] = []
-        self._chosen_at: list[int] = []  # rows of the step's logits that chose the tokens of the last span
+        self._tip, self._compacted = 0, False  # of the last step: its tip's row, and whether rows were compacted
         self._busy = threading.Lock()
 
     @property
@@ -179,8 +179,7 @@ class Session:
         chosen = program.tokens[:count].tolist()
         drafted = step.new_tokens - len(pending)
         span, kept = generation.take(chosen, drafted, len(tokens) == end - count)
-        first = len(pending) - 1
-        self._chosen_at = (step.kept_rows[first : first + kept] - first).tolist() if compacted else [0]
+        self._tip, self._compacted = len(pending) - 1, compacted
         if request.logprobs is not None:
             for index, token in enumerate(span.token_ids):
                 span.logprobs.append(logprobs(self.step_logits(index), token, request.logprobs))
@@ -197,7 +196,8 @@ class Session:
 
     def step_logits(self, index: int) -> NDArray[np.float32]:
         """Logits f32 `[vocab]` that the `index`-th token of the last span was chosen by: a view until the next step."""
-        logits: NDArray[np.float32] = self._step.logits[self._chosen_at[index]]
+        row = int(self._step.kept_rows[self._tip + index]) - self._tip if self._compacted else 0
+        logits: NDArray[np.float32] = self._step.logits[row]
         return logits
 
     def _exclusive(self) -> _Exclusive:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plans import names
+from plans.check import session_bytes
 from plans.errors import PlanError
 from plans.manifest import Geometry, TargetPlan
 from runtime.sampling import SamplingParams
@@ -23,15 +24,16 @@ class Step:
     """New tokens of a step: first the pending ones, a chain whose last is the tip, then drafted nodes."""
 
     def __init__(self, plan: TargetPlan, geometry: Geometry) -> None:
-        missing = [s for s in names.SYMBOLS if s not in plan.symbols]
-        if missing:
-            raise PlanError(f"the plan gives no largest value for symbol {missing[0]!r}; build it again")
-        self.arrays: dict[str, NDArray[Any]] = {
-            buffer.name: np.zeros(buffer.resolve(plan.symbols), buffer.dtype.numpy) for buffer in plan.buffers
-        }
+        try:
+            self.arrays: dict[str, NDArray[Any]] = {
+                buffer.name: np.zeros(buffer.resolve(plan.symbols), buffer.dtype.numpy) for buffer in plan.buffers
+            }
+        except MemoryError:
+            raise PlanError(
+                f"a session of this plan needs {session_bytes(plan) / 1e9:.1f} GB for its buffers, more than this "
+                "machine gives; build the plan with a smaller capacity.context"
+            ) from None
         for name, view in plan.views.items():
-            if view.buffer not in self.arrays or view.plane >= len(self.arrays[view.buffer]):
-                raise PlanError(f"the plan's view {name!r} lies outside buffer {view.buffer!r}; build it again")
             self.arrays[name] = self.arrays[view.buffer][view.plane : view.plane + 1]
         self.sizes = [0] * len(names.SYMBOLS)
         self.max_nodes = plan.symbols[names.LOGITS] - 1

@@ -6,7 +6,7 @@ Cache outputs are bound to the memory of their inputs, so attention appends in p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,13 @@ import numpy as np
 import onnxruntime as ort
 
 from plans import names
-from plans.buffers import Tensor
+from plans.buffers import DType, Tensor
 from plans.errors import PlanError
 from plans.manifest import Engine
 from runtime.backends.base import Array, BoundEngine, LoadedEngine
 
 _DEVICE = "cpu"
+_ONNX_NAMES = {DType.FLOAT32: "float", DType.FLOAT64: "double"}
 
 
 class OnnxRuntimeCpu:
@@ -35,6 +36,8 @@ class OnnxRuntimeCpu:
             session = ort.InferenceSession(str(path), self._options, providers=["CPUExecutionProvider"])
         except Exception as error:  # ONNX Runtime raises bare RuntimeErrors of its own kinds
             raise PlanError(f"{path} cannot be loaded by ONNX Runtime {ort.__version__}: {error}") from None
+        _check_signature(path, "inputs", session.get_inputs(), engine.inputs)
+        _check_signature(path, "outputs", session.get_outputs(), engine.outputs)
         return _LoadedEngine(session, engine)
 
 
@@ -87,12 +90,30 @@ class _BoundEngine:
                 if tensor.symbols & changed:
                     tensor.bind(sizes)
             self._sizes = sizes.copy()
-        self._session.run_with_iobinding(self._binding)
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except Exception as error:  # ONNX Runtime raises plain Exceptions of its own kinds
+            raise PlanError(f"an engine of the plan failed: {error}; build the plan again") from None
+
+
+def _check_signature(path: Path, kind: str, nodes: Sequence[Any], tensors: Sequence[Tensor]) -> None:
+    """The memory that a tensor is bound to was measured by the plan's word, so the graph must agree with it."""
+    found = {node.name: (node.type, tuple(node.shape)) for node in nodes}
+    listed = {t.name: (f"tensor({_ONNX_NAMES.get(t.dtype, t.dtype)})", t.shape) for t in tensors}
+    if found != listed:
+        different = sorted(name for name in found.keys() | listed.keys() if found.get(name) != listed.get(name))
+        raise PlanError(
+            f"{path} has other {kind} than the plan says: {different[0]!r} is {found.get(different[0])}, the plan has "
+            f"{listed.get(different[0])}; build the plan again"
+        )
 
 
 def _check(tensor: Tensor, array: Array) -> None:
-    if array.dtype != np.dtype(tensor.dtype.numpy) or not array.flags.c_contiguous:
+    fits = len(array.shape) == len(tensor.shape) and all(
+        isinstance(d, str) or d == size for d, size in zip(tensor.shape, array.shape, strict=True)
+    )
+    if array.dtype != np.dtype(tensor.dtype.numpy) or not fits or not array.flags.c_contiguous:
         raise PlanError(
-            f"engine tensor {tensor.name!r} wants contiguous {tensor.dtype}, its buffer is {array.dtype}; "
-            "build the plan again"
+            f"engine tensor {tensor.name!r} wants contiguous {tensor.dtype} {tensor.shape}, its buffer is "
+            f"{array.dtype} {array.shape}; build the plan again"
         )

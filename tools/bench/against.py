@@ -103,7 +103,15 @@ def _genai(checkpoint: Path, ids: list[int], new: int, work: Path, threads: int)
     folder = work / "genai-fp32"
     if not (folder / "genai_config.json").exists():
         with stderr.status("converting the checkpoint with onnxruntime-genai's builder"):
-            command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(checkpoint), "-o", str(folder)]
+            command = [
+                sys.executable,
+                "-m",
+                "onnxruntime_genai.models.builder",
+                "-i",
+                str(checkpoint),
+                "-o",
+                str(folder),
+            ]
             subprocess.run([*command, "-p", "fp32", "-e", "cpu"], check=True, capture_output=True)
     config = genai.Config(str(folder))
     config.overlay(f'{{"model": {{"decoder": {{"session_options": {{"intra_op_num_threads": {threads}}}}}}}}}')

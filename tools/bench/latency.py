@@ -38,7 +38,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with stderr.status("measuring") as status:
         for repetition in range(options.reps):
             for index, prompt in enumerate(prompts):
-                status.update(f"measuring: run {repetition + 1} of {options.reps}, prompt {index + 1} of {len(prompts)}")
+                status.update(
+                    f"measuring: run {repetition + 1} of {options.reps}, prompt {index + 1} of {len(prompts)}"
+                )
                 for mode in modes:
                     runs[mode][index].append(run(prompt, mode))
     plain = runs["none"]
@@ -90,7 +92,9 @@ def _prompts(options: argparse.Namespace) -> list[str]:
         manifest = read_manifest(options.plan)
         held_out = manifest.recipe.get("held_out")
         if held_out is None:
-            raise RequestError('The plan\'s recipe names no held_out prompts; pass --prompts FILE with {"prompt": ...} lines.')
+            raise RequestError(
+                'The plan\'s recipe names no held_out prompts; pass --prompts FILE with {"prompt": ...} lines.'
+            )
         path = (options.plan / manifest.source).parent / held_out
     try:
         return [json.loads(line)["prompt"] for line in Path(path).read_text(encoding="utf-8").splitlines() if line]
