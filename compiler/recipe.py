@@ -91,7 +91,7 @@ class NgramSection(Section):
 
     name: Name = Field(description="what requests call the drafter: small letters, digits, and -_. after the first")
     kind: Literal["ngram"] = Field(description="the kind of drafter")
-    max_context: int = Field(4, ge=1, le=32, description="tokens of the longest suffix that is looked up")
+    max_context: int = Field(4, ge=1, le=16, description="tokens of the longest suffix that is looked up")
     min_context: int = Field(1, ge=1, description="tokens of the shortest suffix that is looked up")
     max_draft: int = Field(8, ge=1, le=64, description="most tokens proposed in a step")
     min_confidence: float = Field(

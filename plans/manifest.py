@@ -119,7 +119,7 @@ class PlanFile(Strict):
 
     path: str
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    size: Annotated[int, Field(ge=0)]
+    size: Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Manifest(Strict):

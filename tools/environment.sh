@@ -1,5 +1,5 @@
 # Sourced by the scripts: makes .venv, installs the package into it with the extras given, and enters it.
-# An unchanged installation is kept: the stamp holds a hash of everything that is compiled or declared.
+# An unchanged installation is kept: a stamp holds the hash of everything that is compiled or declared.
 
 step() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
 
@@ -15,13 +15,18 @@ if [ ! -x .venv/bin/python ]; then
 fi
 source .venv/bin/activate
 
-stamp=.venv/outrider-installed
-digest="$extras $(cat pyproject.toml tools/constraints.txt plugins/CMakeLists.txt \
-    $(find plugins/csrc -type f | sort) | sha256sum | cut -d' ' -f1)"
-if ! grep -qxF "$digest" "$stamp" 2>/dev/null; then
+stamp=.venv/outrider-$extras
+digest=$(cat pyproject.toml tools/constraints.txt plugins/CMakeLists.txt $(find plugins/csrc -type f | sort) |
+    sha256sum | cut -d' ' -f1)
+if [ "$(cat "$stamp" 2>/dev/null)" != "$digest" ]; then
     step "installing outrider[$extras] into .venv (the first time takes some minutes)"
-    # torch first and alone: the pinned version has a CPU build, a range would fetch the newest with CUDA.
-    python -m pip install --progress-bar on --disable-pip-version-check -q -c tools/constraints.txt torch
-    python -m pip install --disable-pip-version-check -q -c tools/constraints.txt -e ".[$extras]"
-    echo "$digest" >> "$stamp"
+    # Tested versions, for the isolated build too (the second name is newer pip's).
+    export PIP_CONSTRAINT=$PWD/tools/constraints.txt PIP_BUILD_CONSTRAINT=$PWD/tools/constraints.txt
+    export PIP_DISABLE_PIP_VERSION_CHECK=1
+    python -m pip install -q --progress-bar on torch  # alone and first: the largest, at the tested version
+    python -m pip install -q -e ".[$extras]"
+    for other in .venv/outrider-*; do
+        [ "$(cat "$other")" = "$digest" ] || rm -f "$other"
+    done
+    echo "$digest" > "$stamp"
 fi

@@ -1,0 +1,325 @@
+"""Lowering keeps what BranchAttention means: every form of it against NumPy, and against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from onnx import TensorProto, helper
+
+import compiler.lowering as lowering
+from compiler.checkpoint import load_decoder
+from compiler.engines.onnxruntime import WeightFile, write_engine
+from compiler.export import export_target
+from compiler.lowering import lower
+from compiler.lowering.attention import GroupQueryAttentionWithDummyRow, StandardAttention
+from compiler.models.decoder import Decoder
+from compiler.models.eager import sequence_logits
+from plugins.onnx_ops import DOMAIN, OPSET, VERSION, branch_attention_function
+from plugins.reference import bim_mask, branch_attention
+
+CPU = "onnxruntime-cpu"
+CAPACITY, HEAD_DIM = 32, 8
+Arrays = dict[str, NDArray[Any]]
+
+
+# The function body, alone.
+
+
+def attention_model(heads: int, kv_heads: int) -> ort.InferenceSession:
+    """One BranchAttention node with its function body, as any ONNX tool would run it."""
+    value = helper.make_tensor_value_info
+    cache = ["R", kv_heads, CAPACITY, HEAD_DIM]
+    shapes: dict[str, tuple[int, list[Any]]] = {
+        "q": (TensorProto.FLOAT, [1, "N", heads * HEAD_DIM]),
+        "k": (TensorProto.FLOAT, [1, "N", kv_heads * HEAD_DIM]),
+        "v": (TensorProto.FLOAT, [1, "N", kv_heads * HEAD_DIM]),
+        "k_cache": (TensorProto.FLOAT, cache),
+        "v_cache": (TensorProto.FLOAT, cache),
+        "attn_bias": (TensorProto.FLOAT, ["R", 1, "S", "T"]),
+        "past_length": (TensorProto.INT64, ["R"]),
+        "row_splits": (TensorProto.INT64, ["R_plus_1"]),
+    }
+    outputs = [value("out", TensorProto.FLOAT, shapes["q"][1])]
+    outputs += [value(f"{name}_out", TensorProto.FLOAT, cache) for name in ("k_cache", "v_cache")]
+    node = helper.make_node(
+        "BranchAttention",
+        list(shapes),
+        [output.name for output in outputs],
+        domain=DOMAIN,
+        num_heads=heads,
+        kv_num_heads=kv_heads,
+        scale=HEAD_DIM**-0.5,
+    )
+    graph = helper.make_graph([node], "attention", [value(n, t, s) for n, (t, s) in shapes.items()], outputs)
+    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)]
+    model = helper.make_model(graph, functions=[branch_attention_function()], opset_imports=opsets)
+    model.ir_version = 11
+    onnx.checker.check_model(model)
+    return ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+
+
+@st.composite
+def tree(draw: st.DrawFn, nodes: int) -> NDArray[np.int64]:
+    """Parents of new tokens: ancestors first, -1 at a root."""
+    return np.array([draw(st.integers(-1, i - 1)) for i in range(nodes)], np.int64)
+
+
+@st.composite
+def steps(draw: st.DrawFn, rows: int) -> tuple[list[int], list[NDArray[np.int64]], int]:
+    """Past lengths, trees of new tokens (an idle row has one inert token) and keys in view, padded."""
+    new = [draw(st.integers(1, 6)) for _ in range(rows)]
+    past = [draw(st.integers(0, CAPACITY - 6 - max(new))) for _ in range(rows)]
+    view = draw(st.integers(max(p + n for p, n in zip(past, new, strict=True)), CAPACITY))
+    return past, [draw(tree(n)) for n in new], view
+
+
+def random_step(
+    past: list[int], parents: list[NDArray[np.int64]], view: int, heads: int, kv_heads: int, seed: int
+) -> Arrays:
+    """A step of ragged rows with BimMask's bias, over caches full of garbage."""
+    random = np.random.default_rng(seed)
+    new = [len(parent) for parent in parents]
+    places, total, rows = max(new), sum(new), len(new)
+
+    def normal(*shape: int) -> NDArray[np.float32]:
+        return random.normal(size=shape).astype(np.float32)
+
+    bias = np.zeros((rows, 1, places, view), np.float32)  # places behind a row's end say nothing
+    for row, parent in enumerate(parents):
+        bim = random.choice(np.array([-2, -1, -1, 0, 1]), CAPACITY)
+        bias[row, :, : new[row]] = bim_mask(bim, past[row], np.zeros(new[row], np.int64), parent, view)[0]
+    return {
+        "q": normal(1, total, heads * HEAD_DIM),
+        "k": normal(1, total, kv_heads * HEAD_DIM),
+        "v": normal(1, total, kv_heads * HEAD_DIM),
+        "k_cache": normal(rows, kv_heads, CAPACITY, HEAD_DIM),
+        "v_cache": normal(rows, kv_heads, CAPACITY, HEAD_DIM),
+        "attn_bias": bias,
+        "past_length": np.array(past, np.int64),
+        "row_splits": np.cumsum([0, *new]),
+    }
+
+
+@pytest.fixture(scope="module")
+def attention() -> Mapping[tuple[int, int], ort.InferenceSession]:
+    return {heads: attention_model(*heads) for heads in ((4, 2), (3, 3), (6, 1))}
+
+
+def assert_equal_to_numpy(session: ort.InferenceSession, heads: tuple[int, int], step: Arrays) -> None:
+    found = session.run(None, step)
+    expected = branch_attention(**step, num_heads=heads[0], kv_num_heads=heads[1], scale=HEAD_DIM**-0.5)
+    np.testing.assert_allclose(found[0], expected[0], atol=2e-6, rtol=1e-5)
+    for cache, wanted in zip(found[1:], expected[1:], strict=True):
+        for row, past in enumerate(step["past_length"]):
+            end = past + step["row_splits"][row + 1] - step["row_splits"][row]
+            np.testing.assert_array_equal(cache[row, :, :end], wanted[row, :, :end])  # behind it lies garbage
+
+
+@settings(max_examples=60, deadline=None)
+@given(heads=st.sampled_from([(4, 2), (3, 3), (6, 1)]), step=steps(1), seed=st.integers(0, 2**32))
+def test_the_function_body_of_one_row_is_the_reference(attention, heads, step, seed) -> None:
+    assert_equal_to_numpy(attention[heads], heads, random_step(*step, *heads, seed))
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    heads=st.sampled_from([(4, 2), (3, 3), (6, 1)]),
+    step=st.integers(2, 5).flatmap(steps),
+    seed=st.integers(0, 2**32),
+)
+def test_the_function_body_of_ragged_rows_is_the_reference(attention, heads, step, seed) -> None:
+    assert_equal_to_numpy(attention[heads], heads, random_step(*step, *heads, seed))
+
+
+def test_idle_rows_with_an_inert_token_do_not_disturb_the_others(attention) -> None:
+    """Rows 0 and 2 are idle; the busy row between them is as if alone."""
+    chain = np.array([-1, 0, 1, 1], np.int64)
+    inert = np.array([-1], np.int64)
+    step = random_step([9, 5, 0], [inert, chain, inert], 16, 4, 2, seed=7)
+    assert_equal_to_numpy(attention[4, 2], (4, 2), step)
+    alone = {
+        **{name: step[name][:, 1:5] for name in ("q", "k", "v")},
+        **{name: step[name][1:2] for name in ("k_cache", "v_cache", "attn_bias", "past_length")},
+        "row_splits": np.array([0, 4]),
+    }
+    np.testing.assert_allclose(
+        attention[4, 2].run(None, step)[0][:, 1:5], attention[4, 2].run(None, alone)[0], atol=1e-6
+    )
+
+
+# The rules, on a whole model.
+
+
+@pytest.fixture(scope="module")
+def decoder(toy_recipe: Path) -> Decoder:
+    return load_decoder(toy_recipe.parent / "target", "float32", None)
+
+
+def engine(decoder: Decoder, folder: Path, rows: int = 1) -> tuple[Path, list[Any]]:
+    folder.mkdir(parents=True)
+    graph = export_target(decoder, CAPACITY)
+    reports = lower("target", graph, CPU, rows)
+    if rows > 1:  # no plan describes such an engine yet: its symbols are not among those of `plans.names`
+        ir.save(graph, folder / "target.onnx")
+        return folder / "target.onnx", reports
+    weights = WeightFile(folder)
+    write_engine(graph, folder, "target", weights)
+    weights.close()
+    return folder / "target.onnx", reports
+
+
+def run_rows(path: Path, decoder: Decoder, tokens: list[list[int]], parents: list[NDArray[np.int64]]) -> list[Arrays]:
+    """Feed each row its tokens in two steps (a past, then a tree); logits of the second step, all tokens."""
+    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    known = {i.name for i in session.get_inputs()}
+    names = [output.name for output in session.get_outputs()]
+    config, rows = decoder.config, len(tokens)
+    shape = (rows, config.num_kv_heads, CAPACITY, config.head_dim)
+    caches = {f"{kind}_cache.{i}": np.zeros(shape, np.float32) for kind in "kv" for i in range(config.num_layers)}
+    past, found = [0] * rows, []
+    bim = np.full(CAPACITY, -1, np.int64)
+    chains = [
+        np.arange(len(row) - len(parent), dtype=np.int64) - 1 for row, parent in zip(tokens, parents, strict=True)
+    ]
+    for trees in (chains, parents):
+        new = [len(t) for t in trees]
+        view = max(p + n for p, n in zip(past, new, strict=True)) + 3
+        bias = np.zeros((rows, 1, max(new), view), np.float32)
+        positions: list[int] = []
+        for row, parent in enumerate(trees):
+            bias[row, :, : new[row]] = bim_mask(bim, past[row], np.zeros(new[row], np.int64), parent, view)[0]
+            depth: list[int] = []
+            for p in parent.tolist():
+                depth.append(past[row] if p < 0 else depth[p] + 1)
+            positions += depth
+        feeds = {
+            "token_ids": np.concatenate(
+                [np.array(t[p : p + n], np.int64) for t, p, n in zip(tokens, past, new, strict=True)]
+            ),
+            "positions": np.array(positions, np.int64),
+            "row_splits": np.cumsum([0, *new]),
+            "attn_bias": bias,
+            "past_length": np.array(past, np.int64),
+            "logit_rows": np.arange(sum(new), dtype=np.int64),
+            **caches,
+        }
+        outputs = dict(zip(names, session.run(None, {n: v for n, v in feeds.items() if n in known}), strict=True))
+        caches = {name: outputs[f"{name}_out"] for name in caches}
+        past = [p + n for p, n in zip(past, new, strict=True)]
+        found.append(outputs)
+    return found
+
+
+TREE = np.array([-1, 0, 0, 1, 1, 2], np.int64)
+TOKENS = [5, 17, 40, 99, 250, 3, 77, 8, 120, 64]  # four of the past, then the tree
+
+
+def test_group_query_attention_gives_what_standard_attention_gives(
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused, _ = engine(decoder, tmp_path / "fused")
+    monkeypatch.setitem(lowering.RULES, CPU, (StandardAttention(),))
+    standard, _ = engine(decoder, tmp_path / "standard")
+    for a, b in zip(
+        run_rows(fused, decoder, [TOKENS], [TREE]), run_rows(standard, decoder, [TOKENS], [TREE]), strict=True
+    ):
+        np.testing.assert_allclose(a["logits"], b["logits"], atol=1e-5, rtol=1e-5)
+        for name in a:
+            if "cache" in name:  # committed rows; the dummy's key behind them is garbage
+                np.testing.assert_allclose(a[name][:, :, : len(TOKENS)], b[name][:, :, : len(TOKENS)], atol=1e-5)
+
+
+def test_each_path_of_a_tree_gives_the_logits_of_that_path_alone_in_pytorch(decoder: Decoder, tmp_path: Path) -> None:
+    path, _ = engine(decoder, tmp_path / "engine")
+    logits = run_rows(path, decoder, [TOKENS], [TREE])[1]["logits"]
+    for node in range(len(TREE)):
+        line = [node]
+        while TREE[line[0]] >= 0:
+            line.insert(0, int(TREE[line[0]]))
+        alone = sequence_logits(decoder, TOKENS[:4] + [TOKENS[4 + i] for i in line])
+        np.testing.assert_allclose(logits[node], alone[-1].numpy(), atol=1e-4, rtol=1e-4)
+
+
+def test_two_rows_decline_the_fused_rule_with_a_reason_and_run(decoder: Decoder, tmp_path: Path) -> None:
+    path, reports = engine(decoder, tmp_path / "two", rows=2)
+    fused, standard = reports
+    assert (fused.rule, fused.applied) == (GroupQueryAttentionWithDummyRow.__name__, 0)
+    (reason,) = fused.declined
+    assert "one row" in reason
+    assert fused.declined[reason] == decoder.config.num_layers
+    assert (standard.rule, standard.applied) == (StandardAttention.__name__, decoder.config.num_layers)
+    other = [9, 30, 31, 200, 201]
+    chain = np.array([-1, 0], np.int64)
+    found = run_rows(path, decoder, [TOKENS, other], [TREE, chain])[1]["logits"]
+    alone, _ = engine(decoder, tmp_path / "one")
+    np.testing.assert_allclose(found[:6], run_rows(alone, decoder, [TOKENS], [TREE])[1]["logits"], atol=1e-5)
+    np.testing.assert_allclose(found[6:], run_rows(alone, decoder, [other], [chain])[1]["logits"], atol=1e-5)
+
+
+def test_one_row_uses_the_fused_rule_everywhere(decoder: Decoder, tmp_path: Path) -> None:
+    path, (fused, standard) = engine(decoder, tmp_path / "one")
+    assert (fused.applied, fused.declined) == (decoder.config.num_layers, {})
+    assert (standard.applied, standard.declined) == (0, {})
+    graph = onnx.load(path, load_external_data=False).graph
+    ops = [node.op_type for node in graph.node]
+    assert ops.count("GroupQueryAttention") == decoder.config.num_layers
+    assert DOMAIN not in {node.domain for node in graph.node}
+    assert "row_splits" not in {value.name for value in graph.input}
+
+
+def test_a_type_without_a_kernel_declines_with_a_reason() -> None:
+    node = ir.node("BranchAttention", [ir.Value(name="q", type=ir.TensorType(ir.DataType.BFLOAT16))], domain=DOMAIN)
+    model = ir.Model(ir.Graph([], [], nodes=[node], opset_imports={"": OPSET}), ir_version=11)
+    reason = GroupQueryAttentionWithDummyRow().check(node, lowering.Lowering("target", model, 1))
+    assert reason is not None
+    assert "BFLOAT16" in reason
+
+
+# Writing.
+
+
+def test_two_exports_of_the_same_module_are_the_same_bytes(decoder: Decoder, tmp_path: Path) -> None:
+    first, _ = engine(decoder, tmp_path / "first")
+    second, _ = engine(decoder, tmp_path / "second")
+    for name in ("target.onnx", "weights.bin"):
+        assert (first.parent / name).read_bytes() == (second.parent / name).read_bytes()
+
+
+def test_engines_that_share_a_weight_file_store_equal_tensors_once(decoder: Decoder, tmp_path: Path) -> None:
+    weights = WeightFile(tmp_path)
+    sizes = []
+    for name in ("target", "again"):
+        graph = export_target(decoder, CAPACITY)
+        lower(name, graph, CPU, rows=1)
+        write_engine(graph, tmp_path, name, weights)
+        sizes.append(weights._file.tell())
+    weights.close()
+    assert sizes[0] == sizes[1] > 0
+    data = weights.path.read_bytes()
+    spans = set()
+    for name in ("target", "again"):
+        for tensor in onnx.load(tmp_path / f"{name}.onnx", load_external_data=False).graph.initializer:
+            if tensor.data_location == TensorProto.EXTERNAL:
+                entries = {entry.key: entry.value for entry in tensor.external_data}
+                spans.add((int(entries["offset"]), int(entries["length"])))
+    contents = [data[offset : offset + length] for offset, length in spans]
+    assert len(set(contents)) == len(contents)
+    assert all(offset % 4096 == 0 for offset, _ in spans)
+
+
+def test_a_weight_file_gives_equal_data_the_same_offset(tmp_path: Path) -> None:
+    weights = WeightFile(tmp_path)
+    a, b = b"a" * 5000, b"b" * 10
+    assert [weights.add(a), weights.add(b), weights.add(a), weights.add(b)] == [0, 8192, 0, 8192]
+    weights.close()
+    assert weights.path.read_bytes() == a + bytes(8192 - 5000) + b
