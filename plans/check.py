@@ -13,6 +13,7 @@ from plans.manifest import Engine, Geometry, Manifest, NgramDrafter, Program, St
 from plans.step_buffers import step_buffers
 
 LARGEST_SESSION = 2**40  # bytes of one session's buffers; far above any plan of ours
+LARGEST_TREE = 1024  # nodes; likewise
 
 Memory = Mapping[str, Tensor]  # buffers and views by name
 
@@ -66,10 +67,10 @@ def _symbols(symbols: Mapping[str, int], g: Geometry, drafters: Iterable[NgramDr
         return
     new, view, picked = (symbols[name] for name in names.SYMBOLS)
     longest_draft = max((drafter.max_draft for drafter in drafters), default=0)
-    if picked < 1 + longest_draft:
-        yield f"symbols.{names.LOGITS}: {picked} has no room for a draft of {longest_draft} and the tip"
-    if new < g.prefill_chunk + picked - 1:
-        yield f"symbols.{names.NEW}: {new} has no room for a chunk of {g.prefill_chunk} and a draft of {picked - 1}"
+    if not 1 + longest_draft <= picked <= LARGEST_TREE * g.branches:
+        yield f"symbols.{names.LOGITS}: {picked} is no size for a tip and a draft of {longest_draft}"
+    if not g.prefill_chunk + picked - 1 <= new <= g.prefill_chunk + picked * g.branches:
+        yield f"symbols.{names.NEW}: {new} is no size for a chunk of {g.prefill_chunk} and a draft of {picked - 1}"
     if not g.context <= view < g.capacity:
         yield f"symbols.{names.VIEW}: {view} does not lie between context {g.context} and capacity {g.capacity}"
 

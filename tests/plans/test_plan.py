@@ -265,7 +265,8 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "a symbol of size 0": (lambda m: target(m)["symbols"].update(M=0), "symbols.M"),
     "a negative symbol": (lambda m: target(m)["symbols"].update(N=-5), "symbols.N"),
     "a view beyond the arena": (lambda m: target(m)["symbols"].update(T=2**23), "symbols.T"),
-    "steps of terabytes": (lambda m: target(m)["symbols"].update(N=2**24, M=2**23), "bytes"),
+    "steps of absurd length": (lambda m: target(m)["symbols"].update(N=2**24), "symbols.N"),
+    "trees of absurd size": (lambda m: target(m)["symbols"].update(N=2**24, M=2**23), "symbols.M"),
     "a buffer of terabytes": (
         lambda m: target(m)["buffers"].append({"name": "x", "dtype": "float64", "shape": [2**24, 2**24]}), "bytes",
     ),

@@ -1,0 +1,135 @@
+"""On the CPU a token's logits are the same bits however many tokens it is computed with, and however far keys reach.
+
+Speculation, chunked prefill and continued sessions stand on this: equal bits, equal choices.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from plans import names
+from plans.buffers import DType
+from plans.plan import open_plan
+from plugins.reference import bim_mask
+from runtime.backends.base import LoadedEngine
+from runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
+from runtime.step import Step
+
+TOKENS = [(37 * i) % 299 + 1 for i in range(48)]
+Logits = NDArray[np.float32]
+
+
+class Feeder:
+    """The target engine on a session's buffers, fed chains of any length under a view of any length."""
+
+    def __init__(self, toy_plan, engine: LoadedEngine) -> None:
+        manifest = open_plan(toy_plan, verify=False).manifest
+        plan = manifest.targets["onnxruntime-cpu"]
+        # Room for logits of every token of a step, which no plan of one tip needs.
+        logits = {names.LOGIT_ROWS, names.LOGITS_OUT}
+        buffers = tuple(
+            b.model_copy(update={"shape": (names.NEW, *b.shape[1:])}) if b.name in logits else b for b in plan.buffers
+        )
+        self.step = Step(plan.model_copy(update={"buffers": buffers}), manifest.model)
+        self.run = engine.bind(self.step.arrays | self._outputs(plan.engines["target"].aliases))
+        self.largest_view = plan.symbols[names.VIEW]
+        self.vocabulary = manifest.model.vocab_size
+
+    def _outputs(self, aliases: dict[str, str]) -> dict[str, NDArray[np.float32]]:
+        return {output: self.step.arrays[source] for output, source in aliases.items()}
+
+    def feed(self, tokens: list[int], past: int, view: int) -> Logits:
+        """Logits of all of `tokens`, a chain behind `past` rows, of which `view` keys are looked at."""
+        step, n = self.step, len(tokens)
+        step.begin(past, past, tokens, 0, logits=True)
+        step.logit_rows[:n] = np.arange(n)
+        bias = bim_mask(np.full(past, -1, np.int64), past, step.branch[:n], step.parent[:n], view)
+        step.arrays[names.ATTN_BIAS].reshape(-1)[: bias.size] = bias.reshape(-1)
+        self.run([n, view, n])
+        return step.logits.reshape(-1)[: n * self.vocabulary].reshape(n, -1).copy()
+
+    def chunks(self, sizes: list[int], view: int | None = None) -> Logits:
+        """Logits of `TOKENS`, fed in chunks of these sizes, the last one repeated to the end."""
+        found: list[Logits] = []
+        past = 0
+        for size in itertools.chain(sizes, itertools.repeat(sizes[-1])):
+            tokens = TOKENS[past : past + size]
+            if not tokens:
+                break
+            keys = past + len(tokens)
+            found.append(self.feed(tokens, past, view or keys))
+            past = keys
+        return np.concatenate(found)
+
+
+@pytest.fixture(scope="module")
+def feeder(toy_plan) -> Feeder:
+    plan = open_plan(toy_plan, verify=False)
+    engine = plan.manifest.targets["onnxruntime-cpu"].engines["target"]
+    return Feeder(toy_plan, OnnxRuntimeCpu().load(plan.file(engine.file), engine))
+
+
+@pytest.fixture(scope="module")
+def one_by_one(feeder: Feeder) -> Logits:
+    return feeder.chunks([1])
+
+
+def test_the_oracle_distinguishes_tokens(one_by_one: Logits) -> None:
+    assert one_by_one.shape == (len(TOKENS), 300)
+    assert len(np.unique(one_by_one[:, 0])) == len(TOKENS)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 16])
+def test_chunks_of_any_size_give_the_same_bits_as_one_token_at_a_time(
+    feeder: Feeder, one_by_one: Logits, size: int
+) -> None:
+    np.testing.assert_array_equal(feeder.chunks([size]).view(np.uint32), one_by_one.view(np.uint32))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 16])
+@pytest.mark.parametrize("view", [48, 49, 64, 127, 128, 256])
+def test_a_view_padded_to_any_length_gives_the_same_bits(
+    feeder: Feeder, one_by_one: Logits, size: int, view: int
+) -> None:
+    assert view <= feeder.largest_view
+    np.testing.assert_array_equal(feeder.chunks([size], view).view(np.uint32), one_by_one.view(np.uint32))
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes=st.lists(st.integers(1, 16), min_size=1, max_size=12), view=st.sampled_from([None, 64, 100, 256]))
+def test_chunks_of_changing_size_give_the_same_bits(
+    feeder: Feeder, one_by_one: Logits, sizes: list[int], view: int | None
+) -> None:
+    np.testing.assert_array_equal(feeder.chunks(sizes, view).view(np.uint32), one_by_one.view(np.uint32))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_the_number_of_threads_does_not_change_a_bit(toy_plan, one_by_one: Logits, threads: int) -> None:
+    plan = open_plan(toy_plan, verify=False)
+    engine = plan.manifest.targets["onnxruntime-cpu"].engines["target"]
+    other = Feeder(toy_plan, OnnxRuntimeCpu(threads).load(plan.file(engine.file), engine))
+    for size in (1, 16):
+        np.testing.assert_array_equal(other.chunks([size]).view(np.uint32), one_by_one.view(np.uint32))
+
+
+def test_what_lies_in_the_arena_behind_the_tail_changes_no_bit(feeder: Feeder, one_by_one: Logits) -> None:
+    """Rejected drafts and the dummy row leave garbage there."""
+    kv = feeder.step.arrays[names.KV]
+    assert kv.dtype == DType.FLOAT32.numpy
+    for garbage in (0.0, 1e30, -1e30):
+        kv.fill(garbage)
+        np.testing.assert_array_equal(feeder.chunks([5], 128).view(np.uint32), one_by_one.view(np.uint32))
+
+
+@pytest.mark.parametrize("garbage", [1e38, np.inf, np.nan])
+def test_garbage_that_overflows_does_not_reach_the_logits(feeder: Feeder, one_by_one: Logits, garbage: float) -> None:
+    feeder.step.arrays[names.KV].fill(garbage)
+    found = feeder.chunks([5], 128)
+    feeder.step.arrays[names.KV].fill(0)
+    np.testing.assert_array_equal(found.view(np.uint32), one_by_one.view(np.uint32))

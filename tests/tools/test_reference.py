@@ -1,0 +1,95 @@
+"""The reference target is what it claims to be, and its tasks have the format later parts rely on."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+
+from tokenizers import Tokenizer as LibraryTokenizer
+from transformers import AutoConfig, AutoTokenizer
+
+from compiler.checkpoint import load_decoder
+from runtime import Runtime
+from tests.conftest import REPOSITORY
+from tools.reference.corpus import SourceFile, read_standard_library
+from tools.reference.tasks import outline_examples, retrieval_example
+
+REFERENCE = REPOSITORY / "plans" / "reference"
+POINT = re.compile(r"^(\d+)\.<(\d+)><(\w+)>\[-\](.+)$")  # FEATURES row 10
+MODULE = '''"""Reading and writing of simple tables."""
+
+def read(path):
+    """Read a table."""
+    return open(path).read()
+
+
+def write(path, rows):
+    """Write a table."""
+    open(path, "w").write(str(rows))
+'''
+
+
+def test_the_target_has_the_promised_size_and_family() -> None:
+    config = AutoConfig.from_pretrained(REFERENCE / "target")
+    parameters = sum(p.numel() for p in load_decoder(REFERENCE / "target").parameters())
+    assert config.model_type == "qwen3"
+    assert config.num_hidden_layers >= 8
+    assert 8e6 <= parameters <= 12e6
+    assert LibraryTokenizer.from_file(str(REFERENCE / "target" / "tokenizer.json")).get_vocab_size() == 4096
+    assert sum(f.stat().st_size for f in (REFERENCE / "target").iterdir()) <= 22e6
+
+
+def test_the_model_card_names_data_steps_bits_per_byte_and_licence() -> None:
+    card = (REFERENCE / "target" / "README.md").read_text(encoding="utf-8")
+    for word in ("standard library", "steps", "bits per byte", "Licence"):
+        assert word in card
+
+
+def test_transformers_tokenizes_held_out_text_as_the_runtime_does(reference: Runtime) -> None:
+    theirs = AutoTokenizer.from_pretrained(REFERENCE / "target")
+    for line in (REFERENCE / "held_out.jsonl").read_text(encoding="utf-8").splitlines():
+        text = json.loads(line)["prompt"]
+        ids = reference.tokenizer.encode(text)
+        assert theirs(text)["input_ids"] == ids
+        assert reference.tokenizer.decode(ids) == text
+    messages = [{"role": "user", "content": "Base64"}]
+    assert reference.tokenizer.apply_chat_template(messages) == theirs.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
+
+
+def test_no_held_out_prompt_comes_from_a_training_file() -> None:
+    sides = {}
+    for line in (REFERENCE / "corpus.txt").read_text(encoding="utf-8").splitlines()[1:]:
+        _, side, name = line.split(" ", 2)
+        sides[name] = side
+    prompts = [json.loads(line) for line in (REFERENCE / "held_out.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert {sides[prompt["file"]] for prompt in prompts} == {"held-out"}
+    assert list(sides.values()).count("train") > 20 * list(sides.values()).count("held-out")
+
+
+def test_the_split_depends_on_the_path_alone() -> None:
+    files = read_standard_library()
+    assert len(files) > 300
+    assert all(SourceFile(f.name, "other text", "0").held_out == f.held_out for f in files)
+
+
+def test_an_outline_is_a_plan_and_one_branch_per_point() -> None:
+    plan, *branches = outline_examples(SourceFile("tables.py", MODULE, ""), count_tokens=len)
+    lines = plan.split("assistant\n", 1)[1].split("\n")
+    assert lines[0] == "[PLAN]"
+    points = [POINT.match(line) for line in lines[1:3]]
+    assert [(p[1], p[3], p[4]) for p in points if p] == [("1", "None", "read(path)"), ("2", "None", "write(path, rows)")]
+    assert lines[3].startswith("[END]")
+    assert len(branches) == 2
+    assert "def write(path, rows):" in branches[1]
+    assert branches[1].rstrip().endswith("[END]<|im_end|>")
+
+
+def test_a_retrieval_example_asks_for_names_it_holds() -> None:
+    example = retrieval_example(MODULE, ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta"], random.Random(1))
+    imports = dict(re.findall(r"^import (\w+) as (\w+)$", example, re.M))
+    asked = re.findall(r"Which name was imported as (\w+)\?<\|im_end\|>\n<\|im_start\|>assistant\n(\w+)<", example)
+    assert len(asked) == 3
+    assert all(imports[name] == alias for alias, name in asked)
