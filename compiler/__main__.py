@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from time import perf_counter
 
-from plans.console import guarded, print_json, stderr, stdout
+from plans.console import guarded, print_json, progress_bar, stderr, stdout
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -109,13 +109,13 @@ def _verify(options: argparse.Namespace) -> int:
 
     source = options.recipe or options.plan / read_manifest(options.plan).source
     recipe = load_recipe(source)
-    with stderr.status("verifying") as status:
+    with progress_bar("verifying prompts") as progress:
         result = verify_plan(
             recipe,
             options.plan,
             prompts=options.prompts,
             new_tokens=options.new_tokens,
-            progress=lambda done, total: status.update(f"verifying: {done} of {total} prompts"),
+            progress=lambda done, total: progress(done, total, ""),
         )
     if options.json:
         print_json(result.to_json())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 
 from compiler.checkpoint import load_decoder
+from compiler.held_out import read_prompts
 from compiler.models.decoder import Decoder
 from compiler.models.eager import sequence_logits
 from compiler.recipe import Recipe
@@ -68,7 +68,7 @@ def verify_plan(
     """
     if prompts < 1:
         raise RequestError(f"prompts is {prompts}; run at least 1.")
-    texts = held_out_prompts(recipe)[:prompts]
+    texts = _prompts(recipe)[:prompts]
     runtime = Runtime.load(plan)
     decoder = load_decoder(recipe.checkpoint_path, "float32", recipe.rope_scaling)
     result = Verification(prompts=len(texts))
@@ -88,16 +88,12 @@ def verify_plan(
     return result
 
 
-def held_out_prompts(recipe: Recipe) -> list[str]:
+def _prompts(recipe: Recipe) -> list[str]:
     if recipe.held_out_path is None:
         raise RecipeError(
-            'The recipe has no held_out file; add `held_out: FILE.jsonl` with a {"prompt": ...} per line.'
+            'The recipe has no held_out file; add `held_out: FILE.jsonl` with a {"prompt": ...} object per line.'
         )
-    lines = recipe.held_out_path.read_text(encoding="utf-8").splitlines()
-    try:
-        return [json.loads(line)["prompt"] for line in lines if line.strip()]
-    except (ValueError, KeyError, TypeError) as error:
-        raise RecipeError(f'{recipe.held_out_path}: every line must be JSON with a "prompt" ({error!r}).') from None
+    return read_prompts(recipe.held_out_path)
 
 
 def _compare(

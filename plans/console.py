@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from plans.errors import OutriderError
 
@@ -19,6 +21,19 @@ stdout = Console(highlight=False, soft_wrap=True)
 def print_json(value: object) -> None:
     """One object on stdout at once (a reader may wait for it), and nothing else."""
     print(json.dumps(value, ensure_ascii=False), flush=True)
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on stderr for long work: call what it yields with (done, total, what is being done)."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=stderr, transient=True) as bar:
+        task = bar.add_task(title, total=None)
+
+        def update(done: int, total: int, doing: str = "") -> None:
+            bar.update(task, completed=done, total=total, description=f"{title}: {doing}" if doing else title)
+
+        yield update
 
 
 def guarded(command: Callable[[], int]) -> int:

@@ -8,6 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Unpack
 
+from plans.errors import RequestError
 from plans.manifest import Manifest
 from plans.plan import Plan, open_plan
 from runtime.backends import BACKENDS, choose_target
@@ -15,6 +16,8 @@ from runtime.generation import Generation, GenerationStream, Span
 from runtime.request import Options
 from runtime.session import Session
 from runtime.tokenizer import Tokenizer
+
+MAX_THREADS = 1024
 
 
 class Runtime:
@@ -43,8 +46,12 @@ class Runtime:
         """Open the plan folder `plan` and load its engines for `target` (default: the best this machine drives).
 
         `threads` 0 lets the backend choose. `verify=False` skips the sha256 of the files (sizes are still
-        checked). Raises `PlanError`.
+        checked). Raises `PlanError`, and `RequestError` for a wrong number of threads.
         """
+        if isinstance(threads, bool) or not isinstance(threads, int) or not 0 <= threads <= MAX_THREADS:
+            raise RequestError(
+                f"threads is {threads!r}; pass a whole number from 0 (the backend chooses) to {MAX_THREADS}."
+            )
         opened = open_plan(Path(plan), verify=verify)
         return cls(opened, choose_target(list(opened.manifest.targets), target), threads)
 

@@ -18,6 +18,7 @@ from runtime import Runtime
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 REFERENCE_RECIPE = REPOSITORY / "plans" / "recipes" / "reference.yaml"
+HELD_OUT = REPOSITORY / "plans" / "reference" / "held_out.jsonl"
 
 TOY_RECIPE = """\
 name: toy

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from compiler.recipe import load_recipe
-from compiler.verify import held_out_prompts
+from compiler.held_out import read_prompts
 from runtime import Runtime
 from runtime.request import Options
-from tests.conftest import REFERENCE_RECIPE
+from tests.conftest import HELD_OUT
 
 SAMPLINGS = (
     Options(temperature=0.0),
@@ -85,7 +84,7 @@ def test_chunked_prefill_gives_the_tokens_of_feeding_the_prompt_one_by_one(toy: 
 def test_reference_speculation_gives_the_tokens_of_plain_decoding(reference: Runtime, sampling: Options) -> None:
     """20 held-out prompts: bit-exact on the CPU, so no near tie is allowed for."""
     accepted = 0
-    for prompt in held_out_prompts(load_recipe(REFERENCE_RECIPE))[:20]:
+    for prompt in read_prompts(HELD_OUT)[:20]:
         plain = reference.generate(prompt, drafter="none", max_new_tokens=64, **sampling)
         drafted = reference.generate(prompt, drafter="ngram", max_new_tokens=64, **sampling)
         assert drafted.token_ids == plain.token_ids

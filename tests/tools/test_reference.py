@@ -80,7 +80,10 @@ def test_an_outline_is_a_plan_and_one_branch_per_point() -> None:
     lines = plan.split("assistant\n", 1)[1].split("\n")
     assert lines[0] == "[PLAN]"
     points = [POINT.match(line) for line in lines[1:3]]
-    assert [(p[1], p[3], p[4]) for p in points if p] == [("1", "None", "read(path)"), ("2", "None", "write(path, rows)")]
+    assert [(p[1], p[3], p[4]) for p in points if p] == [
+        ("1", "None", "read(path)"),
+        ("2", "None", "write(path, rows)"),
+    ]
     assert lines[3].startswith("[END]")
     assert len(branches) == 2
     assert "def write(path, rows):" in branches[1]

@@ -18,10 +18,10 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 from compiler.recipe import load_recipe
-from plans.console import stderr
+from plans.console import progress_bar, stderr
 from plans.plan import read_manifest
 from runtime import Runtime
-from tools.bench.latency import _prompts
+from tools.bench.latency import choose_prompts
 
 Decode = Callable[[], tuple[list[int], float]]  # generated ids, tokens per second after the first
 
@@ -32,8 +32,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     threads = options.threads or torch.get_num_threads()
     torch.set_num_threads(threads)
     runtime = Runtime.load(options.plan, threads=threads)
-    options.prompts = None
-    ids = runtime.tokenizer.encode(_prompts(options)[0])[:128]
+    ids = runtime.tokenizer.encode(choose_prompts(options.plan, None)[0])[:128]
     engines: dict[str, Decode] = {
         "outrider": _outrider(runtime, ids, options.new),
         "transformers": _transformers(checkpoint, ids, options.new),
@@ -44,10 +43,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         stderr.print("onnxruntime-genai is not installed: left out (`pip install onnxruntime-genai`)")
     rates: dict[str, list[float]] = {name: [] for name in engines}
     tokens: dict[str, list[int]] = {}
-    with stderr.status("measuring") as status:
+    with progress_bar("measuring") as progress:
         for repetition in range(options.reps + 1):  # the first round warms up
+            progress(repetition, options.reps + 1, "warming up" if repetition == 0 else f"run {repetition}")
             for name, decode in engines.items():
-                status.update(f"measuring: {name}, run {repetition} of {options.reps}")
                 tokens[name], rate = decode()
                 if repetition:
                     rates[name].append(rate)

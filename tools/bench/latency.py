@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -12,7 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from plans.console import stderr
+from compiler.held_out import read_prompts
+from plans.console import progress_bar
 from plans.errors import RequestError
 from plans.plan import read_manifest
 from runtime import Generation, Runtime
@@ -25,7 +25,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     load_ms = (perf_counter() - started) * 1000
     drafters = options.drafters.split(",") if options.drafters else [d.name for d in runtime.manifest.drafters]
     modes = ["none", *(d for d in drafters if d != "none")]
-    prompts = _prompts(options)[: options.count]
+    prompts = choose_prompts(options.plan, options.prompts)[: options.count]
 
     def run(prompt: str, mode: str) -> Generation:
         return runtime.generate(
@@ -35,14 +35,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for mode in modes:
         run(prompts[0], mode)
     runs: dict[str, list[list[Generation]]] = {mode: [[] for _ in prompts] for mode in modes}
-    with stderr.status("measuring") as status:
-        for repetition in range(options.reps):
-            for index, prompt in enumerate(prompts):
-                status.update(
-                    f"measuring: run {repetition + 1} of {options.reps}, prompt {index + 1} of {len(prompts)}"
-                )
-                for mode in modes:
-                    runs[mode][index].append(run(prompt, mode))
+    total = options.reps * len(prompts)
+    with progress_bar("measuring") as progress:
+        for done in range(total):
+            repetition, index = divmod(done, len(prompts))
+            progress(done, total, f"run {repetition + 1}, prompt {index + 1}")
+            for mode in modes:
+                runs[mode][index].append(run(prompts[index], mode))
     plain = runs["none"]
     return {
         "plan": str(options.plan),
@@ -86,20 +85,17 @@ def _summary(runs: list[list[Generation]], plain: list[list[Generation]]) -> dic
     }
 
 
-def _prompts(options: argparse.Namespace) -> list[str]:
-    path = options.prompts
+def choose_prompts(plan: Path, path: Path | None) -> list[str]:
+    """Those of `path`, or the held-out prompts of the recipe that the plan was built from."""
     if path is None:
-        manifest = read_manifest(options.plan)
+        manifest = read_manifest(plan)
         held_out = manifest.recipe.get("held_out")
         if held_out is None:
             raise RequestError(
-                'The plan\'s recipe names no held_out prompts; pass --prompts FILE with {"prompt": ...} lines.'
+                'The plan\'s recipe names no held_out prompts; pass --prompts FILE of {"prompt": ...} lines.'
             )
-        path = (options.plan / manifest.source).parent / held_out
-    try:
-        return [json.loads(line)["prompt"] for line in Path(path).read_text(encoding="utf-8").splitlines() if line]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RequestError(f'{path}: every line must be JSON with a "prompt" ({error}).') from None
+        path = (plan / manifest.source).parent / held_out
+    return read_prompts(path)
 
 
 def print_table(report: dict[str, Any], console: Console) -> None:

@@ -1,0 +1,201 @@
+"""A second build keeps what is unchanged, the same inputs give the same plan, and a failed build changes nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import compiler.build
+from compiler.build import Built, build
+from compiler.recipe import load_recipe
+from plans.errors import PlanError, RecipeError
+from plans.plan import open_plan
+from runtime import Runtime
+
+TARGET = "onnxruntime-cpu"
+
+
+@pytest.fixture
+def workplace(toy_recipe: Path, toy_plan: Path, tmp_path: Path) -> Path:
+    """The toy's recipe, checkpoint and plan, to change."""
+    return copy_of(toy_recipe, tmp_path / "work")
+
+
+def copy_of(toy_recipe: Path, folder: Path) -> Path:
+    return shutil.copytree(toy_recipe.parent, folder)
+
+
+def rebuild(workplace: Path, *overrides: str, out: str = "plan") -> tuple[Built, list[str]]:
+    recipe = workplace / "model.yaml"
+    said: list[str] = []
+    return build(load_recipe(recipe, overrides), recipe, workplace / out, said.append), said
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def hashes(built: Built) -> dict[str, str]:
+    return {entry.path: entry.sha256 for entry in built.plan.manifest.files}
+
+
+def leftovers(folder: Path) -> list[str]:
+    return [p.name for p in folder.iterdir() if p.name.startswith(".")]
+
+
+def test_an_unchanged_recipe_keeps_the_plan_and_says_so(workplace: Path) -> None:
+    before = snapshot(workplace / "plan")
+    built, said = rebuild(workplace)
+    assert built.reused == ("plan",)
+    assert any("unchanged" in text for text in said)
+    assert snapshot(workplace / "plan") == before
+
+
+def test_changed_drafter_settings_take_the_engines_over(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = open_plan(workplace / "plan").manifest
+    monkeypatch.setattr(compiler.build, "load_decoder", None)  # a weight that is read would be a mistake
+    built, said = rebuild(workplace, "drafters[0].max_draft=9")
+    after = built.plan.manifest
+    assert built.reused == (TARGET,)
+    assert any("engines unchanged" in text for text in said)
+    assert after.identity != before.identity
+    assert after.targets[TARGET].engines == before.targets[TARGET].engines
+    assert after.targets[TARGET].symbols["M"] == 10
+    assert Runtime.load(workplace / "plan").generate("import", max_new_tokens=3).token_ids
+    assert leftovers(workplace) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "kept"),
+    [
+        ("capacity.context=200", True),  # the same arena: sizes are rounded up
+        ("capacity.context=256", True),
+        ("capacity.branches=2", True),
+        ("target.rope_scaling={rope_type: linear, factor: 2.0}", False),
+    ],
+)
+def test_engines_are_built_anew_only_for_what_they_depend_on(workplace: Path, override: str, kept: bool) -> None:
+    before = open_plan(workplace / "plan").manifest
+    built, _ = rebuild(workplace, override)
+    assert built.plan.manifest.identity != before.identity
+    assert built.reused == ((TARGET,) if kept else ())
+
+
+def test_changed_weights_build_anew(workplace: Path) -> None:
+    before = open_plan(workplace / "plan").manifest
+    old = Runtime.load(workplace / "plan").generate("import", max_new_tokens=8, ignore_eos=True).token_ids
+    path = workplace / "target" / "model.safetensors"
+    weights = load_file(path)
+    torch.manual_seed(5)
+    save_file({name: torch.randn_like(w) * 0.3 for name, w in weights.items()}, path, metadata={"format": "pt"})
+    built, _ = rebuild(workplace)
+    after = built.plan.manifest
+    assert built.reused == ()
+    assert after.identity != before.identity
+    assert after.targets[TARGET].engines_key != before.targets[TARGET].engines_key
+    assert Runtime.load(workplace / "plan").generate("import", max_new_tokens=8, ignore_eos=True).token_ids != old
+
+
+def test_a_changed_chat_template_keeps_the_engines(workplace: Path) -> None:
+    path = workplace / "target" / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(settings | {"chat_template": "{{ messages[0].content }}"}), encoding="utf-8")
+    built, _ = rebuild(workplace)
+    assert built.reused == (TARGET,)
+    runtime = Runtime.load(workplace / "plan")
+    assert runtime.tokenizer.apply_chat_template([{"role": "user", "content": "hi"}]) == "hi"
+
+
+def test_a_damaged_plan_is_built_anew(workplace: Path) -> None:
+    weights = workplace / "plan" / "engines" / TARGET / "weights.bin"
+    weights.write_bytes(bytes(weights.stat().st_size))
+    built, _ = rebuild(workplace)
+    assert built.reused == ()
+    open_plan(workplace / "plan")
+
+
+def test_the_same_inputs_in_another_folder_give_the_same_identity_and_the_same_files(
+    toy_recipe: Path, toy_plan: Path, tmp_path: Path
+) -> None:
+    elsewhere = copy_of(toy_recipe, tmp_path / "a" / "longer path")
+    shutil.rmtree(elsewhere / "plan")
+    built, _ = rebuild(elsewhere, out="other name")
+    toy = open_plan(toy_plan).manifest
+    assert built.reused == ()
+    assert built.plan.manifest.identity == toy.identity
+    assert hashes(built) == {entry.path: entry.sha256 for entry in toy.files}
+    assert str(tmp_path) not in (built.plan.root / "plan.json").read_text(encoding="utf-8")
+
+
+def test_a_failed_build_leaves_the_old_plan_and_nothing_else(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = snapshot(workplace / "plan")
+
+    def fail(*_: object, **__: object) -> None:
+        raise PlanError("the rule broke")
+
+    monkeypatch.setattr(compiler.build, "lower", fail)
+    for out in ("plan", "new"):
+        with pytest.raises(PlanError, match="the rule broke"):
+            rebuild(workplace, "capacity.context=256", "target.rope_scaling={rope_type: linear, factor: 2.0}", out=out)
+    assert snapshot(workplace / "plan") == before
+    assert not (workplace / "new").exists()
+    assert leftovers(workplace) == []
+
+
+def test_a_plan_that_cannot_be_put_in_place_leaves_the_old_one(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = snapshot(workplace / "plan")
+    rename = Path.rename
+
+    def refuse_the_new(self: Path, target: Path) -> Path:
+        if ".building-" in self.name:
+            raise PermissionError("no")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse_the_new)
+    with pytest.raises(PermissionError):
+        rebuild(workplace, "drafters[0].max_draft=9")
+    assert snapshot(workplace / "plan") == before
+    assert leftovers(workplace) == []
+
+
+def test_a_folder_that_is_no_plan_is_not_replaced(workplace: Path) -> None:
+    (workplace / "mine").mkdir()
+    (workplace / "mine" / "thesis.txt").write_text("x")
+    with pytest.raises(PlanError, match="mine exists and is not a plan; choose another --out"):
+        rebuild(workplace, out="mine")
+    with pytest.raises(PlanError, match="is not a folder"):
+        rebuild(workplace, out="model.yaml")
+    assert (workplace / "mine" / "thesis.txt").read_text() == "x"
+
+
+def test_an_empty_folder_becomes_the_plan(workplace: Path) -> None:
+    (workplace / "empty").mkdir()
+    built, _ = rebuild(workplace, out="empty")
+    assert open_plan(workplace / "empty").manifest == built.plan.manifest
+
+
+def test_half_precision_on_the_cpu_is_refused_with_its_line(workplace: Path) -> None:
+    recipe = workplace / "model.yaml"
+    text = recipe.read_text(encoding="utf-8").replace("checkpoint: target\n", "checkpoint: target\n  dtype: float16\n")
+    recipe.write_text(text, encoding="utf-8")
+    line = text.splitlines().index("  dtype: float16") + 1
+    with pytest.raises(RecipeError, match="float32") as caught:
+        rebuild(workplace)
+    assert f"model.yaml:{line}" in str(caught.value)
+    assert "target.dtype" in str(caught.value)
+
+
+def test_a_checkpoint_without_a_tokenizer_is_refused(workplace: Path) -> None:
+    (workplace / "target" / "tokenizer.json").unlink()
+    before = snapshot(workplace / "plan")
+    with pytest.raises(Exception, match=r"tokenizer\.json does not exist"):
+        rebuild(workplace)
+    assert snapshot(workplace / "plan") == before
+    assert leftovers(workplace) == []

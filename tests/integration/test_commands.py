@@ -1,0 +1,354 @@
+"""The commands as a user meets them: what they print, what their JSON holds, and how they refuse."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import compiler.__main__
+import runtime.__main__
+from runtime import Runtime
+from tests.conftest import REPOSITORY
+
+PROMPT = "def add(a, b):\n"
+GENERATION_KEYS = {"text", "token_ids", "finish_reason", "stats"}
+
+Captured = pytest.CaptureFixture[str]
+
+
+def refused(capsys: Captured, status: int) -> str:
+    """The sentence on stderr of a command that ended with status 2, stdout being empty."""
+    assert status == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "Traceback" not in printed.err
+    (sentence,) = (line for line in printed.err.splitlines() if line.startswith("error: "))
+    return sentence
+
+
+def run_json(capsys: Captured, main, *arguments: object) -> dict:
+    """The one JSON object that a command prints."""
+    assert main([str(a) for a in arguments]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    return json.loads(line)
+
+
+# build, inspect, verify
+
+
+def test_build_prints_a_line_and_the_same_as_json(toy_recipe: Path, toy_plan: Path, capsys: Captured) -> None:
+    assert compiler.__main__.main(["build", str(toy_recipe), "--out", str(toy_plan)]) == 0
+    printed = capsys.readouterr()
+    assert "reused: plan" in printed.out
+    assert "unchanged" in printed.err
+    found = run_json(capsys, compiler.__main__.main, "build", toy_recipe, "--out", toy_plan, "--json")
+    assert set(found) == {"plan", "identity", "reused", "targets", "bytes", "seconds"}
+    assert found["reused"] == ["plan"]
+    assert found["identity"] == json.loads((toy_plan / "plan.json").read_text(encoding="utf-8"))["identity"]
+
+
+def test_build_puts_the_plan_under_build_and_takes_overrides(
+    toy_recipe: Path, toy_plan: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(toy_plan, tmp_path / "build" / "toy")  # its engines are taken over: this is about the command
+    arguments = ("build", toy_recipe, "--set", "drafters=[]", "--set", "capacity.context=200", "--json")
+    found = run_json(capsys, compiler.__main__.main, *arguments)
+    assert found["plan"] == str(Path("build") / "toy")
+    manifest = Runtime.load(tmp_path / "build" / "toy").manifest
+    assert (manifest.drafters, manifest.model.context) == ((), 200)
+
+
+def test_inspect_shows_geometry_programs_ops_and_rules(toy_plan: Path, capsys: Captured) -> None:
+    assert compiler.__main__.main(["inspect", str(toy_plan)]) == 0
+    text = capsys.readouterr().out
+    for part in ("2 layers", "context 160", "speculate.short", "GroupQueryAttention 2", "StandardAttention"):
+        assert part in text
+    found = run_json(capsys, compiler.__main__.main, "inspect", toy_plan, "--json")
+    assert set(found) == {
+        "name", "identity", "format_version", "model", "drafters", "targets", "tools", "bytes", "files",
+    }  # fmt: skip
+    target = found["targets"]["onnxruntime-cpu"]
+    assert set(target) == {"programs", "symbols", "session_bytes", "engines", "lowering"}
+    assert target["programs"]["decode"] == ["op:BimMask", "engine:target", "op:Sample"]
+    assert target["engines"]["target"]["ops"]["com.microsoft.GroupQueryAttention"] == 2
+    assert target["session_bytes"] > 4 * 2 * 384 * 16 * 4  # the arena alone
+
+
+def test_verify_compares_with_pytorch_and_exits_with_the_verdict(toy_plan: Path, capsys: Captured) -> None:
+    arguments = ["verify", str(toy_plan), "--prompts", "2", "--new-tokens", "12"]
+    held_out = toy_plan.parent / "held_out.jsonl"
+    recipe = toy_plan.parent / "with_held_out.yaml"
+    text = (toy_plan.parent / "model.yaml").read_text(encoding="utf-8")
+    recipe.write_text(f"held_out: {held_out.name}\n{text}", encoding="utf-8")
+    assert "held_out" in refused(capsys, compiler.__main__.main(arguments))
+    found = run_json(capsys, compiler.__main__.main, *arguments, "--recipe", recipe, "--json")
+    assert set(found) == {
+        "prompts", "tokens", "max_logit_error", "tolerance", "equal_runs", "divergences", "passed",
+    }  # fmt: skip
+    assert (found["prompts"], found["tokens"], found["passed"]) == (2, 24, True)
+    assert 0 < found["max_logit_error"] < 1e-3
+    assert compiler.__main__.main([*arguments, "--recipe", str(recipe)]) == 0
+    assert "2 prompts, 24 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--prompts", "0"], "prompts is 0"),
+        (["--prompts", "-3"], "prompts is -3"),
+        (["--new-tokens", "0"], "max_new_tokens is 0"),
+        (["--new-tokens", "159"], "context is 160"),
+        (["--new-tokens", "5000"], "context is 160"),
+    ],
+)
+def test_verify_refuses_numbers_it_cannot_run(
+    toy_plan: Path, tmp_path: Path, capsys: Captured, options: list[str], said: str
+) -> None:
+    recipe = tmp_path / "model.yaml"
+    text = (toy_plan.parent / "model.yaml").read_text(encoding="utf-8")
+    text = text.replace("checkpoint: target", f"checkpoint: {toy_plan.parent / 'target'}")
+    recipe.write_text(f"held_out: {toy_plan.parent / 'held_out.jsonl'}\n{text}", encoding="utf-8")
+    assert said in refused(capsys, compiler.__main__.main(["verify", str(toy_plan), "--recipe", str(recipe), *options]))
+
+
+def test_compiler_commands_refuse_with_one_sentence(toy_recipe: Path, tmp_path: Path, capsys: Captured) -> None:
+    main = compiler.__main__.main
+    missing = tmp_path / "none.yaml"
+    assert str(missing) in refused(capsys, main(["build", str(missing)]))
+    wrong = toy_recipe.parent / "wrong.yaml"
+    wrong.write_text(
+        toy_recipe.read_text(encoding="utf-8").replace("  prefill_chunk:", "  prefil_chunk:"), encoding="utf-8"
+    )
+    sentence = refused(capsys, main(["build", str(wrong)]))
+    line = wrong.read_text(encoding="utf-8").splitlines().index("  prefil_chunk: 16") + 1
+    assert f"wrong.yaml:{line}" in sentence
+    assert "prefil_chunk" in sentence
+    assert "capacity.context" in refused(capsys, main(["build", str(toy_recipe), "--set", "capacity.context=much"]))
+    assert "no_such" in refused(capsys, main(["build", str(toy_recipe), "--set", "no_such=1"]))
+    for command in ("inspect", "verify"):
+        assert "is not a plan" in refused(capsys, main([command, str(tmp_path)]))
+
+
+# generate
+
+
+@pytest.fixture
+def generate(toy: Runtime, toy_plan: Path, monkeypatch: pytest.MonkeyPatch):
+    """`python -m runtime generate` on the toy plan, which is loaded already."""
+    monkeypatch.setattr(Runtime, "load", lambda *_, **__: toy)
+
+    def run(*arguments: str) -> int:
+        return runtime.__main__.main(["generate", str(toy_plan), "--max-new-tokens", "24", "--ignore-eos", *arguments])
+
+    return run
+
+
+def test_generate_prints_text_on_stdout_and_numbers_on_stderr(generate, toy: Runtime, capsys: Captured) -> None:
+    expected = toy.generate(PROMPT, max_new_tokens=24, ignore_eos=True)
+    assert generate("--prompt", PROMPT) == 0
+    printed = capsys.readouterr()
+    assert printed.out == expected.text + "\n"
+    assert "24 tokens (length)" in printed.err.replace("\n", " ")
+
+
+@pytest.mark.parametrize("options", [[], ["--temperature", "1.1", "--seed", "7", "--top-k", "50", "--top-p", "0.9"]])
+def test_stream_prints_what_generate_prints(generate, capsys: Captured, options: list[str]) -> None:
+    assert generate("--prompt", PROMPT, *options) == 0
+    whole = capsys.readouterr().out
+    assert generate("--prompt", PROMPT, "--stream", *options) == 0
+    assert capsys.readouterr().out == whole
+
+
+def test_json_has_stable_keys_and_the_tokens_of_the_runtime(generate, toy: Runtime, capsys: Captured) -> None:
+    arguments = ("--prompt", PROMPT, "--temperature", "0.8", "--seed", "3", "--json")
+    found = run_json(capsys, lambda a: generate(*a), *arguments)
+    expected = toy.generate(PROMPT, max_new_tokens=24, temperature=0.8, seed=3, ignore_eos=True)
+    assert set(found) == GENERATION_KEYS
+    assert (found["text"], found["token_ids"], found["finish_reason"]) == (expected.text, expected.token_ids, "length")
+    assert set(found["stats"]) == set(expected.stats.to_json())
+    assert {"tokens_per_verify", "acceptance_rate", "ttft_ms", "new_tokens"} <= set(found["stats"])
+    streamed = run_json(capsys, lambda a: generate(*a), *arguments, "--stream")
+    assert streamed["token_ids"] == found["token_ids"]
+
+
+def test_json_with_logprobs(generate, capsys: Captured) -> None:
+    found = run_json(capsys, lambda a: generate(*a), "--prompt", PROMPT, "--json", "--logprobs", "2")
+    assert set(found) == GENERATION_KEYS | {"logprobs"}
+    assert [entry["token_id"] for entry in found["logprobs"]] == found["token_ids"]
+    for entry in found["logprobs"]:
+        assert len(entry["top"]) == 2
+        assert entry["top"][0] == [entry["token_id"], entry["logprob"]]  # greedy
+
+
+def test_every_way_to_give_the_prompt_gives_the_same(
+    generate, toy: Runtime, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prompt.txt").write_bytes(PROMPT.encode())
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
+    ids = ",".join(map(str, toy.tokenizer.encode(PROMPT)))
+    outputs = []
+    for way in (
+        ["--prompt", PROMPT], ["--prompt-file", str(tmp_path / "prompt.txt")], ["--prompt-file", "-"],
+        ["--token-ids", ids], ["--token-ids", ids.replace(",", " , ")],
+    ):  # fmt: skip
+        assert generate(*way) == 0
+        outputs.append(capsys.readouterr().out)
+    assert len(set(outputs)) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--token-ids", "1,x"], "--token-ids is '1,x'"),
+        (["--token-ids", ""], "--token-ids is ''"),
+        (["--token-ids", "1,,2"], "whole numbers"),
+        (["--token-ids", "300"], "vocabulary"),
+        (["--token-ids", "-1"], "vocabulary"),
+        (["--token-ids", "9" * 5000], "--token-ids"),
+        (["--prompt", ""], "empty"),
+        (["--prompt-file", "/nowhere/prompt.txt"], "/nowhere/prompt.txt"),
+        (["--prompt-file", "."], "--prompt-file ."),
+        (["--prompt", "x" * 2000], "context is 160"),
+        (["--prompt", "x", "--drafter", "oracle"], "ngram, short, none"),
+        (["--prompt", "x", "--temperature", "-1"], "temperature"),
+        (["--prompt", "x", "--temperature", "nan"], "temperature"),
+        (["--prompt", "x", "--top-p", "0"], "top_p"),
+        (["--prompt", "x", "--top-k", "-1"], "top_k"),
+        (["--prompt", "x", "--seed", "-1"], "seed"),
+        (["--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens"),
+        (["--prompt", "x", "--stop", ""], "stop"),
+        (["--prompt", "x", "--json", "--logprobs", "99"], "logprobs"),
+    ],
+)
+def test_generate_refuses_with_one_sentence(generate, capsys: Captured, arguments: list[str], said: str) -> None:
+    assert said in refused(capsys, generate(*arguments))
+
+
+def test_a_prompt_file_that_is_not_text_is_refused(generate, tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    assert "UTF-8" in refused(capsys, generate("--prompt-file", str(tmp_path / "binary")))
+
+
+def test_a_missing_plan_an_unknown_target_and_threads_below_0_are_refused(
+    toy_plan: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    main = runtime.__main__.main
+    for command in (["generate", "--prompt", "x"], ["chat"]):
+        assert "is not a plan" in refused(capsys, main([command[0], str(tmp_path / "none"), *command[1:]]))
+    arguments = ["generate", str(toy_plan), "--prompt", "x"]
+    assert "onnxruntime-cpu" in refused(capsys, main([*arguments, "--target", "tensorrt"]))
+    assert "threads is -1" in refused(capsys, main([*arguments, "--threads", "-1"]))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [], ["generate"], ["generate", "plan"], ["generate", "plan", "--prompt", "x", "--token-ids", "1"],
+        ["generate", "plan", "--prompt", "x", "--seed", "x"], ["dance"],
+    ],
+)  # fmt: skip
+def test_a_command_line_that_is_none_ends_with_status_2(arguments: list[str], capsys: Captured) -> None:
+    with pytest.raises(SystemExit) as ended:
+        runtime.__main__.main(arguments)
+    assert ended.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", [compiler.__main__, runtime.__main__])
+def test_help_shows_an_example_that_parses(module, capsys: Captured) -> None:
+    with pytest.raises(SystemExit) as ended:
+        module.main(["--help"])
+    assert ended.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"example: python -m {module.__package__} " in text
+
+
+# chat
+
+
+def chat(monkeypatch: pytest.MonkeyPatch, toy: Runtime, toy_plan: Path, lines: str, *arguments: str) -> int:
+    monkeypatch.setattr(Runtime, "load", lambda *_, **__: toy)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    return runtime.__main__.main(["chat", str(toy_plan), "--max-new-tokens", "10", *arguments])
+
+
+def test_chat_answers_each_line_as_a_fresh_run_over_the_whole_conversation(
+    toy: Runtime, toy_plan: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert chat(monkeypatch, toy, toy_plan, "hi\nmore\n\nnot read\n", "--json", "--system", "be brief") == 0
+    replies = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [set(reply) for reply in replies] == [GENERATION_KEYS] * 2
+    messages = [{"role": "system", "content": "be brief"}]
+    for line, reply in zip(("hi", "more"), replies, strict=True):
+        messages.append({"role": "user", "content": line})
+        ids = toy.tokenizer.encode(toy.tokenizer.apply_chat_template(messages), add_special_tokens=False)
+        assert toy.generate(ids, max_new_tokens=10).token_ids == reply["token_ids"]
+        messages.append({"role": "assistant", "content": reply["text"]})
+    assert replies[1]["stats"]["reused_tokens"] > 0
+
+
+def test_chat_streams_text_and_leaves_at_the_end_of_input(
+    toy: Runtime, toy_plan: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert chat(monkeypatch, toy, toy_plan, "hi\n", "--json") == 0
+    text = json.loads(capsys.readouterr().out)["text"]
+    assert chat(monkeypatch, toy, toy_plan, "hi\n") == 0
+    assert text in capsys.readouterr().out
+
+
+def test_a_conversation_that_outgrows_the_context_is_refused(
+    toy: Runtime, toy_plan: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = chat(monkeypatch, toy, toy_plan, "long " * 200 + "\n", "--json")
+    assert "context is 160" in refused(capsys, status)
+
+
+# As processes: what only a real one shows.
+
+
+def process(*arguments: object, **options) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"COLUMNS": "80"}
+    return subprocess.run(
+        [sys.executable, "-m", *map(str, arguments)],
+        cwd=REPOSITORY, env=environment, capture_output=True, text=True, encoding="utf-8", timeout=120, **options,
+    )  # fmt: skip
+
+
+def test_a_process_reads_standard_input_and_keeps_stdout_for_the_text(toy: Runtime, toy_plan: Path) -> None:
+    ended = process(
+        "runtime", "generate", toy_plan, "--prompt-file", "-", "--max-new-tokens", 12, "--ignore-eos", input=PROMPT
+    )
+    assert ended.returncode == 0
+    assert ended.stdout == toy.generate(PROMPT, max_new_tokens=12, ignore_eos=True).text + "\n"
+
+
+def test_a_process_ends_with_status_2_and_no_traceback(tmp_path: Path) -> None:
+    for module, command in (("runtime", ["generate", tmp_path, "--prompt", "x"]), ("compiler", ["build", tmp_path])):
+        ended = process(module, *command)
+        assert (ended.returncode, ended.stdout) == (2, "")
+        assert ended.stderr.startswith("error: ")
+        assert "Traceback" not in ended.stderr
+
+
+def test_chat_as_a_process_answers_before_it_is_asked_again(toy_plan: Path) -> None:
+    """A program on the other end of the pipe waits for the reply before it writes on."""
+    command = [sys.executable, "-m", "runtime", "chat", str(toy_plan), "--json", "--max-new-tokens", "5"]
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+    ) as talk:
+        assert talk.stdin is not None
+        assert talk.stdout is not None
+        for line in ("hi", "more"):
+            talk.stdin.write(line + "\n")
+            talk.stdin.flush()
+            assert set(json.loads(talk.stdout.readline())) == GENERATION_KEYS
+        talk.stdin.close()
+        assert talk.wait(timeout=30) == 0

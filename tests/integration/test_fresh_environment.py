@@ -1,0 +1,76 @@
+"""A plan generates where nothing but the base dependencies is installed, and no checkout is in sight."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runtime import Runtime
+from tests.conftest import REPOSITORY
+
+PROMPT = "import os\n"
+CONSTRAINTS = REPOSITORY / "tools" / "constraints.txt"
+# What pip says when it cannot reach its index; anything else that fails is a failure of ours.
+UNREACHABLE = (
+    "Could not fetch URL",
+    "NewConnectionError",
+    "NameResolutionError",
+    "Temporary failure in name resolution",
+    "Network is unreachable",
+    "ConnectTimeoutError",
+    "ReadTimeoutError",
+    "ProxyError",
+)
+PROGRAM = """
+import importlib.util, json, sys
+import runtime
+found = runtime.Runtime.load(sys.argv[1]).generate(sys.argv[2], max_new_tokens=24, temperature=0.9, seed=6)
+print(json.dumps({
+    "tokens": found.token_ids,
+    "source": runtime.__file__,
+    "there": [m for m in ("torch", "onnx", "yaml", "safetensors", "transformers") if importlib.util.find_spec(m)],
+}))
+"""
+
+
+def run(command: list[str | Path], folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+
+
+def test_an_installed_runtime_alone_gives_the_same_tokens(toy: Runtime, toy_plan: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "elsewhere"
+    outside.mkdir()
+    made = run([sys.executable, "-m", "venv", tmp_path / "venv"], outside)
+    assert made.returncode == 0, made.stderr
+    python = tmp_path / "venv" / "bin" / "python"
+    # A build folder of its own: the checkout's belongs to the editable install.
+    install = [python, "-m", "pip", "install", "--disable-pip-version-check", "--retries", "1", str(REPOSITORY)]
+    install += ["--config-settings", f"build-dir={tmp_path / 'build'}"]
+    if CONSTRAINTS.is_file():
+        install += ["--constraint", CONSTRAINTS]
+    installed = run(install, outside)
+    if installed.returncode != 0 and any(sign in installed.stdout + installed.stderr for sign in UNREACHABLE):
+        pytest.skip(f"the package index cannot be reached: {installed.stderr.strip().splitlines()[-1]}")
+    assert installed.returncode == 0, installed.stdout[-2000:] + installed.stderr[-2000:]
+
+    ended = run([python, "-c", PROGRAM, toy_plan, PROMPT], outside)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert found["there"] == []
+    assert Path(found["source"]).is_relative_to(tmp_path / "venv")
+    assert found["tokens"] == toy.generate(PROMPT, max_new_tokens=24, temperature=0.9, seed=6).token_ids
+
+    command = [python, "-m", "runtime", "generate", toy_plan, "--prompt", PROMPT, "--max-new-tokens", "8", "--json"]
+    ended = run(command, outside)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["token_ids"] == toy.generate(PROMPT, max_new_tokens=8).token_ids
+    refused = run([python, "-m", "compiler", "build", REPOSITORY / "plans" / "recipes" / "reference.yaml"], outside)
+    assert "Traceback" not in refused.stderr, refused.stderr
+    assert refused.returncode == 2
+    assert "compiler" in refused.stderr

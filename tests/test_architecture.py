@@ -1,0 +1,116 @@
+"""The house's plan as a test: which package may know which, what stays unloaded, and how large a file may be."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PACKAGES = ("plans", "plugins", "compiler", "runtime")
+OURS = {*PACKAGES, "tools", "tests"}
+ALLOWED = {
+    "plans": {"plans"},
+    "plugins": {"plugins", "plans"},
+    "compiler": {"compiler", "plans", "plugins"},
+    "runtime": {"runtime", "plans", "plugins"},
+    "tools": OURS - {"tests"},
+}
+EXCEPTIONS = {("compiler/verify.py", "runtime")}  # it measures what a plan gives, so it runs one
+# Build-time libraries, and where alone they may be imported. `plugins.onnx_ops` serves the compiler.
+HEAVY = {"torch", "onnx", "onnx_ir", "onnxscript", "safetensors", "transformers", "yaml"}
+HEAVY_IN_PLUGINS = {"plugins/onnx_ops.py": {"onnx"}}
+MAX_LINES = 400
+
+
+def sources(folder: str) -> list[Path]:
+    return sorted(p for p in (REPOSITORY / folder).rglob("*.py") if "build" not in p.relative_to(REPOSITORY).parts)
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(REPOSITORY).as_posix()
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full names of all modules that a file imports, wherever in it, relative ones resolved."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts[: -node.level]) if node.level else ""
+            yield ".".join(part for part in (above, node.module or "") if part)
+
+
+def top(module: str) -> str:
+    return module.partition(".")[0]
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_imports_follow_the_arrows(package: str) -> None:
+    turned = [
+        f"{relative(path)} imports {module}"
+        for path in sources(package)
+        for module in imports(path)
+        if top(module) in OURS - ALLOWED[package] and (relative(path), top(module)) not in EXCEPTIONS
+    ]
+    assert turned == []
+
+
+def test_every_exception_is_still_needed() -> None:
+    for path, package in EXCEPTIONS:
+        assert package in {top(module) for module in imports(REPOSITORY / path)}
+
+
+@pytest.mark.parametrize("package", ["plans", "plugins", "runtime"])
+def test_build_time_libraries_are_imported_by_the_compiler_alone(package: str) -> None:
+    found = [
+        f"{relative(path)} imports {module}"
+        for path in sources(package)
+        for module in imports(path)
+        if top(module) in HEAVY - HEAVY_IN_PLUGINS.get(relative(path), set())
+    ]
+    assert found == []
+
+
+def test_the_runtime_knows_nothing_of_the_ops_as_graphs() -> None:
+    found = [relative(path) for path in sources("runtime") if "plugins.onnx_ops" in set(imports(path))]
+    assert found == []
+
+
+def test_importing_the_runtime_loads_nothing_of_the_compiler() -> None:
+    """In a fresh interpreter, all modules of the package but the command line's entry."""
+    modules = [relative(p).removesuffix(".py").replace("/", ".") for p in sources("runtime")]
+    modules = sorted(m.removesuffix(".__init__") for m in modules if not m.endswith("__main__"))
+    program = f"""
+import importlib, json, sys, time
+before = time.perf_counter()
+import runtime
+seconds = time.perf_counter() - before
+for name in {modules!r}:
+    importlib.import_module(name)
+print(json.dumps([seconds, sorted(sys.modules)]))
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=120
+    )
+    seconds, loaded = json.loads(ended.stdout)
+    print(f"import runtime: {seconds:.2f} s")
+    assert "runtime.session" in loaded
+    assert {top(module) for module in loaded} & (HEAVY | {"compiler", "tools", "tests"}) == set()
+
+
+def test_every_folder_of_ours_says_what_lives_in_it() -> None:
+    folders = {path.parent for folder in (*PACKAGES, "tools") for path in sources(folder)}
+    missing = sorted(relative(folder) for folder in folders if not (folder / "README.md").is_file())
+    assert missing == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_file_outgrows_one_concept(package: str) -> None:
+    lengths = {relative(path): len(path.read_text(encoding="utf-8").splitlines()) for path in sources(package)}
+    assert {path: lines for path, lines in lengths.items() if lines > MAX_LINES} == {}
