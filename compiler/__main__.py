@@ -8,11 +8,25 @@ from pathlib import Path
 from time import perf_counter
 
 from plans.console import guarded, print_json, progress_bar, stderr, stdout
+from plans.errors import OutriderError
+
+_OURS = ("compiler", "plans", "plugins", "runtime")
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    return guarded(lambda: options.command(options))
+    return guarded(lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
+    try:
+        return int(options.command(options))
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] in _OURS:
+            raise
+        raise OutriderError(
+            f"The compiler needs {error.name}, which is not installed; run `pip install 'outrider[compiler]'`."
+        ) from None
 
 
 def _parser() -> argparse.ArgumentParser:

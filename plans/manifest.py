@@ -12,6 +12,7 @@ from plans.buffers import LARGEST_SIZE, Strict, Tensor
 FORMAT_VERSION = 1
 
 Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
+Count = Annotated[int, Field(ge=0, le=LARGEST_SIZE)]
 
 
 class Geometry(Strict):
@@ -39,13 +40,13 @@ class Text(Strict):
 
 
 class NgramDrafter(Strict):
-    """The n-gram drafter's settings; FEATURES row 16."""
+    """The n-gram drafter's settings; FEATURES row 16. The drafter itself checks their limits."""
 
     kind: Literal["ngram"]
     name: str
-    max_context: Size
-    min_context: Size
-    max_draft: Size
+    max_context: Count
+    min_context: Count
+    max_draft: Count
     min_confidence: float
 
 

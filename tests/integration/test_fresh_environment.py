@@ -33,7 +33,7 @@ found = runtime.Runtime.load(sys.argv[1]).generate(sys.argv[2], max_new_tokens=2
 print(json.dumps({
     "tokens": found.token_ids,
     "source": runtime.__file__,
-    "there": [m for m in ("torch", "onnx", "yaml", "safetensors", "transformers") if importlib.util.find_spec(m)],
+    "there": [m for m in ("torch", "onnx", "onnxscript", "safetensors", "transformers") if importlib.util.find_spec(m)],
 }))
 """
 
@@ -70,7 +70,7 @@ def test_an_installed_runtime_alone_gives_the_same_tokens(toy: Runtime, toy_plan
     ended = run(command, outside)
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout)["token_ids"] == toy.generate(PROMPT, max_new_tokens=8).token_ids
-    refused = run([python, "-m", "compiler", "build", REPOSITORY / "plans" / "recipes" / "reference.yaml"], outside)
-    assert "Traceback" not in refused.stderr, refused.stderr
-    assert refused.returncode == 2
-    assert "compiler" in refused.stderr
+    refused = run([python, "-m", "compiler", "build", toy_plan.parent / "model.yaml"], outside)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "Traceback" not in refused.stderr
+    assert "outrider[compiler]" in refused.stderr

@@ -150,7 +150,10 @@ def test_logprobs_are_those_of_the_whole_sequence(toy: Runtime, toy_recipe, draf
         ("x", {"seed": -1}, "seed"),
         ("x", {"drafter": "eagle9"}, "ngram, short, none"),
         ("x", {"stop": [""]}, "stop"),
+        ("x", {"stop": 5}, "stop"),
+        ("x", {"eos_token_ids": 5}, "eos_token_ids"),
         ("x", {"logprobs": 21}, "logprobs"),
+        ("x", {"logprobs": "2"}, "logprobs"),
         ("x", {"top_q": 1}, "top_q"),
     ],
 )
