@@ -52,11 +52,11 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
     old = _existing(out)
     if old is not None and old.manifest.identity == identity:
         progress("unchanged: the plan is up to date")
-        return Built(old, ("plan",))
+        return Built(_with_source(old, recipe_path), ("plan",))
 
     geometry = _geometry(recipe, config)
+    _remove_abandoned(out)
     temporary = out.parent / f".{out.name}.building-{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         drafters = tuple(NgramDrafter(**d.model_dump()) for d in recipe.drafters)
@@ -70,7 +70,7 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
                 reused.append(target)
             targets[target] = _target_plan(target, key, taken, model, geometry, drafters, temporary, progress)
         progress("writing the plan")
-        text = write_tokenizer(recipe.checkpoint_path, temporary / "tokenizer", config.eos_token_ids)
+        text = write_tokenizer(recipe.checkpoint_path, temporary / "tokenizer", config)
         manifest = Manifest(
             format_version=FORMAT_VERSION,
             name=recipe.name,
@@ -202,6 +202,29 @@ def _list_files(root: Path) -> tuple[PlanFile, ...]:
     return tuple(
         PlanFile(path=p.relative_to(root).as_posix(), sha256=file_sha256(p), size=p.stat().st_size) for p in paths
     )
+
+
+def _with_source(plan: Plan, recipe_path: Path) -> Plan:
+    """The plan that is there, pointing to the recipe it was just asked for from."""
+    source = os.path.relpath(recipe_path, plan.root)
+    if plan.manifest.source == source:
+        return plan
+    manifest = plan.manifest.model_copy(update={"source": source})
+    temporary = plan.root.parent / f".{plan.root.name}.{MANIFEST}-{os.getpid()}"
+    temporary.write_text(manifest.model_dump_json(indent=1), encoding="utf-8")
+    temporary.replace(plan.root / MANIFEST)
+    return Plan(plan.root, manifest)
+
+
+def _remove_abandoned(out: Path) -> None:
+    """Temporary folders of builds that were killed: those whose process is gone."""
+    for folder in out.parent.glob(f".{out.name}.building-*"):
+        try:
+            os.kill(int(folder.name.rsplit("-", 1)[1]), 0)
+        except (ValueError, ProcessLookupError):
+            shutil.rmtree(folder, ignore_errors=True)
+        except PermissionError:
+            pass  # the process lives, and is another user's
 
 
 def _swap(new: Path, out: Path) -> None:

@@ -170,19 +170,19 @@ def _name(model: ir.Model, layers: int) -> None:
     symbols: dict[str, list[int | str]] = {
         names.TOKEN_IDS: [names.NEW],
         names.POSITIONS: [names.NEW],
-        names.ROW_SPLITS: ["R_plus_1"],
-        names.ATTN_BIAS: ["R", 1, "S", names.VIEW],
-        names.PAST_LENGTH: ["R"],
+        names.ROW_SPLITS: [names.ROW_EDGES],
+        names.ATTN_BIAS: [names.ROWS, 1, names.PLACES, names.VIEW],
+        names.PAST_LENGTH: [names.ROWS],
         names.LOGIT_ROWS: [names.LOGITS],
     }
     for value in graph.inputs:
         assert value.name
         assert value.shape is not None
-        value.shape = ir.Shape(symbols.get(value.name) or ["R", *_fixed(value.shape)])
+        value.shape = ir.Shape(symbols.get(value.name) or [names.ROWS, *_fixed(value.shape)])
     for value in graph.outputs:
         assert value.name
         assert value.shape is not None
-        first = names.LOGITS if value.name == names.LOGITS_OUT else "R"
+        first = names.LOGITS if value.name == names.LOGITS_OUT else names.ROWS
         value.shape = ir.Shape([first, *_fixed(value.shape)])
 
 

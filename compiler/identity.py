@@ -9,7 +9,7 @@ import platform
 from collections.abc import Mapping
 from pathlib import Path
 
-_PACKAGES = ("torch", "onnx", "onnxscript", "onnx-ir", "tokenizers")
+_PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnx-ir", "safetensors")
 _SOURCES = ("compiler", "plans", "plugins")
 
 

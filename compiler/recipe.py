@@ -117,7 +117,11 @@ class CapacitySection(Section):
 
     context: int = Field(ge=2, description="tokens of the longest sequence, prompt and output together")
     branches: int = Field(1, ge=1, le=16, description="independent continuations at once")
-    prefill_chunk: int = Field(256, ge=1, description="tokens of a prompt computed in one pass")
+    prefill_chunk: int = Field(
+        default_factory=lambda capacity: min(256, capacity.get("context", 256)),
+        ge=1,
+        description="tokens of a prompt computed in one pass; 256, or the context where that is shorter",
+    )
 
     @field_validator("prefill_chunk")
     @classmethod

@@ -7,16 +7,30 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
+from compiler.models.config import DecoderConfig
 from plans.errors import CheckpointError
 from plans.manifest import Text
 
 
-def write_tokenizer(checkpoint: Path, folder: Path, eos_token_ids: tuple[int, ...]) -> Text:
-    """Copy `tokenizer.json` and the chat template (from either place Hugging Face keeps it) into `folder`."""
+def write_tokenizer(checkpoint: Path, folder: Path, config: DecoderConfig) -> Text:
+    """Copy `tokenizer.json` and the chat template (from either place Hugging Face keeps it) into `folder`.
+
+    Raises `CheckpointError` for a tokenizer that is missing, unreadable, or larger than the model's vocabulary.
+    """
     tokenizer = checkpoint / "tokenizer.json"
     if not tokenizer.is_file():
         raise CheckpointError(
             f"{tokenizer} does not exist; a plan carries the tokenizer, save it with `tokenizer.save_pretrained`"
+        )
+    try:
+        size = Tokenizer.from_file(str(tokenizer)).get_vocab_size()
+    except Exception as error:  # the library raises bare Exceptions
+        raise CheckpointError(f"{tokenizer} cannot be read: {error}") from None
+    if size > config.vocab_size:
+        raise CheckpointError(
+            f"{tokenizer} has {size} tokens, the model {config.vocab_size}; they do not belong together"
         )
     folder.mkdir(parents=True)
     shutil.copyfile(tokenizer, folder / "tokenizer.json")
@@ -25,7 +39,7 @@ def write_tokenizer(checkpoint: Path, folder: Path, eos_token_ids: tuple[int, ..
     if template is not None:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     return Text(
-        eos_token_ids=eos_token_ids,
+        eos_token_ids=config.eos_token_ids,
         bos_token=_token(settings.get("bos_token")),
         eos_token=_token(settings.get("eos_token")),
     )

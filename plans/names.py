@@ -11,6 +11,11 @@ VIEW = "T"  # keys in view: committed and new, rounded up to a bucket
 LOGITS = "M"  # tokens whose logits are computed
 SYMBOLS = (NEW, VIEW, LOGITS)
 
+# Symbols of graphs with several rows; with one row they are 1, 2 and N.
+ROWS = "R"
+ROW_EDGES = "E"  # R + 1
+PLACES = "S"  # most new tokens of a row
+
 # What a step is: one entry per new token, or per token with logits.
 TOKEN_IDS = "token_ids"  # int64 [N]
 POSITIONS = "positions"  # int64 [N], for RoPE and for draws

@@ -184,7 +184,7 @@ _KV_GATHER = OpSchema(
     outputs=(_KV,),
 )
 
-_CACHE = ("R", "kv_num_heads", _CAPACITY, "head_dim")
+_CACHE = (names.ROWS, "kv_num_heads", _CAPACITY, "head_dim")
 _QUERY_WIDTH = "num_heads * head_dim"
 _KEY_WIDTH = "kv_num_heads * head_dim"
 
@@ -203,9 +203,9 @@ _BRANCH_ATTENTION = OpSchema(
         TensorSpec("v", ANY_FLOAT, (1, names.NEW, _KEY_WIDTH)),
         TensorSpec("k_cache", ANY_FLOAT, _CACHE),
         TensorSpec("v_cache", ANY_FLOAT, _CACHE),
-        TensorSpec(names.ATTN_BIAS, "float32", ("R", 1, "S", names.VIEW)),
-        TensorSpec(names.PAST_LENGTH, _INT, ("R",)),
-        TensorSpec(names.ROW_SPLITS, _INT, ("R + 1",)),
+        TensorSpec(names.ATTN_BIAS, "float32", (names.ROWS, 1, names.PLACES, names.VIEW)),
+        TensorSpec(names.PAST_LENGTH, _INT, (names.ROWS,)),
+        TensorSpec(names.ROW_SPLITS, _INT, (names.ROW_EDGES,)),
     ),
     outputs=(
         TensorSpec("out", ANY_FLOAT, (1, names.NEW, _QUERY_WIDTH)),

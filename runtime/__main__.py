@@ -87,6 +87,8 @@ def _load(arguments: argparse.Namespace) -> Runtime:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
+    if arguments.logprobs is not None and not arguments.json:
+        raise RequestError("--logprobs are printed with --json only; add it.")
     prompt = _prompt(arguments)
     options = _options(arguments)
     options["logprobs"] = arguments.logprobs

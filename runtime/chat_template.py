@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError, Undefined, nodes
+from jinja2 import DictLoader, TemplateError, TemplateNotFound, TemplateSyntaxError, Undefined, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -31,7 +31,7 @@ class ChatTemplate:
         special_tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._special_tokens = {name: token for name, token in special_tokens.items() if token is not None}
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock], loader=DictLoader({})
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse_messages
@@ -57,6 +57,10 @@ class ChatTemplate:
             return self._template.render(names | self._special_tokens)
         except _MessagesRefusedError as error:
             raise RequestError(f"The chat template {self._source} refuses these messages: {error}") from error
+        except TemplateNotFound as error:
+            raise PlanError(
+                f"The chat template {self._source} includes {error.name!r}; a plan's template stands alone."
+            ) from error
         except SecurityError as error:
             raise PlanError(f"The chat template {self._source} does what the sandbox forbids: {error}.") from error
         except Exception as error:  # a template is a program: it can fail in any way a program can

@@ -77,6 +77,9 @@ def check_options(options: Options, drafters: Sequence[str], eos_token_ids: Sequ
         raise RequestError(f"eos_token_ids is {ends!r}; pass a list of token ids.")
     if not isinstance(stop, Iterable):
         raise RequestError(f"stop is {stop!r}; pass a list of texts.")
+    cancel = options.get("cancel")
+    if cancel is not None and not isinstance(cancel, threading.Event):
+        raise RequestError(f"cancel is a {type(cancel).__name__}; pass a threading.Event, and set it to cancel.")
     return Request(
         max_new_tokens=max_new_tokens,
         sampling=SamplingParams(
@@ -91,5 +94,5 @@ def check_options(options: Options, drafters: Sequence[str], eos_token_ids: Sequ
         eos_token_ids=frozenset() if options.get("ignore_eos", False) else frozenset(ends),
         drafter=None if drafter == "none" else drafter,
         logprobs=logprobs,
-        cancel=options.get("cancel"),
+        cancel=cancel,
     )

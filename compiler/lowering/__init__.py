@@ -26,7 +26,7 @@ def lower(engine: str, model: ir.Model, target: str, rows: int) -> list[RuleRepo
 
 def _fix_single_row(model: ir.Model) -> None:
     """With one row, row dimensions are 1, its tokens are the step's, and unread inputs go."""
-    known: dict[str, int | str] = {"R": 1, "R_plus_1": 2, "S": names.NEW}
+    known: dict[str, int | str] = {names.ROWS: 1, names.ROW_EDGES: 2, names.PLACES: names.NEW}
     for value in (*model.graph.inputs, *model.graph.outputs):
         assert value.shape is not None
         value.shape = ir.Shape([d if isinstance(d, int) else known.get(str(d), str(d)) for d in value.shape])

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
 import compiler.build
 from compiler.build import Built, build
 from compiler.recipe import load_recipe
-from plans.errors import PlanError, RecipeError
-from plans.plan import open_plan
+from plans.errors import CheckpointError, PlanError, RecipeError
+from plans.plan import open_plan, read_manifest
 from runtime import Runtime
 
 TARGET = "onnxruntime-cpu"
@@ -199,3 +200,29 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(workplace: Path) -> None:
         rebuild(workplace)
     assert snapshot(workplace / "plan") == before
     assert leftovers(workplace) == []
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(workplace: Path) -> None:
+    path = workplace / "target" / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_tokens([f"extra{i}" for i in range(9)])
+    tokenizer.save(str(path))
+    with pytest.raises(CheckpointError, match="309 tokens, the model 300"):
+        rebuild(workplace, out="other")
+    assert not list(workplace.glob("*other*"))
+
+
+def test_a_moved_recipe_is_where_verify_will_look(workplace: Path) -> None:
+    rebuild(workplace)
+    shutil.move(workplace / "model.yaml", workplace / "renamed.yaml")
+    recipe = workplace / "renamed.yaml"
+    built = build(load_recipe(recipe), recipe, workplace / "plan")
+    assert built.reused == ("plan",)
+    assert (workplace / "plan" / read_manifest(workplace / "plan").source).resolve() == recipe.resolve()
+
+
+def test_folders_of_killed_builds_are_removed(workplace: Path) -> None:
+    abandoned = workplace / ".plan.building-999999999"
+    abandoned.mkdir()
+    rebuild(workplace, "drafters[0].max_draft=3")
+    assert not abandoned.exists()

@@ -47,7 +47,7 @@ def attention_model(heads: int, kv_heads: int) -> ort.InferenceSession:
         "v_cache": (TensorProto.FLOAT, cache),
         "attn_bias": (TensorProto.FLOAT, ["R", 1, "S", "T"]),
         "past_length": (TensorProto.INT64, ["R"]),
-        "row_splits": (TensorProto.INT64, ["R_plus_1"]),
+        "row_splits": (TensorProto.INT64, ["E"]),
     }
     outputs = [value("out", TensorProto.FLOAT, shapes["q"][1])]
     outputs += [value(f"{name}_out", TensorProto.FLOAT, cache) for name in ("k_cache", "v_cache")]

@@ -68,6 +68,10 @@ def test_every_field_is_read(recipe_file: Path) -> None:
     assert recipe.held_out_path == recipe_file.parent.parent / "held_out.jsonl"
 
 
+def test_a_short_context_shortens_the_default_chunk(recipe_file: Path) -> None:
+    assert load(recipe_file, SHORT, "capacity.context=100").capacity.prefill_chunk == 100
+
+
 def test_defaults(recipe_file: Path) -> None:
     recipe = load(recipe_file, SHORT)
     assert recipe.drafters == ()

@@ -155,6 +155,7 @@ def test_logprobs_are_those_of_the_whole_sequence(toy: Runtime, toy_recipe, draf
         ("x", {"logprobs": 21}, "logprobs"),
         ("x", {"logprobs": "2"}, "logprobs"),
         ("x", {"top_q": 1}, "top_q"),
+        ("x", {"cancel": True}, "threading.Event"),
     ],
 )
 def test_a_wrong_request_gets_a_sentence_and_changes_nothing(toy: Runtime, prompt, options, said: str) -> None:
