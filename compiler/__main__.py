@@ -11,6 +11,7 @@ from plans.console import guarded, print_json, progress_bar, stderr, stdout
 from plans.errors import OutriderError
 
 _OURS = ("compiler", "plans", "plugins", "runtime")
+_SHOWN = 10  # tokens that differ, in the text of verify
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,10 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     build = commands.add_parser("build", help="recipe to plan", description="Build the plan of a recipe.")
     build.add_argument("recipe", type=Path, help="the recipe, a YAML file")
     build.add_argument("--out", type=Path, help="folder of the plan (default: build/NAME)")
-    build.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
-        help="override a key of the recipe, such as capacity.context=2048; may be repeated",
-    )  # fmt: skip
+    _add_set(build)
     build.add_argument("--json", action="store_true", help="print one JSON object")
     build.set_defaults(command=_build)
 
@@ -58,15 +56,23 @@ def _parser() -> argparse.ArgumentParser:
         "verify",
         help="compare a plan with PyTorch",
         description="Compare a plan with PyTorch on the recipe's held-out text: logits, greedy tokens, near ties. "
-        "Exit status 1 if they part where it is no near tie.",
+        "Exit status 1 if a logit is further off than rounding explains, or a token differs where it is no near tie.",
     )
     verify.add_argument("plan", type=Path, help="folder of the plan")
     verify.add_argument("--recipe", type=Path, help="the recipe (default: where the plan was built from)")
+    _add_set(verify)
     verify.add_argument("--prompts", type=int, default=8, help="held-out prompts to run (default 8)")
     verify.add_argument("--new-tokens", type=int, default=64, help="greedy tokens per prompt (default 64)")
     verify.add_argument("--json", action="store_true", help="print one JSON object")
     verify.set_defaults(command=_verify)
     return parser
+
+
+def _add_set(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+        help="override a key of the recipe, such as capacity.context=2048; may be repeated",
+    )  # fmt: skip
 
 
 def _build(options: argparse.Namespace) -> int:
@@ -75,13 +81,12 @@ def _build(options: argparse.Namespace) -> int:
     started = perf_counter()
     recipe = load_recipe(options.recipe, options.overrides)
     out: Path = options.out or Path("build") / recipe.name
-    with stderr.status("loading the compiler") as status:
+    with progress_bar("building") as bar:
         from compiler.build import build
 
-        def progress(text: str) -> None:
-            if stderr.is_terminal:
-                status.update(text)
-            else:
+        def progress(done: int, total: int, text: str) -> None:
+            bar(done, total, text)
+            if not stderr.is_terminal:
                 stderr.print(text)
 
         built = build(recipe, options.recipe, out, progress)
@@ -117,12 +122,13 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from compiler.recipe import load_recipe
+    from compiler.recipe import load_recipe, source_recipe
     from compiler.verify import verify_plan
-    from plans.plan import read_manifest
 
-    source = options.recipe or options.plan / read_manifest(options.plan).source
-    recipe = load_recipe(source)
+    if options.recipe is None:
+        recipe = source_recipe(options.plan, option="--recipe FILE", overrides=options.overrides)
+    else:
+        recipe = load_recipe(options.recipe, options.overrides)
     with progress_bar("verifying prompts") as progress:
         result = verify_plan(
             recipe,
@@ -135,15 +141,18 @@ def _verify(options: argparse.Namespace) -> int:
         print_json(result.to_json())
     else:
         stdout.print(
-            f"{result.prompts} prompts, {result.tokens} tokens: largest logit error {result.max_logit_error:.2e}, "
-            f"{result.equal_runs} runs with equal greedy tokens, {len(result.divergences)} that part"
+            f"{result.prompts} prompts, {result.tokens} tokens: largest logit error {result.max_logit_error:.2e} "
+            f"(at most {result.logit_bound:.0e}), {result.equal_runs} runs with equal greedy tokens"
         )
-        for d in result.divergences:
+        for d in result.divergences[:_SHOWN]:
             kind = "near tie" if d.near_tie else "DIFFERENT"
             stdout.print(
                 f"  prompt {d.prompt}, token {d.index}: {kind}, plan {d.plan_token}, PyTorch {d.torch_token}, "
                 f"margin {d.margin:.2e} (tolerance {result.tolerance:.2e})"
             )
+        if len(result.divergences) > _SHOWN:
+            stdout.print(f"  and {len(result.divergences) - _SHOWN} more (--json lists all)")
+        stdout.print("the plan agrees with PyTorch" if result.passed else "the plan does NOT agree with PyTorch")
     return 0 if result.passed else 1
 
 

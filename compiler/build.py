@@ -11,22 +11,36 @@ from pathlib import Path
 from compiler.checkpoint import checkpoint_hashes, load_decoder
 from compiler.engines.onnxruntime import WeightFile, write_engine
 from compiler.export import export_target
-from compiler.identity import digest, engines_key, tool_versions
+from compiler.identity import engines_key, plan_identity, tool_versions
 from compiler.lowering import lower
 from compiler.models.config import DecoderConfig, read_config
 from compiler.models.decoder import Decoder
+from compiler.place import Place
 from compiler.programs import cache_views, emit_programs, symbol_limits
 from compiler.recipe import Recipe, check_capacity
 from compiler.text import write_tokenizer
+from plans import names
 from plans.buffers import DType
-from plans.errors import OutriderError, PlanError
-from plans.manifest import FORMAT_VERSION, Geometry, Manifest, NgramDrafter, PlanFile, TargetPlan
+from plans.manifest import (
+    FORMAT_VERSION,
+    Engine,
+    Geometry,
+    Manifest,
+    NgramDrafter,
+    PlanFile,
+    RuleReport,
+    TargetPlan,
+)
 from plans.plan import MANIFEST, Plan, file_sha256, open_plan
-from plans.step_buffers import step_buffers
+from plans.step_buffers import sampling_buffers, step_buffers
 
 VIEW_BUCKET = 128  # keys: coarse enough that sizes rarely change, fine enough that masks stay short
 
-Progress = Callable[[str], None]
+Progress = Callable[[int, int, str], None]
+"""Told (steps done, steps in all, what begins)."""
+
+Engines = tuple[dict[str, Engine], tuple[RuleReport, ...]]
+"""A target's engines by name, and what lowering did to them."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +51,8 @@ class Built:
     reused: tuple[str, ...]
 
 
-def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lambda _: None) -> Built:
-    """Build the plan of `recipe` at `out`; `progress` is told what begins.
+def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lambda *_: None) -> Built:
+    """Build the plan of `recipe` at `out`.
 
     An unchanged plan at `out` is kept, unchanged engines are taken over. The plan is made beside `out`
     and renamed, so that a failed build leaves `out` as it was. Raises `OutriderError`s.
@@ -46,64 +60,64 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
     config = read_config(recipe.checkpoint_path, recipe.rope_scaling)
     check_capacity(recipe, config)
     _check_dtype(recipe)
+    place = Place(out)
+    old = place.plan()
+    source = _relative(recipe_path, place.folder)
     checkpoint = checkpoint_hashes(recipe.checkpoint_path)
     tools = tool_versions()
-    identity = digest([FORMAT_VERSION, recipe.resolved(), checkpoint, tools, list(recipe.targets)])
-    old = _existing(out)
+    identity = plan_identity(recipe.resolved(), checkpoint, tools)
     if old is not None and old.manifest.identity == identity:
-        progress("unchanged: the plan is up to date")
-        return Built(_with_source(old, recipe_path), ("plan",))
+        progress(1, 1, "unchanged: the plan is up to date")
+        return Built(_with_source(old, source, place), ("plan",))
 
     geometry = _geometry(recipe, config)
-    _remove_abandoned(out)
-    temporary = out.parent / f".{out.name}.building-{os.getpid()}"
-    temporary.mkdir(parents=True)
-    try:
-        drafters = tuple(NgramDrafter(**d.model_dump()) for d in recipe.drafters)
-        model = _LazyDecoder(recipe, progress)
-        targets, reused = {}, []
-        for target in recipe.targets:
-            key = engines_key(checkpoint, target, _engine_shape(recipe, geometry), tools)
-            taken = _take_over(old, target, key, temporary)
-            if taken is not None:
-                progress(f"{target}: engines unchanged, taken from the plan that is there")
-                reused.append(target)
-            targets[target] = _target_plan(target, key, taken, model, geometry, drafters, temporary, progress)
-        progress("writing the plan")
-        text = write_tokenizer(recipe.checkpoint_path, temporary / "tokenizer", config)
+    drafters = tuple(NgramDrafter(**d.model_dump()) for d in recipe.drafters)
+    shape = _engine_shape(recipe, geometry)
+    keys = {target: engines_key(checkpoint, target, shape, tools) for target in recipe.targets}
+    there = old.manifest.targets if old is not None else {}
+    kept = {t: there[t] for t, key in keys.items() if t in there and there[t].engines_key == key}
+    stale = [target for target in recipe.targets if target not in kept]
+    steps = _Steps(progress, len(kept) + (1 + 2 * len(stale) if stale else 0) + 1)
+    with place.workplace() as root:
+        engines: dict[str, Engines] = {}
+        for target, plan in kept.items():
+            steps.begin(f"{target}: engines unchanged, taken from the plan that is there")
+            shutil.copytree(place.folder / "engines" / target, root / "engines" / target)
+            engines[target] = plan.engines, plan.lowering
+        if stale:
+            steps.begin("reading the checkpoint")
+            decoder = load_decoder(recipe.checkpoint_path, recipe.target.dtype, recipe.rope_scaling)
+            for target in stale:
+                engines[target] = _write_engines(target, decoder, geometry, root / "engines" / target, steps)
+        steps.begin("writing the plan")
+        text = write_tokenizer(recipe.checkpoint_path, root / "tokenizer", config)
         manifest = Manifest(
             format_version=FORMAT_VERSION,
             name=recipe.name,
             identity=identity,
             recipe=recipe.resolved(),
-            source=os.path.relpath(recipe_path, out),
-            model=geometry,
+            source=source,
+            models={names.TARGET: geometry},
             text=text,
             drafters=drafters,
-            targets=targets,
+            targets={t: _target_plan(engines[t], keys[t], geometry, drafters) for t in recipe.targets},
             tools=tools,
-            files=_list_files(temporary),
+            files=_list_files(root),
         )
-        (temporary / MANIFEST).write_text(manifest.model_dump_json(indent=1), encoding="utf-8")
-        _swap(temporary, out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return Built(open_plan(out, verify=False), tuple(reused))
+        _write_manifest(manifest, root)
+        place.put(root)
+    return Built(open_plan(place.folder, verify=False), tuple(kept))
 
 
-class _LazyDecoder:
-    """The weights, read when the first engine has to be built, if any."""
+class _Steps:
+    """Counts the steps of a build as they begin; how many there are is known before the first."""
 
-    def __init__(self, recipe: Recipe, progress: Progress) -> None:
-        self._recipe, self._progress = recipe, progress
-        self._decoder: Decoder | None = None
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress, self._total, self._begun = progress, total, 0
 
-    def get(self) -> Decoder:
-        if self._decoder is None:
-            self._progress("reading the checkpoint")
-            recipe = self._recipe
-            self._decoder = load_decoder(recipe.checkpoint_path, recipe.target.dtype, recipe.rope_scaling)
-        return self._decoder
+    def begin(self, text: str) -> None:
+        self._progress(self._begun, self._total, text)
+        self._begun += 1
 
 
 def _check_dtype(recipe: Recipe) -> None:
@@ -140,61 +154,32 @@ def _engine_shape(recipe: Recipe, geometry: Geometry) -> dict[str, object]:
     }
 
 
-def _target_plan(
-    target: str,
-    key: str,
-    taken: TargetPlan | None,
-    model: _LazyDecoder,
-    geometry: Geometry,
-    drafters: tuple[NgramDrafter, ...],
-    root: Path,
-    progress: Progress,
-) -> TargetPlan:
-    """Engines (built, or `taken` over) and the buffers and programs that run them."""
-    if taken is None:
-        decoder = model.get()
-        progress(f"{target}: exporting the target to ONNX")
-        graph = export_target(decoder, geometry.capacity)
-        progress(f"{target}: lowering and writing the engine")
-        reports = tuple(lower("target", graph, target, rows=1))
-        folder = root / "engines" / target
-        folder.mkdir(parents=True)
-        weights = WeightFile(folder)
-        engines = {"target": write_engine(graph, folder, "target", weights)}
-        weights.close()
-    else:
-        engines, reports = taken.engines, taken.lowering
-    kv_type = next(t.dtype for t in engines["target"].inputs if t.name in cache_views(geometry))
+def _write_engines(target: str, decoder: Decoder, geometry: Geometry, folder: Path, steps: _Steps) -> Engines:
+    steps.begin(f"{target}: exporting the target to ONNX")
+    graph = export_target(decoder, geometry.capacity)
+    steps.begin(f"{target}: lowering and writing the engine")
+    reports = tuple(lower("target", graph, target, rows=1))
+    folder.mkdir(parents=True)
+    weights = WeightFile(folder)
+    engines = {"target": write_engine(graph, folder, "target", weights)}
+    weights.close()
+    return engines, reports
+
+
+def _target_plan(built: Engines, key: str, geometry: Geometry, drafters: tuple[NgramDrafter, ...]) -> TargetPlan:
+    """The engines with the buffers and programs that run them."""
+    engines, reports = built
+    model = names.TARGET
+    kv_type = next(t.dtype for t in engines["target"].inputs if t.name == names.k_cache(0))
     return TargetPlan(
         engines=engines,
         engines_key=key,
-        buffers=step_buffers(geometry, DType(kv_type)),
-        views=cache_views(geometry),
-        symbols=symbol_limits(geometry, drafters),
+        buffers=(*step_buffers(model, geometry, DType(kv_type)), *sampling_buffers(geometry.branches)),
+        views=cache_views(model, geometry),
+        symbols={model: symbol_limits(geometry, drafters)},
         programs=emit_programs(engines["target"], drafters),
         lowering=reports,
     )
-
-
-def _existing(out: Path) -> Plan | None:
-    """The plan at `out`, if there is a sound one; a folder that is no plan is not ours to replace."""
-    if out.is_dir() and any(out.iterdir()) and not (out / MANIFEST).is_file():
-        raise PlanError(f"{out} exists and is not a plan; choose another --out, or remove it")
-    if out.exists() and not out.is_dir():
-        raise PlanError(f"{out} exists and is not a folder; choose another --out, or remove it")
-    try:
-        return open_plan(out) if out.is_dir() else None
-    except OutriderError:
-        return None  # damaged or of another version: built anew
-
-
-def _take_over(old: Plan | None, target: str, key: str, root: Path) -> TargetPlan | None:
-    """Copy a target's engine files from the plan that is there, if they are what would be built."""
-    plan = old.manifest.targets.get(target) if old is not None else None
-    if old is None or plan is None or plan.engines_key != key:
-        return None
-    shutil.copytree(old.root / "engines" / target, root / "engines" / target)
-    return plan
 
 
 def _list_files(root: Path) -> tuple[PlanFile, ...]:
@@ -204,38 +189,22 @@ def _list_files(root: Path) -> tuple[PlanFile, ...]:
     )
 
 
-def _with_source(plan: Plan, recipe_path: Path) -> Plan:
+def _write_manifest(manifest: Manifest, root: Path) -> Path:
+    path = root / MANIFEST
+    path.write_text(manifest.model_dump_json(indent=1), encoding="utf-8")
+    return path
+
+
+def _with_source(plan: Plan, source: str, place: Place) -> Plan:
     """The plan that is there, pointing to the recipe it was just asked for from."""
-    source = os.path.relpath(recipe_path, plan.root)
     if plan.manifest.source == source:
         return plan
     manifest = plan.manifest.model_copy(update={"source": source})
-    temporary = plan.root.parent / f".{plan.root.name}.{MANIFEST}-{os.getpid()}"
-    temporary.write_text(manifest.model_dump_json(indent=1), encoding="utf-8")
-    temporary.replace(plan.root / MANIFEST)
+    with place.workplace() as temporary:
+        _write_manifest(manifest, temporary).replace(plan.root / MANIFEST)
     return Plan(plan.root, manifest)
 
 
-def _remove_abandoned(out: Path) -> None:
-    """Temporary folders of builds that were killed: those whose process is gone."""
-    for folder in out.parent.glob(f".{out.name}.building-*"):
-        try:
-            os.kill(int(folder.name.rsplit("-", 1)[1]), 0)
-        except (ValueError, ProcessLookupError):
-            shutil.rmtree(folder, ignore_errors=True)
-        except PermissionError:
-            pass  # the process lives, and is another user's
-
-
-def _swap(new: Path, out: Path) -> None:
-    """Put `new` in the place of `out` by renaming."""
-    previous = out.parent / f".{out.name}.previous-{os.getpid()}"
-    if out.exists():
-        out.rename(previous)
-    try:
-        new.rename(out)
-    except OSError:
-        if previous.exists():
-            previous.rename(out)
-        raise
-    shutil.rmtree(previous, ignore_errors=True)
+def _relative(recipe_path: Path, folder: Path) -> str:
+    """The recipe seen from the plan. A recipe that is a link stays one: its own paths start from where it lies."""
+    return os.path.relpath(recipe_path.parent.resolve() / recipe_path.name, folder)

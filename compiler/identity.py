@@ -9,13 +9,18 @@ import platform
 from collections.abc import Mapping
 from pathlib import Path
 
+from pydantic import JsonValue
+
+from plans.manifest import FORMAT_VERSION
+
 _PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnx-ir", "safetensors")
 _SOURCES = ("compiler", "plans", "plugins")
 
 
 def tool_versions() -> dict[str, str]:
     """Versions of everything that shapes an engine, and a digest of the compiler's own source."""
-    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    # A local part ("2.13.0+cpu") tells where a package runs, and graphs are made alike everywhere.
+    versions = {name: importlib.metadata.version(name).partition("+")[0] for name in _PACKAGES}
     versions["python"] = ".".join(platform.python_version_tuple()[:2])
     versions["compiler"] = _source_digest()
     return versions
@@ -24,6 +29,11 @@ def tool_versions() -> dict[str, str]:
 def digest(value: object) -> str:
     """sha256 of a JSON value, independent of the order of its keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def plan_identity(recipe: Mapping[str, JsonValue], checkpoint: Mapping[str, str], tools: Mapping[str, str]) -> str:
+    """Hash of all that makes a plan: the resolved recipe, the checkpoint's files by hash, and the tools."""
+    return digest([FORMAT_VERSION, dict(recipe), dict(checkpoint), dict(tools)])
 
 
 def engines_key(

@@ -23,7 +23,7 @@ def describe(path: Path) -> dict[str, Any]:
         "name": manifest.name,
         "identity": manifest.identity,
         "format_version": manifest.format_version,
-        "model": manifest.model.model_dump(),
+        "models": {name: geometry.model_dump() for name, geometry in manifest.models.items()},
         "drafters": [d.model_dump() for d in manifest.drafters],
         "targets": {name: _target(plan, target) for name, target in manifest.targets.items()},
         "tools": manifest.tools,
@@ -55,7 +55,7 @@ def op_counts(path: Path) -> dict[str, int]:
 
 
 def print_description(description: dict[str, Any], console: Console) -> None:
-    model = description["model"]
+    model = description["models"]["target"]
     size = f"{description['bytes'] / 1e6:.1f} MB"
     console.print(f"[bold]{description['name']}[/bold]  identity {description['identity'][:16]}  {size}")
     console.print(

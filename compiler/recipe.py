@@ -24,7 +24,8 @@ from pydantic_core import PydanticCustomError
 from compiler.models.config import DecoderConfig, WeightType
 from compiler.models.rope import RopeScaling
 from compiler.recipe_source import Location, RecipeSource
-from plans.errors import RecipeError
+from plans.errors import PlanError, RecipeError
+from plans.plan import read_manifest
 
 KNOWN_TARGETS = ("onnxruntime-cpu",)
 PLANNED_TARGETS = ("onnxruntime-cuda", "tensorrt", "tensorrt-rtx")
@@ -234,6 +235,17 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     if recipe.held_out_path is not None and not recipe.held_out_path.is_file():
         raise recipe.error(("held_out",), f"names {recipe.held_out_path}, which is not a file; correct the path")
     return recipe
+
+
+def source_recipe(plan: Path, *, option: str, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe that `plan` was built from, read again from where it lay.
+
+    Raises `PlanError` when it is gone; the message offers `option`, which does without it. And as `load_recipe` does.
+    """
+    source = Path(os.path.normpath(plan.resolve() / read_manifest(plan).source))
+    if not source.is_file():
+        raise PlanError(f"{plan} was built from {source}, which is not there any more; pass {option}")
+    return load_recipe(source, overrides)
 
 
 def check_capacity(recipe: Recipe, config: DecoderConfig) -> None:

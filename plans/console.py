@@ -27,7 +27,7 @@ def print_json(value: object) -> None:
 def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None]]:
     """A bar on stderr for long work: call what it yields with (done, total, what is being done)."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=stderr, transient=True) as bar:
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
         task = bar.add_task(title, total=None)
 
         def update(done: int, total: int, doing: str = "") -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from plans import names
 from plans.buffers import LARGEST_SIZE, Strict, Tensor
 
 FORMAT_VERSION = 1
@@ -57,10 +58,14 @@ class StageKind(StrEnum):
 
 
 class Stage(Strict):
-    """One step of a program. `inputs` and `outputs` map the stage's own tensor names to buffers."""
+    """One step of a program. `inputs` and `outputs` map the stage's own tensor names to buffers.
+
+    `model` names the model whose sizes the stage runs with: its new tokens, its view, its logits.
+    """
 
     kind: StageKind
     run: str
+    model: str = names.TARGET
     inputs: dict[str, str] = Field({})
     outputs: dict[str, str] = Field({})
     attributes: dict[str, int | float] = Field({})
@@ -71,6 +76,7 @@ class Results(Strict):
 
     tokens: str
     counts: str | None = Field(None, description="Committed tokens per tree; absent: one per tree.")
+    kept: str | None = Field(None, description="New tokens that stay, compacted in the arena; absent: all, in place.")
 
 
 class Program(Strict):
@@ -97,7 +103,7 @@ class RuleReport(Strict):
 
 
 class View(Strict):
-    """A tensor that is one plane of a buffer: `buffer[plane : plane + 1]`."""
+    """A tensor that is one plane of a buffer: `buffer[plane]`."""
 
     buffer: str
     plane: Annotated[int, Field(ge=0)]
@@ -110,7 +116,7 @@ class TargetPlan(Strict):
     engines_key: str = Field(description="Hash of all that the engines depend on; equal keys, equal engines.")
     buffers: tuple[Tensor, ...]
     views: dict[str, View] = Field({})
-    symbols: dict[str, Size] = Field(description="Largest value of every symbol.")
+    symbols: dict[str, dict[str, Size]] = Field(description="By model: the largest value of every symbol.")
     programs: dict[str, Program]
     lowering: tuple[RuleReport, ...] = ()
 
@@ -127,11 +133,16 @@ class Manifest(Strict):
     format_version: int
     name: str
     identity: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    recipe: dict[str, Any] = Field(description="The resolved recipe, for people to read.")
+    recipe: dict[str, Any] = Field(description="The resolved recipe, which `compiler verify` compares.")
     source: str = Field(description="Where the recipe lay, relative to the plan; no part of the identity.")
-    model: Geometry
+    models: dict[str, Geometry] = Field(description="`target`, and every drafter that has an arena.")
     text: Text
     drafters: tuple[NgramDrafter, ...]
     targets: dict[str, TargetPlan]
     tools: dict[str, str]
     files: tuple[PlanFile, ...]
+
+    @property
+    def target(self) -> Geometry:
+        """The model whose output counts."""
+        return self.models[names.TARGET]

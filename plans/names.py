@@ -5,39 +5,50 @@ A name is a contract. Change one here and both sides change; nothing spells them
 
 from __future__ import annotations
 
-# Symbols: sizes that change from step to step. Everything else about a shape is fixed by the plan.
-NEW = "N"  # new tokens of the step
+# Symbols: sizes that change from step to step, each model its own. Everything else about a shape is fixed by the plan.
+NEW = "N"  # new tokens of the step, of all rows
 VIEW = "T"  # keys in view: committed and new, rounded up to a bucket
 LOGITS = "M"  # tokens whose logits are computed
-SYMBOLS = (NEW, VIEW, LOGITS)
-
-# Symbols of graphs with several rows; with one row they are 1, 2 and N.
 ROWS = "R"
 ROW_EDGES = "E"  # R + 1
-PLACES = "S"  # most new tokens of a row
+PLACES = "S"  # most new tokens of a row; N where there is one row
+SYMBOLS = (NEW, VIEW, LOGITS, ROWS, ROW_EDGES, PLACES)
 
-# What a step is: one entry per new token, or per token with logits.
+# Models of a plan. The target is always there; a drafter with weights is another.
+TARGET = "target"
+
+
+def of(model: str, tensor: str) -> str:
+    """The buffer that holds `tensor` for `model`; its symbols are that model's. Buffers without a dot are shared."""
+    return f"{model}.{tensor}"
+
+
+# A model's step: one entry per new token, or per token with logits. Rows lie one after another.
 TOKEN_IDS = "token_ids"  # int64 [N]
 POSITIONS = "positions"  # int64 [N], for RoPE and for draws
 BRANCH = "branch"  # int64 [N], the branch each new token belongs to
 PARENT = "parent"  # int64 [N], index in the step of a token's parent; -1: its parent is committed
-ROW_SPLITS = "row_splits"  # int64 [R+1], which row owns which new tokens
+ROW_SPLITS = "row_splits"  # int64 [E], which row owns which new tokens
 LOGIT_ROWS = "logit_rows"  # int64 [M], new tokens whose logits are wanted, ascending
 
-# The target's slot map.
-BIM = "bim"  # int64 [capacity]
-PAST_LENGTH = "past_length"  # int64 [1]
-KV = "kv"  # [2 * layers, kv_heads, capacity, head_dim], K and V planes alternating
+# A model's arena and its slot map.
+KV = "kv"  # [2 * layers, R, kv_heads, capacity, head_dim], K and V planes alternating
+BIM = "bim"  # int64 [R, capacity]
+SLOT_POSITIONS = "slot_positions"  # int64 [R, capacity], position of each slot's token
+PAST_LENGTH = "past_length"  # int64 [R]
 
-# Results of a step.
-ATTN_BIAS = "attn_bias"  # f32 [1, 1, N, T]
+# Results of a model's step.
+ATTN_BIAS = "attn_bias"  # f32 [R, 1, S, T]
 LOGITS_OUT = "logits"  # f32 [M, vocab]
 COMMITTED = "committed"  # int64 [M], committed tokens; tree t's start at its root's place in logit_rows
-ACCEPTED_COUNT = "accepted_count"  # int64 [trees], committed tokens of each tree
+ACCEPTED_COUNT = "accepted_count"  # int64 [branches], committed tokens of each tree
 KEPT_ROWS = "kept_rows"  # int64 [N], new tokens that stay, ascending
 KEPT_COUNT = "kept_count"  # int64 [1]
 
-# Sampling settings, one slot per branch.
+# What stages may write. Everything else is the host's.
+STAGE_WRITTEN = frozenset({ATTN_BIAS, LOGITS_OUT, COMMITTED, ACCEPTED_COUNT, KEPT_ROWS, KEPT_COUNT, KV})
+
+# Sampling settings, one slot per branch, shared by all models.
 TEMPERATURE = "temperature"  # f64 [branches], 0 is greedy
 TOP_K = "top_k"  # int64 [branches], 0 is off
 TOP_P = "top_p"  # f64 [branches], 1 is off
@@ -57,7 +68,7 @@ def speculate(drafter: str) -> str:
 
 
 def k_cache(layer: int) -> str:
-    """Arena tensor of a layer's keys, `[1, kv_heads, capacity, head_dim]`; the graph's output has `_out` behind."""
+    """Arena tensor of a layer's keys, `[R, kv_heads, capacity, head_dim]`; the graph's output has `_out` behind."""
     return f"k_cache.{layer}"
 
 

@@ -10,9 +10,15 @@ _Double = NDArray[np.float64]
 
 class BimMask:
     def __init__(
-        self, bim: _Int, past_length: _Int, branch: _Int, parent: _Int, attn_bias: NDArray[np.float32]
+        self,
+        bim: _Int,
+        past_length: _Int,
+        row_splits: _Int,
+        branch: _Int,
+        parent: _Int,
+        attn_bias: NDArray[np.float32],
     ) -> None: ...
-    def __call__(self, new: int, view: int, /) -> None: ...
+    def __call__(self, new: int, view: int, rows: int, places: int, /) -> None: ...
 
 class Sample:
     def __init__(
@@ -57,9 +63,15 @@ class TreeAccept:
 
 class KvGather:
     def __init__(
-        self, kv: NDArray[Any], source: _Int, source_count: _Int, source_base: _Int, destination: _Int
+        self,
+        kv: NDArray[Any],
+        source: _Int,
+        source_count: _Int,
+        row_splits: _Int,
+        source_base: _Int,
+        destination: _Int,
     ) -> None: ...
-    def __call__(self) -> None: ...
+    def __call__(self, rows: int, /) -> None: ...
 
 def weights(logits: NDArray[np.float32], temperature: float, out: NDArray[np.uint64]) -> None:
     """Write the weights of a row `[V]` before filters: `reference.fixed_weights`, bit for bit."""

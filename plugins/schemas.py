@@ -1,7 +1,8 @@
 """What our ops take and give: pure data that the compiler writes programs from and the runtime binds by.
 
-A symbol in a shape is one size throughout an op: tensors that name the same symbol must agree on it. The first line
-of a `doc` says what the op does; its rule, readable, is the function of the same name in `plugins.reference`.
+A symbol in a shape is one size throughout an op: tensors that name the same symbol must agree on it, and E is R + 1.
+The first line of a `doc` says what the op does; its rule, readable, is the function of the same name in
+`plugins.reference`.
 """
 
 from __future__ import annotations
@@ -81,6 +82,10 @@ def _per_new_token(name: str) -> TensorSpec:
     return TensorSpec(name, _INT, (names.NEW,))
 
 
+def _per_row(name: str) -> TensorSpec:
+    return TensorSpec(name, _INT, (names.ROWS,))
+
+
 def _one(name: str) -> TensorSpec:
     return TensorSpec(name, _INT, (1,))
 
@@ -97,6 +102,8 @@ _CHOICE_INPUTS = (
     TensorSpec(names.SEED, "uint64", (_SLOTS,)),
     TensorSpec(names.STREAM, _INT, (_SLOTS,)),
 )
+_ROW_SPLITS = TensorSpec(names.ROW_SPLITS, _INT, (names.ROW_EDGES,))
+_ATTN_BIAS = TensorSpec(names.ATTN_BIAS, "float32", (names.ROWS, 1, names.PLACES, names.VIEW))
 _COMMITTED = TensorSpec(names.COMMITTED, _INT, (names.LOGITS,))
 _PURPOSE = AttributeSpec("purpose", int, int(Purpose.TARGET))
 
@@ -105,19 +112,24 @@ _BIM_MASK = OpSchema(
     version=1,
     doc="""The attention bias of a step: 0 where a key is visible, float32's lowest where it is not.
 
-    A committed key j < past_length is visible to query i iff bim[j] is -1 or branch[i]. The key of new token j, at
-    past_length + j, is visible iff j is i or an ancestor of i through parent (-1 <= parent[i] < i; -1: its parent is
-    committed; a prefill is a chain). Keys behind the new ones are masked. T >= past_length + N.
-    Errors: ValueError for extents, past_length, parents or branches out of range.
+    Row r owns new tokens row_splits[r] .. row_splits[r+1]-1 (0 = row_splits[0] <= ... <= row_splits[R] = N; a row may
+    own none), and its bias is attn_bias[r]. Its token n stands at place s = n - row_splits[r]:
+    a committed key j < past_length[r] is visible iff bim[r, j] is -1 or branch[n]; the key of the row's token at place
+    j, at past_length[r] + j, is visible iff that token is n or an ancestor of n through parent (parent[n] < n, a token
+    of the same row; -1: its parent is committed; a prefill is a chain). All other keys are masked.
+    Places behind a row's tokens fill up the rectangle: they see key 0 alone, so that no softmax is over nothing.
+    S >= a row's tokens and T >= past_length[r] + its tokens, for every row.
+    Errors: ValueError for extents, splits, past_length, parents or branches out of range, before anything is written.
     Source: DESIGN section 4, "Visibility"; seed 000.""",
     inputs=(
-        TensorSpec(names.BIM, _INT, (_CAPACITY,)),
-        _one(names.PAST_LENGTH),
+        TensorSpec(names.BIM, _INT, (names.ROWS, _CAPACITY)),
+        _per_row(names.PAST_LENGTH),
+        _ROW_SPLITS,
         _per_new_token(names.BRANCH),
         _per_new_token(names.PARENT),
     ),
-    outputs=(TensorSpec(names.ATTN_BIAS, "float32", (1, 1, names.NEW, names.VIEW)),),
-    extents=(names.NEW, names.VIEW),
+    outputs=(_ATTN_BIAS,),
+    extents=(names.NEW, names.VIEW, names.ROWS, names.PLACES),
 )
 
 _SAMPLE = OpSchema(
@@ -162,26 +174,30 @@ _TREE_ACCEPT = OpSchema(
     extents=(names.NEW, names.LOGITS),
 )
 
-_KV = TensorSpec(names.KV, ANY_FLOAT, ("planes", "heads", _CAPACITY, "head_dim"))
+_KV = TensorSpec(names.KV, ANY_FLOAT, ("planes", names.ROWS, "heads", _CAPACITY, "head_dim"))
 
 _KV_GATHER = OpSchema(
     name="KvGather",
     version=1,
-    doc="""Compact rows of a KV arena in place.
+    doc="""Compact slots of a KV arena in place.
 
-    For i = 0 .. source_count-1, one after another, in every plane and head:
-    row source_base + source[i] -> row destination + i. Sources that ascend and do not lie below their destinations
-    arrive whole. Rows that stay where they are cost nothing.
-    Errors: ValueError for rows outside the arena, before anything is moved.
+    source[:source_count] are new tokens of the step; row_splits says, as in BimMask, which row owns which.
+    For i = 0 .. source_count-1, one after another, with r the row of source[i], in every plane and head of that row:
+    slot source_base[r] + (source[i] - row_splits[r]) -> slot destination[r] + (entries before i that r owns).
+    Tokens that ascend within a row and slots that do not lie below their destinations arrive whole. Slots that stay
+    where they are cost nothing.
+    Errors: ValueError for splits, tokens behind the last split, and slots outside the arena, before anything is moved.
     Source: DESIGN section 5.""",
     inputs=(
         _KV,
-        TensorSpec("source", _INT, (names.NEW,)),
+        _per_new_token("source"),
         _one("source_count"),
-        _one("source_base"),
-        _one("destination"),
+        _ROW_SPLITS,
+        _per_row("source_base"),
+        _per_row("destination"),
     ),
     outputs=(_KV,),
+    extents=(names.ROWS,),
 )
 
 _CACHE = (names.ROWS, "kv_num_heads", _CAPACITY, "head_dim")
@@ -203,9 +219,9 @@ _BRANCH_ATTENTION = OpSchema(
         TensorSpec("v", ANY_FLOAT, (1, names.NEW, _KEY_WIDTH)),
         TensorSpec("k_cache", ANY_FLOAT, _CACHE),
         TensorSpec("v_cache", ANY_FLOAT, _CACHE),
-        TensorSpec(names.ATTN_BIAS, "float32", (names.ROWS, 1, names.PLACES, names.VIEW)),
-        TensorSpec(names.PAST_LENGTH, _INT, (names.ROWS,)),
-        TensorSpec(names.ROW_SPLITS, _INT, (names.ROW_EDGES,)),
+        _ATTN_BIAS,
+        _per_row(names.PAST_LENGTH),
+        _ROW_SPLITS,
     ),
     outputs=(
         TensorSpec("out", ANY_FLOAT, (1, names.NEW, _QUERY_WIDTH)),

@@ -45,6 +45,7 @@ class GenerationStream:
     def __init__(self, run: Generator[Span, None, Generation]) -> None:
         self._run = run
         self._result: Generation | None = None
+        self._error: Exception | None = None
 
     def __iter__(self) -> Iterator[Span]:
         return self
@@ -55,6 +56,9 @@ class GenerationStream:
         except StopIteration as end:
             self._result = end.value or self._result  # an exhausted generator returns None
             raise StopIteration from None
+        except Exception as error:
+            self._error = error
+            raise
 
     def close(self) -> None:
         self._run.close()
@@ -65,5 +69,6 @@ class GenerationStream:
         for _ in self:
             pass
         if self._result is None:
-            raise RuntimeError("The stream was closed before its generation ended, so it has no result.")
+            reason = "failed" if self._error is not None else "was closed"
+            raise RuntimeError(f"The stream {reason} before its generation ended; it has no result.") from self._error
         return self._result

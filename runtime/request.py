@@ -73,7 +73,7 @@ def check_options(options: Options, drafters: Sequence[str], eos_token_ids: Sequ
     if isinstance(stop, str):
         stop = (stop,)
     ends = options.get("eos_token_ids", eos_token_ids)
-    if isinstance(ends, str) or not isinstance(ends, Iterable):
+    if not isinstance(ends, Iterable) or any(type(end) is not int for end in ends):
         raise RequestError(f"eos_token_ids is {ends!r}; pass a list of token ids.")
     if not isinstance(stop, Iterable):
         raise RequestError(f"stop is {stop!r}; pass a list of texts.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 from collections.abc import Generator, Sequence
 from os import PathLike
 from pathlib import Path
@@ -13,10 +13,12 @@ from plans.manifest import Manifest
 from plans.plan import Plan, open_plan
 from runtime.backends import BACKENDS, choose_target
 from runtime.generation import Generation, GenerationStream, Span
-from runtime.request import Options
+from runtime.prompt import prepare_prompt
+from runtime.request import Options, check_options
 from runtime.session import Session
 from runtime.tokenizer import Tokenizer
 
+MAX_IDLE = 4  # sessions kept for one-off generations; each holds its buffers
 MAX_THREADS = 1024
 
 
@@ -36,8 +38,7 @@ class Runtime:
         text = plan.manifest.text
         self.tokenizer = Tokenizer.load(plan.root / "tokenizer", bos_token=text.bos_token, eos_token=text.eos_token)
         # The first session resolves every program, so that a wrong plan is found here and not at the first prompt.
-        self._idle = [self.session()]
-        self._lock = threading.Lock()
+        self._idle = deque([self.session()], maxlen=MAX_IDLE)  # a deque needs no lock, not even in a finaliser
 
     @classmethod
     def load(
@@ -68,31 +69,23 @@ class Runtime:
         return self.stream(prompt, **options).result
 
     def stream(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> GenerationStream:
-        """The same, a span of tokens and text per step."""
-        session = self._borrow()
+        """The same, a span of tokens and text per step; nothing is held until the first one is asked for."""
+        manifest = self.manifest
+        request = check_options(options, [d.name for d in manifest.drafters], manifest.text.eos_token_ids)
+        ids = prepare_prompt(prompt, (), request.stop, self.tokenizer, manifest.target).ids
+        return GenerationStream(self._run(ids, options))
+
+    def _run(self, ids: list[int], options: Options) -> Generator[Span, None, Generation]:
+        """Generate on an idle session, so that one-off generations do not allocate an arena each."""
         try:
-            inner = session.stream(prompt, **options)
-        except BaseException:
-            self._give_back(session)
-            raise
-        return GenerationStream(self._lend(session, inner))
-
-    def _borrow(self) -> Session:
-        """An idle session, so that one-off generations do not allocate an arena each."""
-        with self._lock:
-            if self._idle:
-                return self._idle.pop()
-        return self.session()
-
-    def _lend(self, session: Session, inner: GenerationStream) -> Generator[Span, None, Generation]:
+            session = self._idle.pop()
+        except IndexError:
+            session = self.session()
+        inner = session.stream(ids, **options)
         try:
             yield from inner
             return inner.result
         finally:
             inner.close()
             session.reset()
-            self._give_back(session)
-
-    def _give_back(self, session: Session) -> None:
-        with self._lock:
-            self._idle.append(session)
+            self._idle.append(session)  # the oldest idle one goes where there are too many

@@ -20,17 +20,19 @@ from plans.errors import RequestError
 from plans.manifest import Manifest, TargetPlan
 from runtime.arena import SlotMap
 from runtime.backends.base import LoadedEngine
+from runtime.buffers import Buffers
 from runtime.drafters import Drafter, make_drafter
 from runtime.generation import FinishReason, Generation, GenerationStream, Span
 from runtime.program import Program
+from runtime.prompt import Prompt, prepare_prompt
 from runtime.request import Options, Request, check_options
 from runtime.sampling import TokenLogprob, logprobs
 from runtime.stats import StageClock, Stats
 from runtime.step import Step
-from runtime.text_stream import CONTEXT_TOKENS, TextStream
-from runtime.tokenizer import Tokenizer, as_ids
+from runtime.text_stream import TextStream
+from runtime.tokenizer import Tokenizer
 
-_BRANCH = 0
+_BRANCH, _TREE = 0, 0  # a session is one branch, and a step one tree
 
 
 class Session:
@@ -42,16 +44,23 @@ class Session:
     def __init__(
         self, manifest: Manifest, plan: TargetPlan, engines: Mapping[str, LoadedEngine], tokenizer: Tokenizer
     ) -> None:
-        self._manifest, self._tokenizer = manifest, tokenizer
-        self._step = Step(plan, manifest.model)
-        self._slots = SlotMap(self._step)
+        self._manifest, self._tokenizer, self._geometry = manifest, tokenizer, manifest.target
+        self._buffers = Buffers(plan)
+        steps = {
+            model: Step(model, self._buffers, geometry, plan.symbols[model])
+            for model, geometry in manifest.models.items()
+        }
+        self._step = steps[names.TARGET]
+        self._slots = SlotMap(names.TARGET, self._buffers, self._step)
         self._drafters: dict[str, Drafter] = {d.name: make_drafter(d) for d in manifest.drafters}
         self._told = dict.fromkeys(self._drafters, 0)  # tokens of the sequence each drafter has learned
         self._programs = {
-            name: Program(name, data, self._step, engines, self._drafters) for name, data in plan.programs.items()
+            name: Program(name, data, self._buffers, steps, engines, self._drafters)
+            for name, data in plan.programs.items()
         }
         self._tokens: list[int] = []
-        self._tip, self._compacted = 0, False  # of the last step: its tip's row, and whether rows were compacted
+        self._changes = 0  # counts what may make a prepared prompt out of date
+        self._chosen_by: tuple[int, NDArray[np.int64] | None] = (0, None)  # the last step's tip, and its kept rows
         self._busy = threading.Lock()
 
     @property
@@ -64,7 +73,9 @@ class Session:
         self.truncate(0)
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` tokens."""
+        """Keep the first `length` tokens. Raises RequestError for a length the sequence does not have."""
+        if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= len(self._tokens):
+            raise RequestError(f"length is {length!r}; pass a whole number from 0 to {len(self._tokens)}.")
         with self._exclusive():
             self._truncate(length)
 
@@ -83,38 +94,29 @@ class Session:
         Raises RequestError, before anything changes, for a prompt or an option that cannot be served.
         """
         request = check_options(options, list(self._drafters), self._manifest.text.eos_token_ids)
-        ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else as_ids(prompt)
-        self._check_prompt(ids, whole)
-        context = ids if whole else [*self._tokens[-CONTEXT_TOKENS:], *ids]
-        text = TextStream(self._tokenizer, context, request.stop)
-        return GenerationStream(self._run(ids, whole, request, text))
+        prepared = self._prepare(prompt, whole, request)
+        return GenerationStream(self._run(prompt, whole, request, prepared, self._changes))
 
-    def _check_prompt(self, ids: list[int], whole: bool) -> None:
-        vocabulary, context = self._manifest.model.vocab_size, self._manifest.model.context
-        wrong = next((i for i in ids if not 0 <= i < vocabulary), None)
-        if wrong is not None:
-            raise RequestError(f"Token id {wrong} is not in the vocabulary; ids go from 0 to {vocabulary - 1}.")
-        total = len(ids) + (0 if whole else len(self._tokens))
-        if total == 0:
-            raise RequestError("The prompt is empty; there is nothing to continue. Pass text or token ids.")
-        if total >= context:
-            raise RequestError(
-                f"The sequence would have {total} tokens before any is generated; the plan's context is {context}. "
-                "Shorten the prompt, or build the plan with a larger capacity.context."
-            )
+    def _prepare(self, prompt: str | Sequence[int], whole: bool, request: Request) -> Prompt:
+        present = [] if whole else self._tokens
+        return prepare_prompt(prompt, present, request.stop, self._tokenizer, self._geometry)
 
     def _run(
-        self, ids: list[int], whole: bool, request: Request, text: TextStream
+        self, prompt: str | Sequence[int], whole: bool, request: Request, prepared: Prompt, changes: int
     ) -> Generator[Span, None, Generation]:
         with self._exclusive():
+            if changes != self._changes:  # the session was used between the call and the first span
+                prepared = self._prepare(prompt, whole, request)
+            self._changes += 1
             started = perf_counter()
-            self._place(ids, whole)
+            self._place(prepared.ids, whole)
             stats = Stats(prompt_tokens=len(self._tokens), reused_tokens=self._slots.length)
             clock = StageClock(list(self._programs.values()))
-            generation = _Growing(request, text, stats)
-            self._step.set_sampling(request.sampling, _BRANCH)
-            end = min(self._manifest.model.context, len(self._tokens) + request.max_new_tokens)
-            self._prefill(request, stats)
+            generation = _Growing(request, prepared.text, stats)
+            self._buffers.set_sampling(_BRANCH, request.sampling)
+            end = min(self._geometry.context, len(self._tokens) + request.max_new_tokens)
+            if not self._prefill(request, stats):
+                generation.finish_reason = FinishReason.CANCELLED
             while generation.finish_reason is None:
                 if _cancelled(request):
                     generation.finish_reason = FinishReason.CANCELLED
@@ -122,7 +124,9 @@ class Session:
                 span = self._decode(request, end, generation)
                 if stats.rounds == 1:
                     stats.ttft_ms, stats.first_span = (perf_counter() - started) * 1000, stats.new_tokens
+                handed_over = perf_counter()
                 yield span
+                started += perf_counter() - handed_over  # the caller's time is not ours
             if (rest := generation.finish()).text:
                 yield rest
             stats.total_ms = (perf_counter() - started) * 1000
@@ -142,6 +146,7 @@ class Session:
         self._slots.truncate(len(self._tokens) - 1)
 
     def _truncate(self, length: int) -> None:
+        self._changes += 1
         del self._tokens[length:]
         self._slots.truncate(length)
         for name, drafter in self._drafters.items():
@@ -149,17 +154,20 @@ class Session:
                 drafter.reset()
                 self._told[name] = 0
 
-    def _prefill(self, request: Request, stats: Stats) -> None:
-        """Give rows to all but the last chunk of pending tokens."""
-        chunk = self._manifest.model.prefill_chunk
+    def _prefill(self, request: Request, stats: Stats) -> bool:
+        """Give rows to all but the last chunk of pending tokens; False if it was cancelled before."""
+        chunk = self._geometry.prefill_chunk
         program = self._programs[names.PREFILL]
-        while len(self._tokens) - self._slots.length > chunk and not _cancelled(request):
+        while len(self._tokens) - self._slots.length > chunk:
+            if _cancelled(request):
+                return False
             start = self._slots.length
             pending = self._tokens[start : start + chunk]
             self._step.begin(start, self._slots.next_position(), pending, _BRANCH, logits=False)
             program.run()
-            self._slots.commit(chunk, compacted=False)
+            self._slots.commit(chunk, kept=None)
             stats.prefill_passes += 1
+        return True
 
     def _decode(self, request: Request, end: int, generation: _Growing) -> Span:
         """One round: feed what is pending with a draft behind it, and commit what the target chose."""
@@ -174,18 +182,16 @@ class Session:
             step.draft_limit = min(step.max_nodes, end - len(tokens) - 1)
         program.run()
         assert program.tokens is not None
-        compacted = program.counts is not None
-        count = int(program.counts[_BRANCH]) if program.counts is not None else 1
+        count = 1 if program.counts is None else int(program.counts[_TREE])
         chosen = program.tokens[:count].tolist()
-        drafted = step.new_tokens - len(pending)
-        span, kept = generation.take(chosen, drafted, len(tokens) == end - count)
-        self._tip, self._compacted = len(pending) - 1, compacted
+        span, kept = generation.take(chosen, step.new_tokens - len(pending), len(tokens) + count >= end)
+        self._chosen_by = len(pending) - 1, program.kept
         if request.logprobs is not None:
             for index, token in enumerate(span.token_ids):
                 span.logprobs.append(logprobs(self.step_logits(index), token, request.logprobs))
             generation.logprobs += span.logprobs
-        slots.commit(len(pending) + kept - 1, compacted)
-        tokens += span.token_ids
+        tokens += span.token_ids  # before the rows: a row without its token would be worse than the reverse
+        slots.commit(len(pending) + kept - 1, program.kept)
         return span
 
     def _tell(self, name: str) -> None:
@@ -196,7 +202,8 @@ class Session:
 
     def step_logits(self, index: int) -> NDArray[np.float32]:
         """Logits f32 `[vocab]` that the `index`-th token of the last span was chosen by: a view until the next step."""
-        row = int(self._step.kept_rows[self._tip + index]) - self._tip if self._compacted else 0
+        tip, kept = self._chosen_by
+        row = 0 if kept is None else int(kept[tip + index]) - tip
         logits: NDArray[np.float32] = self._step.logits[row]
         return logits
 

@@ -22,9 +22,10 @@ class Stats:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
-    ttft_ms: float = 0.0  # from the call to the first committed token
-    total_ms: float = 0.0
-    engine_ms: float = 0.0  # inside engines, all passes
+    first_span: int = 0  # tokens committed by the first round
+    ttft_ms: float = 0.0  # from the first work on the encoded prompt to the first committed token
+    total_ms: float = 0.0  # to the last one, the caller's time between spans left out
+    engine_ms: float = 0.0  # inside engine calls, all passes
     stage_ms: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -45,8 +46,6 @@ class Stats:
             (self.new_tokens - self.first_span) / seconds if seconds > 0 and self.new_tokens > self.first_span else 0.0
         )
 
-    first_span: int = 0  # tokens committed by the first round
-
     def to_json(self) -> dict[str, object]:
         """All fields and rates, with stable keys."""
         return asdict(self) | {
@@ -60,11 +59,11 @@ class StageClock:
     """Stage times of some programs since the clock was made."""
 
     def __init__(self, programs: Sequence[Program]) -> None:
-        self._start = [(program, list(program.nanoseconds), program.runs) for program in programs]
+        self._start = [(program, list(program.nanoseconds)) for program in programs]
 
     def fill(self, stats: Stats) -> None:
         """Write milliseconds by stage name, and those of engines, into `stats`."""
-        for program, before, _ in self._start:
+        for program, before in self._start:
             for name, engine, then, now in zip(
                 program.stage_names, program.is_engine, before, program.nanoseconds, strict=True
             ):

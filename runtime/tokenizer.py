@@ -185,8 +185,22 @@ class Tokenizer:
 
 
 def as_ids(token_ids: TokenIds) -> list[int]:
-    """Token ids as Python integers, whatever holds them: NumPy scalars are slow as keys and as list elements."""
-    return token_ids.tolist() if isinstance(token_ids, np.ndarray) else list(token_ids)
+    """Token ids as Python integers, whatever holds them: NumPy scalars are slow as keys and as list elements.
+
+    Raises RequestError for what is no list of whole numbers.
+    """
+    if isinstance(token_ids, np.ndarray):
+        ids: list[int] | None = token_ids.tolist() if token_ids.ndim == 1 else None
+    elif isinstance(token_ids, Sequence) and not isinstance(token_ids, str | bytes | bytearray | memoryview):
+        ids = [int(i) if isinstance(i, np.integer) else i for i in token_ids]
+    else:
+        ids = None
+    if ids is None:
+        raise RequestError(f"A prompt is text or a list of token ids, not a {type(token_ids).__name__}.")
+    wrong = next((i for i in ids if type(i) is not int), None)
+    if wrong is not None:
+        raise RequestError(f"A prompt's token ids must be whole numbers; {wrong!r} is none.")
+    return ids
 
 
 def _read(path: Path) -> str:

@@ -26,6 +26,7 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$digest" ]; then
     python -m pip install -q --progress-bar on torch  # alone and first: the largest, at the tested version
     python -m pip install -q -e ".[$extras]"
     for other in .venv/outrider-*; do
+        [ -f "$other" ] || continue  # the pattern itself, where nothing matches it
         [ "$(cat "$other")" = "$digest" ] || rm -f "$other"
     done
     echo "$digest" > "$stamp"

@@ -28,7 +28,7 @@ from compiler.models.eager import CausalExecution
 from compiler.models.rope import RopeScaling
 from tools.reference.corpus import SourceFile, read_standard_library
 from tools.reference.data import TaskStream, Windows, code_stream, token_byte_lengths, train_tokenizer
-from tools.reference.export import export_target
+from tools.reference.export import export_target, write_lists
 
 TARGET = DecoderConfig(
     family="qwen3",
@@ -200,14 +200,20 @@ def train(arguments: argparse.Namespace) -> None:
     export_target(model, corpus.tokenizer, corpus.files, report, arguments.out)
 
 
-def main() -> None:
+def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=100, help="training time in all (default 100)")
     parser.add_argument("--work", type=Path, default=Path("build/reference-training"), help="checkpoint folder")
     parser.add_argument("--out", type=Path, default=Path("plans/reference"), help="where the target is written")
     parser.add_argument("--save-minutes", type=float, default=10, help="minutes between checkpoints")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    arguments = parser.parse_args()
+    parser.add_argument(
+        "--lists-only", action="store_true", help="write corpus.txt and held_out.jsonl into --out, and train nothing"
+    )
+    arguments = parser.parse_args(given)
+    if arguments.lists_only:
+        write_lists(read_standard_library(), arguments.out)
+        return
     arguments.device_name = (
         torch.cuda.get_device_name() if arguments.device == "cuda" else f"{torch.get_num_threads()} CPU threads"
     )

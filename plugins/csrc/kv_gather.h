@@ -1,18 +1,20 @@
-// Which row of a KV plane goes where. Moves happen one after another, i ascending: whoever splits the work splits it
-// over planes, heads and lanes, never over i, so that rows moved down over each other arrive whole.
+// Which slot of a KV plane goes where. Moves happen one after another, i ascending: whoever splits the work splits it
+// over planes, rows, heads and lanes, never over the moves of a row, so that slots moved down over each other arrive
+// whole.
 #pragma once
 
 #include "portable.h"
 
 namespace outrider {
 
-struct RowMove {
+struct SlotMove {
   i64 from;
   i64 to;
 };
 
-OUTRIDER_HD inline RowMove row_move(const i64* source, i64 source_base, i64 destination, i64 i) {
-  return {source_base + source[i], destination + i};
+// Of new token `token` of a row whose tokens start at `first`, behind `earlier` tokens of the row that were moved.
+OUTRIDER_HD inline SlotMove slot_move(i64 token, i64 first, i64 earlier, i64 source_base, i64 destination) {
+  return {source_base + (token - first), destination + earlier};
 }
 
 }  // namespace outrider

@@ -19,12 +19,26 @@ def ancestors(parent: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 def bim_mask(
-    bim: NDArray[np.int64], past_length: int, branch: NDArray[np.int64], parent: NDArray[np.int64], view: int
+    bim: NDArray[np.int64],
+    past_length: NDArray[np.int64],
+    row_splits: NDArray[np.int64],
+    branch: NDArray[np.int64],
+    parent: NDArray[np.int64],
+    view: int,
+    places: int,
 ) -> NDArray[np.float32]:
-    """The bias float32 `[1, 1, N, view]` of new tokens `branch`, `parent` `[N]` behind `past_length` rows of `bim`."""
-    new = len(branch)
-    committed = bim[None, :past_length]
-    visible = np.zeros((new, view), dtype=bool)
-    visible[:, :past_length] = (committed == SHARED_PREFIX) | (committed == branch[:, None])
-    visible[:, past_length : past_length + new] = ancestors(parent)
-    return np.where(visible, np.float32(0), MASKED)[None, None]
+    """The bias float32 `[R, 1, places, view]` of new tokens `branch`, `parent` `[N]`, cut into rows by `row_splits`.
+
+    Row r's tokens stand behind the first `past_length[r]` slots of `bim[r]`.
+    """
+    rows = len(past_length)
+    lineage = ancestors(parent)
+    visible = np.zeros((rows, places, view), dtype=bool)
+    for row, past in enumerate(past_length.tolist()):
+        first, end = row_splits[row : row + 2].tolist()
+        new = end - first
+        committed = bim[row, None, :past]
+        visible[row, :new, :past] = (committed == SHARED_PREFIX) | (committed == branch[first:end, None])
+        visible[row, :new, past : past + new] = lineage[first:end, first:end]
+        visible[row, new:, :1] = True  # padding of the rectangle: key 0 alone, so that no softmax is over nothing
+    return np.where(visible, np.float32(0), MASKED)[:, None]

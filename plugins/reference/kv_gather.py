@@ -1,4 +1,4 @@
-"""Compact rows of a KV arena in place."""
+"""Compact slots of a KV arena in place."""
 
 from __future__ import annotations
 
@@ -8,7 +8,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def kv_gather(kv: NDArray[Any], source: NDArray[np.int64], source_base: int, destination: int) -> None:
-    """Row source_base + source[i] -> row destination + i of `kv` `[planes, heads, capacity, head_dim]`, i ascending."""
-    for i, row in enumerate(source.tolist()):
-        kv[:, :, destination + i] = kv[:, :, source_base + row]
+def kv_gather(
+    kv: NDArray[Any],
+    source: NDArray[np.int64],
+    row_splits: NDArray[np.int64],
+    source_base: NDArray[np.int64],
+    destination: NDArray[np.int64],
+) -> None:
+    """Move the slots of new tokens `source` within their rows of `kv` `[planes, R, heads, capacity, head_dim]`.
+
+    In order: a token at place s of row r goes from slot source_base[r] + s to the next slot from destination[r] on.
+    """
+    following = destination.copy()
+    for token in source.tolist():
+        row = int(np.searchsorted(row_splits, token, side="right")) - 1
+        kv[:, row, :, following[row]] = kv[:, row, :, source_base[row] + token - row_splits[row]]
+        following[row] += 1

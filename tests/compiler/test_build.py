@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer
 
 import compiler.build
 from compiler.build import Built, build
+from compiler.identity import tool_versions
 from compiler.recipe import load_recipe
 from plans.errors import CheckpointError, PlanError, RecipeError
 from plans.plan import open_plan, read_manifest
@@ -34,7 +36,8 @@ def copy_of(toy_recipe: Path, folder: Path) -> Path:
 def rebuild(workplace: Path, *overrides: str, out: str = "plan") -> tuple[Built, list[str]]:
     recipe = workplace / "model.yaml"
     said: list[str] = []
-    return build(load_recipe(recipe, overrides), recipe, workplace / out, said.append), said
+    built = build(load_recipe(recipe, overrides), recipe, workplace / out, lambda done, total, text: said.append(text))
+    return built, said
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
@@ -66,7 +69,7 @@ def test_changed_drafter_settings_take_the_engines_over(workplace: Path, monkeyp
     assert any("engines unchanged" in text for text in said)
     assert after.identity != before.identity
     assert after.targets[TARGET].engines == before.targets[TARGET].engines
-    assert after.targets[TARGET].symbols["M"] == 10
+    assert after.targets[TARGET].symbols["target"]["M"] == 10
     assert Runtime.load(workplace / "plan").generate("import", max_new_tokens=3).token_ids
     assert leftovers(workplace) == []
 
@@ -160,7 +163,7 @@ def test_a_plan_that_cannot_be_put_in_place_leaves_the_old_one(
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", refuse_the_new)
-    with pytest.raises(PermissionError):
+    with pytest.raises(PlanError, match="plan cannot be written"):
         rebuild(workplace, "drafters[0].max_draft=9")
     assert snapshot(workplace / "plan") == before
     assert leftovers(workplace) == []
@@ -221,8 +224,47 @@ def test_a_moved_recipe_is_where_verify_will_look(workplace: Path) -> None:
     assert (workplace / "plan" / read_manifest(workplace / "plan").source).resolve() == recipe.resolve()
 
 
-def test_folders_of_killed_builds_are_removed(workplace: Path) -> None:
-    abandoned = workplace / ".plan.building-999999999"
-    abandoned.mkdir()
-    rebuild(workplace, "drafters[0].max_draft=3")
-    assert not abandoned.exists()
+@pytest.mark.parametrize("overrides", [(), ("drafters[0].max_draft=3",), ("target.rope_scaling={rope_type: default}",)])
+def test_progress_counts_steps_known_from_the_first_report(workplace: Path, overrides: tuple[str, ...]) -> None:
+    recipe = workplace / "model.yaml"
+    told: list[tuple[int, int]] = []
+    build(
+        load_recipe(recipe, overrides), recipe, workplace / "plan", lambda done, total, text: told.append((done, total))
+    )
+    total = told[0][1]
+    assert {t for _, t in told} == {total}
+    assert [done for done, _ in told] == (list(range(total)) if overrides else [1])
+
+
+def test_the_place_is_tried_before_the_weights_are_read(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler.build, "load_decoder", None)
+    recipe = workplace / "model.yaml"
+    for out in ("/proc/nowhere/plan", workplace / "model.yaml" / "plan"):
+        with pytest.raises(PlanError, match=r"cannot be written .*choose another --out"):
+            build(load_recipe(recipe), recipe, Path(out))
+
+
+def test_the_current_folder_becomes_the_plan(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, here = workplace / "model.yaml", workplace / "here"
+    shutil.copytree(workplace / "plan", here)  # its engines are taken over: this is about the place
+    monkeypatch.chdir(here)
+    built = build(load_recipe(recipe, ["drafters=[]"]), Path("..") / "model.yaml", Path("."))
+    assert open_plan(here).manifest == built.plan.manifest
+    assert built.plan.manifest.drafters == ()
+    assert (here / built.plan.manifest.source).resolve() == recipe.resolve()
+
+
+def test_a_plan_behind_a_link_is_replaced_where_it_lies(workplace: Path) -> None:
+    (workplace / "deep" / "down").mkdir(parents=True)
+    shutil.copytree(workplace / "plan", workplace / "deep" / "down" / "plan")
+    (workplace / "link").symlink_to(workplace / "deep" / "down" / "plan")
+    built, _ = rebuild(workplace, "drafters=[]", out="link")
+    assert (workplace / "link").is_symlink()
+    assert open_plan(workplace / "deep" / "down" / "plan").manifest.drafters == ()
+    source = workplace / "deep" / "down" / "plan" / built.plan.manifest.source
+    assert source.resolve() == (workplace / "model.yaml").resolve()
+
+
+def test_local_parts_of_versions_are_no_part_of_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0+cu130" if name == "torch" else "1.0")
+    assert tool_versions()["torch"] == "2.13.0"

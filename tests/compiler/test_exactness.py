@@ -19,6 +19,7 @@ from plans.plan import open_plan
 from plugins.reference import bim_mask
 from runtime.backends.base import LoadedEngine
 from runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
+from runtime.buffers import Buffers
 from runtime.step import Step
 
 TOKENS = [(37 * i) % 299 + 1 for i in range(48)]
@@ -32,26 +33,28 @@ class Feeder:
         manifest = open_plan(toy_plan, verify=False).manifest
         plan = manifest.targets["onnxruntime-cpu"]
         # Room for logits of every token of a step, which no plan of one tip needs.
-        logits = {names.LOGIT_ROWS, names.LOGITS_OUT}
+        logits = {names.of(names.TARGET, name) for name in (names.LOGIT_ROWS, names.LOGITS_OUT)}
         buffers = tuple(
             b.model_copy(update={"shape": (names.NEW, *b.shape[1:])}) if b.name in logits else b for b in plan.buffers
         )
-        self.step = Step(plan.model_copy(update={"buffers": buffers}), manifest.model)
-        self.run = engine.bind(self.step.arrays | self._outputs(plan.engines["target"].aliases))
-        self.largest_view = plan.symbols[names.VIEW]
-        self.vocabulary = manifest.model.vocab_size
-
-    def _outputs(self, aliases: dict[str, str]) -> dict[str, NDArray[np.float32]]:
-        return {output: self.step.arrays[source] for output, source in aliases.items()}
+        self.buffers = Buffers(plan.model_copy(update={"buffers": buffers}))
+        limits = plan.symbols[names.TARGET]
+        self.step = Step(names.TARGET, self.buffers, manifest.target, limits)
+        forward = next(s for s in plan.programs[names.PREFILL].stages if s.run == "target")
+        bound = forward.inputs | forward.outputs
+        self.run = engine.bind({tensor: self.buffers.arrays[buffer] for tensor, buffer in bound.items()})
+        self.largest_view = limits[names.VIEW]
+        self.vocabulary = manifest.target.vocab_size
 
     def feed(self, tokens: list[int], past: int, view: int) -> Logits:
         """Logits of all of `tokens`, a chain behind `past` rows, of which `view` keys are looked at."""
         step, n = self.step, len(tokens)
         step.begin(past, past, tokens, 0, logits=True)
         step.logit_rows[:n] = np.arange(n)
-        bias = bim_mask(np.full(past, -1, np.int64), past, step.branch[:n], step.parent[:n], view)
-        step.arrays[names.ATTN_BIAS].reshape(-1)[: bias.size] = bias.reshape(-1)
-        self.run([n, view, n])
+        bim, past_length = np.full((1, past), -1, np.int64), np.array([past])
+        bias = bim_mask(bim, past_length, np.array([0, n]), step.branch[:n], step.parent[:n], view, n)
+        self.buffers.of(names.TARGET, names.ATTN_BIAS).reshape(-1)[: bias.size] = bias.reshape(-1)
+        self.run([n, view, n, 1, 2, n])
         return step.logits.reshape(-1)[: n * self.vocabulary].reshape(n, -1).copy()
 
     def chunks(self, sizes: list[int], view: int | None = None) -> Logits:
@@ -120,7 +123,7 @@ def test_the_number_of_threads_does_not_change_a_bit(toy_plan, one_by_one: Logit
 
 def test_what_lies_in_the_arena_behind_the_tail_changes_no_bit(feeder: Feeder, one_by_one: Logits) -> None:
     """Rejected drafts and the dummy row leave garbage there."""
-    kv = feeder.step.arrays[names.KV]
+    kv = feeder.buffers.of(names.TARGET, names.KV)
     assert kv.dtype == DType.FLOAT32.numpy
     for garbage in (0.0, 1e30, -1e30):
         kv.fill(garbage)
@@ -129,7 +132,7 @@ def test_what_lies_in_the_arena_behind_the_tail_changes_no_bit(feeder: Feeder, o
 
 @pytest.mark.parametrize("garbage", [1e38, np.inf, np.nan])
 def test_garbage_that_overflows_does_not_reach_the_logits(feeder: Feeder, one_by_one: Logits, garbage: float) -> None:
-    feeder.step.arrays[names.KV].fill(garbage)
+    feeder.buffers.of(names.TARGET, names.KV).fill(garbage)
     found = feeder.chunks([5], 128)
-    feeder.step.arrays[names.KV].fill(0)
+    feeder.buffers.of(names.TARGET, names.KV).fill(0)
     np.testing.assert_array_equal(found.view(np.uint32), one_by_one.view(np.uint32))

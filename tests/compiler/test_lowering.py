@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,12 @@ def steps(draw: st.DrawFn, rows: int) -> tuple[list[int], list[NDArray[np.int64]
     return past, [draw(tree(n)) for n in new], view
 
 
+def flat(parents: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Parents within each row as parents in the step."""
+    starts = np.cumsum([0, *(len(parent) for parent in parents[:-1])])
+    return np.concatenate([np.where(p < 0, -1, p + start) for p, start in zip(parents, starts, strict=True)])
+
+
 def random_step(
     past: list[int], parents: list[NDArray[np.int64]], view: int, heads: int, kv_heads: int, seed: int
 ) -> Arrays:
@@ -94,10 +100,8 @@ def random_step(
     def normal(*shape: int) -> NDArray[np.float32]:
         return random.normal(size=shape).astype(np.float32)
 
-    bias = np.zeros((rows, 1, places, view), np.float32)  # places behind a row's end say nothing
-    for row, parent in enumerate(parents):
-        bim = random.choice(np.array([-2, -1, -1, 0, 1]), CAPACITY)
-        bias[row, :, : new[row]] = bim_mask(bim, past[row], np.zeros(new[row], np.int64), parent, view)[0]
+    bim = random.choice(np.array([-2, -1, -1, 0, 1]), (rows, CAPACITY))
+    bias = bim_mask(bim, np.array(past), np.cumsum([0, *new]), np.zeros(total, np.int64), flat(parents), view, places)
     return {
         "q": normal(1, total, heads * HEAD_DIM),
         "k": normal(1, total, kv_heads * HEAD_DIM),
@@ -187,17 +191,17 @@ def run_rows(path: Path, decoder: Decoder, tokens: list[list[int]], parents: lis
     shape = (rows, config.num_kv_heads, CAPACITY, config.head_dim)
     caches = {f"{kind}_cache.{i}": np.zeros(shape, np.float32) for kind in "kv" for i in range(config.num_layers)}
     past, found = [0] * rows, []
-    bim = np.full(CAPACITY, -1, np.int64)
+    bim = np.full((rows, CAPACITY), -1, np.int64)
     chains = [
         np.arange(len(row) - len(parent), dtype=np.int64) - 1 for row, parent in zip(tokens, parents, strict=True)
     ]
     for trees in (chains, parents):
         new = [len(t) for t in trees]
         view = max(p + n for p, n in zip(past, new, strict=True)) + 3
-        bias = np.zeros((rows, 1, max(new), view), np.float32)
+        branch, splits = np.zeros(sum(new), np.int64), np.cumsum([0, *new])
+        bias = bim_mask(bim, np.array(past), splits, branch, flat(trees), view, max(new))
         positions: list[int] = []
         for row, parent in enumerate(trees):
-            bias[row, :, : new[row]] = bim_mask(bim, past[row], np.zeros(new[row], np.int64), parent, view)[0]
             depth: list[int] = []
             for p in parent.tolist():
                 depth.append(past[row] if p < 0 else depth[p] + 1)
@@ -207,7 +211,7 @@ def run_rows(path: Path, decoder: Decoder, tokens: list[list[int]], parents: lis
                 [np.array(t[p : p + n], np.int64) for t, p, n in zip(tokens, past, new, strict=True)]
             ),
             "positions": np.array(positions, np.int64),
-            "row_splits": np.cumsum([0, *new]),
+            "row_splits": splits,
             "attn_bias": bias,
             "past_length": np.array(past, np.int64),
             "logit_rows": np.arange(sum(new), dtype=np.int64),

@@ -63,7 +63,7 @@ def test_build_puts_the_plan_under_build_and_takes_overrides(
     found = run_json(capsys, compiler.__main__.main, *arguments)
     assert found["plan"] == str(Path("build") / "toy")
     manifest = Runtime.load(tmp_path / "build" / "toy").manifest
-    assert (manifest.drafters, manifest.model.context) == ((), 200)
+    assert (manifest.drafters, manifest.target.context) == ((), 200)
 
 
 def test_inspect_shows_geometry_programs_ops_and_rules(toy_plan: Path, capsys: Captured) -> None:
@@ -73,7 +73,7 @@ def test_inspect_shows_geometry_programs_ops_and_rules(toy_plan: Path, capsys: C
         assert part in text
     found = run_json(capsys, compiler.__main__.main, "inspect", toy_plan, "--json")
     assert set(found) == {
-        "name", "identity", "format_version", "model", "drafters", "targets", "tools", "bytes", "files",
+        "name", "identity", "format_version", "models", "drafters", "targets", "tools", "bytes", "files",
     }  # fmt: skip
     target = found["targets"]["onnxruntime-cpu"]
     assert set(target) == {"programs", "symbols", "session_bytes", "engines", "lowering"}
@@ -91,12 +91,17 @@ def test_verify_compares_with_pytorch_and_exits_with_the_verdict(toy_plan: Path,
     assert "held_out" in refused(capsys, compiler.__main__.main(arguments))
     found = run_json(capsys, compiler.__main__.main, *arguments, "--recipe", recipe, "--json")
     assert set(found) == {
-        "prompts", "tokens", "max_logit_error", "tolerance", "equal_runs", "divergences", "passed",
+        "prompts", "tokens", "max_logit_error", "logit_bound", "tolerance", "equal_runs", "divergences", "passed",
     }  # fmt: skip
     assert (found["prompts"], found["tokens"], found["passed"]) == (2, 24, True)
-    assert 0 < found["max_logit_error"] < 1e-3
+    assert 0 < found["max_logit_error"] < 1e-4
+    assert found["tolerance"] == 2 * found["max_logit_error"]
+    assert found["logit_bound"] == 1e-3
     assert compiler.__main__.main([*arguments, "--recipe", str(recipe)]) == 0
-    assert "2 prompts, 24 tokens" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "2 prompts, 24 tokens" in text
+    assert "(at most 1e-03)" in text
+    assert "the plan agrees" in text
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_a_stop_string_ends_the_text_before_it_with_any_drafter(toy: Runtime) ->
 
 
 def test_a_full_context_ends_with_length_at_the_same_token(toy: Runtime) -> None:
-    context = toy.manifest.model.context
+    context = toy.manifest.target.context
     prompt = [5, 6, 7, 8] * 30
     for drafter in ("none", "ngram"):
         full = toy.generate(prompt, max_new_tokens=1000, drafter=drafter, ignore_eos=True)
@@ -167,3 +167,88 @@ def test_a_wrong_request_gets_a_sentence_and_changes_nothing(toy: Runtime, promp
         session.generate(prompt, **options)
     if prompt != "":
         assert session.token_ids == toy.tokenizer.encode("y") + before.token_ids
+
+
+def test_two_streams_made_before_either_runs_both_see_the_present_sequence(toy: Runtime) -> None:
+    session = toy.session()
+    prompt = [5, 6, 7, 8] * 20
+    first = session.stream(prompt, max_new_tokens=60, ignore_eos=True)
+    second = session.stream(prompt, max_new_tokens=60, ignore_eos=True)
+    assert len(first.result.token_ids) == 60
+    with pytest.raises(RequestError, match="context is 160"):
+        next(second)
+    assert len(session.token_ids) == 140
+    assert len(session.generate([], max_new_tokens=5, ignore_eos=True).token_ids) == 5
+
+
+@pytest.mark.parametrize("length", [-1, 4, True, 1.0, None])
+def test_truncating_to_a_length_that_is_not_there_is_refused(toy: Runtime, length) -> None:
+    session = toy.session()
+    session.generate([1, 2], max_new_tokens=1, ignore_eos=True)
+    with pytest.raises(RequestError, match="length"):
+        session.truncate(length)
+    assert len(session.token_ids) == 3
+    session.truncate(2)
+    assert session.token_ids == [1, 2]
+
+
+@pytest.mark.parametrize("prompt", [["a"], None, [[1, 2]], [1.5], b"abc", [True], {1: 2}, np.zeros((2, 2), np.int64)])
+def test_a_prompt_that_is_neither_text_nor_ids_gets_a_sentence(toy: Runtime, prompt) -> None:
+    with pytest.raises(RequestError, match=r"[Pp]rompt"):
+        toy.generate(prompt)
+
+
+def test_a_cancellation_taken_back_during_prefill_still_ends_the_generation(toy: Runtime) -> None:
+    class Pulse(threading.Event):
+        """Set once, at the second look: the first chunk has been computed, the second has not."""
+
+        looks = 0
+
+        def is_set(self) -> bool:
+            self.looks += 1
+            return self.looks == 2
+
+    session = toy.session()
+    prompt = [5, 6, 7, 8] * 15
+    cancelled = session.generate(prompt, max_new_tokens=10, cancel=Pulse(), ignore_eos=True)
+    assert cancelled.finish_reason is FinishReason.CANCELLED
+    assert cancelled.token_ids == []
+    rest = session.generate([], max_new_tokens=10, ignore_eos=True)
+    assert rest.token_ids == toy.generate(prompt, max_new_tokens=10, ignore_eos=True).token_ids
+
+
+def test_streams_that_are_never_read_hold_nothing(toy_plan) -> None:
+    runtime = Runtime.load(toy_plan)
+    made = []
+    session = runtime.session
+    runtime.session = lambda: made.append(1) or session()  # type: ignore[method-assign]
+    for _ in range(3):
+        runtime.stream("x").close()
+        runtime.stream("x")
+        runtime.generate("x", max_new_tokens=2)
+    assert made == []
+
+
+def test_times_leave_out_what_the_caller_does_between_spans(toy: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("runtime.session.perf_counter", lambda: now[0])
+    stream = toy.session().stream(PROMPT, max_new_tokens=5, drafter="none", ignore_eos=True)
+    for _ in stream:
+        now[0] += 1000.0
+    assert stream.result.stats.total_ms == 0.0
+
+
+def test_a_failed_stream_says_so_and_the_session_goes_on(toy: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = toy.session()
+    stream = session.stream(PROMPT, max_new_tokens=30, ignore_eos=True)
+    seen = list(next(stream).token_ids)
+    with monkeypatch.context() as patch:
+        patch.setattr("runtime.session.SlotMap.commit", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            list(stream)
+    with pytest.raises(RuntimeError, match="failed"):
+        _ = stream.result
+    done = session.token_ids[len(toy.tokenizer.encode(PROMPT)) :]
+    assert done[: len(seen)] == seen
+    rest = session.generate([], max_new_tokens=30 - len(done), ignore_eos=True).token_ids
+    assert done + rest == toy.generate(PROMPT, max_new_tokens=30, ignore_eos=True).token_ids

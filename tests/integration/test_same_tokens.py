@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as LibraryTokenizer
+from tokenizers.processors import TemplateProcessing
 
+from compiler.build import build
 from compiler.held_out import read_prompts
+from compiler.recipe import load_recipe
 from runtime import Runtime
 from runtime.request import Options
 from tests.conftest import HELD_OUT
@@ -90,3 +96,24 @@ def test_reference_speculation_gives_the_tokens_of_plain_decoding(reference: Run
         assert drafted.token_ids == plain.token_ids
         accepted += drafted.stats.accepted
     assert accepted > 0, "no draft was ever accepted, so nothing was tested"
+
+
+def test_a_tokenizer_that_opens_sequences_with_a_token_does_so_once(
+    toy_recipe: Path, tmp_path: Path, toy: Runtime
+) -> None:
+    """As Llama's: what is appended later is not opened again, so a cut sequence equals an uncut one."""
+    folder = shutil.copytree(toy_recipe.parent, tmp_path / "toy", ignore=shutil.ignore_patterns("plan"))
+    path = str(folder / "target" / "tokenizer.json")
+    tokenizer = LibraryTokenizer.from_file(path)
+    tokenizer.post_processor = TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", 0)])
+    tokenizer.save(path)
+    build(load_recipe(folder / "model.yaml"), folder / "model.yaml", tmp_path / "plan")
+    runtime = Runtime.load(tmp_path / "plan")
+    opened = [0, *toy.tokenizer.encode("import os")]
+    session = runtime.session()
+    first = session.generate("import os", max_new_tokens=4, ignore_eos=True).token_ids
+    second = session.generate(max_new_tokens=4, ignore_eos=True).token_ids
+    assert session.token_ids == [*opened, *first, *second]
+    assert first + second == toy.generate(opened, max_new_tokens=8, ignore_eos=True).token_ids
+    session.generate("\nx", max_new_tokens=1)
+    assert session.token_ids[len(opened) + 8 : -1] == toy.tokenizer.encode("\nx")

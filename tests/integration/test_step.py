@@ -35,11 +35,11 @@ def test_after_warm_up_a_step_allocates_no_array(reference: Runtime, drafter: st
 
 def test_buffers_never_move(toy: Runtime) -> None:
     session = toy.session()
-    before = {name: array.ctypes.data for name, array in session._step.arrays.items()}
+    before = {name: array.ctypes.data for name, array in session._buffers.arrays.items()}
     session.generate(list(range(1, 60)), max_new_tokens=30)
     session.reset()
     session.generate(list(range(1, 20)), max_new_tokens=30, temperature=1.0, drafter="none")
-    assert {name: array.ctypes.data for name, array in session._step.arrays.items()} == before
+    assert {name: array.ctypes.data for name, array in session._buffers.arrays.items()} == before
 
 
 def test_plain_decoding_binds_again_only_where_the_view_grows(

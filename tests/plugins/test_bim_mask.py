@@ -1,4 +1,4 @@
-"""BimMask: the kernel is the reference, and the reference is the definition of visibility."""
+"""BimMask: the kernel is the reference, and the reference is the definition of visibility, row by row."""
 
 import numpy as np
 import pytest
@@ -13,103 +13,199 @@ POISON = np.float32(7)
 
 
 class Mask:
-    """The op bound to buffers that hold `new` tokens and `view` keys."""
+    """The op bound to buffers that hold the step, with room for `spare` more of everything."""
 
-    def __init__(self, bim, past, branch, parent, view):
-        self.branch, self.parent = np.array(branch, np.int64), np.array(parent, np.int64)
-        self.bim, self.past = np.array(bim, np.int64), np.array([past])
-        self.bias = np.full((1, 1, len(self.branch), view), POISON)
+    def __init__(self, bim, past, new, branch, parent, view, places=None, spare=0):
+        rows = len(new)
+        self.extents = (sum(new), view, rows, max(new, default=0) if places is None else places)
+        self.bim = np.full((rows + spare, np.shape(bim)[1]), -1, np.int64)
+        self.bim[:rows] = bim
+        self.past, self.splits = np.zeros(rows + spare, np.int64), np.zeros(rows + spare + 1, np.int64)
+        self.past[:rows], self.splits[1 : rows + 1] = past, np.cumsum(new)
+        self.branch, self.parent = np.zeros((2, sum(new) + spare), np.int64)
+        self.branch[: sum(new)], self.parent[: sum(new)] = branch, parent
+        self.bias = np.full((rows + spare, 1, self.extents[3] + spare, view + spare), POISON)
         self.op = native.create(
             "BimMask",
             {
                 "bim": self.bim,
                 "past_length": self.past,
+                "row_splits": self.splits,
                 "branch": self.branch,
                 "parent": self.parent,
                 "attn_bias": self.bias,
             },
         )
 
-    def run(self, new, view):
-        self.op(new, view)
-        return self.bias.reshape(-1)[: new * view].reshape(1, 1, new, view)
+    def run(self):
+        self.op(*self.extents)
+        _, view, rows, places = self.extents
+        return self.bias.reshape(-1)[: rows * places * view].reshape(rows, 1, places, view)
 
-    def expected(self, new, view):
-        return bim_mask(self.bim, int(self.past[0]), self.branch[:new], self.parent[:new], view)
+    def expected(self):
+        new, view, rows, places = self.extents
+        splits = self.splits[: rows + 1]
+        return bim_mask(self.bim, self.past[:rows], splits, self.branch[:new], self.parent[:new], view, places)
 
 
 @st.composite
-def masks(draw):
-    new, past = draw(st.integers(0, 20)), draw(st.integers(0, 40))
-    bim = draw(st.lists(st.integers(-2, 3), min_size=past, max_size=past + 5).filter(lambda b: len(b) >= past))
-    branch = draw(st.lists(st.integers(-1, 3), min_size=new, max_size=new))
-    parent = [draw(st.integers(-1, i - 1)) for i in range(new)]
-    return Mask(bim, past, branch, parent, past + new + draw(st.integers(0, 6)))
+def masks(draw, least_rows=0, most_rows=5, padded=True):
+    """Ragged rows, some of them empty, trees of several branches, with places and keys to spare."""
+    new = draw(st.lists(st.integers(0, 9), min_size=least_rows, max_size=most_rows))
+    past = [draw(st.integers(0, 20)) for _ in new]
+    capacity = max(past, default=0) + draw(st.integers(0, 3))
+    bim = draw(st.lists(st.integers(-2, 3), min_size=len(new) * capacity, max_size=len(new) * capacity))
+    first = np.cumsum([0, *new])
+    parent = []
+    for start, count in zip(first.tolist(), new, strict=False):
+        earlier = [draw(st.integers(-1, s - 1)) for s in range(count)]
+        parent += [-1 if p < 0 else start + p for p in earlier]
+    branch = draw(st.lists(st.integers(-1, 3), min_size=len(parent), max_size=len(parent)))
+    view = max((p + n for p, n in zip(past, new, strict=True)), default=0) + draw(st.integers(0, 4))
+    places = max(new, default=0) + (draw(st.integers(0, 2)) if padded else 0)
+    bim = np.reshape(bim, (len(new), capacity))
+    return Mask(bim, past, new, branch, parent, view, places, spare=draw(st.integers(0, 2)))
 
 
-@settings(max_examples=200, deadline=None)
-@given(mask=masks(), data=st.data())
-def test_kernel_equals_reference(mask, data):
-    new = data.draw(st.integers(0, len(mask.branch)))
-    view = data.draw(st.integers(int(mask.past[0]) + new, mask.bias.shape[-1]))
-    np.testing.assert_array_equal(mask.run(new, view), mask.expected(new, view))
-    assert (mask.bias.reshape(-1)[new * view :] == POISON).all()
+@settings(max_examples=250, deadline=None)
+@given(mask=masks())
+def test_kernel_equals_reference_and_writes_nothing_behind_its_part(mask):
+    bias = mask.run()
+    np.testing.assert_array_equal(bias, mask.expected())
+    assert (mask.bias.reshape(-1)[bias.size :] == POISON).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(mask=masks())
 def test_reference_is_the_definition(mask):
-    past, new, view = int(mask.past[0]), len(mask.branch), mask.bias.shape[-1]
-    bias = mask.expected(new, view)[0, 0]
+    _, view, rows, places = mask.extents
+    bias = mask.expected()
+    for row in range(rows):
+        first, end, past = int(mask.splits[row]), int(mask.splits[row + 1]), int(mask.past[row])
+        for place in range(places):
+            token = first + place
+            slots, node = set(), token if token < end else -1
+            while node >= 0:
+                slots.add(past + node - first)
+                node = int(mask.parent[node])
+            for key in range(view):
+                if token >= end:
+                    visible = key == 0
+                elif key < past:
+                    visible = mask.bim[row, key] in (-1, mask.branch[token])
+                else:
+                    visible = key in slots
+                assert bias[row, 0, place, key] == (0 if visible else LOWEST)
+
+
+@settings(max_examples=80, deadline=None)
+@given(mask=masks(least_rows=1, most_rows=1, padded=False))
+def test_one_row_is_the_plain_step(mask):
+    """As if there were no rows: `[1, 1, N, T]`, the committed keys in front, then the lines of the parents."""
+    new, view, _, _ = mask.extents
+    past = int(mask.past[0])
+    visible = np.zeros((new, view), bool)
     for i in range(new):
-        lineage, node = set(), i
-        while node >= 0:
-            lineage.add(node)
-            node = int(mask.parent[node])
-        for key in range(view):
-            visible = mask.bim[key] in (-1, mask.branch[i]) if key < past else key - past in lineage
-            assert bias[i, key] == (0 if visible else LOWEST)
+        visible[i, :past] = np.isin(mask.bim[0, :past], [-1, mask.branch[i]])
+        if mask.parent[i] >= 0:
+            visible[i, past:] = visible[mask.parent[i], past:]
+        visible[i, past + i] = True
+    np.testing.assert_array_equal(mask.run(), np.where(visible, np.float32(0), LOWEST)[None, None])
 
 
+@settings(max_examples=80, deadline=None)
+@given(mask=masks())
+def test_a_row_is_the_same_alone_as_among_others(mask):
+    _, view, rows, places = mask.extents
+    together = mask.run()
+    for row in range(rows):
+        first, end = mask.splits[row : row + 2].tolist()
+        parent = mask.parent[first:end]
+        alone = Mask(
+            mask.bim[row : row + 1],
+            mask.past[row : row + 1],
+            [end - first],
+            mask.branch[first:end],
+            np.where(parent < 0, -1, parent - first),
+            view,
+            places,
+        )
+        np.testing.assert_array_equal(alone.run()[0], together[row])
+
+
+@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("shape", ["chain", "star", "two_chains_interleaved"])
-def test_long_steps_equal_reference(shape):
+def test_long_steps_equal_reference(shape, rows):
     new, past = 300, 1000
-    rows = np.arange(new)
-    parent = {"chain": rows - 1, "star": np.minimum(rows, 1) - 1, "two_chains_interleaved": np.maximum(rows - 2, -1)}
-    branch = rows % 2 if shape == "two_chains_interleaved" else np.zeros(new, np.int64)
-    bim = np.random.default_rng(0).integers(-2, 2, 2000)
-    mask = Mask(bim, past, branch, parent[shape], 2048)
-    np.testing.assert_array_equal(mask.run(new, 1408), mask.expected(new, 1408))
+    s = np.arange(new)
+    parent = {"chain": s - 1, "star": np.minimum(s, 1) - 1, "two_chains_interleaved": np.maximum(s - 2, -1)}[shape]
+    parents = [np.where(parent < 0, -1, parent + row * new) for row in range(rows)]
+    branch = s % 2 if shape == "two_chains_interleaved" else np.zeros(new, np.int64)
+    bim = np.random.default_rng(0).integers(-2, 2, (rows, 2000))
+    past_length = past - np.arange(rows)
+    mask = Mask(bim, past_length, [new] * rows, np.tile(branch, rows), np.concatenate(parents), 1408, spare=5)
+    np.testing.assert_array_equal(mask.run(), mask.expected())
 
 
 def test_a_prefill_is_causal():
-    mask = Mask([0] * 8, 0, [0] * 5, np.arange(5) - 1, 5)
-    np.testing.assert_array_equal(mask.run(5, 5)[0, 0] == 0, np.tril(np.ones((5, 5), bool)))
+    mask = Mask([[0] * 8], [0], [5], [0] * 5, np.arange(5) - 1, 5)
+    np.testing.assert_array_equal(mask.run()[0, 0] == 0, np.tril(np.ones((5, 5), bool)))
 
 
 def test_branches_do_not_see_each_other_nor_empty_slots():
-    mask = Mask([-1, 0, 1, -2], 4, [0, 1], [-1, -1], 6)
-    assert (mask.run(2, 6)[0, 0] == 0).astype(int).tolist() == [[1, 1, 0, 0, 1, 0], [1, 0, 1, 0, 0, 1]]
+    mask = Mask([[-1, 0, 1, -2]], [4], [2], [0, 1], [-1, -1], 6)
+    assert (mask.run()[0, 0] == 0).astype(int).tolist() == [[1, 1, 0, 0, 1, 0], [1, 0, 1, 0, 0, 1]]
+
+
+def test_rows_stand_behind_their_own_past_and_padding_sees_key_0_alone():
+    mask = Mask([[0, -2, 0], [9, 9, 9], [-1, 2, 1]], [2, 3, 1], [1, 0, 2], [0, 2, 2], [-1, -1, 1], 4)
+    assert (mask.run()[:, 0] == 0).astype(int).tolist() == [
+        [[1, 0, 1, 0], [1, 0, 0, 0]],
+        [[1, 0, 0, 0], [1, 0, 0, 0]],
+        [[1, 1, 0, 0], [1, 1, 1, 0]],
+    ]
+
+
+@pytest.mark.parametrize("extents", [(0, 0, 2, 3), (0, 5, 2, 0), (0, 5, 0, 3)])
+def test_a_part_without_elements_is_written_nowhere(extents):
+    mask = Mask(np.zeros((2, 4)), [0, 0], [0, 0], [], [], 5, places=3)
+    mask.op(*extents)
+    assert (mask.bias == POISON).all()
+
+
+ROWS_STEP = (4, 9, 2, 3)  # tokens 0 of row 0 and 1..3 of row 1
 
 
 @pytest.mark.parametrize(
     ("change", "extents", "sentence"),
     [
-        ({}, (3, 9), r"extent N is 3, but the bound buffers hold 0 to 2"),
-        ({}, (2, 10), r"extent T is 10"),
-        ({}, (2, -1), r"extent T is -1"),
-        ({}, (2, 4), r"extent T is 4, but 3 committed and 2 new keys must be in view"),
-        ({"past": 9}, (2, 9), r"past_length\[0\] is 9; it must be in 0\.\.8"),
-        ({"past": -1}, (2, 9), r"past_length\[0\] is -1"),
-        ({"parent": 1}, (2, 9), r"parent\[1\] is 1; it must be in -1\.\.0"),
-        ({"parent": -2}, (2, 9), r"parent\[1\] is -2"),
-        ({"branch": -2}, (2, 9), r"branch\[1\] is -2"),
+        ({}, (5, 9, 2, 3), r"extent N is 5, but the bound buffers hold 0 to 4"),
+        ({}, (4, 10, 2, 3), r"extent T is 10"),
+        ({}, (4, -1, 2, 3), r"extent T is -1"),
+        ({}, (4, 9, 3, 3), r"extent R is 3, but the bound buffers hold 0 to 2"),
+        ({}, (4, 9, 2, 4), r"extent S is 4, but the bound buffers hold 0 to 3"),
+        ({}, (4, 9, 2, 2), r"extent S is 2, but row 1 has 3 new tokens"),
+        ({}, (4, 5, 2, 3), r"extent T is 5, but 3 committed and 3 new keys of row 1 must be in view"),
+        ({}, (3, 9, 2, 3), r"row_splits\[2\] is 4; it must be in 1\.\.3"),
+        ({}, (4, 9, 1, 3), r"row_splits\[1\] is 1, but the last split must be N, 4"),
+        ({}, (1, 9, 0, 3), r"row_splits\[0\] is 0, but the last split must be N, 1"),
+        ({"splits": (0, 1)}, ROWS_STEP, r"row_splits\[0\] is 1; it must be in 0\.\.0"),
+        ({"splits": (1, 5)}, ROWS_STEP, r"row_splits\[1\] is 5; it must be in 0\.\.4"),
+        ({"splits": (1, -1)}, ROWS_STEP, r"row_splits\[1\] is -1"),
+        ({"splits": (2, 0)}, ROWS_STEP, r"row_splits\[2\] is 0; it must be in 1\.\.4"),
+        ({"splits": (2, 3)}, ROWS_STEP, r"row_splits\[2\] is 3, but the last split must be N, 4"),
+        ({"past": (1, 9)}, ROWS_STEP, r"past_length\[1\] is 9; it must be in 0\.\.8"),
+        ({"past": (0, -1)}, ROWS_STEP, r"past_length\[0\] is -1"),
+        ({"parent": (3, 3)}, ROWS_STEP, r"parent\[3\] is 3; it must be in -1\.\.2"),
+        ({"parent": (0, -2)}, ROWS_STEP, r"parent\[0\] is -2"),
+        ({"parent": (2, 0)}, ROWS_STEP, r"parent\[2\] is 0, a token of another row; the tokens of row 1 start at 1"),
+        ({"branch": (3, -2)}, ROWS_STEP, r"branch\[3\] is -2"),
     ],
 )
-def test_values_out_of_range_are_refused(change, extents, sentence):
-    mask = Mask([-1] * 8, 3, [0, 0], [-1, 0], 9)
-    for name, value in change.items():
-        getattr(mask, name)[-1] = value
+def test_values_out_of_range_are_refused_and_nothing_is_written(change, extents, sentence):
+    mask = Mask([[-1] * 8] * 2, [0, 3], [1, 3], [0] * 4, [-1, -1, 1, 2], 9)
+    for name, (index, value) in change.items():
+        getattr(mask, name)[index] = value
     with pytest.raises(ValueError, match=f"BimMask: {sentence}"):
         mask.op(*extents)
     assert (mask.bias == POISON).all()

@@ -1,4 +1,4 @@
-"""KvGather: the kernel is the reference, and compaction equals fancy indexing on a copy."""
+"""KvGather: the kernel is the reference, and compaction equals fancy indexing on a copy of each row."""
 
 import numpy as np
 import pytest
@@ -8,99 +8,158 @@ from hypothesis import strategies as st
 from plugins import native
 from plugins.reference import kv_gather
 
+CAPACITY = 32
+
 
 class Gather:
-    """The op bound to an arena of distinct numbers."""
+    """The op bound to an arena of distinct numbers, with room for more tokens and rows than the step has."""
 
-    def __init__(self, source, base, destination, *, shape=(4, 2, 32, 3), dtype="float32", capacity=None):
-        self.kv = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
-        self.source = np.zeros(capacity or max(len(source), 1), np.int64)
+    def __init__(self, source, new, base, destination, *, spare=0, dtype="float32", shape=(3, 2, CAPACITY, 3)):
+        planes, *slots = shape
+        rows = len(new)
+        self.rows = rows
+        arena = (planes, rows + spare, *slots)
+        self.kv = np.arange(np.prod(arena)).reshape(arena).astype(dtype)
+        self.source, self.count = np.full(max(sum(new), len(source)) + spare, -1, np.int64), np.array([len(source)])
         self.source[: len(source)] = source
-        self.count, self.base, self.destination = np.array([len(source)]), np.array([base]), np.array([destination])
+        self.splits = np.zeros(rows + spare + 1, np.int64)
+        self.splits[1 : rows + 1] = np.cumsum(new)
+        self.base, self.destination = np.zeros((2, rows + spare), np.int64)
+        self.base[:rows], self.destination[:rows] = base, destination
         self.op = native.create(
             "KvGather",
             {
                 "kv": self.kv,
                 "source": self.source,
                 "source_count": self.count,
+                "row_splits": self.splits,
                 "source_base": self.base,
                 "destination": self.destination,
             },
         )
 
+    def run(self):
+        self.op(self.rows)
+
+    def expected(self):
+        kv, rows = self.kv.copy(), self.rows
+        source = self.source[: self.count[0]]
+        kv_gather(kv, source, self.splits[: rows + 1], self.base[:rows], self.destination[:rows])
+        return kv
+
 
 @st.composite
 def gathers(draw):
-    base, destination = draw(st.integers(0, 20)), draw(st.integers(0, 20))
-    source = draw(st.lists(st.integers(-base, 31 - base), max_size=12))
-    return Gather(source, base, destination, dtype=draw(st.sampled_from(["float32", "float16"])))
+    """Any tokens in any order: repeated, descending, of rows in turn, so that moves feed each other."""
+    new = draw(st.lists(st.integers(0, 8), min_size=1, max_size=4))
+    base, destination = ([draw(st.integers(0, 20)) for _ in new] for _ in range(2))
+    source = draw(st.lists(st.integers(0, sum(new) - 1), max_size=12)) if sum(new) else []
+    dtype = draw(st.sampled_from(["float32", "float16"]))
+    return Gather(source, new, base, destination, spare=draw(st.integers(0, 2)), dtype=dtype)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(gather=gathers())
 def test_kernel_equals_reference_also_where_moves_feed_each_other(gather):
+    expected = gather.expected()
+    gather.run()
+    np.testing.assert_array_equal(gather.kv, expected)
+
+
+@st.composite
+def compactions(draw):
+    new = draw(st.lists(st.integers(0, 12), min_size=1, max_size=5))
+    source = sorted(draw(st.sets(st.integers(0, sum(new) - 1)))) if sum(new) else []
+    base = [draw(st.integers(0, 20)) for _ in new]
+    destination = [draw(st.integers(0, b)) for b in base]
+    return Gather(source, new, base, destination, spare=draw(st.integers(0, 2)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(gather=compactions())
+def test_compaction_equals_fancy_indexing_on_a_copy_of_each_row(gather):
     expected = gather.kv.copy()
     source = gather.source[: gather.count[0]]
-    kv_gather(expected, source, int(gather.base[0]), int(gather.destination[0]))
-    gather.op()
+    for row in range(gather.rows):
+        first, end = gather.splits[row : row + 2]
+        kept = source[(source >= first) & (source < end)] - first
+        to = gather.destination[row]
+        expected[:, row, :, to : to + len(kept)] = gather.kv[:, row][:, :, gather.base[row] + kept]
+    gather.run()
     np.testing.assert_array_equal(gather.kv, expected)
 
 
 @settings(max_examples=100, deadline=None)
-@given(rows=st.sets(st.integers(0, 15), max_size=16), base=st.integers(0, 16), lower=st.integers(0, 16))
-def test_compaction_equals_fancy_indexing_on_a_copy(rows, base, lower):
-    source, destination = sorted(rows), max(0, base - lower)
-    gather = Gather(source, base, destination)
-    before = gather.kv.copy()
-    gather.op()
-    expected = before.copy()
-    expected[:, :, destination : destination + len(source)] = before[:, :, base + np.array(source, np.int64)]
+@given(kept=st.sets(st.integers(0, 15)), base=st.integers(0, 16), lower=st.integers(0, 16))
+def test_one_row_is_the_plain_compaction(kept, base, lower):
+    source, destination = sorted(kept), max(0, base - lower)
+    gather = Gather(source, [16], [base], [destination])
+    expected = gather.kv.copy()
+    expected[:, :, :, destination : destination + len(source)] = gather.kv[:, :, :, base + np.array(source, np.int64)]
+    gather.run()
     np.testing.assert_array_equal(gather.kv, expected)
 
 
-def test_a_run_moved_up_over_itself_repeats_its_first_row_as_the_rule_says():
-    gather = Gather([0, 1, 2], 0, 1, shape=(1, 1, 5, 1))
-    gather.op()
+def test_rows_move_their_own_slots_and_empty_rows_none():
+    gather = Gather([1, 2, 4], [3, 0, 2], [2, 0, 0], [2, 0, 0], shape=(1, 1, 5, 1))
+    gather.run()
+    assert gather.kv[0, :, 0, :, 0].tolist() == [[0, 1, 3, 4, 4], [5, 6, 7, 8, 9], [11, 11, 12, 13, 14]]
+
+
+def test_a_run_moved_up_over_itself_repeats_its_first_slot_as_the_rule_says():
+    gather = Gather([0, 1, 2], [3], [0], [1], shape=(1, 1, 5, 1))
+    gather.run()
     assert gather.kv.ravel().tolist() == [0, 0, 0, 0, 4]
 
 
-def test_an_accepted_chain_moves_nothing():
-    gather = Gather(range(6), 10, 10)
+@pytest.mark.parametrize("new", [[6], [2, 0, 4]])
+def test_accepted_chains_move_nothing(new):
+    gather = Gather(range(6), new, [10] * len(new), [10] * len(new))
     before = gather.kv.copy()
-    gather.op()
+    gather.run()
     np.testing.assert_array_equal(gather.kv, before)
 
 
 def test_bfloat16_is_moved():
     bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
-    gather = Gather([3], 0, 0, shape=(1, 1, 4, 2), dtype=bfloat16)
-    gather.op()
+    gather = Gather([3], [4], [0], [0], shape=(1, 1, 4, 2), dtype=bfloat16)
+    gather.run()
     assert gather.kv.astype(np.float32).ravel().tolist() == [6, 7, 2, 3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int32", "int16", "int8"])
 def test_dtypes_that_are_no_model_precision_are_refused(dtype):
     with pytest.raises(TypeError, match=f"'kv' .* float32 or float16 or bfloat16 .*found {dtype}"):
-        Gather([0], 0, 0, dtype=dtype)
+        Gather([0], [1], [0], [0], dtype=dtype)
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("rows", "change", "sentence"),
     [
-        ({"count": 5}, r"source_count\[0\] is 5; it must be in 0\.\.4"),
-        ({"count": -1}, r"source_count\[0\] is -1"),
-        ({"base": 33}, r"source_base\[0\] is 33; it must be in 0\.\.32"),
-        ({"base": 31}, r"source\[3\] is 3; it must be in -31\.\.0"),
-        ({"destination": 29}, r"destination\[0\] is 29; it must be in 0\.\.28"),
-        ({"destination": -1}, r"destination\[0\] is -1"),
-        ({"source": -1}, r"source\[3\] is -1"),
+        (3, {}, r"extent R is 3, but the bound buffers hold 0 to 2"),
+        (2, {"count": (0, 7)}, r"source_count\[0\] is 7; it must be in 0\.\.6"),
+        (2, {"count": (0, -1)}, r"source_count\[0\] is -1"),
+        (2, {"splits": (0, 1)}, r"row_splits\[0\] is 1; it must be in 0\.\.0"),
+        (2, {"splits": (1, 7)}, r"row_splits\[1\] is 7; it must be in 0\.\.6"),
+        (2, {"splits": (2, 1)}, r"row_splits\[2\] is 1; it must be in 2\.\.6"),
+        (2, {"splits": (2, 7)}, r"row_splits\[2\] is 7; it must be in 2\.\.6"),
+        (2, {"splits": (2, 5)}, r"source\[3\] is 5; it must be in 0\.\.4"),
+        (1, {}, r"source\[1\] is 3; it must be in 0\.\.1"),
+        (0, {}, r"source\[0\] is 0; it must be in 0\.\.-1"),
+        (2, {"source": (3, -1)}, r"source\[3\] is -1; it must be in 0\.\.5"),
+        (2, {"source": (3, 6)}, r"source\[3\] is 6; it must be in 0\.\.5"),
+        (2, {"base": (1, 33)}, r"source_base\[1\] is 33; it must be in 0\.\.32"),
+        (2, {"base": (1, 29)}, r"source\[3\] is 5; it must be in 2\.\.4"),
+        (2, {"destination": (1, 30)}, r"destination\[1\] is 30; it must be in 0\.\.29"),
+        (2, {"destination": (0, -1)}, r"destination\[0\] is -1"),
+        (2, {"destination": (1, 2**63 - 1)}, r"destination\[1\] is 9223372036854775807; it must be in 0\.\.32"),
     ],
 )
-def test_rows_outside_the_arena_are_refused_and_nothing_moves(change, sentence):
-    gather = Gather([0, 0, 0, 3], 0, 4)
+def test_what_lies_outside_the_step_or_the_arena_is_refused_and_nothing_moves(rows, change, sentence):
+    gather = Gather([0, 3, 4, 5], [2, 4], [4, 4], [0, 0])
     before = gather.kv.copy()
-    for name, value in change.items():
-        getattr(gather, name)[-1] = value
+    for name, (index, value) in change.items():
+        getattr(gather, name)[index] = value
     with pytest.raises(ValueError, match=f"KvGather: {sentence}"):
-        gather.op()
+        gather.op(rows)
     np.testing.assert_array_equal(gather.kv, before)

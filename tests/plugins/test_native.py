@@ -15,7 +15,7 @@ from plugins import native
 from plugins.schemas import ANY_FLOAT, SCHEMAS
 
 CAPACITIES = {"N": 6, "T": 40, "M": 5, "V": 11, "B": 2, "trees": 3, "capacity": 32, "planes": 2, "heads": 2}
-CAPACITIES |= {"head_dim": 4}
+CAPACITIES |= {"head_dim": 4, "R": 3, "E": 4, "S": 6}
 KERNELS = [schema.name for schema in SCHEMAS.values() if schema.name != "BranchAttention"]
 BOUND_TENSORS = [(name, spec.name) for name in KERNELS for spec in SCHEMAS[name].tensors]
 
@@ -33,6 +33,8 @@ def arrays_of(op_name):
         arrays["parent"][:] = np.arange(CAPACITIES["N"]) - 1
     if "logit_rows" in arrays:
         arrays["logit_rows"][:] = np.arange(CAPACITIES["M"])
+    if "row_splits" in arrays:
+        arrays["row_splits"][1:] = CAPACITIES["N"]
     return arrays
 
 
@@ -69,6 +71,7 @@ def test_sizes_that_contradict_the_schema_are_refused(op_name, tensor):
     arrays = arrays_of(op_name)
     spec = next(spec for spec in SCHEMAS[op_name].tensors if spec.name == tensor)
     others = {dim for other in SCHEMAS[op_name].tensors if other.name != tensor for dim in other.shape}
+    others |= {"E"} if "R" in others else set()  # E is R + 1
     if not any(isinstance(dim, int) or dim in others for dim in spec.shape):
         pytest.skip("no size of this tensor is tied to another")
     arrays[tensor] = np.zeros([size + 1 for size in arrays[tensor].shape], arrays[tensor].dtype)
@@ -115,6 +118,14 @@ def test_the_sizes_bound_so_far_are_in_the_sentence():
     arrays = arrays_of("BimMask") | {"parent": np.zeros(9, np.int64)}
     with pytest.raises(ValueError, match=r"int64 \[N=6\]; found int64 \[9\]"):
         native.create("BimMask", arrays)
+
+
+@pytest.mark.parametrize("op_name", ["BimMask", "KvGather"])
+@pytest.mark.parametrize("edges", [3, 5])
+def test_row_splits_have_one_edge_more_than_there_are_rows(op_name, edges):
+    arrays = arrays_of(op_name) | {"row_splits": np.zeros(edges, np.int64)}
+    with pytest.raises(ValueError, match=rf"{op_name}: tensor 'row_splits' .* int64 \[E=4\]; found int64 \[{edges}\]"):
+        native.create(op_name, arrays)
 
 
 def test_names_are_checked():

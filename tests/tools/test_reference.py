@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import platform
 import random
 import re
+import sysconfig
+from pathlib import Path
 
 from tokenizers import Tokenizer as LibraryTokenizer
 from transformers import AutoConfig, AutoTokenizer
@@ -12,6 +16,7 @@ from transformers import AutoConfig, AutoTokenizer
 from compiler.checkpoint import load_decoder
 from runtime import Runtime
 from tests.conftest import REPOSITORY
+from tools import train_reference
 from tools.reference.corpus import SourceFile, read_standard_library
 from tools.reference.tasks import outline_examples, retrieval_example
 
@@ -67,6 +72,20 @@ def test_no_held_out_prompt_comes_from_a_training_file() -> None:
     prompts = [json.loads(line) for line in (REFERENCE / "held_out.jsonl").read_text(encoding="utf-8").splitlines()]
     assert {sides[prompt["file"]] for prompt in prompts} == {"held-out"}
     assert list(sides.values()).count("train") > 20 * list(sides.values()).count("held-out")
+
+
+def test_lists_only_writes_the_whole_hash_of_every_file_and_the_prompts(tmp_path: Path) -> None:
+    train_reference.main(["--lists-only", "--out", str(tmp_path / "new")])
+    first, *lines = (tmp_path / "new" / "corpus.txt").read_text(encoding="utf-8").splitlines()
+    assert json.loads(first)["python"] == platform.python_version()
+    root = Path(sysconfig.get_paths()["stdlib"])
+    assert len(lines) > 300
+    for line in lines[::50]:
+        sha256, _, name = line.split(" ", 2)
+        assert sha256 == hashlib.sha256((root / name).read_bytes()).hexdigest()
+    prompts = (tmp_path / "new" / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(prompts) == 60
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {"corpus.txt", "held_out.jsonl"}
 
 
 def test_the_split_depends_on_the_path_alone() -> None:

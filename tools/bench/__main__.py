@@ -1,18 +1,32 @@
-"""`python -m tools.bench latency | against`: what a plan costs, in paired runs on this machine."""
+"""`python -m tools.bench latency | against | startup`: what a plan costs, on this machine."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from rich.console import Console
 
 from plans.console import guarded, print_json, stdout
+from plans.errors import OutriderError
 from tools.bench.machine import describe_machine
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    return guarded(lambda: int(options.command(options)))
+    return guarded(lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
+    try:
+        return int(options.command(options))
+    except ModuleNotFoundError as error:
+        raise OutriderError(
+            f"This benchmark needs {error.name}, which is not installed; run `pip install -e '.[compiler,dev]'`."
+        ) from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -26,10 +40,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     latency.add_argument("plan", type=Path)
     latency.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
-    latency.add_argument("--count", type=int, default=12, help="prompts to run (default 12)")
+    latency.add_argument("--count", type=_at_least_1, default=12, help="prompts to run (default 12)")
     latency.add_argument("--drafters", help="comma-separated (default: all of the plan)")
     latency.add_argument("--new", type=int, default=128, help="tokens to generate (default 128)")
-    latency.add_argument("--reps", type=int, default=3, help="runs of each prompt and mode (default 3)")
+    latency.add_argument("--reps", type=_at_least_1, default=3, help="runs of each prompt and mode (default 3)")
     latency.add_argument("--temperature", type=float, default=0.0)
     latency.add_argument("--threads", type=int, default=0)
     latency.add_argument("--json", action="store_true")
@@ -43,29 +57,56 @@ def _parser() -> argparse.ArgumentParser:
     )
     against.add_argument("plan", type=Path)
     against.add_argument("--checkpoint", type=Path, help="the plan's checkpoint (default: the recipe's)")
+    against.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
     against.add_argument("--new", type=int, default=128, help="tokens to generate (default 128)")
-    against.add_argument("--reps", type=int, default=5, help="runs of each engine (default 5)")
+    against.add_argument("--reps", type=_at_least_1, default=5, help="runs of each engine (default 5)")
     against.add_argument("--threads", type=int, default=0, help="for every engine; 0: all cores")
     against.add_argument("--json", action="store_true")
     against.set_defaults(command=_against)
+
+    startup = commands.add_parser(
+        "startup",
+        help="from nothing to the first token",
+        description="Start fresh processes one after another: time to import the runtime, to load the plan, and to "
+        "the first token of a short prompt. Medians and spread.",
+    )
+    startup.add_argument("plan", type=Path)
+    startup.add_argument("--reps", type=_at_least_1, default=5, help="processes to start (default 5)")
+    startup.add_argument("--threads", type=int, default=0, help="0: the backend chooses")
+    startup.add_argument("--json", action="store_true")
+    startup.set_defaults(command=_startup)
     return parser
+
+
+def _at_least_1(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
 
 
 def _latency(options: argparse.Namespace) -> int:
     from tools.bench.latency import measure, print_table
 
-    report = {"machine": describe_machine(), **measure(options)}
-    if options.json:
-        print_json(report)
-    else:
-        print_table(report, stdout)
-    return 0
+    return _report(measure(options), options, print_table)
 
 
 def _against(options: argparse.Namespace) -> int:
     from tools.bench.against import measure, print_table
 
-    report = {"machine": describe_machine(), **measure(options)}
+    return _report(measure(options), options, print_table)
+
+
+def _startup(options: argparse.Namespace) -> int:
+    from tools.bench.startup import measure, print_table
+
+    return _report(measure(options), options, print_table)
+
+
+def _report(
+    measured: dict[str, Any], options: argparse.Namespace, print_table: Callable[[dict[str, Any], Console], None]
+) -> int:
+    report = {"machine": describe_machine(), **measured}
     if options.json:
         print_json(report)
     else:

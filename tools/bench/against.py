@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,10 +17,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
-from compiler.recipe import load_recipe
+from compiler.checkpoint import checkpoint_hashes
+from compiler.identity import digest
+from compiler.recipe import source_recipe
 from plans.console import progress_bar, stderr
-from plans.plan import read_manifest
+from plans.errors import OutriderError
 from runtime import Runtime
 from tools.bench.latency import choose_prompts
 
@@ -28,11 +32,12 @@ Decode = Callable[[], tuple[list[int], float]]  # generated ids, tokens per seco
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """One prompt, `new` tokens, `reps` runs of each engine in turn after a warm-up."""
-    checkpoint = options.checkpoint or load_recipe(options.plan / read_manifest(options.plan).source).checkpoint_path
+    checkpoint = options.checkpoint or source_recipe(options.plan, option="--checkpoint FOLDER").checkpoint_path
+    prompt = choose_prompts(options.plan, options.prompts)[0]
     threads = options.threads or torch.get_num_threads()
     torch.set_num_threads(threads)
     runtime = Runtime.load(options.plan, threads=threads)
-    ids = runtime.tokenizer.encode(choose_prompts(options.plan, None)[0])[:128]
+    ids = runtime.tokenizer.encode(prompt)[:128]
     engines: dict[str, Decode] = {
         "outrider": _outrider(runtime, ids, options.new),
         "transformers": _transformers(checkpoint, ids, options.new),
@@ -77,6 +82,7 @@ def _outrider(runtime: Runtime, ids: list[int], new: int) -> Decode:
 
 
 def _transformers(checkpoint: Path, ids: list[int], new: int) -> Decode:
+    transformers_logging.disable_progress_bar()  # ours is the one on the terminal
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     prompt = torch.tensor([ids])
 
@@ -96,22 +102,10 @@ def _transformers(checkpoint: Path, ids: list[int], new: int) -> Decode:
 
 
 def _genai(checkpoint: Path, ids: list[int], new: int, work: Path, threads: int) -> Decode:
-    """fp32 on the CPU, converted by the package's own builder; kept beside the plan."""
+    """fp32 on the CPU, converted by the package's own builder."""
     import onnxruntime_genai as genai
 
-    folder = work / "genai-fp32"
-    if not (folder / "genai_config.json").exists():
-        with stderr.status("converting the checkpoint with onnxruntime-genai's builder"):
-            command = [
-                sys.executable,
-                "-m",
-                "onnxruntime_genai.models.builder",
-                "-i",
-                str(checkpoint),
-                "-o",
-                str(folder),
-            ]
-            subprocess.run([*command, "-p", "fp32", "-e", "cpu"], check=True, capture_output=True)
+    folder = convert_for_genai(checkpoint, work)
     config = genai.Config(str(folder))
     config.overlay(f'{{"model": {{"decoder": {{"session_options": {{"intra_op_num_threads": {threads}}}}}}}}}')
     model = genai.Model(config)
@@ -129,6 +123,30 @@ def _genai(checkpoint: Path, ids: list[int], new: int, work: Path, threads: int)
         return [int(t) for t in generator.get_sequence(0)][len(ids) :], (new - 1) / seconds
 
     return decode
+
+
+def convert_for_genai(checkpoint: Path, work: Path) -> Path:
+    """The checkpoint in onnxruntime-genai's own format; kept in `work` under the hash of the checkpoint's files.
+
+    Raises `OutriderError` with the builder's last words where it fails.
+    """
+    folder = work / f"genai-fp32-{digest(checkpoint_hashes(checkpoint))[:12]}"
+    if folder.is_dir():
+        return folder
+    unfinished = work / f".{folder.name}.building"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(checkpoint), "-o", str(unfinished)]
+    with stderr.status("converting the checkpoint with onnxruntime-genai's builder"):
+        ended = subprocess.run([*command, "-p", "fp32", "-e", "cpu"], capture_output=True, text=True, errors="replace")
+    if ended.returncode:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        said = ended.stderr.strip().splitlines() or ["it said nothing"]
+        raise OutriderError(
+            f"onnxruntime-genai's builder cannot convert {checkpoint} ({said[-1].strip()}); "
+            "uninstall onnxruntime-genai to measure without it"
+        )
+    unfinished.rename(folder)
+    return folder
 
 
 def print_table(report: dict[str, Any], console: Console) -> None:

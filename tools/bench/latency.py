@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from compiler.held_out import read_prompts
+from compiler.recipe import source_recipe
 from plans.console import progress_bar
 from plans.errors import RequestError
-from plans.plan import read_manifest
 from runtime import Generation, Runtime
 
 
@@ -88,13 +88,12 @@ def _summary(runs: list[list[Generation]], plain: list[list[Generation]]) -> dic
 def choose_prompts(plan: Path, path: Path | None) -> list[str]:
     """Those of `path`, or the held-out prompts of the recipe that the plan was built from."""
     if path is None:
-        manifest = read_manifest(plan)
-        held_out = manifest.recipe.get("held_out")
-        if held_out is None:
+        recipe = source_recipe(plan, option="--prompts FILE")
+        if recipe.held_out_path is None:
             raise RequestError(
                 'The plan\'s recipe names no held_out prompts; pass --prompts FILE of {"prompt": ...} lines.'
             )
-        path = (plan / manifest.source).parent / held_out
+        path = recipe.held_out_path
     return read_prompts(path)
 
 

@@ -57,7 +57,7 @@ def read_standard_library() -> list[SourceFile]:
 
 
 def write_file_list(files: list[SourceFile], path: Path) -> None:
-    """Keep the split: Python version, and each file's name, hash and side."""
+    """Keep the split: Python version, and each file's sha256, side and name."""
     lines = [json.dumps({"python": platform.python_version(), "held_out_share": HELD_OUT_SHARE})]
-    lines += [f"{f.sha256[:16]} {'held-out' if f.held_out else 'train'} {f.name}" for f in files]
+    lines += [f"{f.sha256} {'held-out' if f.held_out else 'train'} {f.name}" for f in files]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -57,9 +57,15 @@ def export_target(
         "clean_up_tokenization_spaces": False,
     }
     _write_json(target / "tokenizer_config.json", tokenizer_config)
+    write_lists(files, out)
+    (target / "README.md").write_text(_card(model, report), encoding="utf-8")
+
+
+def write_lists(files: list[SourceFile], out: Path) -> None:
+    """Write `out/corpus.txt` (what was read, and its split) and `out/held_out.jsonl`."""
+    out.mkdir(parents=True, exist_ok=True)
     write_file_list(files, out / "corpus.txt")
     write_prompts([f for f in files if f.held_out], out / "held_out.jsonl")
-    (target / "README.md").write_text(_card(model, report), encoding="utf-8")
 
 
 def write_prompts(files: list[SourceFile], path: Path) -> None:

@@ -1,4 +1,4 @@
-// BimMask on the CPU. A row of the bias is its parent's row and one more visible key, so most rows are copies.
+// BimMask on the CPU. A token's line of the bias is its parent's line and one more visible key: most lines are copies.
 #include "../bim_mask.h"
 
 #include <nanobind/nanobind.h>
@@ -20,72 +20,126 @@ namespace {
 constexpr const char* kOp = "BimMask";
 constexpr i64 kLeastBranch = -1;  // rows of the shared prefix itself; -2 marks empty slots and is nobody's branch
 
-OUTRIDER_CLONES void committed_part(const i64* bim, i64 past, i64 branch, float* row) {
-  for (i64 j = 0; j < past; ++j) row[j] = sees_committed(bim[j], branch) ? kVisible : kMasked;
+OUTRIDER_CLONES void committed_part(const i64* bim, i64 past, i64 branch, float* line) {
+  for (i64 j = 0; j < past; ++j) line[j] = sees_committed(bim[j], branch) ? kVisible : kMasked;
 }
+
+// A row of the step: pointers to its first new token, its slots and its part of the bias.
+struct Row {
+  const i64* bim;
+  const i64* branch;
+  const i64* parent;  // still indices in the step
+  float* bias;        // [places, view]
+  i64 first;          // its first new token's index in the step
+  i64 tokens;
+  i64 past;
+};
 
 class BimMask {
  public:
-  BimMask(nb::object bim, nb::object past_length, nb::object branch, nb::object parent, nb::object attn_bias) {
+  BimMask(nb::object bim, nb::object past_length, nb::object row_splits, nb::object branch, nb::object parent,
+          nb::object attn_bias) {
     Binder binder(kOp);
-    bim_ = binder.input<i64>("bim", bim, {"capacity"});
-    past_length_ = binder.input<i64>("past_length", past_length, {1});
+    bim_ = binder.input<i64>("bim", bim, {"R", "capacity"});
+    past_length_ = binder.input<i64>("past_length", past_length, {"R"});
+    row_splits_ = binder.row_splits(row_splits);
     branch_ = binder.input<i64>("branch", branch, {"N"});
     parent_ = binder.input<i64>("parent", parent, {"N"});
-    attn_bias_ = binder.output<float>("attn_bias", attn_bias, {1, 1, "N", "T"});
+    attn_bias_ = binder.output<float>("attn_bias", attn_bias, {"R", 1, "S", "T"});
     capacity_ = binder.size_of("capacity");
     most_new_ = binder.size_of("N");
     most_view_ = binder.size_of("T");
+    most_rows_ = binder.size_of("R");
+    most_places_ = binder.size_of("S");
     arrays_ = binder.take_arrays();
   }
 
-  void call(i64 new_tokens, i64 view) const {
+  void call(i64 new_tokens, i64 view, i64 rows, i64 places) const {
     check_extent(kOp, "N", new_tokens, most_new_);
     check_extent(kOp, "T", view, most_view_);
-    const i64 past = past_length_[0];
-    check_value(kOp, "past_length", 0, past, 0, capacity_);
-    if (view < past + new_tokens) {
-      refuse(kOp, "extent T is " + std::to_string(view) + ", but " + std::to_string(past) + " committed and " +
-                      std::to_string(new_tokens) + " new keys must be in view.");
+    check_extent(kOp, "R", rows, most_rows_);
+    check_extent(kOp, "S", places, most_places_);
+    check_row_splits(kOp, row_splits_, rows, new_tokens);
+    if (row_splits_[rows] != new_tokens) {
+      refuse(kOp, "row_splits[" + std::to_string(rows) + "] is " + std::to_string(row_splits_[rows]) +
+                      ", but the last split must be N, " + std::to_string(new_tokens) + ".");
     }
-    check_parents(kOp, parent_, new_tokens);
-    for (i64 i = 0; i < new_tokens; ++i) {
-      if (branch_[i] < kLeastBranch) check_value(kOp, "branch", i, branch_[i], kLeastBranch, i64{1} << 62);
+    for (i64 r = 0; r < rows; ++r) check_row(r, view, places);
+
+    const GilReleasedIfLong released(rows * places * view * static_cast<i64>(sizeof(float)));
+    for (i64 r = 0; r < rows; ++r) {
+      const i64 first = row_splits_[r];
+      write_row({bim_ + r * capacity_, branch_ + first, parent_ + first, attn_bias_ + r * places * view, first,
+                 row_splits_[r + 1] - first, past_length_[r]},
+                view, places);
     }
-    const GilReleasedIfLong released(new_tokens * view * static_cast<i64>(sizeof(float)));
-    for (i64 i = 0; i < new_tokens; ++i) write_row(i, past, view);
   }
 
  private:
-  void write_row(i64 i, i64 past, i64 view) const {
-    float* row = attn_bias_ + i * view;
-    const i64 parent = parent_[i];
-    const float* parent_row = attn_bias_ + parent * view;  // read only when there is a parent
-    if (parent >= 0 && branch_[parent] == branch_[i]) {
-      std::copy_n(parent_row, view, row);
-    } else {
-      if (i > 0 && branch_[i - 1] == branch_[i]) {
-        std::copy_n(row - view, past, row);
-      } else {
-        committed_part(bim_, past, branch_[i], row);
+  void check_row(i64 r, i64 view, i64 places) const {
+    const i64 first = row_splits_[r];
+    const i64 end = row_splits_[r + 1];
+    const i64 past = past_length_[r];
+    check_value(kOp, "past_length", r, past, 0, capacity_);
+    if (view < past + (end - first)) {
+      refuse(kOp, "extent T is " + std::to_string(view) + ", but " + std::to_string(past) + " committed and " +
+                      std::to_string(end - first) + " new keys of row " + std::to_string(r) + " must be in view.");
+    }
+    if (places < end - first) {
+      refuse(kOp, "extent S is " + std::to_string(places) + ", but row " + std::to_string(r) + " has " +
+                      std::to_string(end - first) + " new tokens.");
+    }
+    for (i64 i = first; i < end; ++i) {
+      check_value(kOp, "parent", i, parent_[i], -1, i - 1);
+      if (parent_[i] >= 0 && parent_[i] < first) {
+        refuse(kOp, "parent[" + std::to_string(i) + "] is " + std::to_string(parent_[i]) +
+                        ", a token of another row; the tokens of row " + std::to_string(r) + " start at " +
+                        std::to_string(first) + ".");
       }
-      if (parent >= 0) {
-        std::copy_n(parent_row + past, view - past, row + past);
+      if (branch_[i] < kLeastBranch) check_value(kOp, "branch", i, branch_[i], kLeastBranch, i64{1} << 62);
+    }
+  }
+
+  static void write_row(const Row& row, i64 view, i64 places) {
+    for (i64 s = 0; s < row.tokens; ++s) write_token(row, s, view);
+    float* padding = row.bias + row.tokens * view;
+    std::fill(padding, row.bias + places * view, kMasked);
+    if (view == 0) return;
+    for (i64 s = row.tokens; s < places; ++s, padding += view) padding[kPaddingKey] = kVisible;
+  }
+
+  static void write_token(const Row& row, i64 s, i64 view) {
+    float* line = row.bias + s * view;
+    const i64 parent = row.parent[s] - row.first;  // its place; below 0 where the parent is committed
+    const float* parent_line = parent < 0 ? nullptr : row.bias + parent * view;
+    if (parent_line && row.branch[parent] == row.branch[s]) {
+      std::copy_n(parent_line, view, line);
+    } else {
+      if (s > 0 && row.branch[s - 1] == row.branch[s]) {
+        std::copy_n(line - view, row.past, line);
       } else {
-        std::fill(row + past, row + view, kMasked);
+        committed_part(row.bim, row.past, row.branch[s], line);
+      }
+      if (parent_line) {
+        std::copy_n(parent_line + row.past, view - row.past, line + row.past);
+      } else {
+        std::fill(line + row.past, line + view, kMasked);
       }
     }
-    row[past + i] = kVisible;
+    line[row.past + s] = kVisible;
   }
 
   const i64* bim_;
   const i64* past_length_;
+  const i64* row_splits_;
   const i64* branch_;
   const i64* parent_;
   float* attn_bias_;
   i64 capacity_;
   i64 most_new_;
   i64 most_view_;
+  i64 most_rows_;
+  i64 most_places_;
   std::vector<nb::object> arrays_;
 };
 
@@ -93,8 +147,8 @@ class BimMask {
 
 void register_bim_mask(nb::module_& module) {
   nb::class_<BimMask>(module, "BimMask")
-      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object>(), nb::arg("bim"),
-           nb::arg("past_length"), nb::arg("branch"), nb::arg("parent"), nb::arg("attn_bias"))
+      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object>(), nb::arg("bim"),
+           nb::arg("past_length"), nb::arg("row_splits"), nb::arg("branch"), nb::arg("parent"), nb::arg("attn_bias"))
       .def("__call__", &BimMask::call);
 }
 

@@ -37,6 +37,11 @@ i64 Binder::size_of(const char* symbol) const {
   return size ? *size : 0;
 }
 
+const i64* Binder::row_splits(nb::handle array) {
+  symbols_.emplace_back("E", size_of("R") + 1);
+  return input<i64>("row_splits", array, {"E"});
+}
+
 std::string Binder::expected(std::initializer_list<const char*> dtypes, std::initializer_list<Dim> shape) const {
   std::string shown;
   for (const char* dtype : dtypes) shown += (shown.empty() ? "" : " or ") + std::string(dtype);

@@ -45,6 +45,8 @@ class Binder {
   T* output(const char* name, nanobind::handle array, std::initializer_list<Dim> shape) {
     return static_cast<T*>(bind(name, array, {kDtypeName<T>}, shape, true));
   }
+  // Which row owns which new tokens: one edge more than there are rows, "R", whose number an earlier array gave.
+  const i64* row_splits(nanobind::handle array);
   // An array of any model precision, which the op only moves. Its element size is `item_size()` afterwards.
   void* movable(const char* name, nanobind::handle array, std::initializer_list<Dim> shape) {
     return bind(name, array, {"float32", "float16", "bfloat16"}, shape, true);

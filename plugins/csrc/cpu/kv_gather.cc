@@ -1,10 +1,11 @@
-// KvGather on the CPU. Moves are found once and merged into runs; then every plane and head does the runs.
+// KvGather on the CPU. Moves are found once and merged into runs; then every plane and head does its row's runs.
 #include "../kv_gather.h"
 
 #include <nanobind/nanobind.h>
 
 #include <cstring>
 
+#include "../rows.h"
 #include "binder.h"
 #include "gil.h"
 #include "ops.h"
@@ -18,84 +19,111 @@ namespace {
 
 constexpr const char* kOp = "KvGather";
 
-// Neighbouring rows that move by the same distance.
+// Neighbouring slots of a row that move by the same distance.
 struct Run {
+  i64 row;
   i64 from;
   i64 to;
-  i64 rows;
+  i64 slots;
 };
 
 class KvGather {
  public:
-  KvGather(nb::object kv, nb::object source, nb::object source_count, nb::object source_base, nb::object destination) {
+  KvGather(nb::object kv, nb::object source, nb::object source_count, nb::object row_splits, nb::object source_base,
+           nb::object destination) {
     Binder binder(kOp);
-    kv_ = static_cast<char*>(binder.movable("kv", kv, {"planes", "heads", "capacity", "head_dim"}));
-    row_bytes_ = binder.size_of("head_dim") * binder.item_size();
-    planes_ = binder.size_of("planes") * binder.size_of("heads");
+    kv_ = static_cast<char*>(binder.movable("kv", kv, {"planes", "R", "heads", "capacity", "head_dim"}));
+    slot_bytes_ = binder.size_of("head_dim") * binder.item_size();
+    planes_ = binder.size_of("planes");
+    most_rows_ = binder.size_of("R");
+    heads_ = binder.size_of("heads");
     capacity_ = binder.size_of("capacity");
     source_ = binder.input<i64>("source", source, {"N"});
     source_count_ = binder.input<i64>("source_count", source_count, {1});
-    source_base_ = binder.input<i64>("source_base", source_base, {1});
-    destination_ = binder.input<i64>("destination", destination, {1});
-    most_rows_ = binder.size_of("N");
+    row_splits_ = binder.row_splits(row_splits);
+    source_base_ = binder.input<i64>("source_base", source_base, {"R"});
+    destination_ = binder.input<i64>("destination", destination, {"R"});
+    most_new_ = binder.size_of("N");
     arrays_ = binder.take_arrays();
-    runs_.reserve(static_cast<size_t>(most_rows_));
+    placed_.resize(static_cast<size_t>(most_rows_));
+    runs_.reserve(static_cast<size_t>(most_new_));
   }
 
-  void call() {
+  void call(i64 rows) {
+    check_extent(kOp, "R", rows, most_rows_);
     const i64 count = source_count_[0];
-    check_value(kOp, "source_count", 0, count, 0, most_rows_);
-    check_value(kOp, "source_base", 0, source_base_[0], 0, capacity_);
-    check_value(kOp, "destination", 0, destination_[0], 0, capacity_ - count);
-    const i64 moved = find_runs(count);
+    check_value(kOp, "source_count", 0, count, 0, most_new_);
+    check_row_splits(kOp, row_splits_, rows, most_new_);
+    for (i64 r = 0; r < rows; ++r) {
+      check_value(kOp, "source_base", r, source_base_[r], 0, capacity_);
+      check_value(kOp, "destination", r, destination_[r], 0, capacity_);
+      placed_[r] = 0;
+    }
+    const i64 moved = find_runs(count, rows);
+    for (i64 r = 0; r < rows; ++r) check_value(kOp, "destination", r, destination_[r], 0, capacity_ - placed_[r]);
     if (moved == 0) return;
-    const GilReleasedIfLong released(planes_ * moved * row_bytes_);
+    const GilReleasedIfLong released(planes_ * heads_ * moved * slot_bytes_);
     for (i64 plane = 0; plane < planes_; ++plane) {
-      char* rows = kv_ + plane * capacity_ * row_bytes_;
-      for (const Run& run : runs_) move(rows, run);
+      for (const Run& run : runs_) move(plane, run);
     }
   }
 
  private:
-  // Fills runs_ with the moves that change something, and returns how many rows they move.
-  i64 find_runs(i64 count) {
-    const i64 base = source_base_[0];
+  // Fills runs_ with the moves that change something, and returns how many slots they move.
+  i64 find_runs(i64 count, i64 rows) {
+    const i64 new_tokens = row_splits_[rows];
     runs_.clear();
     i64 moved = 0;
+    i64 row = 0;
     for (i64 i = 0; i < count; ++i) {
-      check_value(kOp, "source", i, source_[i], -base, capacity_ - 1 - base);
-      const RowMove next = row_move(source_, base, destination_[0], i);
+      const i64 token = source_[i];
+      check_value(kOp, "source", i, token, 0, new_tokens - 1);
+      if (token < row_splits_[row] || token >= row_splits_[row + 1]) row = row_of(row_splits_, rows, token);
+      const i64 first = row_splits_[row];
+      const SlotMove next = slot_move(token, first, placed_[row]++, source_base_[row], destination_[row]);
+      check_value(kOp, "source", i, token, first, first + capacity_ - 1 - source_base_[row]);
       if (next.from == next.to) continue;
       ++moved;
-      if (!runs_.empty() && runs_.back().from + runs_.back().rows == next.from &&
-          runs_.back().to + runs_.back().rows == next.to) {
-        ++runs_.back().rows;
+      if (!runs_.empty() && continues(runs_.back(), row, next)) {
+        ++runs_.back().slots;
       } else {
-        runs_.push_back({next.from, next.to, 1});
+        runs_.push_back({row, next.from, next.to, 1});
       }
     }
     return moved;
   }
 
-  void move(char* rows, const Run& run) const {
-    // Upwards over itself, a run read row by row sees what it has just written; memmove would not.
-    const bool feeds_itself = run.from < run.to && run.to < run.from + run.rows;
-    const i64 piece = feeds_itself ? 1 : run.rows;
-    for (i64 i = 0; i < run.rows; i += piece) {
-      std::memmove(rows + (run.to + i) * row_bytes_, rows + (run.from + i) * row_bytes_,
-                   static_cast<size_t>(piece * row_bytes_));
+  static bool continues(const Run& run, i64 row, const SlotMove& next) {
+    return run.row == row && run.from + run.slots == next.from && run.to + run.slots == next.to;
+  }
+
+  // A run in every head of one plane. Heads hold different memory, so only the order of a head's runs matters.
+  void move(i64 plane, const Run& run) const {
+    // Upwards over itself, a run read slot by slot sees what it has just written; memmove would not.
+    const bool feeds_itself = run.from < run.to && run.to < run.from + run.slots;
+    const i64 piece = feeds_itself ? 1 : run.slots;
+    char* slots = kv_ + (plane * most_rows_ + run.row) * heads_ * capacity_ * slot_bytes_;
+    for (i64 head = 0; head < heads_; ++head, slots += capacity_ * slot_bytes_) {
+      for (i64 i = 0; i < run.slots; i += piece) {
+        std::memmove(slots + (run.to + i) * slot_bytes_, slots + (run.from + i) * slot_bytes_,
+                     static_cast<size_t>(piece * slot_bytes_));
+      }
     }
   }
 
   char* kv_;
   const i64* source_;
   const i64* source_count_;
+  const i64* row_splits_;
   const i64* source_base_;
   const i64* destination_;
-  i64 row_bytes_;
+  i64 slot_bytes_;
   i64 planes_;
-  i64 capacity_;
   i64 most_rows_;
+  i64 heads_;
+  i64 capacity_;
+  i64 most_new_;
+  std::vector<i64> placed_;  // by row: how many of its entries were seen
   std::vector<Run> runs_;
   std::vector<nb::object> arrays_;
 };
@@ -104,8 +132,9 @@ class KvGather {
 
 void register_kv_gather(nb::module_& module) {
   nb::class_<KvGather>(module, "KvGather")
-      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object>(), nb::arg("kv"), nb::arg("source"),
-           nb::arg("source_count"), nb::arg("source_base"), nb::arg("destination"))
+      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object>(), nb::arg("kv"),
+           nb::arg("source"), nb::arg("source_count"), nb::arg("row_splits"), nb::arg("source_base"),
+           nb::arg("destination"))
       .def("__call__", &KvGather::call);
 }
 

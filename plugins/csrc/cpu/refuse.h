@@ -34,4 +34,10 @@ inline void check_parents(const char* op, const i64* parent, i64 new_tokens) {
   for (i64 i = 0; i < new_tokens; ++i) check_value(op, "parent", i, parent[i], -1, i - 1);
 }
 
+// Which row owns which new tokens: 0 = row_splits[0] <= row_splits[1] <= ... <= row_splits[rows] <= most_new.
+inline void check_row_splits(const char* op, const i64* row_splits, i64 rows, i64 most_new) {
+  check_value(op, "row_splits", 0, row_splits[0], 0, 0);
+  for (i64 r = 1; r <= rows; ++r) check_value(op, "row_splits", r, row_splits[r], row_splits[r - 1], most_new);
+}
+
 }  // namespace outrider

@@ -1,0 +1,45 @@
+"""A prompt, checked and ready to continue a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from plans.errors import RequestError
+from plans.manifest import Geometry
+from runtime.text_stream import CONTEXT_TOKENS, TextStream
+from runtime.tokenizer import Tokenizer, as_ids
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids to append, and the text stream that will read what is generated behind them."""
+
+    ids: list[int]
+    text: TextStream
+
+
+def prepare_prompt(
+    prompt: str | Sequence[int], present: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer, geometry: Geometry
+) -> Prompt:
+    """Encode `prompt` behind the tokens `present` and check that the two can be served.
+
+    Only the text that opens a sequence gets the special tokens a tokenizer adds (such as Llama's first).
+    Raises RequestError naming what is wrong and the limits.
+    """
+    if isinstance(prompt, str):
+        ids = tokenizer.encode(prompt, add_special_tokens=not present) if prompt else []
+    else:
+        ids = as_ids(prompt)
+    wrong = next((i for i in ids if not 0 <= i < geometry.vocab_size), None)
+    if wrong is not None:
+        raise RequestError(f"Token id {wrong} is not in the vocabulary; ids go from 0 to {geometry.vocab_size - 1}.")
+    total = len(present) + len(ids)
+    if total == 0:
+        raise RequestError("The prompt is empty; there is nothing to continue. Pass text or token ids.")
+    if total >= geometry.context:
+        raise RequestError(
+            f"The sequence would have {total} tokens before any is generated; the plan's context is "
+            f"{geometry.context}. Shorten the prompt, or build the plan with a larger capacity.context."
+        )
+    return Prompt(ids, TextStream(tokenizer, [*present[-CONTEXT_TOKENS:], *ids], stop))

@@ -1,0 +1,132 @@
+"""`compiler verify` fails where it should: other weights, NaN, another recipe, another checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import compiler.__main__
+import compiler.identity
+from compiler.verify import LOGIT_BOUND, Divergence, Verification
+from plans.plan import file_sha256
+
+WEIGHTS = Path("engines") / "onnxruntime-cpu" / "weights.bin"
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def workplace(toy_recipe: Path, toy_plan: Path, tmp_path: Path) -> Path:
+    """The toy's recipe (with held-out text), checkpoint and plan, to change."""
+    folder = shutil.copytree(toy_recipe.parent, tmp_path / "work")
+    recipe = folder / "model.yaml"
+    recipe.write_text("held_out: held_out.jsonl\n" + recipe.read_text(encoding="utf-8"), encoding="utf-8")
+    return folder
+
+
+def run(*arguments: object) -> int:
+    return compiler.__main__.main([str(a) for a in arguments])
+
+
+def verify(workplace: Path, *options: object) -> int:
+    return run("verify", workplace / "plan", "--prompts", 2, "--new-tokens", 12, *options)
+
+
+def put_weights(plan: Path, values: np.ndarray) -> None:
+    """Other weights under a plan's own hashes: nothing but running it can tell."""
+    (plan / WEIGHTS).write_bytes(values.tobytes())
+    manifest = json.loads((plan / "plan.json").read_text(encoding="utf-8"))
+    (entry,) = (entry for entry in manifest["files"] if entry["path"] == WEIGHTS.as_posix())
+    entry["sha256"] = file_sha256(plan / WEIGHTS)
+    (plan / "plan.json").write_text(json.dumps(manifest), encoding="utf-8")
+
+
+def weights_of(plan: Path) -> np.ndarray:
+    return np.fromfile(plan / WEIGHTS, np.float32)
+
+
+def test_exchanged_weights_fail(workplace: Path, capsys: Captured) -> None:
+    weights = weights_of(workplace / "plan")
+    rng = np.random.default_rng(0)
+    put_weights(workplace / "plan", (weights + rng.normal(0, 0.1, weights.shape)).astype(np.float32))
+    assert verify(workplace) == 1
+    assert "the plan does NOT agree" in capsys.readouterr().out
+    assert verify(workplace, "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["passed"] is False
+    assert found["max_logit_error"] > 0.1
+    assert found["tolerance"] == found["logit_bound"] == LOGIT_BOUND
+    assert not all(d["near_tie"] for d in found["divergences"])
+
+
+def test_a_small_error_everywhere_fails_though_every_token_is_the_same(workplace: Path, capsys: Captured) -> None:
+    put_weights(workplace / "plan", weights_of(workplace / "plan") * np.float32(1.0005))
+    assert verify(workplace, "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert LOGIT_BOUND < found["max_logit_error"] < 1
+
+
+def test_weights_that_are_not_numbers_fail(workplace: Path, capsys: Captured) -> None:
+    put_weights(workplace / "plan", np.full_like(weights_of(workplace / "plan"), np.nan))
+    assert verify(workplace, "--json") == 1
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)  # JSON has no NaN
+    assert (found["passed"], found["max_logit_error"]) == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("error", "margin", "passed"),
+    [
+        (1e-5, 1.5e-5, True),
+        (1e-5, 3e-5, False),  # closer than the bound, but no error explains it
+        (9e-4, 9.5e-4, True),
+        (9e-4, 1.5e-3, False),  # within twice the error, but not within the bound
+        (2e-3, 0.0, False),
+        (float("nan"), 0.0, False),
+    ],
+)
+def test_the_verdict(error: float, margin: float, passed: bool) -> None:
+    tolerance = min(LOGIT_BOUND, 2 * error)
+    divergence = Divergence(0, 0, 1, 2, margin, near_tie=margin <= tolerance)
+    result = Verification(max_logit_error=error, tolerance=tolerance, divergences=[divergence])
+    assert result.passed is passed
+
+
+def test_overrides_of_the_build_are_asked_for_and_taken(workplace: Path, capsys: Captured) -> None:
+    overrides = ("--set", "capacity.context=200", "--set", "drafters=[]")
+    assert run("build", workplace / "model.yaml", "--out", workplace / "plan", *overrides) == 0
+    capsys.readouterr()
+    assert verify(workplace) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    said = printed.err.splitlines()[-1]
+    assert "was built from another recipe: capacity.context is 200 in the plan and 160 in the recipe" in said
+    assert "--set" in said
+    assert verify(workplace, *overrides) == 0
+
+
+def test_a_checkpoint_that_was_trained_on_is_noticed(workplace: Path, capsys: Captured) -> None:
+    path = workplace / "target" / "model.safetensors"
+    tensors = {name: tensor + 1e-6 * torch.ones_like(tensor) for name, tensor in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert verify(workplace) == 2
+    assert "the checkpoint's files are others; build the plan again" in capsys.readouterr().err
+
+
+def test_a_compiler_that_changed_since_the_build_is_no_reason_to_refuse(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler.identity, "_source_digest", lambda: "another")
+    assert verify(workplace) == 0
+
+
+def test_a_recipe_that_moved_is_asked_for(workplace: Path, capsys: Captured) -> None:
+    (workplace / "model.yaml").rename(workplace / "moved.yaml")
+    assert verify(workplace) == 2
+    assert "model.yaml, which is not there any more; pass --recipe FILE" in capsys.readouterr().err
+    assert verify(workplace, "--recipe", workplace / "moved.yaml") == 0

@@ -1,0 +1,93 @@
+"""From nothing to the first token: fresh processes, one after another."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from plans.console import progress_bar
+from plans.errors import OutriderError
+from plans.plan import read_manifest
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+PROMPT = "def main():\n"
+FIGURES = {
+    "import_ms": "import runtime",
+    "load_ms": "load the plan",
+    "first_token_ms": "first token",
+    "process_ms": "whole process",
+}
+# Runs in the fresh process. Its one line of JSON carries milliseconds; a user's mistake, which we then raise, a text.
+_PROGRAM = """
+import json, sys, time
+start = time.perf_counter()
+from runtime import Runtime
+imported = time.perf_counter()
+from plans.errors import OutriderError
+try:
+    runtime = Runtime.load(sys.argv[1], threads=int(sys.argv[2]))
+    loaded = time.perf_counter()
+    runtime.generate(sys.argv[3], max_new_tokens=1, ignore_eos=True)
+except OutriderError as error:
+    print(json.dumps(str(error)))
+else:
+    times = (start, imported, loaded, time.perf_counter())
+    print(json.dumps([(after - before) * 1000 for before, after in zip(times, times[1:])]))
+"""
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Medians over `reps` processes after one that warms the file cache; times in milliseconds."""
+    manifest = read_manifest(options.plan)
+    rows: list[tuple[float, ...]] = []
+    with progress_bar("measuring") as progress:
+        for repetition in range(options.reps + 1):
+            progress(repetition, options.reps + 1, "warming up" if repetition == 0 else f"process {repetition}")
+            rows.append(_run(options.plan.resolve(), options.threads))
+    columns = zip(FIGURES, zip(*rows[1:], strict=True), strict=True)
+    return {
+        "plan": str(options.plan),
+        "identity": manifest.identity,
+        "reps": options.reps,
+        "figures": {name: {"median": median(c), "lowest": min(c), "highest": max(c)} for name, c in columns},
+    }
+
+
+def _run(plan: Path, threads: int) -> tuple[float, ...]:
+    command = [sys.executable, "-c", _PROGRAM, str(plan), str(threads), PROMPT]
+    started = perf_counter()
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, encoding="utf-8")
+    process_ms = (perf_counter() - started) * 1000
+    if ended.returncode:
+        said = ended.stderr.strip().splitlines() or [f"exit status {ended.returncode}"]
+        raise OutriderError(
+            f"{plan} cannot be started in a fresh process ({said[-1]}); try `python -m runtime generate`."
+        )
+    found = json.loads(ended.stdout)
+    if isinstance(found, str):
+        raise OutriderError(found)
+    return (*found, process_ms)
+
+
+def print_table(report: dict[str, Any], console: Console) -> None:
+    machine = report["machine"]
+    console.print(
+        f"{machine['processor']}, {machine['cores']} cores, python {machine['python']}, onnxruntime "
+        f"{machine['onnxruntime']}; plan {report['identity'][:12]}, {report['reps']} fresh processes, files cached"
+    )
+    table = Table("", box=None, pad_edge=False)
+    for column in ("median ms", "lowest", "highest"):
+        table.add_column(column, justify="right")
+    for name, label in FIGURES.items():
+        figure = report["figures"][name]
+        table.add_row(label, *(f"{figure[key]:.0f}" for key in ("median", "lowest", "highest")))
+    console.print(table)
