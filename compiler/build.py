@@ -59,7 +59,7 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
     """
     config = read_config(recipe.checkpoint_path, recipe.rope_scaling)
     check_capacity(recipe, config)
-    _check_dtype(recipe)
+    _check_served(recipe)
     place = Place(out)
     old = place.plan()
     source = _relative(recipe_path, place.folder)
@@ -120,7 +120,12 @@ class _Steps:
         self._begun += 1
 
 
-def _check_dtype(recipe: Recipe) -> None:
+def _check_served(recipe: Recipe) -> None:
+    """Refuse what a recipe may say and no plan can do yet."""
+    if recipe.capacity.branches > 1:
+        raise recipe.error(
+            ("capacity", "branches"), f"is {recipe.capacity.branches}; plans serve one branch for now, set it to 1"
+        )
     if "onnxruntime-cpu" in recipe.targets and recipe.target.dtype != "float32":
         raise recipe.error(
             ("target", "dtype"), f"is {recipe.target.dtype}; onnxruntime-cpu computes in float32, set it to float32"

@@ -25,15 +25,33 @@ def print_json(value: object) -> None:
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on stderr for long work: call what it yields with (done, total, what is being done)."""
+    """Progress on stderr for long work: call what it yields with (done, total, what is being done).
+
+    A bar on a terminal; elsewhere at most about ten lines.
+    """
+    if not stderr.is_terminal:
+        yield _progress_lines(title)
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+    with Progress(*columns, console=stderr, transient=True) as bar:
         task = bar.add_task(title, total=None)
 
         def update(done: int, total: int, doing: str = "") -> None:
             bar.update(task, completed=done, total=total, description=f"{title}: {doing}" if doing else title)
 
         yield update
+
+
+def _progress_lines(title: str) -> Callable[[int, int, str], None]:
+    tenth = -1
+
+    def update(done: int, total: int, doing: str = "") -> None:
+        nonlocal tenth
+        if done * 10 // max(total, 1) > tenth:
+            tenth = done * 10 // max(total, 1)
+            stderr.print(f"{title}: {done} of {total}{', ' + doing if doing else ''}", soft_wrap=True)
+
+    return update
 
 
 def guarded(command: Callable[[], int]) -> int:

@@ -268,3 +268,8 @@ def test_a_plan_behind_a_link_is_replaced_where_it_lies(workplace: Path) -> None
 def test_local_parts_of_versions_are_no_part_of_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0+cu130" if name == "torch" else "1.0")
     assert tool_versions()["torch"] == "2.13.0"
+
+
+def test_branches_that_no_plan_serves_are_refused_with_the_key(workplace: Path) -> None:
+    with pytest.raises(RecipeError, match=r"capacity\.branches is 4; plans serve one branch"):
+        rebuild(workplace, "capacity.branches=4")
