@@ -79,7 +79,6 @@ def test_changed_drafter_settings_take_the_engines_over(workplace: Path, monkeyp
     [
         ("capacity.context=200", True),  # the same arena: sizes are rounded up
         ("capacity.context=256", True),
-        ("capacity.branches=2", True),
         ("target.rope_scaling={rope_type: linear, factor: 2.0}", False),
     ],
 )
