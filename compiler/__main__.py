@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from time import perf_counter
 
-from plans.console import guarded, print_json, progress_bar, stderr, stdout
+from plans.console import guarded, print_json, progress_bar, stdout
 from plans.errors import OutriderError
 
 _OURS = ("compiler", "plans", "plugins", "runtime")
@@ -84,12 +84,7 @@ def _build(options: argparse.Namespace) -> int:
     with progress_bar("building") as bar:
         from compiler.build import build
 
-        def progress(done: int, total: int, text: str) -> None:
-            bar(done, total, text)
-            if not stderr.is_terminal:
-                stderr.print(text)
-
-        built = build(recipe, options.recipe, out, progress)
+        built = build(recipe, options.recipe, out, bar)
     seconds = perf_counter() - started
     manifest = built.plan.manifest
     size = sum(f.size for f in manifest.files)

@@ -64,7 +64,7 @@ class TextStream:
         if self.stopped is not None:
             raise RuntimeError(f"The text has ended with the stop string {self.stopped!r}; start a new TextStream.")
         shown = []
-        ids = as_ids(token_ids)
+        ids = token_ids if type(token_ids) is list else as_ids(token_ids)  # the session's spans are lists
         for place, token_id in enumerate(ids):
             text = self._detokenizer.push(token_id)
             if text:

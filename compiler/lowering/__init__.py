@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from compiler.lowering.attention import GroupQueryAttentionWithDummyRow, StandardAttention
+from compiler.lowering.attention import GroupQueryAttentionWithDummyRow, OneDummyRowPerLayer, StandardAttention
+from compiler.lowering.projections import FuseProjections
 from compiler.lowering.rule import Lowering, Rule, apply_rules
 from plans import names
 from plans.manifest import RuleReport
 
 RULES: dict[str, tuple[Rule, ...]] = {
-    "onnxruntime-cpu": (GroupQueryAttentionWithDummyRow(), StandardAttention()),
+    "onnxruntime-cpu": (
+        FuseProjections(),
+        GroupQueryAttentionWithDummyRow(),
+        OneDummyRowPerLayer(),
+        StandardAttention(),
+    ),
 }
 
 

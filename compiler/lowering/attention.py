@@ -59,6 +59,39 @@ class GroupQueryAttentionWithDummyRow(Rule):
         replace(graph, node, [kept.outputs[0], attention.outputs[1], attention.outputs[2]])
 
 
+class OneDummyRowPerLayer(Rule):
+    """Where q, k and v come from one Split, the dummy row is added once, before it, instead of three times.
+
+    It then passes through the norms and the rotation (with position 0), which change a row by itself alone.
+    """
+
+    def pattern(self, node: ir.Node) -> bool:
+        return node.op_type == "GroupQueryAttention" and all(
+            x is not None and (p := x.producer()) is not None and p.op_type == "Pad" for x in node.inputs[:3]
+        )
+
+    def check(self, node: ir.Node, lowering: Lowering) -> str | None:
+        sources = {_split_behind(pad) for pad in _pads(node)}
+        if len(sources) != 1 or None in sources:
+            return "q, k and v do not come from one Split by way of norms and rotations"
+        return None
+
+    def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
+        graph = lowering.graph
+        split = _split_behind(_pads(node)[0])
+        assert split is not None
+        pads = lowering.shared["dummy_row.pads"]
+        padded = ir.node("Pad", [split.inputs[0], pads])
+        graph.insert_before(split, [padded])
+        split.replace_input_with(0, padded.outputs[0])
+        for index, pad in enumerate(_pads(node)):
+            for step in _path(pad):
+                if step.op_type == "RotaryEmbedding":
+                    step.replace_input_with(3, _padded_positions(step, lowering))
+            node.replace_input_with(index, pad.inputs[0])
+            graph.remove(pad, safe=True)
+
+
 class StandardAttention(Rule):
     """Any target, any number of rows: the op's own function body, TensorScatter + Slice + Attention."""
 
@@ -93,3 +126,43 @@ def _padded_view(lowering: Lowering) -> tuple[ir.Value, ir.Value, ir.Value]:
     for name, node in (("bias", bias), ("total", total_scalar), ("lengths", lengths)):
         lowering.shared[f"dummy_row.{name}"] = node.outputs[0]
     return bias.outputs[0], total_scalar.outputs[0], lengths.outputs[0]
+
+
+_ROW_BY_ROW = {"Reshape", "RMSNormalization", "RotaryEmbedding", "Add"}
+
+
+def _pads(attention: ir.Node) -> list[ir.Node]:
+    """The Pads that give q, k and v their dummy row."""
+    return [pad for x in attention.inputs[:3] if x is not None and (pad := x.producer()) is not None]
+
+
+def _path(pad: ir.Node) -> list[ir.Node]:
+    """The nodes that made what `pad` pads, backwards, up to the first that does not treat each row by itself."""
+    nodes: list[ir.Node] = []
+    value = pad.inputs[0]
+    while value is not None and (node := value.producer()) is not None:
+        nodes.append(node)
+        sum_of_two = node.op_type == "Add" and (node.inputs[1] is None or node.inputs[1].const_value is None)
+        if node.op_type not in _ROW_BY_ROW or sum_of_two:  # the sum of two activations has rows of both
+            break
+        value = node.inputs[0]
+    return nodes
+
+
+def _split_behind(pad: ir.Node) -> ir.Node | None:
+    nodes = _path(pad)
+    return nodes[-1] if nodes and nodes[-1].op_type == "Split" else None
+
+
+def _padded_positions(rotary: ir.Node, lowering: Lowering) -> ir.Value:
+    """The positions with one for the dummy row; made once."""
+    if "dummy_row.positions" not in lowering.shared:
+        positions = rotary.inputs[3]
+        assert positions is not None
+        pads = lowering.constant("dummy_row.position_pads", ir.tensor(np.array([0, 0, 0, 1], np.int64)))
+        padded = ir.node("Pad", [positions, pads])
+        producer = positions.producer()
+        assert producer is not None
+        lowering.graph.insert_after(producer, [padded])
+        lowering.shared["dummy_row.positions"] = padded.outputs[0]
+    return lowering.shared["dummy_row.positions"]

@@ -29,6 +29,9 @@ class OnnxRuntimeCpu:
     def __init__(self, threads: int = 0) -> None:
         self._options = ort.SessionOptions()
         self._options.intra_op_num_threads = threads
+        # Between two steps the host works for some 50 us: workers that have gone to sleep by then cost more to wake.
+        self._options.add_session_config_entry("session.intra_op.spin_duration_us", "2000")
+        self._options.add_session_config_entry("session.intra_op.spin_backoff_max", "1")
         self._options.log_severity_level = 3  # warnings about our own graphs help no user; errors are raised
 
     def load(self, path: Path, engine: Engine) -> LoadedEngine:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ from plans.console import progress_bar, stderr
 from plans.errors import OutriderError
 from runtime import Runtime
 from tools.bench.latency import choose_prompts
+
+_REST_SECONDS = 0.3
 
 Decode = Callable[[], tuple[list[int], float]]  # generated ids, tokens per second after the first
 
@@ -49,12 +51,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     rates: dict[str, list[float]] = {name: [] for name in engines}
     tokens: dict[str, list[int]] = {}
     with progress_bar("measuring") as progress:
-        for repetition in range(options.reps + 1):  # the first round warms up
-            progress(repetition, options.reps + 1, "warming up" if repetition == 0 else f"run {repetition}")
+        for repetition in range(options.reps):
+            progress(repetition, options.reps, f"run {repetition + 1}")
             for name, decode in engines.items():
+                # Thread pools of the engine before spin on for a while, and the caches hold its weights: both are
+                # let go before each measured run.
+                sleep(_REST_SECONDS)
+                decode()
                 tokens[name], rate = decode()
-                if repetition:
-                    rates[name].append(rate)
+                rates[name].append(rate)
     ours = rates["outrider"]
     return {
         "plan": str(options.plan),

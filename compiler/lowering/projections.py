@@ -1,0 +1,62 @@
+"""Fewer and larger products: projections of one input become one MatMul."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from compiler.lowering.rule import Lowering, Rule, replace
+
+
+class FuseProjections(Rule):
+    """Products of one value with several weights (q, k and v; gate and up) become one MatMul and a Split.
+
+    A small model's step is dispatch and weight traffic: one product streams the same weights with fewer
+    starts of the thread pool. Each output column is summed as before, so no bit changes.
+    """
+
+    def pattern(self, node: ir.Node) -> bool:
+        siblings = _projections_of(node)
+        return len(siblings) > 1 and siblings[0] is node
+
+    def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
+        graph = lowering.graph
+        siblings = _projections_of(node)
+        weights = [_weight(sibling) for sibling in siblings]
+        fused = np.concatenate([weight.numpy() for weight in weights], axis=1)
+        name = f"{siblings[0].inputs[1].name}.fused"  # type: ignore[union-attr]
+        sizes = np.array([weight.numpy().shape[1] for weight in weights], np.int64)
+        product = ir.node("MatMul", [node.inputs[0], lowering.constant(name, ir.tensor(fused))])
+        split = ir.node(
+            "Split",
+            [product.outputs[0], lowering.constant("split." + ".".join(map(str, sizes)), ir.tensor(sizes))],
+            {"axis": -1},
+            num_outputs=len(siblings),
+        )
+        graph.insert_before(node, [product, split])
+        for sibling, part in zip(siblings, split.outputs, strict=True):
+            unfused = sibling.inputs[1]
+            replace(graph, sibling, [part])
+            if unfused is not None and not unfused.uses():
+                del graph.initializers[unfused.name or ""]
+
+
+def _projections_of(node: ir.Node) -> list[ir.Node]:
+    """Every product of the value that `node` multiplies with a constant matrix, in graph order."""
+    if not _is_projection(node) or node.inputs[0] is None or node.graph is None:
+        return []
+    users = {use.node for use in node.inputs[0].uses() if use.idx == 0 and _is_projection(use.node)}
+    return [candidate for candidate in node.graph if candidate in users]
+
+
+def _is_projection(node: ir.Node) -> bool:
+    if node.op_type != "MatMul" or node.inputs[1] is None:
+        return False
+    weight = node.inputs[1].const_value
+    return weight is not None and len(weight.shape) == 2
+
+
+def _weight(node: ir.Node) -> ir.TensorProtocol:
+    assert node.inputs[1] is not None
+    assert node.inputs[1].const_value is not None
+    return node.inputs[1].const_value
