@@ -54,12 +54,17 @@ def _progress_lines(title: str) -> Callable[[int, int, str], None]:
     return update
 
 
+def report_error(error: OutriderError) -> None:
+    """A user's mistake, on stderr."""
+    stderr.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
+
+
 def guarded(command: Callable[[], int]) -> int:
     """Run a command; a user's mistake becomes one sentence and status 2, an interrupt status 130."""
     try:
         return command()
     except OutriderError as error:
-        stderr.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
+        report_error(error)
         return 2
     except KeyboardInterrupt:
         stderr.print("interrupted")

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from plans.console import guarded, print_json, stderr
+from plans.console import guarded, print_json, report_error, stderr
 from plans.errors import RequestError
 from runtime.generation import Generation
 from runtime.request import Options
@@ -137,7 +137,12 @@ def _chat(arguments: argparse.Namespace) -> int:
             return 0
         messages.append({"role": "user", "content": line})
         prompt = runtime.tokenizer.encode(runtime.tokenizer.apply_chat_template(messages), add_special_tokens=False)
-        stream = session.stream(prompt, whole=True, **_options(arguments))
+        try:
+            stream = session.stream(prompt, whole=True, **_options(arguments))
+        except RequestError as error:  # such as a turn too long: the conversation goes on without it
+            report_error(error)
+            messages.pop()
+            continue
         if not arguments.json:
             for span in stream:
                 print(span.text, end="", flush=True)

@@ -196,10 +196,10 @@ def as_ids(token_ids: TokenIds) -> list[int]:
     else:
         ids = None
     if ids is None:
-        raise RequestError(f"A prompt is text or a list of token ids, not a {type(token_ids).__name__}.")
+        raise RequestError(f"Pass text or a list of token ids, not a {type(token_ids).__name__}.")
     wrong = next((i for i in ids if type(i) is not int), None)
     if wrong is not None:
-        raise RequestError(f"A prompt's token ids must be whole numbers; {wrong!r} is none.")
+        raise RequestError(f"Token ids must be whole numbers; {wrong!r} is none.")
     return ids
 
 

@@ -21,7 +21,7 @@ from compiler.checkpoint import load_decoder
 from compiler.engines.onnxruntime import WeightFile, write_engine
 from compiler.export import export_target
 from compiler.lowering import lower
-from compiler.lowering.attention import GroupQueryAttentionWithDummyRow, StandardAttention
+from compiler.lowering.attention import GroupQueryAttentionWithDummyRow, OneDummyRowPerLayer, StandardAttention
 from compiler.models.decoder import Decoder
 from compiler.models.eager import sequence_logits
 from plugins.onnx_ops import DOMAIN, OPSET, VERSION, branch_attention_function
@@ -173,9 +173,6 @@ def engine(decoder: Decoder, folder: Path, rows: int = 1) -> tuple[Path, list[An
     folder.mkdir(parents=True)
     graph = export_target(decoder, CAPACITY)
     reports = lower("target", graph, CPU, rows)
-    if rows > 1:  # no plan describes such an engine yet: its symbols are not among those of `plans.names`
-        ir.save(graph, folder / "target.onnx")
-        return folder / "target.onnx", reports
     weights = WeightFile(folder)
     write_engine(graph, folder, "target", weights)
     weights.close()
@@ -256,12 +253,13 @@ def test_each_path_of_a_tree_gives_the_logits_of_that_path_alone_in_pytorch(deco
 
 def test_two_rows_decline_the_fused_rule_with_a_reason_and_run(decoder: Decoder, tmp_path: Path) -> None:
     path, reports = engine(decoder, tmp_path / "two", rows=2)
-    fused, standard = reports
-    assert (fused.rule, fused.applied) == (GroupQueryAttentionWithDummyRow.__name__, 0)
+    by_rule = {report.rule: report for report in reports}
+    fused, standard = by_rule["GroupQueryAttentionWithDummyRow"], by_rule["StandardAttention"]
+    assert fused.applied == 0
     (reason,) = fused.declined
     assert "one row" in reason
     assert fused.declined[reason] == decoder.config.num_layers
-    assert (standard.rule, standard.applied) == (StandardAttention.__name__, decoder.config.num_layers)
+    assert standard.applied == decoder.config.num_layers
     other = [9, 30, 31, 200, 201]
     chain = np.array([-1, 0], np.int64)
     found = run_rows(path, decoder, [TOKENS, other], [TREE, chain])[1]["logits"]
@@ -271,14 +269,42 @@ def test_two_rows_decline_the_fused_rule_with_a_reason_and_run(decoder: Decoder,
 
 
 def test_one_row_uses_the_fused_rule_everywhere(decoder: Decoder, tmp_path: Path) -> None:
-    path, (fused, standard) = engine(decoder, tmp_path / "one")
-    assert (fused.applied, fused.declined) == (decoder.config.num_layers, {})
-    assert (standard.applied, standard.declined) == (0, {})
+    path, reports = engine(decoder, tmp_path / "one")
+    layers = decoder.config.num_layers
+    assert {r.rule: r.applied for r in reports} == {
+        "FuseProjections": 2 * layers,  # q, k, v; gate, up
+        "GroupQueryAttentionWithDummyRow": layers,
+        "OneDummyRowPerLayer": layers,
+        "StandardAttention": 0,
+    }
+    assert all(not r.declined for r in reports)
     graph = onnx.load(path, load_external_data=False).graph
     ops = [node.op_type for node in graph.node]
     assert ops.count("GroupQueryAttention") == decoder.config.num_layers
     assert DOMAIN not in {node.domain for node in graph.node}
     assert "row_splits" not in {value.name for value in graph.input}
+
+
+def test_fused_projections_and_one_dummy_row_change_no_bit(
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused, _ = engine(decoder, tmp_path / "fused")
+    monkeypatch.setitem(lowering.RULES, CPU, (GroupQueryAttentionWithDummyRow(),))
+    plain, _ = engine(decoder, tmp_path / "plain")
+    for found, expected in zip(
+        run_rows(fused, decoder, [TOKENS], [TREE]), run_rows(plain, decoder, [TOKENS], [TREE]), strict=True
+    ):
+        np.testing.assert_array_equal(found["logits"].view(np.uint32), expected["logits"].view(np.uint32))
+
+
+def test_without_a_common_split_each_of_q_k_and_v_keeps_its_own_dummy_row(
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(lowering.RULES, CPU, (GroupQueryAttentionWithDummyRow(), OneDummyRowPerLayer()))
+    _, reports = engine(decoder, tmp_path / "unfused")
+    assert reports[1].applied == 0
+    (reason,) = reports[1].declined
+    assert "Split" in reason
 
 
 def test_a_type_without_a_kernel_declines_with_a_reason() -> None:

@@ -105,7 +105,7 @@ def test_decode_skips_special_tokens_and_unknown_ids_and_takes_arrays() -> None:
 
 @pytest.mark.parametrize("ids", [[-1], [2**40], ["a"], [1.5]])
 def test_ids_that_are_none_are_refused(ids: list[int]) -> None:
-    with pytest.raises(RequestError, match="Pass integers from 0 to"):
+    with pytest.raises(RequestError, match=r"Pass integers from 0 to|must be whole numbers"):
         Tokenizer(byte_level()).decode(ids)
 
 
