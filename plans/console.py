@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from plans.errors import OutriderError
 
 stderr = Console(stderr=True, highlight=False)
-stdout = Console(highlight=False, soft_wrap=True)
+stdout = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)
 
 
 def print_json(value: object) -> None:
