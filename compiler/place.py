@@ -20,6 +20,7 @@ from plans.errors import OutriderError, PlanError
 from plans.plan import MANIFEST, Plan, open_plan
 
 _HOST = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:64] or "localhost"
+_RUNNING: set[Path] = set()  # workplaces of this process
 
 
 class Place:
@@ -61,13 +62,17 @@ class Place:
     def workplace(self) -> Iterator[Path]:
         """An empty folder on the same file system, gone at the end. Raises `PlanError` as `writing` does."""
         with self.writing():
-            self._remove_abandoned()
             temporary = self._beside("building")
-            temporary.mkdir(parents=True)
+            if temporary in _RUNNING:
+                raise PlanError(f"{self.folder} is being built by this process already; wait for that build")
+            _RUNNING.add(temporary)
             try:
+                self._remove_abandoned()
+                temporary.mkdir(parents=True)
                 yield temporary
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
+                _RUNNING.discard(temporary)
 
     def put(self, new: Path) -> None:
         """Put the folder `new` in this place by renaming; where that fails, the old plan stays."""
@@ -106,9 +111,9 @@ class Place:
                     )
 
     def _restore(self) -> None:
-        """Put back the plan that a killed build moved away and did not replace."""
+        """Put back the plan that a killed build of this host moved away and did not replace."""
         if not self.folder.exists():
-            waiting = [path for path, host, pid in self._left("previous") if not (host == _HOST and _alive(pid))]
+            waiting = [path for path, host, pid in self._left("previous") if host == _HOST and not _alive(pid)]
             if waiting:
                 max(waiting, key=lambda path: path.stat().st_mtime).rename(self.folder)
 

@@ -127,6 +127,7 @@ def _prompt(arguments: argparse.Namespace) -> str | list[int]:
 def _chat(arguments: argparse.Namespace) -> int:
     runtime = _load(arguments)
     session = runtime.session()
+    session.stream([0], whole=True, **_options(arguments)).close()  # wrong options end the command, not a turn
     messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
     while True:
         try:

@@ -24,7 +24,7 @@ class FuseProjections(Rule):
         siblings = _projections_of(node)
         weights = [_weight(sibling) for sibling in siblings]
         fused = np.concatenate([weight.numpy() for weight in weights], axis=1)
-        name = f"{siblings[0].inputs[1].name}.fused"  # type: ignore[union-attr]
+        name = "+".join(str(sibling.inputs[1].name) for sibling in siblings if sibling.inputs[1])
         sizes = np.array([weight.numpy().shape[1] for weight in weights], np.int64)
         product = ir.node("MatMul", [node.inputs[0], lowering.constant(name, ir.tensor(fused))])
         split = ir.node(

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import onnx_ir as ir
 
 from plans.manifest import RuleReport
@@ -26,13 +27,16 @@ class Lowering:
         return self.model.graph
 
     def constant(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
-        """An initializer of the graph, made once per name."""
+        """An initializer of the graph, made once per name. Raises `ValueError` for another tensor of that name."""
         if name not in self.shared:
             value = ir.Value(
                 name=name, shape=ir.Shape(tensor.numpy().shape), type=ir.TensorType(tensor.dtype), const_value=tensor
             )
             self.graph.register_initializer(value)
             self.shared[name] = value
+        made = self.shared[name].const_value
+        if made is None or not np.array_equal(made.numpy(), tensor.numpy()):
+            raise ValueError(f"the lowered graph has two constants named {name!r}")
         return self.shared[name]
 
 

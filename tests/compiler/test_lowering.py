@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -295,6 +297,18 @@ def test_fused_projections_and_one_dummy_row_change_no_bit(
         run_rows(fused, decoder, [TOKENS], [TREE]), run_rows(plain, decoder, [TOKENS], [TREE]), strict=True
     ):
         np.testing.assert_array_equal(found["logits"].view(np.uint32), expected["logits"].view(np.uint32))
+
+
+def test_layers_that_share_a_projection_keep_their_others(decoder: Decoder, tmp_path: Path) -> None:
+    """The exporter stores equal weights once; what is fused with them differs from layer to layer."""
+    twin = copy.deepcopy(decoder)
+    with torch.no_grad():
+        for layer in twin.layers[1:]:
+            layer.q.weight.copy_(twin.layers[0].q.weight)
+    path, _ = engine(twin, tmp_path / "twin")
+    chain = np.arange(6) - 1
+    found = run_rows(path, twin, [TOKENS], [chain])[1]["logits"]
+    np.testing.assert_allclose(found, sequence_logits(twin, TOKENS)[4:].numpy(), atol=1e-4, rtol=1e-4)
 
 
 def test_without_a_common_split_each_of_q_k_and_v_keeps_its_own_dummy_row(

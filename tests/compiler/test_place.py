@@ -44,6 +44,16 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
+def test_a_second_build_of_a_place_in_one_process_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+    place = Place(tmp_path / "plan")
+    with place.workplace() as root:
+        with pytest.raises(PlanError, match="already"), Place(tmp_path / "plan").workplace():
+            pass
+        (root / "new").write_text("x")
+        place.put(root)
+    assert names(tmp_path / "plan") == {"new"}
+
+
 @pytest.mark.parametrize("version", [0, 1, 99])
 def test_a_plan_of_any_version_is_replaced(tmp_path: Path, version: int) -> None:
     put_new(Place(write_plan(tmp_path / "plan", "engines/a.onnx", "tokenizer/b.json", version=version)))

@@ -318,6 +318,14 @@ def test_a_turn_that_outgrows_the_context_is_refused_and_the_conversation_goes_o
     assert len(captured.out.splitlines()) == 1  # the reply to the turn that fits
 
 
+@pytest.mark.parametrize("wrong", [("--temperature", "-1"), ("--drafter", "nope"), ("--stop", "")])
+def test_chat_with_a_wrong_option_ends_with_one_sentence(
+    toy: Runtime, toy_plan: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch, wrong: tuple[str, str]
+) -> None:
+    status = chat(monkeypatch, toy, toy_plan, "hi\nmore\n", *wrong)
+    refused(capsys, status)
+
+
 # As processes: what only a real one shows.
 
 
