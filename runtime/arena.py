@@ -9,7 +9,7 @@ from plans import names
 from runtime.buffers import Buffers
 from runtime.step import Step
 
-PREFIX, EMPTY = -1, -2
+EMPTY = -2  # a slot that belongs to no branch
 
 
 class SlotMap:

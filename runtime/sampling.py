@@ -57,10 +57,6 @@ class SamplingParams:
                 f"filter_order is {self.filter_order!r}; pass 'temperature_first' or 'temperature_last'."
             )
 
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:

@@ -13,8 +13,7 @@ from runtime.sampling import SamplingParams, logprobs
 
 
 def test_the_default_is_greedy() -> None:
-    assert SamplingParams().greedy
-    assert not SamplingParams(temperature=0.5).greedy
+    assert SamplingParams().temperature == 0.0
 
 
 def test_limits_are_inclusive_and_numpy_numbers_become_python_ones() -> None:

@@ -1,0 +1,50 @@
+"""Damaging a copy of the toy plan, and the sentence with which loading then refuses it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plans.errors import PlanError
+from plans.plan import file_sha256
+from runtime import Runtime
+
+Edit = Callable[[dict[str, Any]], object]
+TARGET = "onnxruntime-cpu"
+ENGINE = f"engines/{TARGET}/target.onnx"
+WEIGHTS = f"engines/{TARGET}/weights.bin"
+TOKENIZER = "tokenizer/tokenizer.json"
+TEMPLATE = "tokenizer/chat_template.jinja"
+
+
+def edit(plan: Path, change: Edit) -> None:
+    """Change `plan.json` as data."""
+    path = plan / "plan.json"
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    change(manifest)
+    path.write_text(json.dumps(manifest), encoding="utf-8")
+
+
+def list_again(plan: Path) -> None:
+    """Make sizes and hashes true again, so that the check behind them is reached."""
+
+    def refresh(manifest: dict[str, Any]) -> None:
+        for entry in manifest["files"]:
+            path = plan / entry["path"]
+            entry["sha256"], entry["size"] = file_sha256(path), path.stat().st_size
+
+    edit(plan, refresh)
+
+
+def refused(plan: Path) -> str:
+    """The sentence with which loading refuses the plan."""
+    with pytest.raises(PlanError) as caught:
+        Runtime.load(plan)
+    sentence = str(caught.value)
+    assert len(sentence) > 30
+    assert "Traceback" not in sentence
+    return sentence
