@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from compiler.lowering.attention import GroupQueryAttentionWithDummyRow, OneDummyRowPerLayer, StandardAttention
+from compiler.lowering.norms import FuseSkipNorms
 from compiler.lowering.projections import FuseProjections
 from compiler.lowering.rule import Lowering, Rule, apply_rules
 from plans import names
@@ -13,6 +14,7 @@ from plans.manifest import RuleReport
 RULES: dict[str, tuple[Rule, ...]] = {
     "onnxruntime-cpu": (
         FuseProjections(),
+        FuseSkipNorms(),
         GroupQueryAttentionWithDummyRow(),
         OneDummyRowPerLayer(),
         StandardAttention(),

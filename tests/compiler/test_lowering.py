@@ -24,6 +24,7 @@ from compiler.engines.onnxruntime import WeightFile, write_engine
 from compiler.export import export_target
 from compiler.lowering import lower
 from compiler.lowering.attention import GroupQueryAttentionWithDummyRow, OneDummyRowPerLayer, StandardAttention
+from compiler.lowering.projections import FuseProjections
 from compiler.models.decoder import Decoder
 from compiler.models.eager import sequence_logits
 from plugins.onnx_ops import DOMAIN, OPSET, VERSION, branch_attention_function
@@ -275,6 +276,7 @@ def test_one_row_uses_the_fused_rule_everywhere(decoder: Decoder, tmp_path: Path
     layers = decoder.config.num_layers
     assert {r.rule: r.applied for r in reports} == {
         "FuseProjections": 2 * layers,  # q, k, v; gate, up
+        "FuseSkipNorms": 2 * layers - 1,  # all but the first norm, of the embedding, and the last, of picked rows
         "GroupQueryAttentionWithDummyRow": layers,
         "OneDummyRowPerLayer": layers,
         "StandardAttention": 0,
@@ -290,8 +292,10 @@ def test_one_row_uses_the_fused_rule_everywhere(decoder: Decoder, tmp_path: Path
 def test_fused_projections_and_one_dummy_row_change_no_bit(
     decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    rules = (FuseProjections(), GroupQueryAttentionWithDummyRow(), OneDummyRowPerLayer())
+    monkeypatch.setitem(lowering.RULES, CPU, rules)
     fused, _ = engine(decoder, tmp_path / "fused")
-    monkeypatch.setitem(lowering.RULES, CPU, (GroupQueryAttentionWithDummyRow(),))
+    monkeypatch.setitem(lowering.RULES, CPU, rules[1:2])
     plain, _ = engine(decoder, tmp_path / "plain")
     for found, expected in zip(
         run_rows(fused, decoder, [TOKENS], [TREE]), run_rows(plain, decoder, [TOKENS], [TREE]), strict=True
