@@ -4,35 +4,40 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from compiler.checkpoint import checkpoint_hashes, load_decoder
+import onnx_ir as ir
+from torch import nn
+
+from compiler import drafters
+from compiler.checkpoint import load_decoder
+from compiler.drafters import GraphSource
 from compiler.engines.onnxruntime import WeightFile, write_engine
-from compiler.export import export_target
+from compiler.export import export_draft, export_target
 from compiler.identity import engines_key, plan_identity, tool_versions
 from compiler.lowering import lower
 from compiler.models.config import DecoderConfig, read_config
 from compiler.models.decoder import Decoder
 from compiler.place import Place
-from compiler.programs import cache_views, emit_programs, symbol_limits
+from compiler.programs import cache_views, drafter_limits, emit_programs, symbol_limits
 from compiler.recipe import Recipe, check_capacity
 from compiler.text import write_tokenizer
 from plans import names
 from plans.buffers import DType
 from plans.manifest import (
     FORMAT_VERSION,
+    Drafter,
     Engine,
     Geometry,
     Manifest,
-    NgramDrafter,
     PlanFile,
     RuleReport,
     TargetPlan,
 )
 from plans.plan import MANIFEST, Plan, file_sha256, open_plan
-from plans.step_buffers import sampling_buffers, step_buffers
+from plans.step_buffers import drafter_buffers, sampling_buffers, target_buffers
 
 VIEW_BUCKET = 128  # keys: coarse enough that sizes rarely change, fine enough that masks stay short
 
@@ -63,21 +68,22 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
     place = Place(out)
     old = place.plan()
     source = _relative(recipe_path, place.folder)
-    checkpoint = checkpoint_hashes(recipe.checkpoint_path)
     tools = tool_versions()
-    identity = plan_identity(recipe.resolved(), checkpoint, tools)
+    sources = drafters.read_sources(recipe, config)
+    checkpoints = drafters.source_hashes(recipe)
+    identity = plan_identity(recipe.resolved(), checkpoints, tools)
     if old is not None and old.manifest.identity == identity:
         progress(1, 1, "unchanged: the plan is up to date")
         return Built(_with_source(old, source, place), ("plan",))
 
-    geometry = _geometry(recipe, config)
-    drafters = tuple(NgramDrafter(**d.model_dump()) for d in recipe.drafters)
-    shape = _engine_shape(recipe, geometry)
-    keys = {target: engines_key(checkpoint, target, shape, tools) for target in recipe.targets}
+    geometry = _geometry(recipe, config, sources)
+    shape = _engine_shape(recipe, geometry, sources)
+    listed = drafters.manifest_drafters(recipe, sources)
+    keys = {target: engines_key(checkpoints, target, shape, tools) for target in recipe.targets}
     there = old.manifest.targets if old is not None else {}
     kept = {t: there[t] for t, key in keys.items() if t in there and there[t].engines_key == key}
     stale = [target for target in recipe.targets if target not in kept]
-    steps = _Steps(progress, len(kept) + (1 + 2 * len(stale) if stale else 0) + 1)
+    steps = _Steps(progress, len(kept) + (1 + (2 + len(sources)) * len(stale) if stale else 0) + 1)
     with place.workplace() as root:
         engines: dict[str, Engines] = {}
         for target, plan in kept.items():
@@ -88,7 +94,11 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
             steps.begin("reading the checkpoint")
             decoder = load_decoder(recipe.checkpoint_path, recipe.target.dtype, recipe.rope_scaling)
             for target in stale:
-                engines[target] = _write_engines(target, decoder, geometry, root / "engines" / target, steps)
+                writer = _EngineWriter(target, root / "engines" / target, steps)
+                writer.target(decoder, geometry, drafters.taps(sources))
+                for graph in sources:
+                    writer.drafter(graph, drafters.load(recipe, graph, decoder), geometry)
+                engines[target] = writer.close()
         steps.begin("writing the plan")
         text = write_tokenizer(recipe.checkpoint_path, root / "tokenizer", config)
         manifest = Manifest(
@@ -97,10 +107,10 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
             identity=identity,
             recipe=recipe.resolved(),
             source=source,
-            models={names.TARGET: geometry},
+            models={names.TARGET: geometry} | {s.section.name: s.geometry(geometry) for s in sources},
             text=text,
-            drafters=drafters,
-            targets={t: _target_plan(engines[t], keys[t], geometry, drafters) for t in recipe.targets},
+            drafters=listed,
+            targets={t: _target_plan(engines[t], keys[t], geometry, sources, listed) for t in recipe.targets},
             tools=tools,
             files=_list_files(root),
         )
@@ -132,7 +142,7 @@ def _check_served(recipe: Recipe) -> None:
         )
 
 
-def _geometry(recipe: Recipe, config: DecoderConfig) -> Geometry:
+def _geometry(recipe: Recipe, config: DecoderConfig, sources: Sequence[GraphSource]) -> Geometry:
     context = recipe.capacity.context
     rounded = -(-context // VIEW_BUCKET) * VIEW_BUCKET
     return Geometry(
@@ -142,6 +152,7 @@ def _geometry(recipe: Recipe, config: DecoderConfig) -> Geometry:
         head_dim=config.head_dim,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
+        feature_size=config.hidden_size * len(drafters.taps(sources)),
         context=context,
         view_bucket=VIEW_BUCKET,
         capacity=rounded + VIEW_BUCKET,
@@ -150,41 +161,75 @@ def _geometry(recipe: Recipe, config: DecoderConfig) -> Geometry:
     )
 
 
-def _engine_shape(recipe: Recipe, geometry: Geometry) -> dict[str, object]:
+def _engine_shape(recipe: Recipe, geometry: Geometry, sources: Sequence[GraphSource]) -> dict[str, object]:
     scaling = recipe.target.rope_scaling
     return {
         "capacity": geometry.capacity,
         "dtype": recipe.target.dtype,
         "rope_scaling": None if scaling is None else scaling.model_dump(exclude_none=True),
+        "drafters": [
+            [source.drafter.model_dump(), source.geometry(geometry).capacity, repr(source.config)] for source in sources
+        ],
     }
 
 
-def _write_engines(target: str, decoder: Decoder, geometry: Geometry, folder: Path, steps: _Steps) -> Engines:
-    steps.begin(f"{target}: exporting the target to ONNX")
-    graph = export_target(decoder, geometry.capacity)
-    steps.begin(f"{target}: lowering and writing the engine")
-    reports = tuple(lower("target", graph, target, rows=1))
-    folder.mkdir(parents=True)
-    weights = WeightFile(folder)
-    engines = {"target": write_engine(graph, folder, "target", weights)}
-    weights.close()
-    return engines, reports
+class _EngineWriter:
+    """Writes the engines of one execution target, which share a weight file."""
+
+    def __init__(self, target: str, folder: Path, steps: _Steps) -> None:
+        folder.mkdir(parents=True)
+        self._target, self._folder, self._steps = target, folder, steps
+        self._weights = WeightFile(folder)
+        self._engines: dict[str, Engine] = {}
+        self._reports: list[RuleReport] = []
+
+    def target(self, decoder: Decoder, geometry: Geometry, taps: Sequence[int]) -> None:
+        self._steps.begin(f"{self._target}: exporting the target to ONNX")
+        graph = export_target(decoder, geometry.capacity, taps)
+        self._steps.begin(f"{self._target}: lowering and writing the engine")
+        self._write(names.TARGET, graph, exact=True)
+
+    def drafter(self, source: GraphSource, model: nn.Module, target: Geometry) -> None:
+        name = source.section.name
+        self._steps.begin(f"{self._target}: exporting and lowering the drafter {name}")
+        graph = export_draft(model, source.tree, source.geometry(target).capacity)
+        self._write(name, graph, exact=False)
+
+    def close(self) -> Engines:
+        self._weights.close()
+        return self._engines, tuple(self._reports)
+
+    def _write(self, name: str, graph: ir.Model, *, exact: bool) -> None:
+        self._reports += lower(name, graph, self._target, rows=1, exact=exact)
+        self._engines[name] = write_engine(graph, self._folder, name, self._weights)
 
 
-def _target_plan(built: Engines, key: str, geometry: Geometry, drafters: tuple[NgramDrafter, ...]) -> TargetPlan:
+def _target_plan(
+    built: Engines, key: str, geometry: Geometry, sources: Sequence[GraphSource], listed: Sequence[Drafter]
+) -> TargetPlan:
     """The engines with the buffers and programs that run them."""
     engines, reports = built
-    model = names.TARGET
-    kv_type = next(t.dtype for t in engines["target"].inputs if t.name == names.k_cache(0))
+    buffers = [*target_buffers(geometry, _kv_type(engines[names.TARGET])), *sampling_buffers(geometry.branches)]
+    views = cache_views(names.TARGET, geometry)
+    symbols = {names.TARGET: symbol_limits(geometry, listed)}
+    for source in sources:
+        name, own = source.section.name, source.geometry(geometry)
+        buffers += drafter_buffers(source.drafter, own, _kv_type(engines[name]))
+        views |= cache_views(name, own)
+        symbols[name] = drafter_limits(own, symbols[names.TARGET])
     return TargetPlan(
         engines=engines,
         engines_key=key,
-        buffers=(*step_buffers(model, geometry, DType(kv_type)), *sampling_buffers(geometry.branches)),
-        views=cache_views(model, geometry),
-        symbols={model: symbol_limits(geometry, drafters)},
-        programs=emit_programs(engines["target"], drafters),
+        buffers=tuple(buffers),
+        views=views,
+        symbols=symbols,
+        programs=emit_programs(engines, listed),
         lowering=reports,
     )
+
+
+def _kv_type(engine: Engine) -> DType:
+    return next(t.dtype for t in engine.inputs if t.name == names.k_cache(0))
 
 
 def _list_files(root: Path) -> tuple[PlanFile, ...]:

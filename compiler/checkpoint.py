@@ -1,30 +1,32 @@
-"""A Hugging Face checkpoint folder into a `Decoder`, strictly: every tensor expected, found, and of the right shape.
+"""The weights of a checkpoint folder into a module, strictly: every tensor expected, found, and of the right shape.
 
 All headers are read and checked before any weight is, so a bad checkpoint fails at once. Weights are then
 copied one by one into their final type and layout: the peak is the model and one tensor of the file.
+`Weights` is the mechanism; `load_decoder` here and `eagle3_checkpoint` use it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
-from compiler.models.config import DecoderConfig, WeightType, read_config
+from compiler.models.config import WeightType, read_config
 from compiler.models.decoder import Decoder
 from compiler.models.families import FAMILIES
 from compiler.models.rope import RopeScaling
 from plans.errors import CheckpointError
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE, INDEX, PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 TIED_HEAD = "lm_head.weight"
 # Rotary frequencies, which old versions of transformers saved; they are recomputed from config.json.
 HARMLESS = "rotary_emb.inv_freq"
@@ -36,13 +38,22 @@ HASHED = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""The types in which weights may be stored, in safetensors' spelling."""
 
 _TORCH: dict[WeightType, torch.dtype] = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-_READABLE = ("F64", "F32", "F16", "BF16")
+_SPELLING = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.bool: "BOOL",
+}
 
 
 def load_decoder(path: Path, dtype: WeightType = "float32", rope_scaling: RopeScaling | None = None) -> Decoder:
@@ -51,21 +62,30 @@ def load_decoder(path: Path, dtype: WeightType = "float32", rope_scaling: RopeSc
     Projections are transposed to `[in, out]`; the embedding stays `[vocab, hidden]`. `rope_scaling` replaces the
     checkpoint's own. Raises `CheckpointError` naming the file, the tensor, what was expected and what was found.
     """
-    _check_folder(path)
+    check_folder(path)
     config = read_config(path, rope_scaling)
     with torch.device("meta"):
         model = Decoder(config)
-    wanted = _wanted(model)
-    found = _inventory(path)
-    _check(path, config, wanted, found)
-    weights: dict[str, Tensor] = {}
-    for file in sorted({stored.file for stored in found.values()}):
-        with _tensors_of(file) as tensors:
-            for name, slot in wanted.items():
-                if found[name].file == file:
-                    weights[slot.parameter] = _copy(tensors.get_tensor(name), slot, _TORCH[dtype], file, name)
-    if config.tie_embeddings and TIED_HEAD in found:
-        _check_tied(weights["embedding"], found[TIED_HEAD].file)
+    names = FAMILIES[config.family].weights
+
+    def stored_name(parameter: str) -> str:
+        parts = parameter.split(".")
+        layer = parts[1] if parts[0] == "layers" else ""
+        key = ".".join(["layers", "{i}", *parts[2:]]) if layer else parameter
+        return names[key].format(i=layer)
+
+    wanted = slots(model, stored_name)
+    tied = {TIED_HEAD: wanted[names["embedding"]]} if config.tie_embeddings else {}
+    stored = Weights(path)
+    stored.check(
+        f"a {config.family} model with {config.num_layers} layers",
+        wanted,
+        optional=tied,
+        hints={TIED_HEAD: "if the model shares it with the embedding, set tie_word_embeddings"},
+    )
+    weights = stored.fill(wanted, dtype)
+    if TIED_HEAD in tied and TIED_HEAD in stored.found:
+        _check_tied(weights["embedding"], stored)
     model.load_state_dict(weights, assign=True)
     return model.requires_grad_(False).eval()
 
@@ -76,11 +96,13 @@ def checkpoint_hashes(path: Path) -> dict[str, str]:
     Those are the configuration, the weights, and the tokenizer with its chat template, as far as present. Raises
     `CheckpointError` if the folder or a file cannot be read.
     """
-    _check_folder(path)
+    check_folder(path)
     names = {name for name in HASHED if (path / name).is_file()}
-    names |= {file.name for file in path.glob("*.safetensors") if file.is_file()}
+    weights = {file.name for file in path.glob("*.safetensors") if file.is_file()}
+    if not weights and (path / PICKLED).is_file():
+        weights = {PICKLED}
     hashes = {}
-    for name in sorted(names):
+    for name in sorted(names | weights):
         try:
             with (path / name).open("rb") as file:
                 hashes[name] = hashlib.file_digest(file, "sha256").hexdigest()
@@ -89,17 +111,24 @@ def checkpoint_hashes(path: Path) -> dict[str, str]:
     return hashes
 
 
+def check_folder(path: Path) -> None:
+    """Raise `CheckpointError` unless `path` is a folder."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a folder; give the folder that holds config.json and *.safetensors")
+
+
 @dataclass(frozen=True)
-class _Slot:
-    """Where a tensor of the checkpoint belongs; `shape` is as the checkpoint stores it."""
+class Slot:
+    """Where a tensor of the checkpoint belongs; `shape` and `dtypes` are as the checkpoint may store it."""
 
     parameter: str
     shape: tuple[int, ...]
-    transposed: bool
+    transposed: bool = False
+    dtypes: tuple[str, ...] = FLOATS
 
 
 @dataclass(frozen=True)
-class _Stored:
+class Stored:
     """What the header of `file` says of a tensor; `dtype` is in safetensors' spelling."""
 
     file: Path
@@ -107,38 +136,98 @@ class _Stored:
     dtype: str
 
 
-def _wanted(model: Decoder) -> dict[str, _Slot]:
-    """Name in the checkpoint to slot, for every parameter of the model."""
-    names = FAMILIES[model.config.family].weights
-    slots = {}
-    for parameter, tensor in model.state_dict().items():
-        parts = parameter.split(".")
-        layer = parts[1] if parts[0] == "layers" else ""
-        key = ".".join(["layers", "{i}", *parts[2:]]) if layer else parameter
+def slots(module: nn.Module, stored_name: Callable[[str], str]) -> dict[str, Slot]:
+    """Name in the checkpoint to slot, for every parameter of `module`, whose projections are stored transposed."""
+    wanted = {}
+    for parameter, tensor in module.named_parameters():
         transposed = tensor.ndim == 2 and parameter != "embedding"
         shape = tuple(tensor.T.shape) if transposed else tuple(tensor.shape)
-        slots[names[key].format(i=layer)] = _Slot(parameter, shape, transposed)
-    return slots
+        wanted[stored_name(parameter)] = Slot(parameter, shape, transposed)
+    return wanted
 
 
-def _inventory(path: Path) -> dict[str, _Stored]:
-    """Every tensor of the checkpoint by name, from the headers of its files; the harmless ones left out."""
-    listed = _listed(path)
-    found: dict[str, _Stored] = {}
-    for file in sorted(set(listed.values())) if listed is not None else [path / SINGLE]:
+class Weights:
+    """The tensors of a checkpoint folder: all headers at once (`found`), values when they are asked for."""
+
+    def __init__(self, path: Path, pickled: bool = False) -> None:
+        """Read the headers. Where there is no safetensors file, `pickled` allows `pytorch_model.bin`."""
+        self.path = path
+        listed = _listed(path)
+        self.source = path / INDEX if listed is not None else _single(path, pickled)
+        self.found = _inventory(self.source, listed)
+
+    def check(
+        self,
+        kind: str,
+        wanted: Mapping[str, Slot],
+        optional: Mapping[str, Slot] | None = None,
+        hints: Mapping[str, str] | None = None,
+    ) -> None:
+        """Raise `CheckpointError` unless all `wanted` tensors, perhaps `optional` ones, and no others are there.
+
+        Their shapes and types must be the slots'. `kind` says what they are to make; `hints`, by name, what to do
+        if just that tensor is missing.
+        """
+        config, found, allowed = self.path / "config.json", self.found, {**wanted, **(optional or {})}
+        missing = [name for name in wanted if name not in found]
+        unexpected = [name for name in found if name not in allowed]
+        if missing:
+            instead = f"; found instead {_some(unexpected)}" if unexpected else ""
+            hint = (hints or {}).get(missing[0]) if len(missing) == 1 else None
+            raise CheckpointError(
+                f"{self.source}: tensor {_some(missing)} is missing, expected of {kind} "
+                f"with shape {list(wanted[missing[0]].shape)}{instead}; {hint or 'give a complete checkpoint'}"
+            )
+        if unexpected:
+            raise CheckpointError(
+                f"{found[unexpected[0]].file}: tensor {_some(unexpected)} is unexpected: {kind}, "
+                f"as {config} describes it, has none of that name; give a checkpoint that is one"
+            )
+        for name, stored in found.items():
+            slot = allowed[name]
+            if stored.shape != slot.shape:
+                raise CheckpointError(
+                    f"{stored.file}: tensor {name!r} has shape {list(stored.shape)}, "
+                    f"but {config} asks for {list(slot.shape)}; give files that belong together"
+                )
+            if stored.dtype not in slot.dtypes:
+                raise CheckpointError(
+                    f"{stored.file}: tensor {name!r} is stored as {stored.dtype}, expected {', '.join(slot.dtypes)}; "
+                    "quantised or converted checkpoints cannot be compiled: give the original one"
+                )
+
+    def fill(self, wanted: Mapping[str, Slot], dtype: WeightType) -> dict[str, Tensor]:
+        """The `wanted` tensors by parameter, in `dtype` and in the module's layout, each in memory of its own."""
+        weights: dict[str, Tensor] = {}
+        for file in sorted({self.found[name].file for name in wanted}):
+            with _tensors_of(file) as tensors:
+                for name, slot in wanted.items():
+                    if self.found[name].file == file:
+                        weights[slot.parameter] = _copy(tensors.tensor(name), slot, _TORCH[dtype], file, name)
+        return weights
+
+    def read(self, name: str) -> Tensor:
+        """One tensor as it is stored, in memory of its own."""
+        with _tensors_of(self.found[name].file) as tensors:
+            return tensors.tensor(name).clone()
+
+
+def _inventory(source: Path, listed: dict[str, Path] | None) -> dict[str, Stored]:
+    """Every tensor by name, from the headers of the files; the harmless ones left out."""
+    found: dict[str, Stored] = {}
+    for file in [source] if listed is None else sorted(set(listed.values())):
         with _tensors_of(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (a safetensors handle, not a dict)
+            for name in tensors.names():
                 if listed is not None and listed.get(name) != file:
                     raise CheckpointError(
-                        f"{file}: holds tensor {name!r}, which {path / INDEX} does not place there; "
+                        f"{file}: holds tensor {name!r}, which {source} does not place there; "
                         "the files belong to different checkpoints: download them again"
                     )
-                stored = tensors.get_slice(name)
-                found[name] = _Stored(file, tuple(stored.get_shape()), stored.get_dtype())
+                found[name] = tensors.header(name)
     for name, file in (listed or {}).items():
         if name not in found:
             raise CheckpointError(
-                f"{file}: tensor {name!r} is missing, though {path / INDEX} places it there; download the file again"
+                f"{file}: tensor {name!r} is missing, though {source} places it there; download the file again"
             )
     return {name: stored for name, stored in found.items() if not name.endswith(HARMLESS)}
 
@@ -147,8 +236,6 @@ def _listed(path: Path) -> dict[str, Path] | None:
     """Tensor name to file as `model.safetensors.index.json` has it; None where the checkpoint is one file."""
     index, single = path / INDEX, path / SINGLE
     if not index.exists():
-        if not single.exists():
-            raise CheckpointError(_no_weights(path))
         return None
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
@@ -176,79 +263,96 @@ def _shard_name(index: Path, tensor: str, shard: object) -> str:
     return shard
 
 
-def _no_weights(path: Path) -> str:
-    pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
+def _single(path: Path, pickled: bool) -> Path:
+    """The one file of weights."""
+    for name in (SINGLE, PICKLED) if pickled else (SINGLE,):
+        if (path / name).exists():
+            return path / name
+    others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
     if pickled:
-        return (
-            f"{path} holds {pickled[0]} but no {SINGLE}; pickled weights are not read: "
+        beside = f" beside {others[0]}" if others else ""
+        raise CheckpointError(f"{path} holds no {SINGLE}, {INDEX} or {PICKLED}{beside}; give a folder with one of them")
+    if others:
+        raise CheckpointError(
+            f"{path} holds {others[0]} but no {SINGLE}; pickled weights are not read: "
             "save the model again with transformers' save_pretrained"
         )
-    return f"{path} holds neither {SINGLE} nor {INDEX}; download the weights of the checkpoint"
-
-
-def _check_folder(path: Path) -> None:
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is not a folder; give the folder that holds config.json and *.safetensors")
-
-
-class _Header(Protocol):
-    def get_shape(self) -> list[int]: ...
-
-    def get_dtype(self) -> str: ...
+    raise CheckpointError(f"{path} holds neither {SINGLE} nor {INDEX}; download the weights of the checkpoint")
 
 
 class _Tensors(Protocol):
-    """An open file of safetensors, whose own class is untyped."""
+    """An open file of weights."""
 
-    def keys(self) -> list[str]: ...
+    def names(self) -> list[str]: ...
 
-    def get_slice(self, name: str) -> _Header: ...
+    def header(self, name: str) -> Stored: ...
 
-    def get_tensor(self, name: str) -> Tensor: ...
+    def tensor(self, name: str) -> Tensor: ...
+
+
+class _Safetensors:
+    def __init__(self, file: Path, handle: Any) -> None:
+        self._file, self._handle = file, handle
+
+    def names(self) -> list[str]:
+        return list(self._handle.keys())
+
+    def header(self, name: str) -> Stored:
+        stored = self._handle.get_slice(name)
+        return Stored(self._file, tuple(stored.get_shape()), stored.get_dtype())
+
+    def tensor(self, name: str) -> Tensor:
+        tensor: Tensor = self._handle.get_tensor(name)
+        return tensor
+
+
+class _Pickled:
+    """A `pytorch_model.bin`; `weights_only` makes tensors of it and refuses everything else a pickle can do."""
+
+    def __init__(self, file: Path) -> None:
+        try:
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        except Exception as error:  # a damaged or hostile pickle can raise any
+            raise CheckpointError(
+                f"{file} is damaged or holds more than tensors ({type(error).__name__}), and only tensors are read "
+                f"from a pickle; download it again, or save its tensors as {SINGLE}"
+            ) from None
+        if not isinstance(content, dict) or not content:
+            raise CheckpointError(f"{file} must hold tensors by name, found a {type(content).__name__}")
+        for name, value in content.items():
+            if not isinstance(name, str) or not _is_plain(value):
+                raise CheckpointError(f"{file}: {name!r} must be a plain tensor, found a {type(value).__name__}")
+        self._file, self._content = file, content
+
+    def names(self) -> list[str]:
+        return list(self._content)
+
+    def header(self, name: str) -> Stored:
+        tensor = self._content[name]
+        kind = _SPELLING.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+        return Stored(self._file, tuple(tensor.shape), kind)
+
+    def tensor(self, name: str) -> Tensor:
+        tensor: Tensor = self._content[name]
+        return tensor
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
 
 
 @contextmanager
 def _tensors_of(file: Path) -> Iterator[_Tensors]:
     if not file.is_file():
         raise CheckpointError(f"{file} is missing, though {file.parent / INDEX} lists it; download it again")
+    if file.name == PICKLED:
+        yield _Pickled(file)
+        return
     try:
-        with safe_open(file, framework="pt", device="cpu") as tensors:
-            yield cast(_Tensors, tensors)
+        with safe_open(file, framework="pt", device="cpu") as handle:
+            yield _Safetensors(file, handle)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} is truncated or damaged ({error}); download it again") from None
-
-
-def _check(path: Path, config: DecoderConfig, wanted: dict[str, _Slot], found: dict[str, _Stored]) -> None:
-    missing = [name for name in wanted if name not in found]
-    allowed = dict(wanted)
-    if config.tie_embeddings:
-        allowed[TIED_HEAD] = next(slot for slot in wanted.values() if slot.parameter == "embedding")
-    unexpected = [name for name in found if name not in allowed]
-    if missing:
-        where = path / (INDEX if (path / INDEX).exists() else SINGLE)
-        instead = f"; found instead {_some(unexpected)}" if unexpected else ""
-        hint = "; if the model shares it with the embedding, set tie_word_embeddings" if missing == [TIED_HEAD] else ""
-        raise CheckpointError(
-            f"{where}: tensor {_some(missing)} is missing, expected of a {config.family} model "
-            f"with shape {list(wanted[missing[0]].shape)}{instead}{hint}"
-        )
-    if unexpected:
-        raise CheckpointError(
-            f"{found[unexpected[0]].file}: tensor {_some(unexpected)} is unexpected: a {config.family} model with "
-            f"{config.num_layers} layers, as {path / 'config.json'} describes it, has none of that name"
-        )
-    for name, stored in found.items():
-        shape = allowed[name].shape
-        if stored.shape != shape:
-            raise CheckpointError(
-                f"{stored.file}: tensor {name!r} has shape {list(stored.shape)}, "
-                f"but {path / 'config.json'} asks for {list(shape)}"
-            )
-        if stored.dtype not in _READABLE:
-            raise CheckpointError(
-                f"{stored.file}: tensor {name!r} is stored as {stored.dtype}, expected {', '.join(_READABLE)}; "
-                "quantised checkpoints cannot be compiled: give the original one"
-            )
 
 
 def _some(names: list[str]) -> str:
@@ -256,7 +360,7 @@ def _some(names: list[str]) -> str:
     return shown if len(names) <= 3 else f"{shown} (and {len(names) - 3} more)"
 
 
-def _copy(stored: Tensor, slot: _Slot, dtype: torch.dtype, file: Path, name: str) -> Tensor:
+def _copy(stored: Tensor, slot: Slot, dtype: torch.dtype, file: Path, name: str) -> Tensor:
     """The tensor in its own memory: `stored` may be a map of the file, which may change under a running process."""
     source = stored.T if slot.transposed else stored
     tensor = torch.empty(source.shape, dtype=dtype).copy_(source)
@@ -267,12 +371,11 @@ def _copy(stored: Tensor, slot: _Slot, dtype: torch.dtype, file: Path, name: str
     return tensor
 
 
-def _check_tied(embedding: Tensor, file: Path) -> None:
+def _check_tied(embedding: Tensor, stored: Weights) -> None:
     """Some tied checkpoints repeat the embedding as the head, which is harmless while they are equal."""
-    with _tensors_of(file) as tensors:
-        head = tensors.get_tensor(TIED_HEAD).to(embedding.dtype)
-    if not torch.equal(head, embedding):
+    if not torch.equal(stored.read(TIED_HEAD).to(embedding.dtype), embedding):
         raise CheckpointError(
-            f"{file}: tensor {TIED_HEAD!r} differs from the embedding, though config.json sets tie_word_embeddings; "
-            "expected equal values or no such tensor: set tie_word_embeddings to false if the head is its own"
+            f"{stored.found[TIED_HEAD].file}: tensor {TIED_HEAD!r} differs from the embedding, though config.json sets "
+            "tie_word_embeddings; expected equal values or no such tensor: set tie_word_embeddings to false if the "
+            "head is its own"
         )

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from plans import names
-from plans.manifest import Engine, Geometry, NgramDrafter, Program, Results, Stage, StageKind, View
+from plans.manifest import (
+    Drafter,
+    Engine,
+    Geometry,
+    GraphDrafter,
+    Program,
+    Results,
+    Stage,
+    StageKind,
+    View,
+    longest_draft,
+)
 from plugins.schemas import SCHEMAS
 
 _SHARED = {names.TEMPERATURE, names.TOP_K, names.TOP_P, names.FILTER_ORDER, names.SEED, names.STREAM}
@@ -17,17 +28,27 @@ _COMPACT = {
 }
 
 
-def symbol_limits(geometry: Geometry, drafters: Sequence[NgramDrafter]) -> dict[str, int]:
+def symbol_limits(geometry: Geometry, drafters: Sequence[Drafter]) -> dict[str, int]:
     """Largest step of the target in one row: a full prefill chunk with the longest draft hanging from its end."""
-    nodes = 1 + max((d.max_draft for d in drafters), default=0)
+    nodes = 1 + longest_draft(drafters)
     new = geometry.prefill_chunk + nodes - 1
+    return _limits(geometry, new, nodes, new)
+
+
+def drafter_limits(geometry: Geometry, target: Mapping[str, int]) -> dict[str, int]:
+    """Largest step of a drafter's engine: what a prefill chunk of the target leaves it to take in."""
+    return _limits(geometry, geometry.prefill_chunk, 1, target[names.NEW])
+
+
+def _limits(geometry: Geometry, new: int, picked: int, featured: int) -> dict[str, int]:
     return {
         names.NEW: new,
         names.VIEW: geometry.capacity - geometry.view_bucket,
-        names.LOGITS: nodes,
+        names.LOGITS: picked,
         names.ROWS: 1,
         names.ROW_EDGES: 2,
         names.PLACES: new,
+        names.FEATURED: featured,
     }
 
 
@@ -40,34 +61,51 @@ def cache_views(model: str, geometry: Geometry) -> dict[str, View]:
     return views
 
 
-def emit_programs(target: Engine, drafters: Sequence[NgramDrafter]) -> dict[str, Program]:
-    """`prefill`, `decode` and one `speculate.NAME` per drafter."""
+def emit_programs(engines: Mapping[str, Engine], drafters: Sequence[Drafter]) -> dict[str, Program]:
+    """`prefill`, `decode`, one `speculate.NAME` per drafter, and one `extend.NAME` where a drafter has an engine."""
     model = names.TARGET
     mask, sample, accept = (_op(name, model) for name in ("BimMask", "Sample", "TreeAccept"))
     compact = _op("KvGather", model, _COMPACT)
-    forward = Stage(
-        kind=StageKind.ENGINE,
-        run="target",
-        model=model,
-        inputs={t.name: names.of(model, t.name) for t in target.inputs},
-        outputs={t.name: names.of(model, target.aliases.get(t.name, t.name)) for t in target.outputs},
-    )
+    forward = _engine(model, engines[model])
     tokens = names.of(model, names.COMMITTED)
+    results = Results(
+        tokens=tokens, counts=names.of(model, names.ACCEPTED_COUNT), kept=names.of(model, names.KEPT_ROWS)
+    )
     programs = {
         names.PREFILL: Program(stages=(mask, forward)),
         names.DECODE: Program(stages=(mask, forward, sample), results=Results(tokens=tokens)),
     }
     for drafter in drafters:
-        draft = Stage(kind=StageKind.DRAFT, run=drafter.name, model=model)
-        programs[names.speculate(drafter.name)] = Program(
-            stages=(draft, mask, forward, accept, compact),
-            results=Results(
-                tokens=tokens,
-                counts=names.of(model, names.ACCEPTED_COUNT),
-                kept=names.of(model, names.KEPT_ROWS),
-            ),
-        )
+        name = drafter.name
+        if isinstance(drafter, GraphDrafter):
+            draft: tuple[Stage, ...] = (_op("BimMask", name), _engine(name, engines[name], names.DRAFTED))
+            programs[names.extend(name)] = Program(stages=(draft[0], _engine(name, engines[name])))
+        else:
+            draft = (Stage(kind=StageKind.DRAFT, run=name, model=model),)
+        programs[names.speculate(name)] = Program(stages=(*draft, mask, forward, accept, compact), results=results)
     return programs
+
+
+def _engine(model: str, engine: Engine, drafted: Mapping[str, str] | None = None) -> Stage:
+    """The engine of `model` on its buffers; a drafter's reads the target's features.
+
+    `drafted` says which buffers of the target, its next step, take which outputs.
+    """
+
+    def buffer(tensor: str) -> str:
+        if model != names.TARGET and tensor == names.FEATURES:
+            return names.of(names.TARGET, tensor)
+        if drafted and tensor in drafted:
+            return names.of(names.TARGET, drafted[tensor])
+        return names.of(model, tensor)
+
+    return Stage(
+        kind=StageKind.ENGINE,
+        run=model,
+        model=model,
+        inputs={t.name: buffer(t.name) for t in engine.inputs},
+        outputs={t.name: buffer(engine.aliases.get(t.name, t.name)) for t in engine.outputs},
+    )
 
 
 def _op(name: str, model: str, bound: Mapping[str, str] | None = None) -> Stage:

@@ -24,7 +24,9 @@ from pydantic_core import PydanticCustomError
 from compiler.models.config import DecoderConfig, WeightType
 from compiler.models.rope import RopeScaling
 from compiler.recipe_source import Location, RecipeSource
+from plans import names
 from plans.errors import PlanError, RecipeError
+from plans.manifest import Tree
 from plans.plan import read_manifest
 
 KNOWN_TARGETS = ("onnxruntime-cpu",)
@@ -109,8 +111,57 @@ class NgramSection(Section):
         return value
 
 
-# The union of the drafters' kinds. With a second kind: `Annotated[A | B, Field(discriminator="kind")]`.
-DrafterSection = NgramSection
+class TreeSection(Section):
+    """A draft tree's shape. On a CPU small trees pay; `compiler tune` measures which."""
+
+    top_k: int = Field(ge=1, le=32, description="children of a node, and nodes that each level expands")
+    depth: int = Field(ge=0, le=32, description="levels behind the root's children")
+    nodes: int = Field(ge=2, le=256, description="nodes that the target verifies, the root included")
+
+    @model_validator(mode="after")
+    def _enough_candidates(self) -> TreeSection:
+        most = 1 + self.tree().candidates
+        if self.nodes > most:
+            context = {"value": self.nodes, "most": most}
+            raise PydanticCustomError("tree", "has {value} nodes, but grows only {most}; lower nodes", context)
+        return self
+
+    def tree(self) -> Tree:
+        return Tree(top_k=self.top_k, depth=self.depth, nodes=self.nodes)
+
+
+class Eagle3Section(Section):
+    """An EAGLE3 head: drafts from the target's own features."""
+
+    name: Name = Field(description="what requests call the drafter: small letters, digits, and -_. after the first")
+    kind: Literal["eagle3"] = Field(description="the kind of drafter")
+    checkpoint: WrittenPath = Field(description="folder of the head's checkpoint, relative to the recipe")
+    tree: TreeSection | Literal["auto"] = Field("auto", description="{top_k, depth, nodes}, or auto")
+    rope_theta: float | None = Field(
+        None, gt=0, description="replaces the checkpoint's base; heads of EAGLE and AngelSlim are trained with 10000"
+    )
+
+
+class ModelSection(Section):
+    """A small decoder with the target's vocabulary."""
+
+    name: Name = Field(description="what requests call the drafter: small letters, digits, and -_. after the first")
+    kind: Literal["model"] = Field(description="the kind of drafter")
+    checkpoint: WrittenPath = Field(description="folder of a Hugging Face checkpoint, relative to the recipe")
+    gamma: int | None = Field(None, ge=1, le=64, description="drafts a chain of this many tokens")
+    tree: TreeSection | Literal["auto"] | None = Field(
+        None, description="drafts a tree instead: {top_k, depth, nodes}, or auto; with neither, a chain of 4"
+    )
+
+    @model_validator(mode="after")
+    def _one_shape(self) -> ModelSection:
+        if self.gamma is not None and self.tree is not None:
+            raise PydanticCustomError("gamma", "stands beside tree; a draft is a chain or a tree, keep one of them")
+        return self
+
+
+GraphSection = Eagle3Section | ModelSection
+DrafterSection = Annotated[NgramSection | Eagle3Section | ModelSection, Field(discriminator="kind")]
 
 
 class CapacitySection(Section):
@@ -159,10 +210,11 @@ class Recipe(Section):
     @field_validator("drafters")
     @classmethod
     def _distinct_names(cls, drafters: tuple[DrafterSection, ...]) -> tuple[DrafterSection, ...]:
-        seen = {"none"}
+        taken = {"none": "means no drafter", names.TARGET: "means the target"}
+        seen = set(taken)
         for index, drafter in enumerate(drafters):
             if drafter.name in seen:
-                reason = "means no drafter" if drafter.name == "none" else "is the name of an earlier drafter"
+                reason = taken.get(drafter.name, "is the name of an earlier drafter")
                 context = {"name": drafter.name, "reason": reason, "at": (index, "name")}
                 raise PydanticCustomError("name", "is '{name}', which {reason}; choose another name", context)
             seen.add(drafter.name)
@@ -186,6 +238,10 @@ class Recipe(Section):
         """The target's checkpoint folder, absolute."""
         return self._absolute(self.target.checkpoint)
 
+    def drafter_path(self, drafter: GraphSection) -> Path:
+        """A drafter's checkpoint folder, absolute."""
+        return self._absolute(drafter.checkpoint)
+
     @property
     def held_out_path(self) -> Path | None:
         """The file of held-out prompts, absolute."""
@@ -204,6 +260,9 @@ class Recipe(Section):
         """
         values = self.model_dump(mode="json", exclude_none=True)
         values["target"]["checkpoint"] = _portable(self.target.checkpoint)
+        for drafter in values["drafters"]:
+            if "checkpoint" in drafter:
+                drafter["checkpoint"] = _portable(drafter["checkpoint"])
         if self.held_out is not None:
             values["held_out"] = _portable(self.held_out)
         return values
@@ -232,6 +291,11 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         raise recipe.error(
             ("target", "checkpoint"), f"names {recipe.checkpoint_path}, which is not a folder; correct the path"
         )
+    for index, drafter in enumerate(recipe.drafters):
+        if not isinstance(drafter, NgramSection) and not (folder := recipe.drafter_path(drafter)).is_dir():
+            raise recipe.error(
+                ("drafters", index, "checkpoint"), f"names {folder}, which is not a folder; correct the path"
+            )
     if recipe.held_out_path is not None and not recipe.held_out_path.is_file():
         raise recipe.error(("held_out",), f"names {recipe.held_out_path}, which is not a file; correct the path")
     return recipe

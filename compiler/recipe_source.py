@@ -42,8 +42,6 @@ _CLAUSES = {
     "string_type": "must be text (quote it if it looks like a number)",
     "too_short": "must have at least {min_length} entry",
     "tuple_type": "must be a list",
-    "union_tag_invalid": "has a {discriminator} that is not one of {expected_tags}",
-    "union_tag_not_found": "needs the key {discriminator}",
 }
 """Pydantic's error types as the clause after the key; the fields are those of the error's context."""
 
@@ -97,10 +95,14 @@ class RecipeSource:
         context = error.get("ctx", {})
         # Our own validators say by "at" which part of the value is at fault.
         location, section = _resolve((*error["loc"], *context.get("at", ())), self.values, model)
+        if error["type"].startswith("union_tag_"):  # it speaks of the whole value, where one key is at fault
+            location = (*location, str(context["discriminator"]).strip("'"))
         key = location[-1] if location else ""
-        if error["type"] == "extra_forbidden":
+        if error["type"] == "union_tag_invalid":
+            clause = f"must be one of {context['expected_tags']}, found {context['tag']!r}"
+        elif error["type"] == "extra_forbidden":
             clause = _unknown(str(key), list(section.model_fields))
-        elif error["type"] == "missing":
+        elif error["type"] in ("missing", "union_tag_not_found"):
             clause = "is missing; add it"
         else:
             template = _CLAUSES.get(error["type"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import numpy as np
 from pydantic import JsonValue
 
-from compiler.checkpoint import checkpoint_hashes, load_decoder
+from compiler.checkpoint import load_decoder
+from compiler.drafters import source_hashes
 from compiler.held_out import read_prompts
 from compiler.identity import plan_identity
 from compiler.models.decoder import Decoder
@@ -27,7 +29,8 @@ LOGIT_BOUND = 1e-3
 Plans agree with PyTorch to about 1e-5, and our PyTorch module with transformers to 1e-4, which its tests demand. Ten
 times that leaves room for deep models; a wrong weight, mask or position is off by units.
 """
-_WHERE_IT_LIES = {"target.checkpoint", "held_out"}  # paths: contents are hashed, held-out text is in no plan
+# Paths: their contents are hashed, and held-out text is in no plan.
+_WHERE_IT_LIES = re.compile(r"target\.checkpoint|drafters\[\d+\]\.checkpoint|held_out")
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ def check_same_source(recipe: Recipe, plan: Path, manifest: Manifest) -> None:
     The compiler may have changed since: whether that matters is what `verify` measures.
     """
     built, now = (dict(_flat(r)) for r in (manifest.recipe, recipe.resolved()))
-    changed = [key for key in {**built, **now} if built.get(key) != now.get(key) and key not in _WHERE_IT_LIES]
+    changed = [key for key in {**built, **now} if built.get(key) != now.get(key) and not _WHERE_IT_LIES.fullmatch(key)]
     if changed:
         key = changed[0]
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
@@ -120,11 +123,10 @@ def check_same_source(recipe: Recipe, plan: Path, manifest: Manifest) -> None:
             f"{plan} was built from another recipe: {key} is {built.get(key, 'not set')} in the plan and "
             f"{now.get(key, 'not set')} in the recipe{more}; repeat the build's --set, or build the plan again"
         )
-    checkpoint = checkpoint_hashes(recipe.checkpoint_path)
-    if plan_identity(manifest.recipe, checkpoint, manifest.tools) != manifest.identity:
+    if plan_identity(manifest.recipe, source_hashes(recipe), manifest.tools) != manifest.identity:
         raise PlanError(
-            f"{plan} was not built from {recipe.checkpoint_path} as it is now: the checkpoint's files are others; "
-            "build the plan again, or bring back the checkpoint"
+            f"{plan} was not built from {recipe.checkpoint_path} and the drafters as they are now: a checkpoint's "
+            "files are others; build the plan again, or bring back the checkpoint"
         )
 
 

@@ -10,8 +10,20 @@ from math import prod
 
 from plans import names
 from plans.buffers import DType, Tensor
-from plans.manifest import Engine, Geometry, Manifest, NgramDrafter, Program, Stage, StageKind, TargetPlan
-from plans.step_buffers import sampling_buffers, step_buffers
+from plans.manifest import (
+    Drafter,
+    Engine,
+    Geometry,
+    GraphDrafter,
+    Manifest,
+    NgramDrafter,
+    Program,
+    Stage,
+    StageKind,
+    TargetPlan,
+    longest_draft,
+)
+from plans.step_buffers import drafter_buffers, sampling_buffers, target_buffers
 
 LARGEST_SESSION = 2**40  # bytes of one session's buffers; far above any plan of ours
 LARGEST_TREE = 1024  # nodes; likewise
@@ -31,11 +43,28 @@ def problems(manifest: Manifest) -> Iterator[str]:
             yield f"models.{name}.prefill_chunk: {g.prefill_chunk} is more than the context, {g.context}"
     drafter_names = [drafter.name for drafter in manifest.drafters]
     for name in drafter_names:
-        if name == "none" or drafter_names.count(name) > 1:
+        if name in ("none", names.TARGET) or drafter_names.count(name) > 1:
             yield f"drafters: the name {name!r} is taken"
+    graphs = [drafter for drafter in manifest.drafters if isinstance(drafter, GraphDrafter)]
+    if (expected := {names.TARGET, *(drafter.name for drafter in graphs)}) != set(manifest.models):
+        yield f"models: are {', '.join(sorted(manifest.models))}, must be {', '.join(sorted(expected))}"
+        return
+    for drafter in graphs:
+        yield from _drafter(drafter, manifest.models)
     for name, target in manifest.targets.items():
         for problem in _target(target, manifest.models, manifest.drafters):
             yield f"targets.{name}.{problem}"
+
+
+def _drafter(drafter: GraphDrafter, models: Mapping[str, Geometry]) -> Iterator[str]:
+    tree, own, target = drafter.tree, models[drafter.name], models[names.TARGET]
+    where = f"drafters.{drafter.name}"
+    if tree.nodes > LARGEST_TREE or tree.nodes - 1 > tree.candidates or tree.top_k > own.vocab_size:
+        yield f"{where}.tree: {tree.nodes} nodes, {tree.top_k} children each and {tree.depth} levels are no tree"
+    if drafter.kind == "eagle3" and not target.feature_size:
+        yield f"{where}: reads features, and the target gives none"
+    if (own.context, own.prefill_chunk) != (target.context, target.prefill_chunk):
+        yield f"models.{drafter.name}: context and prefill_chunk are not the target's"
 
 
 def buffer_shape(target: TargetPlan, buffer: Tensor) -> tuple[int, ...]:
@@ -48,15 +77,16 @@ def session_bytes(target: TargetPlan) -> int:
     return sum(prod(buffer_shape(target, buffer)) * buffer.dtype.itemsize for buffer in target.buffers)
 
 
-def _target(target: TargetPlan, models: Mapping[str, Geometry], drafters: Sequence[NgramDrafter]) -> Iterator[str]:
+def _target(target: TargetPlan, models: Mapping[str, Geometry], drafters: Sequence[Drafter]) -> Iterator[str]:
     if set(target.symbols) != set(models):
         yield f"symbols: are of {', '.join(sorted(target.symbols))}, the models are {', '.join(sorted(models))}"
         return
+    graphs = {drafter.name: drafter for drafter in drafters if isinstance(drafter, GraphDrafter)}
     for model, geometry in models.items():
-        for problem in _symbols(target.symbols[model], geometry, drafters):
+        for problem in _symbols(target.symbols[model], geometry, graphs.get(model), drafters):
             yield f"symbols.{model}{problem}"
     found: dict[str, Tensor] = {}
-    for problem in _buffers(target, models, found):
+    for problem in _buffers(target, models, graphs, found):
         yield problem
         if not found:
             return
@@ -73,9 +103,9 @@ def _target(target: TargetPlan, models: Mapping[str, Geometry], drafters: Sequen
     for name, engine in target.engines.items():
         for problem in _engine(engine):
             yield f"engines.{name}: {problem}"
-    resolver = _Names(memory, target, {drafter.name for drafter in drafters})
+    resolver = _Names(memory, target, {d.name for d in drafters if isinstance(d, NgramDrafter)})
     speculative = {names.speculate(drafter.name) for drafter in drafters}
-    for name in sorted(speculative | {names.PREFILL, names.DECODE}):
+    for name in sorted(speculative | {names.PREFILL, names.DECODE} | {names.extend(name) for name in graphs}):
         if name not in target.programs:
             yield f"programs: {name!r} is missing"
     for name, program in target.programs.items():
@@ -83,23 +113,34 @@ def _target(target: TargetPlan, models: Mapping[str, Geometry], drafters: Sequen
             yield f"programs.{name}: {problem}"
 
 
-def _symbols(symbols: Mapping[str, int], g: Geometry, drafters: Iterable[NgramDrafter]) -> Iterator[str]:
+def _symbols(
+    symbols: Mapping[str, int], g: Geometry, own: GraphDrafter | None, drafters: Iterable[Drafter]
+) -> Iterator[str]:
+    """`own` is the drafter whose model it is; None for the target."""
     if set(symbols) != set(names.SYMBOLS):
         yield f": are {', '.join(sorted(symbols))}, must be {', '.join(sorted(names.SYMBOLS))}"
         return
-    new, view, picked, rows, edges, places = (symbols[name] for name in names.SYMBOLS)
-    longest_draft = max((drafter.max_draft for drafter in drafters), default=0)
-    if not 1 + longest_draft <= picked <= LARGEST_TREE * g.branches:
-        yield f".{names.LOGITS}: {picked} is no size for a tip and a draft of {longest_draft}"
-    if not g.prefill_chunk + picked - 1 <= new <= g.prefill_chunk + picked * g.branches:
-        yield f".{names.NEW}: {new} is no size for a chunk of {g.prefill_chunk} and a draft of {picked - 1}"
-    if not g.context <= view < g.capacity:
-        yield f".{names.VIEW}: {view} does not lie between context {g.context} and capacity {g.capacity}"
+    new, view, picked, rows, edges, places, _ = (symbols[name] for name in names.SYMBOLS)
+    grown = 0
+    if own is None:
+        longest = longest_draft(drafters)
+        if not 1 + longest <= picked <= LARGEST_TREE * g.branches:
+            yield f".{names.LOGITS}: {picked} is no size for a tip and a draft of {longest}"
+        if not g.prefill_chunk + picked - 1 <= new <= g.prefill_chunk + picked * g.branches:
+            yield f".{names.NEW}: {new} is no size for a chunk of {g.prefill_chunk} and a draft of {picked - 1}"
+    else:
+        grown = own.tree.depth * own.tree.top_k
+        if (picked, new) != (1, g.prefill_chunk):
+            yield f": {new} new tokens and {picked} with logits, must be {g.prefill_chunk} and 1"
+    if not g.context + grown <= view < g.capacity:
+        yield f".{names.VIEW}: {view} does not lie between context {g.context + grown} and capacity {g.capacity}"
     if (rows, edges, places) != (1, 2, new):
         yield f".{names.ROWS}: {rows} rows, {edges} edges and {places} places are not those of one row"
 
 
-def _buffers(target: TargetPlan, models: Mapping[str, Geometry], found: dict[str, Tensor]) -> Iterator[str]:
+def _buffers(
+    target: TargetPlan, models: Mapping[str, Geometry], graphs: Mapping[str, GraphDrafter], found: dict[str, Tensor]
+) -> Iterator[str]:
     for buffer in target.buffers:
         if buffer.name in found:
             yield f"buffers: {buffer.name!r} is there twice"
@@ -116,7 +157,11 @@ def _buffers(target: TargetPlan, models: Mapping[str, Geometry], found: dict[str
     needed: list[Tensor] = []
     for model, geometry in models.items():
         kv = found.get(names.of(model, names.KV))
-        needed += step_buffers(model, geometry, kv.dtype if kv is not None else DType.FLOAT32)
+        kv_dtype = kv.dtype if kv is not None else DType.FLOAT32
+        needed += (
+            drafter_buffers(graphs[model], geometry, kv_dtype) if model in graphs
+            else target_buffers(geometry, kv_dtype)
+        )  # fmt: skip
     for expected in (*needed, *sampling_buffers(models[names.TARGET].branches)):
         if found.get(expected.name) != expected:
             yield f"buffers: {expected.name!r} must be {_spell(expected)}, is {_spell(found.get(expected.name))}"
@@ -159,13 +204,13 @@ class _Names:
             if stage.inputs.get(parameter, buffer) != buffer:
                 yield f"{parameter!r} is bound to two buffers"
         for buffer in stage.outputs.values():
-            if buffer not in self._target.views and buffer.partition(".")[2] not in names.STAGE_WRITTEN:
+            if buffer not in self._target.views and not _writes(stage, *buffer.partition(".")[::2]):
                 yield f"writes {buffer!r}, which only the host may write"
         if stage.kind is StageKind.DRAFT:
             if stage.run not in self._drafters:
                 yield "the plan has no drafter of this name"
-            elif not first:
-                yield "drafts, but is not the first stage"
+            elif not first or stage.model != names.TARGET:
+                yield "drafts, but is not the first stage, for the target"
         elif stage.kind is StageKind.ENGINE and stage.run not in self._target.engines:
             yield "the plan has no engine of this name"
         elif stage.kind is StageKind.ENGINE:
@@ -179,7 +224,7 @@ class _Names:
                 return
             for tensor in tensors:
                 memory = self._memory[bound[tensor.name]]
-                if tensor.dtype is not memory.dtype or tensor.resolve(symbols) != memory.shape:
+                if tensor.dtype is not memory.dtype or not _fits(tensor.resolve(symbols), memory.shape):
                     yield f"{tensor.name!r} is {_spell(tensor)}, its buffer {memory.name!r} {_spell(memory)}"
         for output, source in engine.aliases.items():
             if stage.outputs[output] != stage.inputs[source]:
@@ -201,6 +246,17 @@ class _Names:
         ):
             if buffer is not None and (buffer not in written or buffer != names.of(names.TARGET, tensor)):
                 yield f"the results in {buffer!r} are not the target's {tensor!r}, written by a stage"
+
+
+def _writes(stage: Stage, model: str, tensor: str) -> bool:
+    """Whether the stage may write `tensor` of `model`: results, and a drafter's engine the target's next step."""
+    if model == names.TARGET and stage.model != names.TARGET:
+        return stage.kind is StageKind.ENGINE and tensor in names.DRAFTED.values()
+    return model == stage.model and tensor in names.STAGE_WRITTEN
+
+
+def _fits(shape: Sequence[int], memory: Sequence[int | str]) -> bool:
+    return tuple(shape) == tuple(memory) or (len(shape) == len(memory) == 1 and shape[0] <= int(memory[0]))
 
 
 def _spell(tensor: Tensor | None) -> str:

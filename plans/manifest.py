@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
@@ -17,7 +18,10 @@ Count = Annotated[int, Field(ge=0, le=LARGEST_SIZE)]
 
 
 class Geometry(Strict):
-    """Sizes of one model, in elements, and of the arena that serves it, in tokens."""
+    """Sizes of one model, in elements, and of the arena that serves it, in tokens.
+
+    `feature_size` is the width of the features that the target gives, 0 where no drafter reads them.
+    """
 
     layers: Size
     heads: Size
@@ -25,6 +29,7 @@ class Geometry(Strict):
     head_dim: Size
     hidden_size: Size
     vocab_size: Size
+    feature_size: Count = 0
     context: Size = Field(description="Tokens a sequence may hold.")
     view_bucket: Size = Field(description="Keys in view are rounded up to a multiple of this.")
     capacity: Size = Field(description="Slots of the arena: the context and its headroom.")
@@ -51,6 +56,39 @@ class NgramDrafter(Strict):
     min_confidence: float
 
 
+class Tree(Strict):
+    """A draft tree's static shape, DESIGN section 7: `top_k` children a node and nodes a frontier, `depth` expansions
+    behind the root's own, `nodes` with the root."""
+
+    top_k: Size
+    depth: Count
+    nodes: Annotated[int, Field(ge=2, le=LARGEST_SIZE)]
+
+    @property
+    def candidates(self) -> int:
+        """Nodes that are scored, of which the best become the tree."""
+        return self.top_k + self.depth * self.top_k**2
+
+
+class GraphDrafter(Strict):
+    """A drafter that is an engine of its name, with an arena of its own: the model of its name.
+
+    `eagle3`: row i pairs the target's feature of token i with token i + 1. `model`: row i is token i.
+    """
+
+    kind: Literal["eagle3", "model"]
+    name: str
+    tree: Tree
+
+
+Drafter = Annotated[NgramDrafter | GraphDrafter, Field(discriminator="kind")]
+
+
+def longest_draft(drafters: Iterable[Drafter]) -> int:
+    """Most nodes that any of them hangs behind a tip."""
+    return max((d.max_draft if isinstance(d, NgramDrafter) else d.tree.nodes - 1 for d in drafters), default=0)
+
+
 class StageKind(StrEnum):
     DRAFT = "draft"  # a drafter of the runtime writes nodes behind the pending tokens
     OP = "op"  # one of our ops, by schema name
@@ -60,7 +98,8 @@ class StageKind(StrEnum):
 class Stage(Strict):
     """One step of a program. `inputs` and `outputs` map the stage's own tensor names to buffers.
 
-    `model` names the model whose sizes the stage runs with: its new tokens, its view, its logits.
+    `model` names the model whose sizes the stage runs with: its new tokens, its view, its logits. A tensor of one
+    dimension may be shorter than its buffer: it lies at the start.
     """
 
     kind: StageKind
@@ -137,7 +176,7 @@ class Manifest(Strict):
     source: str = Field(description="Where the recipe lay, relative to the plan; no part of the identity.")
     models: dict[str, Geometry] = Field(description="`target`, and every drafter that has an arena.")
     text: Text
-    drafters: tuple[NgramDrafter, ...]
+    drafters: tuple[Drafter, ...]
     targets: dict[str, TargetPlan]
     tools: dict[str, str]
     files: tuple[PlanFile, ...]

@@ -12,7 +12,8 @@ LOGITS = "M"  # tokens whose logits are computed
 ROWS = "R"
 ROW_EDGES = "E"  # R + 1
 PLACES = "S"  # most new tokens of a row; N where there is one row
-SYMBOLS = (NEW, VIEW, LOGITS, ROWS, ROW_EDGES, PLACES)
+FEATURED = "F"  # tokens of the target's step, as a drafter sees their features: always all that there is room for
+SYMBOLS = (NEW, VIEW, LOGITS, ROWS, ROW_EDGES, PLACES, FEATURED)
 
 # Models of a plan. The target is always there; a drafter with weights is another.
 TARGET = "target"
@@ -40,13 +41,25 @@ PAST_LENGTH = "past_length"  # int64 [R]
 # Results of a model's step.
 ATTN_BIAS = "attn_bias"  # f32 [R, 1, S, T]
 LOGITS_OUT = "logits"  # f32 [M, vocab]
+FEATURES = "features"  # f32 [N, 3 * hidden], residual streams that an EAGLE3 head reads
 COMMITTED = "committed"  # int64 [M], committed tokens; tree t's start at its root's place in logit_rows
 ACCEPTED_COUNT = "accepted_count"  # int64 [branches], committed tokens of each tree
 KEPT_ROWS = "kept_rows"  # int64 [N], new tokens that stay, ascending
 KEPT_COUNT = "kept_count"  # int64 [1]
 
-# What stages may write. Everything else is the host's.
-STAGE_WRITTEN = frozenset({ATTN_BIAS, LOGITS_OUT, COMMITTED, ACCEPTED_COUNT, KEPT_ROWS, KEPT_COUNT, KV})
+# What a drafter reads of the target's last step, and the tree it leaves: the next step of the target.
+FEATURE_ROWS = "feature_rows"  # int64 [N], tokens of the target's step whose features the new pairs hold
+TREE_TOKEN_IDS = "tree_token_ids"  # int64 [nodes]; node 0, the root, is the tip
+TREE_POSITIONS = "tree_positions"  # int64 [nodes], in the target
+TREE_PARENT = "tree_parent"  # int64 [nodes]; -1 at the root
+TREE_SCORE = "tree_score"  # f32 [nodes], log-probability summed from the root
+TREE = (TREE_TOKEN_IDS, TREE_POSITIONS, TREE_PARENT, TREE_SCORE)
+
+# What stages may write. Everything else is the host's; a drafter's engine writes the target's next step.
+STAGE_WRITTEN = frozenset(
+    {ATTN_BIAS, LOGITS_OUT, FEATURES, COMMITTED, ACCEPTED_COUNT, KEPT_ROWS, KEPT_COUNT, KV, *TREE}
+)
+DRAFTED = {TREE_TOKEN_IDS: TOKEN_IDS, TREE_POSITIONS: POSITIONS, TREE_PARENT: PARENT}
 
 # Sampling settings, one slot per branch, shared by all models.
 TEMPERATURE = "temperature"  # f64 [branches], 0 is greedy
@@ -67,6 +80,11 @@ def speculate(drafter: str) -> str:
     return f"speculate.{drafter}"
 
 
+def extend(drafter: str) -> str:
+    """The program that gives a drafter's arena rows, and drafts nothing that is used."""
+    return f"extend.{drafter}"
+
+
 def k_cache(layer: int) -> str:
     """Arena tensor of a layer's keys, `[R, kv_heads, capacity, head_dim]`; the graph's output has `_out` behind."""
     return f"k_cache.{layer}"
@@ -76,6 +94,6 @@ def v_cache(layer: int) -> str:
     return f"v_cache.{layer}"
 
 
-def cache_output(name: str) -> str:
-    """The output tensor of a graph that is bound to the same memory as cache input `name`."""
-    return f"{name}_out"
+def cache_output(name: str, index: int = 0) -> str:
+    """The output tensor of a graph's `index`-th pass that is bound to the same memory as cache input `name`."""
+    return f"{name}_out.{index}" if index else f"{name}_out"

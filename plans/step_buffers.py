@@ -8,33 +8,55 @@ from __future__ import annotations
 
 from plans import names
 from plans.buffers import DType, Tensor
-from plans.manifest import Geometry
+from plans.manifest import Geometry, GraphDrafter
+
+_Table = dict[str, tuple[DType, tuple[int | str, ...]]]
 
 
-def step_buffers(model: str, geometry: Geometry, kv_dtype: DType) -> tuple[Tensor, ...]:
-    """The buffers that `model` owns: its step, its arena with the slot map, and its results."""
-    g = geometry
-    new, view, picked = names.NEW, names.VIEW, names.LOGITS
-    rows, edges, places = names.ROWS, names.ROW_EDGES, names.PLACES
+def target_buffers(geometry: Geometry, kv_dtype: DType) -> tuple[Tensor, ...]:
+    """What the target owns: its step, its arena with the slot map, and its results."""
+    new, picked = names.NEW, names.LOGITS
     integer, real = DType.INT64, DType.FLOAT32
-    table: dict[str, tuple[DType, tuple[int | str, ...]]] = {
+    table: _Table = {
+        **_step(geometry, kv_dtype),
+        names.LOGIT_ROWS: (integer, (picked,)),
+        names.LOGITS_OUT: (real, (picked, geometry.vocab_size)),
+        names.COMMITTED: (integer, (picked,)),
+        names.ACCEPTED_COUNT: (integer, (geometry.branches,)),
+        names.KEPT_ROWS: (integer, (new,)),
+        names.KEPT_COUNT: (integer, (1,)),
+    }
+    if geometry.feature_size:
+        table[names.FEATURES] = (real, (new, geometry.feature_size))
+    return _named(names.TARGET, table)
+
+
+def drafter_buffers(drafter: GraphDrafter, geometry: Geometry, kv_dtype: DType) -> tuple[Tensor, ...]:
+    """What a drafter with an engine owns: its step, its arena with the slot map, and a tree of its own."""
+    tree = {name: DType.FLOAT32 if name == names.TREE_SCORE else DType.INT64 for name in names.TREE}
+    table = _step(geometry, kv_dtype) | {name: (dtype, (drafter.tree.nodes,)) for name, dtype in tree.items()}
+    if drafter.kind == "eagle3":
+        table[names.FEATURE_ROWS] = (DType.INT64, (names.NEW,))
+    return _named(drafter.name, table)
+
+
+def _step(g: Geometry, kv_dtype: DType) -> _Table:
+    new, integer = names.NEW, DType.INT64
+    return {
         names.TOKEN_IDS: (integer, (new,)),
         names.POSITIONS: (integer, (new,)),
         names.BRANCH: (integer, (new,)),
         names.PARENT: (integer, (new,)),
-        names.ROW_SPLITS: (integer, (edges,)),
-        names.LOGIT_ROWS: (integer, (picked,)),
-        names.ATTN_BIAS: (real, (rows, 1, places, view)),
-        names.LOGITS_OUT: (real, (picked, g.vocab_size)),
-        names.KV: (kv_dtype, (2 * g.layers, rows, g.kv_heads, g.capacity, g.head_dim)),
-        names.BIM: (integer, (rows, g.capacity)),
-        names.SLOT_POSITIONS: (integer, (rows, g.capacity)),
-        names.PAST_LENGTH: (integer, (rows,)),
-        names.COMMITTED: (integer, (picked,)),
-        names.ACCEPTED_COUNT: (integer, (g.branches,)),
-        names.KEPT_ROWS: (integer, (new,)),
-        names.KEPT_COUNT: (integer, (1,)),
+        names.ROW_SPLITS: (integer, (names.ROW_EDGES,)),
+        names.ATTN_BIAS: (DType.FLOAT32, (names.ROWS, 1, names.PLACES, names.VIEW)),
+        names.KV: (kv_dtype, (2 * g.layers, names.ROWS, g.kv_heads, g.capacity, g.head_dim)),
+        names.BIM: (integer, (names.ROWS, g.capacity)),
+        names.SLOT_POSITIONS: (integer, (names.ROWS, g.capacity)),
+        names.PAST_LENGTH: (integer, (names.ROWS,)),
     }
+
+
+def _named(model: str, table: _Table) -> tuple[Tensor, ...]:
     return tuple(Tensor(name=names.of(model, name), dtype=d, shape=shape) for name, (d, shape) in table.items())
 
 

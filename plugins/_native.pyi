@@ -61,6 +61,30 @@ class TreeAccept:
     ) -> None: ...
     def __call__(self, new: int, logits: int, /) -> None: ...
 
+class ChainAccept:
+    def __init__(
+        self,
+        logits: NDArray[np.float32],
+        logit_rows: _Int,
+        positions: _Int,
+        branch: _Int,
+        temperature: _Double,
+        top_k: _Int,
+        top_p: _Double,
+        filter_order: _Int,
+        seed: NDArray[np.uint64],
+        stream: _Int,
+        token_ids: _Int,
+        parent: _Int,
+        draft_probs: NDArray[np.float32],
+        skip_sample_adjustment: _Int,
+        committed: _Int,
+        accepted_count: _Int,
+        kept_rows: _Int,
+        kept_count: _Int,
+    ) -> None: ...
+    def __call__(self, new: int, logits: int, /) -> None: ...
+
 class KvGather:
     def __init__(
         self,
@@ -78,3 +102,9 @@ def weights(logits: NDArray[np.float32], temperature: float, out: NDArray[np.uin
 
 def uniform(seed: int, stream: int, position: int, purpose: int) -> int:
     """The integer in [0, 2**53) of a draw: `reference.uniform`."""
+
+def residual(weights: NDArray[np.uint64], draft_probs: NDArray[np.float32], out: NDArray[np.uint64]) -> None:
+    """Write max(0, p - q) `[V]` of a row's filtered weights: what `reference.chain_accept` corrects from."""
+
+def accepts(r: int, p: int, q: int) -> bool:
+    """Whether ChainAccept accepts at p and q in units of 2**-50, for the draw r in [0, 2**53)."""

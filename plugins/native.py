@@ -24,9 +24,21 @@ except ImportError as error:
         "Run `pip install -e .` at the top of the repository, or start Python elsewhere."
     ) from error
 
-from plugins._native import BimMask, KvGather, Sample, TreeAccept, uniform, weights
+from plugins._native import BimMask, ChainAccept, KvGather, Sample, TreeAccept, accepts, residual, uniform, weights
 
-__all__ = ["BimMask", "BoundOp", "KvGather", "Sample", "TreeAccept", "create", "uniform", "weights"]
+__all__ = [
+    "BimMask",
+    "BoundOp",
+    "ChainAccept",
+    "KvGather",
+    "Sample",
+    "TreeAccept",
+    "accepts",
+    "create",
+    "residual",
+    "uniform",
+    "weights",
+]
 
 
 class BoundOp(Protocol):

@@ -105,6 +105,13 @@ _CHOICE_INPUTS = (
 _ROW_SPLITS = TensorSpec(names.ROW_SPLITS, _INT, (names.ROW_EDGES,))
 _ATTN_BIAS = TensorSpec(names.ATTN_BIAS, "float32", (names.ROWS, 1, names.PLACES, names.VIEW))
 _COMMITTED = TensorSpec(names.COMMITTED, _INT, (names.LOGITS,))
+_TREE_INPUTS = (_per_new_token(names.TOKEN_IDS), _per_new_token(names.PARENT))
+_ACCEPT_OUTPUTS = (
+    _COMMITTED,
+    TensorSpec(names.ACCEPTED_COUNT, _INT, ("trees",)),
+    _per_new_token(names.KEPT_ROWS),
+    _one(names.KEPT_COUNT),
+)
 _PURPOSE = AttributeSpec("purpose", int, int(Purpose.TARGET))
 
 _BIM_MASK = OpSchema(
@@ -163,14 +170,39 @@ _TREE_ACCEPT = OpSchema(
     Errors: as Sample, and ValueError for parents out of range, rows not ascending, trees not contiguous or too many.
     An error found before the walk leaves the outputs as they were.
     Source: DESIGN section 7; arXiv 2408.07978 for the invariance.""",
-    inputs=(*_CHOICE_INPUTS, _per_new_token(names.TOKEN_IDS), _per_new_token(names.PARENT)),
-    outputs=(
-        _COMMITTED,
-        TensorSpec(names.ACCEPTED_COUNT, _INT, ("trees",)),
-        _per_new_token(names.KEPT_ROWS),
-        _one(names.KEPT_COUNT),
-    ),
+    inputs=(*_CHOICE_INPUTS, *_TREE_INPUTS),
+    outputs=_ACCEPT_OUTPUTS,
     attributes=(_PURPOSE,),
+    extents=(names.NEW, names.LOGITS),
+)
+
+_CHAIN_ACCEPT = OpSchema(
+    name="ChainAccept",
+    version=1,
+    doc="""Walk each drafted chain by classical speculative sampling: accept by p / q, or correct from the residual.
+
+    Rows stand as in TreeAccept, and every tree is a chain: in logit_rows a drafted node stands right behind its
+    parent. The token x of the node at place i was drawn from q = draft_probs[i] (a root's is not read), q summing to
+    about 1; p is what Sample draws from at the parent, filters included (greedy: all of it at the argmax). Draws are
+    those of the token behind the parent, at positions[parent] + 1. With r = uniform(.., Purpose.REJECTION):
+    x is accepted iff p(x) > 0 and r q(x) <= p(x), and the walk goes on at its node.
+    Otherwise a token drawn from norm(max(0, p - q)) at uniform(.., Purpose.TARGET) is committed, and the walk stops.
+    It is drawn from p where nothing is left of p - q, or where skip_sample_adjustment[b] is 1 (debugging: the output
+    no longer has the target's distribution). Behind the last node, if accepted: one more token, as Sample draws it.
+    p and q are compared in integer units of 2^-50; q above 1 counts as 1. A q that sums to 1 + e moves the output's
+    distribution by no more than about e.
+
+    Outputs as of TreeAccept.
+    Errors: as TreeAccept, and ValueError for trees that are no chains, drafted tokens outside the vocabulary,
+    draft_probs that are negative, NaN or infinite, and skip_sample_adjustment other than 0 and 1.
+    Source: DESIGN section 7; seed 001; arXiv 2211.17192 (algorithm 1); arXiv 2302.01318.""",
+    inputs=(
+        *_CHOICE_INPUTS,
+        *_TREE_INPUTS,
+        TensorSpec("draft_probs", "float32", (names.LOGITS, _VOCABULARY)),
+        TensorSpec("skip_sample_adjustment", _INT, (_SLOTS,)),
+    ),
+    outputs=_ACCEPT_OUTPUTS,
     extents=(names.NEW, names.LOGITS),
 )
 
@@ -236,5 +268,5 @@ _BRANCH_ATTENTION = OpSchema(
 )
 
 SCHEMAS: dict[str, OpSchema] = {
-    schema.name: schema for schema in (_BIM_MASK, _SAMPLE, _TREE_ACCEPT, _KV_GATHER, _BRANCH_ATTENTION)
+    schema.name: schema for schema in (_BIM_MASK, _SAMPLE, _TREE_ACCEPT, _CHAIN_ACCEPT, _KV_GATHER, _BRANCH_ATTENTION)
 }

@@ -43,6 +43,13 @@ class SlotMap:
             self._positions[start:stop] = step.positions[:rows]
         self.length = stop
 
+    def continue_chain(self, rows: int) -> None:
+        """Take `rows` rows that stand behind the last one and continue it, a position each."""
+        start, stop = self.length, self.length + rows
+        self._bim[start:stop] = self._bim[start - 1]
+        self._positions[start:stop] = np.arange(1, rows + 1) + self._positions[start - 1]
+        self.length = stop
+
     def truncate(self, length: int) -> None:
         """Forget slots from `length` on."""
         self.length = min(self.length, length)

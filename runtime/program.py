@@ -22,8 +22,8 @@ from plugins import native
 from plugins.schemas import SCHEMAS
 from runtime.backends.base import LoadedEngine
 from runtime.buffers import Buffers
-from runtime.drafters.base import Drafter
-from runtime.step import Step
+from runtime.drafters.base import HostDrafter
+from runtime.step import Step, TargetStep
 
 _T = TypeVar("_T")
 Call = Callable[[], None]
@@ -39,7 +39,7 @@ class Program:
         buffers: Buffers,
         steps: Mapping[str, Step],
         engines: Mapping[str, LoadedEngine],
-        drafters: Mapping[str, Drafter],
+        drafters: Mapping[str, HostDrafter],
     ) -> None:
         self.name = name
         resolver = _Resolver(name, buffers, steps, engines, drafters)
@@ -73,7 +73,7 @@ class _Resolver:
         buffers: Buffers,
         steps: Mapping[str, Step],
         engines: Mapping[str, LoadedEngine],
-        drafters: Mapping[str, Drafter],
+        drafters: Mapping[str, HostDrafter],
     ) -> None:
         self._program, self._buffers, self._steps = program, buffers, steps
         self._engines, self._drafters = engines, drafters
@@ -81,6 +81,7 @@ class _Resolver:
     def resolve(self, stage: Stage) -> Call:
         step = self._find(self._steps, stage.model, "model")
         if stage.kind is StageKind.DRAFT:
+            assert isinstance(step, TargetStep), "a plan is checked: drafting stages run for the target"
             return _draft(self._find(self._drafters, stage.run, "drafter"), step)
         tensors = {
             parameter: self._find(self._buffers.arrays, buffer, "buffer")
@@ -104,7 +105,7 @@ class _Resolver:
         return table[key]
 
 
-def _draft(drafter: Drafter, step: Step) -> Call:
+def _draft(drafter: HostDrafter, step: TargetStep) -> Call:
     def stage() -> None:
         if step.draft_limit > 0:
             root = step.new_tokens - 1

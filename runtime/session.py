@@ -17,18 +17,19 @@ from numpy.typing import NDArray
 
 from plans import names
 from plans.errors import RequestError
-from plans.manifest import Manifest, TargetPlan
+from plans.manifest import GraphDrafter, Manifest, NgramDrafter, TargetPlan
 from runtime.arena import SlotMap
 from runtime.backends.base import LoadedEngine
 from runtime.buffers import Buffers
-from runtime.drafters import Drafter, make_drafter
+from runtime.drafters import Drafter, make_host_drafter
+from runtime.drafters.graph import EngineDrafter
 from runtime.generation import FinishReason, Generation, GenerationStream, Span
 from runtime.program import Program
 from runtime.prompt import Prompt, prepare_prompt
 from runtime.request import Options, Request, check_options
 from runtime.sampling import TokenLogprob, logprobs
 from runtime.stats import StageClock, Stats
-from runtime.step import Step
+from runtime.step import Step, TargetStep
 from runtime.text_stream import TextStream
 from runtime.tokenizer import Tokenizer
 
@@ -46,22 +47,32 @@ class Session:
     ) -> None:
         self._manifest, self._tokenizer, self._geometry = manifest, tokenizer, manifest.target
         self._buffers = Buffers(plan)
-        steps = {
-            model: Step(model, self._buffers, geometry, plan.symbols[model])
-            for model, geometry in manifest.models.items()
-        }
-        self._step = steps[names.TARGET]
+        self._step = TargetStep(self._buffers, manifest.target, plan.symbols[names.TARGET])
         self._slots = SlotMap(names.TARGET, self._buffers, self._step)
-        self._drafters: dict[str, Drafter] = {d.name: make_drafter(d) for d in manifest.drafters}
-        self._told = dict.fromkeys(self._drafters, 0)  # tokens of the sequence each drafter has learned
+        host = {d.name: make_host_drafter(d) for d in manifest.drafters if isinstance(d, NgramDrafter)}
+        own = {d.name: self._step_of(d, plan) for d in manifest.drafters if isinstance(d, GraphDrafter)}
+        steps = {names.TARGET: self._step, **own}
         self._programs = {
-            name: Program(name, data, self._buffers, steps, engines, self._drafters)
-            for name, data in plan.programs.items()
+            name: Program(name, data, self._buffers, steps, engines, host) for name, data in plan.programs.items()
         }
+        self._drafters: dict[str, Drafter] = {
+            d.name: host[d.name]
+            if isinstance(d, NgramDrafter)
+            else EngineDrafter(
+                d, manifest.models[d.name], self._buffers, own[d.name], self._programs[names.extend(d.name)]
+            )
+            for d in manifest.drafters
+        }
+        self._passes = 0  # of the target: each overwrites what the one before left in the step's buffers
         self._tokens: list[int] = []
         self._changes = 0  # counts what may make a prepared prompt out of date
         self._chosen_by: tuple[int, NDArray[np.int64] | None] = (0, None)  # the last step's tip, and its kept rows
         self._busy = threading.Lock()
+
+    def _step_of(self, drafter: GraphDrafter, plan: TargetPlan) -> Step:
+        name, tree = drafter.name, drafter.tree
+        geometry = self._manifest.models[name]
+        return Step(name, self._buffers, geometry, plan.symbols[name], reach=tree.depth * tree.top_k)
 
     @property
     def token_ids(self) -> list[int]:
@@ -110,18 +121,22 @@ class Session:
             self._changes += 1
             started = perf_counter()
             self._place(prepared.ids, whole)
-            stats = Stats(prompt_tokens=len(self._tokens), reused_tokens=self._slots.length)
+            stats = Stats(prompt_tokens=len(self._tokens))
             clock = StageClock(list(self._programs.values()))
             generation = _Growing(request, prepared.text, stats)
             self._buffers.set_sampling(_BRANCH, request.sampling)
+            drafter = self._drafters.get(request.drafter or "")
+            if drafter is not None:
+                self._slots.truncate(drafter.resume(self._tokens, self._slots.length, self._passes))
+            stats.reused_tokens = self._slots.length
             end = min(self._geometry.context, len(self._tokens) + request.max_new_tokens)
-            if not self._prefill(request, stats):
+            if not self._prefill(request, drafter, stats):
                 generation.finish_reason = FinishReason.CANCELLED
             while generation.finish_reason is None:
                 if _cancelled(request):
                     generation.finish_reason = FinishReason.CANCELLED
                     break
-                span = self._decode(request, end, generation)
+                span = self._decode(request, drafter, end, generation)
                 if stats.rounds == 1:
                     stats.ttft_ms, stats.first_span = (perf_counter() - started) * 1000, stats.new_tokens
                 handed_over = perf_counter()
@@ -149,12 +164,10 @@ class Session:
         self._changes += 1
         del self._tokens[length:]
         self._slots.truncate(length)
-        for name, drafter in self._drafters.items():
-            if self._told[name] > length:
-                drafter.reset()
-                self._told[name] = 0
+        for drafter in self._drafters.values():
+            drafter.truncate(length)
 
-    def _prefill(self, request: Request, stats: Stats) -> bool:
+    def _prefill(self, request: Request, drafter: Drafter | None, stats: Stats) -> bool:
         """Give rows to all but the last chunk of pending tokens; False if it was cancelled before."""
         chunk = self._geometry.prefill_chunk
         program = self._programs[names.PREFILL]
@@ -163,42 +176,51 @@ class Session:
                 return False
             start = self._slots.length
             pending = self._tokens[start : start + chunk]
-            self._step.begin(start, self._slots.next_position(), pending, _BRANCH, logits=False)
-            program.run()
+            if drafter is not None:
+                drafter.absorb(self._tokens)
+            self._step.begin_target(start, self._slots.next_position(), pending, _BRANCH, logits=False)
+            self._pass(program)
             self._slots.commit(chunk, kept=None)
+            if drafter is not None:
+                drafter.follow(start, chunk, None, self._passes)
             stats.prefill_passes += 1
         return True
 
-    def _decode(self, request: Request, end: int, generation: _Growing) -> Span:
+    def _decode(self, request: Request, drafter: Drafter | None, end: int, generation: _Growing) -> Span:
         """One round: feed what is pending with a draft behind it, and commit what the target chose."""
         step, slots, tokens = self._step, self._slots, self._tokens
-        pending = tokens[slots.length :]
-        step.begin(slots.length, slots.next_position(), pending, _BRANCH, logits=True)
-        if request.drafter is None:
-            program = self._programs[names.DECODE]
-        else:
-            program = self._programs[names.speculate(request.drafter)]
-            self._tell(request.drafter)
-            step.draft_limit = min(step.max_nodes, end - len(tokens) - 1)
-        program.run()
+        start = slots.length
+        pending = tokens[start:]
+        room = end - len(tokens)
+        step.begin_target(start, slots.next_position(), pending, _BRANCH, logits=True)
+        program = self._programs[names.DECODE]
+        if drafter is not None and request.drafter is not None:
+            limit = min(step.max_nodes, room - 1)
+            if limit > 0 and drafter.begin(tokens, step, limit):
+                program = self._programs[names.speculate(request.drafter)]
+            else:
+                drafter.absorb(tokens)
+        self._pass(program)
         assert program.tokens is not None
         count = 1 if program.counts is None else int(program.counts[_TREE])
-        chosen = program.tokens[:count].tolist()
-        span, kept = generation.take(chosen, step.new_tokens - len(pending), len(tokens) + count >= end)
+        chosen = program.tokens[: min(count, room)].tolist()
+        span, kept = generation.take(chosen, step.new_tokens - len(pending), count - 1, len(chosen) == room)
         self._chosen_by = len(pending) - 1, program.kept
         if request.logprobs is not None:
             for index, token in enumerate(span.token_ids):
                 span.logprobs.append(logprobs(self.step_logits(index), token, request.logprobs))
             generation.logprobs += span.logprobs
         tokens += span.token_ids  # before the rows: a row without its token would be worse than the reverse
-        slots.commit(len(pending) + kept - 1, program.kept)
+        rows = len(pending) + kept - 1
+        slots.commit(rows, program.kept)
+        if drafter is not None:
+            drafter.follow(start, rows, program.kept, self._passes)
         return span
 
-    def _tell(self, name: str) -> None:
-        """Let a drafter learn the committed tokens it has not seen."""
-        told = self._told[name]
-        self._drafters[name].extend(self._tokens[told:] if told else self._tokens)
-        self._told[name] = len(self._tokens)
+    def _pass(self, program: Program) -> None:
+        """Run a program of the target."""
+        self._passes += 1
+        program.run()
 
     def step_logits(self, index: int) -> NDArray[np.float32]:
         """Logits f32 `[vocab]` that the `index`-th token of the last span was chosen by: a view until the next step."""
@@ -221,7 +243,7 @@ class _Growing:
         self.logprobs: list[TokenLogprob] = []
         self.finish_reason: FinishReason | None = None
 
-    def take(self, chosen: list[int], drafted: int, last: bool) -> tuple[Span, int]:
+    def take(self, chosen: list[int], drafted: int, accepted: int, last: bool) -> tuple[Span, int]:
         """Commit the target's choices of one round up to an end token or a stop string; how many stay."""
         ends = self._request.eos_token_ids
         kept = next((i + 1 for i, token in enumerate(chosen) if token in ends), len(chosen))
@@ -236,7 +258,7 @@ class _Growing:
         stats = self._stats
         stats.rounds += 1
         stats.drafted += drafted
-        stats.accepted += min(kept, len(chosen) - 1)
+        stats.accepted += min(kept, accepted)
         stats.new_tokens += kept
         self._token_ids += chosen[:kept]
         self._shown.append(pushed.text)

@@ -14,35 +14,30 @@ from plans import names
 from plans.manifest import Geometry
 from runtime.buffers import Buffers
 
-_NEW, _VIEW, _LOGITS, _ROWS, _EDGES, _PLACES = range(len(names.SYMBOLS))
+_NEW, _VIEW, _LOGITS, _ROWS, _EDGES, _PLACES, _FEATURED = range(len(names.SYMBOLS))
 
 
 class Step:
-    """New tokens: first the pending ones, a chain whose last is the tip, then drafted nodes."""
+    """New tokens, a chain whose last is the tip. `reach` more keys come into view: those a draft's levels append."""
 
-    def __init__(self, model: str, buffers: Buffers, geometry: Geometry, limits: Mapping[str, int]) -> None:
+    def __init__(
+        self, model: str, buffers: Buffers, geometry: Geometry, limits: Mapping[str, int], reach: int = 0
+    ) -> None:
         self.sizes = [0] * len(names.SYMBOLS)  # in the order of names.SYMBOLS; stages hold on to this very list
-        self.sizes[_ROWS], self.sizes[_EDGES] = 1, 2
-        self.max_nodes = limits[names.LOGITS] - 1
-        self.draft_limit = 0
-        self._bucket, self._largest_view = geometry.view_bucket, limits[names.VIEW]
+        self.sizes[_ROWS], self.sizes[_EDGES], self.sizes[_FEATURED] = 1, 2, limits[names.FEATURED]
+        self._bucket, self.largest_view, self._reach = geometry.view_bucket, limits[names.VIEW], reach
         self.token_ids = buffers.of(model, names.TOKEN_IDS)
         self.positions = buffers.of(model, names.POSITIONS)
         self.branch = buffers.of(model, names.BRANCH)
         self.parent = buffers.of(model, names.PARENT)
         self.row_splits = buffers.of(model, names.ROW_SPLITS)
-        self.logit_rows = buffers.of(model, names.LOGIT_ROWS)
         self.past_length = buffers.of(model, names.PAST_LENGTH)
-        self.logits = buffers.of(model, names.LOGITS_OUT)
-        self._count = np.arange(len(self.token_ids) + 1)  # ready-made chains: parents, and offsets of positions
+        self.most = len(self.token_ids)
+        self._count = np.arange(self.most + 1)  # ready-made chains: parents, and offsets of positions
 
-    def begin(self, past: int, position: int, tokens: list[int], branch: int, *, logits: bool) -> None:
-        """Lay out pending `tokens` as a chain behind `past` committed rows, the first at `position`.
-
-        `logits` asks for those of the last token, the tip. No draft follows unless `draft_limit` is raised.
-        """
+    def begin(self, past: int, position: int, tokens: list[int], branch: int) -> None:
+        """Lay out `tokens` as a chain behind `past` committed rows, the first at `position`."""
         n = len(tokens)
-        self.draft_limit = 0
         self.past_length[0] = past
         if n == 1:  # the decoding hot path: scalar stores cost a tenth of slice stores
             self.token_ids[0] = tokens[0]
@@ -56,9 +51,38 @@ class Step:
             self.parent[:n] = self._count[:n]
             self.parent[:n] -= 1
             self.branch[:n] = branch
-        self.logit_rows[0] = n - 1
-        self.sizes[_LOGITS] = int(logits)
         self._resize(n)
+
+    @property
+    def new_tokens(self) -> int:
+        return self.sizes[_NEW]
+
+    def _resize(self, new: int) -> None:
+        """Set the sizes that follow from `new` tokens. The view is rounded up, so that it changes rarely."""
+        self.row_splits[1] = self.sizes[_NEW] = self.sizes[_PLACES] = new
+        keys = int(self.past_length[0]) + new + self._reach
+        self.sizes[_VIEW] = min(-(-keys // self._bucket) * self._bucket, self.largest_view)
+
+
+class TargetStep(Step):
+    """New tokens: first the pending ones, a chain whose last is the tip, then drafted nodes."""
+
+    def __init__(self, buffers: Buffers, geometry: Geometry, limits: Mapping[str, int]) -> None:
+        super().__init__(names.TARGET, buffers, geometry, limits)
+        self.max_nodes = limits[names.LOGITS] - 1
+        self.draft_limit = 0
+        self.logit_rows = buffers.of(names.TARGET, names.LOGIT_ROWS)
+        self.logits = buffers.of(names.TARGET, names.LOGITS_OUT)
+
+    def begin_target(self, past: int, position: int, tokens: list[int], branch: int, *, logits: bool) -> None:
+        """As `begin`; `logits` asks for those of the last token, the tip.
+
+        No draft follows unless `draft_limit` is raised, or `expect_tree` says that an engine writes one.
+        """
+        self.draft_limit = 0
+        self.logit_rows[0] = len(tokens) - 1
+        self.sizes[_LOGITS] = int(logits)
+        self.begin(past, position, tokens, branch)
 
     def append_nodes(self, count: int) -> None:
         """Complete `count` drafted nodes whose tokens and parents a drafter wrote behind the tip."""
@@ -71,12 +95,10 @@ class Step:
         self.sizes[_LOGITS] += count
         self._resize(n + count)
 
-    @property
-    def new_tokens(self) -> int:
-        return self.sizes[_NEW]
-
-    def _resize(self, new: int) -> None:
-        """Set the sizes that follow from `new` tokens. The view is rounded up, so that it changes rarely."""
-        self.row_splits[1] = self.sizes[_NEW] = self.sizes[_PLACES] = new
-        keys = int(self.past_length[0]) + new
-        self.sizes[_VIEW] = min(-(-keys // self._bucket) * self._bucket, self._largest_view)
+    def expect_tree(self, nodes: int) -> None:
+        """Make room for a tree of `nodes` whose root is the only new token: tokens, positions and parents of all
+        of them come from the drafter's engine, the first stage of the program."""
+        self.branch[1:nodes] = self.branch[0]
+        self.logit_rows[:nodes] = self._count[:nodes]
+        self.sizes[_LOGITS] = nodes
+        self._resize(nodes)

@@ -1,4 +1,4 @@
-"""Plans that tests share: a two-layer toy with random weights (fast), and the reference plan (real text)."""
+"""Plans that tests share: a small toy with random weights (fast), and the reference plan (real text)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from compiler.build import build
 from compiler.recipe import load_recipe
 from runtime import Runtime
+from tests.compiler.eagle3_heads import write_eagle3
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 REFERENCE_RECIPE = REPOSITORY / "plans" / "recipes" / "reference.yaml"
@@ -27,20 +28,26 @@ target:
 drafters:
   - {name: ngram, kind: ngram, max_context: 3, min_context: 1, max_draft: 6}
   - {name: short, kind: ngram, max_context: 1, max_draft: 2}
+  - {name: chain, kind: model, checkpoint: drafter, gamma: 4}
+  - {name: bushy, kind: model, checkpoint: drafter, tree: {top_k: 3, depth: 2, nodes: 9}}
+  - {name: head, kind: eagle3, checkpoint: head, tree: {top_k: 4, depth: 2, nodes: 12}}
 capacity:
   context: 160
   prefill_chunk: 16
 """
 
 
-def write_toy_checkpoint(folder: Path) -> None:
-    """A Qwen3 with weights large enough that its choices vary, and a byte-level tokenizer."""
+def write_toy_checkpoint(folder: Path, noise: float = 0.0) -> None:
+    """A Qwen3 with weights large enough that its choices vary, and a byte-level tokenizer.
+
+    With `noise`, the same weights disturbed by this share of their spread: a drafter that is often right.
+    """
     torch.manual_seed(1)
     config = Qwen3Config(
         vocab_size=300,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
@@ -49,7 +56,11 @@ def write_toy_checkpoint(folder: Path) -> None:
         tie_word_embeddings=True,
         eos_token_id=0,
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters() if noise else ():
+            parameter += noise * parameter.std(correction=0) * torch.randn_like(parameter)
+    model.save_pretrained(folder)
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -69,6 +80,8 @@ def write_toy_checkpoint(folder: Path) -> None:
 def toy_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("toy")
     write_toy_checkpoint(folder / "target")
+    write_toy_checkpoint(folder / "drafter", noise=0.05)
+    write_eagle3(folder / "head", target_hidden=32, vocab=300, draft_vocab=120, aux_layer_ids=[0, 1, 2])
     (folder / "model.yaml").write_text(TOY_RECIPE, encoding="utf-8")
     rows = [{"prompt": "import os\nimport sys\n"}, {"prompt": "def main() -> None:\n    return"}]
     (folder / "held_out.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")

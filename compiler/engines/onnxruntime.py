@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from plans import names
 from plans.buffers import DType, Tensor
 from plans.manifest import Engine
 
@@ -62,7 +63,8 @@ def write_engine(model: ir.Model, folder: Path, name: str, weights: WeightFile) 
     onnx.checker.check_model(str(path), full_check=False)
     inputs = tuple(_tensor(value) for value in model.graph.inputs)
     outputs = tuple(_tensor(value) for value in model.graph.outputs)
-    aliases = {o.name: o.name.removesuffix("_out") for o in outputs if o.name.endswith("_out")}
+    cached = {names.cache_output(tensor.name) for tensor in inputs}
+    aliases = {o.name: o.name.partition("_out")[0] for o in outputs if o.name.partition("_out")[0] + "_out" in cached}
     return Engine(file=f"engines/{folder.name}/{path.name}", inputs=inputs, outputs=outputs, aliases=aliases)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from compiler.lowering.attention import GroupQueryAttentionWithDummyRow, OneDummyRowPerLayer, StandardAttention
+from compiler.lowering.attention import GroupQueryAttention, OneDummyRowPerLayer
+from compiler.lowering.functions import FunctionBody
 from compiler.lowering.norms import FuseSkipNorms
 from compiler.lowering.projections import FuseProjections
 from compiler.lowering.rule import Lowering, Rule, apply_rules
@@ -15,16 +16,20 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "onnxruntime-cpu": (
         FuseProjections(),
         FuseSkipNorms(),
-        GroupQueryAttentionWithDummyRow(),
+        GroupQueryAttention(),
         OneDummyRowPerLayer(),
-        StandardAttention(),
+        FunctionBody(),
     ),
 }
 
 
-def lower(engine: str, model: ir.Model, target: str, rows: int) -> list[RuleReport]:
-    """Lower `model` in place for `target` with `rows` rows in its arena."""
-    lowering = Lowering(engine, model, rows)
+def lower(engine: str, model: ir.Model, target: str, rows: int, *, exact: bool) -> list[RuleReport]:
+    """Lower `model` in place for `target` with `rows` rows in its arena.
+
+    In an `exact` engine a token's outputs are the same bits in whatever company it is computed. The target's must be;
+    a drafter's choices are checked anyway, so its engine saves the cost.
+    """
+    lowering = Lowering(engine, model, rows, exact)
     reports = apply_rules(lowering, RULES[target])
     if rows == 1:
         _fix_single_row(model)

@@ -6,14 +6,13 @@ import numpy as np
 import onnx_ir as ir
 
 from compiler.lowering.rule import Lowering, Rule, replace
-from plans import names
-from plugins.onnx_ops import DOMAIN, branch_attention_function
+from plugins.onnx_ops import DOMAIN
 
 
-class GroupQueryAttentionWithDummyRow(Rule):
+class GroupQueryAttention(Rule):
     """onnxruntime-cpu, one row: `com.microsoft.GroupQueryAttention`, in place, cost by live keys.
 
-    The op computes a single query with other arithmetic than several. One zero row behind the last
+    The op computes a single query with other arithmetic than several. In an exact engine one zero row behind the last
     token keeps it on the path for several, so that a token comes out bit for bit the same alone, in a
     chain or in a prefill chunk. The row's garbage key lands behind the tail, in the arena's headroom.
     Causality inside the op is harmless: the bias is at least as strict, since ancestors come first.
@@ -34,13 +33,17 @@ class GroupQueryAttentionWithDummyRow(Rule):
     def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
         graph = lowering.graph
         q, k, v, k_cache, v_cache = node.inputs[:5]
-        bias, total, lengths = _padded_view(lowering)
-        pads = lowering.constant("dummy_row.pads", ir.tensor(np.array([0, 0, 0, 0, 1, 0], np.int64)))
-        padded = [ir.node("Pad", [x, pads]) for x in (q, k, v)]
+        bias, total, lengths = _view(node, lowering)
+        tokens = [q, k, v]
+        if lowering.exact:
+            pads = lowering.constant("dummy_row.pads", ir.tensor(np.array([0, 0, 0, 0, 1, 0], np.int64)))
+            padded = [ir.node("Pad", [x, pads]) for x in tokens]
+            graph.insert_before(node, padded)
+            tokens = [p.outputs[0] for p in padded]
         attributes = node.attributes
         attention = ir.node(
             "GroupQueryAttention",
-            [*(p.outputs[0] for p in padded), k_cache, v_cache, lengths, total, None, None, None, bias],
+            [*tokens, k_cache, v_cache, lengths, total, None, None, None, bias],
             {
                 "num_heads": attributes.get_int("num_heads"),
                 "kv_num_heads": attributes.get_int("kv_num_heads"),
@@ -50,13 +53,17 @@ class GroupQueryAttentionWithDummyRow(Rule):
             domain="com.microsoft",
             num_outputs=3,
         )
-        zero, last, one = (
-            lowering.constant(f"dummy_row.{name}", ir.tensor(np.array([value], np.int64)))
-            for name, value in (("first", 0), ("last", -1), ("axis", 1))
-        )
-        kept = ir.node("Slice", [attention.outputs[0], zero, last, one])
-        graph.insert_before(node, [*padded, attention, kept])
-        replace(graph, node, [kept.outputs[0], attention.outputs[1], attention.outputs[2]])
+        graph.insert_before(node, [attention])
+        out = attention.outputs[0]
+        if lowering.exact:
+            zero, last, one = (
+                lowering.constant(f"dummy_row.{name}", ir.tensor(np.array([value], np.int64)))
+                for name, value in (("first", 0), ("last", -1), ("axis", 1))
+            )
+            kept = ir.node("Slice", [out, zero, last, one])
+            graph.insert_before(node, [kept])
+            out = kept.outputs[0]
+        replace(graph, node, [out, attention.outputs[1], attention.outputs[2]])
 
 
 class OneDummyRowPerLayer(Rule):
@@ -92,40 +99,42 @@ class OneDummyRowPerLayer(Rule):
             graph.remove(pad, safe=True)
 
 
-class StandardAttention(Rule):
-    """Any target, any number of rows: the op's own function body, TensorScatter + Slice + Attention."""
+def _view(node: ir.Node, lowering: Lowering) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """The bias of a pass, its key count, and the index of the pass's last key; made once for all its layers.
 
-    def pattern(self, node: ir.Node) -> bool:
-        return node.domain == DOMAIN and node.op_type == "BranchAttention"
-
-    def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
-        function = ir.serde.deserialize_function(branch_attention_function())
-        lowering.model.functions[function.identifier()] = function
-
-
-def _padded_view(lowering: Lowering) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """The bias with the dummy's row and key, its key count, and each row's last key index; made once.
-
-    GroupQueryAttention wants `total_sequence_length` equal to the bias's last dimension, while
-    `seqlens_k` (last key's index) may be smaller: so the view may be padded up to a bucket.
+    In an exact engine the dummy row is counted: the bias gets its query and its key. GroupQueryAttention wants
+    `total_sequence_length` equal to the bias's last dimension, while `seqlens_k` (the last key's index) may be
+    smaller: so the view may be padded up to a bucket.
     """
-    if "dummy_row.bias" in lowering.shared:
-        return tuple(lowering.shared[f"dummy_row.{name}"] for name in ("bias", "total", "lengths"))  # type: ignore[return-value]
-    graph = lowering.graph
-    inputs = {value.name: value for value in graph.inputs}
-    pads = lowering.constant("dummy_row.bias_pads", ir.tensor(np.array([0, 0, 0, 0, 0, 0, 1, 1], np.int64)))
-    scalar = lowering.constant("dummy_row.scalar", ir.tensor(np.array([], np.int64)))
-    bias = ir.node("Pad", [inputs[names.ATTN_BIAS], pads])
-    total = ir.node("Shape", [bias.outputs[0]], {"start": 3, "end": 4})
+    bias, past = node.inputs[5], node.inputs[6]
+    assert bias is not None
+    assert past is not None
+    key = f"view.{bias.name}.{past.name}."
+    if key + "bias" in lowering.shared:
+        return lowering.shared[key + "bias"], lowering.shared[key + "total"], lowering.shared[key + "lengths"]
+    scalar = lowering.constant("view.scalar", ir.tensor(np.array([], np.int64)))
+    new = ir.node("Shape", [bias], {"start": 2, "end": 3})
+    made = [new]
+    seen = bias
+    if lowering.exact:
+        pads = lowering.constant("dummy_row.bias_pads", ir.tensor(np.array([0, 0, 0, 0, 0, 0, 1, 1], np.int64)))
+        padded = ir.node("Pad", [bias, pads])
+        end = ir.node("Add", [past, new.outputs[0]])
+        seen = padded.outputs[0]
+        made += [padded, end]
+    else:
+        one = lowering.constant("view.one", ir.tensor(np.array([1], np.int64)))
+        before = ir.node("Sub", [new.outputs[0], one])
+        end = ir.node("Add", [past, before.outputs[0]])
+        made += [before, end]
+    lengths = ir.node("Cast", [end.outputs[0]], {"to": ir.DataType.INT32})
+    total = ir.node("Shape", [seen], {"start": 3, "end": 4})
     total_32 = ir.node("Cast", [total.outputs[0]], {"to": ir.DataType.INT32})
     total_scalar = ir.node("Reshape", [total_32.outputs[0], scalar])
-    new = ir.node("Shape", [inputs[names.TOKEN_IDS]])
-    last = ir.node("Add", [inputs[names.PAST_LENGTH], new.outputs[0]])
-    lengths = ir.node("Cast", [last.outputs[0]], {"to": ir.DataType.INT32})
-    graph.insert_before(graph[0], [bias, total, total_32, total_scalar, new, last, lengths])
-    for name, node in (("bias", bias), ("total", total_scalar), ("lengths", lengths)):
-        lowering.shared[f"dummy_row.{name}"] = node.outputs[0]
-    return bias.outputs[0], total_scalar.outputs[0], lengths.outputs[0]
+    lowering.graph.insert_before(node, [*made, lengths, total, total_32, total_scalar])
+    for name, value in (("bias", seen), ("total", total_scalar.outputs[0]), ("lengths", lengths.outputs[0])):
+        lowering.shared[key + name] = value
+    return seen, total_scalar.outputs[0], lengths.outputs[0]
 
 
 _ROW_BY_ROW = {"Reshape", "RMSNormalization", "RotaryEmbedding", "Add"}

@@ -57,17 +57,14 @@ def read_config(checkpoint: Path, rope_scaling: RopeScaling | None = None) -> De
     `rope_scaling` replaces the checkpoint's own. Raises `CheckpointError` naming the file and the key.
     """
     path = checkpoint / "config.json"
-    raw = _read_json(path)
+    raw = read_json(path)
     family = _family(raw, path)
-    get = _Reader(raw, path)
+    get = Reader(raw, path)
 
     hidden_size = get.integer("hidden_size")
     num_heads = get.integer("num_attention_heads")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"{path}: hidden_act is {raw['hidden_act']!r}; only 'silu' decoders can be compiled")
-    if raw.get("use_sliding_window"):
-        raise CheckpointError(f"{path}: use_sliding_window is on; sliding-window attention cannot be compiled")
-    rope_theta, scaling = _rope(raw, path, get, rope_scaling)
+    refuse_unsupported(raw, path)
+    rope_theta, scaling = read_rope(raw, path, get, rope_scaling)
     head_dim = get.integer("head_dim") if raw.get("head_dim") is not None else hidden_size // num_heads
     bias = bool(raw.get("attention_bias", False))
     config = DecoderConfig(
@@ -100,7 +97,9 @@ def read_config(checkpoint: Path, rope_scaling: RopeScaling | None = None) -> De
     return config
 
 
-class _Reader:
+class Reader:
+    """Values of a `config.json` by key; a wrong one raises `CheckpointError` naming the file, the key and the value."""
+
     def __init__(self, raw: Mapping[str, Any], path: Path) -> None:
         self._raw, self._path = raw, path
 
@@ -117,8 +116,16 @@ class _Reader:
             raise CheckpointError(f"{self._path}: {key} must be a positive number, found {value!r}")
         return float(value)
 
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self._raw.get(key)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise CheckpointError(f"{self._path}: {key} must be true or false, found {value!r}")
+        return value
 
-def _read_json(path: Path) -> dict[str, Any]:
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that the file holds; raises `CheckpointError`."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -132,6 +139,14 @@ def _read_json(path: Path) -> dict[str, Any]:
     return raw
 
 
+def refuse_unsupported(raw: Mapping[str, Any], path: Path) -> None:
+    """Raise `CheckpointError` for a setting that no module here computes."""
+    if raw.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(f"{path}: hidden_act is {raw['hidden_act']!r}; only 'silu' can be compiled")
+    if raw.get("use_sliding_window"):
+        raise CheckpointError(f"{path}: use_sliding_window is on; sliding-window attention cannot be compiled")
+
+
 def _family(raw: Mapping[str, Any], path: Path) -> Family:
     name = raw.get("model_type")
     if name not in FAMILIES:
@@ -139,8 +154,8 @@ def _family(raw: Mapping[str, Any], path: Path) -> Family:
     return FAMILIES[name]
 
 
-def _rope(
-    raw: Mapping[str, Any], path: Path, get: _Reader, replacement: RopeScaling | None
+def read_rope(
+    raw: Mapping[str, Any], path: Path, get: Reader, replacement: RopeScaling | None
 ) -> tuple[float, RopeScaling]:
     """Both spellings: `rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before).
 
@@ -149,7 +164,7 @@ def _rope(
     parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(parameters, dict):
         raise CheckpointError(f"{path}: the rope scaling must be a JSON object, found {parameters!r}")
-    theta = _Reader(parameters, path) if "rope_theta" in parameters else get
+    theta = Reader(parameters, path) if "rope_theta" in parameters else get
     rest = {key: value for key, value in parameters.items() if key != "rope_theta"}
     rest.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings"))
     try:
@@ -161,7 +176,7 @@ def _rope(
 def _eos(checkpoint: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
     """`generation_config.json` wins over `config.json`, as in transformers; one id or a list."""
     path = checkpoint / "generation_config.json"
-    value = _read_json(path).get("eos_token_id") if path.exists() else None
+    value = read_json(path).get("eos_token_id") if path.exists() else None
     if value is None:
         path, value = checkpoint / "config.json", raw.get("eos_token_id")
     if value is None:

@@ -9,6 +9,7 @@ single ops.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -88,14 +89,24 @@ class Decoder(nn.Module):
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def forward(self, token_ids: Tensor, execution: Execution, logit_rows: Tensor | None = None) -> Tensor:
-        """Logits of the tokens picked by `logit_rows` (int64 `[M]`), or of all. `token_ids` may be `[1, N]`."""
-        h = F.embedding(token_ids, self.embedding)
+    def forward(self, token_ids: Tensor, execution: Execution) -> Tensor:
+        """Logits of all tokens."""
+        return self.logits(self.hidden(token_ids, execution)[0])
+
+    def hidden(self, token_ids: Tensor, execution: Execution, taps: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
+        """The residual stream behind the last layer, `[N, hidden]`, and those that enter the layers in `taps`.
+
+        `token_ids` may be `[1, N]`, for `[1, N, hidden]`.
+        """
+        h, tapped = F.embedding(token_ids, self.embedding), {}
         for index, layer in enumerate(self.layers):
+            tapped[index] = h
             h = layer(h, index, execution)
-        if logit_rows is not None:
-            h = torch.index_select(h, -2, logit_rows)
-        h = self.norm(h).reshape(-1, self.config.hidden_size)
+        return h, [tapped[index] for index in taps]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[..., vocab]` of a residual stream behind the last layer."""
+        h = self.norm(hidden)
         return F.linear(h, self.embedding) if self.lm_head is None else self.lm_head(h)
 
 

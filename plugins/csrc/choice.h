@@ -41,6 +41,9 @@ OUTRIDER_HD inline u64 floor_to_integer(double value) {
   return nearest - (shifted - 0x1p+52 > value ? 1 : 0);
 }
 
+// The same number as a double, for integers below 2^52: likewise without an instruction that older units lack.
+OUTRIDER_HD inline double double_from(u64 integer) { return double_of(bits_of(0x1p+52) | integer) - 0x1p+52; }
+
 // How far a logit lies below its row's largest, at the temperature: x <= 0, the weight is exp(x).
 OUTRIDER_HD inline double scaled_gap(float logit, float top, double temperature) {
   const double gap = static_cast<double>(logit) - static_cast<double>(top);

@@ -23,7 +23,12 @@ OUTRIDER_HD inline PhiloxBlock philox4x32_10(PhiloxBlock counter, u32 key0, u32 
   return counter;
 }
 
-// The integer u in [0, 2^53) that stands for u / 2^53. `purpose` keeps kinds of draws apart (plugins.schemas.Purpose).
+// Keeps the kinds of draws apart (plugins.schemas.Purpose).
+constexpr u32 kForTarget = 0;
+constexpr u32 kForDraft = 1;
+constexpr u32 kForRejection = 2;
+
+// The integer u in [0, 2^53) that stands for u / 2^53.
 OUTRIDER_HD inline u64 uniform53(u64 seed, i64 stream, i64 position, u32 purpose) {
   const u64 stream_bits = static_cast<u64>(stream);
   const PhiloxBlock counter = {{static_cast<u32>(static_cast<u64>(position)), static_cast<u32>(stream_bits),

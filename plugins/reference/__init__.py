@@ -5,18 +5,24 @@ Functions take the arrays of one step at their exact sizes and return new arrays
 
 from plugins.reference.bim_mask import bim_mask
 from plugins.reference.branch_attention import branch_attention
+from plugins.reference.chain_accept import chain_accept
 from plugins.reference.choice import Sampling, choice, fixed_weights, shared_exp
 from plugins.reference.kv_gather import kv_gather
 from plugins.reference.philox import philox4x32_10, uniform
 from plugins.reference.sample import SamplingSlots, sample
 from plugins.reference.tree_accept import Accepted, tree_accept
+from plugins.reference.tree_expand import Expanded, tree_expand
+from plugins.reference.tree_rerank import Reranked, tree_rerank
 
 __all__ = [
     "Accepted",
+    "Expanded",
+    "Reranked",
     "Sampling",
     "SamplingSlots",
     "bim_mask",
     "branch_attention",
+    "chain_accept",
     "choice",
     "fixed_weights",
     "kv_gather",
@@ -24,5 +30,7 @@ __all__ = [
     "sample",
     "shared_exp",
     "tree_accept",
+    "tree_expand",
+    "tree_rerank",
     "uniform",
 ]

@@ -83,7 +83,17 @@ def inverse_cdf(weights: NDArray[np.uint64], u: int) -> int:
 
 
 def filtered_weights(logits: NDArray[np.float32], sampling: Sampling) -> NDArray[np.uint64]:
-    """Weights `[V]` after top-k and top-p; what is filtered out weighs 0. `sampling` is not greedy."""
+    """Weights `[V]` after top-k and top-p; what is filtered out weighs 0. Greedy leaves the largest logit alone.
+
+    Raises ValueError when the row holds NaN or only -inf.
+    """
+    if np.isnan(logits).any():
+        raise ValueError("the logits contain NaN")
+    if np.isneginf(logits).all():
+        raise ValueError("every logit is -inf")
+    if sampling.temperature == 0.0:
+        lowest = np.argmax(logits)  # the lowest id wins a tie
+        return np.where(np.arange(len(logits)) == lowest, np.uint64(_WEIGHT_ONE), np.uint64(0))
     kept = np.ones(len(logits), dtype=bool)
     if 0 < sampling.top_k < len(logits):
         kept &= logits >= top_k_cut(logits, sampling.top_k)
@@ -95,14 +105,8 @@ def filtered_weights(logits: NDArray[np.float32], sampling: Sampling) -> NDArray
 
 
 def choice(logits: NDArray[np.float32], sampling: Sampling, u: int) -> int:
-    """The chosen id of a row `[V]`, for the uniform number u / 2**53 (not looked at when greedy).
+    """The chosen id of a row `[V]`, for the uniform number u / 2**53 (any gives the same when greedy).
 
     Raises ValueError when the row holds NaN or only -inf.
     """
-    if np.isnan(logits).any():
-        raise ValueError("the logits contain NaN")
-    if np.isneginf(logits).all():
-        raise ValueError("every logit is -inf")
-    if sampling.temperature == 0.0:
-        return int(np.argmax(logits))  # the lowest id wins a tie
     return inverse_cdf(filtered_weights(logits, sampling), u)

@@ -31,10 +31,13 @@ class SamplingSlots:
             filter_order=FilterOrder(int(self.filter_order[branch])),
         )
 
+    def draw(self, branch: int, position: int, purpose: Purpose) -> int:
+        """The uniform number of the token behind a row at `position`: a draw is numbered by what it draws."""
+        return uniform(int(self.seed[branch]), int(self.stream[branch]), position + 1, purpose)
+
     def choose(self, logits: NDArray[np.float32], branch: int, position: int, purpose: Purpose) -> int:
-        """The token behind a row at `position`: a draw is numbered by the token that it draws."""
-        u = uniform(int(self.seed[branch]), int(self.stream[branch]), position + 1, purpose)
-        return choice(logits, self.sampling(branch), u)
+        """The token behind a row at `position`."""
+        return choice(logits, self.sampling(branch), self.draw(branch, position, purpose))
 
 
 def sample(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +25,30 @@ class Accepted:
     kept_rows: NDArray[np.int64]
 
 
+def walk_trees(
+    logit_rows: NDArray[np.int64], parent: NDArray[np.int64], step: Callable[[int], tuple[int, int | None]]
+) -> Accepted:
+    """Walk each tree from its root: `step(node)` is the token behind the node and the node to go on at, or None."""
+    rows = logit_rows.tolist()
+    committed = np.full(len(rows), -1, dtype=np.int64)
+    counts = []
+    kept = [row for row in range(len(parent)) if row not in rows]
+
+    for place, root in enumerate(rows):
+        if parent[root] in rows:
+            continue  # a drafted node
+        tokens: list[int] = []
+        node: int | None = root
+        while node is not None:
+            kept.append(node)
+            token, node = step(node)
+            tokens.append(token)
+        committed[place : place + len(tokens)] = tokens
+        counts.append(len(tokens))
+
+    return Accepted(committed, np.array(counts, dtype=np.int64), np.array(sorted(kept), dtype=np.int64))
+
+
 def tree_accept(
     logits: NDArray[np.float32],
     logit_rows: NDArray[np.int64],
@@ -35,22 +60,10 @@ def tree_accept(
     purpose: Purpose = Purpose.TARGET,
 ) -> Accepted:
     """The rule of DESIGN section 7 for every tree of the step; shapes as in the schema of TreeAccept."""
-    place_of = {int(row): place for place, row in enumerate(logit_rows)}
-    committed = np.full(len(logit_rows), -1, dtype=np.int64)
-    counts = []
-    kept = [row for row in range(len(token_ids)) if row not in place_of]
+    place_of = {row: place for place, row in enumerate(logit_rows.tolist())}
 
-    for root in place_of:
-        if int(parent[root]) in place_of:
-            continue  # a drafted node
-        tokens: list[int] = []
-        node: int | None = root
-        while node is not None:
-            kept.append(node)
-            x = slots.choose(logits[place_of[node]], int(branch[node]), int(positions[node]), purpose)
-            tokens.append(x)
-            node = next((row for row in place_of if parent[row] == node and token_ids[row] == x), None)
-        committed[place_of[root] : place_of[root] + len(tokens)] = tokens
-        counts.append(len(tokens))
+    def step(node: int) -> tuple[int, int | None]:
+        x = slots.choose(logits[place_of[node]], int(branch[node]), int(positions[node]), purpose)
+        return x, next((row for row in place_of if parent[row] == node and token_ids[row] == x), None)
 
-    return Accepted(committed, np.array(counts, dtype=np.int64), np.array(sorted(kept), dtype=np.int64))
+    return walk_trees(logit_rows, parent, step)

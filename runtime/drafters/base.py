@@ -1,4 +1,4 @@
-"""The contract of drafters that run on the host."""
+"""The contract of drafters: how a session keeps one in step with its sequence."""
 
 from __future__ import annotations
 
@@ -8,24 +8,43 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.step import TargetStep
+
 
 class Drafter(Protocol):
     """Proposes tokens for one branch.
 
-    Ownership: the drafter owns what it has learned and the sequence it has been told; nobody else writes it. The
-    caller owns the tree's arrays and lends them to `draft`. What was drafted leaves no trace: the drafter learns
-    what became of it only through `extend`, so a rejection needs no undoing. A drafter knows nothing of the target's
-    choices, buffers or slots, and cannot change the output.
+    Ownership: the drafter owns what it knows of the sequence and, where it has one, its arena; nobody else writes
+    them. It never sees a draw or a logit of the target, and cannot change the output. The calls of a generation:
+
+        resume, then per target pass: (begin | absorb), the pass, follow
     """
 
-    def reset(self) -> None:
-        """Forget everything: a new sequence begins."""
+    def truncate(self, length: int) -> None:
+        """The sequence now has `length` tokens, those before them unchanged."""
 
-    def extend(self, token_ids: Sequence[int] | NDArray[np.int64]) -> None:
-        """Learn tokens that have been committed, in order, each exactly once; the last one becomes the tip.
+    def resume(self, tokens: Sequence[int], rows: int, passes: int) -> int:
+        """A generation with this drafter begins at `tokens`; how many of the target's `rows` may stay for it.
 
-        Only confirmed tokens: neither drafted nor tentative ones.
+        The target computes those behind that number again. `passes` counts the target's passes: what those between
+        the last `follow` and now have overwritten is lost.
         """
+
+    def begin(self, tokens: Sequence[int], step: TargetStep, limit: int) -> bool:
+        """Prepare to draft at most `limit` tokens (1 or more) behind the tip of `tokens`; False to decode plainly.
+
+        `step` holds the pending tokens, the tip last.
+        """
+
+    def absorb(self, tokens: Sequence[int]) -> None:
+        """Take in what the last pass left: a pass without this drafter is about to replace it."""
+
+    def follow(self, start: int, rows: int, kept: NDArray[np.int64] | None, passes: int) -> None:
+        """A pass has given the sequence `rows` rows from `start` on: the step's first, or those that `kept` lists."""
+
+
+class HostDrafter(Drafter, Protocol):
+    """A drafter that computes on the host, called as a program's first stage."""
 
     def draft(self, limit: int, token_ids: NDArray[np.int64], parent: NDArray[np.int64], root: int) -> int:
         """Write at most `limit` nodes of a draft tree whose root, the tip, is node `root`; return how many.

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plans.errors import PlanError
+from runtime.step import TargetStep
 
 MAX_CONTEXT = 16
 
@@ -78,9 +79,32 @@ class NgramDrafter:
         self._total = [0]
         self._best = [_ROOT]
         self._tails = [_ROOT]
+        self._told = 0
+
+    def truncate(self, length: int) -> None:
+        """Start over where what was counted is not part of the sequence any more."""
+        if length < self._told:
+            self.reset()
+
+    def resume(self, tokens: Sequence[int], rows: int, passes: int) -> int:
+        """Tokens are all that it reads: every row may stay."""
+        return rows
+
+    def begin(self, tokens: Sequence[int], step: TargetStep, limit: int) -> bool:
+        """Count the tokens that are new, and let the program's first stage draft."""
+        self.extend(tokens[self._told :] if self._told else tokens)
+        step.draft_limit = limit
+        return True
+
+    def absorb(self, tokens: Sequence[int]) -> None:
+        """The tokens are all there is to know, and they stay."""
+
+    def follow(self, start: int, rows: int, kept: NDArray[np.int64] | None, passes: int) -> None:
+        """Nothing: what was committed is counted before the next draft."""
 
     def extend(self, token_ids: Sequence[int] | NDArray[np.int64]) -> None:
         """Count each token as the continuation of the contexts before it; it then ends the sequence."""
+        self._told += len(token_ids)
         for token in _plain(token_ids):
             nodes = self._count_continuation(token)
             del nodes[self._max_context :]  # the last one is no context: it is too long
@@ -96,7 +120,7 @@ class NgramDrafter:
             self._count_continuation(token)
 
     def draft(self, limit: int, token_ids: NDArray[np.int64], parent: NDArray[np.int64], root: int) -> int:
-        """Write a chain of at most `limit` nodes behind node `root`; see `Drafter.draft`."""
+        """Write a chain of at most `limit` nodes behind node `root`; see `HostDrafter.draft`."""
         count, total, best, shorter = self._count, self._total, self._best, self._shorter
         drafted: list[int] = []
         context, length = self._tails[-1], len(self._tails) - 1

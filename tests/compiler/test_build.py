@@ -63,13 +63,13 @@ def test_an_unchanged_recipe_keeps_the_plan_and_says_so(workplace: Path) -> None
 def test_changed_drafter_settings_take_the_engines_over(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = open_plan(workplace / "plan").manifest
     monkeypatch.setattr(compiler.build, "load_decoder", None)  # a weight that is read would be a mistake
-    built, said = rebuild(workplace, "drafters[0].max_draft=9")
+    built, said = rebuild(workplace, "drafters[0].max_draft=19")
     after = built.plan.manifest
     assert built.reused == (TARGET,)
     assert any("engines unchanged" in text for text in said)
     assert after.identity != before.identity
     assert after.targets[TARGET].engines == before.targets[TARGET].engines
-    assert after.targets[TARGET].symbols["target"]["M"] == 10
+    assert after.targets[TARGET].symbols["target"]["M"] == 20
     assert Runtime.load(workplace / "plan").generate("import", max_new_tokens=3).token_ids
     assert leftovers(workplace) == []
 
@@ -163,7 +163,7 @@ def test_a_plan_that_cannot_be_put_in_place_leaves_the_old_one(
 
     monkeypatch.setattr(Path, "rename", refuse_the_new)
     with pytest.raises(PlanError, match="plan cannot be written"):
-        rebuild(workplace, "drafters[0].max_draft=9")
+        rebuild(workplace, "drafters[0].max_draft=19")
     assert snapshot(workplace / "plan") == before
     assert leftovers(workplace) == []
 

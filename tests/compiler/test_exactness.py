@@ -20,7 +20,7 @@ from plugins.reference import bim_mask
 from runtime.backends.base import LoadedEngine
 from runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
 from runtime.buffers import Buffers
-from runtime.step import Step
+from runtime.step import TargetStep
 
 TOKENS = [(37 * i) % 299 + 1 for i in range(48)]
 Logits = NDArray[np.float32]
@@ -39,7 +39,7 @@ class Feeder:
         )
         self.buffers = Buffers(plan.model_copy(update={"buffers": buffers}))
         limits = plan.symbols[names.TARGET]
-        self.step = Step(names.TARGET, self.buffers, manifest.target, limits)
+        self.step = TargetStep(self.buffers, manifest.target, limits)
         forward = next(s for s in plan.programs[names.PREFILL].stages if s.run == "target")
         bound = forward.inputs | forward.outputs
         self.run = engine.bind({tensor: self.buffers.arrays[buffer] for tensor, buffer in bound.items()})
@@ -49,12 +49,12 @@ class Feeder:
     def feed(self, tokens: list[int], past: int, view: int) -> Logits:
         """Logits of all of `tokens`, a chain behind `past` rows, of which `view` keys are looked at."""
         step, n = self.step, len(tokens)
-        step.begin(past, past, tokens, 0, logits=True)
+        step.begin_target(past, past, tokens, 0, logits=True)
         step.logit_rows[:n] = np.arange(n)
         bim, past_length = np.full((1, past), -1, np.int64), np.array([past])
         bias = bim_mask(bim, past_length, np.array([0, n]), step.branch[:n], step.parent[:n], view, n)
         self.buffers.of(names.TARGET, names.ATTN_BIAS).reshape(-1)[: bias.size] = bias.reshape(-1)
-        self.run([n, view, n, 1, 2, n])
+        self.run([n, view, n, 1, 2, n, n])
         return step.logits.reshape(-1)[: n * self.vocabulary].reshape(n, -1).copy()
 
     def chunks(self, sizes: list[int], view: int | None = None) -> Logits:

@@ -69,7 +69,7 @@ def test_build_puts_the_plan_under_build_and_takes_overrides(
 def test_inspect_shows_geometry_programs_ops_and_rules(toy_plan: Path, capsys: Captured) -> None:
     assert compiler.__main__.main(["inspect", str(toy_plan)]) == 0
     text = capsys.readouterr().out
-    for part in ("2 layers", "context 160", "speculate.short", "GroupQueryAttention 2", "StandardAttention"):
+    for part in ("4 layers", "context 160", "speculate.short", "GroupQueryAttention 4", "FunctionBody"):
         assert part in text
     found = run_json(capsys, compiler.__main__.main, "inspect", toy_plan, "--json")
     assert set(found) == {
@@ -78,7 +78,7 @@ def test_inspect_shows_geometry_programs_ops_and_rules(toy_plan: Path, capsys: C
     target = found["targets"]["onnxruntime-cpu"]
     assert set(target) == {"programs", "symbols", "session_bytes", "engines", "lowering"}
     assert target["programs"]["decode"] == ["op:BimMask", "engine:target", "op:Sample"]
-    assert target["engines"]["target"]["ops"]["com.microsoft.GroupQueryAttention"] == 2
+    assert target["engines"]["target"]["ops"]["com.microsoft.GroupQueryAttention"] == 4
     assert target["session_bytes"] > 4 * 2 * 384 * 16 * 4  # the arena alone
 
 
@@ -119,7 +119,7 @@ def test_verify_refuses_numbers_it_cannot_run(
 ) -> None:
     recipe = tmp_path / "model.yaml"
     text = (toy_plan.parent / "model.yaml").read_text(encoding="utf-8")
-    text = text.replace("checkpoint: target", f"checkpoint: {toy_plan.parent / 'target'}")
+    text = text.replace("checkpoint: ", f"checkpoint: {toy_plan.parent}/")
     recipe.write_text(f"held_out: {toy_plan.parent / 'held_out.jsonl'}\n{text}", encoding="utf-8")
     assert said in refused(capsys, compiler.__main__.main(["verify", str(toy_plan), "--recipe", str(recipe), *options]))
 
@@ -220,7 +220,7 @@ def test_every_way_to_give_the_prompt_gives_the_same(
         (["--prompt-file", "/nowhere/prompt.txt"], "/nowhere/prompt.txt"),
         (["--prompt-file", "."], "--prompt-file ."),
         (["--prompt", "x" * 2000], "context is 160"),
-        (["--prompt", "x", "--drafter", "oracle"], "ngram, short, none"),
+        (["--prompt", "x", "--drafter", "oracle"], "ngram, short, chain, bushy, head, none"),
         (["--prompt", "x", "--temperature", "-1"], "temperature"),
         (["--prompt", "x", "--temperature", "nan"], "temperature"),
         (["--prompt", "x", "--top-p", "0"], "top_p"),

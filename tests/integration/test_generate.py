@@ -148,7 +148,7 @@ def test_logprobs_are_those_of_the_whole_sequence(toy: Runtime, toy_recipe, draf
         ("x", {"temperature": float("nan")}, "temperature"),
         ("x", {"top_p": 0.0}, "top_p"),
         ("x", {"seed": -1}, "seed"),
-        ("x", {"drafter": "eagle9"}, "ngram, short, none"),
+        ("x", {"drafter": "eagle9"}, "ngram, short, chain, bushy, head, none"),
         ("x", {"stop": [""]}, "stop"),
         ("x", {"stop": 5}, "stop"),
         ("x", {"eos_token_ids": 5}, "eos_token_ids"),

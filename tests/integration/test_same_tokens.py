@@ -25,6 +25,7 @@ SAMPLINGS = (
     Options(temperature=1.0, top_p=0.9, seed=2**63 + 5),
     Options(temperature=1.3, top_k=40, top_p=0.95, seed=3, stream_id=2, filter_order="temperature_last"),
 )
+DRAFTERS = ("ngram", "short", "chain", "bushy", "head")
 TOKENS = st.lists(st.integers(1, 299), min_size=1, max_size=60)
 SAMPLING = st.builds(
     lambda temperature, top_k, top_p, seed: Options(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
@@ -43,7 +44,7 @@ def test_every_drafter_gives_the_tokens_of_plain_decoding(
 ) -> None:
     prompt = (prompt * repeat)[:100]
     plain = toy.generate(prompt, drafter="none", max_new_tokens=48, **sampling)
-    for drafter in ("ngram", "short"):
+    for drafter in DRAFTERS:
         drafted = toy.generate(prompt, drafter=drafter, max_new_tokens=48, **sampling)
         assert drafted.token_ids == plain.token_ids
         assert drafted.text == plain.text
@@ -51,29 +52,59 @@ def test_every_drafter_gives_the_tokens_of_plain_decoding(
 
 
 @RELAXED
-@given(prompt=TOKENS, sampling=SAMPLING, cuts=st.lists(st.integers(1, 20), min_size=1, max_size=4))
+@given(
+    prompt=TOKENS,
+    sampling=SAMPLING,
+    cuts=st.lists(st.tuples(st.integers(1, 20), st.sampled_from(["none", *DRAFTERS])), min_size=1, max_size=5),
+)
 def test_going_on_after_any_cut_equals_never_having_been_cut(
-    toy: Runtime, prompt: list[int], sampling: Options, cuts: list[int]
+    toy: Runtime, prompt: list[int], sampling: Options, cuts: list[tuple[int, str]]
 ) -> None:
-    whole = toy.generate(prompt, max_new_tokens=sum(cuts), ignore_eos=True, **sampling)
+    """With whatever drafter: each finds its arena and its features where the others left them, or does without."""
+    total = sum(cut for cut, _ in cuts)
+    whole = toy.generate(prompt, max_new_tokens=total, ignore_eos=True, drafter="none", **sampling)
     session = toy.session()
-    pieces = session.generate(prompt, max_new_tokens=cuts[0], ignore_eos=True, **sampling).token_ids
-    for cut in cuts[1:]:
-        pieces += session.generate([], max_new_tokens=cut, ignore_eos=True, drafter="none", **sampling).token_ids
+    pieces: list[int] = []
+    for index, (cut, drafter) in enumerate(cuts):
+        given = prompt if index == 0 else []
+        pieces += session.generate(given, max_new_tokens=cut, ignore_eos=True, drafter=drafter, **sampling).token_ids
     assert pieces == whole.token_ids
     assert session.token_ids == [*prompt, *pieces]
 
 
 @RELAXED
-@given(first=TOKENS, second=TOKENS, sampling=SAMPLING)
+@given(first=TOKENS, second=TOKENS, sampling=SAMPLING, drafters=st.tuples(*[st.sampled_from(DRAFTERS)] * 2))
 def test_a_reused_prefix_gives_the_tokens_of_a_fresh_session(
-    toy: Runtime, first: list[int], second: list[int], sampling: Options
+    toy: Runtime, first: list[int], second: list[int], sampling: Options, drafters: tuple[str, str]
 ) -> None:
     session = toy.session()
-    session.generate(first, max_new_tokens=10, **sampling)
+    session.generate(first, max_new_tokens=10, drafter=drafters[0], **sampling)
     prompt = first[: len(first) // 2] + second
-    reused = session.generate(prompt, whole=True, max_new_tokens=20, **sampling)
-    assert reused.token_ids == toy.generate(prompt, max_new_tokens=20, **sampling).token_ids
+    reused = session.generate(prompt, whole=True, max_new_tokens=20, drafter=drafters[1], **sampling)
+    assert reused.token_ids == toy.generate(prompt, max_new_tokens=20, drafter="none", **sampling).token_ids
+
+
+def test_what_a_drafter_knows_survives_cuts_and_other_drafters(toy: Runtime) -> None:
+    """After a generation that was cut, a drafter accepts as much as if it had never been cut."""
+    prompt = [(37 * i) % 299 + 1 for i in range(50)]  # several chunks
+    options = Options(max_new_tokens=30, ignore_eos=True)
+    for drafter in ("chain", "bushy"):
+        whole = toy.generate(prompt, drafter=drafter, max_new_tokens=60, ignore_eos=True)
+        session = toy.session()
+        pieces = [session.generate(prompt, drafter=drafter, **options), session.generate(drafter=drafter, **options)]
+        accepted = sum(piece.stats.accepted for piece in pieces)
+        assert accepted > 0
+        assert abs(accepted - whole.stats.accepted) <= 4  # the cut itself costs at most a draft
+
+
+def test_rows_are_computed_again_only_for_features_that_are_lost(toy: Runtime) -> None:
+    prompt = [(37 * i) % 299 + 1 for i in range(50)]
+    session = toy.session()
+    session.generate(prompt, drafter="head", max_new_tokens=8, ignore_eos=True)
+    assert session.generate(drafter="head", max_new_tokens=4, ignore_eos=True).stats.reused_tokens == 57
+    session.generate(drafter="none", max_new_tokens=6, ignore_eos=True)
+    again = session.generate(drafter="head", max_new_tokens=4, ignore_eos=True)
+    assert 50 < again.stats.reused_tokens < 62  # plain steps left no features behind them
 
 
 def test_chunked_prefill_gives_the_tokens_of_feeding_the_prompt_one_by_one(toy: Runtime) -> None:

@@ -66,7 +66,15 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "another vocabulary": (lambda m: model(m).update(vocab_size=299), "logits"),
     "another capacity": (lambda m: model(m).update(capacity=2**20), "kv"),
     "a context beyond the arena": (lambda m: model(m).update(context=1000), "context"),
-    "a chunk beyond the buffers": (lambda m: model(m).update(prefill_chunk=17), "symbols.target.N"),
+    "a chunk beyond the buffers": (
+        lambda m: [g.update(prefill_chunk=17) for g in m["models"].values()], "symbols.target.N",
+    ),
+    "a drafter with another chunk": (lambda m: m["models"]["chain"].update(prefill_chunk=8), "models.chain"),
+    "a model that nobody is": (lambda m: m["models"].update(other=model(m)), "models"),
+    "a drafter without its model": (lambda m: m["models"].pop("head"), "models"),
+    "a tree with more nodes than it grows": (lambda m: m["drafters"][2]["tree"].update(nodes=7), "chain.tree"),
+    "a head without features": (lambda m: model(m).update(feature_size=0), "features"),
+    "a drafter without a program to extend it": (lambda m: target(m)["programs"].pop("extend.head"), "extend.head"),
     "more branches than slots": (lambda m: model(m).update(branches=2), "accepted_count"),
     "two drafters of one name": (lambda m: m["drafters"][1].update(name="ngram"), "ngram"),
     "a drafter named none": (lambda m: m["drafters"][1].update(name="none"), "none"),
@@ -102,7 +110,7 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "a missing buffer": (lambda m: rename_buffer(m, "logits", "target.other"), "logits"),
     "a buffer twice": (lambda m: target(m)["buffers"].append(tensor(m, "bim")), "twice"),
     "a view of an unknown buffer": (lambda m: target(m)["views"]["target.k_cache.0"].update(buffer="x"), "k_cache.0"),
-    "a view beyond its buffer": (lambda m: target(m)["views"]["target.k_cache.0"].update(plane=4), "k_cache.0"),
+    "a view beyond its buffer": (lambda m: target(m)["views"]["target.k_cache.0"].update(plane=8), "k_cache.0"),
     "a view before its buffer": (lambda m: target(m)["views"]["target.k_cache.0"].update(plane=-1), "plane"),
     "a view with a buffer's name": (
         lambda m: target(m)["views"].update({"target.bim": {"buffer": "target.kv", "plane": 0}}), "bim",
@@ -150,7 +158,7 @@ WRONG: dict[str, tuple[Edit, str]] = {
         lambda m: (engine(m)["inputs"].append({"name": "bim", "dtype": "int64", "shape": [1, 384]}),
                    [p["stages"][i]["inputs"].update(bim="target.bim")
                     for p in target(m)["programs"].values()
-                    for i, s in enumerate(p["stages"]) if s["kind"] == "engine"]), "target.onnx",
+                    for i, s in enumerate(p["stages"]) if s["run"] == "target"]), "target.onnx",
     ),
     "an engine tensor with another symbol": (
         lambda m: next(t for t in engine(m)["inputs"] if t["name"] == "token_ids").update(shape=["M"]), "token_ids",

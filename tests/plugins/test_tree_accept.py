@@ -1,81 +1,18 @@
 """TreeAccept: the kernel is the reference, and a tree commits what plain decoding would."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from plugins import native
-from plugins.reference import SamplingSlots, sample, tree_accept
-
-POISON = -77
+from plugins.reference import sample, tree_accept
+from tests.plugins.accept_step import AcceptStep, depth_of, equal_slots, forest
 
 
-class Step:
-    """Arrays of one step of `new` tokens with `count` rows of logits, bound at capacity."""
-
-    def __init__(self, logits, logit_rows, positions, branch, slots, token_ids, parent, *, trees=8):
-        self.inputs = (logits, logit_rows, positions, branch, slots, token_ids, parent)
-        self.new, self.count = len(token_ids), len(logit_rows)
-        self.committed = np.full(self.count, POISON)
-        self.accepted_count = np.full(trees, POISON)
-        self.kept_rows = np.full(self.new, POISON)
-        self.kept_count = np.full(1, POISON)
-        tensors = {"logits": logits, "logit_rows": logit_rows, "positions": positions, "branch": branch}
-        tensors |= {"token_ids": token_ids, "parent": parent, "committed": self.committed}
-        tensors |= {"accepted_count": self.accepted_count, "kept_rows": self.kept_rows, "kept_count": self.kept_count}
-        self.op = native.create("TreeAccept", tensors | vars(slots))
-
-    def run(self):
-        self.op(self.new, self.count)
-        return self
-
-    def assert_equals_reference(self):
-        expected = tree_accept(*self.inputs)
-        trees, kept = len(expected.accepted_count), len(expected.kept_rows)
-        np.testing.assert_array_equal(self.committed, expected.committed)
-        np.testing.assert_array_equal(self.accepted_count[:trees], expected.accepted_count)
-        assert (self.accepted_count[trees:] == 0).all()
-        assert self.kept_count[0] == kept
-        np.testing.assert_array_equal(self.kept_rows[:kept], expected.kept_rows)
-        assert (self.kept_rows[kept:] == -1).all()
-
-
-def greedy_slots(branches=1):
-    zeros = np.zeros(branches, np.int64)
-    return SamplingSlots(np.zeros(branches), zeros, np.ones(branches), zeros, zeros.astype(np.uint64), zeros)
-
-
-def forest(rng, trees, most_pending, most_nodes, vocabulary, deep):
-    """Random trees, each behind its chain of pending tokens: (token_ids, parent, branch, logit_rows)."""
-    token_ids, parent, branch, logit_rows = [], [], [], []
-    for b in range(trees):
-        pending = int(rng.integers(0, most_pending + 1))
-        start = len(parent)
-        nodes = int(rng.integers(1, most_nodes + 1))
-        root = start + pending
-        for i in range(pending + nodes):
-            row = start + i
-            if i == 0:
-                parent.append(-1)
-            elif i <= pending or (deep and rng.random() < 0.95):
-                parent.append(row - 1)
-            else:
-                parent.append(int(rng.integers(root, row)))
-            token_ids.append(int(rng.integers(0, vocabulary)))
-            branch.append(b)
-            if row >= root:
-                logit_rows.append(row)
-    return tuple(np.array(column, dtype=np.int64) for column in (token_ids, parent, branch, logit_rows))
-
-
-def depth_of(parent):
-    depth = np.zeros(len(parent), np.int64)
-    for i, p in enumerate(parent.tolist()):
-        depth[i] = depth[p] + 1 if p >= 0 else 0
-    return depth
+def tree_step(logits, logit_rows, positions, branch, slots, token_ids, parent, *, trees=8):
+    tensors = {"logits": logits, "logit_rows": logit_rows, "positions": positions, "branch": branch}
+    tensors |= {"token_ids": token_ids, "parent": parent}
+    return AcceptStep("TreeAccept", tree_accept, slots, tensors, trees=trees)
 
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow], deadline=None)
@@ -83,11 +20,11 @@ def depth_of(parent):
 def test_kernel_equals_reference(data, deep, vocabulary, slots, logits_rows):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     trees = data.draw(st.integers(0, 4))
-    token_ids, parent, branch, logit_rows = forest(rng, trees, 4, 30, vocabulary, deep)
+    token_ids, parent, branch, logit_rows = forest(rng, trees, 4, 30, vocabulary, 0.95 if deep else 0.0)
     logits = data.draw(logits_rows(len(logit_rows), vocabulary))
     positions = 100 + depth_of(parent)
     settings_ = data.draw(slots(max(trees, 1)))
-    Step(logits, logit_rows, positions, branch, settings_, token_ids, parent).run().assert_equals_reference()
+    tree_step(logits, logit_rows, positions, branch, settings_, token_ids, parent).run().assert_equals_reference()
 
 
 @settings(max_examples=80, deadline=None)
@@ -97,7 +34,7 @@ def test_a_tree_commits_what_plain_decoding_commits(seed, temperature, top_p):
     rng = np.random.default_rng(seed)
     vocabulary, tip, tip_position = 4, 1, 50
     table = rng.normal(size=(vocabulary, vocabulary)).astype(np.float32)
-    slots = replace(greedy_slots(), temperature=np.array([temperature]), top_p=np.array([top_p]))
+    slots = equal_slots(temperature=temperature, top_p=top_p)
 
     token_ids, parent = [tip], [-1]
     for _ in range(40):  # a random tree whose siblings are distinct
@@ -107,7 +44,7 @@ def test_a_tree_commits_what_plain_decoding_commits(seed, temperature, top_p):
             token_ids.append(token)
     tokens, parents = np.array(token_ids), np.array(parent)
     rows, branch = np.arange(len(tokens)), np.zeros(len(tokens), np.int64)
-    step = Step(table[tokens], rows, tip_position + depth_of(parents), branch, slots, tokens, parents).run()
+    step = tree_step(table[tokens], rows, tip_position + depth_of(parents), branch, slots, tokens, parents).run()
 
     plain, last = [], tip
     for j in range(int(step.accepted_count[0])):
@@ -127,7 +64,7 @@ def chain(tokens, predicted):
     logits[np.arange(len(tokens)), predicted] = 1
     rows = np.arange(len(tokens))
     zeros = np.zeros_like(rows)
-    return Step(logits, rows, rows, zeros, greedy_slots(), np.array(tokens), rows - 1)
+    return tree_step(logits, rows, rows, zeros, equal_slots(), np.array(tokens), rows - 1)
 
 
 def test_a_chain_deeper_than_64_is_accepted_whole():
@@ -147,7 +84,7 @@ def test_pending_tokens_are_kept_and_choose_nothing():
     logits = np.eye(4, dtype=np.float32)[[2, 3]]
     zeros = np.zeros(4, np.int64)
     token_ids, parent = np.array([0, 0, 1, 2]), np.array([-1, 0, 1, 2])
-    step = Step(logits, np.array([2, 3]), np.arange(4), zeros, greedy_slots(), token_ids, parent).run()
+    step = tree_step(logits, np.array([2, 3]), np.arange(4), zeros, equal_slots(), token_ids, parent).run()
     assert step.committed.tolist() == [2, 3]
     assert step.kept_rows.tolist() == [0, 1, 2, 3]
 
@@ -161,14 +98,14 @@ def test_without_logits_every_row_is_pending():
 
 def test_unvisited_nodes_are_not_looked_at():
     step = chain([3, 9, 9], [7, 1, 2])
-    step.inputs[0][1:] = np.nan
+    step.tensors["logits"][1:] = np.nan
     assert step.run().committed[0] == 7
 
 
 def test_of_equal_siblings_the_lowest_row_wins():
     logits = np.eye(6, dtype=np.float32)[[5, 1, 2]]
     rows, zeros = np.arange(3), np.zeros(3, np.int64)
-    step = Step(logits, rows, rows, zeros, greedy_slots(), np.array([0, 5, 5]), np.array([-1, 0, 0])).run()
+    step = tree_step(logits, rows, rows, zeros, equal_slots(), np.array([0, 5, 5]), np.array([-1, 0, 0])).run()
     assert step.kept_rows[:2].tolist() == [0, 1]
 
 
@@ -187,8 +124,7 @@ def test_of_equal_siblings_the_lowest_row_wins():
 def test_malformed_trees_are_refused_and_nothing_is_written(logit_rows, parent, sentence):
     zeros = np.zeros(3, np.int64)
     logits, rows = np.zeros((3, 4), np.float32), np.array(logit_rows)
-    step = Step(logits, rows, np.arange(3), zeros, greedy_slots(), zeros, np.array(parent), trees=2)
+    step = tree_step(logits, rows, np.arange(3), zeros, equal_slots(), zeros, np.array(parent), trees=2)
     with pytest.raises(ValueError, match=f"TreeAccept: .*{sentence}"):
         step.run()
-    assert (step.committed == POISON).all()
-    assert step.kept_count[0] == POISON
+    step.assert_untouched()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from plans.errors import PlanError
 from plans.manifest import NgramDrafter as NgramSettings
-from runtime.drafters import Drafter, make_drafter
+from runtime.drafters import HostDrafter, make_host_drafter
 from runtime.drafters.ngram import NgramDrafter
 
 
@@ -56,7 +56,7 @@ class ScanningOracle:
         return drafted
 
 
-def drafted(drafter: Drafter, limit: int, root: int = 0) -> list[int]:
+def drafted(drafter: HostDrafter, limit: int, root: int = 0) -> list[int]:
     """Draft into arrays with surroundings, check the chain and the surroundings, and return the tokens."""
     token_ids = np.full(root + limit + 4, -7, np.int64)
     parent = np.full(root + limit + 4, -7, np.int64)
@@ -185,11 +185,11 @@ def test_settings_out_of_limits_are_refused(settings: dict[str, float], says: st
 
 def test_a_plan_describes_its_drafters() -> None:
     settings = {"max_context": 2, "min_context": 1, "max_draft": 3, "min_confidence": 0.0}
-    drafter = make_drafter(NgramSettings(kind="ngram", name="repeat", **settings))  # type: ignore[arg-type]
+    drafter = make_host_drafter(NgramSettings(kind="ngram", name="repeat", **settings))  # type: ignore[arg-type]
     drafter.extend([1, 2, 1])
     assert drafted(drafter, 8) == [2, 1, 2]
     with pytest.raises(PlanError, match="'repeat' has max_draft 0"):
-        make_drafter(NgramSettings(kind="ngram", name="repeat", **settings | {"max_draft": 0}))  # type: ignore[arg-type]
+        make_host_drafter(NgramSettings(kind="ngram", name="repeat", **settings | {"max_draft": 0}))  # type: ignore[arg-type]
 
 
 def test_a_long_prompt_and_a_draft_are_cheap() -> None:

@@ -41,7 +41,7 @@ def test_latency_prints_stable_keys(workplace: Path, capsys: Captured) -> None:
     arguments = ["latency", str(workplace / "plan"), "--prompts", str(workplace / "held_out.jsonl")]
     assert bench.main([*arguments, "--count", "1", "--new", "8", "--reps", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert set(found["modes"]) == {"none", "ngram", "short"}
+    assert set(found["modes"]) == {"none", "ngram", "short", "chain", "bushy", "head"}
     assert all(mode["same_tokens"] for mode in found["modes"].values())
     assert found["load_ms"] > 0
 

@@ -12,8 +12,6 @@ namespace outrider {
 
 namespace {
 
-// Rows are handled in blocks whose largest logit and sum of weights are kept: most passes skip most blocks by them.
-constexpr i64 kBlock = 64;
 constexpr i32 kKeyOfInfinity = 0x7f800000;
 constexpr i32 kKeyOfMinusInfinity = ~kKeyOfInfinity;
 
@@ -61,9 +59,9 @@ OUTRIDER_CLONES Extremes scan(const float* logits, i64 size, i32* block_top) {
   return all;
 }
 
-ChoiceFault fault_of(const Extremes& extremes) {
-  if (extremes.largest_abs > kKeyOfInfinity) return ChoiceFault::kNan;
-  return extremes.top == kKeyOfMinusInfinity ? ChoiceFault::kAllMasked : ChoiceFault::kNone;
+RowFault fault_of(const Extremes& extremes) {
+  if (extremes.largest_abs > kKeyOfInfinity) return RowFault::kNan;
+  return extremes.top == kKeyOfMinusInfinity ? RowFault::kAllMasked : RowFault::kNone;
 }
 
 i64 first_with_key(const float* logits, i64 size, const i32* block_top, i32 key) {
@@ -227,15 +225,26 @@ i64 place_at(u64 place_in_sum, const u64* weights, const u64* block_sum) {
   return i;
 }
 
+Survivors only(i64 token) {
+  constexpr u64 all = static_cast<u64>(kWeightOne);
+  i64* ids = grown(scratch.ids, 1);
+  u64* weights = grown(scratch.weights, 1);
+  u64* block_sum = grown(scratch.block_sum, 1);
+  ids[0] = token;
+  weights[0] = block_sum[0] = all;
+  return {ids, weights, block_sum, 1, all};
+}
+
 }  // namespace
 
-Choice choose(const float* logits, i64 vocabulary, const Sampling& sampling, u64 uniform53) {
+RowFault filter(const float* logits, i64 vocabulary, const Sampling& sampling, Survivors& survivors) {
   i64 size = vocabulary;
   i32* block_top = grown(scratch.block_top, blocks_of(size));
   const Extremes extremes = scan(logits, size, block_top);
-  if (const ChoiceFault fault = fault_of(extremes); fault != ChoiceFault::kNone) return {-1, fault};
+  if (const RowFault fault = fault_of(extremes); fault != RowFault::kNone) return fault;
   if (sampling.temperature == 0.0) {
-    return {first_with_key(logits, size, block_top, extremes.top), ChoiceFault::kNone};
+    survivors = only(first_with_key(logits, size, block_top, extremes.top));
+    return RowFault::kNone;
   }
 
   const i64* ids = nullptr;
@@ -257,8 +266,20 @@ Choice choose(const float* logits, i64 vocabulary, const Sampling& sampling, u64
     total = keep_from(nucleus_cut(weights, size, block_sum, total, need), size, weights, block_sum);
     if (cut_at_one) total = reweigh(logits, size, top, sampling.temperature, weights, block_sum);
   }
-  const i64 place = place_at(draw_place(uniform53, total), weights, block_sum);
-  return {ids ? ids[place] : place, ChoiceFault::kNone};
+  survivors = {ids, weights, block_sum, size, total};
+  return RowFault::kNone;
+}
+
+i64 drawn(const Survivors& survivors, u64 uniform53) {
+  const i64 place = place_at(draw_place(uniform53, survivors.total), survivors.weights, survivors.block_sum);
+  return survivors.ids ? survivors.ids[place] : place;
+}
+
+u64 weight_of(const Survivors& survivors, i64 token) {
+  if (!survivors.ids) return survivors.weights[token];
+  const i64* end = survivors.ids + survivors.size;
+  const i64* found = std::lower_bound(survivors.ids, end, token);
+  return found != end && *found == token ? survivors.weights[found - survivors.ids] : 0;
 }
 
 const char* settings_fault(const Sampling& sampling) {
@@ -276,7 +297,7 @@ const char* settings_fault(const Sampling& sampling) {
 bool row_weights(const float* logits, i64 vocabulary, double temperature, u64* weights) {
   i32* block_top = grown(scratch.block_top, blocks_of(vocabulary));
   const Extremes extremes = scan(logits, vocabulary, block_top);
-  if (fault_of(extremes) != ChoiceFault::kNone) return false;
+  if (fault_of(extremes) != RowFault::kNone) return false;
   u64* block_sum = grown(scratch.block_sum, blocks_of(vocabulary));
   weigh(logits, vocabulary, block_top, logit_of(extremes.top), temperature, weights, block_sum);
   return true;

@@ -1,20 +1,34 @@
-// The choice of one token from one row of logits, for any vocabulary size. Allocates only when a row is longer than any
-// before it on this thread.
+// The distribution of one row of logits behind its filters, and the token drawn from it, for any vocabulary size.
+// Allocates only when a row is longer than any before it on this thread.
 #pragma once
 
 #include "../choice.h"
 
 namespace outrider {
 
-enum class ChoiceFault { kNone, kNan, kAllMasked };
+enum class RowFault { kNone, kNan, kAllMasked };
 
-struct Choice {
-  i64 token;
-  ChoiceFault fault;
+// Rows are handled in blocks whose largest logit and sum of weights are kept: most passes skip most blocks by them.
+constexpr i64 kBlock = 64;
+
+// What the filters leave of a row, in id order; greedy leaves the argmax alone. The memory is this thread's scratch: it
+// may be changed, and stands until the next row is filtered.
+struct Survivors {
+  const i64* ids;  // [size]; nullptr: place i is token i
+  u64* weights;    // [size]; what was filtered out may still stand here, and weighs 0
+  u64* block_sum;  // of the weights, block by block
+  i64 size;
+  u64 total;  // of all weights, more than 0
 };
 
-// `sampling` is valid (see settings_fault); `uniform53` is ignored when greedy.
-Choice choose(const float* logits, i64 vocabulary, const Sampling& sampling, u64 uniform53);
+// Fills `survivors`, unless the row has a fault. `sampling` is valid (see settings_fault).
+RowFault filter(const float* logits, i64 vocabulary, const Sampling& sampling, Survivors& survivors);
+
+// The token whose weight the draw meets, in id order. `total` is more than 0.
+i64 drawn(const Survivors& survivors, u64 uniform53);
+
+// The weight of a token of the vocabulary.
+u64 weight_of(const Survivors& survivors, i64 token);
 
 // What is wrong with a slot's settings as the end of a sentence, or nullptr.
 const char* settings_fault(const Sampling& sampling);

@@ -1,6 +1,5 @@
 #include "row_choices.h"
 
-#include "choose.h"
 #include "refuse.h"
 
 namespace outrider {
@@ -29,7 +28,7 @@ RowChoices::RowChoices(const char* op, Binder& binder, nb::handle logits, nb::ha
     refuse(op, "the vocabulary (last size of tensor 'logits') is " + std::to_string(vocabulary_) + "; it must be in 1.." +
                    std::to_string(kMostVocabulary) + ".");
   }
-  if (purpose < 0 || purpose > 2) {
+  if (purpose < kForTarget || purpose > kForRejection) {
     refuse(op, "attribute purpose is " + std::to_string(purpose) +
                    "; it must be 0 (target), 1 (draft) or 2 (rejection), see plugins.schemas.Purpose.");
   }
@@ -51,18 +50,25 @@ void RowChoices::check(i64 new_tokens, i64 count) const {
 }
 
 i64 RowChoices::at(i64 place) const {
-  const i64 row = logit_rows_[place];
-  const i64 branch = branch_[row];
-  const Sampling sampling = sampling_of(slots_, branch);
-  const u64 uniform = sampling.temperature == 0.0 ? 0 : next_uniform(slots_, branch, positions_[row], purpose_);
-  const Choice choice = choose(logits_ + place * vocabulary_, vocabulary_, sampling, uniform);
-  if (choice.fault != ChoiceFault::kNone) {
-    refuse(op_, "row " + std::to_string(place) + " of logits (new token " + std::to_string(row) + ", branch " +
-                    std::to_string(branch) + ") " +
-                    (choice.fault == ChoiceFault::kNan ? "contains NaN" : "is -inf for every token") +
+  const Survivors left = survivors(place);
+  return drawn(left, uniform(place, purpose_));
+}
+
+Survivors RowChoices::survivors(i64 place) const {
+  Survivors left;
+  const Sampling sampling = sampling_of(slots_, branch(place));
+  const RowFault fault = filter(logits_ + place * vocabulary_, vocabulary_, sampling, left);
+  if (fault != RowFault::kNone) {
+    refuse(op_, "row " + std::to_string(place) + " of logits (new token " + std::to_string(logit_rows_[place]) +
+                    ", branch " + std::to_string(branch(place)) + ") " +
+                    (fault == RowFault::kNan ? "contains NaN" : "is -inf for every token") +
                     ": no token can be chosen.");
   }
-  return choice.token;
+  return left;
+}
+
+u64 RowChoices::uniform(i64 place, u32 purpose) const {
+  return next_uniform(slots_, branch(place), positions_[logit_rows_[place]], purpose);
 }
 
 }  // namespace outrider

@@ -1,10 +1,11 @@
-// The choices of a step: `choose` applied to a place of `logit_rows` with the settings and the draw of its row's branch.
+// The choices of a step: what is drawn at a place of `logit_rows` with the settings and the draw of its row's branch.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
 #include "../sample.h"
 #include "binder.h"
+#include "choose.h"
 
 namespace outrider {
 
@@ -19,8 +20,14 @@ class RowChoices {
   void check(i64 new_tokens, i64 count) const;
   // The token chosen at a place below the checked `count`.
   i64 at(i64 place) const;
+  // What it is drawn from. Scratch of this thread, until the next place is asked for.
+  Survivors survivors(i64 place) const;
+  // The uniform number of the token behind a place.
+  u64 uniform(i64 place, u32 purpose) const;
 
   const i64* logit_rows() const { return logit_rows_; }
+  i64 branch(i64 place) const { return branch_[logit_rows_[place]]; }
+  i64 vocabulary() const { return vocabulary_; }
   i64 bytes(i64 count) const { return count * vocabulary_ * static_cast<i64>(sizeof(float)); }
 
  private:

@@ -1,7 +1,4 @@
-"""Our graph ops as ONNX sees them: schema, and a function body in standard ops that any ONNX tool can run.
-
-Imported by the compiler only (it needs `onnx`). Importing it registers the schemas with `onnx.defs`.
-"""
+"""BranchAttention in standard ops, for any number of ragged rows."""
 
 from __future__ import annotations
 
@@ -10,9 +7,7 @@ from functools import cache
 import onnx
 from onnx import defs, parser
 
-DOMAIN = "outrider"
-VERSION = 1
-OPSET = 24  # the standard opset of the function bodies: the first with TensorScatter
+from plugins.onnx_ops.domain import DOMAIN, VERSION
 
 # Rows are ragged in `q`, `k`, `v` and rectangular inside: `rect[r, s]` is the flat token at place s of row r
 # (clamped, so places behind a row's end repeat its neighbours and land behind the row's tail in the cache),
@@ -96,7 +91,8 @@ def branch_attention_function() -> onnx.FunctionProto:
     return parser.parse_function(_BRANCH_ATTENTION)
 
 
-def _branch_attention_schema() -> defs.OpSchema:
+def branch_attention_schema() -> defs.OpSchema:
+    """What ONNX is told of the op; its meaning stands in `plugins.schemas`."""
     parameter = defs.OpSchema.FormalParameter
     attribute = defs.OpSchema.Attribute
     kinds = defs.OpSchema.AttrType
@@ -131,7 +127,3 @@ def _branch_attention_schema() -> defs.OpSchema:
             attribute("scale", kinds.FLOAT, "factor of q.k"),
         ],
     )
-
-
-if not defs.has("BranchAttention", DOMAIN):
-    defs.register_schema(_branch_attention_schema())

@@ -1,0 +1,141 @@
+"""Drafters with weights: what a recipe's section becomes in a plan, and the model behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from torch import nn
+
+from compiler.checkpoint import checkpoint_hashes, load_decoder
+from compiler.eagle3_checkpoint import load_eagle3, read_eagle3_config
+from compiler.models.config import DecoderConfig, read_config
+from compiler.models.decoder import Decoder
+from compiler.models.drafting import DecoderDraft, Eagle3Draft
+from compiler.models.eagle3 import Eagle3Config
+from compiler.recipe import Eagle3Section, GraphSection, NgramSection, Recipe, TreeSection
+from plans.manifest import Drafter, Geometry, GraphDrafter, NgramDrafter, Tree
+
+# A CPU verifies few nodes cheaply: 8 cost 1.1 to 1.8 times one.
+AUTO_TREE = Tree(top_k=3, depth=2, nodes=8)
+CHAIN = 4
+
+
+@dataclass(frozen=True)
+class GraphSource:
+    """A drafter that has an engine: its section of the recipe, its place there, and its model's configuration."""
+
+    index: int
+    section: GraphSection
+    config: DecoderConfig | Eagle3Config
+    tree: Tree
+
+    @property
+    def drafter(self) -> GraphDrafter:
+        return GraphDrafter(kind=self.section.kind, name=self.section.name, tree=self.tree)
+
+    def geometry(self, target: Geometry) -> Geometry:
+        """The arena holds the context and what the tree's levels append behind it."""
+        c, bucket = self.config, target.view_bucket
+        grown = -(-self.tree.depth * self.tree.top_k // bucket) * bucket
+        return Geometry(
+            layers=c.num_layers,
+            heads=c.num_heads,
+            kv_heads=c.num_kv_heads,
+            head_dim=c.head_dim,
+            hidden_size=c.hidden_size,
+            vocab_size=c.draft_vocab_size if isinstance(c, Eagle3Config) else c.vocab_size,
+            context=target.context,
+            view_bucket=bucket,
+            capacity=target.capacity + grown,
+            prefill_chunk=target.prefill_chunk,
+            branches=target.branches,
+        )
+
+
+def read_sources(recipe: Recipe, target: DecoderConfig) -> list[GraphSource]:
+    """The recipe's drafters with weights, their configurations read and checked against the target's.
+
+    Raises `CheckpointError` for a wrong checkpoint, `RecipeError` for one that does not go with the target.
+    """
+    sources = []
+    for index, section in enumerate(recipe.drafters):
+        if isinstance(section, NgramSection):
+            continue
+        path = recipe.drafter_path(section)
+        config: DecoderConfig | Eagle3Config
+        if isinstance(section, Eagle3Section):
+            config = read_eagle3_config(path, target, rope_theta=section.rope_theta)
+            size = config.draft_vocab_size
+        else:
+            config = read_config(path)
+            size = config.vocab_size
+            if size != target.vocab_size:
+                raise recipe.error(
+                    ("drafters", index, "checkpoint"),
+                    f"has a vocabulary of {size} tokens, the target one of {target.vocab_size}; "
+                    "a draft model must share the target's tokenizer",
+                )
+        tree = _tree(section)
+        if tree.top_k > size:
+            raise recipe.error(
+                ("drafters", index, "tree", "top_k"), f"is {tree.top_k}, but the drafter knows {size} tokens; lower it"
+            )
+        sources.append(GraphSource(index, section, config, tree))
+    _check_taps(recipe, sources)
+    return sources
+
+
+def taps(sources: Sequence[GraphSource]) -> tuple[int, ...]:
+    """The layers whose incoming residual streams the heads read; empty without heads."""
+    return next((s.config.aux_layers for s in sources if isinstance(s.config, Eagle3Config)), ())
+
+
+def source_hashes(recipe: Recipe) -> dict[str, str]:
+    """sha256 of every checkpoint file of a recipe, by file name; a drafter's has `name/` before it."""
+    found = checkpoint_hashes(recipe.checkpoint_path)
+    for section in recipe.drafters:
+        if not isinstance(section, NgramSection):
+            files = checkpoint_hashes(recipe.drafter_path(section))
+            found |= {f"{section.name}/{file}": sha for file, sha in files.items()}
+    return found
+
+
+def manifest_drafters(recipe: Recipe, sources: Sequence[GraphSource]) -> tuple[Drafter, ...]:
+    """Every drafter of the recipe, in its order."""
+    graphs = {source.index: source.drafter for source in sources}
+    return tuple(
+        NgramDrafter(**section.model_dump()) if isinstance(section, NgramSection) else graphs[index]
+        for index, section in enumerate(recipe.drafters)
+    )
+
+
+def load(recipe: Recipe, source: GraphSource, target: Decoder) -> nn.Module:
+    """The drafter's model, ready for `export_draft`."""
+    path, section = recipe.drafter_path(source.section), source.section
+    if isinstance(section, Eagle3Section):
+        head = load_eagle3(path, target.config, recipe.target.dtype, rope_theta=section.rope_theta)
+        return Eagle3Draft(head, target.embedding)
+    return DecoderDraft(load_decoder(path, recipe.target.dtype))
+
+
+def _tree(section: GraphSection) -> Tree:
+    if isinstance(section.tree, TreeSection):
+        return section.tree.tree()
+    if section.tree == "auto":
+        return AUTO_TREE
+    gamma = section.gamma or CHAIN
+    return Tree(top_k=1, depth=gamma - 1, nodes=gamma + 1)
+
+
+def _check_taps(recipe: Recipe, sources: Sequence[GraphSource]) -> None:
+    heads = [source for source in sources if isinstance(source.config, Eagle3Config)]
+    for source in heads[1:]:
+        first, other = cast(Eagle3Config, heads[0].config), cast(Eagle3Config, source.config)
+        if other.aux_layers != first.aux_layers:
+            raise recipe.error(
+                ("drafters", source.index, "checkpoint"),
+                f"reads the target's layers {list(other.aux_layers)}, the head before it {list(first.aux_layers)}; "
+                "heads of one plan must read the same layers",
+            )

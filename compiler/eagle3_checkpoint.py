@@ -1,0 +1,261 @@
+"""An EAGLE3 head's checkpoint folder into an `Eagle3Head`, as strictly as a decoder's.
+
+The layouts of SafeAILab, SpecForge and AngelSlim name their tensors alike; they differ in the file
+(`pytorch_model.bin` or safetensors) and in what may be absent: the embedding, the vocabulary map, keys of
+`config.json`. Geometry that the tensors show is read from their shapes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiler.checkpoint import Slot, Weights, check_folder, slots
+from compiler.models.config import DecoderConfig, Reader, WeightType, read_json, read_rope, refuse_unsupported
+from compiler.models.eagle3 import TAPS, Eagle3Config, Eagle3Head
+from plans.errors import CheckpointError
+
+KIND = "an EAGLE3 head as SafeAILab, SpecForge and AngelSlim write it"
+EMBEDDING, Q_PROJ, K_PROJ = (
+    "embed_tokens.weight",
+    "midlayer.self_attn.q_proj.weight",
+    "midlayer.self_attn.k_proj.weight",
+)
+# The vocabulary map. Draft token i is target token i + d2t[i]; t2d marks the target tokens that have a draft token.
+D2T, T2D = "d2t", "t2d"
+MIN_LAYERS = 7
+"""Layers a target needs for the three default taps to be distinct."""
+
+_NAMES = {
+    "embedding": EMBEDDING,
+    "fc.weight": "fc.weight",
+    **{f"fc_norm.{i}.weight": f"fc_norm.{i}.weight" for i in range(TAPS)},
+    "embedding_norm.weight": "midlayer.input_layernorm.weight",
+    "hidden_norm.weight": "midlayer.hidden_norm.weight",
+    "q.weight": Q_PROJ,
+    "k.weight": K_PROJ,
+    "v.weight": "midlayer.self_attn.v_proj.weight",
+    "o.weight": "midlayer.self_attn.o_proj.weight",
+    "mlp_norm.weight": "midlayer.post_attention_layernorm.weight",
+    "gate.weight": "midlayer.mlp.gate_proj.weight",
+    "up.weight": "midlayer.mlp.up_proj.weight",
+    "down.weight": "midlayer.mlp.down_proj.weight",
+    "norm.weight": "norm.weight",
+    "lm_head.weight": "lm_head.weight",
+}
+
+
+def read_eagle3_config(path: Path, target: DecoderConfig, *, rope_theta: float | None = None) -> Eagle3Config:
+    """The geometry of the head in the checkpoint folder `path`, checked against `target` and against all headers.
+
+    `rope_theta` wins over the checkpoint's own, which wins over 10000: EAGLE and AngelSlim trained with 10000
+    whatever their config.json says, SpecForge with what it says. Raises `CheckpointError`.
+    """
+    return _examine(path, target, rope_theta).config
+
+
+def load_eagle3(
+    path: Path, target_config: DecoderConfig, dtype: WeightType = "float32", rope_theta: float | None = None
+) -> Eagle3Head:
+    """Load the head with all weights in `dtype`, on the CPU, frozen and in eval mode.
+
+    Projections are transposed to `[in, out]`; `embedding` is None where the target's serves. Raises
+    `CheckpointError` naming the file, the key, what was expected and what was found.
+    """
+    head = _examine(path, target_config, rope_theta)
+    values: dict[str, Tensor] = head.stored.fill(head.wanted, dtype)
+    head.module.load_state_dict(values | {"target_ids": head.target_ids}, assign=True)
+    return head.module.requires_grad_(False).eval()
+
+
+class _Head(NamedTuple):
+    """A checkpoint that was found good; only its weights are still to be read. `module` has none yet."""
+
+    config: Eagle3Config
+    module: Eagle3Head
+    stored: Weights
+    wanted: dict[str, Slot]
+    target_ids: Tensor
+
+
+def _examine(path: Path, target: DecoderConfig, rope_theta: float | None) -> _Head:
+    check_folder(path)
+    raw = read_json(path / "config.json")
+    stored = Weights(path, pickled=True)
+    config = _read_config(path / "config.json", raw, stored, target, rope_theta)
+    with torch.device("meta"):
+        module = Eagle3Head(config)
+    wanted = slots(module, _NAMES.__getitem__)
+    vocabulary = {
+        D2T: Slot("target_ids", (config.draft_vocab_size,), dtypes=("I64",)),
+        T2D: Slot("target_ids", (config.vocab_size,), dtypes=("BOOL",)),
+    }
+    stored.check(KIND, wanted, optional=vocabulary)
+    return _Head(config, module, stored, wanted, _target_ids(stored, config))
+
+
+def _read_config(
+    file: Path, raw: dict[str, Any], stored: Weights, target: DecoderConfig, rope_theta: float | None
+) -> Eagle3Config:
+    refuse_unsupported(raw, file)
+    get = Reader(raw, file)
+    hidden = get.integer("hidden_size")
+    own_embedding = EMBEDDING in stored.found
+    _check_target(file, raw, get, hidden, own_embedding, target)
+    vocab = get.integer("vocab_size")
+    draft_vocab = get.integer("draft_vocab_size", vocab)
+    if draft_vocab > vocab:
+        raise CheckpointError(f"{file}: draft_vocab_size {draft_vocab} is greater than vocab_size {vocab}")
+    heads, kv_heads, head_dim = _heads(file, raw, get, hidden, stored)
+    theta, scaling = read_rope(raw, file, get, None)
+    return Eagle3Config(
+        hidden_size=hidden,
+        target_hidden_size=target.hidden_size,
+        intermediate_size=get.integer("intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        draft_vocab_size=draft_vocab,
+        vocab_size=vocab,
+        rms_norm_eps=get.number("rms_norm_eps", 1e-6),
+        rope_theta=theta if rope_theta is None else rope_theta,
+        rope_scaling=scaling,
+        own_embedding=own_embedding,
+        fc_norm=get.boolean("fc_norm", any(name.startswith("fc_norm.") for name in stored.found)),
+        norm_output=get.boolean("norm_output", False),
+        aux_layers=_aux_layers(file, raw, target),
+    )
+
+
+def _check_target(
+    file: Path, raw: dict[str, Any], get: Reader, hidden: int, own_embedding: bool, target: DecoderConfig
+) -> None:
+    """The head must have been made for a target of this width and vocabulary."""
+    key = "target_hidden_size" if raw.get("target_hidden_size") is not None else "hidden_size"
+    if get.integer(key) != target.hidden_size:
+        absent = "" if key == "target_hidden_size" else ", which stands for the absent target_hidden_size,"
+        raise CheckpointError(
+            f"{file}: {key}{absent} is {raw[key]}, but the target's hidden_size is {target.hidden_size}; "
+            "give a head that was trained for this target"
+        )
+    if get.integer("vocab_size") != target.vocab_size:
+        raise CheckpointError(
+            f"{file}: vocab_size is {raw['vocab_size']}, but the target's is {target.vocab_size}; "
+            "give a head that was trained for this target"
+        )
+    if not own_embedding and hidden != target.hidden_size:
+        raise CheckpointError(
+            f"{file.parent}: tensor {EMBEDDING!r} is missing, and the target's embedding is {target.hidden_size} wide, "
+            f"not {hidden} (hidden_size of {file.name}), so it cannot stand in; give a checkpoint that holds one"
+        )
+
+
+def _heads(file: Path, raw: dict[str, Any], get: Reader, hidden: int, stored: Weights) -> tuple[int, int, int]:
+    """(query heads, key and value heads, head_dim): the counts from config.json, the size from the shapes."""
+    heads = get.integer("num_attention_heads")
+    kv_heads = get.integer("num_key_value_heads", heads)
+    named = get.integer("head_dim") if raw.get("head_dim") is not None else None
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"{file}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+        )
+    rows = _rows(stored, Q_PROJ)
+    if rows is None:  # the check of the tensors will say so
+        return heads, kv_heads, named or hidden // heads
+    head_dim, rest = divmod(rows, heads)
+    if rest or head_dim % 2 or not head_dim:
+        raise CheckpointError(
+            f"{stored.found[Q_PROJ].file}: tensor {Q_PROJ!r} has {rows} rows, expected an even number for each of the "
+            f"{heads} heads (num_attention_heads) of {file}"
+        )
+    if named not in (None, head_dim):
+        raise CheckpointError(
+            f"{file}: head_dim is {named}, but tensor {Q_PROJ!r} has {rows} rows, which is {head_dim} for each of "
+            f"{heads} heads; correct head_dim or num_attention_heads"
+        )
+    keys = _rows(stored, K_PROJ)
+    if keys not in (None, kv_heads * head_dim):
+        raise CheckpointError(
+            f"{file}: num_key_value_heads is {kv_heads}, but tensor {K_PROJ!r} has {keys} rows, expected "
+            f"{kv_heads * head_dim} with heads of {head_dim}; correct num_key_value_heads or num_attention_heads"
+        )
+    return heads, kv_heads, head_dim
+
+
+def _rows(stored: Weights, name: str) -> int | None:
+    """Rows of a matrix of the checkpoint; None where there is no such matrix."""
+    found = stored.found.get(name)
+    return found.shape[0] if found is not None and len(found.shape) == 2 else None
+
+
+def _aux_layers(file: Path, raw: dict[str, Any], target: DecoderConfig) -> tuple[int, int, int]:
+    """The default taps, or those named by config.json: layers whose *outgoing* streams count, so one lower than ours.
+
+    SpecForge names them in `eagle_config`, AngelSlim at the top.
+    """
+    layers = target.num_layers
+    nested = raw.get("eagle_config") or {}
+    if not isinstance(nested, dict):
+        raise CheckpointError(f"{file}: eagle_config must be a JSON object, found {nested!r}")
+    for where, key in ((nested, "eagle_aux_hidden_state_layer_ids"), (raw, "aux_hidden_states_layer_ids")):
+        ids = where.get(key)
+        if ids is None:
+            continue
+        whole = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
+        if not whole or len(set(ids)) != TAPS or len(ids) != TAPS or not all(0 <= i < layers - 1 for i in ids):
+            raise CheckpointError(
+                f"{file}: {key} must be {TAPS} different layers from 0 to {layers - 2} of the target, found {ids!r}"
+            )
+        low, middle, high = (i + 1 for i in ids)
+        return low, middle, high
+    if layers < MIN_LAYERS:
+        raise CheckpointError(
+            f"{file}: the target has {layers} layers, but three distinct default taps need {MIN_LAYERS}; "
+            "name them in eagle_config.eagle_aux_hidden_state_layer_ids if the head was trained on others"
+        )
+    return 2, layers // 2, layers - 3
+
+
+def _target_ids(stored: Weights, config: Eagle3Config) -> Tensor:
+    """The target's token of every draft token, from whichever of d2t and t2d is there; where both are, they agree."""
+    draft, vocab = config.draft_vocab_size, config.vocab_size
+    ids = torch.arange(draft)
+    if D2T in stored.found:
+        ids = _mapped(stored, ids + stored.read(D2T), vocab)
+    elif T2D not in stored.found and draft < vocab:
+        raise CheckpointError(
+            f"{stored.source}: tensor {D2T!r} is missing, expected of a head whose draft vocabulary ({draft}) is "
+            f"smaller than the target's ({vocab}); give a complete checkpoint"
+        )
+    if T2D not in stored.found:
+        return ids
+    marked = stored.read(T2D).nonzero().flatten()
+    file = stored.found[T2D].file
+    if len(marked) != draft:
+        raise CheckpointError(
+            f"{file}: tensor {T2D!r} marks {len(marked)} tokens, expected {draft}, the draft vocabulary; "
+            "give the original checkpoint"
+        )
+    if D2T in stored.found and not torch.equal(marked, ids):
+        at = int((marked != ids).nonzero()[0])
+        raise CheckpointError(
+            f"{file}: tensors {T2D!r} and {D2T!r} disagree: draft token {at} is target token {int(marked[at])} "
+            f"by {T2D} and {int(ids[at])} by {D2T}; give the original checkpoint"
+        )
+    return marked
+
+
+def _mapped(stored: Weights, ids: Tensor, vocab: int) -> Tensor:
+    """`ids` if they are ascending tokens of the target, each once."""
+    below = torch.cat((torch.tensor([-1]), ids[:-1]))
+    wrong = ((ids <= below) | (ids >= vocab)).nonzero()
+    if len(wrong):
+        at = int(wrong[0])
+        raise CheckpointError(
+            f"{stored.found[D2T].file}: tensor {D2T!r} makes draft token {at} target token {int(ids[at])}, expected "
+            f"one above {int(below[at])} and below {vocab} (draft_id + d2t, ascending); give the original checkpoint"
+        )
+    return ids

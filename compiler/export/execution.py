@@ -1,0 +1,102 @@
+"""Rotation and attention over a KV arena, written as graph ops: what a model asks of its `Execution`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from compiler.export.ops import branch_attention
+from compiler.models.rope import RopeScaling, rope_tables
+from plans import names
+
+
+class Heads(Protocol):
+    """What a graph must know of a model's attention."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def rope_theta(self) -> float: ...
+
+    @property
+    def rope_scaling(self) -> RopeScaling: ...
+
+
+class RopeTables(nn.Module):
+    """Cosines and sines of `positions` positions, constants of the graph; one pair for all layers."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, heads: Heads, positions: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        cos, sin = rope_tables(heads.rope_theta, heads.head_dim, positions, heads.rope_scaling)
+        self.register_buffer("cos", torch.from_numpy(cos).to(dtype))
+        self.register_buffer("sin", torch.from_numpy(sin).to(dtype))
+
+
+class Arena:
+    """The arena of one graph: its cache inputs, and the outputs that each pass over them leaves.
+
+    Every pass reads the graph's inputs and gives outputs of its own, all bound to the same memory: the data that a
+    later pass needs orders it behind the earlier one.
+    """
+
+    def __init__(self, k_caches: Sequence[Tensor], v_caches: Sequence[Tensor]) -> None:
+        self.k_caches, self.v_caches = k_caches, v_caches
+        self.presents: list[Tensor] = []
+
+
+class GraphExecution:
+    """One pass: its tokens' positions int64 `[1, n]`, bias `[R, 1, S, T]`, where they are appended, and their rows."""
+
+    def __init__(
+        self,
+        heads: Heads,
+        tables: RopeTables,
+        arena: Arena,
+        positions: Tensor,
+        bias: Tensor,
+        past: Tensor,
+        splits: Tensor,
+    ) -> None:
+        self._heads, self._tables, self._arena = heads, tables, arena
+        self._positions, self._bias, self._past, self._splits = positions, bias, past, splits
+
+    def rotate(self, x: Tensor, heads: int) -> Tensor:
+        tables = self._tables
+        rotated: Tensor = torch.onnx.ops.rotary_embedding(x, tables.cos, tables.sin, self._positions, num_heads=heads)
+        return rotated
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        h, arena = self._heads, self._arena
+        out, k_out, v_out = branch_attention(
+            q, k, v, arena.k_caches[layer], arena.v_caches[layer], self._bias, self._past, self._splits,
+            h.num_heads, h.num_kv_heads, h.head_dim**-0.5,
+        )  # fmt: skip
+        arena.presents += (k_out, v_out)
+        attended: Tensor = out
+        return attended
+
+
+def cache_outputs(layers: int, passes: int) -> list[str]:
+    """Names of the outputs in the order in which passes leave them."""
+    return [
+        names.cache_output(cache(layer), index)
+        for index in range(passes)
+        for layer in range(layers)
+        for cache in (names.k_cache, names.v_cache)
+    ]

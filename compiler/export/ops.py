@@ -1,0 +1,84 @@
+"""Our graph ops as PyTorch sees them: never run, only traced, and translated to the ONNX ops of the same names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import onnxscript
+import torch
+from torch import Tensor
+
+from plugins.onnx_ops import DOMAIN, VERSION
+
+
+@torch.library.custom_op("outrider::branch_attention", mutates_args=())
+def branch_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    attn_bias: Tensor,
+    past_length: Tensor,
+    row_splits: Tensor,
+    num_heads: int,
+    kv_num_heads: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Shapes: `plugins.schemas`, BranchAttention."""
+    raise NotImplementedError("outrider::branch_attention exists for export only")
+
+
+@branch_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k_cache), torch.empty_like(v_cache)
+
+
+@torch.library.custom_op("outrider::tree_expand", mutates_args=())
+def tree_expand(logits: Tensor, score: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Shapes: `plugins.schemas`, TreeExpand."""
+    raise NotImplementedError("outrider::tree_expand exists for export only")
+
+
+@tree_expand.register_fake
+def _(logits: Tensor, score: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    trees, nodes = score.shape
+    return (
+        logits.new_empty((trees, nodes * top_k), dtype=torch.int64),
+        logits.new_empty((trees, nodes * top_k)),
+        logits.new_empty((trees, top_k), dtype=torch.int64),
+    )
+
+
+@torch.library.custom_op("outrider::tree_rerank", mutates_args=())
+def tree_rerank(
+    candidate_token: Tensor, candidate_score: Tensor, candidate_parent: Tensor, candidate_depth: Tensor, nodes: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Shapes: `plugins.schemas`, TreeRerank."""
+    raise NotImplementedError("outrider::tree_rerank exists for export only")
+
+
+@tree_rerank.register_fake
+def _(
+    candidate_token: Tensor, candidate_score: Tensor, candidate_parent: Tensor, candidate_depth: Tensor, nodes: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    shape = (candidate_token.shape[0], nodes - 1)
+    integers = [candidate_token.new_empty(shape) for _ in range(3)]
+    return integers[0], integers[1], integers[2], candidate_score.new_empty(shape)
+
+
+def _translated(op: str, attributes: tuple[str, ...]) -> Callable[..., Any]:
+    def translate(*inputs: Any) -> Any:
+        tensors, values = inputs[: len(inputs) - len(attributes)], inputs[len(inputs) - len(attributes) :]
+        domain = onnxscript.values.Opset(DOMAIN, VERSION)
+        return getattr(domain, op)(*tensors, **dict(zip(attributes, values, strict=True)))
+
+    return translate
+
+
+TRANSLATIONS: dict[Any, Callable[..., Any]] = {
+    torch.ops.outrider.branch_attention.default: _translated("BranchAttention", ("num_heads", "kv_num_heads", "scale")),
+    torch.ops.outrider.tree_expand.default: _translated("TreeExpand", ("top_k",)),
+    torch.ops.outrider.tree_rerank.default: _translated("TreeRerank", ("nodes",)),
+}

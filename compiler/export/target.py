@@ -1,0 +1,105 @@
+"""The target graph of DESIGN section 4: new tokens of any number of rows, over a KV arena, to logits and features.
+
+BranchAttention is one node, rows may be several: `lowering` makes the graph an execution target's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+
+from compiler.export.execution import Arena, GraphExecution, RopeTables, cache_outputs
+from compiler.export.tracing import Shape, name_inputs, trace
+from compiler.models.decoder import Decoder
+from plans import names
+
+
+class TargetGraph(nn.Module):
+    """The decoder over a KV arena; its `forward` has the inputs and outputs of DESIGN section 4."""
+
+    def __init__(self, decoder: Decoder, positions: int, taps: Sequence[int]) -> None:
+        super().__init__()
+        self.decoder, self.taps = decoder, tuple(taps)
+        self.tables = RopeTables(decoder.config, positions, decoder.embedding.dtype)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        row_splits: Tensor,
+        attn_bias: Tensor,
+        past_length: Tensor,
+        logit_rows: Tensor,
+        k_caches: Sequence[Tensor],
+        v_caches: Sequence[Tensor],
+    ) -> tuple[Tensor, ...]:
+        arena = Arena(k_caches, v_caches)
+        execution = GraphExecution(
+            self.decoder.config, self.tables, arena, positions.unsqueeze(0), attn_bias, past_length, row_splits
+        )
+        hidden, tapped = self.decoder.hidden(token_ids.unsqueeze(0), execution, self.taps)
+        picked = torch.index_select(hidden, -2, logit_rows).squeeze(0)  # a product of matrices becomes one Gemm
+        features = (torch.cat(tapped, -1).squeeze(0).float(),) if tapped else ()
+        return self.decoder.logits(picked).float(), *features, *arena.presents
+
+
+def export_target(decoder: Decoder, capacity: int, taps: Sequence[int] = ()) -> ir.Model:
+    """Export `decoder` over arenas of `capacity` slots.
+
+    With `taps`, `features` holds the residual streams that enter these layers, side by side (EAGLE3's input).
+    """
+    config = decoder.config
+    rows, new, view, picked = 2, 4, 8, 3  # any sizes that differ; all become symbols
+    index = torch.int64
+    cache: Shape = (names.ROWS, config.num_kv_heads, capacity, config.head_dim)
+    layers = range(config.num_layers)
+
+    def caches() -> list[Tensor]:  # distinct memory each: equal tensors would become one graph input
+        return [torch.empty((rows, *cache[1:]), dtype=decoder.embedding.dtype) for _ in layers]  # type: ignore[arg-type]
+
+    free = torch.export.Dim.DYNAMIC
+    model = trace(
+        TargetGraph(decoder, capacity, taps),
+        inputs={
+            "token_ids": torch.zeros(new, dtype=index),
+            "positions": torch.zeros(new, dtype=index),
+            "row_splits": torch.zeros(rows + 1, dtype=index),
+            "attn_bias": torch.zeros(rows, 1, new - 2, view),
+            "past_length": torch.zeros(rows, dtype=index),
+            "logit_rows": torch.zeros(picked, dtype=index),
+            "k_caches": caches(),
+            "v_caches": caches(),
+        },
+        dynamic={
+            "token_ids": {0: free},
+            "positions": {0: free},
+            "row_splits": {0: free},
+            "attn_bias": {0: free, 2: free, 3: free},
+            "past_length": {0: free},
+            "logit_rows": {0: free},
+            "k_caches": [{0: free} for _ in layers],
+            "v_caches": [{0: free} for _ in layers],
+        },
+        outputs={
+            names.LOGITS_OUT: (names.LOGITS, config.vocab_size),
+            **({names.FEATURES: (names.NEW, len(taps) * config.hidden_size)} if taps else {}),
+            **dict.fromkeys(cache_outputs(config.num_layers, 1), cache),
+        },
+    )
+    name_inputs(
+        model,
+        {
+            names.TOKEN_IDS: (names.NEW,),
+            names.POSITIONS: (names.NEW,),
+            names.ROW_SPLITS: (names.ROW_EDGES,),
+            names.ATTN_BIAS: (names.ROWS, 1, names.PLACES, names.VIEW),
+            names.PAST_LENGTH: (names.ROWS,),
+            names.LOGIT_ROWS: (names.LOGITS,),
+            **{names.k_cache(i): cache for i in layers},
+            **{names.v_cache(i): cache for i in layers},
+        },
+    )
+    return model

@@ -1,0 +1,84 @@
+"""From a module to a graph that says nothing but what it computes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import nn
+
+from compiler.export.ops import TRANSLATIONS
+from plugins.onnx_ops import OPSET
+
+Shape = Sequence[int | str]
+
+
+def trace(
+    module: nn.Module, inputs: Mapping[str, Any], dynamic: Mapping[str, Any], outputs: Mapping[str, Shape]
+) -> ir.Model:
+    """Export `module` at opset 24; `inputs` are examples by parameter of `forward`, in its order.
+
+    `dynamic` gives, by parameter, what `torch.export` wants of its dynamic shapes. `outputs` names the outputs and
+    their shapes. Inputs keep the exporter's names and symbols: the caller names them (`name_input`). Two exports of
+    the same module are identical bytes.
+    """
+    with _quiet():
+        program = torch.onnx.export(
+            module.eval().requires_grad_(False),
+            (),
+            kwargs=dict(inputs),
+            dynamo=True,
+            dynamic_shapes=dict(dynamic),
+            opset_version=OPSET,
+            custom_translation_table=TRANSLATIONS,
+            verbose=False,
+        )
+    assert program is not None
+    model = program.model
+    for value, (name, shape) in zip(model.graph.outputs, outputs.items(), strict=True):
+        value.name, value.shape = name, ir.Shape(shape)
+    _strip(model)
+    return model
+
+
+def name_inputs(model: ir.Model, inputs: Mapping[str, Shape]) -> None:
+    """Give the graph's inputs, in order, the names and shapes of the contract."""
+    for value, (name, shape) in zip(model.graph.inputs, inputs.items(), strict=True):
+        value.name, value.shape = name, ir.Shape(shape)
+
+
+def _strip(model: ir.Model) -> None:
+    """Drop stack traces, docs and inferred inner shapes."""
+    model.metadata_props.clear()
+    model.producer_name, model.producer_version, model.doc_string = "outrider", None, None
+    keep = {id(v) for v in (*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values())}
+    for node in model.graph:
+        node.metadata_props.clear()
+        node.doc_string = None
+        for value in node.outputs:
+            value.metadata_props.clear()
+            if id(value) not in keep:
+                value.shape = None
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        value.metadata_props.clear()
+    model.graph.metadata_props.clear()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter reports missing optional packages on every run; errors still come as exceptions."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            logger.setLevel(level)

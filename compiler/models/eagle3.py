@@ -1,0 +1,127 @@
+"""The EAGLE3 draft head: one decoder layer over the target's features and the embedding of the token that follows.
+
+At position i it sees the pair (feature i, token i+1). `fuse` makes h of the target's three residual streams, `layer`
+takes h and an embedding to the next h, and `logits` scores the draft vocabulary. The next level of a draft feeds
+back that h. Like the decoder it computes on flat tokens `[N, hidden]` (`[1, N, hidden]` in graphs) and leaves
+rotation and attention to an `Execution`. Source: EAGLE-3 (arXiv 2503.01840); FEATURES, "EAGLE3 checkpoints".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from compiler.models.decoder import Execution, Linear, RmsNorm
+from compiler.models.rope import RopeScaling
+
+TAPS = 3
+"""Residual streams of the target that make one feature."""
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """Geometry of one draft head. `hidden_size` is its own width H, `target_hidden_size` the target's, Ht.
+
+    `aux_layers` are the target's layers whose incoming residual streams make the feature, in the order in which they
+    are concatenated (transformers' `hidden_states` at those indices). `fc_norm`: each stream is normed before `fc`.
+    `norm_output`: what is fed back is h after the final norm, not before it (EAGLE 3.1, arXiv 2605.09992).
+    """
+
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    draft_vocab_size: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling
+    own_embedding: bool
+    fc_norm: bool
+    norm_output: bool
+    aux_layers: tuple[int, int, int]
+
+    @property
+    def num_layers(self) -> int:
+        return 1
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def feature_size(self) -> int:
+        return TAPS * self.target_hidden_size
+
+
+class Eagle3Head(nn.Module):
+    """Features and tokens to draft logits.
+
+    `embedding` `[vocab, H]` is None where the checkpoint has none: the caller embeds with the target's, which is as
+    wide. `target_ids` int64 `[draft_vocab]`, ascending, is the target's token of every draft token.
+    """
+
+    target_ids: Tensor
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        hidden, c = config.hidden_size, config
+        self.config = config
+        self.embedding = nn.Parameter(torch.empty(c.vocab_size, hidden)) if c.own_embedding else None
+        norms = [RmsNorm(c.target_hidden_size, c.rms_norm_eps) for _ in range(TAPS if c.fc_norm else 0)]
+        self.fc_norm = nn.ModuleList(norms)
+        self.fc = Linear(c.feature_size, hidden, bias=False)
+        self.embedding_norm = RmsNorm(hidden, c.rms_norm_eps)
+        self.hidden_norm = RmsNorm(hidden, c.rms_norm_eps)
+        self.q = Linear(2 * hidden, c.query_size, bias=False)
+        self.k = Linear(2 * hidden, c.kv_size, bias=False)
+        self.v = Linear(2 * hidden, c.kv_size, bias=False)
+        self.o = Linear(c.query_size, hidden, bias=False)
+        self.mlp_norm = RmsNorm(hidden, c.rms_norm_eps)
+        self.gate = Linear(hidden, c.intermediate_size, bias=False)
+        self.up = Linear(hidden, c.intermediate_size, bias=False)
+        self.down = Linear(c.intermediate_size, hidden, bias=False)
+        self.norm = RmsNorm(hidden, c.rms_norm_eps)
+        self.lm_head = Linear(hidden, c.draft_vocab_size, bias=False)
+        self.register_buffer("target_ids", torch.empty(c.draft_vocab_size, dtype=torch.int64))
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's features `[..., 3 * Ht]` to h `[..., H]`; what is H wide already passes as it is.
+
+        Where 3 * Ht equals H the two cannot be told apart, and the input counts as features.
+        """
+        if features.shape[-1] == self.config.hidden_size != self.config.feature_size:
+            return features
+        if self.config.fc_norm:
+            streams = features.chunk(TAPS, dim=-1)
+            features = torch.cat([norm(x) for norm, x in zip(self.fc_norm, streams, strict=True)], dim=-1)
+        h: Tensor = self.fc(features)
+        return h
+
+    def layer(self, h: Tensor, embedded: Tensor, execution: Execution, index: int = 0) -> Tensor:
+        """The h `[..., H]` that `logits` reads and the next level feeds back.
+
+        `embedded` `[..., H]` are the embeddings of the tokens paired with `h`; `index` is the layer that the
+        execution is told, so that levels of one graph can be told apart.
+        """
+        c = self.config
+        x = torch.cat((self.embedding_norm(embedded), self.hidden_norm(h)), dim=-1)
+        q, k = execution.rotate(self.q(x), c.num_heads), execution.rotate(self.k(x), c.num_kv_heads)
+        h = h + self.o(execution.attend(index, q, k, self.v(x)))
+        x = self.mlp_norm(h)
+        h = h + self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.norm(h) if c.norm_output else h
+
+    def logits(self, h: Tensor) -> Tensor:
+        """Scores `[..., draft_vocab]` of the draft vocabulary for what `layer` returned, normed exactly once."""
+        scores: Tensor = self.lm_head(h if self.config.norm_output else self.norm(h))
+        return scores

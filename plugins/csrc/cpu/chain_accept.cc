@@ -1,0 +1,162 @@
+// ChainAccept on the CPU. The target's distribution is worked out at visited nodes only; the drafter's probabilities
+// are all looked at before the walk: nothing may be written when one of them cannot be used.
+#include "../chain_accept.h"
+
+#include <nanobind/nanobind.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "binder.h"
+#include "clones.h"
+#include "gil.h"
+#include "ops.h"
+#include "refuse.h"
+#include "row_choices.h"
+#include "tree_walk.h"
+
+namespace outrider {
+
+namespace nb = nanobind;
+
+namespace {
+
+constexpr const char* kOp = "ChainAccept";
+
+OUTRIDER_CLONES u32 largest_fault_key(const float* q, i64 size) {
+  u32 largest = 0;
+  for (i64 i = 0; i < size; ++i) {
+    const u32 key = fault_key(q[i]);
+    largest = key > largest ? key : largest;
+  }
+  return largest;
+}
+
+// Turns the weights of p into those of max(0, p - q), in place. `total` may become 0: then nothing is left.
+OUTRIDER_CLONES void take_away(const float* q, Survivors& p) {
+  const double scale = probability_scale(p.total);
+  p.total = 0;
+  for (i64 start = 0; start < p.size; start += kBlock) {
+    u64& block_sum = p.block_sum[start / kBlock];
+    if (block_sum == 0) continue;
+    const i64 size = p.size - start < kBlock ? p.size - start : kBlock;
+    u64* weights = p.weights + start;
+    const float* q_of_block = q + start;
+    float gathered[kBlock];
+    if (p.ids) {
+      for (i64 i = 0; i < size; ++i) gathered[i] = q[p.ids[start + i]];
+      q_of_block = gathered;
+    }
+    u64 sum = 0;
+    for (i64 i = 0; i < size; ++i) {
+      weights[i] = residual(target_probability(weights[i], scale), draft_probability(q_of_block[i]));
+      sum += weights[i];
+    }
+    block_sum = sum;
+    p.total += sum;
+  }
+}
+
+class ChainAccept {
+ public:
+  ChainAccept(nb::object logits, nb::object logit_rows, nb::object positions, nb::object branch,
+              nb::object temperature, nb::object top_k, nb::object top_p, nb::object filter_order, nb::object seed,
+              nb::object stream, nb::object token_ids, nb::object parent, nb::object draft_probs,
+              nb::object skip_sample_adjustment, nb::object committed, nb::object accepted_count, nb::object kept_rows,
+              nb::object kept_count)
+      : binder_(kOp),
+        choices_(kOp, binder_, logits, logit_rows, positions, branch, temperature, top_k, top_p, filter_order, seed,
+                 stream, kForTarget),
+        walk_(kOp, binder_, token_ids, parent, committed, accepted_count, kept_rows, kept_count),
+        draft_probs_(binder_.input<float>("draft_probs", draft_probs, {"M", "V"})),
+        skip_sample_adjustment_(binder_.input<i64>("skip_sample_adjustment", skip_sample_adjustment, {"B"})) {}
+
+  void call(i64 new_tokens, i64 count) const {
+    choices_.check(new_tokens, count);
+    const Trees chains = walk_.trees(choices_.logit_rows(), count, new_tokens);
+    const GilReleasedIfLong released(2 * choices_.bytes(count));
+    for (i64 place = 0; place < count; ++place) {
+      const i64 branch = choices_.branch(place);
+      check_value(kOp, "skip_sample_adjustment", branch, skip_sample_adjustment_[branch], 0, 1);
+      if (const i64 parent = parent_place(chains, place); parent >= 0) check_drafted(chains, place, parent);
+    }
+    walk_.run(chains, new_tokens, [&](i64 node, i64 end) { return visit(chains, node, end); });
+  }
+
+ private:
+  void check_drafted(const Trees& chains, i64 place, i64 parent) const {
+    const i64 row = chains.logit_rows[place];
+    if (parent != place - 1) {
+      refuse(kOp, "the parent of new token " + std::to_string(row) + " is new token " +
+                      std::to_string(chains.parent[row]) + ", but in a chain it is the row before it in logit_rows, " +
+                      std::to_string(chains.logit_rows[place - 1]) + "; TreeAccept takes trees that branch.");
+    }
+    check_value(kOp, "token_ids", row, chains.token_ids[row], 0, choices_.vocabulary() - 1);
+    const float* q = draft_probs(place);
+    if (largest_fault_key(q, choices_.vocabulary()) < kLeastFault) return;
+    const float* fault = std::find_if_not(q, q + choices_.vocabulary(), can_be_probability);
+    refuse(kOp, "draft_probs[" + std::to_string(place) + ", " + std::to_string(fault - q) + "] is " +
+                    std::to_string(*fault) + "; a probability is finite and at least 0.");
+  }
+
+  // The rule of seed 001: accept the drafted token when r q <= p, else replace it. A chain's next node is its child.
+  Visit visit(const Trees& chains, i64 node, i64 end) const {
+    const i64 drafted = node + 1;
+    if (drafted == end) return {choices_.at(node), kNothing};  // the bonus
+    const i64 token = chains.token_ids[chains.logit_rows[drafted]];
+    const float* q = draft_probs(drafted);
+    Survivors p = choices_.survivors(node);
+    const u64 p_token = target_probability(weight_of(p, token), probability_scale(p.total));
+    const u64 r = choices_.uniform(node, kForRejection);
+    if (accepts(r, p_token, draft_probability(q[token]))) return {token, drafted};
+    if (skip_sample_adjustment_[choices_.branch(node)] == 0) {
+      take_away(q, p);
+      if (p.total != 0) return {drawn(p, choices_.uniform(node, kForTarget)), kNothing};
+    }
+    return {choices_.at(node), kNothing};
+  }
+
+  const float* draft_probs(i64 place) const { return draft_probs_ + place * choices_.vocabulary(); }
+
+  Binder binder_;  // keeps the arrays alive
+  RowChoices choices_;
+  TreeWalk walk_;
+  const float* draft_probs_;
+  const i64* skip_sample_adjustment_;
+};
+
+// The rule's parts by themselves, for tests.
+void residual_weights(nb::object weights, nb::object draft_probs, nb::object out) {
+  Binder binder("residual");
+  const u64* from = binder.input<u64>("weights", weights, {"V"});
+  const float* q = binder.input<float>("draft_probs", draft_probs, {"V"});
+  u64* to = binder.output<u64>("out", out, {"V"});
+  const i64 vocabulary = binder.size_of("V");
+  std::vector<u64> block_sum(static_cast<size_t>(vocabulary / kBlock + 1));
+  u64 total = 0;
+  for (i64 i = 0; i < vocabulary; ++i) {
+    to[i] = from[i];
+    block_sum[i / kBlock] += from[i];
+    total += from[i];
+  }
+  Survivors p = {nullptr, to, block_sum.data(), vocabulary, total};
+  take_away(q, p);
+}
+
+}  // namespace
+
+void register_chain_accept(nb::module_& module) {
+  nb::class_<ChainAccept>(module, "ChainAccept")
+      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object,
+                    nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object,
+                    nb::object, nb::object>(),
+           nb::arg("logits"), nb::arg("logit_rows"), nb::arg("positions"), nb::arg("branch"), nb::arg("temperature"),
+           nb::arg("top_k"), nb::arg("top_p"), nb::arg("filter_order"), nb::arg("seed"), nb::arg("stream"),
+           nb::arg("token_ids"), nb::arg("parent"), nb::arg("draft_probs"), nb::arg("skip_sample_adjustment"),
+           nb::arg("committed"), nb::arg("accepted_count"), nb::arg("kept_rows"), nb::arg("kept_count"))
+      .def("__call__", &ChainAccept::call);
+  module.def("residual", &residual_weights, nb::arg("weights"), nb::arg("draft_probs"), nb::arg("out"));
+  module.def("accepts", &accepts, nb::arg("r"), nb::arg("p"), nb::arg("q"));
+}
+
+}  // namespace outrider

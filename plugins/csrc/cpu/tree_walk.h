@@ -1,0 +1,101 @@
+// What the accept ops have in common: the trees of a step are checked, walked from their roots, and told as committed
+// tokens and kept rows.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <algorithm>
+
+#include "../tree_accept.h"
+#include "binder.h"
+
+namespace outrider {
+
+constexpr i64 kNothing = -1;  // stands in outputs behind what was committed or kept
+
+// A visited node's outcome: the token behind it, and the place of the child that holds it; kNothing ends the walk.
+struct Visit {
+  i64 token;
+  i64 next;
+};
+
+// Collects the kept rows in ascending order: pending tokens (rows without logits) and visited nodes.
+class KeptRows {
+ public:
+  KeptRows(const Trees& trees, i64* kept) : trees_(trees), kept_(kept) {}
+
+  void visit(i64 place) {
+    pending_before(trees_.logit_rows[place]);
+    kept_[count_++] = row_++;
+    ++place_;
+  }
+
+  i64 finish(i64 new_tokens) {
+    pending_before(new_tokens);
+    return count_;
+  }
+
+ private:
+  void pending_before(i64 end) {
+    for (; row_ < end; ++row_) {
+      if (place_ < trees_.count && trees_.logit_rows[place_] == row_) {
+        ++place_;  // a node that was not visited
+      } else {
+        kept_[count_++] = row_;
+      }
+    }
+  }
+
+  const Trees& trees_;
+  i64* kept_;
+  i64 row_ = 0;
+  i64 place_ = 0;
+  i64 count_ = 0;
+};
+
+class TreeWalk {
+ public:
+  TreeWalk(const char* op, Binder& binder, nanobind::handle token_ids, nanobind::handle parent,
+           nanobind::handle committed, nanobind::handle accepted_count, nanobind::handle kept_rows,
+           nanobind::handle kept_count);
+
+  // The trees of rows that were checked (RowChoices). Refuses what makes no trees, or too many.
+  Trees trees(const i64* logit_rows, i64 count, i64 new_tokens) const;
+
+  // Walks every tree: `step(place, end)` is the Visit of the node at `place`, whose tree ends before place `end`.
+  template <typename Step>
+  void run(const Trees& trees, i64 new_tokens, Step step) const {
+    std::fill_n(committed_, trees.count, kNothing);
+    std::fill_n(kept_rows_, new_tokens, kNothing);
+    std::fill_n(accepted_count_, most_trees_, 0);
+    KeptRows kept(trees, kept_rows_);
+    i64 tree = 0;
+    for (i64 root = 0; root < trees.count; ++tree) {
+      const i64 end = tree_end(trees, root);
+      i64 committed = 0;
+      for (i64 node = root; node != kNothing;) {
+        const Visit visit = step(node, end);
+        kept.visit(node);
+        committed_[root + committed++] = visit.token;
+        node = visit.next;
+      }
+      accepted_count_[tree] = committed;
+      root = end;
+    }
+    kept_count_[0] = kept.finish(new_tokens);
+  }
+
+ private:
+  static i64 tree_end(const Trees& trees, i64 root);
+
+  const char* op_;
+  const i64* token_ids_;
+  const i64* parent_;
+  i64* committed_;
+  i64* accepted_count_;
+  i64* kept_rows_;
+  i64* kept_count_;
+  i64 most_trees_;
+};
+
+}  // namespace outrider

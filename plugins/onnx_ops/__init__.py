@@ -1,0 +1,29 @@
+"""Our graph ops as ONNX sees them: schema, and a function body in standard ops that any ONNX tool can run.
+
+Imported by the compiler only (it needs `onnx`). Importing it registers the schemas with `onnx.defs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import onnx
+from onnx import defs
+
+from plugins.onnx_ops.branch_attention import branch_attention_function, branch_attention_schema
+from plugins.onnx_ops.domain import DOMAIN, OPSET, VERSION
+from plugins.onnx_ops.tree_expand import tree_expand_function, tree_expand_schema
+from plugins.onnx_ops.tree_rerank import tree_rerank_function, tree_rerank_schema
+
+__all__ = ["DOMAIN", "FUNCTIONS", "OPSET", "VERSION"]
+
+FUNCTIONS: dict[str, Callable[[], onnx.FunctionProto]] = {
+    "BranchAttention": branch_attention_function,
+    "TreeExpand": tree_expand_function,
+    "TreeRerank": tree_rerank_function,
+}
+"""The body of each op, by the op's name."""
+
+for _schema in (branch_attention_schema(), tree_expand_schema(), tree_rerank_schema()):
+    if not defs.has(_schema.name, DOMAIN):
+        defs.register_schema(_schema)

@@ -1,0 +1,71 @@
+"""Classical speculative sampling on chains: a drafted token is accepted by p / q, or corrected from the residual."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plugins.reference.choice import filtered_weights, inverse_cdf
+from plugins.reference.sample import SamplingSlots
+from plugins.reference.tree_accept import Accepted, walk_trees
+from plugins.schemas import Purpose
+
+# p and q on one scale: integers in units of 2**-50, rounded down. A residual is then exact, and its sum too, in any
+# order. Rounding moves less than V * 2**-50 of p; q comes in as float32, whose own rounding is 2**-25 of it.
+_PROBABILITY_ONE = 2.0**50
+_DRAW_BITS = 53
+
+
+def target_probability(weights: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """p `[V]` in units of 2**-50, of the weights `[V]` that `choice` draws by."""
+    scale = _PROBABILITY_ONE / float(int(weights.sum()))
+    return np.floor(weights.astype(np.float64) * scale).astype(np.uint64)
+
+
+def draft_probability(draft_probs: NDArray[np.float32]) -> NDArray[np.uint64]:
+    """q `[V]` in units of 2**-50; what rounding put above 1 is 1."""
+    return np.floor(np.minimum(draft_probs, 1.0).astype(np.float64) * _PROBABILITY_ONE).astype(np.uint64)
+
+
+def accepts(r: int, p: int, q: int) -> bool:
+    """Whether r q <= p, for the uniform number r / 2**53; never where p is 0."""
+    return p > 0 and r * q <= p << _DRAW_BITS
+
+
+def residual(p: NDArray[np.uint64], q: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """max(0, p - q): what a rejected token is replaced from."""
+    return np.where(p > q, p - q, np.uint64(0))
+
+
+def chain_accept(
+    logits: NDArray[np.float32],
+    logit_rows: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    branch: NDArray[np.int64],
+    slots: SamplingSlots,
+    token_ids: NDArray[np.int64],
+    parent: NDArray[np.int64],
+    draft_probs: NDArray[np.float32],
+    skip_sample_adjustment: NDArray[np.int64],
+) -> Accepted:
+    """The rule of seed 001 for every chain of the step; shapes as in the schema of ChainAccept."""
+    place_of = {row: place for place, row in enumerate(logit_rows.tolist())}
+
+    def step(node: int) -> tuple[int, int | None]:
+        b, position = int(branch[node]), int(positions[node])
+        weights = filtered_weights(logits[place_of[node]], slots.sampling(b))
+        u = slots.draw(b, position, Purpose.TARGET)
+        drafted = next((row for row in place_of if parent[row] == node), None)
+        if drafted is None:
+            return inverse_cdf(weights, u), None  # the bonus
+
+        x, r = int(token_ids[drafted]), slots.draw(b, position, Purpose.REJECTION)
+        p, q = target_probability(weights), draft_probability(draft_probs[place_of[drafted]])
+        if accepts(r, int(p[x]), int(q[x])):
+            return x, drafted
+        rest = residual(p, q)
+        if skip_sample_adjustment[b] or not rest.any():
+            return inverse_cdf(weights, u), None
+        return inverse_cdf(rest, u), None
+
+    return walk_trees(logit_rows, parent, step)

@@ -1,0 +1,162 @@
+"""Small random EAGLE3 heads on disk, in the layouts of the projects that train them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from compiler.models.config import DecoderConfig
+from compiler.models.rope import RopeScaling
+
+Layout = Literal["safeailab", "specforge", "angelslim"]
+LAYOUTS: tuple[Layout, ...] = ("safeailab", "specforge", "angelslim")
+SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
+Q, K, V, O = (f"midlayer.self_attn.{name}_proj.weight" for name in "qkvo")  # noqa: E741
+
+
+def target_config(*, layers: int = 8, hidden: int = 16, vocab: int = 60) -> DecoderConfig:
+    """The geometry of a target that a head may belong to."""
+    return DecoderConfig(
+        family="llama",
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=32,
+        num_layers=layers,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+        rope_scaling=RopeScaling(),
+        max_positions=256,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        tie_embeddings=False,
+        eos_token_ids=(0,),
+    )
+
+
+def write_eagle3(
+    folder: Path,
+    *,
+    layout: Layout = "specforge",
+    target_hidden: int = 16,
+    hidden: int | None = None,
+    vocab: int = 60,
+    draft_vocab: int | None = None,
+    intermediate: int = 40,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 8,
+    own_embedding: bool | None = None,
+    fc_norm: bool = False,
+    norm_output: bool = False,
+    rope_theta: float | None = None,
+    aux_layer_ids: list[int] | None = None,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **config: object,
+) -> dict[str, Tensor]:
+    """Write a random head and return its tensors by stored name. `hidden` is the target's width unless given.
+
+    SafeAILab's layout is a pickle without an embedding, and without a vocabulary map where it has no use; SpecForge's
+    is safetensors without an embedding, AngelSlim's with one: `own_embedding` overrules. Other keywords go to
+    config.json as they are; None leaves a key out.
+    """
+    hidden = hidden or target_hidden
+    draft_vocab = draft_vocab or vocab
+    own_embedding = layout == "angelslim" if own_embedding is None else own_embedding
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=generator) / columns**0.5
+
+    def norm(size: int) -> Tensor:  # not at its initial 1, where a mistake would not show
+        return 1 + 0.3 * torch.randn(size, generator=generator)
+
+    tensors = {
+        "fc.weight": matrix(hidden, 3 * target_hidden),
+        "midlayer.hidden_norm.weight": norm(hidden),
+        "midlayer.input_layernorm.weight": norm(hidden),
+        "midlayer.post_attention_layernorm.weight": norm(hidden),
+        Q: matrix(heads * head_dim, 2 * hidden),
+        K: matrix(kv_heads * head_dim, 2 * hidden),
+        V: matrix(kv_heads * head_dim, 2 * hidden),
+        O: matrix(hidden, heads * head_dim),
+        "midlayer.mlp.gate_proj.weight": matrix(intermediate, hidden),
+        "midlayer.mlp.up_proj.weight": matrix(intermediate, hidden),
+        "midlayer.mlp.down_proj.weight": matrix(hidden, intermediate),
+        "norm.weight": norm(hidden),
+        "lm_head.weight": matrix(draft_vocab, hidden),
+    }
+    if fc_norm:
+        tensors |= {f"fc_norm.{i}.weight": norm(target_hidden) for i in range(3)}
+    if own_embedding:
+        tensors["embed_tokens.weight"] = torch.randn(vocab, hidden, generator=generator)
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    if draft_vocab < vocab or layout != "safeailab":
+        ids = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
+        tensors["d2t"] = ids - torch.arange(draft_vocab)
+        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
+
+    architectures = {
+        "safeailab": "LlamaForCausalLM",
+        "specforge": "LlamaForCausalLMEagle3",
+        "angelslim": "Eagle3LlamaForCausalLM",
+    }
+    values: dict[str, object] = {
+        "architectures": [architectures[layout]],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": None if layout == "safeailab" else head_dim,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": rope_theta,
+        "vocab_size": vocab,
+        "draft_vocab_size": draft_vocab,
+        "target_hidden_size": target_hidden if hidden != target_hidden else None,
+        "fc_norm": fc_norm or None,
+        "norm_output": norm_output or None,
+    }
+    if aux_layer_ids is not None and layout == "angelslim":
+        values["aux_hidden_states_layer_ids"] = aux_layer_ids
+    elif aux_layer_ids is not None:
+        values["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": aux_layer_ids}
+    present = {key: value for key, value in (values | config).items() if value is not None}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(present))
+    _store(folder / (PICKLED if layout == "safeailab" else SAFETENSORS), tensors)
+    return tensors
+
+
+def change(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
+    """Rewrite the weights of a head after `edit`."""
+    file = next(folder / name for name in (SAFETENSORS, PICKLED) if (folder / name).exists())
+    tensors = load_file(file) if file.name == SAFETENSORS else torch.load(file, weights_only=True)
+    edit(tensors)
+    _store(file, tensors)
+
+
+def change_config(folder: Path, **values: object) -> None:
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | values))
+
+
+def _store(file: Path, tensors: dict[str, Tensor]) -> None:
+    if file.name == PICKLED:
+        torch.save(tensors, file)
+    else:
+        save_file(tensors, file)

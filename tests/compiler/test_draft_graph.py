@@ -1,0 +1,206 @@
+"""The draft graph against a tree grown in plain Python from its definition, on logits from PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 (its usual name)
+from numpy.typing import NDArray
+
+from compiler.checkpoint import load_decoder
+from compiler.eagle3_checkpoint import load_eagle3
+from compiler.engines.onnxruntime import WeightFile, write_engine
+from compiler.export import export_draft
+from compiler.lowering import lower
+from compiler.models.decoder import Decoder
+from compiler.models.drafting import DecoderDraft, Eagle3Draft
+from compiler.models.eager import CausalExecution, sequence_logits
+from compiler.models.eagle3 import Eagle3Head
+from plans import names
+from plans.manifest import Tree
+from plugins.reference import bim_mask
+from tests.compiler.eagle3_heads import target_config, write_eagle3
+
+CPU = "onnxruntime-cpu"
+CAPACITY = 256
+
+
+@dataclass
+class Node:
+    """A candidate of the definition: a token, the log-probability from the root on, and where it hangs."""
+
+    token: int
+    score: float
+    path: list[int]
+    parent: int
+
+
+LogProbs = Callable[[list[int]], NDArray[np.float64]]
+"""Of the drafter's tokens, behind the tip and a path of drafted tokens."""
+
+
+def grow(log_probs: LogProbs, tree: Tree) -> list[tuple[int, int, int, float]]:
+    """(token, parent node, depth, score) of the nodes behind the root, by DESIGN section 7, word by word."""
+    candidates: list[Node] = []
+
+    def expand(parent: int, path: list[int], score: float) -> list[int]:
+        found = log_probs(path)
+        best = sorted(range(len(found)), key=lambda t: (-found[t], t))[: tree.top_k]
+        made = []
+        for token in best:
+            candidates.append(Node(token, score + found[token], [*path, token], parent))
+            made.append(len(candidates) - 1)
+        return made
+
+    frontier = expand(-1, [], 0.0)
+    for _ in range(tree.depth):
+        level = [made for index in frontier for made in expand(index, candidates[index].path, candidates[index].score)]
+        frontier = sorted(level, key=lambda i: (-candidates[i].score, i))[: tree.top_k]
+    chosen = sorted(sorted(range(len(candidates)), key=lambda i: (-candidates[i].score, i))[: tree.nodes - 1])
+    node_of = {-1: 0} | {index: node for node, index in enumerate(chosen, start=1)}
+    return [
+        (candidates[i].token, node_of[candidates[i].parent], len(candidates[i].path), candidates[i].score)
+        for i in chosen
+    ]
+
+
+class DraftEngine:
+    """The lowered graph under ONNX Runtime, on one arena that every pass appends to in place."""
+
+    def __init__(self, model: Any, tree: Tree, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        graph = export_draft(model, tree, CAPACITY)
+        self.reports = lower("draft", graph, CPU, rows=1, exact=False)
+        weights = WeightFile(folder)
+        self.engine = write_engine(graph, folder, "draft", weights)
+        weights.close()
+        self._session = ort.InferenceSession(str(folder / "draft.onnx"), providers=["CPUExecutionProvider"])
+        self.arena = {
+            t.name: np.zeros([int(d) for d in t.shape], np.float32) for t in self.engine.inputs if "cache" in t.name
+        }
+        self._tree = tree
+
+    def draft(self, tokens: list[int], past: int, **more: NDArray[Any]) -> dict[str, NDArray[Any]]:
+        """Feed `tokens`, a chain behind `past` rows, and draft behind the last one."""
+        n = len(tokens)
+        keys = past + n + self._tree.depth * self._tree.top_k
+        view = min(-(-keys // 32) * 32, CAPACITY)
+        chain = np.arange(n) - 1
+        lengths, splits = np.array([past]), np.array([0, n])
+        bias = bim_mask(np.full((1, CAPACITY), -1), lengths, splits, np.zeros(n, np.int64), chain, view, n)
+        feeds: dict[str, NDArray[Any]] = {
+            names.TOKEN_IDS: np.array(tokens),
+            names.POSITIONS: np.arange(past, past + n),
+            names.ATTN_BIAS: bias,
+            names.PAST_LENGTH: lengths,
+            **more,
+        }
+        binding, outputs = self._session.io_binding(), {}
+        for name, array in {**feeds, **self.arena}.items():
+            binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        for tensor in self.engine.outputs:
+            source = self.engine.aliases.get(tensor.name)
+            shape = [int(d) for d in tensor.shape]
+            array = self.arena[source] if source else np.zeros(shape, tensor.dtype.numpy)
+            outputs[tensor.name] = array
+            binding.bind_output(tensor.name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        self._session.run_with_iobinding(binding)
+        return outputs
+
+
+@pytest.fixture(scope="module")
+def decoder(toy_recipe: Path) -> Decoder:
+    return load_decoder(toy_recipe.parent / "target", "float32", None)
+
+
+PROMPT = [(37 * i) % 299 + 1 for i in range(21)]
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        Tree(top_k=1, depth=0, nodes=2),
+        Tree(top_k=1, depth=4, nodes=6),
+        Tree(top_k=3, depth=0, nodes=3),
+        Tree(top_k=2, depth=1, nodes=7),  # every candidate
+        Tree(top_k=4, depth=3, nodes=9),
+        Tree(top_k=3, depth=6, nodes=40),
+        Tree(top_k=10, depth=5, nodes=60),
+    ],
+    ids=str,
+)
+def test_the_tree_is_the_one_of_the_definition(decoder: Decoder, tree: Tree, tmp_path: Path) -> None:
+    engine = DraftEngine(DecoderDraft(decoder), tree, tmp_path)
+    engine.draft(PROMPT[:9], 0)
+    engine.draft(PROMPT[9:17], 9)  # rows that the tree before left behind are written over
+    found = engine.draft(PROMPT[17:], 17)
+
+    def log_probs(path: list[int]) -> NDArray[np.float64]:
+        return torch.log_softmax(sequence_logits(decoder, PROMPT + path)[-1].double(), -1).numpy()
+
+    expected = grow(log_probs, tree)
+    token, parent, depth, score = map(np.array, zip(*expected, strict=True))
+    np.testing.assert_array_equal(found[names.TREE_TOKEN_IDS], [PROMPT[-1], *token])
+    np.testing.assert_array_equal(found[names.TREE_PARENT], [-1, *parent])
+    np.testing.assert_array_equal(found[names.TREE_POSITIONS], len(PROMPT) - 1 + np.array([0, *depth]))
+    np.testing.assert_allclose(found[names.TREE_SCORE], [0.0, *score], atol=1e-4)
+
+
+# An EAGLE3 head: the same tree, on hidden states of its own, over a vocabulary of its own.
+
+
+class HeadOracle:
+    """The head in plain PyTorch over whole sequences: nothing is cached, nothing is appended in place."""
+
+    def __init__(self, head: Eagle3Head, embedding: torch.Tensor) -> None:
+        self.head = head
+        self.embedding = embedding if head.embedding is None else head.embedding
+
+    def run(self, features: torch.Tensor, tokens: list[int], path: list[int]) -> NDArray[np.float64]:
+        """Log-probabilities of draft tokens behind `tokens` (the last is the tip) and the target tokens in `path`.
+
+        `features` `[len(tokens) - 1, 3H]`. Each pass of the recursion runs over everything before it again.
+        """
+        hidden = self.head.fuse(features)
+        embedded = F.embedding(torch.tensor(tokens[1:]), self.embedding)
+        for token in [*path, None]:
+            execution = CausalExecution(self.head.config, 1, len(hidden), "cpu")
+            out = self.head.layer(hidden, embedded, execution)
+            if token is None:
+                return torch.log_softmax(self.head.logits(out[-1]).double(), -1).detach().numpy()
+            hidden = torch.cat([hidden, out[-1:]])
+            embedded = torch.cat([embedded, F.embedding(torch.tensor([token]), self.embedding)])
+        raise AssertionError
+
+
+@pytest.mark.parametrize("tree", [Tree(top_k=4, depth=2, nodes=10), Tree(top_k=3, depth=5, nodes=24)], ids=str)
+@pytest.mark.parametrize("draft_vocab", [None, 33])
+def test_the_tree_of_a_head_is_the_one_of_the_definition(tree: Tree, draft_vocab: int | None, tmp_path: Path) -> None:
+    config = target_config()
+    write_eagle3(tmp_path / "head", draft_vocab=draft_vocab, layout="angelslim", hidden=24)
+    head = load_eagle3(tmp_path / "head", config)
+    model = Eagle3Draft(head, torch.zeros(60, 24))
+    engine = DraftEngine(model, tree, tmp_path / "engine")
+    random = np.random.default_rng(3)
+    tokens = random.integers(0, 60, 15).tolist()
+    features = random.normal(size=(20, config.hidden_size * 3)).astype(np.float32)
+    rows = random.permutation(20)[:14]  # features lie anywhere in the target's step
+    engine.draft(tokens[1:9], 0, features=features, feature_rows=rows[:8])
+    found = engine.draft(tokens[9:], 8, features=features, feature_rows=rows[8:])
+
+    oracle = HeadOracle(head, model.embedding)
+    given = torch.from_numpy(features[rows])
+    ids = head.target_ids.tolist()
+    expected = grow(lambda path: oracle.run(given, tokens, [ids[t] for t in path]), tree)
+    token, parent, depth, score = map(np.array, zip(*expected, strict=True))
+    np.testing.assert_array_equal(found[names.TREE_TOKEN_IDS], [tokens[-1], *(ids[t] for t in token)])
+    np.testing.assert_array_equal(found[names.TREE_PARENT], [-1, *parent])
+    np.testing.assert_array_equal(found[names.TREE_POSITIONS], len(tokens) - 1 + np.array([0, *depth]))
+    np.testing.assert_allclose(found[names.TREE_SCORE], [0.0, *score], atol=1e-4)

@@ -1,0 +1,397 @@
+"""What an EAGLE3 head's folder must hold, what is read from it, and the sentence for each way in which it does not."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiler.checkpoint import checkpoint_hashes
+from compiler.eagle3_checkpoint import load_eagle3, read_eagle3_config
+from compiler.models.config import DecoderConfig, WeightType
+from compiler.models.eagle3 import Eagle3Config
+from compiler.models.rope import RopeScaling
+from plans.errors import CheckpointError
+
+from .eagle3_heads import (
+    LAYOUTS,
+    PICKLED,
+    SAFETENSORS,
+    K,
+    Layout,
+    Q,
+    change,
+    change_config,
+    target_config,
+    write_eagle3,
+)
+
+UP = "midlayer.mlp.up_proj.weight"
+
+
+def refused(folder: Path, *parts: str, target: DecoderConfig | None = None) -> None:
+    """Reading `folder` and loading it both fail, with one sentence that holds every part."""
+    for read in (read_eagle3_config, load_eagle3):
+        with pytest.raises(CheckpointError) as error:
+            read(folder, target or target_config())
+        for part in parts:
+            assert part in str(error.value)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_geometry_is_read_from_config_and_shapes(layout: Layout, tmp_path: Path) -> None:
+    write_eagle3(tmp_path, layout=layout, draft_vocab=25, hidden=24, own_embedding=True, head_dim=10, rope_theta=5e5)
+    assert read_eagle3_config(tmp_path, target_config(layers=12)) == Eagle3Config(
+        hidden_size=24,
+        target_hidden_size=16,
+        intermediate_size=40,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=10,
+        draft_vocab_size=25,
+        vocab_size=60,
+        rms_norm_eps=1e-5,
+        rope_theta=5e5,
+        rope_scaling=RopeScaling(original_max_position_embeddings=256),
+        own_embedding=True,
+        fc_norm=False,
+        norm_output=False,
+        aux_layers=(2, 6, 9),
+    )
+
+
+def test_rope_theta_is_the_callers_then_the_checkpoints_then_ten_thousand(tmp_path: Path) -> None:
+    target = target_config()
+    write_eagle3(tmp_path)
+    assert read_eagle3_config(tmp_path, target).rope_theta == 10000
+    write_eagle3(tmp_path, rope_theta=1e6)
+    assert read_eagle3_config(tmp_path, target).rope_theta == 1e6
+    assert read_eagle3_config(tmp_path, target, rope_theta=5e5).rope_theta == 5e5
+    assert load_eagle3(tmp_path, target, rope_theta=5e5).config.rope_theta == 5e5
+
+
+@pytest.mark.parametrize(("layers", "taps"), [(7, (2, 3, 4)), (8, (2, 4, 5)), (36, (2, 18, 33))])
+def test_default_taps_of_a_target(layers: int, taps: tuple[int, ...], tmp_path: Path) -> None:
+    write_eagle3(tmp_path)
+    assert read_eagle3_config(tmp_path, target_config(layers=layers)).aux_layers == taps
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_named_taps_are_the_streams_behind_those_layers(layout: Layout, tmp_path: Path) -> None:
+    """What SpecForge names by default for 94 layers, [1, 46, 90], is the default of FEATURES, [2, 47, 91]."""
+    target = target_config(layers=94)
+    write_eagle3(tmp_path, layout=layout)
+    default = read_eagle3_config(tmp_path, target).aux_layers
+    write_eagle3(tmp_path, layout=layout, aux_layer_ids=[1, 46, 90])
+    assert read_eagle3_config(tmp_path, target).aux_layers == default == (2, 47, 91)
+    write_eagle3(tmp_path, layout=layout, aux_layer_ids=[2, 0, 1])
+    assert read_eagle3_config(tmp_path, target_config(layers=4)).aux_layers == (3, 1, 2)
+
+
+@pytest.mark.parametrize("absent", [(), ("t2d",), ("d2t",)])
+def test_target_ids_come_from_whichever_map_is_there(absent: tuple[str, ...], tmp_path: Path) -> None:
+    tensors = write_eagle3(tmp_path, draft_vocab=25)
+    change(tmp_path, lambda stored: [stored.pop(name) for name in absent])
+    ids = load_eagle3(tmp_path, target_config()).target_ids
+    assert ids.dtype == torch.int64
+    assert torch.equal(ids, torch.arange(25) + tensors["d2t"])
+    assert torch.equal(ids, tensors["t2d"].nonzero().flatten())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_whole_vocabulary_needs_no_map(layout: Layout, tmp_path: Path) -> None:
+    tensors = write_eagle3(tmp_path, layout=layout)
+    assert ("d2t" in tensors) == (layout != "safeailab")
+    assert torch.equal(load_eagle3(tmp_path, target_config()).target_ids, torch.arange(60))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_weights_are_in_the_type_and_layout_asked_for(dtype: WeightType, layout: Layout, tmp_path: Path) -> None:
+    tensors = write_eagle3(tmp_path, layout=layout, draft_vocab=25, dtype=torch.bfloat16)
+    head = load_eagle3(tmp_path, target_config(), dtype)
+    kind = getattr(torch, dtype)
+    assert {p.dtype for p in head.parameters()} == {kind}
+    assert all(p.is_contiguous() and not p.requires_grad and p.device.type == "cpu" for p in head.parameters())
+    assert torch.equal(head.q.weight, tensors[Q].T.to(kind))
+    assert head.target_ids.dtype == torch.int64
+    assert not head.training
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_survive_a_change_of_the_file(layout: Layout, tmp_path: Path) -> None:
+    write_eagle3(tmp_path, layout=layout, draft_vocab=25)
+    head = load_eagle3(tmp_path, target_config())
+    before = {name: weight.clone() for name, weight in head.state_dict().items()}
+    for file in (*tmp_path.glob("*.bin"), *tmp_path.glob("*.safetensors")):
+        with file.open("r+b") as opened:
+            opened.write(b"\xff" * file.stat().st_size)
+    assert all(torch.equal(weight, before[name]) for name, weight in head.state_dict().items())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_missing_tensor_is_named_with_its_shape(layout: Layout, tmp_path: Path) -> None:
+    write_eagle3(tmp_path, layout=layout, draft_vocab=25)
+    change(tmp_path, lambda tensors: tensors.pop(UP))
+    file = tmp_path / (PICKLED if layout == "safeailab" else SAFETENSORS)
+    refused(tmp_path, f"{file}: tensor '{UP}' is missing", "EAGLE3 head", "[40, 16]", "give a complete checkpoint")
+
+
+@pytest.mark.parametrize("name", [Q, K, "fc.weight", "lm_head.weight", "norm.weight"])
+def test_missing_tensor_that_geometry_is_read_from_is_named_too(name: str, tmp_path: Path) -> None:
+    write_eagle3(tmp_path)
+    change(tmp_path, lambda tensors: tensors.pop(name))
+    refused(tmp_path, f"tensor '{name}' is missing")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", ["midlayer.self_attn.q_proj.bias", "midlayer.self_attn.q_norm.weight", "layers.1.mlp.up_proj.weight"]
+)
+def test_unknown_tensor_is_named(name: str, layout: Layout, tmp_path: Path) -> None:
+    write_eagle3(tmp_path, layout=layout, draft_vocab=25)
+    change(tmp_path, lambda tensors: tensors.update({name: torch.zeros(32)}))
+    refused(tmp_path, f"tensor '{name}' is unexpected", "EAGLE3 head", "config.json")
+
+
+def test_names_of_another_layout_are_shown(tmp_path: Path) -> None:
+    tensors = write_eagle3(tmp_path)
+
+    def rename(stored: dict[str, Tensor]) -> None:
+        stored.clear()
+        stored.update({f"model.{name}": tensor for name, tensor in tensors.items()})
+
+    change(tmp_path, rename)
+    refused(tmp_path, "tensor 'fc.weight', ", "(and 10 more) is missing", "found instead 'model.")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("fc.weight", (16, 80), "[16, 48]"),
+        ("norm.weight", (17,), "[16]"),
+        ("lm_head.weight", (26, 16), "[25, 16]"),
+        ("midlayer.self_attn.v_proj.weight", (32, 32), "[16, 32]"),
+        (Q, (32, 16), "[32, 32]"),
+        (Q, (32,), "[32, 32]"),
+        ("embed_tokens.weight", (59, 16), "[60, 16]"),
+        ("d2t", (24,), "[25]"),
+        ("t2d", (61,), "[60]"),
+    ],
+)
+def test_wrong_shape_names_both_shapes(name: str, shape: tuple[int, ...], expected: str, tmp_path: Path) -> None:
+    write_eagle3(tmp_path, layout="angelslim", draft_vocab=25)
+    change(tmp_path, lambda tensors: tensors.update({name: torch.zeros(shape, dtype=tensors[name].dtype)}))
+    refused(tmp_path, f"tensor '{name}' has shape {list(shape)}", f"asks for {expected}")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "dtype", "expected"),
+    [(UP, torch.int8, "F64, F32, F16, BF16"), ("d2t", torch.float32, "I64"), ("t2d", torch.int64, "BOOL")],
+)
+def test_wrong_type_names_both_types(
+    name: str, dtype: torch.dtype, expected: str, layout: Layout, tmp_path: Path
+) -> None:
+    write_eagle3(tmp_path, layout=layout, draft_vocab=25)
+    change(tmp_path, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    refused(tmp_path, f"tensor '{name}' is stored as ", f"expected {expected}; ", "give the original one")
+
+
+def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    write_eagle3(tmp_path, layout="safeailab")
+    change(tmp_path, lambda tensors: tensors[UP][1, 2].fill_(float("nan")))
+    with pytest.raises(CheckpointError, match=f"'{UP}' holds values that are not finite in float32; the file is"):
+        load_eagle3(tmp_path, target_config())
+
+
+class TestVocabularyMap:
+    def test_absent_where_it_is_needed(self, tmp_path: Path) -> None:
+        write_eagle3(tmp_path, draft_vocab=25)
+        change(tmp_path, lambda tensors: [tensors.pop("d2t"), tensors.pop("t2d")])
+        refused(tmp_path, "tensor 'd2t' is missing", "draft vocabulary (25)", "target's (60)")
+
+    @pytest.mark.parametrize(
+        ("at", "shift", "bounds"), [(24, 60, "below 60"), (0, -40, "above -1"), (10, -30, "above "), (10, 30, "above ")]
+    )
+    def test_draft_tokens_that_are_no_ascending_tokens_of_the_target(
+        self, at: int, shift: int, bounds: str, tmp_path: Path
+    ) -> None:
+        write_eagle3(tmp_path, draft_vocab=25)
+        change(tmp_path, lambda tensors: tensors["d2t"][at].add_(shift))
+        refused(tmp_path, "tensor 'd2t' makes draft token ", bounds, "(draft_id + d2t, ascending)")
+
+    def test_absolute_ids_in_place_of_offsets(self, tmp_path: Path) -> None:
+        write_eagle3(tmp_path, draft_vocab=40)
+        change(tmp_path, lambda tensors: tensors["d2t"].add_(torch.arange(40)))
+        refused(tmp_path, "tensor 'd2t' makes draft token ", "below 60")
+
+    def test_sum_that_overflows(self, tmp_path: Path) -> None:
+        write_eagle3(tmp_path, draft_vocab=25)
+        change(tmp_path, lambda tensors: tensors["d2t"][3].fill_(torch.iinfo(torch.int64).max))
+        refused(tmp_path, "tensor 'd2t' makes draft token 3 ")
+
+    def test_maps_that_disagree(self, tmp_path: Path) -> None:
+        tensors = write_eagle3(tmp_path, draft_vocab=25)
+        free = int((~tensors["t2d"]).nonzero()[-1])
+        taken = int(tensors["t2d"].nonzero()[0])
+        change(tmp_path, lambda stored: [stored["t2d"][taken].fill_(False), stored["t2d"][free].fill_(True)])
+        refused(tmp_path, "'t2d' and 'd2t' disagree: draft token 0 is", f"and {taken} by d2t")
+
+    def test_too_many_marked(self, tmp_path: Path) -> None:
+        write_eagle3(tmp_path, draft_vocab=25)
+        change(tmp_path, lambda tensors: tensors["t2d"].fill_(True))
+        refused(tmp_path, "tensor 't2d' marks 60 tokens, expected 25")
+
+    def test_map_of_a_whole_vocabulary_that_is_none(self, tmp_path: Path) -> None:
+        write_eagle3(tmp_path)
+        change(tmp_path, lambda tensors: tensors["d2t"].add_(1))
+        refused(tmp_path, "tensor 'd2t' makes draft token 59 target token 60", "below 60")
+
+
+def test_target_of_another_width(tmp_path: Path) -> None:
+    target = target_config(hidden=32)
+    write_eagle3(tmp_path)
+    refused(tmp_path, "config.json: hidden_size, which stands for the absent target_hidden_size, is 16", target=target)
+    write_eagle3(tmp_path, hidden=24, own_embedding=True)
+    refused(tmp_path, "target_hidden_size is 16, but the target's hidden_size is 32", "this target", target=target)
+
+
+def test_target_of_another_vocabulary(tmp_path: Path) -> None:
+    write_eagle3(tmp_path)
+    refused(tmp_path, "config.json: vocab_size is 60, but the target's is 61", target=target_config(vocab=61))
+
+
+def test_target_embedding_of_another_width_cannot_stand_in(tmp_path: Path) -> None:
+    write_eagle3(tmp_path, hidden=24)
+    refused(tmp_path, "tensor 'embed_tokens.weight' is missing", "embedding is 16 wide, not 24", "that holds one")
+
+
+@pytest.mark.parametrize("layers", [1, 4, 6])
+def test_target_with_too_few_layers_for_three_taps(layers: int, tmp_path: Path) -> None:
+    write_eagle3(tmp_path)
+    refused(
+        tmp_path,
+        f"the target has {layers} layers, but three distinct default taps need 7",
+        "eagle_aux_hidden_state_layer_ids",
+        target=target_config(layers=layers),
+    )
+
+
+@pytest.mark.parametrize("ids", [[0, 1], [0, 1, 1], [-1, 2, 3], [1, 3, 7], [1, 3, "5"], [1, 3, 5.0], 3, [True, 2, 3]])
+@pytest.mark.parametrize("layout", ["specforge", "angelslim"])
+def test_wrong_taps(ids: list[int], layout: Layout, tmp_path: Path) -> None:
+    write_eagle3(tmp_path, layout=layout, aux_layer_ids=ids)
+    refused(tmp_path, "layer_ids must be 3 different layers from 0 to 6 of the target", f"found {ids!r}")
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"hidden_size": "16"}, "hidden_size must be a positive integer, found '16'"),
+        ({"intermediate_size": None}, "intermediate_size must be a positive integer, found None"),
+        ({"intermediate_size": 48}, "asks for [16, 48]"),
+        ({"draft_vocab_size": 61}, "draft_vocab_size 61 is greater than vocab_size 60"),
+        ({"num_attention_heads": 5}, "num_attention_heads 5 is not a multiple of num_key_value_heads 2"),
+        ({"num_attention_heads": 6}, "has 32 rows, expected an even number for each of the 6 heads"),
+        ({"num_attention_heads": 32}, "has 32 rows, expected an even number for each of the 32 heads"),
+        ({"num_attention_heads": 8}, "head_dim is 8, but tensor 'midlayer.self_attn.q_proj.weight' has 32 rows"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads is 4, but tensor 'midlayer.self_attn.k_proj.weight' has 16"),
+        ({"head_dim": 16}, "head_dim is 16, but tensor"),
+        ({"fc_norm": "yes"}, "fc_norm must be true or false, found 'yes'"),
+        ({"fc_norm": True}, "tensor 'fc_norm.0.weight', 'fc_norm.1.weight', 'fc_norm.2.weight' is missing"),
+        ({"norm_output": 1}, "norm_output must be true or false, found 1"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a positive number, found 'small'"),
+        ({"rope_theta": -1}, "rope_theta must be a positive number, found -1"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic' is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"use_sliding_window": True}, "sliding-window"),
+        ({"eagle_config": [1]}, "eagle_config must be a JSON object, found [1]"),
+    ],
+)
+def test_wrong_config_names_the_key(values: dict[str, object], sentence: str, tmp_path: Path) -> None:
+    write_eagle3(tmp_path)
+    change_config(tmp_path, **values)
+    refused(tmp_path, str(tmp_path), sentence)
+
+
+def test_norms_that_the_config_denies(tmp_path: Path) -> None:
+    write_eagle3(tmp_path, fc_norm=True)
+    change_config(tmp_path, fc_norm=None)  # where it says nothing the tensors decide
+    assert read_eagle3_config(tmp_path, target_config()).fc_norm
+    change_config(tmp_path, fc_norm=False)
+    refused(tmp_path, "'fc_norm.0.weight', 'fc_norm.1.weight', 'fc_norm.2.weight' is unexpected")
+
+
+def test_folder_without_weights_or_config(tmp_path: Path) -> None:
+    refused(tmp_path / "absent", f"{tmp_path / 'absent'} is not a folder")
+    refused(tmp_path, f"{tmp_path / 'config.json'} does not exist")
+    write_eagle3(tmp_path)
+    (tmp_path / SAFETENSORS).unlink()
+    refused(tmp_path, f"{tmp_path} holds no {SAFETENSORS}", PICKLED)
+    (tmp_path / "head.pt").write_bytes(b"")
+    refused(tmp_path, "beside head.pt")
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
+        return print, ("a pickle ran",)
+
+
+class TestPickle:
+    @pytest.fixture
+    def file(self, tmp_path: Path) -> Path:
+        write_eagle3(tmp_path, layout="safeailab")
+        return tmp_path / PICKLED
+
+    @pytest.mark.parametrize(
+        "content", [b"", b"no weights", pickle.dumps({"fc.weight": 1}, 2)[:9], b"PK\x03\x04 no archive"]
+    )
+    def test_that_cannot_be_read(self, content: bytes, file: Path) -> None:
+        file.write_bytes(content)
+        refused(file.parent, f"{file} is damaged or holds more than tensors", "download it again", SAFETENSORS)
+
+    @pytest.mark.parametrize("keep", [100, -1])
+    def test_that_is_cut_short(self, keep: int, file: Path) -> None:
+        file.write_bytes(file.read_bytes()[:keep])
+        refused(file.parent, f"{file} is damaged")
+
+    def test_that_would_run_code(self, file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        torch.save({"fc.weight": Harmful()}, file)
+        refused(file.parent, f"{file} is damaged or holds more than tensors (UnpicklingError)")
+        assert "a pickle ran" not in capfd.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("content", "found"),
+        [
+            ([torch.zeros(1)], "must hold tensors by name, found a list"),
+            ({}, "must hold tensors by name"),
+            ({"state_dict": {"fc.weight": torch.zeros(1)}}, "'state_dict' must be a plain tensor, found a dict"),
+            ({3: torch.zeros(1)}, "3 must be a plain tensor"),
+            ({"fc.weight": torch.zeros(2, 2).to_sparse()}, "'fc.weight' must be a plain tensor"),
+        ],
+    )
+    def test_that_is_no_weights(self, content: object, found: str, file: Path) -> None:
+        torch.save(content, file)
+        refused(file.parent, str(file), found)
+
+    def test_of_the_old_format_is_read(self, file: Path) -> None:
+        content = torch.load(file, weights_only=True)
+        torch.save(content, file, _use_new_zipfile_serialization=False)
+        assert torch.equal(load_eagle3(file.parent, target_config()).fc.weight, content["fc.weight"].T)
+
+    def test_beside_safetensors_is_left_alone(self, file: Path) -> None:
+        tensors = write_eagle3(file.parent, layout="specforge", seed=1)
+        file.write_bytes(b"no weights")
+        assert torch.equal(load_eagle3(file.parent, target_config()).fc.weight, tensors["fc.weight"].T)
+        assert set(checkpoint_hashes(file.parent)) == {"config.json", SAFETENSORS}
+
+    def test_is_hashed(self, file: Path) -> None:
+        hashes = checkpoint_hashes(file.parent)
+        assert set(hashes) == {"config.json", PICKLED}
+        assert hashes[PICKLED] == hashlib.sha256(file.read_bytes()).hexdigest()
