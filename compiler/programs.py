@@ -1,4 +1,4 @@
-"""Programs as data: which stages a prefill, a decoding step and a speculative step are, over which buffers."""
+"""Programs as data: which stages a prefill, a step of decoding, beams or speculation are, over which buffers."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from plans.manifest import (
 from plugins.schemas import SCHEMAS
 
 _SHARED = {names.TEMPERATURE, names.TOP_K, names.TOP_P, names.FILTER_ORDER, names.SEED, names.STREAM}
+_BEAMS = 8  # that every plan serves, whatever its drafters are
 _COMPACT = {
     "source": names.KEPT_ROWS,
     "source_count": names.KEPT_COUNT,
@@ -29,8 +30,11 @@ _COMPACT = {
 
 
 def symbol_limits(geometry: Geometry, drafters: Sequence[Drafter]) -> dict[str, int]:
-    """Largest step of the target in one row: a full prefill chunk with the longest draft hanging from its end."""
-    nodes = 1 + longest_draft(drafters)
+    """Largest step of the target in one row: a full prefill chunk with the longest draft hanging from its end.
+
+    A step of beam search wants the logits of every beam, so that there is room for some even without drafts.
+    """
+    nodes = max(1 + longest_draft(drafters), _BEAMS)
     new = geometry.prefill_chunk + nodes - 1
     return _limits(geometry, new, nodes, new)
 
@@ -62,7 +66,7 @@ def cache_views(model: str, geometry: Geometry) -> dict[str, View]:
 
 
 def emit_programs(engines: Mapping[str, Engine], drafters: Sequence[Drafter]) -> dict[str, Program]:
-    """`prefill`, `decode`, one `speculate.NAME` per drafter, and one `extend.NAME` where a drafter has an engine."""
+    """`prefill`, `decode`, `beam`; one `speculate.NAME` per drafter, one `extend.NAME` where it has an engine."""
     model = names.TARGET
     mask, sample, accept = (_op(name, model) for name in ("BimMask", "Sample", "TreeAccept"))
     compact = _op("KvGather", model, _COMPACT)
@@ -74,12 +78,14 @@ def emit_programs(engines: Mapping[str, Engine], drafters: Sequence[Drafter]) ->
     programs = {
         names.PREFILL: Program(stages=(mask, forward)),
         names.DECODE: Program(stages=(mask, forward, sample), results=Results(tokens=tokens)),
+        names.BEAM: Program(stages=(forward,)),
     }
     for drafter in drafters:
         name = drafter.name
         if isinstance(drafter, GraphDrafter):
-            draft: tuple[Stage, ...] = (_op("BimMask", name), _engine(name, engines[name], names.DRAFTED))
-            programs[names.extend(name)] = Program(stages=(draft[0], _engine(name, engines[name])))
+            own_mask = _op("BimMask", name)
+            draft: tuple[Stage, ...] = (_op("Draws", name), own_mask, _engine(name, engines[name], names.DRAFTED))
+            programs[names.extend(name)] = Program(stages=(own_mask, _engine(name, engines[name])))
         else:
             draft = (Stage(kind=StageKind.DRAFT, run=name, model=model),)
         programs[names.speculate(name)] = Program(stages=(*draft, mask, forward, accept, compact), results=results)
@@ -97,6 +103,8 @@ def _engine(model: str, engine: Engine, drafted: Mapping[str, str] | None = None
             return names.of(names.TARGET, tensor)
         if drafted and tensor in drafted:
             return names.of(names.TARGET, drafted[tensor])
+        if tensor in _SHARED:
+            return tensor
         return names.of(model, tensor)
 
     return Stage(

@@ -105,7 +105,8 @@ def _target(target: TargetPlan, models: Mapping[str, Geometry], drafters: Sequen
             yield f"engines.{name}: {problem}"
     resolver = _Names(memory, target, {d.name for d in drafters if isinstance(d, NgramDrafter)})
     speculative = {names.speculate(drafter.name) for drafter in drafters}
-    for name in sorted(speculative | {names.PREFILL, names.DECODE} | {names.extend(name) for name in graphs}):
+    required = speculative | {names.PREFILL, names.DECODE, names.BEAM} | {names.extend(name) for name in graphs}
+    for name in sorted(required):
         if name not in target.programs:
             yield f"programs: {name!r} is missing"
     for name, program in target.programs.items():
@@ -191,6 +192,8 @@ class _Names:
                 yield f"stage {index}, {stage.run!r}: {problem}"
         if all(stage.kind is not StageKind.ENGINE for stage in program.stages):
             yield "runs no engine"
+        if name == names.BEAM and (len(program.stages) > 1 or program.results is not None):
+            yield "must be one engine without results: the host writes its bias and reads its logits"
         yield from self._results(program, name, speculative)
 
     def _stage(self, stage: Stage, first: bool) -> Iterator[str]:

@@ -49,6 +49,8 @@ KEPT_COUNT = "kept_count"  # int64 [1]
 
 # What a drafter reads of the target's last step, and the tree it leaves: the next step of the target.
 FEATURE_ROWS = "feature_rows"  # int64 [N], tokens of the target's step whose features the new pairs hold
+TIP_POSITION = "tip_position"  # int64 [branches], the tip's in the target
+DRAWS = "draws"  # f32 [branches, depth + 1], the target's own draws behind the tip
 TREE_TOKEN_IDS = "tree_token_ids"  # int64 [nodes]; node 0, the root, is the tip
 TREE_POSITIONS = "tree_positions"  # int64 [nodes], in the target
 TREE_PARENT = "tree_parent"  # int64 [nodes]; -1 at the root
@@ -57,7 +59,7 @@ TREE = (TREE_TOKEN_IDS, TREE_POSITIONS, TREE_PARENT, TREE_SCORE)
 
 # What stages may write. Everything else is the host's; a drafter's engine writes the target's next step.
 STAGE_WRITTEN = frozenset(
-    {ATTN_BIAS, LOGITS_OUT, FEATURES, COMMITTED, ACCEPTED_COUNT, KEPT_ROWS, KEPT_COUNT, KV, *TREE}
+    {ATTN_BIAS, LOGITS_OUT, FEATURES, COMMITTED, ACCEPTED_COUNT, KEPT_ROWS, KEPT_COUNT, KV, DRAWS, *TREE}
 )
 DRAFTED = {TREE_TOKEN_IDS: TOKEN_IDS, TREE_POSITIONS: POSITIONS, TREE_PARENT: PARENT}
 
@@ -73,6 +75,7 @@ STREAM = "stream"  # int64 [branches]
 # Programs.
 PREFILL = "prefill"
 DECODE = "decode"
+BEAM = "beam"  # the target's engine alone, under an `attn_bias` that the host writes
 
 
 def speculate(drafter: str) -> str:

@@ -35,6 +35,8 @@ def drafter_buffers(drafter: GraphDrafter, geometry: Geometry, kv_dtype: DType) 
     """What a drafter with an engine owns: its step, its arena with the slot map, and a tree of its own."""
     tree = {name: DType.FLOAT32 if name == names.TREE_SCORE else DType.INT64 for name in names.TREE}
     table = _step(geometry, kv_dtype) | {name: (dtype, (drafter.tree.nodes,)) for name, dtype in tree.items()}
+    table[names.TIP_POSITION] = (DType.INT64, (geometry.branches,))
+    table[names.DRAWS] = (DType.FLOAT32, (geometry.branches, drafter.tree.depth + 1))
     if drafter.kind == "eagle3":
         table[names.FEATURE_ROWS] = (DType.INT64, (names.NEW,))
     return _named(drafter.name, table)

@@ -85,6 +85,17 @@ class ChainAccept:
     ) -> None: ...
     def __call__(self, new: int, logits: int, /) -> None: ...
 
+class Draws:
+    def __init__(
+        self,
+        tip_position: _Int,
+        seed: NDArray[np.uint64],
+        stream: _Int,
+        draws: NDArray[np.float32],
+        purpose: int = 0,
+    ) -> None: ...
+    def __call__(self) -> None: ...
+
 class KvGather:
     def __init__(
         self,

@@ -24,12 +24,24 @@ except ImportError as error:
         "Run `pip install -e .` at the top of the repository, or start Python elsewhere."
     ) from error
 
-from plugins._native import BimMask, ChainAccept, KvGather, Sample, TreeAccept, accepts, residual, uniform, weights
+from plugins._native import (
+    BimMask,
+    ChainAccept,
+    Draws,
+    KvGather,
+    Sample,
+    TreeAccept,
+    accepts,
+    residual,
+    uniform,
+    weights,
+)
 
 __all__ = [
     "BimMask",
     "BoundOp",
     "ChainAccept",
+    "Draws",
     "KvGather",
     "Sample",
     "TreeAccept",

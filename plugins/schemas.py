@@ -206,6 +206,23 @@ _CHAIN_ACCEPT = OpSchema(
     extents=(names.NEW, names.LOGITS),
 )
 
+_DRAWS = OpSchema(
+    name="Draws",
+    version=1,
+    doc="""The target's own draws at the positions behind each tip, for a drafter to look at.
+
+    draws[b, d] = uniform(seed[b], stream[b], tip_position[b] + 1 + d, purpose), its first 24 bits, in [0, 1).
+    Errors: ValueError for an unknown purpose.
+    Source: DESIGN section 7.""",
+    inputs=(
+        TensorSpec(names.TIP_POSITION, _INT, (_SLOTS,)),
+        TensorSpec(names.SEED, "uint64", (_SLOTS,)),
+        TensorSpec(names.STREAM, _INT, (_SLOTS,)),
+    ),
+    outputs=(TensorSpec(names.DRAWS, "float32", (_SLOTS, "depths")),),
+    attributes=(_PURPOSE,),
+)
+
 _KV = TensorSpec(names.KV, ANY_FLOAT, ("planes", names.ROWS, "heads", _CAPACITY, "head_dim"))
 
 _KV_GATHER = OpSchema(
@@ -267,6 +284,75 @@ _BRANCH_ATTENTION = OpSchema(
     ),
 )
 
+_FRONTIER = ("trees", "frontier")
+_CANDIDATES = ("trees", "candidates")
+
+_TREE_EXPAND = OpSchema(
+    name="TreeExpand",
+    version=1,
+    doc="""Children of a draft tree's frontier nodes, and which of them are expanded next.
+
+    A node's children are its top_k likeliest tokens, scored by the node's score plus their log-probability. Where a
+    branch samples (temperature[b] > 0), one child is the drafter's own choice at the target's draw: the inverse CDF at
+    draws[b] in id order of its distribution under the branch's temperature, top-k and top-p (looked for among the
+    64 likeliest tokens). It stands for the last child if it is none of them, and is scored by the node's score +
+    log(coupling), the others by theirs + log(1 - coupling): the target's choice at the same draw is mostly the same.
+    Candidates are node-major, a node's best first; frontier holds the top_k best of them, best first. Of equals, the
+    lower index comes first. Stands in graphs only: a function body of standard ops.
+    Source: DESIGN section 7; EAGLE-2 (arXiv 2406.16858) for the tree.""",
+    inputs=(
+        TensorSpec("logits", "float32", (*_FRONTIER, _VOCABULARY)),
+        TensorSpec("score", "float32", _FRONTIER),
+        TensorSpec(names.DRAWS, "float32", ("trees",)),
+        TensorSpec(names.TEMPERATURE, "float64", ("trees",)),
+        TensorSpec(names.TOP_K, _INT, ("trees",)),
+        TensorSpec(names.TOP_P, "float64", ("trees",)),
+    ),
+    outputs=(
+        TensorSpec("token", _INT, _CANDIDATES),
+        TensorSpec("candidate_score", "float32", _CANDIDATES),
+        TensorSpec("frontier", _INT, ("trees", "top_k")),
+    ),
+    attributes=(AttributeSpec("top_k", int), AttributeSpec("coupling", float)),
+)
+
+_NODES = ("trees", "nodes - 1")
+
+_TREE_RERANK = OpSchema(
+    name="TreeRerank",
+    version=1,
+    doc="""The nodes - 1 best candidates of all levels, as the nodes of a draft tree behind its root.
+
+    A child scores no more than its parent and comes after it, so whoever is chosen has ancestors that are: of equals,
+    the lower index comes first. Nodes keep the order of their indices: ancestors before descendants. parent counts
+    nodes, 0 is the root. Stands in graphs only: a function body of standard ops.
+    Source: DESIGN section 7; EAGLE-2 (arXiv 2406.16858).""",
+    inputs=(
+        TensorSpec("candidate_token", _INT, _CANDIDATES),
+        TensorSpec("candidate_score", "float32", _CANDIDATES),
+        TensorSpec("candidate_parent", _INT, _CANDIDATES),
+        TensorSpec("candidate_depth", _INT, ("candidates",)),
+    ),
+    outputs=(
+        TensorSpec("token", _INT, _NODES),
+        TensorSpec("parent", _INT, _NODES),
+        TensorSpec("depth", _INT, _NODES),
+        TensorSpec("score", "float32", _NODES),
+    ),
+    attributes=(AttributeSpec("nodes", int),),
+)
+
 SCHEMAS: dict[str, OpSchema] = {
-    schema.name: schema for schema in (_BIM_MASK, _SAMPLE, _TREE_ACCEPT, _CHAIN_ACCEPT, _KV_GATHER, _BRANCH_ATTENTION)
+    schema.name: schema
+    for schema in (
+        _BIM_MASK,
+        _SAMPLE,
+        _TREE_ACCEPT,
+        _CHAIN_ACCEPT,
+        _DRAWS,
+        _KV_GATHER,
+        _BRANCH_ATTENTION,
+        _TREE_EXPAND,
+        _TREE_RERANK,
+    )
 }

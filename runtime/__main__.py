@@ -8,9 +8,17 @@ from pathlib import Path
 
 from plans.console import guarded, print_json, report_error, stderr
 from plans.errors import RequestError
+from runtime.beam_search import BeamOptions, BeamResult, EarlyStopping
+from runtime.debug import RoundPrinter
 from runtime.generation import Generation
 from runtime.request import Options
 from runtime.runtime import Runtime
+
+_EARLY_STOPPING: dict[str, EarlyStopping] = {"false": False, "true": True, "never": "never"}
+_OF_BEAMS = {"length_penalty", "early_stopping", "num_return"}
+_WITH_BEAMS = {
+    "plan", "target", "threads", "prompt", "prompt_file", "token_ids", "max_new_tokens", "ignore_eos", "json",
+}  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -39,8 +47,26 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--json", action="store_true", help="print one JSON object: text token_ids finish_reason stats"
     )
+    generate.add_argument(
+        "--debug",
+        action="store_true",
+        help="print each round on standard error: its position, the drafted tokens with the drafter's probabilities "
+        "(dDEPTH<PARENT), + accepted, - not chosen, = the target's own token behind them",
+    )
     generate.add_argument("--logprobs", type=int, metavar="N", help="with --json: log-probabilities, and the N best")
-    generate.set_defaults(command=_generate)
+    beams = generate.add_argument_group("beam search", "A baseline that follows several continuations at once.")
+    beams.add_argument("--beams", type=int, metavar="N", help="search with N beams; --json prints beams and stats")
+    beams.add_argument(
+        "--length-penalty", type=float, metavar="X", help="score: log-probability / tokens ** X (default 1)"
+    )
+    beams.add_argument(
+        "--early-stopping",
+        choices=_EARLY_STOPPING,
+        help="once N have ended: end (true), or go on while a live beam scores better as it is (false, the "
+        "default), or could at any length (never)",
+    )
+    beams.add_argument("--num-return", type=int, metavar="N", help="print the N best (default 1)")
+    generate.set_defaults(command=_generate, parser=generate)
 
     chat = commands.add_parser(
         "chat", help="talk with the model", description="Talk with the model; an empty line or end of input leaves."
@@ -87,12 +113,19 @@ def _load(arguments: argparse.Namespace) -> Runtime:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
+    if arguments.beams is not None:
+        return _beam_search(arguments)
+    if given := _given(arguments, _OF_BEAMS):
+        raise RequestError(f"{given[0]} is an option of beam search; add --beams N, or leave it out.")
     if arguments.logprobs is not None and not arguments.json:
         raise RequestError("--logprobs are printed with --json only; add it.")
     prompt = _prompt(arguments)
     options = _options(arguments)
     options["logprobs"] = arguments.logprobs
-    stream = _load(arguments).stream(prompt, **options)
+    runtime = _load(arguments)
+    if arguments.debug:
+        options["on_round"] = RoundPrinter(runtime.tokenizer, stderr)
+    stream = runtime.stream(prompt, **options)
     if arguments.stream and not arguments.json:
         for span in stream:
             print(span.text, end="", flush=True)
@@ -104,6 +137,41 @@ def _generate(arguments: argparse.Namespace) -> int:
         print(stream.result.text)
         stderr.print(_summary(stream.result), style="dim")
     return 0
+
+
+def _beam_search(arguments: argparse.Namespace) -> int:
+    others = set(vars(arguments)) - _WITH_BEAMS - _OF_BEAMS - {"beams"}
+    if given := _given(arguments, others):
+        raise RequestError(
+            f"{given[0]} cannot go with --beams: beam search draws and drafts nothing, and has no text before its end. "
+            "Leave one of them out."
+        )
+    prompt = _prompt(arguments)
+    options = BeamOptions(beams=arguments.beams, max_new_tokens=arguments.max_new_tokens)
+    if arguments.length_penalty is not None:
+        options["length_penalty"] = arguments.length_penalty
+    if arguments.early_stopping is not None:
+        options["early_stopping"] = _EARLY_STOPPING[arguments.early_stopping]
+    if arguments.num_return is not None:
+        options["num_return"] = arguments.num_return
+    if arguments.ignore_eos:
+        options["eos_token_ids"] = []
+    results = _load(arguments).beam_search(prompt, **options)
+    if arguments.json:
+        print_json(beams_json(results))
+        return 0
+    for result in results:
+        print(result.text)
+        stderr.print(
+            f"score {result.score:.4f}, {len(result.token_ids)} tokens ({result.finish_reason.value})", style="dim"
+        )
+    return 0
+
+
+def _given(arguments: argparse.Namespace, options: set[str]) -> list[str]:
+    """Those of the options that are not at their defaults, as they are spelled on the command line."""
+    default = arguments.parser.get_default
+    return [f"--{name.replace('_', '-')}" for name in sorted(options) if getattr(arguments, name) != default(name)]
 
 
 def _prompt(arguments: argparse.Namespace) -> str | list[int]:
@@ -168,6 +236,17 @@ def generation_json(generation: Generation) -> dict[str, object]:
             for t in generation.logprobs
         ]
     return value
+
+
+def beams_json(results: list[BeamResult]) -> dict[str, object]:
+    """The stable keys of `--beams --json`."""
+    return {
+        "beams": [
+            {"text": r.text, "token_ids": r.token_ids, "score": r.score, "finish_reason": r.finish_reason.value}
+            for r in results
+        ],
+        "stats": results[0].stats.to_json(),
+    }
 
 
 def _summary(generation: Generation) -> str:

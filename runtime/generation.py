@@ -6,8 +6,10 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from runtime.request import Request
 from runtime.sampling import TokenLogprob
 from runtime.stats import Stats
+from runtime.text_stream import TextStream
 
 
 class FinishReason(StrEnum):
@@ -72,3 +74,50 @@ class GenerationStream:
             reason = "failed" if self._error is not None else "was closed"
             raise RuntimeError(f"The stream {reason} before its generation ended; it has no result.") from self._error
         return self._result
+
+
+class GrowingGeneration:
+    """A generation in progress: what has been committed, and whether it has ended."""
+
+    def __init__(self, request: Request, text: TextStream, stats: Stats) -> None:
+        self._request, self._text, self.stats = request, text, stats
+        self._token_ids: list[int] = []
+        self._shown: list[str] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.finish_reason: FinishReason | None = None
+
+    def take(self, chosen: list[int], drafted: int, accepted: int, last: bool) -> tuple[Span, int]:
+        """Commit the target's choices of one round up to an end token or a stop string; how many stay."""
+        ends = self._request.eos_token_ids
+        kept = next((i + 1 for i, token in enumerate(chosen) if token in ends), len(chosen))
+        ended = chosen[kept - 1] in ends
+        pushed = self._text.push(chosen[: kept - ended])
+        if pushed.stop is not None:
+            kept, ended = pushed.consumed, True
+        if ended:
+            self.finish_reason = FinishReason.STOP
+        elif last:
+            self.finish_reason = FinishReason.LENGTH
+        stats = self.stats
+        stats.rounds += 1
+        stats.drafted += drafted
+        accepted = min(kept, accepted)
+        stats.accepted += accepted
+        if drafted:
+            stats.note_accepted(accepted)
+        stats.new_tokens += kept
+        self._token_ids += chosen[:kept]
+        self._shown.append(pushed.text)
+        return Span(chosen[:kept], pushed.text), kept
+
+    def finish(self) -> Span:
+        """The text that was held back; it may complete a stop string after all."""
+        text = self._text.finish()
+        self._shown.append(text)
+        if self._text.stopped is not None:
+            self.finish_reason = FinishReason.STOP
+        return Span([], text)
+
+    def result(self) -> Generation:
+        assert self.finish_reason is not None
+        return Generation("".join(self._shown), self._token_ids, self.finish_reason, self.stats, self.logprobs)

@@ -9,6 +9,7 @@ from typing import TypedDict
 
 from plans.errors import RequestError
 from runtime.sampling import FilterOrder, SamplingParams
+from runtime.trace import Watcher
 
 MAX_LOGPROBS = 20
 
@@ -22,6 +23,8 @@ class Options(TypedDict, total=False):
     - `stop`: texts that end the generation; they are not part of its text.
     - `eos_token_ids`: end tokens, in place of the plan's; `ignore_eos` (False): go on past them.
     - `drafter`: name of a drafter of the plan, "none" for plain decoding; default: the plan's first.
+    - `auto_disable` (True): decode plainly while drafts cost more than they bring, by the clock. Tokens stay the same.
+    - `on_round`: called with a `trace.Round` after each round, before its span is given out.
     - `logprobs` (None): report each token's log-probability and this many of the most probable (0 to 20).
     - `cancel`: a `threading.Event`; once set, the generation ends before its next step.
     """
@@ -37,6 +40,8 @@ class Options(TypedDict, total=False):
     eos_token_ids: Sequence[int]
     ignore_eos: bool
     drafter: str
+    auto_disable: bool
+    on_round: Watcher | None
     logprobs: int | None
     cancel: threading.Event | None
 
@@ -50,6 +55,8 @@ class Request:
     stop: tuple[str, ...]
     eos_token_ids: frozenset[int]
     drafter: str | None
+    auto_disable: bool
+    on_round: Watcher | None
     logprobs: int | None
     cancel: threading.Event | None
 
@@ -77,6 +84,9 @@ def check_options(options: Options, drafters: Sequence[str], eos_token_ids: Sequ
         raise RequestError(f"eos_token_ids is {ends!r}; pass a list of token ids.")
     if not isinstance(stop, Iterable):
         raise RequestError(f"stop is {stop!r}; pass a list of texts.")
+    on_round = options.get("on_round")
+    if on_round is not None and not callable(on_round):
+        raise RequestError(f"on_round is a {type(on_round).__name__}; pass a function of one `Round`.")
     cancel = options.get("cancel")
     if cancel is not None and not isinstance(cancel, threading.Event):
         raise RequestError(f"cancel is a {type(cancel).__name__}; pass a threading.Event, and set it to cancel.")
@@ -93,6 +103,8 @@ def check_options(options: Options, drafters: Sequence[str], eos_token_ids: Sequ
         stop=tuple(stop),
         eos_token_ids=frozenset() if options.get("ignore_eos", False) else frozenset(ends),
         drafter=None if drafter == "none" else drafter,
+        auto_disable=bool(options.get("auto_disable", True)),
+        on_round=on_round,
         logprobs=logprobs,
         cancel=cancel,
     )

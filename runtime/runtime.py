@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Unpack
@@ -12,6 +13,7 @@ from plans.errors import RequestError
 from plans.manifest import Manifest
 from plans.plan import Plan, open_plan
 from runtime.backends import BACKENDS, choose_target
+from runtime.beam_search import BeamOptions, BeamResult, beam_search
 from runtime.generation import Generation, GenerationStream, Span
 from runtime.prompt import prepare_prompt
 from runtime.request import Options, check_options
@@ -75,17 +77,29 @@ class Runtime:
         ids = prepare_prompt(prompt, (), request.stop, self.tokenizer, manifest.target).ids
         return GenerationStream(self._run(ids, options))
 
+    def beam_search(self, prompt: str | Sequence[int], **options: Unpack[BeamOptions]) -> list[BeamResult]:
+        """The most probable continuations of `prompt` that beam search finds, best first. Raises RequestError."""
+        with self._idle_session() as session:
+            return beam_search(session, prompt, **options)
+
     def _run(self, ids: list[int], options: Options) -> Generator[Span, None, Generation]:
-        """Generate on an idle session, so that one-off generations do not allocate an arena each."""
+        with self._idle_session() as session:
+            inner = session.stream(ids, **options)
+            try:
+                yield from inner
+                return inner.result
+            finally:
+                inner.close()
+
+    @contextmanager
+    def _idle_session(self) -> Iterator[Session]:
+        """An empty session, kept afterwards, so that one-off generations do not allocate an arena each."""
         try:
             session = self._idle.pop()
         except IndexError:
             session = self.session()
-        inner = session.stream(ids, **options)
         try:
-            yield from inner
-            return inner.result
+            yield session
         finally:
-            inner.close()
             session.reset()
             self._idle.append(session)  # the oldest idle one goes where there are too many

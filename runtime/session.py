@@ -8,7 +8,8 @@ after any cut are the same loop.
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Unpack
 
@@ -23,15 +24,17 @@ from runtime.backends.base import LoadedEngine
 from runtime.buffers import Buffers
 from runtime.drafters import Drafter, make_host_drafter
 from runtime.drafters.graph import EngineDrafter
-from runtime.generation import FinishReason, Generation, GenerationStream, Span
+from runtime.gate import Gate
+from runtime.generation import FinishReason, Generation, GenerationStream, GrowingGeneration, Span
 from runtime.program import Program
 from runtime.prompt import Prompt, prepare_prompt
 from runtime.request import Options, Request, check_options
-from runtime.sampling import TokenLogprob, logprobs
+from runtime.sampling import logprobs
 from runtime.stats import StageClock, Stats
 from runtime.step import Step, TargetStep
 from runtime.text_stream import TextStream
 from runtime.tokenizer import Tokenizer
+from runtime.trace import read_round
 
 _BRANCH, _TREE = 0, 0  # a session is one branch, and a step one tree
 
@@ -46,6 +49,7 @@ class Session:
         self, manifest: Manifest, plan: TargetPlan, engines: Mapping[str, LoadedEngine], tokenizer: Tokenizer
     ) -> None:
         self._manifest, self._tokenizer, self._geometry = manifest, tokenizer, manifest.target
+        self._limits = plan.symbols[names.TARGET]
         self._buffers = Buffers(plan)
         self._step = TargetStep(self._buffers, manifest.target, plan.symbols[names.TARGET])
         self._slots = SlotMap(names.TARGET, self._buffers, self._step)
@@ -79,6 +83,15 @@ class Session:
         """Every token of the sequence, prompts and generated ones."""
         return list(self._tokens)
 
+    @property
+    def manifest(self) -> Manifest:
+        return self._manifest
+
+    @property
+    def limits(self) -> Mapping[str, int]:
+        """The largest value of every symbol of the target's steps."""
+        return self._limits
+
     def reset(self) -> None:
         """Start over with an empty sequence."""
         self.truncate(0)
@@ -108,6 +121,48 @@ class Session:
         prepared = self._prepare(prompt, whole, request)
         return GenerationStream(self._run(prompt, whole, request, prepared, self._changes))
 
+    @contextmanager
+    def exploring(self, prompt: str | Sequence[int], request: Request, stats: Stats) -> Iterator[Prompt]:
+        """Hold the session for `read` and `look_ahead` behind `prompt`, of which nothing has been taken in yet.
+
+        At the end the sequence is what it was, with the prompt if that was read, and the stages' times are in `stats`.
+        Raises RequestError as `stream`.
+        """
+        with self._exclusive():
+            clock = StageClock(list(self._programs.values()))
+            yield self._prepare(prompt, False, request)
+            clock.fill(stats)
+
+    def read(self, prompt: Prompt, request: Request, stats: Stats) -> NDArray[np.float32] | None:
+        """Append `prompt` and give rows to all of it; logits f32 `[1, vocab]` behind it, None if it was cancelled."""
+        self._changes += 1
+        self._place(prompt.ids, whole=False)
+        stats.prompt_tokens, stats.reused_tokens = len(self._tokens), self._slots.length
+        if not self._prefill(request, None, stats):
+            return None
+        start = self._slots.length
+        pending = self._tokens[start:]
+        self._step.begin_target(start, self._slots.next_position(), pending, _BRANCH, logits=True)
+        self._pass(self._programs[names.PREFILL])
+        self._slots.commit(len(pending), kept=None)
+        return self._step.logits[:1]
+
+    def look_ahead(self, tokens: list[int], distance: int, visible: NDArray[np.bool_]) -> NDArray[np.float32]:
+        """Logits f32 `[tokens, vocab]`, a view until the next pass, of tokens that do not belong to the sequence.
+
+        They stand `distance` positions behind it and take the next rows in order. `visible` bool `[tokens, rows]` says
+        which of the rows behind the sequence each one sees, those of these tokens included.
+        """
+        past = self._slots.length + visible.shape[1] - len(tokens)
+        self._step.begin_beams(past, self._slots.next_position() + distance - 1, tokens, visible)
+        self._pass(self._programs[names.BEAM])
+        return self._step.logits[: len(tokens)]
+
+    def text_behind(self, token_ids: list[int]) -> str:
+        """What `token_ids` would add to the sequence's text."""
+        text = TextStream(self._tokenizer, self._tokens)
+        return text.push(token_ids).text + text.finish()
+
     def _prepare(self, prompt: str | Sequence[int], whole: bool, request: Request) -> Prompt:
         present = [] if whole else self._tokens
         return prepare_prompt(prompt, present, request.stop, self._tokenizer, self._geometry)
@@ -123,20 +178,21 @@ class Session:
             self._place(prepared.ids, whole)
             stats = Stats(prompt_tokens=len(self._tokens))
             clock = StageClock(list(self._programs.values()))
-            generation = _Growing(request, prepared.text, stats)
+            generation = GrowingGeneration(request, prepared.text, stats)
             self._buffers.set_sampling(_BRANCH, request.sampling)
             drafter = self._drafters.get(request.drafter or "")
             if drafter is not None:
                 self._slots.truncate(drafter.resume(self._tokens, self._slots.length, self._passes))
             stats.reused_tokens = self._slots.length
             end = min(self._geometry.context, len(self._tokens) + request.max_new_tokens)
+            gate = Gate(request.drafter) if request.drafter is not None and request.auto_disable else None
             if not self._prefill(request, drafter, stats):
                 generation.finish_reason = FinishReason.CANCELLED
             while generation.finish_reason is None:
                 if _cancelled(request):
                     generation.finish_reason = FinishReason.CANCELLED
                     break
-                span = self._decode(request, drafter, end, generation)
+                span = self._round(request, drafter, gate, end, generation)
                 if stats.rounds == 1:
                     stats.ttft_ms, stats.first_span = (perf_counter() - started) * 1000, stats.new_tokens
                 handed_over = perf_counter()
@@ -186,7 +242,25 @@ class Session:
             stats.prefill_passes += 1
         return True
 
-    def _decode(self, request: Request, drafter: Drafter | None, end: int, generation: _Growing) -> Span:
+    def _round(
+        self, request: Request, drafter: Drafter | None, gate: Gate | None, end: int, generation: GrowingGeneration
+    ) -> Span:
+        """One round, with the drafter where the gate lets it."""
+        if drafter is None or gate is None:
+            return self._decode(request, drafter, end, generation)
+        stats, began = generation.stats, perf_counter()
+        settled = len(self._tokens) - self._slots.length == 1  # a round that also catches up tells nothing
+        drafting = gate.drafting
+        span = self._decode(request, drafter if drafting else None, end, generation)
+        stats.plain_rounds += not drafting
+        if settled:
+            gate.note(perf_counter() - began, len(span.token_ids))
+        if gate.drafting and not drafting:  # back again: what it missed is computed once more
+            self._slots.truncate(drafter.resume(self._tokens, self._slots.length, self._passes))
+            self._prefill(request, drafter, stats)
+        return span
+
+    def _decode(self, request: Request, drafter: Drafter | None, end: int, generation: GrowingGeneration) -> Span:
         """One round: feed what is pending with a draft behind it, and commit what the target chose."""
         step, slots, tokens = self._step, self._slots, self._tokens
         start = slots.length
@@ -210,6 +284,10 @@ class Session:
             for index, token in enumerate(span.token_ids):
                 span.logprobs.append(logprobs(self.step_logits(index), token, request.logprobs))
             generation.logprobs += span.logprobs
+        if request.on_round is not None:
+            scores = drafter.scores if drafter is not None and program.kept is not None else None
+            accepted = min(kept, count - 1)
+            request.on_round(read_round(step, len(pending), span.token_ids, accepted, program.kept, scores))
         tokens += span.token_ids  # before the rows: a row without its token would be worse than the reverse
         rows = len(pending) + kept - 1
         slots.commit(rows, program.kept)
@@ -231,50 +309,6 @@ class Session:
 
     def _exclusive(self) -> _Exclusive:
         return _Exclusive(self._busy)
-
-
-class _Growing:
-    """A generation in progress: what has been committed, and whether it has ended."""
-
-    def __init__(self, request: Request, text: TextStream, stats: Stats) -> None:
-        self._request, self._text, self._stats = request, text, stats
-        self._token_ids: list[int] = []
-        self._shown: list[str] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.finish_reason: FinishReason | None = None
-
-    def take(self, chosen: list[int], drafted: int, accepted: int, last: bool) -> tuple[Span, int]:
-        """Commit the target's choices of one round up to an end token or a stop string; how many stay."""
-        ends = self._request.eos_token_ids
-        kept = next((i + 1 for i, token in enumerate(chosen) if token in ends), len(chosen))
-        ended = chosen[kept - 1] in ends
-        pushed = self._text.push(chosen[: kept - ended])
-        if pushed.stop is not None:
-            kept, ended = pushed.consumed, True
-        if ended:
-            self.finish_reason = FinishReason.STOP
-        elif last:
-            self.finish_reason = FinishReason.LENGTH
-        stats = self._stats
-        stats.rounds += 1
-        stats.drafted += drafted
-        stats.accepted += min(kept, accepted)
-        stats.new_tokens += kept
-        self._token_ids += chosen[:kept]
-        self._shown.append(pushed.text)
-        return Span(chosen[:kept], pushed.text), kept
-
-    def finish(self) -> Span:
-        """The text that was held back; it may complete a stop string after all."""
-        text = self._text.finish()
-        self._shown.append(text)
-        if self._text.stopped is not None:
-            self.finish_reason = FinishReason.STOP
-        return Span([], text)
-
-    def result(self) -> Generation:
-        assert self.finish_reason is not None
-        return Generation("".join(self._shown), self._token_ids, self.finish_reason, self._stats, self.logprobs)
 
 
 class _Exclusive:

@@ -20,8 +20,10 @@ class Stats:
     new_tokens: int = 0
     prefill_passes: int = 0
     rounds: int = 0
-    drafted: int = 0
+    plain_rounds: int = 0  # of those, rounds decoded plainly because drafting did not pay
+    drafted: int = 0  # tokens proposed and evaluated by the target
     accepted: int = 0
+    rounds_by_accepted: list[int] = field(default_factory=list)  # rounds with a draft, by how much of it was accepted
     first_span: int = 0  # tokens committed by the first round
     ttft_ms: float = 0.0  # from the first work on the encoded prompt to the first committed token
     total_ms: float = 0.0  # to the last one, the caller's time between spans left out
@@ -32,6 +34,19 @@ class Stats:
     def acceptance_rate(self) -> float:
         """Accepted drafted tokens / drafted tokens evaluated; 0 without drafts."""
         return self.accepted / self.drafted if self.drafted else 0.0
+
+    def note_accepted(self, count: int) -> None:
+        """A round with a draft accepted `count` of its tokens."""
+        by = self.rounds_by_accepted
+        if count >= len(by):
+            by += [0] * (count + 1 - len(by))
+        by[count] += 1
+
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """At index d, the share of rounds with a draft that accepted more than d of its tokens."""
+        by = self.rounds_by_accepted
+        return [sum(by[depth:]) / sum(by) for depth in range(1, len(by))]
 
     @property
     def tokens_per_verify(self) -> float:
@@ -50,6 +65,7 @@ class Stats:
         """All fields and rates, with stable keys."""
         return asdict(self) | {
             "acceptance_rate": self.acceptance_rate,
+            "acceptance_by_depth": self.acceptance_by_depth,
             "tokens_per_verify": self.tokens_per_verify,
             "decode_tokens_per_second": self.decode_tokens_per_second,
         }

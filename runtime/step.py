@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 from plans import names
 from plans.manifest import Geometry
 from runtime.buffers import Buffers
 
 _NEW, _VIEW, _LOGITS, _ROWS, _EDGES, _PLACES, _FEATURED = range(len(names.SYMBOLS))
+_HIDDEN = np.finfo(np.float32).min  # what BimMask writes: finite, so that no softmax is over nothing
 
 
 class Step:
@@ -73,6 +75,7 @@ class TargetStep(Step):
         self.draft_limit = 0
         self.logit_rows = buffers.of(names.TARGET, names.LOGIT_ROWS)
         self.logits = buffers.of(names.TARGET, names.LOGITS_OUT)
+        self._attn_bias = buffers.of(names.TARGET, names.ATTN_BIAS).reshape(-1)
 
     def begin_target(self, past: int, position: int, tokens: list[int], branch: int, *, logits: bool) -> None:
         """As `begin`; `logits` asks for those of the last token, the tip.
@@ -102,3 +105,24 @@ class TargetStep(Step):
         self.logit_rows[:nodes] = self._count[:nodes]
         self.sizes[_LOGITS] = nodes
         self._resize(nodes)
+
+    def begin_beams(self, past: int, position: int, tokens: list[int], visible: NDArray[np.bool_]) -> None:
+        """Lay out `tokens` at one `position`, each with logits, behind `past` rows, and write the bias they run under.
+
+        `visible` bool [tokens, K] says which of the last K keys each token sees, its own included; keys before those
+        are seen by all.
+        """
+        n, keys = len(tokens), past + len(tokens)
+        self.draft_limit = 0
+        self.past_length[0] = past
+        self.token_ids[:n] = tokens
+        self.positions[:n] = position
+        self.logit_rows[:n] = self._count[:n]
+        self.sizes[_LOGITS] = n
+        self._resize(n)
+        view = self.sizes[_VIEW]
+        bias = self._attn_bias[: n * view].reshape(n, view)
+        bias.fill(_HIDDEN)
+        first = keys - visible.shape[1]
+        bias[:, :first] = 0.0
+        bias[:, first:keys][visible] = 0.0

@@ -18,6 +18,7 @@ _ALIGNMENT = 4096  # bytes: so that the file can be mapped page by page
 
 DTYPES = {
     ir.DataType.FLOAT: DType.FLOAT32,
+    ir.DataType.DOUBLE: DType.FLOAT64,
     ir.DataType.FLOAT16: DType.FLOAT16,
     ir.DataType.BFLOAT16: DType.BFLOAT16,
     ir.DataType.INT64: DType.INT64,

@@ -21,6 +21,10 @@ from plans import names
 from plans.manifest import Tree
 
 
+# How often a drafter's choice at the target's draw is the target's: what scores that child of a sampling branch.
+COUPLING = 0.75
+
+
 class DraftModel(Protocol):
     """A model that drafts: an EAGLE3 head, or a small decoder. Tensors have a leading dimension of 1."""
 
@@ -85,6 +89,10 @@ class DraftGraph(nn.Module):
         positions: Tensor,
         attn_bias: Tensor,
         past_length: Tensor,
+        draws: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
         k_caches: Sequence[Tensor],
         v_caches: Sequence[Tensor],
     ) -> tuple[Tensor, ...]:
@@ -101,7 +109,14 @@ class DraftGraph(nn.Module):
         bias = attn_bias[0, 0, -1:].expand(k, -1)  # what the tip sees: all levels start from it
         start = past_length + new
 
-        token, score, _ = tree_expand(model.logits(hidden).float(), torch.zeros(1, 1), k)
+        def expand(hidden: Tensor, score: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+            draw = draws[:, depth]
+            grown: tuple[Tensor, Tensor, Tensor] = tree_expand(
+                model.logits(hidden).float(), score, draw, temperature, top_k, top_p, k, COUPLING
+            )
+            return grown
+
+        token, score, _ = expand(hidden, torch.zeros(1, 1), 0)
         tokens, scores = [token], [score]
         parents = [torch.full((1, k), -1)]
         node_token, node_score, node = token, score, torch.arange(k)  # the frontier: its nodes as candidates
@@ -114,7 +129,7 @@ class DraftGraph(nn.Module):
                 self.splits,
             )  # fmt: skip
             hidden = model.run(self._target_ids(node_token), hidden, execution)
-            token, score, frontier = tree_expand(model.logits(hidden).float(), node_score, k)
+            token, score, frontier = expand(hidden, node_score, level + 1)
             tokens.append(token)
             scores.append(score)
             parents.append(torch.index_select(node, 0, self.parent_of).unsqueeze(0))
@@ -174,6 +189,10 @@ def export_draft(model: nn.Module, tree: Tree, capacity: int) -> ir.Model:
         names.POSITIONS: (names.NEW,),
         names.ATTN_BIAS: (1, 1, names.NEW, names.VIEW),
         names.PAST_LENGTH: (1,),
+        names.DRAWS: (1, tree.depth + 1),
+        names.TEMPERATURE: (1,),
+        names.TOP_K: (1,),
+        names.TOP_P: (1,),
         **{names.k_cache(i): cache for i in layers},
         **{names.v_cache(i): cache for i in layers},
     }
@@ -186,6 +205,10 @@ def export_draft(model: nn.Module, tree: Tree, capacity: int) -> ir.Model:
             "positions": torch.zeros(new, dtype=index),
             "attn_bias": torch.zeros(1, 1, new, view),
             "past_length": torch.zeros(1, dtype=index),
+            "draws": torch.zeros(1, tree.depth + 1),
+            "temperature": torch.zeros(1, dtype=torch.float64),
+            "top_k": torch.zeros(1, dtype=index),
+            "top_p": torch.zeros(1, dtype=torch.float64),
             "k_caches": caches(),
             "v_caches": caches(),
         },
@@ -195,7 +218,7 @@ def export_draft(model: nn.Module, tree: Tree, capacity: int) -> ir.Model:
             "token_ids": {0: free},
             "positions": {0: free},
             "attn_bias": {2: free, 3: free},
-            "past_length": None,
+            **dict.fromkeys(("past_length", "draws", "temperature", "top_k", "top_p")),
             "k_caches": fixed,
             "v_caches": fixed,
         },

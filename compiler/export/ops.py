@@ -36,14 +36,23 @@ def _(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any
 
 
 @torch.library.custom_op("outrider::tree_expand", mutates_args=())
-def tree_expand(logits: Tensor, score: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+def tree_expand(
+    logits: Tensor,
+    score: Tensor,
+    draws: Tensor,
+    temperature: Tensor,
+    top_k_filter: Tensor,
+    top_p: Tensor,
+    top_k: int,
+    coupling: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Shapes: `plugins.schemas`, TreeExpand."""
     raise NotImplementedError("outrider::tree_expand exists for export only")
 
 
 @tree_expand.register_fake
-def _(logits: Tensor, score: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    trees, nodes = score.shape
+def _(logits: Tensor, score: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    (trees, nodes), top_k = score.shape, rest[4]
     return (
         logits.new_empty((trees, nodes * top_k), dtype=torch.int64),
         logits.new_empty((trees, nodes * top_k)),
@@ -79,6 +88,6 @@ def _translated(op: str, attributes: tuple[str, ...]) -> Callable[..., Any]:
 
 TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.outrider.branch_attention.default: _translated("BranchAttention", ("num_heads", "kv_num_heads", "scale")),
-    torch.ops.outrider.tree_expand.default: _translated("TreeExpand", ("top_k",)),
+    torch.ops.outrider.tree_expand.default: _translated("TreeExpand", ("top_k", "coupling")),
     torch.ops.outrider.tree_rerank.default: _translated("TreeRerank", ("nodes",)),
 }

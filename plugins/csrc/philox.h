@@ -37,4 +37,7 @@ OUTRIDER_HD inline u64 uniform53(u64 seed, i64 stream, i64 position, u32 purpose
   return (static_cast<u64>(block.word[0] >> 5) << 26) | (block.word[1] >> 6);
 }
 
+// The draw as a float32 in [0, 1): its first 24 bits.
+OUTRIDER_HD inline float draw_f32(u64 draw) { return static_cast<float>(draw >> 29) * (1.0f / 16777216.0f); }
+
 }  // namespace outrider

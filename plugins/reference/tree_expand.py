@@ -25,8 +25,37 @@ def best(values: NDArray[np.float64], count: int) -> NDArray[np.int64]:
     return np.argsort(-values, kind="stable")[:count]
 
 
-def tree_expand(logits: NDArray[np.float32], score: NDArray[np.float32], top_k: int) -> Expanded:
-    """`logits` `[B, F, V]` of each tree's frontier nodes, whose `score` `[B, F]` is summed from the root."""
+LIKELY = 64  # tokens among which the cuts of top-k and top-p are looked for
+
+
+def coupled_token(logits: NDArray[np.float64], draw: float, temperature: float, top_k: int, top_p: float) -> int:
+    """The inverse CDF at `draw`, in id order, of the distribution under temperature, then top-k, then top-p."""
+    scaled = logits / temperature
+    weights = np.exp(scaled - scaled.max())
+    likely = best(scaled, LIKELY)
+    limited = 0 < top_k <= len(likely)
+    survivors = weights[likely[:top_k]].sum() if limited else weights.sum()
+    kept = [
+        token
+        for rank, token in enumerate(likely)
+        if (not top_k or rank < top_k) and (top_p >= 1 or weights[likely[:rank]].sum() < top_p * survivors)
+    ]
+    threshold = -np.inf if len(kept) == len(likely) and not limited else scaled[kept].min()
+    summed = np.cumsum(np.where(scaled >= threshold, weights, 0.0))
+    return min(int((summed <= draw * summed[-1]).sum()), len(logits) - 1)
+
+
+def tree_expand(
+    logits: NDArray[np.float32],
+    score: NDArray[np.float32],
+    draws: NDArray[np.float32],
+    temperature: NDArray[np.float64],
+    top_k_filter: NDArray[np.int64],
+    top_p: NDArray[np.float64],
+    top_k: int,
+    coupling: float,
+) -> Expanded:
+    """Shapes as in the schema of TreeExpand, sums in float64; `top_k_filter` is the branches' sampling filter."""
     trees, nodes, _ = logits.shape
     token = np.zeros((trees, nodes * top_k), np.int64)
     summed = np.zeros((trees, nodes * top_k))
@@ -36,8 +65,15 @@ def tree_expand(logits: NDArray[np.float32], score: NDArray[np.float32], top_k: 
             row = logits[tree, node].astype(np.float64)
             log_probs = row - (row.max() + np.log(np.exp(row - row.max()).sum()))
             children = best(row, top_k)
+            own = log_probs[children]
+            if temperature[tree] > 0:
+                settings = float(temperature[tree]), int(top_k_filter[tree]), float(top_p[tree])
+                chosen = coupled_token(row, float(draws[tree]), *settings)
+                if chosen not in children:
+                    children[-1] = chosen
+                own = np.where(children == chosen, np.log(coupling), own + np.log(1 - coupling))
             place = slice(node * top_k, (node + 1) * top_k)
             token[tree, place] = children
-            summed[tree, place] = score[tree, node] + log_probs[children]
+            summed[tree, place] = score[tree, node] + own
         frontier[tree] = best(summed[tree], top_k)
     return Expanded(token, summed, frontier)

@@ -20,6 +20,10 @@ class Drafter(Protocol):
         resume, then per target pass: (begin | absorb), the pass, follow
     """
 
+    @property
+    def scores(self) -> NDArray[np.float32] | None:
+        """Log-probabilities of the last draft's nodes, summed from the tip, node 0; None where it knows none."""
+
     def truncate(self, length: int) -> None:
         """The sequence now has `length` tokens, those before them unchanged."""
 

@@ -33,6 +33,8 @@ class EngineDrafter:
         self._room = geometry.context
         self._paired = settings.kind == "eagle3"
         self._chain = settings.tree.top_k == 1 and not self._paired
+        self.scores: NDArray[np.float32] = buffers.of(settings.name, names.TREE_SCORE)
+        self._tip_position = buffers.of(settings.name, names.TIP_POSITION)
         self._feature_rows = buffers.of(settings.name, names.FEATURE_ROWS) if self._paired else None
         self._first, self._rows = 0, np.zeros(0, np.int64)
         self._passes = 0
@@ -59,6 +61,7 @@ class EngineDrafter:
             return False
         if not self._feed(tokens, len(tokens) - self._paired):
             return False
+        self._tip_position[_BRANCH] = step.positions[0]
         step.expect_tree(nodes)
         self._drafting = True
         return True

@@ -81,6 +81,11 @@ class NgramDrafter:
         self._tails = [_ROOT]
         self._told = 0
 
+    @property
+    def scores(self) -> None:
+        """Counts are no probabilities."""
+        return None
+
     def truncate(self, length: int) -> None:
         """Start over where what was counted is not part of the sequence any more."""
         if length < self._told:

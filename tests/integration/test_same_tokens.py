@@ -16,7 +16,9 @@ from compiler.build import build
 from compiler.held_out import read_prompts
 from compiler.recipe import load_recipe
 from runtime import Runtime
+from runtime.gate import Gate
 from runtime.request import Options
+from runtime.trace import Round
 from tests.conftest import HELD_OUT
 
 SAMPLINGS = (
@@ -45,7 +47,7 @@ def test_every_drafter_gives_the_tokens_of_plain_decoding(
     prompt = (prompt * repeat)[:100]
     plain = toy.generate(prompt, drafter="none", max_new_tokens=48, **sampling)
     for drafter in DRAFTERS:
-        drafted = toy.generate(prompt, drafter=drafter, max_new_tokens=48, **sampling)
+        drafted = toy.generate(prompt, drafter=drafter, auto_disable=False, max_new_tokens=48, **sampling)
         assert drafted.token_ids == plain.token_ids
         assert drafted.text == plain.text
         assert drafted.finish_reason == plain.finish_reason
@@ -87,14 +89,54 @@ def test_a_reused_prefix_gives_the_tokens_of_a_fresh_session(
 def test_what_a_drafter_knows_survives_cuts_and_other_drafters(toy: Runtime) -> None:
     """After a generation that was cut, a drafter accepts as much as if it had never been cut."""
     prompt = [(37 * i) % 299 + 1 for i in range(50)]  # several chunks
-    options = Options(max_new_tokens=30, ignore_eos=True)
+    options = Options(max_new_tokens=30, ignore_eos=True, auto_disable=False)
     for drafter in ("chain", "bushy"):
-        whole = toy.generate(prompt, drafter=drafter, max_new_tokens=60, ignore_eos=True)
+        whole = toy.generate(prompt, drafter=drafter, auto_disable=False, max_new_tokens=60, ignore_eos=True)
         session = toy.session()
         pieces = [session.generate(prompt, drafter=drafter, **options), session.generate(drafter=drafter, **options)]
         accepted = sum(piece.stats.accepted for piece in pieces)
         assert accepted > 0
         assert abs(accepted - whole.stats.accepted) <= 4  # the cut itself costs at most a draft
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "chain", "head"])
+def test_drafting_that_does_not_pay_is_put_aside_and_tried_again(
+    toy: Runtime, drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the clock says: here, that it never pays."""
+    monkeypatch.setattr(Gate, "gain", lambda self: 0.5)
+    monkeypatch.setattr(Gate, "LITTLE", 99.0)
+    monkeypatch.setattr("runtime.gate.WINDOW", 4)
+    monkeypatch.setattr("runtime.gate.REST", 5)
+    options = Options(max_new_tokens=100, temperature=1.0, seed=4, ignore_eos=True)
+    plain = toy.generate([5, 6, 7] * 9, drafter="none", **options)
+    drafted = toy.session().generate([5, 6, 7] * 9, drafter=drafter, **options)
+    assert drafted.token_ids == plain.token_ids
+    assert 0 < drafted.stats.plain_rounds < drafted.stats.rounds
+    assert drafted.stats.drafted > 0
+
+
+def test_rounds_can_be_watched(toy: Runtime) -> None:
+    seen: list[Round] = []
+    prompt = [(37 * i) % 299 + 1 for i in range(50)]
+    options = Options(max_new_tokens=40, ignore_eos=True, auto_disable=False)
+    for drafter in ("ngram", "chain", "bushy", "none"):
+        seen.clear()
+        run = toy.generate(prompt, drafter=drafter, on_round=seen.append, **options)
+        assert [token for round_ in seen for token in round_.committed] == run.token_ids
+        assert [round_.position for round_ in seen][:1] == [len(prompt)]
+        assert sum(len(round_.nodes) for round_ in seen) == run.stats.drafted
+        accepted = [node for round_ in seen for node in round_.nodes if node.accepted]
+        assert len(accepted) == run.stats.accepted
+        for round_ in seen:
+            path = [node.token_id for node in round_.nodes if node.accepted]
+            assert path == round_.committed[: len(path)]
+            assert [node.depth for node in round_.nodes if node.accepted] == list(range(1, len(path) + 1))
+        known = [node.probability is not None for round_ in seen for node in round_.nodes]
+        assert all(known) if drafter != "ngram" else not any(known)
+        assert run.stats.acceptance_by_depth[:1] == ([] if not run.stats.accepted else [
+            sum(any(n.accepted for n in r.nodes) for r in seen) / sum(bool(r.nodes) for r in seen)
+        ])  # fmt: skip
 
 
 def test_rows_are_computed_again_only_for_features_that_are_lost(toy: Runtime) -> None:

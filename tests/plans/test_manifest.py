@@ -84,6 +84,13 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "a drafter with contexts in the wrong order": (lambda m: m["drafters"][0].update(min_context=9), "min_context"),
     "a drafter without a program": (lambda m: target(m)["programs"].pop("speculate.short"), "speculate.short"),
     "no decode program": (lambda m: target(m)["programs"].pop("decode"), "decode"),
+    "no beam program": (lambda m: target(m)["programs"].pop("beam"), "beam"),
+    "a beam program that masks": (
+        lambda m: target(m)["programs"]["beam"]["stages"].insert(0, stage(m, "decode", MASK)), "programs.beam",
+    ),
+    "a beam program with results": (
+        lambda m: target(m)["programs"]["beam"].update(results={"tokens": "target.committed"}), "programs.beam",
+    ),
     "no prefill program": (lambda m: target(m)["programs"].pop("prefill"), "prefill"),
     "an unknown symbol in a buffer": (lambda m: tensor(m, "token_ids").update(shape=["Q"]), "token_ids"),
     "a symbol that is no letter": (lambda m: tensor(m, "token_ids").update(shape=["NN"]), "buffers"),

@@ -15,11 +15,12 @@ from onnx import TensorProto, helper
 
 from plugins.onnx_ops import DOMAIN, FUNCTIONS, OPSET, VERSION
 from plugins.reference import tree_expand, tree_rerank
+from plugins.reference.tree_expand import coupled_token
 
 FLOAT, INT = TensorProto.FLOAT, TensorProto.INT64
 
 
-def session(op: str, inputs: dict[str, Any], outputs: dict[str, int], **attributes: int) -> ort.InferenceSession:
+def session(op: str, inputs: dict[str, Any], outputs: dict[str, int], **attributes: float) -> ort.InferenceSession:
     node = helper.make_node(op, list(inputs), list(outputs), domain=DOMAIN, **attributes)
     graph = helper.make_graph(
         [node],
@@ -33,17 +34,47 @@ def session(op: str, inputs: dict[str, Any], outputs: dict[str, int], **attribut
     return ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
 
 
+COUPLING = 0.75
+
+
 @pytest.fixture(scope="module")
 def expand() -> dict[int, ort.InferenceSession]:
     return {
         k: session(
             "TreeExpand",
-            {"logits": (FLOAT, ["B", "F", "V"]), "score": (FLOAT, ["B", "F"])},
+            {
+                "logits": (FLOAT, ["B", "F", "V"]),
+                "score": (FLOAT, ["B", "F"]),
+                "draws": (FLOAT, ["B"]),
+                "temperature": (TensorProto.DOUBLE, ["B"]),
+                "top_k_filter": (INT, ["B"]),
+                "top_p": (TensorProto.DOUBLE, ["B"]),
+            },
             {"token": INT, "candidate_score": FLOAT, "frontier": INT},
             top_k=k,
+            coupling=COUPLING,
         )
         for k in (1, 3, 4)
     }
+
+
+def greedy(trees: int) -> dict[str, NDArray[Any]]:
+    return {
+        "draws": np.zeros(trees, np.float32),
+        "temperature": np.zeros(trees),
+        "top_k_filter": np.zeros(trees, np.int64),
+        "top_p": np.ones(trees),
+    }
+
+
+def check(expand, k: int, logits: NDArray[np.float32], score: NDArray[np.float32], **sampling: NDArray[Any]) -> None:
+    token, candidate_score, frontier = expand[k].run(None, {"logits": logits, "score": score, **sampling})
+    expected = tree_expand(logits, score, *sampling.values(), k, COUPLING)
+    np.testing.assert_array_equal(token, expected.token)
+    np.testing.assert_allclose(candidate_score, expected.score, atol=1e-5, rtol=1e-6)
+    # The order is that of float32 sums, in which scores that differ by less than their rounding may be equal.
+    for tree, scores in enumerate(candidate_score):
+        assert frontier[tree].tolist() == sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:k]  # noqa: B023
 
 
 @settings(max_examples=60, deadline=None)
@@ -61,23 +92,45 @@ def test_tree_expand_is_the_reference(expand, k, trees, nodes, vocabulary, scale
     score = -random.exponential(size=(trees, nodes)).astype(np.float32)
     if scale == 0.0:  # nothing but ties
         score[:] = -1.0
-    token, candidate_score, frontier = expand[k].run(None, {"logits": logits, "score": score})
-    expected = tree_expand(logits, score, k)
-    np.testing.assert_array_equal(token, expected.token)
-    np.testing.assert_allclose(candidate_score, expected.score, atol=1e-5, rtol=1e-6)
-    # The order is that of float32 sums, in which scores that differ by less than their rounding may be equal.
-    for tree in range(trees):
-        own = sorted(range(nodes * k), key=lambda i: (-candidate_score[tree, i], i))[:k]
-        assert frontier[tree].tolist() == own
-    np.testing.assert_allclose(
-        np.take_along_axis(candidate_score, frontier, 1), np.take_along_axis(expected.score, expected.frontier, 1),
-        atol=1e-5, rtol=1e-6,
+    check(expand, k, logits, score, **greedy(trees))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    k=st.sampled_from([1, 3, 4]),
+    nodes=st.integers(1, 4),
+    vocabulary=st.sampled_from([5, 63, 64, 65, 300]),
+    branches=st.lists(
+        st.tuples(st.sampled_from([0.0, 0.3, 1.0, 2.5]), st.sampled_from([0, 1, 2, 50, 1000]),
+                  st.sampled_from([0.05, 0.5, 0.9, 1.0])), min_size=1, max_size=3,
+    ),
+    seed=st.integers(0, 2**32 - 1),
+)  # fmt: skip
+def test_a_sampling_branch_has_the_child_at_the_targets_draw(expand, k, nodes, vocabulary, branches, seed) -> None:
+    random = np.random.default_rng(seed)
+    trees = len(branches)
+    # Whole numbers in eighths: probabilities are apart, and cuts do not fall between rounding errors.
+    logits = (random.permuted(np.tile(np.arange(vocabulary), (trees, nodes, 1)), axis=-1) / 8).astype(np.float32)
+    temperature, top_k, top_p = (np.array(column) for column in zip(*branches, strict=True))
+    check(
+        expand, k, logits, -random.exponential(size=(trees, nodes)).astype(np.float32),
+        draws=((random.integers(0, 997, trees) + 0.37) / 997).astype(np.float32),
+        temperature=temperature, top_k_filter=top_k, top_p=top_p,
     )  # fmt: skip
 
 
+def test_coupled_tokens_are_distributed_as_the_filtered_distribution() -> None:
+    logits = np.array([0.0, 2.0, 1.0, -1.0, 1.5])
+    kept = np.exp(np.array([2.0, 1.5, 1.0]) / 0.8)
+    expected = dict(zip([1, 4, 2], kept / kept.sum(), strict=True))
+    found = [coupled_token(logits, (i + 0.5) / 2000, 0.8, 3, 1.0) for i in range(2000)]
+    for token in range(5):
+        assert abs(found.count(token) / 2000 - expected.get(token, 0.0)) < 1e-3
+
+
 def test_equal_logits_go_to_the_lower_token_and_equal_scores_to_the_lower_candidate(expand) -> None:
-    logits = np.zeros((1, 2, 6), np.float32)
-    token, score, frontier = expand[3].run(None, {"logits": logits, "score": np.zeros((1, 2), np.float32)})
+    feeds = {"logits": np.zeros((1, 2, 6), np.float32), "score": np.zeros((1, 2), np.float32), **greedy(1)}
+    token, score, frontier = expand[3].run(None, feeds)
     assert token.tolist() == [[0, 1, 2, 0, 1, 2]]
     assert frontier.tolist() == [[0, 1, 2]]
     assert len(set(score.reshape(-1).tolist())) == 1

@@ -35,18 +35,27 @@ def _parser() -> argparse.ArgumentParser:
     latency = commands.add_parser(
         "latency",
         help="plain decoding against the plan's drafters",
-        description="Run plain decoding and every drafter alternately on held-out prompts in one process: tokens/s, "
-        "paired speedup, tokens per verify, host share, and whether the tokens are the same.",
+        description="Run plain decoding and drafters alternately on held-out prompts in one process, by wall clock: "
+        "tokens/s, paired speedup, tokens per verify, milliseconds a round by stage, what of a round no engine "
+        "accounts for (host gap), and whether the tokens are the same.",
+        epilog="example: python -m tools.bench latency build/reference --drafters ngram,eagle3 --temperature 0.7",
     )
-    latency.add_argument("plan", type=Path)
+    latency.add_argument("plan", type=Path, help="folder of the plan")
     latency.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
     latency.add_argument("--count", type=_at_least_1, default=12, help="prompts to run (default 12)")
-    latency.add_argument("--drafters", help="comma-separated (default: all of the plan)")
+    latency.add_argument(
+        "--drafters",
+        metavar="NAME|KIND,...",
+        help="drafters by name, or all of a kind: ngram, model, eagle3; none, plain decoding, always runs (default: all)",
+    )
     latency.add_argument("--new", type=int, default=128, help="tokens to generate (default 128)")
     latency.add_argument("--reps", type=_at_least_1, default=3, help="runs of each prompt and mode (default 3)")
-    latency.add_argument("--temperature", type=float, default=0.0)
-    latency.add_argument("--threads", type=int, default=0)
-    latency.add_argument("--json", action="store_true")
+    latency.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    latency.add_argument(
+        "--keep-drafting", action="store_true", help="draft even where the runtime would see that it does not pay"
+    )
+    latency.add_argument("--threads", type=int, default=0, help="0: the backend chooses")
+    latency.add_argument("--json", action="store_true", help="print one JSON object")
     latency.set_defaults(command=_latency)
 
     against = commands.add_parser(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -15,7 +18,31 @@ from compiler.held_out import read_prompts
 from compiler.recipe import source_recipe
 from plans.console import progress_bar
 from plans.errors import RequestError
-from runtime import Generation, Runtime
+from plans.manifest import Drafter
+from runtime import Generation, Runtime, Session, Stats
+from runtime.request import Options
+from runtime.stats import StageClock
+
+_PLAIN = "none"
+_OPENING = 2  # rounds that the stage times leave out: one ends the prompt, in the next a drafter reads it
+
+
+@dataclass(frozen=True)
+class Run:
+    """One generation. `wall_ms` and `steady` are of its rounds behind the opening, by the caller's clock and by stage."""
+
+    generation: Generation
+    wall_ms: float
+    steady: Stats
+
+    @property
+    def stats(self) -> Stats:
+        return self.generation.stats
+
+    @property
+    def rounds(self) -> int:
+        """Rounds behind the opening."""
+        return max(self.stats.rounds - _OPENING, 0)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -23,66 +50,57 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     started = perf_counter()
     runtime = Runtime.load(options.plan, threads=options.threads)
     load_ms = (perf_counter() - started) * 1000
-    drafters = options.drafters.split(",") if options.drafters else [d.name for d in runtime.manifest.drafters]
-    modes = ["none", *(d for d in drafters if d != "none")]
+    kinds = {_PLAIN: None} | {d.name: d.kind for d in runtime.manifest.drafters}
+    modes = choose_drafters(runtime.manifest.drafters, options.drafters)
     prompts = choose_prompts(options.plan, options.prompts)[: options.count]
-
-    def run(prompt: str, mode: str) -> Generation:
-        return runtime.generate(
-            prompt, drafter=mode, max_new_tokens=options.new, temperature=options.temperature, ignore_eos=True
-        )
-
+    settings = Options(
+        max_new_tokens=options.new,
+        temperature=options.temperature,
+        ignore_eos=True,
+        auto_disable=not options.keep_drafting,
+    )
+    session = runtime.session()
     for mode in modes:
-        run(prompts[0], mode)
-    runs: dict[str, list[list[Generation]]] = {mode: [[] for _ in prompts] for mode in modes}
+        _run(session, prompts[0], mode, settings)
+    runs: dict[str, list[Run]] = {mode: [] for mode in modes}
     total = options.reps * len(prompts)
     with progress_bar("measuring") as progress:
         for done in range(total):
             repetition, index = divmod(done, len(prompts))
             progress(done, total, f"run {repetition + 1}, prompt {index + 1}")
             for mode in modes:
-                runs[mode][index].append(run(prompts[index], mode))
-    plain = runs["none"]
+                runs[mode].append(_run(session, prompts[index], mode, settings))
     return {
         "plan": str(options.plan),
         "identity": runtime.manifest.identity,
         "target": runtime.target,
+        "threads": options.threads,
         "load_ms": load_ms,
         "prompts": len(prompts),
         "new_tokens": options.new,
         "reps": options.reps,
         "temperature": options.temperature,
-        "modes": {mode: _summary(runs[mode], plain) for mode in modes},
+        "auto_disable": not options.keep_drafting,
+        "rows": [{"drafter": m, "kind": kinds[m], **_summary(runs[m], runs[_PLAIN])} for m in modes],
     }
 
 
-def _summary(runs: list[list[Generation]], plain: list[list[Generation]]) -> dict[str, Any]:
-    """Medians over all runs; the speedup is the median over pairs of the same prompt and repetition."""
-    flat = [g for prompt in runs for g in prompt]
-    ratios = [
-        p.stats.total_ms / g.stats.total_ms
-        for ours, theirs in zip(runs, plain, strict=True)
-        for g, p in zip(ours, theirs, strict=True)
-    ]
-    rates = sorted(g.stats.decode_tokens_per_second for g in flat)
-    rounds = sum(g.stats.rounds for g in flat)
-    drafted = sum(g.stats.drafted for g in flat)
-    return {
-        "tokens_per_second": median(rates),
-        "tokens_per_second_p10": rates[len(rates) // 10],
-        "tokens_per_second_p90": rates[len(rates) * 9 // 10],
-        "speedup": median(ratios),
-        "tokens_per_verify": sum(g.stats.new_tokens for g in flat) / rounds,
-        "acceptance_rate": sum(g.stats.accepted for g in flat) / drafted if drafted else 0.0,
-        "ttft_ms": median(g.stats.ttft_ms for g in flat),
-        "step_ms": median(g.stats.total_ms / (g.stats.rounds + g.stats.prefill_passes) for g in flat),
-        "host_share": median(1 - g.stats.engine_ms / g.stats.total_ms for g in flat),
-        "same_tokens": all(
-            g.token_ids == p.token_ids
-            for ours, theirs in zip(runs, plain, strict=True)
-            for g, p in zip(ours, theirs, strict=True)
-        ),
-    }
+def choose_drafters(drafters: Sequence[Drafter], wanted: str | None) -> list[str]:
+    """Plain decoding first, then what `wanted` lists by name or by kind; everything without it.
+
+    A name goes before a kind that is spelled alike. Raises `RequestError` for what the plan has not.
+    """
+    names = [_PLAIN, *(d.name for d in drafters)]
+    if wanted is None:
+        return names
+    chosen = [_PLAIN]
+    for word in (part.strip() for part in wanted.split(",")):
+        found = [word] if word in names else [d.name for d in drafters if d.kind == word]
+        if not found:
+            has = ", ".join([*(f"{d.name} ({d.kind})" for d in drafters), _PLAIN])
+            raise RequestError(f"--drafters names {word!r}, but the plan has {has}; pass names or kinds of those.")
+        chosen += [name for name in found if name not in chosen]
+    return chosen
 
 
 def choose_prompts(plan: Path, path: Path | None) -> list[str]:
@@ -97,6 +115,64 @@ def choose_prompts(plan: Path, path: Path | None) -> list[str]:
     return read_prompts(path)
 
 
+def _run(session: Session, prompt: str, drafter: str, settings: Options) -> Run:
+    session.reset()
+    stream = session.stream(prompt, **(settings | Options(drafter=drafter)))
+    for _ in islice(stream, _OPENING):
+        pass
+    clock = StageClock(list(session._programs.values()))
+    started = perf_counter()
+    generation = stream.result
+    wall_ms = (perf_counter() - started) * 1000
+    steady = Stats()
+    clock.fill(steady)
+    return Run(generation, wall_ms, steady)
+
+
+def _summary(runs: list[Run], plain: list[Run]) -> dict[str, Any]:
+    """Medians over all runs; the speedup is that over pairs of the same prompt and repetition, prompt included."""
+    stats = [run.stats for run in runs]
+    rates = [s.decode_tokens_per_second for s in stats]
+    ratios = [p.stats.total_ms / run.stats.total_ms for run, p in zip(runs, plain, strict=True)]
+    rounds, drafted, accepted = (sum(getattr(s, key) for s in stats) for key in ("rounds", "drafted", "accepted"))
+    same = sum(run.generation.token_ids == p.generation.token_ids for run, p in zip(runs, plain, strict=True))
+    steady = [run for run in runs if run.rounds]
+    names = dict.fromkeys(name for run in steady for name, spent in run.steady.stage_ms.items() if spent)
+    return {
+        **_spread("speedup", ratios),
+        "tokens_per_verify": sum(s.new_tokens for s in stats) / rounds,
+        "acceptance_rate": accepted / drafted if drafted else 0.0,
+        **_spread("tokens_per_second", rates),
+        "drafted": drafted,
+        "accepted": accepted,
+        "rounds": rounds,
+        "plain_rounds": sum(s.plain_rounds for s in stats),
+        "ttft_ms": median(s.ttft_ms for s in stats),
+        "round_ms": _per_round(steady, [run.wall_ms for run in steady]),
+        "engine_ms": _per_round(steady, [run.steady.engine_ms for run in steady]),
+        "host_gap_ms": _per_round(steady, [run.wall_ms - run.steady.engine_ms for run in steady]),
+        "stages": {name: _per_round(steady, [run.steady.stage_ms[name] for run in steady]) for name in names},
+        "same_tokens": same == len(runs),
+        "same_runs": same,
+        "runs": len(runs),
+    }
+
+
+def _spread(name: str, values: list[float]) -> dict[str, float]:
+    """Median, 10th and 90th percentile."""
+    ranked = sorted(values)
+    return {
+        name: median(ranked),
+        f"{name}_p10": ranked[len(ranked) // 10],
+        f"{name}_p90": ranked[len(ranked) * 9 // 10],
+    }
+
+
+def _per_round(runs: list[Run], ms: list[float]) -> float:
+    """Median over runs of what a round took; 0 where all were too short to tell."""
+    return median(spent / run.rounds for run, spent in zip(runs, ms, strict=True)) if runs else 0.0
+
+
 def print_table(report: dict[str, Any], console: Console) -> None:
     machine = report["machine"]
     console.print(
@@ -108,21 +184,30 @@ def print_table(report: dict[str, Any], console: Console) -> None:
         f"temperature {report['temperature']}; medians, modes alternating"
     )
     table = Table("drafter", box=None, pad_edge=False)
-    for column in ("tokens/s", "p10", "p90", "speedup", "tokens/verify", "accepted", "ttft ms", "step ms", "host"):
+    columns = ("tokens/s (p10-p90)", "speedup (p10-p90)", "tokens/verify", "accepted", "ttft ms", "round ms", "engine")
+    for column in (*columns, "host gap", "same"):
         table.add_column(column, justify="right")
-    table.add_column("same tokens")
-    for name, mode in report["modes"].items():
+    for row in report["rows"]:
         table.add_row(
-            name,
-            f"{mode['tokens_per_second']:.0f}",
-            f"{mode['tokens_per_second_p10']:.0f}",
-            f"{mode['tokens_per_second_p90']:.0f}",
-            f"{mode['speedup']:.2f}x",
-            f"{mode['tokens_per_verify']:.2f}",
-            f"{mode['acceptance_rate']:.0%}",
-            f"{mode['ttft_ms']:.1f}",
-            f"{mode['step_ms']:.2f}",
-            f"{mode['host_share']:.1%}",
-            "yes" if mode["same_tokens"] else "NO",
+            row["drafter"],
+            "{tokens_per_second:.0f} ({tokens_per_second_p10:.0f}-{tokens_per_second_p90:.0f})".format_map(row),
+            "{speedup:.2f}x ({speedup_p10:.2f}-{speedup_p90:.2f})".format_map(row),
+            f"{row['tokens_per_verify']:.2f}",
+            f"{row['acceptance_rate']:.0%} of {row['drafted']}" if row["drafted"] else "",
+            f"{row['ttft_ms']:.1f}",
+            *(f"{row[key]:.3f}" for key in ("round_ms", "engine_ms", "host_gap_ms")),
+            "yes" if row["same_tokens"] else f"{row['same_runs']} of {row['runs']}",
         )
     console.print(table)
+    console.print("\nmilliseconds a round, by stage (without the prompt's rounds)")
+    console.print(_stage_table(report["rows"]))
+
+
+def _stage_table(rows: list[dict[str, Any]]) -> Table:
+    stages = dict.fromkeys(name for row in rows for name in row["stages"])
+    table = Table("drafter", box=None, pad_edge=False)
+    for stage in stages:
+        table.add_column(stage, justify="right")
+    for row in rows:
+        table.add_row(row["drafter"], *(f"{row['stages'][s]:.3f}" if s in row["stages"] else "" for s in stages))
+    return table

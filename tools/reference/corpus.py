@@ -37,9 +37,9 @@ class SourceFile:
         return any(part in ("test", "tests", "idle_test") for part in self.name.split("/"))
 
 
-def read_standard_library() -> list[SourceFile]:
-    """Every usable source file of the running interpreter's standard library, by name."""
-    root = Path(sysconfig.get_paths()["stdlib"])
+def read_standard_library(folder: Path | None = None) -> list[SourceFile]:
+    """Every usable source file of a standard library by name: that in `folder`, or the running interpreter's."""
+    root = folder or Path(sysconfig.get_paths()["stdlib"])
     files = []
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
@@ -61,3 +61,9 @@ def write_file_list(files: list[SourceFile], path: Path) -> None:
     lines = [json.dumps({"python": platform.python_version(), "held_out_share": HELD_OUT_SHARE})]
     lines += [f"{f.sha256} {'held-out' if f.held_out else 'train'} {f.name}" for f in files]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def held_out_hashes(path: Path) -> set[str]:
+    """The sha256 of every held-out file of such a list."""
+    rows = [line.split(" ", 2) for line in path.read_text(encoding="utf-8").splitlines()[1:]]
+    return {sha256 for sha256, side, _ in rows if side == "held-out"}

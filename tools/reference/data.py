@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,3 +117,27 @@ class Windows:
             self.rng.shuffle(self._starts)
         start = self._starts.pop()
         return self._code[start : start + length].astype(np.int64)
+
+
+@dataclass
+class Corpus:
+    """The source files as tokens, the held-out ones apart."""
+
+    tokenizer: Tokenizer
+    files: list[SourceFile]
+    train_code: NDArray[np.uint16]
+    held_out_code: NDArray[np.uint16]
+    tasks: TaskStream
+
+
+def load_corpus(tokenizer: Tokenizer, files: list[SourceFile]) -> Corpus:
+    """Split and tokenize `files`."""
+    print(f"tokenizing {len(files)} files ...", flush=True)
+    train = [f for f in files if not f.held_out]
+    return Corpus(
+        tokenizer,
+        files,
+        code_stream(tokenizer, train),
+        code_stream(tokenizer, [f for f in files if f.held_out and not f.is_test]),
+        TaskStream(tokenizer, train),
+    )

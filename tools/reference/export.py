@@ -24,8 +24,23 @@ def export_target(
 ) -> None:
     """Write `out/target` (bf16) and, beside it, `corpus.txt` and `held_out.jsonl`."""
     target = out / "target"
-    target.mkdir(parents=True, exist_ok=True)
-    save_file(_tensors(model), target / "model.safetensors", metadata={"format": "pt"})
+    write_decoder(model, target)
+    tokenizer.save(str(target / "tokenizer.json"), pretty=False)
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": SPECIAL_TOKENS[0],
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+    }
+    write_json(target / "tokenizer_config.json", tokenizer_config)
+    write_lists(files, out)
+    (target / "README.md").write_text(_card(model, report), encoding="utf-8")
+
+
+def write_decoder(model: Decoder, folder: Path) -> None:
+    """The weights (bf16) and configurations of a decoder, in Hugging Face's layout."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(_tensors(model), folder / "model.safetensors", metadata={"format": "pt"})
     c = model.config
     config = {
         "architectures": ["Qwen3ForCausalLM"],
@@ -47,18 +62,8 @@ def export_target(
         "eos_token_id": list(c.eos_token_ids),
         "dtype": "bfloat16",
     }
-    _write_json(target / "config.json", config)
-    _write_json(target / "generation_config.json", {"eos_token_id": list(c.eos_token_ids)})
-    tokenizer.save(str(target / "tokenizer.json"), pretty=False)
-    tokenizer_config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": SPECIAL_TOKENS[0],
-        "chat_template": CHAT_TEMPLATE,
-        "clean_up_tokenization_spaces": False,
-    }
-    _write_json(target / "tokenizer_config.json", tokenizer_config)
-    write_lists(files, out)
-    (target / "README.md").write_text(_card(model, report), encoding="utf-8")
+    write_json(folder / "config.json", config)
+    write_json(folder / "generation_config.json", {"eos_token_id": list(c.eos_token_ids)})
 
 
 def write_lists(files: list[SourceFile], out: Path) -> None:
@@ -123,5 +128,5 @@ Written by `python -m tools.train_reference`.
 """
 
 
-def _write_json(path: Path, value: object) -> None:
+def write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

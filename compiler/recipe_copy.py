@@ -1,0 +1,113 @@
+"""A copy of a recipe with another draft tree: the text edited in place, so that comments and layout stay."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from compiler.recipe import ModelSection, NgramSection, Recipe, TreeSection, load_recipe
+from plans.errors import RecipeError
+from plans.manifest import Tree
+
+_Edit = tuple[int, int, str]  # replace text[start:stop] by this
+
+
+def write_copy(recipe: Path, out: Path, drafter: str, tree: Tree) -> None:
+    """Write `recipe` to `out` with `tree` for the drafter of this name; relative paths in it lead where they led.
+
+    A draft model's `gamma` stays one where the tree is a chain. What was written is read again before it takes
+    `out`'s place. Raises `RecipeError`.
+    """
+    if out.resolve() == recipe.resolve():
+        raise RecipeError(f"{out} is the recipe itself; choose another --out for the copy")
+    text = recipe.read_bytes().decode("utf-8")
+    top = yaml.compose(text, Loader=yaml.SafeLoader)
+    edits = [*_tree_edits(_drafter(top, recipe, drafter), tree), *_path_edits(top, recipe.parent, out.parent)]
+    for start, stop, new in sorted(edits, reverse=True):
+        text = text[:start] + new + text[stop:]
+    written = out.with_name(f".{out.name}.writing-{os.getpid()}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        written.write_bytes(text.encode("utf-8"))
+        _check(load_recipe(written), drafter, tree)
+        written.replace(out)
+    except OSError as error:
+        raise RecipeError(f"{out} cannot be written ({error.strerror or error}); choose another --out") from None
+    finally:
+        written.unlink(missing_ok=True)
+
+
+def _items(node: yaml.Node | None) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
+    """Keys of a mapping, each with its node and its value's."""
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        yield str(key.value), key, value
+
+
+def _drafters(top: yaml.Node | None) -> Iterator[yaml.Node]:
+    for key, _, value in _items(top):
+        if key == "drafters" and isinstance(value, yaml.SequenceNode):
+            yield from value.value
+
+
+def _drafter(top: yaml.Node | None, recipe: Path, name: str) -> yaml.Node:
+    for node in _drafters(top):
+        if any(key == "name" and value.value == name for key, _, value in _items(node)):
+            return node
+    raise RecipeError(f"{recipe} has no drafter {name!r} (--set gave it?); write it into the recipe")
+
+
+def _tree_edits(drafter: yaml.Node, tree: Tree) -> Iterator[_Edit]:
+    flow = f"{{top_k: {tree.top_k}, depth: {tree.depth}, nodes: {tree.nodes}}}"
+    found = {key: (name, value) for key, name, value in _items(drafter)}
+    if "tree" in found:
+        _, value = found["tree"]
+        if isinstance(value, yaml.ScalarNode):  # auto
+            yield _span(value, flow)
+        for key, _, size in _items(value):
+            yield _span(size, str(getattr(tree, key)))
+    elif "gamma" in found:
+        name, value = found["gamma"]
+        if tree.top_k == 1:
+            yield _span(value, str(tree.depth + 1))
+        else:
+            yield _span(name, "tree")
+            yield _span(value, flow)
+    else:
+        name, _ = found["checkpoint"]
+        at = name.start_mark
+        inline = isinstance(drafter, yaml.MappingNode) and drafter.flow_style
+        yield at.index, at.index, f"tree: {flow}, " if inline else f"tree: {flow}\n{' ' * at.column}"
+
+
+def _path_edits(top: yaml.Node | None, old: Path, new: Path) -> Iterator[_Edit]:
+    """Relative paths, seen from the copy's folder."""
+    if old.resolve() == new.resolve():
+        return
+    sections = [value for key, _, value in _items(top) if key == "target"]
+    paths = [value for key, _, value in _items(top) if key == "held_out"]
+    paths += [v for section in (*sections, *_drafters(top)) for key, _, v in _items(section) if key == "checkpoint"]
+    for value in paths:
+        written = os.path.expanduser(value.value)
+        if isinstance(value, yaml.ScalarNode) and value.value and not os.path.isabs(written):
+            there = os.path.relpath((old / written).resolve(), new.resolve())
+            yield _span(value, json.dumps(there, ensure_ascii=False))
+
+
+def _span(node: yaml.Node, new: str) -> _Edit:
+    """`new` in the place of a value; an empty one stands right behind its colon."""
+    start, stop = node.start_mark.index, node.end_mark.index
+    return start, stop, new if stop > start else f" {new}"
+
+
+def _check(copy: Recipe, drafter: str, tree: Tree) -> None:
+    section = next((d for d in copy.drafters if d.name == drafter), None)
+    if section is not None and not isinstance(section, NgramSection):
+        if isinstance(section.tree, TreeSection) and section.tree.tree() == tree:
+            return
+        if isinstance(section, ModelSection) and section.gamma == tree.depth + 1 and tree.top_k == 1:
+            return
+    raise RecipeError(f"the copy does not hold the tree of {drafter!r} that was to be written; write it by hand: {tree}")

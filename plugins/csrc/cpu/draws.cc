@@ -1,0 +1,59 @@
+// Draws on the CPU: the uniform numbers of the positions behind each branch's tip.
+#include <nanobind/nanobind.h>
+
+#include "../philox.h"
+#include "binder.h"
+#include "ops.h"
+#include "refuse.h"
+
+namespace outrider {
+
+namespace nb = nanobind;
+
+namespace {
+
+constexpr const char* kOp = "Draws";
+
+class Draws {
+ public:
+  Draws(nb::object tip_position, nb::object seed, nb::object stream, nb::object draws, i64 purpose)
+      : binder_(kOp),
+        tip_position_(binder_.input<i64>("tip_position", tip_position, {"B"})),
+        seed_(binder_.input<u64>("seed", seed, {"B"})),
+        stream_(binder_.input<i64>("stream", stream, {"B"})),
+        draws_(binder_.output<float>("draws", draws, {"B", "depths"})),
+        branches_(binder_.size_of("B")),
+        depths_(binder_.size_of("depths")),
+        purpose_(static_cast<u32>(purpose)) {
+    check_value(kOp, "purpose", 0, purpose, kForTarget, kForRejection);
+  }
+
+  void call() const {
+    for (i64 b = 0; b < branches_; ++b) {
+      for (i64 d = 0; d < depths_; ++d) {
+        draws_[b * depths_ + d] = draw_f32(uniform53(seed_[b], stream_[b], tip_position_[b] + 1 + d, purpose_));
+      }
+    }
+  }
+
+ private:
+  Binder binder_;  // keeps the arrays alive
+  const i64* tip_position_;
+  const u64* seed_;
+  const i64* stream_;
+  float* draws_;
+  i64 branches_;
+  i64 depths_;
+  u32 purpose_;
+};
+
+}  // namespace
+
+void register_draws(nb::module_& module) {
+  nb::class_<Draws>(module, "Draws")
+      .def(nb::init<nb::object, nb::object, nb::object, nb::object, i64>(), nb::arg("tip_position"), nb::arg("seed"),
+           nb::arg("stream"), nb::arg("draws"), nb::arg("purpose") = 0)
+      .def("__call__", &Draws::call);
+}
+
+}  // namespace outrider

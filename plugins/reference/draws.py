@@ -1,0 +1,24 @@
+"""The uniform numbers of the positions behind each branch's tip."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plugins.reference.philox import uniform
+from plugins.schemas import Purpose
+
+
+def draws(
+    tip_position: NDArray[np.int64],
+    seed: NDArray[np.uint64],
+    stream: NDArray[np.int64],
+    depths: int,
+    purpose: Purpose = Purpose.TARGET,
+) -> NDArray[np.float32]:
+    """float32 `[B, depths]` in [0, 1): the first 24 bits of the draws that the target will choose by."""
+    found = [
+        [(uniform(int(s), int(r), int(tip) + 1 + depth, purpose) >> 29) / 2**24 for depth in range(depths)]
+        for tip, s, r in zip(tip_position, seed, stream, strict=True)
+    ]
+    return np.array(found, np.float32).reshape(len(tip_position), depths)

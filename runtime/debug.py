@@ -1,0 +1,41 @@
+"""`generate --debug`: each round on the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.text import Text
+
+from runtime.tokenizer import Tokenizer
+from runtime.trace import Node, Round
+
+
+class RoundPrinter:
+    """Prints rounds as they come: position, drafted tree with the drafter's probabilities, and what was committed.
+
+    Accepted tokens have a `+`, those that the target did not choose a `-`, the correction (or the bonus behind a draft
+    that was accepted whole) a `=`; colours where the console has them say the same.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, console: Console) -> None:
+        self._tokenizer, self._console = tokenizer, console
+
+    def __call__(self, round_: Round) -> None:
+        line = Text(f"{round_.position:6d} ", style="dim")
+        for node in round_.nodes:
+            line.append_text(self._node(node))
+            line.append(" ")
+        if len(round_.committed) > sum(node.accepted for node in round_.nodes):
+            line.append("= " + self._shown(round_.committed[-1]), style="bold cyan")
+        self._console.print(line, soft_wrap=True, highlight=False)
+
+    def _node(self, node: Node) -> Text:
+        mark, style = ("+", "green") if node.accepted else ("-", "red")
+        text = Text(f"{mark}{self._shown(node.token_id)}", style=style)
+        details = [] if node.probability is None else [f"{node.probability:.2f}"]
+        if node.parent != node.depth - 1 or not node.accepted:
+            details.append(f"d{node.depth}<{node.parent}")
+        text.append(f"({' '.join(details)})" if details else "", style="dim")
+        return text
+
+    def _shown(self, token_id: int) -> str:
+        return repr(self._tokenizer.token_bytes(token_id).decode("utf-8", "replace"))

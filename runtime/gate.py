@@ -1,0 +1,74 @@
+"""Whether drafting pays, by the clock: a session decodes plainly while it does not."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+
+_LOG = logging.getLogger("outrider")
+
+WINDOW = 32  # rounds that a judgement stands on
+BASELINE = 4  # plain rounds that tell what a token costs without drafts
+REST = 64  # plain rounds before the first probe, doubled after each that fails
+LONGEST_REST = 1024
+
+
+class Gate:
+    """Lets a generation draft while a token costs less with drafts than without.
+
+    It measures rounds of both kinds. Plain ones are run for comparison only where drafts gain little: where a round
+    commits `LITTLE` tokens or more, none are. Medians, since a machine's hiccups are
+    no property of a drafter. The choice changes when tokens come, never which.
+    """
+
+    LITTLE = 2.0  # tokens per round below which drafting is doubted
+
+    def __init__(self, drafter: str) -> None:
+        self._drafter = drafter
+        self._drafted: deque[tuple[float, int]] = deque(maxlen=WINDOW)  # seconds and tokens of a round
+        self._plain: deque[float] = deque(maxlen=WINDOW)
+        self._resting = 0  # plain rounds still to come
+        self._rest = REST
+
+    @property
+    def drafting(self) -> bool:
+        return self._resting == 0
+
+    def note(self, seconds: float, tokens: int) -> None:
+        """A round took `seconds` and committed `tokens`; it drafted if `drafting` was true before the call."""
+        if self._resting:
+            self._plain.append(seconds)
+            self._resting -= 1
+            if not self._resting and len(self._drafted) == WINDOW:
+                self._judge()
+            return
+        self._drafted.append((seconds, tokens))
+        if len(self._drafted) < WINDOW:
+            return
+        committed = sum(count for _, count in self._drafted) / WINDOW
+        if committed >= self.LITTLE:
+            self._drafted.clear()
+        elif len(self._plain) < BASELINE:
+            self._resting = BASELINE
+        else:
+            self._judge()
+
+    def gain(self) -> float:
+        """Plain seconds a token over drafted seconds a token, from the rounds at hand; 1 while there are none."""
+        if not self._plain or not self._drafted:
+            return 1.0
+        plain = sorted(self._plain)[len(self._plain) // 2]
+        seconds = sorted(seconds for seconds, _ in self._drafted)[len(self._drafted) // 2]
+        tokens = sum(count for _, count in self._drafted) / len(self._drafted)
+        return plain * tokens / seconds if seconds > 0 else 1.0
+
+    def _judge(self) -> None:
+        gain = self.gain()
+        self._drafted.clear()
+        if gain >= 1.0:
+            self._rest = REST
+            return
+        _LOG.info("drafter %s: gain %.2f, decoding plainly for %d rounds", self._drafter, gain, self._rest)
+        self._resting = self._rest
+        self._rest = min(2 * self._rest, LONGEST_REST)
+        self._plain.clear()

@@ -1,0 +1,70 @@
+"""What one round did, for those who want to see it: the drafted tree, what was accepted, what came instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import exp
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.step import TargetStep
+
+
+@dataclass(frozen=True)
+class Node:
+    """A drafted token. `parent` counts nodes, 0 is the tip; `probability` is the drafter's, None where it has none."""
+
+    token_id: int
+    parent: int
+    depth: int
+    probability: float | None
+    accepted: bool
+
+
+@dataclass(frozen=True)
+class Round:
+    """`position` is that of the first token committed.
+
+    `committed` are the accepted tokens and the correction (the bonus, behind a draft accepted whole), which is missing
+    where the generation ended before it.
+    """
+
+    position: int
+    nodes: list[Node]
+    committed: list[int]
+
+
+Watcher = Callable[[Round], None]
+
+
+def read_round(
+    step: TargetStep,
+    pending: int,
+    committed: list[int],
+    accepted: int,
+    kept: NDArray[np.int64] | None,
+    scores: NDArray[np.float32] | None,
+) -> Round:
+    """The round that has just run; the first `accepted` of `committed` were drafted.
+
+    `kept` lists the step's rows that stay. `scores` are log-probabilities summed from the tip, by node, the tip's first.
+    """
+    tip = pending - 1
+    drafted = step.new_tokens - pending
+    on_path = set() if kept is None else {int(row) - tip for row in kept[pending : pending + accepted]}
+    nodes = []
+    for node in range(1, drafted + 1):
+        row = tip + node
+        parent = int(step.parent[row]) - tip
+        nodes.append(
+            Node(
+                token_id=int(step.token_ids[row]),
+                parent=parent,
+                depth=int(step.positions[row] - step.positions[tip]),
+                probability=None if scores is None else exp(float(scores[node] - scores[parent])),
+                accepted=node in on_path,
+            )
+        )
+    return Round(int(step.positions[tip]) + 1, nodes, committed)

@@ -1,0 +1,38 @@
+"""Draws: the kernel is the reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plugins import native
+from plugins.reference import draws, uniform
+from plugins.schemas import Purpose
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), depths=st.integers(1, 9), purpose=st.sampled_from(Purpose))
+def test_the_kernel_is_the_reference(data, slots, depths, purpose) -> None:
+    settings_ = data.draw(slots(data.draw(st.integers(1, 4))))
+    branches = len(settings_.seed)
+    tips = np.array(data.draw(st.lists(st.integers(0, 2**31), min_size=branches, max_size=branches)))
+    found = np.full((branches, depths), -1, np.float32)
+    tensors = {"tip_position": tips, "seed": settings_.seed, "stream": settings_.stream, "draws": found}
+    native.create("Draws", tensors, {"purpose": int(purpose)})()
+    np.testing.assert_array_equal(found, draws(tips, settings_.seed, settings_.stream, depths, purpose))
+    assert ((found >= 0) & (found < 1)).all()
+
+
+def test_it_is_the_draw_of_the_token_at_the_position() -> None:
+    found = draws(np.array([6]), np.array([9], np.uint64), np.array([2]), 3)
+    for depth in range(3):
+        assert abs(float(found[0, depth]) - uniform(9, 2, 7 + depth, Purpose.TARGET) / 2**53) < 2**-24
+
+
+def test_an_unknown_purpose_is_refused() -> None:
+    one = np.zeros(1, np.int64)
+    tensors = {"tip_position": one, "seed": one.astype(np.uint64), "stream": one, "draws": np.zeros((1, 2), np.float32)}
+    with pytest.raises(ValueError, match="purpose"):
+        native.create("Draws", tensors, {"purpose": 3})

@@ -1,0 +1,192 @@
+"""Both drafters from a tiny target: they learn, what is written is what was trained, and a stopped run goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from compiler.checkpoint import load_decoder
+from compiler.eagle3_checkpoint import load_eagle3
+from compiler.models.decoder import Decoder
+from compiler.models.eager import sequence_logits
+from compiler.models.eagle3 import Eagle3Head
+from plans.errors import CheckpointError
+from tests.tools.drafter_lessons import source_files, tiny_run, tiny_target, write_target
+from tools import train_reference
+from tools.reference import drafter, export_drafters
+from tools.reference.draft_model import ModelGeometry, distillation_loss, train_model
+from tools.reference.drafter import Lessons, prepare
+from tools.reference.eagle3 import HeadGeometry, head_drafts, train_eagle3, unrolled_loss
+from tools.reference.export_drafters import check_size, write_eagle3
+from tools.reference.loop import Batch, Training
+from tools.reference.target import initialise, matrices
+
+HEAD = HeadGeometry(hidden=12, intermediate=20, heads=3, kv_heads=1, head_dim=8, draft_vocab=100)
+MODEL = ModelGeometry(hidden=12, intermediate=20, heads=3, kv_heads=1, head_dim=8)
+SECOND = 1 / 60
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reference")
+    write_target(folder / "out", source_files())
+    prompts = folder / "out" / "held_out.jsonl"
+    prompts.write_text("".join(f"{line}\n" for line in prompts.read_text().splitlines()[:3]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lessons(folder: Path) -> Lessons:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(drafter.ROWS, "cpu", 2)
+        found = prepare(tiny_run(folder, 0.0), source_files())
+    short = [replace(c, ids=c.ids[: c.prompt + 16]) for c in found.continuations]
+    return replace(found, windows=((0.0, 64),), step_tokens=256, continuations=short)
+
+
+def test_no_held_out_text_is_learned_from(folder: Path, lessons: Lessons, tmp_path: Path) -> None:
+    """Neither a held-out file nor a training file with the text of one."""
+    files = source_files()
+    held_out = [f for f in files if f.held_out]
+    train = [f for f in files if not f.held_out]
+    encode = lessons.teacher.tokenizer.encode
+    assert len(lessons.streams[0]) == sum(len(encode(f.text).ids) + 1 for f in train)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(drafter.ROWS, "cpu", 1)
+        moved = replace(held_out[0], name="stat.py")
+        assert not moved.held_out
+        again = prepare(replace(tiny_run(folder, 0.0), work=tmp_path), [*files, moved])
+    assert len(again.streams[0]) == len(lessons.streams[0])
+
+
+def loss_of(model: nn.Module, lessons: Lessons) -> float:
+    """On one fixed batch."""
+    lessons.text.reseed(7)
+    ids = torch.from_numpy(lessons.text.batch(4, 64))
+    with torch.no_grad():
+        if isinstance(model, Eagle3Head):
+            reading = lessons.teacher.read(ids[:, :-1], model.config.aux_layers)
+            return float(unrolled_loss(model, lessons.teacher.model.embedding, ids, reading, 3))
+        assert isinstance(model, Decoder)
+        return float(distillation_loss(model, ids, lessons.teacher.read(ids[:, :-1]).logits))
+
+
+def train_head(folder: Path, lessons: Lessons, seconds: float, name: str) -> Eagle3Head:
+    train_eagle3(tiny_run(folder, seconds * SECOND), lessons, HEAD, name, steps=3)
+    return load_eagle3(folder / "out" / name, lessons.teacher.model.config)
+
+
+def train_draft_model(folder: Path, lessons: Lessons, seconds: float, name: str) -> Decoder:
+    train_model(tiny_run(folder, seconds * SECOND), lessons, MODEL, name)
+    return load_decoder(folder / "out" / name)
+
+
+@pytest.mark.parametrize("train", [train_head, train_draft_model])
+def test_a_drafter_lowers_its_loss_and_goes_on_from_its_checkpoint(
+    folder: Path, lessons: Lessons, train: Callable[..., nn.Module], capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = train.__name__
+    before = loss_of(train(folder, lessons, 0.0, name), lessons)
+    first = torch.load(folder / "work" / f"{name}.pt", weights_only=True)
+    assert first["step"] == 0
+    after = loss_of(train(folder, lessons, 1.5, name), lessons)
+    assert "resumed at step 0" in capsys.readouterr().out
+    second = torch.load(folder / "work" / f"{name}.pt", weights_only=True)
+    assert second["step"] > 0
+    assert second["tokens"] == 256 * second["step"]
+    assert after < 0.98 * before
+    card = (folder / "out" / name / "README.md").read_text(encoding="utf-8")
+    assert f"| steps | {second['step']} |" in card
+    assert "| greedy, among 4 children |" in card
+    with pytest.raises(CheckpointError, match="trained with another target"):
+        train(folder, replace(lessons, teacher=replace(lessons.teacher, sha256="0")), 1.5, name)
+
+
+def test_a_written_head_drafts_as_the_trained_one(folder: Path, lessons: Lessons, tmp_path: Path) -> None:
+    head = train_head(folder, lessons, 0.0, "written")  # of bf16 values, which a second writing keeps
+    write_eagle3(head, 2048, tmp_path / "again")
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert config["rope_theta"] == lessons.teacher.model.config.rope_theta
+    again = load_eagle3(tmp_path / "again", lessons.teacher.model.config)
+    assert again.config == head.config
+    assert again.config.aux_layers == (2, 4, 5)
+    continuation, embedding = lessons.continuations[0], lessons.teacher.model.embedding
+    reading = lessons.teacher.read(continuation.ids[None], head.config.aux_layers, exact=True)
+    drafts = [head_drafts(h, embedding)(continuation.ids, reading, 4) for h in (head, again)]
+    assert torch.equal(*drafts)
+    assert torch.isfinite(drafts[0]).sum(dim=-1).unique().tolist() == [100]
+
+
+def test_a_written_draft_model_is_the_trained_one_with_the_target_s_tokenizer(
+    folder: Path, lessons: Lessons, tmp_path: Path
+) -> None:
+    model = train_draft_model(folder, lessons, 0.0, "written-model")
+    export_drafters.write_model(model, lessons.teacher, tmp_path / "again")
+    ids = lessons.continuations[0].ids.tolist()
+    assert torch.equal(sequence_logits(load_decoder(tmp_path / "again"), ids), sequence_logits(model, ids))
+    written, target = ((folder / "out" / name / "tokenizer.json").read_bytes() for name in ("written-model", "target"))
+    assert written == target
+
+
+def test_a_training_continues_where_its_checkpoint_was(tmp_path: Path) -> None:
+    """Two runs of one step each, the second from the checkpoint, end where one run of two steps does."""
+    ids = torch.randint(40, (32,), generator=torch.Generator().manual_seed(0))
+
+    def training(name: str) -> tuple[Training, Callable[[float], Batch]]:
+        torch.manual_seed(0)
+        model = Decoder(tiny_target(40).config)
+        initialise(model)
+        found = Training(model, matrices(model), tmp_path / name)
+
+        def take(progress: float) -> Batch:
+            found.used += 1e6 * (found.step + 1 >= stop)  # the time is up once this step is done
+            return Batch(distillation_loss(model, ids[None], torch.zeros(1, 31, 40)), 31, "")
+
+        return found, take
+
+    ends = []
+    for name, stops in (("apart.pt", (1, 2)), ("whole.pt", (2,))):
+        for stop in stops:
+            found, take = training(name)
+            assert found.resume("cpu") == (stop != stops[0])
+            found.used = 0.0
+            found.run(tiny_run(tmp_path, 1.0), take, lambda: None)
+        ends.append([p.detach() for p in found.model.parameters()])
+        assert (found.step, found.tokens) == (2, 62)
+    assert set(torch.load(tmp_path / "whole.pt", weights_only=True)) == {
+        "model",
+        "optimizers",
+        "step",
+        "used",
+        "tokens",
+    }
+    for apart, whole in zip(*ends, strict=True):
+        torch.testing.assert_close(apart, whole, rtol=1e-4, atol=1e-6)
+
+
+def test_weights_above_the_limit_are_refused_before_the_training(
+    folder: Path, lessons: Lessons, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export_drafters, "SIZE_LIMIT", 50_000)
+    with pytest.raises(CheckpointError, match=r"all reference weights together may take .* smaller geometry"):
+        check_size(Eagle3Head(HEAD.config(lessons.teacher.model.config)), folder / "out" / "eagle3")
+
+
+def test_a_drafter_without_a_target_is_refused_with_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        train_reference.main(["eagle3", "--work", str(tmp_path), "--out", str(tmp_path)])
+    assert "train the target" in capsys.readouterr().err
+
+
+def test_sizes_of_drafters_are_refused_for_the_target(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train_reference.main(["--draft-vocab", "100"])
+    assert "--draft-vocab is a drafter's" in capsys.readouterr().err

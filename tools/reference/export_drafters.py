@@ -1,0 +1,127 @@
+"""Write trained drafters beside the target: an EAGLE3 head in SpecForge's layout, a draft model in Hugging Face's.
+
+The weights under one folder stay below SIZE_LIMIT together, which is checked before a training begins.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from compiler.eagle3_checkpoint import D2T, EMBEDDING, K_PROJ, Q_PROJ, T2D
+from compiler.models.decoder import Decoder
+from compiler.models.eagle3 import Eagle3Head
+from plans.errors import CheckpointError
+from tools.reference.acceptance import DEPTHS, NEW_TOKENS, Acceptance
+from tools.reference.export import write_decoder, write_json
+from tools.reference.teacher import Teacher
+
+WEIGHTS = "model.safetensors"
+SIZE_LIMIT = 28_000_000
+_COPIED = ("tokenizer.json", "tokenizer_config.json")
+_HEAD_NAMES = {
+    "embedding": EMBEDDING,
+    "embedding_norm.weight": "midlayer.input_layernorm.weight",
+    "hidden_norm.weight": "midlayer.hidden_norm.weight",
+    "q.weight": Q_PROJ,
+    "k.weight": K_PROJ,
+    "v.weight": "midlayer.self_attn.v_proj.weight",
+    "o.weight": "midlayer.self_attn.o_proj.weight",
+    "mlp_norm.weight": "midlayer.post_attention_layernorm.weight",
+    "gate.weight": "midlayer.mlp.gate_proj.weight",
+    "up.weight": "midlayer.mlp.up_proj.weight",
+    "down.weight": "midlayer.mlp.down_proj.weight",
+}
+"""Where a head's parameters are stored under other names than their own."""
+
+
+def check_size(model: nn.Module, folder: Path) -> None:
+    """Print what `model` and all weights beside it take; raise `CheckpointError` where that is above SIZE_LIMIT."""
+    size = 2 * sum(p.numel() for p in model.parameters())
+    if isinstance(model, Eagle3Head):
+        size += 8 * model.config.draft_vocab_size + model.config.vocab_size
+    beside = [f for f in folder.parent.glob("*/*.safetensors") if f.parent != folder]
+    total = size + sum(f.stat().st_size for f in beside)
+    print(f"{folder.name}: {size / 1e6:.2f} MB of weights, {total / 1e6:.2f} MB with those beside it", flush=True)
+    if total > SIZE_LIMIT:
+        names = ", ".join(sorted(f.parent.name for f in beside)) or "nothing"
+        raise CheckpointError(
+            f"{folder} would take {size / 1e6:.2f} MB, {total / 1e6:.2f} MB with {names} beside it; all reference "
+            f"weights together may take {SIZE_LIMIT / 1e6:.0f} MB: choose a smaller geometry or another --out"
+        )
+
+
+def write_eagle3(head: Eagle3Head, max_positions: int, folder: Path) -> None:
+    """`config.json` and the weights (bf16) as SpecForge writes them."""
+    c = head.config
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in head.named_parameters():
+        tensor = parameter.T if parameter.ndim == 2 and name != "embedding" else parameter
+        tensors[_HEAD_NAMES.get(name, name)] = tensor.detach().to("cpu", torch.bfloat16).contiguous()
+    ids = head.target_ids.cpu()
+    tensors[D2T] = ids - torch.arange(c.draft_vocab_size)
+    tensors[T2D] = torch.zeros(c.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "vocab_size": c.vocab_size,
+        "draft_vocab_size": c.draft_vocab_size,
+        "hidden_size": c.hidden_size,
+        "target_hidden_size": c.target_hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": c.rms_norm_eps,
+        "rope_theta": c.rope_theta,
+        "max_position_embeddings": max_positions,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "fc_norm": c.fc_norm,
+        "norm_output": c.norm_output,
+        # Layers whose outgoing streams count: one lower than those whose incoming ones do.
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in c.aux_layers]},
+        "dtype": "bfloat16",
+    }
+    write_json(folder / "config.json", config)
+
+
+def write_model(model: Decoder, teacher: Teacher, folder: Path) -> None:
+    """A decoder with the target's tokenizer files."""
+    write_decoder(model, folder)
+    for name in _COPIED:
+        if (teacher.folder / name).exists():
+            shutil.copyfile(teacher.folder / name, folder / name)
+
+
+def write_card(folder: Path, title: str, about: str, report: dict[str, str], acceptance: Acceptance) -> None:
+    """`README.md`: what it is, how it was trained, and its acceptance by depth."""
+    rows = "\n".join(f"| {key} | {value} |" for key, value in report.items())
+    text = f"""# {title}
+
+{about}
+
+| | |
+|---|---|
+{rows}
+| weights | {(folder / WEIGHTS).stat().st_size / 1e6:.2f} MB |
+| tokens per verify, greedy chain of 4 | {acceptance.tokens_per_verify(4):.2f} |
+
+Of the chains whose drafted tokens were the target's so far, the share whose next one is; on the target's own
+continuations ({NEW_TOKENS} tokens each) of the prompts in `../held_out.jsonl`, depths 1 to {DEPTHS}:
+
+{acceptance.table()}
+
+- **Data**: the training files of `../corpus.txt` with the tasks made from them, and text that the target wrote from
+  openings cut from those, at temperatures 0, 0.7 and 1. No held-out file was among them.
+- **Licence**: the weights, Apache-2.0 as this repository; the training text is under the PSF License Agreement.
+"""
+    (folder / "README.md").write_text(text, encoding="utf-8")
