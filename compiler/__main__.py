@@ -1,4 +1,4 @@
-"""`python -m compiler build | inspect | verify`."""
+"""`python -m compiler build | inspect | verify | tune`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import argparse
 import sys
 from pathlib import Path
 from time import perf_counter
+from typing import TYPE_CHECKING
 
-from plans.console import guarded, print_json, progress_bar, stdout
+from plans.console import guarded, print_json, progress_bar, stderr, stdout
 from plans.errors import OutriderError
+
+if TYPE_CHECKING:
+    from compiler.recipe import Recipe
 
 _OURS = ("compiler", "plans", "plugins", "runtime")
 _SHOWN = 10  # tokens that differ, in the text of verify
@@ -65,7 +69,33 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--new-tokens", type=int, default=64, help="greedy tokens per prompt (default 64)")
     verify.add_argument("--json", action="store_true", help="print one JSON object")
     verify.set_defaults(command=_verify)
+    _add_tune(commands)
     return parser
+
+
+def _add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    tune = commands.add_parser(
+        "tune",
+        help="choose a draft tree for this machine",
+        description="Choose the draft tree of an EAGLE3 head or a draft model for this machine. A wider, deeper tree "
+        "has more tokens accepted and costs more to draft and to verify; where that pays is measured: the target's "
+        "pass by nodes, the drafter's by top_k and depth, and what held-out prompts accept of wide trees. The best "
+        "few trees are then built and timed against plain decoding. Prints the table behind the choice, and writes "
+        "a copy of the recipe with the chosen tree and a PNG of the table beside it.",
+        epilog="Takes minutes, and room for two plans in the folder for temporary files (TMPDIR). Leave the machine "
+        "alone meanwhile. example: python -m compiler tune build/reference --drafter eagle3, then "
+        "python -m compiler build plans/recipes/reference.tuned.yaml",
+    )
+    tune.add_argument("plan", type=Path, help="folder of the plan")
+    tune.add_argument("--drafter", metavar="NAME", help="the drafter to tune (default: the plan's first with a tree)")
+    tune.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
+    tune.add_argument("--count", type=int, default=8, help="prompts to run (default 8)")
+    tune.add_argument("--new", type=int, default=128, help="greedy tokens per prompt (default 128)")
+    tune.add_argument("--out", type=Path, help="where the copy is written (default: NAME.tuned.yaml beside the recipe)")
+    tune.add_argument("--recipe", type=Path, help="the recipe (default: where the plan was built from)")
+    _add_set(tune)
+    tune.add_argument("--json", action="store_true", help="print one JSON object")
+    tune.set_defaults(command=_tune)
 
 
 def _add_set(command: argparse.ArgumentParser) -> None:
@@ -116,14 +146,19 @@ def _inspect(options: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(options: argparse.Namespace) -> int:
+def _recipe_of(options: argparse.Namespace) -> Recipe:
+    """The recipe that the plan was built from, or the one given."""
     from compiler.recipe import load_recipe, source_recipe
-    from compiler.verify import verify_plan
 
     if options.recipe is None:
-        recipe = source_recipe(options.plan, option="--recipe FILE", overrides=options.overrides)
-    else:
-        recipe = load_recipe(options.recipe, options.overrides)
+        return source_recipe(options.plan, option="--recipe FILE", overrides=options.overrides)
+    return load_recipe(options.recipe, options.overrides)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from compiler.verify import verify_plan
+
+    recipe = _recipe_of(options)
     with progress_bar("verifying prompts") as progress:
         result = verify_plan(
             recipe,
@@ -149,6 +184,40 @@ def _verify(options: argparse.Namespace) -> int:
             stdout.print(f"  and {len(result.divergences) - _SHOWN} more (--json lists all)")
         stdout.print("the plan agrees with PyTorch" if result.passed else "the plan does NOT agree with PyTorch")
     return 0 if result.passed else 1
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from compiler.recipe_copy import RecipeCopy
+    from compiler.tune import tunable, tune_plan
+    from compiler.tune_table import draw_tuning, print_tuning
+    from plans.plan import read_manifest
+
+    drafter = tunable(read_manifest(options.plan), options.drafter).name
+    recipe = _recipe_of(options)
+    out: Path = options.out or recipe.path.with_name(f"{recipe.path.stem}.tuned.yaml")
+    copy = RecipeCopy(recipe.path, out, drafter)
+    with progress_bar("tuning") as progress:
+        found = tune_plan(
+            recipe,
+            options.plan,
+            drafter=drafter,
+            prompts=options.prompts,
+            count=options.count,
+            new_tokens=options.new,
+            overrides=options.overrides,
+            progress=progress,
+        )
+    copy.write(found.chosen.tree)
+    picture = out.with_suffix(".png")
+    drawn = draw_tuning(found, picture)
+    if options.json:
+        print_json(found.to_json() | {"recipe": str(out), "png": str(picture) if drawn else None})
+    else:
+        print_tuning(found, stdout)
+        stdout.print(f"\nwrote {out}{f' and {picture}' if drawn else ''}")
+    if not drawn:
+        stderr.print("no picture was drawn: matplotlib is not installed (`pip install matplotlib`)")
+    return 0
 
 
 if __name__ == "__main__":

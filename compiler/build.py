@@ -35,6 +35,7 @@ from plans.manifest import (
     PlanFile,
     RuleReport,
     TargetPlan,
+    rejects,
 )
 from plans.plan import MANIFEST, Plan, file_sha256, open_plan
 from plans.step_buffers import drafter_buffers, sampling_buffers, target_buffers
@@ -192,7 +193,8 @@ class _EngineWriter:
     def drafter(self, source: GraphSource, model: nn.Module, target: Geometry) -> None:
         name = source.section.name
         self._steps.begin(f"{self._target}: exporting and lowering the drafter {name}")
-        graph = export_draft(model, source.tree, source.geometry(target).capacity)
+        rejected = target.vocab_size if source.drafter.acceptance == "rejection" else 0
+        graph = export_draft(model, source.tree, source.geometry(target).capacity, rejected)
         self._write(name, graph, exact=False)
 
     def close(self) -> Engines:
@@ -209,12 +211,15 @@ def _target_plan(
 ) -> TargetPlan:
     """The engines with the buffers and programs that run them."""
     engines, reports = built
-    buffers = [*target_buffers(geometry, _kv_type(engines[names.TARGET])), *sampling_buffers(geometry.branches)]
+    buffers = [
+        *target_buffers(geometry, _kv_type(engines[names.TARGET]), rejection=rejects(listed)),
+        *sampling_buffers(geometry.branches),
+    ]
     views = cache_views(names.TARGET, geometry)
     symbols = {names.TARGET: symbol_limits(geometry, listed)}
     for source in sources:
         name, own = source.section.name, source.geometry(geometry)
-        buffers += drafter_buffers(source.drafter, own, _kv_type(engines[name]))
+        buffers += drafter_buffers(source.drafter, own, geometry, _kv_type(engines[name]))
         views |= cache_views(name, own)
         symbols[name] = drafter_limits(own, symbols[names.TARGET])
     return TargetPlan(

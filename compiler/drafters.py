@@ -33,7 +33,8 @@ class GraphSource:
 
     @property
     def drafter(self) -> GraphDrafter:
-        return GraphDrafter(kind=self.section.kind, name=self.section.name, tree=self.tree)
+        section = self.section
+        return GraphDrafter(kind=section.kind, name=section.name, tree=self.tree, acceptance=section.acceptance)
 
     def geometry(self, target: Geometry) -> Geometry:
         """The arena holds the context and what the tree's levels append behind it."""
@@ -81,6 +82,11 @@ def read_sources(recipe: Recipe, target: DecoderConfig) -> list[GraphSource]:
         if tree.top_k > size:
             raise recipe.error(
                 ("drafters", index, "tree", "top_k"), f"is {tree.top_k}, but the drafter knows {size} tokens; lower it"
+            )
+        if section.acceptance == "rejection" and tree.top_k != 1:
+            raise recipe.error(
+                ("drafters", index, "acceptance"),
+                "is rejection, which is for chains; set gamma (or a tree with top_k 1), or leave acceptance coupled",
             )
         sources.append(GraphSource(index, section, config, tree))
     _check_taps(recipe, sources)

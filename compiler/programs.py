@@ -17,9 +17,10 @@ from plans.manifest import (
     View,
     longest_draft,
 )
-from plugins.schemas import SCHEMAS
+from plans.step_buffers import sampling_buffers
+from plugins.schemas import SCHEMAS, Purpose
 
-_SHARED = {names.TEMPERATURE, names.TOP_K, names.TOP_P, names.FILTER_ORDER, names.SEED, names.STREAM}
+_SHARED = {tensor.name for tensor in sampling_buffers(1)}
 _BEAMS = 8  # that every plan serves, whatever its drafters are
 _COMPACT = {
     "source": names.KEPT_ROWS,
@@ -81,14 +82,18 @@ def emit_programs(engines: Mapping[str, Engine], drafters: Sequence[Drafter]) ->
         names.BEAM: Program(stages=(forward,)),
     }
     for drafter in drafters:
-        name = drafter.name
+        name, judge = drafter.name, accept
         if isinstance(drafter, GraphDrafter):
             own_mask = _op("BimMask", name)
-            draft: tuple[Stage, ...] = (_op("Draws", name), own_mask, _engine(name, engines[name], names.DRAFTED))
+            draws = _op("Draws", name)
+            if drafter.acceptance == "rejection":  # what the drafter draws by must not be what the target draws by
+                draws = draws.model_copy(update={"attributes": {"purpose": int(Purpose.DRAFT)}})
+                judge = _op("ChainAccept", model)
+            draft: tuple[Stage, ...] = (draws, own_mask, _engine(name, engines[name], names.DRAFTED))
             programs[names.extend(name)] = Program(stages=(own_mask, _engine(name, engines[name])))
         else:
             draft = (Stage(kind=StageKind.DRAFT, run=name, model=model),)
-        programs[names.speculate(name)] = Program(stages=(*draft, mask, forward, accept, compact), results=results)
+        programs[names.speculate(name)] = Program(stages=(*draft, mask, forward, judge, compact), results=results)
     return programs
 
 

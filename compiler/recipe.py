@@ -137,6 +137,11 @@ class Eagle3Section(Section):
     kind: Literal["eagle3"] = Field(description="the kind of drafter")
     checkpoint: WrittenPath = Field(description="folder of the head's checkpoint, relative to the recipe")
     tree: TreeSection | Literal["auto"] = Field("auto", description="{top_k, depth, nodes}, or auto")
+    acceptance: Literal["coupled", "rejection"] = Field(
+        "coupled",
+        description="coupled: the same seed gives the same tokens as without drafts; rejection: classical speculative "
+        "sampling, for chains, the same distribution only",
+    )
     rope_theta: float | None = Field(
         None, gt=0, description="replaces the checkpoint's base; heads of EAGLE and AngelSlim are trained with 10000"
     )
@@ -151,6 +156,12 @@ class ModelSection(Section):
     gamma: int | None = Field(None, ge=1, le=64, description="drafts a chain of this many tokens")
     tree: TreeSection | Literal["auto"] | None = Field(
         None, description="drafts a tree instead: {top_k, depth, nodes}, or auto; with neither, a chain of 4"
+    )
+
+    acceptance: Literal["coupled", "rejection"] = Field(
+        "coupled",
+        description="coupled: the same seed gives the same tokens as without drafts; rejection: classical speculative "
+        "sampling, for chains, the same distribution only",
     )
 
     @model_validator(mode="after")
@@ -232,6 +243,11 @@ class Recipe(Section):
             if target in targets[:index]:
                 raise PydanticCustomError("target", "repeats '{target}'; keep one of them", context)
         return targets
+
+    @property
+    def path(self) -> Path:
+        """The file it was read from."""
+        return self._source.path
 
     @property
     def checkpoint_path(self) -> Path:

@@ -16,29 +16,38 @@ from plans.manifest import Tree
 _Edit = tuple[int, int, str]  # replace text[start:stop] by this
 
 
-def write_copy(recipe: Path, out: Path, drafter: str, tree: Tree) -> None:
-    """Write `recipe` to `out` with `tree` for the drafter of this name; relative paths in it lead where they led.
+class RecipeCopy:
+    """A copy of the recipe at `recipe`, to be written to `out` with another tree for `drafter`."""
 
-    A draft model's `gamma` stays one where the tree is a chain. What was written is read again before it takes
-    `out`'s place. Raises `RecipeError`.
-    """
-    if out.resolve() == recipe.resolve():
-        raise RecipeError(f"{out} is the recipe itself; choose another --out for the copy")
-    text = recipe.read_bytes().decode("utf-8")
-    top = yaml.compose(text, Loader=yaml.SafeLoader)
-    edits = [*_tree_edits(_drafter(top, recipe, drafter), tree), *_path_edits(top, recipe.parent, out.parent)]
-    for start, stop, new in sorted(edits, reverse=True):
-        text = text[:start] + new + text[stop:]
-    written = out.with_name(f".{out.name}.writing-{os.getpid()}")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        written.write_bytes(text.encode("utf-8"))
-        _check(load_recipe(written), drafter, tree)
-        written.replace(out)
-    except OSError as error:
-        raise RecipeError(f"{out} cannot be written ({error.strerror or error}); choose another --out") from None
-    finally:
-        written.unlink(missing_ok=True)
+    def __init__(self, recipe: Path, out: Path, drafter: str) -> None:
+        """Raises `RecipeError` for a copy that could not be written."""
+        if out.resolve() == recipe.resolve():
+            raise RecipeError(f"{out} is the recipe itself; choose another --out for the copy")
+        if out.is_dir() or not os.access(out.parent, os.W_OK):
+            raise RecipeError(f"{out} cannot be written; choose another --out, a file in a folder that is there")
+        self._text = recipe.read_bytes().decode("utf-8")
+        self._top = yaml.compose(self._text, Loader=yaml.SafeLoader)
+        self._node = _drafter(self._top, recipe, drafter)
+        self._recipe, self._out, self._drafter = recipe, out, drafter
+
+    def write(self, tree: Tree) -> None:
+        """Write it; relative paths lead where they led, and a chain stays `gamma` where the recipe had that.
+
+        What was written is read again before it takes `out`'s place. Raises `RecipeError`.
+        """
+        out, text = self._out, self._text
+        edits = [*_tree_edits(self._node, tree), *_path_edits(self._top, self._recipe.parent, out.parent)]
+        for start, stop, new in sorted(edits, reverse=True):
+            text = text[:start] + new + text[stop:]
+        written = out.with_name(f".{out.name}.writing-{os.getpid()}")
+        try:
+            written.write_bytes(text.encode("utf-8"))
+            _check(load_recipe(written), self._drafter, tree)
+            written.replace(out)
+        except OSError as error:
+            raise RecipeError(f"{out} cannot be written ({error.strerror or error}); choose another --out") from None
+        finally:
+            written.unlink(missing_ok=True)
 
 
 def _items(node: yaml.Node | None) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
@@ -110,4 +119,6 @@ def _check(copy: Recipe, drafter: str, tree: Tree) -> None:
             return
         if isinstance(section, ModelSection) and section.gamma == tree.depth + 1 and tree.top_k == 1:
             return
-    raise RecipeError(f"the copy does not hold the tree of {drafter!r} that was to be written; write it by hand: {tree}")
+    raise RecipeError(
+        f"the copy does not hold the tree of {drafter!r} that was to be written; write it by hand: {tree}"
+    )

@@ -22,6 +22,7 @@ from plans.manifest import (
     StageKind,
     TargetPlan,
     longest_draft,
+    rejects,
 )
 from plans.step_buffers import drafter_buffers, sampling_buffers, target_buffers
 
@@ -61,6 +62,8 @@ def _drafter(drafter: GraphDrafter, models: Mapping[str, Geometry]) -> Iterator[
     where = f"drafters.{drafter.name}"
     if tree.nodes > LARGEST_TREE or tree.nodes - 1 > tree.candidates or tree.top_k > own.vocab_size:
         yield f"{where}.tree: {tree.nodes} nodes, {tree.top_k} children each and {tree.depth} levels are no tree"
+    if drafter.acceptance == "rejection" and tree.top_k != 1:
+        yield f"{where}: rejection is for chains, and the tree has {tree.top_k} children a node"
     if drafter.kind == "eagle3" and not target.feature_size:
         yield f"{where}: reads features, and the target gives none"
     if (own.context, own.prefill_chunk) != (target.context, target.prefill_chunk):
@@ -159,10 +162,10 @@ def _buffers(
     for model, geometry in models.items():
         kv = found.get(names.of(model, names.KV))
         kv_dtype = kv.dtype if kv is not None else DType.FLOAT32
-        needed += (
-            drafter_buffers(graphs[model], geometry, kv_dtype) if model in graphs
-            else target_buffers(geometry, kv_dtype)
-        )  # fmt: skip
+        if model in graphs:
+            needed += drafter_buffers(graphs[model], geometry, models[names.TARGET], kv_dtype)
+        else:
+            needed += target_buffers(geometry, kv_dtype, rejection=rejects(graphs.values()))
     for expected in (*needed, *sampling_buffers(models[names.TARGET].branches)):
         if found.get(expected.name) != expected:
             yield f"buffers: {expected.name!r} must be {_spell(expected)}, is {_spell(found.get(expected.name))}"
@@ -259,7 +262,9 @@ def _writes(stage: Stage, model: str, tensor: str) -> bool:
 
 
 def _fits(shape: Sequence[int], memory: Sequence[int | str]) -> bool:
-    return tuple(shape) == tuple(memory) or (len(shape) == len(memory) == 1 and shape[0] <= int(memory[0]))
+    if len(shape) != len(memory) or not shape:
+        return tuple(shape) == tuple(memory)
+    return tuple(shape[1:]) == tuple(memory[1:]) and shape[0] <= int(memory[0])
 
 
 def _spell(tensor: Tensor | None) -> str:

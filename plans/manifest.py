@@ -79,6 +79,7 @@ class GraphDrafter(Strict):
     kind: Literal["eagle3", "model"]
     name: str
     tree: Tree
+    acceptance: Literal["coupled", "rejection"] = "coupled"
 
 
 Drafter = Annotated[NgramDrafter | GraphDrafter, Field(discriminator="kind")]
@@ -87,6 +88,11 @@ Drafter = Annotated[NgramDrafter | GraphDrafter, Field(discriminator="kind")]
 def longest_draft(drafters: Iterable[Drafter]) -> int:
     """Most nodes that any of them hangs behind a tip."""
     return max((d.max_draft if isinstance(d, NgramDrafter) else d.tree.nodes - 1 for d in drafters), default=0)
+
+
+def rejects(drafters: Iterable[Drafter]) -> bool:
+    """Whether any of them is accepted by rejection."""
+    return any(isinstance(d, GraphDrafter) and d.acceptance == "rejection" for d in drafters)
 
 
 class StageKind(StrEnum):
@@ -98,8 +104,8 @@ class StageKind(StrEnum):
 class Stage(Strict):
     """One step of a program. `inputs` and `outputs` map the stage's own tensor names to buffers.
 
-    `model` names the model whose sizes the stage runs with: its new tokens, its view, its logits. A tensor of one
-    dimension may be shorter than its buffer: it lies at the start.
+    `model` names the model whose sizes the stage runs with: its new tokens, its view, its logits. A tensor may be
+    shorter than its buffer in the first dimension: it lies at the start.
     """
 
     kind: StageKind

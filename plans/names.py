@@ -55,13 +55,14 @@ TREE_TOKEN_IDS = "tree_token_ids"  # int64 [nodes]; node 0, the root, is the tip
 TREE_POSITIONS = "tree_positions"  # int64 [nodes], in the target
 TREE_PARENT = "tree_parent"  # int64 [nodes]; -1 at the root
 TREE_SCORE = "tree_score"  # f32 [nodes], log-probability summed from the root
+DRAFT_PROBS = "draft_probs"  # f32 [M, vocab], what each node's token was drawn from, where rejection asks for it
 TREE = (TREE_TOKEN_IDS, TREE_POSITIONS, TREE_PARENT, TREE_SCORE)
 
 # What stages may write. Everything else is the host's; a drafter's engine writes the target's next step.
 STAGE_WRITTEN = frozenset(
-    {ATTN_BIAS, LOGITS_OUT, FEATURES, COMMITTED, ACCEPTED_COUNT, KEPT_ROWS, KEPT_COUNT, KV, DRAWS, *TREE}
+    {ATTN_BIAS, LOGITS_OUT, FEATURES, COMMITTED, ACCEPTED_COUNT, KEPT_ROWS, KEPT_COUNT, KV, DRAWS, DRAFT_PROBS, *TREE}
 )
-DRAFTED = {TREE_TOKEN_IDS: TOKEN_IDS, TREE_POSITIONS: POSITIONS, TREE_PARENT: PARENT}
+DRAFTED = {TREE_TOKEN_IDS: TOKEN_IDS, TREE_POSITIONS: POSITIONS, TREE_PARENT: PARENT, DRAFT_PROBS: DRAFT_PROBS}
 
 # Sampling settings, one slot per branch, shared by all models.
 TEMPERATURE = "temperature"  # f64 [branches], 0 is greedy
@@ -70,6 +71,7 @@ TOP_P = "top_p"  # f64 [branches], 1 is off
 FILTER_ORDER = "filter_order"  # int64 [branches], 0 temperature first, 1 temperature last
 SEED = "seed"  # uint64 [branches]
 STREAM = "stream"  # int64 [branches]
+SKIP_SAMPLE_ADJUSTMENT = "skip_sample_adjustment"  # int64 [branches], 1: rejection draws from p (debugging)
 
 
 # Programs.

@@ -13,8 +13,11 @@ from plans.manifest import Geometry, GraphDrafter
 _Table = dict[str, tuple[DType, tuple[int | str, ...]]]
 
 
-def target_buffers(geometry: Geometry, kv_dtype: DType) -> tuple[Tensor, ...]:
-    """What the target owns: its step, its arena with the slot map, and its results."""
+def target_buffers(geometry: Geometry, kv_dtype: DType, *, rejection: bool) -> tuple[Tensor, ...]:
+    """What the target owns: its step, its arena with the slot map, and its results.
+
+    `rejection`: a drafter's distributions as well.
+    """
     new, picked = names.NEW, names.LOGITS
     integer, real = DType.INT64, DType.FLOAT32
     table: _Table = {
@@ -26,15 +29,19 @@ def target_buffers(geometry: Geometry, kv_dtype: DType) -> tuple[Tensor, ...]:
         names.KEPT_ROWS: (integer, (new,)),
         names.KEPT_COUNT: (integer, (1,)),
     }
+    if rejection:
+        table[names.DRAFT_PROBS] = (real, (picked, geometry.vocab_size))
     if geometry.feature_size:
         table[names.FEATURES] = (real, (new, geometry.feature_size))
     return _named(names.TARGET, table)
 
 
-def drafter_buffers(drafter: GraphDrafter, geometry: Geometry, kv_dtype: DType) -> tuple[Tensor, ...]:
+def drafter_buffers(drafter: GraphDrafter, geometry: Geometry, target: Geometry, kv_dtype: DType) -> tuple[Tensor, ...]:
     """What a drafter with an engine owns: its step, its arena with the slot map, and a tree of its own."""
     tree = {name: DType.FLOAT32 if name == names.TREE_SCORE else DType.INT64 for name in names.TREE}
     table = _step(geometry, kv_dtype) | {name: (dtype, (drafter.tree.nodes,)) for name, dtype in tree.items()}
+    if drafter.acceptance == "rejection":
+        table[names.DRAFT_PROBS] = (DType.FLOAT32, (drafter.tree.nodes, target.vocab_size))
     table[names.TIP_POSITION] = (DType.INT64, (geometry.branches,))
     table[names.DRAWS] = (DType.FLOAT32, (geometry.branches, drafter.tree.depth + 1))
     if drafter.kind == "eagle3":
@@ -71,5 +78,6 @@ def sampling_buffers(branches: int) -> tuple[Tensor, ...]:
         names.FILTER_ORDER: DType.INT64,
         names.SEED: DType.UINT64,
         names.STREAM: DType.INT64,
+        names.SKIP_SAMPLE_ADJUSTMENT: DType.INT64,
     }
     return tuple(Tensor(name=name, dtype=dtype, shape=(branches,)) for name, dtype in table.items())

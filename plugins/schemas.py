@@ -199,8 +199,8 @@ _CHAIN_ACCEPT = OpSchema(
     inputs=(
         *_CHOICE_INPUTS,
         *_TREE_INPUTS,
-        TensorSpec("draft_probs", "float32", (names.LOGITS, _VOCABULARY)),
-        TensorSpec("skip_sample_adjustment", _INT, (_SLOTS,)),
+        TensorSpec(names.DRAFT_PROBS, "float32", (names.LOGITS, _VOCABULARY)),
+        TensorSpec(names.SKIP_SAMPLE_ADJUSTMENT, _INT, (_SLOTS,)),
     ),
     outputs=_ACCEPT_OUTPUTS,
     extents=(names.NEW, names.LOGITS),
@@ -284,6 +284,28 @@ _BRANCH_ATTENTION = OpSchema(
     ),
 )
 
+_DRAFT_SAMPLE = OpSchema(
+    name="DraftSample",
+    version=1,
+    doc="""A token drawn from a drafter's own distribution, and that distribution, for rejection.
+
+    token[b] is the inverse CDF at draws[b], in id order, of probability[b]: the drafter's distribution under the
+    branch's temperature, top-k and top-p (looked for among the 64 likeliest tokens); greedy, all of it at the argmax.
+    Stands in graphs only: a function body of standard ops.
+    Source: DESIGN section 7; seed 001.""",
+    inputs=(
+        TensorSpec("logits", "float32", ("trees", "nodes", _VOCABULARY)),
+        TensorSpec(names.DRAWS, "float32", ("trees",)),
+        TensorSpec(names.TEMPERATURE, "float64", ("trees",)),
+        TensorSpec(names.TOP_K, _INT, ("trees",)),
+        TensorSpec(names.TOP_P, "float64", ("trees",)),
+    ),
+    outputs=(
+        TensorSpec("token", _INT, ("trees", "nodes")),
+        TensorSpec("probability", "float32", ("trees", "nodes", _VOCABULARY)),
+    ),
+)
+
 _FRONTIER = ("trees", "frontier")
 _CANDIDATES = ("trees", "candidates")
 
@@ -352,6 +374,7 @@ SCHEMAS: dict[str, OpSchema] = {
         _DRAWS,
         _KV_GATHER,
         _BRANCH_ATTENTION,
+        _DRAFT_SAMPLE,
         _TREE_EXPAND,
         _TREE_RERANK,
     )

@@ -42,3 +42,4 @@ class Buffers:
         self.arrays[names.FILTER_ORDER][branch] = params.filter_order == "temperature_last"
         self.arrays[names.SEED][branch] = params.seed
         self.arrays[names.STREAM][branch] = params.stream
+        self.arrays[names.SKIP_SAMPLE_ADJUSTMENT][branch] = params.skip_sample_adjustment

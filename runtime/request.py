@@ -23,6 +23,7 @@ class Options(TypedDict, total=False):
     - `stop`: texts that end the generation; they are not part of its text.
     - `eos_token_ids`: end tokens, in place of the plan's; `ignore_eos` (False): go on past them.
     - `drafter`: name of a drafter of the plan, "none" for plain decoding; default: the plan's first.
+    - `skip_sample_adjustment` (False): for debugging drafters with `acceptance: rejection`; see `SamplingParams`.
     - `auto_disable` (True): decode plainly while drafts cost more than they bring, by the clock. Tokens stay the same.
     - `on_round`: called with a `trace.Round` after each round, before its span is given out.
     - `logprobs` (None): report each token's log-probability and this many of the most probable (0 to 20).
@@ -40,6 +41,7 @@ class Options(TypedDict, total=False):
     eos_token_ids: Sequence[int]
     ignore_eos: bool
     drafter: str
+    skip_sample_adjustment: bool
     auto_disable: bool
     on_round: Watcher | None
     logprobs: int | None
@@ -99,6 +101,7 @@ def check_options(options: Options, drafters: Sequence[str], eos_token_ids: Sequ
             seed=options.get("seed", 0),
             stream=options.get("stream_id", 0),
             filter_order=options.get("filter_order", "temperature_first"),
+            skip_sample_adjustment=bool(options.get("skip_sample_adjustment", False)),
         ),
         stop=tuple(stop),
         eos_token_ids=frozenset() if options.get("ignore_eos", False) else frozenset(ends),

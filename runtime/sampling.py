@@ -30,6 +30,8 @@ class SamplingParams:
     - `top_p`: above 0, at most 1; keep the most probable tokens up to the one that crosses p; 1 is off.
     - `seed`, `stream`: every draw is a function of (seed, stream, position, purpose); 0 to 2**64 - 1 and
       0 to 2**63 - 1. `stream` numbers the branch within its request, so that a branch can be replayed alone.
+    - `skip_sample_adjustment`: where a drafter is accepted by rejection, correct from the target's distribution instead
+      of the residual: for debugging, the output is not the target's then.
     - `filter_order`: temperature before the filters, or after them (DESIGN section 7).
     """
 
@@ -39,6 +41,7 @@ class SamplingParams:
     seed: int = 0
     stream: int = 0
     filter_order: FilterOrder = "temperature_first"
+    skip_sample_adjustment: bool = False
 
     def __post_init__(self) -> None:
         # The frozen dataclass holds exact Python types, whatever numbers the caller has.

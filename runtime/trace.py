@@ -49,7 +49,7 @@ def read_round(
 ) -> Round:
     """The round that has just run; the first `accepted` of `committed` were drafted.
 
-    `kept` lists the step's rows that stay. `scores` are log-probabilities summed from the tip, by node, the tip's first.
+    `kept` lists the step's rows that stay. `scores` are log-probabilities summed from the tip, by node, the tip first.
     """
     tip = pending - 1
     drafted = step.new_tokens - pending

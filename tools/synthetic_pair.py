@@ -1,4 +1,4 @@
-"""Write a random target and a draft model that is often right: `python -m tools.synthetic_pair --params 150m --out DIR`.
+"""Write a random target and a draft model: `python -m tools.synthetic_pair --params 150m --out DIR`.
 
 For measuring speculation at sizes that nobody here has trained. The target is a random Qwen3 whose layers behind the
 first few contribute little to the residual stream; the draft model is those first layers under the same embedding,

@@ -7,6 +7,7 @@ tip sees, its ancestors in the tree, and itself. What a level appends is dropped
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import onnx_ir as ir
@@ -14,12 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from compiler.export.execution import Arena, GraphExecution, Heads, RopeTables, cache_outputs
-from compiler.export.ops import tree_expand, tree_rerank
+from compiler.export.ops import draft_sample, tree_expand, tree_rerank
 from compiler.export.tracing import Shape, name_inputs, trace
 from compiler.models.decoder import Execution
 from plans import names
 from plans.manifest import Tree
-
 
 # How often a drafter's choice at the target's draw is the target's: what scores that child of a sampling branch.
 COUPLING = 0.75
@@ -57,6 +57,18 @@ class DraftModel(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
+@dataclass(frozen=True)
+class _Behind:
+    """What the levels share: where they append, the tip's position and bias `[1, T]`, and what they draw by."""
+
+    arena: Arena
+    start: Tensor
+    position: Tensor
+    bias: Tensor
+    draws: Tensor
+    filters: tuple[Tensor, Tensor, Tensor]
+
+
 class DraftGraph(nn.Module):
     """Committed tokens that the drafter lacks, to the tree behind the last of them, the tip."""
 
@@ -66,9 +78,9 @@ class DraftGraph(nn.Module):
     splits: Tensor
     depths: Tensor
 
-    def __init__(self, model: nn.Module, tree: Tree, positions: int) -> None:
+    def __init__(self, model: nn.Module, tree: Tree, positions: int, rejected: int) -> None:
         super().__init__()
-        self.model, self.tree = model, tree
+        self.model, self.tree, self.rejected = model, tree, rejected
         drafting: DraftModel = model  # type: ignore[assignment]
         self.tables = RopeTables(drafting.heads, positions, drafting.dtype)
         k = tree.top_k
@@ -96,23 +108,41 @@ class DraftGraph(nn.Module):
         k_caches: Sequence[Tensor],
         v_caches: Sequence[Tensor],
     ) -> tuple[Tensor, ...]:
-        tree, k = self.tree, self.tree.top_k
         model: DraftModel = self.model  # type: ignore[assignment]
         arena = Arena(k_caches, v_caches)
-        new = token_ids.shape[0]
         fused = None
         if features is not None and feature_rows is not None:
             fused = model.fuse(torch.index_select(features, 0, feature_rows).unsqueeze(0))
-        execution = self._pass(arena, positions.unsqueeze(0), attn_bias, past_length, self.splits)
+        execution = self._pass(arena, positions.unsqueeze(0), attn_bias, past_length)
         hidden = model.run(token_ids.unsqueeze(0), fused, execution)[:, -1:]
-        tip_position = positions[-1:]
-        bias = attn_bias[0, 0, -1:].expand(k, -1)  # what the tip sees: all levels start from it
-        start = past_length + new
+        behind = _Behind(
+            arena,
+            start=past_length + token_ids.shape[0],
+            position=positions[-1:],
+            bias=attn_bias[0, 0, -1:],
+            draws=draws,
+            filters=(temperature, top_k, top_p),
+        )
+        drafted = self._chain(hidden, behind) if self.rejected else self._tree(hidden, behind)
+        token, parent, depth, score, *distributions = drafted
+        root_position = positions[-1:] + model.lead
+        return (
+            torch.cat([token_ids[-1:], token]),
+            torch.cat([root_position, depth + root_position]),
+            torch.cat([torch.full((1,), -1), parent]),
+            torch.cat([torch.zeros(1), score]),
+            *distributions,
+            *arena.presents,
+        )
+
+    def _tree(self, hidden: Tensor, behind: _Behind) -> list[Tensor]:
+        """Tokens, parents, depths and scores `[nodes - 1]` behind the tip, whose hidden state is `[1, 1, H]`."""
+        tree, k = self.tree, self.tree.top_k
+        model: DraftModel = self.model  # type: ignore[assignment]
 
         def expand(hidden: Tensor, score: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-            draw = draws[:, depth]
             grown: tuple[Tensor, Tensor, Tensor] = tree_expand(
-                model.logits(hidden).float(), score, draw, temperature, top_k, top_p, k, COUPLING
+                model.logits(hidden).float(), score, behind.draws[:, depth], *behind.filters, k, COUPLING
             )
             return grown
 
@@ -121,14 +151,9 @@ class DraftGraph(nn.Module):
         parents = [torch.full((1, k), -1)]
         node_token, node_score, node = token, score, torch.arange(k)  # the frontier: its nodes as candidates
         hidden = hidden.expand(-1, k, -1)
+        bias = behind.bias.expand(k, -1)
         for level in range(tree.depth):
-            slots = start + (level * k)
-            bias = bias.scatter(1, slots + self.diagonal, self.visible)
-            execution = self._pass(
-                arena, (tip_position + (level + 1)).expand(k).unsqueeze(0), bias.unsqueeze(0).unsqueeze(0), slots,
-                self.splits,
-            )  # fmt: skip
-            hidden = model.run(self._target_ids(node_token), hidden, execution)
+            hidden, bias = self._level(node_token, hidden, bias, level, behind)
             token, score, frontier = expand(hidden, node_score, level + 1)
             tokens.append(token)
             scores.append(score)
@@ -141,23 +166,47 @@ class DraftGraph(nn.Module):
                 hidden = torch.index_select(hidden, 1, parent)
                 bias = torch.index_select(bias, 0, parent)
                 node = picked + (k + level * k * k)
-
         token, parent, depth, score = tree_rerank(
             torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1), self.depths, tree.nodes
         )
-        root = token_ids[-1:]
-        root_position = tip_position + model.lead
-        return (
-            torch.cat([root, self._target_ids(token).squeeze(0)]),
-            torch.cat([root_position, depth.squeeze(0) + root_position]),
-            torch.cat([torch.full((1,), -1), parent.squeeze(0)]),
-            torch.cat([torch.zeros(1), score.squeeze(0)]),
-            *arena.presents,
-        )
+        return [self._target_ids(token).squeeze(0), parent.squeeze(0), depth.squeeze(0), score.squeeze(0)]
 
-    def _pass(self, arena: Arena, positions: Tensor, bias: Tensor, past: Tensor, splits: Tensor) -> GraphExecution:
+    def _chain(self, hidden: Tensor, behind: _Behind) -> list[Tensor]:
+        """The same of a chain that is drawn, and what each node was drawn from, f32 `[nodes, vocab]`, the root's 0."""
+        tree, size = self.tree, self.rejected
         model: DraftModel = self.model  # type: ignore[assignment]
-        return GraphExecution(model.heads, self.tables, arena, positions, bias, past, splits)
+        bias = behind.bias
+        tokens: list[Tensor] = []
+        probabilities = [torch.zeros(1, 1, size)]
+        for depth in range(tree.nodes - 1):
+            if depth:
+                hidden, bias = self._level(tokens[-1], hidden, bias, depth - 1, behind)
+            token, probability = draft_sample(model.logits(hidden).float(), behind.draws[:, depth], *behind.filters)
+            tokens.append(token)
+            if model.vocabulary is not None:
+                columns = model.vocabulary.reshape(1, 1, -1)
+                probability = torch.zeros(1, 1, size).scatter(2, columns, probability)
+            probabilities.append(probability)
+        drawn = torch.cat(tokens, 1)
+        steps = torch.arange(tree.nodes - 1)
+        distributions = torch.cat(probabilities, 1).squeeze(0)
+        target_ids = self._target_ids(drawn)
+        own = torch.gather(distributions[1:], 1, target_ids.reshape(-1, 1)).reshape(-1)
+        return [target_ids.squeeze(0), steps, steps + 1, torch.cumsum(torch.log(own), 0), distributions]
+
+    def _level(self, token: Tensor, hidden: Tensor, bias: Tensor, level: int, behind: _Behind) -> tuple[Tensor, Tensor]:
+        """Run the frontier's nodes `[1, k]`; their hidden states, and what they see, `[k, T]`, themselves included."""
+        model: DraftModel = self.model  # type: ignore[assignment]
+        k = self.tree.top_k
+        slots = behind.start + (level * k)
+        bias = bias.scatter(1, slots + self.diagonal, self.visible)
+        positions = (behind.position + (level + 1)).expand(k).unsqueeze(0)
+        execution = self._pass(behind.arena, positions, bias.unsqueeze(0).unsqueeze(0), slots)
+        return model.run(self._target_ids(token), hidden, execution), bias
+
+    def _pass(self, arena: Arena, positions: Tensor, bias: Tensor, past: Tensor) -> GraphExecution:
+        model: DraftModel = self.model  # type: ignore[assignment]
+        return GraphExecution(model.heads, self.tables, arena, positions, bias, past, self.splits)
 
     def _target_ids(self, token: Tensor) -> Tensor:
         """Draft tokens `[1, n]` as target tokens."""
@@ -165,12 +214,15 @@ class DraftGraph(nn.Module):
         return token if vocabulary is None else torch.index_select(vocabulary, 0, token.reshape(-1)).unsqueeze(0)
 
 
-def export_draft(model: nn.Module, tree: Tree, capacity: int) -> ir.Model:
+def export_draft(model: nn.Module, tree: Tree, capacity: int, rejected: int = 0) -> ir.Model:
     """Export a `DraftModel` over an arena of `capacity` slots, one row.
 
     A head reads `features` of the target's last step; `feature_rows` picks those of the pairs. Outputs:
     `tree_token_ids`, `tree_positions`, `tree_parent` `[nodes]`, the root, which is the tip, first, as the target's
     next step wants them; `tree_score` f32 `[nodes]`, log-probabilities summed from the root.
+
+    With `rejected`, the target's vocabulary, the tree is a chain (`top_k` 1) whose tokens are drawn, for acceptance by
+    rejection, and `draft_probs` f32 `[nodes, vocab]` holds what from.
     """
     drafting: DraftModel = model  # type: ignore[assignment]
     heads, features = drafting.heads, drafting.feature_size
@@ -197,7 +249,7 @@ def export_draft(model: nn.Module, tree: Tree, capacity: int) -> ir.Model:
         **{names.v_cache(i): cache for i in layers},
     }
     traced = trace(
-        DraftGraph(model, tree, capacity),
+        DraftGraph(model, tree, capacity, rejected),
         inputs={
             "features": torch.zeros(5, features) if features else None,
             "feature_rows": torch.zeros(new, dtype=index) if features else None,
@@ -224,6 +276,7 @@ def export_draft(model: nn.Module, tree: Tree, capacity: int) -> ir.Model:
         },
         outputs={
             **dict.fromkeys(names.TREE, (tree.nodes,)),
+            **({names.DRAFT_PROBS: (tree.nodes, rejected)} if rejected else {}),
             **dict.fromkeys(cache_outputs(heads.num_layers, 1 + tree.depth), cache),
         },
     )

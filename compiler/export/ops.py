@@ -60,6 +60,19 @@ def _(logits: Tensor, score: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor
     )
 
 
+@torch.library.custom_op("outrider::draft_sample", mutates_args=())
+def draft_sample(
+    logits: Tensor, draws: Tensor, temperature: Tensor, top_k_filter: Tensor, top_p: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Shapes: `plugins.schemas`, DraftSample."""
+    raise NotImplementedError("outrider::draft_sample exists for export only")
+
+
+@draft_sample.register_fake
+def _(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return logits.new_empty(logits.shape[:2], dtype=torch.int64), torch.empty_like(logits)
+
+
 @torch.library.custom_op("outrider::tree_rerank", mutates_args=())
 def tree_rerank(
     candidate_token: Tensor, candidate_score: Tensor, candidate_parent: Tensor, candidate_depth: Tensor, nodes: int
@@ -89,5 +102,6 @@ def _translated(op: str, attributes: tuple[str, ...]) -> Callable[..., Any]:
 TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.outrider.branch_attention.default: _translated("BranchAttention", ("num_heads", "kv_num_heads", "scale")),
     torch.ops.outrider.tree_expand.default: _translated("TreeExpand", ("top_k", "coupling")),
+    torch.ops.outrider.draft_sample.default: _translated("DraftSample", ()),
     torch.ops.outrider.tree_rerank.default: _translated("TreeRerank", ("nodes",)),
 }

@@ -12,6 +12,7 @@ from onnx import defs
 
 from plugins.onnx_ops.branch_attention import branch_attention_function, branch_attention_schema
 from plugins.onnx_ops.domain import DOMAIN, OPSET, VERSION
+from plugins.onnx_ops.draft_sample import draft_sample_function, draft_sample_schema
 from plugins.onnx_ops.tree_expand import tree_expand_function, tree_expand_schema
 from plugins.onnx_ops.tree_rerank import tree_rerank_function, tree_rerank_schema
 
@@ -19,11 +20,12 @@ __all__ = ["DOMAIN", "FUNCTIONS", "OPSET", "VERSION"]
 
 FUNCTIONS: dict[str, Callable[[], onnx.FunctionProto]] = {
     "BranchAttention": branch_attention_function,
+    "DraftSample": draft_sample_function,
     "TreeExpand": tree_expand_function,
     "TreeRerank": tree_rerank_function,
 }
 """The body of each op, by the op's name."""
 
-for _schema in (branch_attention_schema(), tree_expand_schema(), tree_rerank_schema()):
+for _schema in (branch_attention_schema(), draft_sample_schema(), tree_expand_schema(), tree_rerank_schema()):
     if not defs.has(_schema.name, DOMAIN):
         defs.register_schema(_schema)

@@ -8,12 +8,14 @@ import onnx
 from onnx import defs, parser
 
 from plugins.onnx_ops.domain import DOMAIN, VERSION
+from plugins.onnx_ops.inverse_cdf import INVERSE_CDF
 
 # Log-probabilities are taken of the chosen logits only: the vocabulary is read twice and never written. What couples a
 # drafter with the target's draws stands in an If, so that greedy drafting does not pay for it.
 _TREE_EXPAND = """
 <opset_import: ["" : 24], domain: "outrider">
-TreeExpand <top_k, coupling> (logits, score, draws, temperature, top_k_filter, top_p) => (token, candidate_score, frontier)
+TreeExpand <top_k, coupling> (logits, score, draws, temperature, top_k_filter, top_p)
+    => (token, candidate_score, frontier)
 {
     one_1 = Constant <value_ints: ints = [1]> ()
     last_1 = Constant <value_ints: ints = [-1]> ()
@@ -35,66 +37,7 @@ TreeExpand <top_k, coupling> (logits, score, draws, temperature, top_k_filter, t
     any_sampled = Cast <to: int = 9> (sampled_any)
     child, own = If (any_sampled) <
         then_branch = coupled () => (int64["B", "F", "K"] child_coupled, float["B", "F", "K"] own_coupled) {
-            zero_i = Constant <value_int: int = 0> ()
-            one_i = Constant <value_int: int = 1> ()
-            one_f = Constant <value_float: float = 1.0> ()
-            none = Constant <value_int: int = -1> ()
-            endless = Constant <value_int: int = 4611686018427387904> ()
-            lowest = Constant <value_float: float = -3.4e38> ()
-            highest = Constant <value_float: float = 3.4e38> ()
-            wide = Constant <value_ints: ints = [64]> ()
-            sampled_3 = Unsqueeze (sampled, behind)
-            heat_or_1 = Where (sampled, heat, one_f)
-            heat_3 = Unsqueeze (heat_or_1, behind)
-            scaled = Div (logits, heat_3)
-            size_1 = Shape <start: int = 2, end: int = 3> (logits)
-            width_1 = Min (size_1, wide)
-            sorted, sorted_token = TopK (scaled, width_1)
-            first = ReduceMax (sorted, last_1)
-            shifted = Sub (scaled, first)
-            weights = Exp (shifted)
-            total = ReduceSum (weights, last_1)
-            width = Squeeze (width_1)
-            rank = Range (zero_i, width, one_i)
-            unlimited = Equal (top_k_filter, zero_i)
-            most = Where (unlimited, endless, top_k_filter)
-            most_3 = Unsqueeze (most, behind)
-            within_k = Less (rank, most_3)
-            within_k_f = Cast <to: int = 1> (within_k)
-            sorted_shifted = Sub (sorted, first)
-            sorted_all = Exp (sorted_shifted)
-            sorted_weights = Mul (sorted_all, within_k_f)
-            sorted_total = ReduceSum (sorted_weights, last_1)
-            few = LessOrEqual (most_3, width)
-            survivors = Where (few, sorted_total, total)
-            before = CumSum <exclusive: int = 1> (sorted_weights, none)
-            share = Cast <to: int = 1> (top_p)
-            share_3 = Unsqueeze (share, behind)
-            goal_p = Mul (share_3, survivors)
-            full = GreaterOrEqual (share_3, one_f)
-            below_p = Less (before, goal_p)
-            within_p = Or (below_p, full)
-            within = And (within_k, within_p)
-            edge_of = Where (within, sorted, highest)
-            edge = ReduceMin (edge_of, last_1)
-            within_i = Cast <to: int = 7> (within)
-            within_count = ReduceSum (within_i, last_1)
-            open = Equal (within_count, width)
-            not_few = Not (few)
-            whole = And (open, not_few)
-            threshold = Where (whole, lowest, edge)
-            kept = GreaterOrEqual (scaled, threshold)
-            kept_f = Cast <to: int = 1> (kept)
-            kept_weights = Mul (weights, kept_f)
-            summed = CumSum (kept_weights, none)
-            summed_total = ReduceMax (summed, last_1)
-            draws_3 = Unsqueeze (draws, behind)
-            goal = Mul (draws_3, summed_total)
-            passed = LessOrEqual (summed, goal)
-            passed_i = Cast <to: int = 7> (passed)
-            chosen = ReduceSum (passed_i, last_1)
-            last_token = Sub (size_1, one_1)
-            chosen_inside = Min (chosen, last_token)
+            INVERSE_CDF
             coupled_child = Where (sampled_3, chosen_inside, none)
             among = Equal (likely, coupled_child)
             among_i = Cast <to: int = 7> (among)
@@ -131,7 +74,7 @@ TreeExpand <top_k, coupling> (logits, score, draws, temperature, top_k_filter, t
 @cache
 def tree_expand_function() -> onnx.FunctionProto:
     """TreeExpand in standard ops. TopK puts the lower index first among equals, which the tree relies on."""
-    return parser.parse_function(_TREE_EXPAND)
+    return parser.parse_function(_TREE_EXPAND.replace("INVERSE_CDF", INVERSE_CDF))
 
 
 def tree_expand_schema() -> defs.OpSchema:

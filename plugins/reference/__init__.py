@@ -7,6 +7,7 @@ from plugins.reference.bim_mask import bim_mask
 from plugins.reference.branch_attention import branch_attention
 from plugins.reference.chain_accept import chain_accept
 from plugins.reference.choice import Sampling, choice, fixed_weights, shared_exp
+from plugins.reference.draft_sample import draft_sample
 from plugins.reference.draws import draws
 from plugins.reference.kv_gather import kv_gather
 from plugins.reference.philox import philox4x32_10, uniform
@@ -25,6 +26,7 @@ __all__ = [
     "branch_attention",
     "chain_accept",
     "choice",
+    "draft_sample",
     "draws",
     "fixed_weights",
     "kv_gather",

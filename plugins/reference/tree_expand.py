@@ -28,8 +28,10 @@ def best(values: NDArray[np.float64], count: int) -> NDArray[np.int64]:
 LIKELY = 64  # tokens among which the cuts of top-k and top-p are looked for
 
 
-def coupled_token(logits: NDArray[np.float64], draw: float, temperature: float, top_k: int, top_p: float) -> int:
-    """The inverse CDF at `draw`, in id order, of the distribution under temperature, then top-k, then top-p."""
+def filtered_weights_of_draft(
+    logits: NDArray[np.float64], temperature: float, top_k: int, top_p: float
+) -> NDArray[np.float64]:
+    """Weights `[V]` under temperature, then top-k, then top-p, with the cuts looked for among the likeliest tokens."""
     scaled = logits / temperature
     weights = np.exp(scaled - scaled.max())
     likely = best(scaled, LIKELY)
@@ -41,7 +43,12 @@ def coupled_token(logits: NDArray[np.float64], draw: float, temperature: float, 
         if (not top_k or rank < top_k) and (top_p >= 1 or weights[likely[:rank]].sum() < top_p * survivors)
     ]
     threshold = -np.inf if len(kept) == len(likely) and not limited else scaled[kept].min()
-    summed = np.cumsum(np.where(scaled >= threshold, weights, 0.0))
+    return np.where(scaled >= threshold, weights, 0.0)
+
+
+def coupled_token(logits: NDArray[np.float64], draw: float, temperature: float, top_k: int, top_p: float) -> int:
+    """The inverse CDF at `draw`, in id order, of the filtered distribution."""
+    summed = np.cumsum(filtered_weights_of_draft(logits, temperature, top_k, top_p))
     return min(int((summed <= draw * summed[-1]).sum()), len(logits) - 1)
 
 

@@ -112,10 +112,10 @@ def _check_signature(path: Path, kind: str, nodes: Sequence[Any], tensors: Seque
 
 
 def _check(tensor: Tensor, array: Array) -> None:
-    """A tensor of one dimension may be shorter than its buffer: it lies at the start."""
+    """A tensor may be shorter than its buffer in the first dimension: it lies at the start."""
     fits = len(array.shape) == len(tensor.shape) and all(
-        isinstance(d, str) or d == size or (d < size and len(tensor.shape) == 1)
-        for d, size in zip(tensor.shape, array.shape, strict=True)
+        isinstance(d, str) or d == size or (d < size and index == 0)
+        for index, (d, size) in enumerate(zip(tensor.shape, array.shape, strict=True))
     )
     if array.dtype != np.dtype(tensor.dtype.numpy) or not fits or not array.flags.c_contiguous:
         raise PlanError(

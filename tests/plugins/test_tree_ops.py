@@ -14,19 +14,25 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from plugins.onnx_ops import DOMAIN, FUNCTIONS, OPSET, VERSION
-from plugins.reference import tree_expand, tree_rerank
+from plugins.reference import draft_sample, tree_expand, tree_rerank
 from plugins.reference.tree_expand import coupled_token
 
 FLOAT, INT = TensorProto.FLOAT, TensorProto.INT64
 
 
-def session(op: str, inputs: dict[str, Any], outputs: dict[str, int], **attributes: float) -> ort.InferenceSession:
+def info(of: Any) -> tuple[int, list[None]]:
+    """A type of two dimensions, or a type and their number."""
+    kind, rank = of if isinstance(of, tuple) else (of, 2)
+    return kind, [None] * rank
+
+
+def session(op: str, inputs: dict[str, Any], outputs: dict[str, Any], **attributes: float) -> ort.InferenceSession:
     node = helper.make_node(op, list(inputs), list(outputs), domain=DOMAIN, **attributes)
     graph = helper.make_graph(
         [node],
         op,
         [helper.make_tensor_value_info(name, kind, shape) for name, (kind, shape) in inputs.items()],
-        [helper.make_tensor_value_info(name, kind, [None, None]) for name, kind in outputs.items()],
+        [helper.make_tensor_value_info(name, *info(of)) for name, of in outputs.items()],
     )
     opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)]
     model = helper.make_model(graph, functions=[FUNCTIONS[op]()], opset_imports=opsets, ir_version=11)
@@ -58,6 +64,13 @@ def expand() -> dict[int, ort.InferenceSession]:
     }
 
 
+@pytest.fixture(scope="module")
+def sampler() -> ort.InferenceSession:
+    kinds = {"draws": FLOAT, "temperature": TensorProto.DOUBLE, "top_k_filter": INT, "top_p": TensorProto.DOUBLE}
+    inputs = {"logits": (FLOAT, ["B", "F", "V"]), **{name: (kind, ["B"]) for name, kind in kinds.items()}}
+    return session("DraftSample", inputs, {"token": (INT, 2), "probability": (FLOAT, 3)})
+
+
 def greedy(trees: int) -> dict[str, NDArray[Any]]:
     return {
         "draws": np.zeros(trees, np.float32),
@@ -74,7 +87,7 @@ def check(expand, k: int, logits: NDArray[np.float32], score: NDArray[np.float32
     np.testing.assert_allclose(candidate_score, expected.score, atol=1e-5, rtol=1e-6)
     # The order is that of float32 sums, in which scores that differ by less than their rounding may be equal.
     for tree, scores in enumerate(candidate_score):
-        assert frontier[tree].tolist() == sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:k]  # noqa: B023
+        assert frontier[tree].tolist() == sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:k]
 
 
 @settings(max_examples=60, deadline=None)
@@ -117,6 +130,31 @@ def test_a_sampling_branch_has_the_child_at_the_targets_draw(expand, k, nodes, v
         draws=((random.integers(0, 997, trees) + 0.37) / 997).astype(np.float32),
         temperature=temperature, top_k_filter=top_k, top_p=top_p,
     )  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    nodes=st.integers(1, 3),
+    vocabulary=st.sampled_from([5, 64, 300]),
+    branch=st.tuples(st.sampled_from([0.0, 0.3, 1.0, 2.5]), st.sampled_from([0, 1, 2, 50, 1000]),
+                     st.sampled_from([0.05, 0.5, 0.9, 1.0])),
+    seed=st.integers(0, 2**32 - 1),
+)  # fmt: skip
+def test_draft_sample_is_the_reference(sampler, nodes, vocabulary, branch, seed) -> None:
+    random = np.random.default_rng(seed)
+    logits = (random.permuted(np.tile(np.arange(vocabulary), (1, nodes, 1)), axis=-1) / 8).astype(np.float32)
+    feeds = {
+        "logits": logits,
+        "draws": ((random.integers(0, 997, 1) + 0.37) / 997).astype(np.float32),
+        "temperature": np.array([branch[0]]),
+        "top_k_filter": np.array([branch[1]]),
+        "top_p": np.array([branch[2]]),
+    }
+    token, probability = sampler.run(None, feeds)
+    expected_token, expected_probability = draft_sample(*feeds.values())
+    np.testing.assert_array_equal(token, expected_token)
+    np.testing.assert_allclose(probability, expected_probability, atol=1e-6)
+    assert (np.take_along_axis(probability, token[..., None], -1) > 0).all()
 
 
 def test_coupled_tokens_are_distributed_as_the_filtered_distribution() -> None:

@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     latency.add_argument(
         "--drafters",
         metavar="NAME|KIND,...",
-        help="drafters by name, or all of a kind: ngram, model, eagle3; none, plain decoding, always runs (default: all)",
+        help="by name, or all of a kind (ngram, model, eagle3); none, plain decoding, always runs (default: all)",
     )
     latency.add_argument("--new", type=int, default=128, help="tokens to generate (default 128)")
     latency.add_argument("--reps", type=_at_least_1, default=3, help="runs of each prompt and mode (default 3)")

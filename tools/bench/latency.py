@@ -29,7 +29,7 @@ _OPENING = 2  # rounds that the stage times leave out: one ends the prompt, in t
 
 @dataclass(frozen=True)
 class Run:
-    """One generation. `wall_ms` and `steady` are of its rounds behind the opening, by the caller's clock and by stage."""
+    """One generation. `wall_ms` and `steady` are of its rounds behind the opening, by the wall clock and by stage."""
 
     generation: Generation
     wall_ms: float

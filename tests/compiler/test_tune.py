@@ -1,0 +1,174 @@
+"""Choosing a tree: on the toy plan, whose figures mean nothing, that what is chosen is what was measured best."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import compiler.__main__
+from compiler import tune
+from compiler.recipe import ModelSection, NgramSection, load_recipe
+from compiler.replay import tokens_per_verify
+from compiler.tune import Search
+from compiler.tune_table import Estimate, Timed, Tuning, draw_tuning, print_tuning
+from plans import names
+from plans.manifest import Tree
+from runtime import Runtime
+from runtime.trace import Node, Round
+
+Captured = pytest.CaptureFixture[str]
+
+SMALL = Search(top_ks=(1, 2), depths=(0, 1), nodes=4, finalists=1)
+
+
+def table() -> Tuning:
+    """A finished choice."""
+    return Tuning(
+        "plan", "0" * 64, "bushy", 2, 32, 40, 1.0, 1.25, 0.25, [1.0, 1.5, 2.0, 2.5], {1: [0.5, 1.0], 2: [0.5, 1.5]},
+        [0.75, 0.25], [0.9, 0.1], [Estimate(2, 1, 4, 2.0, 4.0, 500.0), Estimate(1, 1, 3, 1.8, 4.0, 450.0)],
+        [Timed(2, 1, 4, False, 1.4, 2.1, 520.0, True), Timed(1, 3, 5, True, 1.2, 1.9, 440.0, False)],
+    )  # fmt: skip
+
+
+def test_the_command_measures_chooses_and_writes(
+    toy_plan: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune, "Search", lambda: SMALL)
+    out = tmp_path / "tuned.yaml"
+    arguments = ["--prompts", str(toy_plan.parent / "held_out.jsonl"), "--new", "16", "--count", "2"]
+    assert compiler.__main__.main(["tune", str(toy_plan), *arguments, "--out", str(out), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert "tuning: " in printed.err
+    found = json.loads(printed.out)
+    assert set(found) == {
+        "plan", "identity", "drafter", "prompts", "new_tokens", "context", "plain_ms", "plain_round_ms", "host_ms",
+        "verify_ms", "draft_ms", "acceptance_by_depth", "acceptance_by_rank", "estimates", "timed",
+        "plain_tokens_per_second", "chosen", "pays", "recipe", "png",
+    }  # fmt: skip
+    assert (found["drafter"], found["prompts"], found["new_tokens"]) == ("chain", 2, 16)
+    assert [entry["nodes"] for entry in found["verify_ms"]] == [1, 2, 3, 4]
+    assert [(entry["top_k"], entry["depth"]) for entry in found["draft_ms"]] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert all(entry["ms"] > 0 for entry in found["verify_ms"] + found["draft_ms"])
+    rates = [estimate["tokens_per_second"] for estimate in found["estimates"]]
+    assert rates == sorted(rates, reverse=True)
+    shape = ("top_k", "depth", "nodes")
+    raced = [tuple(timed[key] for key in shape) for timed in found["timed"]]
+    assert tuple(found["estimates"][0][key] for key in shape) in raced
+    assert [raced[i] for i, timed in enumerate(found["timed"]) if timed["current"]] == [(1, 3, 5)]
+    assert all(timed["same_tokens"] for timed in found["timed"])
+    best = max(found["timed"], key=lambda timed: timed["speedup"])
+    assert found["chosen"] == {key: best[key] for key in shape}
+    assert found["pays"] == (best["speedup"] > 1)
+
+    assert found["recipe"] == str(out)
+    written = next(d for d in load_recipe(out).drafters if d.name == "chain")
+    assert isinstance(written, ModelSection)
+    if written.gamma is None:
+        assert not isinstance(written.tree, str | None)
+        assert written.tree.tree() == Tree(**found["chosen"])
+    else:
+        assert Tree(top_k=1, depth=written.gamma - 1, nodes=written.gamma + 1) == Tree(**found["chosen"])
+    assert Path(found["png"]).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("drafter", ["chain", "bushy", "head"])
+def test_a_recording_replays_what_happened(toy: Runtime, drafter: str) -> None:
+    tree = next(d.tree for d in toy.manifest.drafters if d.name == drafter and not isinstance(d, NgramSection))
+    rounds: list[Round] = []
+    toy.generate(
+        "def f(", drafter=drafter, max_new_tokens=60, ignore_eos=True, auto_disable=False, on_round=rounds.append
+    )
+    drafted = [r for r in rounds if r.nodes]
+    trees = [tune._drafted(r) for r in drafted]
+    expected = np.mean([len(r.committed) for r in drafted])
+    assert tokens_per_verify(trees, tree.depth, tree.nodes)[tree.nodes] == pytest.approx(expected)
+    assert all(len(t.ranks) == len(t.path) for t in trees)
+    assert max(max(t.ranks, default=0) for t in trees) < tree.top_k
+
+
+def test_timing_the_target_leaves_nothing_behind(toy: Runtime) -> None:
+    session = toy.session()
+    expected = session.generate("import os\n", drafter="none", max_new_tokens=20, ignore_eos=True)
+    session._programs[names.speculate(tune._PROBE)] = session._programs[names.speculate("ngram")]
+    plain, verify = tune._verify_costs(session, toy.tokenizer.encode("x = 1\n"), 8, 5)
+    assert plain > 0
+    assert len(verify) == 5
+    assert session.token_ids == []
+    again = session.generate("import os\n", drafter="none", max_new_tokens=20, ignore_eos=True)
+    assert again.token_ids == expected.token_ids
+
+
+def test_the_number_of_nodes_is_the_one_that_costs_least_a_token() -> None:
+    found = table()
+    found.verify_ms = [1.0, 1.0, 1.0, 9.0]
+    nodes = [{"probability": p, "parent": 0, "depth": 1, "accepted": a} for p, a in ((0.5, 0), (0.3, 0), (0.2, 1))]
+    seen = Round(5, [Node(token_id=1, **n) for n in nodes], [7, 8])
+    free = tune._best_nodes(found, [tune._drafted(seen)], top_k=2, depth=0)
+    assert (free.nodes, free.tokens_per_verify) == (2, 1.0)  # the third child would be accepted, and is not in the tree
+    found.draft_ms[3] = [0.5]
+    wide = tune._best_nodes(found, [tune._drafted(seen)], top_k=3, depth=0)
+    assert (wide.nodes, wide.tokens_per_verify) == (2, 1.0)  # one more token is not worth the fourth node's 8 ms
+    found.verify_ms[3] = 1.0
+    wide = tune._best_nodes(found, [tune._drafted(seen)], top_k=3, depth=0)
+    assert (wide.nodes, wide.tokens_per_verify) == (4, 2.0)
+    assert wide.round_ms == pytest.approx(1.0 + 0.5 + 0.25)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["--drafter", "short"],
+            "no drafter 'short' with a tree (kinds eagle3 and model); it has ngram (ngram), short",
+        ),
+        (["--drafter", "oracle"], "no drafter 'oracle' with a tree"),
+        (["--count", "0"], "count is 0"),
+        (["--new", "31"], "from 32 to 158 new tokens"),
+        (["--new", "159"], "context is 160"),
+        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
+        ([], "names no held_out prompts; pass --prompts FILE"),
+        (["--out", "nowhere/copy.yaml"], "nowhere/copy.yaml cannot be written"),
+        (["--out", "RECIPE"], "is the recipe itself"),
+        (["--set", "drafters=[]"], "was built from another recipe"),
+        (["--set", "capacity.context=200"], "capacity.context is 160 in the plan and 200 in the recipe"),
+        (["--recipe", "nowhere.yaml"], "nowhere.yaml"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused_in_a_sentence(
+    toy_plan: Path, capsys: Captured, arguments: list[str], said: str
+) -> None:
+    recipe = str(toy_plan.parent / "model.yaml")
+    assert compiler.__main__.main(["tune", str(toy_plan), *(recipe if a == "RECIPE" else a for a in arguments)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "Traceback" not in printed.err
+    assert said in printed.err
+
+
+def test_the_table_shows_the_choice_and_says_when_nothing_pays(capsys: Captured) -> None:
+    console = Console(file=sys.stdout, width=120)
+    print_tuning(table(), console)
+    text = capsys.readouterr().out
+    for part in ("behind 40 tokens", "top_k 2", "75%, 25%", "90%, 10%", "plain decoding 800 tokens/s", "1.40x"):
+        assert part in text
+    lines = text.splitlines()
+    assert next(line for line in lines if "1.40x" in line).endswith("chosen")
+    assert next(line for line in lines if "1.20x" in line).split()[-4:] == ["NO", "the", "plan's", "own"]
+    assert "plain decoding is faster" not in text
+    slow = table()
+    slow.timed = [Timed(2, 1, 4, True, 0.9, 2.1, 520.0, True)]
+    print_tuning(slow, console)
+    assert "No tree of bushy pays here: plain decoding is faster." in capsys.readouterr().out
+    assert slow.to_json()["pays"] is False
+
+
+def test_without_matplotlib_there_is_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert draw_tuning(table(), tmp_path / "drawn.png")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert not draw_tuning(table(), tmp_path / "missing.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["drawn.png"]
