@@ -14,11 +14,9 @@ from compiler.models.config import DecoderConfig, read_config
 from compiler.models.decoder import Decoder
 from compiler.models.drafting import DecoderDraft, Eagle3Draft
 from compiler.models.eagle3 import Eagle3Config
-from compiler.recipe import Eagle3Section, GraphSection, NgramSection, Recipe, TreeSection
+from compiler.recipe import Eagle3Section, GraphSection, NgramSection, Recipe
 from plans.manifest import Drafter, Geometry, GraphDrafter, NgramDrafter, Tree
 
-# A CPU verifies few nodes cheaply: 8 cost 1.1 to 1.8 times one.
-AUTO_TREE = Tree(top_k=3, depth=2, nodes=8)
 CHAIN = 4
 
 
@@ -127,10 +125,8 @@ def load(recipe: Recipe, source: GraphSource, target: Decoder) -> nn.Module:
 
 
 def _tree(section: GraphSection) -> Tree:
-    if isinstance(section.tree, TreeSection):
+    if section.tree is not None:
         return section.tree.tree()
-    if section.tree == "auto":
-        return AUTO_TREE
     gamma = section.gamma or CHAIN
     return Tree(top_k=1, depth=gamma - 1, nodes=gamma + 1)
 

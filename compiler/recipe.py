@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     JsonValue,
@@ -130,13 +131,24 @@ class TreeSection(Section):
         return Tree(top_k=self.top_k, depth=self.depth, nodes=self.nodes)
 
 
+AUTO_TREE = {"top_k": 3, "depth": 2, "nodes": 8}  # a CPU verifies few nodes cheaply: 8 cost 1.1 to 1.8 times one
+
+
+def _chosen_tree(written: object) -> object:
+    if isinstance(written, str) and written != "auto":
+        raise PydanticCustomError("tree", "must be {top_k, depth, nodes}, or auto")
+    return AUTO_TREE if written == "auto" else written
+
+
 class Eagle3Section(Section):
     """An EAGLE3 head: drafts from the target's own features."""
 
     name: Name = Field(description="what requests call the drafter: small letters, digits, and -_. after the first")
     kind: Literal["eagle3"] = Field(description="the kind of drafter")
     checkpoint: WrittenPath = Field(description="folder of the head's checkpoint, relative to the recipe")
-    tree: TreeSection | Literal["auto"] = Field("auto", description="{top_k, depth, nodes}, or auto")
+    tree: Annotated[TreeSection, BeforeValidator(_chosen_tree)] = Field(
+        default_factory=lambda: TreeSection(**AUTO_TREE), description="{top_k, depth, nodes}, or auto"
+    )
     acceptance: Literal["coupled", "rejection"] = Field(
         "coupled",
         description="coupled: the same seed gives the same tokens as without drafts; rejection: classical speculative "
@@ -154,7 +166,7 @@ class ModelSection(Section):
     kind: Literal["model"] = Field(description="the kind of drafter")
     checkpoint: WrittenPath = Field(description="folder of a Hugging Face checkpoint, relative to the recipe")
     gamma: int | None = Field(None, ge=1, le=64, description="drafts a chain of this many tokens")
-    tree: TreeSection | Literal["auto"] | None = Field(
+    tree: Annotated[TreeSection | None, BeforeValidator(_chosen_tree)] = Field(
         None, description="drafts a tree instead: {top_k, depth, nodes}, or auto; with neither, a chain of 4"
     )
 
@@ -167,7 +179,9 @@ class ModelSection(Section):
     @model_validator(mode="after")
     def _one_shape(self) -> ModelSection:
         if self.gamma is not None and self.tree is not None:
-            raise PydanticCustomError("gamma", "stands beside tree; a draft is a chain or a tree, keep one of them")
+            raise PydanticCustomError(
+                "gamma", "stands beside tree; a draft is a chain or a tree, keep one of them", {"at": ("gamma",)}
+            )
         return self
 
 

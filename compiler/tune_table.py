@@ -141,7 +141,7 @@ def _print_rows(console: Console, title: str, columns: range, rows: dict[str, li
     for column in table.columns[1:]:
         column.justify = "right"
     for name, values in rows.items():
-        table.add_row(name, *(f"{value:.2f}" for value in values))
+        table.add_row(name, *(f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}" for value in values))
     console.print(table)
 
 

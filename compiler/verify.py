@@ -22,6 +22,7 @@ from plans.errors import PlanError, RecipeError, RequestError
 from plans.manifest import Manifest
 from plans.plan import read_manifest
 from runtime import Runtime
+from runtime.session import Session
 
 LOGIT_BOUND = 1e-3
 """Largest difference of two logits (of some tens, fp32) that order of summation explains.
@@ -48,6 +49,35 @@ class Divergence:
     near_tie: bool = False
 
 
+@dataclass(frozen=True)
+class Parting:
+    """Where a run with a drafter first differs from plain decoding of the same plan.
+
+    `margin` is by how much plain decoding preferred its own token (logits). Chains never part on the CPU; a tree's
+    nodes off its leading chain may be the last bits away.
+    """
+
+    prompt: int
+    index: int
+    plain_token: int
+    drafted_token: int
+    margin: float
+    near_tie: bool = False
+
+
+@dataclass
+class DrafterCheck:
+    """What a drafter did on the same prompts, greedily."""
+
+    tokens: int = 0
+    rounds: int = 0
+    equal_runs: int = 0
+    partings: list[Parting] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self) | {"tokens_per_verify": self.tokens / self.rounds if self.rounds else 0.0}
+
+
 @dataclass
 class Verification:
     """What was measured, and the verdict.
@@ -63,15 +93,19 @@ class Verification:
     tolerance: float = 0.0
     equal_runs: int = 0
     divergences: list[Divergence] = field(default_factory=list)
+    drafters: dict[str, DrafterCheck] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
-        return self.max_logit_error <= self.logit_bound and all(d.near_tie for d in self.divergences)  # NaN fails
+        tied = all(d.near_tie for d in self.divergences)
+        tied &= all(parting.near_tie for drafter in self.drafters.values() for parting in drafter.partings)
+        return self.max_logit_error <= self.logit_bound and tied  # NaN fails
 
     def to_json(self) -> dict[str, object]:
         """JSON has no NaN and no infinity: an error that is not finite is null."""
         error = self.max_logit_error if math.isfinite(self.max_logit_error) else None
-        return asdict(self) | {"max_logit_error": error, "passed": self.passed}
+        drafters = {name: check.to_json() for name, check in self.drafters.items()}
+        return asdict(self) | {"max_logit_error": error, "drafters": drafters, "passed": self.passed}
 
 
 def verify_plan(
@@ -85,8 +119,9 @@ def verify_plan(
     """Run `prompts` held-out prompts for `new_tokens` greedy tokens on the plan and in PyTorch.
 
     Every position's logits are compared along the plan's own sequence, so one early difference does not
-    hide later errors. Raises `RecipeError` when the recipe names no held-out text, `RequestError` for numbers
-    of prompts or tokens that cannot be run, `PlanError` when the plan was built from something else.
+    hide later errors. Every drafter of the plan runs the same prompts and must give the same tokens. Raises
+    `RecipeError` when the recipe names no held-out text, `RequestError` for numbers of prompts or tokens that cannot
+    be run, `PlanError` when the plan was built from something else.
     """
     if prompts < 1:
         raise RequestError(f"prompts is {prompts}; run at least 1.")
@@ -106,6 +141,8 @@ def verify_plan(
         progress(index + 1, len(texts))
     result.tolerance = min(result.logit_bound, 2 * result.max_logit_error)  # in this order, NaN gives the bound
     result.divergences = [replace(d, near_tie=d.margin <= result.tolerance) for d in result.divergences]
+    for check in result.drafters.values():
+        check.partings = [replace(p, near_tie=p.margin <= result.tolerance) for p in check.partings]
     return result
 
 
@@ -166,6 +203,8 @@ def _compare(
             raise
         result.max_logit_error = math.nan
         return
+    for drafter in runtime.manifest.drafters:
+        _compare_drafter(session, drafter.name, ids, generated, rows, prompt, result)
     expected = sequence_logits(decoder, ids + generated[:-1])[len(ids) - 1 :]
     error = np.abs(np.stack(rows) - expected.numpy())
     result.tokens += len(generated)
@@ -176,3 +215,22 @@ def _compare(
     for i in parted:
         margin = float(expected[i, choices[i]] - expected[i, generated[i]])
         result.divergences.append(Divergence(prompt, i, generated[i], choices[i], margin))
+
+
+def _compare_drafter(
+    session: Session, name: str, ids: list[int], plain: list[int], rows: list[np.ndarray], prompt: int,
+    result: Verification,
+) -> None:  # fmt: skip
+    """Run the prompt with a drafter; `rows` are the logits that plain decoding chose `plain` by."""
+    run = session.generate(
+        ids, whole=True, drafter=name, max_new_tokens=len(plain), ignore_eos=True, auto_disable=False
+    )
+    check = result.drafters.setdefault(name, DrafterCheck())
+    check.tokens += len(run.token_ids)
+    check.rounds += run.stats.rounds
+    parted = next((i for i, (a, b) in enumerate(zip(plain, run.token_ids, strict=True)) if a != b), None)
+    if parted is None:
+        check.equal_runs += 1
+        return
+    ours, other = plain[parted], run.token_ids[parted]
+    check.partings.append(Parting(prompt, parted, ours, other, float(rows[parted][ours] - rows[parted][other])))

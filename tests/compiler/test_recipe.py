@@ -291,3 +291,30 @@ def test_sentences_leave_out_the_tags_of_unions(tmp_path: Path) -> None:
 def _last(old: str, new: str) -> str:
     head, _, tail = FULL.rpartition(old)
     return head + new + tail
+
+
+DRAFTER = "\n  - {name: tall, kind: model, checkpoint: target, SHAPE}\n"
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ("tree: {top_k: 2, depth: 1, nodes: 30}", "drafters[0].tree has 30 nodes, but grows only 7; lower nodes"),
+        ("tree: {top_k: 0, depth: 1, nodes: 3}", "drafters[0].tree.top_k must be at least 1"),
+        ("tree: {top_k: 2, nodes: 3}", "drafters[0].tree.depth is missing; add it"),
+        ("tree: tall", "drafters[0].tree must be {top_k, depth, nodes}, or auto"),
+        ("gamma: 2, tree: auto", "drafters[0].gamma stands beside tree"),
+        ("gamma: 0", "drafters[0].gamma must be at least 1"),
+        ("depth: 2", "drafters[0].depth is not a known key"),
+        ("acceptance: maybe", "drafters[0].acceptance must be"),
+    ],
+)
+def test_a_wrong_drafter_with_weights_gets_a_sentence(tmp_path: Path, shape: str, said: str) -> None:
+    (tmp_path / "target").mkdir()
+    file = tmp_path / "model.yaml"
+    text = "name: a\ntarget: {checkpoint: target}\ncapacity: {context: 64}\ndrafters:"
+    file.write_text(text + DRAFTER.replace("SHAPE", shape))
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(file)
+    (line,) = str(refused.value).splitlines()
+    assert line.startswith(f"{file}:5: {said}")

@@ -83,7 +83,7 @@ def test_a_recording_replays_what_happened(toy: Runtime, drafter: str) -> None:
     toy.generate(
         "def f(", drafter=drafter, max_new_tokens=60, ignore_eos=True, auto_disable=False, on_round=rounds.append
     )
-    drafted = [r for r in rounds if r.nodes]
+    drafted = [r for r in rounds[:-1] if r.nodes]  # the last one is cut at the limit
     trees = [tune._drafted(r) for r in drafted]
     expected = np.mean([len(r.committed) for r in drafted])
     assert tokens_per_verify(trees, tree.depth, tree.nodes)[tree.nodes] == pytest.approx(expected)

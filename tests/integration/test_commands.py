@@ -91,9 +91,15 @@ def test_verify_compares_with_pytorch_and_exits_with_the_verdict(toy_plan: Path,
     assert "held_out" in refused(capsys, compiler.__main__.main(arguments))
     found = run_json(capsys, compiler.__main__.main, *arguments, "--recipe", recipe, "--json")
     assert set(found) == {
-        "prompts", "tokens", "max_logit_error", "logit_bound", "tolerance", "equal_runs", "divergences", "passed",
+        "prompts", "tokens", "max_logit_error", "logit_bound", "tolerance", "equal_runs", "divergences", "drafters",
+        "passed",
     }  # fmt: skip
     assert (found["prompts"], found["tokens"], found["passed"]) == (2, 24, True)
+    assert set(found["drafters"]) == {"ngram", "short", "chain", "bushy", "head"}
+    for drafter in found["drafters"].values():
+        assert set(drafter) == {"tokens", "rounds", "equal_runs", "partings", "tokens_per_verify"}
+        assert (drafter["tokens"], drafter["equal_runs"], drafter["partings"]) == (24, 2, [])
+        assert drafter["tokens_per_verify"] == 24 / drafter["rounds"] >= 1.0
     assert 0 < found["max_logit_error"] < 1e-4
     assert found["tolerance"] == 2 * found["max_logit_error"]
     assert found["logit_bound"] == 1e-3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -24,7 +25,6 @@ NAMES = (
     "queue.py",
     "sched.py",
     "shlex.py",
-    "stat.py",
 )
 
 
@@ -58,6 +58,7 @@ def tiny_target(vocab: int, seed: int = 0) -> Decoder:
     return model.requires_grad_(False).eval()
 
 
+@cache
 def source_files() -> list[SourceFile]:
     """Training files and two held-out ones of the standard library."""
     files = read_standard_library()

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from plans.errors import OutriderError, RequestError
+from plans.plan import read_manifest
 from tools.bench import __main__ as bench
 from tools.bench import against
-from tools.bench.latency import choose_prompts
+from tools.bench.latency import choose_drafters, choose_prompts
 
 Captured = pytest.CaptureFixture[str]
 
@@ -37,13 +38,89 @@ def test_prompts_are_those_of_the_recipe_wherever_they_lie(workplace: Path, tmp_
     assert len(choose_prompts(workplace / "plan", tmp_path / "far" / "away.jsonl")) == 2
 
 
-def test_latency_prints_stable_keys(workplace: Path, capsys: Captured) -> None:
-    arguments = ["latency", str(workplace / "plan"), "--prompts", str(workplace / "held_out.jsonl")]
-    assert bench.main([*arguments, "--count", "1", "--new", "8", "--reps", "1", "--json"]) == 0
+@pytest.fixture
+def latency(workplace: Path, capsys: Captured):
+    """`python -m tools.bench latency` on the toy plan, a few tokens."""
+
+    def run(*arguments: str) -> int:
+        prompts = str(workplace / "held_out.jsonl")
+        sizes = ("--count", "2", "--new", "12", "--reps", "1")
+        return bench.main(["latency", str(workplace / "plan"), "--prompts", prompts, *sizes, *arguments])
+
+    return run
+
+
+ROW_KEYS = {
+    "drafter", "kind", "speedup", "speedup_p10", "speedup_p90", "tokens_per_verify", "acceptance_rate",
+    "tokens_per_second", "tokens_per_second_p10", "tokens_per_second_p90", "drafted", "accepted", "rounds",
+    "plain_rounds", "ttft_ms", "round_ms", "engine_ms", "host_gap_ms", "stages", "same_tokens", "same_runs", "runs",
+}  # fmt: skip
+
+
+def test_latency_prints_stable_keys(latency, capsys: Captured) -> None:
+    assert latency("--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert set(found["modes"]) == {"none", "ngram", "short", "chain", "bushy", "head"}
-    assert all(mode["same_tokens"] for mode in found["modes"].values())
-    assert found["load_ms"] > 0
+    assert set(found) == {
+        "machine", "plan", "identity", "target", "threads", "load_ms", "prompts", "new_tokens", "reps", "temperature",
+        "auto_disable", "rows",
+    }  # fmt: skip
+    assert set(found["machine"]) == {"processor", "cores", "python", "onnxruntime"}
+    rows = {row["drafter"]: row for row in found["rows"]}
+    assert list(rows) == ["none", "ngram", "short", "chain", "bushy", "head"]
+    assert rows["none"]["kind"] is None
+    assert rows["bushy"]["kind"] == "model"
+    for row in rows.values():
+        assert set(row) == ROW_KEYS
+        assert row["same_tokens"]
+        assert row["same_runs"] == row["runs"] == 2
+        assert row["speedup_p10"] <= row["speedup"] <= row["speedup_p90"]
+        assert row["tokens_per_verify"] == 24 / row["rounds"]
+        assert row["round_ms"] == pytest.approx(row["engine_ms"] + row["host_gap_ms"])
+        assert row["host_gap_ms"] > 0
+        assert row["accepted"] <= row["drafted"]
+    assert rows["none"]["speedup"] == rows["none"]["tokens_per_verify"] == 1
+    assert rows["bushy"]["acceptance_rate"] == rows["bushy"]["accepted"] / rows["bushy"]["drafted"]
+
+
+def test_latency_lists_the_stages_that_ran(latency, capsys: Captured) -> None:
+    assert latency("--drafters", "head,chain", "--keep-drafting", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    plain, head, chain = (row["stages"] for row in found["rows"])
+    assert set(plain) == {"BimMask", "target", "Sample"}
+    assert {"BimMask", "head", "target", "TreeAccept", "KvGather"} <= set(head)
+    assert not {"chain", "bushy", "ngram"} & set(head)
+    assert "head" not in chain
+    assert all(ms > 0 for row in found["rows"] for ms in row["stages"].values())
+    for row in found["rows"]:
+        assert sum(row["stages"].values()) < row["round_ms"]
+
+
+def test_latency_shows_two_tables(latency, capsys: Captured) -> None:
+    assert latency("--drafters", "ngram") == 0
+    text = capsys.readouterr().out
+    figures, stages = text.split("milliseconds a round, by stage")
+    for part in ("speedup", "host gap", "2 held-out prompts x 1 runs, 12 new tokens, temperature 0.0"):
+        assert part in figures
+    assert [line.split()[0] for line in stages.splitlines()[1:]] == ["drafter", "none", "ngram"]
+    assert {"target", "Sample", "TreeAccept"} <= set(stages.splitlines()[1].split())
+
+
+def test_drafters_are_chosen_by_name_or_kind(toy_plan: Path) -> None:
+    drafters = read_manifest(toy_plan).drafters
+    assert choose_drafters(drafters, None) == ["none", "ngram", "short", "chain", "bushy", "head"]
+    assert choose_drafters(drafters, "model,none, eagle3") == ["none", "chain", "bushy", "head"]
+    assert choose_drafters(drafters, "bushy,model") == ["none", "bushy", "chain"]
+    assert choose_drafters(drafters, "ngram") == ["none", "ngram"]  # the name, and not all of the kind
+    with pytest.raises(RequestError, match=r"names 'medusa', but the plan has ngram \(ngram\), .* none; pass names or"):
+        choose_drafters(drafters, "none,medusa")
+
+
+def test_a_generation_too_short_to_time_its_rounds_is_no_error(workplace: Path, capsys: Captured) -> None:
+    prompts = str(workplace / "held_out.jsonl")
+    arguments = ["latency", str(workplace / "plan"), "--prompts", prompts, "--new", "1", "--count", "1", "--json"]
+    assert bench.main([*arguments, "--drafters", "none"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert (row["stages"], row["round_ms"], row["rounds"]) == ({}, 0.0, 3)
 
 
 def test_startup_measures_fresh_processes(toy_plan: Path, capsys: Captured) -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from compiler.models.eager import CausalExecution
 from compiler.models.eagle3 import Eagle3Head
@@ -28,7 +28,7 @@ def random_head(geometry: HeadGeometry = SIZES) -> Eagle3Head:
     initialise(head, torch.randperm(VOCAB)[: geometry.draft_vocab].sort().values, target.embedding)
     with torch.no_grad():
         for parameter in head.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
+            parameter.add_(0.15 * torch.randn_like(parameter))
     return head
 
 
@@ -44,7 +44,7 @@ def one_chain(head: Eagle3Head, table: Tensor, features: Tensor, tokens: Tensor,
     for step in range(STEPS):
         length = pair + 1 + step
         execution = CausalExecution(head.config, 1, length)  # type: ignore[arg-type]
-        h = head.layer(rows, F.embedding(tokens[:length], table), execution)[-1]
+        h = head.layer(rows, embedding(tokens[:length], table), execution)[-1]
         found.append(h)
         rows = torch.cat((rows, h[None]))
     return found

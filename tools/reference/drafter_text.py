@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import time
@@ -20,7 +21,7 @@ GENERATED_SHARE = 0.5
 TEMPERATURES = (0.0, 0.7, 1.0)
 PROMPT_LENGTHS = (16, 32, 64, 128, 256)
 WINDOW = 512
-ROWS = {"cpu": 48, "cuda": 1024}
+ROWS = {"cpu": 128, "cuda": 1024}
 """Sequences that are generated at once."""
 
 
@@ -41,7 +42,8 @@ class GeneratedText:
 
     def __init__(self, folder: Path, teacher: Teacher, window: int = WINDOW) -> None:
         self._file, self._notes = folder / "generated.bin", folder / "generated.json"
-        self._teacher, self._window = teacher, window
+        self._model = copy.deepcopy(teacher.model).bfloat16()  # as it is stored; four times faster than f32 on a CPU
+        self._window = window
         self._about = {"target": teacher.sha256, "window": window}
         notes = json.loads(self._notes.read_text(encoding="utf-8")) if self._notes.exists() else {}
         self.seconds = 0.0
@@ -65,14 +67,14 @@ class GeneratedText:
             print(f"generated {self.rows.size} tokens in {self.seconds / 60:.1f} min", flush=True)
 
     def _generate(self, prompts: WindowSource, rows: int) -> NDArray[np.uint16]:
-        device, choose = self._teacher.device, prompts.rng
+        device, choose = self._model.embedding.device, prompts.rng
         length = choose.choice([size for size in PROMPT_LENGTHS if size < self._window] or [1])
         start = choose.randrange(self._window - length)
         opening = prompts.batch(rows, self._window - 1)[:, start : start + length]
         temperatures = torch.tensor([TEMPERATURES[row % len(TEMPERATURES)] for row in range(rows)], device=device)
         rng = torch.Generator(device).manual_seed(len(self.rows))
         ids = torch.from_numpy(np.ascontiguousarray(opening)).to(device)
-        written = generate(self._teacher.model, ids, temperatures, self._window - length, rng)
+        written = generate(self._model, ids, temperatures, self._window - length, rng)
         return written.cpu().numpy().astype(np.uint16)
 
     def _read(self) -> NDArray[np.uint16]:

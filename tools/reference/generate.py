@@ -14,12 +14,13 @@ from compiler.models.rope import rope_tables
 class CachedExecution:
     """`batch` sequences that grow in step: a pass appends its tokens to each, `advance` makes them past."""
 
-    def __init__(self, config: DecoderConfig, batch: int, capacity: int, device: torch.device) -> None:
+    def __init__(self, config: DecoderConfig, batch: int, capacity: int, like: Tensor) -> None:
+        """Keys and values are kept in the type and on the device of `like`."""
         c = self._config = config
         cos, sin = rope_tables(c.rope_theta, c.head_dim, capacity, c.rope_scaling)
-        self._cos, self._sin = torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)
+        self._cos, self._sin = torch.from_numpy(cos).to(like), torch.from_numpy(sin).to(like)
         shape = (c.num_layers, batch, c.num_kv_heads, capacity, c.head_dim)
-        self._k, self._v = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
+        self._k, self._v = like.new_zeros(shape), like.new_zeros(shape)
         self._batch, self._past = batch, 0
 
     def advance(self, tokens: int) -> None:
@@ -55,13 +56,13 @@ def generate(model: Decoder, prompts: Tensor, temperatures: Tensor, new: int, rn
     row: what follows it is the opening of another text.
     """
     batch, length = prompts.shape
-    execution = CachedExecution(model.config, batch, length + new, prompts.device)
+    execution = CachedExecution(model.config, batch, length + new, model.embedding)
     ids = torch.cat((prompts, prompts.new_zeros(batch, new)), dim=1)
     for position in range(length, length + new):
         fed = ids[:, position - 1 : position] if position > length else prompts
         hidden = model.hidden(fed.reshape(-1), execution)[0].view(batch, fed.shape[1], -1)
         execution.advance(fed.shape[1])
-        ids[:, position] = draw(model.logits(hidden[:, -1]), temperatures, rng)
+        ids[:, position] = draw(model.logits(hidden[:, -1]).float(), temperatures, rng)
     return ids
 
 

@@ -116,7 +116,7 @@ class Training:
         mean, last_save, last = 0.0, self.used, time.perf_counter()
         while self.used < total:
             batch = self._descend(self.used / total, take)
-            value = float(batch.loss)
+            value = float(batch.loss.detach())
             mean = value if not mean else 0.97 * mean + 0.03 * value
             now = time.perf_counter()
             self.used, last = self.used + now - last, now

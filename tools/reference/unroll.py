@@ -82,7 +82,7 @@ def unroll(head: Eagle3Head, embedding: Tensor, features: Tensor, token_ids: Ten
     """
     batch, pairs = features.shape[:2]
     execution = UnrolledExecution(head.config, batch, pairs, steps, features.device)
-    h = head.fuse(features.reshape(batch * pairs, -1))
+    h = head.fuse(features.reshape(batch * pairs, -1)).to(features.dtype)  # the residual stream stays in f32
     states = []
     for step in range(steps):
         embedded = F.embedding(token_ids[:, step : step + pairs].reshape(-1), embedding)
