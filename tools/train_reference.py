@@ -88,8 +88,11 @@ def _parser() -> argparse.ArgumentParser:
     drafter.add_argument("--layers", type=int, metavar="N", help="of the draft model (default 1)")
     drafter.add_argument("--draft-vocab", type=int, metavar="N", help="tokens of the head (default 1536)")
     drafter.add_argument("--unroll", type=int, default=5, metavar="N", help="steps of the head in training (default 5)")
-    drafter.add_argument("--fc-norm", action="store_true", help="the head norms each feature stream")
-    drafter.add_argument("--norm-output", action="store_true", help="the head feeds back its normed hidden state")
+    switch = argparse.BooleanOptionalAction
+    drafter.add_argument("--fc-norm", action=switch, help="the head norms each feature stream (default: yes)")
+    drafter.add_argument(
+        "--norm-output", action=switch, help="the head feeds back its normed hidden state (default: no)"
+    )
     return parser
 
 

@@ -21,6 +21,8 @@ from tools.reference.unroll import unroll
 
 STEP_WEIGHT = 0.8
 """The loss of step j counts STEP_WEIGHT ** j."""
+MUON_LR = 1e-2
+"""A head is one layer that starts far from its place; against 4e-3 the loss is a tenth lower after 60 steps."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class HeadGeometry:
     kv_heads: int = 1
     head_dim: int = 64
     draft_vocab: int = 1536
-    fc_norm: bool = False
+    fc_norm: bool = True
     norm_output: bool = False
 
     def config(self, target: DecoderConfig) -> Eagle3Config:
@@ -69,7 +71,7 @@ def train_eagle3(run: Run, lessons: Lessons, geometry: HeadGeometry, name: str, 
     head.to(run.device)
     print(f"{name}: {sum(p.numel() for p in head.parameters()) / 1e6:.2f}M parameters", flush=True)
     identity = {"target": teacher.sha256, "geometry": repr(config)}
-    training = Training(head, matrices(head), run.work / f"{name}.pt", identity)
+    training = Training(head, matrices(head), run.work / f"{name}.pt", identity, MUON_LR)
 
     def loss(ids: Tensor) -> Tensor:
         reading = teacher.read(ids[:, :-1], config.aux_layers)
@@ -93,7 +95,7 @@ def initialise(head: Eagle3Head, vocabulary: Tensor, target_embedding: Tensor) -
     """The layer starts as the identity, and between embeddings turned onto the target's principal axes."""
     for name, parameter in head.named_parameters():
         if parameter.ndim == 2:
-            nn.init.normal_(parameter, 0.0, 0.02)
+            nn.init.normal_(parameter, 0.0, parameter.shape[0] ** -0.5)
             if name in ("o.weight", "down.weight"):
                 parameter.data.zero_()
     head.target_ids.copy_(vocabulary)

@@ -66,7 +66,7 @@ def optimizers(model: nn.Module, matrices: Sequence[nn.Parameter]) -> list[torch
 class Training:
     """A model, its optimizers and how far it has come. `matrices` are the parameters that Muon trains.
 
-    `identity` says what the checkpoint belongs to (a drafter's target and geometry); another identity's checkpoint
+    `muon_lr` is Muon's full rate. `identity` says what the checkpoint belongs to (a drafter's target and geometry); another identity's checkpoint
     is refused. `used` is in seconds.
     """
 
@@ -74,6 +74,7 @@ class Training:
     matrices: Sequence[nn.Parameter]
     checkpoint: Path
     identity: Mapping[str, str] = field(default_factory=dict)
+    muon_lr: float = MUON_LR
     step: int = 0
     used: float = 0.0
     tokens: int = 0
@@ -142,7 +143,7 @@ class Training:
         }
 
     def _descend(self, progress: float, take: Callable[[float], Batch]) -> Batch:
-        for optimizer, base in zip(self._optimizers, (MUON_LR, ADAM_LR), strict=True):
+        for optimizer, base in zip(self._optimizers, (self.muon_lr, ADAM_LR), strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = base * rate(progress)
         batch = take(progress)
