@@ -66,8 +66,8 @@ def optimizers(model: nn.Module, matrices: Sequence[nn.Parameter]) -> list[torch
 class Training:
     """A model, its optimizers and how far it has come. `matrices` are the parameters that Muon trains.
 
-    `muon_lr` is Muon's full rate. `identity` says what the checkpoint belongs to (a drafter's target and geometry); another identity's checkpoint
-    is refused. `used` is in seconds.
+    `muon_lr` is Muon's full rate. `identity` says what the checkpoint belongs to (a drafter's target and geometry);
+    another identity's checkpoint is refused. `used` is in seconds.
     """
 
     model: nn.Module
