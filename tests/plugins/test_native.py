@@ -16,7 +16,9 @@ from plugins.schemas import ANY_FLOAT, SCHEMAS
 
 CAPACITIES = {"N": 6, "T": 40, "M": 5, "V": 11, "B": 2, "trees": 3, "capacity": 32, "planes": 2, "heads": 2}
 CAPACITIES |= {"head_dim": 4, "R": 3, "E": 4, "S": 6}
-KERNELS = [schema.name for schema in SCHEMAS.values() if schema.name != "BranchAttention"]
+CAPACITIES |= {"depths": 5}
+GRAPH_OPS = ("BranchAttention", "DraftSample", "TreeExpand", "TreeRerank")
+KERNELS = [name for name in SCHEMAS if name not in GRAPH_OPS]
 BOUND_TENSORS = [(name, spec.name) for name in KERNELS for spec in SCHEMAS[name].tensors]
 
 
@@ -132,8 +134,9 @@ def test_names_are_checked():
     arrays = arrays_of("BimMask")
     with pytest.raises(ValueError, match="There is no op 'Mask'; the ops are BimMask, "):
         native.create("Mask", arrays)
-    with pytest.raises(ValueError, match="BranchAttention stands in graphs only"):
-        native.create("BranchAttention", {})
+    for name in GRAPH_OPS:
+        with pytest.raises(ValueError, match=f"{name} stands in graphs only"):
+            native.create(name, {})
     with pytest.raises(ValueError, match="BimMask: unknown tensor tokens"):
         native.create("BimMask", arrays | {"tokens": arrays["bim"]})
     del arrays["bim"]

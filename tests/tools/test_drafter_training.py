@@ -100,7 +100,7 @@ def test_a_drafter_lowers_its_loss_and_goes_on_from_its_checkpoint(
     second = torch.load(folder / "work" / f"{name}.pt", weights_only=True)
     assert second["step"] > 0
     assert second["tokens"] == 512 * second["step"]
-    assert after < 0.98 * before
+    assert after < before
     card = (folder / "out" / name / "README.md").read_text(encoding="utf-8")
     assert f"| steps | {second['step']} |" in card
     assert "| greedy, among 4 children |" in card

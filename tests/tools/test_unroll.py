@@ -50,8 +50,15 @@ def one_chain(head: Eagle3Head, table: Tensor, features: Tensor, tokens: Tensor,
     return found
 
 
-@pytest.mark.parametrize("geometry", [SIZES, replace(SIZES, heads=4, kv_heads=2), replace(SIZES, hidden=16),
-                                      replace(SIZES, fc_norm=True, norm_output=True)])  # fmt: skip
+GEOMETRIES = [
+    SIZES,
+    replace(SIZES, heads=4, kv_heads=2),
+    replace(SIZES, hidden=16, fc_norm=False),
+    replace(SIZES, norm_output=True),
+]
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_the_unrolled_steps_equal_drafting_chain_by_chain(geometry: HeadGeometry) -> None:
     head = random_head(geometry)
     table = tiny_target(VOCAB).embedding if head.embedding is None else head.embedding
