@@ -90,7 +90,13 @@ def _add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     tune.add_argument("--drafter", metavar="NAME", help="the drafter to tune (default: the plan's first with a tree)")
     tune.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
     tune.add_argument("--count", type=int, default=8, help="prompts to run (default 8)")
-    tune.add_argument("--new", type=int, default=128, help="greedy tokens per prompt (default 128)")
+    tune.add_argument("--new", type=int, default=128, help="tokens per prompt (default 128)")
+    tune.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="of the runs (default 0, greedy): choose the one that will be used",
+    )
     tune.add_argument("--out", type=Path, help="where the copy is written (default: NAME.tuned.yaml beside the recipe)")
     tune.add_argument("--recipe", type=Path, help="the recipe (default: where the plan was built from)")
     _add_set(tune)
@@ -215,6 +221,7 @@ def _tune(options: argparse.Namespace) -> int:
             prompts=options.prompts,
             count=options.count,
             new_tokens=options.new,
+            temperature=options.temperature,
             overrides=options.overrides,
             progress=progress,
         )

@@ -194,7 +194,9 @@ class _EngineWriter:
         name = source.section.name
         self._steps.begin(f"{self._target}: exporting and lowering the drafter {name}")
         rejected = target.vocab_size if source.drafter.acceptance == "rejection" else 0
-        graph = export_draft(model, source.tree, source.geometry(target).capacity, rejected)
+        entropy = source.drafter.entropy is not None
+        rows = source.drafter.compacts
+        graph = export_draft(model, source.tree, source.geometry(target).capacity, rejected, entropy=entropy, rows=rows)
         self._write(name, graph, exact=False)
 
     def close(self) -> Engines:

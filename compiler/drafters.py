@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
+from tokenizers import Tokenizer
 from torch import nn
 
 from compiler.checkpoint import checkpoint_hashes, load_decoder
@@ -14,8 +16,9 @@ from compiler.models.config import DecoderConfig, read_config
 from compiler.models.decoder import Decoder
 from compiler.models.drafting import DecoderDraft, Eagle3Draft
 from compiler.models.eagle3 import Eagle3Config
-from compiler.recipe import Eagle3Section, GraphSection, NgramSection, Recipe
-from plans.manifest import Drafter, Geometry, GraphDrafter, NgramDrafter, Tree
+from compiler.recipe import Eagle3Section, EntropySection, GraphSection, ModelSection, NgramSection, Recipe
+from plans.errors import CheckpointError
+from plans.manifest import Drafter, EntropyGamma, Geometry, GraphDrafter, NgramDrafter, Tree
 
 CHAIN = 4
 
@@ -32,12 +35,21 @@ class GraphSource:
     @property
     def drafter(self) -> GraphDrafter:
         section = self.section
-        return GraphDrafter(kind=section.kind, name=section.name, tree=self.tree, acceptance=section.acceptance)
+        adaptive = section.gamma if isinstance(section, ModelSection) else None
+        return GraphDrafter(
+            kind=section.kind,
+            name=section.name,
+            tree=self.tree,
+            acceptance=section.acceptance,
+            entropy=EntropyGamma(gamma_min=adaptive.min, gamma_max=adaptive.max, beta=adaptive.beta)
+            if isinstance(adaptive, EntropySection)
+            else None,
+        )
 
     def geometry(self, target: Geometry) -> Geometry:
         """The arena holds the context and what the tree's levels append behind it."""
         c, bucket = self.config, target.view_bucket
-        grown = -(-self.tree.depth * self.tree.top_k // bucket) * bucket
+        grown = -(-self.drafter.grown // bucket) * bucket
         return Geometry(
             layers=c.num_layers,
             heads=c.num_heads,
@@ -65,7 +77,15 @@ def read_sources(recipe: Recipe, target: DecoderConfig) -> list[GraphSource]:
         path = recipe.drafter_path(section)
         config: DecoderConfig | Eagle3Config
         if isinstance(section, Eagle3Section):
-            config = read_eagle3_config(path, target, rope_theta=section.rope_theta)
+            taps_given = section.aux_layers
+            if taps_given is not None and not (
+                len(set(taps_given)) == len(taps_given) and all(0 <= i < target.num_layers for i in taps_given)
+            ):
+                raise recipe.error(
+                    ("drafters", index, "aux_layers"),
+                    f"is {list(taps_given)}; name three different layers from 0 to {target.num_layers - 1}",
+                )
+            config = read_eagle3_config(path, target, rope_theta=section.rope_theta, aux_layers=taps_given)
             size = config.draft_vocab_size
         else:
             config = read_config(path)
@@ -76,15 +96,17 @@ def read_sources(recipe: Recipe, target: DecoderConfig) -> list[GraphSource]:
                     f"has a vocabulary of {size} tokens, the target one of {target.vocab_size}; "
                     "a draft model must share the target's tokenizer",
                 )
+            _check_tokens(recipe, index, path)
         tree = _tree(section)
         if tree.top_k > size:
             raise recipe.error(
                 ("drafters", index, "tree", "top_k"), f"is {tree.top_k}, but the drafter knows {size} tokens; lower it"
             )
         if section.acceptance == "rejection" and tree.top_k != 1:
+            chain = "gamma: 4" if isinstance(section, ModelSection) else "tree: {top_k: 1, depth: 3, nodes: 5}"
             raise recipe.error(
                 ("drafters", index, "acceptance"),
-                "is rejection, which is for chains; set gamma (or a tree with top_k 1), or leave acceptance coupled",
+                f"is rejection, which is for chains; draft one, as with {chain}, or leave acceptance coupled",
             )
         sources.append(GraphSource(index, section, config, tree))
     _check_taps(recipe, sources)
@@ -119,7 +141,13 @@ def load(recipe: Recipe, source: GraphSource, target: Decoder) -> nn.Module:
     """The drafter's model, ready for `export_draft`."""
     path, section = recipe.drafter_path(source.section), source.section
     if isinstance(section, Eagle3Section):
-        head = load_eagle3(path, target.config, recipe.target.dtype, rope_theta=section.rope_theta)
+        head = load_eagle3(
+            path,
+            target.config,
+            recipe.target.dtype,
+            rope_theta=section.rope_theta,
+            aux_layers=section.aux_layers,
+        )
         return Eagle3Draft(head, target.embedding)
     return DecoderDraft(load_decoder(path, recipe.target.dtype))
 
@@ -127,8 +155,28 @@ def load(recipe: Recipe, source: GraphSource, target: Decoder) -> nn.Module:
 def _tree(section: GraphSection) -> Tree:
     if section.tree is not None:
         return section.tree.tree()
+    if isinstance(section.gamma, EntropySection):
+        return Tree(top_k=1, depth=0, nodes=2)  # the runtime runs it again for each token more
     gamma = section.gamma or CHAIN
     return Tree(top_k=1, depth=gamma - 1, nodes=gamma + 1)
+
+
+def _check_tokens(recipe: Recipe, index: int, path: Path) -> None:
+    """Where both checkpoints have a tokenizer, the same ids must be the same tokens: else nothing is ever accepted."""
+    files = [folder / "tokenizer.json" for folder in (recipe.checkpoint_path, path)]
+    if not all(file.is_file() for file in files):
+        return
+    try:
+        target, own = (Tokenizer.from_file(str(file)).get_vocab() for file in files)
+    except Exception as error:  # of its Rust code
+        raise CheckpointError(f"{files[1]} or {files[0]} cannot be read: {error}") from None
+    for token, number in own.items():
+        if target.get(token) != number:
+            raise recipe.error(
+                ("drafters", index, "checkpoint"),
+                f"has a tokenizer in which {token!r} is token {number}, in the target's it is {target.get(token)}; "
+                "a draft model must share the target's tokenizer",
+            )
 
 
 def _check_taps(recipe: Recipe, sources: Sequence[GraphSource]) -> None:

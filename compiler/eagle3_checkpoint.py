@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compiler.checkpoint import Slot, Weights, check_folder, slots
 from compiler.models.config import DecoderConfig, Reader, WeightType, read_json, read_rope, refuse_unsupported
 from compiler.models.eagle3 import TAPS, Eagle3Config, Eagle3Head
+from compiler.weights import Slot, Weights, check_folder, slots
 from plans.errors import CheckpointError
 
 KIND = "an EAGLE3 head as SafeAILab, SpecForge and AngelSlim write it"
@@ -48,24 +48,34 @@ _NAMES = {
 }
 
 
-def read_eagle3_config(path: Path, target: DecoderConfig, *, rope_theta: float | None = None) -> Eagle3Config:
+def read_eagle3_config(
+    path: Path,
+    target: DecoderConfig,
+    *,
+    rope_theta: float | None = None,
+    aux_layers: tuple[int, int, int] | None = None,
+) -> Eagle3Config:
     """The geometry of the head in the checkpoint folder `path`, checked against `target` and against all headers.
 
     `rope_theta` wins over the checkpoint's own, which wins over 10000: EAGLE and AngelSlim trained with 10000
-    whatever their config.json says, SpecForge with what it says. Raises `CheckpointError`.
+    whatever their config.json says, SpecForge with what it says. So do `aux_layers`. Raises `CheckpointError`.
     """
-    return _examine(path, target, rope_theta).config
+    return _examine(path, target, rope_theta, aux_layers).config
 
 
 def load_eagle3(
-    path: Path, target_config: DecoderConfig, dtype: WeightType = "float32", rope_theta: float | None = None
+    path: Path,
+    target_config: DecoderConfig,
+    dtype: WeightType = "float32",
+    rope_theta: float | None = None,
+    aux_layers: tuple[int, int, int] | None = None,
 ) -> Eagle3Head:
     """Load the head with all weights in `dtype`, on the CPU, frozen and in eval mode.
 
     Projections are transposed to `[in, out]`; `embedding` is None where the target's serves. Raises
     `CheckpointError` naming the file, the key, what was expected and what was found.
     """
-    head = _examine(path, target_config, rope_theta)
+    head = _examine(path, target_config, rope_theta, aux_layers)
     values: dict[str, Tensor] = head.stored.fill(head.wanted, dtype)
     head.module.load_state_dict(values | {"target_ids": head.target_ids}, assign=True)
     return head.module.requires_grad_(False).eval()
@@ -81,11 +91,14 @@ class _Head(NamedTuple):
     target_ids: Tensor
 
 
-def _examine(path: Path, target: DecoderConfig, rope_theta: float | None) -> _Head:
+def _examine(
+    path: Path, target: DecoderConfig, rope_theta: float | None, aux_layers: tuple[int, int, int] | None
+) -> _Head:
     check_folder(path)
     raw = read_json(path / "config.json")
     stored = Weights(path, pickled=True)
-    config = _read_config(path / "config.json", raw, stored, target, rope_theta)
+    taps = _aux_layers(path / "config.json", raw, target) if aux_layers is None else aux_layers
+    config = _read_config(path / "config.json", raw, stored, target, rope_theta, taps)
     with torch.device("meta"):
         module = Eagle3Head(config)
     wanted = slots(module, _NAMES.__getitem__)
@@ -98,10 +111,19 @@ def _examine(path: Path, target: DecoderConfig, rope_theta: float | None) -> _He
 
 
 def _read_config(
-    file: Path, raw: dict[str, Any], stored: Weights, target: DecoderConfig, rope_theta: float | None
+    file: Path,
+    raw: dict[str, Any],
+    stored: Weights,
+    target: DecoderConfig,
+    rope_theta: float | None,
+    aux_layers: tuple[int, int, int],
 ) -> Eagle3Config:
     refuse_unsupported(raw, file)
     get = Reader(raw, file)
+    if raw.get("norm_before_residual"):
+        raise CheckpointError(f"{file}: norm_before_residual is on; such heads cannot be compiled")
+    if get.integer("num_hidden_layers", 1) != 1:
+        raise CheckpointError(f"{file}: num_hidden_layers is {raw['num_hidden_layers']}; an EAGLE3 head has 1")
     hidden = get.integer("hidden_size")
     own_embedding = EMBEDDING in stored.found
     _check_target(file, raw, get, hidden, own_embedding, target)
@@ -126,7 +148,7 @@ def _read_config(
         own_embedding=own_embedding,
         fc_norm=get.boolean("fc_norm", any(name.startswith("fc_norm.") for name in stored.found)),
         norm_output=get.boolean("norm_output", False),
-        aux_layers=_aux_layers(file, raw, target),
+        aux_layers=aux_layers,
     )
 
 
@@ -194,16 +216,25 @@ def _rows(stored: Weights, name: str) -> int | None:
 def _aux_layers(file: Path, raw: dict[str, Any], target: DecoderConfig) -> tuple[int, int, int]:
     """The default taps, or those named by config.json: layers whose *outgoing* streams count, so one lower than ours.
 
-    SpecForge names them in `eagle_config`, AngelSlim at the top.
+    SpecForge names them in `eagle_config`, vLLM's converter and AngelSlim at the top.
     """
     layers = target.num_layers
     nested = raw.get("eagle_config") or {}
     if not isinstance(nested, dict):
         raise CheckpointError(f"{file}: eagle_config must be a JSON object, found {nested!r}")
-    for where, key in ((nested, "eagle_aux_hidden_state_layer_ids"), (raw, "aux_hidden_states_layer_ids")):
-        ids = where.get(key)
-        if ids is None:
-            continue
+    spelled = (
+        ("eagle_config.eagle_aux_hidden_state_layer_ids", nested.get("eagle_aux_hidden_state_layer_ids")),
+        ("eagle_aux_hidden_state_layer_ids", raw.get("eagle_aux_hidden_state_layer_ids")),
+        ("aux_hidden_states_layer_ids", raw.get("aux_hidden_states_layer_ids")),
+    )
+    named = [(key, ids) for key, ids in spelled if ids is not None]
+    for key, ids in named[:1]:
+        for other, others in named[1:]:
+            if others != ids:
+                raise CheckpointError(
+                    f"{file}: {key} is {ids!r} and {other} is {others!r}; remove the wrong one, or set aux_layers in "
+                    "the recipe"
+                )
         whole = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
         if not whole or len(set(ids)) != TAPS or len(ids) != TAPS or not all(0 <= i < layers - 1 for i in ids):
             raise CheckpointError(
@@ -214,7 +245,7 @@ def _aux_layers(file: Path, raw: dict[str, Any], target: DecoderConfig) -> tuple
     if layers < MIN_LAYERS:
         raise CheckpointError(
             f"{file}: the target has {layers} layers, but three distinct default taps need {MIN_LAYERS}; "
-            "name them in eagle_config.eagle_aux_hidden_state_layer_ids if the head was trained on others"
+            "name others in the recipe's aux_layers"
         )
     return 2, layers // 2, layers - 3
 

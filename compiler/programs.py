@@ -67,7 +67,11 @@ def cache_views(model: str, geometry: Geometry) -> dict[str, View]:
 
 
 def emit_programs(engines: Mapping[str, Engine], drafters: Sequence[Drafter]) -> dict[str, Program]:
-    """`prefill`, `decode`, `beam`; one `speculate.NAME` per drafter, one `extend.NAME` where it has an engine."""
+    """`prefill`, `decode`, `beam`; one `speculate.NAME` per drafter, one `extend.NAME` where it has an engine.
+
+    What drafts token by token has a program `draft.NAME` for that; its `speculate.NAME` begins with the mask. What
+    keeps rows of a tree has one to move them, `compact.NAME`.
+    """
     model = names.TARGET
     mask, sample, accept = (_op(name, model) for name in ("BimMask", "Sample", "TreeAccept"))
     compact = _op("KvGather", model, _COMPACT)
@@ -89,8 +93,14 @@ def emit_programs(engines: Mapping[str, Engine], drafters: Sequence[Drafter]) ->
             if drafter.acceptance == "rejection":  # what the drafter draws by must not be what the target draws by
                 draws = draws.model_copy(update={"attributes": {"purpose": int(Purpose.DRAFT)}})
                 judge = _op("ChainAccept", model)
-            draft: tuple[Stage, ...] = (draws, own_mask, _engine(name, engines[name], names.DRAFTED))
+            adaptive = drafter.entropy is not None
+            own = (draws, own_mask, _engine(name, engines[name], None if adaptive else names.DRAFTED))
+            draft: tuple[Stage, ...] = () if adaptive else own
+            if adaptive:
+                programs[names.draft(name)] = Program(stages=own)
             programs[names.extend(name)] = Program(stages=(own_mask, _engine(name, engines[name])))
+            if drafter.compacts:
+                programs[names.compact(name)] = Program(stages=(_op("KvGather", name, _COMPACT),))
         else:
             draft = (Stage(kind=StageKind.DRAFT, run=name, model=model),)
         programs[names.speculate(name)] = Program(stages=(*draft, mask, forward, judge, compact), results=results)

@@ -12,9 +12,11 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     JsonValue,
     PrivateAttr,
+    Tag,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -101,6 +103,9 @@ class NgramSection(Section):
     min_confidence: float = Field(
         0.0, ge=0, le=1, description="proposals stop where the share of the likeliest continuation falls below it"
     )
+    filler_top_k: int = Field(
+        0, ge=0, le=64, description="so many of the target's likeliest tokens are learned from too (NASD); 0 is off"
+    )
 
     @field_validator("min_context")
     @classmethod
@@ -157,6 +162,38 @@ class Eagle3Section(Section):
     rope_theta: float | None = Field(
         None, gt=0, description="replaces the checkpoint's base; heads of EAGLE and AngelSlim are trained with 10000"
     )
+    aux_layers: tuple[int, int, int] | None = Field(
+        None,
+        strict=False,
+        description="layers of the target whose incoming hidden states the head reads, in place of those its "
+        "config.json names: projects count them differently",
+    )
+
+
+class EntropySection(Section):
+    """Chains as long as the drafter is sure (EGAG): `max` tokens times 1 - H / ln V, H being the entropy of its first
+    distribution and V its vocabulary, rounded down and kept within the limits."""
+
+    min: int = Field(1, ge=1, le=64, description="tokens of the shortest chain")
+    max: int = Field(ge=1, le=64, description="tokens of the longest chain")
+    beta: float = Field(0.0, ge=0, lt=1, description="weight of the lengths before in the smoothed one; 0 is off")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> EntropySection:
+        if self.min > self.max:
+            context = {"low": self.min, "high": self.max}
+            raise PydanticCustomError("gamma", "has min {low}, more than max {high}; lower min", context)
+        return self
+
+
+def _gamma_kind(written: object) -> str:
+    return ":entropy" if isinstance(written, (dict, EntropySection)) else ":count"
+
+
+Gamma = Annotated[
+    Annotated[int, Field(ge=1, le=64), Tag(":count")] | Annotated[EntropySection, Tag(":entropy")],
+    Discriminator(_gamma_kind),
+]
 
 
 class ModelSection(Section):
@@ -165,7 +202,9 @@ class ModelSection(Section):
     name: Name = Field(description="what requests call the drafter: small letters, digits, and -_. after the first")
     kind: Literal["model"] = Field(description="the kind of drafter")
     checkpoint: WrittenPath = Field(description="folder of a Hugging Face checkpoint, relative to the recipe")
-    gamma: int | None = Field(None, ge=1, le=64, description="drafts a chain of this many tokens")
+    gamma: Gamma | None = Field(
+        None, description="drafts a chain of this many tokens; {min, max, beta}: of as many as it is sure of"
+    )
     tree: Annotated[TreeSection | None, BeforeValidator(_chosen_tree)] = Field(
         None, description="drafts a tree instead: {top_k, depth, nodes}, or auto; with neither, a chain of 4"
     )

@@ -199,13 +199,15 @@ _Loader.add_implicit_resolver(
 
 
 def _resolve(raw: Location, values: object, model: type[BaseModel]) -> tuple[Location, type[BaseModel]]:
-    """Pydantic's location without the tags of unions, and the model that owns its last key."""
+    """Pydantic's location without the tags of unions (kinds, or `:words`), and the model that owns its last key."""
     location: list[str | int] = []
     section, candidates = model, [model]
     for part in raw:
         if isinstance(values, dict) and values.get("kind") == part and len(candidates) > 1:
             candidates = [one for one in candidates if part in get_args(one.model_fields["kind"].annotation)]
             section = candidates[0]
+            continue
+        if isinstance(part, str) and part.startswith(":"):
             continue
         location.append(part)
         if isinstance(part, str):

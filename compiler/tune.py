@@ -72,7 +72,9 @@ class Origin:
 
     def recipe(self, trees: Sequence[Tree], nodes: int) -> Recipe:
         """The recipe with this drafter alone, once for each tree and by the name of it; and the probe of `nodes`."""
-        shared = self.section.model_dump(exclude_none=True, include={"kind", "checkpoint", "rope_theta"})
+        shared = self.section.model_dump(
+            exclude_none=True, include={"kind", "checkpoint", "rope_theta", "aux_layers", "acceptance"}
+        )
         listed = [{**shared, "name": name_of(tree), "tree": tree.model_dump()} for tree in trees]
         listed.append({"name": _PROBE, "kind": "ngram", "max_draft": nodes - 1})
         return load_recipe(self.path, [*self.overrides, f"drafters={json.dumps(listed, ensure_ascii=False)}"])
@@ -90,11 +92,14 @@ def tune_plan(
     prompts: Path | None = None,
     count: int = 8,
     new_tokens: int = 128,
+    temperature: float = 0.0,
     overrides: Sequence[str] = (),
     search: Search | None = None,
     progress: Progress = lambda *_: None,
 ) -> Tuning:
     """Choose the tree of `drafter` (default: the plan's first that has one) on `count` prompts (default: held-out).
+
+    A tree that pays at one `temperature` may not at another.
 
     `recipe` was read with `overrides`. Raises `RequestError`, `RecipeError` and `PlanError` for what cannot be tuned.
     """
@@ -114,8 +119,9 @@ def tune_plan(
     known = manifest.models[settings.name].vocab_size
     widest = 1 if section.acceptance == "rejection" else known  # rejection goes with chains
     search = replace(search, top_ks=tuple(k for k in search.top_ks if k <= widest))
-    bench = _Bench(Origin(recipe.path, tuple(overrides), section), search, texts, new_tokens, context, progress)
-    found = Tuning(str(plan), manifest.identity, settings.name, len(texts), new_tokens)
+    origin = Origin(recipe.path, tuple(overrides), section)
+    bench = _Bench(origin, search, texts, new_tokens, temperature, context, progress)
+    found = Tuning(str(plan), manifest.identity, settings.name, len(texts), new_tokens, temperature)
     _estimate(found, bench, search)
     _race(found, bench, search, settings.tree)
     return found
@@ -143,9 +149,17 @@ class _Bench:
     """Builds plans of many trees, and runs them on the prompts."""
 
     def __init__(
-        self, origin: Origin, search: Search, texts: list[str], new_tokens: int, context: int, progress: Progress
+        self,
+        origin: Origin,
+        search: Search,
+        texts: list[str],
+        new_tokens: int,
+        temperature: float,
+        context: int,
+        progress: Progress,
     ) -> None:
         self._origin, self._texts, self.new_tokens, self._nodes = origin, texts, new_tokens, search.nodes
+        self._temperature = temperature
         self._longest = context - new_tokens - 1
         wide, shallow = len(search.top_ks), 1 + (len(search.depths) - 2) * len(search.top_ks)
         timed = (2 + search.finalists) * _RACES
@@ -168,17 +182,23 @@ class _Bench:
     def run(self, session: Session, ids: list[int], drafter: str) -> Generation:
         """A whole generation, from nothing."""
         session.reset()
-        return session.generate(ids, **_options(drafter, self.new_tokens))
+        return session.generate(ids, **self.options(drafter, self.new_tokens))
 
     def rounds(self, session: Session, ids: list[int], drafter: str, watch: Watcher | None = None) -> Generation:
         """The rounds behind the first few, which take in the prompt."""
         session.reset()
-        session.generate(ids, **_options(drafter, _OPENING))
-        return session.generate(**_options(drafter, self.new_tokens - _OPENING, watch))
+        session.generate(ids, **self.options(drafter, _OPENING))
+        return session.generate(**self.options(drafter, self.new_tokens - _OPENING, watch))
 
-
-def _options(drafter: str, tokens: int, watch: Watcher | None = None) -> Options:
-    return Options(drafter=drafter, max_new_tokens=tokens, on_round=watch, ignore_eos=True, auto_disable=False)
+    def options(self, drafter: str, tokens: int, watch: Watcher | None = None) -> Options:
+        return Options(
+            drafter=drafter,
+            max_new_tokens=tokens,
+            temperature=self._temperature,
+            on_round=watch,
+            ignore_eos=True,
+            auto_disable=False,
+        )
 
 
 def _estimate(found: Tuning, bench: _Bench, search: Search) -> None:
@@ -202,7 +222,7 @@ def _estimate(found: Tuning, bench: _Bench, search: Search) -> None:
         bench.begin("timing the target by nodes")
         behind = sorted(prompts, key=len)[len(prompts) // 2]
         found.context = len(behind) + bench.new_tokens // 2
-        found.plain_ms, found.verify_ms = _verify_costs(session, behind, bench.new_tokens // 2, search.nodes)
+        found.plain_ms, found.verify_ms = _verify_costs(bench, session, behind, search.nodes)
     found.host_ms = median(gaps)
     for k in search.top_ks:
         known = {tree.depth: ms for tree, ms in costs.items() if k == tree.top_k or not tree.depth}
@@ -210,7 +230,8 @@ def _estimate(found: Tuning, bench: _Bench, search: Search) -> None:
         found.draft_ms[k] = np.interp(range(deepest + 1), depths, [known[d] for d in depths]).tolist()
     found.acceptance_by_depth = acceptance_by_depth(recorded[widest])
     found.acceptance_by_rank = acceptance_by_rank(recorded[widest])
-    estimates = (_best_nodes(found, recorded[k], k, d) for k in search.top_ks for d in range(deepest + 1))
+    shapes = [(k, d) for k in search.top_ks for d in range(deepest + 1) if k > 1 or d + 2 <= search.nodes]
+    estimates = (_best_nodes(found, recorded[k], k, d) for k, d in shapes)
     found.estimates = sorted(estimates, key=lambda e: -e.tokens_per_second)
 
 
@@ -253,13 +274,13 @@ def _drafted(seen: Round) -> DraftedTree:
     )
 
 
-def _verify_costs(session: Session, ids: list[int], more: int, most: int) -> tuple[float, list[float]]:
+def _verify_costs(bench: _Bench, session: Session, ids: list[int], most: int) -> tuple[float, list[float]]:
     """Milliseconds of a plain pass, and of passes that verify a chain of 1, 2 ... `most` nodes, tip included.
 
-    They run behind `ids` and `more` tokens that followed; nothing of them is committed.
+    They run behind `ids` and half of the new tokens; nothing of them is committed.
     """
     session.reset()
-    session.generate(ids, **_options(_PLAIN, more))
+    session.generate(ids, **bench.options(_PLAIN, bench.new_tokens // 2))
     step, slots, tokens = session._step, session._slots, session.token_ids
     plain, verify = (session._programs[name] for name in (names.DECODE, names.speculate(_PROBE)))
 
@@ -291,7 +312,8 @@ def _best_nodes(found: Tuning, trees: list[DraftedTree], top_k: int, depth: int)
         ms = found.verify_ms[nodes - 1] + found.draft_ms[top_k][depth] + found.host_ms
         return Estimate(top_k, depth, nodes, tokens[nodes], ms, 1000 * tokens[nodes] / ms)
 
-    return max(map(estimate, range(2, most + 1)), key=lambda e: e.tokens_per_second)
+    chain = top_k == 1  # of which none is verified in part
+    return max(map(estimate, range(most if chain else 2, most + 1)), key=lambda e: e.tokens_per_second)
 
 
 def _race(found: Tuning, bench: _Bench, search: Search, current: Tree) -> None:

@@ -66,6 +66,7 @@ class Tuning:
     drafter: str
     prompts: int
     new_tokens: int
+    temperature: float = 0.0
     context: int = 0
     plain_ms: float = 0.0
     plain_round_ms: float = 0.0
@@ -104,7 +105,8 @@ class Tuning:
 
 def print_tuning(found: Tuning, console: Console) -> None:
     console.print(
-        f"drafter {found.drafter} of plan {found.identity[:12]}, {found.prompts} prompts, {found.new_tokens} new tokens"
+        f"drafter {found.drafter} of plan {found.identity[:12]}, {found.prompts} prompts, "
+        f"{found.new_tokens} new tokens, temperature {found.temperature:g}"
     )
     console.print(f"\nmilliseconds of a pass of the target behind {found.context} tokens, by nodes (0: plain decoding)")
     _print_rows(console, "nodes", range(len(found.verify_ms) + 1), {"": [found.plain_ms, *found.verify_ms]})

@@ -64,6 +64,12 @@ def _drafter(drafter: GraphDrafter, models: Mapping[str, Geometry]) -> Iterator[
         yield f"{where}.tree: {tree.nodes} nodes, {tree.top_k} children each and {tree.depth} levels are no tree"
     if drafter.acceptance == "rejection" and tree.top_k != 1:
         yield f"{where}: rejection is for chains, and the tree has {tree.top_k} children a node"
+    entropy = drafter.entropy
+    if entropy is not None:
+        if drafter.kind != "model" or (tree.top_k, tree.depth) != (1, 0):
+            yield f"{where}: chains as long as it is sure are a model's that drafts one token at a time"
+        if not (entropy.gamma_min <= entropy.gamma_max < LARGEST_TREE and 0 <= entropy.beta < 1):
+            yield f"{where}.entropy: {entropy.gamma_min} to {entropy.gamma_max} tokens are no limits"
     if drafter.kind == "eagle3" and not target.feature_size:
         yield f"{where}: reads features, and the target gives none"
     if (own.context, own.prefill_chunk) != (target.context, target.prefill_chunk):
@@ -109,11 +115,14 @@ def _target(target: TargetPlan, models: Mapping[str, Geometry], drafters: Sequen
     resolver = _Names(memory, target, {d.name for d in drafters if isinstance(d, NgramDrafter)})
     speculative = {names.speculate(drafter.name) for drafter in drafters}
     required = speculative | {names.PREFILL, names.DECODE, names.BEAM} | {names.extend(name) for name in graphs}
+    required |= {names.draft(name) for name, drafter in graphs.items() if drafter.entropy is not None}
+    compacting = {names.compact(name) for name, drafter in graphs.items() if drafter.compacts}
+    required |= compacting
     for name in sorted(required):
         if name not in target.programs:
             yield f"programs: {name!r} is missing"
     for name, program in target.programs.items():
-        for problem in resolver.program(program, name, name in speculative):
+        for problem in resolver.program(program, name, name in speculative, name in compacting):
             yield f"programs.{name}: {problem}"
 
 
@@ -133,7 +142,7 @@ def _symbols(
         if not g.prefill_chunk + picked - 1 <= new <= g.prefill_chunk + picked * g.branches:
             yield f".{names.NEW}: {new} is no size for a chunk of {g.prefill_chunk} and a draft of {picked - 1}"
     else:
-        grown = own.tree.depth * own.tree.top_k
+        grown = own.grown
         if (picked, new) != (1, g.prefill_chunk):
             yield f": {new} new tokens and {picked} with logits, must be {g.prefill_chunk} and 1"
     if not g.context + grown <= view < g.capacity:
@@ -189,11 +198,14 @@ class _Names:
     def __init__(self, memory: Memory, target: TargetPlan, drafters: set[str]) -> None:
         self._memory, self._target, self._drafters = memory, target, drafters
 
-    def program(self, program: Program, name: str, speculative: bool) -> Iterator[str]:
+    def program(self, program: Program, name: str, speculative: bool, compacting: bool) -> Iterator[str]:
         for index, stage in enumerate(program.stages):
             for problem in self._stage(stage, first=index == 0):
                 yield f"stage {index}, {stage.run!r}: {problem}"
-        if all(stage.kind is not StageKind.ENGINE for stage in program.stages):
+        if compacting:
+            if [stage.run for stage in program.stages] != ["KvGather"] or program.results is not None:
+                yield "must be KvGather alone, without results: it moves rows that are there"
+        elif all(stage.kind is not StageKind.ENGINE for stage in program.stages):
             yield "runs no engine"
         if name == names.BEAM and (len(program.stages) > 1 or program.results is not None):
             yield "must be one engine without results: the host writes its bias and reads its logits"

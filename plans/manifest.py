@@ -11,7 +11,7 @@ from pydantic import Field
 from plans import names
 from plans.buffers import LARGEST_SIZE, Strict, Tensor
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
 Count = Annotated[int, Field(ge=0, le=LARGEST_SIZE)]
@@ -54,6 +54,7 @@ class NgramDrafter(Strict):
     min_context: Count
     max_draft: Count
     min_confidence: float
+    filler_top_k: Count
 
 
 class Tree(Strict):
@@ -70,16 +71,42 @@ class Tree(Strict):
         return self.top_k + self.depth * self.top_k**2
 
 
+class EntropyGamma(Strict):
+    """Chains of `gamma_min` to `gamma_max` tokens, shorter where the drafter is less sure; `beta` smooths them."""
+
+    gamma_min: Size
+    gamma_max: Size
+    beta: float
+
+
 class GraphDrafter(Strict):
     """A drafter that is an engine of its name, with an arena of its own: the model of its name.
 
-    `eagle3`: row i pairs the target's feature of token i with token i + 1. `model`: row i is token i.
+    `eagle3`: row i pairs the target's feature of token i with token i + 1. `model`: row i is token i. With `entropy`,
+    the engine drafts one token (a tree of two nodes), and runs as often as the chain has tokens.
     """
 
     kind: Literal["eagle3", "model"]
     name: str
     tree: Tree
     acceptance: Literal["coupled", "rejection"] = "coupled"
+    entropy: EntropyGamma | None = None
+
+    @property
+    def longest(self) -> int:
+        """Most nodes behind a tip."""
+        return self.tree.nodes - 1 if self.entropy is None else self.entropy.gamma_max
+
+    @property
+    def grown(self) -> int:
+        """Most rows that drafting appends to its arena behind the tip's."""
+        return self.tree.depth * self.tree.top_k if self.entropy is None else self.entropy.gamma_max - 1
+
+    @property
+    def compacts(self) -> bool:
+        """Whether the rows of accepted nodes stay, and do not lie together: a head's hold hidden states of its own
+        instead of the target's features, a chain's are in place."""
+        return self.kind == "model" and self.tree.top_k > 1 and self.grown > 0
 
 
 Drafter = Annotated[NgramDrafter | GraphDrafter, Field(discriminator="kind")]
@@ -87,7 +114,7 @@ Drafter = Annotated[NgramDrafter | GraphDrafter, Field(discriminator="kind")]
 
 def longest_draft(drafters: Iterable[Drafter]) -> int:
     """Most nodes that any of them hangs behind a tip."""
-    return max((d.max_draft if isinstance(d, NgramDrafter) else d.tree.nodes - 1 for d in drafters), default=0)
+    return max((d.max_draft if isinstance(d, NgramDrafter) else d.longest for d in drafters), default=0)
 
 
 def rejects(drafters: Iterable[Drafter]) -> bool:

@@ -44,23 +44,26 @@ LOGITS_OUT = "logits"  # f32 [M, vocab]
 FEATURES = "features"  # f32 [N, 3 * hidden], residual streams that an EAGLE3 head reads
 COMMITTED = "committed"  # int64 [M], committed tokens; tree t's start at its root's place in logit_rows
 ACCEPTED_COUNT = "accepted_count"  # int64 [branches], committed tokens of each tree
-KEPT_ROWS = "kept_rows"  # int64 [N], new tokens that stay, ascending
+KEPT_ROWS = "kept_rows"  # int64 [N], new tokens that stay, ascending; a drafter's: [grown], rows of its last tree
 KEPT_COUNT = "kept_count"  # int64 [1]
 
 # What a drafter reads of the target's last step, and the tree it leaves: the next step of the target.
 FEATURE_ROWS = "feature_rows"  # int64 [N], tokens of the target's step whose features the new pairs hold
 TIP_POSITION = "tip_position"  # int64 [branches], the tip's in the target
-DRAWS = "draws"  # f32 [branches, depth + 1], the target's own draws behind the tip
+DRAWS = "draws"  # f64 [branches, depth + 1], the target's own draws behind the tip
 TREE_TOKEN_IDS = "tree_token_ids"  # int64 [nodes]; node 0, the root, is the tip
 TREE_POSITIONS = "tree_positions"  # int64 [nodes], in the target
 TREE_PARENT = "tree_parent"  # int64 [nodes]; -1 at the root
 TREE_SCORE = "tree_score"  # f32 [nodes], log-probability summed from the root
+TREE_ROW = "tree_row"  # int64 [nodes], row of the arena behind the tip's that a level gave the node; -1: none, the root
 DRAFT_PROBS = "draft_probs"  # f32 [M, vocab], what each node's token was drawn from, where rejection asks for it
+DRAFT_ENTROPY = "draft_entropy"  # f32 [1], of the drafter's distribution at the tip, over ln V
 TREE = (TREE_TOKEN_IDS, TREE_POSITIONS, TREE_PARENT, TREE_SCORE)
 
 # What stages may write. Everything else is the host's; a drafter's engine writes the target's next step.
 STAGE_WRITTEN = frozenset(
-    {ATTN_BIAS, LOGITS_OUT, FEATURES, COMMITTED, ACCEPTED_COUNT, KEPT_ROWS, KEPT_COUNT, KV, DRAWS, DRAFT_PROBS, *TREE}
+    {ATTN_BIAS, LOGITS_OUT, FEATURES, COMMITTED, ACCEPTED_COUNT, KEPT_ROWS, KEPT_COUNT, KV}
+    | {DRAWS, DRAFT_PROBS, DRAFT_ENTROPY, TREE_ROW, *TREE}
 )
 DRAFTED = {TREE_TOKEN_IDS: TOKEN_IDS, TREE_POSITIONS: POSITIONS, TREE_PARENT: PARENT, DRAFT_PROBS: DRAFT_PROBS}
 
@@ -83,6 +86,16 @@ BEAM = "beam"  # the target's engine alone, under an `attn_bias` that the host w
 def speculate(drafter: str) -> str:
     """The program that speculates with the drafter of this name."""
     return f"speculate.{drafter}"
+
+
+def draft(drafter: str) -> str:
+    """The program that drafts one token with a drafter whose chains are as long as it is sure."""
+    return f"draft.{drafter}"
+
+
+def compact(drafter: str) -> str:
+    """The program that moves the accepted rows of a drafter's last tree together, behind the tip's."""
+    return f"compact.{drafter}"
 
 
 def extend(drafter: str) -> str:

@@ -42,8 +42,14 @@ def drafter_buffers(drafter: GraphDrafter, geometry: Geometry, target: Geometry,
     table = _step(geometry, kv_dtype) | {name: (dtype, (drafter.tree.nodes,)) for name, dtype in tree.items()}
     if drafter.acceptance == "rejection":
         table[names.DRAFT_PROBS] = (DType.FLOAT32, (drafter.tree.nodes, target.vocab_size))
+    if drafter.compacts:
+        table[names.TREE_ROW] = (DType.INT64, (drafter.tree.nodes,))
+        table[names.KEPT_ROWS] = (DType.INT64, (drafter.grown,))
+        table[names.KEPT_COUNT] = (DType.INT64, (1,))
+    if drafter.entropy is not None:
+        table[names.DRAFT_ENTROPY] = (DType.FLOAT32, (1,))
     table[names.TIP_POSITION] = (DType.INT64, (geometry.branches,))
-    table[names.DRAWS] = (DType.FLOAT32, (geometry.branches, drafter.tree.depth + 1))
+    table[names.DRAWS] = (DType.FLOAT64, (geometry.branches, drafter.tree.depth + 1))
     if drafter.kind == "eagle3":
         table[names.FEATURE_ROWS] = (DType.INT64, (names.NEW,))
     return _named(drafter.name, table)

@@ -208,10 +208,10 @@ _CHAIN_ACCEPT = OpSchema(
 
 _DRAWS = OpSchema(
     name="Draws",
-    version=1,
+    version=2,
     doc="""The target's own draws at the positions behind each tip, for a drafter to look at.
 
-    draws[b, d] = uniform(seed[b], stream[b], tip_position[b] + 1 + d, purpose), its first 24 bits, in [0, 1).
+    draws[b, d] = uniform(seed[b], stream[b], tip_position[b] + 1 + d, purpose), in [0, 1).
     Errors: ValueError for an unknown purpose.
     Source: DESIGN section 7.""",
     inputs=(
@@ -219,7 +219,7 @@ _DRAWS = OpSchema(
         TensorSpec(names.SEED, "uint64", (_SLOTS,)),
         TensorSpec(names.STREAM, _INT, (_SLOTS,)),
     ),
-    outputs=(TensorSpec(names.DRAWS, "float32", (_SLOTS, "depths")),),
+    outputs=(TensorSpec(names.DRAWS, "float64", (_SLOTS, "depths")),),
     attributes=(_PURPOSE,),
 )
 
@@ -286,7 +286,7 @@ _BRANCH_ATTENTION = OpSchema(
 
 _DRAFT_SAMPLE = OpSchema(
     name="DraftSample",
-    version=1,
+    version=2,
     doc="""A token drawn from a drafter's own distribution, and that distribution, for rejection.
 
     token[b] is the inverse CDF at draws[b], in id order, of probability[b]: the drafter's distribution under the
@@ -295,7 +295,7 @@ _DRAFT_SAMPLE = OpSchema(
     Source: DESIGN section 7; seed 001.""",
     inputs=(
         TensorSpec("logits", "float32", ("trees", "nodes", _VOCABULARY)),
-        TensorSpec(names.DRAWS, "float32", ("trees",)),
+        TensorSpec(names.DRAWS, "float64", ("trees",)),
         TensorSpec(names.TEMPERATURE, "float64", ("trees",)),
         TensorSpec(names.TOP_K, _INT, ("trees",)),
         TensorSpec(names.TOP_P, "float64", ("trees",)),
@@ -311,21 +311,25 @@ _CANDIDATES = ("trees", "candidates")
 
 _TREE_EXPAND = OpSchema(
     name="TreeExpand",
-    version=1,
+    version=2,
     doc="""Children of a draft tree's frontier nodes, and which of them are expanded next.
 
     A node's children are its top_k likeliest tokens, scored by the node's score plus their log-probability. Where a
-    branch samples (temperature[b] > 0), one child is the drafter's own choice at the target's draw: the inverse CDF at
-    draws[b] in id order of its distribution under the branch's temperature, top-k and top-p (looked for among the
-    64 likeliest tokens). It stands for the last child if it is none of them, and is scored by the node's score +
-    log(coupling), the others by theirs + log(1 - coupling): the target's choice at the same draw is mostly the same.
+    branch samples (temperature[b] > 0) the target will choose at draws[b], by the inverse CDF in id order, and what is
+    likely depends on that. With F the drafter's CDF in id order under the branch's temperature, top-k and top-p (looked
+    for among the 64 likeliest tokens), token x is the target's choice with probability
+
+        (1 - doubt) * (L(F(x) - draw) - L(F(x - 1) - draw)) + doubt * q(x)
+
+    where L is the CDF of a Laplace distribution of scale spread, by which the target's CDF differs from F, and q the
+    distribution at the temperature alone: where a filter cuts differs too. It counts as 1e-30 at least.
     Candidates are node-major, a node's best first; frontier holds the top_k best of them, best first. Of equals, the
     lower index comes first. Stands in graphs only: a function body of standard ops.
     Source: DESIGN section 7; EAGLE-2 (arXiv 2406.16858) for the tree.""",
     inputs=(
         TensorSpec("logits", "float32", (*_FRONTIER, _VOCABULARY)),
         TensorSpec("score", "float32", _FRONTIER),
-        TensorSpec(names.DRAWS, "float32", ("trees",)),
+        TensorSpec(names.DRAWS, "float64", ("trees",)),
         TensorSpec(names.TEMPERATURE, "float64", ("trees",)),
         TensorSpec(names.TOP_K, _INT, ("trees",)),
         TensorSpec(names.TOP_P, "float64", ("trees",)),
@@ -335,19 +339,20 @@ _TREE_EXPAND = OpSchema(
         TensorSpec("candidate_score", "float32", _CANDIDATES),
         TensorSpec("frontier", _INT, ("trees", "top_k")),
     ),
-    attributes=(AttributeSpec("top_k", int), AttributeSpec("coupling", float)),
+    attributes=(AttributeSpec("top_k", int), AttributeSpec("spread", float), AttributeSpec("doubt", float)),
 )
 
 _NODES = ("trees", "nodes - 1")
 
 _TREE_RERANK = OpSchema(
     name="TreeRerank",
-    version=1,
+    version=2,
     doc="""The nodes - 1 best candidates of all levels, as the nodes of a draft tree behind its root.
 
     A child scores no more than its parent and comes after it, so whoever is chosen has ancestors that are: of equals,
-    the lower index comes first. Nodes keep the order of their indices: ancestors before descendants. parent counts
-    nodes, 0 is the root. Stands in graphs only: a function body of standard ops.
+    the lower index comes first. Nodes keep the order of their indices: ancestors before descendants. candidate holds
+    these indices, ascending; parent counts nodes, 0 is the root. Stands in graphs only: a function body of standard
+    ops.
     Source: DESIGN section 7; EAGLE-2 (arXiv 2406.16858).""",
     inputs=(
         TensorSpec("candidate_token", _INT, _CANDIDATES),
@@ -356,6 +361,7 @@ _TREE_RERANK = OpSchema(
         TensorSpec("candidate_depth", _INT, ("candidates",)),
     ),
     outputs=(
+        TensorSpec("candidate", _INT, _NODES),
         TensorSpec("token", _INT, _NODES),
         TensorSpec("parent", _INT, _NODES),
         TensorSpec("depth", _INT, _NODES),

@@ -50,8 +50,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--debug",
         action="store_true",
-        help="print each round on standard error: its position, the drafted tokens with the drafter's probabilities "
-        "(dDEPTH<PARENT), + accepted, - not chosen, = the target's own token behind them",
+        help="print each round on standard error: its position, the drafted tokens with the drafter's probability that "
+        "the target chooses them (dDEPTH<PARENT), + accepted, - not chosen, = the target's own token behind them; H is "
+        "the entropy that chose the length",
     )
     generate.add_argument("--logprobs", type=int, metavar="N", help="with --json: log-probabilities, and the N best")
     beams = generate.add_argument_group("beam search", "A baseline that follows several continuations at once.")
@@ -89,7 +90,23 @@ def _add_shared(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
     parser.add_argument("--ignore-eos", action="store_true", help="go on past end tokens")
+    parser.add_argument(
+        "--filter-order",
+        choices=("temperature_first", "temperature_last"),
+        default="temperature_first",
+        help="temperature before top-k and top-p (default), or after them",
+    )
+    parser.add_argument("--stream-id", type=int, default=0, metavar="N", help="which of the seed's streams of draws")
     parser.add_argument("--drafter", metavar="NAME|none", help="drafter of the plan (default: its first)")
+    parser.add_argument(
+        "--keep-drafting", action="store_true", help="draft even while that costs more than it brings, by the clock"
+    )
+    parser.add_argument(
+        "--skip-sample-adjustment",
+        action="store_true",
+        help="for debugging drafters with acceptance: rejection: draw a rejected token's replacement from the target's "
+        "own distribution, which is wrong",
+    )
 
 
 def _options(arguments: argparse.Namespace) -> Options:
@@ -101,6 +118,10 @@ def _options(arguments: argparse.Namespace) -> Options:
         seed=arguments.seed,
         stop=arguments.stop,
         ignore_eos=arguments.ignore_eos,
+        filter_order=arguments.filter_order,
+        stream_id=arguments.stream_id,
+        auto_disable=not arguments.keep_drafting,
+        skip_sample_adjustment=arguments.skip_sample_adjustment,
     )
     if arguments.drafter is not None:
         options["drafter"] = arguments.drafter

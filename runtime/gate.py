@@ -9,24 +9,25 @@ _LOG = logging.getLogger("outrider")
 
 WINDOW = 32  # rounds that a judgement stands on
 BASELINE = 4  # plain rounds that tell what a token costs without drafts
+STALE = 16  # windows after which that is measured again: sequences grow
 REST = 64  # plain rounds before the first probe, doubled after each that fails
 LONGEST_REST = 1024
 
 
 class Gate:
-    """Lets a generation draft while a token costs less with drafts than without.
+    """Lets a session draft while a token costs less with drafts than without.
 
-    It measures rounds of both kinds. Plain ones are run for comparison only where drafts gain little: where a round
-    commits `LITTLE` tokens or more, none are. Medians, since a machine's hiccups are
-    no property of a drafter. The choice changes when tokens come, never which.
+    It measures rounds of both kinds: of every `STALE` windows of drafting rounds, `BASELINE` rounds are run plainly,
+    for comparison. Medians, since a machine's hiccups are no property of a drafter. It belongs to a session, whose
+    generations may be short. The choice changes when tokens come, never which (of drafters that the target's own
+    draws accept).
     """
-
-    LITTLE = 2.0  # tokens per round below which drafting is doubted
 
     def __init__(self, drafter: str) -> None:
         self._drafter = drafter
         self._drafted: deque[tuple[float, int]] = deque(maxlen=WINDOW)  # seconds and tokens of a round
         self._plain: deque[float] = deque(maxlen=WINDOW)
+        self._windows = 0
         self._resting = 0  # plain rounds still to come
         self._rest = REST
 
@@ -45,10 +46,10 @@ class Gate:
         self._drafted.append((seconds, tokens))
         if len(self._drafted) < WINDOW:
             return
-        committed = sum(count for _, count in self._drafted) / WINDOW
-        if committed >= self.LITTLE:
-            self._drafted.clear()
-        elif len(self._plain) < BASELINE:
+        self._windows += 1
+        if self._windows % STALE == 0:
+            self._plain.clear()
+        if len(self._plain) < BASELINE:
             self._resting = BASELINE
         else:
             self._judge()

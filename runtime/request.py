@@ -24,7 +24,8 @@ class Options(TypedDict, total=False):
     - `eos_token_ids`: end tokens, in place of the plan's; `ignore_eos` (False): go on past them.
     - `drafter`: name of a drafter of the plan, "none" for plain decoding; default: the plan's first.
     - `skip_sample_adjustment` (False): for debugging drafters with `acceptance: rejection`; see `SamplingParams`.
-    - `auto_disable` (True): decode plainly while drafts cost more than they bring, by the clock. Tokens stay the same.
+    - `auto_disable` (True): decode plainly while drafts cost more than they bring, by the clock. Tokens stay the same;
+      drafters with `acceptance: rejection`, whose tokens would not, are never disabled.
     - `on_round`: called with a `trace.Round` after each round, before its span is given out.
     - `logprobs` (None): report each token's log-probability and this many of the most probable (0 to 20).
     - `cancel`: a `threading.Event`; once set, the generation ends before its next step.

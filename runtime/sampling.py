@@ -92,11 +92,11 @@ def logprobs(logits: NDArray[np.float32], token_id: int, top: int = 0) -> TokenL
         )
     row = logits.astype(np.float64) - highest  # first: the rest then keeps its digits, however large the logits are
     row -= math.log(np.exp(row).sum())
-    ids = _highest(logits, top)  # ranked by logits: the subtraction may make neighbours equal
+    ids = likeliest(logits, top)  # ranked by logits: the subtraction may make neighbours equal
     return TokenLogprob(int(token_id), float(row[token_id]), tuple((int(i), float(row[i])) for i in ids))
 
 
-def _highest(row: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+def likeliest(row: NDArray[np.float32], count: int) -> NDArray[np.int64]:
     """Ids of the `count` highest values, int64 [count], descending, lower id first on ties (at the cut as well)."""
     if count == 0:
         return np.empty(0, np.int64)

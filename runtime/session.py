@@ -18,18 +18,19 @@ from numpy.typing import NDArray
 
 from plans import names
 from plans.errors import RequestError
-from plans.manifest import GraphDrafter, Manifest, NgramDrafter, TargetPlan
+from plans.manifest import GraphDrafter, Manifest, NgramDrafter, TargetPlan, rejects
 from runtime.arena import SlotMap
 from runtime.backends.base import LoadedEngine
 from runtime.buffers import Buffers
 from runtime.drafters import Drafter, make_host_drafter
+from runtime.drafters.entropy import EntropyChain
 from runtime.drafters.graph import EngineDrafter
 from runtime.gate import Gate
 from runtime.generation import FinishReason, Generation, GenerationStream, GrowingGeneration, Span
 from runtime.program import Program
 from runtime.prompt import Prompt, prepare_prompt
 from runtime.request import Options, Request, check_options
-from runtime.sampling import logprobs
+from runtime.sampling import likeliest, logprobs
 from runtime.stats import StageClock, Stats
 from runtime.step import Step, TargetStep
 from runtime.text_stream import TextStream
@@ -60,13 +61,11 @@ class Session:
             name: Program(name, data, self._buffers, steps, engines, host) for name, data in plan.programs.items()
         }
         self._drafters: dict[str, Drafter] = {
-            d.name: host[d.name]
-            if isinstance(d, NgramDrafter)
-            else EngineDrafter(
-                d, manifest.models[d.name], self._buffers, own[d.name], self._programs[names.extend(d.name)]
-            )
+            d.name: host[d.name] if isinstance(d, NgramDrafter) else self._engine_drafter(d, own[d.name])
             for d in manifest.drafters
         }
+        # By rejection, which draws decide depends on what was drafted: tokens must not depend on the clock.
+        self._gates = {d.name: Gate(d.name) for d in manifest.drafters if not rejects([d])}
         self._passes = 0  # of the target: each overwrites what the one before left in the step's buffers
         self._tokens: list[int] = []
         self._changes = 0  # counts what may make a prepared prompt out of date
@@ -74,9 +73,17 @@ class Session:
         self._busy = threading.Lock()
 
     def _step_of(self, drafter: GraphDrafter, plan: TargetPlan) -> Step:
-        name, tree = drafter.name, drafter.tree
-        geometry = self._manifest.models[name]
-        return Step(name, self._buffers, geometry, plan.symbols[name], reach=tree.depth * tree.top_k)
+        name = drafter.name
+        return Step(name, self._buffers, self._manifest.models[name], plan.symbols[name], reach=drafter.grown)
+
+    def _engine_drafter(self, drafter: GraphDrafter, step: Step) -> EngineDrafter:
+        name, programs = drafter.name, self._programs
+        geometry, extend = self._manifest.models[name], programs[names.extend(name)]
+        if drafter.entropy is None:
+            compact = programs.get(names.compact(name))
+            return EngineDrafter(drafter, geometry, self._buffers, step, extend, compact)
+        draft = programs[names.draft(name)]
+        return EntropyChain(drafter, drafter.entropy, geometry, self._buffers, step, extend, draft)
 
     @property
     def token_ids(self) -> list[int]:
@@ -185,7 +192,7 @@ class Session:
                 self._slots.truncate(drafter.resume(self._tokens, self._slots.length, self._passes))
             stats.reused_tokens = self._slots.length
             end = min(self._geometry.context, len(self._tokens) + request.max_new_tokens)
-            gate = Gate(request.drafter) if request.drafter is not None and request.auto_disable else None
+            gate = self._gates.get(request.drafter or "") if request.auto_disable else None
             if not self._prefill(request, drafter, stats):
                 generation.finish_reason = FinishReason.CANCELLED
             while generation.finish_reason is None:
@@ -285,9 +292,13 @@ class Session:
                 span.logprobs.append(logprobs(self.step_logits(index), token, request.logprobs))
             generation.logprobs += span.logprobs
         if request.on_round is not None:
-            scores = drafter.scores if drafter is not None and program.kept is not None else None
+            drafted_by = drafter if program.kept is not None else None
             accepted = min(kept, count - 1)
-            request.on_round(read_round(step, len(pending), span.token_ids, accepted, program.kept, scores))
+            request.on_round(read_round(step, len(pending), span.token_ids, accepted, program.kept, drafted_by))
+        if drafter is not None and drafter.filler_top_k:
+            wanted = min(drafter.filler_top_k, self._geometry.vocab_size)
+            for index in range(len(span.token_ids)):
+                drafter.observe(len(tokens) + index, likeliest(self.step_logits(index), wanted)[::-1])
         tokens += span.token_ids  # before the rows: a row without its token would be worse than the reverse
         rows = len(pending) + kept - 1
         slots.commit(rows, program.kept)

@@ -55,6 +55,11 @@ class Step:
             self.branch[:n] = branch
         self._resize(n)
 
+    def begin_grown(self, past: int) -> None:
+        """Take the rows that a draft's levels have put behind `past` for the new tokens: for an op that moves them."""
+        self.past_length[0] = past
+        self.row_splits[1] = self._reach
+
     @property
     def new_tokens(self) -> int:
         return self.sizes[_NEW]

@@ -9,12 +9,17 @@ from math import exp
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.drafters.base import Drafter
 from runtime.step import TargetStep
 
 
 @dataclass(frozen=True)
 class Node:
-    """A drafted token. `parent` counts nodes, 0 is the tip; `probability` is the drafter's, None where it has none."""
+    """A drafted token. `parent` counts nodes, 0 is the tip.
+
+    `probability` is the drafter's that the target chooses it behind its parent, None where it has none: greedy, and by
+    rejection, its own probability of the token; else what TreeExpand makes of that at the target's draw.
+    """
 
     token_id: int
     parent: int
@@ -25,7 +30,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Round:
-    """`position` is that of the first token committed.
+    """`position` is that of the first token committed. `entropy` is the drafter's, where that decides the length.
 
     `committed` are the accepted tokens and the correction (the bonus, behind a draft accepted whole), which is missing
     where the generation ended before it.
@@ -34,6 +39,7 @@ class Round:
     position: int
     nodes: list[Node]
     committed: list[int]
+    entropy: float | None
 
 
 Watcher = Callable[[Round], None]
@@ -45,12 +51,13 @@ def read_round(
     committed: list[int],
     accepted: int,
     kept: NDArray[np.int64] | None,
-    scores: NDArray[np.float32] | None,
+    drafter: Drafter | None,
 ) -> Round:
-    """The round that has just run; the first `accepted` of `committed` were drafted.
+    """The round that has just run; the first `accepted` of `committed` were drafted by `drafter`.
 
-    `kept` lists the step's rows that stay. `scores` are log-probabilities summed from the tip, by node, the tip first.
+    `kept` lists the step's rows that stay.
     """
+    scores = None if drafter is None else drafter.scores
     tip = pending - 1
     drafted = step.new_tokens - pending
     on_path = set() if kept is None else {int(row) - tip for row in kept[pending : pending + accepted]}
@@ -67,4 +74,4 @@ def read_round(
                 accepted=node in on_path,
             )
         )
-    return Round(int(step.positions[tip]) + 1, nodes, committed)
+    return Round(int(step.positions[tip]) + 1, nodes, committed, None if drafter is None else drafter.entropy)

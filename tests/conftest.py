@@ -27,8 +27,9 @@ target:
   checkpoint: target
 drafters:
   - {name: ngram, kind: ngram, max_context: 3, min_context: 1, max_draft: 6}
-  - {name: short, kind: ngram, max_context: 1, max_draft: 2}
+  - {name: short, kind: ngram, max_context: 1, max_draft: 2, filler_top_k: 3}
   - {name: chain, kind: model, checkpoint: drafter, gamma: 4}
+  - {name: sure, kind: model, checkpoint: drafter, gamma: {min: 1, max: 6, beta: 0.3}}
   - {name: bushy, kind: model, checkpoint: drafter, tree: {top_k: 3, depth: 2, nodes: 9}}
   - {name: head, kind: eagle3, checkpoint: head, tree: {top_k: 4, depth: 2, nodes: 12}}
 capacity:
@@ -76,6 +77,12 @@ def write_toy_checkpoint(folder: Path, noise: float = 0.0) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": template}))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Nearly all of the tests' models are too small to share out: more threads only wait for each other."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def toy_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("toy")
@@ -97,7 +104,7 @@ def toy_plan(toy_recipe: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def toy(toy_plan: Path) -> Runtime:
-    return Runtime.load(toy_plan)
+    return Runtime.load(toy_plan, threads=1)
 
 
 @pytest.fixture(scope="session")

@@ -44,7 +44,8 @@ def tree_expand(
     top_k_filter: Tensor,
     top_p: Tensor,
     top_k: int,
-    coupling: float,
+    spread: float,
+    doubt: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Shapes: `plugins.schemas`, TreeExpand."""
     raise NotImplementedError("outrider::tree_expand exists for export only")
@@ -76,7 +77,7 @@ def _(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("outrider::tree_rerank", mutates_args=())
 def tree_rerank(
     candidate_token: Tensor, candidate_score: Tensor, candidate_parent: Tensor, candidate_depth: Tensor, nodes: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Shapes: `plugins.schemas`, TreeRerank."""
     raise NotImplementedError("outrider::tree_rerank exists for export only")
 
@@ -84,10 +85,10 @@ def tree_rerank(
 @tree_rerank.register_fake
 def _(
     candidate_token: Tensor, candidate_score: Tensor, candidate_parent: Tensor, candidate_depth: Tensor, nodes: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     shape = (candidate_token.shape[0], nodes - 1)
-    integers = [candidate_token.new_empty(shape) for _ in range(3)]
-    return integers[0], integers[1], integers[2], candidate_score.new_empty(shape)
+    integers = [candidate_token.new_empty(shape) for _ in range(4)]
+    return integers[0], integers[1], integers[2], integers[3], candidate_score.new_empty(shape)
 
 
 def _translated(op: str, attributes: tuple[str, ...]) -> Callable[..., Any]:
@@ -101,7 +102,7 @@ def _translated(op: str, attributes: tuple[str, ...]) -> Callable[..., Any]:
 
 TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.outrider.branch_attention.default: _translated("BranchAttention", ("num_heads", "kv_num_heads", "scale")),
-    torch.ops.outrider.tree_expand.default: _translated("TreeExpand", ("top_k", "coupling")),
+    torch.ops.outrider.tree_expand.default: _translated("TreeExpand", ("top_k", "spread", "doubt")),
     torch.ops.outrider.draft_sample.default: _translated("DraftSample", ()),
     torch.ops.outrider.tree_rerank.default: _translated("TreeRerank", ("nodes",)),
 }

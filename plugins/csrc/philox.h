@@ -37,7 +37,7 @@ OUTRIDER_HD inline u64 uniform53(u64 seed, i64 stream, i64 position, u32 purpose
   return (static_cast<u64>(block.word[0] >> 5) << 26) | (block.word[1] >> 6);
 }
 
-// The draw as a float32 in [0, 1): its first 24 bits.
-OUTRIDER_HD inline float draw_f32(u64 draw) { return static_cast<float>(draw >> 29) * (1.0f / 16777216.0f); }
+// The draw as a float64 in [0, 1), exactly.
+OUTRIDER_HD inline double draw_f64(u64 draw) { return static_cast<double>(draw) * 0x1p-53; }
 
 }  // namespace outrider

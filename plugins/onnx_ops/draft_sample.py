@@ -8,8 +8,9 @@ import onnx
 from onnx import defs, parser
 
 from plugins.onnx_ops.domain import DOMAIN, VERSION
-from plugins.onnx_ops.inverse_cdf import INVERSE_CDF
+from plugins.onnx_ops.filtered import FILTERED
 
+# Summed in float64: what a token is drawn with is then what `probability` says, to its last bits.
 _DRAFT_SAMPLE = """
 <opset_import: ["" : 24], domain: "outrider">
 DraftSample (logits, draws, temperature, top_k_filter, top_p) => (token, probability)
@@ -17,11 +18,21 @@ DraftSample (logits, draws, temperature, top_k_filter, top_p) => (token, probabi
     one_1 = Constant <value_ints: ints = [1]> ()
     last_1 = Constant <value_ints: ints = [-1]> ()
     behind = Constant <value_ints: ints = [1, 2]> ()
-    nothing = Constant <value_float: float = 0.0> ()
-    heat = Cast <to: int = 1> (temperature)
-    sampled = Greater (heat, nothing)
-    INVERSE_CDF
-    normed = Div (kept_weights, summed_total)
+    still = Constant <value: tensor = double[1] {0.0}> ()
+    sampled = Greater (temperature, still)
+    FILTERED
+    kept_exact = Cast <to: int = 11> (kept_weights)
+    summed = CumSum (kept_exact, none)
+    summed_total = ReduceMax (summed, last_1)
+    draws_3 = Unsqueeze (draws, behind)
+    goal = Mul (draws_3, summed_total)
+    passed = LessOrEqual (summed, goal)
+    passed_i = Cast <to: int = 7> (passed)
+    chosen = ReduceSum (passed_i, last_1)
+    last_token = Sub (size_1, one_1)
+    chosen_inside = Min (chosen, last_token)
+    normed_exact = Div (kept_exact, summed_total)
+    normed = Cast <to: int = 1> (normed_exact)
     best = ArgMax <axis: int = 2> (logits)
     vocabulary = Squeeze (size_1)
     ids = Range (zero_i, vocabulary, one_i)
@@ -37,7 +48,7 @@ DraftSample (logits, draws, temperature, top_k_filter, top_p) => (token, probabi
 @cache
 def draft_sample_function() -> onnx.FunctionProto:
     """DraftSample in standard ops."""
-    return parser.parse_function(_DRAFT_SAMPLE.replace("INVERSE_CDF", INVERSE_CDF))
+    return parser.parse_function(_DRAFT_SAMPLE.replace("FILTERED", FILTERED))
 
 
 def draft_sample_schema() -> defs.OpSchema:
@@ -50,7 +61,7 @@ def draft_sample_schema() -> defs.OpSchema:
         doc="A token drawn from a drafter's own distribution, and that distribution.",
         inputs=[
             parameter("logits", "F", "[B, F, V]"),
-            parameter("draws", "F", "[B]"),
+            parameter("draws", "D", "[B]"),
             parameter("temperature", "D", "[B], 0 is greedy"),
             parameter("top_k_filter", "I", "[B], 0 is off"),
             parameter("top_p", "D", "[B], 1 is off"),

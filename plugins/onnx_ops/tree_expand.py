@@ -8,13 +8,14 @@ import onnx
 from onnx import defs, parser
 
 from plugins.onnx_ops.domain import DOMAIN, VERSION
-from plugins.onnx_ops.inverse_cdf import INVERSE_CDF
+from plugins.onnx_ops.filtered import FILTERED
 
-# Log-probabilities are taken of the chosen logits only: the vocabulary is read twice and never written. What couples a
-# drafter with the target's draws stands in an If, so that greedy drafting does not pay for it.
+# Log-probabilities are taken of the chosen logits only: the vocabulary is read twice and never written. What looks at
+# the target's draws stands in an If, so that greedy drafting does not pay for it. Only differences are needed of the
+# Laplace distribution's CDF, (1 + sign(x) (1 - exp(-|x| / spread))) / 2.
 _TREE_EXPAND = """
 <opset_import: ["" : 24], domain: "outrider">
-TreeExpand <top_k, coupling> (logits, score, draws, temperature, top_k_filter, top_p)
+TreeExpand <top_k, spread, doubt> (logits, score, draws, temperature, top_k_filter, top_p)
     => (token, candidate_score, frontier)
 {
     one_1 = Constant <value_ints: ints = [1]> ()
@@ -23,39 +24,57 @@ TreeExpand <top_k, coupling> (logits, score, draws, temperature, top_k_filter, t
     flat = Constant <value_ints: ints = [0, -1]> ()
     k = Constant <value_int: int = @top_k> ()
     k_1 = Reshape (k, one_1)
-    weight = Constant <value_float: float = @coupling> ()
+    spread = Constant <value_float: float = @spread> ()
+    minus_spread = Neg (spread)
+    doubt = Constant <value_float: float = @doubt> ()
+    certain = Constant <value_float: float = 1.0> ()
+    trust = Sub (certain, doubt)
+    half = Constant <value_float: float = 0.5> ()
+    tiny = Constant <value_float: float = 1e-30> ()
+    half_trust = Mul (trust, half)
 
     best, likely = TopK (logits, k_1)
     normaliser = ReduceLogSumExp (logits, last_1)
     log_prob = Sub (best, normaliser)
 
-    heat = Cast <to: int = 1> (temperature)
-    nothing = Constant <value_float: float = 0.0> ()
-    sampled = Greater (heat, nothing)
+    still = Constant <value: tensor = double[1] {0.0}> ()
+    sampled = Greater (temperature, still)
     sampled_counted = Cast <to: int = 7> (sampled)
     sampled_any = ReduceMax <keepdims: int = 0> (sampled_counted)
     any_sampled = Cast <to: int = 9> (sampled_any)
     child, own = If (any_sampled) <
         then_branch = coupled () => (int64["B", "F", "K"] child_coupled, float["B", "F", "K"] own_coupled) {
-            INVERSE_CDF
-            coupled_child = Where (sampled_3, chosen_inside, none)
-            among = Equal (likely, coupled_child)
-            among_i = Cast <to: int = 7> (among)
-            found = ReduceMax (among_i, last_1)
-            absent = Equal (found, zero_i)
-            place = Range (zero_i, k, one_i)
-            last_place = Sub (k, one_i)
-            at_end = Equal (place, last_place)
-            absent_end = And (absent, at_end)
-            replaced = And (absent_end, sampled_3)
-            child_coupled = Where (replaced, coupled_child, likely)
-            is_it = Equal (child_coupled, coupled_child)
-            others = Sub (one_f, weight)
-            others_log = Log (others)
-            weight_log = Log (weight)
-            discounted = Add (log_prob, others_log)
-            sampled_own = Where (is_it, weight_log, discounted)
-            own_coupled = Where (sampled_3, sampled_own, log_prob)
+            FILTERED
+            summed = CumSum (kept_weights, none)
+            summed_total = ReduceMax (summed, last_1)
+            draws_near = Cast <to: int = 1> (draws)
+            draws_3 = Unsqueeze (draws_near, behind)
+            kept_share = Div (kept_weights, summed_total)
+            upper_share = Div (summed, summed_total)
+            upper = Sub (upper_share, draws_3)
+            lower = Sub (upper, kept_share)
+            upper_side = Sign (upper)
+            upper_far = Abs (upper)
+            upper_scaled = Div (upper_far, minus_spread)
+            upper_tail = Exp (upper_scaled)
+            upper_inner = Sub (one_f, upper_tail)
+            upper_half = Mul (upper_side, upper_inner)
+            lower_side = Sign (lower)
+            lower_far = Abs (lower)
+            lower_scaled = Div (lower_far, minus_spread)
+            lower_tail = Exp (lower_scaled)
+            lower_inner = Sub (one_f, lower_tail)
+            lower_half = Mul (lower_side, lower_inner)
+            twice = Sub (upper_half, lower_half)
+            near = Mul (twice, half_trust)
+            shares = Div (weights, total)
+            anyhow = Mul (shares, doubt)
+            mass = Add (near, anyhow)
+            probability = Max (mass, tiny)
+            highest_probability, likely_here = TopK (probability, k_1)
+            own_here = Log (highest_probability)
+            child_coupled = Where (sampled_3, likely_here, likely)
+            own_coupled = Where (sampled_3, own_here, log_prob)
         },
         else_branch = greedy () => (int64["B", "F", "K"] child_greedy, float["B", "F", "K"] own_greedy) {
             child_greedy = Identity (likely)
@@ -63,7 +82,11 @@ TreeExpand <top_k, coupling> (logits, score, draws, temperature, top_k_filter, t
         }
     >
     parent_score = Unsqueeze (score, last_1)
-    candidate_nested = Add (own, parent_score)
+    lowest_score = Constant <value_float: float = -3.0e38> ()
+    unknown = IsNaN (own)
+    own_known = Where (unknown, lowest_score, own)
+    summed_score = Add (own_known, parent_score)
+    candidate_nested = Min (summed_score, parent_score)
     token = Reshape (child, flat)
     candidate_score = Reshape (candidate_nested, flat)
     frontier_score, frontier = TopK (candidate_score, k_1)
@@ -74,7 +97,7 @@ TreeExpand <top_k, coupling> (logits, score, draws, temperature, top_k_filter, t
 @cache
 def tree_expand_function() -> onnx.FunctionProto:
     """TreeExpand in standard ops. TopK puts the lower index first among equals, which the tree relies on."""
-    return parser.parse_function(_TREE_EXPAND.replace("INVERSE_CDF", INVERSE_CDF))
+    return parser.parse_function(_TREE_EXPAND.replace("FILTERED", FILTERED))
 
 
 def tree_expand_schema() -> defs.OpSchema:
@@ -88,7 +111,7 @@ def tree_expand_schema() -> defs.OpSchema:
         inputs=[
             parameter("logits", "F", "[B, F, V], of the frontier nodes of each tree"),
             parameter("score", "F", "[B, F], of each frontier node, summed from the root"),
-            parameter("draws", "F", "[B], the target's draw at the children's position"),
+            parameter("draws", "D", "[B], the target's draw at the children's position"),
             parameter("temperature", "D", "[B], 0 is greedy"),
             parameter("top_k_filter", "I", "[B], 0 is off"),
             parameter("top_p", "D", "[B], 1 is off"),
@@ -105,6 +128,7 @@ def tree_expand_schema() -> defs.OpSchema:
         ],
         attributes=[
             attribute("top_k", defs.OpSchema.AttrType.INT, "children of a node, and nodes of a frontier"),
-            attribute("coupling", defs.OpSchema.AttrType.FLOAT, "how likely the child at the target's draw is right"),
+            attribute("spread", defs.OpSchema.AttrType.FLOAT, "how far the drafter's CDF is off, on average"),
+            attribute("doubt", defs.OpSchema.AttrType.FLOAT, "how often the draw tells nothing"),
         ],
     )

@@ -9,12 +9,12 @@ from onnx import defs, parser
 
 from plugins.onnx_ops.domain import DOMAIN, VERSION
 
-# The chosen candidates, put back into the order of their indices, are the tree: ancestors first. `chosen` ascends, so
-# a node's parent stands where as many chosen indices lie below it; -1, the root, has none at or below it.
+# The chosen candidates, put back into the order of their indices, are the tree: ancestors first. `candidate` ascends,
+# so a node's parent stands where as many chosen indices lie below it; -1, the root, has none at or below it.
 _TREE_RERANK = """
 <opset_import: ["" : 24], domain: "outrider">
 TreeRerank <nodes> (candidate_token, candidate_score, candidate_parent, candidate_depth)
-    => (token, parent, depth, score)
+    => (candidate, token, parent, depth, score)
 {
     one = Constant <value_int: int = 1> ()
     one_1 = Constant <value_ints: ints = [1]> ()
@@ -24,12 +24,12 @@ TreeRerank <nodes> (candidate_token, candidate_score, candidate_parent, candidat
     drafted_1 = Reshape (drafted, one_1)
 
     best_score, best = TopK (candidate_score, drafted_1)
-    chosen, order = TopK <largest: int = 0> (best, drafted_1)
-    token = GatherElements <axis: int = 1> (candidate_token, chosen)
-    score = GatherElements <axis: int = 1> (candidate_score, chosen)
-    depth = Gather (candidate_depth, chosen)
-    chosen_parent = GatherElements <axis: int = 1> (candidate_parent, chosen)
-    chosen_row = Unsqueeze (chosen, one_1)
+    candidate, order = TopK <largest: int = 0> (best, drafted_1)
+    token = GatherElements <axis: int = 1> (candidate_token, candidate)
+    score = GatherElements <axis: int = 1> (candidate_score, candidate)
+    depth = Gather (candidate_depth, candidate)
+    chosen_parent = GatherElements <axis: int = 1> (candidate_parent, candidate)
+    chosen_row = Unsqueeze (candidate, one_1)
     parent_column = Unsqueeze (chosen_parent, last_1)
     at_or_below = LessOrEqual (chosen_row, parent_column)
     counted = Cast <to: int = 7> (at_or_below)
@@ -59,6 +59,7 @@ def tree_rerank_schema() -> defs.OpSchema:
             parameter("candidate_depth", "I", "[C], 1 for children of the root"),
         ],
         outputs=[
+            parameter("candidate", "I", "[B, nodes - 1], index of each node among the candidates, ascending"),
             parameter("token", "I", "[B, nodes - 1], ancestors first"),
             parameter("parent", "I", "[B, nodes - 1], node of the tree; 0 is the root"),
             parameter("depth", "I", "[B, nodes - 1]"),

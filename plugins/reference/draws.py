@@ -15,10 +15,10 @@ def draws(
     stream: NDArray[np.int64],
     depths: int,
     purpose: Purpose = Purpose.TARGET,
-) -> NDArray[np.float32]:
-    """float32 `[B, depths]` in [0, 1): the first 24 bits of the draws that the target will choose by."""
+) -> NDArray[np.float64]:
+    """float64 `[B, depths]` in [0, 1): the draws that the target will choose by."""
     found = [
-        [(uniform(int(s), int(r), int(tip) + 1 + depth, purpose) >> 29) / 2**24 for depth in range(depths)]
+        [uniform(int(s), int(r), int(tip) + 1 + depth, purpose) / 2**53 for depth in range(depths)]
         for tip, s, r in zip(tip_position, seed, stream, strict=True)
     ]
-    return np.array(found, np.float32).reshape(len(tip_position), depths)
+    return np.array(found, np.float64).reshape(len(tip_position), depths)

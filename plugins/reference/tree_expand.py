@@ -46,10 +46,21 @@ def filtered_weights_of_draft(
     return np.where(scaled >= threshold, weights, 0.0)
 
 
-def coupled_token(logits: NDArray[np.float64], draw: float, temperature: float, top_k: int, top_p: float) -> int:
-    """The inverse CDF at `draw`, in id order, of the filtered distribution."""
-    summed = np.cumsum(filtered_weights_of_draft(logits, temperature, top_k, top_p))
-    return min(int((summed <= draw * summed[-1]).sum()), len(logits) - 1)
+def chosen_log_probs(
+    logits: NDArray[np.float64], draw: float, filters: tuple[float, int, float], spread: float, doubt: float
+) -> NDArray[np.float64]:
+    """Log-probability `[V]` of each token to be the target's choice at `draw`; see the schema of TreeExpand."""
+
+    def laplace(x: NDArray[np.float64]) -> NDArray[np.float64]:
+        tail = 0.5 * np.exp(-np.abs(x) / spread)
+        return np.where(x < 0, tail, 1 - tail)
+
+    temperature, _, _ = filters
+    kept = filtered_weights_of_draft(logits, *filters)
+    edges = np.concatenate(([0.0], np.cumsum(kept) / kept.sum())) - draw
+    all_weights = np.exp((logits - logits.max()) / temperature)
+    mass: NDArray[np.float64] = (1 - doubt) * np.diff(laplace(edges)) + doubt * all_weights / all_weights.sum()
+    return np.log(np.maximum(mass, 1e-30))
 
 
 def tree_expand(
@@ -60,7 +71,8 @@ def tree_expand(
     top_k_filter: NDArray[np.int64],
     top_p: NDArray[np.float64],
     top_k: int,
-    coupling: float,
+    spread: float,
+    doubt: float,
 ) -> Expanded:
     """Shapes as in the schema of TreeExpand, sums in float64; `top_k_filter` is the branches' sampling filter."""
     trees, nodes, _ = logits.shape
@@ -72,15 +84,12 @@ def tree_expand(
             row = logits[tree, node].astype(np.float64)
             log_probs = row - (row.max() + np.log(np.exp(row - row.max()).sum()))
             children = best(row, top_k)
-            own = log_probs[children]
             if temperature[tree] > 0:
-                settings = float(temperature[tree]), int(top_k_filter[tree]), float(top_p[tree])
-                chosen = coupled_token(row, float(draws[tree]), *settings)
-                if chosen not in children:
-                    children[-1] = chosen
-                own = np.where(children == chosen, np.log(coupling), own + np.log(1 - coupling))
+                filters = float(temperature[tree]), int(top_k_filter[tree]), float(top_p[tree])
+                log_probs = chosen_log_probs(row, float(draws[tree]), filters, spread, doubt)
+                children = best(log_probs, top_k)
             place = slice(node * top_k, (node + 1) * top_k)
             token[tree, place] = children
-            summed[tree, place] = score[tree, node] + own
+            summed[tree, place] = score[tree, node] + log_probs[children]
         frontier[tree] = best(summed[tree], top_k)
     return Expanded(token, summed, frontier)

@@ -12,8 +12,9 @@ from plugins.reference.tree_expand import best
 
 @dataclass(frozen=True)
 class Reranked:
-    """The tree behind its root, each `[B, nodes - 1]`: `parent` counts nodes, 0 is the root."""
+    """The tree behind its root, each `[B, nodes - 1]`: `candidate` counts candidates, `parent` nodes, 0 is the root."""
 
+    candidate: NDArray[np.int64]
     token: NDArray[np.int64]
     parent: NDArray[np.int64]
     depth: NDArray[np.int64]
@@ -35,6 +36,7 @@ def tree_rerank(
         node_of = {-1: 0} | {int(candidate): node for node, candidate in enumerate(chosen[tree], start=1)}
         parent[tree] = [node_of[int(candidate_parent[tree, candidate])] for candidate in chosen[tree]]
     return Reranked(
+        chosen,
         np.take_along_axis(candidate_token, chosen, axis=1),
         parent,
         candidate_depth[chosen],

@@ -1,4 +1,4 @@
-"""What proposes tokens for the target. A drafter changes how fast tokens come, never which."""
+"""What proposes tokens. Where the target's own draws accept them, a drafter changes how fast they come, never which."""
 
 from __future__ import annotations
 
@@ -12,5 +12,10 @@ __all__ = ["Drafter", "HostDrafter", "make_host_drafter"]
 def make_host_drafter(settings: manifest.NgramDrafter) -> HostDrafter:
     """A fresh drafter for one sequence, as the plan describes it. Raises PlanError for settings out of limits."""
     return NgramDrafter(
-        settings.max_context, settings.min_context, settings.max_draft, settings.min_confidence, name=settings.name
+        settings.max_context,
+        settings.min_context,
+        settings.max_draft,
+        settings.min_confidence,
+        settings.filler_top_k,
+        name=settings.name,
     )

@@ -15,14 +15,24 @@ class Drafter(Protocol):
     """Proposes tokens for one branch.
 
     Ownership: the drafter owns what it knows of the sequence and, where it has one, its arena; nobody else writes
-    them. It never sees a draw or a logit of the target, and cannot change the output. The calls of a generation:
+    them. Whatever it proposes, the output is the target's. The calls of a generation:
 
         resume, then per target pass: (begin | absorb), the pass, follow
+
+    and `observe` for each token committed in between, where `filler_top_k` asks for it.
     """
+
+    @property
+    def filler_top_k(self) -> int:
+        """How many of the target's likeliest tokens it wants to see of each token committed; 0 for none."""
 
     @property
     def scores(self) -> NDArray[np.float32] | None:
         """Log-probabilities of the last draft's nodes, summed from the tip, node 0; None where it knows none."""
+
+    @property
+    def entropy(self) -> float | None:
+        """Of the last draft's first distribution, over that of the uniform one; None where it decides nothing."""
 
     def truncate(self, length: int) -> None:
         """The sequence now has `length` tokens, those before them unchanged."""
@@ -42,6 +52,9 @@ class Drafter(Protocol):
 
     def absorb(self, tokens: Sequence[int]) -> None:
         """Take in what the last pass left: a pass without this drafter is about to replace it."""
+
+    def observe(self, index: int, likely: NDArray[np.int64]) -> None:
+        """Token `index` of the sequence has been chosen; `likely` are the target's likeliest there, best last."""
 
     def follow(self, start: int, rows: int, kept: NDArray[np.int64] | None, passes: int) -> None:
         """A pass has given the sequence `rows` rows from `start` on: the step's first, or those that `kept` lists."""

@@ -14,25 +14,33 @@ from runtime.buffers import Buffers
 from runtime.program import Program
 from runtime.step import Step, TargetStep
 
-_BRANCH = 0  # a session is one branch
+BRANCH = 0  # a session is one branch
 
 
 class EngineDrafter:
     """Row i of its arena is token i (`model`), or the pair of the target's feature i and token i + 1 (`eagle3`).
 
     Features stay in the target's buffer until its next pass; `_first` and `_rows` say which positions' they are and
-    where they lie. What the levels of a draft append is dropped by length, but for the part of a chain that was
-    accepted.
+    where they lie. What the levels of a draft append is dropped by length, but for a model's rows of accepted nodes.
     """
 
+    filler_top_k = 0
+    entropy: float | None = None
+
     def __init__(
-        self, settings: GraphDrafter, geometry: Geometry, buffers: Buffers, step: Step, extend: Program
+        self,
+        settings: GraphDrafter,
+        geometry: Geometry,
+        buffers: Buffers,
+        step: Step,
+        extend: Program,
+        compact: Program | None = None,
     ) -> None:
         self._tree, self._step, self._extend = settings.tree, step, extend
         self._slots = SlotMap(settings.name, buffers, step)
         self._room = geometry.context
         self._paired = settings.kind == "eagle3"
-        self._chain = settings.tree.top_k == 1 and not self._paired
+        self._tree_rows = None if compact is None else _TreeRows(settings.name, buffers, step, compact)
         self.scores: NDArray[np.float32] = buffers.of(settings.name, names.TREE_SCORE)
         self._tip_position = buffers.of(settings.name, names.TIP_POSITION)
         self._feature_rows = buffers.of(settings.name, names.FEATURE_ROWS) if self._paired else None
@@ -56,13 +64,9 @@ class EngineDrafter:
 
     def begin(self, tokens: Sequence[int], step: TargetStep, limit: int) -> bool:
         nodes = self._tree.nodes
-        past = int(step.past_length[0])
-        if step.new_tokens != 1 or past + nodes > step.largest_view or len(tokens) >= self._room:
+        if not self._lay_out(tokens, step, nodes):
             return False
-        if not self._feed(tokens, len(tokens) - self._paired):
-            return False
-        self._tip_position[_BRANCH] = step.positions[0]
-        step.expect_tree(nodes)
+        step.expect_tree(min(nodes, 1 + limit) if self._tree.top_k == 1 else nodes)  # the front of a chain is a chain
         self._drafting = True
         return True
 
@@ -71,15 +75,36 @@ class EngineDrafter:
             self._extend.run()
             self._slots.commit(self._step.new_tokens, kept=None)
 
+    def observe(self, index: int, likely: NDArray[np.int64]) -> None:
+        """It does not ask for them."""
+
     def follow(self, start: int, rows: int, kept: NDArray[np.int64] | None, passes: int) -> None:
         if self._drafting:
+            assert kept is not None, "a draft is accepted by rows that are listed"
             self._slots.commit(self._step.new_tokens, kept=None)
-            if self._chain:
-                self._slots.continue_chain(min(rows - 1, self._tree.depth))
+            self._slots.continue_chain(self._keep(kept[1:rows]))
             self._drafting = False
         if self._paired:
             self._first, self._rows = start, np.arange(rows) if kept is None else kept[:rows].copy()
         self._passes = passes
+
+    def _keep(self, path: NDArray[np.int64]) -> int:
+        """How many of the accepted nodes `path` have rows that stay; these now follow the tip's."""
+        if self._paired:
+            return 0  # they were computed from hidden states of its own, not from the target's features
+        if self._tree_rows is None:
+            return min(len(path), self._tree.depth)  # a chain's are in place, one a level
+        return self._tree_rows.gather(self._slots.length, path)
+
+    def _lay_out(self, tokens: Sequence[int], step: TargetStep, nodes: int) -> bool:
+        """Prepare the first pass of a draft; False where one of `nodes`, the tip included, has no room or no start."""
+        past = int(step.past_length[0])
+        if step.new_tokens != 1 or past + nodes > step.largest_view or len(tokens) >= self._room:
+            return False
+        if not self._feed(tokens, len(tokens) - self._paired):
+            return False
+        self._tip_position[BRANCH] = step.positions[0]
+        return True
 
     def _feed(self, tokens: Sequence[int], end: int) -> bool:
         """Lay out what makes the arena's rows end at `end`; False where nothing does, or features are gone.
@@ -87,17 +112,41 @@ class EngineDrafter:
         More than a step holds go in with passes of their own.
         """
         first, lead, most = self._slots.length, int(self._paired), self._step.most
-        if self._feature_rows is not None:
-            offset, count = first - self._first, end - first
-            if offset < 0 or count < 1 or offset + count > len(self._rows):
-                return False
-            self._feature_rows[:count] = self._rows[offset : offset + count]
-        while end - first > most:
-            self._step.begin(first, first, list(tokens[first : first + most]), _BRANCH)
-            self._extend.run()
-            self._slots.commit(most, kept=None)
-            first += most
-        if first >= end:
+        if first >= end or (self._paired and not self._first <= first <= end <= self._first + len(self._rows)):
             return False
-        self._step.begin(first, first, list(tokens[first + lead : end + lead]), _BRANCH)
-        return True
+        while True:
+            count = min(end - first, most)
+            if self._feature_rows is not None:
+                offset = first - self._first
+                self._feature_rows[:count] = self._rows[offset : offset + count]
+            self._step.begin(first, first, list(tokens[first + lead : first + lead + count]), BRANCH)
+            if first + count == end:
+                return True
+            self._extend.run()
+            self._slots.commit(count, kept=None)
+            first += count
+
+
+class _TreeRows:
+    """Rows that the levels of a draft model's tree have appended to its arena, of rejected nodes and accepted ones."""
+
+    def __init__(self, name: str, buffers: Buffers, step: Step, compact: Program) -> None:
+        self._step, self._compact = step, compact
+        self._row = buffers.of(name, names.TREE_ROW)
+        self._kept_rows = buffers.of(name, names.KEPT_ROWS)
+        self._kept_count = buffers.of(name, names.KEPT_COUNT)
+
+    def gather(self, start: int, path: NDArray[np.int64]) -> int:
+        """Move those of the nodes on `path`, which begins at a child of the root, to `start`; return how many.
+
+        Only the last node may have none: levels run whatever has a child. The rows ascend.
+        """
+        count = len(path)
+        if count and self._row[path[-1]] < 0:
+            count -= 1
+        if count and self._row[path[count - 1]] >= count:  # else they are the first ones: in place
+            np.take(self._row, path[:count], out=self._kept_rows[:count], mode="clip")
+            self._kept_count[0] = count
+            self._step.begin_grown(start)
+            self._compact.run()
+        return count

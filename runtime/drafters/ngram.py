@@ -1,6 +1,6 @@
 """Drafts what followed the same words before: counts of what continued every context of the sequence so far.
 
-Source: FEATURES row 16 (n-gram assisted speculative decoding); its ancestor is arXiv 2404.08698. No model runs: a
+Source: FEATURES row 16 (NASD, n-gram assisted speculative decoding); its ancestor is arXiv 2404.08698. No model runs: a
 draft costs microseconds, and pays wherever a text repeats itself (code, summaries, edits, quotations).
 """
 
@@ -29,6 +29,9 @@ class NgramDrafter:
     tokens, where no context is known, or where the share of the best continuation among all of its context's is
     below `min_confidence`.
 
+    With `filler_top_k`, so many of the target's likeliest tokens count as continuations as well, wherever the target
+    chose one: what it nearly said once it may say next time.
+
     The counts are a trie of all n-grams up to `max_context` + 1 tokens. An n-gram's node serves twice: as the count
     of its last token behind the others, and as a context itself. `_tails` are the nodes of the sequence's last 0, 1,
     2 ... tokens, so that a new token costs one dictionary access per length.
@@ -43,11 +46,12 @@ class NgramDrafter:
         min_context: int = 1,
         max_draft: int = 8,
         min_confidence: float = 0.0,
+        filler_top_k: int = 0,
         *,
         name: str = "ngram",
     ) -> None:
         """Raises PlanError, under the drafter's `name`, for values outside 1 <= min_context <= max_context <= 16,
-        max_draft >= 1 and 0 <= min_confidence <= 1."""
+        max_draft >= 1, 0 <= min_confidence <= 1 and filler_top_k >= 0."""
         if not 1 <= min_context <= max_context <= MAX_CONTEXT:
             raise PlanError(
                 f"The drafter {name!r} has min_context {min_context} and max_context {max_context}; they must be whole "
@@ -60,11 +64,16 @@ class NgramDrafter:
                 f"The drafter {name!r} has min_confidence {min_confidence}; it must be a share from 0 (always draft) "
                 f"to 1. {_REPAIR}"
             )
+        if filler_top_k < 0:
+            raise PlanError(
+                f"The drafter {name!r} has filler_top_k {filler_top_k}; it must be 0 (off) or more. {_REPAIR}"
+            )
         self._max_context = max_context
         self._min_context = min_context
         self._max_draft = max_draft
         self._chain = np.arange(max_draft)  # parents of a chain whose root is node 0
         self._min_confidence = min_confidence
+        self._filler_top_k = filler_top_k
         self.reset()
 
     def reset(self) -> None:
@@ -80,16 +89,24 @@ class NgramDrafter:
         self._best = [_ROOT]
         self._tails = [_ROOT]
         self._told = 0
+        self._likely: dict[int, NDArray[np.int64]] = {}  # by index of a token that is not counted yet
+
+    entropy = None
 
     @property
     def scores(self) -> None:
         """Counts are no probabilities."""
         return None
 
+    @property
+    def filler_top_k(self) -> int:
+        return self._filler_top_k
+
     def truncate(self, length: int) -> None:
         """Start over where what was counted is not part of the sequence any more."""
         if length < self._told:
             self.reset()
+        self._likely = {index: likely for index, likely in self._likely.items() if index < length}
 
     def resume(self, tokens: Sequence[int], rows: int, passes: int) -> int:
         """Tokens are all that it reads: every row may stay."""
@@ -108,21 +125,24 @@ class NgramDrafter:
         """Nothing: what was committed is counted before the next draft."""
 
     def extend(self, token_ids: Sequence[int] | NDArray[np.int64]) -> None:
-        """Count each token as the continuation of the contexts before it; it then ends the sequence."""
-        self._told += len(token_ids)
+        """Count each token as the continuation of the contexts before it; it then ends the sequence.
+
+        What was likely in its place counts before it, so that the token itself is the most recent one.
+        """
         for token in _plain(token_ids):
+            for other in _plain(self._likely.pop(self._told, ())):
+                self._count_continuation(other)
+            self._told += 1
             nodes = self._count_continuation(token)
             del nodes[self._max_context :]  # the last one is no context: it is too long
             self._tails = [_ROOT, *nodes]
 
-    def observe(self, candidates: Sequence[int] | NDArray[np.int64]) -> None:
-        """Count tokens that might well have come next, such as the target's top 3 (`filler_top_k`).
+    def observe(self, index: int, likely: NDArray[np.int64]) -> None:
+        """Keep what might well have come as token `index` until that is counted.
 
-        To be called before the token that did come goes to `extend`. Each candidate counts as one continuation, so
-        the shares that `min_confidence` looks at become smaller.
+        Each counts as one continuation, so the shares that `min_confidence` looks at become smaller.
         """
-        for token in _plain(candidates):
-            self._count_continuation(token)
+        self._likely[index] = likely
 
     def draft(self, limit: int, token_ids: NDArray[np.int64], parent: NDArray[np.int64], root: int) -> int:
         """Write a chain of at most `limit` nodes behind node `root`; see `HostDrafter.draft`."""

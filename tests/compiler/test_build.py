@@ -21,16 +21,32 @@ from plans.plan import open_plan, read_manifest
 from runtime import Runtime
 
 TARGET = "onnxruntime-cpu"
+RECIPE = """\
+name: light
+target:
+  checkpoint: target
+drafters:
+  - {name: ngram, kind: ngram, max_draft: 6}
+capacity:
+  context: 160
+  prefill_chunk: 16
+"""
+
+
+@pytest.fixture(scope="module")
+def light(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a recipe, its checkpoint and its plan: the toy without drafters that take seconds to export."""
+    folder = tmp_path_factory.mktemp("light")
+    shutil.copytree(toy_recipe.parent / "target", folder / "target")
+    (folder / "model.yaml").write_text(RECIPE, encoding="utf-8")
+    rebuild(folder)
+    return folder
 
 
 @pytest.fixture
-def workplace(toy_recipe: Path, toy_plan: Path, tmp_path: Path) -> Path:
-    """The toy's recipe, checkpoint and plan, to change."""
-    return copy_of(toy_recipe, tmp_path / "work")
-
-
-def copy_of(toy_recipe: Path, folder: Path) -> Path:
-    return shutil.copytree(toy_recipe.parent, folder)
+def workplace(light: Path, tmp_path: Path) -> Path:
+    """A copy of it, to change."""
+    return shutil.copytree(light, tmp_path / "work")
 
 
 def rebuild(workplace: Path, *overrides: str, out: str = "plan") -> tuple[Built, list[str]]:
@@ -125,7 +141,8 @@ def test_a_damaged_plan_is_built_anew(workplace: Path) -> None:
 def test_the_same_inputs_in_another_folder_give_the_same_identity_and_the_same_files(
     toy_recipe: Path, toy_plan: Path, tmp_path: Path
 ) -> None:
-    elsewhere = copy_of(toy_recipe, tmp_path / "a" / "longer path")
+    """With a drafter of every kind."""
+    elsewhere = shutil.copytree(toy_recipe.parent, tmp_path / "a" / "longer path")
     shutil.rmtree(elsewhere / "plan")
     built, _ = rebuild(elsewhere, out="other name")
     toy = open_plan(toy_plan).manifest

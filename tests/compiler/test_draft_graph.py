@@ -46,9 +46,13 @@ LogProbs = Callable[[list[int]], NDArray[np.float64]]
 """Of the drafter's tokens, behind the tip and a path of drafted tokens."""
 
 
-def grow(log_probs: LogProbs, tree: Tree) -> list[tuple[int, int, int, float]]:
-    """(token, parent node, depth, score) of the nodes behind the root, by DESIGN section 7, word by word."""
+def grow(log_probs: LogProbs, tree: Tree) -> list[tuple[int, int, int, float, int]]:
+    """(token, parent node, depth, score, row) of the nodes behind the root, by DESIGN section 7, word by word.
+
+    Row r is the r-th node that a level runs; -1 where none does.
+    """
     candidates: list[Node] = []
+    ran: list[int] = []
 
     def expand(parent: int, path: list[int], score: float) -> list[int]:
         found = log_probs(path)
@@ -61,12 +65,19 @@ def grow(log_probs: LogProbs, tree: Tree) -> list[tuple[int, int, int, float]]:
 
     frontier = expand(-1, [], 0.0)
     for _ in range(tree.depth):
+        ran += frontier
         level = [made for index in frontier for made in expand(index, candidates[index].path, candidates[index].score)]
         frontier = sorted(level, key=lambda i: (-candidates[i].score, i))[: tree.top_k]
     chosen = sorted(sorted(range(len(candidates)), key=lambda i: (-candidates[i].score, i))[: tree.nodes - 1])
     node_of = {-1: 0} | {index: node for node, index in enumerate(chosen, start=1)}
     return [
-        (candidates[i].token, node_of[candidates[i].parent], len(candidates[i].path), candidates[i].score)
+        (
+            candidates[i].token,
+            node_of[candidates[i].parent],
+            len(candidates[i].path),
+            candidates[i].score,
+            ran.index(i) if i in ran else -1,
+        )
         for i in chosen
     ]
 
@@ -74,9 +85,9 @@ def grow(log_probs: LogProbs, tree: Tree) -> list[tuple[int, int, int, float]]:
 class DraftEngine:
     """The lowered graph under ONNX Runtime, on one arena that every pass appends to in place."""
 
-    def __init__(self, model: Any, tree: Tree, folder: Path) -> None:
+    def __init__(self, model: Any, tree: Tree, folder: Path, *, rows: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        graph = export_draft(model, tree, CAPACITY)
+        graph = export_draft(model, tree, CAPACITY, rows=rows)
         self.reports = lower("draft", graph, CPU, rows=1, exact=False)
         weights = WeightFile(folder)
         self.engine = write_engine(graph, folder, "draft", weights)
@@ -100,7 +111,7 @@ class DraftEngine:
             names.POSITIONS: np.arange(past, past + n),
             names.ATTN_BIAS: bias,
             names.PAST_LENGTH: lengths,
-            names.DRAWS: np.zeros((1, self._tree.depth + 1), np.float32),
+            names.DRAWS: np.zeros((1, self._tree.depth + 1)),
             names.TEMPERATURE: np.zeros(1),
             names.TOP_K: np.zeros(1, np.int64),
             names.TOP_P: np.ones(1),
@@ -141,7 +152,7 @@ PROMPT = [(37 * i) % 299 + 1 for i in range(21)]
     ids=str,
 )
 def test_the_tree_is_the_one_of_the_definition(decoder: Decoder, tree: Tree, tmp_path: Path) -> None:
-    engine = DraftEngine(DecoderDraft(decoder), tree, tmp_path)
+    engine = DraftEngine(DecoderDraft(decoder), tree, tmp_path, rows=tree.depth > 0)
     engine.draft(PROMPT[:9], 0)
     engine.draft(PROMPT[9:17], 9)  # rows that the tree before left behind are written over
     found = engine.draft(PROMPT[17:], 17)
@@ -150,11 +161,31 @@ def test_the_tree_is_the_one_of_the_definition(decoder: Decoder, tree: Tree, tmp
         return torch.log_softmax(sequence_logits(decoder, PROMPT + path)[-1].double(), -1).numpy()
 
     expected = grow(log_probs, tree)
-    token, parent, depth, score = map(np.array, zip(*expected, strict=True))
+    token, parent, depth, score, row = map(np.array, zip(*expected, strict=True))
     np.testing.assert_array_equal(found[names.TREE_TOKEN_IDS], [PROMPT[-1], *token])
     np.testing.assert_array_equal(found[names.TREE_PARENT], [-1, *parent])
     np.testing.assert_array_equal(found[names.TREE_POSITIONS], len(PROMPT) - 1 + np.array([0, *depth]))
     np.testing.assert_allclose(found[names.TREE_SCORE], [0.0, *score], atol=1e-4)
+    if tree.depth:
+        np.testing.assert_array_equal(found[names.TREE_ROW], [-1, *row])
+        assert (row[parent[parent > 0] - 1] >= 0).all()  # whatever has a child
+
+
+def test_the_row_of_a_node_is_that_of_feeding_its_path(decoder: Decoder, tmp_path: Path) -> None:
+    """But for the last bits, which depend on how many tokens are computed at once."""
+    engine = DraftEngine(DecoderDraft(decoder), Tree(top_k=3, depth=4, nodes=25), tmp_path, rows=True)
+    found = engine.draft(PROMPT, 0)
+    drafted = {name: cache.copy() for name, cache in engine.arena.items()}
+    paths: list[list[int]] = [[]]
+    for token, parent in zip(found[names.TREE_TOKEN_IDS][1:], found[names.TREE_PARENT][1:], strict=True):
+        paths.append([*paths[parent], int(token)])
+    placed = [(path, row) for path, row in zip(paths, found[names.TREE_ROW].tolist(), strict=True) if row >= 0]
+    assert {len(path) for path, _ in placed} == {1, 2, 3, 4}
+    for path, row in placed:
+        engine.draft(PROMPT + path, 0)
+        for name, cache in engine.arena.items():
+            fed = cache[:, :, len(PROMPT) + len(path) - 1]
+            np.testing.assert_allclose(drafted[name][:, :, len(PROMPT) + row], fed, atol=1e-5)
 
 
 # An EAGLE3 head: the same tree, on hidden states of its own, over a vocabulary of its own.
@@ -203,7 +234,7 @@ def test_the_tree_of_a_head_is_the_one_of_the_definition(tree: Tree, draft_vocab
     given = torch.from_numpy(features[rows])
     ids = head.target_ids.tolist()
     expected = grow(lambda path: oracle.run(given, tokens, [ids[t] for t in path]), tree)
-    token, parent, depth, score = map(np.array, zip(*expected, strict=True))
+    token, parent, depth, score, _ = map(np.array, zip(*expected, strict=True))
     np.testing.assert_array_equal(found[names.TREE_TOKEN_IDS], [tokens[-1], *(ids[t] for t in token)])
     np.testing.assert_array_equal(found[names.TREE_PARENT], [-1, *parent])
     np.testing.assert_array_equal(found[names.TREE_POSITIONS], len(tokens) - 1 + np.array([0, *depth]))

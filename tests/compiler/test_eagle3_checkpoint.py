@@ -278,7 +278,7 @@ def test_target_with_too_few_layers_for_three_taps(layers: int, tmp_path: Path) 
     refused(
         tmp_path,
         f"the target has {layers} layers, but three distinct default taps need 7",
-        "eagle_aux_hidden_state_layer_ids",
+        "the recipe's aux_layers",
         target=target_config(layers=layers),
     )
 
@@ -290,9 +290,29 @@ def test_wrong_taps(ids: list[int], layout: Layout, tmp_path: Path) -> None:
     refused(tmp_path, "layer_ids must be 3 different layers from 0 to 6 of the target", f"found {ids!r}")
 
 
+def test_taps_at_the_top_under_the_nested_name(tmp_path: Path) -> None:
+    write_eagle3(tmp_path)
+    change_config(tmp_path, eagle_aux_hidden_state_layer_ids=[1, 3, 5])
+    assert read_eagle3_config(tmp_path, target_config()).aux_layers == (2, 4, 6)
+
+
+def test_taps_that_contradict_each_other(tmp_path: Path) -> None:
+    write_eagle3(tmp_path, layout="specforge", aux_layer_ids=[1, 2, 3])
+    change_config(tmp_path, aux_hidden_states_layer_ids=[1, 2, 4])
+    refused(tmp_path, "is [1, 2, 3] and aux_hidden_states_layer_ids is [1, 2, 4]", "aux_layers")
+
+
+def test_given_taps_win(tmp_path: Path) -> None:
+    write_eagle3(tmp_path, aux_layer_ids=[1, 2, 3])
+    assert read_eagle3_config(tmp_path, target_config(), aux_layers=(1, 4, 6)).aux_layers == (1, 4, 6)
+    assert load_eagle3(tmp_path, target_config(), aux_layers=(1, 4, 6)).config.aux_layers == (1, 4, 6)
+
+
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
+        ({"norm_before_residual": True}, "norm_before_residual is on"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers is 2; an EAGLE3 head has 1"),
         ({"hidden_size": "16"}, "hidden_size must be a positive integer, found '16'"),
         ({"intermediate_size": None}, "intermediate_size must be a positive integer, found None"),
         ({"intermediate_size": 48}, "asks for [16, 48]"),

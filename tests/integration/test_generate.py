@@ -15,15 +15,23 @@ from runtime import FinishReason, Runtime
 PROMPT = "def add(a, b):\n"
 
 
-def test_greedy_tokens_equal_those_of_transformers(toy: Runtime, toy_recipe) -> None:
-    model = Qwen3ForCausalLM.from_pretrained(toy_recipe.parent / "target").float()
-    ids = toy.tokenizer.encode(PROMPT)
-    with torch.no_grad():
-        expected = model.generate(
-            torch.tensor([ids]), max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-    generation = toy.generate(ids, max_new_tokens=64, ignore_eos=True)
-    assert generation.token_ids == expected[0, len(ids) :].tolist()
+def test_greedy_tokens_equal_those_of_transformers_alone_and_assisted(toy: Runtime, toy_recipe) -> None:
+    """Assisted by the checkpoint that our `chain` and `bushy` draft with."""
+    target, assistant = (
+        Qwen3ForCausalLM.from_pretrained(toy_recipe.parent / name).float() for name in ("target", "drafter")
+    )
+    drafted: list[object] = []
+    assistant.register_forward_hook(lambda *_: drafted.append(_))
+    for text in (PROMPT, "import os\n", "class Tree:\n    def __init__(self"):
+        ids = toy.tokenizer.encode(text)
+        given = {"inputs": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.int64)}
+        options = {"max_new_tokens": 48, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        (alone,), (assisted,) = (target.generate(**given, **options, assistant_model=a) for a in (None, assistant))
+        assert assisted.tolist() == alone.tolist()
+        for drafter in ("none", *(d.name for d in toy.manifest.drafters)):
+            run = toy.generate(ids, drafter=drafter, max_new_tokens=48, ignore_eos=True, auto_disable=False)
+            assert ids + run.token_ids == alone.tolist()
+    assert drafted, "transformers never asked the assistant"
 
 
 def test_text_is_the_decoded_tokens_and_spans_add_up(toy: Runtime) -> None:

@@ -105,7 +105,6 @@ def test_drafting_that_does_not_pay_is_put_aside_and_tried_again(
 ) -> None:
     """Whatever the clock says: here, that it never pays."""
     monkeypatch.setattr(Gate, "gain", lambda self: 0.5)
-    monkeypatch.setattr(Gate, "LITTLE", 99.0)
     monkeypatch.setattr("runtime.gate.WINDOW", 4)
     monkeypatch.setattr("runtime.gate.REST", 5)
     options = Options(max_new_tokens=100, temperature=1.0, seed=4, ignore_eos=True)

@@ -74,6 +74,15 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "a drafter without its model": (lambda m: m["models"].pop("head"), "models"),
     "a tree with more nodes than it grows": (lambda m: m["drafters"][2]["tree"].update(nodes=7), "chain.tree"),
     "a head without features": (lambda m: model(m).update(feature_size=0), "features"),
+    "a tree without a program to keep its rows": (
+        lambda m: target(m)["programs"].pop("compact.bushy"), "compact.bushy",
+    ),
+    "a program to keep rows that runs an engine": (
+        lambda m: target(m)["programs"]["compact.bushy"]["stages"].append(stage(m, "extend.bushy", 1)), "compact.bushy",
+    ),
+    "a program to keep rows that does nothing": (
+        lambda m: target(m)["programs"]["compact.bushy"].update(stages=[]), "compact.bushy",
+    ),
     "a drafter without a program to extend it": (lambda m: target(m)["programs"].pop("extend.head"), "extend.head"),
     "more branches than slots": (lambda m: model(m).update(branches=2), "accepted_count"),
     "two drafters of one name": (lambda m: m["drafters"][1].update(name="ngram"), "ngram"),

@@ -25,14 +25,15 @@ class ScanningOracle:
         self.max_draft, self.min_confidence = max_draft, min_confidence
         self.tokens: list[int] = []
         self.seen: list[tuple[list[int], int]] = []
+        self.likely: dict[int, list[int]] = {}
 
     def extend(self, tokens: list[int]) -> None:
         for token in tokens:
-            self.observe([token])
+            self.seen += [(list(self.tokens), other) for other in (*self.likely.pop(len(self.tokens), ()), token)]
             self.tokens.append(token)
 
-    def observe(self, tokens: list[int]) -> None:
-        self.seen += [(list(self.tokens), token) for token in tokens]
+    def observe(self, ahead: int, tokens: list[int]) -> None:
+        self.likely[len(self.tokens) + ahead] = tokens
 
     def draft(self, limit: int) -> list[int]:
         drafted: list[int] = []
@@ -73,18 +74,23 @@ SETTINGS = st.tuples(
     st.integers(1, 4), st.integers(0, 3), st.integers(1, 9), st.sampled_from([0.0, 0.3, 0.5, 0.75, 1.0])
 ).map(lambda s: (s[0], max(1, s[0] - s[1]), s[2], s[3]))
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["extend", "observe"]), st.lists(st.integers(0, 3), max_size=12)), max_size=12
+    st.tuples(st.one_of(st.none(), st.integers(0, 3)), st.lists(st.integers(0, 3), max_size=12)), max_size=12
 )
 
 
 @given(settings=SETTINGS, steps=STEPS, limit=st.integers(0, 9), root=st.integers(0, 3))
 def test_drafts_are_those_of_the_scanning_oracle(
-    settings: tuple[int, int, int, float], steps: list[tuple[str, list[int]]], limit: int, root: int
+    settings: tuple[int, int, int, float], steps: list[tuple[int | None, list[int]]], limit: int, root: int
 ) -> None:
-    drafter, oracle = NgramDrafter(*settings), ScanningOracle(*settings)
-    for what, tokens in steps:
-        getattr(drafter, what)(tokens)
-        getattr(oracle, what)(tokens)
+    """A step extends the sequence, or says what was likely so many tokens ahead."""
+    drafter, oracle = NgramDrafter(*settings, filler_top_k=1), ScanningOracle(*settings)
+    for ahead, tokens in steps:
+        if ahead is None:
+            drafter.extend(tokens)
+            oracle.extend(tokens)
+        else:
+            drafter.observe(len(oracle.tokens) + ahead, np.array(tokens, np.int64))
+            oracle.observe(ahead, tokens)
         assert drafted(drafter, limit, root) == oracle.draft(limit)
 
 
@@ -144,10 +150,21 @@ def test_a_share_below_min_confidence_stops_the_draft_without_backing_off() -> N
 
 
 def test_observed_candidates_count_without_entering_the_sequence() -> None:
-    drafter = NgramDrafter(max_context=1)
+    drafter = NgramDrafter(max_context=2, filler_top_k=2)
     drafter.extend([1])
-    drafter.observe(np.array([7, 8]))
-    assert drafted(drafter, 1) == [8]
+    drafter.observe(1, np.array([8, 7]))
+    drafter.extend([2, 1])
+    assert drafted(drafter, 2) == [2, 1]
+    drafter.observe(3, np.array([8, 7]))
+    drafter.extend([7, 1])
+    assert drafted(drafter, 1) == [7]
+
+
+def test_what_was_likely_behind_a_cut_is_forgotten() -> None:
+    drafter = NgramDrafter(max_context=1, min_confidence=1.0, filler_top_k=1)
+    drafter.extend([1])
+    drafter.observe(1, np.array([7]))
+    drafter.truncate(1)
     drafter.extend([2, 1])
     assert drafted(drafter, 1) == [2]
 
@@ -171,6 +188,7 @@ def test_token_ids_as_large_as_any_vocabulary_do_not_collide() -> None:
     ("settings", "says"),
     [
         ({"min_context": 0}, "min_context 0"),
+        ({"filler_top_k": -1}, "filler_top_k -1"),
         ({"max_context": 2, "min_context": 3}, "min_context 3 and max_context 2"),
         ({"max_context": 17}, "<= 16"),
         ({"max_draft": 0}, "max_draft 0"),
@@ -184,7 +202,7 @@ def test_settings_out_of_limits_are_refused(settings: dict[str, float], says: st
 
 
 def test_a_plan_describes_its_drafters() -> None:
-    settings = {"max_context": 2, "min_context": 1, "max_draft": 3, "min_confidence": 0.0}
+    settings = {"max_context": 2, "min_context": 1, "max_draft": 3, "min_confidence": 0.0, "filler_top_k": 0}
     drafter = make_host_drafter(NgramSettings(kind="ngram", name="repeat", **settings))  # type: ignore[arg-type]
     drafter.extend([1, 2, 1])
     assert drafted(drafter, 8) == [2, 1, 2]

@@ -13,7 +13,7 @@ from compiler.models.config import DecoderConfig
 from compiler.models.decoder import Decoder
 from compiler.models.eager import CausalExecution
 from tools.reference.acceptance import Drafts, measure
-from tools.reference.drafter import Lessons, principal_axes, teach
+from tools.reference.drafter import MUON_LR, Lessons, principal_axes, teach
 from tools.reference.export_drafters import check_size, write_card, write_model
 from tools.reference.loop import Run, Training
 from tools.reference.target import initialise, matrices
@@ -66,7 +66,7 @@ def train_model(run: Run, lessons: Lessons, geometry: ModelGeometry, name: str) 
     model.to(run.device)
     print(f"{name}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters", flush=True)
     identity = {"target": teacher.sha256, "geometry": repr(config)}
-    training = Training(model, matrices(model), run.work / f"{name}.pt", identity)
+    training = Training(model, matrices(model), run.work / f"{name}.pt", identity, MUON_LR)
 
     def loss(ids: Tensor) -> Tensor:
         wanted = teacher.read(ids[:, :-1]).logits

@@ -12,7 +12,7 @@ from compiler.models.config import DecoderConfig
 from compiler.models.eagle3 import Eagle3Config, Eagle3Head
 from compiler.models.rope import RopeScaling
 from tools.reference.acceptance import Drafts, measure
-from tools.reference.drafter import Lessons, principal_axes, teach
+from tools.reference.drafter import MUON_LR, Lessons, principal_axes, teach
 from tools.reference.drafter_text import frequent_tokens
 from tools.reference.export_drafters import check_size, write_card, write_eagle3
 from tools.reference.loop import Run, Training
@@ -21,8 +21,6 @@ from tools.reference.unroll import unroll
 
 STEP_WEIGHT = 0.8
 """The loss of step j counts STEP_WEIGHT ** j."""
-MUON_LR = 1e-2
-"""A head is one layer that starts far from its place; against 4e-3 the loss is a tenth lower after 60 steps."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ class Draws {
         tip_position_(binder_.input<i64>("tip_position", tip_position, {"B"})),
         seed_(binder_.input<u64>("seed", seed, {"B"})),
         stream_(binder_.input<i64>("stream", stream, {"B"})),
-        draws_(binder_.output<float>("draws", draws, {"B", "depths"})),
+        draws_(binder_.output<double>("draws", draws, {"B", "depths"})),
         branches_(binder_.size_of("B")),
         depths_(binder_.size_of("depths")),
         purpose_(static_cast<u32>(purpose)) {
@@ -31,7 +31,7 @@ class Draws {
   void call() const {
     for (i64 b = 0; b < branches_; ++b) {
       for (i64 d = 0; d < depths_; ++d) {
-        draws_[b * depths_ + d] = draw_f32(uniform53(seed_[b], stream_[b], tip_position_[b] + 1 + d, purpose_));
+        draws_[b * depths_ + d] = draw_f64(uniform53(seed_[b], stream_[b], tip_position_[b] + 1 + d, purpose_));
       }
     }
   }
@@ -41,7 +41,7 @@ class Draws {
   const i64* tip_position_;
   const u64* seed_;
   const i64* stream_;
-  float* draws_;
+  double* draws_;
   i64 branches_;
   i64 depths_;
   u32 purpose_;

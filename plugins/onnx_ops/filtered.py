@@ -1,12 +1,13 @@
-"""A token at a given draw, in standard ops: what the bodies of several ops have in common."""
+"""A drafter's distribution under a branch's filters, in standard ops: what the bodies of several ops begin with."""
 
 from __future__ import annotations
 
-# Reads logits [B, F, V], draws, heat (f32), top_k_filter, top_p and sampled (bool) [B], and the constants one_1 = [1],
-# last_1 = [-1], behind = [1, 2]. Leaves chosen_inside int64 [B, F, 1], the inverse CDF at the draw in id order;
-# kept_weights [B, F, V], the weights of what the filters kept, and summed_total [B, F, 1], their sum.
+# Reads logits [B, F, V], temperature, top_k_filter, top_p and sampled (bool) [B], and the constants one_1 = [1],
+# last_1 = [-1], behind = [1, 2]. Leaves weights [B, F, V] at the branch's temperature, total [B, F, 1], their sum, and
+# kept_weights [B, F, V], those of what top-k and top-p kept.
 # Top-k and top-p are looked for among the 64 likeliest tokens: sorting a whole vocabulary costs more than drafting.
-INVERSE_CDF = """
+# Nothing is ever cooler than 1e-30, where float32 ends.
+FILTERED = """
 zero_i = Constant <value_int: int = 0> ()
 one_i = Constant <value_int: int = 1> ()
 one_f = Constant <value_float: float = 1.0> ()
@@ -16,15 +17,18 @@ lowest = Constant <value_float: float = -3.4e38> ()
 highest = Constant <value_float: float = 3.4e38> ()
 wide = Constant <value_ints: ints = [64]> ()
 sampled_3 = Unsqueeze (sampled, behind)
-heat_or_1 = Where (sampled, heat, one_f)
-heat_3 = Unsqueeze (heat_or_1, behind)
-scaled = Div (logits, heat_3)
+coolest = Constant <value_float: float = 1e-30> ()
+heat_any = Cast <to: int = 1> (temperature)
+heat_warm = Max (heat_any, coolest)
+heat = Where (sampled, heat_warm, one_f)
+heat_3 = Unsqueeze (heat, behind)
+largest = ReduceMax (logits, last_1)
+lowered = Sub (logits, largest)
+scaled = Div (lowered, heat_3)
 size_1 = Shape <start: int = 2, end: int = 3> (logits)
 width_1 = Min (size_1, wide)
 sorted, sorted_token = TopK (scaled, width_1)
-first = ReduceMax (sorted, last_1)
-shifted = Sub (scaled, first)
-weights = Exp (shifted)
+weights = Exp (scaled)
 total = ReduceSum (weights, last_1)
 width = Squeeze (width_1)
 rank = Range (zero_i, width, one_i)
@@ -33,8 +37,7 @@ most = Where (unlimited, endless, top_k_filter)
 most_3 = Unsqueeze (most, behind)
 within_k = Less (rank, most_3)
 within_k_f = Cast <to: int = 1> (within_k)
-sorted_shifted = Sub (sorted, first)
-sorted_all = Exp (sorted_shifted)
+sorted_all = Exp (sorted)
 sorted_weights = Mul (sorted_all, within_k_f)
 sorted_total = ReduceSum (sorted_weights, last_1)
 few = LessOrEqual (most_3, width)
@@ -58,13 +61,4 @@ threshold = Where (whole, lowest, edge)
 kept = GreaterOrEqual (scaled, threshold)
 kept_f = Cast <to: int = 1> (kept)
 kept_weights = Mul (weights, kept_f)
-summed = CumSum (kept_weights, none)
-summed_total = ReduceMax (summed, last_1)
-draws_3 = Unsqueeze (draws, behind)
-goal = Mul (draws_3, summed_total)
-passed = LessOrEqual (summed, goal)
-passed_i = Cast <to: int = 7> (passed)
-chosen = ReduceSum (passed_i, last_1)
-last_token = Sub (size_1, one_1)
-chosen_inside = Min (chosen, last_token)
 """

@@ -1,0 +1,74 @@
+"""What a drafter with weights must have in common with its target, and the sentence where it has not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from compiler.drafters import GraphSource, read_sources
+from compiler.models.config import read_config
+from compiler.recipe import load_recipe
+from plans.errors import RecipeError
+
+
+@pytest.fixture
+def checkpoint(toy_recipe: Path, tmp_path: Path) -> Path:
+    """A copy of the draft model, to be changed."""
+    return Path(shutil.copytree(toy_recipe.parent / "drafter", tmp_path / "drafter"))
+
+
+def sources(recipe: Path, drafter: str) -> list[GraphSource]:
+    loaded = load_recipe(recipe, [f"drafters=[{drafter}]"])
+    return read_sources(loaded, read_config(loaded.checkpoint_path))
+
+
+def change_json(file: Path, key: str, value: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | {key: value}), encoding="utf-8")
+
+
+def test_vocabularies_of_other_sizes_are_refused(toy_recipe: Path, checkpoint: Path) -> None:
+    change_json(checkpoint / "config.json", "vocab_size", 299)
+    with pytest.raises(RecipeError, match=r"vocabulary of 299 tokens, the target one of 300; .* share .* tokenizer"):
+        sources(toy_recipe, f"{{name: a, kind: model, checkpoint: {checkpoint}}}")
+
+
+def test_a_tokenizer_with_other_tokens_is_refused(toy_recipe: Path, checkpoint: Path) -> None:
+    file = checkpoint / "tokenizer.json"
+    model = json.loads(file.read_text(encoding="utf-8"))["model"]
+    first, second = (token for token, number in model["vocab"].items() if number in (10, 11))
+    model["vocab"] |= {first: model["vocab"][second], second: model["vocab"][first]}
+    change_json(file, "model", model)
+    with pytest.raises(RecipeError, match=r"token 1[01], in the target's it is 1[01]; .* share"):
+        sources(toy_recipe, f"{{name: a, kind: model, checkpoint: {checkpoint}}}")
+
+
+def test_a_draft_model_without_a_tokenizer_is_taken(toy_recipe: Path, checkpoint: Path) -> None:
+    (checkpoint / "tokenizer.json").unlink()
+    assert sources(toy_recipe, f"{{name: a, kind: model, checkpoint: {checkpoint}}}")
+
+
+@pytest.mark.parametrize(
+    ("drafter", "instead"),
+    [
+        ("{name: a, kind: model, checkpoint: drafter, tree: auto, acceptance: rejection}", "gamma: 4"),
+        ("{name: a, kind: eagle3, checkpoint: head, acceptance: rejection}", "tree: {top_k: 1, depth: 3, nodes: 5}"),
+    ],
+)
+def test_rejection_of_a_tree_says_what_to_write_instead(toy_recipe: Path, drafter: str, instead: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        sources(toy_recipe, drafter)
+    assert instead in str(error.value)
+    chain = drafter.replace(" tree: auto,", "").replace("acceptance", f"{instead}, acceptance")
+    assert sources(toy_recipe, chain)[0].tree.top_k == 1
+
+
+def test_taps_of_the_recipe_win_and_must_exist(toy_recipe: Path) -> None:
+    head = "{name: a, kind: eagle3, checkpoint: head, aux_layers: [%s]}"
+    config = sources(toy_recipe, head % "0, 1, 3")[0].config
+    assert getattr(config, "aux_layers", None) == (0, 1, 3)
+    for wrong in ("0, 1, 4", "0, 1, 1"):
+        with pytest.raises(RecipeError, match="three different layers from 0 to 3"):
+            sources(toy_recipe, head % wrong)

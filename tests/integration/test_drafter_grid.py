@@ -1,0 +1,104 @@
+"""Same seed, same tokens, on 120 held-out prompts: every kind of drafter at every kind of sampling.
+
+The toy plan's part is quick. That of the reference plan takes some minutes, and is run by
+
+    python -m pytest -m long -s tests/integration/test_drafter_grid.py
+
+Both print how many tokens a target pass committed, and every near tie with its margin.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from compiler.build import build
+from compiler.held_out import read_prompts
+from compiler.recipe import Recipe, load_recipe
+from compiler.verify import verify_plan
+from plugins.reference import Sampling
+from runtime import Runtime
+from runtime.tokenizer import Tokenizer
+from tests.conftest import HELD_OUT, REFERENCE_RECIPE
+from tests.integration.near_ties import compare_drafters
+
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "temperature 0.7, top-p 0.9": Sampling(temperature=0.7, top_p=0.9),
+    "temperature 1.0, top-k 50": Sampling(temperature=1.0, top_k=50),
+}
+
+
+def cut_prompts(tokenizer: Tokenizer, most: int) -> list[list[int]]:
+    """Each of the 60 held-out prompts twice, cut between tokens: up to `most` of them, and half as many."""
+    encoded = [tokenizer.encode(text)[:most] for text in read_prompts(HELD_OUT)]
+    return [ids[:length] for ids in encoded for length in (len(ids) // 2, len(ids))]
+
+
+def measured_tolerance(recipe: Recipe, plan: Path) -> float:
+    """Below which two logits may change places: from the plan's error against PyTorch."""
+    verification = verify_plan(recipe, plan, prompts=4, new_tokens=48)
+    assert verification.passed
+    return verification.tolerance
+
+
+def check(runtime: Runtime, drafters: list[str], name: str, tolerance: float, *, most: int, new_tokens: int) -> None:
+    prompts = cut_prompts(runtime.tokenizer, most)
+    assert len({tuple(ids) for ids in prompts}) >= 100
+    checks = compare_drafters(runtime.session(), prompts, drafters, SAMPLINGS[name], new_tokens, tolerance)
+    print(f"\n{name}, {len(prompts)} prompts, tolerance {tolerance:.1e}")
+    for drafter, found in checks.items():
+        margins = ", ".join(f"{parting.margin:.1e}" for parting in found.partings) or "none"
+        print(f"  {drafter}: {found.tokens / found.rounds:.2f} tokens per verify, near ties (margins): {margins}")
+        assert found.tokens == len(prompts) * new_tokens
+        assert found.rounds < found.tokens, "no draft was ever accepted, so nothing was tested"
+        assert [parting for parting in found.partings if not parting.near_tie] == []
+
+
+@pytest.fixture(scope="module")
+def toy_tolerance(toy_recipe: Path, toy_plan: Path) -> float:
+    return measured_tolerance(load_recipe(toy_recipe, [f"held_out={HELD_OUT}"]), toy_plan)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_every_drafter_of_the_toy_gives_the_tokens_of_plain_decoding(
+    toy: Runtime, toy_tolerance: float, sampling: str
+) -> None:
+    check(toy, ["ngram", "chain", "bushy", "head"], sampling, toy_tolerance, most=40, new_tokens=10)
+
+
+def grid_recipe() -> Recipe:
+    """The reference recipe with its draft model as a chain and as a tree, and its head with a tree."""
+    listed = {section.kind: section.model_dump(exclude_none=True) for section in load_recipe(REFERENCE_RECIPE).drafters}
+    if missing := sorted({"ngram", "model", "eagle3"} - set(listed)):
+        pytest.fail(
+            f"{REFERENCE_RECIPE} has no drafter of kind {' and '.join(missing)}; train them with "
+            "`python -m tools.train_reference all` and list them there"
+        )
+    model = {key: listed["model"][key] for key in ("kind", "checkpoint")}
+    drafters = [
+        listed["ngram"] | {"name": "ngram"},
+        model | {"name": "chain", "gamma": 4},
+        model | {"name": "tree", "tree": "auto"},
+        listed["eagle3"] | {"name": "head", "tree": "auto"},
+    ]
+    return load_recipe(REFERENCE_RECIPE, [f"drafters={json.dumps(drafters)}"])
+
+
+@pytest.fixture(scope="module")
+def reference_grid(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runtime, float]:
+    recipe, out = grid_recipe(), tmp_path_factory.mktemp("grid") / "plan"
+    build(recipe, REFERENCE_RECIPE, out)
+    return Runtime.load(out), measured_tolerance(recipe, out)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_every_drafter_of_the_reference_gives_the_tokens_of_plain_decoding(
+    reference_grid: tuple[Runtime, float], sampling: str
+) -> None:
+    runtime, tolerance = reference_grid
+    drafters = [drafter.name for drafter in runtime.manifest.drafters]
+    check(runtime, drafters, sampling, tolerance, most=1024, new_tokens=64)

@@ -1,0 +1,101 @@
+"""A draft model keeps the rows of accepted nodes: they are what feeding the tokens gives, and are fed no more."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from plans import names
+from runtime import Runtime, Session
+from runtime.drafters.graph import EngineDrafter
+from runtime.request import Options
+from runtime.trace import Round
+
+PROMPT = [(37 * i) % 299 + 1 for i in range(50)]  # several chunks
+SAMPLINGS = (Options(), Options(temperature=1.0, seed=3))
+ALWAYS = Options(ignore_eos=True, auto_disable=False)
+Fed = tuple[int, int]  # rows that are there, tokens behind them
+
+
+def drafter_of(session: Session, name: str) -> EngineDrafter:
+    drafter = session._drafters[name]
+    assert isinstance(drafter, EngineDrafter)
+    return drafter
+
+
+def arena(session: Session, name: str, length: int) -> NDArray[np.float32]:
+    kv: NDArray[np.float32] = session._buffers.of(name, names.KV)[:, :, :, :length]
+    return kv
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("name", ["chain", "bushy"])
+def test_kept_rows_are_those_of_feeding_the_tokens(toy: Runtime, name: str, sampling: Options) -> None:
+    """But for the last bits, which depend on how many tokens are computed at once."""
+    session, fresh = toy.session(), toy.session()
+    run = session.generate(PROMPT, drafter=name, max_new_tokens=80, **sampling, **ALWAYS)
+    assert run.stats.accepted > 10
+    length = drafter_of(session, name)._slots.length
+    assert length >= len(session.token_ids) - 2
+    fresh.generate(session.token_ids[:length], drafter=name, max_new_tokens=3, **ALWAYS)
+    assert drafter_of(fresh, name)._slots.length >= length
+    np.testing.assert_allclose(arena(session, name, length), arena(fresh, name, length), atol=1e-5)
+    np.testing.assert_array_equal(session._buffers.of(name, names.SLOT_POSITIONS)[0, :length], np.arange(length))
+    assert (session._buffers.of(name, names.BIM)[0, :length] == 0).all()
+
+
+def fed_and_lacking(session: Session, name: str, sampling: Options) -> tuple[list[Fed], list[Fed]]:
+    """What each round fed the drafter, and what it left it to be fed by the next one."""
+    step = drafter_of(session, name)._step
+    row = np.array([-1, 0, 1, 2, -1]) if name == "chain" else session._buffers.of(name, names.TREE_ROW)
+    fed: list[Fed] = []
+    lacking: list[Fed] = []
+
+    def watch(seen: Round) -> None:
+        if seen.nodes:
+            path = [index for index, node in enumerate(seen.nodes, start=1) if node.accepted]
+            without = sum(row[node] < 0 for node in path)
+            fed.append((int(step.past_length[0]), step.new_tokens))
+            lacking.append((sum(fed[-1]) + len(path) - without, without + 1))
+
+    session.generate(PROMPT, drafter=name, max_new_tokens=80, on_round=watch, **sampling, **ALWAYS)
+    return fed, lacking
+
+
+@pytest.mark.parametrize("name", ["chain", "bushy"])
+def test_a_draft_model_is_fed_the_tokens_it_lacks_and_no_other(toy: Runtime, name: str) -> None:
+    """The tip; before it, the last accepted node where no level had run it."""
+    counts: set[int] = set()
+    for sampling in SAMPLINGS:
+        fed, lacking = fed_and_lacking(toy.session(), name, sampling)
+        assert fed[1:] == lacking[:-1]
+        counts |= {tokens for _, tokens in fed[1:]}
+    assert counts == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("row", "path", "kept"),
+    [
+        ([-1, 0, 3, -1], [1, 2, 3], [0, 3]),
+        ([-1, 0, 1, 4], [2, 3], [1, 4]),
+        ([-1, 2, 5], [1, 2], [2, 5]),
+        ([-1, 0, 1, -1], [1], [0]),
+        ([-1, 0, 4, -1], [1, 3], [0]),
+        ([-1, -1], [1], []),
+        ([-1], [], []),
+    ],
+)
+def test_accepted_rows_are_moved_together_and_those_in_place_not_at_all(
+    toy: Runtime, row: list[int], path: list[int], kept: list[int]
+) -> None:
+    session, start = toy.session(), 20
+    rows, compact = drafter_of(session, "bushy")._tree_rows, session._programs[names.compact("bushy")]
+    assert rows is not None
+    session._buffers.of("bushy", names.TREE_ROW)[: len(row)] = row
+    slots = session._buffers.of("bushy", names.KV)
+    slots[:] = np.arange(slots.shape[3]).reshape(-1, 1)  # each slot holds its number
+    assert rows.gather(start, np.array(path, np.int64)) == len(kept)
+    expected = [*range(start), *(start + row for row in kept)]
+    assert (slots[:, :, :, : len(expected)] == np.array(expected).reshape(-1, 1)).all()
+    assert (compact.nanoseconds[0] > 0) == (kept != list(range(len(kept))))

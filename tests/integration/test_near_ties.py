@@ -1,0 +1,66 @@
+"""The margin of a choice is exact: within half of it nothing changes, beyond it something does."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from plugins.reference import Sampling, choice
+from plugins.reference.choice import filtered_weights
+from plugins.schemas import FilterOrder
+from runtime import Generation, Runtime
+from tests.integration.near_ties import compare_drafters, margin
+
+LOGITS = st.lists(st.integers(-400, 400).map(lambda hundredths: hundredths / 100), min_size=5, max_size=5, unique=True)
+SAMPLINGS = st.builds(
+    Sampling, st.sampled_from([0.0, 0.7, 1.5]), st.sampled_from([0, 3]), st.sampled_from([1.0, 0.6]),
+    st.sampled_from(FilterOrder),
+)  # fmt: skip
+DISTURBANCES = np.array(list(product([-1, 1], repeat=5)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(logits=LOGITS, sampling=SAMPLINGS, u=st.integers(0, 2**53 - 1))
+def test_the_margin_is_twice_the_least_disturbance_that_changes_anything(
+    logits: list[float], sampling: Sampling, u: int
+) -> None:
+    row = np.array(logits, np.float32)
+    found = margin(row, sampling, u)
+    assume(1e-3 < found < 8)
+
+    def changes(by: float) -> bool:
+        disturbed = (row + by * DISTURBANCES).astype(np.float32)
+        kept = filtered_weights(row, sampling) > 0
+        return any(
+            choice(other, sampling, u) != choice(row, sampling, u)
+            or ((filtered_weights(other, sampling) > 0) != kept).any()
+            for other in disturbed
+        )
+
+    assert not changes(0.499 * found)
+    assert changes(0.501 * found)
+
+
+def test_a_run_that_parts_is_found_with_its_margin(toy: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, prompt = toy.session(), [5, 6, 7, 8] * 5
+    generate = session.generate
+
+    def other_seed(ids: list[int], **options: Any) -> Generation:
+        return generate(ids, **options | {"seed": options["seed"] + (options["drafter"] == "ngram")})
+
+    monkeypatch.setattr(session, "generate", other_seed)
+    sampling = Sampling(temperature=1.0)
+    plain, drafted = (generate(prompt, whole=True, temperature=1.0, seed=seed).token_ids for seed in (0, 1))
+    first = next(i for i in range(len(plain)) if plain[i] != drafted[i])
+    for tolerance in (1e-4, np.inf):
+        checks = compare_drafters(session, [prompt], ["ngram", "chain"], sampling, first + 5, tolerance)
+        assert (checks["chain"].equal_runs, checks["chain"].partings) == (1, [])
+        (parting,) = checks["ngram"].partings
+        assert (parting.index, parting.plain_token, parting.drafted_token) == (first, plain[first], drafted[first])
+        assert parting.margin > 1e-4
+        assert parting.near_tie == (tolerance > 1)
