@@ -163,6 +163,7 @@ class Engine(Strict):
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     aliases: dict[str, str] = Field({})
+    weight_bytes: Annotated[int, Field(ge=0, lt=2**63, description="What a pass reads of weights, at most.")] = 0
 
 
 class RuleReport(Strict):

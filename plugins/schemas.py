@@ -319,10 +319,10 @@ _TREE_EXPAND = OpSchema(
     likely depends on that. With F the drafter's CDF in id order under the branch's temperature, top-k and top-p (looked
     for among the 64 likeliest tokens), token x is the target's choice with probability
 
-        (1 - doubt) * (L(F(x) - draw) - L(F(x - 1) - draw)) + doubt * q(x)
+        (1 - doubt) * share of [draw - spread, draw + spread] between F(x - 1) and F(x) + doubt * q(x)
 
-    where L is the CDF of a Laplace distribution of scale spread, by which the target's CDF differs from F, and q the
-    distribution at the temperature alone: where a filter cuts differs too. It counts as 1e-30 at least.
+    since the target's CDF differs from F. q is the distribution at the temperature alone: where a filter cuts differs
+    too. It counts as 1e-30 at least.
     Candidates are node-major, a node's best first; frontier holds the top_k best of them, best first. Of equals, the
     lower index comes first. Stands in graphs only: a function body of standard ops.
     Source: DESIGN section 7; EAGLE-2 (arXiv 2406.16858) for the tree.""",

@@ -66,7 +66,13 @@ def write_engine(model: ir.Model, folder: Path, name: str, weights: WeightFile) 
     outputs = tuple(_tensor(value) for value in model.graph.outputs)
     cached = {names.cache_output(tensor.name) for tensor in inputs}
     aliases = {o.name: o.name.partition("_out")[0] for o in outputs if o.name.partition("_out")[0] + "_out" in cached}
-    return Engine(file=f"engines/{folder.name}/{path.name}", inputs=inputs, outputs=outputs, aliases=aliases)
+    return Engine(
+        file=f"engines/{folder.name}/{path.name}",
+        inputs=inputs,
+        outputs=outputs,
+        aliases=aliases,
+        weight_bytes=sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None),
+    )
 
 
 def _tensor(value: ir.Value) -> Tensor:

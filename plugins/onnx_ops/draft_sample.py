@@ -21,6 +21,7 @@ DraftSample (logits, draws, temperature, top_k_filter, top_p) => (token, probabi
     still = Constant <value: tensor = double[1] {0.0}> ()
     sampled = Greater (temperature, still)
     FILTERED
+    none = Constant <value_int: int = -1> ()
     kept_exact = Cast <to: int = 11> (kept_weights)
     summed = CumSum (kept_exact, none)
     summed_total = ReduceMax (summed, last_1)
@@ -29,6 +30,7 @@ DraftSample (logits, draws, temperature, top_k_filter, top_p) => (token, probabi
     passed = LessOrEqual (summed, goal)
     passed_i = Cast <to: int = 7> (passed)
     chosen = ReduceSum (passed_i, last_1)
+    size_1 = Shape <start: int = 2, end: int = 3> (logits)
     last_token = Sub (size_1, one_1)
     chosen_inside = Min (chosen, last_token)
     normed_exact = Div (kept_exact, summed_total)

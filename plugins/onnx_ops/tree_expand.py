@@ -11,8 +11,7 @@ from plugins.onnx_ops.domain import DOMAIN, VERSION
 from plugins.onnx_ops.filtered import FILTERED
 
 # Log-probabilities are taken of the chosen logits only: the vocabulary is read twice and never written. What looks at
-# the target's draws stands in an If, so that greedy drafting does not pay for it. Only differences are needed of the
-# Laplace distribution's CDF, (1 + sign(x) (1 - exp(-|x| / spread))) / 2.
+# the target's draws stands in an If, so that greedy drafting does not pay for it.
 _TREE_EXPAND = """
 <opset_import: ["" : 24], domain: "outrider">
 TreeExpand <top_k, spread, doubt> (logits, score, draws, temperature, top_k_filter, top_p)
@@ -25,13 +24,12 @@ TreeExpand <top_k, spread, doubt> (logits, score, draws, temperature, top_k_filt
     k = Constant <value_int: int = @top_k> ()
     k_1 = Reshape (k, one_1)
     spread = Constant <value_float: float = @spread> ()
-    minus_spread = Neg (spread)
     doubt = Constant <value_float: float = @doubt> ()
     certain = Constant <value_float: float = 1.0> ()
     trust = Sub (certain, doubt)
-    half = Constant <value_float: float = 0.5> ()
     tiny = Constant <value_float: float = 1e-30> ()
-    half_trust = Mul (trust, half)
+    width_of_spread = Add (spread, spread)
+    trust_density = Div (trust, width_of_spread)
 
     best, likely = TopK (logits, k_1)
     normaliser = ReduceLogSumExp (logits, last_1)
@@ -45,34 +43,29 @@ TreeExpand <top_k, spread, doubt> (logits, score, draws, temperature, top_k_filt
     child, own = If (any_sampled) <
         then_branch = coupled () => (int64["B", "F", "K"] child_coupled, float["B", "F", "K"] own_coupled) {
             FILTERED
+            none = Constant <value_int: int = -1> ()
             summed = CumSum (kept_weights, none)
-            summed_total = ReduceMax (summed, last_1)
+            summed_total = Gather <axis: int = 2> (summed, last_1)
             draws_near = Cast <to: int = 1> (draws)
             draws_3 = Unsqueeze (draws_near, behind)
-            kept_share = Div (kept_weights, summed_total)
-            upper_share = Div (summed, summed_total)
-            upper = Sub (upper_share, draws_3)
-            lower = Sub (upper, kept_share)
-            upper_side = Sign (upper)
-            upper_far = Abs (upper)
-            upper_scaled = Div (upper_far, minus_spread)
-            upper_tail = Exp (upper_scaled)
-            upper_inner = Sub (one_f, upper_tail)
-            upper_half = Mul (upper_side, upper_inner)
-            lower_side = Sign (lower)
-            lower_far = Abs (lower)
-            lower_scaled = Div (lower_far, minus_spread)
-            lower_tail = Exp (lower_scaled)
-            lower_inner = Sub (one_f, lower_tail)
-            lower_half = Mul (lower_side, lower_inner)
-            twice = Sub (upper_half, lower_half)
-            near = Mul (twice, half_trust)
-            shares = Div (weights, total)
-            anyhow = Mul (shares, doubt)
-            mass = Add (near, anyhow)
-            probability = Max (mass, tiny)
-            highest_probability, likely_here = TopK (probability, k_1)
-            own_here = Log (highest_probability)
+            first_share = Sub (draws_3, spread)
+            last_share = Add (draws_3, spread)
+            first_edge = Mul (first_share, summed_total)
+            last_edge = Mul (last_share, summed_total)
+            summed_before = Sub (summed, kept_weights)
+            upper_in = Min (summed, last_edge)
+            upper = Max (upper_in, first_edge)
+            lower_in = Min (summed_before, last_edge)
+            lower = Max (lower_in, first_edge)
+            overlap = Sub (upper, lower)
+            near_scale = Div (trust_density, summed_total)
+            near = Mul (overlap, near_scale)
+            far_scale = Div (doubt, total)
+            far = Mul (weights, far_scale)
+            mass = Add (near, far)
+            highest_mass, likely_here = TopK (mass, k_1)
+            probability = Max (highest_mass, tiny)
+            own_here = Log (probability)
             child_coupled = Where (sampled_3, likely_here, likely)
             own_coupled = Where (sampled_3, own_here, log_prob)
         },
@@ -128,7 +121,7 @@ def tree_expand_schema() -> defs.OpSchema:
         ],
         attributes=[
             attribute("top_k", defs.OpSchema.AttrType.INT, "children of a node, and nodes of a frontier"),
-            attribute("spread", defs.OpSchema.AttrType.FLOAT, "how far the drafter's CDF is off, on average"),
+            attribute("spread", defs.OpSchema.AttrType.FLOAT, "how far the drafter's CDF may be off"),
             attribute("doubt", defs.OpSchema.AttrType.FLOAT, "how often the draw tells nothing"),
         ],
     )

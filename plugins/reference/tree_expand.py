@@ -50,16 +50,12 @@ def chosen_log_probs(
     logits: NDArray[np.float64], draw: float, filters: tuple[float, int, float], spread: float, doubt: float
 ) -> NDArray[np.float64]:
     """Log-probability `[V]` of each token to be the target's choice at `draw`; see the schema of TreeExpand."""
-
-    def laplace(x: NDArray[np.float64]) -> NDArray[np.float64]:
-        tail = 0.5 * np.exp(-np.abs(x) / spread)
-        return np.where(x < 0, tail, 1 - tail)
-
     temperature, _, _ = filters
     kept = filtered_weights_of_draft(logits, *filters)
     edges = np.concatenate(([0.0], np.cumsum(kept) / kept.sum())) - draw
     all_weights = np.exp((logits - logits.max()) / temperature)
-    mass: NDArray[np.float64] = (1 - doubt) * np.diff(laplace(edges)) + doubt * all_weights / all_weights.sum()
+    near = np.diff(np.clip(edges, -spread, spread)) / (2 * spread)
+    mass: NDArray[np.float64] = (1 - doubt) * near + doubt * all_weights / all_weights.sum()
     return np.log(np.maximum(mass, 1e-30))
 
 

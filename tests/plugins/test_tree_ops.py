@@ -41,7 +41,7 @@ def session(op: str, inputs: dict[str, Any], outputs: dict[str, Any], **attribut
     return ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
 
 
-ERROR = {"spread": 0.1, "doubt": 0.2}
+ERROR = {"spread": 0.15, "doubt": 0.3}
 
 
 @pytest.fixture(scope="module")
@@ -170,16 +170,16 @@ def test_draft_sample_is_the_reference(sampler, nodes, vocabulary, branch, seed)
 
 
 def test_probabilities_at_the_draws_are_those_of_a_disturbed_cdf() -> None:
-    """Over draws, how often a target whose CDF is off by a Laplace error, or unrelated, chooses each token."""
-    random, draw, spread, doubt = np.random.default_rng(0), 0.45, 0.1, 0.2
+    """How often a target whose CDF is off by as much, or unrelated, chooses each token."""
+    random, draw, spread, doubt = np.random.default_rng(0), 0.1, 0.15, 0.3
     logits = np.array([0.0, 2.0, 1.0, -1.0, 1.5])
     q = np.exp(logits / 0.8) / np.exp(logits / 0.8).sum()
     kept = np.where(logits >= 1.0, q, 0.0)
     edges = np.cumsum(kept / kept.sum())
-    at = draw + random.laplace(scale=spread, size=400_000)
+    at = draw + random.uniform(-spread, spread, size=400_000)
     inside = (at > 0) & (at < 1)
     chosen = np.searchsorted(edges, at[inside])
-    found = 0.8 * np.bincount(chosen, minlength=5) / len(at) + doubt * q
+    found = 0.7 * np.bincount(chosen, minlength=5) / len(at) + doubt * q
     expected = np.exp(chosen_log_probs(logits, draw, (0.8, 3, 1.0), spread, doubt))
     np.testing.assert_allclose(found, expected, atol=4e-3)  # 5 standard deviations of 400,000 draws
 

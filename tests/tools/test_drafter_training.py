@@ -20,11 +20,10 @@ from compiler.models.eagle3 import Eagle3Head
 from plans.errors import CheckpointError
 from tests.tools.drafter_lessons import source_files, tiny_run, tiny_target, write_target
 from tools import train_reference
-from tools.reference import drafter, export_drafters
+from tools.reference import drafter, drafter_text, export_drafters
 from tools.reference.acceptance import continue_prompts
 from tools.reference.draft_model import ModelGeometry, distillation_loss, train_model
 from tools.reference.drafter import Lessons, prepare
-from tools.reference.drafter_text import GeneratedText
 from tools.reference.eagle3 import HeadGeometry, head_drafts, train_eagle3, unrolled_loss
 from tools.reference.export_drafters import check_size, write_eagle3
 from tools.reference.loop import Batch, Training
@@ -48,14 +47,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def lessons(folder: Path) -> Lessons:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(drafter.ROWS, "cpu", 8)
-        patch.setattr(drafter, "GeneratedText", partial(GeneratedText, window=64))
+        patch.setattr(drafter_text, "PROMPT_LENGTHS", (448,))
         patch.setattr(drafter, "continue_prompts", partial(continue_prompts, new=16))
         found = prepare(tiny_run(folder, 0.0), source_files())
     return replace(found, windows=((0.0, 512),), step_tokens=512)
 
 
 def test_no_held_out_text_is_learned_from(
-    folder: Path, lessons: Lessons, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, lessons: Lessons, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither a held-out file nor a training file with the text of one."""
     files = source_files()
@@ -65,10 +64,8 @@ def test_no_held_out_text_is_learned_from(
     assert len(lessons.streams[0]) == sum(len(encode(f.text).ids) + 1 for f in train)
     moved = replace(held_out[0], name=train[0].name)
     assert not moved.held_out
-    monkeypatch.setitem(drafter.ROWS, "cpu", 1)
-    monkeypatch.setattr(drafter, "GeneratedText", partial(GeneratedText, window=17))
     monkeypatch.setattr(drafter, "continue_prompts", lambda *_: [])
-    again = prepare(replace(tiny_run(folder, 0.0), work=tmp_path), [*files, moved])
+    again = prepare(tiny_run(folder, 0.0), [*files, moved])
     assert len(again.streams[0]) == len(lessons.streams[0])
 
 
