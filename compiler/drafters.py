@@ -16,7 +16,8 @@ from compiler.models.config import DecoderConfig, read_config
 from compiler.models.decoder import Decoder
 from compiler.models.drafting import DecoderDraft, Eagle3Draft
 from compiler.models.eagle3 import Eagle3Config
-from compiler.recipe import Eagle3Section, EntropySection, GraphSection, ModelSection, NgramSection, Recipe
+from compiler.recipe import Recipe
+from compiler.recipe_drafters import Eagle3Section, EntropySection, GraphSection, ModelSection, NgramSection
 from plans.errors import CheckpointError
 from plans.manifest import Drafter, EntropyGamma, Geometry, GraphDrafter, NgramDrafter, Tree
 
@@ -107,6 +108,11 @@ def read_sources(recipe: Recipe, target: DecoderConfig) -> list[GraphSource]:
             raise recipe.error(
                 ("drafters", index, "acceptance"),
                 f"is rejection, which is for chains; draft one, as with {chain}, or leave acceptance coupled",
+            )
+        if section.acceptance == "rejection" and tree.nodes != tree.depth + 2:
+            raise recipe.error(
+                ("drafters", index, "tree", "nodes"),
+                f"is {tree.nodes}, but a chain of depth {tree.depth} has {tree.depth + 2}; set it to that",
             )
         sources.append(GraphSource(index, section, config, tree))
     _check_taps(recipe, sources)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import yaml
 
-from compiler.recipe import ModelSection, NgramSection, Recipe, TreeSection, load_recipe
+from compiler.recipe import Recipe, load_recipe
+from compiler.recipe_drafters import ModelSection, NgramSection, TreeSection
 from plans.errors import RecipeError
 from plans.manifest import Tree
 

@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 
 from compiler.build import build
 from compiler.held_out import read_prompts
-from compiler.recipe import GraphSection, NgramSection, Recipe, load_recipe
+from compiler.recipe import Recipe, load_recipe
+from compiler.recipe_drafters import GraphSection, NgramSection
 from compiler.replay import DraftedTree, acceptance_by_depth, acceptance_by_rank, largest, tokens_per_verify
 from compiler.tune_table import Estimate, Timed, Tuning
 from compiler.verify import check_same_source
@@ -205,7 +206,8 @@ def _estimate(found: Tuning, bench: _Bench, search: Search) -> None:
     """Fill all of `found` but `timed`."""
     widest, deepest = search.top_ks[-1], search.depths[-1]
     wide = [Tree(top_k=k, depth=deepest, nodes=largest(k, deepest, _RECORDED)) for k in search.top_ks]
-    shallow = [Tree(top_k=k, depth=d, nodes=2) for d in search.depths[1:-1] for k in search.top_ks]
+    inner = search.depths[1:-1]
+    shallow = [Tree(top_k=k, depth=d, nodes=d + 2 if k == 1 else 2) for d in inner for k in search.top_ks]
     shallow.append(Tree(top_k=widest, depth=0, nodes=2))  # without levels, every top_k costs the same
     with TemporaryDirectory(prefix="outrider-tune-") as folder:
         runtime = bench.load([*wide, *shallow], Path(folder) / "plan")

@@ -7,7 +7,8 @@ from collections import deque
 
 _LOG = logging.getLogger("outrider")
 
-WINDOW = 32  # rounds that a judgement stands on
+WINDOW = 64  # rounds that a judgement stands on: texts have easy and hard stretches
+LEAST_GAIN = 0.95  # below which drafting stops: a rest misses the next easy stretch
 BASELINE = 4  # plain rounds that tell what a token costs without drafts
 STALE = 16  # windows after which that is measured again: sequences grow
 REST = 64  # plain rounds before the first probe, doubled after each that fails
@@ -66,7 +67,7 @@ class Gate:
     def _judge(self) -> None:
         gain = self.gain()
         self._drafted.clear()
-        if gain >= 1.0:
+        if gain >= LEAST_GAIN:
             self._rest = REST
             return
         _LOG.info("drafter %s: gain %.2f, decoding plainly for %d rounds", self._drafter, gain, self._rest)

@@ -65,6 +65,14 @@ def test_rejection_of_a_tree_says_what_to_write_instead(toy_recipe: Path, drafte
     assert sources(toy_recipe, chain)[0].tree.top_k == 1
 
 
+def test_rejection_drafts_whole_chains(toy_recipe: Path) -> None:
+    with pytest.raises(RecipeError, match=r"tree\.nodes is 3, but a chain of depth 3 has 5"):
+        sources(
+            toy_recipe,
+            "{name: a, kind: model, checkpoint: drafter, tree: {top_k: 1, depth: 3, nodes: 3}, acceptance: rejection}",
+        )
+
+
 def test_taps_of_the_recipe_win_and_must_exist(toy_recipe: Path) -> None:
     head = "{name: a, kind: eagle3, checkpoint: head, aux_layers: [%s]}"
     config = sources(toy_recipe, head % "0, 1, 3")[0].config

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from compiler.recipe import NgramSection, load_recipe
+from compiler.recipe import load_recipe
 from compiler.recipe_copy import RecipeCopy
+from compiler.recipe_drafters import NgramSection
 from plans.errors import RecipeError
 from plans.manifest import Tree
 

@@ -12,7 +12,8 @@ from rich.console import Console
 
 import compiler.__main__
 from compiler import tune
-from compiler.recipe import ModelSection, NgramSection, load_recipe
+from compiler.recipe import load_recipe
+from compiler.recipe_drafters import ModelSection, NgramSection
 from compiler.replay import tokens_per_verify
 from compiler.tune import Search
 from compiler.tune_table import Estimate, Timed, Tuning, draw_tuning, print_tuning

@@ -50,8 +50,8 @@ def check(runtime: Runtime, drafters: list[str], name: str, tolerance: float, *,
     checks = compare_drafters(runtime.session(), prompts, drafters, SAMPLINGS[name], new_tokens, tolerance)
     print(f"\n{name}, {len(prompts)} prompts, tolerance {tolerance:.1e}")
     for drafter, found in checks.items():
-        margins = ", ".join(f"{parting.margin:.1e}" for parting in found.partings) or "none"
-        print(f"  {drafter}: {found.tokens / found.rounds:.2f} tokens per verify, near ties (margins): {margins}")
+        margins = [f"{parting.margin:.1e}" for parting in found.partings]
+        print(f"  {drafter}: {found.tokens / found.rounds:.2f} tokens per verify, {len(margins)} near ties", *margins)
         assert found.tokens == len(prompts) * new_tokens
         assert found.rounds < found.tokens, "no draft was ever accepted, so nothing was tested"
         assert [parting for parting in found.partings if not parting.near_tie] == []

@@ -8,11 +8,21 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from plugins import native
-from plugins.reference import Sampling, SamplingSlots, chain_accept, sample, tree_accept, uniform
+from plugins.reference import Sampling, chain_accept, sample, tree_accept, uniform
 from plugins.reference.chain_accept import accepts, draft_probability, residual, target_probability
 from plugins.reference.choice import filtered_weights
 from plugins.schemas import Purpose
 from tests.plugins.accept_step import AcceptStep, depth_of, equal_slots, forest
+from tests.plugins.drawn_pairs import (
+    DRAWS,
+    FILTERS,
+    TABLE,
+    TIP,
+    chi_squares,
+    decode_two,
+    distribution,
+    one_in_a_thousand,
+)
 
 CHAIN_INPUTS = ("logits", "logit_rows", "positions", "branch", "token_ids", "parent", "draft_probs")
 
@@ -31,12 +41,6 @@ def chains_of(token_ids, logits, draft_probs, slots, *, position=100, skip=0):
     flat = (logits.reshape(len(rows), -1), rows, position + rows % length, rows // length, token_ids.ravel(), parent)
     q = draft_probs.astype(np.float32).reshape(len(rows), -1)
     return chain_step(slots, *flat, q, skip=np.full(chains, skip), trees=chains).run()
-
-
-def distribution(logits, slots: SamplingSlots, branch=0):
-    """p: what the target draws from, filters included."""
-    weights = filtered_weights(logits, slots.sampling(branch)).astype(np.float64)
-    return weights / weights.sum()
 
 
 def drafted_probs(rng, kind, p, token):
@@ -214,11 +218,8 @@ def test_the_adjustment_is_skipped_by_branch():
     assert (plain[rejected] == 0).any()
 
 
-# The statistics: a target whose next token depends on the last, and drafters that are more or less like it.
+# The statistics: drafters that are more or less like the target.
 
-CHAINS = 20_000
-TIP = 0
-TABLE = np.random.default_rng(11).normal(size=(6, 6)).astype(np.float32)
 DRAFTERS = {
     "near": TABLE + np.random.default_rng(12).normal(size=TABLE.shape) * 0.4,
     "flat": np.zeros(TABLE.shape),
@@ -226,74 +227,43 @@ DRAFTERS = {
     "sharp": np.eye(6)[:, ::-1] * 4,
     "one-hot": np.where(np.eye(6, dtype=bool)[:, [3, 4, 5, 0, 1, 2]], 0.0, -np.inf),
 }
-FILTERS = [{"temperature": 0.8}, {"temperature": 1.3, "top_k": 5, "top_p": 0.9}]
 
 
-def decode_two(drafter, slots, gamma, skip=0):
-    """The first two tokens behind TIP of each chain, and the share of accepted first drafts."""
+def drawn_from(drafter, gamma, skip=0):
+    """Steps whose chains are drawn from a drafter."""
     rng = np.random.default_rng(13)
     q_after = np.exp(drafter) / np.exp(drafter).sum(1, keepdims=True)
 
-    def step(tips, some, position):
+    def step(tips, slots, position):
         tokens, q = [tips], [np.full((len(tips), 6), np.nan)]
         for _ in range(gamma):
             q.append(q_after[tokens[-1]])
             tokens.append((rng.random((len(tips), 1)) >= np.cumsum(q[-1], axis=1)[:, :-1]).sum(1))
         chains = np.stack(tokens, 1)
-        done = chains_of(chains, TABLE[chains], np.stack(q, 1), some, position=position, skip=skip)
+        done = chains_of(chains, TABLE[chains], np.stack(q, 1), slots, position=position, skip=skip)
         return done.committed.reshape(chains.shape), done.accepted_count
 
-    committed, count = step(np.full(CHAINS, TIP), slots, 50)
-    pairs = committed[:, :2].copy()
-    short = np.flatnonzero(count == 1)  # its second token is the next step's first
-    of_short = SamplingSlots(**{name: column[short] for name, column in vars(slots).items()})
-    pairs[short, 1] = step(pairs[short, 0], of_short, 51)[0][:, 0]
-    return pairs, (count > 1).mean()
-
-
-def chi_square(tokens, p):
-    """(statistic, degrees of freedom); a token outside the distribution makes it infinite."""
-    counts = np.bincount(tokens, minlength=len(p))
-    possible = p > 0
-    if counts[~possible].any():
-        return np.inf, 0
-    expected = len(tokens) * p[possible]
-    return ((counts[possible] - expected) ** 2 / expected).sum(), int(possible.sum()) - 1
-
-
-def one_in_a_thousand(freedom):
-    """The chi-square that is exceeded so often (Wilson and Hilferty's approximation)."""
-    return freedom * (1 - 2 / (9 * freedom) + 3.09 * np.sqrt(2 / (9 * freedom))) ** 3
-
-
-def chi_squares(pairs, slots):
-    """Of the first token, and of the second given the first, all firsts together."""
-    first = chi_square(pairs[:, 0], distribution(TABLE[TIP], slots))
-    given_first = [
-        chi_square(pairs[pairs[:, 0] == token, 1], distribution(TABLE[token], slots))
-        for token in np.unique(pairs[:, 0])
-    ]
-    return first, tuple(sum(column) for column in zip(*given_first, strict=True))
+    return step
 
 
 @pytest.mark.parametrize("gamma", [1, 3])
 @pytest.mark.parametrize("filters", FILTERS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_tokens_have_the_distribution_of_the_target(drafter, filters, gamma):
-    slots = equal_slots(CHAINS, **filters)
-    pairs, accepted = decode_two(DRAFTERS[drafter], slots, gamma)
+    slots = equal_slots(DRAWS, **filters)
+    pairs, accepted = decode_two(drawn_from(DRAFTERS[drafter], gamma), slots)
     for statistic, freedom in chi_squares(pairs, slots):
         assert statistic < one_in_a_thousand(freedom)
     q = np.exp(DRAFTERS[drafter][TIP]) / np.exp(DRAFTERS[drafter][TIP]).sum()
     overlap = np.minimum(distribution(TABLE[TIP], slots), q).sum()
-    assert accepted == pytest.approx(overlap, abs=4 * np.sqrt(0.25 / CHAINS))
+    assert accepted == pytest.approx(overlap, abs=4 * np.sqrt(0.25 / DRAWS))
 
 
 @pytest.mark.parametrize("filters", FILTERS)
 @pytest.mark.parametrize("drafter", ["near", "flat", "opposite"])
 def test_without_the_adjustment_they_have_not(drafter, filters):
-    slots = equal_slots(CHAINS, **filters)
-    pairs, _ = decode_two(DRAFTERS[drafter], slots, gamma=2, skip=1)
+    slots = equal_slots(DRAWS, **filters)
+    pairs, _ = decode_two(drawn_from(DRAFTERS[drafter], gamma=2, skip=1), slots)
     for statistic, freedom in chi_squares(pairs, slots):
         assert statistic > 5 * one_in_a_thousand(freedom)
 

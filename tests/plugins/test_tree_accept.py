@@ -1,12 +1,17 @@
 """TreeAccept: the kernel is the reference, and a tree commits what plain decoding would."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from plugins.native import uniform
 from plugins.reference import sample, tree_accept
+from plugins.schemas import Purpose
 from tests.plugins.accept_step import AcceptStep, depth_of, equal_slots, forest
+from tests.plugins.drawn_pairs import DRAWS, FILTERS, TABLE, chi_squares, decode_two, one_in_a_thousand
 
 
 def tree_step(logits, logit_rows, positions, branch, slots, token_ids, parent, *, trees=8):
@@ -56,6 +61,82 @@ def test_a_tree_commits_what_plain_decoding_commits(seed, temperature, top_p):
     path = step.kept_rows[: step.kept_count[0]]
     assert tokens[path[1:]].tolist() == plain[:-1]
     assert not ((parents == path[-1]) & (tokens == plain[-1])).any()
+
+
+# The statistics: trees whose drafter looks at the draws that the target will choose by.
+
+DRAFTERS = {
+    "near": TABLE + np.random.default_rng(12).normal(size=TABLE.shape) * 0.4,
+    "flat": np.zeros(TABLE.shape),
+    "opposite": -TABLE,
+}
+NODES = 7
+PARENT = np.array([-1, 0, 0, 1, 1, 2, 2])  # of node n, the children are 2n + 1 and 2n + 2
+DEPTH = depth_of(PARENT)
+
+
+def coupled_trees(drafter, tips, slots, position):
+    """Tokens `[trees, NODES]`: first the drafter's own choice at the target's draw, then its likeliest other one."""
+    cumulative = np.cumsum(np.exp(drafter) / np.exp(drafter).sum(1, keepdims=True), axis=1)
+    likeliest = np.argsort(-drafter, axis=1)
+    tokens = np.zeros((len(tips), NODES), np.int64)
+    tokens[:, 0] = tips
+    for node in range(3):
+        at = position + 1 + DEPTH[node]
+        u = [uniform(int(slots.seed[tree]), 0, at, Purpose.TARGET) / 2**53 for tree in range(len(tips))]
+        last = tokens[:, node]
+        own = (np.array(u)[:, None] >= cumulative[last, :-1]).sum(1)
+        tokens[:, 2 * node + 1] = own
+        tokens[:, 2 * node + 2] = np.where(likeliest[last, 0] == own, likeliest[last, 1], likeliest[last, 0])
+    return tokens
+
+
+def grown_by(drafter, depth=DEPTH):
+    """Steps of coupled trees, whose nodes are at these depths."""
+
+    def step(tips, slots, position):
+        tokens, first = coupled_trees(drafter, tips, slots, position), NODES * np.arange(len(tips))[:, None]
+        rows = np.arange(tokens.size)
+        parent = np.where(PARENT < 0, -1, first + PARENT).ravel()
+        positions, branch = position + np.tile(depth, len(tips)), rows // NODES
+        arrays = (TABLE[tokens.ravel()], rows, positions, branch, slots, tokens.ravel(), parent)
+        done = tree_step(*arrays, trees=len(tips)).run()
+        return done.committed.reshape(tokens.shape), done.accepted_count
+
+    return step
+
+
+def always_accepting(drafter):
+    """Steps that commit the first child, and its, whatever the target's choice."""
+
+    def step(tips, slots, position):
+        return coupled_trees(drafter, tips, slots, position)[:, [1, 3]], np.full(len(tips), 2)
+
+    return step
+
+
+def seeded(filters):
+    return replace(equal_slots(DRAWS, **filters), seed=np.arange(DRAWS, dtype=np.uint64), stream=np.zeros(DRAWS, int))
+
+
+@pytest.mark.parametrize("filters", FILTERS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_tokens_of_coupled_trees_have_the_distribution_of_the_target(drafter, filters):
+    slots = seeded(filters)
+    pairs, accepted = decode_two(grown_by(DRAFTERS[drafter]), slots)
+    print(accepted); assert accepted > 0.3
+    for statistic, freedom in chi_squares(pairs, slots):
+        assert statistic < one_in_a_thousand(freedom)
+
+
+@pytest.mark.parametrize("filters", FILTERS)
+def test_tokens_of_wrong_rules_have_not(filters):
+    """Drafts that are always accepted; one draw for a whole path, which is right for the first token alone."""
+    slots = seeded(filters)
+    for statistic, freedom in chi_squares(decode_two(always_accepting(DRAFTERS["near"]), slots)[0], slots):
+        assert statistic > 5 * one_in_a_thousand(freedom)
+    _, (statistic, freedom) = chi_squares(decode_two(grown_by(DRAFTERS["near"], 0 * DEPTH), slots)[0], slots)
+    assert statistic > 5 * one_in_a_thousand(freedom)
 
 
 def chain(tokens, predicted):

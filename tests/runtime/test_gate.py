@@ -27,7 +27,7 @@ def test_drafts_that_gain_cost_a_few_plain_rounds() -> None:
 
 def test_drafts_that_commit_much_and_take_longer_are_stopped() -> None:
     found = run(Gate("a"), 5000, plain=1.0, drafted=4.0, tokens=3.0)
-    assert found.count(True) < 0.1 * len(found)
+    assert found.count(True) < 0.15 * len(found)
 
 
 def test_a_plain_pass_that_becomes_cheaper_is_noticed() -> None:
@@ -46,7 +46,7 @@ def test_drafts_that_lose_are_stopped_and_probed_more_and_more_rarely() -> None:
     assert rests[0] == BASELINE + REST
     assert rests[1:5] == [2 * REST, 4 * REST, 8 * REST, 16 * REST]
     assert max(rests) <= LONGEST_REST
-    assert found.count(True) < 0.1 * len(found)
+    assert found.count(True) < 0.15 * len(found)
 
 
 def test_drafts_that_begin_to_pay_come_back() -> None:

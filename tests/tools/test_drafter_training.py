@@ -53,9 +53,7 @@ def lessons(folder: Path) -> Lessons:
     return replace(found, windows=((0.0, 512),), step_tokens=512)
 
 
-def test_no_held_out_text_is_learned_from(
-    folder: Path, lessons: Lessons, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_held_out_text_is_learned_from(folder: Path, lessons: Lessons, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a held-out file nor a training file with the text of one."""
     files = source_files()
     held_out = [f for f in files if f.held_out]

@@ -1,0 +1,147 @@
+"""The drafters' sections of a recipe: one kind a class."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from compiler.recipe_section import Name, Section, WrittenPath
+from plans.manifest import Tree
+
+
+class NgramSection(Section):
+    """A drafter that looks up the last tokens in what the sequence already holds."""
+
+    name: Name = Field(description="what requests call the drafter: small letters, digits, and -_. after the first")
+    kind: Literal["ngram"] = Field(description="the kind of drafter")
+    max_context: int = Field(4, ge=1, le=16, description="tokens of the longest suffix that is looked up")
+    min_context: int = Field(1, ge=1, description="tokens of the shortest suffix that is looked up")
+    max_draft: int = Field(8, ge=1, le=64, description="most tokens proposed in a step")
+    min_confidence: float = Field(
+        0.0, ge=0, le=1, description="proposals stop where the share of the likeliest continuation falls below it"
+    )
+    filler_top_k: int = Field(
+        0, ge=0, le=64, description="so many of the target's likeliest tokens are learned from too (NASD); 0 is off"
+    )
+
+    @field_validator("min_context")
+    @classmethod
+    def _not_above_max(cls, value: int, info: ValidationInfo) -> int:
+        longest = info.data.get("max_context", value)
+        if value > longest:
+            context = {"value": value, "longest": longest}
+            raise PydanticCustomError("context", "is {value}, more than max_context {longest}; lower it", context)
+        return value
+
+
+class TreeSection(Section):
+    """A draft tree's shape. On a CPU small trees pay; `compiler tune` measures which."""
+
+    top_k: int = Field(ge=1, le=32, description="children of a node, and nodes that each level expands")
+    depth: int = Field(ge=0, le=32, description="levels behind the root's children")
+    nodes: int = Field(ge=2, le=256, description="nodes that the target verifies, the root included")
+
+    @model_validator(mode="after")
+    def _enough_candidates(self) -> TreeSection:
+        most = 1 + self.tree().candidates
+        if self.nodes > most:
+            context = {"value": self.nodes, "most": most}
+            raise PydanticCustomError("tree", "has {value} nodes, but grows only {most}; lower nodes", context)
+        return self
+
+    def tree(self) -> Tree:
+        return Tree(top_k=self.top_k, depth=self.depth, nodes=self.nodes)
+
+
+AUTO_TREE = {"top_k": 3, "depth": 2, "nodes": 8}  # a CPU verifies few nodes cheaply: 8 cost 1.1 to 1.8 times one
+
+
+def _chosen_tree(written: object) -> object:
+    if isinstance(written, str) and written != "auto":
+        raise PydanticCustomError("tree", "must be {top_k, depth, nodes}, or auto")
+    return AUTO_TREE if written == "auto" else written
+
+
+class Eagle3Section(Section):
+    """An EAGLE3 head: drafts from the target's own features."""
+
+    name: Name = Field(description="what requests call the drafter: small letters, digits, and -_. after the first")
+    kind: Literal["eagle3"] = Field(description="the kind of drafter")
+    checkpoint: WrittenPath = Field(description="folder of the head's checkpoint, relative to the recipe")
+    tree: Annotated[TreeSection, BeforeValidator(_chosen_tree)] = Field(
+        default_factory=lambda: TreeSection(**AUTO_TREE), description="{top_k, depth, nodes}, or auto"
+    )
+    acceptance: Literal["coupled", "rejection"] = Field(
+        "coupled",
+        description="coupled: the same seed gives the same tokens as without drafts; rejection: classical speculative "
+        "sampling, for chains, the same distribution only",
+    )
+    rope_theta: float | None = Field(
+        None, gt=0, description="replaces the checkpoint's base; heads of EAGLE and AngelSlim are trained with 10000"
+    )
+    aux_layers: tuple[int, int, int] | None = Field(
+        None,
+        strict=False,
+        description="layers of the target whose incoming hidden states the head reads, in place of those its "
+        "config.json names: projects count them differently",
+    )
+
+
+class EntropySection(Section):
+    """Chains as long as the drafter is sure (EGAG): `max` tokens times 1 - H / ln V, H being the entropy of its first
+    distribution and V its vocabulary, rounded down and kept within the limits."""
+
+    min: int = Field(1, ge=1, le=64, description="tokens of the shortest chain")
+    max: int = Field(ge=1, le=64, description="tokens of the longest chain")
+    beta: float = Field(0.0, ge=0, lt=1, description="weight of the lengths before in the smoothed one; 0 is off")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> EntropySection:
+        if self.min > self.max:
+            context = {"low": self.min, "high": self.max}
+            raise PydanticCustomError("gamma", "has min {low}, more than max {high}; lower min", context)
+        return self
+
+
+def _gamma_kind(written: object) -> str:
+    return ":entropy" if isinstance(written, (dict, EntropySection)) else ":count"
+
+
+Gamma = Annotated[
+    Annotated[int, Field(ge=1, le=64), Tag(":count")] | Annotated[EntropySection, Tag(":entropy")],
+    Discriminator(_gamma_kind),
+]
+
+
+class ModelSection(Section):
+    """A small decoder with the target's vocabulary."""
+
+    name: Name = Field(description="what requests call the drafter: small letters, digits, and -_. after the first")
+    kind: Literal["model"] = Field(description="the kind of drafter")
+    checkpoint: WrittenPath = Field(description="folder of a Hugging Face checkpoint, relative to the recipe")
+    gamma: Gamma | None = Field(
+        None, description="drafts a chain of this many tokens; {min, max, beta}: of as many as it is sure of"
+    )
+    tree: Annotated[TreeSection | None, BeforeValidator(_chosen_tree)] = Field(
+        None, description="drafts a tree instead: {top_k, depth, nodes}, or auto; with neither, a chain of 4"
+    )
+
+    acceptance: Literal["coupled", "rejection"] = Field(
+        "coupled",
+        description="coupled: the same seed gives the same tokens as without drafts; rejection: classical speculative "
+        "sampling, for chains, the same distribution only",
+    )
+
+    @model_validator(mode="after")
+    def _one_shape(self) -> ModelSection:
+        if self.gamma is not None and self.tree is not None:
+            raise PydanticCustomError(
+                "gamma", "stands beside tree; a draft is a chain or a tree, keep one of them", {"at": ("gamma",)}
+            )
+        return self
+
+
+GraphSection = Eagle3Section | ModelSection
+DrafterSection = Annotated[NgramSection | Eagle3Section | ModelSection, Field(discriminator="kind")]
