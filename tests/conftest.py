@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
@@ -36,6 +37,7 @@ capacity:
   context: 160
   prefill_chunk: 16
 """
+TOY_DRAFTERS = [section["name"] for section in yaml.safe_load(TOY_RECIPE)["drafters"]]
 
 
 def write_toy_checkpoint(folder: Path, noise: float = 0.0) -> None:

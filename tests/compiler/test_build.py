@@ -37,7 +37,8 @@ capacity:
 def light(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a recipe, its checkpoint and its plan: the toy without drafters that take seconds to export."""
     folder = tmp_path_factory.mktemp("light")
-    shutil.copytree(toy_recipe.parent / "target", folder / "target")
+    for name in ("target", "head"):
+        shutil.copytree(toy_recipe.parent / name, folder / name)
     (folder / "model.yaml").write_text(RECIPE, encoding="utf-8")
     rebuild(folder)
     return folder
@@ -139,17 +140,16 @@ def test_a_damaged_plan_is_built_anew(workplace: Path) -> None:
 
 
 def test_the_same_inputs_in_another_folder_give_the_same_identity_and_the_same_files(
-    toy_recipe: Path, toy_plan: Path, tmp_path: Path
+    workplace: Path, tmp_path: Path
 ) -> None:
-    """With a drafter of every kind."""
-    elsewhere = shutil.copytree(toy_recipe.parent, tmp_path / "a" / "longer path")
+    elsewhere = shutil.copytree(workplace, tmp_path / "a" / "longer path")
     shutil.rmtree(elsewhere / "plan")
-    built, _ = rebuild(elsewhere, out="other name")
-    toy = open_plan(toy_plan).manifest
-    assert built.reused == ()
-    assert built.plan.manifest.identity == toy.identity
-    assert hashes(built) == {entry.path: entry.sha256 for entry in toy.files}
-    assert str(tmp_path) not in (built.plan.root / "plan.json").read_text(encoding="utf-8")
+    head = "drafters=[{name: head, kind: eagle3, checkpoint: head, tree: {top_k: 2, depth: 1, nodes: 4}}]"
+    (here, _), (there, _) = rebuild(workplace, head), rebuild(elsewhere, head, out="other name")
+    assert there.reused == ()
+    assert there.plan.manifest.identity == here.plan.manifest.identity
+    assert hashes(there) == hashes(here)
+    assert str(tmp_path) not in (there.plan.root / "plan.json").read_text(encoding="utf-8")
 
 
 def test_a_failed_build_leaves_the_old_plan_and_nothing_else(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +158,7 @@ def test_a_failed_build_leaves_the_old_plan_and_nothing_else(workplace: Path, mo
     def fail(*_: object, **__: object) -> None:
         raise PlanError("the rule broke")
 
+    monkeypatch.setattr(compiler.build, "export_target", lambda *_: None)
     monkeypatch.setattr(compiler.build, "lower", fail)
     for out in ("plan", "new"):
         with pytest.raises(PlanError, match="the rule broke"):

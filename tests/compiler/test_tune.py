@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import compiler.__main__
 from compiler import tune
+from compiler.build import build
 from compiler.recipe import load_recipe
 from compiler.recipe_drafters import ModelSection, NgramSection
 from compiler.replay import tokens_per_verify
@@ -25,6 +28,28 @@ from runtime.trace import Node, Round
 Captured = pytest.CaptureFixture[str]
 
 SMALL = Search(top_ks=(1, 2), depths=(0, 1), nodes=4, finalists=1)
+SHALLOW_RECIPE = """\
+name: shallow
+target: {checkpoint: target}
+drafters:
+  - {name: chain, kind: model, checkpoint: target, gamma: 4}
+capacity: {context: 160, prefill_chunk: 16}
+held_out: held_out.jsonl
+"""
+
+
+@pytest.fixture(scope="module")
+def shallow_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan of the toy's first layer, which drafts for itself: its trees are exported quickly."""
+    folder = tmp_path_factory.mktemp("shallow")
+    checkpoint = shutil.copytree(toy_recipe.parent / "target", folder / "target")
+    settings = Qwen3Config.from_pretrained(checkpoint, num_hidden_layers=1, layer_types=["full_attention"])
+    Qwen3ForCausalLM.from_pretrained(checkpoint, config=settings).save_pretrained(checkpoint)
+    recipe = folder / "model.yaml"
+    recipe.write_text(SHALLOW_RECIPE, encoding="utf-8")
+    shutil.copyfile(toy_recipe.parent / "held_out.jsonl", folder / "held_out.jsonl")
+    build(load_recipe(recipe), recipe, folder / "plan")
+    return folder / "plan"
 
 
 def table() -> Tuning:
@@ -37,12 +62,12 @@ def table() -> Tuning:
 
 
 def test_the_command_measures_chooses_and_writes(
-    toy_plan: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+    shallow_plan: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tune, "Search", lambda: SMALL)
     out = tmp_path / "tuned.yaml"
-    arguments = ["--prompts", str(toy_plan.parent / "held_out.jsonl"), "--new", "16", "--count", "2"]
-    assert compiler.__main__.main(["tune", str(toy_plan), *arguments, "--out", str(out), "--json"]) == 0
+    arguments = ["tune", str(shallow_plan), "--new", "16", "--count", "2", "--out", str(out), "--json"]
+    assert compiler.__main__.main(arguments) == 0
     printed = capsys.readouterr()
     assert "tuning: " in printed.err
     found = json.loads(printed.out)

@@ -14,8 +14,9 @@ import pytest
 
 import compiler.__main__
 import runtime.__main__
+from plans.manifest import longest_draft
 from runtime import Runtime
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, TOY_DRAFTERS
 
 PROMPT = "def add(a, b):\n"
 GENERATION_KEYS = {"text", "token_ids", "finish_reason", "stats"}
@@ -59,11 +60,12 @@ def test_build_puts_the_plan_under_build_and_takes_overrides(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(toy_plan, tmp_path / "build" / "toy")  # its engines are taken over: this is about the command
-    arguments = ("build", toy_recipe, "--set", "drafters=[]", "--set", "capacity.context=200", "--json")
+    arguments = ("build", toy_recipe, "--set", "drafters[0].max_draft=3", "--set", "capacity.context=200", "--json")
     found = run_json(capsys, compiler.__main__.main, *arguments)
     assert found["plan"] == str(Path("build") / "toy")
+    assert found["reused"] == ["onnxruntime-cpu"]
     manifest = Runtime.load(tmp_path / "build" / "toy").manifest
-    assert (manifest.drafters, manifest.target.context) == ((), 200)
+    assert (longest_draft(manifest.drafters[:1]), manifest.target.context) == (3, 200)
 
 
 def test_inspect_shows_geometry_programs_ops_and_rules(toy_plan: Path, capsys: Captured) -> None:
@@ -95,7 +97,7 @@ def test_verify_compares_with_pytorch_and_exits_with_the_verdict(toy_plan: Path,
         "passed",
     }  # fmt: skip
     assert (found["prompts"], found["tokens"], found["passed"]) == (2, 24, True)
-    assert set(found["drafters"]) == {"ngram", "short", "chain", "bushy", "head"}
+    assert set(found["drafters"]) == set(TOY_DRAFTERS)
     for drafter in found["drafters"].values():
         assert set(drafter) == {"tokens", "rounds", "equal_runs", "partings", "tokens_per_verify"}
         assert (drafter["tokens"], drafter["equal_runs"], drafter["partings"]) == (24, 2, [])
@@ -226,7 +228,7 @@ def test_every_way_to_give_the_prompt_gives_the_same(
         (["--prompt-file", "/nowhere/prompt.txt"], "/nowhere/prompt.txt"),
         (["--prompt-file", "."], "--prompt-file ."),
         (["--prompt", "x" * 2000], "context is 160"),
-        (["--prompt", "x", "--drafter", "oracle"], "ngram, short, chain, bushy, head, none"),
+        (["--prompt", "x", "--drafter", "oracle"], ", ".join([*TOY_DRAFTERS, "none"])),
         (["--prompt", "x", "--temperature", "-1"], "temperature"),
         (["--prompt", "x", "--temperature", "nan"], "temperature"),
         (["--prompt", "x", "--top-p", "0"], "top_p"),

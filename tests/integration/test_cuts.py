@@ -10,6 +10,7 @@ import pytest
 
 from runtime import FinishReason, Generation, Runtime, Session
 from runtime.request import Options
+from tests.conftest import TOY_DRAFTERS
 
 PROMPT = [(37 * i) % 299 + 1 for i in range(50)]  # several chunks
 TOKENS = 40
@@ -56,7 +57,7 @@ def test_going_on_after_a_cut_equals_never_having_been_cut(
     options = Options(max_new_tokens=TOKENS, ignore_eos=True, auto_disable=False) | sampling
     whole = toy.generate(PROMPT, drafter="none", **options)
     session = toy.session()
-    for drafter, at in product([drafter.name for drafter in toy.manifest.drafters], (4, 13, 22)):
+    for drafter, at in product(TOY_DRAFTERS, (4, 13, 22)):
         session.reset()
         drafted = options | Options(drafter=drafter)
         first = cut(session, whole, at, drafted)

@@ -11,6 +11,8 @@ from transformers import Qwen3ForCausalLM
 
 from plans.errors import RequestError
 from runtime import FinishReason, Runtime
+from runtime.request import Options
+from tests.conftest import TOY_DRAFTERS
 
 PROMPT = "def add(a, b):\n"
 
@@ -28,7 +30,7 @@ def test_greedy_tokens_equal_those_of_transformers_alone_and_assisted(toy: Runti
         options = {"max_new_tokens": 48, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         (alone,), (assisted,) = (target.generate(**given, **options, assistant_model=a) for a in (None, assistant))
         assert assisted.tolist() == alone.tolist()
-        for drafter in ("none", *(d.name for d in toy.manifest.drafters)):
+        for drafter in ("none", *TOY_DRAFTERS):
             run = toy.generate(ids, drafter=drafter, max_new_tokens=48, ignore_eos=True, auto_disable=False)
             assert ids + run.token_ids == alone.tolist()
     assert drafted, "transformers never asked the assistant"
@@ -156,7 +158,7 @@ def test_logprobs_are_those_of_the_whole_sequence(toy: Runtime, toy_recipe, draf
         ("x", {"temperature": float("nan")}, "temperature"),
         ("x", {"top_p": 0.0}, "top_p"),
         ("x", {"seed": -1}, "seed"),
-        ("x", {"drafter": "eagle9"}, "ngram, short, chain, bushy, head, none"),
+        ("x", {"drafter": "eagle9"}, ", ".join([*TOY_DRAFTERS, "none"])),
         ("x", {"stop": [""]}, "stop"),
         ("x", {"stop": 5}, "stop"),
         ("x", {"eos_token_ids": 5}, "eos_token_ids"),
@@ -238,9 +240,12 @@ def test_streams_that_are_never_read_hold_nothing(toy_plan) -> None:
 
 
 def test_times_leave_out_what_the_caller_does_between_spans(toy: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And behind the last one, which brings text that was held back: it might have begun a stop string."""
+    options = Options(max_new_tokens=5, drafter="none", ignore_eos=True)
+    last = toy.generate(PROMPT, **options).text[-1]
     now = [0.0]
     monkeypatch.setattr("runtime.session.perf_counter", lambda: now[0])
-    stream = toy.session().stream(PROMPT, max_new_tokens=5, drafter="none", ignore_eos=True)
+    stream = toy.session().stream(PROMPT, stop=[f"{last} and more"], **options)
     for _ in stream:
         now[0] += 1000.0
     assert stream.result.stats.total_ms == 0.0

@@ -1,31 +1,41 @@
-"""`acceptance: rejection`: classical speculative sampling draws from the target's distribution."""
+"""`acceptance: rejection`: classical speculative sampling draws from the target's distribution, as coupled trees do."""
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from numpy.typing import NDArray
+from transformers import Qwen3ForCausalLM
 
 from compiler.build import build
 from compiler.recipe import load_recipe
 from plans.errors import RecipeError
 from runtime import Runtime
 from runtime.request import Options
+from tests.plugins.drawn_pairs import one_in_a_thousand
 
 DRAFTERS = (
     "drafters=[{name: classical, kind: model, checkpoint: drafter, gamma: 3, acceptance: rejection}, "
     "{name: head, kind: eagle3, checkpoint: head, tree: {top_k: 1, depth: 1, nodes: 3}, acceptance: rejection}]"
 )
 PROMPT = [(37 * i) % 299 + 1 for i in range(40)]
+RUN, TOP_K, CELLS = 100, 12, 40
 
 
 @pytest.fixture(scope="module")
 def runtime(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Runtime:
     out = tmp_path_factory.mktemp("rejection") / "plan"
     build(load_recipe(toy_recipe, [DRAFTERS]), toy_recipe, out)
-    return Runtime.load(out)
+    return Runtime.load(out, threads=1)
+
+
+@pytest.fixture(scope="module")
+def oracle(toy_recipe: Path) -> Qwen3ForCausalLM:
+    return Qwen3ForCausalLM.from_pretrained(toy_recipe.parent / "target").float()
 
 
 def test_greedy_rejection_gives_the_tokens_of_plain_decoding(runtime: Runtime) -> None:
@@ -39,37 +49,46 @@ def test_greedy_rejection_gives_the_tokens_of_plain_decoding(runtime: Runtime) -
     assert runtime.generate(PROMPT, drafter="classical", **options).stats.accepted > 0
 
 
-def statistic(observed: Counter[int], expected: np.ndarray, draws: int) -> float:
-    """Chi-square over the tokens that come up often, and the rest together."""
-    often = [token for token in range(len(expected)) if expected[token] * draws >= 10]
-    cells = [(observed[token], expected[token] * draws) for token in often]
-    rest = draws - sum(count for count, _ in cells), draws - sum(mean for _, mean in cells)
-    return sum((count - mean) ** 2 / max(mean, 1e-9) for count, mean in [*cells, rest] if mean > 5)
+def places(runtime: Runtime, oracle: Qwen3ForCausalLM, drafter: str, draws: int, **options: Any) -> NDArray[np.float64]:
+    """Where each of `draws` tokens lies in [0, 1), if the target's distribution at its place is laid out there.
+
+    Likeliest first, and anywhere in the token's own share: uniform if tokens have that distribution, whatever it is.
+    """
+    rng, found = np.random.default_rng(0), []
+    for seed in range(draws // RUN):
+        ids = runtime.generate(
+            PROMPT, drafter=drafter, max_new_tokens=RUN, ignore_eos=True, temperature=1.0, top_k=TOP_K, seed=seed,
+            auto_disable=False, **options,
+        ).token_ids  # fmt: skip
+        with torch.no_grad():
+            logits = oracle(torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1].double().numpy()
+        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+        weights[weights < np.sort(weights, axis=1)[:, [-TOP_K]]] = 0.0
+        own = np.take_along_axis(weights, np.array(ids)[:, None], axis=1)
+        before = np.where(weights > own, weights, 0.0).sum(axis=1)
+        found.append((before + rng.random(RUN) * own[:, 0]) / weights.sum(axis=1))
+    return np.concatenate(found)
 
 
-def third_tokens(runtime: Runtime, drafter: str, draws: int, **options: object) -> tuple[Counter[int], list[int]]:
-    """Second drafted-or-corrected tokens behind one fixed start, over many seeds."""
-    session = runtime.session()
-    found: Counter[int] = Counter()
-    for seed in range(draws):
-        run = session.generate(
-            PROMPT, whole=True, drafter=drafter, max_new_tokens=2, ignore_eos=True, temperature=1.0, top_k=12,
-            seed=seed, auto_disable=False, **options,  # type: ignore[arg-type]
-        )  # fmt: skip
-        found[run.token_ids[1]] += 1
-    return found, run.token_ids
+def chi_square(found: NDArray[np.float64]) -> float:
+    counts, mean = np.histogram(found, CELLS, (0, 1))[0], len(found) / CELLS
+    return float(((counts - mean) ** 2 / mean).sum())
 
 
-@pytest.mark.parametrize("drafter", ["classical", "head"])
-def test_tokens_have_the_distribution_of_plain_sampling(runtime: Runtime, drafter: str) -> None:
-    """Against plain sampling of the same seeds' number: two samples, so twice the variance of one."""
-    draws = 1500
-    plain, _ = third_tokens(runtime, "none", 4 * draws)
-    expected = np.array([plain[token] for token in range(300)]) / (4 * draws)
-    found, _ = third_tokens(runtime, drafter, draws)
-    often = int((expected * draws >= 10).sum())
-    # Degrees of freedom `often`; the baseline's own noise adds a quarter. Five standard deviations.
-    assert statistic(found, expected, draws) < 1.25 * (often + 5 * np.sqrt(2 * often))
+@pytest.mark.parametrize(("drafter", "draws"), [("classical", 20_000), ("head", 5_000)])
+def test_tokens_have_the_distribution_of_the_target(
+    runtime: Runtime, oracle: Qwen3ForCausalLM, drafter: str, draws: int
+) -> None:
+    assert chi_square(places(runtime, oracle, drafter, draws)) < one_in_a_thousand(CELLS - 1)
+
+
+def test_without_the_adjustment_they_have_not(runtime: Runtime, oracle: Qwen3ForCausalLM) -> None:
+    found = places(runtime, oracle, "classical", 20_000, skip_sample_adjustment=True)
+    assert chi_square(found) > one_in_a_thousand(CELLS - 1)
+
+
+def test_tokens_of_a_coupled_tree_have_the_distribution_of_the_target(toy: Runtime, oracle: Qwen3ForCausalLM) -> None:
+    assert chi_square(places(toy, oracle, "bushy", 5_000)) < one_in_a_thousand(CELLS - 1)
 
 
 def test_rejection_of_a_tree_is_refused(toy_recipe: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from runtime import Runtime
 from runtime.gate import Gate
 from runtime.request import Options
 from runtime.trace import Round
-from tests.conftest import HELD_OUT
+from tests.conftest import HELD_OUT, TOY_DRAFTERS
 
 SAMPLINGS = (
     Options(temperature=0.0),
@@ -27,7 +27,6 @@ SAMPLINGS = (
     Options(temperature=1.0, top_p=0.9, seed=2**63 + 5),
     Options(temperature=1.3, top_k=40, top_p=0.95, seed=3, stream_id=2, filter_order="temperature_last"),
 )
-DRAFTERS = ("ngram", "short", "chain", "bushy", "head")
 TOKENS = st.lists(st.integers(1, 299), min_size=1, max_size=60)
 SAMPLING = st.builds(
     lambda temperature, top_k, top_p, seed: Options(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
@@ -46,7 +45,7 @@ def test_every_drafter_gives_the_tokens_of_plain_decoding(
 ) -> None:
     prompt = (prompt * repeat)[:100]
     plain = toy.generate(prompt, drafter="none", max_new_tokens=48, **sampling)
-    for drafter in DRAFTERS:
+    for drafter in TOY_DRAFTERS:
         drafted = toy.generate(prompt, drafter=drafter, auto_disable=False, max_new_tokens=48, **sampling)
         assert drafted.token_ids == plain.token_ids
         assert drafted.text == plain.text
@@ -57,7 +56,7 @@ def test_every_drafter_gives_the_tokens_of_plain_decoding(
 @given(
     prompt=TOKENS,
     sampling=SAMPLING,
-    cuts=st.lists(st.tuples(st.integers(1, 20), st.sampled_from(["none", *DRAFTERS])), min_size=1, max_size=5),
+    cuts=st.lists(st.tuples(st.integers(1, 20), st.sampled_from(["none", *TOY_DRAFTERS])), min_size=1, max_size=5),
 )
 def test_going_on_after_any_cut_equals_never_having_been_cut(
     toy: Runtime, prompt: list[int], sampling: Options, cuts: list[tuple[int, str]]
@@ -75,7 +74,7 @@ def test_going_on_after_any_cut_equals_never_having_been_cut(
 
 
 @RELAXED
-@given(first=TOKENS, second=TOKENS, sampling=SAMPLING, drafters=st.tuples(*[st.sampled_from(DRAFTERS)] * 2))
+@given(first=TOKENS, second=TOKENS, sampling=SAMPLING, drafters=st.tuples(*[st.sampled_from(TOY_DRAFTERS)] * 2))
 def test_a_reused_prefix_gives_the_tokens_of_a_fresh_session(
     toy: Runtime, first: list[int], second: list[int], sampling: Options, drafters: tuple[str, str]
 ) -> None:
@@ -179,8 +178,8 @@ def test_a_tokenizer_that_opens_sequences_with_a_token_does_so_once(
     tokenizer = LibraryTokenizer.from_file(path)
     tokenizer.post_processor = TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", 0)])
     tokenizer.save(path)
-    build(load_recipe(folder / "model.yaml"), folder / "model.yaml", tmp_path / "plan")
-    runtime = Runtime.load(tmp_path / "plan")
+    build(load_recipe(folder / "model.yaml", ["drafters=[]"]), folder / "model.yaml", tmp_path / "plan")
+    runtime = Runtime.load(tmp_path / "plan", threads=1)
     opened = [0, *toy.tokenizer.encode("import os")]
     session = runtime.session()
     first = session.generate("import os", max_new_tokens=4, ignore_eos=True).token_ids

@@ -16,6 +16,14 @@ from plugins.reference.choice import filtered_weights
 DRAWS = 20_000
 TIP = 0
 TABLE = np.random.default_rng(11).normal(size=(6, 6)).astype(np.float32)
+DRAFTERS = {
+    "near": TABLE + np.random.default_rng(12).normal(size=TABLE.shape) * 0.4,
+    "flat": np.zeros(TABLE.shape),
+    "opposite": -TABLE,
+    "sharp": np.eye(6)[:, ::-1] * 4,
+    "one-hot": np.where(np.eye(6, dtype=bool)[:, [3, 4, 5, 0, 1, 2]], 0.0, -np.inf),
+}
+"""More or less like the target."""
 FILTERS = [{"temperature": 0.8}, {"temperature": 1.3, "top_k": 5, "top_p": 0.9}]
 
 Step = Callable[[NDArray[np.int64], SamplingSlots, int], tuple[NDArray[np.int64], NDArray[np.int64]]]
@@ -48,7 +56,10 @@ def chi_square(tokens, p):
 
 
 def one_in_a_thousand(freedom):
-    """The chi-square that is exceeded so often (Wilson and Hilferty's approximation)."""
+    """The chi-square that is exceeded so often (Wilson and Hilferty's approximation).
+
+    Seeds are fixed, so a test that passes once always does. Wrong rules are to exceed it several times over.
+    """
     return freedom * (1 - 2 / (9 * freedom) + 3.09 * np.sqrt(2 / (9 * freedom))) ** 3
 
 

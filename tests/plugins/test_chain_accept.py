@@ -14,6 +14,7 @@ from plugins.reference.choice import filtered_weights
 from plugins.schemas import Purpose
 from tests.plugins.accept_step import AcceptStep, depth_of, equal_slots, forest
 from tests.plugins.drawn_pairs import (
+    DRAFTERS,
     DRAWS,
     FILTERS,
     TABLE,
@@ -216,17 +217,6 @@ def test_the_adjustment_is_skipped_by_branch():
     plain = sample(logits[:, 0], rows, np.full(chains, 100), rows, slots)
     assert (skipped.committed[::2][rejected] == plain[rejected]).all()
     assert (plain[rejected] == 0).any()
-
-
-# The statistics: drafters that are more or less like the target.
-
-DRAFTERS = {
-    "near": TABLE + np.random.default_rng(12).normal(size=TABLE.shape) * 0.4,
-    "flat": np.zeros(TABLE.shape),
-    "opposite": -TABLE,
-    "sharp": np.eye(6)[:, ::-1] * 4,
-    "one-hot": np.where(np.eye(6, dtype=bool)[:, [3, 4, 5, 0, 1, 2]], 0.0, -np.inf),
-}
 
 
 def drawn_from(drafter, gamma, skip=0):

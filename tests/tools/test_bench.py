@@ -11,6 +11,7 @@ import pytest
 
 from plans.errors import OutriderError, RequestError
 from plans.plan import read_manifest
+from tests.conftest import TOY_DRAFTERS
 from tools.bench import __main__ as bench
 from tools.bench import against
 from tools.bench.latency import choose_drafters, choose_prompts
@@ -51,7 +52,7 @@ def latency(workplace: Path, capsys: Captured):
 
 
 ROW_KEYS = {
-    "drafter", "kind", "speedup", "speedup_p10", "speedup_p90", "tokens_per_verify", "acceptance_rate",
+    "drafter", "kind", "speedup", "speedup_p10", "speedup_p90", "decode_speedup", "tokens_per_verify", "acceptance_rate",
     "tokens_per_second", "tokens_per_second_p10", "tokens_per_second_p90", "drafted", "accepted", "rounds",
     "plain_rounds", "ttft_ms", "round_ms", "engine_ms", "host_gap_ms", "stages", "same_tokens", "same_runs", "runs",
 }  # fmt: skip
@@ -66,7 +67,7 @@ def test_latency_prints_stable_keys(latency, capsys: Captured) -> None:
     }  # fmt: skip
     assert set(found["machine"]) == {"processor", "cores", "python", "onnxruntime"}
     rows = {row["drafter"]: row for row in found["rows"]}
-    assert list(rows) == ["none", "ngram", "short", "chain", "bushy", "head"]
+    assert list(rows) == ["none", *TOY_DRAFTERS]
     assert rows["none"]["kind"] is None
     assert rows["bushy"]["kind"] == "model"
     for row in rows.values():
@@ -107,9 +108,9 @@ def test_latency_shows_two_tables(latency, capsys: Captured) -> None:
 
 def test_drafters_are_chosen_by_name_or_kind(toy_plan: Path) -> None:
     drafters = read_manifest(toy_plan).drafters
-    assert choose_drafters(drafters, None) == ["none", "ngram", "short", "chain", "bushy", "head"]
-    assert choose_drafters(drafters, "model,none, eagle3") == ["none", "chain", "bushy", "head"]
-    assert choose_drafters(drafters, "bushy,model") == ["none", "bushy", "chain"]
+    assert choose_drafters(drafters, None) == ["none", *TOY_DRAFTERS]
+    assert choose_drafters(drafters, "model,none, eagle3") == ["none", "chain", "sure", "bushy", "head"]
+    assert choose_drafters(drafters, "bushy,model") == ["none", "bushy", "chain", "sure"]
     assert choose_drafters(drafters, "ngram") == ["none", "ngram"]  # the name, and not all of the kind
     with pytest.raises(RequestError, match=r"names 'medusa', but the plan has ngram \(ngram\), .* none; pass names or"):
         choose_drafters(drafters, "none,medusa")

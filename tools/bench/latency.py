@@ -130,16 +130,25 @@ def _run(session: Session, prompt: str, drafter: str, settings: Options) -> Run:
 
 
 def _summary(runs: list[Run], plain: list[Run]) -> dict[str, Any]:
-    """Medians over all runs; the speedup is that over pairs of the same prompt and repetition, prompt included."""
+    """Medians over all runs; speedups are those of pairs of the same prompt and repetition.
+
+    `speedup` has the prompt in it, `decode_speedup` begins behind the first token.
+    """
     stats = [run.stats for run in runs]
     rates = [s.decode_tokens_per_second for s in stats]
     ratios = [p.stats.total_ms / run.stats.total_ms for run, p in zip(runs, plain, strict=True)]
+    decoding = [
+        run.stats.decode_tokens_per_second / rate
+        for run, p in zip(runs, plain, strict=True)
+        if (rate := p.stats.decode_tokens_per_second)
+    ]
     rounds, drafted, accepted = (sum(getattr(s, key) for s in stats) for key in ("rounds", "drafted", "accepted"))
     same = sum(run.generation.token_ids == p.generation.token_ids for run, p in zip(runs, plain, strict=True))
     steady = [run for run in runs if run.rounds]
     names = dict.fromkeys(name for run in steady for name, spent in run.steady.stage_ms.items() if spent)
     return {
         **_spread("speedup", ratios),
+        "decode_speedup": median(decoding) if decoding else 0.0,
         "tokens_per_verify": sum(s.new_tokens for s in stats) / rounds,
         "acceptance_rate": accepted / drafted if drafted else 0.0,
         **_spread("tokens_per_second", rates),
@@ -184,7 +193,16 @@ def print_table(report: dict[str, Any], console: Console) -> None:
         f"temperature {report['temperature']}; medians, modes alternating"
     )
     table = Table("drafter", box=None, pad_edge=False)
-    columns = ("tokens/s (p10-p90)", "speedup (p10-p90)", "tokens/verify", "accepted", "ttft ms", "round ms", "engine")
+    columns = (
+        "tokens/s (p10-p90)",
+        "speedup (p10-p90)",
+        "decode",
+        "tokens/verify",
+        "accepted",
+        "ttft ms",
+        "round ms",
+        "engine",
+    )
     for column in (*columns, "host gap", "same"):
         table.add_column(column, justify="right")
     for row in report["rows"]:
@@ -192,6 +210,7 @@ def print_table(report: dict[str, Any], console: Console) -> None:
             row["drafter"],
             "{tokens_per_second:.0f} ({tokens_per_second_p10:.0f}-{tokens_per_second_p90:.0f})".format_map(row),
             "{speedup:.2f}x ({speedup_p10:.2f}-{speedup_p90:.2f})".format_map(row),
+            f"{row['decode_speedup']:.2f}x",
             f"{row['tokens_per_verify']:.2f}",
             f"{row['acceptance_rate']:.0%} of {row['drafted']}" if row["drafted"] else "",
             f"{row['ttft_ms']:.1f}",
