@@ -52,7 +52,8 @@ def latency(workplace: Path, capsys: Captured):
 
 
 ROW_KEYS = {
-    "drafter", "kind", "speedup", "speedup_p10", "speedup_p90", "decode_speedup", "tokens_per_verify", "acceptance_rate",
+    "drafter", "kind", "speedup", "speedup_p10", "speedup_p90", "decode_speedup", "tokens_per_verify",
+    "acceptance_rate",
     "tokens_per_second", "tokens_per_second_p10", "tokens_per_second_p90", "drafted", "accepted", "rounds",
     "plain_rounds", "ttft_ms", "round_ms", "engine_ms", "host_gap_ms", "stages", "same_tokens", "same_runs", "runs",
 }  # fmt: skip

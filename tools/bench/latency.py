@@ -201,7 +201,6 @@ def print_table(report: dict[str, Any], console: Console) -> None:
         "accepted",
         "ttft ms",
         "round ms",
-        "engine",
     )
     for column in (*columns, "host gap", "same"):
         table.add_column(column, justify="right")
@@ -214,7 +213,7 @@ def print_table(report: dict[str, Any], console: Console) -> None:
             f"{row['tokens_per_verify']:.2f}",
             f"{row['acceptance_rate']:.0%} of {row['drafted']}" if row["drafted"] else "",
             f"{row['ttft_ms']:.1f}",
-            *(f"{row[key]:.3f}" for key in ("round_ms", "engine_ms", "host_gap_ms")),
+            *(f"{row[key]:.3f}" for key in ("round_ms", "host_gap_ms")),
             "yes" if row["same_tokens"] else f"{row['same_runs']} of {row['runs']}",
         )
     console.print(table)
