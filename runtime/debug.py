@@ -42,4 +42,8 @@ class RoundPrinter:
         return text
 
     def _shown(self, token_id: int) -> str:
-        return repr(self._tokenizer.token_bytes(token_id).decode("utf-8", "replace"))
+        raw = self._tokenizer.token_bytes(token_id)
+        try:
+            return repr(raw.decode("utf-8"))
+        except UnicodeDecodeError:  # a part of a character
+            return repr(raw)

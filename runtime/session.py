@@ -99,15 +99,19 @@ class Session:
         """The largest value of every symbol of the target's steps."""
         return self._limits
 
+    def stage_clock(self) -> StageClock:
+        """Times of all stages from now on."""
+        return StageClock(list(self._programs.values()))
+
     def reset(self) -> None:
         """Start over with an empty sequence."""
         self.truncate(0)
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens. Raises RequestError for a length the sequence does not have."""
-        if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= len(self._tokens):
-            raise RequestError(f"length is {length!r}; pass a whole number from 0 to {len(self._tokens)}.")
         with self._exclusive():
+            if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= len(self._tokens):
+                raise RequestError(f"length is {length!r}; pass a whole number from 0 to {len(self._tokens)}.")
             self._truncate(length)
 
     def generate(
@@ -136,7 +140,7 @@ class Session:
         Raises RequestError as `stream`.
         """
         with self._exclusive():
-            clock = StageClock(list(self._programs.values()))
+            clock = self.stage_clock()
             yield self._prepare(prompt, False, request)
             clock.fill(stats)
 
@@ -184,7 +188,7 @@ class Session:
             started = perf_counter()
             self._place(prepared.ids, whole)
             stats = Stats(prompt_tokens=len(self._tokens))
-            clock = StageClock(list(self._programs.values()))
+            clock = self.stage_clock()
             generation = GrowingGeneration(request, prepared.text, stats)
             self._buffers.set_sampling(_BRANCH, request.sampling)
             drafter = self._drafters.get(request.drafter or "")

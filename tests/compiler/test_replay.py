@@ -13,7 +13,7 @@ from plans.manifest import Tree
 from tests.compiler.test_draft_graph import grow
 
 VOCABULARY = 9
-Nodes = list[tuple[int, int, int, float]]  # token, parent node, depth, score
+Nodes = list[tuple[int, int, int, float, int]]  # token, parent node, depth, score, row
 
 
 def log_probs(seed: int, scale: float, path: list[int]) -> NDArray[np.float64]:
@@ -25,7 +25,7 @@ def accepted(nodes: Nodes, chosen: list[int]) -> list[int]:
     """Nodes, 1 for the first behind the tip, along what the target chooses."""
     path, at = [], 0
     for token in chosen:
-        at = next((i for i, (t, parent, _, _) in enumerate(nodes, start=1) if parent == at and t == token), 0)
+        at = next((i for i, (t, parent, *_) in enumerate(nodes, start=1) if parent == at and t == token), 0)
         if not at:
             break
         path.append(at)
@@ -36,8 +36,8 @@ def recorded(nodes: Nodes, chosen: list[int]) -> DraftedTree:
     path = tuple(node - 1 for node in accepted(nodes, chosen))
     siblings = [[i for i, n in enumerate(nodes) if n[1] == nodes[node][1]] for node in path]
     return DraftedTree(
-        score=np.array([score for *_, score in nodes]),
-        depth=np.array([depth for _, _, depth, _ in nodes]),
+        score=np.array([score for *_, score, _ in nodes]),
+        depth=np.array([depth for _, _, depth, _, _ in nodes]),
         path=path,
         ranks=tuple(found.index(node) for found, node in zip(siblings, path, strict=True)),
     )

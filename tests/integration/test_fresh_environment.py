@@ -46,12 +46,12 @@ def run(command: list[str | Path], folder: Path) -> subprocess.CompletedProcess[
 def test_an_installed_runtime_alone_gives_the_same_tokens(toy: Runtime, toy_plan: Path, tmp_path: Path) -> None:
     outside = tmp_path / "elsewhere"
     outside.mkdir()
-    made = run([sys.executable, "-m", "venv", tmp_path / "venv"], outside)
+    made = run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], outside)
     assert made.returncode == 0, made.stderr
     python = tmp_path / "venv" / "bin" / "python"
     # A build folder of its own: the checkout's belongs to the editable install.
-    install = [python, "-m", "pip", "install", "--disable-pip-version-check", "--retries", "1", str(REPOSITORY)]
-    install += ["--config-settings", f"build-dir={tmp_path / 'build'}"]
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--disable-pip-version-check", "--no-compile"]
+    install += ["--retries", "1", str(REPOSITORY), "--config-settings", f"build-dir={tmp_path / 'build'}"]
     if CONSTRAINTS.is_file():
         install += ["--constraint", CONSTRAINTS]
     installed = run(install, outside)

@@ -21,7 +21,6 @@ from plans.errors import RequestError
 from plans.manifest import Drafter
 from runtime import Generation, Runtime, Session, Stats
 from runtime.request import Options
-from runtime.stats import StageClock
 
 _PLAIN = "none"
 _OPENING = 2  # rounds that the stage times leave out: one ends the prompt, in the next a drafter reads it
@@ -120,7 +119,7 @@ def _run(session: Session, prompt: str, drafter: str, settings: Options) -> Run:
     stream = session.stream(prompt, **(settings | Options(drafter=drafter)))
     for _ in islice(stream, _OPENING):
         pass
-    clock = StageClock(list(session._programs.values()))
+    clock = session.stage_clock()
     started = perf_counter()
     generation = stream.result
     wall_ms = (perf_counter() - started) * 1000
