@@ -73,7 +73,7 @@ def write_toy_checkpoint(folder: Path, noise: float = 0.0) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([Path(__file__).read_text(encoding="utf-8")], trainer)
+    tokenizer.train_from_iterator([(REPOSITORY / "LICENSE").read_text(encoding="utf-8")], trainer)  # never changes
     tokenizer.save(str(folder / "tokenizer.json"))
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": template}))

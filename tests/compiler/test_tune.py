@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ SHALLOW_RECIPE = """\
 name: shallow
 target: {checkpoint: target}
 drafters:
-  - {name: chain, kind: model, checkpoint: target, gamma: 4}
+  - {name: chain, kind: model, checkpoint: target, gamma: 2}
 capacity: {context: 160, prefill_chunk: 16}
 held_out: held_out.jsonl
 """
@@ -55,8 +56,9 @@ def shallow_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def table() -> Tuning:
     """A finished choice."""
     return Tuning(
-        "plan", "0" * 64, "bushy", 2, 32, 40, 1.0, 1.25, 0.25, [1.0, 1.5, 2.0, 2.5], {1: [0.5, 1.0], 2: [0.5, 1.5]},
-        [0.75, 0.25], [0.9, 0.1], [Estimate(2, 1, 4, 2.0, 4.0, 500.0), Estimate(1, 1, 3, 1.8, 4.0, 450.0)],
+        "plan", "0" * 64, "bushy", 2, 32, 0.0, 40, 1.0, 1.25, 0.25,
+        [1.0, 1.5, 2.0, 2.5], {1: [0.5, 1.0], 2: [0.5, 1.5]}, [0.75, 0.25], [0.9, 0.1],
+        [Estimate(2, 1, 4, 2.0, 4.0, 500.0), Estimate(1, 1, 3, 1.8, 4.0, 450.0)],
         [Timed(2, 1, 4, False, 1.4, 2.1, 520.0, True), Timed(1, 3, 5, True, 1.2, 1.9, 440.0, False)],
     )  # fmt: skip
 
@@ -72,9 +74,9 @@ def test_the_command_measures_chooses_and_writes(
     assert "tuning: " in printed.err
     found = json.loads(printed.out)
     assert set(found) == {
-        "plan", "identity", "drafter", "prompts", "new_tokens", "context", "plain_ms", "plain_round_ms", "host_ms",
-        "verify_ms", "draft_ms", "acceptance_by_depth", "acceptance_by_rank", "estimates", "timed",
-        "plain_tokens_per_second", "chosen", "pays", "recipe", "png",
+        "plan", "identity", "drafter", "prompts", "new_tokens", "temperature", "context", "plain_ms",
+        "plain_round_ms", "host_ms", "verify_ms", "draft_ms", "acceptance_by_depth", "acceptance_by_rank", "estimates",
+        "timed", "plain_tokens_per_second", "chosen", "pays", "recipe", "png",
     }  # fmt: skip
     assert (found["drafter"], found["prompts"], found["new_tokens"]) == ("chain", 2, 16)
     assert [entry["nodes"] for entry in found["verify_ms"]] == [1, 2, 3, 4]
@@ -85,7 +87,7 @@ def test_the_command_measures_chooses_and_writes(
     shape = ("top_k", "depth", "nodes")
     raced = [tuple(timed[key] for key in shape) for timed in found["timed"]]
     assert tuple(found["estimates"][0][key] for key in shape) in raced
-    assert [raced[i] for i, timed in enumerate(found["timed"]) if timed["current"]] == [(1, 3, 5)]
+    assert [raced[i] for i, timed in enumerate(found["timed"]) if timed["current"]] == [(1, 1, 3)]
     assert all(timed["same_tokens"] for timed in found["timed"])
     best = max(found["timed"], key=lambda timed: timed["speedup"])
     assert found["chosen"] == {key: best[key] for key in shape}
@@ -121,7 +123,8 @@ def test_timing_the_target_leaves_nothing_behind(toy: Runtime) -> None:
     session = toy.session()
     expected = session.generate("import os\n", drafter="none", max_new_tokens=20, ignore_eos=True)
     session._programs[names.speculate(tune._PROBE)] = session._programs[names.speculate("ngram")]
-    plain, verify = tune._verify_costs(session, toy.tokenizer.encode("x = 1\n"), 8, 5)
+    bench = tune._Bench(cast(Any, None), SMALL, [], 16, 0.0, 160, lambda *_: None)
+    plain, verify = tune._verify_costs(bench, session, toy.tokenizer.encode("x = 1\n"), 5)
     assert plain > 0
     assert len(verify) == 5
     assert session.token_ids == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +12,7 @@ from plugins.reference import Sampling, choice, uniform
 from plugins.reference.choice import filtered_weights
 from plugins.schemas import FilterOrder, Purpose
 from runtime import Session
-from runtime.request import Options
+from runtime.request import Options, check_options
 
 
 def margin(logits: NDArray[np.float32], sampling: Sampling, u: int) -> float:
@@ -51,30 +50,27 @@ def _to_the_ends(odds: float, weights: NDArray[np.float64], index: int, temperat
 
 
 def compare_drafters(
-    session: Session,
-    prompts: Sequence[list[int]],
-    drafters: Sequence[str],
-    sampling: Sampling,
-    new_tokens: int,
-    tolerance: float,
+    session: Session, prompts: Sequence[list[int]], drafters: Sequence[str], options: Options, tolerance: float
 ) -> dict[str, DrafterCheck]:
-    """Run every prompt plainly and with each drafter, its number for a seed. A `Parting` is a near tie by `margin`."""
+    """Run every prompt plainly and with each drafter; a `Parting` is a near tie where its `margin` is in tolerance."""
     checks = {name: DrafterCheck() for name in drafters}
-    given = {name: value for name, value in asdict(sampling).items() if name != "filter_order"}
+    params = check_options(options, drafters, ()).sampling
+    sampling = Sampling(params.temperature, params.top_k, params.top_p, FilterOrder[params.filter_order.upper()])
+    always = options | Options(ignore_eos=True, auto_disable=False)
     for prompt, ids in enumerate(prompts):
-        options = Options(max_new_tokens=new_tokens, seed=prompt, ignore_eos=True, auto_disable=False, **given)
-        plain = session.generate(ids, whole=True, drafter="none", **options).token_ids
+        plain = session.generate(ids, whole=True, drafter="none", **always).token_ids
         for name, check in checks.items():
-            run = session.generate(ids, whole=True, drafter=name, **options)
+            run = session.generate(ids, whole=True, drafter=name, **always)
             check.tokens += len(run.token_ids)
             check.rounds += run.stats.rounds
             parted = (i for i, pair in enumerate(zip(plain, run.token_ids, strict=True)) if len(set(pair)) > 1)
             if (index := next(parted, None)) is None:
                 check.equal_runs += 1
                 continue
-            session.generate(ids, whole=True, drafter="none", **options | Options(max_new_tokens=index + 1))
-            u = uniform(prompt, 0, len(ids) + index, Purpose.TARGET)
-            apart = margin(session.step_logits(0), sampling, u)
+            session.generate(ids, whole=True, drafter="none", **always | Options(max_new_tokens=index + 1))
+            logits, u = session.step_logits(0), uniform(params.seed, params.stream, len(ids) + index, Purpose.TARGET)
+            assert choice(logits, sampling, u) == plain[index]
+            apart = margin(logits, sampling, u)
             parting = Parting(prompt, index, plain[index], run.token_ids[index], apart, apart <= tolerance)
             check.partings.append(parting)
     return checks

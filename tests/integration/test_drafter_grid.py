@@ -18,16 +18,16 @@ from compiler.build import build
 from compiler.held_out import read_prompts
 from compiler.recipe import Recipe, load_recipe
 from compiler.verify import verify_plan
-from plugins.reference import Sampling
 from runtime import Runtime
+from runtime.request import Options
 from runtime.tokenizer import Tokenizer
 from tests.conftest import HELD_OUT, REFERENCE_RECIPE
 from tests.integration.near_ties import compare_drafters
 
 SAMPLINGS = {
-    "greedy": Sampling(),
-    "temperature 0.7, top-p 0.9": Sampling(temperature=0.7, top_p=0.9),
-    "temperature 1.0, top-k 50": Sampling(temperature=1.0, top_k=50),
+    "greedy": Options(temperature=0.0),
+    "temperature 0.7, top-p 0.9": Options(temperature=0.7, top_p=0.9, seed=1),
+    "temperature 1.0, top-k 50": Options(temperature=1.0, top_k=50, seed=2),
 }
 
 
@@ -44,17 +44,19 @@ def measured_tolerance(recipe: Recipe, plan: Path) -> float:
     return verification.tolerance
 
 
-def check(runtime: Runtime, drafters: list[str], name: str, tolerance: float, *, most: int, new_tokens: int) -> None:
+def check(runtime: Runtime, drafters: list[str], sampling: str, tolerance: float, *, most: int, new: int) -> int:
+    """Compare, and print what was found; of the drafters, how many had a draft accepted."""
     prompts = cut_prompts(runtime.tokenizer, most)
     assert len({tuple(ids) for ids in prompts}) >= 100
-    checks = compare_drafters(runtime.session(), prompts, drafters, SAMPLINGS[name], new_tokens, tolerance)
-    print(f"\n{name}, {len(prompts)} prompts, tolerance {tolerance:.1e}")
+    options = SAMPLINGS[sampling] | Options(max_new_tokens=new)
+    checks = compare_drafters(runtime.session(), prompts, drafters, options, tolerance)
+    print(f"\n{sampling}, {len(prompts)} prompts, tolerance {tolerance:.1e}")
     for drafter, found in checks.items():
         margins = [f"{parting.margin:.1e}" for parting in found.partings]
         print(f"  {drafter}: {found.tokens / found.rounds:.2f} tokens per verify, {len(margins)} near ties", *margins)
-        assert found.tokens == len(prompts) * new_tokens
-        assert found.rounds < found.tokens, "no draft was ever accepted, so nothing was tested"
+        assert found.tokens == len(prompts) * new
         assert [parting for parting in found.partings if not parting.near_tie] == []
+    return sum(found.rounds < found.tokens for found in checks.values())
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +68,8 @@ def toy_tolerance(toy_recipe: Path, toy_plan: Path) -> float:
 def test_every_drafter_of_the_toy_gives_the_tokens_of_plain_decoding(
     toy: Runtime, toy_tolerance: float, sampling: str
 ) -> None:
-    check(toy, ["ngram", "chain", "bushy", "head"], sampling, toy_tolerance, most=40, new_tokens=10)
+    """Its head is random, and hardly ever right."""
+    assert check(toy, ["ngram", "chain", "bushy", "head"], sampling, toy_tolerance, most=40, new=10) >= 3
 
 
 def grid_recipe() -> Recipe:
@@ -101,4 +104,4 @@ def test_every_drafter_of_the_reference_gives_the_tokens_of_plain_decoding(
 ) -> None:
     runtime, tolerance = reference_grid
     drafters = [drafter.name for drafter in runtime.manifest.drafters]
-    check(runtime, drafters, sampling, tolerance, most=1024, new_tokens=64)
+    assert check(runtime, drafters, sampling, tolerance, most=1024, new=64) == 4

@@ -110,5 +110,6 @@ def _about(model: Decoder, sha256: str) -> str:
     size = sum(p.numel() for p in model.parameters()) / 1e6
     return f"""A Qwen3-architecture draft model of {size:.2f}M parameters for `../target` (weights {sha256[:12]}), bf16,
 with its tokenizer: {c.num_layers} layer{"s" * (c.num_layers > 1)}, hidden {c.hidden_size},
-intermediate {c.intermediate_size}, {c.num_heads} query and {c.num_kv_heads} key/value heads of {c.head_dim}, tied embedding.
+intermediate {c.intermediate_size}, {c.num_heads} query and {c.num_kv_heads} key/value heads of {c.head_dim},
+tied embedding.
 Distilled from the target. Written by `python -m tools.train_reference model`."""
