@@ -209,10 +209,11 @@ class Session:
                 handed_over = perf_counter()
                 yield span
                 started += perf_counter() - handed_over  # the caller's time is not ours
-            if (rest := generation.finish()).text:
-                yield rest
+            rest = generation.finish()
             stats.total_ms = (perf_counter() - started) * 1000
             clock.fill(stats)
+            if rest.text:
+                yield rest
             return generation.result()
 
     def _place(self, ids: list[int], whole: bool) -> None:

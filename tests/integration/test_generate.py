@@ -22,8 +22,8 @@ def test_greedy_tokens_equal_those_of_transformers_alone_and_assisted(toy: Runti
     target, assistant = (
         Qwen3ForCausalLM.from_pretrained(toy_recipe.parent / name).float() for name in ("target", "drafter")
     )
-    drafted: list[object] = []
-    assistant.register_forward_hook(lambda *_: drafted.append(_))
+    asked: list[object] = []
+    assistant.register_forward_hook(lambda *call: asked.append(call))
     for text in (PROMPT, "import os\n", "class Tree:\n    def __init__(self"):
         ids = toy.tokenizer.encode(text)
         given = {"inputs": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.int64)}
@@ -33,7 +33,7 @@ def test_greedy_tokens_equal_those_of_transformers_alone_and_assisted(toy: Runti
         for drafter in ("none", *TOY_DRAFTERS):
             run = toy.generate(ids, drafter=drafter, max_new_tokens=48, ignore_eos=True, auto_disable=False)
             assert ids + run.token_ids == alone.tolist()
-    assert drafted, "transformers never asked the assistant"
+    assert asked, "transformers never asked the assistant"
 
 
 def test_text_is_the_decoded_tokens_and_spans_add_up(toy: Runtime) -> None:
