@@ -15,11 +15,13 @@ from compiler.build import build
 from compiler.recipe import load_recipe
 from plans.errors import RecipeError
 from runtime import Runtime
+from runtime.gate import Gate
 from runtime.request import Options
 from tests.plugins.drawn_pairs import one_in_a_thousand
 
 DRAFTERS = (
     "drafters=[{name: classical, kind: model, checkpoint: drafter, gamma: 3, acceptance: rejection}, "
+    "{name: sure, kind: model, checkpoint: drafter, gamma: {max: 4}, acceptance: rejection}, "
     "{name: head, kind: eagle3, checkpoint: head, tree: {top_k: 1, depth: 1, nodes: 3}, acceptance: rejection}]"
 )
 PROMPT = [(37 * i) % 299 + 1 for i in range(40)]
@@ -42,7 +44,7 @@ def test_greedy_rejection_gives_the_tokens_of_plain_decoding(runtime: Runtime) -
     """All of p lies on one token: it is accepted or corrected to."""
     options = Options(max_new_tokens=60, ignore_eos=True, auto_disable=False)
     plain = runtime.generate(PROMPT, drafter="none", **options).token_ids
-    for drafter in ("classical", "head"):
+    for drafter in ("classical", "sure", "head"):
         run = runtime.generate(PROMPT, drafter=drafter, **options)
         assert run.token_ids == plain
         assert run.stats.drafted > 0
@@ -75,11 +77,22 @@ def chi_square(found: NDArray[np.float64]) -> float:
     return float(((counts - mean) ** 2 / mean).sum())
 
 
-@pytest.mark.parametrize(("drafter", "draws"), [("classical", 20_000), ("head", 5_000)])
+@pytest.mark.parametrize(("drafter", "draws"), [("classical", 20_000), ("sure", 10_000), ("head", 5_000)])
 def test_tokens_have_the_distribution_of_the_target(
     runtime: Runtime, oracle: Qwen3ForCausalLM, drafter: str, draws: int
 ) -> None:
     assert chi_square(places(runtime, oracle, drafter, draws)) < one_in_a_thousand(CELLS - 1)
+
+
+def test_tokens_do_not_depend_on_the_clock(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which draws decide depends on what was drafted, so drafting goes on even where it never pays."""
+    monkeypatch.setattr(Gate, "gain", lambda self: 0.5)
+    monkeypatch.setattr("runtime.gate.WINDOW", 4)
+    options = Options(max_new_tokens=100, temperature=1.0, seed=3, ignore_eos=True)
+    for drafter in ("classical", "sure", "head"):
+        kept, free = (runtime.generate(PROMPT, drafter=drafter, auto_disable=on, **options) for on in (False, True))
+        assert free.token_ids == kept.token_ids
+        assert free.stats.plain_rounds == 0
 
 
 def test_without_the_adjustment_they_have_not(runtime: Runtime, oracle: Qwen3ForCausalLM) -> None:
