@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from plans.console import guarded, print_json, progress_bar, stdout
 from plans.errors import OutriderError
+from tools.arguments import at_least_1
 
 if TYPE_CHECKING:
     import torch
@@ -299,12 +300,6 @@ def _share(text: str) -> float:
     return share
 
 
-def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
-    return int(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tools.synthetic_pair",
@@ -315,8 +310,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--params", type=_count, required=True, help="the target's parameters: 10m, 40m, 150m ...")
     parser.add_argument("--out", type=Path, required=True, help="folder to write, new or empty")
-    parser.add_argument("--layers", type=_positive, help="of the target (default: 12 at 10m, 24 at 150m)")
-    parser.add_argument("--draft-layers", type=_positive, default=1, help="of the draft model (default 1)")
+    parser.add_argument("--layers", type=at_least_1, help="of the target (default: 12 at 10m, 24 at 150m)")
+    parser.add_argument("--draft-layers", type=at_least_1, default=1, help="of the draft model (default 1)")
     parser.add_argument(
         "--agreement", type=_share, default=0.62, help="how often the draft model is to be right (default 0.62)"
     )

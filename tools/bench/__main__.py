@@ -12,6 +12,7 @@ from rich.console import Console
 
 from plans.console import guarded, print_json, stdout
 from plans.errors import OutriderError
+from tools.arguments import at_least_1
 from tools.bench.machine import describe_machine
 
 
@@ -42,14 +43,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     latency.add_argument("plan", type=Path, help="folder of the plan")
     latency.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
-    latency.add_argument("--count", type=_at_least_1, default=12, help="prompts to run (default 12)")
+    latency.add_argument("--count", type=at_least_1, default=12, help="prompts to run (default 12)")
     latency.add_argument(
         "--drafters",
         metavar="NAME|KIND,...",
         help="by name, or all of a kind (ngram, model, eagle3); none, plain decoding, always runs (default: all)",
     )
     latency.add_argument("--new", type=int, default=128, help="tokens to generate (default 128)")
-    latency.add_argument("--reps", type=_at_least_1, default=3, help="runs of each prompt and mode (default 3)")
+    latency.add_argument("--reps", type=at_least_1, default=3, help="runs of each prompt and mode (default 3)")
     latency.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     latency.add_argument(
         "--keep-drafting", action="store_true", help="draft even where the runtime would see that it does not pay"
@@ -68,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     against.add_argument("--checkpoint", type=Path, help="the plan's checkpoint (default: the recipe's)")
     against.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
     against.add_argument("--new", type=int, default=128, help="tokens to generate (default 128)")
-    against.add_argument("--reps", type=_at_least_1, default=5, help="runs of each engine (default 5)")
+    against.add_argument("--reps", type=at_least_1, default=5, help="runs of each engine (default 5)")
     against.add_argument("--threads", type=int, default=0, help="for every engine; 0: all cores")
     against.add_argument("--json", action="store_true")
     against.set_defaults(command=_against)
@@ -80,17 +81,11 @@ def _parser() -> argparse.ArgumentParser:
         "the first token of a short prompt. Medians and spread.",
     )
     startup.add_argument("plan", type=Path)
-    startup.add_argument("--reps", type=_at_least_1, default=5, help="processes to start (default 5)")
+    startup.add_argument("--reps", type=at_least_1, default=5, help="processes to start (default 5)")
     startup.add_argument("--threads", type=int, default=0, help="0: the backend chooses")
     startup.add_argument("--json", action="store_true")
     startup.set_defaults(command=_startup)
     return parser
-
-
-def _at_least_1(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
-    return int(text)
 
 
 def _latency(options: argparse.Namespace) -> int:
