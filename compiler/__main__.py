@@ -188,17 +188,18 @@ def _verify(options: argparse.Namespace) -> int:
             )
         if len(result.divergences) > _SHOWN:
             stdout.print(f"  and {len(result.divergences) - _SHOWN} more (--json lists all)")
-        for name, check in result.drafters.items():
-            stdout.print(
-                f"drafter {name}: {check.tokens / max(check.rounds, 1):.2f} tokens per verify, {check.equal_runs} runs "
-                "with the tokens of plain decoding"
-            )
-            for p in check.partings[:_SHOWN]:
-                kind = "near tie" if p.near_tie else "DIFFERENT"
+        for how, checks in (("greedy", result.drafters), ("sampled", result.sampled)):
+            for name, check in checks.items():
                 stdout.print(
-                    f"  prompt {p.prompt}, token {p.index}: {kind}, plain {p.plain_token}, drafted {p.drafted_token}, "
-                    f"margin {p.margin:.2e} (tolerance {result.tolerance:.2e})"
+                    f"drafter {name}, {how}: {check.tokens_per_verify:.2f} tokens per verify, {check.equal_runs} runs "
+                    "with the tokens of plain decoding"
                 )
+                for p in check.partings[:_SHOWN]:
+                    kind = "near tie" if p.near_tie else "DIFFERENT"
+                    stdout.print(
+                        f"  prompt {p.prompt}, token {p.index}: {kind}, plain {p.plain_token}, drafted "
+                        f"{p.drafted_token}, margin {p.margin:.2e} (tolerance {result.tolerance:.2e})"
+                    )
         stdout.print("the plan agrees with PyTorch" if result.passed else "the plan does NOT agree with PyTorch")
     return 0 if result.passed else 1
 

@@ -1,4 +1,4 @@
-"""Compare a built plan with PyTorch: logits on held-out text, greedy tokens, and where the two nearly tie."""
+"""Compare a built plan with PyTorch on held-out text, and every drafter's runs with plain decoding."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import JsonValue
 
+from compiler.agreement import DrafterCheck, compare_drafters
 from compiler.checkpoint import load_decoder
 from compiler.drafters import source_hashes
 from compiler.held_out import read_prompts
@@ -19,10 +20,10 @@ from compiler.models.decoder import Decoder
 from compiler.models.eager import sequence_logits
 from compiler.recipe import Recipe
 from plans.errors import PlanError, RecipeError, RequestError
-from plans.manifest import Manifest
+from plans.manifest import Manifest, rejects
 from plans.plan import read_manifest
 from runtime import Runtime
-from runtime.session import Session
+from runtime.request import Options
 
 LOGIT_BOUND = 1e-3
 """Largest difference of two logits (of some tens, fp32) that order of summation explains.
@@ -30,6 +31,8 @@ LOGIT_BOUND = 1e-3
 Plans agree with PyTorch to about 1e-5, and our PyTorch module with transformers to 1e-4, which its tests demand. Ten
 times that leaves room for deep models; a wrong weight, mask or position is off by units.
 """
+SAMPLED = Options(temperature=0.8, top_p=0.95, seed=1)
+
 # Paths: their contents are hashed, and held-out text is in no plan.
 _WHERE_IT_LIES = re.compile(r"target\.checkpoint|drafters\[\d+\]\.checkpoint|held_out")
 
@@ -49,41 +52,13 @@ class Divergence:
     near_tie: bool = False
 
 
-@dataclass(frozen=True)
-class Parting:
-    """Where a run with a drafter first differs from plain decoding of the same plan.
-
-    `margin` is by how much plain decoding preferred its own token (logits). Chains never part on the CPU; a tree's
-    nodes off its leading chain may be the last bits away.
-    """
-
-    prompt: int
-    index: int
-    plain_token: int
-    drafted_token: int
-    margin: float
-    near_tie: bool = False
-
-
-@dataclass
-class DrafterCheck:
-    """What a drafter did on the same prompts, greedily."""
-
-    tokens: int = 0
-    rounds: int = 0
-    equal_runs: int = 0
-    partings: list[Parting] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, object]:
-        return asdict(self) | {"tokens_per_verify": self.tokens / self.rounds if self.rounds else 0.0}
-
-
 @dataclass
 class Verification:
     """What was measured, and the verdict.
 
     `logit_bound` is absolute: it is what the plan cannot talk itself out of. `tolerance` is twice the largest logit
-    error (closer logits than that may change places), but at most the bound.
+    error (closer logits than that may change places), but at most the bound. `drafters` holds the
+    drafters' greedy runs, `sampled` those at SAMPLED, of which drafters by rejection have none.
     """
 
     prompts: int = 0
@@ -94,18 +69,20 @@ class Verification:
     equal_runs: int = 0
     divergences: list[Divergence] = field(default_factory=list)
     drafters: dict[str, DrafterCheck] = field(default_factory=dict)
+    sampled: dict[str, DrafterCheck] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
         tied = all(d.near_tie for d in self.divergences)
-        tied &= all(parting.near_tie for drafter in self.drafters.values() for parting in drafter.partings)
+        tied &= all(check.passed for check in (*self.drafters.values(), *self.sampled.values()))
         return self.max_logit_error <= self.logit_bound and tied  # NaN fails
 
     def to_json(self) -> dict[str, object]:
         """JSON has no NaN and no infinity: an error that is not finite is null."""
         error = self.max_logit_error if math.isfinite(self.max_logit_error) else None
-        drafters = {name: check.to_json() for name, check in self.drafters.items()}
-        return asdict(self) | {"max_logit_error": error, "drafters": drafters, "passed": self.passed}
+        kinds = {"drafters": self.drafters, "sampled": self.sampled}
+        checks = {kind: {name: c.to_json() for name, c in found.items()} for kind, found in kinds.items()}
+        return asdict(self) | checks | {"max_logit_error": error, "passed": self.passed}
 
 
 def verify_plan(
@@ -119,7 +96,8 @@ def verify_plan(
     """Run `prompts` held-out prompts for `new_tokens` greedy tokens on the plan and in PyTorch.
 
     Every position's logits are compared along the plan's own sequence, so one early difference does not
-    hide later errors. Every drafter of the plan runs the same prompts and must give the same tokens. Raises
+    hide later errors. Every drafter of the plan runs the same prompts, greedily and at SAMPLED, and must give the
+    tokens of plain decoding. `progress` gets pieces of work done, and of how many. Raises
     `RecipeError` when the recipe names no held-out text, `RequestError` for numbers of prompts or tokens that cannot
     be run, `PlanError` when the plan was built from something else.
     """
@@ -135,14 +113,26 @@ def verify_plan(
         raise RequestError(
             f"new_tokens is {new_tokens}, but the plan's context is {runtime.manifest.target.context}; lower it."
         )
-    for index, text in enumerate(texts):
-        ids = runtime.tokenizer.encode(text)[-min(longest, 1024) :]
+    pieces = 3 * len(texts)
+    encoded = [runtime.tokenizer.encode(text)[-min(longest, 1024) :] for text in texts]
+    for index, ids in enumerate(encoded):
         _compare(runtime, decoder, ids, index, new_tokens, result)
-        progress(index + 1, len(texts))
+        progress(index + 1, pieces)
     result.tolerance = min(result.logit_bound, 2 * result.max_logit_error)  # in this order, NaN gives the bound
     result.divergences = [replace(d, near_tie=d.margin <= result.tolerance) for d in result.divergences]
-    for check in result.drafters.values():
-        check.partings = [replace(p, near_tie=p.margin <= result.tolerance) for p in check.partings]
+    if not math.isfinite(result.max_logit_error):
+        return result
+    session, limit = runtime.session(), Options(max_new_tokens=new_tokens)
+
+    def compare(names: list[str], options: Options, done: int) -> dict[str, DrafterCheck]:
+        def report(prompt: int) -> None:
+            progress(done + prompt, pieces)
+
+        return compare_drafters(session, encoded, names, options | limit, result.tolerance, report)
+
+    drafters = runtime.manifest.drafters
+    result.drafters = compare([d.name for d in drafters], Options(temperature=0.0), len(texts))
+    result.sampled = compare([d.name for d in drafters if not rejects([d])], SAMPLED, 2 * len(texts))
     return result
 
 
@@ -203,8 +193,6 @@ def _compare(
             raise
         result.max_logit_error = math.nan
         return
-    for drafter in runtime.manifest.drafters:
-        _compare_drafter(session, drafter.name, ids, generated, rows, prompt, result)
     expected = sequence_logits(decoder, ids + generated[:-1])[len(ids) - 1 :]
     error = np.abs(np.stack(rows) - expected.numpy())
     result.tokens += len(generated)
@@ -215,22 +203,3 @@ def _compare(
     for i in parted:
         margin = float(expected[i, choices[i]] - expected[i, generated[i]])
         result.divergences.append(Divergence(prompt, i, generated[i], choices[i], margin))
-
-
-def _compare_drafter(
-    session: Session, name: str, ids: list[int], plain: list[int], rows: list[np.ndarray], prompt: int,
-    result: Verification,
-) -> None:  # fmt: skip
-    """Run the prompt with a drafter; `rows` are the logits that plain decoding chose `plain` by."""
-    run = session.generate(
-        ids, whole=True, drafter=name, max_new_tokens=len(plain), ignore_eos=True, auto_disable=False
-    )
-    check = result.drafters.setdefault(name, DrafterCheck())
-    check.tokens += len(run.token_ids)
-    check.rounds += run.stats.rounds
-    parted = next((i for i, (a, b) in enumerate(zip(plain, run.token_ids, strict=True)) if a != b), None)
-    if parted is None:
-        check.equal_runs += 1
-        return
-    ours, other = plain[parted], run.token_ids[parted]
-    check.partings.append(Parting(prompt, parted, ours, other, float(rows[parted][ours] - rows[parted][other])))

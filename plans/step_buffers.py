@@ -16,7 +16,7 @@ _Table = dict[str, tuple[DType, tuple[int | str, ...]]]
 def target_buffers(geometry: Geometry, kv_dtype: DType, *, rejection: bool) -> tuple[Tensor, ...]:
     """What the target owns: its step, its arena with the slot map, and its results.
 
-    `rejection`: a drafter's distributions as well.
+    `rejection`: a drafter's distributions as well, and what became of them.
     """
     new, picked = names.NEW, names.LOGITS
     integer, real = DType.INT64, DType.FLOAT32
@@ -31,6 +31,7 @@ def target_buffers(geometry: Geometry, kv_dtype: DType, *, rejection: bool) -> t
     }
     if rejection:
         table[names.DRAFT_PROBS] = (real, (picked, geometry.vocab_size))
+        table[names.TRIALS] = (DType.FLOAT64, (picked, 2))
     if geometry.feature_size:
         table[names.FEATURES] = (real, (new, geometry.feature_size))
     return _named(names.TARGET, table)

@@ -82,6 +82,7 @@ class ChainAccept:
         accepted_count: _Int,
         kept_rows: _Int,
         kept_count: _Int,
+        trials: _Double,
     ) -> None: ...
     def __call__(self, new: int, logits: int, /) -> None: ...
 

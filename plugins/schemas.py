@@ -178,7 +178,7 @@ _TREE_ACCEPT = OpSchema(
 
 _CHAIN_ACCEPT = OpSchema(
     name="ChainAccept",
-    version=1,
+    version=2,
     doc="""Walk each drafted chain by classical speculative sampling: accept by p / q, or correct from the residual.
 
     Rows stand as in TreeAccept, and every tree is a chain: in logit_rows a drafted node stands right behind its
@@ -192,7 +192,9 @@ _CHAIN_ACCEPT = OpSchema(
     p and q are compared in integer units of 2^-50; q above 1 counts as 1. A q that sums to 1 + e moves the output's
     distribution by no more than about e.
 
-    Outputs as of TreeAccept.
+    Outputs as of TreeAccept, and trials[i] = (r, p(x) / q(x)) of each drafted node at place i that the walk came to,
+    NaN elsewhere; p and q in their integer units, so that x is accepted iff r <= p / q but for the last bits of the
+    quotient: 0 where p(x) is, else infinite where q(x) is 0.
     Errors: as TreeAccept, and ValueError for trees that are no chains, drafted tokens outside the vocabulary,
     draft_probs that are negative, NaN or infinite, and skip_sample_adjustment other than 0 and 1.
     Source: DESIGN section 7; seed 001; arXiv 2211.17192 (algorithm 1); arXiv 2302.01318.""",
@@ -202,7 +204,7 @@ _CHAIN_ACCEPT = OpSchema(
         TensorSpec(names.DRAFT_PROBS, "float32", (names.LOGITS, _VOCABULARY)),
         TensorSpec(names.SKIP_SAMPLE_ADJUSTMENT, _INT, (_SLOTS,)),
     ),
-    outputs=_ACCEPT_OUTPUTS,
+    outputs=(*_ACCEPT_OUTPUTS, TensorSpec(names.TRIALS, "float64", (names.LOGITS, 2))),
     extents=(names.NEW, names.LOGITS),
 )
 

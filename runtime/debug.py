@@ -12,6 +12,8 @@ from runtime.trace import Node, Round
 class RoundPrinter:
     """Prints rounds as they come: position, drafted tree with the drafter's probabilities, and what was committed.
 
+    By rejection, r and p / q follow the probability of every token that the target came to.
+
     Before a chain whose length its first distribution's entropy decided, that entropy (0 to 1).
 
     Accepted tokens have a `+`, those that the target did not choose a `-`, the correction (or the bonus behind a draft
@@ -36,6 +38,8 @@ class RoundPrinter:
         mark, style = ("+", "green") if node.accepted else ("-", "red")
         text = Text(f"{mark}{self._shown(node.token_id)}", style=style)
         details = [] if node.probability is None else [f"{node.probability:.2f}"]
+        if node.draw is not None:
+            details.append(f"r {node.draw:.2f} p/q {node.ratio:.2f}")
         if node.parent != node.depth - 1 or not node.accepted:
             details.append(f"d{node.depth}<{node.parent}")
         text.append(f"({' '.join(details)})" if details else "", style="dim")

@@ -18,7 +18,8 @@ class Node:
     """A drafted token. `parent` counts nodes, 0 is the tip.
 
     `probability` is the drafter's that the target chooses it behind its parent, None where it has none: greedy, and by
-    rejection, its own probability of the token; else what TreeExpand makes of that at the target's draw.
+    rejection, its own probability of the token; else what TreeExpand makes of that at the target's draw. By rejection,
+    a node that the target came to was accepted where `draw` <= `ratio`, r and p / q of the rule; else they are None.
     """
 
     token_id: int
@@ -26,6 +27,8 @@ class Node:
     depth: int
     probability: float | None
     accepted: bool
+    draw: float | None = None
+    ratio: float | None = None
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ def read_round(
 
     `kept` lists the step's rows that stay.
     """
-    scores = None if drafter is None else drafter.scores
+    scores, trials = (None, None) if drafter is None else (drafter.scores, drafter.trials)
     tip = pending - 1
     drafted = step.new_tokens - pending
     on_path = set() if kept is None else {int(row) - tip for row in kept[pending : pending + accepted]}
@@ -65,6 +68,7 @@ def read_round(
     for node in range(1, drafted + 1):
         row = tip + node
         parent = int(step.parent[row]) - tip
+        draw, ratio = (None, None) if trials is None or np.isnan(trials[node, 0]) else trials[node].tolist()
         nodes.append(
             Node(
                 token_id=int(step.token_ids[row]),
@@ -72,6 +76,8 @@ def read_round(
                 depth=int(step.positions[row] - step.positions[tip]),
                 probability=None if scores is None else exp(float(scores[node] - scores[parent])),
                 accepted=node in on_path,
+                draw=draw,
+                ratio=ratio,
             )
         )
     return Round(int(step.positions[tip]) + 1, nodes, committed, None if drafter is None else drafter.entropy)

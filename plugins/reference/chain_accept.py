@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -37,6 +39,13 @@ def residual(p: NDArray[np.uint64], q: NDArray[np.uint64]) -> NDArray[np.uint64]
     return np.where(p > q, p - q, np.uint64(0))
 
 
+@dataclass(frozen=True)
+class WeighedChains(Accepted):
+    """What a step committed, and `trials` f64 `[M, 2]`: r and p / q of the nodes that were weighed, NaN elsewhere."""
+
+    trials: NDArray[np.float64]
+
+
 def chain_accept(
     logits: NDArray[np.float32],
     logit_rows: NDArray[np.int64],
@@ -47,9 +56,10 @@ def chain_accept(
     parent: NDArray[np.int64],
     draft_probs: NDArray[np.float32],
     skip_sample_adjustment: NDArray[np.int64],
-) -> Accepted:
+) -> WeighedChains:
     """The rule of seed 001 for every chain of the step; shapes as in the schema of ChainAccept."""
     place_of = {row: place for place, row in enumerate(logit_rows.tolist())}
+    trials = np.full((len(logit_rows), 2), np.nan)
 
     def step(node: int) -> tuple[int, int | None]:
         b, position = int(branch[node]), int(positions[node])
@@ -61,6 +71,7 @@ def chain_accept(
 
         x, r = int(token_ids[drafted]), slots.draw(b, position, Purpose.REJECTION)
         p, q = target_probability(weights), draft_probability(draft_probs[place_of[drafted]])
+        trials[place_of[drafted]] = r / 2**_DRAW_BITS, _ratio(int(p[x]), int(q[x]))
         if accepts(r, int(p[x]), int(q[x])):
             return x, drafted
         rest = residual(p, q)
@@ -68,4 +79,11 @@ def chain_accept(
             return inverse_cdf(weights, u), None
         return inverse_cdf(rest, u), None
 
-    return walk_trees(logit_rows, parent, step)
+    accepted = walk_trees(logit_rows, parent, step)
+    return WeighedChains(**vars(accepted), trials=trials)
+
+
+def _ratio(p: int, q: int) -> float:
+    if p == 0:
+        return 0.0
+    return float(p) / float(q) if q else float("inf")

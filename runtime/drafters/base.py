@@ -31,6 +31,10 @@ class Drafter(Protocol):
         """Log-probabilities of the last draft's nodes, summed from the tip, node 0; None where it knows none."""
 
     @property
+    def trials(self) -> NDArray[np.float64] | None:
+        """`(r, p / q)` of the last draft's nodes, NaN where the target did not come to; None where nothing rejects."""
+
+    @property
     def entropy(self) -> float | None:
         """Of the last draft's first distribution, over that of the uniform one; None where it decides nothing."""
 

@@ -42,6 +42,8 @@ class EngineDrafter:
         self._paired = settings.kind == "eagle3"
         self._tree_rows = None if compact is None else _TreeRows(settings.name, buffers, step, compact)
         self.scores: NDArray[np.float32] = buffers.of(settings.name, names.TREE_SCORE)
+        rejected = settings.acceptance == "rejection"
+        self.trials: NDArray[np.float64] | None = buffers.of(names.TARGET, names.TRIALS) if rejected else None
         self._tip_position = buffers.of(settings.name, names.TIP_POSITION)
         self._feature_rows = buffers.of(settings.name, names.FEATURE_ROWS) if self._paired else None
         self._first, self._rows = 0, np.zeros(0, np.int64)

@@ -92,6 +92,7 @@ class NgramDrafter:
         self._likely: dict[int, NDArray[np.int64]] = {}  # by index of a token that is not counted yet
 
     entropy = None
+    trials = None
 
     @property
     def scores(self) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from compiler.agreement import compare_drafters
 from compiler.build import build
 from compiler.held_out import read_prompts
 from compiler.recipe import Recipe, load_recipe
@@ -22,7 +23,6 @@ from runtime import Runtime
 from runtime.request import Options
 from runtime.tokenizer import Tokenizer
 from tests.conftest import HELD_OUT, REFERENCE_RECIPE
-from tests.integration.near_ties import compare_drafters
 
 SAMPLINGS = {
     "greedy": Options(temperature=0.0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,17 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from rich.console import Console
 from transformers import Qwen3ForCausalLM
 
 from compiler.build import build
 from compiler.recipe import load_recipe
 from plans.errors import RecipeError
 from runtime import Runtime
+from runtime.debug import RoundPrinter
 from runtime.gate import Gate
 from runtime.request import Options
+from runtime.trace import Round
 from tests.plugins.drawn_pairs import one_in_a_thousand
 
 DRAFTERS = (
@@ -102,6 +106,23 @@ def test_without_the_adjustment_they_have_not(runtime: Runtime, oracle: Qwen3For
 
 def test_tokens_of_a_coupled_tree_have_the_distribution_of_the_target(toy: Runtime, oracle: Qwen3ForCausalLM) -> None:
     assert chi_square(places(toy, oracle, "bushy", 5_000)) < one_in_a_thousand(CELLS - 1)
+
+
+@pytest.mark.parametrize("drafter", ["classical", "sure", "head"])
+def test_rounds_tell_r_against_p_over_q(runtime: Runtime, drafter: str) -> None:
+    rounds: list[Round] = []
+    session = runtime.session()
+    session.generate(PROMPT, drafter=drafter, temperature=1.0, seed=3, max_new_tokens=80, on_round=rounds.append)
+    nodes = [node for r in rounds[:-1] for node in r.nodes]  # the last may have been cut
+    weighed = [node for node in nodes if node.draw is not None and node.ratio is not None]
+    assert all(node.accepted == (node.draw <= node.ratio) for node in weighed)
+    assert all(node in weighed for node in nodes if node.accepted)
+    for r in rounds[1:-1]:  # the first takes in the prompt
+        first_rejected = next((i for i, node in enumerate(r.nodes) if not node.accepted), len(r.nodes))
+        assert [node.draw is not None for node in r.nodes] == [i <= first_rejected for i in range(len(r.nodes))]
+    shown = StringIO()
+    RoundPrinter(runtime.tokenizer, Console(file=shown, width=1000))(rounds[1])
+    assert f"r {rounds[1].nodes[0].draw:.2f} p/q {rounds[1].nodes[0].ratio:.2f}" in shown.getvalue()
 
 
 def test_rejection_of_a_tree_is_refused(toy_recipe: Path, tmp_path: Path) -> None:

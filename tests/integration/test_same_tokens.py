@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers.processors import TemplateProcessing
 
+from compiler.agreement import compare_drafters
 from compiler.build import build
 from compiler.held_out import read_prompts
 from compiler.recipe import load_recipe
@@ -21,7 +22,6 @@ from runtime.gate import Gate
 from runtime.request import Options
 from runtime.trace import Round
 from tests.conftest import HELD_OUT, TOY_DRAFTERS
-from tests.integration.near_ties import compare_drafters
 
 SAMPLINGS = (
     Options(temperature=0.0),

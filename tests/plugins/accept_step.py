@@ -22,6 +22,9 @@ class AcceptStep:
         self.kept_count = np.full(1, POISON)
         outputs = {"committed": self.committed, "accepted_count": self.accepted_count}
         outputs |= {"kept_rows": self.kept_rows, "kept_count": self.kept_count}
+        self.trials = np.full((self.count, 2), float(POISON))
+        if op_name == "ChainAccept":
+            outputs["trials"] = self.trials
         self.op = native.create(op_name, tensors | outputs | vars(slots))
 
     def run(self):
@@ -36,12 +39,14 @@ class AcceptStep:
         assert self.kept_count[0] == kept
         np.testing.assert_array_equal(self.kept_rows[:kept], expected.kept_rows)
         assert (self.kept_rows[kept:] == -1).all()
+        if hasattr(expected, "trials"):
+            np.testing.assert_array_equal(self.trials, expected.trials)
 
     def assert_equals_reference(self):
         self.assert_equals(self.reference(slots=self.slots, **self.tensors))
 
     def assert_untouched(self):
-        for output in (self.committed, self.accepted_count, self.kept_rows, self.kept_count):
+        for output in (self.committed, self.accepted_count, self.kept_rows, self.kept_count, self.trials):
             assert (output == POISON).all()
 
 

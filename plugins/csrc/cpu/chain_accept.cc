@@ -5,6 +5,7 @@
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
+#include <limits>
 #include <vector>
 
 #include "binder.h"
@@ -63,13 +64,14 @@ class ChainAccept {
               nb::object temperature, nb::object top_k, nb::object top_p, nb::object filter_order, nb::object seed,
               nb::object stream, nb::object token_ids, nb::object parent, nb::object draft_probs,
               nb::object skip_sample_adjustment, nb::object committed, nb::object accepted_count, nb::object kept_rows,
-              nb::object kept_count)
+              nb::object kept_count, nb::object trials)
       : binder_(kOp),
         choices_(kOp, binder_, logits, logit_rows, positions, branch, temperature, top_k, top_p, filter_order, seed,
                  stream, kForTarget),
         walk_(kOp, binder_, token_ids, parent, committed, accepted_count, kept_rows, kept_count),
         draft_probs_(binder_.input<float>("draft_probs", draft_probs, {"M", "V"})),
-        skip_sample_adjustment_(binder_.input<i64>("skip_sample_adjustment", skip_sample_adjustment, {"B"})) {}
+        skip_sample_adjustment_(binder_.input<i64>("skip_sample_adjustment", skip_sample_adjustment, {"B"})),
+        trials_(binder_.output<double>("trials", trials, {"M", 2})) {}
 
   void call(i64 new_tokens, i64 count) const {
     choices_.check(new_tokens, count);
@@ -80,6 +82,7 @@ class ChainAccept {
       check_value(kOp, "skip_sample_adjustment", branch, skip_sample_adjustment_[branch], 0, 1);
       if (const i64 parent = parent_place(chains, place); parent >= 0) check_drafted(chains, place, parent);
     }
+    std::fill_n(trials_, 2 * count, std::numeric_limits<double>::quiet_NaN());
     walk_.run(chains, new_tokens, [&](i64 node, i64 end) { return visit(chains, node, end); });
   }
 
@@ -108,7 +111,10 @@ class ChainAccept {
     Survivors p = choices_.survivors(node);
     const u64 p_token = target_probability(weight_of(p, token), probability_scale(p.total));
     const u64 r = choices_.uniform(node, kForRejection);
-    if (accepts(r, p_token, draft_probability(q[token]))) return {token, drafted};
+    const u64 q_token = draft_probability(q[token]);
+    trials_[2 * drafted] = draw_f64(r);
+    trials_[2 * drafted + 1] = p_token ? static_cast<double>(p_token) / static_cast<double>(q_token) : 0.0;
+    if (accepts(r, p_token, q_token)) return {token, drafted};
     if (skip_sample_adjustment_[choices_.branch(node)] == 0) {
       take_away(q, p);
       if (p.total != 0) return {drawn(p, choices_.uniform(node, kForTarget)), kNothing};
@@ -123,6 +129,7 @@ class ChainAccept {
   TreeWalk walk_;
   const float* draft_probs_;
   const i64* skip_sample_adjustment_;
+  double* trials_;
 };
 
 // The rule's parts by themselves, for tests.
@@ -149,11 +156,11 @@ void register_chain_accept(nb::module_& module) {
   nb::class_<ChainAccept>(module, "ChainAccept")
       .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object,
                     nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object,
-                    nb::object, nb::object>(),
+                    nb::object, nb::object, nb::object>(),
            nb::arg("logits"), nb::arg("logit_rows"), nb::arg("positions"), nb::arg("branch"), nb::arg("temperature"),
            nb::arg("top_k"), nb::arg("top_p"), nb::arg("filter_order"), nb::arg("seed"), nb::arg("stream"),
            nb::arg("token_ids"), nb::arg("parent"), nb::arg("draft_probs"), nb::arg("skip_sample_adjustment"),
-           nb::arg("committed"), nb::arg("accepted_count"), nb::arg("kept_rows"), nb::arg("kept_count"))
+           nb::arg("committed"), nb::arg("accepted_count"), nb::arg("kept_rows"), nb::arg("kept_count"), nb::arg("trials"))
       .def("__call__", &ChainAccept::call);
   module.def("residual", &residual_weights, nb::arg("weights"), nb::arg("draft_probs"), nb::arg("out"));
   module.def("accepts", &accepts, nb::arg("r"), nb::arg("p"), nb::arg("q"));

@@ -1,0 +1,137 @@
+"""Same seed, same tokens: runs of a plan with its drafters against plain decoding, and by how little they part.
+
+DESIGN section 7: where two runs part, the margin says how nearly another token would have been chosen there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plans.manifest import Drafter, NgramDrafter
+from plugins.reference import Sampling, choice, uniform
+from plugins.reference.choice import filtered_weights
+from plugins.schemas import FilterOrder, Purpose
+from runtime import Generation, Session
+from runtime.request import Options, check_options
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where a run with a drafter first differs from plain decoding of the same plan.
+
+    `index` counts generated tokens; `margin` is that of plain decoding's choice (logits). Chains are bit-exact on the
+    CPU, so that theirs is never a near tie; a tree's nodes off its leading chain may be the last bits away.
+    """
+
+    prompt: int
+    index: int
+    plain_token: int
+    drafted_token: int
+    margin: float
+    near_tie: bool
+
+
+@dataclass
+class DrafterCheck:
+    """What a drafter did on some prompts."""
+
+    tokens: int = 0
+    rounds: int = 0
+    equal_runs: int = 0
+    partings: list[Parting] = field(default_factory=list)
+
+    @property
+    def tokens_per_verify(self) -> float:
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def passed(self) -> bool:
+        return all(parting.near_tie for parting in self.partings)
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self) | {"tokens_per_verify": self.tokens_per_verify}
+
+
+def compare_drafters(
+    session: Session,
+    prompts: Sequence[list[int]],
+    drafters: Sequence[str],
+    options: Options,
+    tolerance: float,
+    progress: Callable[[int], None] = lambda done: None,
+) -> dict[str, DrafterCheck]:
+    """Run every prompt (token ids) plainly and with each drafter, to the limit of `options`.
+
+    A `Parting` is a near tie where its `margin` is within `tolerance` (logits) and the drafter drafts trees. Drafters
+    by rejection have nothing to agree with at a temperature. `progress` gets the number of prompts done.
+    """
+    checks = {name: DrafterCheck() for name in drafters}
+    chains = {drafter.name for drafter in session.manifest.drafters if drafts_chains(drafter)}
+    params = check_options(options, drafters, ()).sampling
+    sampling = Sampling(params.temperature, params.top_k, params.top_p, FilterOrder[params.filter_order.upper()])
+    always = options | Options(ignore_eos=True, auto_disable=False)
+
+    def run(ids: list[int], drafter: str, changes: Options | None = None) -> Generation:
+        merged: Options = always | Options(drafter=drafter) | (changes or Options())
+        return session.generate(ids, whole=True, **merged)
+
+    for prompt, ids in enumerate(prompts):
+        plain = run(ids, "none").token_ids
+        for name, check in checks.items():
+            drafted = run(ids, name)
+            check.tokens += len(drafted.token_ids)
+            check.rounds += drafted.stats.rounds
+            parted = (i for i, pair in enumerate(zip(plain, drafted.token_ids, strict=True)) if len(set(pair)) > 1)
+            if (index := next(parted, None)) is None:
+                check.equal_runs += 1
+                continue
+            run(ids, "none", Options(max_new_tokens=index + 1))
+            u = uniform(params.seed, params.stream, len(ids) + index, Purpose.TARGET)
+            apart = margin(session.step_logits(0), sampling, u)
+            near = name not in chains and apart <= tolerance
+            check.partings.append(Parting(prompt, index, plain[index], drafted.token_ids[index], apart, near))
+        progress(prompt + 1)
+    return checks
+
+
+def drafts_chains(drafter: Drafter) -> bool:
+    """Whether no node of its drafts has a sibling."""
+    return isinstance(drafter, NgramDrafter) or drafter.tree.top_k == 1
+
+
+def margin(logits: NDArray[np.float32], sampling: Sampling, u: int) -> float:
+    """How nearly another token would have been chosen from `logits` `[V]` by the uniform number u / 2**53.
+
+    In logits: twice the least disturbance that changes the choice or the set it is made from. Greedily, that is the
+    gap of the two largest.
+    """
+    ranked = np.sort(logits.astype(np.float64))[::-1]
+    if sampling.temperature == 0.0:
+        return float(ranked[0] - ranked[1]) if len(ranked) > 1 else float("inf")
+    weights = filtered_weights(logits, sampling).astype(np.float64)
+    found = _to_the_ends((u + 0.5) / (2**53 - u - 0.5), weights, choice(logits, sampling, u), sampling.temperature)
+    kept = sampling.top_k if 0 < sampling.top_k < len(ranked) else len(ranked)
+    if sampling.top_p < 1.0:
+        temperature = 1.0 if sampling.filter_order == FilterOrder.TEMPERATURE_LAST else sampling.temperature
+        weights = np.exp((ranked[:kept] - ranked[0]) / temperature)
+        sums = np.cumsum(weights)
+        kept = 1 + int(np.argmax(sums >= sampling.top_p * sums[-1]))
+        found += _to_the_ends(sampling.top_p / (1 - sampling.top_p), weights, kept - 1, temperature)
+    found += [ranked[kept - 1] - dropped for dropped in ranked[kept : kept + 1]]
+    return float(min(found))
+
+
+def _to_the_ends(odds: float, weights: NDArray[np.float64], index: int, temperature: float) -> list[float]:
+    """From a share of all weights, given by its odds, to the ends of the interval of `index`, in which it lies.
+
+    A share moves most where the logits inside rise and those outside fall: its log-odds by both together, over the
+    temperature.
+    """
+    sums = np.cumsum(weights)
+    ends = sums[max(index - 1, 0) : index + 1]
+    with np.errstate(divide="ignore"):  # no disturbance moves the end of all
+        return list(temperature * np.abs(np.log(ends / (sums[-1] - ends)) - np.log(odds)))
