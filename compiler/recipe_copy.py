@@ -73,24 +73,28 @@ def _drafter(top: yaml.Node | None, recipe: Path, name: str) -> yaml.Node:
 def _tree_edits(drafter: yaml.Node, tree: Tree) -> Iterator[_Edit]:
     flow = f"{{top_k: {tree.top_k}, depth: {tree.depth}, nodes: {tree.nodes}}}"
     found = {key: (name, value) for key, name, value in _items(drafter)}
-    if "tree" in found:
-        _, value = found["tree"]
-        if isinstance(value, yaml.ScalarNode):  # auto
-            yield _span(value, flow)
-        for key, _, size in _items(value):
+    gamma, shape = (found[key][1] if key in found else None for key in ("gamma", "tree"))
+    if isinstance(shape, yaml.MappingNode):
+        for key, _, size in _items(shape):
             yield _span(size, str(getattr(tree, key)))
-    elif "gamma" in found:
-        name, value = found["gamma"]
-        if tree.top_k == 1:
-            yield _span(value, str(tree.depth + 1))
-        else:
-            yield _span(name, "tree")
-            yield _span(value, flow)
+    elif gamma is not None and not _is_null(gamma) and tree.top_k == 1:
+        yield _span(gamma, str(tree.depth + 1))
+    elif shape is not None:  # auto, or null
+        yield _span(shape, flow)
+        if gamma is not None:
+            yield _span(gamma, "null")
+    elif gamma is not None:
+        yield _span(found["gamma"][0], "tree")
+        yield _span(gamma, flow)
     else:
         name, _ = found["checkpoint"]
         at = name.start_mark
         inline = isinstance(drafter, yaml.MappingNode) and drafter.flow_style
         yield at.index, at.index, f"tree: {flow}, " if inline else f"tree: {flow}\n{' ' * at.column}"
+
+
+def _is_null(node: yaml.Node) -> bool:
+    return bool(node.tag == "tag:yaml.org,2002:null")
 
 
 def _path_edits(top: yaml.Node | None, old: Path, new: Path) -> Iterator[_Edit]:

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +30,6 @@ from compiler.recipe_drafters import GraphSection, NgramSection
 from compiler.replay import DraftedTree, acceptance_by_depth, acceptance_by_rank, largest, tokens_per_verify
 from compiler.tune_table import Estimate, Timed, Tuning
 from compiler.verify import check_same_source
-from plans import names
 from plans.errors import RequestError
 from plans.manifest import GraphDrafter, Manifest, Tree
 from plans.plan import read_manifest
@@ -283,25 +281,14 @@ def _verify_costs(bench: _Bench, session: Session, ids: list[int], most: int) ->
     """
     session.reset()
     session.generate(ids, **bench.options(_PLAIN, bench.new_tokens // 2))
-    step, slots, tokens = session._step, session._slots, session.token_ids
-    plain, verify = (session._programs[name] for name in (names.DECODE, names.speculate(_PROBE)))
-
-    def lay_out(nodes: int) -> None:
-        step.begin_target(slots.length, slots.next_position(), tokens[-1:], 0, logits=True)
-        step.token_ids[1:nodes] = np.resize(tokens, nodes - 1)
-        step.parent[1:nodes] = np.arange(nodes - 1)
-        step.append_nodes(nodes - 1)
-
+    chain = np.resize(session.token_ids, most).tolist()
     spent: NDArray[np.float64] = np.zeros((1 + _VERIFY_REPEATS, 1 + most))
     for row in spent:
-        for nodes in range(1 + most):
-            lay_out(max(nodes, 1))
-            program = verify if nodes else plain
-            started = perf_counter()
-            program.run()
-            row[nodes] = perf_counter() - started
+        row[0] = session.rehearse([], _PLAIN)
+        for nodes in range(1, 1 + most):
+            row[nodes] = session.rehearse(chain[: nodes - 1], _PROBE)
     session.reset()
-    plain_ms, *verify_ms = (1000 * np.median(spent[1:], axis=0)).tolist()  # the first row warmed up
+    plain_ms, *verify_ms = np.median(spent[1:], axis=0).tolist()  # the first row warmed up
     return plain_ms, verify_ms
 
 

@@ -132,6 +132,30 @@ class Session:
         prepared = self._prepare(prompt, whole, request)
         return GenerationStream(self._run(prompt, whole, request, prepared, self._changes))
 
+    def rehearse(self, chain: Sequence[int], drafter: str) -> float:
+        """Milliseconds of the target's part of a round: over the tip and a `chain` of drafted tokens behind it.
+
+        `drafter` is one that the host runs, whose round it is, or "none" for a round without a chain. Nothing is
+        committed. Raises RequestError where other tokens than the tip lack rows, or the chain has no room.
+        """
+        check_options(Options(drafter=drafter), list(self._drafters), ())
+        step, slots, tokens = self._step, self._slots, self._tokens
+        most = min(step.max_nodes, self._geometry.context - len(tokens))
+        if len(tokens) - slots.length != 1 or len(chain) > most:
+            raise RequestError(
+                f"The sequence has {len(tokens)} tokens, {slots.length} of them with rows, and room for a chain of "
+                f"{max(most, 0)}, but {len(chain)} are to follow; generate first, or pass fewer."
+            )
+        with self._exclusive():
+            step.begin_target(slots.length, slots.next_position(), tokens[-1:], _BRANCH, logits=True)
+            step.token_ids[1 : 1 + len(chain)] = chain
+            step.parent[1 : 1 + len(chain)] = range(len(chain))
+            step.append_nodes(len(chain))
+            program = self._programs[names.DECODE if drafter == "none" else names.speculate(drafter)]
+            started = perf_counter()
+            self._pass(program)
+            return 1000 * (perf_counter() - started)
+
     @contextmanager
     def exploring(self, prompt: str | Sequence[int], request: Request, stats: Stats) -> Iterator[Prompt]:
         """Hold the session for `read` and `look_ahead` behind `prompt`, of which nothing has been taken in yet.

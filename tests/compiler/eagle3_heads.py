@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from compiler.eagle3_checkpoint import load_eagle3, read_eagle3_config
 from compiler.models.config import DecoderConfig
 from compiler.models.rope import RopeScaling
+from plans.errors import CheckpointError
 
 Layout = Literal["safeailab", "specforge", "angelslim"]
 LAYOUTS: tuple[Layout, ...] = ("safeailab", "specforge", "angelslim")
@@ -160,3 +163,12 @@ def _store(file: Path, tensors: dict[str, Tensor]) -> None:
         torch.save(tensors, file)
     else:
         save_file(tensors, file)
+
+
+def refused(folder: Path, *parts: str, target: DecoderConfig | None = None) -> None:
+    """Reading `folder` and loading it both fail, with one sentence that holds every part."""
+    for read in (read_eagle3_config, load_eagle3):
+        with pytest.raises(CheckpointError) as error:
+            read(folder, target or target_config())
+        for part in parts:
+            assert part in str(error.value)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compiler.checkpoint import checkpoint_hashes
 from compiler.eagle3_checkpoint import load_eagle3, read_eagle3_config
-from compiler.models.config import DecoderConfig, WeightType
+from compiler.models.config import WeightType
 from compiler.models.eagle3 import Eagle3Config
 from compiler.models.rope import RopeScaling
 from plans.errors import CheckpointError
@@ -27,20 +27,12 @@ from .eagle3_heads import (
     Q,
     change,
     change_config,
+    refused,
     target_config,
     write_eagle3,
 )
 
 UP = "midlayer.mlp.up_proj.weight"
-
-
-def refused(folder: Path, *parts: str, target: DecoderConfig | None = None) -> None:
-    """Reading `folder` and loading it both fail, with one sentence that holds every part."""
-    for read in (read_eagle3_config, load_eagle3):
-        with pytest.raises(CheckpointError) as error:
-            read(folder, target or target_config())
-        for part in parts:
-            assert part in str(error.value)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -73,24 +65,6 @@ def test_rope_theta_is_the_callers_then_the_checkpoints_then_ten_thousand(tmp_pa
     assert read_eagle3_config(tmp_path, target).rope_theta == 1e6
     assert read_eagle3_config(tmp_path, target, rope_theta=5e5).rope_theta == 5e5
     assert load_eagle3(tmp_path, target, rope_theta=5e5).config.rope_theta == 5e5
-
-
-@pytest.mark.parametrize(("layers", "taps"), [(7, (2, 3, 4)), (8, (2, 4, 5)), (36, (2, 18, 33))])
-def test_default_taps_of_a_target(layers: int, taps: tuple[int, ...], tmp_path: Path) -> None:
-    write_eagle3(tmp_path)
-    assert read_eagle3_config(tmp_path, target_config(layers=layers)).aux_layers == taps
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_named_taps_are_the_streams_behind_those_layers(layout: Layout, tmp_path: Path) -> None:
-    """What SpecForge names by default for 94 layers, [1, 46, 90], is the default of FEATURES, [2, 47, 91]."""
-    target = target_config(layers=94)
-    write_eagle3(tmp_path, layout=layout)
-    default = read_eagle3_config(tmp_path, target).aux_layers
-    write_eagle3(tmp_path, layout=layout, aux_layer_ids=[1, 46, 90])
-    assert read_eagle3_config(tmp_path, target).aux_layers == default == (2, 47, 91)
-    write_eagle3(tmp_path, layout=layout, aux_layer_ids=[2, 0, 1])
-    assert read_eagle3_config(tmp_path, target_config(layers=4)).aux_layers == (3, 1, 2)
 
 
 @pytest.mark.parametrize("absent", [(), ("t2d",), ("d2t",)])
@@ -270,42 +244,6 @@ def test_target_of_another_vocabulary(tmp_path: Path) -> None:
 def test_target_embedding_of_another_width_cannot_stand_in(tmp_path: Path) -> None:
     write_eagle3(tmp_path, hidden=24)
     refused(tmp_path, "tensor 'embed_tokens.weight' is missing", "embedding is 16 wide, not 24", "that holds one")
-
-
-@pytest.mark.parametrize("layers", [1, 4, 6])
-def test_target_with_too_few_layers_for_three_taps(layers: int, tmp_path: Path) -> None:
-    write_eagle3(tmp_path)
-    refused(
-        tmp_path,
-        f"the target has {layers} layers, but three distinct default taps need 7",
-        "the recipe's aux_layers",
-        target=target_config(layers=layers),
-    )
-
-
-@pytest.mark.parametrize("ids", [[0, 1], [0, 1, 1], [-1, 2, 3], [1, 3, 7], [1, 3, "5"], [1, 3, 5.0], 3, [True, 2, 3]])
-@pytest.mark.parametrize("layout", ["specforge", "angelslim"])
-def test_wrong_taps(ids: list[int], layout: Layout, tmp_path: Path) -> None:
-    write_eagle3(tmp_path, layout=layout, aux_layer_ids=ids)
-    refused(tmp_path, "layer_ids must be 3 different layers from 0 to 6 of the target", f"found {ids!r}")
-
-
-def test_taps_at_the_top_under_the_nested_name(tmp_path: Path) -> None:
-    write_eagle3(tmp_path)
-    change_config(tmp_path, eagle_aux_hidden_state_layer_ids=[1, 3, 5])
-    assert read_eagle3_config(tmp_path, target_config()).aux_layers == (2, 4, 6)
-
-
-def test_taps_that_contradict_each_other(tmp_path: Path) -> None:
-    write_eagle3(tmp_path, layout="specforge", aux_layer_ids=[1, 2, 3])
-    change_config(tmp_path, aux_hidden_states_layer_ids=[1, 2, 4])
-    refused(tmp_path, "is [1, 2, 3] and aux_hidden_states_layer_ids is [1, 2, 4]", "aux_layers")
-
-
-def test_given_taps_win(tmp_path: Path) -> None:
-    write_eagle3(tmp_path, aux_layer_ids=[1, 2, 3])
-    assert read_eagle3_config(tmp_path, target_config(), aux_layers=(1, 4, 6)).aux_layers == (1, 4, 6)
-    assert load_eagle3(tmp_path, target_config(), aux_layers=(1, 4, 6)).config.aux_layers == (1, 4, 6)
 
 
 @pytest.mark.parametrize(

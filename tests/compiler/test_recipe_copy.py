@@ -50,6 +50,18 @@ def recipe(folder: Path, drafters: str, header: str = HEADER) -> Path:
             f"  - {{name: d, kind: model, checkpoint: models/drafter, {WRITTEN}}}\n",
         ),
         (
+            "  - {name: d, kind: model, checkpoint: models/drafter, gamma: 4, tree: null}\n",
+            f"  - {{name: d, kind: model, checkpoint: models/drafter, gamma: null, {WRITTEN}}}\n",
+        ),
+        (
+            "  - {name: d, kind: model, checkpoint: models/drafter, gamma: null, tree: auto}\n",
+            f"  - {{name: d, kind: model, checkpoint: models/drafter, gamma: null, {WRITTEN}}}\n",
+        ),
+        (
+            "  - {name: d, kind: model, checkpoint: models/drafter, gamma: {max: 6}}\n",
+            f"  - {{name: d, kind: model, checkpoint: models/drafter, {WRITTEN}}}\n",
+        ),
+        (
             "  - {name: d, kind: model, checkpoint: models/drafter}\n",
             f"  - {{name: d, kind: model, {WRITTEN}, checkpoint: models/drafter}}\n",
         ),

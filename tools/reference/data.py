@@ -85,12 +85,13 @@ class TaskStream:
             start = rng.randrange(max(1, len(file.text) - wanted))
             text += file.text[file.text.find("\n", start) + 1 :]
         share = 0.95
-        while True:
+        while share * wanted >= 1:
             example = retrieval_example(text[: int(wanted * share)], self._names, rng)
             ids = self._tokenizer.encode(example).ids
             if len(ids) <= length:
                 return ids + [self._end] * (length - len(ids))
             share *= min(0.97, length / len(ids))
+        return self.outline(length, rng)  # too short for a question
 
 
 class Windows:
