@@ -226,13 +226,14 @@ def _tune(options: argparse.Namespace) -> int:
             overrides=options.overrides,
             progress=progress,
         )
-    copy.write(found.chosen.tree)
     picture = out.with_suffix(".png")
     drawn = draw_tuning(found, picture)
+    if not options.json:
+        print_tuning(found, stdout)
+    copy.write(found.chosen.tree)
     if options.json:
         print_json(found.to_json() | {"recipe": str(out), "png": str(picture) if drawn else None})
     else:
-        print_tuning(found, stdout)
         stdout.print(f"\nwrote {out}{f' and {picture}' if drawn else ''}")
     if not drawn:
         stderr.print("no picture was drawn: matplotlib is not installed (`pip install matplotlib`)")

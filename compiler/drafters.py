@@ -18,6 +18,7 @@ from compiler.models.drafting import DecoderDraft, Eagle3Draft
 from compiler.models.eagle3 import Eagle3Config
 from compiler.recipe import Recipe
 from compiler.recipe_drafters import Eagle3Section, EntropySection, GraphSection, ModelSection, NgramSection
+from compiler.recipe_rope import positions_served
 from plans.errors import CheckpointError
 from plans.manifest import Drafter, EntropyGamma, Geometry, GraphDrafter, NgramDrafter, Tree
 
@@ -89,7 +90,7 @@ def read_sources(recipe: Recipe, target: DecoderConfig) -> list[GraphSource]:
             config = read_eagle3_config(path, target, rope_theta=section.rope_theta, aux_layers=taps_given)
             size = config.draft_vocab_size
         else:
-            config = read_config(path)
+            config = read_config(path, section.scaling)
             size = config.vocab_size
             if size != target.vocab_size:
                 raise recipe.error(
@@ -98,6 +99,7 @@ def read_sources(recipe: Recipe, target: DecoderConfig) -> list[GraphSource]:
                     "a draft model must share the target's tokenizer",
                 )
             _check_tokens(recipe, index, path)
+            _check_positions(recipe, index, config, replaced=section.rope_scaling is not None)
         tree = _tree(section)
         if tree.top_k > size:
             raise recipe.error(
@@ -155,7 +157,7 @@ def load(recipe: Recipe, source: GraphSource, target: Decoder) -> nn.Module:
             aux_layers=section.aux_layers,
         )
         return Eagle3Draft(head, target.embedding)
-    return DecoderDraft(load_decoder(path, recipe.target.dtype))
+    return DecoderDraft(load_decoder(path, recipe.target.dtype, section.scaling))
 
 
 def _tree(section: GraphSection) -> Tree:
@@ -183,6 +185,16 @@ def _check_tokens(recipe: Recipe, index: int, path: Path) -> None:
                 f"has a tokenizer in which {token!r} is token {number}, in the target's it is {target.get(token)}; "
                 "a draft model must share the target's tokenizer",
             )
+
+
+def _check_positions(recipe: Recipe, index: int, config: DecoderConfig, *, replaced: bool) -> None:
+    served = positions_served(config, replaced=replaced)
+    if recipe.capacity.context > served:
+        raise recipe.error(
+            ("drafters", index, "checkpoint"),
+            f"is made for {served} positions, fewer than capacity.context {recipe.capacity.context}; lower that, or "
+            f"stretch the drafter with drafters[{index}].rope_scaling",
+        )
 
 
 def _check_taps(recipe: Recipe, sources: Sequence[GraphSource]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path, PurePath
-from typing import Literal
 
 from pydantic import (
     Field,
@@ -14,13 +13,13 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from compiler.models.config import DecoderConfig, WeightType
 from compiler.models.rope import RopeScaling
 from compiler.recipe_drafters import DrafterSection, GraphSection, NgramSection
+from compiler.recipe_rope import RopeScalingSection, positions_served
 from compiler.recipe_section import Name, Section, WrittenPath
 from compiler.recipe_source import Location, RecipeSource
 from plans import names
@@ -29,35 +28,6 @@ from plans.plan import read_manifest
 
 KNOWN_TARGETS = ("onnxruntime-cpu",)
 PLANNED_TARGETS = ("onnxruntime-cuda", "tensorrt", "tensorrt-rtx")
-
-
-class RopeScalingSection(Section):
-    """Rotary scaling in Hugging Face's names. What is left out takes the default of `models.rope.RopeScaling`."""
-
-    rope_type: Literal["default", "linear", "llama3", "yarn"] = Field(description="the kind of scaling")
-    factor: float | None = Field(None, description="how many times longer the context becomes")
-    original_max_position_embeddings: int | None = Field(
-        None, description="tokens of the context the model was trained on; llama3 and yarn need it"
-    )
-    low_freq_factor: float | None = Field(None, description="llama3: slower frequencies are divided by the factor")
-    high_freq_factor: float | None = Field(None, description="llama3: faster frequencies are kept")
-    beta_fast: float | None = Field(None, description="yarn: rotations from which a dimension is kept")
-    beta_slow: float | None = Field(None, description="yarn: rotations below which a dimension is interpolated")
-    attention_factor: float | None = Field(None, description="yarn: scales the tables; by default from the factor")
-    mscale: float | None = Field(None, description="yarn: with mscale_all_dim, replaces the default attention factor")
-    mscale_all_dim: float | None = Field(None, description="yarn: see mscale")
-    truncate: bool | None = Field(None, description="yarn: round the bounds of the ramp to whole dimensions")
-
-    @model_validator(mode="after")
-    def _consistent(self) -> RopeScalingSection:
-        try:
-            self.scaling()
-        except ValueError as error:
-            raise PydanticCustomError("rope_scaling", "is wrong: {reason}", {"reason": str(error)}) from None
-        return self
-
-    def scaling(self) -> RopeScaling:
-        return RopeScaling.from_huggingface(self.model_dump(exclude_none=True))
 
 
 class TargetSection(Section):
@@ -226,7 +196,7 @@ def check_capacity(recipe: Recipe, config: DecoderConfig) -> None:
 
     Raises `RecipeError` when the context exceeds the positions the model, with its rotary scaling, is made for.
     """
-    limit = max(config.max_positions, _scaled_positions(recipe, config))
+    limit = positions_served(config, replaced=recipe.target.rope_scaling is not None)
     if recipe.capacity.context > limit:
         factor = -(-recipe.capacity.context // config.max_positions)
         raise recipe.error(
@@ -235,16 +205,6 @@ def check_capacity(recipe: Recipe, config: DecoderConfig) -> None:
             f"model with target.rope_scaling, such as {{rope_type: yarn, factor: {factor}.0, "
             f"original_max_position_embeddings: {config.max_positions}}}",
         )
-
-
-def _scaled_positions(recipe: Recipe, config: DecoderConfig) -> int:
-    """Positions that the rotary scaling reaches; a checkpoint's own linear scaling is within its maximum already."""
-    scaling = config.rope_scaling
-    if scaling.kind in ("llama3", "yarn"):
-        return int(scaling.original_max_position_embeddings * scaling.factor)
-    if scaling.kind == "linear" and recipe.target.rope_scaling is not None:
-        return int(config.max_positions * scaling.factor)
-    return config.max_positions
 
 
 def _portable(written: str) -> str:

@@ -111,9 +111,16 @@ def _path_edits(top: yaml.Node | None, old: Path, new: Path) -> Iterator[_Edit]:
             yield _span(value, json.dumps(there, ensure_ascii=False))
 
 
+def _end(node: yaml.Node) -> int:
+    """Where a value ends; PyYAML has a block end where the next token begins, behind comments and empty lines."""
+    if isinstance(node, yaml.MappingNode) and not node.flow_style and node.value:
+        return _end(node.value[-1][1])
+    return int(node.end_mark.index)
+
+
 def _span(node: yaml.Node, new: str) -> _Edit:
     """`new` in the place of a value; an empty one stands right behind its colon."""
-    start, stop = node.start_mark.index, node.end_mark.index
+    start, stop = node.start_mark.index, _end(node)
     return start, stop, new if stop > start else f" {new}"
 
 

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from compiler.models.rope import RopeScaling
+from compiler.recipe_rope import RopeScalingSection
 from compiler.recipe_section import Name, Section, WrittenPath
 from plans.manifest import Tree
 
@@ -23,7 +25,7 @@ class NgramSection(Section):
         0.0, ge=0, le=1, description="proposals stop where the share of the likeliest continuation falls below it"
     )
     filler_top_k: int = Field(
-        0, ge=0, le=64, description="so many of the target's likeliest tokens are learned from too (NASD); 0 is off"
+        0, ge=0, le=8, description="so many of the target's likeliest tokens are learned from too (NASD); 0 is off"
     )
 
     @field_validator("min_context")
@@ -122,17 +124,24 @@ class ModelSection(Section):
     kind: Literal["model"] = Field(description="the kind of drafter")
     checkpoint: WrittenPath = Field(description="folder of a Hugging Face checkpoint, relative to the recipe")
     gamma: Gamma | None = Field(
-        None, description="drafts a chain of this many tokens; {min, max, beta}: of as many as it is sure of"
+        None,
+        description="drafts a chain of this many tokens, and takes as much longer to build; {min, max, beta}: of as "
+        "many as it is sure of",
     )
     tree: Annotated[TreeSection | None, BeforeValidator(_chosen_tree)] = Field(
         None, description="drafts a tree instead: {top_k, depth, nodes}, or auto; with neither, a chain of 4"
     )
-
+    rope_scaling: RopeScalingSection | None = Field(None, description="replaces the checkpoint's own rotary scaling")
     acceptance: Literal["coupled", "rejection"] = Field(
         "coupled",
         description="coupled: the same seed gives the same tokens as without drafts; rejection: classical speculative "
         "sampling, for chains, the same distribution only",
     )
+
+    @property
+    def scaling(self) -> RopeScaling | None:
+        """What replaces the checkpoint's rotary scaling."""
+        return None if self.rope_scaling is None else self.rope_scaling.scaling()
 
     @model_validator(mode="after")
     def _one_shape(self) -> ModelSection:

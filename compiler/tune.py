@@ -72,7 +72,7 @@ class Origin:
     def recipe(self, trees: Sequence[Tree], nodes: int) -> Recipe:
         """The recipe with this drafter alone, once for each tree and by the name of it; and the probe of `nodes`."""
         shared = self.section.model_dump(
-            exclude_none=True, include={"kind", "checkpoint", "rope_theta", "aux_layers", "acceptance"}
+            exclude_none=True, include={"kind", "checkpoint", "rope_theta", "rope_scaling", "aux_layers", "acceptance"}
         )
         listed = [{**shared, "name": name_of(tree), "tree": tree.model_dump()} for tree in trees]
         listed.append({"name": _PROBE, "kind": "ngram", "max_draft": nodes - 1})
@@ -129,11 +129,17 @@ def tune_plan(
 def tunable(manifest: Manifest, name: str | None) -> GraphDrafter:
     """The drafter of this name, or the first that has a tree. Raises `RequestError`."""
     trees = [d for d in manifest.drafters if isinstance(d, GraphDrafter)]
+    trees.sort(key=lambda d: d.entropy is not None)  # where none is named, one that can be tuned
     found = next((d for d in trees if name in (None, d.name)), None)
     if found is None:
         has = ", ".join(f"{d.name} ({d.kind})" for d in manifest.drafters) or "no drafters"
         asked = "" if name is None else f" {name!r}"
         raise RequestError(f"The plan has no drafter{asked} with a tree (kinds eagle3 and model); it has {has}.")
+    if found.entropy is not None:
+        raise RequestError(
+            f"The drafter {found.name!r} drafts as many tokens as it is sure of, which has no tree to tune; build a "
+            "plan in which it has `tree: auto`, or a number as gamma, and tune that."
+        )
     return found
 
 

@@ -78,7 +78,7 @@ def _drafter(drafter: GraphDrafter, models: Mapping[str, Geometry]) -> Iterator[
 
 def buffer_shape(target: TargetPlan, buffer: Tensor) -> tuple[int, ...]:
     """The largest shape of a buffer; its symbols are those of the model that owns it."""
-    return buffer.resolve(target.symbols.get(buffer.name.partition(".")[0], {}))
+    return buffer.resolve(target.symbols.get(buffer.name.rpartition(".")[0], {}))
 
 
 def session_bytes(target: TargetPlan) -> int:
@@ -157,7 +157,7 @@ def _buffers(
     for buffer in target.buffers:
         if buffer.name in found:
             yield f"buffers: {buffer.name!r} is there twice"
-        symbols = target.symbols.get(buffer.name.partition(".")[0], {})
+        symbols = target.symbols.get(buffer.name.rpartition(".")[0], {})
         unknown = [d for d in buffer.shape if isinstance(d, str) and d not in symbols]
         if unknown:
             found.clear()
@@ -222,7 +222,7 @@ class _Names:
             if stage.inputs.get(parameter, buffer) != buffer:
                 yield f"{parameter!r} is bound to two buffers"
         for buffer in stage.outputs.values():
-            if buffer not in self._target.views and not _writes(stage, *buffer.partition(".")[::2]):
+            if buffer not in self._target.views and not _writes(stage, *buffer.rpartition(".")[::2]):
                 yield f"writes {buffer!r}, which only the host may write"
         if stage.kind is StageKind.DRAFT:
             if stage.run not in self._drafters:

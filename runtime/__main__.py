@@ -9,7 +9,7 @@ from pathlib import Path
 from plans.console import guarded, print_json, report_error, stderr
 from plans.errors import RequestError
 from runtime.beam_search import BeamOptions, BeamResult, EarlyStopping
-from runtime.debug import RoundPrinter
+from runtime.debug import RoundPrinter, log_to
 from runtime.generation import Generation
 from runtime.request import Options
 from runtime.runtime import Runtime
@@ -36,7 +36,8 @@ def _parser() -> argparse.ArgumentParser:
     generate = commands.add_parser(
         "generate",
         help="continue a prompt",
-        description="Continue a prompt. The same seed gives the same tokens with every drafter, or none.",
+        description="Continue a prompt. The same seed gives the same tokens with every drafter, or none (of drafters "
+        "with acceptance: rejection, the same distribution).",
     )
     _add_shared(generate)
     prompt = generate.add_mutually_exclusive_group(required=True)
@@ -52,7 +53,8 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="print each round on standard error: its position, the drafted tokens with the drafter's probability that "
         "the target chooses them (dDEPTH<PARENT), + accepted, - not chosen, = the target's own token behind them; H is "
-        "the entropy that chose the length",
+        "the entropy that chose the length; r and p/q decide by rejection. Lengths chosen and drafting that is stopped "
+        "because it does not pay are told as well",
     )
     generate.add_argument("--logprobs", type=int, metavar="N", help="with --json: log-probabilities, and the N best")
     beams = generate.add_argument_group("beam search", "A baseline that follows several continuations at once.")
@@ -82,7 +84,12 @@ def _parser() -> argparse.ArgumentParser:
 def _add_shared(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", type=Path, help="folder of the plan")
     parser.add_argument("--target", help="execution target (default: the best this machine drives)")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 lets the backend choose")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=0,
+        help="CPU threads of the target and of large drafters; 0 lets the backend choose",
+    )
     parser.add_argument("--max-new-tokens", type=int, default=128, help="most tokens to generate (default 128)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     parser.add_argument("--top-k", type=int, default=0, help="keep the k most probable tokens; 0 is off")
@@ -146,6 +153,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     runtime = _load(arguments)
     if arguments.debug:
         options["on_round"] = RoundPrinter(runtime.tokenizer, stderr)
+        log_to(stderr)
     stream = runtime.stream(prompt, **options)
     if arguments.stream and not arguments.json:
         for span in stream:

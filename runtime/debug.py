@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import logging
+
 from rich.console import Console
 from rich.text import Text
 
 from runtime.tokenizer import Tokenizer
 from runtime.trace import Node, Round
+
+
+def log_to(console: Console) -> None:
+    """Print what drafters and gates decide, the log `outrider`, on `console`."""
+    logger = logging.getLogger("outrider")
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(_ConsoleHandler(console))
+
+
+class _ConsoleHandler(logging.Handler):
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.print(record.getMessage(), style="dim", highlight=False, soft_wrap=True)
 
 
 class RoundPrinter:

@@ -22,7 +22,8 @@ class Options(TypedDict, total=False):
       see `sampling.SamplingParams`; `stream_id` is its `stream`.
     - `stop`: texts that end the generation; they are not part of its text.
     - `eos_token_ids`: end tokens, in place of the plan's; `ignore_eos` (False): go on past them.
-    - `drafter`: name of a drafter of the plan, "none" for plain decoding; default: the plan's first.
+    - `drafter`: name of a drafter of the plan, "none" for plain decoding; default: the plan's first. Of a drafter
+      by rejection, tokens depend on what was drafted too, and so on what the session has seen.
     - `skip_sample_adjustment` (False): for debugging drafters with `acceptance: rejection`; see `SamplingParams`.
     - `auto_disable` (True): decode plainly while drafts cost more than they bring, by the clock. Tokens stay the same;
       drafters with `acceptance: rejection`, whose tokens would not, are never disabled.

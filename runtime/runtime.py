@@ -48,8 +48,9 @@ class Runtime:
     ) -> Runtime:
         """Open the plan folder `plan` and load its engines for `target` (default: the best this machine drives).
 
-        `threads` 0 lets the backend choose. `verify=False` skips the sha256 of the files (sizes are still
-        checked). Raises `PlanError`, and `RequestError` for a wrong number of threads.
+        `threads` are those of the target and of large drafters; 0 lets the backend choose. `verify=False` skips the
+        sha256 of the files (sizes are still checked). Raises `PlanError`, and `RequestError` for a wrong number of
+        threads.
         """
         if isinstance(threads, bool) or not isinstance(threads, int) or not 0 <= threads <= MAX_THREADS:
             raise RequestError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from time import perf_counter
 from typing import Unpack
 
@@ -30,7 +31,7 @@ from runtime.generation import FinishReason, Generation, GenerationStream, Growi
 from runtime.program import Program
 from runtime.prompt import Prompt, prepare_prompt
 from runtime.request import Options, Request, check_options
-from runtime.sampling import likeliest, logprobs
+from runtime.sampling import SamplingParams, likeliest, logprobs
 from runtime.stats import StageClock, Stats
 from runtime.step import Step, TargetStep
 from runtime.text_stream import TextStream
@@ -55,6 +56,7 @@ class Session:
         self._step = TargetStep(self._buffers, manifest.target, plan.symbols[names.TARGET])
         self._slots = SlotMap(names.TARGET, self._buffers, self._step)
         host = {d.name: make_host_drafter(d) for d in manifest.drafters if isinstance(d, NgramDrafter)}
+        self._host_drafters = frozenset(host)
         own = {d.name: self._step_of(d, plan) for d in manifest.drafters if isinstance(d, GraphDrafter)}
         steps = {names.TARGET: self._step, **own}
         self._programs = {
@@ -65,7 +67,8 @@ class Session:
             for d in manifest.drafters
         }
         # By rejection, which draws decide depends on what was drafted: tokens must not depend on the clock.
-        self._gates = {d.name: Gate(d.name) for d in manifest.drafters if not rejects([d])}
+        self._gated = {d.name for d in manifest.drafters if not rejects([d])}
+        self._gates: dict[str, tuple[SamplingParams, Gate]] = {}
         self._passes = 0  # of the target: each overwrites what the one before left in the step's buffers
         self._tokens: list[int] = []
         self._changes = 0  # counts what may make a prepared prompt out of date
@@ -139,14 +142,16 @@ class Session:
         committed. Raises RequestError where other tokens than the tip lack rows, or the chain has no room.
         """
         check_options(Options(drafter=drafter), list(self._drafters), ())
-        step, slots, tokens = self._step, self._slots, self._tokens
-        most = min(step.max_nodes, self._geometry.context - len(tokens))
-        if len(tokens) - slots.length != 1 or len(chain) > most:
-            raise RequestError(
-                f"The sequence has {len(tokens)} tokens, {slots.length} of them with rows, and room for a chain of "
-                f"{max(most, 0)}, but {len(chain)} are to follow; generate first, or pass fewer."
-            )
+        if drafter != "none" and drafter not in self._host_drafters:
+            raise RequestError(f"The drafter {drafter!r} drafts in an engine of its own; name an n-gram drafter.")
         with self._exclusive():
+            step, slots, tokens = self._step, self._slots, self._tokens
+            most = min(step.max_nodes, self._geometry.context - len(tokens))
+            if len(tokens) - slots.length != 1 or len(chain) > most:
+                raise RequestError(
+                    f"The sequence has {len(tokens)} tokens, {slots.length} of them with rows, and room for a chain of "
+                    f"{max(most, 0)}, but {len(chain)} are to follow; generate first, or pass fewer."
+                )
             step.begin_target(slots.length, slots.next_position(), tokens[-1:], _BRANCH, logits=True)
             step.token_ids[1 : 1 + len(chain)] = chain
             step.parent[1 : 1 + len(chain)] = range(len(chain))
@@ -215,13 +220,13 @@ class Session:
             clock = self.stage_clock()
             generation = GrowingGeneration(request, prepared.text, stats)
             self._buffers.set_sampling(_BRANCH, request.sampling)
-            drafter = self._drafters.get(request.drafter or "")
-            if drafter is not None:
-                self._slots.truncate(drafter.resume(self._tokens, self._slots.length, self._passes))
+            drafter, gate = self._drafters.get(request.drafter or ""), self._gate(request)
+            drafting = None if gate is not None and gate.resting else drafter
+            if drafting is not None:
+                self._slots.truncate(drafting.resume(self._tokens, self._slots.length, self._passes))
             stats.reused_tokens = self._slots.length
             end = min(self._geometry.context, len(self._tokens) + request.max_new_tokens)
-            gate = self._gates.get(request.drafter or "") if request.auto_disable else None
-            if not self._prefill(request, drafter, stats):
+            if not self._prefill(request, drafting, stats):
                 generation.finish_reason = FinishReason.CANCELLED
             while generation.finish_reason is None:
                 if _cancelled(request):
@@ -278,33 +283,50 @@ class Session:
             stats.prefill_passes += 1
         return True
 
+    def _gate(self, request: Request) -> Gate | None:
+        """The gate of the request's drafter: the one before, if that was for the same sampling."""
+        name, sampling = request.drafter, request.sampling
+        if name not in self._gated or not request.auto_disable:
+            return None
+        unseeded = replace(sampling, seed=0, stream=0)
+        if name not in self._gates or self._gates[name][0] != unseeded:
+            self._gates[name] = unseeded, Gate(name)
+        return self._gates[name][1]
+
     def _round(
         self, request: Request, drafter: Drafter | None, gate: Gate | None, end: int, generation: GrowingGeneration
     ) -> Span:
         """One round, with the drafter where the gate lets it."""
         if drafter is None or gate is None:
             return self._decode(request, drafter, end, generation)
-        stats, began = generation.stats, perf_counter()
         settled = len(self._tokens) - self._slots.length == 1  # a round that also catches up tells nothing
-        drafting = gate.drafting
-        span = self._decode(request, drafter if drafting else None, end, generation)
-        stats.plain_rounds += not drafting
+        drafting, resting = gate.drafting, gate.resting
+        if not drafting and not resting:
+            drafter.absorb(self._tokens)  # not in the time of a plain round
+        began = perf_counter()
+        span = self._decode(request, None if resting else drafter, end, generation, draft=drafting)
+        generation.stats.plain_rounds += not drafting
         if settled:
             gate.note(perf_counter() - began, len(span.token_ids))
-        if gate.drafting and not drafting:  # back again: what it missed is computed once more
+        if resting and not gate.resting and generation.finish_reason is None:  # what it missed is computed once more
             self._slots.truncate(drafter.resume(self._tokens, self._slots.length, self._passes))
-            self._prefill(request, drafter, stats)
+            self._prefill(request, drafter, generation.stats)
         return span
 
-    def _decode(self, request: Request, drafter: Drafter | None, end: int, generation: GrowingGeneration) -> Span:
-        """One round: feed what is pending with a draft behind it, and commit what the target chose."""
+    def _decode(
+        self, request: Request, drafter: Drafter | None, end: int, generation: GrowingGeneration, *, draft: bool = True
+    ) -> Span:
+        """One round: feed what is pending with a draft behind it, and commit what the target chose.
+
+        Without `draft`, the drafter has absorbed what the last pass left, and follows this one.
+        """
         step, slots, tokens = self._step, self._slots, self._tokens
         start = slots.length
         pending = tokens[start:]
         room = end - len(tokens)
         step.begin_target(start, slots.next_position(), pending, _BRANCH, logits=True)
         program = self._programs[names.DECODE]
-        if drafter is not None and request.drafter is not None:
+        if draft and drafter is not None and request.drafter is not None:
             limit = min(step.max_nodes, room - 1)
             if limit > 0 and drafter.begin(tokens, step, limit):
                 program = self._programs[names.speculate(request.drafter)]

@@ -118,12 +118,13 @@ class DraftGraph(nn.Module):
         if features is not None and feature_rows is not None:
             fused = model.fuse(torch.index_select(features, 0, feature_rows).unsqueeze(0))
         execution = self._pass(arena, positions.unsqueeze(0), attn_bias, past_length)
-        hidden = model.run(token_ids.unsqueeze(0), fused, execution)[:, -1:]
+        hidden = model.run(token_ids.unsqueeze(0), fused, execution)[:, -1].unsqueeze(1)
+        tip, tip_position = token_ids[-1].unsqueeze(0), positions[-1].unsqueeze(0)  # not [-1:], whose size is no number
         behind = _Behind(
             arena,
             start=past_length + token_ids.shape[0],
-            position=positions[-1:],
-            bias=attn_bias[0, 0, -1:],
+            position=tip_position,
+            bias=attn_bias[0, 0, -1].unsqueeze(0),
             draws=draws,
             filters=(temperature, top_k, top_p),
         )
@@ -132,9 +133,9 @@ class DraftGraph(nn.Module):
         token, parent, depth, score, *others = drafted
         if self.entropy:
             others.append(_normalised_entropy(logits))
-        root_position = positions[-1:] + model.lead
+        root_position = tip_position + model.lead
         return (
-            torch.cat([token_ids[-1:], token]),
+            torch.cat([tip, token]),
             torch.cat([root_position, depth + root_position]),
             torch.cat([torch.full((1,), -1), parent]),
             torch.cat([torch.zeros(1), score]),

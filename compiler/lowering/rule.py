@@ -75,9 +75,15 @@ def apply_rules(lowering: Lowering, rules: Sequence[Rule]) -> list[RuleReport]:
     return reports
 
 
-def replace(graph: ir.Graph, node: ir.Node, new: Sequence[ir.Value]) -> None:
-    """Let `new` stand for the outputs of `node`, graph outputs included, and remove the node."""
+def replace(graph: ir.Graph, node: ir.Node, new: Sequence[ir.Value | None]) -> None:
+    """Let `new` stand for the outputs of `node`, graph outputs included, and remove the node.
+
+    None drops an output that nothing but the graph's own outputs reads.
+    """
     for old, value in zip(node.outputs, new, strict=True):
+        if value is None:
+            graph.outputs.remove(old)
+            continue
         value.type = value.type or old.type
         for index, output in enumerate(graph.outputs):
             if output is old:

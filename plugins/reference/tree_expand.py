@@ -40,7 +40,7 @@ def filtered_weights_of_draft(
     kept = [
         token
         for rank, token in enumerate(likely)
-        if (not top_k or rank < top_k) and (top_p >= 1 or weights[likely[:rank]].sum() < top_p * survivors)
+        if (not top_k or rank < top_k) and (top_p >= 1 or rank == 0 or weights[likely[:rank]].sum() < top_p * survivors)
     ]
     threshold = -np.inf if len(kept) == len(likely) and not limited else scaled[kept].min()
     return np.where(scaled >= threshold, weights, 0.0)

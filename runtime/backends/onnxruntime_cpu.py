@@ -23,7 +23,7 @@ _DEVICE = "cpu"
 _ONNX_NAMES = {DType.FLOAT32: "float", DType.FLOAT64: "double"}
 
 
-_CACHED = 16 << 20  # bytes of weights up to which an engine runs on the calling thread alone
+CACHED_BYTES = 16 << 20  # bytes of weights up to which an engine runs on the calling thread alone
 
 
 class OnnxRuntimeCpu:
@@ -50,7 +50,7 @@ class OnnxRuntimeCpu:
     def _options(self, engine: Engine) -> ort.SessionOptions:
         options = ort.SessionOptions()
         options.log_severity_level = 3  # warnings about our own graphs help no user; errors are raised
-        small, drafts = engine.weight_bytes <= _CACHED, any(t.name == names.TREE_TOKEN_IDS for t in engine.outputs)
+        small, drafts = engine.weight_bytes <= CACHED_BYTES, any(t.name == names.TREE_TOKEN_IDS for t in engine.outputs)
         options.intra_op_num_threads = 1 if small and drafts else self._threads
         if drafts:
             options.add_session_config_entry("session.force_spinning_stop", "1")

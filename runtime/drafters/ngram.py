@@ -36,8 +36,8 @@ class NgramDrafter:
     of its last token behind the others, and as a context itself. `_tails` are the nodes of the sequence's last 0, 1,
     2 ... tokens, so that a new token costs one dictionary access per length.
 
-    Memory: at most `max_context` + 1 nodes for each token seen, of about 150 bytes each (worst case, 32k tokens that
-    never repeat and contexts of 3: 19 MB), until `reset`.
+    Memory: at most (1 + `filler_top_k`) * (`max_context` + 1) nodes for each token seen, of about 150 bytes each (worst
+    case, 32k tokens that never repeat and contexts of 3: 19 MB, 77 MB with 3 fillers), until `reset`.
     """
 
     def __init__(

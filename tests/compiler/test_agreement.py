@@ -1,63 +1,71 @@
-"""Near ties: how far a choice is from another, and which differences are none."""
+"""Where runs part, and margins: within half of one nothing changes, beyond it something does."""
 
 from __future__ import annotations
 
+from itertools import product
+from typing import Any
+
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from compiler.agreement import DrafterCheck, Parting, compare_drafters, margin
 from plugins.reference import Sampling, choice
 from plugins.reference.choice import filtered_weights
 from plugins.schemas import FilterOrder
-from runtime import Runtime
+from runtime import Generation, Runtime
 from runtime.request import Options
 from tests.conftest import TOY_DRAFTERS
 
+LOGITS = st.lists(st.integers(-400, 400).map(lambda hundredths: hundredths / 100), min_size=5, max_size=5, unique=True)
 SAMPLINGS = st.builds(
-    Sampling,
-    temperature=st.sampled_from([0.0, 0.5, 1.0, 1.7]),
-    top_k=st.sampled_from([0, 1, 3, 50]),
-    top_p=st.sampled_from([1.0, 0.9, 0.3]),
-    filter_order=st.sampled_from(FilterOrder),
-)
+    Sampling, st.sampled_from([0.0, 0.7, 1.5]), st.sampled_from([0, 3]), st.sampled_from([1.0, 0.6]),
+    st.sampled_from(FilterOrder),
+)  # fmt: skip
+DISTURBANCES = np.array(list(product([-1, 1], repeat=5)))
 
 
-def chosen(logits: np.ndarray, sampling: Sampling, u: int) -> tuple[int, tuple[int, ...]]:
-    """The token, and the set that it is chosen from."""
-    return choice(logits, sampling, u), tuple(np.flatnonzero(filtered_weights(logits, sampling)))
+@settings(max_examples=60, deadline=None)
+@given(logits=LOGITS, sampling=SAMPLINGS, u=st.integers(0, 2**53 - 1))
+def test_the_margin_is_twice_the_least_disturbance_that_changes_anything(
+    logits: list[float], sampling: Sampling, u: int
+) -> None:
+    row = np.array(logits, np.float32)
+    found = margin(row, sampling, u)
+    assume(1e-3 < found < 8)
+
+    def changes(by: float) -> bool:
+        disturbed = (row + by * DISTURBANCES).astype(np.float32)
+        kept = filtered_weights(row, sampling) > 0
+        return any(
+            choice(other, sampling, u) != choice(row, sampling, u)
+            or ((filtered_weights(other, sampling) > 0) != kept).any()
+            for other in disturbed
+        )
+
+    assert not changes(0.499 * found)
+    assert changes(0.501 * found)
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    sampling=SAMPLINGS, u=st.integers(0, 2**53 - 1), seed=st.integers(0, 2**32 - 1), size=st.sampled_from([2, 5, 40])
-)
-def test_a_disturbance_below_half_the_margin_changes_nothing(sampling: Sampling, u: int, seed: int, size: int) -> None:
-    rng = np.random.default_rng(seed)
-    logits = (rng.normal(size=size) * 2).astype(np.float32)
-    apart = margin(logits, sampling, u)
-    before = chosen(logits, sampling, u)
-    for _ in range(10):
-        shift = rng.choice([-1.0, 1.0], size) * 0.499 * min(apart, 2.0)  # weights end at exp(-28)
-        disturbed = (logits + shift).astype(np.float32)
-        if sampling.temperature == 0.0:
-            assert choice(disturbed, sampling, u) == before[0]
-        elif apart > 1e-5:  # else float32 logits are no finer
-            assert chosen(disturbed, sampling, u)[0] == before[0]
-            assert set(chosen(disturbed, sampling, u)[1]) == set(before[1])
+def test_a_run_that_parts_is_found_with_its_margin(toy: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, prompt = toy.session(), [5, 6, 7, 8] * 5
+    generate = session.generate
 
+    def other_seed(ids: list[int], **options: Any) -> Generation:
+        return generate(ids, **options | {"seed": 9} if options["drafter"] == "bushy" else options)
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_margin_is_no_larger_than_what_changes_the_choice(temperature: float) -> None:
-    """Of two tokens: moved by half the margin and a little, towards the other, the choice is the other."""
-    logits, sampling = np.array([1.0, 0.2], np.float32), Sampling(temperature=temperature)
-    for u in np.linspace(0.01, 0.99, 20):
-        draw = int(u * 2**53)
-        token = choice(logits, sampling, draw)
-        half = 0.5 * margin(logits, sampling, draw) + 1e-5
-        towards = np.where(np.arange(2) == token, -half, half).astype(np.float32)
-        assert choice(logits + towards, sampling, draw) != token
+    monkeypatch.setattr(session, "generate", other_seed)
+    plain, drafted = (generate(prompt, whole=True, temperature=1.0, seed=seed).token_ids for seed in (8, 9))
+    first = next(i for i in range(len(plain)) if plain[i] != drafted[i])
+    options = Options(temperature=1.0, seed=8, max_new_tokens=first + 5)
+    for tolerance in (1e-4, np.inf):
+        checks = compare_drafters(session, [prompt], ["bushy", "chain"], options, tolerance)
+        assert (checks["chain"].equal_runs, checks["chain"].partings) == (1, [])
+        (parting,) = checks["bushy"].partings
+        assert (parting.index, parting.plain_token, parting.drafted_token) == (first, plain[first], drafted[first])
+        assert parting.margin > 1e-4
+        assert parting.near_tie == (tolerance > 1)
 
 
 def test_chains_have_no_near_ties(toy: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -290,3 +290,10 @@ def test_local_parts_of_versions_are_no_part_of_the_identity(monkeypatch: pytest
 def test_branches_that_no_plan_serves_are_refused_with_the_key(workplace: Path) -> None:
     with pytest.raises(RecipeError, match=r"capacity\.branches is 4; plans serve one branch"):
         rebuild(workplace, "capacity.branches=4")
+
+
+def test_a_drafter_may_have_a_dot_in_its_name(toy_recipe: Path, tmp_path: Path) -> None:
+    drafter = "{name: qwen3-0.6b, kind: model, checkpoint: drafter, gamma: 1}"
+    build(load_recipe(toy_recipe, [f"drafters=[{drafter}]"]), toy_recipe, tmp_path / "plan")
+    runtime = Runtime.load(tmp_path / "plan")
+    assert runtime.generate([5, 6, 7], max_new_tokens=9, ignore_eos=True).stats.drafted > 0

@@ -80,3 +80,13 @@ def test_taps_of_the_recipe_win_and_must_exist(toy_recipe: Path) -> None:
     for wrong in ("0, 1, 4", "0, 1, 1"):
         with pytest.raises(RecipeError, match="three different layers from 0 to 3"):
             sources(toy_recipe, head % wrong)
+
+
+def test_a_draft_model_for_fewer_positions_than_the_context_is_refused(toy_recipe: Path, checkpoint: Path) -> None:
+    change_json(checkpoint / "config.json", "max_position_embeddings", 100)
+    drafter = f"{{name: a, kind: model, checkpoint: {checkpoint}%s}}"
+    with pytest.raises(RecipeError, match=r"made for 100 positions, fewer than capacity\.context 160; .*rope_scaling"):
+        sources(toy_recipe, drafter % "")
+    stretched = ", rope_scaling: {rope_type: linear, factor: 2.0}"
+    (source,) = sources(toy_recipe, drafter % stretched)
+    assert source.config.rope_scaling.factor == 2.0

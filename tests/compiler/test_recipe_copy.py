@@ -62,6 +62,12 @@ def recipe(folder: Path, drafters: str, header: str = HEADER) -> Path:
             f"  - {{name: d, kind: model, checkpoint: models/drafter, {WRITTEN}}}\n",
         ),
         (
+            "  - name: d\n    kind: model\n    gamma:\n      min: 2\n      max: 6  # long\n    # then\n"
+            "    checkpoint: models/drafter\n",
+            f"  - name: d\n    kind: model\n    tree:\n      {WRITTEN.removeprefix('tree: ')}  # long\n    # then\n"
+            "    checkpoint: models/drafter\n",
+        ),
+        (
             "  - {name: d, kind: model, checkpoint: models/drafter}\n",
             f"  - {{name: d, kind: model, {WRITTEN}, checkpoint: models/drafter}}\n",
         ),

@@ -55,22 +55,46 @@ def test_greedy_rejection_gives_the_tokens_of_plain_decoding(runtime: Runtime) -
     assert runtime.generate(PROMPT, drafter="classical", **options).stats.accepted > 0
 
 
-def places(runtime: Runtime, oracle: Qwen3ForCausalLM, drafter: str, draws: int, **options: Any) -> NDArray[np.float64]:
+FILTERS = {
+    "top-k": Options(temperature=1.0, top_k=TOP_K),
+    "top-p": Options(temperature=1.0, top_p=0.5),
+    "temperature last": Options(temperature=1.6, top_p=0.6, filter_order="temperature_last"),
+}
+
+
+def target_weights(
+    logits: NDArray[np.float64], temperature: float, top_k: int = 0, top_p: float = 1.0, filter_order: str = ""
+) -> NDArray[np.float64]:
+    """What is drawn from, `[tokens, vocab]`, up to a factor; with top-k or top-p, not both."""
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    at = np.exp(shifted / (1.0 if filter_order == "temperature_last" else temperature))
+    ranked = np.sort(at, axis=1)[:, ::-1]
+    kept = np.full(len(logits), top_k or logits.shape[1])
+    if top_p < 1:
+        kept = 1 + (np.cumsum(ranked, axis=1) < top_p * ranked.sum(axis=1, keepdims=True)).sum(axis=1)
+    return np.where(at >= np.take_along_axis(ranked, kept[:, None] - 1, axis=1), np.exp(shifted / temperature), 0.0)
+
+
+def places(
+    runtime: Runtime, oracle: Qwen3ForCausalLM, drafter: str, draws: int, filters: str = "top-k", **options: Any
+) -> NDArray[np.float64]:
     """Where each of `draws` tokens lies in [0, 1), if the target's distribution at its place is laid out there.
 
     Likeliest first, and anywhere in the token's own share: uniform if tokens have that distribution, whatever it is.
+    None may lie outside it.
     """
     rng, found = np.random.default_rng(0), []
+    sampling = FILTERS[filters]
     for seed in range(draws // RUN):
         ids = runtime.generate(
-            PROMPT, drafter=drafter, max_new_tokens=RUN, ignore_eos=True, temperature=1.0, top_k=TOP_K, seed=seed,
-            auto_disable=False, **options,
+            PROMPT, drafter=drafter, max_new_tokens=RUN, ignore_eos=True, seed=seed, auto_disable=False,
+            **sampling, **options,
         ).token_ids  # fmt: skip
         with torch.no_grad():
             logits = oracle(torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1].double().numpy()
-        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-        weights[weights < np.sort(weights, axis=1)[:, [-TOP_K]]] = 0.0
+        weights = target_weights(logits, **sampling)
         own = np.take_along_axis(weights, np.array(ids)[:, None], axis=1)
+        assert (own > 0).all()
         before = np.where(weights > own, weights, 0.0).sum(axis=1)
         found.append((before + rng.random(RUN) * own[:, 0]) / weights.sum(axis=1))
     return np.concatenate(found)
@@ -81,17 +105,36 @@ def chi_square(found: NDArray[np.float64]) -> float:
     return float(((counts - mean) ** 2 / mean).sum())
 
 
-@pytest.mark.parametrize(("drafter", "draws"), [("classical", 20_000), ("sure", 10_000), ("head", 5_000)])
+@pytest.mark.parametrize(
+    ("drafter", "draws", "filters"),
+    [
+        ("classical", 20_000, "top-k"),
+        ("sure", 10_000, "top-k"),
+        ("head", 5_000, "top-k"),
+        ("classical", 10_000, "top-p"),
+        ("sure", 5_000, "top-p"),
+        ("classical", 5_000, "temperature last"),
+    ],
+)
 def test_tokens_have_the_distribution_of_the_target(
-    runtime: Runtime, oracle: Qwen3ForCausalLM, drafter: str, draws: int
+    runtime: Runtime, oracle: Qwen3ForCausalLM, drafter: str, draws: int, filters: str
 ) -> None:
-    assert chi_square(places(runtime, oracle, drafter, draws)) < one_in_a_thousand(CELLS - 1)
+    assert chi_square(places(runtime, oracle, drafter, draws, filters)) < one_in_a_thousand(CELLS - 1)
+
+
+@pytest.mark.parametrize("drafter", ["classical", "sure", "head"])
+def test_a_nucleus_of_one_token_is_greedy(runtime: Runtime, drafter: str) -> None:
+    options = Options(max_new_tokens=60, ignore_eos=True, auto_disable=False, drafter=drafter)
+    greedy = runtime.generate(PROMPT, temperature=0.0, **options)
+    for top_p in (1e-3, 1e-46):
+        assert runtime.generate(PROMPT, temperature=1.0, top_p=top_p, **options).token_ids == greedy.token_ids
 
 
 def test_tokens_do_not_depend_on_the_clock(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which draws decide depends on what was drafted, so drafting goes on even where it never pays."""
     monkeypatch.setattr(Gate, "gain", lambda self: 0.5)
     monkeypatch.setattr("runtime.gate.WINDOW", 4)
+    monkeypatch.setattr("runtime.gate.PACE", 4)
     options = Options(max_new_tokens=100, temperature=1.0, seed=3, ignore_eos=True)
     for drafter in ("classical", "sure", "head"):
         kept, free = (runtime.generate(PROMPT, drafter=drafter, auto_disable=on, **options) for on in (False, True))

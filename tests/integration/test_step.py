@@ -6,8 +6,10 @@ import tracemalloc
 
 import pytest
 
+from plans.errors import RequestError
 from runtime import Runtime
 from runtime.backends import onnxruntime_cpu
+from runtime.request import Options
 
 PROMPT = list(range(100, 1100))  # a view of over 1,000 keys: its mask alone is 4.6 kB, its logits 16 kB
 SMALL = 4096  # bytes: Python's own objects of a step stay below, any array of the step would not
@@ -60,3 +62,30 @@ def test_plain_decoding_binds_again_only_where_the_view_grows(
     for _ in stream:
         pass
     assert bound == ["attn_bias"]  # once, where 128 keys become 256
+
+
+def test_a_rehearsal_leaves_the_sequence_as_it_is(toy: Runtime) -> None:
+    session, options = toy.session(), Options(max_new_tokens=20, ignore_eos=True, drafter="none")
+    prompt = [5, 6, 7]
+    expected = toy.generate(prompt, **options | Options(max_new_tokens=40)).token_ids
+    first = session.generate(prompt, **options).token_ids
+    assert session.rehearse([], "none") > 0
+    assert session.rehearse([1, 2, 3], "ngram") > 0
+    assert first + session.generate(**options).token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("chain", "drafter", "said"),
+    [
+        ([1], "head", "engine of its own"),
+        ([1], "other", "no drafter 'other'"),
+        ([1] * 100, "ngram", "room for a chain of"),
+    ],
+)
+def test_what_cannot_be_rehearsed_is_refused(toy: Runtime, chain: list[int], drafter: str, said: str) -> None:
+    session = toy.session()
+    session.generate([5, 6, 7], max_new_tokens=3, drafter="none")
+    with pytest.raises(RequestError, match=said):
+        session.rehearse(chain, drafter)
+    with pytest.raises(RequestError, match="tokens, 0 of them with rows"):
+        toy.session().rehearse([], "none")

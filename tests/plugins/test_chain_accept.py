@@ -314,3 +314,21 @@ def test_settings_of_branches_without_a_chain_are_not_looked_at():
     zeros = np.zeros(1, np.int64)
     arrays = (np.zeros((1, 4), np.float32), zeros, zeros, zeros, zeros, zeros - 1, np.zeros((1, 4), np.float32))
     assert chain_step(slots, *arrays, skip=[0, 7]).run().accepted_count[0] == 1
+
+
+@pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.parametrize("top_k", [0, 150])
+def test_a_token_that_the_nucleus_leaves_out_is_never_accepted(order, top_k):
+    """Of blocks of 64 tokens of which none is left, the kernel never clears the weights."""
+    rng = np.random.default_rng(4)
+    logits = rng.normal(size=(400, 2, 256)).astype(np.float32)
+    logits[:, :, :30] += 4.0  # the nucleus lies in the first block
+    slots = replace(equal_slots(400, temperature=1.3, top_k=top_k, top_p=0.5), filter_order=np.full(400, order))
+    token_ids = np.zeros((400, 2), np.int64)
+    token_ids[:, 1] = rng.integers(64, 256, 400)
+    q = np.zeros_like(logits)
+    q[np.arange(400), 1, token_ids[:, 1]] = 1e-3
+    done = chains_of(token_ids, logits, q, slots)
+    done.assert_equals_reference()
+    assert (done.accepted_count == 1).all()
+    assert (done.committed.reshape(400, 2)[:, 0] < 30).all()

@@ -276,10 +276,14 @@ i64 drawn(const Survivors& survivors, u64 uniform53) {
 }
 
 u64 weight_of(const Survivors& survivors, i64 token) {
-  if (!survivors.ids) return survivors.weights[token];
-  const i64* end = survivors.ids + survivors.size;
-  const i64* found = std::lower_bound(survivors.ids, end, token);
-  return found != end && *found == token ? survivors.weights[found - survivors.ids] : 0;
+  i64 place = token;
+  if (survivors.ids) {
+    const i64* end = survivors.ids + survivors.size;
+    const i64* found = std::lower_bound(survivors.ids, end, token);
+    if (found == end || *found != token) return 0;
+    place = found - survivors.ids;
+  }
+  return survivors.block_sum[place / kBlock] == 0 ? 0 : survivors.weights[place];
 }
 
 const char* settings_fault(const Sampling& sampling) {

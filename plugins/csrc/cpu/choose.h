@@ -15,7 +15,7 @@ constexpr i64 kBlock = 64;
 // may be changed, and stands until the next row is filtered.
 struct Survivors {
   const i64* ids;  // [size]; nullptr: place i is token i
-  u64* weights;    // [size]; what was filtered out may still stand here, and weighs 0
+  u64* weights;    // [size]; in a block whose sum is 0, what was filtered out still stands
   u64* block_sum;  // of the weights, block by block
   i64 size;
   u64 total;  // of all weights, more than 0
