@@ -24,8 +24,8 @@ from plans import names
 from plans.manifest import Tree
 
 # How far a drafter's CDF may be from the target's where that draws, and how often the draw tells nothing. Measured on
-# the reference pair, and on mixtures of its distributions that overlap by 0.5 to 0.98: never far from the best of a
-# grid. The choice at the draw, and the likeliest tokens, are each a good deal worse at one of the ends.
+# the reference drafters (`python -m tools.proposals`), and on mixtures with the target's distribution that overlap by
+# up to 0.98, where the likeliest tokens are a good deal worse: never far from the best of a grid.
 SPREAD, DOUBT = 0.15, 0.3
 
 

@@ -198,6 +198,7 @@ def print_table(report: dict[str, Any], console: Console) -> None:
         "decode",
         "tokens/verify",
         "accepted",
+        "plain rounds",
         "ttft ms",
         "round ms",
     )
@@ -211,6 +212,7 @@ def print_table(report: dict[str, Any], console: Console) -> None:
             f"{row['decode_speedup']:.2f}x",
             f"{row['tokens_per_verify']:.2f}",
             f"{row['acceptance_rate']:.0%} of {row['drafted']}" if row["drafted"] else "",
+            f"{row['plain_rounds'] / row['rounds']:.0%}" if row["drafter"] != _PLAIN else "",
             f"{row['ttft_ms']:.1f}",
             *(f"{row[key]:.3f}" for key in ("round_ms", "host_gap_ms")),
             "yes" if row["same_tokens"] else f"{row['same_runs']} of {row['runs']}",
