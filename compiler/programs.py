@@ -89,9 +89,9 @@ def emit_programs(engines: Mapping[str, Engine], drafters: Sequence[Drafter]) ->
         name, judge = drafter.name, accept
         if isinstance(drafter, GraphDrafter):
             own_mask = _op("BimMask", name)
-            draws = _op("Draws", name)
+            draws = _op("CoupledDraws", name)
             if drafter.acceptance == "rejection":  # what the drafter draws by must not be what the target draws by
-                draws = draws.model_copy(update={"attributes": {"purpose": int(Purpose.DRAFT)}})
+                draws = _op("Draws", name).model_copy(update={"attributes": {"purpose": int(Purpose.DRAFT)}})
                 judge = _op("ChainAccept", model)
             adaptive = drafter.entropy is not None
             own = (draws, own_mask, _engine(name, engines[name], None if adaptive else names.DRAFTED))

@@ -51,7 +51,9 @@ TRIALS = "trials"  # f64 [M, 2], by rejection: r and p / q of each drafted node 
 # What a drafter reads of the target's last step, and the tree it leaves: the next step of the target.
 FEATURE_ROWS = "feature_rows"  # int64 [N], tokens of the target's step whose features the new pairs hold
 TIP_POSITION = "tip_position"  # int64 [branches], the tip's in the target
-DRAWS = "draws"  # f64 [branches, depth + 1], the target's own draws behind the tip
+DRAWS = "draws"  # [branches, depth + 1], draws behind the tip: f32, the target's own, or f64, for rejection
+DRAFT_TEMPERATURE = "draft_temperature"  # f32 [branches], what a coupled drafter reads of the sampling settings
+DRAFT_TOP_P = "draft_top_p"  # f32 [branches]
 TREE_TOKEN_IDS = "tree_token_ids"  # int64 [nodes]; node 0, the root, is the tip
 TREE_POSITIONS = "tree_positions"  # int64 [nodes], in the target
 TREE_PARENT = "tree_parent"  # int64 [nodes]; -1 at the root
@@ -64,7 +66,7 @@ TREE = (TREE_TOKEN_IDS, TREE_POSITIONS, TREE_PARENT, TREE_SCORE)
 # What stages may write. Everything else is the host's; a drafter's engine writes the target's next step.
 STAGE_WRITTEN = frozenset(
     {ATTN_BIAS, LOGITS_OUT, FEATURES, COMMITTED, ACCEPTED_COUNT, KEPT_ROWS, KEPT_COUNT, TRIALS, KV}
-    | {DRAWS, DRAFT_PROBS, DRAFT_ENTROPY, TREE_ROW, *TREE}
+    | {DRAWS, DRAFT_TEMPERATURE, DRAFT_TOP_P, DRAFT_PROBS, DRAFT_ENTROPY, TREE_ROW, *TREE}
 )
 DRAFTED = {TREE_TOKEN_IDS: TOKEN_IDS, TREE_POSITIONS: POSITIONS, TREE_PARENT: PARENT, DRAFT_PROBS: DRAFT_PROBS}
 

@@ -50,7 +50,11 @@ def drafter_buffers(drafter: GraphDrafter, geometry: Geometry, target: Geometry,
     if drafter.entropy is not None:
         table[names.DRAFT_ENTROPY] = (DType.FLOAT32, (1,))
     table[names.TIP_POSITION] = (DType.INT64, (geometry.branches,))
-    table[names.DRAWS] = (DType.FLOAT64, (geometry.branches, drafter.tree.depth + 1))
+    coupled = drafter.acceptance == "coupled"
+    drawn = DType.FLOAT32 if coupled else DType.FLOAT64
+    table[names.DRAWS] = (drawn, (geometry.branches, drafter.tree.depth + 1))
+    if coupled:
+        table[names.DRAFT_TEMPERATURE] = table[names.DRAFT_TOP_P] = (DType.FLOAT32, (geometry.branches,))
     if drafter.kind == "eagle3":
         table[names.FEATURE_ROWS] = (DType.INT64, (names.NEW,))
     return _named(drafter.name, table)

@@ -86,13 +86,27 @@ class ChainAccept:
     ) -> None: ...
     def __call__(self, new: int, logits: int, /) -> None: ...
 
+class CoupledDraws:
+    def __init__(
+        self,
+        tip_position: _Int,
+        seed: NDArray[np.uint64],
+        stream: _Int,
+        temperature: _Double,
+        top_p: _Double,
+        draws: NDArray[np.float32],
+        draft_temperature: NDArray[np.float32],
+        draft_top_p: NDArray[np.float32],
+    ) -> None: ...
+    def __call__(self) -> None: ...
+
 class Draws:
     def __init__(
         self,
         tip_position: _Int,
         seed: NDArray[np.uint64],
         stream: _Int,
-        draws: NDArray[np.float32],
+        draws: _Double,
         purpose: int = 0,
     ) -> None: ...
     def __call__(self) -> None: ...

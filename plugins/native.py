@@ -27,6 +27,7 @@ except ImportError as error:
 from plugins._native import (
     BimMask,
     ChainAccept,
+    CoupledDraws,
     Draws,
     KvGather,
     Sample,
@@ -41,6 +42,7 @@ __all__ = [
     "BimMask",
     "BoundOp",
     "ChainAccept",
+    "CoupledDraws",
     "Draws",
     "KvGather",
     "Sample",

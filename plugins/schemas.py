@@ -211,7 +211,7 @@ _CHAIN_ACCEPT = OpSchema(
 _DRAWS = OpSchema(
     name="Draws",
     version=2,
-    doc="""The target's own draws at the positions behind each tip, for a drafter to look at.
+    doc="""Draws at the positions behind each tip, for a drafter that is accepted by rejection.
 
     draws[b, d] = uniform(seed[b], stream[b], tip_position[b] + 1 + d, purpose), in [0, 1).
     Errors: ValueError for an unknown purpose.
@@ -223,6 +223,29 @@ _DRAWS = OpSchema(
     ),
     outputs=(TensorSpec(names.DRAWS, "float64", (_SLOTS, "depths")),),
     attributes=(_PURPOSE,),
+)
+
+_COUPLED_DRAWS = OpSchema(
+    name="CoupledDraws",
+    version=1,
+    doc="""What a coupled drafter looks at: the target's own draws behind each tip, and its settings, in float32.
+
+    draws[b, d] = uniform(seed[b], stream[b], tip_position[b] + 1 + d, Purpose.TARGET), draft_temperature[b] =
+    temperature[b] and draft_top_p[b] = top_p[b], each rounded to the nearest float32: a draw may become 1. What is
+    drafted is a guess; execution targets without float64 make it too.
+    Source: DESIGN section 7.""",
+    inputs=(
+        TensorSpec(names.TIP_POSITION, _INT, (_SLOTS,)),
+        TensorSpec(names.SEED, "uint64", (_SLOTS,)),
+        TensorSpec(names.STREAM, _INT, (_SLOTS,)),
+        TensorSpec(names.TEMPERATURE, "float64", (_SLOTS,)),
+        TensorSpec(names.TOP_P, "float64", (_SLOTS,)),
+    ),
+    outputs=(
+        TensorSpec(names.DRAWS, "float32", (_SLOTS, "depths")),
+        TensorSpec(names.DRAFT_TEMPERATURE, "float32", (_SLOTS,)),
+        TensorSpec(names.DRAFT_TOP_P, "float32", (_SLOTS,)),
+    ),
 )
 
 _KV = TensorSpec(names.KV, ANY_FLOAT, ("planes", names.ROWS, "heads", _CAPACITY, "head_dim"))
@@ -313,7 +336,7 @@ _CANDIDATES = ("trees", "candidates")
 
 _TREE_EXPAND = OpSchema(
     name="TreeExpand",
-    version=2,
+    version=3,
     doc="""Children of a draft tree's frontier nodes, and which of them are expanded next.
 
     A node's children are its top_k likeliest tokens, scored by the node's score plus their log-probability. Where a
@@ -331,10 +354,10 @@ _TREE_EXPAND = OpSchema(
     inputs=(
         TensorSpec("logits", "float32", (*_FRONTIER, _VOCABULARY)),
         TensorSpec("score", "float32", _FRONTIER),
-        TensorSpec(names.DRAWS, "float64", ("trees",)),
-        TensorSpec(names.TEMPERATURE, "float64", ("trees",)),
+        TensorSpec(names.DRAWS, "float32", ("trees",)),
+        TensorSpec(names.TEMPERATURE, "float32", ("trees",)),
         TensorSpec(names.TOP_K, _INT, ("trees",)),
-        TensorSpec(names.TOP_P, "float64", ("trees",)),
+        TensorSpec(names.TOP_P, "float32", ("trees",)),
     ),
     outputs=(
         TensorSpec("token", _INT, _CANDIDATES),
@@ -380,6 +403,7 @@ SCHEMAS: dict[str, OpSchema] = {
         _TREE_ACCEPT,
         _CHAIN_ACCEPT,
         _DRAWS,
+        _COUPLED_DRAWS,
         _KV_GATHER,
         _BRANCH_ATTENTION,
         _DRAFT_SAMPLE,

@@ -258,6 +258,7 @@ def export_draft(
     drafting: DraftModel = model  # type: ignore[assignment]
     heads, features = drafting.heads, drafting.feature_size
     new, view, index = 3, 8, torch.int64
+    settings = torch.float64 if rejected else torch.float32
     cache: Shape = (1, heads.num_kv_heads, capacity, heads.head_dim)
     layers = range(heads.num_layers)
 
@@ -273,9 +274,9 @@ def export_draft(
         names.ATTN_BIAS: (1, 1, names.NEW, names.VIEW),
         names.PAST_LENGTH: (1,),
         names.DRAWS: (1, tree.depth + 1),
-        names.TEMPERATURE: (1,),
+        names.TEMPERATURE if rejected else names.DRAFT_TEMPERATURE: (1,),
         names.TOP_K: (1,),
-        names.TOP_P: (1,),
+        names.TOP_P if rejected else names.DRAFT_TOP_P: (1,),
         **{names.k_cache(i): cache for i in layers},
         **{names.v_cache(i): cache for i in layers},
     }
@@ -288,10 +289,10 @@ def export_draft(
             "positions": torch.zeros(new, dtype=index),
             "attn_bias": torch.zeros(1, 1, new, view),
             "past_length": torch.zeros(1, dtype=index),
-            "draws": torch.zeros(1, tree.depth + 1, dtype=torch.float64),
-            "temperature": torch.zeros(1, dtype=torch.float64),
+            "draws": torch.zeros(1, tree.depth + 1, dtype=settings),
+            "temperature": torch.zeros(1, dtype=settings),
             "top_k": torch.zeros(1, dtype=index),
-            "top_p": torch.zeros(1, dtype=torch.float64),
+            "top_p": torch.zeros(1, dtype=settings),
             "k_caches": caches(),
             "v_caches": caches(),
         },

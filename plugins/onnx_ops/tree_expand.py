@@ -35,7 +35,7 @@ TreeExpand <top_k, spread, doubt> (logits, score, draws, temperature, top_k_filt
     normaliser = ReduceLogSumExp (logits, last_1)
     log_prob = Sub (best, normaliser)
 
-    still = Constant <value: tensor = double[1] {0.0}> ()
+    still = Constant <value_float: float = 0.0> ()
     sampled = Greater (temperature, still)
     sampled_counted = Cast <to: int = 7> (sampled)
     sampled_any = ReduceMax <keepdims: int = 0> (sampled_counted)
@@ -46,8 +46,7 @@ TreeExpand <top_k, spread, doubt> (logits, score, draws, temperature, top_k_filt
             none = Constant <value_int: int = -1> ()
             summed = CumSum (kept_weights, none)
             summed_total = Gather <axis: int = 2> (summed, last_1)
-            draws_near = Cast <to: int = 1> (draws)
-            draws_3 = Unsqueeze (draws_near, behind)
+            draws_3 = Unsqueeze (draws, behind)
             first_share = Sub (draws_3, spread)
             last_share = Add (draws_3, spread)
             first_edge = Mul (first_share, summed_total)
@@ -104,10 +103,10 @@ def tree_expand_schema() -> defs.OpSchema:
         inputs=[
             parameter("logits", "F", "[B, F, V], of the frontier nodes of each tree"),
             parameter("score", "F", "[B, F], of each frontier node, summed from the root"),
-            parameter("draws", "D", "[B], the target's draw at the children's position"),
-            parameter("temperature", "D", "[B], 0 is greedy"),
+            parameter("draws", "F", "[B], the target's draw at the children's position"),
+            parameter("temperature", "F", "[B], 0 is greedy"),
             parameter("top_k_filter", "I", "[B], 0 is off"),
-            parameter("top_p", "D", "[B], 1 is off"),
+            parameter("top_p", "F", "[B], 1 is off"),
         ],
         outputs=[
             parameter("token", "I", "[B, F * top_k], node-major, best first"),
@@ -116,7 +115,6 @@ def tree_expand_schema() -> defs.OpSchema:
         ],
         type_constraints=[
             ("F", ["tensor(float)"], "Scores are summed in float32."),
-            ("D", ["tensor(double)"], "Sampling settings, as the target has them."),
             ("I", ["tensor(int64)"], "Indices."),
         ],
         attributes=[

@@ -111,10 +111,10 @@ class DraftEngine:
             names.POSITIONS: np.arange(past, past + n),
             names.ATTN_BIAS: bias,
             names.PAST_LENGTH: lengths,
-            names.DRAWS: np.zeros((1, self._tree.depth + 1)),
-            names.TEMPERATURE: np.zeros(1),
+            names.DRAWS: np.zeros((1, self._tree.depth + 1), np.float32),
+            names.DRAFT_TEMPERATURE: np.zeros(1, np.float32),
             names.TOP_K: np.zeros(1, np.int64),
-            names.TOP_P: np.ones(1),
+            names.DRAFT_TOP_P: np.ones(1, np.float32),
             **more,
         }
         binding, outputs = self._session.io_binding(), {}

@@ -36,3 +36,22 @@ def test_an_unknown_purpose_is_refused() -> None:
     tensors = {"tip_position": one, "seed": one.astype(np.uint64), "stream": one, "draws": np.zeros((1, 2))}
     with pytest.raises(ValueError, match="purpose"):
         native.create("Draws", tensors, {"purpose": 3})
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), depths=st.integers(1, 9))
+def test_a_coupled_drafter_sees_the_targets_draws_and_settings_in_float32(data, slots, depths) -> None:
+    settings_ = data.draw(slots(data.draw(st.integers(1, 4))))
+    branches = len(settings_.seed)
+    tips = np.array(data.draw(st.lists(st.integers(0, 2**31), min_size=branches, max_size=branches)))
+    found = {
+        "draws": np.full((branches, depths), -1.0, np.float32),
+        "draft_temperature": np.full(branches, -1.0, np.float32),
+        "draft_top_p": np.full(branches, -1.0, np.float32),
+    }
+    given_ = {name: getattr(settings_, name) for name in ("seed", "stream", "temperature", "top_p")}
+    native.create("CoupledDraws", {"tip_position": tips, **given_, **found})()
+    expected = draws(tips, settings_.seed, settings_.stream, depths).astype(np.float32)
+    np.testing.assert_array_equal(found["draws"], expected)
+    np.testing.assert_array_equal(found["draft_temperature"], settings_.temperature.astype(np.float32))
+    np.testing.assert_array_equal(found["draft_top_p"], settings_.top_p.astype(np.float32))

@@ -52,10 +52,10 @@ def expand() -> dict[int, ort.InferenceSession]:
             {
                 "logits": (FLOAT, ["B", "F", "V"]),
                 "score": (FLOAT, ["B", "F"]),
-                "draws": (TensorProto.DOUBLE, ["B"]),
-                "temperature": (TensorProto.DOUBLE, ["B"]),
+                "draws": (FLOAT, ["B"]),
+                "temperature": (FLOAT, ["B"]),
                 "top_k_filter": (INT, ["B"]),
-                "top_p": (TensorProto.DOUBLE, ["B"]),
+                "top_p": (FLOAT, ["B"]),
             },
             {"token": INT, "candidate_score": FLOAT, "frontier": INT},
             top_k=k,
@@ -86,7 +86,13 @@ def greedy(trees: int) -> dict[str, NDArray[Any]]:
     }
 
 
+def near(sampling: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Settings in the precision of the graphs that draft trees."""
+    return {name: x.astype(np.float32) if x.dtype == np.float64 else x for name, x in sampling.items()}
+
+
 def check(expand, k: int, logits: NDArray[np.float32], score: NDArray[np.float32], **sampling: NDArray[Any]) -> None:
+    sampling = near(sampling)
     token, candidate_score, frontier = expand[k].run(None, {"logits": logits, "score": score, **sampling})
     expected = tree_expand(logits, score, *sampling.values(), k, **ERROR)
     # Sums of probabilities in float32: a share of 1e-6 of the largest is noise, and so is the order of such tokens.
@@ -199,10 +205,12 @@ def test_no_logits_make_a_child_score_above_its_parent_or_not_at_all(expand, k, 
     score = -random.exponential(size=(1, 3)).astype(np.float32)
     token, found, frontier = expand[k].run(
         None,
-        {
-            "logits": logits, "score": score, "draws": np.array([0.3]), "temperature": np.array([temperature]),
-            "top_k_filter": np.array([5]), "top_p": np.array([0.9]),
-        },
+        near(
+            {
+                "logits": logits, "score": score, "draws": np.array([0.3]), "temperature": np.array([temperature]),
+                "top_k_filter": np.array([5]), "top_p": np.array([0.9]),
+            }
+        ),
     )  # fmt: skip
     assert (found <= np.repeat(score, k, axis=1)).all()
     assert ((token >= 0) & (token < 20)).all()
@@ -216,13 +224,13 @@ def test_a_drafter_that_is_the_target_says_the_targets_choice(expand) -> None:
     for draw, token in ((0.1, 0), (0.5, 2), (0.8, 3)):
         feeds = {"draws": np.array([draw]), "temperature": np.ones(1), "top_k_filter": np.zeros(1, np.int64)}
         found, _, _ = expand[1].run(
-            None, {"logits": logits, "score": np.zeros((1, 1), np.float32), **feeds, "top_p": np.ones(1)}
+            None, near({"logits": logits, "score": np.zeros((1, 1), np.float32), **feeds, "top_p": np.ones(1)})
         )
         assert found.item() == token
 
 
 def test_equal_logits_go_to_the_lower_token_and_equal_scores_to_the_lower_candidate(expand) -> None:
-    feeds = {"logits": np.zeros((1, 2, 6), np.float32), "score": np.zeros((1, 2), np.float32), **greedy(1)}
+    feeds = {"logits": np.zeros((1, 2, 6), np.float32), "score": np.zeros((1, 2), np.float32), **near(greedy(1))}
     token, score, frontier = expand[3].run(None, feeds)
     assert token.tolist() == [[0, 1, 2, 0, 1, 2]]
     assert frontier.tolist() == [[0, 1, 2]]
