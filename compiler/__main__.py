@@ -45,6 +45,10 @@ def _parser() -> argparse.ArgumentParser:
     build = commands.add_parser("build", help="recipe to plan", description="Build the plan of a recipe.")
     build.add_argument("recipe", type=Path, help="the recipe, a YAML file")
     build.add_argument("--out", type=Path, help="folder of the plan (default: build/NAME)")
+    build.add_argument(
+        "--target", action="append", default=[], metavar="NAME", dest="targets",
+        help="execution target to build for, in place of the recipe's; may be repeated",
+    )  # fmt: skip
     _add_set(build)
     build.add_argument("--json", action="store_true", help="print one JSON object")
     build.set_defaults(command=_build)
@@ -116,6 +120,7 @@ def _build(options: argparse.Namespace) -> int:
 
     started = perf_counter()
     recipe = load_recipe(options.recipe, options.overrides)
+    recipe = recipe.for_targets(options.targets) if options.targets else recipe
     out: Path = options.out or Path("build") / recipe.name
     with progress_bar("building") as bar:
         from compiler.build import build

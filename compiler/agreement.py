@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from plans.manifest import Drafter, NgramDrafter
 from plugins.reference import Sampling, choice, uniform
 from plugins.reference.choice import filtered_weights
-from plugins.schemas import FilterOrder, Purpose
+from plugins.schema import FilterOrder, Purpose
 from runtime import Generation, Session
 from runtime.request import Options, check_options
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from torch import nn
 from compiler import drafters
 from compiler.checkpoint import load_decoder
 from compiler.drafters import GraphSource
-from compiler.engines.onnxruntime import WeightFile, write_engine
+from compiler.engines import open_folder
 from compiler.export import export_draft, export_target
 from compiler.identity import engines_key, plan_identity, tool_versions
 from compiler.lowering import lower
@@ -23,6 +23,8 @@ from compiler.models.decoder import Decoder
 from compiler.place import Place
 from compiler.programs import cache_views, drafter_limits, emit_programs, symbol_limits
 from compiler.recipe import Recipe, check_capacity
+from compiler.recipe_drafters import NgramSection
+from compiler.recipe_targets import PACKAGES, OnnxRuntimeCpuSection, TargetBuild, TensorRtRtxSection
 from compiler.text import write_tokenizer
 from plans import names
 from plans.buffers import DType
@@ -69,7 +71,8 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
     place = Place(out)
     old = place.plan()
     source = _relative(recipe_path, place.folder)
-    tools = tool_versions()
+    sections = {target.kind: target for target in recipe.targets}
+    tools = tool_versions(package for kind in sections for package in PACKAGES[kind])
     sources = drafters.read_sources(recipe, config)
     checkpoints = drafters.source_hashes(recipe)
     identity = plan_identity(recipe.resolved(), checkpoints, tools)
@@ -78,13 +81,18 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
         return Built(_with_source(old, source, place), ("plan",))
 
     geometry = _geometry(recipe, config, sources)
-    shape = _engine_shape(recipe, geometry, sources)
     listed = drafters.manifest_drafters(recipe, sources)
-    keys = {target: engines_key(checkpoints, target, shape, tools) for target in recipe.targets}
+    limits = _limits(geometry, sources, listed)
+    keys = {
+        kind: engines_key(
+            checkpoints, _engine_shape(recipe, target, geometry, sources, limits), tool_versions(PACKAGES[kind])
+        )
+        for kind, target in sections.items()
+    }
     there = old.manifest.targets if old is not None else {}
     kept = {t: there[t] for t, key in keys.items() if t in there and there[t].engines_key == key}
-    stale = [target for target in recipe.targets if target not in kept]
-    steps = _Steps(progress, len(kept) + (1 + (2 + len(sources)) * len(stale) if stale else 0) + 1)
+    stale = [kind for kind in sections if kind not in kept]
+    steps = _Steps(progress, len(kept) + (3 + len(sources)) * len(stale) + 1)
     with place.workplace() as root:
         engines: dict[str, Engines] = {}
         for target, plan in kept.items():
@@ -92,14 +100,18 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
             shutil.copytree(place.folder / "engines" / target, root / "engines" / target)
             engines[target] = plan.engines, plan.lowering
         if stale:
-            steps.begin("reading the checkpoint")
-            decoder = load_decoder(recipe.checkpoint_path, recipe.target.dtype, recipe.rope_scaling)
-            for target in stale:
-                writer = _EngineWriter(target, root / "engines" / target, steps)
+            decoders: dict[str, Decoder] = {}
+            for kind in stale:
+                dtype = recipe.dtype(sections[kind])
+                if dtype not in decoders:
+                    steps.begin(f"reading the checkpoint in {dtype}")
+                    decoders = {dtype: load_decoder(recipe.checkpoint_path, dtype, recipe.rope_scaling)}
+                decoder = decoders[dtype]
+                writer = _EngineWriter(sections[kind], root / "engines" / kind, limits, steps)
                 writer.target(decoder, geometry, drafters.taps(sources))
                 for graph in sources:
-                    writer.drafter(graph, drafters.load(recipe, graph, decoder), geometry)
-                engines[target] = writer.close()
+                    writer.drafter(graph, drafters.load(recipe, graph, decoder, dtype), geometry)
+                engines[kind] = writer.close()
         steps.begin("writing the plan")
         text = write_tokenizer(recipe.checkpoint_path, root / "tokenizer", config)
         manifest = Manifest(
@@ -111,7 +123,7 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
             models={names.TARGET: geometry} | {s.section.name: s.geometry(geometry) for s in sources},
             text=text,
             drafters=listed,
-            targets={t: _target_plan(engines[t], keys[t], geometry, sources, listed) for t in recipe.targets},
+            targets={t: _target_plan(engines[t], keys[t], limits, geometry, sources, listed) for t in sections},
             tools=tools,
             files=_list_files(root),
         )
@@ -130,6 +142,10 @@ class _Steps:
         self._progress(self._begun, self._total, text)
         self._begun += 1
 
+    def detail(self, text: str) -> None:
+        """What the present step is at."""
+        self._progress(max(self._begun - 1, 0), self._total, text)
+
 
 def _check_served(recipe: Recipe) -> None:
     """Refuse what a recipe may say and no plan can do yet."""
@@ -137,10 +153,18 @@ def _check_served(recipe: Recipe) -> None:
         raise recipe.error(
             ("capacity", "branches"), f"is {recipe.capacity.branches}; plans serve one branch for now, set it to 1"
         )
-    if "onnxruntime-cpu" in recipe.targets and recipe.target.dtype != "float32":
-        raise recipe.error(
-            ("target", "dtype"), f"is {recipe.target.dtype}; onnxruntime-cpu computes in float32, set it to float32"
-        )
+    for index, target in enumerate(recipe.targets):
+        if isinstance(target, OnnxRuntimeCpuSection) and recipe.dtype(target) != "float32":
+            where = ("target", "dtype") if target.dtype is None else ("targets", index, "dtype")
+            raise recipe.error(where, f"is {recipe.dtype(target)}; onnxruntime-cpu computes in float32, set it to that")
+        if isinstance(target, TensorRtRtxSection):
+            for place, drafter in enumerate(recipe.drafters):
+                if not isinstance(drafter, NgramSection) and drafter.acceptance == "rejection":
+                    raise recipe.error(
+                        ("drafters", place, "acceptance"),
+                        "is rejection, which sums in float64, and TensorRT has none; leave it coupled, or the target "
+                        "tensorrt-rtx out",
+                    )
 
 
 def _geometry(recipe: Recipe, config: DecoderConfig, sources: Sequence[GraphSource]) -> Geometry:
@@ -162,11 +186,27 @@ def _geometry(recipe: Recipe, config: DecoderConfig, sources: Sequence[GraphSour
     )
 
 
-def _engine_shape(recipe: Recipe, geometry: Geometry, sources: Sequence[GraphSource]) -> dict[str, object]:
+def _limits(geometry: Geometry, sources: Sequence[GraphSource], listed: Sequence[Drafter]) -> dict[str, dict[str, int]]:
+    """By model: the largest value of every symbol."""
+    target = symbol_limits(geometry, listed)
+    own = {source.section.name: drafter_limits(source.geometry(geometry), target) for source in sources}
+    return {names.TARGET: target, **own}
+
+
+def _engine_shape(
+    recipe: Recipe,
+    target: TargetBuild,
+    geometry: Geometry,
+    sources: Sequence[GraphSource],
+    limits: Mapping[str, Mapping[str, int]],
+) -> dict[str, object]:
+    """What a target's engines depend on beside weights and tools. Engines of ONNX Runtime take any size of step."""
     scaling = recipe.target.rope_scaling
     return {
+        "target": target.model_dump(mode="json"),
+        "limits": None if isinstance(target, OnnxRuntimeCpuSection) else limits,
         "capacity": geometry.capacity,
-        "dtype": recipe.target.dtype,
+        "dtype": recipe.dtype(target),
         "rope_scaling": None if scaling is None else scaling.model_dump(exclude_none=True),
         "drafters": [
             [source.drafter.model_dump(), source.geometry(geometry).capacity, repr(source.config)] for source in sources
@@ -175,12 +215,14 @@ def _engine_shape(recipe: Recipe, geometry: Geometry, sources: Sequence[GraphSou
 
 
 class _EngineWriter:
-    """Writes the engines of one execution target, which share a weight file."""
+    """Exports, lowers and writes the engines of one execution target."""
 
-    def __init__(self, target: str, folder: Path, steps: _Steps) -> None:
+    def __init__(
+        self, target: TargetBuild, folder: Path, limits: Mapping[str, Mapping[str, int]], steps: _Steps
+    ) -> None:
         folder.mkdir(parents=True)
-        self._target, self._folder, self._steps = target, folder, steps
-        self._weights = WeightFile(folder)
+        self._target, self._limits, self._steps = target.kind, limits, steps
+        self._folder = open_folder(target, folder, lambda text: steps.detail(f"{target.kind}: {text}"))
         self._engines: dict[str, Engine] = {}
         self._reports: list[RuleReport] = []
 
@@ -200,16 +242,21 @@ class _EngineWriter:
         self._write(name, graph, exact=False)
 
     def close(self) -> Engines:
-        self._weights.close()
+        self._folder.close()
         return self._engines, tuple(self._reports)
 
     def _write(self, name: str, graph: ir.Model, *, exact: bool) -> None:
         self._reports += lower(name, graph, self._target, rows=1, exact=exact)
-        self._engines[name] = write_engine(graph, self._folder, name, self._weights)
+        self._engines[name] = self._folder.write(name, graph, self._limits[name])
 
 
 def _target_plan(
-    built: Engines, key: str, geometry: Geometry, sources: Sequence[GraphSource], listed: Sequence[Drafter]
+    built: Engines,
+    key: str,
+    limits: dict[str, dict[str, int]],
+    geometry: Geometry,
+    sources: Sequence[GraphSource],
+    listed: Sequence[Drafter],
 ) -> TargetPlan:
     """The engines with the buffers and programs that run them."""
     engines, reports = built
@@ -218,18 +265,16 @@ def _target_plan(
         *sampling_buffers(geometry.branches),
     ]
     views = cache_views(names.TARGET, geometry)
-    symbols = {names.TARGET: symbol_limits(geometry, listed)}
     for source in sources:
         name, own = source.section.name, source.geometry(geometry)
         buffers += drafter_buffers(source.drafter, own, geometry, _kv_type(engines[name]))
         views |= cache_views(name, own)
-        symbols[name] = drafter_limits(own, symbols[names.TARGET])
     return TargetPlan(
         engines=engines,
         engines_key=key,
         buffers=tuple(buffers),
         views=views,
-        symbols=symbols,
+        symbols=limits,
         programs=emit_programs(engines, listed),
         lowering=reports,
     )

@@ -12,7 +12,7 @@ from torch import nn
 
 from compiler.checkpoint import checkpoint_hashes, load_decoder
 from compiler.eagle3_checkpoint import load_eagle3, read_eagle3_config
-from compiler.models.config import DecoderConfig, read_config
+from compiler.models.config import DecoderConfig, WeightType, read_config
 from compiler.models.decoder import Decoder
 from compiler.models.drafting import DecoderDraft, Eagle3Draft
 from compiler.models.eagle3 import Eagle3Config
@@ -145,19 +145,19 @@ def manifest_drafters(recipe: Recipe, sources: Sequence[GraphSource]) -> tuple[D
     )
 
 
-def load(recipe: Recipe, source: GraphSource, target: Decoder) -> nn.Module:
-    """The drafter's model, ready for `export_draft`."""
+def load(recipe: Recipe, source: GraphSource, target: Decoder, dtype: WeightType) -> nn.Module:
+    """The drafter's model in `dtype`, which is the type of `target`, ready for `export_draft`."""
     path, section = recipe.drafter_path(source.section), source.section
     if isinstance(section, Eagle3Section):
         head = load_eagle3(
             path,
             target.config,
-            recipe.target.dtype,
+            dtype,
             rope_theta=section.rope_theta,
             aux_layers=section.aux_layers,
         )
         return Eagle3Draft(head, target.embedding)
-    return DecoderDraft(load_decoder(path, recipe.target.dtype, section.scaling))
+    return DecoderDraft(load_decoder(path, dtype, section.scaling))
 
 
 def _tree(section: GraphSection) -> Tree:

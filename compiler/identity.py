@@ -6,7 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from pydantic import JsonValue
@@ -17,13 +17,24 @@ _PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnx-ir", "safetensors")
 _SOURCES = ("compiler", "plans", "plugins")
 
 
-def tool_versions() -> dict[str, str]:
-    """Versions of everything that shapes an engine, and a digest of the compiler's own source."""
+def tool_versions(packages: Iterable[str] = ()) -> dict[str, str]:
+    """Versions of everything that shapes an engine, and a digest of the compiler's own source.
+
+    `packages` are those that one execution target needs; one that is missing has the version "".
+    """
     # A local part ("2.13.0+cpu") tells where a package runs, and graphs are made alike everywhere.
     versions = {name: importlib.metadata.version(name).partition("+")[0] for name in _PACKAGES}
+    versions |= {name: _version(name) for name in packages}
     versions["python"] = ".".join(platform.python_version_tuple()[:2])
     versions["compiler"] = _source_digest()
     return versions
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def digest(value: object) -> str:
@@ -36,12 +47,10 @@ def plan_identity(recipe: Mapping[str, JsonValue], checkpoint: Mapping[str, str]
     return digest([FORMAT_VERSION, dict(recipe), dict(checkpoint), dict(tools)])
 
 
-def engines_key(
-    checkpoint: Mapping[str, str], target: str, shape: Mapping[str, object], tools: Mapping[str, str]
-) -> str:
+def engines_key(checkpoint: Mapping[str, str], shape: Mapping[str, object], tools: Mapping[str, str]) -> str:
     """Hash of all that one target's engines depend on: drafters and names may change without a new export."""
     weights = {name: sha for name, sha in checkpoint.items() if not name.startswith(("tokenizer", "chat_template"))}
-    return digest([weights, target, dict(shape), dict(tools)])
+    return digest([weights, dict(shape), dict(tools)])
 
 
 def _source_digest() -> str:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from plans.check import session_bytes
-from plans.manifest import TargetPlan
+from plans.manifest import Engine, TargetPlan
 from plans.plan import Plan, open_plan
 
 
@@ -39,11 +39,19 @@ def _target(plan: Plan, target: TargetPlan) -> dict[str, Any]:
         },
         "symbols": target.symbols,
         "session_bytes": session_bytes(target),
-        "engines": {
-            name: {"file": engine.file, "ops": op_counts(plan.file(engine.file))}
-            for name, engine in target.engines.items()
-        },
+        "engines": {name: _engine(plan, engine) for name, engine in target.engines.items()},
         "lowering": [report.model_dump() for report in target.lowering],
+    }
+
+
+def _engine(plan: Plan, engine: Engine) -> dict[str, Any]:
+    built = {} if engine.builder is None else {"builder": engine.builder, "devices": list(engine.devices)}
+    profiles = [{s: [r.least, r.most] for s, r in p.symbols.items()} for p in engine.profiles]
+    return {
+        "file": engine.file,
+        "ops": engine.layers or op_counts(plan.file(engine.file)),
+        **built,
+        **({"profiles": profiles} if profiles else {}),
     }
 
 
@@ -70,6 +78,10 @@ def print_description(description: dict[str, Any], console: Console) -> None:
             console.print(f"  {program}: {' -> '.join(stages)}")
         for engine, facts in target["engines"].items():
             console.print(f"  engine {engine} ({facts['file']}): {sum(facts['ops'].values())} nodes")
+            if "builder" in facts:
+                console.print(f"    built by {facts['builder']} for {', '.join(facts['devices'])}")
+            for profile in facts.get("profiles", ()):
+                console.print("    profile: " + ", ".join(f"{s} {a} to {b}" for s, (a, b) in profile.items()))
             console.print("    " + ", ".join(f"{op} {count}" for op, count in facts["ops"].items()))
         table = Table("engine", "rule", "applied", "declined", box=None, pad_edge=False)
         for report in target["lowering"]:

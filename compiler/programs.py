@@ -18,7 +18,8 @@ from plans.manifest import (
     longest_draft,
 )
 from plans.step_buffers import sampling_buffers
-from plugins.schemas import SCHEMAS, Purpose
+from plugins.schema import Purpose
+from plugins.schemas import SCHEMAS
 
 _SHARED = {tensor.name for tensor in sampling_buffers(1)}
 _BEAMS = 8  # that every plan serves, whatever its drafters are
@@ -99,7 +100,7 @@ def emit_programs(engines: Mapping[str, Engine], drafters: Sequence[Drafter]) ->
             if adaptive:
                 programs[names.draft(name)] = Program(stages=own)
             programs[names.extend(name)] = Program(stages=(own_mask, _engine(name, engines[name])))
-            if drafter.compacts:
+            if drafter.compacts and engines[name].keeps_levels:
                 programs[names.compact(name)] = Program(stages=(_op("KvGather", name, _COMPACT),))
         else:
             draft = (Stage(kind=StageKind.DRAFT, run=name, model=model),)

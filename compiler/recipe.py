@@ -22,12 +22,10 @@ from compiler.recipe_drafters import DrafterSection, GraphSection, NgramSection
 from compiler.recipe_rope import RopeScalingSection, positions_served
 from compiler.recipe_section import Name, Section, WrittenPath
 from compiler.recipe_source import Location, RecipeSource
+from compiler.recipe_targets import DEFAULT_TARGETS, TargetBuild, TargetEntry, choose_targets
 from plans import names
 from plans.errors import PlanError, RecipeError
 from plans.plan import read_manifest
-
-KNOWN_TARGETS = ("onnxruntime-cpu",)
-PLANNED_TARGETS = ("onnxruntime-cuda", "tensorrt", "tensorrt-rtx")
 
 
 class TargetSection(Section):
@@ -71,8 +69,10 @@ class Recipe(Section):
         (), strict=False, description="what proposes tokens; the first is the default; may be empty"
     )
     capacity: CapacitySection = Field(description="what a session can hold")
-    targets: tuple[str, ...] = Field(
-        KNOWN_TARGETS, strict=False, min_length=1, description="execution targets to build engines for"
+    targets: tuple[TargetEntry, ...] = Field(
+        DEFAULT_TARGETS,
+        strict=False,
+        description="execution targets to build engines for: names, or {kind: NAME, ...} with options",
     )
     held_out: WrittenPath | None = Field(
         None,
@@ -96,14 +96,13 @@ class Recipe(Section):
 
     @field_validator("targets")
     @classmethod
-    def _known_targets(cls, targets: tuple[str, ...]) -> tuple[str, ...]:
-        for index, target in enumerate(targets):
-            context = {"target": target, "known": ", ".join(KNOWN_TARGETS), "at": (index,)}
-            if target in PLANNED_TARGETS:
-                raise PydanticCustomError("target", "is '{target}', not built yet; choose from: {known}", context)
-            if target not in KNOWN_TARGETS:
-                raise PydanticCustomError("target", "is '{target}', not a known target; choose from: {known}", context)
-            if target in targets[:index]:
+    def _distinct_targets(cls, targets: tuple[TargetBuild, ...]) -> tuple[TargetBuild, ...]:
+        if not targets:
+            raise PydanticCustomError("target", "must have at least 1 entry, found []")
+        kinds = [target.kind for target in targets]
+        for index, kind in enumerate(kinds):
+            if kind in kinds[:index]:
+                context = {"target": kind, "at": (index,)}
                 raise PydanticCustomError("target", "repeats '{target}'; keep one of them", context)
         return targets
 
@@ -125,6 +124,14 @@ class Recipe(Section):
     def held_out_path(self) -> Path | None:
         """The file of held-out prompts, absolute."""
         return None if self.held_out is None else self._absolute(self.held_out)
+
+    def for_targets(self, kinds: Sequence[str]) -> Recipe:
+        """The same recipe for other execution targets. Raises `RecipeError` for what is no target."""
+        return self.model_copy(update={"targets": choose_targets(self.targets, kinds)})
+
+    def dtype(self, target: TargetBuild) -> WeightType:
+        """The type of the weights for an execution target."""
+        return target.dtype or self.target.dtype
 
     @property
     def rope_scaling(self) -> RopeScaling | None:

@@ -35,6 +35,7 @@ _CLAUSES = {
     "less_than": "must be less than {lt}",
     "less_than_equal": "must be at most {le}",
     "literal_error": "must be {expected}",
+    "model_attributes_type": "must be a mapping of keys to values",
     "model_type": "must be a mapping of keys to values",
     "string_pattern_mismatch": "must match {pattern}",
     "string_too_long": "must have at most {max_length} characters",

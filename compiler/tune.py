@@ -76,7 +76,8 @@ class Origin:
         )
         listed = [{**shared, "name": name_of(tree), "tree": tree.model_dump()} for tree in trees]
         listed.append({"name": _PROBE, "kind": "ngram", "max_draft": nodes - 1})
-        return load_recipe(self.path, [*self.overrides, f"drafters={json.dumps(listed, ensure_ascii=False)}"])
+        recipe = load_recipe(self.path, [*self.overrides, f"drafters={json.dumps(listed, ensure_ascii=False)}"])
+        return recipe.for_targets(["onnxruntime-cpu"])
 
 
 def name_of(tree: Tree) -> str:

@@ -33,8 +33,8 @@ times that leaves room for deep models; a wrong weight, mask or position is off 
 """
 SAMPLED = Options(temperature=0.8, top_p=0.95, seed=1)
 
-# Paths: their contents are hashed, and held-out text is in no plan.
-_WHERE_IT_LIES = re.compile(r"target\.checkpoint|drafters\[\d+\]\.checkpoint|held_out")
+# Paths: their contents are hashed, and held-out text is in no plan. And which engines stand beside the one that runs.
+_MAY_DIFFER = re.compile(r"target\.checkpoint|drafters\[\d+\]\.checkpoint|held_out|targets\[.*")
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def check_same_source(recipe: Recipe, plan: Path, manifest: Manifest) -> None:
     The compiler may have changed since: whether that matters is what `verify` measures.
     """
     built, now = (dict(_flat(r)) for r in (manifest.recipe, recipe.resolved()))
-    changed = [key for key in {**built, **now} if built.get(key) != now.get(key) and not _WHERE_IT_LIES.fullmatch(key)]
+    changed = [key for key in {**built, **now} if built.get(key) != now.get(key) and not _MAY_DIFFER.fullmatch(key)]
     if changed:
         key = changed[0]
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""

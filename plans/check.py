@@ -116,7 +116,11 @@ def _target(target: TargetPlan, models: Mapping[str, Geometry], drafters: Sequen
     speculative = {names.speculate(drafter.name) for drafter in drafters}
     required = speculative | {names.PREFILL, names.DECODE, names.BEAM} | {names.extend(name) for name in graphs}
     required |= {names.draft(name) for name, drafter in graphs.items() if drafter.entropy is not None}
-    compacting = {names.compact(name) for name, drafter in graphs.items() if drafter.compacts}
+    compacting = {
+        names.compact(name)
+        for name, drafter in graphs.items()
+        if drafter.compacts and name in target.engines and target.engines[name].keeps_levels
+    }
     required |= compacting
     for name in sorted(required):
         if name not in target.programs:

@@ -156,14 +156,40 @@ class Program(Strict):
     results: Results | None = None
 
 
+class Range(Strict):
+    """Sizes that a symbol may have in a step."""
+
+    least: Size
+    most: Size
+
+
+class Profile(Strict):
+    """Ranges of symbols that an engine has kernels for. Symbols that are not named are free."""
+
+    symbols: dict[str, Range]
+
+
 class Engine(Strict):
-    """One compiled graph. `aliases` maps an output to the input whose memory it is bound to."""
+    """One compiled graph. `aliases` maps an output to the input whose memory it is bound to.
+
+    What is built for certain devices by a builder of its own says so: only that version of it may load the file.
+    """
 
     file: str
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     aliases: dict[str, str] = Field({})
     weight_bytes: Annotated[int, Field(ge=0, lt=2**63, description="What a pass reads of weights, at most.")] = 0
+    profiles: tuple[Profile, ...] = Field((), description="Absent: shapes may be of any size.")
+    builder: str | None = Field(None, description="Library and version that built the file, and must load it.")
+    devices: tuple[str, ...] = Field((), description="Compute capabilities that it was built for, such as sm_80.")
+    layers: dict[str, int] = Field({}, description="Layers by kind, where the file does not tell.")
+
+    @property
+    def keeps_levels(self) -> bool:
+        """Whether the levels of a draft leave rows in the arena: later passes than the first have cache outputs."""
+        later = names.cache_output(names.k_cache(0), 1)
+        return any(tensor.name == later for tensor in self.outputs)
 
 
 class RuleReport(Strict):

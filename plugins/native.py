@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from plugins.schemas import SCHEMAS, OpSchema
+from plugins.schema import OpSchema
+from plugins.schemas import SCHEMAS
 
 try:
     from plugins import _native

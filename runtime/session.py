@@ -63,7 +63,7 @@ class Session:
             name: Program(name, data, self._buffers, steps, engines, host) for name, data in plan.programs.items()
         }
         self._drafters: dict[str, Drafter] = {
-            d.name: host[d.name] if isinstance(d, NgramDrafter) else self._engine_drafter(d, own[d.name])
+            d.name: host[d.name] if isinstance(d, NgramDrafter) else self._engine_drafter(d, plan, own[d.name])
             for d in manifest.drafters
         }
         # By rejection, which draws decide depends on what was drafted: tokens must not depend on the clock.
@@ -79,12 +79,12 @@ class Session:
         name = drafter.name
         return Step(name, self._buffers, self._manifest.models[name], plan.symbols[name], reach=drafter.grown)
 
-    def _engine_drafter(self, drafter: GraphDrafter, step: Step) -> EngineDrafter:
+    def _engine_drafter(self, drafter: GraphDrafter, plan: TargetPlan, step: Step) -> EngineDrafter:
         name, programs = drafter.name, self._programs
         geometry, extend = self._manifest.models[name], programs[names.extend(name)]
         if drafter.entropy is None:
-            compact = programs.get(names.compact(name))
-            return EngineDrafter(drafter, geometry, self._buffers, step, extend, compact)
+            compact, keeps = programs.get(names.compact(name)), plan.engines[name].keeps_levels
+            return EngineDrafter(drafter, geometry, self._buffers, step, extend, compact, keeps_levels=keeps)
         draft = programs[names.draft(name)]
         return EntropyChain(drafter, drafter.entropy, geometry, self._buffers, step, extend, draft)
 

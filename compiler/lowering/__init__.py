@@ -9,6 +9,7 @@ from compiler.lowering.functions import FunctionBody
 from compiler.lowering.norms import FuseSkipNorms
 from compiler.lowering.projections import FuseProjections
 from compiler.lowering.rule import Lowering, Rule, apply_rules
+from compiler.lowering.scatter_attention import UpdateOnceAttention
 from plans import names
 from plans.manifest import RuleReport
 
@@ -20,6 +21,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         OneDummyRowPerLayer(),
         FunctionBody(),
     ),
+    "tensorrt-rtx": (UpdateOnceAttention(), FunctionBody()),
 }
 
 
@@ -33,7 +35,8 @@ def lower(engine: str, model: ir.Model, target: str, rows: int, *, exact: bool) 
     reports = apply_rules(lowering, RULES[target])
     if rows == 1:
         _fix_single_row(model)
-    model.opset_imports.setdefault("com.microsoft", 1)
+    if target == "onnxruntime-cpu":
+        model.opset_imports.setdefault("com.microsoft", 1)
     return reports
 
 

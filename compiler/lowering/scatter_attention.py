@@ -45,8 +45,7 @@ class ScatterAttention(Rule):
         queries, keys, values = (build.split_heads(x, n) for x, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
         k_present, keys_seen = self.append(k_cache, keys, past, view, build)
         v_present, values_seen = self.append(v_cache, values, past, view, build)
-        scale = {"scale": attributes.get_float("scale")}
-        attended = build.emit("Attention", [queries, keys_seen, values_seen, seen], scale)
+        attended = self.attend(queries, keys_seen, values_seen, seen, node, build)
         out = build.emit("Reshape", [build.emit("Transpose", [attended], _SWAP), build.numbers("flat", 0, 0, -1)])
         lowering.graph.insert_before(node, build.nodes)
         replace(lowering.graph, node, [out, k_present, v_present])
@@ -61,13 +60,43 @@ class ScatterAttention(Rule):
         present = build.emit("TensorScatter", [cache, new, past], {"axis": -2})
         return present, build.first_slots(present, view)
 
+    def attend(
+        self, queries: ir.Value, keys: ir.Value, values: ir.Value, bias: ir.Value, node: ir.Node, build: _Builder
+    ) -> ir.Value:
+        """What `node` attends to: `queries` `[1, heads, S, head_dim]` over `[1, kv_heads, T, head_dim]`."""
+        return build.emit("Attention", [queries, keys, values, bias], {"scale": node.attributes.get_float("scale")})
+
 
 class UpdateOnceAttention(ScatterAttention):
     """TensorRT: TensorScatter is its KV cache update, which a graph may have once for each cache.
 
     Later passes over an arena, the levels of a draft, put their keys and values into a copy of what is in view. Their
-    rows do not reach the arena.
+    rows do not reach the arena. Attention in float32, for which TensorRT has no kernel, is written out.
     """
+
+    def attend(
+        self, queries: ir.Value, keys: ir.Value, values: ir.Value, bias: ir.Value, node: ir.Node, build: _Builder
+    ) -> ir.Value:
+        q, k_cache = node.inputs[0], node.inputs[3]
+        assert q is not None
+        assert k_cache is not None
+        assert k_cache.shape is not None
+        if q.dtype != ir.DataType.FLOAT:
+            return super().attend(queries, keys, values, bias, node, build)
+        heads, (_, kv_heads, _, head_dim) = node.attributes.get_int("num_heads"), k_cache.shape
+        assert isinstance(kv_heads, int)
+        assert isinstance(head_dim, int)
+        split = build.numbers("groups", 1, kv_heads, heads // kv_heads, -1, head_dim)
+        by_group = build.emit("Reshape", [queries, split])
+        middle = build.numbers("group_axis", 2)
+        keys, values = (build.emit("Unsqueeze", [x, middle]) for x in (keys, values))
+        factor = build.lowering.constant(
+            "attention.scale", ir.tensor(np.array(node.attributes.get_float("scale"), np.float32))
+        )
+        scaled = build.emit("Mul", [by_group, factor])
+        scores = build.emit("MatMul", [scaled, build.emit("Transpose", [keys], {"perm": [0, 1, 2, 4, 3]})])
+        weights = build.emit("Softmax", [build.emit("Add", [scores, build.emit("Unsqueeze", [bias, middle])])])
+        return build.emit("Reshape", [build.emit("MatMul", [weights, values]), build.emit("Shape", [queries])])
 
     def append(
         self, cache: ir.Value, new: ir.Value, past: ir.Value, view: ir.Value, build: _Builder

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from plugins.reference.choice import filtered_weights, inverse_cdf
 from plugins.reference.sample import SamplingSlots
 from plugins.reference.tree_accept import Accepted, walk_trees
-from plugins.schemas import Purpose
+from plugins.schema import Purpose
 
 # p and q on one scale: integers in units of 2**-50, rounded down. A residual is then exact, and its sum too, in any
 # order. Rounding moves less than V * 2**-50 of p; q comes in as float32, whose own rounding is 2**-25 of it.

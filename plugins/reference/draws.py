@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plugins.reference.philox import uniform
-from plugins.schemas import Purpose
+from plugins.schema import Purpose
 
 
 def draws(

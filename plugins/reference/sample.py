@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from plugins.reference.choice import Sampling, choice
 from plugins.reference.philox import uniform
-from plugins.schemas import FilterOrder, Purpose
+from plugins.schema import FilterOrder, Purpose
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plugins.reference.sample import SamplingSlots
-from plugins.schemas import Purpose
+from plugins.schema import Purpose
 
 
 @dataclass(frozen=True)

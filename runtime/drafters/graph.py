@@ -21,7 +21,8 @@ class EngineDrafter:
     """Row i of its arena is token i (`model`), or the pair of the target's feature i and token i + 1 (`eagle3`).
 
     Features stay in the target's buffer until its next pass; `_first` and `_rows` say which positions' they are and
-    where they lie. What the levels of a draft append is dropped by length, but for a model's rows of accepted nodes.
+    where they lie. What the levels of a draft append is dropped by length, but for a model's rows of accepted nodes,
+    where its engine leaves them in the arena (`keeps_levels`).
     """
 
     filler_top_k = 0
@@ -35,7 +36,10 @@ class EngineDrafter:
         step: Step,
         extend: Program,
         compact: Program | None = None,
+        *,
+        keeps_levels: bool = True,
     ) -> None:
+        self._keeps_levels = keeps_levels
         self._tree, self._step, self._extend = settings.tree, step, extend
         self._slots = SlotMap(settings.name, buffers, step)
         self._room = geometry.context
@@ -92,8 +96,8 @@ class EngineDrafter:
 
     def _keep(self, path: NDArray[np.int64]) -> int:
         """How many of the accepted nodes `path` have rows that stay; these now follow the tip's."""
-        if self._paired:
-            return 0  # they were computed from hidden states of its own, not from the target's features
+        if self._paired or not self._keeps_levels:
+            return 0  # a head's were computed from hidden states of its own, not from the target's features
         if self._tree_rows is None:
             return min(len(path), self._tree.depth)  # a chain's are in place, one a level
         return self._tree_rows.gather(self._slots.length, path)

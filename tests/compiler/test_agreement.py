@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from compiler.agreement import DrafterCheck, Parting, compare_drafters, margin
 from plugins.reference import Sampling, choice
 from plugins.reference.choice import filtered_weights
-from plugins.schemas import FilterOrder
+from plugins.schema import FilterOrder
 from runtime import Generation, Runtime
 from runtime.request import Options
 from tests.conftest import TOY_DRAFTERS

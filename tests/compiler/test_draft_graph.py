@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from compiler.checkpoint import load_decoder
 from compiler.eagle3_checkpoint import load_eagle3
-from compiler.engines.onnxruntime import WeightFile, write_engine
+from compiler.engines.onnxruntime import OnnxRuntimeEngines
 from compiler.export import export_draft
 from compiler.lowering import lower
 from compiler.models.decoder import Decoder
@@ -28,7 +28,7 @@ from plans.manifest import Tree
 from plugins.reference import bim_mask
 from tests.compiler.eagle3_heads import target_config, write_eagle3
 
-CPU = "onnxruntime-cpu"
+CPU, RTX = "onnxruntime-cpu", "tensorrt-rtx"
 CAPACITY = 256
 
 
@@ -85,13 +85,13 @@ def grow(log_probs: LogProbs, tree: Tree) -> list[tuple[int, int, int, float, in
 class DraftEngine:
     """The lowered graph under ONNX Runtime, on one arena that every pass appends to in place."""
 
-    def __init__(self, model: Any, tree: Tree, folder: Path, *, rows: bool = False) -> None:
+    def __init__(self, model: Any, tree: Tree, folder: Path, *, rows: bool = False, target: str = CPU) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         graph = export_draft(model, tree, CAPACITY, rows=rows)
-        self.reports = lower("draft", graph, CPU, rows=1, exact=False)
-        weights = WeightFile(folder)
-        self.engine = write_engine(graph, folder, "draft", weights)
-        weights.close()
+        self.reports = lower("draft", graph, target, rows=1, exact=False)
+        engines = OnnxRuntimeEngines(folder)
+        self.engine = engines.write("draft", graph, {})
+        engines.close()
         self._session = ort.InferenceSession(str(folder / "draft.onnx"), providers=["CPUExecutionProvider"])
         self.arena = {
             t.name: np.zeros([int(d) for d in t.shape], np.float32) for t in self.engine.inputs if "cache" in t.name
@@ -151,8 +151,10 @@ PROMPT = [(37 * i) % 299 + 1 for i in range(21)]
     ],
     ids=str,
 )
-def test_the_tree_is_the_one_of_the_definition(decoder: Decoder, tree: Tree, tmp_path: Path) -> None:
-    engine = DraftEngine(DecoderDraft(decoder), tree, tmp_path, rows=tree.depth > 0)
+@pytest.mark.parametrize("target", [CPU, RTX])
+def test_the_tree_is_the_one_of_the_definition(decoder: Decoder, tree: Tree, target: str, tmp_path: Path) -> None:
+    engine = DraftEngine(DecoderDraft(decoder), tree, tmp_path, rows=tree.depth > 0, target=target)
+    assert engine.engine.keeps_levels == (target == CPU and tree.depth > 0)
     engine.draft(PROMPT[:9], 0)
     engine.draft(PROMPT[9:17], 9)  # rows that the tree before left behind are written over
     found = engine.draft(PROMPT[17:], 17)
@@ -216,13 +218,15 @@ class HeadOracle:
 
 
 @pytest.mark.parametrize("tree", [Tree(top_k=4, depth=2, nodes=10), Tree(top_k=3, depth=5, nodes=24)], ids=str)
-@pytest.mark.parametrize("draft_vocab", [None, 33])
-def test_the_tree_of_a_head_is_the_one_of_the_definition(tree: Tree, draft_vocab: int | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("draft_vocab", "target"), [(None, CPU), (33, CPU), (33, RTX)])
+def test_the_tree_of_a_head_is_the_one_of_the_definition(
+    tree: Tree, draft_vocab: int | None, target: str, tmp_path: Path
+) -> None:
     config = target_config()
     write_eagle3(tmp_path / "head", draft_vocab=draft_vocab, layout="angelslim", hidden=24)
     head = load_eagle3(tmp_path / "head", config)
     model = Eagle3Draft(head, torch.zeros(60, 24))
-    engine = DraftEngine(model, tree, tmp_path / "engine")
+    engine = DraftEngine(model, tree, tmp_path / "engine", target=target)
     random = np.random.default_rng(3)
     tokens = random.integers(0, 60, 15).tolist()
     features = random.normal(size=(20, config.hidden_size * 3)).astype(np.float32)

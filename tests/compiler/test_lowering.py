@@ -20,12 +20,15 @@ from onnx import TensorProto, helper
 
 import compiler.lowering as lowering
 from compiler.checkpoint import load_decoder
-from compiler.engines.onnxruntime import WeightFile, write_engine
+from compiler.engines.onnx_file import WeightFile
+from compiler.engines.onnxruntime import OnnxRuntimeEngines
 from compiler.export import export_target
 from compiler.lowering import lower
 from compiler.lowering.attention import GroupQueryAttention, OneDummyRowPerLayer
 from compiler.lowering.functions import FunctionBody
 from compiler.lowering.projections import FuseProjections
+from compiler.lowering.rule import Rule
+from compiler.lowering.scatter_attention import ScatterAttention, UpdateOnceAttention
 from compiler.models.decoder import Decoder
 from compiler.models.eager import sequence_logits
 from plugins.onnx_ops import DOMAIN, FUNCTIONS, OPSET, VERSION
@@ -173,13 +176,13 @@ def decoder(toy_recipe: Path) -> Decoder:
     return load_decoder(toy_recipe.parent / "target", "float32", None)
 
 
-def engine(decoder: Decoder, folder: Path, rows: int = 1) -> tuple[Path, list[Any]]:
+def engine(decoder: Decoder, folder: Path, rows: int = 1, target: str = CPU) -> tuple[Path, list[Any]]:
     folder.mkdir(parents=True)
     graph = export_target(decoder, CAPACITY)
-    reports = lower("target", graph, CPU, rows, exact=True)
-    weights = WeightFile(folder)
-    write_engine(graph, folder, "target", weights)
-    weights.close()
+    reports = lower("target", graph, target, rows, exact=True)
+    engines = OnnxRuntimeEngines(folder)
+    engines.write("target", graph, {})
+    engines.close()
     return folder / "target.onnx", reports
 
 
@@ -244,8 +247,13 @@ def test_group_query_attention_gives_what_standard_attention_gives(
                 np.testing.assert_allclose(a[name][:, :, : len(TOKENS)], b[name][:, :, : len(TOKENS)], atol=1e-5)
 
 
-def test_each_path_of_a_tree_gives_the_logits_of_that_path_alone_in_pytorch(decoder: Decoder, tmp_path: Path) -> None:
-    path, _ = engine(decoder, tmp_path / "engine")
+@pytest.mark.parametrize("rule", [GroupQueryAttention, ScatterAttention, UpdateOnceAttention])
+def test_each_path_of_a_tree_gives_the_logits_of_that_path_alone_in_pytorch(
+    decoder: Decoder, rule: type[Rule], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(lowering.RULES, CPU, (rule(), FunctionBody()))
+    path, reports = engine(decoder, tmp_path / "engine")
+    assert [report.applied for report in reports] == [decoder.config.num_layers, 0]
     logits = run_rows(path, decoder, [TOKENS], [TREE])[1]["logits"]
     for node in range(len(TREE)):
         line = [node]
@@ -345,16 +353,16 @@ def test_two_exports_of_the_same_module_are_the_same_bytes(decoder: Decoder, tmp
 
 
 def test_engines_that_share_a_weight_file_store_equal_tensors_once(decoder: Decoder, tmp_path: Path) -> None:
-    weights = WeightFile(tmp_path)
+    engines = OnnxRuntimeEngines(tmp_path)
     sizes = []
     for name in ("target", "again"):
         graph = export_target(decoder, CAPACITY)
         lower(name, graph, CPU, rows=1, exact=True)
-        write_engine(graph, tmp_path, name, weights)
-        sizes.append(weights._file.tell())
-    weights.close()
+        engines.write(name, graph, {})
+        sizes.append(engines._weights._file.tell())
+    engines.close()
     assert sizes[0] == sizes[1] > 0
-    data = weights.path.read_bytes()
+    data = (tmp_path / "weights.bin").read_bytes()
     spans = set()
     for name in ("target", "again"):
         for tensor in onnx.load(tmp_path / f"{name}.onnx", load_external_data=False).graph.initializer:

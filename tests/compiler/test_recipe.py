@@ -75,7 +75,7 @@ def test_a_short_context_shortens_the_default_chunk(recipe_file: Path) -> None:
 def test_defaults(recipe_file: Path) -> None:
     recipe = load(recipe_file, SHORT)
     assert recipe.drafters == ()
-    assert recipe.targets == ("onnxruntime-cpu",)
+    assert [target.kind for target in recipe.targets] == ["onnxruntime-cpu"]
     assert recipe.target.dtype == "float32"
     assert (recipe.capacity.branches, recipe.capacity.prefill_chunk) == (1, 256)
     assert recipe.held_out_path is None
@@ -89,7 +89,7 @@ def test_resolved_is_json_with_defaults_and_without_absolute_paths(recipe_file: 
         "target": {"checkpoint": "../model", "dtype": "float32"},
         "drafters": [],
         "capacity": {"context": 512, "branches": 1, "prefill_chunk": 256},
-        "targets": ["onnxruntime-cpu"],
+        "targets": [{"kind": "onnxruntime-cpu"}],
     }  # fmt: skip
     absolute = load(recipe_file, FULL.replace("../", f"{tmp_path}/"))
     assert absolute.checkpoint_path == tmp_path / "model"
@@ -142,8 +142,16 @@ def test_a_recipe_cannot_be_changed(recipe_file: Path) -> None:
         ("1e-1", "1.5", "FILE:7: drafters[0].min_confidence must be at most 1.0, found 1.5"),
         ("name: reference", "name: Big Model", "FILE:1: name must match ^[a-z0-9][a-z0-9_.-]*$, found 'Big Model'"),
         ("name: reference", "name: ..", "FILE:1: name must match"),
-        ("[onnxruntime-cpu]", "[tensorrt]", "FILE:15: targets[0] is 'tensorrt', not built yet; choose from: onnx"),
-        ("[onnxruntime-cpu]", "[cpu]", "FILE:15: targets[0] is 'cpu', not a known target; choose from: onnx"),
+        ("[onnxruntime-cpu]", "[cpu]", "FILE:15: targets[0].kind must be one of 'onnxruntime-cpu', 'tensorrt-rtx', fo"),
+        ("[onnxruntime-cpu]", "[3]", "FILE:15: targets[0] must be a mapping of keys to values, found 3"),
+        (
+            "[onnxruntime-cpu]", "[{kind: tensorrt-rtx, compute_capabilities: [sm_90]}]",
+            "FILE:15: targets[0].compute_capabilities[0] must be 'sm_75', 'sm_80', 'sm_86', 'sm_89', 'sm_120' or",
+        ),
+        (
+            "[onnxruntime-cpu]", "[{kind: tensorrt-rtx, compute_capabilities: [sm_80, sm_80]}]",
+            "FILE:15: targets[0].compute_capabilities[1] repeats 'sm_80'; keep one of them",
+        ),
         ("[onnxruntime-cpu]", "[]", "FILE:15: targets must have at least 1 entry, found []"),
         ("[onnxruntime-cpu]", "onnxruntime-cpu", "FILE:15: targets must be a list, found 'onnxruntime-cpu'"),
         ("../model", "../modle", "/modle, which is not a folder; correct the path"),

@@ -21,7 +21,6 @@ from compiler.recipe_drafters import ModelSection, NgramSection
 from compiler.replay import tokens_per_verify
 from compiler.tune import Search
 from compiler.tune_table import Estimate, Timed, Tuning, draw_tuning, print_tuning
-from plans import names
 from plans.manifest import Tree
 from runtime import Runtime
 from runtime.trace import Node, Round
@@ -119,10 +118,10 @@ def test_a_recording_replays_what_happened(toy: Runtime, drafter: str) -> None:
     assert max(max(t.ranks, default=0) for t in trees) < tree.top_k
 
 
-def test_timing_the_target_leaves_nothing_behind(toy: Runtime) -> None:
+def test_timing_the_target_leaves_nothing_behind(toy: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     session = toy.session()
     expected = session.generate("import os\n", drafter="none", max_new_tokens=20, ignore_eos=True)
-    session._programs[names.speculate(tune._PROBE)] = session._programs[names.speculate("ngram")]
+    monkeypatch.setattr(tune, "_PROBE", "ngram")
     bench = tune._Bench(cast(Any, None), SMALL, [], 16, 0.0, 160, lambda *_: None)
     plain, verify = tune._verify_costs(bench, session, toy.tokenizer.encode("x = 1\n"), 5)
     assert plain > 0

@@ -94,10 +94,10 @@ def test_verify_compares_with_pytorch_and_exits_with_the_verdict(toy_plan: Path,
     found = run_json(capsys, compiler.__main__.main, *arguments, "--recipe", recipe, "--json")
     assert set(found) == {
         "prompts", "tokens", "max_logit_error", "logit_bound", "tolerance", "equal_runs", "divergences", "drafters",
-        "passed",
+        "sampled", "passed",
     }  # fmt: skip
     assert (found["prompts"], found["tokens"], found["passed"]) == (2, 24, True)
-    assert set(found["drafters"]) == set(TOY_DRAFTERS)
+    assert set(found["drafters"]) == set(found["sampled"]) == set(TOY_DRAFTERS)
     for drafter in found["drafters"].values():
         assert set(drafter) == {"tokens", "rounds", "equal_runs", "partings", "tokens_per_verify"}
         assert (drafter["tokens"], drafter["equal_runs"], drafter["partings"]) == (24, 2, [])

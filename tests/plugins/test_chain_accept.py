@@ -11,7 +11,7 @@ from plugins import native
 from plugins.reference import Sampling, chain_accept, sample, tree_accept, uniform
 from plugins.reference.chain_accept import accepts, draft_probability, residual, target_probability
 from plugins.reference.choice import filtered_weights
-from plugins.schemas import Purpose
+from plugins.schema import Purpose
 from tests.plugins.accept_step import AcceptStep, depth_of, equal_slots, forest
 from tests.plugins.drawn_pairs import (
     DRAFTERS,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from plugins import native
 from plugins.reference import Sampling, choice, fixed_weights, shared_exp
 from plugins.reference.choice import filtered_weights
-from plugins.schemas import FilterOrder
+from plugins.schema import FilterOrder
 
 DRAWS = st.integers(0, 2**53 - 1)
 LAST = FilterOrder.TEMPERATURE_LAST

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from plugins import native
 from plugins.reference import draws, uniform
-from plugins.schemas import Purpose
+from plugins.schema import Purpose
 
 
 @settings(max_examples=100, deadline=None)

@@ -12,7 +12,8 @@ import pytest
 
 import plugins
 from plugins import native
-from plugins.schemas import ANY_FLOAT, SCHEMAS
+from plugins.schema import ANY_FLOAT
+from plugins.schemas import SCHEMAS
 
 CAPACITIES = {"N": 6, "T": 40, "M": 5, "V": 11, "B": 2, "trees": 3, "capacity": 32, "planes": 2, "heads": 2}
 CAPACITIES |= {"head_dim": 4, "R": 3, "E": 4, "S": 6}

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from plugins import native
 from plugins.reference import philox4x32_10, uniform
-from plugins.schemas import Purpose
+from plugins.schema import Purpose
 
 ALL = 0xFFFFFFFF
 

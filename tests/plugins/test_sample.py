@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from plugins import native
 from plugins.reference import SamplingSlots, sample
-from plugins.schemas import Purpose
+from plugins.schema import Purpose
 
 POISON = -77
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from plugins.native import uniform
 from plugins.reference import sample, tree_accept
-from plugins.schemas import Purpose
+from plugins.schema import Purpose
 from tests.plugins.accept_step import AcceptStep, depth_of, equal_slots, forest
 from tests.plugins.drawn_pairs import DRAFTERS, DRAWS, FILTERS, TABLE, chi_squares, decode_two, one_in_a_thousand
 

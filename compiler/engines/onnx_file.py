@@ -1,0 +1,89 @@
+"""Graphs as `.onnx` files, their large weights in a file that several may share."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.inliner
+import onnx_ir as ir
+
+from plans import names
+from plans.buffers import DType, Tensor
+from plans.manifest import Engine
+
+_INLINE = 1024  # bytes: smaller constants stay in the graph, where optimisers can see them
+_ALIGNMENT = 4096  # bytes: so that the file can be mapped page by page
+
+DTYPES = {
+    ir.DataType.FLOAT: DType.FLOAT32,
+    ir.DataType.DOUBLE: DType.FLOAT64,
+    ir.DataType.FLOAT16: DType.FLOAT16,
+    ir.DataType.BFLOAT16: DType.BFLOAT16,
+    ir.DataType.INT64: DType.INT64,
+    ir.DataType.INT32: DType.INT32,
+}
+
+
+class WeightFile:
+    """`weights.bin` of a folder. Equal tensors of any graph are stored once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "weights.bin"
+        self._file = self.path.open("wb")
+        self._offsets: dict[bytes, int] = {}
+
+    def add(self, data: bytes) -> int:
+        """Offset in bytes of `data` in the file."""
+        key = hashlib.sha256(data).digest()
+        if key not in self._offsets:
+            self._file.seek(-self._file.tell() % _ALIGNMENT, 1)
+            self._offsets[key] = self._file.tell()
+            self._file.write(data)
+        return self._offsets[key]
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def write_graph(model: ir.Model, path: Path, weights: WeightFile, *, inlined: bool = False) -> None:
+    """Write `model` to `path`, beside its weights. `inlined`: with the bodies of functions in place of their calls."""
+    for value in model.graph.initializers.values():
+        tensor = value.const_value
+        if tensor is None or tensor.nbytes <= _INLINE:
+            continue
+        data = np.ascontiguousarray(tensor.numpy()).tobytes()
+        value.const_value = ir.ExternalTensor(
+            weights.path.name, weights.add(data), len(data), tensor.dtype,
+            shape=ir.Shape(tensor.numpy().shape), name=value.name or "", base_dir=path.parent,
+        )  # fmt: skip
+    proto = ir.to_proto(model)
+    if inlined:
+        proto = onnx.inliner.inline_local_functions(proto)
+    path.write_bytes(proto.SerializeToString(deterministic=True))
+    onnx.checker.check_model(str(path), full_check=False)
+
+
+def describe_engine(model: ir.Model, file: str) -> Engine:
+    """The engine that `file`, a path in the plan, is to be of `model`; cache outputs are aliases of cache inputs."""
+    inputs = tuple(_tensor(value) for value in model.graph.inputs)
+    outputs = tuple(_tensor(value) for value in model.graph.outputs)
+    cached = {names.cache_output(tensor.name) for tensor in inputs}
+    aliases = {o.name: o.name.partition("_out")[0] for o in outputs if o.name.partition("_out")[0] + "_out" in cached}
+    return Engine(
+        file=file,
+        inputs=inputs,
+        outputs=outputs,
+        aliases=aliases,
+        weight_bytes=sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None),
+    )
+
+
+def _tensor(value: ir.Value) -> Tensor:
+    assert value.name
+    assert value.shape is not None
+    assert value.dtype is not None
+    shape = tuple(d if isinstance(d, int) else str(d.value) for d in value.shape)
+    return Tensor(name=value.name, dtype=DTYPES[value.dtype], shape=shape)

@@ -1,0 +1,76 @@
+"""The execution targets of a recipe: what to build engines for, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, TypeAdapter, field_validator
+from pydantic_core import PydanticCustomError
+
+from compiler.models.config import WeightType
+from compiler.recipe_section import Section
+from plans.errors import RecipeError
+
+RtxCapability = Literal["sm_75", "sm_80", "sm_86", "sm_89", "sm_120", "sm_121"]
+
+_DTYPE = Field(None, description="type of the weights for this target, in place of target.dtype")
+
+
+class OnnxRuntimeCpuSection(Section):
+    """ONNX Runtime on the CPU: the embedded default, which runs everywhere. Computes in float32."""
+
+    kind: Literal["onnxruntime-cpu"] = Field(description="the execution target")
+    dtype: WeightType | None = _DTYPE
+
+
+class TensorRtRtxSection(Section):
+    """TensorRT for RTX: engines are built without a GPU, and finished by the user's on its first run."""
+
+    kind: Literal["tensorrt-rtx"] = Field(description="the execution target")
+    dtype: WeightType | None = _DTYPE
+    compute_capabilities: tuple[RtxCapability, ...] = Field(
+        ("sm_80", "sm_86", "sm_89", "sm_120"),
+        strict=False,
+        description="GPUs that the engines are for; each adds to their size",
+    )
+    workspace_mb: int = Field(1024, ge=1, le=2**20, description="MB that an engine may use beside weights and KV")
+
+    @field_validator("compute_capabilities")
+    @classmethod
+    def _distinct(cls, given: tuple[RtxCapability, ...]) -> tuple[RtxCapability, ...]:
+        if not given:
+            raise PydanticCustomError("capability", "must have at least 1 entry, found []")
+        for index, capability in enumerate(given):
+            if capability in given[:index]:
+                context = {"value": capability, "at": (index,)}
+                raise PydanticCustomError("capability", "repeats '{value}'; keep one of them", context)
+        return given
+
+
+def _spelled_out(written: object) -> object:
+    """A target's name alone stands for its section with defaults."""
+    return {"kind": written} if isinstance(written, str) else written
+
+
+TargetBuild = OnnxRuntimeCpuSection | TensorRtRtxSection
+TargetEntry = Annotated[Annotated[TargetBuild, Field(discriminator="kind")], BeforeValidator(_spelled_out)]
+"""A section, or its kind alone."""
+
+KINDS = ("onnxruntime-cpu", "tensorrt-rtx")
+PACKAGES: dict[str, tuple[str, ...]] = {"onnxruntime-cpu": (), "tensorrt-rtx": ("tensorrt_rtx",)}
+"""Distributions that shape a target's engines, beside those that every target needs."""
+
+DEFAULT_TARGETS: tuple[TargetBuild, ...] = (OnnxRuntimeCpuSection(kind="onnxruntime-cpu"),)
+
+
+def choose_targets(listed: Sequence[TargetBuild], kinds: Sequence[str]) -> tuple[TargetBuild, ...]:
+    """The sections of `kinds`: as `listed`, else with their defaults. Raises `RecipeError` for what is no target."""
+    for kind in kinds:
+        if kind not in KINDS:
+            raise RecipeError(f"there is no execution target {kind!r}; choose from {', '.join(KINDS)}")
+    own: dict[str, TargetBuild] = {section.kind: section for section in listed}
+    return tuple(own.get(kind) or _ENTRY.validate_python(kind) for kind in dict.fromkeys(kinds))
+
+
+_ENTRY: TypeAdapter[TargetBuild] = TypeAdapter(TargetEntry)

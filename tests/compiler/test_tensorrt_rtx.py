@@ -1,0 +1,172 @@
+"""TensorRT for RTX: real engines, built without a GPU, of the reference target and its drafters.
+
+What they compute is tested on their graphs (`test_lowering.py`, `test_draft_graph.py`); here, that TensorRT takes
+them, with the bindings, the ranges and the cache updates of the plan.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+
+import compiler.__main__
+from compiler.build import build
+from compiler.checkpoint import load_decoder
+from compiler.engines import tensorrt
+from compiler.engines.onnx_file import describe_engine
+from compiler.export import export_target
+from compiler.lowering import lower
+from compiler.recipe import load_recipe
+from compiler.recipe_targets import TensorRtRtxSection
+from plans import names
+from plans.errors import PlanError, RecipeError
+from plans.manifest import Engine, Manifest, Profile, Range
+from plans.plan import open_plan
+from runtime import Runtime
+from tests.conftest import REFERENCE_RECIPE
+
+trt = pytest.importorskip("tensorrt_rtx")
+
+RTX = "tensorrt-rtx"
+LIMITS = {"N": 100, "T": 1280, "M": 9, "F": 100, "R": 1, "E": 2, "S": 100}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    """The plan of the command in the README."""
+    out = tmp_path_factory.mktemp("rtx") / "plan"
+    arguments = ["build", str(REFERENCE_RECIPE), "--target", RTX, "--out", str(out)]
+    assert compiler.__main__.main(arguments) == 0
+    return open_plan(out).manifest
+
+
+def test_every_model_of_the_reference_has_an_engine(reference: Manifest) -> None:
+    plan = reference.targets[RTX]
+    assert set(plan.engines) == {"target", "model", "eagle3"}
+    for name, engine in plan.engines.items():
+        caches = 2 * reference.models[name].layers
+        assert engine.layers["KV_CACHE_UPDATE"] == caches
+        assert len(engine.aliases) == caches
+        assert engine.builder == f"tensorrt_rtx {trt.__version__}"
+        assert engine.devices == ("sm_80", "sm_86", "sm_89", "sm_120")
+        assert not engine.keeps_levels
+        (size,) = (file.size for file in reference.files if file.path == engine.file)
+        assert size > engine.weight_bytes / 2
+
+
+def test_profiles_cover_every_step(reference: Manifest) -> None:
+    plan = reference.targets[RTX]
+    for name, engine in plan.engines.items():
+        limits = plan.symbols[name]
+        few, many = (profile.symbols for profile in engine.profiles)
+        assert (few["N"].least, few["N"].most) == (1, 64)
+        assert (many["N"].least, many["N"].most) == (65, limits["N"])
+        for profile in (few, many):
+            assert (profile["T"].most, profile["M"].most) == (limits["T"], limits["M"])
+
+
+@pytest.mark.parametrize(
+    ("most", "ranges"), [(1, [(1, 1)]), (40, [(1, 40)]), (64, [(1, 64)]), (65, [(1, 64), (65, 65)])]
+)
+def test_ranges_of_new_tokens(most: int, ranges: list[tuple[int, int]]) -> None:
+    profiles = tensorrt.profiles_of(LIMITS | {"N": most})
+    assert [(p.symbols["N"].least, p.symbols["N"].most) for p in profiles] == ranges
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_types_and_devices_of_the_recipe(dtype: str, toy_recipe: Path, tmp_path: Path) -> None:
+    options = f"{{kind: {RTX}, dtype: {dtype}, compute_capabilities: [sm_89]}}"
+    head = "{name: head, kind: eagle3, checkpoint: head, tree: {top_k: 2, depth: 1, nodes: 4}}"
+    recipe = load_recipe(toy_recipe, [f"targets=[{options}]", f"drafters=[{head}]"])
+    plan = build(recipe, toy_recipe, tmp_path / "plan").plan.manifest.targets[RTX]
+    for engine in plan.engines.values():
+        assert engine.devices == ("sm_89",)
+        assert {t.dtype.value for t in engine.inputs if "cache" in t.name} == {dtype}
+        assert engine.layers["ATTENTION_INPUT"] >= 1
+    (kv,) = (buffer for buffer in plan.buffers if buffer.name == "target.kv")
+    assert kv.dtype.value == dtype
+
+
+def test_a_machine_without_a_gpu_says_why_it_cannot_run_the_plan(toy_recipe: Path, tmp_path: Path) -> None:
+    options = f"{{kind: {RTX}, compute_capabilities: [sm_80]}}"
+    recipe = load_recipe(toy_recipe, [f"targets=[{options}]", "drafters=[]"])
+    build(recipe, toy_recipe, tmp_path / "plan")
+    with pytest.raises(PlanError, match=RTX):
+        Runtime.load(tmp_path / "plan")
+
+
+def test_rejection_is_refused(toy_recipe: Path, tmp_path: Path) -> None:
+    drafter = "{name: a, kind: model, checkpoint: drafter, gamma: 2, acceptance: rejection}"
+    recipe = load_recipe(toy_recipe, [f"targets=[{RTX}]", f"drafters=[{drafter}]"])
+    with pytest.raises(RecipeError, match=r"drafters\[0\]\.acceptance is rejection, which sums in float64"):
+        build(recipe, toy_recipe, tmp_path / "plan")
+
+
+def test_a_missing_library_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
+    with pytest.raises(PlanError, match=r"pip install 'outrider\[tensorrt-rtx\]'"):
+        tensorrt.library()
+
+
+# What a writer checks before it builds.
+
+
+@pytest.fixture(scope="module")
+def lowered(toy_recipe: Path) -> ir.Model:
+    graph = export_target(load_decoder(toy_recipe.parent / "target"), 256)
+    lower("target", graph, RTX, rows=1, exact=True)
+    return graph
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> tensorrt.TensorRtEngines:
+    section = TensorRtRtxSection(kind="tensorrt-rtx", compute_capabilities=("sm_80",))
+    return tensorrt.TensorRtEngines(tmp_path, section, lambda text: None)
+
+
+@pytest.fixture
+def network(writer: tensorrt.TensorRtEngines, lowered: ir.Model, tmp_path: Path) -> tuple[Any, Any]:
+    """The parsed network, and the parser that it lives by."""
+    return writer._parse("target", lowered, tmp_path)
+
+
+def test_other_bindings_than_the_graphs_are_noticed(network: tuple[Any, Any], lowered: ir.Model) -> None:
+    engine = describe_engine(lowered, "engines/x")
+    tensorrt.check_bindings("target", network[0], engine)
+    changed = json.loads(engine.model_dump_json())
+    changed["inputs"][0]["dtype"] = "int32"
+    with pytest.raises(PlanError, match=r"is int32 .* in the graph, INT64"):
+        tensorrt.check_bindings("target", network[0], Engine.model_validate_json(json.dumps(changed)))
+    fewer = engine.model_copy(update={"outputs": engine.outputs[1:]})
+    with pytest.raises(PlanError, match="TensorRT has the outputs"):
+        tensorrt.check_bindings("target", network[0], fewer)
+
+
+def test_other_cache_updates_than_the_graphs_are_noticed(network: tuple[Any, Any], lowered: ir.Model) -> None:
+    engine = describe_engine(lowered, "engines/x")
+    tensorrt.check_cache_updates(trt, "target", network[0], engine)
+    key, value = names.k_cache(0), names.v_cache(0)
+    crossed = {names.cache_output(key): value, names.cache_output(value): key}
+    with pytest.raises(PlanError, match="updates the caches"):
+        tensorrt.check_cache_updates(trt, "target", network[0], engine.model_copy(update={"aliases": crossed}))
+
+
+def test_what_cannot_be_built_is_told_in_the_librarys_words(
+    writer: tensorrt.TensorRtEngines, lowered: ir.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here, a range that contradicts a shape: 40 new tokens, and a bias for at most 10 of them."""
+    profile = Profile(symbols={symbol: Range(least=40, most=40) for symbol in "NTMF"})
+    monkeypatch.setattr(tensorrt, "profiles_of", lambda limits: (profile, profile))
+    bias = next(value for value in lowered.graph.inputs if value.name == names.ATTN_BIAS)
+    shape = bias.shape
+    try:
+        bias.shape = ir.Shape([1, 1, 10, "T"])
+        with pytest.raises(PlanError, match=r"engine target: TensorRT cannot (build|read) it"):
+            writer.write("target", lowered, LIMITS)
+    finally:
+        bias.shape = shape
