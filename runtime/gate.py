@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 _LOG = logging.getLogger("outrider")
 
 WINDOW = 64  # drafting rounds that a judgement stands on: texts have easy and hard stretches
-PACE = 32  # of which so many are followed by a plain one: machines change their speed, and sequences grow
-KEPT = 8  # plain rounds that count, each against the drafting rounds before it
+LONGEST_WINDOW = 256  # doubled up to here while drafting pays
+BURST = 4  # plain rounds behind a window, of which the first, on which caches are cold, does not count
+KEPT = 3  # bursts that count, each against the window before it
 LEAST_GAIN = 1.0  # two windows in a row below it end drafting
 CLEAR_LOSS = 0.7  # and so does one below this
 REST = 64  # plain rounds before the first probe, doubled after each that fails
@@ -29,9 +30,11 @@ class Gate:
 
     def __init__(self, drafter: str) -> None:
         self._drafter = drafter
+        self._window = WINDOW
         self._tokens: list[int] = []  # of the window's drafting rounds
-        self._seconds: list[float] = []  # of the drafting rounds since the last plain one
-        self._ratios: deque[float] = deque(maxlen=KEPT)  # a plain round's seconds over theirs
+        self._seconds: list[float] = []
+        self._burst: list[float] = []  # seconds of the plain rounds behind the window
+        self._ratios: deque[float] = deque(maxlen=KEPT)  # of plain rounds to drafting ones
         self._lost = False  # the window before
         self._resting = 0  # plain rounds still to come
         self._rest = REST
@@ -39,7 +42,7 @@ class Gate:
     @property
     def drafting(self) -> bool:
         """Whether the next round is to draft."""
-        return self._resting == 0 and len(self._seconds) < PACE
+        return self._resting == 0 and len(self._seconds) < self._window
 
     @property
     def resting(self) -> bool:
@@ -48,17 +51,15 @@ class Gate:
 
     def note(self, seconds: float, tokens: int) -> None:
         """A round took `seconds` and committed `tokens`; it drafted if `drafting` was true before the call."""
-        if not self.drafting:
-            if self._resting:
-                self._resting -= 1
-            else:
-                self._ratios.append(seconds / max(_median(self._seconds), _TINY))
-                self._seconds.clear()
-                if len(self._tokens) >= WINDOW:
-                    self._judge()
-            return
-        self._seconds.append(seconds)
-        self._tokens.append(tokens)
+        if self._resting:
+            self._resting -= 1
+        elif self.drafting:
+            self._seconds.append(seconds)
+            self._tokens.append(tokens)
+        else:
+            self._burst.append(seconds)
+            if len(self._burst) == BURST:
+                self._judge()
 
     def gain(self) -> float:
         """Plain seconds a token over drafted seconds a token, from the rounds at hand; 1 while there are none."""
@@ -67,11 +68,16 @@ class Gate:
         return _median(self._ratios) * sum(self._tokens) / len(self._tokens)
 
     def _judge(self) -> None:
+        self._ratios.append(_median(self._burst[1:]) / max(_median(self._seconds), _TINY))
         gain = self.gain()
         self._tokens.clear()
+        self._seconds.clear()
+        self._burst.clear()
         if gain >= LEAST_GAIN:
             self._lost, self._rest = False, REST
+            self._window = min(2 * self._window, LONGEST_WINDOW)
             return
+        self._window = WINDOW
         if not self._lost and gain >= CLEAR_LOSS:
             self._lost = True
             return
@@ -82,6 +88,5 @@ class Gate:
         self._rest = min(2 * self._rest, LONGEST_REST)
 
 
-def _median(values: Iterable[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2]
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]

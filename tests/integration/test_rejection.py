@@ -134,7 +134,7 @@ def test_tokens_do_not_depend_on_the_clock(runtime: Runtime, monkeypatch: pytest
     """Which draws decide depends on what was drafted, so drafting goes on even where it never pays."""
     monkeypatch.setattr(Gate, "gain", lambda self: 0.5)
     monkeypatch.setattr("runtime.gate.WINDOW", 4)
-    monkeypatch.setattr("runtime.gate.PACE", 4)
+    monkeypatch.setattr("runtime.gate.BURST", 2)
     options = Options(max_new_tokens=100, temperature=1.0, seed=3, ignore_eos=True)
     for drafter in ("classical", "sure", "head"):
         kept, free = (runtime.generate(PROMPT, drafter=drafter, auto_disable=on, **options) for on in (False, True))

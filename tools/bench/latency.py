@@ -198,7 +198,7 @@ def print_table(report: dict[str, Any], console: Console) -> None:
         "decode",
         "tokens/verify",
         "accepted",
-        "plain rounds",
+        "plain",
         "ttft ms",
         "round ms",
     )
