@@ -1,0 +1,226 @@
+// Sample, TreeAccept and ChainAccept: a block works out what each node would commit, and the last one to finish walks.
+//
+// Nodes that the walk does not come to are worked out in vain, but at the same time.
+#pragma once
+
+#include "../chain_accept.h"
+#include "../sample.h"
+#include "../tree_accept.h"
+#include "row_choice.h"
+
+namespace outrider {
+
+constexpr i64 kNobody = -1;
+
+// A step's rows with logits, and how their branches choose. `scratch` `[count, vocabulary]` holds weights; `status` gets
+// the first fault.
+struct ChoiceStep {
+  const float* logits;
+  const i64* logit_rows;
+  const i64* positions;
+  const i64* branch;
+  SamplingSlots slots;
+  u64* scratch;
+  i64* status;
+  i64 vocabulary;
+  i64 branches;
+};
+
+OUTRIDER_DEVICE bool knows(const ChoiceStep& step, i64 place) {
+  const i64 b = step.branch[step.logit_rows[place]];
+  return b >= 0 && b < step.branches;
+}
+
+OUTRIDER_DEVICE FilteredRow filtered(const ChoiceStep& step, i64 place) {
+  if (!knows(step, place)) return {nullptr, step.vocabulary, 0, 0, kIndexFault};
+  const Sampling sampling = sampling_of(step.slots, step.branch[step.logit_rows[place]]);
+  return filter_row(step.logits + place * step.vocabulary, step.vocabulary, sampling,
+                    step.scratch + place * step.vocabulary);
+}
+
+OUTRIDER_DEVICE u64 uniform_of(const ChoiceStep& step, i64 place, u32 purpose) {
+  const i64 row = step.logit_rows[place];
+  return next_uniform(step.slots, step.branch[row], step.positions[row], purpose);
+}
+
+OUTRIDER_DEVICE void report(const ChoiceStep& step, i64 fault) {
+  if (fault != kNoFault && thread_index() == 0) *step.status = fault;
+}
+
+OUTRIDER_KERNEL outrider_sample(const float* logits, const i64* logit_rows, const i64* positions, const i64* branch,
+                                const double* temperature, const i64* top_k, const double* top_p,
+                                const i64* filter_order, const u64* seed, const i64* stream, i64* committed,
+                                u64* scratch, i64* status, i64 vocabulary, i64 branches, i64 purpose) {
+  const ChoiceStep step = {logits,  logit_rows, positions, branch,   {temperature, top_k, top_p, filter_order, seed, stream},
+                           scratch, status,     vocabulary, branches};
+  const i64 place = block_index();
+  const FilteredRow row = filtered(step, place);
+  report(step, row.fault);
+  if (row.fault != kNoFault) return;
+  const i64 token = draw_token(row, uniform_of(step, place, static_cast<u32>(purpose)));
+  if (thread_index() == 0) committed[place] = token;
+}
+
+// Whether this block is the last of its launch to come here; what the others wrote before is visible to it then.
+OUTRIDER_DEVICE bool last_to_finish(u32* counter) {
+  OUTRIDER_SHARED bool last;
+  publish();
+  barrier();
+  if (thread_index() == 0) {
+    last = count_up(counter) + 1 == static_cast<u32>(block_count());
+    if (last) *counter = 0;  // for the next launch
+  }
+  barrier();
+  publish();
+  return last;
+}
+
+struct Outputs {
+  i64* committed;
+  i64* accepted_count;
+  i64* kept_rows;
+  i64* kept_count;
+};
+
+// Thread 0 of one block. `chosen` holds each node's token and `next` the place of the child to go on at, or kNobody.
+// They were written by other blocks of this launch: read past this multiprocessor's own cache.
+OUTRIDER_DEVICE void walk(const Trees& trees, const volatile i64* chosen, const volatile i64* next, const Outputs& out,
+                          i64 new_tokens, i64 most_trees) {
+  for (i64 i = 0; i < trees.count; ++i) out.committed[i] = kNobody;
+  for (i64 i = 0; i < most_trees; ++i) out.accepted_count[i] = 0;
+  i64 tree = 0;
+  i64 kept = 0;
+  i64 row = 0;    // rows before it are told
+  i64 place = 0;  // the first whose row is not below `row`
+  for (i64 root = 0; root < trees.count && tree < most_trees; ++tree) {
+    i64 end = root + 1;
+    while (end < trees.count && parent_place(trees, end) >= 0) ++end;
+    i64 tokens = 0;
+    for (i64 node = root; node != kNobody; node = next[node]) {
+      for (; row <= trees.logit_rows[node]; ++row) {  // pending rows, nodes passed over, and the node itself
+        const bool drafted = place < trees.count && trees.logit_rows[place] == row;
+        if (!drafted || place == node) out.kept_rows[kept++] = row;
+        if (drafted) ++place;
+      }
+      out.committed[root + tokens++] = chosen[node];
+    }
+    out.accepted_count[tree] = tokens;
+    root = end;
+  }
+  for (; row < new_tokens; ++row) {
+    const bool drafted = place < trees.count && trees.logit_rows[place] == row;
+    if (!drafted) out.kept_rows[kept++] = row;
+    if (drafted) ++place;
+  }
+  out.kept_count[0] = kept;
+  for (i64 i = kept; i < new_tokens; ++i) out.kept_rows[i] = kNobody;
+}
+
+OUTRIDER_DEVICE i64 end_of_tree(const Trees& trees, i64 place) {
+  i64 end = place + 1;
+  while (end < trees.count && parent_place(trees, end) >= 0) ++end;
+  return end;
+}
+
+OUTRIDER_KERNEL outrider_tree_accept(const float* logits, const i64* logit_rows, const i64* positions, const i64* branch,
+                                     const double* temperature, const i64* top_k, const double* top_p,
+                                     const i64* filter_order, const u64* seed, const i64* stream, const i64* token_ids,
+                                     const i64* parent, i64* committed, i64* accepted_count, i64* kept_rows,
+                                     i64* kept_count, u64* scratch, i64* status, i64* chosen, i64* next, u32* counter,
+                                     i64 vocabulary, i64 branches, i64 most_trees, i64 new_tokens, i64 purpose) {
+  const ChoiceStep step = {logits,  logit_rows, positions, branch,   {temperature, top_k, top_p, filter_order, seed, stream},
+                           scratch, status,     vocabulary, branches};
+  const Trees trees = {logit_rows, block_count(), parent, token_ids};
+  const i64 place = block_index();
+  const FilteredRow row = filtered(step, place);
+  report(step, row.fault);
+  i64 token = kNobody;
+  if (row.fault == kNoFault) token = draw_token(row, uniform_of(step, place, static_cast<u32>(purpose)));
+  if (thread_index() == 0) {
+    chosen[place] = token;
+    next[place] = token == kNobody ? kNobody : child_holding(trees, place, end_of_tree(trees, place), token);
+  }
+  if (last_to_finish(counter) && thread_index() == 0) {
+    walk(trees, chosen, next, {committed, accepted_count, kept_rows, kept_count}, new_tokens, most_trees);
+  }
+}
+
+OUTRIDER_KERNEL outrider_chain_accept(const float* logits, const i64* logit_rows, const i64* positions,
+                                      const i64* branch, const double* temperature, const i64* top_k,
+                                      const double* top_p, const i64* filter_order, const u64* seed, const i64* stream,
+                                      const i64* token_ids, const i64* parent, const float* draft_probs,
+                                      const i64* skip_sample_adjustment, i64* committed, i64* accepted_count,
+                                      i64* kept_rows, i64* kept_count, double* trials, u64* scratch, i64* status,
+                                      i64* chosen, i64* next, double* weighed, u32* counter, i64 vocabulary,
+                                      i64 branches, i64 most_trees, i64 new_tokens) {
+  const ChoiceStep step = {logits,  logit_rows, positions, branch,   {temperature, top_k, top_p, filter_order, seed, stream},
+                           scratch, status,     vocabulary, branches};
+  const Trees trees = {logit_rows, block_count(), parent, token_ids};
+  const i64 place = block_index();
+  FilteredRow row = filtered(step, place);
+  report(step, row.fault);
+  const i64 drafted = place + 1;
+  const bool has_child = drafted < trees.count && parent_place(trees, drafted) == place;
+  i64 token = kNobody;
+  i64 follows = kNobody;
+  double ratio = 0.0;
+  const u64 r = row.fault == kNoFault ? uniform_of(step, place, kForRejection) : 0;
+  if (row.fault == kNoFault && !has_child) {
+    token = draw_token(row, uniform_of(step, place, kForTarget));  // the bonus
+  } else if (row.fault == kNoFault) {
+    const float* q = draft_probs + drafted * vocabulary;
+    const i64 proposed = token_ids[logit_rows[drafted]];
+    bool faulty = proposed < 0 || proposed >= vocabulary;
+    for (i64 i = thread_index(); i < vocabulary; i += thread_count()) faulty = faulty || !can_be_probability(q[i]);
+    if (fold(static_cast<i64>(faulty), Largest()) != 0) {
+      report(step, kIndexFault);
+    } else {
+      const double scale = probability_scale(row.total);
+      const u64 own = row.weights ? row.weights[proposed] : proposed == row.best ? row.total : 0;
+      const u64 p = target_probability(own, scale);
+      const u64 q_own = draft_probability(q[proposed]);
+      ratio = p ? static_cast<double>(p) / static_cast<double>(q_own) : 0.0;
+      const u64 u = uniform_of(step, place, kForTarget);
+      if (accepts(r, p, q_own)) {
+        token = proposed;
+        follows = drafted;
+      } else {
+        token = draw_token(row, u);  // where nothing is left, or nothing is to be adjusted
+        if (skip_sample_adjustment[branch[logit_rows[place]]] == 0) {
+          u64* rest = step.scratch + place * vocabulary;
+          u64 own_total = 0;
+          for (i64 i = thread_index(); i < vocabulary; i += thread_count()) {
+            const u64 mass = row.weights ? row.weights[i] : i == row.best ? row.total : 0;
+            rest[i] = residual(target_probability(mass, scale), draft_probability(q[i]));
+            own_total += rest[i];
+          }
+          const u64 total = fold(own_total, Sum());
+          if (total != 0) token = token_at(rest, vocabulary, draw_place(u, total));
+        }
+      }
+    }
+  }
+  if (thread_index() == 0) {
+    chosen[place] = token;
+    next[place] = follows;
+    weighed[2 * place] = draw_f64(r);
+    weighed[2 * place + 1] = ratio;
+  }
+  if (last_to_finish(counter) && thread_index() == 0) {
+    walk(trees, chosen, next, {committed, accepted_count, kept_rows, kept_count}, new_tokens, most_trees);
+    const double nothing = double_of(0x7ff8000000000000ull);
+    const volatile i64* following = next;
+    const volatile double* outcomes = weighed;
+    for (i64 i = 0; i < 2 * trees.count; ++i) trials[i] = nothing;
+    for (i64 root = 0; root < trees.count; root = end_of_tree(trees, root)) {
+      for (i64 node = root; node != kNobody; node = following[node]) {
+        if (node + 1 < trees.count && parent_place(trees, node + 1) == node) {
+          trials[2 * (node + 1)] = outcomes[2 * node];
+          trials[2 * (node + 1) + 1] = outcomes[2 * node + 1];
+        }
+      }
+    }
+  }
+}
+
+}  // namespace outrider

@@ -1,0 +1,39 @@
+// What a kernel asks of the block of threads that it runs in: its place, a barrier, atomics, memory that threads share.
+//
+// A GPU gives them (nvcc, NVRTC). Tests on machines without one give them too, with threads that are run one after another
+// between barriers (tests/plugins/emulator): the same source is compiled, and compared with the references.
+#pragma once
+
+#include "../portable.h"
+
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+
+#define OUTRIDER_KERNEL extern "C" __global__ void
+#define OUTRIDER_DEVICE __device__ inline
+#define OUTRIDER_SHARED __shared__
+
+namespace outrider {
+
+OUTRIDER_DEVICE i64 thread_index() { return threadIdx.x; }
+OUTRIDER_DEVICE i64 thread_count() { return blockDim.x; }
+OUTRIDER_DEVICE i64 block_index() { return blockIdx.x; }
+OUTRIDER_DEVICE i64 block_count() { return gridDim.x; }
+OUTRIDER_DEVICE void barrier() { __syncthreads(); }
+OUTRIDER_DEVICE void publish() { __threadfence(); }
+OUTRIDER_DEVICE void add(u64* to, u64 value) { atomicAdd(to, value); }
+OUTRIDER_DEVICE void add(u32* to, u32 value) { atomicAdd(to, value); }
+OUTRIDER_DEVICE u32 count_up(u32* counter) { return atomicAdd(counter, 1u); }
+
+}  // namespace outrider
+
+#else
+
+#include "emulated_block.h"
+
+#endif
+
+namespace outrider {
+
+constexpr int kMostThreads = 512;
+
+}  // namespace outrider

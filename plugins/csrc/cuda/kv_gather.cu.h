@@ -1,0 +1,42 @@
+// KvGather: a block moves the slots of one head of one row of one plane, a thread its lanes of them, one move after
+// another: a lane is read and written by the same thread, so that overlapping moves arrive whole.
+#pragma once
+
+#include "../kv_gather.h"
+#include "../rows.h"
+#include "block.h"
+
+namespace outrider {
+
+// `unit` is 2, 4 or 16 bytes; a slot has `units` of them.
+OUTRIDER_KERNEL outrider_kv_gather(char* kv, const i64* source, const i64* source_count, const i64* row_splits,
+                                   const i64* source_base, const i64* destination, i64 rows, i64 heads, i64 capacity,
+                                   i64 units, i64 unit) {
+  const i64 r = block_index() / heads % rows;
+  const i64 new_tokens = row_splits[rows];
+  const i64 slot_bytes = units * unit;
+  char* slots = kv + block_index() * capacity * slot_bytes;
+  i64 earlier = 0;
+  for (i64 i = 0; i < source_count[0]; ++i) {
+    const i64 token = source[i];
+    if (token < 0 || token >= new_tokens || row_of(row_splits, rows, token) != r) continue;
+    const SlotMove move = slot_move(token, row_splits[r], earlier++, source_base[r], destination[r]);
+    if (move.from == move.to || move.from >= capacity || move.to >= capacity) continue;
+    for (i64 lane = thread_index(); lane < units; lane += thread_count()) {
+      char* to = slots + move.to * slot_bytes + lane * unit;
+      const char* from = slots + move.from * slot_bytes + lane * unit;
+      if (unit == 16) {
+        const u64 low = reinterpret_cast<const u64*>(from)[0];
+        const u64 high = reinterpret_cast<const u64*>(from)[1];
+        reinterpret_cast<u64*>(to)[0] = low;
+        reinterpret_cast<u64*>(to)[1] = high;
+      } else if (unit == 4) {
+        *reinterpret_cast<u32*>(to) = *reinterpret_cast<const u32*>(from);
+      } else {
+        *reinterpret_cast<unsigned short*>(to) = *reinterpret_cast<const unsigned short*>(from);
+      }
+    }
+  }
+}
+
+}  // namespace outrider

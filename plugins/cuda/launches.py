@@ -1,0 +1,185 @@
+"""What an op launches on a device: one kernel each, its parameters in order, and how many blocks of how many threads.
+
+Data, and the marshalling of it: a kernel's parameters are the op's tensors, its workspace, and numbers. Nothing here
+needs a device: `csrc/cuda/*.cu.h` has the kernels, and whoever launches them (`cuLaunchKernel`, or the emulator of the
+tests) is given the same values.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from plans import names
+from plugins.schemas import SCHEMAS
+
+THREADS = 256
+_KINDS = {"int64": ctypes.c_int64, "float64": ctypes.c_double}
+
+Sizes = Mapping[str, int]
+"""Sizes of an op by symbol: those of its tensors, and the extents of the call."""
+
+
+class DeviceTensor(Protocol):
+    """Memory of a device: where it lies, and what it holds."""
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def itemsize(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """A part of an op's workspace: bytes, of its sizes at their largest. It starts as zeros where `zeroed`."""
+
+    size: Callable[[Sizes], int]
+    zeroed: bool = False
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel's parameters: names of tensors and of scratch, then of sizes (symbols) and attributes, as int64.
+
+    `blocks` and `threads` say how many, of the sizes of the call.
+    """
+
+    kernel: str
+    pointers: tuple[str, ...]
+    numbers: tuple[str, ...]
+    blocks: Callable[[Sizes], int]
+    threads: Callable[[Sizes], int] = lambda sizes: THREADS
+    scratch: Mapping[str, Scratch] = ()  # type: ignore[assignment]
+
+
+STATUS = "status"  # int64 [1]: 0, or the number of a fault (FAULTS); shared by all ops of a session
+FAULTS = {
+    1: "the logits contain NaN",
+    2: "the logits are -inf for every token",
+    3: "an index, a branch or a drafter's probability is out of range",
+}
+
+_CHOICE = (
+    names.LOGITS_OUT, names.LOGIT_ROWS, names.POSITIONS, names.BRANCH, names.TEMPERATURE, names.TOP_K, names.TOP_P,
+    names.FILTER_ORDER, names.SEED, names.STREAM,
+)  # fmt: skip
+_TREE = (names.TOKEN_IDS, names.PARENT)
+_ACCEPTED = (names.COMMITTED, names.ACCEPTED_COUNT, names.KEPT_ROWS, names.KEPT_COUNT)
+_WEIGHTS = {"weights": Scratch(lambda s: 8 * s[names.LOGITS] * s["V"])}
+_WALK = {
+    **_WEIGHTS,
+    "chosen": Scratch(lambda s: 8 * s[names.LOGITS]),
+    "next": Scratch(lambda s: 8 * s[names.LOGITS]),
+    "counter": Scratch(lambda s: 8, zeroed=True),
+}
+
+
+def _unit(sizes: Sizes) -> int:
+    """Bytes that a thread moves at once, a divisor of a slot's."""
+    slot = sizes["head_dim"] * sizes["itemsize"]
+    return next(unit for unit in (16, 4, 2) if slot % unit == 0)
+
+
+LAUNCHES: dict[str, Launch] = {
+    "BimMask": Launch(
+        kernel="outrider_bim_mask",
+        pointers=(names.BIM, names.PAST_LENGTH, names.ROW_SPLITS, names.BRANCH, names.PARENT, names.ATTN_BIAS),
+        numbers=("capacity", names.VIEW, names.ROWS, names.PLACES),
+        blocks=lambda s: s[names.ROWS] * s[names.PLACES],
+    ),
+    "Sample": Launch(
+        kernel="outrider_sample",
+        pointers=(*_CHOICE, names.COMMITTED, "weights", STATUS),
+        numbers=("V", "B", "purpose"),
+        blocks=lambda s: s[names.LOGITS],
+        scratch=_WEIGHTS,
+    ),
+    "TreeAccept": Launch(
+        kernel="outrider_tree_accept",
+        pointers=(*_CHOICE, *_TREE, *_ACCEPTED, "weights", STATUS, "chosen", "next", "counter"),
+        numbers=("V", "B", "trees", names.NEW, "purpose"),
+        blocks=lambda s: s[names.LOGITS],
+        scratch=_WALK,
+    ),
+    "ChainAccept": Launch(
+        kernel="outrider_chain_accept",
+        pointers=(
+            *_CHOICE, *_TREE, names.DRAFT_PROBS, names.SKIP_SAMPLE_ADJUSTMENT, *_ACCEPTED, names.TRIALS, "weights",
+            STATUS, "chosen", "next", "weighed", "counter",
+        ),
+        numbers=("V", "B", "trees", names.NEW),
+        blocks=lambda s: s[names.LOGITS],
+        scratch={**_WALK, "weighed": Scratch(lambda s: 16 * s[names.LOGITS])},
+    ),
+    "Draws": Launch(
+        kernel="outrider_draws",
+        pointers=(names.TIP_POSITION, names.SEED, names.STREAM, names.DRAWS),
+        numbers=("B", "depths", "purpose"),
+        blocks=lambda s: -(-s["B"] * s["depths"] // THREADS),
+    ),
+    "CoupledDraws": Launch(
+        kernel="outrider_coupled_draws",
+        pointers=(
+            names.TIP_POSITION, names.SEED, names.STREAM, names.TEMPERATURE, names.TOP_P, names.DRAWS,
+            names.DRAFT_TEMPERATURE, names.DRAFT_TOP_P,
+        ),
+        numbers=("B", "depths"),
+        blocks=lambda s: -(-s["B"] * s["depths"] // THREADS),
+    ),
+    "KvGather": Launch(
+        kernel="outrider_kv_gather",
+        pointers=(names.KV, "source", "source_count", names.ROW_SPLITS, "source_base", "destination"),
+        numbers=(names.ROWS, "heads", "capacity", "units", "unit"),
+        blocks=lambda s: s["planes"] * s[names.ROWS] * s["heads"],
+        threads=lambda s: min(THREADS, max(32, s["units"])),
+    ),
+}  # fmt: skip
+
+
+class DeviceOp:
+    """An op on fixed tensors of a device: what to launch for the extents of a step.
+
+    `workspace(name, bytes, zeroed)` gives the address of memory for a part of it, of which `STATUS` is one: int64 [1].
+    """
+
+    def __init__(
+        self,
+        op_name: str,
+        tensors: Mapping[str, DeviceTensor],
+        attributes: Mapping[str, int | float],
+        workspace: Callable[[str, int, bool], int],
+    ) -> None:
+        schema = self._schema = SCHEMAS[op_name]
+        self.launch = LAUNCHES[op_name]
+        self._sizes: dict[str, int] = {a.name: int(a.default or 0) for a in schema.attributes}
+        self._sizes |= {name: int(value) for name, value in attributes.items()}
+        for spec in schema.tensors:
+            tensor = tensors[spec.name]
+            for dim, size in zip(spec.shape, tensor.shape, strict=True):
+                if isinstance(dim, str):
+                    self._sizes.setdefault(dim, size)
+        if names.KV in tensors:
+            self._sizes["itemsize"] = tensors[names.KV].itemsize
+            self._sizes["unit"] = _unit(self._sizes)
+            slot = self._sizes["head_dim"] * self._sizes["itemsize"]
+            self._sizes["units"] = slot // self._sizes["unit"]
+        scratch = dict(self.launch.scratch or {})
+        sizes = {name: (part.size(self._sizes), part.zeroed) for name, part in scratch.items()}
+        own = {name: workspace(name, size, zeroed) for name, (size, zeroed) in sizes.items()}
+        if STATUS in self.launch.pointers:
+            own[STATUS] = workspace(STATUS, 8, True)
+        addresses = {name: tensor.address for name, tensor in tensors.items()} | own
+        self._pointers = [addresses[name] for name in self.launch.pointers]
+
+    def values(self, *extents: int) -> tuple[int, int, list[ctypes.c_uint64 | ctypes.c_int64]]:
+        """Blocks, threads a block, and the kernel's parameters, for the extents of the op's schema in order."""
+        sizes = self._sizes | dict(zip(self._schema.extents, extents, strict=True))
+        parameters: list[ctypes.c_uint64 | ctypes.c_int64] = [ctypes.c_uint64(address) for address in self._pointers]
+        parameters += [ctypes.c_int64(sizes[number]) for number in self.launch.numbers]
+        return self.launch.blocks(sizes), self.launch.threads(sizes), parameters

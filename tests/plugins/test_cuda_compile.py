@@ -1,0 +1,42 @@
+"""The kernels compile ahead of time for every architecture, without a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from plugins.cuda import LAUNCHES
+from plugins.cuda.compile import ARCHITECTURES, compile_kernels
+
+pytest.importorskip("cuda.core")
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "sm_75", "sm_89"])
+def test_every_kernel_is_in_the_cubin(architecture: str) -> None:
+    cubin = compile_kernels(architecture)
+    assert cubin[:4] == b"\x7fELF"
+    for launch in LAUNCHES.values():
+        assert f".text.{launch.kernel}\0".encode() in cubin
+
+
+def test_two_compilations_are_the_same_bytes() -> None:
+    assert compile_kernels("sm_90") == compile_kernels("sm_90")
+
+
+@pytest.mark.parametrize("architecture", ["sm_12", "compute_90", "gfx90a"])
+def test_what_is_no_architecture_is_refused(architecture: str) -> None:
+    with pytest.raises((RuntimeError, ValueError)):
+        compile_kernels(architecture)
+
+
+def test_shared_headers_need_no_standard_library() -> None:
+    """NVRTC has none: what stands above csrc/cpu may include nothing but its neighbours, behind a guard."""
+    sources = Path(__file__).resolve().parents[2] / "plugins" / "csrc"
+    found = subprocess.run(
+        ["grep", "-rn", "#include <", str(sources), "--include=*.h", "--exclude-dir=cpu"],
+        capture_output=True,
+        text=True,
+    ).stdout.splitlines()
+    assert [line for line in found if "portable.h" not in line] == []
