@@ -144,14 +144,11 @@ def test_bim_mask(emulator, seed, rows, padding) -> None:
     new = rng.integers(0, 9, rows)
     past = rng.integers(0, 40, rows)
     splits = np.concatenate(([0], np.cumsum(new)))
-    parent = np.concatenate(
-        [
-            [int(rng.integers(-1, i)) + (first if i else 0) for i in range(n)]
-            for n, first in zip(new, splits, strict=False)
-        ]
-        or [[]]
-    ).astype(np.int64)
-    for r in range(rows):  # -1 stays -1
+    parents = [
+        first + int(rng.integers(-1, i)) if i else -1 for n, first in zip(new, splits, strict=False) for i in range(n)
+    ]
+    parent = np.array(parents, np.int64)
+    for r in range(rows):  # before the row's first token: committed
         own = slice(splits[r], splits[r + 1])
         parent[own] = np.where(parent[own] < splits[r], -1, parent[own])
     tensors = {
@@ -198,7 +195,8 @@ def test_a_big_vocabulary(emulator, filters) -> None:
     rng = np.random.default_rng(1)
     tensors = {
         "logits": (rng.normal(size=(2, 50_257)) * 2).astype(np.float32), "logit_rows": np.arange(2),
-        "positions": np.arange(2) + 9, "branch": np.zeros(2, np.int64), **vars(equal_slots(1, temperature=0.8, **filters)),
+        "positions": np.arange(2) + 9, "branch": np.zeros(2, np.int64),
+        **vars(equal_slots(1, temperature=0.8, **filters)),
     }  # fmt: skip
     compare(emulator, "Sample", tensors, {"committed": np.full(2, POISON)}, (2, 2))
 

@@ -59,9 +59,7 @@ class Emulator:
         spaces: dict[str, NDArray[np.uint8]] = {}
 
         def workspace(name: str, size: int, zeroed: bool) -> int:
-            spaces[name] = np.full(
-                size, 0 if zeroed else 0xA5, np.uint8
-            )  # poison: nothing is read before it is written
+            spaces[name] = np.full(size, 0 if zeroed else 0xA5, np.uint8)  # else anything
             return int(spaces[name].ctypes.data)
 
         memory = {name: Memory(array) for name, array in tensors.items()}
