@@ -41,14 +41,21 @@ from plans.manifest import (
 )
 from plans.plan import MANIFEST, Plan, file_sha256, open_plan
 from plans.step_buffers import drafter_buffers, sampling_buffers, target_buffers
+from plugins.cuda.compile import compile_kernels
 
 VIEW_BUCKET = 128  # keys: coarse enough that sizes rarely change, fine enough that masks stay short
 
 Progress = Callable[[int, int, str], None]
 """Told (steps done, steps in all, what begins)."""
 
-Engines = tuple[dict[str, Engine], tuple[RuleReport, ...]]
-"""A target's engines by name, and what lowering did to them."""
+
+@dataclass(frozen=True)
+class Engines:
+    """A target's engines by name, what lowering did to them, and the files of our ops' kernels by architecture."""
+
+    engines: dict[str, Engine]
+    reports: tuple[RuleReport, ...]
+    kernels: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -98,7 +105,9 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
         for target, plan in kept.items():
             steps.begin(f"{target}: engines unchanged, taken from the plan that is there")
             shutil.copytree(place.folder / "engines" / target, root / "engines" / target)
-            engines[target] = plan.engines, plan.lowering
+            for file in plan.kernels.values():
+                _copy(place.folder / file, root / file)
+            engines[target] = Engines(plan.engines, plan.lowering, plan.kernels)
         if stale:
             decoders: dict[str, Decoder] = {}
             for kind in stale:
@@ -111,7 +120,7 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
                 writer.target(decoder, geometry, drafters.taps(sources))
                 for graph in sources:
                     writer.drafter(graph, drafters.load(recipe, graph, decoder, dtype), geometry)
-                engines[kind] = writer.close()
+                engines[kind] = writer.close(_compile_kernels(sections[kind], root, steps))
         steps.begin("writing the plan")
         text = write_tokenizer(recipe.checkpoint_path, root / "tokenizer", config)
         manifest = Manifest(
@@ -241,9 +250,9 @@ class _EngineWriter:
         graph = export_draft(model, source.tree, source.geometry(target).capacity, rejected, entropy=entropy, rows=rows)
         self._write(name, graph, exact=False)
 
-    def close(self) -> Engines:
+    def close(self, kernels: dict[str, str]) -> Engines:
         self._folder.close()
-        return self._engines, tuple(self._reports)
+        return Engines(self._engines, tuple(self._reports), kernels)
 
     def _write(self, name: str, graph: ir.Model, *, exact: bool) -> None:
         self._reports += lower(name, graph, self._target, rows=1, exact=exact)
@@ -259,7 +268,7 @@ def _target_plan(
     listed: Sequence[Drafter],
 ) -> TargetPlan:
     """The engines with the buffers and programs that run them."""
-    engines, reports = built
+    engines = built.engines
     buffers = [
         *target_buffers(geometry, _kv_type(engines[names.TARGET]), rejection=rejects(listed)),
         *sampling_buffers(geometry.branches),
@@ -276,8 +285,27 @@ def _target_plan(
         views=views,
         symbols=limits,
         programs=emit_programs(engines, listed),
-        lowering=reports,
+        lowering=built.reports,
+        kernels=built.kernels,
     )
+
+
+def _compile_kernels(target: TargetBuild, root: Path, steps: _Steps) -> dict[str, str]:
+    """Our ops' kernels for the devices of a target, by architecture; targets of one plan share them."""
+    files: dict[str, str] = {}
+    for architecture in () if isinstance(target, OnnxRuntimeCpuSection) else target.compute_capabilities:
+        files[architecture] = f"kernels/{architecture}.cubin"
+        path = root / files[architecture]
+        if not path.exists():
+            steps.detail(f"{target.kind}: compiling the ops for {architecture}")
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(compile_kernels(architecture))
+    return files
+
+
+def _copy(source: Path, to: Path) -> None:
+    to.parent.mkdir(exist_ok=True)
+    shutil.copyfile(source, to)
 
 
 def _kv_type(engine: Engine) -> DType:

@@ -14,6 +14,20 @@ from plans.errors import RecipeError
 
 RtxCapability = Literal["sm_75", "sm_80", "sm_86", "sm_89", "sm_120", "sm_121"]
 
+CudaCapability = Literal["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"]
+
+
+def distinct_capabilities(given: tuple[str, ...]) -> tuple[str, ...]:
+    """Refuses none at all, and one that is there twice."""
+    if not given:
+        raise PydanticCustomError("capability", "must have at least 1 entry, found []")
+    for index, capability in enumerate(given):
+        if capability in given[:index]:
+            context = {"value": capability, "at": (index,)}
+            raise PydanticCustomError("capability", "repeats '{value}'; keep one of them", context)
+    return given
+
+
 _DTYPE = Field(None, description="type of the weights for this target, in place of target.dtype")
 
 
@@ -22,6 +36,18 @@ class OnnxRuntimeCpuSection(Section):
 
     kind: Literal["onnxruntime-cpu"] = Field(description="the execution target")
     dtype: WeightType | None = _DTYPE
+
+
+class OnnxRuntimeCudaSection(Section):
+    """ONNX Runtime on an NVIDIA GPU. The engines are the same for every GPU; our own ops are compiled for each."""
+
+    kind: Literal["onnxruntime-cuda"] = Field(description="the execution target")
+    dtype: WeightType | None = _DTYPE
+    compute_capabilities: tuple[CudaCapability, ...] = Field(
+        ("sm_80", "sm_90", "sm_120"), strict=False, description="GPUs that our own ops are compiled for"
+    )
+
+    _distinct = field_validator("compute_capabilities")(distinct_capabilities)
 
 
 class TensorRtRtxSection(Section):
@@ -36,16 +62,7 @@ class TensorRtRtxSection(Section):
     )
     workspace_mb: int = Field(1024, ge=1, le=2**20, description="MB that an engine may use beside weights and KV")
 
-    @field_validator("compute_capabilities")
-    @classmethod
-    def _distinct(cls, given: tuple[RtxCapability, ...]) -> tuple[RtxCapability, ...]:
-        if not given:
-            raise PydanticCustomError("capability", "must have at least 1 entry, found []")
-        for index, capability in enumerate(given):
-            if capability in given[:index]:
-                context = {"value": capability, "at": (index,)}
-                raise PydanticCustomError("capability", "repeats '{value}'; keep one of them", context)
-        return given
+    _distinct = field_validator("compute_capabilities")(distinct_capabilities)
 
 
 def _spelled_out(written: object) -> object:
@@ -53,12 +70,17 @@ def _spelled_out(written: object) -> object:
     return {"kind": written} if isinstance(written, str) else written
 
 
-TargetBuild = OnnxRuntimeCpuSection | TensorRtRtxSection
+TargetBuild = OnnxRuntimeCpuSection | OnnxRuntimeCudaSection | TensorRtRtxSection
 TargetEntry = Annotated[Annotated[TargetBuild, Field(discriminator="kind")], BeforeValidator(_spelled_out)]
 """A section, or its kind alone."""
 
-KINDS = ("onnxruntime-cpu", "tensorrt-rtx")
-PACKAGES: dict[str, tuple[str, ...]] = {"onnxruntime-cpu": (), "tensorrt-rtx": ("tensorrt_rtx",)}
+_KERNELS = ("nvidia-cuda-nvrtc",)
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "onnxruntime-cpu": (),
+    "onnxruntime-cuda": _KERNELS,
+    "tensorrt-rtx": ("tensorrt_rtx", *_KERNELS),
+}
+KINDS = tuple(PACKAGES)
 """Distributions that shape a target's engines, beside those that every target needs."""
 
 DEFAULT_TARGETS: tuple[TargetBuild, ...] = (OnnxRuntimeCpuSection(kind="onnxruntime-cpu"),)

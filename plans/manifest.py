@@ -218,6 +218,7 @@ class TargetPlan(Strict):
     symbols: dict[str, dict[str, Size]] = Field(description="By model: the largest value of every symbol.")
     programs: dict[str, Program]
     lowering: tuple[RuleReport, ...] = ()
+    kernels: dict[str, str] = Field({}, description="Our ops compiled for a device: architecture (sm_90) to file.")
 
 
 class PlanFile(Strict):

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from compiler.engines.onnxruntime import OnnxRuntimeEngines
 from compiler.engines.report import Report
-from compiler.recipe_targets import OnnxRuntimeCpuSection, TargetBuild
+from compiler.recipe_targets import TargetBuild, TensorRtRtxSection
 from plans.manifest import Engine
 
 
@@ -29,7 +29,7 @@ class EngineFolder(Protocol):
 
 def open_folder(target: TargetBuild, folder: Path, report: Report) -> EngineFolder:
     """The writer for an execution target. Raises `PlanError` where its library is missing."""
-    if isinstance(target, OnnxRuntimeCpuSection):
+    if not isinstance(target, TensorRtRtxSection):
         return OnnxRuntimeEngines(folder)
     from compiler.engines.tensorrt import TensorRtEngines  # its library is large, and an extra
 

@@ -9,7 +9,7 @@ from compiler.lowering.functions import FunctionBody
 from compiler.lowering.norms import FuseSkipNorms
 from compiler.lowering.projections import FuseProjections
 from compiler.lowering.rule import Lowering, Rule, apply_rules
-from compiler.lowering.scatter_attention import UpdateOnceAttention
+from compiler.lowering.scatter_attention import ScatterAttention, UpdateOnceAttention
 from plans import names
 from plans.manifest import RuleReport
 
@@ -21,6 +21,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         OneDummyRowPerLayer(),
         FunctionBody(),
     ),
+    "onnxruntime-cuda": (ScatterAttention(), FunctionBody()),
     "tensorrt-rtx": (UpdateOnceAttention(), FunctionBody()),
 }
 

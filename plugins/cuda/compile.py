@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from plans.errors import PlanError
+
 SOURCES = Path(__file__).resolve().parent.parent / "csrc"
+_INSTALL = "run `pip install 'outrider[gpu]'`"
 ARCHITECTURES = ("sm_80", "sm_90", "sm_120")
 
 
 def compile_kernels(architecture: str) -> bytes:
     """The cubin of all kernels for `architecture`, such as sm_90; the same bytes every time.
 
-    Raises RuntimeError with the compiler's log, and ImportError where `cuda-core` or NVRTC is missing.
+    Raises `PlanError`, with the compiler's log, where they do not compile or NVRTC is missing.
     """
-    from cuda.core import Program, ProgramOptions
+    try:
+        from cuda.core import Program, ProgramOptions
+    except ImportError as error:
+        raise PlanError(f"our ops are compiled by NVRTC, which cannot be loaded ({error}); {_INSTALL}") from None
 
     options = ProgramOptions(
         arch=architecture,
@@ -23,11 +29,11 @@ def compile_kernels(architecture: str) -> bytes:
     )
     try:
         code = Program((SOURCES / "cuda" / "kernels.cu").read_text(encoding="utf-8"), "c++", options).compile("cubin")
-    except ImportError:
-        raise
-    except Exception as error:  # of NVRTC, whose log is the message
-        raise RuntimeError(f"the kernels do not compile for {architecture}: {error}") from None
+    except Exception as error:  # of NVRTC, whose log is the message, or of whoever looks for its library
+        raise PlanError(
+            f"our ops cannot be compiled for {architecture}: {error}; if NVRTC is missing, {_INSTALL}"
+        ) from None
     cubin = bytes(code.code)
     if not cubin:
-        raise RuntimeError(f"NVRTC made nothing for {architecture}; name a real architecture, such as sm_90")
+        raise PlanError(f"NVRTC made nothing for {architecture}; name a real architecture, such as sm_90")
     return cubin

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from plans.errors import PlanError
 from plugins.cuda import LAUNCHES
 from plugins.cuda.compile import ARCHITECTURES, compile_kernels
 
@@ -26,7 +27,7 @@ def test_two_compilations_are_the_same_bytes() -> None:
 
 @pytest.mark.parametrize("architecture", ["sm_12", "compute_90", "gfx90a"])
 def test_what_is_no_architecture_is_refused(architecture: str) -> None:
-    with pytest.raises((RuntimeError, ValueError)):
+    with pytest.raises(PlanError, match=architecture):
         compile_kernels(architecture)
 
 
