@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,21 @@ from plans import names
 from plans.check import buffer_shape, session_bytes
 from plans.errors import PlanError
 from plans.manifest import TargetPlan
+from plugins import native
 from runtime.sampling import SamplingParams
+
+Call = Callable[[], None]
 
 
 class Buffers:
-    """Arrays by name, views included. Zero-initialised: what no step has written is finite."""
+    """Arrays by name, views included, and the ops on them. Zero-initialised: what no step has written is finite.
+
+    Here stages work on the host's own arrays. Where they work on a device (`runtime.backends.device`), the arrays are
+    what the host sees of its memory: `exchange` brings them there before a program's stages and back behind them,
+    all but the large ones, which are asked for (`rows`) and sent (`send`) singly.
+    """
+
+    exchange: tuple[Call, Call] | None = None
 
     def __init__(self, plan: TargetPlan) -> None:
         try:
@@ -30,9 +41,27 @@ class Buffers:
         for name, view in plan.views.items():
             self.arrays[name] = self.arrays[view.buffer][view.plane]
 
+    def __contains__(self, name: str) -> bool:
+        return name in self.arrays
+
     def of(self, model: str, tensor: str) -> NDArray[Any]:
-        """The buffer that holds `tensor` for `model`."""
+        """The buffer that holds `tensor` for `model`, as the host sees it."""
         return self.arrays[names.of(model, tensor)]
+
+    def op(self, name: str, bound: Mapping[str, str], attributes: Mapping[str, int | float]) -> native.BoundOp:
+        """Op `name` on buffers: `bound` names that of each of its tensors. Raises what `native.create` does."""
+        return native.create(name, {parameter: self.arrays[buffer] for parameter, buffer in bound.items()}, attributes)
+
+    def rows(self, model: str, tensor: str, start: int, stop: int) -> NDArray[Any]:
+        """Rows `[start, stop)` of a large buffer: a view, good until the next step."""
+        return self.of(model, tensor)[start:stop]
+
+    def send(self, model: str, tensor: str, elements: int) -> None:
+        """The host has written the first `elements` of a large buffer."""
+
+    def copy_row(self, source: tuple[str, str, int], to: tuple[str, str, int]) -> None:
+        """Copy a row `(model, tensor, index)` of a large buffer to another."""
+        self.of(*to[:2])[to[2]] = self.of(*source[:2])[source[2]]
 
     def set_sampling(self, branch: int, params: SamplingParams) -> None:
         """Fill a branch's sampling slot."""

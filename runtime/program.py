@@ -18,15 +18,14 @@ from plans import names
 from plans.errors import PlanError
 from plans.manifest import Program as ProgramData
 from plans.manifest import Stage, StageKind
-from plugins import native
 from plugins.schemas import SCHEMAS
 from runtime.backends.base import LoadedEngine
-from runtime.buffers import Buffers
+from runtime.buffers import Buffers, Call
 from runtime.drafters.base import HostDrafter
 from runtime.step import Step, TargetStep
 
 _T = TypeVar("_T")
-Call = Callable[[], None]
+_UPLOAD, _DOWNLOAD = "upload", "download"
 
 
 class Program:
@@ -43,9 +42,14 @@ class Program:
     ) -> None:
         self.name = name
         resolver = _Resolver(name, buffers, steps, engines, drafters)
-        self.stage_names = tuple(stage.run for stage in data.stages)
-        self.is_engine = tuple(stage.kind is StageKind.ENGINE for stage in data.stages)
-        self._stages = tuple(resolver.resolve(stage) for stage in data.stages)
+        stages = [(stage.run, stage.kind is StageKind.ENGINE, resolver.resolve(stage)) for stage in data.stages]
+        if buffers.exchange is not None:  # behind the drafting on the host, before the device's first stage
+            first = sum(stage.kind is StageKind.DRAFT for stage in data.stages)
+            upload, download = buffers.exchange
+            stages = [*stages[:first], (_UPLOAD, False, upload), *stages[first:], (_DOWNLOAD, False, download)]
+        self.stage_names = tuple(name for name, _, _ in stages)
+        self.is_engine = tuple(engine for _, engine, _ in stages)
+        self._stages = tuple(call for _, _, call in stages)
         self.nanoseconds = [0] * len(self._stages)
         results = data.results
         self.tokens: NDArray[np.int64] | None = resolver.result(results.tokens if results else None)
@@ -83,15 +87,14 @@ class _Resolver:
         if stage.kind is StageKind.DRAFT:
             assert isinstance(step, TargetStep), "a plan is checked: drafting stages run for the target"
             return _draft(self._find(self._drafters, stage.run, "drafter"), step)
-        tensors = {
-            parameter: self._find(self._buffers.arrays, buffer, "buffer")
-            for parameter, buffer in (*stage.inputs.items(), *stage.outputs.items())
-        }
+        bound = {**stage.inputs, **stage.outputs}
+        for buffer in bound.values():
+            self._find(self._buffers.arrays, buffer, "buffer")
         if stage.kind is StageKind.ENGINE:
-            return partial(self._find(self._engines, stage.run, "engine").bind(tensors), step.sizes)
+            return partial(self._find(self._engines, stage.run, "engine").bind(self._buffers, bound), step.sizes)
         schema = self._find(SCHEMAS, stage.run, "op")
         try:
-            op = native.create(stage.run, tensors, stage.attributes)
+            op = self._buffers.op(stage.run, bound, stage.attributes)
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(f"program {self._program!r}, stage {stage.run}: {error}; build the plan again") from None
         return _with_extents(op, step.sizes, [names.SYMBOLS.index(symbol) for symbol in schema.extents])

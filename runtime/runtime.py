@@ -12,7 +12,7 @@ from typing import Unpack
 from plans.errors import RequestError
 from plans.manifest import Manifest
 from plans.plan import Plan, open_plan
-from runtime.backends import BACKENDS, choose_target
+from runtime.backends import BACKENDS, Chosen, choose_target
 from runtime.beam_search import BeamOptions, BeamResult, beam_search
 from runtime.generation import Generation, GenerationStream, Span
 from runtime.prompt import prepare_prompt
@@ -27,13 +27,15 @@ MAX_THREADS = 1024
 class Runtime:
     """A plan in memory: engines and tokenizer, shared by any number of sessions.
 
+    `target` is the execution target that runs, `passed_over` says why better ones of the plan do not.
+
     Safe to use from several threads. `Runtime.load` is the way to make one.
     """
 
-    def __init__(self, plan: Plan, target: str, threads: int) -> None:
-        self._plan, self.target = plan, target
-        self._target_plan = plan.manifest.targets[target]
-        backend = BACKENDS[target](threads)
+    def __init__(self, plan: Plan, chosen: Chosen, threads: int) -> None:
+        self._plan, self.target, self.passed_over = plan, chosen.target, chosen.passed_over
+        self._target_plan = plan.manifest.targets[self.target]
+        self._backend = backend = BACKENDS[self.target].make(self._target_plan, threads)
         self._engines = {
             name: backend.load(plan.file(engine.file), engine) for name, engine in self._target_plan.engines.items()
         }
@@ -57,7 +59,7 @@ class Runtime:
                 f"threads is {threads!r}; pass a whole number from 0 (the backend chooses) to {MAX_THREADS}."
             )
         opened = open_plan(Path(plan), verify=verify)
-        return cls(opened, choose_target(list(opened.manifest.targets), target), threads)
+        return cls(opened, choose_target(opened.manifest.targets, target), threads)
 
     @property
     def manifest(self) -> Manifest:
@@ -65,7 +67,7 @@ class Runtime:
 
     def session(self) -> Session:
         """A new, empty sequence with buffers of its own."""
-        return Session(self.manifest, self._target_plan, self._engines, self.tokenizer)
+        return Session(self.manifest, self._target_plan, self._backend, self._engines, self.tokenizer)
 
     def generate(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Generation:
         """Generate from `prompt` (text or token ids) on a sequence of its own. Raises RequestError."""

@@ -21,8 +21,7 @@ from plans import names
 from plans.errors import RequestError
 from plans.manifest import GraphDrafter, Manifest, NgramDrafter, TargetPlan, rejects
 from runtime.arena import SlotMap
-from runtime.backends.base import LoadedEngine
-from runtime.buffers import Buffers
+from runtime.backends.base import Backend, LoadedEngine
 from runtime.drafters import Drafter, make_host_drafter
 from runtime.drafters.entropy import EntropyChain
 from runtime.drafters.graph import EngineDrafter
@@ -48,11 +47,16 @@ class Session:
     """
 
     def __init__(
-        self, manifest: Manifest, plan: TargetPlan, engines: Mapping[str, LoadedEngine], tokenizer: Tokenizer
+        self,
+        manifest: Manifest,
+        plan: TargetPlan,
+        backend: Backend,
+        engines: Mapping[str, LoadedEngine],
+        tokenizer: Tokenizer,
     ) -> None:
         self._manifest, self._tokenizer, self._geometry = manifest, tokenizer, manifest.target
         self._limits = plan.symbols[names.TARGET]
-        self._buffers = Buffers(plan)
+        self._buffers = backend.buffers(plan)
         self._step = TargetStep(self._buffers, manifest.target, plan.symbols[names.TARGET])
         self._slots = SlotMap(names.TARGET, self._buffers, self._step)
         host = {d.name: make_host_drafter(d) for d in manifest.drafters if isinstance(d, NgramDrafter)}
@@ -185,7 +189,7 @@ class Session:
         self._step.begin_target(start, self._slots.next_position(), pending, _BRANCH, logits=True)
         self._pass(self._programs[names.PREFILL])
         self._slots.commit(len(pending), kept=None)
-        return self._step.logits[:1]
+        return self._logits(0, 1)
 
     def look_ahead(self, tokens: list[int], distance: int, visible: NDArray[np.bool_]) -> NDArray[np.float32]:
         """Logits f32 `[tokens, vocab]`, a view until the next pass, of tokens that do not belong to the sequence.
@@ -195,8 +199,9 @@ class Session:
         """
         past = self._slots.length + visible.shape[1] - len(tokens)
         self._step.begin_beams(past, self._slots.next_position() + distance - 1, tokens, visible)
+        self._buffers.send(names.TARGET, names.ATTN_BIAS, self._step.bias_elements)
         self._pass(self._programs[names.BEAM])
-        return self._step.logits[: len(tokens)]
+        return self._logits(0, len(tokens))
 
     def text_behind(self, token_ids: list[int]) -> str:
         """What `token_ids` would add to the sequence's text."""
@@ -366,8 +371,12 @@ class Session:
         """Logits f32 `[vocab]` that the `index`-th token of the last span was chosen by: a view until the next step."""
         tip, kept = self._chosen_by
         row = 0 if kept is None else int(kept[tip + index]) - tip
-        logits: NDArray[np.float32] = self._step.logits[row]
+        logits: NDArray[np.float32] = self._logits(row, row + 1)[0]
         return logits
+
+    def _logits(self, start: int, stop: int) -> NDArray[np.float32]:
+        rows: NDArray[np.float32] = self._buffers.rows(names.TARGET, names.LOGITS_OUT, start, stop)
+        return rows
 
     def _exclusive(self) -> _Exclusive:
         return _Exclusive(self._busy)

@@ -79,7 +79,6 @@ class TargetStep(Step):
         self.max_nodes = limits[names.LOGITS] - 1
         self.draft_limit = 0
         self.logit_rows = buffers.of(names.TARGET, names.LOGIT_ROWS)
-        self.logits = buffers.of(names.TARGET, names.LOGITS_OUT)
         self._attn_bias = buffers.of(names.TARGET, names.ATTN_BIAS).reshape(-1)
 
     def begin_target(self, past: int, position: int, tokens: list[int], branch: int, *, logits: bool) -> None:
@@ -110,6 +109,11 @@ class TargetStep(Step):
         self.logit_rows[:nodes] = self._count[:nodes]
         self.sizes[_LOGITS] = nodes
         self._resize(nodes)
+
+    @property
+    def bias_elements(self) -> int:
+        """Of `attn_bias`, that `begin_beams` has written."""
+        return self.sizes[_NEW] * self.sizes[_VIEW]
 
     def begin_beams(self, past: int, position: int, tokens: list[int], visible: NDArray[np.bool_]) -> None:
         """Lay out `tokens` at one `position`, each with logits, behind `past` rows, and write the bias they run under.

@@ -2,24 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from plans.errors import PlanError
+from plans.manifest import TargetPlan
 from runtime.backends.base import Backend
 from runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
 
-BACKENDS: dict[str, Callable[[int], Backend]] = {"onnxruntime-cpu": OnnxRuntimeCpu}
+
+@dataclass(frozen=True)
+class Driver:
+    """How an execution target is driven: `reason` says why this machine cannot, or None; `make` gets the threads."""
+
+    reason: Callable[[TargetPlan], str | None]
+    make: Callable[[TargetPlan, int], Backend]
 
 
-def choose_target(available: list[str], wanted: str | None) -> str:
-    """The execution target to run: the wanted one, or the best that the plan has and this runtime knows."""
+def _cuda_reason(plan: TargetPlan) -> str | None:
+    from runtime.backends import onnxruntime_cuda
+
+    return onnxruntime_cuda.reason_against(plan)
+
+
+def _make_cuda(plan: TargetPlan, threads: int) -> Backend:
+    from runtime.backends.onnxruntime_cuda import OnnxRuntimeCuda
+
+    return OnnxRuntimeCuda(plan)
+
+
+BACKENDS: dict[str, Driver] = {
+    "onnxruntime-cuda": Driver(_cuda_reason, _make_cuda),
+    "onnxruntime-cpu": Driver(lambda plan: None, lambda plan, threads: OnnxRuntimeCpu(threads)),
+}
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The execution target to run, and why each better one of the plan was passed over."""
+
+    target: str
+    passed_over: dict[str, str]
+
+
+def choose_target(available: Mapping[str, TargetPlan], wanted: str | None) -> Chosen:
+    """The wanted target, or the best that the plan has and this machine can run. Raises `PlanError` for none."""
     if wanted is not None:
         if wanted not in available:
             raise PlanError(f"the plan has no target {wanted!r}; it holds {', '.join(available)}")
-        if wanted not in BACKENDS:
-            raise PlanError(f"this runtime cannot drive target {wanted!r}; it drives {', '.join(BACKENDS)}")
-        return wanted
-    for name in BACKENDS:
-        if name in available:
-            return name
-    raise PlanError(f"the plan holds {', '.join(available)}; this runtime drives {', '.join(BACKENDS)}")
+        if reason := _reason(wanted, available[wanted]):
+            raise PlanError(f"the target {wanted!r} cannot run here: {reason}")
+        return Chosen(wanted, {})
+    order = [*(name for name in BACKENDS if name in available), *(name for name in available if name not in BACKENDS)]
+    passed_over: dict[str, str] = {}
+    for name in order:
+        if (reason := _reason(name, available[name])) is None:
+            return Chosen(name, passed_over)
+        passed_over[name] = reason
+    told = "; ".join(f"{name}: {reason}" for name, reason in passed_over.items())
+    raise PlanError(f"no execution target of the plan can run here: {told}")
+
+
+def _reason(name: str, plan: TargetPlan) -> str | None:
+    if name not in BACKENDS:
+        return f"this runtime does not drive it; it drives {', '.join(BACKENDS)}"
+    return BACKENDS[name].reason(plan)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from numpy.typing import NDArray
-
-from plans.manifest import Engine
-
-Array = NDArray[Any]
+from plans.manifest import Engine, TargetPlan
+from runtime.buffers import Buffers
 
 
 class BoundEngine(Protocol):
@@ -23,8 +19,8 @@ class BoundEngine(Protocol):
 class LoadedEngine(Protocol):
     """An engine's weights and code in memory, shared by all sessions; calls may come from any thread."""
 
-    def bind(self, tensors: Mapping[str, Array]) -> BoundEngine:
-        """Tie every tensor of the engine to memory: full-capacity arrays, by the engine's own names."""
+    def bind(self, buffers: Buffers, bound: dict[str, str]) -> BoundEngine:
+        """Tie every tensor of the engine to memory: `bound` names the buffer of each, by the engine's own names."""
 
 
 class Backend(Protocol):
@@ -32,3 +28,6 @@ class Backend(Protocol):
 
     def load(self, path: Path, engine: Engine) -> LoadedEngine:
         """Load the engine file at `path`. Raises `PlanError` when it cannot be loaded here."""
+
+    def buffers(self, plan: TargetPlan) -> Buffers:
+        """The buffers of a new session, where this target's stages reach them. Raises `PlanError` for no memory."""

@@ -12,12 +12,16 @@ from typing import Any
 
 import numpy as np
 import onnxruntime as ort
+from numpy.typing import NDArray
 
 from plans import names
 from plans.buffers import DType, Tensor
 from plans.errors import PlanError
-from plans.manifest import Engine
-from runtime.backends.base import Array, BoundEngine, LoadedEngine
+from plans.manifest import Engine, TargetPlan
+from runtime.backends.base import BoundEngine, LoadedEngine
+from runtime.buffers import Buffers
+
+Array = NDArray[Any]
 
 _DEVICE = "cpu"
 _ONNX_NAMES = {DType.FLOAT32: "float", DType.FLOAT64: "double"}
@@ -47,6 +51,9 @@ class OnnxRuntimeCpu:
         _check_signature(path, "outputs", session.get_outputs(), engine.outputs)
         return _LoadedEngine(session, engine)
 
+    def buffers(self, plan: TargetPlan) -> Buffers:
+        return Buffers(plan)
+
     def _options(self, engine: Engine) -> ort.SessionOptions:
         options = ort.SessionOptions()
         options.log_severity_level = 3  # warnings about our own graphs help no user; errors are raised
@@ -64,7 +71,8 @@ class _LoadedEngine:
     def __init__(self, session: ort.InferenceSession, engine: Engine) -> None:
         self._session, self._engine = session, engine
 
-    def bind(self, tensors: Mapping[str, Array]) -> BoundEngine:
+    def bind(self, buffers: Buffers, bound: dict[str, str]) -> BoundEngine:
+        tensors = {name: buffers.arrays[buffer] for name, buffer in bound.items()}
         return _BoundEngine(self._session, self._engine, tensors)
 
 

@@ -67,10 +67,7 @@ class EntropyChain(EngineDrafter):
         self._token = buffers.of(settings.name, names.TREE_TOKEN_IDS)[1:]
         self._score = buffers.of(settings.name, names.TREE_SCORE)[1:]
         self.scores: NDArray[np.float32] = np.zeros(self._nodes, np.float32)
-        self._probabilities: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None
-        if settings.acceptance == "rejection":
-            own, wanted = (buffers.of(model, names.DRAFT_PROBS) for model in (settings.name, names.TARGET))
-            self._probabilities = own[1], wanted
+        self._buffers, self._rejects = buffers, settings.acceptance == "rejection"
         self._start = 0
 
     def resume(self, tokens: Sequence[int], rows: int, passes: int) -> int:
@@ -98,9 +95,8 @@ class EntropyChain(EngineDrafter):
             step.token_ids[node] = self._token[0]
             step.parent[node] = node - 1
             self.scores[node] = self.scores[node - 1] + self._score[0]
-            if self._probabilities is not None:
-                own_row, wanted = self._probabilities
-                wanted[node] = own_row
+            if self._rejects:
+                self._buffers.copy_row((self._name, names.DRAFT_PROBS, 1), (names.TARGET, names.DRAFT_PROBS, node))
         step.append_nodes(count)
         self._drafting = True
         return True

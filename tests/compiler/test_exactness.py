@@ -42,7 +42,7 @@ class Feeder:
         self.step = TargetStep(self.buffers, manifest.target, limits)
         forward = next(s for s in plan.programs[names.PREFILL].stages if s.run == "target")
         bound = forward.inputs | forward.outputs
-        self.run = engine.bind({tensor: self.buffers.arrays[buffer] for tensor, buffer in bound.items()})
+        self.run = engine.bind(self.buffers, bound)
         self.largest_view = limits[names.VIEW]
         self.vocabulary = manifest.target.vocab_size
 
@@ -55,7 +55,8 @@ class Feeder:
         bias = bim_mask(bim, past_length, np.array([0, n]), step.branch[:n], step.parent[:n], view, n)
         self.buffers.of(names.TARGET, names.ATTN_BIAS).reshape(-1)[: bias.size] = bias.reshape(-1)
         self.run([n, view, n, 1, 2, n, n])
-        return step.logits.reshape(-1)[: n * self.vocabulary].reshape(n, -1).copy()
+        logits = self.buffers.of(names.TARGET, names.LOGITS_OUT)
+        return logits.reshape(-1)[: n * self.vocabulary].reshape(n, -1).copy()
 
     def chunks(self, sizes: list[int], view: int | None = None) -> Logits:
         """Logits of `TOKENS`, fed in chunks of these sizes, the last one repeated to the end."""

@@ -18,7 +18,6 @@ from plans.plan import Plan
 from plugins.cuda import LAUNCHES
 from runtime import Runtime
 from runtime.backends import BACKENDS
-from runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
 from runtime.request import Options
 from tests.conftest import TOY_DRAFTERS
 
@@ -55,7 +54,7 @@ def test_engines_hold_standard_ops_and_functions_alone(plan: Plan) -> None:
 
 def test_every_drafter_gives_the_tokens_of_plain_decoding(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """And plain decoding those of the CPU's engines: chains near ties too, since no dummy row keeps their bits."""
-    monkeypatch.setitem(BACKENDS, CUDA, OnnxRuntimeCpu)
+    monkeypatch.setitem(BACKENDS, CUDA, BACKENDS["onnxruntime-cpu"])
     runtime, reference = (Runtime.load(plan.root, target=target) for target in (CUDA, "onnxruntime-cpu"))
     prompt = [(37 * i) % 299 + 1 for i in range(40)]
     for options in (Options(temperature=0.0), Options(temperature=0.8, seed=4)):

@@ -1,0 +1,141 @@
+"""The CUDA driver, as far as a session needs it: one device, one stream, memory, copies, and our ops' kernels."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+from weakref import finalize
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from plans.errors import PlanError
+
+
+@cache
+def driver() -> Any:
+    """`cuda.bindings.driver`, initialised. Raises `PlanError` where there is none, or no device."""
+    try:
+        from cuda.bindings import driver as cuda
+    except ImportError as error:
+        raise PlanError(f"cuda-bindings cannot be loaded ({error}); run `pip install 'outrider[gpu]'`") from None
+    try:
+        (code,) = cuda.cuInit(0)
+    except Exception as error:  # of the loader, which finds no driver library
+        raise PlanError(f"there is no NVIDIA driver ({error})") from None
+    if code != cuda.CUresult.CUDA_SUCCESS:
+        raise PlanError(f"the NVIDIA driver cannot be used ({code.name})")
+    (code, count) = cuda.cuDeviceGetCount()
+    if code != cuda.CUresult.CUDA_SUCCESS or count == 0:
+        raise PlanError("there is no NVIDIA GPU")
+    return cuda
+
+
+def call(function: str, *arguments: Any) -> Any:
+    """What the driver's `function` gives. Raises `PlanError` with its own words where it fails."""
+    cuda = driver()
+    code, *results = getattr(cuda, function)(*arguments)
+    if code != cuda.CUresult.CUDA_SUCCESS:
+        _, text = cuda.cuGetErrorString(code)
+        said = text.decode() if isinstance(text, bytes) else str(text)
+        raise PlanError(f"the GPU failed: {function}: {code.name}, {said}")
+    return results[0] if len(results) == 1 else results or None
+
+
+def architecture(ordinal: int = 0) -> str:
+    """The device's compute capability, such as sm_90. Raises `PlanError` where there is no device."""
+    cuda, device = driver(), call("cuDeviceGet", ordinal)
+    attribute = cuda.CUdevice_attribute
+    major, minor = (
+        call("cuDeviceGetAttribute", getattr(attribute, f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{part}"), device)
+        for part in ("MAJOR", "MINOR")
+    )
+    return f"sm_{major}{minor}"
+
+
+def fitting_kernels(own: str, available: Sequence[str]) -> str | None:
+    """Of the architectures that kernels were compiled for, the one that runs on `own`: the same major version, and no
+    later a minor one. None where there is none."""
+    fits = [one for one in available if one[:-1] == own[:-1] and int(one[-1]) <= int(own[-1])]
+    return max(fits, default=None)
+
+
+class CudaDevice:
+    """A device's primary context and one stream on it, on which everything runs in order.
+
+    Every thread that calls enters the context first (`enter`). Raises `PlanError` where the driver fails.
+    """
+
+    def __init__(self, ordinal: int = 0) -> None:
+        self.ordinal = ordinal
+        self._context = call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", ordinal))
+        self.enter()
+        self.stream = call("cuStreamCreate", driver().CUstream_flags.CU_STREAM_NON_BLOCKING)
+
+    def enter(self) -> None:
+        call("cuCtxSetCurrent", self._context)
+
+    def allocate(self, size: int) -> int:
+        """The address of `size` bytes of zeros."""
+        address = int(call("cuMemAlloc", max(size, 1)))
+        call("cuMemsetD8Async", address, 0, max(size, 1), self.stream)
+        return address
+
+    def free(self, address: int) -> None:
+        self.enter()
+        call("cuMemFree", address)
+
+    def pinned(self, size: int) -> Pinned:
+        """Zeros on the host, which the device copies from and to by itself."""
+        return Pinned(int(call("cuMemHostAlloc", max(size, 1), 0)), size, self._unpin)
+
+    def _unpin(self, address: int) -> None:
+        self.enter()
+        call("cuMemFreeHost", address)
+
+    def to_device(self, address: int, source: int, size: int) -> None:
+        call("cuMemcpyHtoDAsync", address, source, size, self.stream)
+
+    def to_host(self, to: int, address: int, size: int) -> None:
+        call("cuMemcpyDtoHAsync", to, address, size, self.stream)
+
+    def copy(self, to: int, source: int, size: int) -> None:
+        call("cuMemcpyDtoDAsync", to, source, size, self.stream)
+
+    def wait(self) -> None:
+        call("cuStreamSynchronize", self.stream)
+
+    def load_kernels(self, cubin: Path) -> None:
+        """Our ops' kernels, for `launch`."""
+        self.enter()
+        self._module = call("cuModuleLoadData", cubin.read_bytes())
+        self._functions: dict[str, Any] = {}
+
+    def launch(self, kernel: str, blocks: int, threads: int, values: Sequence[Any]) -> None:
+        """Enqueue `kernel`; `values` are ctypes numbers, in the order of its parameters."""
+        if kernel not in self._functions:
+            self._functions[kernel] = call("cuModuleGetFunction", self._module, kernel.encode())
+        parameters = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        call(
+            "cuLaunchKernel", self._functions[kernel], blocks, 1, 1, threads, 1, 1, 0, self.stream,
+            ctypes.addressof(parameters), 0,
+        )  # fmt: skip
+
+
+class Pinned:
+    """Bytes of the host at a fixed address, and arrays in them; `release` gets it when the last of them is gone."""
+
+    def __init__(self, address: int, size: int, release: Callable[[int], None]) -> None:
+        self.address = address
+        memory = (ctypes.c_uint8 * max(size, 1)).from_address(address)
+        finalize(memory, release, address)
+        self._bytes = np.ctypeslib.as_array(memory)
+        self._bytes.fill(0)
+
+    def array(self, offset: int, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+        size = prod(shape) * np.dtype(dtype).itemsize
+        return self._bytes[offset : offset + size].view(dtype).reshape(shape)

@@ -1,0 +1,149 @@
+"""Sessions on a device, emulated: the host's side of it, with real engines and the real kernels."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+
+import numpy as np
+import pytest
+
+from plans import names
+from plans.errors import PlanError
+from plans.plan import Plan
+from runtime import Runtime
+from runtime.backends import BACKENDS, Driver, choose_target, onnxruntime_cuda
+from runtime.backends.cuda_driver import fitting_kernels
+from runtime.backends.device import LARGE, lay_out
+from runtime.request import Options
+from tests.conftest import TOY_DRAFTERS
+from tests.integration.test_onnxruntime_cuda import CUDA, plan  # noqa: F401
+from tests.plugins.emulator import Emulator
+from tests.runtime.emulated_device import EmulatedBackend, EmulatedDevice
+
+pytest.importorskip("cuda.core")
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator is compiled with g++")
+
+PROMPT = [(37 * i) % 299 + 1 for i in range(20)]
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> EmulatedDevice:
+    return EmulatedDevice(Emulator(tmp_path_factory.mktemp("emulator")))
+
+
+@pytest.fixture
+def runtime(plan: Plan, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> Runtime:  # noqa: F811
+    driver = Driver(lambda target: None, lambda target, threads: EmulatedBackend(device))
+    monkeypatch.setitem(BACKENDS, CUDA, driver)
+    return Runtime.load(plan.root)
+
+
+def test_it_is_preferred_where_it_can_run(runtime: Runtime) -> None:
+    assert (runtime.target, runtime.passed_over) == (CUDA, {})
+
+
+@pytest.mark.parametrize("drafter", ["none", *TOY_DRAFTERS])
+@pytest.mark.parametrize(
+    "sampling", [Options(temperature=0.0), Options(temperature=0.9, top_k=40, top_p=0.95, seed=5)], ids=str
+)
+def test_tokens_are_those_of_the_cpu(runtime: Runtime, toy: Runtime, drafter: str, sampling: Options) -> None:
+    options = sampling | Options(max_new_tokens=14, ignore_eos=True, auto_disable=False)
+    expected = toy.generate(PROMPT, drafter="none", **options)
+    found = runtime.generate(PROMPT, drafter=drafter, **options)
+    assert found.token_ids == expected.token_ids
+    assert (found.stats.drafted > 0) == (drafter != "none")
+
+
+def test_turns_cuts_and_logprobs(runtime: Runtime, toy: Runtime) -> None:
+    options = Options(max_new_tokens=8, ignore_eos=True, drafter="bushy", logprobs=3)
+    ours, theirs = runtime.session(), toy.session()
+    for prompt in (PROMPT, [5, 6], []):
+        mine, other = ours.generate(prompt, **options), theirs.generate(prompt, **options)
+        assert mine.token_ids == other.token_ids
+        np.testing.assert_allclose(
+            [entry.logprob for entry in mine.logprobs], [entry.logprob for entry in other.logprobs], atol=1e-4
+        )
+
+
+def test_beam_search(runtime: Runtime, toy: Runtime) -> None:
+    ours, theirs = (r.beam_search(PROMPT, beams=3, max_new_tokens=6) for r in (runtime, toy))
+    assert [beam.token_ids for beam in ours] == [beam.token_ids for beam in theirs]
+
+
+def test_a_step_launches_one_kernel_an_op_and_copies_the_small_block_alone(
+    runtime: Runtime, device: EmulatedDevice
+) -> None:
+    stream = runtime.session().stream(PROMPT, max_new_tokens=12, drafter="head", ignore_eos=True, auto_disable=False)
+    for _ in range(3):
+        next(stream)
+    device.launched.clear()
+    device.copied.update(up=0, down=0)
+    next(stream)
+    assert device.launched == {
+        "outrider_coupled_draws": 1, "outrider_bim_mask": 2, "outrider_tree_accept": 1, "outrider_kv_gather": 1,
+    }  # fmt: skip
+    block = lay_out(runtime._target_plan).size
+    assert block <= device.copied["up"] == device.copied["down"] <= block + 256
+    stream.close()
+
+
+def test_large_buffers_stay_on_the_device(runtime: Runtime) -> None:
+    layout = lay_out(runtime._target_plan)
+    assert {name.rpartition(".")[2] for name in layout.offsets}.isdisjoint(LARGE)
+    assert names.of(names.TARGET, names.LOGIT_ROWS) in layout.offsets
+    assert all(offset % 256 == 0 for offset in layout.offsets.values())
+
+
+def test_memory_is_given_back(runtime: Runtime, device: EmulatedDevice) -> None:
+    gc.collect()
+    before = len(device._memory)
+    session = runtime.session()
+    logits = session._buffers.rows(names.TARGET, names.LOGITS_OUT, 0, 1)
+    assert len(device._memory) > before
+    del session
+    gc.collect()
+    assert len(device._memory) == before + 1  # the array that is still in use
+    del logits
+    gc.collect()
+    assert len(device._memory) == before
+
+
+def test_logits_that_are_not_numbers_are_an_error_and_the_session_goes_on(runtime: Runtime) -> None:
+    session = runtime.session()
+    session.generate(PROMPT, max_new_tokens=3, drafter="none", ignore_eos=True)
+    kv = session._buffers.memory[names.of(names.TARGET, names.KV)]
+    nan = np.full(int(np.prod(kv.shape)), np.nan, np.float32)
+    session._buffers._device.to_device(kv.address, nan.ctypes.data, nan.nbytes)
+    with pytest.raises(PlanError, match="contain NaN"):
+        session.generate(max_new_tokens=3, drafter="none")
+    nan[:] = 0.0
+    session._buffers._device.to_device(kv.address, nan.ctypes.data, nan.nbytes)
+    session.reset()
+    assert len(session.generate(PROMPT, max_new_tokens=3, drafter="none", ignore_eos=True).token_ids) == 3
+
+
+def test_without_a_gpu_the_reason_is_told(plan: Plan) -> None:  # noqa: F811
+    targets = plan.manifest.targets
+    reason = onnxruntime_cuda.reason_against(targets[CUDA])
+    assert reason is not None
+    chosen = choose_target(targets, None)
+    assert (chosen.target, chosen.passed_over) == ("onnxruntime-cpu", {CUDA: reason})
+    with pytest.raises(PlanError, match="cannot run here"):
+        choose_target(targets, CUDA)
+
+
+@pytest.mark.parametrize(
+    ("own", "available", "fitting"),
+    [
+        ("sm_90", ["sm_80", "sm_90"], "sm_90"),
+        ("sm_89", ["sm_80", "sm_86", "sm_90"], "sm_86"),
+        ("sm_120", ["sm_80", "sm_120"], "sm_120"),
+        ("sm_121", ["sm_120"], "sm_120"),
+        ("sm_80", ["sm_86"], None),
+        ("sm_75", ["sm_80"], None),
+        ("sm_100", ["sm_90"], None),
+    ],
+)
+def test_kernels_that_run_on_a_device(own: str, available: list[str], fitting: str | None) -> None:
+    assert fitting_kernels(own, available) == fitting
