@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import gc
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from compiler.agreement import margin
+from compiler.build import build
+from compiler.recipe import load_recipe
 from plans import names
 from plans.errors import PlanError
 from plans.plan import Plan
+from plugins.reference import Sampling, uniform
+from plugins.schema import FilterOrder, Purpose
 from runtime import Runtime
 from runtime.backends import BACKENDS, Driver, choose_target, onnxruntime_cuda
-from runtime.backends.cuda_driver import fitting_kernels
+from runtime.backends.cuda_driver import architecture, fitting_kernels
 from runtime.backends.device import LARGE, lay_out
-from runtime.request import Options
+from runtime.request import Options, check_options
 from tests.conftest import TOY_DRAFTERS
 from tests.integration.test_onnxruntime_cuda import CUDA, plan  # noqa: F401
 from tests.plugins.emulator import Emulator
@@ -30,6 +36,33 @@ PROMPT = [(37 * i) % 299 + 1 for i in range(20)]
 @pytest.fixture(scope="module")
 def device(tmp_path_factory: pytest.TempPathFactory) -> EmulatedDevice:
     return EmulatedDevice(Emulator(tmp_path_factory.mktemp("emulator")))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drafter", ["none", *TOY_DRAFTERS])
+def test_tokens_on_a_gpu_are_those_of_the_cpu(toy_recipe: Path, tmp_path: Path, toy: Runtime, drafter: str) -> None:
+    """Up to near ties: the GPU sums in another order."""
+    try:
+        own = architecture()
+    except PlanError as error:
+        pytest.skip(str(error))
+    target = f"targets=[{{kind: {CUDA}, compute_capabilities: [{own}]}}]"
+    gpu = Runtime.load(build(load_recipe(toy_recipe, [target]), toy_recipe, tmp_path / "plan").plan.root)
+    assert (gpu.target, gpu.passed_over) == (CUDA, {})
+    for sampling in (Options(temperature=0.0), Options(temperature=0.8, top_p=0.9, seed=3)):
+        options = sampling | Options(max_new_tokens=60, ignore_eos=True, auto_disable=False)
+        session = toy.session()
+        expected = session.generate(PROMPT, drafter="none", **options).token_ids
+        found = gpu.generate(PROMPT, drafter=drafter, **options).token_ids
+        parted = next((i for i, pair in enumerate(zip(expected, found, strict=True)) if len(set(pair)) > 1), None)
+        if parted is None:
+            continue
+        session.generate(PROMPT, whole=True, drafter="none", **options | Options(max_new_tokens=parted + 1))
+        params = check_options(options, (), ()).sampling
+        order = FilterOrder[params.filter_order.upper()]
+        u = uniform(params.seed, params.stream, len(PROMPT) + parted, Purpose.TARGET)
+        chosen_by = Sampling(params.temperature, params.top_k, params.top_p, order)
+        assert margin(session.step_logits(0), chosen_by, u) < 1e-3
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
-"""The CUDA kernels, run block by block on the CPU: they give what the CPU kernels give, to the bit.
+"""The CUDA kernels give what the CPU kernels give, to the bit: run block by block on the CPU, and on a GPU (`-m gpu`).
 
-Those are compared with the references elsewhere. On a machine with a GPU the same checks run there (`-m gpu`).
+The CPU kernels are compared with the references elsewhere.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from plugins.schema import Purpose
 from plugins.schemas import SCHEMAS
 from tests.plugins.accept_step import depth_of, equal_slots, forest
 from tests.plugins.emulator import Emulator
-
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator is compiled with g++")
+from tests.plugins.gpu import Gpu
 
 POISON = -77
 FEW = settings(
@@ -29,17 +28,21 @@ FEW = settings(
 )
 
 
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+@pytest.fixture(scope="module", params=["emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Emulator | Gpu:
+    if request.param == "gpu":
+        return Gpu(tmp_path_factory.mktemp("gpu"))
+    if shutil.which("g++") is None:
+        pytest.skip("the emulator is compiled with g++")
     return Emulator(tmp_path_factory.mktemp("emulator"))
 
 
-def compare(emulator: Emulator, op: str, tensors, outputs, extents, **attributes: int) -> None:
+def compare(kernels: Emulator | Gpu, op: str, tensors, outputs, extents, **attributes: int) -> None:
     """Both kernels on the same inputs and poisoned outputs; twice on the device's, whose workspace is used again."""
     theirs = {name: array.copy() for name, array in outputs.items()}
     native.create(op, tensors | theirs, attributes)(*extents)
     ours = {name: array.copy() for name, array in outputs.items()}
-    call = emulator.create(op, tensors | ours, attributes)
+    call = kernels.create(op, tensors | ours, attributes)
     for _ in range(2):
         for name, array in outputs.items():
             ours[name][...] = array
@@ -77,19 +80,19 @@ def accept_outputs(new: int, count: int, trees: int) -> dict[str, np.ndarray]:
 
 @FEW
 @given(data=st.data(), vocabulary=st.sampled_from([1, 3, 64, 65, 300]), purpose=st.sampled_from(Purpose))
-def test_sample(emulator, data, vocabulary, purpose, slots, logits_rows) -> None:
+def test_sample(kernels, data, vocabulary, purpose, slots, logits_rows) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     trees = data.draw(st.integers(1, 3))
     tensors, _ = step_of(
         rng, data.draw(slots(trees)), trees, 3, vocabulary, lambda n: data.draw(logits_rows(n, vocabulary)), 1.0
     )
     count, new = len(tensors["logit_rows"]), len(tensors["branch"])
-    compare(emulator, "Sample", tensors, {"committed": np.full(count, POISON)}, (new, count), purpose=int(purpose))
+    compare(kernels, "Sample", tensors, {"committed": np.full(count, POISON)}, (new, count), purpose=int(purpose))
 
 
 @FEW
 @given(data=st.data(), vocabulary=st.sampled_from([1, 2, 5, 64, 200]), nodes=st.integers(1, 12))
-def test_tree_accept(emulator, data, vocabulary, nodes, slots, logits_rows) -> None:
+def test_tree_accept(kernels, data, vocabulary, nodes, slots, logits_rows) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     trees = data.draw(st.integers(0, 3))
     tensors, tree = step_of(
@@ -99,12 +102,12 @@ def test_tree_accept(emulator, data, vocabulary, nodes, slots, logits_rows) -> N
     count, new = len(tensors["logit_rows"]), len(tensors["branch"])
     if count == 0:
         return  # a step without rows launches nothing
-    compare(emulator, "TreeAccept", tensors | tree, accept_outputs(new, count, trees + 2), (new, count))
+    compare(kernels, "TreeAccept", tensors | tree, accept_outputs(new, count, trees + 2), (new, count))
 
 
 @FEW
 @given(data=st.data(), vocabulary=st.sampled_from([1, 2, 64, 65, 200]), gamma=st.integers(0, 6))
-def test_chain_accept(emulator, data, vocabulary, gamma, slots, logits_rows) -> None:
+def test_chain_accept(kernels, data, vocabulary, gamma, slots, logits_rows) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     trees = data.draw(st.integers(1, 3))
     tensors, chains = step_of(
@@ -118,27 +121,27 @@ def test_chain_accept(emulator, data, vocabulary, gamma, slots, logits_rows) -> 
             q[place, chains["token_ids"][row]] = rng.choice([1e-6, 0.3, 1.0])
     drafted = {"draft_probs": q, "skip_sample_adjustment": rng.integers(0, 2, trees)}
     outputs = accept_outputs(new, count, trees) | {"trials": np.full((count, 2), float(POISON))}
-    compare(emulator, "ChainAccept", tensors | chains | drafted, outputs, (new, count))
+    compare(kernels, "ChainAccept", tensors | chains | drafted, outputs, (new, count))
 
 
 @FEW
 @given(data=st.data(), depths=st.integers(1, 9), purpose=st.sampled_from(Purpose))
-def test_draws(emulator, data, depths, purpose, slots) -> None:
+def test_draws(kernels, data, depths, purpose, slots) -> None:
     branches = data.draw(st.integers(1, 40))
     settings_ = data.draw(slots(branches))
     tips = np.array(data.draw(st.lists(st.integers(0, 2**40), min_size=branches, max_size=branches)))
     given_ = {"tip_position": tips, "seed": settings_.seed, "stream": settings_.stream}
     wide = {"draws": np.full((branches, depths), -1.0)}
-    compare(emulator, "Draws", given_, wide, (), purpose=int(purpose))
+    compare(kernels, "Draws", given_, wide, (), purpose=int(purpose))
     near = {"draws": np.full((branches, depths), -1.0, np.float32)}
     near |= {name: np.full(branches, -1.0, np.float32) for name in ("draft_temperature", "draft_top_p")}
     seen = given_ | {"temperature": settings_.temperature, "top_p": settings_.top_p}
-    compare(emulator, "CoupledDraws", seen, near, ())
+    compare(kernels, "CoupledDraws", seen, near, ())
 
 
 @FEW
 @given(seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 3), padding=st.integers(0, 70))
-def test_bim_mask(emulator, seed, rows, padding) -> None:
+def test_bim_mask(kernels, seed, rows, padding) -> None:
     rng = np.random.default_rng(seed)
     capacity = 90
     new = rng.integers(0, 9, rows)
@@ -158,7 +161,7 @@ def test_bim_mask(emulator, seed, rows, padding) -> None:
     view, places = int((past + new).max()) + padding % 30, int(max(new.max(), 1)) + padding % 3
     outputs = {"attn_bias": np.full((rows, 1, places, view), 0.5, np.float32)}
     if view:
-        compare(emulator, "BimMask", tensors, outputs, (int(splits[-1]), view, rows, places))
+        compare(kernels, "BimMask", tensors, outputs, (int(splits[-1]), view, rows, places))
 
 
 @FEW
@@ -166,7 +169,7 @@ def test_bim_mask(emulator, seed, rows, padding) -> None:
     seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 3), head_dim=st.sampled_from([1, 3, 8, 40]),
     dtype=st.sampled_from([np.float32, np.float16]),
 )  # fmt: skip
-def test_kv_gather(emulator, seed, rows, head_dim, dtype) -> None:
+def test_kv_gather(kernels, seed, rows, head_dim, dtype) -> None:
     rng = np.random.default_rng(seed)
     capacity, new = 40, rng.integers(0, 10, rows)
     splits = np.concatenate(([0], np.cumsum(new)))
@@ -178,32 +181,32 @@ def test_kv_gather(emulator, seed, rows, head_dim, dtype) -> None:
         "destination": np.maximum(base - rng.integers(0, 3, rows), 0),
     }  # fmt: skip
     kv = rng.normal(size=(4, rows, 2, capacity, head_dim)).astype(dtype)
-    compare(emulator, "KvGather", tensors, {"kv": kv}, (rows,))
+    compare(kernels, "KvGather", tensors, {"kv": kv}, (rows,))
 
 
-def test_slots_that_move_over_each_other_upwards_arrive_as_on_the_cpu(emulator) -> None:
+def test_slots_that_move_over_each_other_upwards_arrive_as_on_the_cpu(kernels) -> None:
     kv = np.arange(20, dtype=np.float32).reshape(1, 1, 1, 20, 1)
     tensors = {
         "source": np.arange(5), "source_count": np.array([5]), "row_splits": np.array([0, 5]),
         "source_base": np.array([3]), "destination": np.array([4]),
     }  # fmt: skip
-    compare(emulator, "KvGather", tensors, {"kv": kv}, (1,))
+    compare(kernels, "KvGather", tensors, {"kv": kv}, (1,))
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 50}, {"top_p": 0.9}, {"top_p": 0.999, "top_k": 3000}])
-def test_a_big_vocabulary(emulator, filters) -> None:
+def test_a_big_vocabulary(kernels, filters) -> None:
     rng = np.random.default_rng(1)
     tensors = {
         "logits": (rng.normal(size=(2, 50_257)) * 2).astype(np.float32), "logit_rows": np.arange(2),
         "positions": np.arange(2) + 9, "branch": np.zeros(2, np.int64),
         **vars(equal_slots(1, temperature=0.8, **filters)),
     }  # fmt: skip
-    compare(emulator, "Sample", tensors, {"committed": np.full(2, POISON)}, (2, 2))
+    compare(kernels, "Sample", tensors, {"committed": np.full(2, POISON)}, (2, 2))
 
 
 @pytest.mark.parametrize(("bad", "fault"), [(np.nan, 1), (-np.inf, 2)])
 @pytest.mark.parametrize("op", ["Sample", "TreeAccept"])
-def test_faults_are_told_and_nothing_is_committed_there(emulator, op, bad, fault) -> None:
+def test_faults_are_told_and_nothing_is_committed_there(kernels, op, bad, fault) -> None:
     tensors = {
         "logits": np.full((2, 70), bad, np.float32), "logit_rows": np.arange(2), "positions": np.arange(2),
         "branch": np.zeros(2, np.int64), **vars(equal_slots(1, temperature=1.0)),
@@ -213,25 +216,25 @@ def test_faults_are_told_and_nothing_is_committed_there(emulator, op, bad, fault
     if op == "TreeAccept":
         tensors |= {"token_ids": np.array([1, 2]), "parent": np.array([-1, 0])}
         outputs = accept_outputs(2, 2, 1)
-    assert emulator.create(op, tensors | outputs)(2, 2) == fault
+    assert kernels.create(op, tensors | outputs)(2, 2) == fault
     assert outputs["committed"][0] >= 0
     assert outputs["committed"][1] == (POISON if op == "Sample" else -1)
 
 
-def test_a_branch_out_of_range_is_a_fault(emulator) -> None:
+def test_a_branch_out_of_range_is_a_fault(kernels) -> None:
     tensors = {
         "logits": np.zeros((1, 8), np.float32), "logit_rows": np.zeros(1, np.int64), "positions": np.zeros(1, np.int64),
         "branch": np.array([5]), **vars(equal_slots(1)),
     }  # fmt: skip
-    assert emulator.create("Sample", tensors | {"committed": np.full(1, POISON)})(1, 1) == 3
+    assert kernels.create("Sample", tensors | {"committed": np.full(1, POISON)})(1, 1) == 3
 
 
-def test_a_parent_that_does_not_descend_ends_the_climb(emulator) -> None:
+def test_a_parent_that_does_not_descend_ends_the_climb(kernels) -> None:
     """Whatever an engine wrote: a kernel that never ends would take the device with it."""
     tensors = {
         "bim": np.full((1, 8), -1), "past_length": np.zeros(1, np.int64), "row_splits": np.array([0, 3]),
         "branch": np.zeros(3, np.int64), "parent": np.array([2, 1, 2]),
     }  # fmt: skip
     bias = np.zeros((1, 1, 3, 8), np.float32)
-    emulator.create("BimMask", tensors | {"attn_bias": bias})(3, 8, 1, 3)
+    kernels.create("BimMask", tensors | {"attn_bias": bias})(3, 8, 1, 3)
     assert (bias[0, 0, :, :3] == 0).tolist() == np.eye(3, dtype=bool).tolist()

@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         "--keep-drafting", action="store_true", help="draft even where the runtime would see that it does not pay"
     )
     latency.add_argument("--threads", type=int, default=0, help="0: the backend chooses")
+    latency.add_argument("--target", help="execution target (default: the best that this machine drives)")
     latency.add_argument("--json", action="store_true", help="print one JSON object")
     latency.set_defaults(command=_latency)
 

@@ -47,7 +47,7 @@ class Run:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run every mode on every prompt `reps` times, modes alternating, after one warm-up of each."""
     started = perf_counter()
-    runtime = Runtime.load(options.plan, threads=options.threads)
+    runtime = Runtime.load(options.plan, target=options.target, threads=options.threads)
     load_ms = (perf_counter() - started) * 1000
     kinds = {_PLAIN: None} | {d.name: d.kind for d in runtime.manifest.drafters}
     modes = choose_drafters(runtime.manifest.drafters, options.drafters)
