@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,15 +18,34 @@ from runtime.sampling import SamplingParams
 Call = Callable[[], None]
 
 
+class Exchange(Protocol):
+    """What a program does on a device beside its stages; all but `wait` only enqueue."""
+
+    records_engines: bool
+    """Whether engines may stand in a stretch, or are called singly."""
+
+    def upload(self) -> None:
+        """Copy what the host has written to the device."""
+
+    def download(self) -> None:
+        """Copy back what stages have written."""
+
+    def wait(self) -> None:
+        """Until all of it is done. Raises `PlanError` where an op found that no token can be chosen."""
+
+    def stretch(self, calls: Sequence[Call], sizes: Sequence[Sequence[int]]) -> Call:
+        """One call for several that run with the present values of `sizes`."""
+
+
 class Buffers:
     """Arrays by name, views included, and the ops on them. Zero-initialised: what no step has written is finite.
 
     Here stages work on the host's own arrays. Where they work on a device (`runtime.backends.device`), the arrays are
-    what the host sees of its memory: `exchange` brings them there before a program's stages and back behind them,
-    all but the large ones, which are asked for (`rows`) and sent (`send`) singly.
+    what the host sees of its memory: by `exchange` they are there before a program's stages, and back behind them, all
+    but the large ones, which are asked for (`rows`) and sent (`send`) singly.
     """
 
-    exchange: tuple[Call, Call] | None = None
+    exchange: Exchange | None = None
 
     def __init__(self, plan: TargetPlan) -> None:
         try:

@@ -7,6 +7,7 @@ drafter or backend.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter_ns
 from typing import TypeVar
@@ -20,12 +21,11 @@ from plans.manifest import Program as ProgramData
 from plans.manifest import Stage, StageKind
 from plugins.schemas import SCHEMAS
 from runtime.backends.base import LoadedEngine
-from runtime.buffers import Buffers, Call
+from runtime.buffers import Buffers, Call, Exchange
 from runtime.drafters.base import HostDrafter
 from runtime.step import Step, TargetStep
 
 _T = TypeVar("_T")
-_UPLOAD, _DOWNLOAD = "upload", "download"
 
 
 class Program:
@@ -42,14 +42,12 @@ class Program:
     ) -> None:
         self.name = name
         resolver = _Resolver(name, buffers, steps, engines, drafters)
-        stages = [(stage.run, stage.kind is StageKind.ENGINE, resolver.resolve(stage)) for stage in data.stages]
-        if buffers.exchange is not None:  # behind the drafting on the host, before the device's first stage
-            first = sum(stage.kind is StageKind.DRAFT for stage in data.stages)
-            upload, download = buffers.exchange
-            stages = [*stages[:first], (_UPLOAD, False, upload), *stages[first:], (_DOWNLOAD, False, download)]
-        self.stage_names = tuple(name for name, _, _ in stages)
-        self.is_engine = tuple(engine for _, engine, _ in stages)
-        self._stages = tuple(call for _, _, call in stages)
+        stages = [_Ready(stage.run, stage.kind, resolver.resolve(stage), stage.model) for stage in data.stages]
+        if buffers.exchange is not None:
+            stages = _on_device(stages, buffers.exchange, steps)
+        self.stage_names = tuple(stage.name for stage in stages)
+        self.is_engine = tuple(stage.kind is StageKind.ENGINE for stage in stages)
+        self._stages = tuple(stage.call for stage in stages)
         self.nanoseconds = [0] * len(self._stages)
         results = data.results
         self.tokens: NDArray[np.int64] | None = resolver.result(results.tokens if results else None)
@@ -68,6 +66,43 @@ class Program:
             now = perf_counter_ns()
             nanoseconds[index] += now - before
             before = now
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A stage that needs no arguments any more; `kind` is None for what no plan lists, `model` whose sizes it has."""
+
+    name: str
+    kind: StageKind | None
+    call: Call
+    model: str | None = None
+
+
+def _on_device(stages: list[_Ready], exchange: Exchange, steps: Mapping[str, Step]) -> list[_Ready]:
+    """The stages between a copy there and back, those that can be recorded one behind another in one stretch.
+
+    Drafting on the host comes before the first copy, waiting behind the last.
+    """
+    first = sum(stage.kind is StageKind.DRAFT for stage in stages)
+    there, back = _Ready("upload", None, exchange.upload), _Ready("download", None, exchange.download)
+    ready, stretch = stages[:first], list[_Ready]()
+
+    def close() -> None:
+        if stretch:
+            models = dict.fromkeys(stage.model for stage in stretch if stage.model is not None)
+            call = exchange.stretch([stage.call for stage in stretch], [steps[model].sizes for model in models])
+            kind = StageKind.ENGINE if any(stage.kind is StageKind.ENGINE for stage in stretch) else None
+            ready.append(_Ready("+".join(stage.name for stage in stretch), kind, call))
+            stretch.clear()
+
+    for stage in (there, *stages[first:], back):
+        if stage.kind is StageKind.ENGINE and not exchange.records_engines:
+            close()
+            ready.append(stage)
+        else:
+            stretch.append(stage)
+    close()
+    return [*ready, _Ready("wait", None, exchange.wait)]
 
 
 class _Resolver:

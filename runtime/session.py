@@ -25,6 +25,7 @@ from runtime.backends.base import Backend, LoadedEngine
 from runtime.drafters import Drafter, make_host_drafter
 from runtime.drafters.entropy import EntropyChain
 from runtime.drafters.graph import EngineDrafter
+from runtime.exclusive import Exclusive
 from runtime.gate import Gate
 from runtime.generation import FinishReason, Generation, GenerationStream, GrowingGeneration, Span
 from runtime.program import Program
@@ -378,24 +379,8 @@ class Session:
         rows: NDArray[np.float32] = self._buffers.rows(names.TARGET, names.LOGITS_OUT, start, stop)
         return rows
 
-    def _exclusive(self) -> _Exclusive:
-        return _Exclusive(self._busy)
-
-
-class _Exclusive:
-    """Holds a session's lock, and refuses instead of waiting: a second generation is a caller's mistake."""
-
-    def __init__(self, lock: threading.Lock) -> None:
-        self._lock = lock
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise RequestError(
-                "This session is generating already; finish or close that stream, or open another session."
-            )
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+    def _exclusive(self) -> Exclusive:
+        return Exclusive(self._busy)
 
 
 def _cancelled(request: Request) -> bool:

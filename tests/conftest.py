@@ -15,6 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from compiler.build import build
 from compiler.recipe import load_recipe
+from plans.plan import Plan
 from runtime import Runtime
 from tests.compiler.eagle3_heads import write_eagle3
 
@@ -121,3 +122,11 @@ def reference_plan() -> Path:
 @pytest.fixture(scope="session")
 def reference(reference_plan: Path) -> Runtime:
     return Runtime.load(reference_plan)
+
+
+@pytest.fixture(scope="session")
+def cuda_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """The toy's plan for the CPU and for ONNX Runtime on a GPU."""
+    out = tmp_path_factory.mktemp("cuda") / "plan"
+    targets = "targets=[onnxruntime-cpu, {kind: onnxruntime-cuda, compute_capabilities: [sm_80, sm_90]}]"
+    return build(load_recipe(toy_recipe, [targets]), toy_recipe, out).plan

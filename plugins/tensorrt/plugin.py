@@ -35,15 +35,15 @@ class PluginLaunch:
 
 @dataclass(frozen=True)
 class Plugin:
-    """A plugin of TensorRT: `outrider::<name>`, a node of domain `outrider` and op type `name` in ONNX.
+    """A plugin of TensorRT: `outrider::<name>`; in ONNX a node of domain `outrider` and op type `name`.
 
     Its kernel takes the addresses of `inputs`, then `arguments` as int32, then the addresses of `outputs`: the order
-    that TensorRT prescribes. `launch` is the kernel that it calls, in the order of that kernel.
+    that TensorRT prescribes. `launch` has the kernel that it calls, and how many blocks and threads do.
 
-    `attributes` are int constants of the node, all of them required. `stand_ins` give what the kernel wants and the
-    plugin has no tensor for, in C++. `guard` is a condition in C++, of the parameters by name, without which the kernel
-    is not run. `extra` sizes are arguments for the guard alone. An output in `aliased` is the memory of that input.
-    Sizes in `constants` must be known when the engine is built.
+    `attributes` are int constants of the node, all of them required. `stand_ins` say in C++ what the called kernel is
+    given where it asks for a tensor that the plugin has not. `guard` is a condition in C++, of the parameters by name:
+    where it does not hold, nothing is called. `extra` names sizes that only the guard asks for. `aliased` maps an
+    output to the input whose memory it is. Sizes in `constants` are fixed when the engine is built.
     """
 
     name: str

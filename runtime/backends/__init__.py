@@ -53,6 +53,8 @@ def choose_target(available: Mapping[str, TargetPlan], wanted: str | None) -> Ch
         if reason := _reason(wanted, available[wanted]):
             raise PlanError(f"the target {wanted!r} cannot run here: {reason}")
         return Chosen(wanted, {})
+    if not available:
+        raise PlanError("the plan holds no execution target; build it again")
     order = [*(name for name in BACKENDS if name in available), *(name for name in available if name not in BACKENDS)]
     passed_over: dict[str, str] = {}
     for name in order:

@@ -109,6 +109,21 @@ class CudaDevice:
     def wait(self) -> None:
         call("cuStreamSynchronize", self.stream)
 
+    def begin_recording(self) -> None:
+        """From here on, what this thread enqueues is recorded instead of run."""
+        mode = driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        call("cuStreamBeginCapture", self.stream, mode)
+
+    def end_recording(self) -> Any:
+        """What was recorded, ready to `replay`."""
+        graph = call("cuStreamEndCapture", self.stream)
+        ready = call("cuGraphInstantiate", graph, 0)
+        call("cuGraphDestroy", graph)
+        return ready
+
+    def replay(self, graph: Any) -> None:
+        call("cuGraphLaunch", graph, self.stream)
+
     def load_kernels(self, cubin: Path) -> None:
         """Our ops' kernels, for `launch`."""
         self.enter()

@@ -20,6 +20,7 @@ from plugins import native
 from plugins.cuda import DeviceOp
 from plugins.cuda.launches import FAULTS, STATUS
 from runtime.backends.cuda_driver import Pinned
+from runtime.backends.recorder import Recorder
 from runtime.buffers import Buffers
 
 _ALIGNMENT = 256  # bytes: what kernels may assume of an address
@@ -47,6 +48,12 @@ class Device(Protocol):
     def wait(self) -> None: ...
 
     def launch(self, kernel: str, blocks: int, threads: int, values: Sequence[Any]) -> None: ...
+
+    def begin_recording(self) -> None: ...
+
+    def end_recording(self) -> Any: ...
+
+    def replay(self, graph: Any) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,7 @@ def lay_out(plan: TargetPlan) -> Layout:
 class DeviceBuffers(Buffers):
     """Programs work on `memory`; `arrays` are the pinned twins of the small buffers, and host rows of large ones."""
 
-    def __init__(self, plan: TargetPlan, device: Device) -> None:
+    def __init__(self, plan: TargetPlan, device: Device, *, records_engines: bool = False) -> None:
         self._device = device
         device.enter()
         layout = lay_out(plan)
@@ -112,7 +119,7 @@ class DeviceBuffers(Buffers):
             whole = self.memory[view.buffer]
             self.memory[name] = Memory(whole.address + view.plane * whole.row_bytes, whole.shape[1:], whole.dtype)
             self.arrays[name] = self.arrays[view.buffer]
-        self.exchange = self._upload, self._download
+        self.exchange = _Copies(device, self._block, self._twin, self._size, self._status, records_engines)
         self._scratch: dict[tuple[str, int], int] = {}
         device.wait()
         finalize(self, _give_back, device, self._addresses)
@@ -164,12 +171,24 @@ class DeviceBuffers(Buffers):
         (a, i), (b, j) = ((self.memory[names.of(model, tensor)], row) for model, tensor, row in (source, to))
         self._device.copy(b.address + j * b.row_bytes, a.address + i * a.row_bytes, a.row_bytes)
 
-    def _upload(self) -> None:
-        self._device.enter()
+
+class _Copies:
+    """The exchange of the small block and its twin, whole: one copy each way (`runtime.buffers.Exchange`)."""
+
+    def __init__(
+        self, device: Device, block: int, twin: Pinned, size: int, status: NDArray[np.int64], records_engines: bool
+    ) -> None:
+        self.records_engines = records_engines
+        self._device, self._block, self._twin, self._size, self._status = device, block, twin, size, status
+        self.stretch = Recorder(device).stretch
+
+    def upload(self) -> None:
         self._device.to_device(self._block, self._twin.address, self._size)
 
-    def _download(self) -> None:
+    def download(self) -> None:
         self._device.to_host(self._twin.address, self._block, self._size)
+
+    def wait(self) -> None:
         self._device.wait()
         fault = int(self._status[0])
         if fault:

@@ -7,7 +7,7 @@ What is not: nothing runs while the host goes on.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from plans.manifest import Engine, TargetPlan
-from runtime.backends.base import LoadedEngine
+from runtime.backends.base import BoundEngine, LoadedEngine
 from runtime.backends.cuda_driver import Pinned
 from runtime.backends.device import DeviceBuffers
 from runtime.backends.onnxruntime_cuda import DeviceEngine
@@ -31,6 +31,8 @@ class EmulatedDevice:
         self._emulator = emulator
         self._memory: dict[int, NDArray[np.uint8]] = {}
         self.copied = {"up": 0, "down": 0}
+        self.replays = 0
+        self._recorded: list[Callable[[], None]] | None = None
         self.launched: dict[str, int] = {}
 
     def enter(self) -> None:
@@ -49,33 +51,77 @@ class EmulatedDevice:
         return Pinned(self.allocate(size), size, self.free)
 
     def to_device(self, address: int, source: int, size: int) -> None:
-        self.copied["up"] += size
-        ctypes.memmove(address, source, size)
+        self.enqueue(lambda: self._count_and_move("up", address, source, size))
 
     def to_host(self, to: int, address: int, size: int) -> None:
-        self.copied["down"] += size
-        ctypes.memmove(to, address, size)
+        self.enqueue(lambda: self._count_and_move("down", to, address, size))
 
     def copy(self, to: int, source: int, size: int) -> None:
+        self.enqueue(lambda: self._count_and_move("across", to, source, size))
+
+    def _count_and_move(self, direction: str, to: int, source: int, size: int) -> None:
+        self.copied[direction] = self.copied.get(direction, 0) + size
         ctypes.memmove(to, source, size)
 
     def wait(self) -> None:
-        pass
+        assert self._recorded is None, "nothing may be waited for while a graph is recorded"
+
+    def enqueue(self, work: Callable[[], None]) -> None:
+        if self._recorded is None:
+            work()
+        else:
+            self._recorded.append(work)
+
+    def begin_recording(self) -> None:
+        assert self._recorded is None
+        self._recorded = []
+
+    def end_recording(self) -> list[Callable[[], None]]:
+        assert self._recorded is not None
+        recorded, self._recorded = self._recorded, None
+        return recorded
+
+    def replay(self, graph: list[Callable[[], None]]) -> None:
+        self.replays += 1
+        for work in graph:
+            work()
 
     def launch(self, kernel: str, blocks: int, threads: int, values: Sequence[Any]) -> None:
-        self.launched[kernel] = self.launched.get(kernel, 0) + 1
-        self._emulator.launch(kernel, blocks, min(threads, 32), list(values))
+        kept = [type(value)(value.value) for value in values]  # a driver copies them too
+
+        def run() -> None:
+            self.launched[kernel] = self.launched.get(kernel, 0) + 1
+            self._emulator.launch(kernel, blocks, min(threads, 32), kept)
+
+        self.enqueue(run)
 
 
 class EmulatedBackend:
-    """The engines of a plan for `onnxruntime-cuda`, on the CPU."""
+    """The engines of a plan for `onnxruntime-cuda`, on the CPU; with `records_engines`, as TensorRT's would be."""
 
-    def __init__(self, device: EmulatedDevice) -> None:
-        self._device = device
+    def __init__(self, device: EmulatedDevice, *, records_engines: bool = False) -> None:
+        self._device, self._records = device, records_engines
 
     def load(self, path: Path, engine: Engine) -> LoadedEngine:
         session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-        return DeviceEngine(session, engine, ("cpu", 0))
+        loaded = DeviceEngine(session, engine, ("cpu", 0))
+        return _Enqueued(loaded, self._device) if self._records else loaded
 
     def buffers(self, plan: TargetPlan) -> Buffers:
-        return DeviceBuffers(plan, self._device)
+        return DeviceBuffers(plan, self._device, records_engines=self._records)
+
+
+class _Enqueued:
+    """An engine whose runs are enqueued, with the sizes of the moment."""
+
+    def __init__(self, engine: LoadedEngine, device: EmulatedDevice) -> None:
+        self._engine, self._device = engine, device
+
+    def bind(self, buffers: Buffers, bound: dict[str, str]) -> BoundEngine:
+        run = self._engine.bind(buffers, bound)
+
+        def enqueue(sizes: list[int]) -> None:
+            now = sizes.copy()
+            self._device.enqueue(lambda: run(now))
+
+        return enqueue
