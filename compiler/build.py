@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import onnx_ir as ir
-from torch import nn
 
 from compiler import drafters
 from compiler.checkpoint import load_decoder
@@ -18,8 +17,7 @@ from compiler.engines import open_folder
 from compiler.export import export_draft, export_target
 from compiler.identity import engines_key, plan_identity, tool_versions
 from compiler.lowering import lower
-from compiler.models.config import DecoderConfig, read_config
-from compiler.models.decoder import Decoder
+from compiler.models.config import DecoderConfig, WeightType, read_config
 from compiler.place import Place
 from compiler.programs import cache_views, drafter_limits, emit_programs, symbol_limits
 from compiler.recipe import Recipe, check_capacity
@@ -99,7 +97,8 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
     there = old.manifest.targets if old is not None else {}
     kept = {t: there[t] for t, key in keys.items() if t in there and there[t].engines_key == key}
     stale = [kind for kind in sections if kind not in kept]
-    steps = _Steps(progress, len(kept) + (3 + len(sources)) * len(stale) + 1)
+    dtypes = list(dict.fromkeys(recipe.dtype(sections[kind]) for kind in stale))
+    steps = _Steps(progress, len(kept) + (2 + len(sources)) * len(dtypes) + (1 + len(sources)) * len(stale) + 1)
     with place.workplace() as root:
         engines: dict[str, Engines] = {}
         for target, plan in kept.items():
@@ -108,19 +107,10 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
             for file in plan.kernels.values():
                 _copy(place.folder / file, root / file)
             engines[target] = Engines(plan.engines, plan.lowering, plan.kernels)
-        if stale:
-            decoders: dict[str, Decoder] = {}
-            for kind in stale:
-                dtype = recipe.dtype(sections[kind])
-                if dtype not in decoders:
-                    steps.begin(f"reading the checkpoint in {dtype}")
-                    decoders = {dtype: load_decoder(recipe.checkpoint_path, dtype, recipe.rope_scaling)}
-                decoder = decoders[dtype]
-                writer = _EngineWriter(sections[kind], root / "engines" / kind, limits, steps)
-                writer.target(decoder, geometry, drafters.taps(sources))
-                for graph in sources:
-                    writer.drafter(graph, drafters.load(recipe, graph, decoder, dtype), geometry)
-                engines[kind] = writer.close(_compile_kernels(sections[kind], root, steps))
+        for dtype in dtypes:
+            exported = _export(recipe, dtype, geometry, sources, steps)
+            for kind in (kind for kind in stale if recipe.dtype(sections[kind]) == dtype):
+                engines[kind] = _write_engines(sections[kind], exported, limits, root, steps)
         steps.begin("writing the plan")
         text = write_tokenizer(recipe.checkpoint_path, root / "tokenizer", config)
         manifest = Manifest(
@@ -223,40 +213,49 @@ def _engine_shape(
     }
 
 
-class _EngineWriter:
-    """Exports, lowers and writes the engines of one execution target."""
+def _export(
+    recipe: Recipe, dtype: WeightType, geometry: Geometry, sources: Sequence[GraphSource], steps: _Steps
+) -> dict[str, ir.Model]:
+    """Every model's graph by name, in `dtype`: the target first."""
+    steps.begin(f"reading the checkpoint in {dtype}")
+    decoder = load_decoder(recipe.checkpoint_path, dtype, recipe.rope_scaling)
+    steps.begin("exporting the target to ONNX")
+    graphs = {names.TARGET: export_target(decoder, geometry.capacity, drafters.taps(sources))}
+    for source in sources:
+        name, drafter = source.section.name, source.drafter
+        steps.begin(f"exporting the drafter {name} to ONNX")
+        graphs[name] = export_draft(
+            drafters.load(recipe, source, decoder, dtype),
+            source.tree,
+            source.geometry(geometry).capacity,
+            geometry.vocab_size if drafter.acceptance == "rejection" else 0,
+            entropy=drafter.entropy is not None,
+            rows=drafter.compacts,
+        )
+    return graphs
 
-    def __init__(
-        self, target: TargetBuild, folder: Path, limits: Mapping[str, Mapping[str, int]], steps: _Steps
-    ) -> None:
-        folder.mkdir(parents=True)
-        self._target, self._limits, self._steps = target.kind, limits, steps
-        self._folder = open_folder(target, folder, lambda text: steps.detail(f"{target.kind}: {text}"))
-        self._engines: dict[str, Engine] = {}
-        self._reports: list[RuleReport] = []
 
-    def target(self, decoder: Decoder, geometry: Geometry, taps: Sequence[int]) -> None:
-        self._steps.begin(f"{self._target}: exporting the target to ONNX")
-        graph = export_target(decoder, geometry.capacity, taps)
-        self._steps.begin(f"{self._target}: lowering and writing the engine")
-        self._write(names.TARGET, graph, exact=True)
-
-    def drafter(self, source: GraphSource, model: nn.Module, target: Geometry) -> None:
-        name = source.section.name
-        self._steps.begin(f"{self._target}: exporting and lowering the drafter {name}")
-        rejected = target.vocab_size if source.drafter.acceptance == "rejection" else 0
-        entropy = source.drafter.entropy is not None
-        rows = source.drafter.compacts
-        graph = export_draft(model, source.tree, source.geometry(target).capacity, rejected, entropy=entropy, rows=rows)
-        self._write(name, graph, exact=False)
-
-    def close(self, kernels: dict[str, str]) -> Engines:
-        self._folder.close()
-        return Engines(self._engines, tuple(self._reports), kernels)
-
-    def _write(self, name: str, graph: ir.Model, *, exact: bool) -> None:
-        self._reports += lower(name, graph, self._target, rows=1, exact=exact)
-        self._engines[name] = self._folder.write(name, graph, self._limits[name])
+def _write_engines(
+    target: TargetBuild,
+    graphs: Mapping[str, ir.Model],
+    limits: Mapping[str, Mapping[str, int]],
+    root: Path,
+    steps: _Steps,
+) -> Engines:
+    """Lower copies of the graphs for one execution target, and write its engines and kernels."""
+    place = root / "engines" / target.kind
+    place.mkdir(parents=True)
+    folder = open_folder(target, place, lambda text: steps.detail(f"{target.kind}: {text}"))
+    engines: dict[str, Engine] = {}
+    reports: list[RuleReport] = []
+    for name, graph in graphs.items():
+        steps.begin(f"{target.kind}: lowering {name} and writing its engine")
+        own = graph.clone()
+        # The target's tokens must be the same bits in any company; a drafter's are checked anyway.
+        reports += lower(name, own, target.kind, rows=1, exact=name == names.TARGET)
+        engines[name] = folder.write(name, own, limits[name])
+    folder.close()
+    return Engines(engines, tuple(reports), _compile_kernels(target, root, steps))
 
 
 def _target_plan(

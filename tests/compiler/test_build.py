@@ -158,7 +158,6 @@ def test_a_failed_build_leaves_the_old_plan_and_nothing_else(workplace: Path, mo
     def fail(*_: object, **__: object) -> None:
         raise PlanError("the rule broke")
 
-    monkeypatch.setattr(compiler.build, "export_target", lambda *_: None)
     monkeypatch.setattr(compiler.build, "lower", fail)
     for out in ("plan", "new"):
         with pytest.raises(PlanError, match="the rule broke"):
