@@ -31,7 +31,20 @@ def _make_cuda(plan: TargetPlan, threads: int) -> Backend:
     return OnnxRuntimeCuda(plan)
 
 
+def _rtx_reason(plan: TargetPlan) -> str | None:
+    from runtime.backends import tensorrt_rtx
+
+    return tensorrt_rtx.reason_against(plan)
+
+
+def _make_rtx(plan: TargetPlan, threads: int) -> Backend:
+    from runtime.backends.tensorrt_rtx import TensorRtRtx
+
+    return TensorRtRtx(plan)
+
+
 BACKENDS: dict[str, Driver] = {
+    "tensorrt-rtx": Driver(_rtx_reason, _make_rtx),
     "onnxruntime-cuda": Driver(_cuda_reason, _make_cuda),
     "onnxruntime-cpu": Driver(lambda plan: None, lambda plan, threads: OnnxRuntimeCpu(threads)),
 }

@@ -101,7 +101,7 @@ class DeviceBuffers(Buffers):
         layout = lay_out(plan)
         self._addresses = list[int]()
         self._size = layout.size + _ALIGNMENT  # the last part is the status of our ops
-        self._block, self._twin = self._allocate(self._size), device.pinned(self._size)
+        self._block, self._twin = self.allocate(self._size), device.pinned(self._size)
         self._status = self._twin.array(layout.size, (1,), np.int64)
         self._status_address = self._block + layout.size
         self.memory: dict[str, Memory] = {}
@@ -112,7 +112,7 @@ class DeviceBuffers(Buffers):
                 address = self._block + layout.offsets[name]
                 self.arrays[name] = self._twin.array(layout.offsets[name], shape, buffer.dtype.numpy)
             else:
-                address = self._allocate(prod(shape) * buffer.dtype.itemsize)
+                address = self.allocate(prod(shape) * buffer.dtype.itemsize)
                 self.arrays[name] = self._mirror(name, shape, buffer.dtype)
             self.memory[name] = Memory(address, shape, buffer.dtype)
         for name, view in plan.views.items():
@@ -124,7 +124,8 @@ class DeviceBuffers(Buffers):
         device.wait()
         finalize(self, _give_back, device, self._addresses)
 
-    def _allocate(self, size: int) -> int:
+    def allocate(self, size: int) -> int:
+        """Memory of the device that is given back with the buffers."""
         self._addresses.append(self._device.allocate(size))
         return self._addresses[-1]
 
@@ -151,7 +152,7 @@ class DeviceBuffers(Buffers):
             return self._status_address
         key = (name, -1 if zeroed else size)
         if zeroed or key not in self._scratch:
-            self._scratch[key] = self._allocate(size)
+            self._scratch[key] = self.allocate(size)
         return self._scratch[key]
 
     def rows(self, model: str, tensor: str, start: int, stop: int) -> NDArray[Any]:

@@ -28,6 +28,7 @@ from plans.errors import PlanError, RecipeError
 from plans.manifest import Engine, Manifest, Profile, Range
 from plans.plan import open_plan
 from runtime import Runtime
+from runtime.backends import tensorrt_rtx as driver
 from tests.conftest import REFERENCE_RECIPE
 
 trt = pytest.importorskip("tensorrt_rtx")
@@ -92,12 +93,33 @@ def test_types_and_devices_of_the_recipe(dtype: str, toy_recipe: Path, tmp_path:
     assert kv.dtype.value == dtype
 
 
-def test_a_machine_without_a_gpu_says_why_it_cannot_run_the_plan(toy_recipe: Path, tmp_path: Path) -> None:
+def test_why_a_machine_cannot_run_the_plan(toy_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = f"{{kind: {RTX}, compute_capabilities: [sm_80]}}"
     recipe = load_recipe(toy_recipe, [f"targets=[{options}]", "drafters=[]"])
-    build(recipe, toy_recipe, tmp_path / "plan")
-    with pytest.raises(PlanError, match=RTX):
-        Runtime.load(tmp_path / "plan")
+    plan = build(recipe, toy_recipe, tmp_path / "plan").plan.manifest.targets[RTX]
+    if driver.reason_against(plan) is not None:  # else this machine can
+        with pytest.raises(PlanError, match=f"can run here: {RTX}: "):
+            Runtime.load(tmp_path / "plan")
+    monkeypatch.setattr(driver, "architecture", lambda: "sm_90")
+    assert "the GPU is sm_90, and the engine 'target' was built for sm_80" in str(driver.reason_against(plan))
+    monkeypatch.setattr(driver, "architecture", lambda: "sm_80")
+    assert driver.reason_against(plan) is None
+    older = {name: engine.model_copy(update={"builder": "tensorrt_rtx 1.0"}) for name, engine in plan.engines.items()}
+    said = str(driver.reason_against(plan.model_copy(update={"engines": older})))
+    assert f"was built by tensorrt_rtx 1.0, and tensorrt_rtx {trt.__version__} is here; build the plan again" in said
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
+    assert "pip install" in str(driver.reason_against(plan))
+
+
+def test_a_step_runs_in_the_profile_that_holds_its_new_tokens() -> None:
+    profiles = tensorrt.profiles_of(LIMITS)
+    sizes = {"N": 1, "T": 128, "M": 0, "R": 1, "E": 2, "S": 1, "F": 100}
+    for new, index in ((1, 0), (64, 0), (65, 1), (100, 1)):
+        assert driver.profile_for(profiles, [*(sizes | {"N": new}).values()]) == index
+    with pytest.raises(PlanError, match="101 new tokens"):
+        driver.profile_for(profiles, [*(sizes | {"N": 101}).values()])
+    assert driver.shape_of((1, 1, "N", "T"), [*sizes.values()]) == (1, 1, 1, 128)
+    assert driver.shape_of(("M", 300), [*sizes.values()]) == (1, 300)
 
 
 def test_rejection_is_refused(toy_recipe: Path, tmp_path: Path) -> None:

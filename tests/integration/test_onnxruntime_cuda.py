@@ -11,6 +11,7 @@ from pathlib import Path
 import onnx
 import pytest
 
+import compiler.lowering as lowering
 from compiler.agreement import compare_drafters
 from compiler.build import build
 from compiler.recipe import load_recipe
@@ -72,3 +73,26 @@ def test_a_second_build_keeps_kernels_and_engines(cuda_plan: Plan, toy_recipe: P
 def test_a_runtime_that_cannot_drive_it_says_so(cuda_plan: Plan) -> None:
     with pytest.raises(PlanError, match=CUDA):
         Runtime.load(cuda_plan.root, target=CUDA)
+
+
+def test_levels_that_leave_no_rows_behind_give_the_same_tokens(
+    toy_recipe: Path, toy: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As TensorRT has them: a drafter feeds again what was accepted."""
+    monkeypatch.setitem(lowering.RULES, CUDA, lowering.RULES["tensorrt-rtx"])
+    monkeypatch.setitem(BACKENDS, CUDA, BACKENDS["onnxruntime-cpu"])
+    targets = f"targets=[{{kind: {CUDA}, compute_capabilities: [sm_80]}}]"
+    runtime = Runtime.load(build(load_recipe(toy_recipe, [targets]), toy_recipe, tmp_path / "plan").plan.root)
+    prompt = [(37 * i) % 299 + 1 for i in range(40)]
+    for options in (Options(temperature=0.0), Options(temperature=0.8, seed=4)):
+        options |= Options(max_new_tokens=60, ignore_eos=True, auto_disable=False)
+        expected = toy.generate(prompt, drafter="none", **options).token_ids
+        for drafter in ("chain", "sure", "bushy", "head"):
+            session = runtime.session()
+            found = session.generate(prompt, drafter=drafter, **options)
+            assert found.token_ids == expected
+            rest = session.generate([5, 6], drafter=drafter, **options).token_ids
+            whole = toy.generate([*prompt, *expected, 5, 6], drafter="none", **options).token_ids
+            assert rest == whole
+            if drafter in ("chain", "bushy"):  # as many drafts are accepted as where the rows stay
+                assert found.stats.accepted == toy.generate(prompt, drafter=drafter, **options).stats.accepted

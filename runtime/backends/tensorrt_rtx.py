@@ -1,0 +1,129 @@
+"""TensorRT for RTX: engines on the session's stream, recorded with our ops' kernels, so that a step is one launch.
+
+Never executed so far: there was no GPU that it supports.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from plans import names
+from plans.errors import PlanError
+from plans.manifest import Engine, Profile, TargetPlan
+from runtime.backends.base import BoundEngine, LoadedEngine
+from runtime.backends.cuda_driver import CudaDevice, architecture, fitting_kernels
+from runtime.backends.device import DeviceBuffers
+from runtime.buffers import Buffers
+
+
+def reason_against(plan: TargetPlan) -> str | None:
+    """Why this machine cannot run the target; None where it can."""
+    try:
+        library = importlib.import_module("tensorrt_rtx")
+    except ImportError as error:
+        return f"TensorRT for RTX cannot be loaded ({error}); run `pip install 'outrider[tensorrt-rtx]'`"
+    own_version = f"tensorrt_rtx {library.__version__}"
+    for name, engine in plan.engines.items():
+        if engine.builder != own_version:
+            return f"the engine {name!r} was built by {engine.builder}, and {own_version} is here; build the plan again"
+    try:
+        own = architecture()
+    except PlanError as error:
+        return str(error)
+    for name, engine in plan.engines.items():
+        if own not in engine.devices:
+            return f"the GPU is {own}, and the engine {name!r} was built for {', '.join(engine.devices)}"
+    if fitting_kernels(own, list(plan.kernels)) is None:
+        return f"the GPU is {own}, and our ops were compiled for {', '.join(plan.kernels)}"
+    return None
+
+
+class TensorRtRtx:
+    """One device and one stream for all sessions."""
+
+    def __init__(self, plan: TargetPlan) -> None:
+        self._trt = importlib.import_module("tensorrt_rtx")
+        self._device = CudaDevice()
+        fitting = fitting_kernels(architecture(), list(plan.kernels))
+        self._cubin = None if fitting is None else plan.kernels[fitting]
+        self._log = self._trt.Logger(self._trt.Logger.ERROR)
+        self._runtime = self._trt.Runtime(self._log)
+
+    def load(self, path: Path, engine: Engine) -> LoadedEngine:
+        if self._cubin is not None:  # the plan is where its engines are: engines/TARGET/FILE
+            self._device.load_kernels(path.parent.parent.parent / self._cubin)
+            self._cubin = None
+        built = self._runtime.deserialize_cuda_engine(path.read_bytes())
+        if built is None:
+            raise PlanError(f"{path} cannot be loaded by tensorrt_rtx {self._trt.__version__}; build the plan again")
+        aliases = {
+            name: alias
+            for name in (built.get_tensor_name(i) for i in range(built.num_io_tensors))
+            if (alias := built.get_aliased_input_tensor(name))
+        }
+        if aliases != engine.aliases:
+            raise PlanError(f"{path} updates {aliases} in place, the plan says {engine.aliases}; build the plan again")
+        return _LoadedEngine(self._trt, built, engine, self._device)
+
+    def buffers(self, plan: TargetPlan) -> Buffers:
+        return DeviceBuffers(plan, self._device, records_engines=True)
+
+
+class _LoadedEngine:
+    def __init__(self, trt: Any, built: Any, engine: Engine, device: CudaDevice) -> None:
+        self._trt, self._built, self._engine, self._device = trt, built, engine, device
+
+    def bind(self, buffers: Buffers, bound: dict[str, str]) -> BoundEngine:
+        assert isinstance(buffers, DeviceBuffers)
+        contexts = [self._context(index, buffers, bound) for index in range(len(self._engine.profiles))]
+        return _BoundEngine(self._engine, contexts, self._device, buffers)
+
+    def _context(self, profile: int, buffers: DeviceBuffers, bound: dict[str, str]) -> Any:
+        """What runs the engine in one of its ranges, in memory of the session."""
+        trt, built = self._trt, self._built
+        config = built.create_runtime_config()
+        config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        config.cuda_graph_strategy = trt.CudaGraphStrategy.DISABLED  # a step's graph is ours
+        context = built.create_execution_context(config)
+        size = built.get_device_memory_size_for_profile_v2(profile)
+        context.set_device_memory(buffers.allocate(size), size)
+        context.set_optimization_profile_async(profile, int(self._device.stream))
+        self._device.wait()
+        for tensor in (*self._engine.inputs, *self._engine.outputs):
+            context.set_tensor_address(tensor.name, buffers.memory[bound[tensor.name]].address)
+        return context
+
+
+class _BoundEngine:
+    def __init__(self, engine: Engine, contexts: list[Any], device: CudaDevice, buffers: DeviceBuffers) -> None:
+        self._engine, self._contexts, self._device, self._keep = engine, contexts, device, buffers
+        self._shapes: list[list[int]] = [[] for _ in contexts]
+
+    def __call__(self, sizes: list[int]) -> None:
+        index = profile_for(self._engine.profiles, sizes)
+        context = self._contexts[index]
+        if sizes != self._shapes[index]:
+            for tensor in self._engine.inputs:
+                if any(isinstance(d, str) for d in tensor.shape):
+                    context.set_input_shape(tensor.name, shape_of(tensor.shape, sizes))
+            self._shapes[index] = sizes.copy()
+        if not context.execute_async_v3(int(self._device.stream)):
+            raise PlanError(f"the engine {self._engine.file} failed on the GPU; build the plan again")
+
+
+def profile_for(profiles: tuple[Profile, ...], sizes: list[int]) -> int:
+    """The first profile whose range of new tokens holds the step's. Raises `PlanError` for none."""
+    new = sizes[names.SYMBOLS.index(names.NEW)]
+    for index, profile in enumerate(profiles):
+        if profile.symbols[names.NEW].least <= new <= profile.symbols[names.NEW].most:
+            return index
+    raise PlanError(f"a step has {new} new tokens, for which the engine was not built; build the plan again")
+
+
+def shape_of(shape: tuple[int | str, ...], sizes: list[int]) -> tuple[int, ...]:
+    """A tensor's shape in a step. A step without logits computes those of one token, which nothing reads."""
+    values = dict(zip(names.SYMBOLS, sizes, strict=True))
+    values[names.LOGITS] = max(values[names.LOGITS], 1)
+    return tuple(values[d] if isinstance(d, str) else d for d in shape)
