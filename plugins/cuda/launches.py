@@ -80,7 +80,7 @@ _WALK = {
 }
 
 
-def _unit(sizes: Sizes) -> int:
+def move_unit(sizes: Sizes) -> int:
     """Bytes that a thread moves at once, a divisor of a slot's."""
     slot = sizes["head_dim"] * sizes["itemsize"]
     return next(unit for unit in (16, 4, 2) if slot % unit == 0)
@@ -166,7 +166,7 @@ class DeviceOp:
                     self._sizes.setdefault(dim, size)
         if names.KV in tensors:
             self._sizes["itemsize"] = tensors[names.KV].itemsize
-            self._sizes["unit"] = _unit(self._sizes)
+            self._sizes["unit"] = move_unit(self._sizes)
             slot = self._sizes["head_dim"] * self._sizes["itemsize"]
             self._sizes["units"] = slot // self._sizes["unit"]
         scratch = dict(self.launch.scratch or {})

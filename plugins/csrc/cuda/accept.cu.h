@@ -145,6 +145,20 @@ OUTRIDER_KERNEL outrider_tree_accept(const float* logits, const i64* logit_rows,
   }
 }
 
+// Of every drafted node that the walk came to, r and p / q, which its parent's block weighed; NaN elsewhere.
+OUTRIDER_DEVICE void tell_trials(const Trees& trees, const volatile i64* next, const volatile double* weighed,
+                                 double* trials) {
+  for (i64 i = 0; i < 2 * trees.count; ++i) trials[i] = double_of(0x7ff8000000000000ull);
+  for (i64 root = 0; root < trees.count; root = end_of_tree(trees, root)) {
+    for (i64 node = root; node != kNobody; node = next[node]) {
+      const i64 drafted = node + 1;
+      if (drafted >= trees.count || parent_place(trees, drafted) != node) continue;
+      trials[2 * drafted] = weighed[2 * node];
+      trials[2 * drafted + 1] = weighed[2 * node + 1];
+    }
+  }
+}
+
 OUTRIDER_KERNEL outrider_chain_accept(const float* logits, const i64* logit_rows, const i64* positions,
                                       const i64* branch, const double* temperature, const i64* top_k,
                                       const double* top_p, const i64* filter_order, const u64* seed, const i64* stream,
@@ -208,18 +222,7 @@ OUTRIDER_KERNEL outrider_chain_accept(const float* logits, const i64* logit_rows
   }
   if (last_to_finish(counter) && thread_index() == 0) {
     walk(trees, chosen, next, {committed, accepted_count, kept_rows, kept_count}, new_tokens, most_trees);
-    const double nothing = double_of(0x7ff8000000000000ull);
-    const volatile i64* following = next;
-    const volatile double* outcomes = weighed;
-    for (i64 i = 0; i < 2 * trees.count; ++i) trials[i] = nothing;
-    for (i64 root = 0; root < trees.count; root = end_of_tree(trees, root)) {
-      for (i64 node = root; node != kNobody; node = following[node]) {
-        if (node + 1 < trees.count && parent_place(trees, node + 1) == node) {
-          trials[2 * (node + 1)] = outcomes[2 * node];
-          trials[2 * (node + 1) + 1] = outcomes[2 * node + 1];
-        }
-      }
-    }
+    tell_trials(trees, next, weighed, trials);
   }
 }
 

@@ -1,0 +1,50 @@
+"""The kernels of plugins, compiled ahead of time to PTX, without a GPU or its driver."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from plugins.cuda.compile import SOURCES
+from plugins.tensorrt.plugin import Plugin
+from plugins.tensorrt.source import PARTS, cuda_source
+
+OLDEST = "compute_75"  # of what NVRTC 13 and TensorRT 11 know; its PTX runs on whatever came later
+
+
+def compile_plugin(plugin: Plugin, architecture: str = OLDEST) -> str:
+    """The PTX of a plugin's kernel, for GPUs of `architecture` (such as compute_90) and later; the same every time.
+
+    TensorRT takes PTX, not cubins. Its version is NVRTC's, and a driver refuses PTX that is newer than itself: install
+    an NVRTC that is no newer than the drivers that are to run the engine.
+
+    Raises RuntimeError with the compiler's log, and ImportError where `cuda-bindings` or NVRTC is missing.
+    """
+    return _compiled(cuda_source(plugin), plugin.kernel, architecture)
+
+
+@cache
+def _compiled(source: str, name: str, architecture: str) -> str:
+    from cuda.bindings import nvrtc  # cuda.core asks the driver for its version before it makes PTX
+
+    done = nvrtc.nvrtcResult.NVRTC_SUCCESS
+    options = [
+        f"--gpu-architecture={architecture}",
+        "--std=c++17",
+        "--fmad=false",  # results must not depend on who compiled them: csrc/portable.h
+        *(f"--include-path={folder}" for folder in (SOURCES, SOURCES / "cuda", PARTS)),
+    ]
+    error, program = nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], [])
+    if error != done:
+        raise RuntimeError(f"NVRTC cannot start on {name}: {error.name}")
+    try:
+        (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        if error != done:
+            log = bytes(nvrtc.nvrtcGetProgramLogSize(program)[1])
+            nvrtc.nvrtcGetProgramLog(program, log)
+            said = log.rstrip(b"\0").decode(errors="replace").strip() or error.name
+            raise RuntimeError(f"{name} does not compile for {architecture}: {said}")
+        ptx = bytes(nvrtc.nvrtcGetPTXSize(program)[1])
+        nvrtc.nvrtcGetPTX(program, ptx)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return ptx.rstrip(b"\0").decode()

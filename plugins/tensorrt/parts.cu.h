@@ -1,0 +1,76 @@
+// What plugins add to the kernels: acceptance without a counter, and guards.
+//
+// A builder times kernels on whatever memory holds. Where a guard holds, the kernel stays within its tensors and ends.
+// A guard is false for all threads of a block or for none.
+#pragma once
+
+#include "accept.cu.h"
+#include "bim_mask.cu.h"
+#include "kv_gather.cu.h"
+
+namespace outrider {
+
+OUTRIDER_DEVICE bool within(i64 index, i64 size) { return 0 <= index && index < size; }
+
+// Of BimMask: the splits of row `r`, and where its tokens are appended.
+OUTRIDER_DEVICE bool row_fits(const i64* row_splits, const i64* past_length, i64 r, i64 new_tokens) {
+  return 0 <= row_splits[r] && row_splits[r] <= row_splits[r + 1] && row_splits[r + 1] <= new_tokens &&
+         0 <= past_length[r];
+}
+
+// Whether every thread of the block holds so. Every thread calls.
+OUTRIDER_DEVICE bool everywhere(bool holds) { return fold(static_cast<i64>(!holds), Largest()) == 0; }
+
+// Of acceptance: rows of the step, ascending. Every thread calls.
+OUTRIDER_DEVICE bool rows_ascend(const i64* logit_rows, i64 count, i64 new_tokens) {
+  bool holds = true;
+  for (i64 i = thread_index(); i < count; i += thread_count()) {
+    holds = holds && within(logit_rows[i], new_tokens) && (i == 0 || logit_rows[i - 1] < logit_rows[i]);
+  }
+  return everywhere(holds);
+}
+
+// Of a walk: from every place it goes to a later one, or nowhere. Every thread calls.
+OUTRIDER_DEVICE bool steps_forward(const i64* next, i64 count) {
+  bool holds = true;
+  for (i64 i = thread_index(); i < count; i += thread_count()) {
+    holds = holds && (next[i] == kNobody || (next[i] > i && next[i] < count));
+  }
+  return everywhere(holds);
+}
+
+// Of KvGather: the splits of all rows, and the slots that row `r` moves from and to.
+OUTRIDER_DEVICE bool moves_fit(const i64* source_count, const i64* row_splits, const i64* source_base,
+                               const i64* destination, i64 rows, i64 r, i64 new_tokens, i64 capacity) {
+  bool holds = source_count[0] <= new_tokens && row_splits[0] == 0;
+  for (i64 i = 0; i < rows; ++i) holds = holds && row_splits[i] <= row_splits[i + 1];
+  return holds && row_splits[rows] <= new_tokens && within(source_base[r], capacity + 1) &&
+         within(destination[r], capacity + 1);
+}
+
+// A counter that no block of the launch fills: the walk is another launch.
+OUTRIDER_DEVICE u32* never_full() {
+  OUTRIDER_SHARED u32 counter;
+  if (thread_index() == 0) counter = static_cast<u32>(block_count());
+  barrier();
+  return &counter;
+}
+
+OUTRIDER_KERNEL outrider_tree_walk(const i64* logit_rows, const i64* parent, const i64* chosen, const i64* next,
+                                   i64* committed, i64* accepted_count, i64* kept_rows, i64* kept_count, i64 count,
+                                   i64 most_trees, i64 new_tokens) {
+  if (thread_index() != 0) return;
+  const Trees trees = {logit_rows, count, parent, nullptr};
+  walk(trees, chosen, next, {committed, accepted_count, kept_rows, kept_count}, new_tokens, most_trees);
+}
+
+OUTRIDER_KERNEL outrider_chain_walk(const i64* logit_rows, const i64* parent, const i64* chosen, const i64* next,
+                                    const double* weighed, i64* committed, i64* accepted_count, i64* kept_rows,
+                                    i64* kept_count, double* trials, i64 count, i64 most_trees, i64 new_tokens) {
+  if (thread_index() != 0) return;
+  const Trees trees = {logit_rows, count, parent, nullptr};
+  walk(trees, chosen, next, {committed, accepted_count, kept_rows, kept_count}, new_tokens, most_trees);
+  tell_trials(trees, next, weighed, trials);
+}
+
+}  // namespace outrider

@@ -1,0 +1,121 @@
+"""What a TensorRT plugin is here: an op's kernel, seen through inputs, outputs and a few 32-bit integers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
+
+from plugins.cuda.launches import Launch, move_unit
+from plugins.schema import TensorSpec
+from plugins.tensorrt.expressions import Expression, Size, expression_of
+
+NAMESPACE = "outrider"
+SAME_SIZE = {"trees": "B"}  # a tree for each sampling slot: accepted_count has as many places as there are slots
+BITS = {"float64": "int64", "uint64": "int64"}  # dtypes that TensorRT lacks, and the one that carries their bits
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Declined:
+    """Why an op is no plugin."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class PluginLaunch:
+    """Blocks, threads a block, and the int32 arguments, in order."""
+
+    blocks: Expression
+    threads: int
+    arguments: tuple[Expression, ...]
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """A plugin of TensorRT: `outrider::<name>`; in ONNX a node of domain `outrider` and op type `name`.
+
+    Its kernel takes the addresses of `inputs`, then `arguments` as int32, then the addresses of `outputs`: the order
+    that TensorRT prescribes. `launch` has the kernel that it calls, and how many blocks and threads do.
+
+    `attributes` are int constants of the node, all of them required. `stand_ins` say in C++ what the called kernel is
+    given where it asks for a tensor that the plugin has not. `guard` is a condition in C++, of the parameters by name:
+    where it does not hold, nothing is called. `extra` names sizes that only the guard asks for. `aliased` maps an
+    output to the input whose memory it is. Sizes in `constants` are fixed when the engine is built.
+    """
+
+    name: str
+    launch: Launch
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    attributes: tuple[str, ...] = ()
+    guard: str = ""
+    extra: tuple[str, ...] = ()
+    stand_ins: Mapping[str, str] = field(default_factory=dict)
+    aliased: Mapping[str, str] = field(default_factory=dict)
+    constants: tuple[str, ...] = ()
+
+    @property
+    def id(self) -> str:
+        return f"{NAMESPACE}::{self.name}"
+
+    @property
+    def kernel(self) -> str:
+        return f"{self.launch.kernel}_plugin"
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Names of the int32 arguments, each once: sizes by symbol, and attributes."""
+        return tuple(dict.fromkeys((*(SAME_SIZE.get(name, name) for name in self.launch.numbers), *self.extra)))
+
+    @property
+    def axes(self) -> dict[str, tuple[int, int]]:
+        """Where to read each size: the first input that has it, and the axis."""
+        found: dict[str, tuple[int, int]] = {}
+        for index, spec in enumerate(self.inputs):
+            for axis, dim in enumerate(spec.shape):
+                if isinstance(dim, str):
+                    found.setdefault(dim, (index, axis))
+        return found
+
+    def sizes(self, shapes: Sequence[Sequence[T]]) -> dict[str, T]:
+        """Sizes by symbol, of the inputs' shapes. Raises ValueError for a number or a rank that is not the plugin's."""
+        ranks = [len(spec.shape) for spec in self.inputs]
+        if [len(shape) for shape in shapes] != ranks:
+            raise ValueError(
+                f"{self.id} takes inputs of ranks {ranks} ({', '.join(spec.name for spec in self.inputs)}), "
+                f"not {[len(shape) for shape in shapes]}"
+            )
+        return {symbol: shapes[index][axis] for symbol, (index, axis) in self.axes.items()}
+
+    def output_shapes(self, sizes: Mapping[str, T]) -> list[tuple[T | int, ...]]:
+        """Shapes of the outputs in order, where sizes and attributes are these."""
+        return [tuple(sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape) for spec in self.outputs]
+
+    def launch_for(self, known: Mapping[str, int]) -> PluginLaunch:
+        """What to launch, where `known` are the attributes, the constants, and `itemsize` where there are constants.
+
+        Raises ValueError for one that is missing.
+        """
+        wanted = (*self.attributes, *self.constants, *(("itemsize",) if self.constants else ()))
+        if missing := [name for name in wanted if name not in known]:
+            raise ValueError(f"{self.id} is built for fixed {', '.join(wanted)}; missing: {', '.join(missing)}")
+        sizes: dict[str, Expression | int] = {symbol: Size(symbol) for symbol in self.axes}
+        sizes |= {name: known[name] for name in wanted}
+        if self.constants:
+            unit = move_unit(known)
+            sizes |= {"unit": unit, "units": known["head_dim"] * known["itemsize"] // unit}
+        blocks = cast("Callable[[Mapping[str, Expression | int]], Expression | int]", self.launch.blocks)
+        threads = cast("Callable[[Mapping[str, Expression | int]], int]", self.launch.threads)
+        return PluginLaunch(
+            blocks=expression_of(blocks(sizes)),
+            threads=threads(sizes),
+            arguments=tuple(expression_of(sizes[name]) for name in self.arguments),
+        )
+
+
+def carried_as(spec: TensorSpec) -> tuple[str, ...]:
+    """The dtypes that a tensor may have in an engine."""
+    return tuple(BITS.get(dtype, dtype) for dtype in spec.dtype.split(" | "))

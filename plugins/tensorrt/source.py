@@ -1,0 +1,95 @@
+"""The CUDA source of plugins: what TensorRT launches, written out from the table, around the kernels of csrc/cuda.
+
+TensorRT hands a kernel its inputs, then 32-bit integers, then its outputs. The kernels take 64-bit integers, last. So a
+plugin's kernel is a shell in TensorRT's order that checks its guard and calls the kernel, compiled as a function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from plugins.cuda.launches import STATUS
+from plugins.schema import TensorSpec
+from plugins.tensorrt.plugin import SAME_SIZE, Plugin
+
+PARTS = Path(__file__).resolve().parent  # parts.cu.h
+
+_TYPES = {"int64": "i64", "uint64": "u64", "float32": "float", "float64": "double"}
+_MOVED = "char"  # of what a kernel only moves
+
+_BEFORE = """\
+#include "block.h"
+#undef OUTRIDER_KERNEL
+#define OUTRIDER_KERNEL OUTRIDER_DEVICE void  // kernels that the plugin's own kernel calls
+#include "kernels.cu"
+#include "parts.cu.h"
+#define OUTRIDER_PLUGIN extern "C" __global__ void
+
+"""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a plugin's kernel, as C++ declares it: an address (8 bytes) or an int32."""
+
+    type: str
+    name: str
+
+    @property
+    def bits(self) -> int:
+        return 64 if self.type.endswith("*") else 32
+
+
+def cuda_source(plugin: Plugin) -> str:
+    """A translation unit with the plugin's kernel alone."""
+    return _BEFORE + shells([plugin])
+
+
+def shells(plugins: Iterable[Plugin]) -> str:
+    """The kernels of `plugins`, behind the kernels that they call and parts.cu.h; `OUTRIDER_PLUGIN` declares one."""
+    return (
+        "namespace outrider {\n\n" + "".join(f"{_shell(plugin)}\n" for plugin in plugins) + "}  // namespace outrider\n"
+    )
+
+
+def parameters(plugin: Plugin) -> tuple[Parameter, ...]:
+    """The parameters of a plugin's kernel, in TensorRT's order."""
+    return (
+        *(Parameter(f"const {_type(spec)}*", spec.name) for spec in plugin.inputs),
+        *(Parameter("i32", name) for name in plugin.arguments),
+        *(Parameter(f"{_type(spec)}*", _output(plugin, spec.name)) for spec in plugin.outputs),
+    )
+
+
+def _type(spec: TensorSpec) -> str:
+    return _TYPES.get(spec.dtype, _MOVED)
+
+
+def _output(plugin: Plugin, name: str) -> str:
+    return f"{name}_out" if name in plugin.aliased else name
+
+
+def _shell(plugin: Plugin) -> str:
+    declared = ", ".join(f"{parameter.type} {parameter.name}" for parameter in parameters(plugin))
+    own_status = f"{STATUS}[block_index()]"
+    told = any(spec.name == STATUS for spec in plugin.outputs)
+    lines = [f"OUTRIDER_PLUGIN {plugin.kernel}({declared}) {{"]
+    if told:
+        lines.append(f"  if (thread_index() == 0) {own_status} = kNoFault;")
+    if plugin.guard:
+        lines.append(f"  if (!({plugin.guard})) {{")
+        if told:
+            lines.append(f"    if (thread_index() == 0) {own_status} = kIndexFault;")
+        lines += ["    return;", "  }"]
+    lines += [f"  {plugin.launch.kernel}({', '.join(_passed(plugin))});", "}", ""]
+    return "\n".join(lines)
+
+
+def _passed(plugin: Plugin) -> list[str]:
+    """What the shell calls the kernel with."""
+    pointers = {name: _output(plugin, name) for name in plugin.launch.pointers}
+    pointers |= {STATUS: f"{STATUS} + block_index()", **plugin.stand_ins}
+    numbers = [SAME_SIZE.get(name, name) for name in plugin.launch.numbers]
+    return [pointers[name] for name in plugin.launch.pointers] + numbers

@@ -1,0 +1,161 @@
+"""Which plugins an op becomes in an engine, or why it becomes none: data, made of the ops' schemas and launches.
+
+A plugin's kernel gets inputs, outputs and integers, and no memory that outlives it. Hence:
+
+- Scratch that a launch fills and empties itself is an output that nobody reads (`weights`). A node may leave out its
+  last outputs: what an op promises comes first.
+- `status` is an output with a place for each row: every block writes its own, also where there is no fault, since
+  nobody zeroes it before.
+- Acceptance, whose last block walks, needs a counter that is zero before the first block comes: memory that somebody
+  zeroed. It becomes two plugins instead, of which the first works out what each node would commit and the second walks,
+  in one block. Neither keeps a state, so that an engine may be cut short, timed or replayed at will. The price is one
+  launch. (One block alone would take as long as all of them one after another.)
+- Sizes that no input has come as inputs that are not read, of whatever memory: `places` [S], `view` [T], `slots` [B].
+  Where there is one row, `branch` serves as `places`. What an engine's builder knows is an attribute: `purpose`,
+  `depths`. TensorRT bakes it into the engine as a constant argument.
+- TensorRT has neither float64 nor uint64. Such tensors are carried as int64, bit for bit: temperature, top_p, seed
+  (engine inputs, bound to the same memory), draws of `Draws` and trials of `ChainAccept` (engine outputs). No layer
+  but ours can calculate with them, so draws that a layer of TensorRT reads must come from `CoupledDraws`: float32.
+- A builder times kernels on whatever memory holds. Guards keep them within their tensors then (parts.cu.h).
+- TensorRT calls every such plugin version 1. An engine holds its kernels, and cannot meet any but those.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from plans import names
+from plugins.cuda.launches import LAUNCHES, STATUS, Launch
+from plugins.schema import TensorSpec
+from plugins.schemas import SCHEMAS
+from plugins.tensorrt.plugin import SAME_SIZE, Declined, Plugin
+
+_PLACES = TensorSpec("places", "int64", (names.PLACES,))
+_VIEW = TensorSpec("view", "int64", (names.VIEW,))
+_SLOTS = TensorSpec("slots", "int64", ("B",))
+
+_STATUS = TensorSpec(STATUS, "int64", (names.LOGITS,))  # of each row: 0, or the number of a fault
+_WEIGHTS = TensorSpec("weights", "uint64", (names.LOGITS, "V"))
+_CHOSEN = TensorSpec("chosen", "int64", (names.LOGITS,))  # what each node would commit; -1 where it is at fault
+_NEXT = TensorSpec("next", "int64", (names.LOGITS,))  # the place of the child to go on at, or -1
+_WEIGHED = TensorSpec("weighed", "float64", (names.LOGITS, 2))
+
+_ROWS_FIT = f"rows_ascend({names.LOGIT_ROWS}, {names.LOGITS}, {names.NEW})"
+
+
+def _inputs(op: str) -> tuple[TensorSpec, ...]:
+    return SCHEMAS[op].inputs
+
+
+def _outputs(op: str) -> tuple[TensorSpec, ...]:
+    return tuple(
+        replace(spec, shape=tuple(SAME_SIZE.get(dim, dim) if isinstance(dim, str) else dim for dim in spec.shape))
+        for spec in SCHEMAS[op].outputs
+    )
+
+
+def _attributes(op: str) -> tuple[str, ...]:
+    return tuple(spec.name for spec in SCHEMAS[op].attributes)
+
+
+def _choices(op: str, name: str, found: tuple[TensorSpec, ...]) -> Plugin:
+    """The first half of an acceptance: a block for each node, whose last one does not walk."""
+    return Plugin(
+        name=name,
+        launch=LAUNCHES[op],
+        inputs=_inputs(op),
+        outputs=(*found, _STATUS, _WEIGHTS),
+        attributes=_attributes(op),
+        guard=_ROWS_FIT,
+        extra=(names.LOGITS, names.NEW),
+        stand_ins={"counter": "never_full()"} | {spec.name: "nullptr" for spec in SCHEMAS[op].outputs},
+    )
+
+
+def _walk(op: str, name: str, kernel: str, found: tuple[TensorSpec, ...]) -> Plugin:
+    """The second half: one warp reads what was found for each node, and its first thread walks."""
+    tensors = {spec.name: spec for spec in SCHEMAS[op].inputs}
+    inputs = (tensors[names.LOGIT_ROWS], tensors[names.PARENT], *found)
+    return Plugin(
+        name=name,
+        launch=Launch(
+            kernel=kernel,
+            pointers=tuple(spec.name for spec in (*inputs, *SCHEMAS[op].outputs)),
+            numbers=(names.LOGITS, "trees", names.NEW),
+            blocks=lambda sizes: 1,
+            threads=lambda sizes: 32,
+        ),
+        inputs=(*inputs, _SLOTS),
+        outputs=_outputs(op),
+        guard=f"{_ROWS_FIT} && steps_forward(next, {names.LOGITS})",
+    )
+
+
+PLUGINS: dict[str, tuple[Plugin, ...] | Declined] = {
+    "BimMask": (
+        Plugin(
+            name="BimMask",
+            launch=LAUNCHES["BimMask"],
+            inputs=(*_inputs("BimMask"), _PLACES, _VIEW),
+            outputs=_outputs("BimMask"),
+            guard="row_fits(row_splits, past_length, block_index() / S, N) && T <= capacity",
+            extra=(names.NEW,),
+        ),
+    ),
+    "Sample": (
+        Plugin(
+            name="Sample",
+            launch=LAUNCHES["Sample"],
+            inputs=_inputs("Sample"),
+            outputs=(*_outputs("Sample"), _STATUS, _WEIGHTS),
+            attributes=_attributes("Sample"),
+            guard="within(logit_rows[block_index()], N)",
+            extra=(names.NEW,),
+        ),
+    ),
+    "TreeAccept": (
+        _choices("TreeAccept", "TreeChoices", (_CHOSEN, _NEXT)),
+        _walk("TreeAccept", "TreeWalk", "outrider_tree_walk", (_CHOSEN, _NEXT)),
+    ),
+    "ChainAccept": (
+        _choices("ChainAccept", "ChainChoices", (_CHOSEN, _NEXT, _WEIGHED)),
+        _walk("ChainAccept", "ChainWalk", "outrider_chain_walk", (_CHOSEN, _NEXT, _WEIGHED)),
+    ),
+    "Draws": (
+        Plugin(
+            name="Draws",
+            launch=LAUNCHES["Draws"],
+            inputs=_inputs("Draws"),
+            outputs=_outputs("Draws"),
+            attributes=("depths", *_attributes("Draws")),
+        ),
+    ),
+    "CoupledDraws": (
+        Plugin(
+            name="CoupledDraws",
+            launch=LAUNCHES["CoupledDraws"],
+            inputs=_inputs("CoupledDraws"),
+            outputs=_outputs("CoupledDraws"),
+            attributes=("depths",),
+        ),
+    ),
+    "KvGather": (
+        Plugin(
+            name="KvGather",
+            launch=LAUNCHES["KvGather"],
+            inputs=_inputs("KvGather"),
+            outputs=_outputs("KvGather"),
+            guard=(
+                "moves_fit(source_count, row_splits, source_base, destination, R, block_index() / heads % R, N, "
+                "capacity)"
+            ),
+            extra=(names.NEW,),
+            aliased={names.KV: names.KV},
+            constants=("head_dim",),
+        ),
+    ),
+    "BranchAttention": Declined("it is lowered to TensorRT's own cache update and attention layers"),
+    "DraftSample": Declined("it has no kernel: a function body of standard ops, in float64, which TensorRT lacks"),
+    "TreeExpand": Declined("it has no kernel: TensorRT runs its function body of standard ops"),
+    "TreeRerank": Declined("it has no kernel: TensorRT runs its function body of standard ops"),
+}

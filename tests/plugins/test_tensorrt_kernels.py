@@ -1,0 +1,196 @@
+"""The kernels of TensorRT plugins, launched as TensorRT does, run on the CPU: they give what the CPU kernels give."""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plugins import native
+from plugins.reference import SamplingSlots
+from plugins.schema import Purpose
+from plugins.schemas import SCHEMAS
+from plugins.tensorrt import PLUGINS
+from tests.plugins.accept_step import equal_slots
+from tests.plugins.tensorrt_stand_in import ALL, SIZES, StandIn, attributes_of, poisoned, tensors_of
+from tests.plugins.test_cuda_kernels import FEW, POISON, accept_outputs, step_of
+
+pytest.importorskip("cuda.bindings")  # a layer is built with its PTX
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="kernels are compiled for the CPU with g++")
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> StandIn:
+    return StandIn.built_in(tmp_path_factory.mktemp("shells"))
+
+
+def agree(stand_in: StandIn, op: str, tensors, outputs, extents, **attributes: int) -> None:
+    """The op's plugins, one after another, against its CPU kernel."""
+    theirs = {name: array.copy() for name, array in outputs.items()}
+    schema = SCHEMAS[op]
+    bound = {spec.name: (tensors | theirs)[spec.name] for spec in schema.tensors}
+    native.create(op, bound, {spec.name: attributes[spec.name] for spec in schema.attributes})(*extents)
+    pool = tensors | {name: array.copy() for name, array in outputs.items()}  # KvGather's is an input too
+    for plugin in PLUGINS[op]:
+        pool |= stand_in.run(plugin, pool, {name: attributes[name] for name in plugin.attributes})
+    for name, array in theirs.items():
+        np.testing.assert_array_equal(pool[name], array, err_msg=name)
+    assert not pool.get("status", np.zeros(1)).any()
+
+
+@FEW
+@given(data=st.data(), vocabulary=st.sampled_from([1, 3, 65, 200]), purpose=st.sampled_from(Purpose))
+@pytest.mark.parametrize("op", ["Sample", "TreeAccept", "ChainAccept"])
+def test_choices_and_walks(stand_in, op, data, vocabulary, purpose, slots, logits_rows) -> None:
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    trees, nodes = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 7))
+    tensors, tree = step_of(
+        rng, data.draw(slots(trees)), trees, nodes, vocabulary,
+        lambda n: data.draw(logits_rows(n, vocabulary)), 0.4 if op == "TreeAccept" else 1.0,
+    )  # fmt: skip
+    count, new = len(tensors["logit_rows"]), len(tensors["branch"])
+    attributes = {} if op == "ChainAccept" else {"purpose": int(purpose)}
+    outputs = {"committed": np.full(count, POISON)}
+    if op != "Sample":
+        outputs = accept_outputs(new, count, trees)
+        tensors |= tree | {"slots": np.zeros(trees, np.int64)}
+    if op == "ChainAccept":
+        q = rng.dirichlet(np.full(vocabulary, 0.3), count).astype(np.float32)
+        tensors |= {"draft_probs": q, "skip_sample_adjustment": rng.integers(0, 2, trees)}
+        outputs |= {"trials": np.full((count, 2), float(POISON))}
+    agree(stand_in, op, tensors, outputs, (new, count), **attributes)
+
+
+@FEW
+@given(data=st.data(), depths=st.integers(1, 300), branches=st.integers(1, 4), purpose=st.sampled_from(Purpose))
+def test_draws(stand_in, data, depths, branches, purpose, slots) -> None:
+    drawn: SamplingSlots = data.draw(slots(branches))
+    tensors = {"tip_position": np.arange(branches) + 2**33, "seed": drawn.seed, "stream": drawn.stream}
+    wide = {"draws": np.full((branches, depths), -1.0)}
+    agree(stand_in, "Draws", tensors, wide, (), depths=depths, purpose=int(purpose))
+    near = {"draws": np.full((branches, depths), -1.0, np.float32)}
+    near |= {name: np.full(branches, -1.0, np.float32) for name in ("draft_temperature", "draft_top_p")}
+    tensors |= {"temperature": drawn.temperature, "top_p": drawn.top_p}
+    agree(stand_in, "CoupledDraws", tensors, near, (), depths=depths)
+
+
+@FEW
+@given(seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 3), dtype=st.sampled_from([np.float32, np.float16]))
+def test_masks_and_moves(stand_in, seed, rows, dtype) -> None:
+    rng = np.random.default_rng(seed)
+    capacity, new, past = 60, rng.integers(0, 6, rows), rng.integers(0, 30, rows)
+    splits = np.concatenate(([0], np.cumsum(new)))
+    total = int(splits[-1])
+    parent = np.arange(total) - 1
+    parent[splits[:-1][new > 0]] = -1
+    places, view = int(new.max()) + 1, int((past + new).max()) + int(rng.integers(1, 9))
+    tensors = {
+        "bim": rng.integers(-1, 3, (rows, capacity)), "past_length": past, "row_splits": splits,
+        "branch": rng.integers(0, 3, total), "parent": parent,
+        "places": np.zeros(places, np.int64), "view": np.zeros(view, np.int64),
+    }  # fmt: skip
+    bias = {"attn_bias": np.full((rows, 1, places, view), 0.5, np.float32)}
+    agree(stand_in, "BimMask", tensors, bias, (total, view, rows, places))
+
+    source = np.flatnonzero(rng.random(total) < 0.6)
+    moves = {
+        "source": np.concatenate((source, np.full(total - len(source), POISON))),
+        "source_count": np.array([len(source)]), "row_splits": splits, "source_base": past,
+        "destination": np.maximum(past - rng.integers(0, 3, rows), 0),
+    }  # fmt: skip
+    kv = rng.normal(size=(4, rows, 2, capacity, int(rng.choice([2, 8, 40])))).astype(dtype)
+    agree(stand_in, "KvGather", moves, {"kv": kv}, (rows,))
+
+
+def test_each_row_tells_its_own_fault(stand_in: StandIn) -> None:
+    logits = np.zeros((4, 8), np.float32)
+    logits[1], logits[2] = np.nan, -np.inf
+    tensors = {
+        "logits": logits, "logit_rows": np.arange(4), "positions": np.arange(4), "branch": np.array([0, 0, 0, 9]),
+        **vars(equal_slots(1, temperature=1.0)), "token_ids": np.zeros(4, np.int64), "parent": np.arange(4) - 1,
+    }  # fmt: skip
+    for op in ("Sample", "TreeAccept"):
+        assert stand_in.run(PLUGINS[op][0], tensors, {"purpose": 0})["status"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("plugin", ALL, ids=lambda plugin: plugin.name)
+def test_a_builder_may_time_a_plugin_on_whatever_memory_holds(stand_in: StandIn, plugin) -> None:
+    """In a process of its own: a kernel that leaves its tensors would take this one with it."""
+    rng = np.random.default_rng(0)
+    contents = [lambda shape, value=value: np.full(shape, value, np.int64) for value in (0, 1, -1, 2**62, -(2**63))]
+    for low, high in [(-(2**63), 2**63 - 1), (-3, 9), (0, 5)] * 20:
+        contents.append(lambda shape, low=low, high=high: rng.integers(low, high, shape))
+
+    def run() -> None:
+        for content in contents:
+            tensors = tensors_of(
+                plugin.inputs,
+                lambda shape, dtype: content(shape).view(dtype)[..., : shape[-1]].copy(),  # noqa: B023
+            )
+            outputs = stand_in.run(plugin, tensors, attributes_of(plugin))
+            assert set(outputs.get("status", np.zeros(1)).tolist()) <= {0, 1, 2, 3}
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join(120)
+    process.kill()
+    assert process.exitcode == 0
+
+
+MASK = {
+    "bim": np.full((1, 40), -1), "past_length": np.array([3]), "row_splits": np.array([0, 5]),
+    "branch": np.zeros(5, np.int64), "parent": np.arange(5) - 1, "places": np.zeros(6, np.int64),
+    "view": np.zeros(40, np.int64),
+}  # fmt: skip
+MOVES = {
+    "kv": np.arange(2 * 40.0, dtype=np.float32).reshape(1, 2, 1, 40, 1), "source": np.array([1, 3, 4, -1, -1]),
+    "source_count": np.array([3]), "row_splits": np.array([0, 2, 5]), "source_base": np.array([9, 9]),
+    "destination": np.array([8, 7]),
+}  # fmt: skip
+WALK = tensors_of(PLUGINS["TreeAccept"][1].inputs) | {"logit_rows": np.arange(4), "next": np.full(4, -1)}
+
+
+@pytest.mark.parametrize(
+    ("op", "sound", "spoiled"),
+    [
+        ("BimMask", MASK, {}),
+        ("BimMask", MASK, {"row_splits": [-1, 5]}),
+        ("BimMask", MASK, {"row_splits": [3, 2]}),
+        ("BimMask", MASK, {"row_splits": [0, 6]}),
+        ("BimMask", MASK, {"past_length": [-1]}),
+        ("BimMask", MASK, {"view": [0] * 41}),
+        ("KvGather", MOVES, {}),
+        ("KvGather", MOVES, {"source_count": [6]}),
+        ("KvGather", MOVES, {"row_splits": [1, 2, 5]}),
+        ("KvGather", MOVES, {"row_splits": [0, 3, 2]}),
+        ("KvGather", MOVES, {"row_splits": [0, 2, 6]}),
+        ("KvGather", MOVES, {"source_base": [-1, 41]}),
+        ("KvGather", MOVES, {"destination": [41, -1]}),
+        ("TreeWalk", WALK, {}),
+        ("TreeWalk", WALK, {"next": [-1, -1, 2, -1]}),
+        ("TreeWalk", WALK, {"next": [-1, -1, 4, -1]}),
+        ("TreeWalk", WALK, {"next": [-1, -2, -1, -1]}),
+        ("TreeWalk", WALK, {"logit_rows": [0, 1, 1, 2]}),
+        ("TreeWalk", WALK, {"logit_rows": [-1, 1, 2, 3]}),
+        ("TreeWalk", WALK, {"logit_rows": [1, 2, 3, 7]}),
+    ],
+)
+def test_indices_that_lead_astray_are_not_followed(stand_in: StandIn, op, sound, spoiled) -> None:
+    (plugin,) = (plugin for plugin in ALL if plugin.name == op)
+    tensors = {name: np.array(spoiled.get(name, array), array.dtype) for name, array in sound.items()}
+    outputs = stand_in.run(plugin, tensors, {})
+    for name, array in outputs.items():
+        untouched = (array == sound["kv"]).all() if name == "kv" else poisoned(array)
+        assert untouched == bool(spoiled)
+
+
+def test_rows_that_do_not_ascend_are_a_fault_of_every_row(stand_in: StandIn) -> None:
+    for op in ("TreeAccept", "ChainAccept"):
+        plugin = PLUGINS[op][0]
+        outputs = stand_in.run(plugin, tensors_of(plugin.inputs), attributes_of(plugin))
+        assert outputs.pop("status").tolist() == [3] * SIZES["M"]
+        assert all(poisoned(array) for array in outputs.values())

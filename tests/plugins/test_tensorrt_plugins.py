@@ -1,0 +1,186 @@
+"""TensorRT plugins without TensorRT: what they tell a builder agrees with the ops, and their PTX with TensorRT's rules.
+
+What their kernels compute is compared in test_tensorrt_kernels.py.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from plans import names
+from plugins.cuda import LAUNCHES, DeviceOp
+from plugins.schemas import SCHEMAS
+from plugins.tensorrt import PLUGINS, Declined, compile_plugin, register_plugins
+from plugins.tensorrt import compile as compiling
+from plugins.tensorrt.expressions import INTEGERS, Size
+from plugins.tensorrt.plugin import SAME_SIZE, carried_as
+from plugins.tensorrt.source import parameters
+from tests.plugins.emulator import Memory
+from tests.plugins.tensorrt_stand_in import ALL, SIZES, StandIn, attributes_of, tensors_of
+
+pytest.importorskip("cuda.bindings")  # a layer is built with its PTX
+every_plugin = pytest.mark.parametrize("plugin", ALL, ids=lambda plugin: plugin.name)
+every_kernel = pytest.mark.parametrize("op", LAUNCHES)
+
+
+def inputs_of(plugin):
+    return list(tensors_of(plugin.inputs).values())
+
+
+def test_every_op_is_a_plugin_or_says_why_not() -> None:
+    assert set(PLUGINS) == set(SCHEMAS)
+    declined = {op: entry.reason for op, entry in PLUGINS.items() if isinstance(entry, Declined)}
+    assert set(declined) == set(SCHEMAS) - set(LAUNCHES)
+    assert all(declined.values())
+    assert len({plugin.id for plugin in ALL}) == len({plugin.kernel for plugin in ALL}) == len(ALL)
+
+
+@every_kernel
+def test_the_plugins_of_an_op_take_what_it_takes_and_give_what_it_gives(op: str) -> None:
+    schema, first, last = SCHEMAS[op], PLUGINS[op][0], PLUGINS[op][-1]
+    assert first.inputs[: len(schema.inputs)] == schema.inputs
+    assert {spec.name for spec in schema.attributes} <= set(first.attributes)
+    ours, theirs = tensors_of(last.outputs), tensors_of(schema.outputs)
+    assert list(ours)[: len(theirs)] == list(theirs)
+    for name, array in theirs.items():
+        assert (ours[name].shape, ours[name].dtype) == (array.shape, array.dtype)
+
+
+@every_kernel
+def test_whatever_else_a_plugin_takes_an_earlier_one_gives_or_has_only_a_length(op: str) -> None:
+    there = set(SCHEMAS[op].inputs)
+    for plugin in PLUGINS[op]:
+        for spec in set(plugin.inputs) - there:
+            assert (spec.name, spec.dtype, len(spec.shape)) in {(n, "int64", 1) for n in ("places", "view", "slots")}
+            assert spec.name not in plugin.launch.pointers
+        there |= set(plugin.outputs)
+
+
+@every_kernel
+def test_scratch_is_an_output_as_big_as_the_device_ops_and_none_must_start_as_zeros(op: str) -> None:
+    outputs = tensors_of(spec for plugin in PLUGINS[op] for spec in plugin.outputs)
+    for name, scratch in dict(LAUNCHES[op].scratch or {}).items():
+        if scratch.zeroed:
+            assert name not in outputs
+            assert all(name in plugin.stand_ins or name not in plugin.launch.pointers for plugin in PLUGINS[op])
+        else:
+            assert outputs[name].nbytes == scratch.size(SIZES)
+
+
+@every_kernel
+def test_launches_are_those_of_the_device_op(op: str) -> None:
+    plugin, schema = PLUGINS[op][0], SCHEMAS[op]
+    attributes = attributes_of(plugin)
+    memory = {name: Memory(array) for name, array in tensors_of(schema.tensors).items()}
+    device = DeviceOp(op, memory, attributes, lambda name, size, zeroed: 0)
+    blocks, threads, values = device.values(*(SIZES[extent] for extent in schema.extents))
+    layer = StandIn().build(plugin, inputs_of(plugin), attributes)
+    assert (layer.kernel, layer.blocks, layer.threads) == (f"{device.launch.kernel}_plugin", blocks, threads)
+    arguments = dict(zip(plugin.arguments, layer.arguments, strict=True))
+    numbers = [value.value for value in values[len(device.launch.pointers) :]]
+    for name, number in zip(device.launch.numbers, numbers, strict=True):
+        assert arguments.pop(SAME_SIZE.get(name, name), number) == number, name
+    assert arguments == {name: SIZES[name] for name in plugin.extra if name in arguments}
+
+
+def test_a_walk_is_one_warp() -> None:
+    for op in ("TreeAccept", "ChainAccept"):
+        walk = PLUGINS[op][1]
+        layer = StandIn().build(walk, inputs_of(walk), {})
+        assert (layer.blocks, layer.threads) == (1, 32)
+        assert layer.arguments == (SIZES[names.LOGITS], SIZES["B"], SIZES[names.NEW])
+
+
+def test_formulas_know_products_and_quotients_rounded_up() -> None:
+    a, b = Size("a"), Size("b")
+    for sizes in ({"a": 1, "b": 1}, {"a": 5, "b": 3}, {"a": 64, "b": 4}):
+        assert (-(-a * b // 4)).value(sizes, INTEGERS) == -(-sizes["a"] * sizes["b"] // 4)
+        assert (3 * a * b).value(sizes, INTEGERS) == 3 * sizes["a"] * sizes["b"]
+    for refused in (lambda: a // 2, lambda: a + b, lambda: min(a, b)):
+        with pytest.raises(TypeError):
+            refused()
+
+
+def test_no_plugin_has_a_type_that_tensorrt_lacks() -> None:
+    types = {dtype for plugin in ALL for spec in (*plugin.inputs, *plugin.outputs) for dtype in carried_as(spec)}
+    assert types == {"int64", "float32", "float16", "bfloat16"}
+
+
+def test_only_kv_gather_writes_where_it_reads() -> None:
+    stand_in = StandIn()
+    for plugin in ALL:
+        known, outputs = stand_in.describe(plugin, inputs_of(plugin), attributes_of(plugin))
+        expected = known[:1] if plugin.name == "KvGather" else [None] * len(outputs)
+        assert [output.alias for output in outputs] == expected
+
+
+@every_plugin
+def test_ptx_has_the_kernel_with_parameters_as_tensorrt_passes_them(plugin) -> None:
+    (declared,) = re.findall(rf"\.visible \.entry {plugin.kernel}\((.*?)\)", compile_plugin(plugin), re.DOTALL)
+    widths = [int(bits) for bits in re.findall(r"\.param \.u(32|64)", declared)]
+    assert widths == [64] * len(plugin.inputs) + [32] * len(plugin.arguments) + [64] * len(plugin.outputs)
+    assert widths == [parameter.bits for parameter in parameters(plugin)]
+
+
+@every_plugin
+def test_ptx_leaves_no_arithmetic_for_a_driver_to_contract(plugin) -> None:
+    """Multiplications and additions without a rounding mode may become one operation when PTX is compiled further."""
+    loose = r"\b(?:fma|mad|add|sub|mul)\.f(?:32|64)\b|\bfma\.\S+|\.ftz\b|\.approx\b"
+    assert re.findall(loose, compile_plugin(plugin)) == []
+
+
+def test_ptx_is_for_the_oldest_gpu_and_the_same_every_time() -> None:
+    ptx = compile_plugin(PLUGINS["Sample"][0])
+    assert ".target sm_75\n" in ptx
+    assert not ptx.endswith("\0")
+    compiling._compiled.cache_clear()
+    assert compile_plugin(PLUGINS["Sample"][0]) == ptx
+
+
+def test_what_does_not_compile_is_told_with_the_compilers_words() -> None:
+    with pytest.raises(RuntimeError, match=r"outrider_draws_plugin does not compile for compute_1: .*architecture"):
+        compile_plugin(PLUGINS["Draws"][0], "compute_1")
+
+
+def test_a_type_that_is_not_the_plugins_is_refused() -> None:
+    (plugin,) = PLUGINS["CoupledDraws"]
+    tensors = tensors_of(plugin.inputs)
+    tensors["temperature"] = tensors["temperature"].astype("float32")
+    with pytest.raises(ValueError, match=r"outrider::CoupledDraws takes temperature as int64 \(the bits of float64\)"):
+        StandIn().describe(plugin, list(tensors.values()), {"depths": 2})
+
+
+def test_a_rank_that_is_not_the_plugins_is_refused() -> None:
+    (plugin,) = PLUGINS["BimMask"]
+    first, *others = inputs_of(plugin)
+    with pytest.raises(ValueError, match=r"outrider::BimMask takes inputs of ranks \[2, 1.*not \[1, 1"):
+        StandIn().describe(plugin, [first[0], *others], {})
+
+
+def test_kv_gather_is_built_for_a_fixed_head_dim() -> None:
+    stand_in, (plugin,) = StandIn(), PLUGINS["KvGather"]
+    known, outputs = stand_in.describe(plugin, inputs_of(plugin), {})
+    known[0].shape = (-1, -1, -1, -1, -1)
+    with pytest.raises(ValueError, match="outrider::KvGather needs a fixed head_dim: axis 4 of kv"):
+        stand_in.implemented[plugin.id](*known, outputs, 0)
+
+
+def test_an_attribute_that_is_missing_is_named() -> None:
+    with pytest.raises(ValueError, match="outrider::Draws is built for fixed depths, purpose; missing: depths"):
+        PLUGINS["Draws"][0].launch_for({"purpose": 0})
+
+
+def test_without_tensorrt_registering_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    with pytest.raises(ImportError, match=r"TensorRT 10\.15 or later, whose package `tensorrt` cannot be loaded"):
+        register_plugins()
+
+
+def test_tensorrt_accepts_every_plugin() -> None:
+    """Where it is installed."""
+    trtp = pytest.importorskip("tensorrt.plugin")
+    register_plugins()
+    assert all(hasattr(trtp.op.outrider, plugin.name) for plugin in ALL)
