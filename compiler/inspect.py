@@ -40,6 +40,7 @@ def _target(plan: Plan, target: TargetPlan) -> dict[str, Any]:
         "symbols": target.symbols,
         "session_bytes": session_bytes(target),
         "engines": {name: _engine(plan, engine) for name, engine in target.engines.items()},
+        "kernels": target.kernels,
         "lowering": [report.model_dump() for report in target.lowering],
     }
 
@@ -83,6 +84,8 @@ def print_description(description: dict[str, Any], console: Console) -> None:
             for profile in facts.get("profiles", ()):
                 console.print("    profile: " + ", ".join(f"{s} {a} to {b}" for s, (a, b) in profile.items()))
             console.print("    " + ", ".join(f"{op} {count}" for op, count in facts["ops"].items()))
+        if target["kernels"]:
+            console.print(f"  our ops compiled for {', '.join(target['kernels'])}")
         table = Table("engine", "rule", "applied", "declined", box=None, pad_edge=False)
         for report in target["lowering"]:
             declined = "; ".join(f"{count}x {reason}" for reason, count in report["declined"].items()) or "-"

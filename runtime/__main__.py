@@ -137,7 +137,10 @@ def _options(arguments: argparse.Namespace) -> Options:
 
 def _load(arguments: argparse.Namespace) -> Runtime:
     with stderr.status(f"loading {arguments.plan}"):
-        return Runtime.load(arguments.plan, target=arguments.target, threads=arguments.threads)
+        runtime = Runtime.load(arguments.plan, target=arguments.target, threads=arguments.threads)
+    for target, reason in runtime.passed_over.items():
+        stderr.print(f"runs on {runtime.target}, not on {target}: {reason}", style="dim", soft_wrap=True)
+    return runtime
 
 
 def _generate(arguments: argparse.Namespace) -> int:
