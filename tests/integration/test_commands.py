@@ -78,7 +78,7 @@ def test_inspect_shows_geometry_programs_ops_and_rules(toy_plan: Path, capsys: C
         "name", "identity", "format_version", "models", "drafters", "targets", "tools", "bytes", "files",
     }  # fmt: skip
     target = found["targets"]["onnxruntime-cpu"]
-    assert set(target) == {"programs", "symbols", "session_bytes", "engines", "lowering"}
+    assert set(target) == {"programs", "symbols", "session_bytes", "engines", "kernels", "lowering"}
     assert target["programs"]["decode"] == ["op:BimMask", "engine:target", "op:Sample"]
     assert target["engines"]["target"]["ops"]["com.microsoft.GroupQueryAttention"] == 4
     assert target["session_bytes"] > 4 * 2 * 384 * 16 * 4  # the arena alone
