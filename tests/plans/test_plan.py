@@ -122,12 +122,12 @@ def test_an_engine_that_is_not_listed_is_refused(plan: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        b"", b"not json", b"\xff\xfe\x00", b"null", b"[]", b"7", b'"x"', b"{}", b'{"format_version": 2}',
-        b"[" * 200_000, b'{"format_version": 2, "recipe": ' + b'{"a":' * 900 + b"1" + b"}" * 901,
+        b"", b"not json", b"\xff\xfe\x00", b"null", b"[]", b"7", b'"x"', b"{}", b'{"format_version": 3}',
+        b"[" * 200_000, b'{"format_version": 3, "recipe": ' + b'{"a":' * 900 + b"1" + b"}" * 901,
         b'{"format_version": ' + b"9" * 100_000 + b"}", b'{"format_version": ' + b"9" * 4000 + b"}",
         b'{"format_version": 1e999}', b'{"format_version": NaN}', b'{"format_version": "1"}',
-        b'{"format_version": true}', b'{"format_version": 3}', b'{"format_version": {"a": "' + b"x" * 9999 + b'"}}',
-        b'{"format_version": 2, "name": "\\ud800"}', b"\xef\xbb\xbf{}",
+        b'{"format_version": true}', b'{"format_version": 4}', b'{"format_version": {"a": "' + b"x" * 9999 + b'"}}',
+        b'{"format_version": 3, "name": "\\ud800"}', b"\xef\xbb\xbf{}",
     ],
 )  # fmt: skip
 def test_text_that_is_no_manifest_is_refused_in_a_short_sentence(plan: Path, text: bytes) -> None:
@@ -137,7 +137,7 @@ def test_text_that_is_no_manifest_is_refused_in_a_short_sentence(plan: Path, tex
 
 def test_a_plan_of_another_version_is_refused_with_what_to_do(plan: Path) -> None:
     edit(plan, lambda m: m.update(format_version=1))
-    assert "has format version 1, this runtime reads 2; build the plan with this version" in refused(plan)
+    assert "has format version 1, this runtime reads 3; build the plan with this version" in refused(plan)
 
 
 def test_a_deeply_nested_recipe_is_refused_or_read(plan: Path) -> None:
