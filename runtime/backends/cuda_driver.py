@@ -124,6 +124,10 @@ class CudaDevice:
     def replay(self, graph: Any) -> None:
         call("cuGraphLaunch", graph, self.stream)
 
+    def discard(self, graph: Any) -> None:
+        self.enter()
+        call("cuGraphExecDestroy", graph)
+
     def load_kernels(self, cubin: Path) -> None:
         """Our ops' kernels, for `launch`."""
         self.enter()
@@ -145,7 +149,7 @@ class Pinned:
     """Bytes of the host at a fixed address, and arrays in them; `release` gets it when the last of them is gone."""
 
     def __init__(self, address: int, size: int, release: Callable[[int], None]) -> None:
-        self.address = address
+        self.address, self.size = address, size
         memory = (ctypes.c_uint8 * max(size, 1)).from_address(address)
         finalize(memory, release, address)
         self._bytes = np.ctypeslib.as_array(memory)

@@ -21,7 +21,7 @@ from plugins.cuda import DeviceOp
 from plugins.cuda.launches import FAULTS, STATUS
 from runtime.backends.cuda_driver import Pinned
 from runtime.backends.recorder import Recorder
-from runtime.buffers import Buffers
+from runtime.buffers import Buffers, Call
 
 _ALIGNMENT = 256  # bytes: what kernels may assume of an address
 LARGE = frozenset({names.KV, names.ATTN_BIAS, names.LOGITS_OUT, names.FEATURES, names.DRAFT_PROBS})
@@ -54,6 +54,8 @@ class Device(Protocol):
     def end_recording(self) -> Any: ...
 
     def replay(self, graph: Any) -> None: ...
+
+    def discard(self, graph: Any) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,8 @@ class DeviceBuffers(Buffers):
         device.enter()
         layout = lay_out(plan)
         self._addresses = list[int]()
-        self._size = layout.size + _ALIGNMENT  # the last part is the status of our ops
-        self._block, self._twin = self.allocate(self._size), device.pinned(self._size)
+        size = layout.size + _ALIGNMENT  # the last part is the status of our ops
+        self._block, self._twin = self.allocate(size), device.pinned(size)
         self._status = self._twin.array(layout.size, (1,), np.int64)
         self._status_address = self._block + layout.size
         self.memory: dict[str, Memory] = {}
@@ -119,10 +121,11 @@ class DeviceBuffers(Buffers):
             whole = self.memory[view.buffer]
             self.memory[name] = Memory(whole.address + view.plane * whole.row_bytes, whole.shape[1:], whole.dtype)
             self.arrays[name] = self.arrays[view.buffer]
-        self.exchange = _Copies(device, self._block, self._twin, self._size, self._status, records_engines)
+        recorder = Recorder(device)
+        self.exchange = _Exchange(device, recorder, self._block, self._twin, self._status, records_engines)
         self._scratch: dict[tuple[str, int], int] = {}
         device.wait()
-        finalize(self, _give_back, device, self._addresses)
+        finalize(self, _give_back, device, recorder, self._addresses)
 
     def allocate(self, size: int) -> int:
         """Memory of the device that is given back with the buffers."""
@@ -159,6 +162,7 @@ class DeviceBuffers(Buffers):
         name = names.of(model, tensor)
         memory, rows = self.memory[name], self.arrays[name][start:stop]
         offset = memory.address + start * memory.row_bytes
+        self._device.enter()
         self._device.to_host(rows.ctypes.data, offset, rows.nbytes)
         self._device.wait()
         return rows
@@ -166,28 +170,45 @@ class DeviceBuffers(Buffers):
     def send(self, model: str, tensor: str, elements: int) -> None:
         name = names.of(model, tensor)
         memory = self.memory[name]
+        self._device.enter()
         self._device.to_device(memory.address, self.arrays[name].ctypes.data, elements * memory.itemsize)
 
     def copy_row(self, source: tuple[str, str, int], to: tuple[str, str, int]) -> None:
         (a, i), (b, j) = ((self.memory[names.of(model, tensor)], row) for model, tensor, row in (source, to))
+        self._device.enter()
         self._device.copy(b.address + j * b.row_bytes, a.address + i * a.row_bytes, a.row_bytes)
 
 
-class _Copies:
-    """The exchange of the small block and its twin, whole: one copy each way (`runtime.buffers.Exchange`)."""
+class _Exchange:
+    """The small block and its twin, whole: one copy each way (`runtime.buffers.Exchange`)."""
 
     def __init__(
-        self, device: Device, block: int, twin: Pinned, size: int, status: NDArray[np.int64], records_engines: bool
+        self,
+        device: Device,
+        recorder: Recorder,
+        block: int,
+        twin: Pinned,
+        status: NDArray[np.int64],
+        records_engines: bool,
     ) -> None:
         self.records_engines = records_engines
-        self._device, self._block, self._twin, self._size, self._status = device, block, twin, size, status
-        self.stretch = Recorder(device).stretch
+        self._device, self._recorder = device, recorder
+        self._block, self._twin, self._status = block, twin, status
+
+    def stretch(self, calls: Sequence[Call], sizes: Sequence[Sequence[int]]) -> Call:
+        recorded = self._recorder.stretch(calls, sizes)
+
+        def run() -> None:
+            self._device.enter()  # a session may go on in another thread than it began in
+            recorded()
+
+        return run
 
     def upload(self) -> None:
-        self._device.to_device(self._block, self._twin.address, self._size)
+        self._device.to_device(self._block, self._twin.address, self._twin.size)
 
     def download(self) -> None:
-        self._device.to_host(self._twin.address, self._block, self._size)
+        self._device.to_host(self._twin.address, self._block, self._twin.size)
 
     def wait(self) -> None:
         self._device.wait()
@@ -197,6 +218,7 @@ class _Copies:
             raise PlanError(f"no token can be chosen: {FAULTS.get(fault, f'fault {fault}')}")
 
 
-def _give_back(device: Device, addresses: list[int]) -> None:
+def _give_back(device: Device, recorder: Recorder, addresses: list[int]) -> None:
+    recorder.clear()
     for address in addresses:
         device.free(address)

@@ -19,6 +19,8 @@ class Recording(Protocol):
 
     def replay(self, graph: Any) -> None: ...
 
+    def discard(self, graph: Any) -> None: ...
+
 
 class Recorder:
     """Runs a stretch of calls that only enqueue: plainly the first time its sizes are met, which warms it up, recorded
@@ -48,10 +50,19 @@ class Recorder:
                 self._graphs[key] = None
                 for call in calls:
                     call()
-                if len(self._graphs) > MOST:
-                    self._graphs.popitem(last=False)
+                while len(self._graphs) > MOST:
+                    self._discard(self._graphs.popitem(last=False)[1])
 
         return run
+
+    def clear(self) -> None:
+        """Give all graphs back."""
+        while self._graphs:
+            self._discard(self._graphs.popitem()[1])
+
+    def _discard(self, graph: Any) -> None:
+        if graph is not None:
+            self._device.discard(graph)
 
     def _record(self, calls: Sequence[Call]) -> Any:
         self._device.begin_recording()
@@ -59,6 +70,6 @@ class Recorder:
             for call in calls:
                 call()
         except BaseException:
-            self._device.end_recording()  # a stream that goes on recording runs nothing
+            self._device.discard(self._device.end_recording())  # a stream that goes on recording runs nothing
             raise
         return self._device.end_recording()

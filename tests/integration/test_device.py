@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -109,7 +110,7 @@ def test_where_engines_can_be_recorded_a_step_is_one_launch(
 
 
 def test_a_recording_that_fails_is_ended(device: EmulatedDevice) -> None:
-    recorder, seen = Recorder(device), list[int]()
+    recorder, seen, before = Recorder(device), list[int](), device.graphs
 
     def work() -> None:
         seen.append(1)
@@ -122,18 +123,23 @@ def test_a_recording_that_fails_is_ended(device: EmulatedDevice) -> None:
         run()
     run()
     assert len(seen) == 3
+    recorder.clear()
+    assert device.graphs == before
 
 
 def test_graphs_that_were_not_used_for_long_are_forgotten(
     device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder_module, "MOST", 3)
-    recorder, sizes = Recorder(device), [0]
+    recorder, sizes, before = Recorder(device), [0], device.graphs
     run = recorder.stretch([lambda: None], [sizes])
     for size in (1, 1, 2, 3, 1, 4, 5, 1):
         sizes[0] = size
         run()
     assert len(recorder._graphs) == 3
+    assert device.graphs == before + sum(graph is not None for graph in recorder._graphs.values())
+    recorder.clear()
+    assert device.graphs == before
 
 
 def test_it_is_preferred_where_it_can_run(runtime: Runtime) -> None:
@@ -161,6 +167,17 @@ def test_turns_cuts_and_logprobs(runtime: Runtime, toy: Runtime) -> None:
         np.testing.assert_allclose(
             [entry.logprob for entry in mine.logprobs], [entry.logprob for entry in other.logprobs], atol=1e-4
         )
+
+
+def test_a_session_goes_on_in_another_thread(runtime: Runtime, toy: Runtime) -> None:
+    options = Options(max_new_tokens=6, ignore_eos=True, drafter="head", logprobs=1)
+    session, other = runtime.session(), toy.session()
+    expected = [other.generate(prompt, **options).token_ids for prompt in (PROMPT, [5])]
+    found = [session.generate(PROMPT, **options).token_ids]
+    thread = threading.Thread(target=lambda: found.append(session.generate([5], **options).token_ids))
+    thread.start()
+    thread.join()
+    assert found == expected
 
 
 def test_beam_search(runtime: Runtime, toy: Runtime) -> None:

@@ -7,6 +7,7 @@ What is not: nothing runs while the host goes on.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,13 @@ class EmulatedDevice:
         self._memory: dict[int, NDArray[np.uint8]] = {}
         self.copied = {"up": 0, "down": 0}
         self.replays = 0
+        self._entered = threading.local()
+        self.graphs = 0  # that were recorded and not given back
         self._recorded: list[Callable[[], None]] | None = None
         self.launched: dict[str, int] = {}
 
     def enter(self) -> None:
-        pass
+        self._entered.thread = True
 
     def allocate(self, size: int) -> int:
         memory = np.zeros(max(size, 1) + 256, np.uint8)
@@ -67,6 +70,7 @@ class EmulatedDevice:
         assert self._recorded is None, "nothing may be waited for while a graph is recorded"
 
     def enqueue(self, work: Callable[[], None]) -> None:
+        assert getattr(self._entered, "thread", False), "this thread has not entered the device"
         if self._recorded is None:
             work()
         else:
@@ -79,7 +83,11 @@ class EmulatedDevice:
     def end_recording(self) -> list[Callable[[], None]]:
         assert self._recorded is not None
         recorded, self._recorded = self._recorded, None
+        self.graphs += 1
         return recorded
+
+    def discard(self, graph: list[Callable[[], None]]) -> None:
+        self.graphs -= 1
 
     def replay(self, graph: list[Callable[[], None]]) -> None:
         self.replays += 1
