@@ -18,6 +18,9 @@ from plugins.schema import FilterOrder, Purpose
 from runtime import Generation, Session
 from runtime.request import Options, check_options
 
+EXACT = frozenset({"onnxruntime-cpu"})
+"""Execution targets on which a chain's tokens have the very logits of plain decoding."""
+
 
 @dataclass(frozen=True)
 class Parting:
@@ -62,15 +65,18 @@ def compare_drafters(
     drafters: Sequence[str],
     options: Options,
     tolerance: float,
+    *,
+    exact_chains: bool,
     progress: Callable[[int], None] = lambda done: None,
 ) -> dict[str, DrafterCheck]:
     """Run every prompt (token ids) plainly and with each drafter, to the limit of `options`.
 
-    A `Parting` is a near tie where its `margin` is within `tolerance` (logits) and the drafter drafts trees. Drafters
-    by rejection have nothing to agree with at a temperature. `progress` gets the number of prompts done.
+    A `Parting` is a near tie where its `margin` is within `tolerance` (logits). With `exact_chains`, which some targets
+    promise (EXACT), a drafter of chains has none. Drafters by rejection have nothing to agree with at a temperature.
+    `progress` gets the number of prompts done.
     """
     checks = {name: DrafterCheck() for name in drafters}
-    chains = {drafter.name for drafter in session.manifest.drafters if drafts_chains(drafter)}
+    exact = {d.name for d in session.manifest.drafters if exact_chains and drafts_chains(d)}
     params = check_options(options, drafters, ()).sampling
     sampling = Sampling(params.temperature, params.top_k, params.top_p, FilterOrder[params.filter_order.upper()])
     always = options | Options(ignore_eos=True, auto_disable=False)
@@ -92,7 +98,7 @@ def compare_drafters(
             run(ids, "none", Options(max_new_tokens=index + 1))
             u = uniform(params.seed, params.stream, len(ids) + index, Purpose.TARGET)
             apart = margin(session.step_logits(0), sampling, u)
-            near = name not in chains and apart <= tolerance
+            near = name not in exact and apart <= tolerance
             check.partings.append(Parting(prompt, index, plain[index], drafted.token_ids[index], apart, near))
         progress(prompt + 1)
     return checks

@@ -34,6 +34,7 @@ from plans.errors import RequestError
 from plans.manifest import GraphDrafter, Manifest, Tree
 from plans.plan import read_manifest
 from runtime import Generation, Runtime, Session
+from runtime.backends import choose_target
 from runtime.request import Options
 from runtime.trace import Round, Watcher
 
@@ -63,11 +64,13 @@ class Search:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where trees to try come from: the recipe read from `path` with `overrides`, and its drafter's section."""
+    """Where trees to try come from: the recipe read from `path` with `overrides`, and its drafter's section; and the
+    execution target that they are tried on."""
 
     path: Path
     overrides: tuple[str, ...]
     section: GraphSection
+    target: str
 
     def recipe(self, trees: Sequence[Tree], nodes: int) -> Recipe:
         """The recipe with this drafter alone, once for each tree and by the name of it; and the probe of `nodes`."""
@@ -77,7 +80,7 @@ class Origin:
         listed = [{**shared, "name": name_of(tree), "tree": tree.model_dump()} for tree in trees]
         listed.append({"name": _PROBE, "kind": "ngram", "max_draft": nodes - 1})
         recipe = load_recipe(self.path, [*self.overrides, f"drafters={json.dumps(listed, ensure_ascii=False)}"])
-        return recipe.for_targets(["onnxruntime-cpu"])
+        return recipe.for_targets([self.target])
 
 
 def name_of(tree: Tree) -> str:
@@ -119,7 +122,7 @@ def tune_plan(
     known = manifest.models[settings.name].vocab_size
     widest = 1 if section.acceptance == "rejection" else known  # rejection goes with chains
     search = replace(search, top_ks=tuple(k for k in search.top_ks if k <= widest))
-    origin = Origin(recipe.path, tuple(overrides), section)
+    origin = Origin(recipe.path, tuple(overrides), section, choose_target(manifest.targets, None).target)
     bench = _Bench(origin, search, texts, new_tokens, temperature, context, progress)
     found = Tuning(str(plan), manifest.identity, settings.name, len(texts), new_tokens, temperature)
     _estimate(found, bench, search)

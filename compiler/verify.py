@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import JsonValue
 
-from compiler.agreement import DrafterCheck, compare_drafters
+from compiler.agreement import EXACT, DrafterCheck, compare_drafters
 from compiler.checkpoint import load_decoder
 from compiler.drafters import source_hashes
 from compiler.held_out import read_prompts
@@ -128,7 +128,15 @@ def verify_plan(
         def report(prompt: int) -> None:
             progress(done + prompt, pieces)
 
-        return compare_drafters(session, encoded, names, options | limit, result.tolerance, report)
+        return compare_drafters(
+            session,
+            encoded,
+            names,
+            options | limit,
+            result.tolerance,
+            exact_chains=runtime.target in EXACT,
+            progress=report,
+        )
 
     drafters = runtime.manifest.drafters
     result.drafters = compare([d.name for d in drafters], Options(temperature=0.0), len(texts))

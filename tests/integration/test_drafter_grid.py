@@ -49,7 +49,7 @@ def check(runtime: Runtime, drafters: list[str], sampling: str, tolerance: float
     prompts = cut_prompts(runtime.tokenizer, most)
     assert len({tuple(ids) for ids in prompts}) >= 100
     options = SAMPLINGS[sampling] | Options(max_new_tokens=new)
-    checks = compare_drafters(runtime.session(), prompts, drafters, options, tolerance)
+    checks = compare_drafters(runtime.session(), prompts, drafters, options, tolerance, exact_chains=True)
     print(f"\n{sampling}, {len(prompts)} prompts, tolerance {tolerance:.1e}")
     for drafter, found in checks.items():
         margins = [f"{parting.margin:.1e}" for parting in found.partings]

@@ -56,7 +56,9 @@ def test_every_drafter_gives_the_tokens_of_plain_decoding(cuda_plan: Plan, monke
         options |= Options(max_new_tokens=60, ignore_eos=True)
         expected = reference.generate(prompt, drafter="none", **options).token_ids
         assert runtime.generate(prompt, drafter="none", **options).token_ids == expected
-        checks = compare_drafters(runtime.session(), [prompt], TOY_DRAFTERS, options, tolerance=1e-4)
+        checks = compare_drafters(
+            runtime.session(), [prompt], TOY_DRAFTERS, options, tolerance=1e-4, exact_chains=False
+        )
         assert {name: check.partings for name, check in checks.items()} == {name: [] for name in TOY_DRAFTERS}
 
 
