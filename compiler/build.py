@@ -203,7 +203,7 @@ def _engine_shape(
     scaling = recipe.target.rope_scaling
     return {
         "target": target.model_dump(mode="json"),
-        "limits": None if isinstance(target, OnnxRuntimeCpuSection) else limits,
+        "limits": limits if isinstance(target, TensorRtRtxSection) else None,
         "capacity": geometry.capacity,
         "dtype": recipe.dtype(target),
         "rope_scaling": None if scaling is None else scaling.model_dump(exclude_none=True),

@@ -20,11 +20,8 @@ from plans.manifest import Engine, Profile, Range
 
 FEW_TOKENS = 64
 """Up to here tokens are decoded and verified, above it prompts are computed: each has kernels of its own."""
-_OPTIMAL = {
-    names.NEW: 8,
-    names.LOGITS: 8,
-    names.VIEW: 1024,
-}  # sizes that kernels are chosen for, where they are allowed
+_OPTIMAL = {names.NEW: 8, names.LOGITS: 8, names.VIEW: 1024}
+"""Sizes that kernels are chosen for, where a range has them; else its largest."""
 
 
 def library() -> Any:

@@ -8,7 +8,6 @@ from plans.errors import PlanError
 
 SOURCES = Path(__file__).resolve().parent.parent / "csrc"
 _INSTALL = "run `pip install 'outrider[gpu]'`"
-ARCHITECTURES = ("sm_80", "sm_90", "sm_120")
 
 
 def compile_kernels(architecture: str) -> bytes:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from plans import names
 from plugins.schemas import SCHEMAS
 
 THREADS = 256
-_KINDS = {"int64": ctypes.c_int64, "float64": ctypes.c_double}
 
 Sizes = Mapping[str, int]
 """Sizes of an op by symbol: those of its tensors, and the extents of the call."""
@@ -55,7 +54,7 @@ class Launch:
     numbers: tuple[str, ...]
     blocks: Callable[[Sizes], int]
     threads: Callable[[Sizes], int] = lambda sizes: THREADS
-    scratch: Mapping[str, Scratch] = ()  # type: ignore[assignment]
+    scratch: Mapping[str, Scratch] = field(default_factory=dict)
 
 
 STATUS = "status"  # int64 [1]: 0, or the number of a fault (FAULTS); shared by all ops of a session
@@ -169,9 +168,8 @@ class DeviceOp:
             self._sizes["unit"] = move_unit(self._sizes)
             slot = self._sizes["head_dim"] * self._sizes["itemsize"]
             self._sizes["units"] = slot // self._sizes["unit"]
-        scratch = dict(self.launch.scratch or {})
-        sizes = {name: (part.size(self._sizes), part.zeroed) for name, part in scratch.items()}
-        own = {name: workspace(name, size, zeroed) for name, (size, zeroed) in sizes.items()}
+        parts = self.launch.scratch.items()
+        own = {name: workspace(name, part.size(self._sizes), part.zeroed) for name, part in parts}
         if STATUS in self.launch.pointers:
             own[STATUS] = workspace(STATUS, 8, True)
         addresses = {name: tensor.address for name, tensor in tensors.items()} | own

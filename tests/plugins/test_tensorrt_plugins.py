@@ -62,7 +62,7 @@ def test_whatever_else_a_plugin_takes_an_earlier_one_gives_or_has_only_a_length(
 @every_kernel
 def test_scratch_is_an_output_as_big_as_the_device_ops_and_none_must_start_as_zeros(op: str) -> None:
     outputs = tensors_of(spec for plugin in PLUGINS[op] for spec in plugin.outputs)
-    for name, scratch in dict(LAUNCHES[op].scratch or {}).items():
+    for name, scratch in LAUNCHES[op].scratch.items():
         if scratch.zeroed:
             assert name not in outputs
             assert all(name in plugin.stand_ins or name not in plugin.launch.pointers for plugin in PLUGINS[op])
