@@ -11,6 +11,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from compiler import drafters
+from compiler.buckets import step_buckets
 from compiler.checkpoint import load_decoder
 from compiler.drafters import GraphSource
 from compiler.engines import open_folder
@@ -286,6 +287,7 @@ def _target_plan(
         programs=emit_programs(engines, listed),
         lowering=built.reports,
         kernels=built.kernels,
+        buckets=step_buckets(geometry, limits, listed, engines) if built.kernels else {},
     )
 
 

@@ -98,7 +98,7 @@ def _on_device(stages: list[_Ready], exchange: Exchange, steps: Mapping[str, Ste
     for stage in (there, *stages[first:], back):
         if stage.kind is StageKind.ENGINE and not exchange.records_engines:
             close()
-            ready.append(stage)
+            ready.append(_Ready(stage.name, stage.kind, exchange.singly(stage.call), stage.model))
         else:
             stretch.append(stage)
     close()
@@ -148,6 +148,7 @@ def _draft(drafter: HostDrafter, step: TargetStep) -> Call:
         if step.draft_limit > 0:
             root = step.new_tokens - 1
             step.append_nodes(drafter.draft(step.draft_limit, step.token_ids, step.parent, root))
+            step.fill_bucket()
 
     return stage
 

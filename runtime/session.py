@@ -7,6 +7,7 @@ after any cut are the same loop.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from runtime.gate import Gate
 from runtime.generation import FinishReason, Generation, GenerationStream, GrowingGeneration, Span
 from runtime.program import Program
 from runtime.prompt import Prompt, prepare_prompt
+from runtime.rehearsal import rehearse
 from runtime.request import Options, Request, check_options
 from runtime.sampling import SamplingParams, likeliest, logprobs
 from runtime.stats import StageClock, Stats
@@ -38,6 +40,7 @@ from runtime.text_stream import TextStream
 from runtime.tokenizer import Tokenizer
 from runtime.trace import read_round
 
+_LOG = logging.getLogger("outrider")
 _BRANCH, _TREE = 0, 0  # a session is one branch, and a step one tree
 
 
@@ -58,7 +61,9 @@ class Session:
         self._manifest, self._tokenizer, self._geometry = manifest, tokenizer, manifest.target
         self._limits = plan.symbols[names.TARGET]
         self._buffers = backend.buffers(plan)
-        self._step = TargetStep(self._buffers, manifest.target, plan.symbols[names.TARGET])
+        self._step = TargetStep(
+            self._buffers, manifest.target, plan.symbols[names.TARGET], plan.buckets.get(names.TARGET)
+        )
         self._slots = SlotMap(names.TARGET, self._buffers, self._step)
         host = {d.name: make_host_drafter(d) for d in manifest.drafters if isinstance(d, NgramDrafter)}
         self._host_drafters = frozenset(host)
@@ -79,10 +84,18 @@ class Session:
         self._changes = 0  # counts what may make a prepared prompt out of date
         self._chosen_by: tuple[int, NDArray[np.int64] | None] = (0, None)  # the last step's tip, and its kept rows
         self._busy = threading.Lock()
+        exchange = self._buffers.exchange
+        if exchange is not None and exchange.records and plan.buckets:
+            self._buffers.set_sampling(_BRANCH, SamplingParams())
+            started = perf_counter()
+            with exchange.recording():
+                rounds = rehearse(manifest.target.context, steps, self._drafters, self._programs)
+            _LOG.info("recorded %d rounds in %.1f s", rounds, perf_counter() - started)
 
     def _step_of(self, drafter: GraphDrafter, plan: TargetPlan) -> Step:
         name = drafter.name
-        return Step(name, self._buffers, self._manifest.models[name], plan.symbols[name], reach=drafter.grown)
+        geometry, limits, buckets = self._manifest.models[name], plan.symbols[name], plan.buckets.get(name)
+        return Step(name, self._buffers, geometry, limits, buckets, reach=drafter.grown)
 
     def _engine_drafter(self, drafter: GraphDrafter, plan: TargetPlan, step: Step) -> EngineDrafter:
         name, programs = drafter.name, self._programs
@@ -342,7 +355,7 @@ class Session:
         assert program.tokens is not None
         count = 1 if program.counts is None else int(program.counts[_TREE])
         chosen = program.tokens[: min(count, room)].tolist()
-        span, kept = generation.take(chosen, step.new_tokens - len(pending), count - 1, len(chosen) == room)
+        span, kept = generation.take(chosen, step.drafted, count - 1, len(chosen) == room)
         self._chosen_by = len(pending) - 1, program.kept
         if request.logprobs is not None:
             for index, token in enumerate(span.token_ids):

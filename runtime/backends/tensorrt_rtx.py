@@ -12,7 +12,7 @@ from typing import Any
 from plans import names
 from plans.errors import PlanError
 from plans.manifest import Engine, Profile, TargetPlan
-from runtime.backends.base import BoundEngine, LoadedEngine
+from runtime.backends.base import BoundEngine, LoadedEngine, Settings
 from runtime.backends.cuda_driver import CudaDevice, architecture, fitting_kernels
 from runtime.backends.device import DeviceBuffers
 from runtime.buffers import Buffers
@@ -43,7 +43,8 @@ def reason_against(plan: TargetPlan) -> str | None:
 class TensorRtRtx:
     """One device and one stream for all sessions."""
 
-    def __init__(self, plan: TargetPlan) -> None:
+    def __init__(self, plan: TargetPlan, settings: Settings) -> None:
+        self._records = settings.cuda_graphs
         self._trt = importlib.import_module("tensorrt_rtx")
         self._device = CudaDevice()
         fitting = fitting_kernels(architecture(), list(plan.kernels))
@@ -68,7 +69,7 @@ class TensorRtRtx:
         return _LoadedEngine(self._trt, built, engine, self._device)
 
     def buffers(self, plan: TargetPlan) -> Buffers:
-        return DeviceBuffers(plan, self._device, records_engines=True)
+        return DeviceBuffers(plan, self._device, records=self._records, records_engines=True)
 
 
 class _LoadedEngine:
