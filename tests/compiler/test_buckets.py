@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 from hypothesis import given
@@ -18,7 +19,7 @@ def test_views_hold_every_number_of_keys_with_at_most_half_again_as_many(least: 
     assert list(views) == sorted(set(views))
     assert views[-1] == most
     assert all(view % least == 0 for view in views[:-1])
-    for smaller, larger in zip(views, views[1:], strict=False):
+    for smaller, larger in pairwise(views):
         assert larger <= max(1.5 * smaller, smaller + least)
     assert len(views) <= 2 * max((most // least).bit_length(), 1) + 1
 

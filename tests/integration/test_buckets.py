@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ NEW, VIEWS = (1, 4, 7, 12), (128, 256)
 
 
 @pytest.fixture(scope="module")
-def bucketed(toy_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
+def bucketed(toy_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> Runtime:
     """The toy, with buckets for its target that no draft of n-grams has the size of."""
     plan = shutil.copytree(toy_plan, tmp_path_factory.mktemp("buckets") / "plan")
 
@@ -30,7 +29,7 @@ def bucketed(toy_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         manifest["targets"]["onnxruntime-cpu"]["buckets"] = {"target": buckets}
 
     edit(plan, change)
-    yield Runtime.load(plan, threads=1)
+    return Runtime.load(plan, threads=1)
 
 
 @pytest.mark.parametrize("drafter", ["none", *TOY_DRAFTERS])

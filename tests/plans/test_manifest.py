@@ -209,7 +209,7 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "no target model": (lambda m: m["models"].clear(), "target"),
     "a model without buffers": (lambda m: m["models"].update(draft=model(m)), "models"),
     "buckets of no model": (
-        lambda m: target(m).update(buckets={"other": {"new": [1], "view": [256]}}), "buckets.other.new: the plan has no",
+        lambda m: target(m).update(buckets={"other": {"new": [1], "view": [256]}}), "buckets.other.new: the plan",
     ),
     "buckets that do not ascend": (
         lambda m: target(m).update(buckets={"target": {"new": [2, 1], "view": [256]}}), "buckets.target.new: 2, 1",
