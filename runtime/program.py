@@ -43,6 +43,8 @@ class Program:
         self.name = name
         resolver = _Resolver(name, buffers, steps, engines, drafters)
         stages = [_Ready(stage.run, stage.kind, resolver.resolve(stage), stage.model) for stage in data.stages]
+        self.calls = tuple(stage.call for stage in stages)
+        """Every stage of the plan alone: on a device it only enqueues, by who holds the device's lock."""
         if buffers.exchange is not None:
             stages = _on_device(stages, buffers.exchange, steps)
         self.stage_names = tuple(stage.name for stage in stages)

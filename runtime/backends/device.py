@@ -131,7 +131,7 @@ class DeviceBuffers(Buffers):
     def __init__(
         self, plan: TargetPlan, device: Device, *, records: bool = True, records_engines: bool = False
     ) -> None:
-        self._device = device
+        self.device = device
         self._addresses = list[int]()
         with device.lock():
             self._make(plan, lay_out(plan))
@@ -142,7 +142,7 @@ class DeviceBuffers(Buffers):
         finalize(self, _give_back, device, self._recorder, self._addresses)
 
     def _make(self, plan: TargetPlan, layout: Layout) -> None:
-        device, self._layout = self._device, layout
+        device, self._layout = self.device, layout
         self._block, self._twin = self.allocate(layout.size), device.pinned(layout.size)
         self._status_address = self._block + layout.status
         self._scratch: dict[tuple[str, int], int] = {}
@@ -169,14 +169,14 @@ class DeviceBuffers(Buffers):
 
     def allocate(self, size: int) -> int:
         """Memory of the device that is given back with the buffers."""
-        self._addresses.append(self._device.allocate(size))
+        self._addresses.append(self.device.allocate(size))
         return self._addresses[-1]
 
     def _mirror(self, name: str, shape: tuple[int, ...], dtype: DType) -> NDArray[Any]:
         """The host's side of a large buffer. It reads or writes some rows of few; of the others it sees nothing."""
         if name.rpartition(".")[2] in (names.KV, names.FEATURES):
             return np.zeros((0, *shape[1:]), dtype.numpy)
-        return self._device.pinned(prod(shape) * dtype.itemsize).array(0, shape, dtype.numpy)
+        return self.device.pinned(prod(shape) * dtype.itemsize).array(0, shape, dtype.numpy)
 
     def op(self, name: str, bound: Mapping[str, str], attributes: Mapping[str, int | float]) -> native.BoundOp:
         tensors = {parameter: self.memory[buffer] for parameter, buffer in bound.items()}
@@ -185,7 +185,7 @@ class DeviceBuffers(Buffers):
         def launch(*extents: int) -> None:
             blocks, threads, values = op.values(*extents)
             if blocks:
-                self._device.launch(op.launch.kernel, blocks, threads, values)
+                self.device.launch(op.launch.kernel, blocks, threads, values)
 
         return launch
 
@@ -202,22 +202,22 @@ class DeviceBuffers(Buffers):
         name = names.of(model, tensor)
         memory, rows = self.memory[name], self.arrays[name][start:stop]
         offset = memory.address + start * memory.row_bytes
-        with self._device.lock():
-            self._device.to_host(rows.ctypes.data, offset, rows.nbytes)
-            there = self._device.mark()
-        self._device.wait_for(there)
+        with self.device.lock():
+            self.device.to_host(rows.ctypes.data, offset, rows.nbytes)
+            there = self.device.mark()
+        self.device.wait_for(there)
         return rows
 
     def send(self, model: str, tensor: str, elements: int) -> None:
         name = names.of(model, tensor)
         memory = self.memory[name]
-        with self._device.lock():
-            self._device.to_device(memory.address, self.arrays[name].ctypes.data, elements * memory.itemsize)
+        with self.device.lock():
+            self.device.to_device(memory.address, self.arrays[name].ctypes.data, elements * memory.itemsize)
 
     def copy_row(self, source: tuple[str, str, int], to: tuple[str, str, int]) -> None:
         (a, i), (b, j) = ((self.memory[names.of(model, tensor)], row) for model, tensor, row in (source, to))
-        with self._device.lock():
-            self._device.copy(b.address + j * b.row_bytes, a.address + i * a.row_bytes, a.row_bytes)
+        with self.device.lock():
+            self.device.copy(b.address + j * b.row_bytes, a.address + i * a.row_bytes, a.row_bytes)
 
 
 class _Exchange:

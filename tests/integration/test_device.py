@@ -11,20 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from compiler.agreement import margin
+from compiler.agreement import find_parting
 from compiler.build import build
 from compiler.recipe import load_recipe
 from plans import names
 from plans.errors import PlanError
 from plans.plan import Plan
-from plugins.reference import Sampling, uniform
-from plugins.schema import FilterOrder, Purpose
 from runtime import Runtime
 from runtime.backends import BACKENDS, Driver, choose_target, onnxruntime_cuda
 from runtime.backends.cuda_driver import architecture, fitting_kernels
 from runtime.backends.device import LARGE, lay_out
 from runtime.backends.recorder import Recorder
-from runtime.request import Options, check_options
+from runtime.request import Options
 from tests.conftest import TOY_DRAFTERS
 from tests.integration.test_onnxruntime_cuda import CUDA
 from tests.plugins.emulator import Emulator
@@ -57,15 +55,8 @@ def test_tokens_on_a_gpu_are_those_of_the_cpu(toy_recipe: Path, tmp_path: Path, 
         session = toy.session()
         expected = session.generate(PROMPT, drafter="none", **options).token_ids
         found = gpu.generate(PROMPT, drafter=drafter, **options).token_ids
-        parted = next((i for i, pair in enumerate(zip(expected, found, strict=True)) if len(set(pair)) > 1), None)
-        if parted is None:
-            continue
-        session.generate(PROMPT, whole=True, drafter="none", **options | Options(max_new_tokens=parted + 1))
-        params = check_options(options, (), ()).sampling
-        order = FilterOrder[params.filter_order.upper()]
-        u = uniform(params.seed, params.stream, len(PROMPT) + parted, Purpose.TARGET)
-        chosen_by = Sampling(params.temperature, params.top_k, params.top_p, order)
-        assert margin(session.step_logits(0), chosen_by, u) < 1e-3
+        parted = find_parting(session, PROMPT, options, expected, found)
+        assert parted is None or parted[1] < 1e-3
 
 
 @pytest.fixture
@@ -237,13 +228,13 @@ def test_logits_that_are_not_numbers_are_an_error_and_the_session_goes_on(runtim
     session.generate(PROMPT, max_new_tokens=3, drafter="none", ignore_eos=True)
     kv = session._buffers.memory[names.of(names.TARGET, names.KV)]
     nan = np.full(int(np.prod(kv.shape)), np.nan, np.float32)
-    with session._buffers._device.lock():
-        session._buffers._device.to_device(kv.address, nan.ctypes.data, nan.nbytes)
+    with session.buffers.device.lock():
+        session.buffers.device.to_device(kv.address, nan.ctypes.data, nan.nbytes)
     with pytest.raises(PlanError, match="contain NaN"):
         session.generate(max_new_tokens=3, drafter="none")
     nan[:] = 0.0
-    with session._buffers._device.lock():
-        session._buffers._device.to_device(kv.address, nan.ctypes.data, nan.nbytes)
+    with session.buffers.device.lock():
+        session.buffers.device.to_device(kv.address, nan.ctypes.data, nan.nbytes)
     session.reset()
     assert len(session.generate(PROMPT, max_new_tokens=3, drafter="none", ignore_eos=True).token_ids) == 3
 
