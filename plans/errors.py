@@ -21,3 +21,11 @@ class PlanError(OutriderError):
 
 class RequestError(OutriderError):
     """A call to the runtime carries a value that cannot be served."""
+
+
+class BusyError(RequestError):
+    """A session is asked for something while it generates."""
+
+
+class EmbedError(OutriderError):
+    """The C library cannot be built here."""

@@ -78,6 +78,17 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--system", help="a system message")
     chat.add_argument("--json", action="store_true", help="print one JSON object per reply")
     chat.set_defaults(command=_chat)
+
+    embed = commands.add_parser(
+        "embed",
+        help="build the C library",
+        description="Build liboutrider for C and C++ programs: include/outrider.h, the library with its bridge to "
+        "Python, a pkg-config file and a CMake package, all under DIR, which may be moved. Programs run in this "
+        "environment, or in the one that OUTRIDER_HOME names.",
+    )
+    embed.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to build into")
+    embed.add_argument("--json", action="store_true", help="print the files as a JSON list")
+    embed.set_defaults(command=_embed)
     return parser
 
 
@@ -151,6 +162,18 @@ def _load(arguments: argparse.Namespace) -> Runtime:
     for target, reason in runtime.passed_over.items():
         stderr.print(f"runs on {runtime.target}, not on {target}: {reason}", style="dim", soft_wrap=True)
     return runtime
+
+
+def _embed(arguments: argparse.Namespace) -> int:
+    from runtime.embed.build import build
+
+    with stderr.status("building the C library") as status:
+        files = build(arguments.out, lambda part: status.update(f"building the C library: {part}"))
+    if arguments.json:
+        print_json([str(file) for file in files])
+    else:
+        print("\n".join(map(str, files)))
+    return 0
 
 
 def _generate(arguments: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from plans.errors import RequestError
+from plans.errors import BusyError
 
 
 class Exclusive:
@@ -15,9 +15,7 @@ class Exclusive:
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
-            raise RequestError(
-                "This session is generating already; finish or close that stream, or open another session."
-            )
+            raise BusyError("This session is generating already; finish or close that stream, or open another session.")
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()

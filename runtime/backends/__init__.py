@@ -63,7 +63,7 @@ def choose_target(available: Mapping[str, TargetPlan], wanted: str | None) -> Ch
     if wanted is not None:
         if wanted not in available:
             raise PlanError(f"the plan has no target {wanted!r}; it holds {', '.join(available)}")
-        if reason := _reason(wanted, available[wanted]):
+        if reason := reason_against(wanted, available[wanted]):
             raise PlanError(f"the target {wanted!r} cannot run here: {reason}")
         return Chosen(wanted, {})
     if not available:
@@ -71,14 +71,15 @@ def choose_target(available: Mapping[str, TargetPlan], wanted: str | None) -> Ch
     order = [*(name for name in BACKENDS if name in available), *(name for name in available if name not in BACKENDS)]
     passed_over: dict[str, str] = {}
     for name in order:
-        if (reason := _reason(name, available[name])) is None:
+        if (reason := reason_against(name, available[name])) is None:
             return Chosen(name, passed_over)
         passed_over[name] = reason
     told = "; ".join(f"{name}: {reason}" for name, reason in passed_over.items())
     raise PlanError(f"no execution target of the plan can run here: {told}")
 
 
-def _reason(name: str, plan: TargetPlan) -> str | None:
+def reason_against(name: str, plan: TargetPlan) -> str | None:
+    """Why this machine cannot run the target `name`; None where it can."""
     if name not in BACKENDS:
         return f"this runtime does not drive it; it drives {', '.join(BACKENDS)}"
     return BACKENDS[name].reason(plan)

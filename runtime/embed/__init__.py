@@ -1,0 +1,1 @@
+"""The C library: `python -m runtime embed`."""

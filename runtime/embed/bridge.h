@@ -1,0 +1,21 @@
+/* Between liboutrider and the bridge that it loads. */
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define OUTRIDER_BRIDGE "liboutrider-python.so"
+
+enum {
+  OUTRIDER_KIND_RUNTIME = 1,
+  OUTRIDER_KIND_SESSION = 2,
+  OUTRIDER_KIND_PARAMS = 3,
+  OUTRIDER_KIND_RESULT = 4,
+  OUTRIDER_KIND_TEXT = 5
+};
+
+typedef void outrider_set_error(const char *text, size_t length);
+
+/* Starts Python in the environment `home`, unless the process runs one, and Outrider in it. 1, or 0 with the reason in
+ * `why`. Errors of calls are told to `set_error`, in the thread that called. */
+typedef int outrider_bridge_start_function(const char *home, outrider_set_error *set_error, char *why, size_t size);

@@ -1,0 +1,154 @@
+"""Builds liboutrider and its bridge for this environment, with what C and CMake projects need to find it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from plans.errors import EmbedError
+
+SOURCES = Path(__file__).resolve().parent
+LIBRARY, LINK = "liboutrider.so.0", "liboutrider.so"
+BRIDGE = "liboutrider-python.so"  # as in bridge.h
+_WARNINGS = ("-Wall", "-Wextra", "-Werror")
+_CHOICES = {"C": ("cc", "gcc", "clang"), "C++": ("c++", "g++", "clang++")}
+
+_PKG_CONFIG = """\
+prefix=${{pcfiledir}}/../..
+libdir=${{prefix}}/lib
+includedir=${{prefix}}/include
+
+Name: outrider
+Description: An LLM engine that decodes speculatively and exactly
+Version: {version}
+Libs: -L${{libdir}} -loutrider
+Cflags: -I${{includedir}}
+"""
+
+_CMAKE = """\
+# find_package(Outrider CONFIG), then target_link_libraries(... Outrider::outrider)
+get_filename_component(_outrider_prefix "${{CMAKE_CURRENT_LIST_DIR}}/../../.." ABSOLUTE)
+if(NOT TARGET Outrider::outrider)
+  add_library(Outrider::outrider SHARED IMPORTED)
+  set_target_properties(Outrider::outrider PROPERTIES
+    IMPORTED_LOCATION "${{_outrider_prefix}}/lib/{library}"
+    IMPORTED_SONAME "{library}"
+    INTERFACE_INCLUDE_DIRECTORIES "${{_outrider_prefix}}/include")
+endif()
+set(Outrider_VERSION {version})
+set(Outrider_FOUND TRUE)
+unset(_outrider_prefix)
+"""
+
+_CMAKE_VERSION = """\
+set(PACKAGE_VERSION {version})
+if(PACKAGE_FIND_VERSION VERSION_EQUAL PACKAGE_VERSION)
+  set(PACKAGE_VERSION_EXACT TRUE)
+endif()
+if(NOT PACKAGE_FIND_VERSION VERSION_GREATER PACKAGE_VERSION)
+  set(PACKAGE_VERSION_COMPATIBLE TRUE)
+endif()
+"""
+
+
+def build(out: Path, report: Callable[[str], None] = lambda text: None, *, flags: Sequence[str] = ()) -> list[Path]:
+    """Build the library into `out` (`include/`, `lib/`); the files, which may be moved together.
+
+    Programs that use it run in this environment (`sys.prefix`), or in the one that OUTRIDER_HOME names. `flags` are for
+    the compilers, besides their own. Raises `EmbedError` where cffi, a C or C++ compiler, or Python's shared library is
+    missing.
+    """
+    compilers = _Compilers(flags)
+    include, lib = out / "include", out / "lib"
+    for folder in (include, lib / "pkgconfig", lib / "cmake" / "Outrider"):
+        folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="outrider-embed-") as temporary:
+        work = Path(temporary)
+        report("bridge")
+        _build_bridge(compilers, work)
+        report("library")
+        _build_library(compilers, work)
+        for name in (BRIDGE, LIBRARY):
+            (work / name).chmod(0o755)
+            shutil.move(work / name, lib / name)
+    (lib / LINK).unlink(missing_ok=True)
+    (lib / LINK).symlink_to(LIBRARY)
+    shutil.copyfile(SOURCES / "outrider.h", include / "outrider.h")
+    facts = {"version": version("outrider"), "library": LIBRARY}
+    cmake = lib / "cmake" / "Outrider"
+    texts = {
+        lib / "pkgconfig" / "outrider.pc": _PKG_CONFIG,
+        cmake / "OutriderConfig.cmake": _CMAKE,
+        cmake / "OutriderConfigVersion.cmake": _CMAKE_VERSION,
+    }
+    for path, text in texts.items():
+        path.write_text(text.format(**facts), encoding="utf-8")
+    return [include / "outrider.h", lib / LIBRARY, lib / LINK, lib / BRIDGE, *texts]
+
+
+class _Compilers:
+    """A C and a C++ compiler, which run with `flags`."""
+
+    def __init__(self, flags: Sequence[str]) -> None:
+        self._flags = ("-O2", "-g", "-fPIC", "-fvisibility=hidden", f"-I{SOURCES}", *flags)
+        self._found = {language: self._find(language, choices) for language, choices in _CHOICES.items()}
+
+    @staticmethod
+    def _find(language: str, choices: tuple[str, ...]) -> str:
+        found = next(filter(None, map(shutil.which, choices)), None)
+        if found is None:
+            raise EmbedError(f"there is no {language} compiler on PATH, none of {', '.join(choices)}; install one")
+        return found
+
+    def run(self, language: str, *arguments: object) -> None:
+        words = [self._found[language], *self._flags, *map(str, arguments)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise EmbedError(f"the compiler fails: {' '.join(words)}\n{(done.stderr or done.stdout).strip()[-3000:]}")
+
+
+def _build_bridge(compilers: _Compilers, work: Path) -> None:
+    """What cffi makes of calls.h, and bridge.c, linked to Python's shared library."""
+    try:
+        from cffi import FFI
+    except ImportError as error:
+        raise EmbedError(f"the library is built with cffi ({error}); run `pip install 'outrider[embed]'`") from None
+    if not sysconfig.get_config_var("Py_ENABLE_SHARED"):
+        raise EmbedError(
+            f"{sys.executable} was built without a shared library, which a C program needs; use a Python that was "
+            "configured with --enable-shared, such as the system's"
+        )
+    declared = (SOURCES / "calls.h").read_text(encoding="utf-8")
+    ffi = FFI()
+    ffi.embedding_api(f"{declared}\nint32_t outrider_py_ready(char *why, size_t size);")
+    ffi.cdef("void outrider_tell(const char *text, size_t length);")
+    ffi.set_source("_outrider_bridge", "void outrider_tell(const char *text, size_t length);")
+    ffi.embedding_init_code((SOURCES / "start.py").read_text(encoding="utf-8"))
+    with redirect_stdout(None):  # where it says what it writes
+        ffi.emit_c_code(str(work / "calls.c"))
+    libraries = Path(sysconfig.get_config_var("LIBDIR"))
+    python = f"python{sysconfig.get_config_var('LDVERSION')}"
+    compilers.run(
+        "C", "-std=gnu11", "-shared", f"-I{sysconfig.get_paths()['include']}", work / "calls.c", SOURCES / "bridge.c",
+        "-o", work / BRIDGE, f"-L{libraries}", f"-l{python}", f"-Wl,-rpath,{libraries}", f"-Wl,-soname,{BRIDGE}",
+    )  # fmt: skip
+
+
+def _build_library(compilers: _Compilers, work: Path) -> None:
+    """The public calls; its symbols are those of outrider.h alone."""
+    compilers.run(
+        "C", "-std=gnu11", *_WARNINGS, f'-DOUTRIDER_BUILT_FOR="{sys.prefix}"', "-c", SOURCES / "library.c",
+        "-o", work / "library.o",
+    )  # fmt: skip
+    compilers.run("C++", "-std=c++17", *_WARNINGS, "-c", SOURCES / "callback.cc", "-o", work / "callback.o")
+    compilers.run(
+        "C++", "-shared", work / "library.o", work / "callback.o", "-o", work / LIBRARY, "-ldl", "-pthread",
+        f"-Wl,-soname,{LIBRARY}", "-Wl,-z,nodelete",
+    )  # fmt: skip

@@ -1,0 +1,30 @@
+/* What the library asks of the Python side, by numbers and addresses alone: cffi reads this file too.
+ *
+ * A handle is a number above 0; 0 stands for NULL. Every call returns an outrider_status.
+ */
+int32_t outrider_py_inspect(const char *plan, size_t plan_length, uint64_t *out);
+int32_t outrider_py_open(const char *plan, size_t plan_length, const char *options, size_t options_length,
+                         uint64_t *out);
+int32_t outrider_py_session(uint64_t runtime, uint64_t *out);
+int32_t outrider_py_reset(uint64_t session);
+int32_t outrider_py_cancel(uint64_t session);
+int32_t outrider_py_params(uint64_t *out);
+int32_t outrider_py_set_int(uint64_t params, const char *key, size_t key_length, int64_t value);
+int32_t outrider_py_set_uint(uint64_t params, const char *key, size_t key_length, uint64_t value);
+int32_t outrider_py_set_double(uint64_t params, const char *key, size_t key_length, double value);
+int32_t outrider_py_set_bool(uint64_t params, const char *key, size_t key_length, int32_t value);
+int32_t outrider_py_set_text(uint64_t params, const char *key, size_t key_length, const char *value,
+                             size_t value_length);
+int32_t outrider_py_add_text(uint64_t params, const char *key, size_t key_length, const char *value,
+                             size_t value_length);
+int32_t outrider_py_add_int(uint64_t params, const char *key, size_t key_length, int64_t value);
+int32_t outrider_py_generate(uint64_t session, const char *text, size_t length, const int64_t *tokens, size_t count,
+                             uint64_t params,
+                             int32_t (*on_span)(void *, const int64_t *, size_t, const char *, size_t), void *user,
+                             uint64_t *out);
+int32_t outrider_py_text(uint64_t text, const char **data, size_t *length);
+int32_t outrider_py_tokens(uint64_t result, const int64_t **tokens, size_t *count);
+int32_t outrider_py_result_text(uint64_t result, const char **data, size_t *length);
+int32_t outrider_py_finish_reason(uint64_t result, int32_t *reason);
+int32_t outrider_py_stats(uint64_t result, const char **data, size_t *length);
+int32_t outrider_py_destroy(uint64_t handle, int32_t kind);

@@ -1,0 +1,378 @@
+"""The Python side of every call of `outrider.h`: arguments to Python, errors to a status, handles to objects."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import wraps
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from plans.check import session_bytes
+from plans.errors import BusyError, OutriderError, RequestError
+from plans.plan import open_plan
+from runtime.backends import reason_against
+from runtime.generation import FinishReason
+from runtime.request import Options
+from runtime.runtime import Runtime
+from runtime.session import Session
+
+
+class Status(IntEnum):
+    """`outrider_status`."""
+
+    OK = 0
+    INVALID_HANDLE = 1
+    INVALID_ARGUMENT = 2
+    REQUEST = 3
+    PLAN = 4
+    BUSY = 5
+    ENVIRONMENT = 6
+    NO_MEMORY = 7
+    CALLBACK = 8  # given by the library itself
+    INTERNAL = 9
+
+
+class Kind(IntEnum):
+    """What a handle stands for (`bridge.h`)."""
+
+    RUNTIME = 1
+    SESSION = 2
+    PARAMS = 3
+    RESULT = 4
+    TEXT = 5
+
+
+class InvalidHandleError(Exception):
+    """A number that stands for nothing, or for something else."""
+
+
+class InvalidArgumentError(Exception):
+    """Bytes that are no text, JSON that is no object of options, or a key that is unknown."""
+
+
+STATUS: tuple[tuple[type[BaseException], Status], ...] = (
+    (InvalidHandleError, Status.INVALID_HANDLE),
+    (InvalidArgumentError, Status.INVALID_ARGUMENT),
+    (BusyError, Status.BUSY),
+    (RequestError, Status.REQUEST),
+    (OutriderError, Status.PLAN),
+    (MemoryError, Status.NO_MEMORY),
+)
+FINISHED = {FinishReason.STOP: 0, FinishReason.LENGTH: 1, FinishReason.CANCELLED: 2}
+OPEN_OPTIONS: dict[str, type] = {"target": str, "threads": int, "verify": bool, "cuda_graphs": bool}
+INTEGERS = ("max_new_tokens", "top_k", "seed", "stream_id")
+DOUBLES = ("temperature", "top_p")
+BOOLEANS = ("ignore_eos", "auto_disable", "skip_sample_adjustment")
+TEXTS = ("drafter", "filter_order")
+TEXT_LISTS = ("stop",)
+INTEGER_LISTS = ("eos_token_ids",)
+
+T = TypeVar("T")
+
+
+@dataclass
+class OpenSession:
+    """A session and the flag that ends its generation, while there is one."""
+
+    session: Session
+    cancel: threading.Event | None = None
+    _busy: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextmanager
+    def generating(self) -> Iterator[threading.Event]:
+        if not self._busy.acquire(blocking=False):
+            raise BusyError("This session is generating already; wait for that call, or create another session.")
+        try:
+            self.cancel = threading.Event()
+            yield self.cancel
+        finally:
+            self.cancel = None
+            self._busy.release()
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """A text for C: UTF-8 with a zero behind it, and how long it is without."""
+
+    data: Any
+    length: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a generation gave, in C's memory."""
+
+    tokens: Any
+    count: int
+    text: Bytes
+    finish_reason: int
+    stats: Bytes
+
+
+class Handles:
+    """Objects by number. Numbers are never used again, so that a stale one finds nothing."""
+
+    def __init__(self) -> None:
+        self._numbers = count(0x1000)
+        self._objects: dict[int, tuple[Kind, Any]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, kind: Kind, made: object) -> int:
+        with self._lock:
+            number = next(self._numbers)
+            self._objects[number] = kind, made
+        return number
+
+    def get(self, kind: Kind, number: int) -> Any:
+        found = self._objects.get(number)
+        if found is None or found[0] is not kind:
+            raise InvalidHandleError(_wrong(kind, number, found))
+        return found[1]
+
+    def remove(self, kind: Kind, number: int) -> None:
+        with self._lock:
+            self.get(kind, number)
+            del self._objects[number]
+
+
+def _wrong(kind: Kind, number: int, found: tuple[Kind, Any] | None) -> str:
+    wanted = f"a handle of a {kind.name.lower()} is expected"
+    if not number:
+        return f"{wanted}, and NULL was passed"
+    if found is None:
+        return f"{wanted}, and {number:#x} is none: it was destroyed, or never made"
+    return f"{wanted}, and {number:#x} is one of a {found[0].name.lower()}"
+
+
+def attach(ffi: Any, lib: Any) -> None:
+    """Define every call of `calls.h`."""
+    Calls(ffi, lib).define()
+
+
+class Calls:
+    """A method for each call; `define` gives them to cffi under their names in C."""
+
+    def __init__(self, ffi: Any, lib: Any) -> None:
+        self._ffi, self._lib, self._handles = ffi, lib, Handles()
+
+    def define(self) -> None:
+        for name in (
+            "inspect", "open", "session", "reset", "cancel", "params", "set_int", "set_uint", "set_double", "set_bool",
+            "set_text", "add_text", "add_int", "generate", "text", "tokens", "result_text", "finish_reason", "stats",
+            "destroy",
+        ):  # fmt: skip
+            call = self._told(getattr(self, name))
+            self._ffi.def_extern(name=f"outrider_py_{name}", error=int(Status.INTERNAL))(call)
+
+    def _told(self, method: Callable[..., None]) -> Callable[..., int]:
+        @wraps(method)
+        def call(*arguments: Any) -> int:
+            try:
+                method(*arguments)
+            except BaseException as error:  # nothing may leave for C but a status
+                return self._tell(error)
+            return int(Status.OK)
+
+        return call
+
+    def _tell(self, error: BaseException) -> int:
+        status = next((status for kind, status in STATUS if isinstance(error, kind)), Status.INTERNAL)
+        text = str(error) or type(error).__name__
+        if status is Status.NO_MEMORY:
+            text = "there is not enough memory for this"
+        elif status is Status.INTERNAL:
+            text = f"a fault of Outrider's own, please report it: {type(error).__name__}: {error}"
+        data = text.encode("utf-8", "replace").replace(b"\0", b"?")
+        self._lib.outrider_tell(data, len(data))
+        return int(status)
+
+    # Plans.
+
+    def inspect(self, plan: Any, length: int, out: Any) -> None:
+        opened = open_plan(self._path(plan, length))
+        manifest = opened.manifest
+        described = manifest.model_dump(
+            mode="json", include={"name", "identity", "format_version", "models", "text", "drafters", "tools"}
+        )
+        described["bytes"] = sum(file.size for file in manifest.files)
+        described["targets"] = {
+            name: {
+                "session_bytes": session_bytes(target),
+                "symbols": target.symbols,
+                "engines": sorted(target.engines),
+                "cannot_run": reason_against(name, target),
+            }
+            for name, target in manifest.targets.items()
+        }
+        out[0] = self._handles.add(Kind.TEXT, self._bytes(json.dumps(described)))
+
+    def text(self, text: int, data: Any, length: Any) -> None:
+        self._give(self._handles.get(Kind.TEXT, text), data, length)
+
+    def open(self, plan: Any, length: int, options: Any, options_length: int, out: Any) -> None:
+        path, given = self._path(plan, length), self._text(options, options_length, "options")
+        runtime = Runtime.load(path, **_open_options(given))
+        out[0] = self._handles.add(Kind.RUNTIME, runtime)
+
+    # Sessions.
+
+    def session(self, runtime: int, out: Any) -> None:
+        session = self._handles.get(Kind.RUNTIME, runtime).session()
+        out[0] = self._handles.add(Kind.SESSION, OpenSession(session))
+
+    def reset(self, session: int) -> None:
+        cast(OpenSession, self._handles.get(Kind.SESSION, session)).session.reset()
+
+    def cancel(self, session: int) -> None:
+        running = cast(OpenSession, self._handles.get(Kind.SESSION, session)).cancel
+        if running is not None:
+            running.set()
+
+    # Options.
+
+    def params(self, out: Any) -> None:
+        out[0] = self._handles.add(Kind.PARAMS, {})
+
+    def set_int(self, params: int, key: Any, length: int, value: int) -> None:
+        self._set(params, key, length, INTEGERS, "integer", value)
+
+    def set_uint(self, params: int, key: Any, length: int, value: int) -> None:
+        self._set(params, key, length, INTEGERS, "integer", value)
+
+    def set_double(self, params: int, key: Any, length: int, value: float) -> None:
+        self._set(params, key, length, DOUBLES, "double", value)
+
+    def set_bool(self, params: int, key: Any, length: int, value: int) -> None:
+        if value not in (0, 1):
+            raise InvalidArgumentError(f"a bool is 0 or 1, not {value}")
+        self._set(params, key, length, BOOLEANS, "bool", bool(value))
+
+    def set_text(self, params: int, key: Any, length: int, value: Any, value_length: int) -> None:
+        self._set(params, key, length, TEXTS, "text", self._text(value, value_length, "value"))
+
+    def add_text(self, params: int, key: Any, length: int, value: Any, value_length: int) -> None:
+        self._add(params, key, length, TEXT_LISTS, self._text(value, value_length, "value"))
+
+    def add_int(self, params: int, key: Any, length: int, value: int) -> None:
+        self._add(params, key, length, INTEGER_LISTS, value)
+
+    def _set(self, params: int, key: Any, length: int, keys: tuple[str, ...], kind: str, value: object) -> None:
+        options = self._handles.get(Kind.PARAMS, params)
+        options[self._key(key, length, keys, f"{kind} options are set")] = value
+
+    def _add(self, params: int, key: Any, length: int, keys: tuple[str, ...], value: object) -> None:
+        options = self._handles.get(Kind.PARAMS, params)
+        name = self._key(key, length, keys, "lists are added to")
+        options[name] = [*options.get(name, ()), value]
+
+    def _key(self, key: Any, length: int, keys: tuple[str, ...], how: str) -> str:
+        name = self._text(key, length, "key")
+        if name not in keys:
+            raise InvalidArgumentError(f"there is no key {name[:100]!r} here; by this call {how}: {', '.join(keys)}")
+        return name
+
+    # Generating.
+
+    def generate(
+        self,
+        session: int,
+        text: Any,
+        length: int,
+        tokens: Any,
+        count: int,
+        params: int,
+        on_span: Any,
+        user: Any,
+        out: Any,
+    ) -> None:
+        held: OpenSession = self._handles.get(Kind.SESSION, session)
+        options = Options()
+        if params:
+            options |= self._handles.get(Kind.PARAMS, params)
+        prompt = self._ffi.unpack(tokens, count) if count else self._text(text, length, "prompt") if length else []
+        with held.generating() as cancel:
+            options["cancel"] = cancel
+            stream = held.session.stream(prompt, **options)
+            if on_span:
+                for span in stream:
+                    ids, told = self._ffi.new("int64_t[]", span.token_ids), self._bytes(span.text)
+                    if on_span(user, ids, len(span.token_ids), told.data, told.length):
+                        cancel.set()
+            made = stream.result
+        result = Result(
+            tokens=self._ffi.new("int64_t[]", made.token_ids),
+            count=len(made.token_ids),
+            text=self._bytes(made.text),
+            finish_reason=FINISHED[made.finish_reason],
+            stats=self._bytes(json.dumps(made.stats.to_json())),
+        )
+        out[0] = self._handles.add(Kind.RESULT, result)
+
+    def tokens(self, result: int, tokens: Any, count: Any) -> None:
+        found: Result = self._handles.get(Kind.RESULT, result)
+        tokens[0], count[0] = found.tokens, found.count
+
+    def result_text(self, result: int, data: Any, length: Any) -> None:
+        self._give(self._handles.get(Kind.RESULT, result).text, data, length)
+
+    def stats(self, result: int, data: Any, length: Any) -> None:
+        self._give(self._handles.get(Kind.RESULT, result).stats, data, length)
+
+    def finish_reason(self, result: int, reason: Any) -> None:
+        reason[0] = self._handles.get(Kind.RESULT, result).finish_reason
+
+    def destroy(self, handle: int, kind: int) -> None:
+        self._handles.remove(Kind(kind), handle)
+
+    # Texts.
+
+    def _bytes(self, text: str) -> Bytes:
+        data = text.encode("utf-8", "replace")
+        return Bytes(self._ffi.new("char[]", data), len(data))
+
+    @staticmethod
+    def _give(text: Bytes, data: Any, length: Any) -> None:
+        data[0], length[0] = text.data, text.length
+
+    def _text(self, data: Any, length: int, name: str) -> str:
+        given = bytes(self._ffi.buffer(data, length)) if length else b""
+        try:
+            return given.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise InvalidArgumentError(
+                f"{name} is not UTF-8: {error.reason} at byte {error.start} of {len(given)}"
+            ) from None
+
+    def _path(self, data: Any, length: int) -> Path:
+        path = self._text(data, length, "plan")
+        if not path or "\0" in path:
+            raise InvalidArgumentError("plan is no path; pass the folder that `python -m compiler build` has made")
+        return Path(path)
+
+
+def _open_options(given: str) -> dict[str, Any]:
+    """Keyword arguments of `Runtime.load`."""
+    if not given.strip():
+        return {}
+    try:
+        options = json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"options are not JSON: {error}") from None
+    if not isinstance(options, dict):
+        raise InvalidArgumentError('options are a JSON object, such as {"threads": 2}')
+    for key, value in options.items():
+        kind = OPEN_OPTIONS.get(key)
+        if kind is None:
+            raise InvalidArgumentError(f"there is no option {key[:100]!r}; the options are {', '.join(OPEN_OPTIONS)}")
+        if type(value) is not kind:
+            raise InvalidArgumentError(f"the option {key!r} is a {_JSON[kind]}, not {json.dumps(value)[:100]}")
+    return options
+
+
+_JSON = {str: "string", int: "whole number", bool: "truth value"}

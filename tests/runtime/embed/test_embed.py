@@ -1,0 +1,247 @@
+"""The C library, used by C and C++ programs that are compiled here."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from plans.errors import EmbedError
+from runtime import Runtime
+from runtime.embed import build as embed_build
+from runtime.embed.build import BRIDGE, LIBRARY, build
+from runtime.embed.calls import Kind, Status
+
+pytest.importorskip("cffi")
+pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C and a C++ compiler")
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent.parent
+WARNINGS = ("-Wall", "-Wextra", "-Werror", "-pedantic")
+# Python and ONNX Runtime never give some memory back, and are not built to be watched.
+WATCHED = {"ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=99", "PYTHONMALLOC": "malloc"}
+SANITIZE = ("-fsanitize=address,undefined", "-fno-omit-frame-pointer")
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("library")
+    build(out)
+    return out
+
+
+@pytest.fixture(scope="session")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library with its own frames under AddressSanitizer."""
+    out = tmp_path_factory.mktemp("watched")
+    build(out, flags=SANITIZE)
+    return out
+
+
+def compiled(name: str, library: Path, to: Path, *flags: str) -> Path:
+    program = to / Path(name).stem
+    compiler = ["c++", "-std=c++17"] if name.endswith(".cc") else ["cc", "-std=c11", "-D_POSIX_C_SOURCE=200809L"]
+    lib = library / "lib"
+    command = [
+        *compiler, *WARNINGS, "-g", *flags, f"-I{library / 'include'}", str(HERE / name), "-o", str(program),
+        f"-L{lib}", "-loutrider", f"-Wl,-rpath,{lib}", "-pthread",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return program
+
+
+def run(program: Path, *arguments: object, given: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(program), *map(str, arguments)],
+        input=given, capture_output=True, text=True, check=False, env=os.environ | environment, timeout=300,
+    )  # fmt: skip
+
+
+def passes(program: Path, *arguments: object, **environment: str) -> str:
+    done = run(program, *arguments, **environment)
+    assert done.returncode == 0, f"{done.returncode}: {done.stderr[-3000:]}"
+    return done.stdout
+
+
+@pytest.fixture
+def damaged(toy_plan: Path, tmp_path: Path) -> Path:
+    plan = shutil.copytree(toy_plan, tmp_path / "damaged")
+    manifest = plan / "plan.json"
+    manifest.write_bytes(manifest.read_bytes()[:-20])
+    return plan
+
+
+# The library.
+
+
+def test_it_shows_the_calls_of_the_header_and_nothing_else(library: Path) -> None:
+    header = (library / "include" / "outrider.h").read_text()
+    declared = set(re.findall(r"OUTRIDER_API [\w *]*?(outrider_\w+)\(", header))
+    listed = subprocess.run(
+        ["nm", "-D", "--defined-only", str(library / "lib" / LIBRARY)], capture_output=True, text=True, check=True
+    ).stdout
+    assert {line.split()[-1] for line in listed.splitlines()} == declared
+    assert len(declared) == 27
+    needed = subprocess.run(
+        ["readelf", "-d", str(library / "lib" / LIBRARY)], capture_output=True, text=True, check=True
+    ).stdout
+    assert f"soname: [{LIBRARY}]" in needed
+    assert "python" not in needed  # which the bridge brings, when it is needed
+
+
+def test_numbers_are_those_of_the_header() -> None:
+    header = (HERE / "../../../runtime/embed/outrider.h").resolve().read_text()
+    statuses = dict(re.findall(r"OUTRIDER_(\w+) = (\d+)", header))
+    for status in Status:
+        assert int(statuses[status.name]) == status
+    bridge = (HERE / "../../../runtime/embed/bridge.h").resolve().read_text()
+    assert {name: int(number) for name, number in re.findall(r"OUTRIDER_KIND_(\w+) = (\d+)", bridge)} == {
+        kind.name: int(kind) for kind in Kind
+    }
+    assert BRIDGE in bridge
+
+
+@pytest.mark.parametrize(
+    "language", [["cc", "-std=c99"], ["cc", "-std=c11"], ["c++", "-std=c++11"], ["c++", "-std=c++20"]]
+)
+def test_the_header_stands_alone(library: Path, tmp_path: Path, language: list[str]) -> None:
+    source = tmp_path / ("only.cc" if language[0] == "c++" else "only.c")
+    source.write_text(
+        "#include <outrider.h>\n#include <outrider.h>\nint main(void) { return outrider_abi_version(); }\n"
+    )
+    command = [*language, *WARNINGS, f"-I{library / 'include'}", "-c", str(source), "-o", str(tmp_path / "only.o")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_cmake_project_finds_it_wherever_it_lies(library: Path, toy_plan: Path, tmp_path: Path) -> None:
+    if shutil.which("cmake") is None:
+        pytest.skip("needs cmake")
+    moved = shutil.copytree(library, tmp_path / "moved", symlinks=True)
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.16)\nproject(user C)\nfind_package(Outrider 0.1 CONFIG REQUIRED)\n"
+        f"add_executable(chat {ROOT / 'tools/examples/c/chat.c'})\ntarget_link_libraries(chat Outrider::outrider)\n"
+    )
+    for command in (["cmake", "-B", "made", "-S", ".", f"-DCMAKE_PREFIX_PATH={moved}"], ["cmake", "--build", "made"]):
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert run(tmp_path / "made" / "chat", toy_plan, 4, given="import").returncode == 0
+
+
+# The example.
+
+
+@pytest.fixture
+def chat(library: Path, tmp_path: Path) -> Path:
+    folder = shutil.copytree(ROOT / "tools" / "examples" / "c", tmp_path / "c")
+    done = subprocess.run(
+        ["make", "-s", f"OUTRIDER={library}"], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "chat"
+
+
+def test_the_example_says_what_python_says(chat: Path, reference_plan: Path, reference: Runtime) -> None:
+    lines = ["import os\n", "def main(argv):\n"]
+    for options in ((40,), (40, 0.8, 5), (30, 1.0, 2**64 - 1)):
+        session = reference.session()
+        names = ("max_new_tokens", "temperature", "seed")
+        expected = [session.generate(line, **dict(zip(names, options, strict=False))).text for line in lines]
+        found = run(chat, reference_plan, *options, given="".join(lines))
+        assert found.returncode == 0, found.stderr
+        assert found.stdout == "".join(text + "\n" for text in expected)
+
+
+def test_the_example_is_short(chat: Path) -> None:
+    assert len((chat.parent / "chat.c").read_text().splitlines()) <= 60
+
+
+def test_a_missing_environment_is_a_sentence(chat: Path, toy_plan: Path, tmp_path: Path) -> None:
+    done = run(chat, toy_plan, OUTRIDER_HOME=str(tmp_path / "nowhere"))
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error 6: there is no Python environment at {tmp_path / 'nowhere'} (OUTRIDER_HOME)")
+    assert "set OUTRIDER_HOME" in done.stderr
+
+
+def test_an_environment_without_outrider_is_a_sentence(chat: Path, toy_plan: Path, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True)
+    done = run(chat, toy_plan, OUTRIDER_HOME=str(tmp_path / "bare"))
+    assert done.returncode == 1
+    assert done.stderr.startswith("error 6: Outrider cannot be started in ")
+    assert "ModuleNotFoundError" in done.stderr
+
+
+def test_without_its_bridge_it_says_so(library: Path, toy_plan: Path, tmp_path: Path) -> None:
+    moved = shutil.copytree(library, tmp_path / "moved", symlinks=True)
+    (moved / "lib" / BRIDGE).unlink()
+    done = run(compiled("again.c", moved, tmp_path), toy_plan, 1)
+    assert done.returncode == 1
+    assert f"Python cannot be loaded: {moved / 'lib' / BRIDGE}" in done.stderr
+
+
+# Calls.
+
+
+@pytest.mark.parametrize("kind", ["plain", "watched"])
+def test_whatever_is_wrong_is_a_status_and_a_sentence(
+    kind: str, toy_plan: Path, damaged: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    library = request.getfixturevalue("library" if kind == "plain" else "watched")
+    flags, environment = ((), {}) if kind == "plain" else (SANITIZE, WATCHED)
+    program = compiled("wrong.c", library, tmp_path, *flags)
+    assert passes(program, toy_plan, damaged, **environment) == "ok\n"
+
+
+@pytest.mark.parametrize("kind", ["plain", "watched"])
+def test_sessions_callbacks_and_threads(
+    kind: str, toy_plan: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    library = request.getfixturevalue("library" if kind == "plain" else "watched")
+    flags, environment = ((), {}) if kind == "plain" else (SANITIZE, WATCHED)
+    program = compiled("sessions.c", library, tmp_path, *flags)
+    assert passes(program, toy_plan, **environment) == "ok\n"
+
+
+def test_exceptions_of_a_callback_end_there(library: Path, toy_plan: Path, tmp_path: Path) -> None:
+    assert passes(compiled("throwing.cc", library, tmp_path), toy_plan) == "ok\n"
+
+
+def test_opening_and_closing_keeps_memory_flat(library: Path, toy_plan: Path, tmp_path: Path) -> None:
+    early, late = map(int, passes(compiled("again.c", library, tmp_path), toy_plan, 100).split())
+    assert late < 1.1 * early  # of which a plan that is not given back is more than 1 % each time
+
+
+def test_mutated_plans_and_options_are_refused_or_run(library: Path, toy_plan: Path, tmp_path: Path) -> None:
+    plan = shutil.copytree(toy_plan, tmp_path / "plan")
+    assert passes(compiled("fuzz.c", library, tmp_path), plan, 1, 8000, 2000) == "ok\n"
+    assert not (tmp_path.parent / "escaped").exists()
+
+
+# Building.
+
+
+def test_the_command_lists_what_it_built(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "runtime", "embed", "--out", str(tmp_path), "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    files = [Path(file) for file in json.loads(done.stdout)]
+    assert all(file.exists() for file in files)
+    assert {file.name for file in files} >= {"outrider.h", LIBRARY, "outrider.pc", "OutriderConfig.cmake"}
+
+
+def test_a_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(EmbedError, match="there is no C compiler on PATH, none of cc, gcc, clang"):
+        build(tmp_path / "out")
+
+
+def test_a_python_without_a_shared_library_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embed_build.sysconfig, "get_config_var", lambda name: 0)
+    with pytest.raises(EmbedError, match="without a shared library"):
+        build(tmp_path / "out")

@@ -1,0 +1,120 @@
+/* wrong PLAN DAMAGED: every wrong handle and argument is a status and a sentence, and nothing else happens. */
+#include "check.h"
+
+static void handles(const char *plan) {
+  outrider_runtime *runtime = open_plan(plan);
+  outrider_session *session = create_session(runtime);
+  outrider_session *other = session;
+  outrider_result *result = NULL;
+  const char *data = "untouched";
+  size_t length = 7;
+  int32_t reason = 7;
+
+  EXPECT_FAILURE(outrider_session_create(NULL, &other), OUTRIDER_INVALID_HANDLE, "NULL");
+  EXPECT_FAILURE(outrider_session_create((outrider_runtime *)session, &other), OUTRIDER_INVALID_HANDLE, "one of a session");
+  EXPECT_FAILURE(outrider_session_reset((outrider_session *)(uintptr_t)12345678), OUTRIDER_INVALID_HANDLE, "is none");
+  EXPECT_FAILURE(outrider_session_reset((outrider_session *)&data), OUTRIDER_INVALID_HANDLE, "is none");
+  EXPECT_FAILURE(outrider_session_cancel(NULL), OUTRIDER_INVALID_HANDLE, "NULL");
+  EXPECT_FAILURE(outrider_generate(NULL, "a", 1, NULL, NULL, NULL, &result), OUTRIDER_INVALID_HANDLE, "session");
+  EXPECT_FAILURE(outrider_generate(session, "a", 1, (outrider_params *)runtime, NULL, NULL, &result),
+                 OUTRIDER_INVALID_HANDLE, "params");
+  EXPECT_FAILURE(outrider_result_text(NULL, &data, &length), OUTRIDER_INVALID_HANDLE, "result");
+  EXPECT_FAILURE(outrider_result_finish_reason((outrider_result *)session, &reason), OUTRIDER_INVALID_HANDLE, "result");
+  EXPECT_FAILURE(outrider_text_get(NULL, &data, &length), OUTRIDER_INVALID_HANDLE, "text");
+  EXPECT(other == session && result == NULL && length == 7 && reason == 7 && strcmp(data, "untouched") == 0);
+
+  EXPECT_FAILURE(outrider_session_destroy((outrider_session *)runtime), OUTRIDER_INVALID_HANDLE, "one of a runtime");
+  EXPECT_OK(outrider_session_destroy(session));
+  EXPECT_FAILURE(outrider_session_destroy(session), OUTRIDER_INVALID_HANDLE, "destroyed");
+  EXPECT_FAILURE(outrider_session_reset(session), OUTRIDER_INVALID_HANDLE, "destroyed");
+  session = create_session(runtime);
+  EXPECT_OK(outrider_runtime_close(runtime));
+  EXPECT_FAILURE(outrider_runtime_close(runtime), OUTRIDER_INVALID_HANDLE, "destroyed");
+  EXPECT_FAILURE(outrider_session_create(runtime, &other), OUTRIDER_INVALID_HANDLE, "destroyed");
+  EXPECT_OK(outrider_generate(session, "import", 6, NULL, NULL, NULL, &result)); /* sessions go on */
+  EXPECT_OK(outrider_result_destroy(result));
+  EXPECT_FAILURE(outrider_result_text(result, &data, &length), OUTRIDER_INVALID_HANDLE, "destroyed");
+  EXPECT_OK(outrider_session_destroy(session));
+
+  EXPECT_OK(outrider_runtime_close(NULL));
+  EXPECT_OK(outrider_session_destroy(NULL));
+  EXPECT_OK(outrider_params_destroy(NULL));
+  EXPECT_OK(outrider_result_destroy(NULL));
+  EXPECT_OK(outrider_text_destroy(NULL));
+}
+
+static void arguments(const char *plan) {
+  outrider_runtime *runtime = open_plan(plan);
+  outrider_session *session = create_session(runtime);
+  outrider_result *result = NULL;
+  outrider_params *params = NULL;
+  outrider_runtime *another = NULL;
+  const int64_t tokens[] = {1, 2, -3};
+  const char *data = NULL;
+
+  EXPECT_FAILURE(outrider_params_create(NULL), OUTRIDER_INVALID_ARGUMENT, "out is NULL");
+  EXPECT_FAILURE(outrider_generate(session, "a", 1, NULL, NULL, NULL, NULL), OUTRIDER_INVALID_ARGUMENT, "out is NULL");
+  EXPECT_FAILURE(outrider_generate(session, NULL, 1, NULL, NULL, NULL, &result), OUTRIDER_INVALID_ARGUMENT, "prompt");
+  EXPECT_FAILURE(outrider_generate_tokens(session, NULL, 1, NULL, NULL, NULL, &result), OUTRIDER_INVALID_ARGUMENT, "prompt");
+  EXPECT_FAILURE(outrider_text_get(NULL, &data, NULL), OUTRIDER_INVALID_ARGUMENT, "length is NULL");
+  EXPECT_FAILURE(outrider_generate(session, "\xff\xfe", 2, NULL, NULL, NULL, &result), OUTRIDER_INVALID_ARGUMENT, "UTF-8");
+  EXPECT_FAILURE(outrider_generate(session, "\xc3", 1, NULL, NULL, NULL, &result), OUTRIDER_INVALID_ARGUMENT, "byte 0");
+  EXPECT_FAILURE(outrider_generate(session, NULL, 0, NULL, NULL, NULL, &result), OUTRIDER_REQUEST, "prompt");
+  EXPECT_FAILURE(outrider_generate_tokens(session, tokens, 3, NULL, NULL, NULL, &result), OUTRIDER_REQUEST, "-3");
+  EXPECT_FAILURE(outrider_generate_tokens(session, tokens, 0, NULL, NULL, NULL, &result), OUTRIDER_REQUEST, "prompt");
+
+  EXPECT_OK(outrider_params_create(&params));
+  EXPECT_FAILURE(outrider_params_set_int(params, "temperature", 11, 1), OUTRIDER_INVALID_ARGUMENT, "max_new_tokens");
+  EXPECT_FAILURE(outrider_params_set_double(params, "warmth", 6, 1.0), OUTRIDER_INVALID_ARGUMENT, "warmth");
+  EXPECT_FAILURE(outrider_params_set_double(params, "t\0p", 3, 1.0), OUTRIDER_INVALID_ARGUMENT, "no key");
+  EXPECT_FAILURE(outrider_params_set_text(params, "drafter", 7, "\x80", 1), OUTRIDER_INVALID_ARGUMENT, "UTF-8");
+  EXPECT_FAILURE(outrider_params_set_text(params, NULL, 4, "a", 1), OUTRIDER_INVALID_ARGUMENT, "key is NULL");
+  EXPECT_FAILURE(outrider_params_set_bool(params, "ignore_eos", 10, 2), OUTRIDER_INVALID_ARGUMENT, "0 or 1");
+  EXPECT_FAILURE(outrider_params_add_int(params, "stop", 4, 2), OUTRIDER_INVALID_ARGUMENT, "eos_token_ids");
+  EXPECT_OK(outrider_params_set_double(params, "temperature", 11, -1.0)); /* values are checked later */
+  EXPECT_FAILURE(outrider_generate(session, "a", 1, params, NULL, NULL, &result), OUTRIDER_REQUEST, "temperature");
+  EXPECT_OK(outrider_params_set_double(params, "temperature", 11, 0.0));
+  EXPECT_OK(outrider_params_set_text(params, "drafter", 7, "nobody", 6));
+  EXPECT_FAILURE(outrider_generate(session, "a", 1, params, NULL, NULL, &result), OUTRIDER_REQUEST, "nobody");
+  EXPECT(result == NULL);
+  EXPECT_OK(outrider_params_destroy(params));
+  EXPECT_FAILURE(outrider_params_set_double(params, "top_p", 5, 1.0), OUTRIDER_INVALID_HANDLE, "destroyed");
+
+  static const struct {
+    const char *options;
+    const char *part;
+  } wrong[] = {
+      {"{", "not JSON"}, {"[]", "object"}, {"{\"thread\": 1}", "thread"}, {"{\"threads\": \"1\"}", "whole number"},
+      {"{\"threads\": true}", "whole number"}, {"{\"verify\": 1}", "truth"}, {"\xff", "UTF-8"},
+  };
+  for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; ++i) {
+    EXPECT_FAILURE(outrider_runtime_open(plan, strlen(plan), wrong[i].options, strlen(wrong[i].options), &another),
+                   OUTRIDER_INVALID_ARGUMENT, wrong[i].part);
+  }
+  EXPECT_FAILURE(outrider_runtime_open(plan, strlen(plan), "{\"threads\": -1}", 15, &another), OUTRIDER_REQUEST, "-1");
+  EXPECT_FAILURE(outrider_runtime_open(plan, strlen(plan), "{\"target\": \"gpu\"}", 17, &another), OUTRIDER_PLAN, "gpu");
+  EXPECT_FAILURE(outrider_runtime_open(plan, 0, NULL, 0, &another), OUTRIDER_INVALID_ARGUMENT, "path");
+  EXPECT_FAILURE(outrider_runtime_open("a\0b", 3, NULL, 0, &another), OUTRIDER_INVALID_ARGUMENT, "path");
+  EXPECT_FAILURE(outrider_runtime_open("/nowhere", 8, NULL, 0, &another), OUTRIDER_PLAN, "/nowhere");
+  EXPECT(another == NULL);
+
+  EXPECT_OK(outrider_generate(session, "import", 6, NULL, NULL, NULL, &result)); /* still good */
+  EXPECT_OK(outrider_result_destroy(result));
+  EXPECT_OK(outrider_session_destroy(session));
+  EXPECT_OK(outrider_runtime_close(runtime));
+}
+
+int main(int count, char **words) {
+  EXPECT(count == 3);
+  EXPECT(strcmp(outrider_last_error(), "") == 0);
+  EXPECT(outrider_abi_version() == OUTRIDER_ABI_VERSION);
+  outrider_runtime *runtime = NULL;
+  outrider_text *text = NULL;
+  EXPECT_FAILURE(outrider_runtime_open(words[2], strlen(words[2]), NULL, 0, &runtime), OUTRIDER_PLAN, words[2]);
+  EXPECT_FAILURE(outrider_plan_inspect("/nowhere", 8, &text), OUTRIDER_PLAN, "/nowhere");
+  EXPECT(runtime == NULL && text == NULL);
+  handles(words[1]);
+  arguments(words[1]);
+  puts("ok");
+  return EXIT_SUCCESS;
+}
