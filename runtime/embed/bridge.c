@@ -35,11 +35,35 @@ static int start_python(const char *home, char *why, size_t size) {
   return 1;
 }
 
+/* What stands in the way of importing `module`, in `why`; 0 where something does. */
+static int can_import(const char *module, char *why, size_t size) {
+  const PyGILState_STATE state = PyGILState_Ensure();
+  PyObject *found = PyImport_ImportModule(module);
+  if (found == NULL) {
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    PyErr_NormalizeException(&type, &error, &trace);
+    PyObject *text = error == NULL ? NULL : PyObject_Str(error);
+    const char *said = text == NULL ? NULL : PyUnicode_AsUTF8(text);
+    snprintf(why, size, "%s", said == NULL ? module : said);
+    Py_XDECREF(text);
+    Py_XDECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(trace);
+    PyErr_Clear();
+  }
+  Py_XDECREF(found);
+  PyGILState_Release(state);
+  return found != NULL;
+}
+
 __attribute__((visibility("default"))) outrider_bridge_start_function outrider_bridge_start;
 
 int outrider_bridge_start(const char *home, outrider_set_error *set_error, char *why, size_t size) {
   tell = set_error;
   if (!Py_IsInitialized() && !start_python(home, why, size)) return 0;
+  /* Asked first: cffi would print what is missing. */
+  if (!can_import("_cffi_backend", why, size) || !can_import("runtime.embed.calls", why, size)) return 0;
   snprintf(why, size, "its interpreter does not get as far as Outrider's own code");
   return outrider_py_ready(why, size) == 1;
 }

@@ -20,6 +20,23 @@ BRIDGE = "liboutrider-python.so"  # as in bridge.h
 _WARNINGS = ("-Wall", "-Wextra", "-Werror")
 _CHOICES = {"C": ("cc", "gcc", "clang"), "C++": ("c++", "g++", "clang++")}
 
+# What the interpreter runs first, of the bridge's own module.
+_START = """\
+from _outrider_bridge import ffi, lib
+try:
+    from runtime.embed.calls import attach
+    attach(ffi, lib)
+    failure = b""
+except BaseException as error:  # whatever it is, C gets a sentence
+    failure = f"{type(error).__name__}: {error}".encode()
+
+@ffi.def_extern()
+def outrider_py_ready(why, size):
+    text = failure[:size - 1] + b"\\0"
+    ffi.buffer(why, len(text))[:] = text
+    return 0 if failure else 1
+"""
+
 _PKG_CONFIG = """\
 prefix=${{pcfiledir}}/../..
 libdir=${{prefix}}/lib
@@ -130,7 +147,7 @@ def _build_bridge(compilers: _Compilers, work: Path) -> None:
     ffi.embedding_api(f"{declared}\nint32_t outrider_py_ready(char *why, size_t size);")
     ffi.cdef("void outrider_tell(const char *text, size_t length);")
     ffi.set_source("_outrider_bridge", "void outrider_tell(const char *text, size_t length);")
-    ffi.embedding_init_code((SOURCES / "start.py").read_text(encoding="utf-8"))
+    ffi.embedding_init_code(_START)
     with redirect_stdout(None):  # where it says what it writes
         ffi.emit_c_code(str(work / "calls.c"))
     libraries = Path(sysconfig.get_config_var("LIBDIR"))

@@ -295,7 +295,9 @@ class Calls:
         options = Options()
         if params:
             options |= self._handles.get(Kind.PARAMS, params)
-        prompt = self._ffi.unpack(tokens, count) if count else self._text(text, length, "prompt") if length else []
+        prompt: str | list[int] = self._text(text, length, "prompt")
+        if count or not length:
+            prompt = self._ffi.unpack(tokens, count) if count else []
         with held.generating() as cancel:
             options["cancel"] = cancel
             stream = held.session.stream(prompt, **options)
