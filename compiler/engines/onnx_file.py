@@ -24,6 +24,7 @@ DTYPES = {
     ir.DataType.BFLOAT16: DType.BFLOAT16,
     ir.DataType.INT64: DType.INT64,
     ir.DataType.INT32: DType.INT32,
+    ir.DataType.UINT64: DType.UINT64,
 }
 
 
