@@ -122,7 +122,9 @@ class DeviceBuffers(Buffers):
             self.memory[name] = Memory(whole.address + view.plane * whole.row_bytes, whole.shape[1:], whole.dtype)
             self.arrays[name] = self.arrays[view.buffer]
         recorder = Recorder(device)
-        self.exchange = _Exchange(device, recorder, self._block, self._twin, self._status, records_engines)
+        own = [self.arrays[buffer.name] for buffer in plan.buffers if buffer.name.endswith(f".{names.STATUS}")]
+        statuses = (self._status, *own)
+        self.exchange = _Exchange(device, recorder, self._block, self._twin, statuses, records_engines)
         self._scratch: dict[tuple[str, int], int] = {}
         device.wait()
         finalize(self, _give_back, device, recorder, self._addresses)
@@ -140,7 +142,7 @@ class DeviceBuffers(Buffers):
 
     def op(self, name: str, bound: Mapping[str, str], attributes: Mapping[str, int | float]) -> native.BoundOp:
         tensors = {parameter: self.memory[buffer] for parameter, buffer in bound.items()}
-        op = DeviceOp(name, tensors, attributes, self._workspace)
+        op = DeviceOp(name, tensors, attributes, self.workspace)
 
         def launch(*extents: int) -> None:
             blocks, threads, values = op.values(*extents)
@@ -149,8 +151,8 @@ class DeviceBuffers(Buffers):
 
         return launch
 
-    def _workspace(self, name: str, size: int, zeroed: bool) -> int:
-        """Programs run one after another, so that ops share what need not stay; a counter has its own."""
+    def workspace(self, name: str, size: int, zeroed: bool) -> int:
+        """Programs run one after another, so that stages share what need not stay; a counter has its own."""
         if name == STATUS:
             return self._status_address
         key = (name, -1 if zeroed else size)
@@ -188,12 +190,12 @@ class _Exchange:
         recorder: Recorder,
         block: int,
         twin: Pinned,
-        status: NDArray[np.int64],
+        statuses: Sequence[NDArray[np.int64]],
         records_engines: bool,
     ) -> None:
         self.records_engines = records_engines
         self._device, self._recorder = device, recorder
-        self._block, self._twin, self._status = block, twin, status
+        self._block, self._twin, self._statuses = block, twin, statuses
 
     def stretch(self, calls: Sequence[Call], sizes: Sequence[Sequence[int]]) -> Call:
         recorded = self._recorder.stretch(calls, sizes)
@@ -212,9 +214,10 @@ class _Exchange:
 
     def wait(self) -> None:
         self._device.wait()
-        fault = int(self._status[0])
+        fault = max(int(status.max()) for status in self._statuses)
         if fault:
-            self._status[0] = 0
+            for status in self._statuses:
+                status.fill(0)
             raise PlanError(f"no token can be chosen: {FAULTS.get(fault, f'fault {fault}')}")
 
 
