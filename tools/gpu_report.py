@@ -32,7 +32,7 @@ from runtime.request import Options
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "plans" / "recipes" / "reference.yaml"
-TARGETS = ("onnxruntime-cpu", "onnxruntime-cuda", "tensorrt-rtx")
+TARGETS = ("onnxruntime-cpu", "onnxruntime-cuda", "tensorrt-rtx", "tensorrt")
 _COPY = 1 << 30  # bytes
 _COPIES = 20
 
