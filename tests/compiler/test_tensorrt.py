@@ -13,11 +13,13 @@ from typing import Any
 
 import onnx_ir as ir
 import pytest
+from rich.console import Console
 
 from compiler.build import build
 from compiler.engines import kernel_architectures, tensorrt_library
 from compiler.engines.tensorrt_library import Gpu, TensorRtLibrary
 from compiler.engines.tensorrt_network import carry_bits
+from compiler.inspect import describe, print_description
 from compiler.recipe import load_recipe
 from compiler.recipe_targets import PACKAGES, TensorRtSection
 from plans import names
@@ -108,6 +110,25 @@ def test_lowering_says_what_is_no_plugin(built: Plan) -> None:
     declined = [op for op in ("TreeExpand", "TreeRerank") if isinstance(PLUGINS[op], Declined)]
     assert set(reports["head", "PluginNodes"].declined) == {PLUGINS[op].reason for op in declined}
     assert (reports["head", "BodyOfDeclined"].applied > 0) == bool(declined)
+
+
+@pytest.mark.skipif(not isinstance(PLUGINS["DraftSample"], Declined), reason="a drafter draws inside its engine")
+def test_rejection_is_refused(library: Any, toy_recipe: Path, tmp_path: Path) -> None:
+    drafter = "{name: a, kind: model, checkpoint: drafter, gamma: 2, acceptance: rejection}"
+    recipe = load_recipe(toy_recipe, [f"targets=[{TENSORRT}]", f"drafters=[{drafter}]"])
+    with pytest.raises(RecipeError, match=r"drafters\[0\]\.acceptance is rejection, .* or the target tensorrt out"):
+        build(recipe, toy_recipe, tmp_path / "plan")
+
+
+def test_inspect_tells_what_an_engine_holds_and_who_may_run_it(built: Plan) -> None:
+    description = describe(built.root)
+    target = description["targets"][TENSORRT]["engines"]["target"]
+    assert (target["holds"], target["gpu"]) == (["BimMask", "TreeAccept"], "NVIDIA H100")
+    console = Console(record=True, width=200)
+    print_description(description, console)
+    text = console.export_text()
+    assert f"built by tensorrt {VERSION} for sm_90, NVIDIA H100 alone" in text
+    assert "holds BimMask, TreeAccept" in text
 
 
 # What a builder is told.
