@@ -77,12 +77,10 @@ def compare_drafters(
     """
     checks = {name: DrafterCheck() for name in drafters}
     exact = {d.name for d in session.manifest.drafters if exact_chains and drafts_chains(d)}
-    params = check_options(options, drafters, ()).sampling
-    sampling = Sampling(params.temperature, params.top_k, params.top_p, FilterOrder[params.filter_order.upper()])
     always = options | Options(ignore_eos=True, auto_disable=False)
 
-    def run(ids: list[int], drafter: str, changes: Options | None = None) -> Generation:
-        merged: Options = always | Options(drafter=drafter) | (changes or Options())
+    def run(ids: list[int], drafter: str) -> Generation:
+        merged: Options = always | Options(drafter=drafter)
         return session.generate(ids, whole=True, **merged)
 
     for prompt, ids in enumerate(prompts):
@@ -91,17 +89,34 @@ def compare_drafters(
             drafted = run(ids, name)
             check.tokens += len(drafted.token_ids)
             check.rounds += drafted.stats.rounds
-            parted = (i for i, pair in enumerate(zip(plain, drafted.token_ids, strict=True)) if len(set(pair)) > 1)
-            if (index := next(parted, None)) is None:
+            parted = find_parting(session, ids, options, plain, drafted.token_ids)
+            if parted is None:
                 check.equal_runs += 1
                 continue
-            run(ids, "none", Options(max_new_tokens=index + 1))
-            u = uniform(params.seed, params.stream, len(ids) + index, Purpose.TARGET)
-            apart = margin(session.step_logits(0), sampling, u)
+            index, apart = parted
             near = name not in exact and apart <= tolerance
             check.partings.append(Parting(prompt, index, plain[index], drafted.token_ids[index], apart, near))
         progress(prompt + 1)
     return checks
+
+
+def find_parting(
+    session: Session, prompt: Sequence[int], options: Options, plain: Sequence[int], other: Sequence[int]
+) -> tuple[int, float] | None:
+    """Where `other` first differs from `plain`, as an index of generated tokens, and the margin of the choice there.
+
+    `plain` is what `session`, which is used again for the margin, decodes plainly from `prompt` with `options`. None
+    where the two are the same.
+    """
+    index = next((i for i, pair in enumerate(zip(plain, other, strict=True)) if len(set(pair)) > 1), None)
+    if index is None:
+        return None
+    again: Options = options | Options(drafter="none", ignore_eos=True, max_new_tokens=index + 1)
+    session.generate(prompt, whole=True, **again)
+    params = check_options(again, (), ()).sampling
+    sampling = Sampling(params.temperature, params.top_k, params.top_p, FilterOrder[params.filter_order.upper()])
+    u = uniform(params.seed, params.stream, len(prompt) + index, Purpose.TARGET)
+    return index, margin(session.step_logits(0), sampling, u)
 
 
 def drafts_chains(drafter: Drafter) -> bool:

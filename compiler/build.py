@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from compiler import drafters
 from compiler.absorption import absorb
+from compiler.buckets import step_buckets
 from compiler.checkpoint import load_decoder
 from compiler.drafters import GraphSource
 from compiler.engines import facts_of_machine, kernel_architectures, open_folder
@@ -48,7 +49,6 @@ from plans.manifest import (
 from plans.plan import MANIFEST, Plan, file_sha256, open_plan
 from plans.step_buffers import drafter_buffers, sampling_buffers, status_buffers, target_buffers
 from plugins.cuda.compile import compile_kernels
-from plugins.tensorrt import PLUGINS, Declined
 
 VIEW_BUCKET = 128  # keys: coarse enough that sizes rarely change, fine enough that masks stay short
 
@@ -189,14 +189,13 @@ def _check_served(recipe: Recipe) -> None:
         if isinstance(target, OnnxRuntimeCpuSection) and recipe.dtype(target) != "float32":
             where = ("target", "dtype") if target.dtype is None else ("targets", index, "dtype")
             raise recipe.error(where, f"is {recipe.dtype(target)}; onnxruntime-cpu computes in float32, set it to that")
-        draws = not isinstance(PLUGINS["DraftSample"], Declined)
-        if isinstance(target, TensorRtRtxSection) or (isinstance(target, TensorRtSection) and not draws):
+        if isinstance(target, TensorRtRtxSection):
             for place, drafter in enumerate(recipe.drafters):
                 if not isinstance(drafter, NgramSection) and drafter.acceptance == "rejection":
                     raise recipe.error(
                         ("drafters", place, "acceptance"),
                         "is rejection, which sums in float64, and TensorRT has none; leave it coupled, or the target "
-                        f"{target.kind} out",
+                        "tensorrt-rtx out",
                     )
 
 
@@ -338,6 +337,7 @@ def _target_plan(
         programs=emit_programs(engines, listed),
         lowering=built.reports,
         kernels=built.kernels,
+        buckets=step_buckets(geometry, limits, listed, engines) if built.kernels else {},
     )
 
 

@@ -11,6 +11,7 @@ from math import prod
 from plans import names
 from plans.buffers import DType, Tensor
 from plans.manifest import (
+    Buckets,
     Drafter,
     Engine,
     Geometry,
@@ -94,6 +95,8 @@ def _target(target: TargetPlan, models: Mapping[str, Geometry], drafters: Sequen
     for model, geometry in models.items():
         for problem in _symbols(target.symbols[model], geometry, graphs.get(model), drafters):
             yield f"symbols.{model}{problem}"
+    for model, buckets in target.buckets.items():
+        yield from (f"buckets.{model}.{problem}" for problem in _buckets(buckets, target.symbols.get(model, {})))
     found: dict[str, Tensor] = {}
     for problem in _buffers(target, models, graphs, found):
         yield problem
@@ -153,6 +156,19 @@ def _symbols(
         yield f".{names.VIEW}: {view} does not lie between context {g.context + grown} and capacity {g.capacity}"
     if (rows, edges, places) != (1, 2, new):
         yield f".{names.ROWS}: {rows} rows, {edges} edges and {places} places are not those of one row"
+
+
+def _buckets(buckets: Buckets, symbols: Mapping[str, int]) -> Iterator[str]:
+    for name, sizes, most in (
+        ("new", buckets.new, symbols.get(names.NEW)),
+        ("view", buckets.view, symbols.get(names.VIEW)),
+    ):
+        if most is None:
+            yield f"{name}: the plan has no such model"
+        elif list(sizes) != sorted(set(sizes)) or sizes[-1] > most:
+            yield f"{name}: {', '.join(map(str, sizes))} do not ascend to at most {most}"
+    if buckets.view[-1] != symbols.get(names.VIEW):
+        yield f"view: ends at {buckets.view[-1]}, not at the largest view, {symbols.get(names.VIEW)}"
 
 
 def _buffers(

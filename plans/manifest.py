@@ -98,6 +98,11 @@ class GraphDrafter(Strict):
         return self.tree.nodes - 1 if self.entropy is None else self.entropy.gamma_max
 
     @property
+    def longest_path(self) -> int:
+        """Most nodes that lie one behind another."""
+        return min(self.tree.depth + 1, self.tree.nodes - 1) if self.entropy is None else self.entropy.gamma_max
+
+    @property
     def grown(self) -> int:
         """Most rows that drafting appends to its arena behind the tip's."""
         return self.tree.depth * self.tree.top_k if self.entropy is None else self.entropy.gamma_max - 1
@@ -215,6 +220,16 @@ class View(Strict):
     plane: Annotated[int, Field(ge=0)]
 
 
+class Buckets(Strict):
+    """Sizes that steps are rounded up to, ascending, so that they come again: `new` tokens and keys in `view`.
+
+    Steps with more new tokens have the size that they have. The last view is the largest.
+    """
+
+    new: Annotated[tuple[Size, ...], Field(min_length=1)]
+    view: Annotated[tuple[Size, ...], Field(min_length=1)]
+
+
 class TargetPlan(Strict):
     """Everything for one execution target."""
 
@@ -223,6 +238,7 @@ class TargetPlan(Strict):
     buffers: tuple[Tensor, ...]
     views: dict[str, View] = Field({})
     symbols: dict[str, dict[str, Size]] = Field(description="By model: the largest value of every symbol.")
+    buckets: dict[str, Buckets] = Field({}, description="By model, where a step has few sizes, so that it is recorded.")
     programs: dict[str, Program]
     lowering: tuple[RuleReport, ...] = ()
     kernels: dict[str, str] = Field({}, description="Our ops compiled for a device: architecture (sm_90) to file.")

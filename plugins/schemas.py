@@ -254,7 +254,7 @@ _DRAFT_SAMPLE = OpSchema(
 
     token[b] is the inverse CDF at draws[b], in id order, of probability[b]: the drafter's distribution under the
     branch's temperature, top-k and top-p (looked for among the 64 likeliest tokens); greedy, all of it at the argmax.
-    Stands in graphs only: a function body of standard ops.
+    Stands in graphs only: a function body of standard ops, or the CUDA kernel.
     Source: DESIGN section 7; seed 001.""",
     inputs=(
         TensorSpec("logits", "float32", ("trees", "nodes", _VOCABULARY)),
@@ -287,14 +287,14 @@ _TREE_EXPAND = OpSchema(
     since the target's CDF differs from F. q is the distribution at the temperature alone: where a filter cuts differs
     too. It counts as 1e-30 at least.
     Candidates are node-major, a node's best first; frontier holds the top_k best of them, best first. Of equals, the
-    lower index comes first. Stands in graphs only: a function body of standard ops.
+    lower index comes first. Stands in graphs only: a function body of standard ops, or the CUDA kernel.
     Source: DESIGN section 7; EAGLE-2 (arXiv 2406.16858) for the tree.""",
     inputs=(
         TensorSpec("logits", "float32", (*_FRONTIER, _VOCABULARY)),
         TensorSpec("score", "float32", _FRONTIER),
         TensorSpec(names.DRAWS, "float32", ("trees",)),
         TensorSpec(names.TEMPERATURE, "float32", ("trees",)),
-        TensorSpec(names.TOP_K, _INT, ("trees",)),
+        TensorSpec("top_k_filter", _INT, ("trees",)),
         TensorSpec(names.TOP_P, "float32", ("trees",)),
     ),
     outputs=(
@@ -315,7 +315,7 @@ _TREE_RERANK = OpSchema(
     A child scores no more than its parent and comes after it, so whoever is chosen has ancestors that are: of equals,
     the lower index comes first. Nodes keep the order of their indices: ancestors before descendants. candidate holds
     these indices, ascending; parent counts nodes, 0 is the root. Stands in graphs only: a function body of standard
-    ops.
+    ops, or the CUDA kernel.
     Source: DESIGN section 7; EAGLE-2 (arXiv 2406.16858).""",
     inputs=(
         TensorSpec("candidate_token", _INT, _CANDIDATES),

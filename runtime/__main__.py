@@ -90,6 +90,11 @@ def _add_shared(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="CPU threads of the target and of large drafters; 0 lets the backend choose",
     )
+    parser.add_argument(
+        "--no-cuda-graphs",
+        action="store_true",
+        help="on a GPU, launch kernel by kernel what would be recorded at loading",
+    )
     parser.add_argument("--max-new-tokens", type=int, default=128, help="most tokens to generate (default 128)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     parser.add_argument("--top-k", type=int, default=0, help="keep the k most probable tokens; 0 is off")
@@ -137,7 +142,12 @@ def _options(arguments: argparse.Namespace) -> Options:
 
 def _load(arguments: argparse.Namespace) -> Runtime:
     with stderr.status(f"loading {arguments.plan}"):
-        runtime = Runtime.load(arguments.plan, target=arguments.target, threads=arguments.threads)
+        runtime = Runtime.load(
+            arguments.plan,
+            target=arguments.target,
+            threads=arguments.threads,
+            cuda_graphs=not arguments.no_cuda_graphs,
+        )
     for target, reason in runtime.passed_over.items():
         stderr.print(f"runs on {runtime.target}, not on {target}: {reason}", style="dim", soft_wrap=True)
     return runtime

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,8 +22,14 @@ Call = Callable[[], None]
 class Exchange(Protocol):
     """What a program does on a device beside its stages; all but `wait` only enqueue."""
 
+    records: bool
+    """Whether the device can record, so that many calls become one launch."""
+
     records_engines: bool
-    """Whether engines may stand in a stretch, or are called singly."""
+    """Whether engines may stand in a stretch with ops, or are called singly."""
+
+    def recording(self) -> AbstractContextManager[None]:
+        """What runs meanwhile is recorded: from then on, whatever has the same sizes is one launch."""
 
     def upload(self) -> None:
         """Copy what the host has written to the device."""
@@ -35,6 +42,9 @@ class Exchange(Protocol):
 
     def stretch(self, calls: Sequence[Call], sizes: Sequence[Sequence[int]]) -> Call:
         """One call for several that run with the present values of `sizes`."""
+
+    def singly(self, call: Call) -> Call:
+        """One call for one that enqueues, and is never recorded with others."""
 
 
 class Buffers:

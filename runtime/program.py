@@ -43,6 +43,8 @@ class Program:
         self.name = name
         resolver = _Resolver(name, buffers, steps, engines, drafters)
         stages = [_Ready(stage.run, stage.kind, resolver.resolve(stage), stage.model) for stage in data.stages]
+        self.calls = tuple(stage.call for stage in stages)
+        """Every stage of the plan alone: on a device it only enqueues, by who holds the device's lock."""
         if buffers.exchange is not None:
             stages = _on_device(stages, buffers.exchange, steps)
         self.stage_names = tuple(stage.name for stage in stages)
@@ -98,7 +100,7 @@ def _on_device(stages: list[_Ready], exchange: Exchange, steps: Mapping[str, Ste
     for stage in (there, *stages[first:], back):
         if stage.kind is StageKind.ENGINE and not exchange.records_engines:
             close()
-            ready.append(stage)
+            ready.append(_Ready(stage.name, stage.kind, exchange.singly(stage.call), stage.model))
         else:
             stretch.append(stage)
     close()
@@ -148,6 +150,7 @@ def _draft(drafter: HostDrafter, step: TargetStep) -> Call:
         if step.draft_limit > 0:
             root = step.new_tokens - 1
             step.append_nodes(drafter.draft(step.draft_limit, step.token_ids, step.parent, root))
+            step.fill_bucket()
 
     return stage
 

@@ -13,6 +13,7 @@ from plans.errors import RequestError
 from plans.manifest import Manifest
 from plans.plan import Plan, open_plan
 from runtime.backends import BACKENDS, Chosen, choose_target
+from runtime.backends.base import Settings
 from runtime.beam_search import BeamOptions, BeamResult, beam_search
 from runtime.generation import Generation, GenerationStream, Span
 from runtime.prompt import prepare_prompt
@@ -32,10 +33,10 @@ class Runtime:
     Safe to use from several threads. `Runtime.load` is the way to make one.
     """
 
-    def __init__(self, plan: Plan, chosen: Chosen, threads: int) -> None:
+    def __init__(self, plan: Plan, chosen: Chosen, settings: Settings) -> None:
         self._plan, self.target, self.passed_over = plan, chosen.target, chosen.passed_over
         self._target_plan = plan.manifest.targets[self.target]
-        self._backend = backend = BACKENDS[self.target].make(self._target_plan, threads)
+        self._backend = backend = BACKENDS[self.target].make(self._target_plan, settings)
         self._engines = {
             name: backend.load(plan.file(engine.file), engine) for name, engine in self._target_plan.engines.items()
         }
@@ -46,20 +47,27 @@ class Runtime:
 
     @classmethod
     def load(
-        cls, plan: str | PathLike[str], *, target: str | None = None, threads: int = 0, verify: bool = True
+        cls,
+        plan: str | PathLike[str],
+        *,
+        target: str | None = None,
+        threads: int = 0,
+        verify: bool = True,
+        cuda_graphs: bool = True,
     ) -> Runtime:
         """Open the plan folder `plan` and load its engines for `target` (default: the best this machine drives).
 
         `threads` are those of the target and of large drafters; 0 lets the backend choose. `verify=False` skips the
-        sha256 of the files (sizes are still checked). Raises `PlanError`, and `RequestError` for a wrong number of
-        threads.
+        sha256 of the files (sizes are still checked). On a GPU every session first records the rounds that it will
+        come to, a few seconds; without `cuda_graphs` it launches them kernel by kernel. Raises `PlanError`, and
+        `RequestError` for a wrong number of threads.
         """
         if isinstance(threads, bool) or not isinstance(threads, int) or not 0 <= threads <= MAX_THREADS:
             raise RequestError(
                 f"threads is {threads!r}; pass a whole number from 0 (the backend chooses) to {MAX_THREADS}."
             )
         opened = open_plan(Path(plan), verify=verify)
-        return cls(opened, choose_target(opened.manifest.targets, target), threads)
+        return cls(opened, choose_target(opened.manifest.targets, target), Settings(threads, cuda_graphs))
 
     @property
     def manifest(self) -> Manifest:

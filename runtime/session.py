@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from plans import names
 from plans.errors import RequestError
-from plans.manifest import GraphDrafter, Manifest, NgramDrafter, TargetPlan, rejects
+from plans.manifest import Manifest, TargetPlan, rejects
 from runtime.arena import SlotMap
+from runtime.assembly import assemble
 from runtime.backends.base import Backend, LoadedEngine
-from runtime.drafters import Drafter, make_host_drafter
-from runtime.drafters.entropy import EntropyChain
-from runtime.drafters.graph import EngineDrafter
+from runtime.buffers import Buffers
+from runtime.drafters import Drafter
 from runtime.exclusive import Exclusive
 from runtime.gate import Gate
 from runtime.generation import FinishReason, Generation, GenerationStream, GrowingGeneration, Span
@@ -33,7 +33,6 @@ from runtime.prompt import Prompt, prepare_prompt
 from runtime.request import Options, Request, check_options
 from runtime.sampling import SamplingParams, likeliest, logprobs
 from runtime.stats import StageClock, Stats
-from runtime.step import Step, TargetStep
 from runtime.text_stream import TextStream
 from runtime.tokenizer import Tokenizer
 from runtime.trace import read_round
@@ -57,20 +56,15 @@ class Session:
     ) -> None:
         self._manifest, self._tokenizer, self._geometry = manifest, tokenizer, manifest.target
         self._limits = plan.symbols[names.TARGET]
-        self._buffers = backend.buffers(plan)
-        self._step = TargetStep(self._buffers, manifest.target, plan.symbols[names.TARGET])
+        parts = assemble(manifest, plan, backend, engines)
+        self._buffers, self._step, self._programs, self._drafters = (
+            parts.buffers,
+            parts.step,
+            parts.programs,
+            parts.drafters,
+        )
+        self._host_drafters = parts.on_host
         self._slots = SlotMap(names.TARGET, self._buffers, self._step)
-        host = {d.name: make_host_drafter(d) for d in manifest.drafters if isinstance(d, NgramDrafter)}
-        self._host_drafters = frozenset(host)
-        own = {d.name: self._step_of(d, plan) for d in manifest.drafters if isinstance(d, GraphDrafter)}
-        steps = {names.TARGET: self._step, **own}
-        self._programs = {
-            name: Program(name, data, self._buffers, steps, engines, host) for name, data in plan.programs.items()
-        }
-        self._drafters: dict[str, Drafter] = {
-            d.name: host[d.name] if isinstance(d, NgramDrafter) else self._engine_drafter(d, plan, own[d.name])
-            for d in manifest.drafters
-        }
         # By rejection, which draws decide depends on what was drafted: tokens must not depend on the clock.
         self._gated = {d.name for d in manifest.drafters if not rejects([d])}
         self._gates: dict[str, tuple[SamplingParams, Gate]] = {}
@@ -79,19 +73,6 @@ class Session:
         self._changes = 0  # counts what may make a prepared prompt out of date
         self._chosen_by: tuple[int, NDArray[np.int64] | None] = (0, None)  # the last step's tip, and its kept rows
         self._busy = threading.Lock()
-
-    def _step_of(self, drafter: GraphDrafter, plan: TargetPlan) -> Step:
-        name = drafter.name
-        return Step(name, self._buffers, self._manifest.models[name], plan.symbols[name], reach=drafter.grown)
-
-    def _engine_drafter(self, drafter: GraphDrafter, plan: TargetPlan, step: Step) -> EngineDrafter:
-        name, programs = drafter.name, self._programs
-        geometry, extend = self._manifest.models[name], programs[names.extend(name)]
-        if drafter.entropy is None:
-            compact, keeps = programs.get(names.compact(name)), plan.engines[name].keeps_levels
-            return EngineDrafter(drafter, geometry, self._buffers, step, extend, compact, keeps_levels=keeps)
-        draft = programs[names.draft(name)]
-        return EntropyChain(drafter, drafter.entropy, geometry, self._buffers, step, extend, draft)
 
     @property
     def token_ids(self) -> list[int]:
@@ -106,6 +87,14 @@ class Session:
     def limits(self) -> Mapping[str, int]:
         """The largest value of every symbol of the target's steps."""
         return self._limits
+
+    @property
+    def buffers(self) -> Buffers:
+        return self._buffers
+
+    @property
+    def programs(self) -> Mapping[str, Program]:
+        return self._programs
 
     def stage_clock(self) -> StageClock:
         """Times of all stages from now on."""
@@ -342,7 +331,7 @@ class Session:
         assert program.tokens is not None
         count = 1 if program.counts is None else int(program.counts[_TREE])
         chosen = program.tokens[: min(count, room)].tolist()
-        span, kept = generation.take(chosen, step.new_tokens - len(pending), count - 1, len(chosen) == room)
+        span, kept = generation.take(chosen, step.drafted, count - 1, len(chosen) == room)
         self._chosen_by = len(pending) - 1, program.kept
         if request.logprobs is not None:
             for index, token in enumerate(span.token_ids):

@@ -6,13 +6,14 @@ tokens are the step's.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 from plans import names
-from plans.manifest import Geometry
+from plans.manifest import Buckets, Geometry
 from runtime.buffers import Buffers
 
 _NEW, _VIEW, _LOGITS, _ROWS, _EDGES, _PLACES, _FEATURED = range(len(names.SYMBOLS))
@@ -23,11 +24,18 @@ class Step:
     """New tokens, a chain whose last is the tip. `reach` more keys come into view: those a draft's levels append."""
 
     def __init__(
-        self, model: str, buffers: Buffers, geometry: Geometry, limits: Mapping[str, int], reach: int = 0
+        self,
+        model: str,
+        buffers: Buffers,
+        geometry: Geometry,
+        limits: Mapping[str, int],
+        buckets: Buckets | None = None,
+        reach: int = 0,
     ) -> None:
         self.sizes = [0] * len(names.SYMBOLS)  # in the order of names.SYMBOLS; stages hold on to this very list
         self.sizes[_ROWS], self.sizes[_EDGES], self.sizes[_FEATURED] = 1, 2, limits[names.FEATURED]
-        self._bucket, self.largest_view, self._reach = geometry.view_bucket, limits[names.VIEW], reach
+        self.largest_view, self.reach, self.buckets = limits[names.VIEW], reach, buckets
+        self._views = buckets.view if buckets else range(geometry.view_bucket, self.largest_view, geometry.view_bucket)
         self.token_ids = buffers.of(model, names.TOKEN_IDS)
         self.positions = buffers.of(model, names.POSITIONS)
         self.branch = buffers.of(model, names.BRANCH)
@@ -58,7 +66,7 @@ class Step:
     def begin_grown(self, past: int) -> None:
         """Take the rows that a draft's levels have put behind `past` for the new tokens: for an op that moves them."""
         self.past_length[0] = past
-        self.row_splits[1] = self._reach
+        self.row_splits[1] = self.reach
 
     @property
     def new_tokens(self) -> int:
@@ -67,17 +75,24 @@ class Step:
     def _resize(self, new: int) -> None:
         """Set the sizes that follow from `new` tokens. The view is rounded up, so that it changes rarely."""
         self.row_splits[1] = self.sizes[_NEW] = self.sizes[_PLACES] = new
-        keys = int(self.past_length[0]) + new + self._reach
-        self.sizes[_VIEW] = min(-(-keys // self._bucket) * self._bucket, self.largest_view)
+        self.sizes[_VIEW] = self.view_of(int(self.past_length[0]) + new)
+
+    def view_of(self, rows: int) -> int:
+        """Keys in view of a step behind which the arena has `rows` rows, those of a draft's levels not counted."""
+        index = bisect_left(self._views, rows + self.reach)
+        return self._views[index] if index < len(self._views) else self.largest_view
 
 
 class TargetStep(Step):
     """New tokens: first the pending ones, a chain whose last is the tip, then drafted nodes."""
 
-    def __init__(self, buffers: Buffers, geometry: Geometry, limits: Mapping[str, int]) -> None:
-        super().__init__(names.TARGET, buffers, geometry, limits)
+    def __init__(
+        self, buffers: Buffers, geometry: Geometry, limits: Mapping[str, int], buckets: Buckets | None = None
+    ) -> None:
+        super().__init__(names.TARGET, buffers, geometry, limits, buckets)
         self.max_nodes = limits[names.LOGITS] - 1
         self.draft_limit = 0
+        self.drafted = 0  # nodes of the draft behind the tip; what fills a bucket is not among them
         self.logit_rows = buffers.of(names.TARGET, names.LOGIT_ROWS)
         self._attn_bias = buffers.of(names.TARGET, names.ATTN_BIAS).reshape(-1)
         self._free_bias = buffers.of(names.TARGET, names.FREE_BIAS)
@@ -87,11 +102,19 @@ class TargetStep(Step):
 
         No draft follows unless `draft_limit` is raised, or `expect_tree` says that an engine writes one.
         """
-        self.draft_limit = 0
+        self.draft_limit = self.drafted = 0
         self._free_bias[0] = 0
         self.logit_rows[0] = len(tokens) - 1
         self.sizes[_LOGITS] = int(logits)
         self.begin(past, position, tokens, branch)
+
+    def begin_rehearsed(self, length: int, drafted: int = 0) -> None:
+        """A step of tokens 0: the tip, the last of `length` tokens, and a chain of `drafted` nodes."""
+        self.begin_target(length - 1, length - 1, [0], 0, logits=True)
+        if drafted:
+            self.token_ids[1 : 1 + drafted] = 0
+            self.parent[1 : 1 + drafted] = self._count[:drafted]
+            self.append_nodes(drafted)
 
     def append_nodes(self, count: int) -> None:
         """Complete `count` drafted nodes whose tokens and parents a drafter wrote behind the tip."""
@@ -101,14 +124,34 @@ class TargetStep(Step):
             self.positions[node] = self.positions[parent] + 1
             self.branch[node] = self.branch[parent]
             self.logit_rows[node - n + 1] = node
+        self.drafted += count
         self.sizes[_LOGITS] += count
         self._resize(n + count)
+
+    def fill_bucket(self) -> None:
+        """Round the step up, by nodes that repeat the first one of its draft: what holds their token is the first.
+
+        A step that also catches up keeps its size, and so does one that would not fit.
+        """
+        n = self.sizes[_NEW]
+        if self.buckets is None or not self.drafted or n != 1 + self.drafted:
+            return
+        index = bisect_left(self.buckets.new, n)
+        size = self.buckets.new[index] if index < len(self.buckets.new) else n
+        if size > 1 + self.max_nodes or int(self.past_length[0]) + size > self.largest_view:
+            return
+        for column in (self.token_ids, self.parent, self.positions, self.branch):
+            column[n:size] = column[1]
+        self.logit_rows[n:size] = self._count[n:size]
+        self.sizes[_LOGITS] = size
+        self._resize(size)
 
     def expect_tree(self, nodes: int) -> None:
         """Make room for a tree of `nodes` whose root is the only new token: tokens, positions and parents of all
         of them come from the drafter's engine, the first stage of the program."""
         self.branch[1:nodes] = self.branch[0]
         self.logit_rows[:nodes] = self._count[:nodes]
+        self.drafted = nodes - 1
         self.sizes[_LOGITS] = nodes
         self._resize(nodes)
 
@@ -124,7 +167,7 @@ class TargetStep(Step):
         are seen by all.
         """
         n, keys = len(tokens), past + len(tokens)
-        self.draft_limit = 0
+        self.draft_limit = self.drafted = 0
         self._free_bias[0] = 1
         self.past_length[0] = past
         self.token_ids[:n] = tokens

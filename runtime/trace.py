@@ -62,10 +62,9 @@ def read_round(
     """
     scores, trials = (None, None) if drafter is None else (drafter.scores, drafter.trials)
     tip = pending - 1
-    drafted = step.new_tokens - pending
     on_path = set() if kept is None else {int(row) - tip for row in kept[pending : pending + accepted]}
     nodes = []
-    for node in range(1, drafted + 1):
+    for node in range(1, step.drafted + 1):
         row = tip + node
         parent = int(step.parent[row]) - tip
         draw, ratio = (None, None) if trials is None or np.isnan(trials[node, 0]) else trials[node].tolist()

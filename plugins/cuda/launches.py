@@ -1,13 +1,14 @@
 """What an op launches on a device: one kernel each, its parameters in order, and how many blocks of how many threads.
 
-Data, and the marshalling of it: a kernel's parameters are the op's tensors, its workspace, and numbers. Nothing here
-needs a device: `csrc/cuda/*.cu.h` has the kernels, and whoever launches them (`cuLaunchKernel`, or the emulator of the
-tests) is given the same values.
+Data, and the marshalling of it: a kernel's parameters are the op's tensors, its workspace, and numbers; those that are
+floats are passed as the bits of a float32. Nothing here needs a device: `csrc/cuda/*.cu.h` has the kernels, and whoever
+launches them (`cuLaunchKernel`, or the emulator of the tests) is given the same values.
 """
 
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,6 +17,7 @@ from plans import names
 from plugins.schemas import SCHEMAS
 
 THREADS = 256
+ROW_THREADS = 512  # where few blocks read whole rows: as many as a block may have (csrc/cuda/block.h)
 
 Sizes = Mapping[str, int]
 """Sizes of an op by symbol: those of its tensors, and the extents of the call."""
@@ -71,12 +73,18 @@ _CHOICE = (
 _TREE = (names.TOKEN_IDS, names.PARENT)
 _ACCEPTED = (names.COMMITTED, names.ACCEPTED_COUNT, names.KEPT_ROWS, names.KEPT_COUNT)
 _WEIGHTS = {"weights": Scratch(lambda s: 8 * s[names.LOGITS] * s["V"])}
+_COUNTER = {"counter": Scratch(lambda s: 8, zeroed=True)}
 _WALK = {
     **_WEIGHTS,
     "chosen": Scratch(lambda s: 8 * s[names.LOGITS]),
     "next": Scratch(lambda s: 8 * s[names.LOGITS]),
-    "counter": Scratch(lambda s: 8, zeroed=True),
+    **_COUNTER,
 }
+
+
+def as_number(kind: type[int] | type[float], value: int | float) -> int:
+    """An attribute as the kernels take it."""
+    return int(struct.unpack("<i", struct.pack("<f", value))[0]) if kind is float else int(value)
 
 
 def move_unit(sizes: Sizes) -> int:
@@ -138,6 +146,33 @@ LAUNCHES: dict[str, Launch] = {
         blocks=lambda s: s["planes"] * s[names.ROWS] * s["heads"],
         threads=lambda s: min(THREADS, max(32, s["units"])),
     ),
+    "DraftSample": Launch(
+        kernel="outrider_draft_sample",
+        pointers=("logits", names.DRAWS, names.TEMPERATURE, names.TOP_K, names.TOP_P, "token", "probability"),
+        numbers=("nodes", "V"),
+        blocks=lambda s: s["trees"] * s["nodes"],
+        threads=lambda s: ROW_THREADS,
+    ),
+    "TreeExpand": Launch(
+        kernel="outrider_tree_expand",
+        pointers=(
+            "logits", "score", names.DRAWS, names.TEMPERATURE, "top_k_filter", names.TOP_P, "token", "candidate_score",
+            "frontier", "counter",
+        ),
+        numbers=("frontier", "V", "top_k", "spread", "doubt"),
+        blocks=lambda s: s["trees"] * s["frontier"],
+        threads=lambda s: ROW_THREADS,
+        scratch=_COUNTER,
+    ),
+    "TreeRerank": Launch(
+        kernel="outrider_tree_rerank",
+        pointers=(
+            "candidate_token", "candidate_score", "candidate_parent", "candidate_depth", "candidate", "token", "parent",
+            "depth", "score",
+        ),
+        numbers=("candidates", "nodes"),
+        blocks=lambda s: s["trees"],
+    ),
 }  # fmt: skip
 
 
@@ -156,8 +191,9 @@ class DeviceOp:
     ) -> None:
         schema = self._schema = SCHEMAS[op_name]
         self.launch = LAUNCHES[op_name]
-        self._sizes: dict[str, int] = {a.name: int(a.default or 0) for a in schema.attributes}
-        self._sizes |= {name: int(value) for name, value in attributes.items()}
+        self._sizes: dict[str, int] = {
+            spec.name: as_number(spec.kind, attributes.get(spec.name, spec.default or 0)) for spec in schema.attributes
+        }
         for spec in schema.tensors:
             tensor = tensors[spec.name]
             for dim, size in zip(spec.shape, tensor.shape, strict=True):

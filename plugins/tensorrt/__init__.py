@@ -7,7 +7,7 @@ Never executed here, where TensorRT's libraries cannot be installed: no plugin w
 itself, parsed from ONNX, timed by its builder, kept in an engine or run by one; nor has its PTX run on a GPU. The rest
 is plain Python and CUDA that is tested without it: which parameters in which order, shapes, types, formulas of launches
 (against `plugins.cuda.DeviceOp`), the PTX, and the plugins' kernels themselves, run as blocks of fibers on the CPU and
-compared with the CPU kernels.
+compared with the CPU kernels, or with the references where an op has none.
 """
 
 from plugins.tensorrt.compile import compile_plugin

@@ -1,4 +1,4 @@
-// What plugins add to the kernels: acceptance without a counter, and guards.
+// What plugins add to the kernels: acceptance and tree growth without a counter, and guards.
 //
 // A builder times kernels on whatever memory holds. Where a guard holds, the kernel stays within its tensors and ends.
 // A guard is false for all threads of a block or for none.
@@ -7,6 +7,7 @@
 #include "accept.cu.h"
 #include "bim_mask.cu.h"
 #include "kv_gather.cu.h"
+#include "tree_expand.cu.h"
 
 namespace outrider {
 
@@ -71,6 +72,11 @@ OUTRIDER_KERNEL outrider_chain_walk(const i64* logit_rows, const i64* parent, co
   const Trees trees = {logit_rows, count, parent, nullptr};
   walk(trees, chosen, next, {committed, accepted_count, kept_rows, kept_count}, new_tokens, most_trees);
   tell_trials(trees, next, weighed, trials);
+}
+
+OUTRIDER_KERNEL outrider_tree_frontier(const float* candidate_score, i64* frontier, i64 candidates, i64 top_k) {
+  const i64 tree = block_index();
+  choose_frontier(candidate_score + tree * candidates, candidates, top_k, frontier + tree * top_k);
 }
 
 }  // namespace outrider

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from plugins.cuda.launches import Launch, move_unit
+from plugins.cuda.launches import Launch, as_number, move_unit
 from plugins.schema import TensorSpec
 from plugins.tensorrt.expressions import Expression, Size, expression_of
 
@@ -40,10 +40,12 @@ class Plugin:
     Its kernel takes the addresses of `inputs`, then `arguments` as int32, then the addresses of `outputs`: the order
     that TensorRT prescribes. `launch` has the kernel that it calls, and how many blocks and threads do.
 
-    `attributes` are int constants of the node, all of them required. `stand_ins` say in C++ what the called kernel is
-    given where it asks for a tensor that the plugin has not. `guard` is a condition in C++, of the parameters by name:
-    where it does not hold, nothing is called. `extra` names sizes that only the guard asks for. `aliased` maps an
-    output to the input whose memory it is. Sizes in `constants` are fixed when the engine is built.
+    `attributes` are constants of the node, all of them required: ints, but for those in `floats`. `derived` are sizes
+    of outputs that no input has, made of inputs' sizes and int attributes, by multiplication where inputs come in.
+    `stand_ins` say in C++ what the called kernel is given where it asks for a tensor that the plugin has not. `guard`
+    is a condition in C++, of the parameters by name: where it does not hold, nothing is called. `extra` names sizes
+    that only the guard asks for. `aliased` maps an output to the input whose memory it is. Sizes in `constants` are
+    fixed when the engine is built.
     """
 
     name: str
@@ -51,11 +53,16 @@ class Plugin:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     attributes: tuple[str, ...] = ()
+    floats: tuple[str, ...] = ()
+    derived: Mapping[str, Callable[[Mapping[str, Any]], Any]] = field(default_factory=dict)
     guard: str = ""
     extra: tuple[str, ...] = ()
     stand_ins: Mapping[str, str] = field(default_factory=dict)
     aliased: Mapping[str, str] = field(default_factory=dict)
     constants: tuple[str, ...] = ()
+
+    def kind(self, attribute: str) -> type[int] | type[float]:
+        return float if attribute in self.floats else int
 
     @property
     def id(self) -> str:
@@ -92,9 +99,10 @@ class Plugin:
 
     def output_shapes(self, sizes: Mapping[str, T]) -> list[tuple[T | int, ...]]:
         """Shapes of the outputs in order, where sizes and attributes are these."""
+        sizes = {**sizes, **{symbol: size(sizes) for symbol, size in self.derived.items()}}
         return [tuple(sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape) for spec in self.outputs]
 
-    def launch_for(self, known: Mapping[str, int]) -> PluginLaunch:
+    def launch_for(self, known: Mapping[str, int | float]) -> PluginLaunch:
         """What to launch, where `known` are the attributes, the constants, and `itemsize` where there are constants.
 
         Raises ValueError for one that is missing.
@@ -103,10 +111,11 @@ class Plugin:
         if missing := [name for name in wanted if name not in known]:
             raise ValueError(f"{self.id} is built for fixed {', '.join(wanted)}; missing: {', '.join(missing)}")
         sizes: dict[str, Expression | int] = {symbol: Size(symbol) for symbol in self.axes}
-        sizes |= {name: known[name] for name in wanted}
+        fixed = {name: as_number(self.kind(name), known[name]) for name in wanted}
         if self.constants:
-            unit = move_unit(known)
-            sizes |= {"unit": unit, "units": known["head_dim"] * known["itemsize"] // unit}
+            unit = move_unit(fixed)
+            fixed |= {"unit": unit, "units": fixed["head_dim"] * fixed["itemsize"] // unit}
+        sizes |= fixed
         blocks = cast("Callable[[Mapping[str, Expression | int]], Expression | int]", self.launch.blocks)
         threads = cast("Callable[[Mapping[str, Expression | int]], int]", self.launch.threads)
         return PluginLaunch(

@@ -46,11 +46,11 @@ def register_plugins() -> None:
 def register(plugin: Plugin, trt: Any, trtp: Any) -> None:
     """Tells one plugin to the modules `tensorrt` and `tensorrt.plugin`."""
     tensors = [_parameter(spec.name, trtp.TensorDesc) for spec in plugin.inputs]
-    attributes = [_parameter(name, int) for name in plugin.attributes]
+    attributes = [_parameter(name, plugin.kind(name)) for name in plugin.attributes]
     outputs = GenericAlias(tuple, (trtp.TensorDesc,) * len(plugin.outputs))
     positions = {spec.name: index for index, spec in enumerate(plugin.inputs)}
 
-    def describe(*inputs: Any, **given: int) -> tuple[Any, ...]:
+    def describe(*inputs: Any, **given: int | float) -> tuple[Any, ...]:
         _check_types(plugin, inputs, trt)
         sizes: dict[str, Any] = plugin.sizes([descriptor.shape_expr for descriptor in inputs]) | given
         described = []

@@ -9,14 +9,18 @@ A plugin's kernel gets inputs, outputs and integers, and no memory that outlives
 - Acceptance, whose last block walks, needs a counter that is zero before the first block comes: memory that somebody
   zeroed. It becomes two plugins instead, of which the first works out what each node would commit and the second walks,
   in one block. Neither keeps a state, so that an engine may be cut short, timed or replayed at will. The price is one
-  launch. (One block alone would take as long as all of them one after another.)
+  launch. (One block alone would take as long as all of them one after another.) So does growing a tree: the first works
+  out the children of each node, the second picks each tree's next frontier.
 - Sizes that no input has come as inputs that are not read, of whatever memory: `places` [S], `view` [T], `slots` [B].
   Where there is one row, `branch` serves as `places`. What an engine's builder knows is an attribute: `purpose`,
   `depths`. TensorRT bakes it into the engine as a constant argument.
 - TensorRT has neither float64 nor uint64. Such tensors are carried as int64, bit for bit: temperature, top_p, seed
   (engine inputs, bound to the same memory), draws of `Draws` and trials of `ChainAccept` (engine outputs). No layer
-  but ours can calculate with them, so draws that a layer of TensorRT reads must come from `CoupledDraws`: float32.
-- A builder times kernels on whatever memory holds. Guards keep them within their tensors then (parts.cu.h).
+  but ours can calculate with them, though any may pick some of them, as `DraftSample` needs it. Draws that a layer of
+  TensorRT calculates with must come from `CoupledDraws`: float32.
+- A kernel's arguments are integers. An attribute that is a float is a float32 as its bits.
+- A builder times kernels on whatever memory holds. Guards keep them within their tensors then (parts.cu.h). Kernels
+  of drafting follow no index that they read: their guards are of sizes alone.
 - TensorRT calls every such plugin version 1. An engine holds its kernels, and cannot meet any but those.
 """
 
@@ -39,6 +43,8 @@ _WEIGHTS = TensorSpec("weights", "uint64", (names.LOGITS, "V"))
 _CHOSEN = TensorSpec("chosen", "int64", (names.LOGITS,))  # what each node would commit; -1 where it is at fault
 _NEXT = TensorSpec("next", "int64", (names.LOGITS,))  # the place of the child to go on at, or -1
 _WEIGHED = TensorSpec("weighed", "float64", (names.LOGITS, 2))
+
+_CHILD, _CHILD_SCORE, _FRONTIER = SCHEMAS["TreeExpand"].outputs
 
 _ROWS_FIT = f"rows_ascend({names.LOGIT_ROWS}, {names.LOGITS}, {names.NEW})"
 
@@ -155,7 +161,49 @@ PLUGINS: dict[str, tuple[Plugin, ...] | Declined] = {
         ),
     ),
     "BranchAttention": Declined("it is lowered to TensorRT's own cache update and attention layers"),
-    "DraftSample": Declined("it has no kernel: a function body of standard ops, in float64, which TensorRT lacks"),
-    "TreeExpand": Declined("it has no kernel: TensorRT runs its function body of standard ops"),
-    "TreeRerank": Declined("it has no kernel: TensorRT runs its function body of standard ops"),
+    "DraftSample": (
+        Plugin(
+            name="DraftSample",
+            launch=LAUNCHES["DraftSample"],
+            inputs=_inputs("DraftSample"),
+            outputs=SCHEMAS["DraftSample"].outputs,
+        ),
+    ),
+    "TreeExpand": (
+        Plugin(
+            name="TreeChildren",
+            launch=LAUNCHES["TreeExpand"],
+            inputs=_inputs("TreeExpand"),
+            outputs=(_CHILD, _CHILD_SCORE),
+            attributes=_attributes("TreeExpand"),
+            floats=("spread", "doubt"),
+            derived={"candidates": lambda s: s["frontier"] * s["top_k"]},
+            guard="0 < top_k && top_k <= kMostBest && top_k <= V",
+            stand_ins={"counter": "never_full()", "frontier": "nullptr"},
+        ),
+        Plugin(
+            name="TreeFrontier",
+            launch=Launch(
+                kernel="outrider_tree_frontier",
+                pointers=("candidate_score", "frontier"),
+                numbers=("candidates", "top_k"),
+                blocks=lambda sizes: sizes["trees"],
+            ),
+            inputs=(_CHILD_SCORE,),
+            outputs=(_FRONTIER,),
+            attributes=("top_k",),
+            guard="0 < top_k && top_k <= kMostBest && top_k <= candidates",
+        ),
+    ),
+    "TreeRerank": (
+        Plugin(
+            name="TreeRerank",
+            launch=LAUNCHES["TreeRerank"],
+            inputs=_inputs("TreeRerank"),
+            outputs=SCHEMAS["TreeRerank"].outputs,
+            attributes=_attributes("TreeRerank"),
+            derived={"nodes - 1": lambda s: s["nodes"] - 1},
+            guard="0 < nodes && nodes <= candidates + 1",
+        ),
+    ),
 }

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 from plans.errors import PlanError
 from plans.manifest import TargetPlan
-from runtime.backends.base import Backend
+from runtime.backends.base import Backend, Settings
 from runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
 
 
 @dataclass(frozen=True)
 class Driver:
-    """How an execution target is driven: `reason` says why this machine cannot, or None; `make` gets the threads."""
+    """How an execution target is driven: `reason` says why this machine cannot, or None."""
 
     reason: Callable[[TargetPlan], str | None]
-    make: Callable[[TargetPlan, int], Backend]
+    make: Callable[[TargetPlan, Settings], Backend]
 
 
 def _cuda_reason(plan: TargetPlan) -> str | None:
@@ -25,10 +25,10 @@ def _cuda_reason(plan: TargetPlan) -> str | None:
     return onnxruntime_cuda.reason_against(plan)
 
 
-def _make_cuda(plan: TargetPlan, threads: int) -> Backend:
+def _make_cuda(plan: TargetPlan, settings: Settings) -> Backend:
     from runtime.backends.onnxruntime_cuda import OnnxRuntimeCuda
 
-    return OnnxRuntimeCuda(plan)
+    return OnnxRuntimeCuda(plan, settings)
 
 
 def _tensorrt_reason(plan: TargetPlan) -> str | None:
@@ -37,10 +37,10 @@ def _tensorrt_reason(plan: TargetPlan) -> str | None:
     return tensorrt.reason_against(tensorrt.TENSORRT, plan)
 
 
-def _make_tensorrt(plan: TargetPlan, threads: int) -> Backend:
+def _make_tensorrt(plan: TargetPlan, settings: Settings) -> Backend:
     from runtime.backends import tensorrt
 
-    return tensorrt.TensorRt(tensorrt.TENSORRT, plan)
+    return tensorrt.TensorRt(tensorrt.TENSORRT, plan, settings)
 
 
 def _rtx_reason(plan: TargetPlan) -> str | None:
@@ -49,17 +49,17 @@ def _rtx_reason(plan: TargetPlan) -> str | None:
     return tensorrt.reason_against(tensorrt.RTX, plan)
 
 
-def _make_rtx(plan: TargetPlan, threads: int) -> Backend:
+def _make_rtx(plan: TargetPlan, settings: Settings) -> Backend:
     from runtime.backends import tensorrt
 
-    return tensorrt.TensorRt(tensorrt.RTX, plan)
+    return tensorrt.TensorRt(tensorrt.RTX, plan, settings)
 
 
 BACKENDS: dict[str, Driver] = {
     "tensorrt": Driver(_tensorrt_reason, _make_tensorrt),
     "tensorrt-rtx": Driver(_rtx_reason, _make_rtx),
     "onnxruntime-cuda": Driver(_cuda_reason, _make_cuda),
-    "onnxruntime-cpu": Driver(lambda plan: None, lambda plan, threads: OnnxRuntimeCpu(threads)),
+    "onnxruntime-cpu": Driver(lambda plan: None, lambda plan, settings: OnnxRuntimeCpu(settings.threads)),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -21,6 +22,15 @@ class LoadedEngine(Protocol):
 
     def bind(self, buffers: Buffers, bound: dict[str, str]) -> BoundEngine:
         """Tie every tensor of the engine to memory: `bound` names the buffer of each, by the engine's own names."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a caller wants engines run: `threads` of a CPU, 0 for what the library chooses; on a GPU, whether what comes
+    again is recorded as `cuda_graphs`."""
+
+    threads: int = 0
+    cuda_graphs: bool = True
 
 
 class Backend(Protocol):

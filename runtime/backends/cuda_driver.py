@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -74,35 +76,43 @@ def fitting_kernels(own: str, available: Sequence[str]) -> str | None:
 class CudaDevice:
     """A device's primary context and one stream on it, on which everything runs in order.
 
-    Every thread that calls enters the context first (`enter`). Raises `PlanError` where the driver fails.
+    What enqueues is called with the lock held (`lock`). Raises `PlanError` where the driver fails.
     """
 
     def __init__(self, ordinal: int = 0) -> None:
         self.ordinal = ordinal
+        self._events = list[Any]()
         self._context = call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", ordinal))
-        self.enter()
-        self.stream = call("cuStreamCreate", driver().CUstream_flags.CU_STREAM_NON_BLOCKING)
+        self._lock = threading.RLock()  # a finaliser may free memory in a thread that holds it
+        with self.lock():
+            self.stream = call("cuStreamCreate", driver().CUstream_flags.CU_STREAM_NON_BLOCKING)
 
-    def enter(self) -> None:
-        call("cuCtxSetCurrent", self._context)
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the device, with its context entered: a session may go on in another thread than it began in."""
+        with self._lock:
+            call("cuCtxSetCurrent", self._context)
+            yield
 
     def allocate(self, size: int) -> int:
         """The address of `size` bytes of zeros."""
-        address = int(call("cuMemAlloc", max(size, 1)))
-        call("cuMemsetD8Async", address, 0, max(size, 1), self.stream)
+        with self.lock():
+            address = int(call("cuMemAlloc", max(size, 1)))
+            call("cuMemsetD8Async", address, 0, max(size, 1), self.stream)
         return address
 
     def free(self, address: int) -> None:
-        self.enter()
-        call("cuMemFree", address)
+        with self.lock():
+            call("cuMemFree", address)
 
     def pinned(self, size: int) -> Pinned:
         """Zeros on the host, which the device copies from and to by itself."""
-        return Pinned(int(call("cuMemHostAlloc", max(size, 1), 0)), size, self._unpin)
+        with self.lock():
+            return Pinned(int(call("cuMemHostAlloc", max(size, 1), 0)), size, self._unpin)
 
     def _unpin(self, address: int) -> None:
-        self.enter()
-        call("cuMemFreeHost", address)
+        with self.lock():
+            call("cuMemFreeHost", address)
 
     def to_device(self, address: int, source: int, size: int) -> None:
         call("cuMemcpyHtoDAsync", address, source, size, self.stream)
@@ -113,13 +123,28 @@ class CudaDevice:
     def copy(self, to: int, source: int, size: int) -> None:
         call("cuMemcpyDtoDAsync", to, source, size, self.stream)
 
+    def mark(self) -> Any:
+        """An event behind all that is enqueued."""
+        if not self._events:
+            self._events.append(call("cuEventCreate", driver().CUevent_flags.CU_EVENT_DISABLE_TIMING))
+        event = self._events.pop()
+        call("cuEventRecord", event, self.stream)
+        return event
+
+    def wait_for(self, mark: Any) -> None:
+        """Until the device has come to `mark`, which is not to be used again. Needs no lock."""
+        call("cuEventSynchronize", mark)
+        self._events.append(mark)
+
     def wait(self) -> None:
-        call("cuStreamSynchronize", self.stream)
+        """For all that is enqueued."""
+        with self.lock():
+            now = self.mark()
+        self.wait_for(now)
 
     def begin_recording(self) -> None:
-        """From here on, what this thread enqueues is recorded instead of run."""
-        mode = driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        call("cuStreamBeginCapture", self.stream, mode)
+        """From here on, what is enqueued is recorded instead of run. Memory may be freed meanwhile: it is not ours."""
+        call("cuStreamBeginCapture", self.stream, driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
 
     def end_recording(self) -> Any:
         """What was recorded, ready to `replay`."""
@@ -132,13 +157,13 @@ class CudaDevice:
         call("cuGraphLaunch", graph, self.stream)
 
     def discard(self, graph: Any) -> None:
-        self.enter()
-        call("cuGraphExecDestroy", graph)
+        with self.lock():
+            call("cuGraphExecDestroy", graph)
 
     def load_kernels(self, cubin: Path) -> None:
         """Our ops' kernels, for `launch`."""
-        self.enter()
-        self._module = call("cuModuleLoadData", cubin.read_bytes())
+        with self.lock():
+            self._module = call("cuModuleLoadData", cubin.read_bytes())
         self._functions: dict[str, Any] = {}
 
     def launch(self, kernel: str, blocks: int, threads: int, values: Sequence[Any]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
@@ -12,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plans import names
-from plans.buffers import DType
+from plans.buffers import DType, Tensor
 from plans.check import buffer_shape
 from plans.errors import PlanError
-from plans.manifest import TargetPlan
+from plans.manifest import Stage, StageKind, TargetPlan
 from plugins import native
 from plugins.cuda import DeviceOp
 from plugins.cuda.launches import FAULTS, STATUS
@@ -29,9 +30,13 @@ LARGE = frozenset({names.KV, names.ATTN_BIAS, names.LOGITS_OUT, names.FEATURES, 
 
 
 class Device(Protocol):
-    """What buffers and ops ask of a device: everything enqueued runs in order (`cuda_driver.CudaDevice`)."""
+    """What buffers and ops ask of a device: everything enqueued runs in order (`cuda_driver.CudaDevice`).
 
-    def enter(self) -> None: ...
+    Whoever enqueues holds `lock`, entered: sessions of several threads share the order, and while one records, nothing
+    else may come in between. `mark` says how far the order is, `wait_for` needs no lock.
+    """
+
+    def lock(self) -> AbstractContextManager[object]: ...
 
     def allocate(self, size: int) -> int: ...
 
@@ -45,7 +50,9 @@ class Device(Protocol):
 
     def copy(self, to: int, source: int, size: int) -> None: ...
 
-    def wait(self) -> None: ...
+    def mark(self) -> Any: ...
+
+    def wait_for(self, mark: Any) -> None: ...
 
     def launch(self, kernel: str, blocks: int, threads: int, values: Sequence[Any]) -> None: ...
 
@@ -77,35 +84,72 @@ class Memory:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the small buffers lie in the block: offsets in bytes, and how long it is."""
+    """Where the small buffers lie in the block, as offsets in bytes: what stages only read, what they read and write,
+    and what they only write, the status of our ops among the second. The first two are `sent` to the device, the last
+    two `fetched` from it."""
 
     offsets: dict[str, int]
+    status: int
+    sent: slice
+    fetched: slice
     size: int
 
 
 def lay_out(plan: TargetPlan) -> Layout:
-    """All buffers whose tensors are not LARGE, one behind another."""
-    offsets, end = {}, 0
-    for buffer in plan.buffers:
-        if buffer.name.rpartition(".")[2] not in LARGE:
+    """All buffers whose tensors are not LARGE, one behind another; last those that no stage knows."""
+    read = {name for stage in _stages(plan) for name in stage.inputs.values()}
+    written = {name for stage in _stages(plan) for name in stage.outputs.values()}
+    small = [buffer for buffer in plan.buffers if buffer.name.rpartition(".")[2] not in LARGE]
+    kinds: tuple[list[Tensor], ...] = ([], [], [], [])
+    for buffer in small:
+        told = buffer.name.rpartition(".")[2] == names.STATUS  # which the host takes back
+        reads, writes = buffer.name in read or told, buffer.name in written
+        kinds[0 if reads and not writes else 1 if reads else 2 if writes else 3].append(buffer)
+    offsets, ends, end, status = dict[str, int](), list[int](), 0, 0
+    for index, kind in enumerate(kinds):
+        for buffer in kind:
             offsets[buffer.name] = end
-            size = prod(buffer_shape(plan, buffer)) * buffer.dtype.itemsize
-            end += -(-size // _ALIGNMENT) * _ALIGNMENT
-    return Layout(offsets, end)
+            end += _aligned(prod(buffer_shape(plan, buffer)) * buffer.dtype.itemsize)
+        if index == 1:
+            status, end = end, end + _ALIGNMENT
+        ends.append(end)
+    return Layout(offsets, status, slice(0, ends[1]), slice(ends[0], ends[2]), end)
+
+
+def _stages(plan: TargetPlan) -> Iterator[Stage]:
+    """Those that run on the device."""
+    for program in plan.programs.values():
+        yield from (stage for stage in program.stages if stage.kind is not StageKind.DRAFT)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 class DeviceBuffers(Buffers):
     """Programs work on `memory`; `arrays` are the pinned twins of the small buffers, and host rows of large ones."""
 
-    def __init__(self, plan: TargetPlan, device: Device, *, records_engines: bool = False) -> None:
-        self._device = device
-        device.enter()
-        layout = lay_out(plan)
+    def __init__(
+        self, plan: TargetPlan, device: Device, *, records: bool = True, records_engines: bool = False
+    ) -> None:
+        self.device = device
         self._addresses = list[int]()
-        size = layout.size + _ALIGNMENT  # the last part is the status of our ops
-        self._block, self._twin = self.allocate(size), device.pinned(size)
-        self._status = self._twin.array(layout.size, (1,), np.int64)
-        self._status_address = self._block + layout.size
+        with device.lock():
+            self._make(plan, lay_out(plan))
+            self._recorder = Recorder(device) if records else None
+            told = [array for name, array in self.arrays.items() if name.rpartition(".")[2] == names.STATUS]
+            self.exchange = _Exchange(
+                device, self._recorder, self._twin, self._block, self._layout, told, records_engines
+            )
+            made = device.mark()
+        device.wait_for(made)
+        finalize(self, _give_back, device, self._recorder, self._addresses)
+
+    def _make(self, plan: TargetPlan, layout: Layout) -> None:
+        device, self._layout = self.device, layout
+        self._block, self._twin = self.allocate(layout.size), device.pinned(layout.size)
+        self._status_address = self._block + layout.status
+        self._scratch: dict[tuple[str, int], int] = {}
         self.memory: dict[str, Memory] = {}
         self.arrays = {}
         for buffer in plan.buffers:
@@ -121,24 +165,22 @@ class DeviceBuffers(Buffers):
             whole = self.memory[view.buffer]
             self.memory[name] = Memory(whole.address + view.plane * whole.row_bytes, whole.shape[1:], whole.dtype)
             self.arrays[name] = self.arrays[view.buffer]
-        recorder = Recorder(device)
-        own = [self.arrays[buffer.name] for buffer in plan.buffers if buffer.name.endswith(f".{names.STATUS}")]
-        statuses = (self._status, *own)
-        self.exchange = _Exchange(device, recorder, self._block, self._twin, statuses, records_engines)
-        self._scratch: dict[tuple[str, int], int] = {}
-        device.wait()
-        finalize(self, _give_back, device, recorder, self._addresses)
+
+    @property
+    def recording(self) -> bool:
+        """Whether what runs now comes again, so that an engine that records itself should."""
+        return self._recorder is not None and self._recorder.recording
 
     def allocate(self, size: int) -> int:
         """Memory of the device that is given back with the buffers."""
-        self._addresses.append(self._device.allocate(size))
+        self._addresses.append(self.device.allocate(size))
         return self._addresses[-1]
 
     def _mirror(self, name: str, shape: tuple[int, ...], dtype: DType) -> NDArray[Any]:
         """The host's side of a large buffer. It reads or writes some rows of few; of the others it sees nothing."""
         if name.rpartition(".")[2] in (names.KV, names.FEATURES):
             return np.zeros((0, *shape[1:]), dtype.numpy)
-        return self._device.pinned(prod(shape) * dtype.itemsize).array(0, shape, dtype.numpy)
+        return self.device.pinned(prod(shape) * dtype.itemsize).array(0, shape, dtype.numpy)
 
     def op(self, name: str, bound: Mapping[str, str], attributes: Mapping[str, int | float]) -> native.BoundOp:
         tensors = {parameter: self.memory[buffer] for parameter, buffer in bound.items()}
@@ -147,7 +189,7 @@ class DeviceBuffers(Buffers):
         def launch(*extents: int) -> None:
             blocks, threads, values = op.values(*extents)
             if blocks:
-                self._device.launch(op.launch.kernel, blocks, threads, values)
+                self.device.launch(op.launch.kernel, blocks, threads, values)
 
         return launch
 
@@ -164,64 +206,96 @@ class DeviceBuffers(Buffers):
         name = names.of(model, tensor)
         memory, rows = self.memory[name], self.arrays[name][start:stop]
         offset = memory.address + start * memory.row_bytes
-        self._device.enter()
-        self._device.to_host(rows.ctypes.data, offset, rows.nbytes)
-        self._device.wait()
+        with self.device.lock():
+            self.device.to_host(rows.ctypes.data, offset, rows.nbytes)
+            there = self.device.mark()
+        self.device.wait_for(there)
         return rows
 
     def send(self, model: str, tensor: str, elements: int) -> None:
         name = names.of(model, tensor)
         memory = self.memory[name]
-        self._device.enter()
-        self._device.to_device(memory.address, self.arrays[name].ctypes.data, elements * memory.itemsize)
+        with self.device.lock():
+            self.device.to_device(memory.address, self.arrays[name].ctypes.data, elements * memory.itemsize)
 
     def copy_row(self, source: tuple[str, str, int], to: tuple[str, str, int]) -> None:
         (a, i), (b, j) = ((self.memory[names.of(model, tensor)], row) for model, tensor, row in (source, to))
-        self._device.enter()
-        self._device.copy(b.address + j * b.row_bytes, a.address + i * a.row_bytes, a.row_bytes)
+        with self.device.lock():
+            self.device.copy(b.address + j * b.row_bytes, a.address + i * a.row_bytes, a.row_bytes)
 
 
 class _Exchange:
-    """The small block and its twin, whole: one copy each way (`runtime.buffers.Exchange`)."""
+    """The small block and its twin: one copy each way (`runtime.buffers.Exchange`)."""
 
     def __init__(
         self,
         device: Device,
-        recorder: Recorder,
-        block: int,
+        recorder: Recorder | None,
         twin: Pinned,
-        statuses: Sequence[NDArray[np.int64]],
+        block: int,
+        layout: Layout,
+        told: Sequence[NDArray[np.int64]],
         records_engines: bool,
     ) -> None:
-        self.records_engines = records_engines
+        self.records, self.records_engines = recorder is not None, records_engines
         self._device, self._recorder = device, recorder
-        self._block, self._twin, self._statuses = block, twin, statuses
+        self._twin, self._block, self._layout = twin, block, layout
+        self._statuses = (twin.array(layout.status, (1,), np.int64), *told)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        assert self._recorder is not None
+        self._recorder.recording = True
+        try:
+            yield
+        finally:
+            self._recorder.recording = False
 
     def stretch(self, calls: Sequence[Call], sizes: Sequence[Sequence[int]]) -> Call:
-        recorded = self._recorder.stretch(calls, sizes)
+        recorded = _one_after_another(calls) if self._recorder is None else self._recorder.stretch(calls, sizes)
 
         def run() -> None:
-            self._device.enter()  # a session may go on in another thread than it began in
-            recorded()
+            with self._device.lock():
+                recorded()
+
+        return run
+
+    def singly(self, call: Call) -> Call:
+        def run() -> None:
+            with self._device.lock():
+                call()
 
         return run
 
     def upload(self) -> None:
-        self._device.to_device(self._block, self._twin.address, self._twin.size)
+        part = self._layout.sent
+        self._device.to_device(self._block + part.start, self._twin.address + part.start, part.stop - part.start)
 
     def download(self) -> None:
-        self._device.to_host(self._twin.address, self._block, self._twin.size)
+        part = self._layout.fetched
+        self._device.to_host(self._twin.address + part.start, self._block + part.start, part.stop - part.start)
 
     def wait(self) -> None:
-        self._device.wait()
+        with self._device.lock():
+            done = self._device.mark()
+        self._device.wait_for(done)
         fault = max(int(status.max()) for status in self._statuses)
         if fault:
             for status in self._statuses:
-                status.fill(0)
+                status.fill(0)  # which the next upload tells the device
             raise PlanError(f"no token can be chosen: {FAULTS.get(fault, f'fault {fault}')}")
 
 
-def _give_back(device: Device, recorder: Recorder, addresses: list[int]) -> None:
-    recorder.clear()
+def _one_after_another(calls: Sequence[Call]) -> Call:
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
+
+
+def _give_back(device: Device, recorder: Recorder | None, addresses: list[int]) -> None:
+    if recorder is not None:
+        recorder.clear()
     for address in addresses:
         device.free(address)

@@ -1,10 +1,15 @@
 """ONNX Runtime on an NVIDIA GPU: engines on the session's stream and buffers, our ops' kernels between them.
 
-Its CUDA sessions cannot be recorded inside a caller's graph capture; an engine is enqueued by each call.
+Its CUDA sessions cannot be recorded inside a caller's graph capture. They record themselves, once for every id that a
+run is given: here one for each size of step that is rehearsed. (Replaying, they wait for the device, up to 1.31 at
+least: https://github.com/microsoft/onnxruntime/pull/28686.)
 """
 
 from __future__ import annotations
 
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +20,18 @@ from plans import names
 from plans.buffers import DType, Tensor
 from plans.errors import PlanError
 from plans.manifest import Engine, TargetPlan
-from runtime.backends.base import BoundEngine, LoadedEngine
+from runtime.backends.base import BoundEngine, LoadedEngine, Settings
 from runtime.backends.cuda_driver import CudaDevice, architecture, fitting_kernels
 from runtime.backends.device import DeviceBuffers
 from runtime.buffers import Buffers
 
 _PROVIDER = "CUDAExecutionProvider"
 _BFLOAT16 = 16  # ONNX's number of the type, which NumPy lacks
+_MOST_BOUND = 64  # sizes of plain steps for which an engine's tensors stay bound
+_MOST_GRAPHS = 4096  # of one engine, in all sessions: ONNX Runtime gives none back before the engine goes
+_NO_GRAPH = "-1"
+_LOG = logging.getLogger("outrider")
+_Ready = tuple[ort.IOBinding, ort.RunOptions]
 
 
 def reason_against(plan: TargetPlan) -> str | None:
@@ -40,7 +50,8 @@ def reason_against(plan: TargetPlan) -> str | None:
 class OnnxRuntimeCuda:
     """One device and one stream for all sessions, on which engines and ops run in order."""
 
-    def __init__(self, plan: TargetPlan) -> None:
+    def __init__(self, plan: TargetPlan, settings: Settings) -> None:
+        self._records = settings.cuda_graphs
         self._device = CudaDevice()
         own = architecture()
         fitting = fitting_kernels(own, list(plan.kernels))
@@ -52,31 +63,46 @@ class OnnxRuntimeCuda:
         if self._cubin is not None:  # the plan is where its engines are: engines/TARGET/FILE
             self._device.load_kernels(path.parent.parent.parent / self._cubin)
             self._cubin = None
+        place = ("cuda", self._device.ordinal)
+        if self._records:
+            try:
+                return DeviceEngine(self._open(path, graphs=True), engine, place, graphs=True)
+            except Exception as error:  # as below; it refuses graphs for what it computes on the CPU
+                _LOG.warning("%s runs without CUDA graphs: %s", path, error)
+        try:
+            return DeviceEngine(self._open(path, graphs=False), engine, place, graphs=False)
+        except Exception as error:  # ONNX Runtime raises bare RuntimeErrors of its own kinds
+            raise PlanError(f"{path} cannot be loaded by ONNX Runtime {ort.__version__}: {error}") from None
+
+    def _open(self, path: Path, *, graphs: bool) -> ort.InferenceSession:
         options = ort.SessionOptions()
         options.log_severity_level = 3
         provider = {"device_id": str(self._device.ordinal), "user_compute_stream": str(int(self._device.stream))}
-        try:
-            session = ort.InferenceSession(str(path), options, providers=[(_PROVIDER, provider)])
-        except Exception as error:  # ONNX Runtime raises bare RuntimeErrors of its own kinds
-            raise PlanError(f"{path} cannot be loaded by ONNX Runtime {ort.__version__}: {error}") from None
-        return DeviceEngine(session, engine, ("cuda", self._device.ordinal))
+        if graphs:
+            provider["enable_cuda_graph"] = "1"
+        return ort.InferenceSession(str(path), options, providers=[(_PROVIDER, provider)])
 
     def buffers(self, plan: TargetPlan) -> Buffers:
-        return DeviceBuffers(plan, self._device)
+        return DeviceBuffers(plan, self._device, records=self._records)
 
 
 class DeviceEngine:
     """An ONNX Runtime session whose tensors lie at addresses of a place: ("cuda", ordinal)."""
 
-    def __init__(self, session: ort.InferenceSession, engine: Engine, place: tuple[str, int]) -> None:
+    def __init__(
+        self, session: ort.InferenceSession, engine: Engine, place: tuple[str, int], *, graphs: bool = False
+    ) -> None:
         self._session, self._engine, self._place = session, engine, place
+        self._ids = iter(range(_MOST_GRAPHS) if graphs else ())
 
     def bind(self, buffers: Buffers, bound: dict[str, str]) -> BoundEngine:
         assert isinstance(buffers, DeviceBuffers)
-        return _BoundEngine(self._session, self._engine, buffers, bound, self._place)
+        return _BoundEngine(self._session, self._engine, buffers, bound, self._place, self._ids)
 
 
 class _BoundEngine:
+    """`ids` are what is left of the engine's graphs. An id belongs to addresses and sizes, and is never used again."""
+
     def __init__(
         self,
         session: ort.InferenceSession,
@@ -84,33 +110,53 @@ class _BoundEngine:
         buffers: DeviceBuffers,
         bound: dict[str, str],
         place: tuple[str, int],
+        ids: Iterator[int],
     ) -> None:
-        self._session, self._binding, self._keep = session, session.io_binding(), buffers  # addresses must stay valid
-        self._tensors = [
-            (tensor, buffers.memory[bound[tensor.name]].address, bind)
-            for tensors, bind in (
-                (engine.inputs, self._binding.bind_input),
-                (engine.outputs, self._binding.bind_output),
-            )
-            for tensor in tensors
-        ]
-        self._place, self._sizes = place, list[int]()
-        self._options = ort.RunOptions()
-        # The program waits once, behind its last stage.
-        self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        self._session, self._place, self._buffers = session, place, buffers
+        self._inputs, self._outputs = (
+            [(tensor, buffers.memory[bound[tensor.name]].address) for tensor in tensors]
+            for tensors in (engine.inputs, engine.outputs)
+        )
+        self._ids = ids
+        self._recorded: dict[tuple[int, ...], _Ready] = {}
+        self._plain: OrderedDict[tuple[int, ...], _Ready] = OrderedDict()  # used last comes last
 
     def __call__(self, sizes: list[int]) -> None:
-        if sizes != self._sizes:
-            for tensor, address, bind in self._tensors:
-                bind(tensor.name, *self._place, _element_type(tensor.dtype), _shape(tensor, sizes), address)
-            self._sizes = sizes.copy()
+        key = tuple(sizes)
+        binding, options = self._recorded.get(key) or self._ready(key)
         try:
-            self._session.run_with_iobinding(self._binding, self._options)
+            self._session.run_with_iobinding(binding, options)
         except Exception as error:  # ONNX Runtime raises plain Exceptions of its own kinds
             raise PlanError(f"an engine of the plan failed on the GPU: {error}") from None
 
+    def _ready(self, sizes: tuple[int, ...]) -> _Ready:
+        """What runs the engine with `sizes`: recorded by its first run, if that is one that comes again."""
+        if self._buffers.recording and (graph := next(self._ids, None)) is not None:
+            self._recorded[sizes] = self._bind(sizes), _run_options(str(graph))
+            return self._recorded[sizes]
+        ready = self._plain.pop(sizes, None) or (self._bind(sizes), _run_options(_NO_GRAPH))
+        self._plain[sizes] = ready
+        if len(self._plain) > _MOST_BOUND:
+            self._plain.popitem(last=False)
+        return ready
 
-def _shape(tensor: Tensor, sizes: list[int]) -> list[int]:
+    def _bind(self, sizes: tuple[int, ...]) -> ort.IOBinding:
+        binding = self._session.io_binding()
+        for tensors, bind in ((self._inputs, binding.bind_input), (self._outputs, binding.bind_output)):
+            for tensor, address in tensors:
+                bind(tensor.name, *self._place, _element_type(tensor.dtype), _shape(tensor, sizes), address)
+        return binding
+
+
+def _run_options(graph: str) -> ort.RunOptions:
+    options = ort.RunOptions()
+    # The program waits once, behind its last stage.
+    options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+    options.add_run_config_entry("gpu_graph_id", graph)
+    return options
+
+
+def _shape(tensor: Tensor, sizes: Sequence[int]) -> list[int]:
     return [sizes[names.SYMBOLS.index(d)] if isinstance(d, str) else d for d in tensor.shape]
 
 

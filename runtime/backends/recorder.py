@@ -1,13 +1,11 @@
-"""Stretches of device work that are enqueued by one launch: recorded as CUDA graphs when a step's sizes come again."""
+"""Stretches of device work that are enqueued by one launch: recorded as CUDA graphs while a session rehearses."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 Call = Callable[[], None]
-MOST = 256  # graphs that are kept; of more, those that were used least recently go
 
 
 class Recording(Protocol):
@@ -23,15 +21,16 @@ class Recording(Protocol):
 
 
 class Recorder:
-    """Runs a stretch of calls that only enqueue: plainly the first time its sizes are met, which warms it up, recorded
-    the second, and from then on by one launch.
+    """Runs a stretch of calls that only enqueue: those of sizes that were recorded by one launch, all others plainly.
 
-    Addresses are fixed, and so are the sizes of a stretch: what is recorded is what would be enqueued again.
+    While it is `recording`, it runs what it meets once plainly, which warms it up, and records it then. Addresses are
+    fixed, and so are the sizes of a stretch: what is recorded is what would be enqueued again.
     """
 
     def __init__(self, device: Recording) -> None:
+        self.recording = False
         self._device = device
-        self._graphs: OrderedDict[tuple[object, ...], Any] = OrderedDict()  # None: met once
+        self._graphs: dict[tuple[object, ...], Any] = {}
 
     def stretch(self, calls: Sequence[Call], sizes: Sequence[Sequence[int]]) -> Call:
         """One call for all of `calls`; `sizes` are the lists whose present values it runs with."""
@@ -39,30 +38,20 @@ class Recorder:
 
         def run() -> None:
             key = (own, *(tuple(size) for size in sizes))
-            graph = self._graphs.get(key)
-            if graph is not None:
-                self._graphs.move_to_end(key)
+            if (graph := self._graphs.get(key)) is not None:
                 self._device.replay(graph)
-            elif key in self._graphs:
+                return
+            for call in calls:
+                call()
+            if self.recording:
                 self._graphs[key] = self._record(calls)
-                self._device.replay(self._graphs[key])
-            else:
-                self._graphs[key] = None
-                for call in calls:
-                    call()
-                while len(self._graphs) > MOST:
-                    self._discard(self._graphs.popitem(last=False)[1])
 
         return run
 
     def clear(self) -> None:
         """Give all graphs back."""
         while self._graphs:
-            self._discard(self._graphs.popitem()[1])
-
-    def _discard(self, graph: Any) -> None:
-        if graph is not None:
-            self._device.discard(graph)
+            self._device.discard(self._graphs.popitem()[1])
 
     def _record(self, calls: Sequence[Call]) -> Any:
         self._device.begin_recording()

@@ -14,7 +14,7 @@ from typing import Any
 from plans import names
 from plans.errors import PlanError
 from plans.manifest import Engine, Profile, TargetPlan
-from runtime.backends.base import BoundEngine, LoadedEngine
+from runtime.backends.base import BoundEngine, LoadedEngine, Settings
 from runtime.backends.cuda_driver import CudaDevice, architecture, device_name, fitting_kernels
 from runtime.backends.device import DeviceBuffers
 from runtime.buffers import Buffers
@@ -80,8 +80,8 @@ def runs_on(own: str, device: str) -> bool:
 class TensorRt:
     """One device and one stream for all sessions."""
 
-    def __init__(self, library: Library, plan: TargetPlan) -> None:
-        self._library = library
+    def __init__(self, library: Library, plan: TargetPlan, settings: Settings) -> None:
+        self._library, self._records = library, settings.cuda_graphs
         self._trt = importlib.import_module(library.package)
         self._device = CudaDevice()
         fitting = fitting_kernels(architecture(), list(plan.kernels))
@@ -108,7 +108,7 @@ class TensorRt:
         return _LoadedEngine(self._library, self._trt, built, engine, self._device)
 
     def buffers(self, plan: TargetPlan) -> Buffers:
-        return DeviceBuffers(plan, self._device, records_engines=True)
+        return DeviceBuffers(plan, self._device, records=self._records, records_engines=True)
 
     def _older(self, engine: Engine) -> Any:
         """What loads an engine of an earlier version: that one's lean runtime, which plans, being data, do not hold."""
@@ -130,7 +130,8 @@ class _LoadedEngine:
 
     def bind(self, buffers: Buffers, bound: dict[str, str]) -> BoundEngine:
         assert isinstance(buffers, DeviceBuffers)
-        contexts = [self._context(index, buffers, bound) for index in range(len(self._engine.profiles))]
+        with self._device.lock():
+            contexts = [self._context(index, buffers, bound) for index in range(len(self._engine.profiles))]
         return _BoundEngine(self._engine, contexts, self._device, buffers)
 
     def _context(self, profile: int, buffers: DeviceBuffers, bound: dict[str, str]) -> Any:

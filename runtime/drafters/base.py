@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -37,6 +37,13 @@ class Drafter(Protocol):
     @property
     def entropy(self) -> float | None:
         """Of the last draft's first distribution, over that of the uniform one; None where it decides nothing."""
+
+    def rounds(self, length: int, step: TargetStep) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Lay out every size of round with it that a sequence of `length` tokens may come to, one after another.
+
+        Of each, the name of the program that would run, and the models whose sizes it runs with. Only for devices that
+        record rounds: steps have buckets.
+        """
 
     def truncate(self, length: int) -> None:
         """The sequence now has `length` tokens, those before them unchanged."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import isfinite
 
 import numpy as np
@@ -69,6 +69,14 @@ class EntropyChain(EngineDrafter):
         self.scores: NDArray[np.float32] = np.zeros(self._nodes, np.float32)
         self._buffers, self._rejects = buffers, settings.acceptance == "rejection"
         self._start = 0
+
+    def rounds(self, length: int, step: TargetStep) -> Iterator[tuple[str, tuple[str, ...]]]:
+        for _ in self._feeds(length):
+            yield names.draft(self._name), (self._name,)
+        for nodes in range(self._nodes, 1, -1):
+            if length < self._room and length - 1 + nodes <= step.largest_view:
+                step.begin_rehearsed(length, nodes - 1)
+                yield names.speculate(self._name), (names.TARGET,)
 
     def resume(self, tokens: Sequence[int], rows: int, passes: int) -> int:
         self._length.reset()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +39,7 @@ class EngineDrafter:
         *,
         keeps_levels: bool = True,
     ) -> None:
-        self._keeps_levels = keeps_levels
+        self._name, self._keeps_levels = settings.name, keeps_levels
         self._tree, self._step, self._extend = settings.tree, step, extend
         self._slots = SlotMap(settings.name, buffers, step)
         self._room = geometry.context
@@ -53,6 +53,34 @@ class EngineDrafter:
         self._first, self._rows = 0, np.zeros(0, np.int64)
         self._passes = 0
         self._drafting = False
+
+    def rounds(self, length: int, step: TargetStep) -> Iterator[tuple[str, tuple[str, ...]]]:
+        end, models = length - self._paired, (names.TARGET, self._name)
+        if length < self._room and length - 1 + self._tree.nodes <= step.largest_view:
+            step.begin_rehearsed(length)
+            for _ in self._feeds(end):
+                step.expect_tree(self._tree.nodes)
+                yield names.speculate(self._name), models
+                if self._tree_rows is not None:
+                    yield names.compact(self._name), (self._name,)
+        yield from self._extensions(end)
+
+    def _extensions(self, end: int) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """What a head takes in at plain rounds; a model catches up when it drafts again."""
+        for fed in self._feeds(end):
+            if self._paired and fed == 1:
+                yield names.extend(self._name), (self._name,)
+
+    def _feeds(self, end: int) -> Iterator[int]:
+        """Lay out the feeds that make the arena's rows end at `end`, of tokens that are 0."""
+        assert self._step.buckets is not None
+        for fed in reversed(self._step.buckets.new):
+            if fed <= end:
+                if self._feature_rows is not None:
+                    self._feature_rows[:fed] = 0
+                self._step.begin(end - fed, end - fed, [0] * fed, BRANCH)
+                self._tip_position[BRANCH] = end - 1 + self._paired
+                yield fed
 
     def truncate(self, length: int) -> None:
         self._slots.truncate(max(length - self._paired, 0))
@@ -72,7 +100,8 @@ class EngineDrafter:
         nodes = self._tree.nodes
         if not self._lay_out(tokens, step, nodes):
             return False
-        step.expect_tree(min(nodes, 1 + limit) if self._tree.top_k == 1 else nodes)  # the front of a chain is a chain
+        cut = self._tree.top_k == 1 and step.buckets is None  # the front of a chain is a chain
+        step.expect_tree(min(nodes, 1 + limit) if cut else nodes)
         self._drafting = True
         return True
 

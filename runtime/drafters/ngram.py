@@ -6,11 +6,12 @@ draft costs microseconds, and pays wherever a text repeats itself (code, summari
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from plans import names
 from plans.errors import PlanError
 from runtime.step import TargetStep
 
@@ -68,7 +69,7 @@ class NgramDrafter:
             raise PlanError(
                 f"The drafter {name!r} has filler_top_k {filler_top_k}; it must be 0 (off) or more. {_REPAIR}"
             )
-        self._max_context = max_context
+        self._name, self._max_context = name, max_context
         self._min_context = min_context
         self._max_draft = max_draft
         self._chain = np.arange(max_draft)  # parents of a chain whose root is node 0
@@ -102,6 +103,13 @@ class NgramDrafter:
     @property
     def filler_top_k(self) -> int:
         return self._filler_top_k
+
+    def rounds(self, length: int, step: TargetStep) -> Iterator[tuple[str, tuple[str, ...]]]:
+        assert step.buckets is not None
+        for size in reversed(step.buckets.new):
+            if size <= 1 + min(self._max_draft, step.max_nodes) and length - 1 + size <= step.largest_view:
+                step.begin_rehearsed(length, size - 1)
+                yield names.speculate(self._name), (names.TARGET,)
 
     def truncate(self, length: int) -> None:
         """Start over where what was counted is not part of the sequence any more."""

@@ -15,7 +15,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from plugins.tensorrt import Plugin
-from plugins.tensorrt.plugin import SAME_SIZE, carried_as
+from plugins.tensorrt.plugin import carried_as
 from tests.plugins.tensorrt_stand_in import ALL
 
 VERSION = "10.16.1.11"
@@ -76,12 +76,25 @@ def _standard_ops(plugin: Plugin, node: onnx.NodeProto, prefix: str) -> list[onn
     for name in node.input:
         total = emit("Add", total, emit("ReduceMax", emit("Cast", name, to=TensorProto.FLOAT), keepdims=0))
 
+    class Length:
+        """A size that only an engine's inputs tell, int64 [1]; it can be multiplied."""
+
+        def __init__(self, value: str) -> None:
+            self.value = value
+
+        def __mul__(self, factor: int) -> Length:
+            return Length(emit("Mul", self.value, emit("Constant", value_ints=[factor])))
+
+    sizes: dict[str, Any] = {
+        symbol: Length(emit("Shape", node.input[index], start=axis, end=axis + 1))
+        for symbol, (index, axis) in plugin.axes.items()
+    }
+    sizes |= attributes
+
     def length(dim: int | str) -> str:
-        dim = SAME_SIZE.get(str(dim), dim)
-        if isinstance(dim, str) and dim in plugin.axes:
-            index, axis = plugin.axes[dim]
-            return emit("Shape", node.input[index], start=axis, end=axis + 1)
-        return emit("Constant", value_ints=[attributes[dim] if isinstance(dim, str) else dim])
+        if isinstance(dim, str):
+            dim = plugin.derived[dim](sizes) if dim in plugin.derived else sizes[dim]
+        return dim.value if isinstance(dim, Length) else emit("Constant", value_ints=[dim])
 
     for spec, name in zip(plugin.outputs, node.output, strict=True):
         value = emit("Cast", total, to=_TYPES[carried_as(spec)[0]])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
@@ -25,7 +27,10 @@ from compiler.models.eager import CausalExecution, sequence_logits
 from compiler.models.eagle3 import Eagle3Head
 from plans import names
 from plans.manifest import Tree
+from plugins.cuda import LAUNCHES
+from plugins.onnx_ops import DOMAIN
 from plugins.reference import bim_mask
+from plugins.schemas import SCHEMAS
 from tests.compiler.eagle3_heads import target_config, write_eagle3
 
 CPU, RTX = "onnxruntime-cpu", "tensorrt-rtx"
@@ -243,3 +248,30 @@ def test_the_tree_of_a_head_is_the_one_of_the_definition(
     np.testing.assert_array_equal(found[names.TREE_PARENT], [-1, *parent])
     np.testing.assert_array_equal(found[names.TREE_POSITIONS], len(tokens) - 1 + np.array([0, *depth]))
     np.testing.assert_allclose(found[names.TREE_SCORE], [0.0, *score], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("tree", "rejected", "ops"),
+    [
+        (Tree(top_k=3, depth=2, nodes=8), False, {"TreeExpand": 3, "TreeRerank": 1}),
+        (Tree(top_k=1, depth=2, nodes=4), True, {"DraftSample": 3}),
+    ],
+)
+def test_nodes_of_our_ops_have_what_their_kernels_take(decoder: Decoder, tree: Tree, rejected: bool, ops: Any) -> None:
+    """Types of inputs and outputs, and attributes: a kernel is given them as they are."""
+    model = export_draft(DecoderDraft(decoder), tree, CAPACITY, rejected=300 if rejected else 0)
+    nodes = [node for node in model.graph if node.domain == DOMAIN and node.op_type in LAUNCHES]
+    assert Counter(node.op_type for node in nodes) == ops
+    for node in nodes:
+        schema = SCHEMAS[node.op_type]
+        for specs, values in ((schema.inputs, node.inputs), (schema.outputs, node.outputs)):
+            for spec, value in zip(specs, values, strict=True):
+                assert value is not None
+                assert value.dtype is not None
+                assert (spec.name, value.dtype.numpy()) == (spec.name, spec.dtype)
+                assert value.shape is None or len(value.shape) == len(spec.shape)
+        kinds = {
+            spec.name: ir.AttributeType.FLOAT if spec.kind is float else ir.AttributeType.INT
+            for spec in schema.attributes
+        }
+        assert {name: attribute.type for name, attribute in node.attributes.items()} == kinds

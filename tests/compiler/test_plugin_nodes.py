@@ -187,6 +187,23 @@ def test_a_plugin_that_is_called_like_its_op_gets_no_function_body(monkeypatch: 
     assert "plugin_namespace" in lowered.attributes
 
 
+def test_what_is_no_plugin_gets_its_body_and_the_reason_is_told() -> None:
+    """Attention over several rows, which is not lowered to TensorRT's own layers."""
+    q, cache = (1, "N", 8), ("R", 1, 80, 4)
+    shapes = [q, (1, "N", 4), (1, "N", 4), cache, cache, ("R", 1, "S", "T"), ("R",), ("E",)]
+    kinds = [ir.DataType.FLOAT] * 6 + [ir.DataType.INT64] * 2
+    specs = SCHEMAS["BranchAttention"].inputs
+    inputs = [value(spec.name, kind, *shape) for spec, kind, shape in zip(specs, kinds, shapes, strict=True)]
+    attributes = {"num_heads": 2, "kv_num_heads": 1, "scale": 0.5}
+    node = ir.node("BranchAttention", inputs, attributes, domain=DOMAIN, num_outputs=3)
+    made = model(inputs, [node])
+    reports = {report.rule: report for report in lower("x", made, TENSORRT, rows=2, exact=False)}
+    declined = PLUGINS["BranchAttention"]
+    assert isinstance(declined, Declined)
+    assert reports["PluginNodes"].declined == {declined.reason: 1}
+    assert [name for _, name, _ in made.functions] == ["BranchAttention"]
+
+
 def test_what_a_builder_cannot_know_is_named() -> None:
     given = [value(spec.name, ir.DataType.INT64, "N") for spec in SCHEMAS["CoupledDraws"].inputs]
     node = ir.node("CoupledDraws", given, domain=DOMAIN, num_outputs=3)

@@ -27,7 +27,6 @@ from plans.errors import PlanError, RecipeError
 from plans.manifest import Engine, TargetPlan
 from plans.plan import Plan
 from plugins.schemas import SCHEMAS
-from plugins.tensorrt import PLUGINS, Declined
 from runtime.backends import BACKENDS
 from runtime.backends import tensorrt as driver
 from tests.compiler.tensorrt_stand_in import VERSION, stand_in_tensorrt
@@ -37,7 +36,8 @@ trt = pytest.importorskip("tensorrt_rtx")
 pytestmark = pytest.mark.filterwarnings("ignore:Use :DeprecationWarning")  # TensorRT for RTX has no timing caches
 TENSORRT = "tensorrt"
 HERE = Gpu("NVIDIA H100", "sm_90")
-HEAD = "drafters=[{name: head, kind: eagle3, checkpoint: head, tree: {top_k: 2, depth: 1, nodes: 4}}]"
+HEAD = "{name: head, kind: eagle3, checkpoint: head, tree: {top_k: 2, depth: 1, nodes: 4}}"
+DRAWN = "{name: drawn, kind: model, checkpoint: drafter, gamma: 2, acceptance: rejection}"
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def install(patch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture(scope="module")
 def built(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Plan:
     """A plan of engines that were really built, their plugins replaced."""
-    recipe = load_recipe(toy_recipe, [f"targets=[{TENSORRT}]", HEAD])
+    recipe = load_recipe(toy_recipe, [f"targets=[{TENSORRT}]", f"drafters=[{HEAD}, {DRAWN}]"])
     with pytest.MonkeyPatch.context() as patch:
         package = install(patch)
         plan = build(recipe, toy_recipe, tmp_path_factory.mktemp("tensorrt") / "plan").plan
@@ -80,6 +80,7 @@ def test_engines_take_and_give_what_the_ops_did(built: Plan) -> None:
     assert {names.FREE_BIAS, names.ATTN_BIAS} <= taken.keys()  # what a beam search writes
     assert {spec.name for spec in SCHEMAS["TreeAccept"].outputs} | {names.STATUS} <= given.keys()
     assert (taken[names.TEMPERATURE].dtype, taken[names.SEED].dtype) == ("float64", "uint64")
+    assert plan.engines["drawn"].holds == ("Draws", "BimMask")
     drafted = {tensor.name for tensor in head.inputs}
     assert {names.DRAWS, names.DRAFT_TEMPERATURE, names.FREE_BIAS}.isdisjoint(drafted)
     assert {names.TIP_POSITION, names.SEED, names.TEMPERATURE} <= drafted
@@ -104,20 +105,14 @@ def test_ops_beside_engines_are_compiled_for_this_gpu_too(
     assert kernel_architectures(TensorRtSection(kind=TENSORRT, compute_capabilities=("sm_80",))) == ("sm_80", "sm_75")
 
 
-def test_lowering_says_what_is_no_plugin(built: Plan) -> None:
+def test_every_op_of_a_plans_graphs_is_a_plugin(built: Plan) -> None:
     reports = {(r.engine, r.rule): r for r in built.manifest.targets[TENSORRT].lowering}
-    assert reports["target", "PluginNodes"].applied == 2
-    declined = [op for op in ("TreeExpand", "TreeRerank") if isinstance(PLUGINS[op], Declined)]
-    assert set(reports["head", "PluginNodes"].declined) == {PLUGINS[op].reason for op in declined}
-    assert (reports["head", "BodyOfDeclined"].applied > 0) == bool(declined)
-
-
-@pytest.mark.skipif(not isinstance(PLUGINS["DraftSample"], Declined), reason="a drafter draws inside its engine")
-def test_rejection_is_refused(library: Any, toy_recipe: Path, tmp_path: Path) -> None:
-    drafter = "{name: a, kind: model, checkpoint: drafter, gamma: 2, acceptance: rejection}"
-    recipe = load_recipe(toy_recipe, [f"targets=[{TENSORRT}]", f"drafters=[{drafter}]"])
-    with pytest.raises(RecipeError, match=r"drafters\[0\]\.acceptance is rejection, .* or the target tensorrt out"):
-        build(recipe, toy_recipe, tmp_path / "plan")
+    assert reports["target", "PluginNodes"].applied == 2  # mask and acceptance
+    assert reports["head", "PluginNodes"].applied == 2 + 2 + 1  # draws and mask, two levels, the tree
+    assert reports["drawn", "PluginNodes"].applied == 2 + 2  # draws and mask, two tokens
+    for engine in ("target", "head", "drawn"):
+        assert reports[engine, "PluginNodes"].declined == {}
+        assert reports[engine, "BodyOfDeclined"].applied == 0
 
 
 def test_inspect_tells_what_an_engine_holds_and_who_may_run_it(built: Plan) -> None:

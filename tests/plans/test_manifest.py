@@ -208,6 +208,18 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "a stage for an unknown model": (lambda m: stage(m, "decode", MASK).update(model="draft"), "draft"),
     "no target model": (lambda m: m["models"].clear(), "target"),
     "a model without buffers": (lambda m: m["models"].update(draft=model(m)), "models"),
+    "buckets of no model": (
+        lambda m: target(m).update(buckets={"other": {"new": [1], "view": [256]}}), "buckets.other.new: the plan",
+    ),
+    "buckets that do not ascend": (
+        lambda m: target(m).update(buckets={"target": {"new": [2, 1], "view": [256]}}), "buckets.target.new: 2, 1",
+    ),
+    "buckets that are too large": (
+        lambda m: target(m).update(buckets={"target": {"new": [1, 4000], "view": [256]}}), "at most 2",
+    ),
+    "buckets without the largest view": (
+        lambda m: target(m).update(buckets={"target": {"new": [1], "view": [128]}}), "the largest view, 256",
+    ),
     "more rows than one": (lambda m: symbols(m).update(R=2), "rows"),
 }  # fmt: skip
 

@@ -1,12 +1,16 @@
-"""Strategies that several op tests draw from: sampling slots and adversarial logits."""
+"""What several op tests share: the CUDA kernels, and strategies of sampling slots and adversarial logits."""
 
 from __future__ import annotations
+
+import shutil
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
 from plugins.reference import SamplingSlots
+from tests.plugins.emulator import Emulator
+from tests.plugins.gpu import Gpu
 
 TEMPERATURES = st.sampled_from([0.0, 1e-3, 0.1, 0.7, 1.0, 1.7, 100.0])
 TOP_PS = st.sampled_from([0.0, 1e-12, 0.1, 0.5, 0.9, 0.999999, 1.0 - 2.0**-53, 1.0])
@@ -56,3 +60,13 @@ def slots():
 def logits_rows():
     """`logits_rows(rows, vocabulary)`: a strategy of logits."""
     return _logits
+
+
+@pytest.fixture(scope="session", params=["emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Emulator | Gpu:
+    """The CUDA kernels: as blocks of fibers on the CPU, and on a GPU where there is one."""
+    if request.param == "gpu":
+        return Gpu(tmp_path_factory.mktemp("gpu"))
+    if shutil.which("g++") is None:
+        pytest.skip("the emulator is compiled with g++")
+    return Emulator(tmp_path_factory.mktemp("emulator"))

@@ -41,7 +41,7 @@ class Gpu:
         self._device.load_kernels(cubin)
 
     def create(
-        self, op_name: str, tensors: Mapping[str, NDArray[Any]], attributes: Mapping[str, int] | None = None
+        self, op_name: str, tensors: Mapping[str, NDArray[Any]], attributes: Mapping[str, int | float] | None = None
     ) -> Callable[..., int]:
         """A bound op; called with extents, it copies every array there and back, and returns the fault's number."""
         device, spaces = self._device, dict[str, int]()

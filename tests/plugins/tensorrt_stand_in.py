@@ -30,7 +30,7 @@ from tests.plugins.emulator import HERE
 ALL = tuple(plugin for plugins in PLUGINS.values() if not isinstance(plugins, Declined) for plugin in plugins)
 SIZES = {
     "capacity": 90, "R": 2, "E": 3, "N": 7, "S": 5, "T": 40, "M": 4, "V": 11, "B": 3, "trees": 3, "depths": 6,
-    "planes": 4, "heads": 2, "head_dim": 24,
+    "planes": 4, "heads": 2, "head_dim": 24, "frontier": 2, "top_k": 4, "candidates": 8, "nodes": 6, "nodes - 1": 5,
 }  # fmt: skip
 _POISON = 0xA5
 _MARGIN = 64  # poisoned bytes before and behind an output
@@ -166,7 +166,8 @@ class StandIn:
         def keep(function: Callable[..., Any]) -> None:
             signature = inspect.signature(function)
             kinds = [parameter.annotation for parameter in signature.parameters.values()]
-            assert kinds == sorted(kinds, key=[TensorDesc, int].index), "tensors come first, then attributes"
+            assert set(kinds) <= {TensorDesc, int, float}
+            assert kinds == sorted(kinds, key=lambda kind: kind is not TensorDesc), "tensors come first"
             assert typing.get_origin(signature.return_annotation) is tuple
             assert set(typing.get_args(signature.return_annotation)) == {TensorDesc}
             self.described[plugin_id] = function
@@ -184,7 +185,7 @@ class StandIn:
 
         return keep
 
-    def describe(self, plugin: Plugin, inputs: Sequence[NDArray[Any]], attributes: Mapping[str, int]) -> Any:
+    def describe(self, plugin: Plugin, inputs: Sequence[NDArray[Any]], attributes: Mapping[str, int | float]) -> Any:
         """Descriptors of the inputs and of the outputs: types are asked for first, then shapes."""
         dtypes = [getattr(self.trt, carried(array).dtype.name) for array in inputs]
         unknown = [TensorDesc([Dimension() for _ in a.shape], t) for a, t in zip(inputs, dtypes, strict=True)]
@@ -194,7 +195,7 @@ class StandIn:
         assert [output.dtype for output in typed] == [output.dtype for output in outputs]
         return known, outputs
 
-    def build(self, plugin: Plugin, inputs: Sequence[NDArray[Any]], attributes: Mapping[str, int]) -> Layer:
+    def build(self, plugin: Plugin, inputs: Sequence[NDArray[Any]], attributes: Mapping[str, int | float]) -> Layer:
         known, outputs = self.describe(plugin, inputs, attributes)
         kernel, _, launch, arguments = self.implemented[plugin.id](*known, *attributes.values(), outputs, 0)
         assert all(type(argument) is Int32 for argument in arguments)
@@ -204,7 +205,7 @@ class StandIn:
         return Layer(kernel, blocks, threads, tuple(argument.number for argument in arguments), known, outputs)
 
     def run(
-        self, plugin: Plugin, tensors: Mapping[str, NDArray[Any]], attributes: Mapping[str, int]
+        self, plugin: Plugin, tensors: Mapping[str, NDArray[Any]], attributes: Mapping[str, int | float]
     ) -> dict[str, NDArray[Any]]:
         """Runs `plugin` on the tensors by name and gives its outputs by name, of the dtypes that the op knows."""
         inputs = [tensors[spec.name] for spec in plugin.inputs]
@@ -256,6 +257,7 @@ def tensors_of(
     return made
 
 
-def attributes_of(plugin: Plugin) -> dict[str, int]:
-    given = {"purpose": int(Purpose.DRAFT), "depths": SIZES["depths"]}
+def attributes_of(plugin: Plugin) -> dict[str, int | float]:
+    given = {"purpose": int(Purpose.DRAFT), "spread": 0.15, "doubt": 0.3}
+    given |= {name: SIZES[name] for name in ("depths", "top_k", "nodes")}
     return {name: given[name] for name in plugin.attributes}

@@ -1,11 +1,9 @@
 """The CUDA kernels give what the CPU kernels give, to the bit: run block by block on the CPU, and on a GPU (`-m gpu`).
 
-The CPU kernels are compared with the references elsewhere.
+The CPU kernels are compared with the references elsewhere; ops that have none, in test_cuda_drafting.py.
 """
 
 from __future__ import annotations
-
-import shutil
 
 import numpy as np
 import pytest
@@ -28,15 +26,6 @@ FEW = settings(
 )
 
 
-@pytest.fixture(scope="module", params=["emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
-def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Emulator | Gpu:
-    if request.param == "gpu":
-        return Gpu(tmp_path_factory.mktemp("gpu"))
-    if shutil.which("g++") is None:
-        pytest.skip("the emulator is compiled with g++")
-    return Emulator(tmp_path_factory.mktemp("emulator"))
-
-
 def compare(kernels: Emulator | Gpu, op: str, tensors, outputs, extents, **attributes: int) -> None:
     """Both kernels on the same inputs and poisoned outputs; twice on the device's, whose workspace is used again."""
     theirs = {name: array.copy() for name, array in outputs.items()}
@@ -51,8 +40,8 @@ def compare(kernels: Emulator | Gpu, op: str, tensors, outputs, extents, **attri
             np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
 
 
-def test_every_op_with_a_cpu_kernel_has_a_launch_that_agrees_with_its_schema() -> None:
-    assert set(LAUNCHES) == {name for name in SCHEMAS if hasattr(native, name)}
+def test_every_op_but_attention_has_a_launch_that_agrees_with_its_schema() -> None:
+    assert set(LAUNCHES) == set(SCHEMAS) - {"BranchAttention"}
     for name, launch in LAUNCHES.items():
         tensors = {spec.name for spec in SCHEMAS[name].tensors}
         assert tensors <= set(launch.pointers)

@@ -1,4 +1,7 @@
-"""The kernels of TensorRT plugins, launched as TensorRT does, run on the CPU: they give what the CPU kernels give."""
+"""The kernels of TensorRT plugins, launched as TensorRT does, run on the CPU: they give what the CPU kernels give.
+
+Those of drafting, of which the CPU has none, give what the references give.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,21 @@ from plugins.schema import Purpose
 from plugins.schemas import SCHEMAS
 from plugins.tensorrt import PLUGINS
 from tests.plugins.accept_step import equal_slots
+from tests.plugins.drafting import (
+    BRANCHES,
+    ERROR,
+    apart,
+    check_expand,
+    check_rerank,
+    check_sample_is_the_reference,
+    expand_inputs,
+    rerank_inputs,
+    settings_of,
+    uneven_draws,
+)
 from tests.plugins.tensorrt_stand_in import ALL, SIZES, StandIn, attributes_of, poisoned, tensors_of
 from tests.plugins.test_cuda_kernels import FEW, POISON, accept_outputs, step_of
+from tests.plugins.test_tree_ops import candidates, grown
 
 pytest.importorskip("cuda.bindings")  # a layer is built with its PTX
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="kernels are compiled for the CPU with g++")
@@ -104,6 +120,43 @@ def test_masks_and_moves(stand_in, seed, rows, dtype) -> None:
     }  # fmt: skip
     kv = rng.normal(size=(4, rows, 2, capacity, int(rng.choice([2, 8, 40])))).astype(dtype)
     agree(stand_in, "KvGather", moves, {"kv": kv}, (rows,))
+
+
+@FEW
+@given(data=st.data(), branches=BRANCHES, nodes=st.integers(1, 3), vocabulary=st.sampled_from([5, 65, 300]))
+def test_drafting(stand_in, data, branches, nodes, vocabulary) -> None:
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    logits, draws = apart(rng, (len(branches), nodes, vocabulary)), uneven_draws(rng, len(branches))
+    top_k = data.draw(st.sampled_from([1, 3, 5]))
+    score = -rng.exponential(size=(len(branches), nodes)).astype(np.float32)
+    grow = expand_inputs(logits, score, branches, draws)
+    children, frontier = PLUGINS["TreeExpand"]
+    found = stand_in.run(children, grow, {"top_k": top_k, **ERROR})
+    found |= stand_in.run(frontier, found, {"top_k": top_k})
+    check_expand(grow, found, top_k)
+
+    sample = {"logits": logits, **settings_of(branches, draws, np.float64)}
+    check_sample_is_the_reference(sample, stand_in.run(PLUGINS["DraftSample"][0], sample, {}))
+
+
+@FEW
+@given(shape=candidates(), trees=st.integers(1, 3), zeros=st.sampled_from([0.0, 0.4, 1.0]))
+def test_reranking(stand_in, shape, trees, zeros) -> None:
+    k, depth, nodes, seed = shape
+    inputs = rerank_inputs(grown(k, depth, trees, seed, zeros))
+    check_rerank(inputs, stand_in.run(PLUGINS["TreeRerank"][0], inputs, {"nodes": nodes}), nodes)
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "sound", "spoiled"),
+    [("TreeExpand", "top_k", 11, 12), ("TreeExpand", "top_k", 1, 0), ("TreeRerank", "nodes", 9, 10)],
+)
+def test_more_than_there_are_is_not_looked_for(stand_in: StandIn, op, name, sound, spoiled) -> None:
+    """A choice of 12 tokens of 11, or of 9 candidates of 8."""
+    plugin = PLUGINS[op][0]
+    for value in (sound, spoiled):
+        outputs = stand_in.run(plugin, tensors_of(plugin.inputs), attributes_of(plugin) | {name: value})
+        assert all(poisoned(array) == (value == spoiled) for array in outputs.values())
 
 
 def test_each_row_tells_its_own_fault(stand_in: StandIn) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 
+import numpy as np
 import pytest
 
 from plans import names
@@ -40,13 +41,20 @@ def test_every_op_is_a_plugin_or_says_why_not() -> None:
 
 @every_kernel
 def test_the_plugins_of_an_op_take_what_it_takes_and_give_what_it_gives(op: str) -> None:
-    schema, first, last = SCHEMAS[op], PLUGINS[op][0], PLUGINS[op][-1]
+    schema, first = SCHEMAS[op], PLUGINS[op][0]
     assert first.inputs[: len(schema.inputs)] == schema.inputs
     assert {spec.name for spec in schema.attributes} <= set(first.attributes)
-    ours, theirs = tensors_of(last.outputs), tensors_of(schema.outputs)
-    assert list(ours)[: len(theirs)] == list(theirs)
-    for name, array in theirs.items():
-        assert (ours[name].shape, ours[name].dtype) == (array.shape, array.dtype)
+    assert {spec.name for spec in schema.attributes if spec.kind is float} == set(first.floats)
+    theirs = tensors_of(schema.outputs)
+    told = []
+    for plugin in PLUGINS[op]:
+        ours = tensors_of(plugin.outputs)
+        promised = [name for name in ours if name in theirs]
+        assert list(ours)[: len(promised)] == promised
+        for name in promised:
+            assert (ours[name].shape, ours[name].dtype) == (theirs[name].shape, theirs[name].dtype)
+        told += promised
+    assert told == list(theirs)
 
 
 @every_kernel
@@ -84,6 +92,29 @@ def test_launches_are_those_of_the_device_op(op: str) -> None:
     for name, number in zip(device.launch.numbers, numbers, strict=True):
         assert arguments.pop(SAME_SIZE.get(name, name), number) == number, name
     assert arguments == {name: SIZES[name] for name in plugin.extra if name in arguments}
+
+
+@every_plugin
+def test_outputs_have_the_shapes_that_the_schemas_say(plugin) -> None:
+    _, outputs = StandIn().describe(plugin, inputs_of(plugin), attributes_of(plugin))
+    for output, array in zip(outputs, tensors_of(plugin.outputs).values(), strict=True):
+        assert tuple(dim.number for dim in output.shape_expr) == array.shape
+
+
+def test_a_float_is_baked_in_as_its_bits() -> None:
+    plugin = PLUGINS["TreeExpand"][0]
+    layer = StandIn().build(plugin, inputs_of(plugin), attributes_of(plugin))
+    bits = dict(zip(plugin.arguments, layer.arguments, strict=True))
+    assert np.array([bits["spread"], bits["doubt"]], np.int32).view(np.float32).tolist() == [
+        np.float32(0.15),
+        np.float32(0.3),
+    ]
+
+
+def test_a_frontier_is_a_block_for_each_tree() -> None:
+    frontier = PLUGINS["TreeExpand"][1]
+    layer = StandIn().build(frontier, inputs_of(frontier), attributes_of(frontier))
+    assert (layer.blocks, layer.arguments) == (SIZES["trees"], (SIZES["candidates"], SIZES["top_k"]))
 
 
 def test_a_walk_is_one_warp() -> None:

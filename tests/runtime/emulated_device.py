@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,21 @@ class EmulatedDevice:
         self._memory: dict[int, NDArray[np.uint8]] = {}
         self.copied = {"up": 0, "down": 0}
         self.replays = 0
-        self._entered = threading.local()
+        self.enqueued = 0  # work that was no part of a graph
+        self._lock, self._holds = threading.RLock(), threading.local()
+        self.marks = 0  # that nobody has waited for
         self.graphs = 0  # that were recorded and not given back
         self._recorded: list[Callable[[], None]] | None = None
         self.launched: dict[str, int] = {}
 
-    def enter(self) -> None:
-        self._entered.thread = True
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        with self._lock:
+            self._holds.depth = getattr(self._holds, "depth", 0) + 1
+            try:
+                yield
+            finally:
+                self._holds.depth -= 1
 
     def allocate(self, size: int) -> int:
         memory = np.zeros(max(size, 1) + 256, np.uint8)
@@ -66,12 +75,19 @@ class EmulatedDevice:
         self.copied[direction] = self.copied.get(direction, 0) + size
         ctypes.memmove(to, source, size)
 
-    def wait(self) -> None:
+    def mark(self) -> int:
+        assert getattr(self._holds, "depth", 0), "this thread does not hold the device"
         assert self._recorded is None, "nothing may be waited for while a graph is recorded"
+        self.marks += 1
+        return self.marks
+
+    def wait_for(self, mark: int) -> None:
+        self.marks -= 1
 
     def enqueue(self, work: Callable[[], None]) -> None:
-        assert getattr(self._entered, "thread", False), "this thread has not entered the device"
+        assert getattr(self._holds, "depth", 0), "this thread does not hold the device"
         if self._recorded is None:
+            self.enqueued += 1
             work()
         else:
             self._recorded.append(work)
@@ -107,16 +123,16 @@ class EmulatedDevice:
 class EmulatedBackend:
     """The engines of a plan for `onnxruntime-cuda`, on the CPU; with `records_engines`, as TensorRT's would be."""
 
-    def __init__(self, device: EmulatedDevice, *, records_engines: bool = False) -> None:
-        self._device, self._records = device, records_engines
+    def __init__(self, device: EmulatedDevice, *, records: bool = False, records_engines: bool = False) -> None:
+        self._device, self._records, self._records_engines = device, records, records_engines
 
     def load(self, path: Path, engine: Engine) -> LoadedEngine:
         session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         loaded = DeviceEngine(session, engine, ("cpu", 0))
-        return _Enqueued(loaded, self._device) if self._records else loaded
+        return _Enqueued(loaded, self._device) if self._records_engines else loaded
 
     def buffers(self, plan: TargetPlan) -> Buffers:
-        return DeviceBuffers(plan, self._device, records_engines=self._records)
+        return DeviceBuffers(plan, self._device, records=self._records, records_engines=self._records_engines)
 
 
 class _Enqueued:

@@ -49,9 +49,11 @@ class GraphsInPlaceOfEngines:
 
 
 class EmulatedTensorRt:
-    """A backend; `ran` counts engines by file name, so that a test can say how much a step is."""
+    """A backend; `ran` counts engines by file name, so that a test can say how much a step is. With `records`, rounds
+    are recorded."""
 
-    def __init__(self, device: EmulatedDevice, plugins: StandIn) -> None:
+    def __init__(self, device: EmulatedDevice, plugins: StandIn, *, records: bool = False) -> None:
+        self.records = records
         self.device, self._ops = device, [_op(plugin, plugins) for plugin in ALL]
         self.ran: dict[str, int] = {}
 
@@ -61,7 +63,7 @@ class EmulatedTensorRt:
         return _Loaded(self, path.stem, ReferenceEvaluator(model, new_ops=self._ops), engine)
 
     def buffers(self, plan: TargetPlan) -> Buffers:
-        return DeviceBuffers(plan, self.device, records_engines=True)
+        return DeviceBuffers(plan, self.device, records=self.records, records_engines=True)
 
     def enqueue(self, name: str, work: Any) -> None:
         def run() -> None:

@@ -2,35 +2,77 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from plans.errors import PlanError
-from tools import gpu_report
+from plans.plan import Plan
+from runtime import Runtime
+from runtime.backends import BACKENDS, Driver
+from tests.conftest import TOY_DRAFTERS
+from tests.plugins.emulator import Emulator
+from tests.runtime.emulated_device import EmulatedBackend, EmulatedDevice
+from tools import gpu_figures, gpu_report
 
 ROW: dict[str, Any] = {
-    "target": "onnxruntime-cuda", "drafter": "none", "tokens_per_second": 1234.5, "tokens_per_verify": 1.0,
-    "round_ms": 0.81, "same_runs": 7, "runs": 8,
+    "target": "onnxruntime-cuda", "cuda_graphs": True, "drafter": "none", "tokens_per_second": 1234.5,
+    "tokens_per_verify": 1.0, "round_ms": 0.81, "host_ms": 0.05, "ops_share": 0.021, "same_runs": 7, "runs": 8,
+    "partings": [{"index": 3, "margin": 2e-6}],
+}  # fmt: skip
+SHAPE: dict[str, Any] = {
+    "model": "1b", "target": "onnxruntime-cuda", "dtype": "bfloat16", "cuda_graphs": False, "weights_gb": 2.3,
+    "tokens_per_second": 600.0, "round_ms": 1.6, "host_share": 0.04, "read_gb_per_second": 1380.0,
+    "share_of_copy_read": 0.69, "verify_ms": {1: 1.6, 64: 2.0},
+    "ngram": {"tokens_per_second": 900.0, "tokens_per_verify": 1.8},
 }  # fmt: skip
 REPORT: dict[str, Any] = {
     "gpu": "a GPU", "date": "2026-01-02", "command": "python -m tools.gpu_report", "driver": 13000,
-    "architecture": "sm_90", "copy_gb_s": 4000.0, "tests": {"summary": "9 passed"},
-    "reference": [ROW, {"target": "tensorrt", "error": "no library"}],
-    "shapes": [{
-        "model": "1b", "weights_gb": 2.3, "tokens_per_second": 600.0, "read_gb_per_second": 1380.0,
-        "share_of_copy_read": 0.69, "ttft_ms": 12.0,
-    }],
+    "architecture": "sm_90", "copy_gb_s": 4000.0, "tests": {"summary": "9 passed"}, "errors": ["model 8b: no memory"],
+    "reference": [ROW, {"target": "tensorrt-rtx", "cuda_graphs": True, "error": "no library"}],
+    "shapes": [SHAPE, {"model": "1b", "target": "tensorrt-rtx", "dtype": "bfloat16", "error": "no library"}],
 }  # fmt: skip
 
 
 def test_every_row_of_the_tables_has_every_column() -> None:
     lines = gpu_report.markdown(REPORT).splitlines()
-    assert "| onnxruntime-cuda | none | 1234 | 1.00 | 0.810 | 7 of 8 |" in lines
-    assert "| tensorrt | no library |  |  |  |  |" in lines
-    assert "| 1b | 2.30 | 600.0 | 1380 | 69% | 12 |" in lines
-    assert {line.count("|") for line in lines if line.startswith("|")} == {7}
+    assert "| onnxruntime-cuda | yes | none | 1234 | 1.00 | 0.810 | 0.050 | 2.1% | 7 of 8 | 2.0e-06 |" in lines
+    assert "| tensorrt-rtx | no library |  |  |  |  |  |  |  |  |" in lines
+    row = "1b | onnxruntime-cuda | bfloat16 | no | 600.0 | 1.60 | 4.0% | 1380 | 69% | 900.0 | 1.80 | 1: 1.60, 64: 2.00"
+    assert f"| {row} |" in lines
+    assert "- failed: model 8b: no memory" in lines
+    assert {line.count("|") for line in lines if line.startswith("|")} == {11, 13}
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator is compiled with g++")
+def test_figures_of_a_plan_on_an_emulated_device(
+    cuda_plan: Plan, toy: Runtime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    device = EmulatedDevice(Emulator(tmp_path))
+    monkeypatch.setitem(
+        BACKENDS, "onnxruntime-cuda", Driver(lambda target: None, lambda target, settings: EmulatedBackend(device))
+    )
+    monkeypatch.setattr(gpu_figures, "_LAUNCHES", 2)
+    runtime = Runtime.load(cuda_plan.root)
+    prompts = [[5, 6, 7, 8], [9, 10, 11]]
+    plain = [toy.generate(ids, max_new_tokens=24, ignore_eos=True, drafter="none").token_ids for ids in prompts]
+    wrong = [plain[0], [*plain[1][:4], (plain[1][4] + 1) % 300, *plain[1][5:]]]
+    rows = {row["drafter"]: row for row in gpu_figures.plan_rows(runtime, False, prompts, 24, wrong, toy.session())}
+    assert list(rows) == ["none", *TOY_DRAFTERS]
+    for row in rows.values():
+        assert (row["target"], row["runs"], row["same_runs"]) == ("onnxruntime-cuda", 2, 1)
+        assert row["partings"][0]["index"] == 4
+        assert row["tokens_per_second"] > 0
+        assert 0 <= row["host_ms"] <= row["round_ms"]
+        assert row["ops_share"] == pytest.approx(sum(row["op_ms"].values()) / row["round_ms"])
+    assert rows["none"]["tokens_per_verify"] == 1.0
+    assert rows["none"]["op_ms"].keys() == {"BimMask", "Sample"}
+    assert rows["head"]["op_ms"].keys() == {"CoupledDraws", "BimMask", "TreeAccept", "KvGather"}
+    session = runtime.session()
+    gpu_figures.decode(session, prompts[0], "none", 8)
+    assert gpu_figures.verify_times(session, (0, 3, 6, 63), repeats=2).keys() == {1, 4, 7}
 
 
 def test_without_a_gpu_there_is_no_report(
@@ -50,8 +92,8 @@ def test_without_a_gpu_there_is_no_report(
 def test_a_random_llama_is_a_checkpoint_that_builds(tmp_path: Path) -> None:
     from compiler.models.config import read_config
 
-    shape = gpu_report.Shape(hidden=64, intermediate=128, layers=2, heads=4, kv_heads=2, vocab=512)
-    read = gpu_report.write_random_llama(shape, tmp_path)
+    shape = gpu_figures.Shape(hidden=64, intermediate=128, layers=2, heads=4, kv_heads=2, vocab=512)
+    read = gpu_figures.write_random_llama(shape, tmp_path)
     config = read_config(tmp_path)
     assert (config.num_layers, config.num_kv_heads, config.vocab_size) == (2, 2, 512)
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64

@@ -61,20 +61,6 @@ OUTRIDER_KERNEL outrider_sample(const float* logits, const i64* logit_rows, cons
   if (thread_index() == 0) committed[place] = token;
 }
 
-// Whether this block is the last of its launch to come here; what the others wrote before is visible to it then.
-OUTRIDER_DEVICE bool last_to_finish(u32* counter) {
-  OUTRIDER_SHARED bool last;
-  publish();
-  barrier();
-  if (thread_index() == 0) {
-    last = count_up(counter) + 1 == static_cast<u32>(block_count());
-    if (last) *counter = 0;  // for the next launch
-  }
-  barrier();
-  publish();
-  return last;
-}
-
 struct Outputs {
   i64* committed;
   i64* accepted_count;

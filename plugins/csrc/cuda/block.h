@@ -36,4 +36,18 @@ namespace outrider {
 
 constexpr int kMostThreads = 512;
 
+// Whether this block is the last of its launch to come here; what the others wrote before is visible to it then.
+OUTRIDER_DEVICE bool last_to_finish(u32* counter) {
+  OUTRIDER_SHARED bool last;
+  publish();
+  barrier();
+  if (thread_index() == 0) {
+    last = count_up(counter) + 1 == static_cast<u32>(block_count());
+    if (last) *counter = 0;  // for the next launch
+  }
+  barrier();
+  publish();
+  return last;
+}
+
 }  // namespace outrider

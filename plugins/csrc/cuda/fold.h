@@ -1,4 +1,4 @@
-// Sums and maxima over all threads of a block. Every thread calls, and every thread gets the result.
+// Sums and maxima over all threads of a block, or over those before a thread. Every thread calls, and gets its result.
 #pragma once
 
 #include "block.h"
@@ -43,5 +43,28 @@ struct Least {
     return a < b ? a : b;
   }
 };
+
+// The sum of `own` over the threads before this one.
+OUTRIDER_DEVICE u64 sum_before(u64 own) {
+  OUTRIDER_SHARED u64 values[kMostThreads];
+  values[thread_index()] = own;
+  barrier();
+  u64 before = 0;
+  for (i64 t = 0; t < thread_index(); ++t) before += values[t];
+  barrier();  // before anyone writes again
+  return before;
+}
+
+// A thread's part of `size` places in their order: the first thread has the first ones.
+struct Stretch {
+  i64 begin;
+  i64 end;
+};
+
+OUTRIDER_DEVICE Stretch own_stretch(i64 size) {
+  const i64 most = (size + thread_count() - 1) / thread_count();
+  const i64 begin = thread_index() * most;
+  return {begin < size ? begin : size, begin + most < size ? begin + most : size};
+}
 
 }  // namespace outrider

@@ -132,28 +132,27 @@ OUTRIDER_DEVICE FilteredRow filter_row(const float* logits, i64 size, const Samp
   return {weights, size, total, 0, kNoFault};
 }
 
-// The first token whose cumulative weight exceeds `place`, which is below the total of `weights`.
-OUTRIDER_DEVICE i64 token_at(const u64* weights, i64 size, u64 place) {
-  OUTRIDER_SHARED u64 sums[kMostThreads];
+// The first token whose cumulative weight exceeds `place`, which is below the total of the weights `weight_at(token)`.
+template <typename WeightAt>
+OUTRIDER_DEVICE i64 token_by(const WeightAt& weight_at, i64 size, u64 place) {
   OUTRIDER_SHARED i64 found;
-  const i64 stretch = (size + thread_count() - 1) / thread_count();
-  const i64 begin = thread_index() * stretch;
-  const i64 end = begin + stretch < size ? begin + stretch : size;
+  const Stretch stretch = own_stretch(size);
   u64 own = 0;
-  for (i64 i = begin; i < end; ++i) own += weights[i];
-  sums[thread_index()] = own;
-  barrier();
-  u64 before = 0;
-  for (i64 t = 0; t < thread_index(); ++t) before += sums[t];
+  for (i64 i = stretch.begin; i < stretch.end; ++i) own += weight_at(i);
+  u64 before = sum_before(own);
   if (before <= place && place < before + own) {
-    i64 i = begin;
-    while (before + weights[i] <= place) before += weights[i++];
+    i64 i = stretch.begin;
+    for (u64 w = weight_at(i); before + w <= place; w = weight_at(++i)) before += w;
     found = i;
   }
   barrier();
   const i64 token = found;
   barrier();
   return token;
+}
+
+OUTRIDER_DEVICE i64 token_at(const u64* weights, i64 size, u64 place) {
+  return token_by([weights](i64 i) { return weights[i]; }, size, place);
 }
 
 // The token that the draw chooses from a row without a fault.

@@ -53,7 +53,11 @@ class Emulator:
         self._launches = 0
 
     def create(
-        self, op_name: str, tensors: Mapping[str, NDArray[Any]], attributes: Mapping[str, int] | None = None
+        self,
+        op_name: str,
+        tensors: Mapping[str, NDArray[Any]],
+        attributes: Mapping[str, int | float] | None = None,
+        most_threads: int = 64,
     ) -> Callable[..., int]:
         """A bound op; called with extents, it returns the number of the fault that it found, or 0."""
         spaces: dict[str, NDArray[np.uint8]] = {}
@@ -68,7 +72,7 @@ class Emulator:
         def call(*extents: int) -> int:
             assert memory
             blocks, threads, values = op.values(*extents)
-            self.launch(op.launch.kernel, blocks, min(threads, 64), values)
+            self.launch(op.launch.kernel, blocks, min(threads, most_threads), values)
             return int(spaces[STATUS].view(np.int64)[0]) if STATUS in spaces else 0
 
         return call

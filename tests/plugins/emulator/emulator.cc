@@ -86,6 +86,9 @@ const std::map<std::string, std::function<void(void**)>>& kernels() {
       {"outrider_draws", unpacked(outrider_draws)},
       {"outrider_coupled_draws", unpacked(outrider_coupled_draws)},
       {"outrider_kv_gather", unpacked(outrider_kv_gather)},
+      {"outrider_draft_sample", unpacked(outrider_draft_sample)},
+      {"outrider_tree_expand", unpacked(outrider_tree_expand)},
+      {"outrider_tree_rerank", unpacked(outrider_tree_rerank)},
   };
   return all;
 }

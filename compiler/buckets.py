@@ -1,0 +1,53 @@
+"""Sizes of steps that devices record: few, so that all can be, and close, so that little is computed in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from plans import names
+from plans.manifest import Buckets, Drafter, Engine, Geometry, GraphDrafter, NgramDrafter
+
+
+def step_buckets(
+    geometry: Geometry,
+    limits: Mapping[str, Mapping[str, int]],
+    drafters: Sequence[Drafter],
+    engines: Mapping[str, Engine],
+) -> dict[str, Buckets]:
+    """By model. Drafts whose size an engine decides have a bucket each; an n-gram's are rounded up."""
+    target = {1}
+    own: dict[str, Iterable[int]] = {}
+    for drafter in drafters:
+        if isinstance(drafter, NgramDrafter):
+            target.update(_doubled(1 + drafter.max_draft))
+        else:
+            target.update(range(2, 2 + drafter.longest) if drafter.entropy else (drafter.tree.nodes,))
+            own[drafter.name] = _fed(drafter, keeps_levels=engines[drafter.name].keeps_levels)
+    return {
+        model: Buckets(
+            new=tuple(size for size in sorted(sizes) if size <= limits[model][names.NEW]),
+            view=view_buckets(geometry.view_bucket, limits[model][names.VIEW]),
+        )
+        for model, sizes in {names.TARGET: target, **own}.items()
+    }
+
+
+def view_buckets(least: int, most: int) -> tuple[int, ...]:
+    """Views from `least` to `most`, both powers of two and what lies halfway between two: at most half as many keys
+    again as are there."""
+    views, size = [], least
+    while size < most:
+        views.append(size)
+        size += max(least, 1 << (size.bit_length() - 2))
+    return (*views, most)
+
+
+def _doubled(most: int) -> set[int]:
+    """2, 4, 8 and so on, and the largest."""
+    return {min(1 << power, most) for power in range(1, most.bit_length() + 1)} if most > 1 else set()
+
+
+def _fed(drafter: GraphDrafter, *, keeps_levels: bool) -> range:
+    """How many tokens a round leaves the drafter to take in: what the target committed, or what has no row of these."""
+    keeps = drafter.kind == "model" and (keeps_levels or drafter.entropy is not None)
+    return range(1, 3 if keeps else 2 + drafter.longest_path)

@@ -1,0 +1,66 @@
+// TreeExpand: a block works out the children of one node, and the last one to finish picks the next frontiers.
+#pragma once
+
+#include "draft_row.h"
+
+namespace outrider {
+
+// The likeliest choices of the target at its draw, in `best`, as masses.
+OUTRIDER_DEVICE void find_likeliest(const DraftRow& row, const DrawWindow& window, i64 count, u64* best) {
+  const Stretch stretch = own_stretch(row.size);
+  u64 own = 0;
+  for (i64 i = stretch.begin; i < stretch.end; ++i) own += row.kept(i);
+  const u64 before = sum_before(own);
+  find_best(
+      [&](const auto& visit) {
+        u64 below = before;
+        for (i64 i = stretch.begin; i < stretch.end; ++i) {
+          const float weight = row.weight(i);
+          const bool kept = row.keeps(i);
+          const u64 units = kept ? units_of(weight) : 0;
+          visit(rank_key(chosen_mass(window, weight, kept, below, units), i));
+          below += units;
+        }
+      },
+      count, best);
+}
+
+// The `count` best of a tree's candidates. Other blocks of this launch may have written the scores: read past this
+// multiprocessor's own cache.
+OUTRIDER_DEVICE void choose_frontier(const volatile float* candidate_score, i64 candidates, i64 count, i64* frontier) {
+  OUTRIDER_SHARED u64 best[kMostBest];
+  find_best_values(candidate_score, candidates, count, best);
+  for (i64 i = thread_index(); i < count; i += thread_count()) frontier[i] = index_of(best[i]);
+}
+
+// `spread` and `doubt` are float32s as their bits.
+OUTRIDER_KERNEL outrider_tree_expand(const float* logits, const float* score, const float* draws,
+                                     const float* temperature, const i64* top_k_filter, const float* top_p, i64* token,
+                                     float* candidate_score, i64* frontier, u32* counter, i64 nodes, i64 vocabulary,
+                                     i64 top_k, i64 spread, i64 doubt) {
+  OUTRIDER_SHARED u64 best[kMostBest];
+  const i64 node = block_index();
+  const i64 tree = node / nodes;
+  const DraftFilters filters = draft_filters(temperature[tree], top_k_filter[tree], top_p[tree]);
+  const DraftRow row = read_row(logits + node * vocabulary, vocabulary, filters, filters.sampled ? 1 : top_k, best);
+  if (filters.sampled) {
+    const DrawWindow window = draw_window(draws[tree], float_of(static_cast<i32>(spread)),
+                                          float_of(static_cast<i32>(doubt)), row.kept_total, row.total);
+    find_likeliest(row, window, top_k, best);
+  }
+  for (i64 i = thread_index(); i < top_k; i += thread_count()) {
+    const float value = value_of(best[i]);
+    double log_prob = kUnknownScore;
+    if (row.top > minus_infinity()) {
+      log_prob = filters.sampled ? shared_log(value) : draft_log_prob(value, row.top, row.total);
+    }
+    token[node * top_k + i] = index_of(best[i]);
+    candidate_score[node * top_k + i] = child_score(score[node], log_prob);
+  }
+  if (!last_to_finish(counter)) return;
+  for (i64 t = 0; t < block_count() / nodes; ++t) {
+    choose_frontier(candidate_score + t * nodes * top_k, nodes * top_k, top_k, frontier + t * top_k);
+  }
+}
+
+}  // namespace outrider

@@ -1,0 +1,69 @@
+"""What one session runs on: buffers, steps, programs and drafters, put together as the plan says."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from time import perf_counter
+
+from plans import names
+from plans.manifest import GraphDrafter, Manifest, NgramDrafter, TargetPlan
+from runtime.backends.base import Backend, LoadedEngine
+from runtime.buffers import Buffers
+from runtime.drafters import Drafter, make_host_drafter
+from runtime.drafters.entropy import EntropyChain
+from runtime.drafters.graph import EngineDrafter
+from runtime.program import Program
+from runtime.rehearsal import rehearse
+from runtime.sampling import SamplingParams
+from runtime.step import Step, TargetStep
+
+_LOG = logging.getLogger("outrider")
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Programs and drafters by name, in the plan's order, on one set of buffers. `on_host` names host drafters."""
+
+    buffers: Buffers
+    step: TargetStep
+    programs: dict[str, Program]
+    drafters: dict[str, Drafter]
+    on_host: frozenset[str]
+
+
+def assemble(manifest: Manifest, plan: TargetPlan, backend: Backend, engines: Mapping[str, LoadedEngine]) -> Assembly:
+    """Allocate and resolve everything; where a device records, all rounds are rehearsed. Raises `PlanError`."""
+    buffers = backend.buffers(plan)
+    limits, buckets = plan.symbols, plan.buckets
+    step = TargetStep(buffers, manifest.target, limits[names.TARGET], buckets.get(names.TARGET))
+    steps: dict[str, Step] = {names.TARGET: step}
+    for drafter in manifest.drafters:
+        if isinstance(drafter, GraphDrafter):
+            name = drafter.name
+            steps[name] = Step(
+                name, buffers, manifest.models[name], limits[name], buckets.get(name), reach=drafter.grown
+            )
+    host = {d.name: make_host_drafter(d) for d in manifest.drafters if isinstance(d, NgramDrafter)}
+    programs = {name: Program(name, data, buffers, steps, engines, host) for name, data in plan.programs.items()}
+    drafters: dict[str, Drafter] = {}
+    for drafter in manifest.drafters:
+        name = drafter.name
+        if isinstance(drafter, NgramDrafter):
+            drafters[name] = host[name]
+            continue
+        geometry, extend = manifest.models[name], programs[names.extend(name)]
+        if drafter.entropy is not None:
+            draft = programs[names.draft(name)]
+            drafters[name] = EntropyChain(drafter, drafter.entropy, geometry, buffers, steps[name], extend, draft)
+        else:
+            compact, keeps = programs.get(names.compact(name)), plan.engines[name].keeps_levels
+            drafters[name] = EngineDrafter(drafter, geometry, buffers, steps[name], extend, compact, keeps_levels=keeps)
+    if buffers.exchange is not None and buffers.exchange.records and plan.buckets:
+        buffers.set_sampling(0, SamplingParams())
+        started = perf_counter()
+        with buffers.exchange.recording():
+            rounds = rehearse(manifest.target.context, steps, drafters, programs)
+        _LOG.info("recorded %d rounds in %.1f s", rounds, perf_counter() - started)
+    return Assembly(buffers, step, programs, drafters, frozenset(host))

@@ -1,0 +1,51 @@
+"""What a device records is recorded before the first prompt: every size of round that decoding comes to, largest first.
+
+Prompts are not rehearsed: their passes are long, and few are of one size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from plans import names
+from runtime.drafters.base import Drafter
+from runtime.program import Program
+from runtime.step import Step, TargetStep
+
+
+def rehearse(
+    context: int, steps: Mapping[str, Step], drafters: Mapping[str, Drafter], programs: Mapping[str, Program]
+) -> int:
+    """Run every round once, for a sequence that is empty and may come to `context` tokens; how many there are.
+
+    `steps` are those of all models. Slots get garbage, none of it committed.
+    """
+    target = steps[names.TARGET]
+    assert isinstance(target, TargetStep)
+    done = set[tuple[object, ...]]()
+    for length in _lengths(context, list(steps.values())):
+        for program, models in _rounds(length, target, drafters):
+            key = (program, *(tuple(steps[model].sizes) for model in models))
+            if key not in done:
+                done.add(key)
+                programs[program].run()
+    return len(done)
+
+
+def _rounds(length: int, step: TargetStep, drafters: Mapping[str, Drafter]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Lay out every round where the sequence has `length` tokens; its program, and the models whose sizes it has."""
+    for drafter in drafters.values():
+        yield from drafter.rounds(length, step)
+    step.begin_rehearsed(length)
+    yield names.DECODE, (names.TARGET,)
+
+
+def _lengths(context: int, steps: Sequence[Step]) -> list[int]:
+    """Lengths of which one has each combination of views: those about the ends of buckets. Descending."""
+    lengths = {context}
+    for step in steps:
+        assert step.buckets is not None, "what is recorded has buckets"
+        rows = step.buckets.new[-1] + step.reach + 1
+        for view in step.buckets.view:
+            lengths.update(range(max(view - rows, 1), min(view + 2, context + 1)))
+    return sorted(lengths, reverse=True)

@@ -1,0 +1,257 @@
+"""What `tools.gpu_report` measures: copies on the device, the reference plan, models of random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from compiler.agreement import find_parting
+from compiler.build import build
+from compiler.held_out import read_prompts
+from compiler.recipe import load_recipe
+from plans import names
+from plans.errors import OutriderError
+from plans.manifest import Program, StageKind
+from runtime import Runtime, Session
+from runtime.backends.cuda_driver import CudaDevice, architecture
+from runtime.backends.device import Device, DeviceBuffers
+from runtime.request import Options
+from runtime.stats import Stats
+
+RECIPE = Path(__file__).resolve().parent.parent / "plans" / "recipes" / "reference.yaml"
+CPU = "onnxruntime-cpu"
+GPU_TARGETS = ("onnxruntime-cuda", "tensorrt-rtx", "tensorrt")
+_COPY, _COPIES = 1 << 30, 20  # bytes, and how often
+_LAUNCHES = 200  # of an op, for its time
+_CHAINS = (0, 1, 3, 7, 15, 31, 63)  # drafted tokens behind the tip
+_WARM_ROUNDS = 2  # the first computes the prompt, and may be plain for that
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama of random weights."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab: int
+
+
+SHAPES = {
+    "1b": Shape(hidden=2048, intermediate=8192, layers=16, heads=32, kv_heads=8, vocab=128256),
+    "8b": Shape(hidden=4096, intermediate=14336, layers=32, heads=32, kv_heads=8, vocab=128256),
+}
+
+
+def copy_speed() -> float:
+    """GB/s of copies on the device, read and written bytes counted both."""
+    device = CudaDevice()
+    source, to = device.allocate(_COPY), device.allocate(_COPY)
+    for copies in (1, _COPIES):
+        started = perf_counter()
+        with device.lock():
+            for _ in range(copies):
+                device.copy(to, source, _COPY)
+        device.wait()
+        seconds = perf_counter() - started
+    for address in (source, to):
+        device.free(address)
+    return 2 * _COPY * _COPIES / seconds / 1e9
+
+
+def decode(session: Session, prompt: str | list[int], drafter: str, new: int) -> tuple[dict[str, Any], list[int]]:
+    """Figures of the rounds behind the first two, by wall clock, and all tokens.
+
+    `host_ms` of a round is what lies outside of engine calls and of waiting for the device: the most that the device
+    may have been idle.
+    """
+    options = Options(max_new_tokens=new, ignore_eos=True, auto_disable=False, drafter=drafter)
+    session.reset()
+    tokens: list[int] = []
+    began = perf_counter()
+    with closing(session.stream(prompt, **options)) as stream:
+        for _ in range(_WARM_ROUNDS):
+            tokens += next(stream).token_ids
+        ttft, clock, before, started = perf_counter() - began, session.stage_clock(), len(tokens), perf_counter()
+        rounds = 0
+        for span in stream:
+            tokens += span.token_ids
+            rounds += bool(span.token_ids)
+        seconds = perf_counter() - started
+    stats = Stats()
+    clock.fill(stats)
+    rounds = max(rounds, 1)
+    stages = {name: ms / rounds for name, ms in stats.stage_ms.items() if ms}
+    away = (stats.engine_ms + stats.stage_ms.get("wait", 0.0)) / rounds
+    round_ms = 1000 * seconds / rounds
+    return {
+        "tokens_per_second": (len(tokens) - before) / seconds,
+        "tokens_per_verify": (len(tokens) - before) / rounds,
+        "round_ms": round_ms,
+        "host_ms": max(round_ms - away, 0.0),
+        "two_rounds_ms": 1000 * ttft,
+        "stage_ms": stages,
+    }, tokens
+
+
+def op_times(session: Session, device: Device, program: str, stages: Program) -> dict[str, float]:
+    """Milliseconds of each of a program's ops, launched over and over on what the last round left, by name."""
+    times: dict[str, float] = {}
+    for stage, call in zip(stages.stages, session.programs[program].calls, strict=True):
+        if stage.kind is StageKind.OP:
+            for launches in (1, _LAUNCHES):
+                started = perf_counter()
+                with device.lock():
+                    for _ in range(launches):
+                        call()
+                    done = device.mark()
+                device.wait_for(done)
+                elapsed = perf_counter() - started
+            times[stage.run] = times.get(stage.run, 0.0) + 1000 * elapsed / _LAUNCHES
+    return times
+
+
+def verify_times(session: Session, chains: Iterable[int], repeats: int = 9) -> dict[int, float]:
+    """Milliseconds of the target's part of a round, by tokens: the tip and a chain behind it."""
+    drafter = next(d.name for d in session.manifest.drafters if d.kind == "ngram")
+    times = {}
+    for length in chains:
+        with suppress(OutriderError):  # the plan's drafts are shorter
+            runs = [session.rehearse([0] * length, drafter if length else "none") for _ in range(1 + repeats)]
+            times[1 + length] = median(runs[1:])
+    return times
+
+
+def plan_rows(
+    runtime: Runtime, graphs: bool, prompts: list[list[int]], new: int, expected: list[list[int]], judge: Session
+) -> Iterator[dict[str, Any]]:
+    """A row for every drafter: medians over the prompts, tokens against `expected`, which `judge` decodes plainly."""
+    options = Options(max_new_tokens=new, ignore_eos=True, temperature=0.0)
+    for drafter in ("none", *(d.name for d in runtime.manifest.drafters)):
+        session = runtime.session()
+        decode(session, prompts[0], drafter, new)
+        runs = [decode(session, ids, drafter, new) for ids in prompts]
+        partings = [
+            find_parting(judge, ids, options, plain, found)
+            for ids, plain, (_, found) in zip(prompts, expected, runs, strict=True)
+        ]
+        row: dict[str, Any] = {"target": runtime.target, "cuda_graphs": graphs, "drafter": drafter}
+        for figure in ("tokens_per_second", "tokens_per_verify", "round_ms", "host_ms", "two_rounds_ms"):
+            row[figure] = median(figures[figure] for figures, _ in runs)
+        row["stage_ms"] = runs[-1][0]["stage_ms"]
+        buffers = session.buffers
+        if isinstance(buffers, DeviceBuffers):
+            program = names.DECODE if drafter == "none" else names.speculate(drafter)
+            stages = runtime.manifest.targets[runtime.target].programs[program]
+            row["op_ms"] = op_times(session, buffers.device, program, stages)
+            row["ops_share"] = sum(row["op_ms"].values()) / row["round_ms"]
+        row["runs"], row["same_runs"] = len(runs), partings.count(None)
+        row["partings"] = [{"index": p[0], "margin": p[1]} for p in partings if p is not None]
+        yield row
+
+
+def reference_rows(folder: Path, prompts: int, new: int) -> list[dict[str, Any]]:
+    """The reference plan on every target, with and without graphs; tokens against plain decoding on the CPU."""
+    recipe = load_recipe(RECIPE)
+    assert recipe.held_out_path is not None
+    build(recipe.for_targets([CPU]), RECIPE, folder / CPU)
+    cpu = Runtime.load(folder / CPU)
+    ids = [cpu.tokenizer.encode(text) for text in read_prompts(recipe.held_out_path)[:prompts]]
+    options = Options(max_new_tokens=new, ignore_eos=True, drafter="none")
+    expected = [cpu.generate(prompt, **options).token_ids for prompt in ids]
+    rows = list(plan_rows(cpu, False, ids, new, expected, cpu.session()))
+    for target, graphs in product(GPU_TARGETS, (True, False)):
+        try:
+            build(recipe.for_targets([target]), RECIPE, folder / target)
+            runtime = Runtime.load(folder / target, target=target, cuda_graphs=graphs)
+            rows += plan_rows(runtime, graphs, ids, new, expected, cpu.session())
+        except OutriderError as error:
+            rows.append({"target": target, "cuda_graphs": graphs, "error": str(error)})
+    return rows
+
+
+def write_random_llama(shape: Shape, folder: Path) -> int:
+    """A checkpoint of random weights in bfloat16; bytes of its weights that a token reads."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    read = sum(p.numel() for n, p in model.named_parameters() if "embed_tokens" not in n)
+    tokenizer = RECIPE.parent.parent / "reference" / "target" / "tokenizer.json"
+    (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+    return 2 * read
+
+
+def shape_rows(name: str, folder: Path, copies: float, new: int, dtypes: Iterable[str]) -> list[dict[str, Any]]:
+    """A random model at batch 1 on every target of a GPU: plain decoding and its share of the copy speed, speculation
+    with n-grams, and what a round over more tokens costs."""
+    checkpoint = folder / name
+    weights = write_random_llama(SHAPES[name], checkpoint)
+    rows = []
+    for target, dtype in product(GPU_TARGETS, dtypes):
+        path, plan = folder / f"{name}.yaml", folder / f"{name}-{target}-{dtype}"
+        try:
+            own = architecture()
+            path.write_text(
+                f"name: random-{name}\ntarget: {{checkpoint: {checkpoint}, dtype: {dtype}}}\n"
+                f"drafters: [{{name: ngram, kind: ngram, max_draft: {_CHAINS[-1]}}}]\ncapacity: {{context: 2048}}\n"
+                f"targets: [{{kind: {target}, compute_capabilities: [{own}]}}]\n"
+            )
+            started = perf_counter()
+            build(load_recipe(path), path, plan)
+            built = perf_counter() - started
+            for graphs in (True, False):
+                row = {
+                    "model": name,
+                    "target": target,
+                    "dtype": dtype,
+                    "cuda_graphs": graphs,
+                    "weights_gb": weights / 1e9,
+                }
+                rows.append(row | {"build_seconds": built} | shape_figures(plan, weights, copies, new, graphs))
+        except OutriderError as error:
+            rows.append({"model": name, "target": target, "dtype": dtype, "error": str(error)})
+    return rows
+
+
+def shape_figures(plan: Path, weights: int, copies: float, new: int, graphs: bool) -> dict[str, Any]:
+    """The figures of one plan of random weights, `weights` bytes of which a token reads."""
+    started = perf_counter()
+    runtime = Runtime.load(plan, verify=False, cuda_graphs=graphs)
+    loaded = perf_counter() - started
+    session = runtime.session()
+    prompt = [(37 * i) % 1000 + 1 for i in range(128)]
+    ngram, _ = decode(session, prompt, "ngram", new)
+    plain = sorted((decode(session, prompt, "none", new)[0] for _ in range(3)), key=lambda row: row["round_ms"])[1]
+    read = weights * plain["tokens_per_second"] / 1e9
+    return {
+        "load_seconds": loaded,
+        **plain,
+        "host_share": plain["host_ms"] / plain["round_ms"],
+        "read_gb_per_second": read,
+        "share_of_copy_read": read / (copies / 2),
+        "verify_ms": verify_times(session, _CHAINS),
+        "ngram": ngram,
+    }
