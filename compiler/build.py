@@ -11,27 +11,35 @@ from pathlib import Path
 import onnx_ir as ir
 
 from compiler import drafters
+from compiler.absorption import absorb
 from compiler.buckets import step_buckets
 from compiler.checkpoint import load_decoder
 from compiler.drafters import GraphSource
-from compiler.engines import open_folder
+from compiler.engines import facts_of_machine, kernel_architectures, open_folder
 from compiler.export import export_draft, export_target
 from compiler.identity import engines_key, plan_identity, tool_versions
 from compiler.lowering import lower
 from compiler.models.config import DecoderConfig, WeightType, read_config
 from compiler.place import Place
-from compiler.programs import cache_views, drafter_limits, emit_programs, symbol_limits
+from compiler.programs import cache_views, drafter_limits, emit_programs, stages_around, symbol_limits
 from compiler.recipe import Recipe, check_capacity
 from compiler.recipe_drafters import NgramSection
-from compiler.recipe_targets import PACKAGES, OnnxRuntimeCpuSection, TargetBuild, TensorRtRtxSection
+from compiler.recipe_targets import (
+    PACKAGES,
+    OnnxRuntimeCpuSection,
+    TargetBuild,
+    TensorRtRtxSection,
+    TensorRtSection,
+)
 from compiler.text import write_tokenizer
 from plans import names
-from plans.buffers import DType
+from plans.buffers import DType, Tensor
 from plans.manifest import (
     FORMAT_VERSION,
     Drafter,
     Engine,
     Geometry,
+    GraphDrafter,
     Manifest,
     PlanFile,
     RuleReport,
@@ -39,7 +47,7 @@ from plans.manifest import (
     rejects,
 )
 from plans.plan import MANIFEST, Plan, file_sha256, open_plan
-from plans.step_buffers import drafter_buffers, sampling_buffers, target_buffers
+from plans.step_buffers import drafter_buffers, sampling_buffers, status_buffers, target_buffers
 from plugins.cuda.compile import compile_kernels
 
 VIEW_BUCKET = 128  # keys: coarse enough that sizes rarely change, fine enough that masks stay short
@@ -78,7 +86,9 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
     old = place.plan()
     source = _relative(recipe_path, place.folder)
     sections = {target.kind: target for target in recipe.targets}
+    machine = {kind: facts_of_machine(target) for kind, target in sections.items()}
     tools = tool_versions(package for kind in sections for package in PACKAGES[kind])
+    tools |= {name: fact for facts in machine.values() for name, fact in facts.items()}
     sources = drafters.read_sources(recipe, config)
     checkpoints = drafters.source_hashes(recipe)
     identity = plan_identity(recipe.resolved(), checkpoints, tools)
@@ -89,9 +99,14 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
     geometry = _geometry(recipe, config, sources)
     listed = drafters.manifest_drafters(recipe, sources)
     limits = _limits(geometry, sources, listed)
+    buffers = {
+        kind: _buffers(target, recipe.dtype(target), geometry, sources, listed) for kind, target in sections.items()
+    }
     keys = {
         kind: engines_key(
-            checkpoints, _engine_shape(recipe, target, geometry, sources, limits), tool_versions(PACKAGES[kind])
+            checkpoints,
+            _engine_shape(recipe, target, geometry, sources, limits),
+            tool_versions(PACKAGES[kind]) | machine[kind],
         )
         for kind, target in sections.items()
     }
@@ -111,7 +126,8 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
         for dtype in dtypes:
             exported = _export(recipe, dtype, geometry, sources, steps)
             for kind in (kind for kind in stale if recipe.dtype(sections[kind]) == dtype):
-                engines[kind] = _write_engines(sections[kind], exported, limits, root, steps)
+                around = _Around(listed, buffers[kind])
+                engines[kind] = _write_engines(recipe, sections[kind], exported, around, limits, root, steps)
         steps.begin("writing the plan")
         text = write_tokenizer(recipe.checkpoint_path, root / "tokenizer", config)
         manifest = Manifest(
@@ -123,13 +139,29 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
             models={names.TARGET: geometry} | {s.section.name: s.geometry(geometry) for s in sources},
             text=text,
             drafters=listed,
-            targets={t: _target_plan(engines[t], keys[t], limits, geometry, sources, listed) for t in sections},
+            targets={
+                t: _target_plan(engines[t], keys[t], limits, geometry, sources, listed, buffers[t]) for t in sections
+            },
             tools=tools,
             files=_list_files(root),
         )
         _write_manifest(manifest, root)
         place.put(root)
     return Built(open_plan(place.folder, verify=False), tuple(kept))
+
+
+@dataclass(frozen=True)
+class _Around:
+    """What runs around the engines of a plan: for its drafters, on these buffers."""
+
+    listed: Sequence[Drafter]
+    buffers: Sequence[Tensor]
+
+    def take_into(self, graph: ir.Model, model: str) -> tuple[str, ...]:
+        """Absorb the ops around the engine of `model`; their names."""
+        drafter = next((d for d in self.listed if isinstance(d, GraphDrafter) and d.name == model), None)
+        free = {names.ATTN_BIAS: names.FREE_BIAS} if drafter is None else {}
+        return absorb(graph, *stages_around(model, drafter), {tensor.name: tensor for tensor in self.buffers}, free)
 
 
 class _Steps:
@@ -203,8 +235,8 @@ def _engine_shape(
     """What a target's engines depend on beside weights and tools. Engines of ONNX Runtime take any size of step."""
     scaling = recipe.target.rope_scaling
     return {
-        "target": target.model_dump(mode="json"),
-        "limits": limits if isinstance(target, TensorRtRtxSection) else None,
+        "target": target.model_dump(mode="json", exclude={"timing_cache"}),
+        "limits": limits if isinstance(target, TensorRtRtxSection | TensorRtSection) else None,
         "capacity": geometry.capacity,
         "dtype": recipe.dtype(target),
         "rope_scaling": None if scaling is None else scaling.model_dump(exclude_none=True),
@@ -237,8 +269,10 @@ def _export(
 
 
 def _write_engines(
+    recipe: Recipe,
     target: TargetBuild,
     graphs: Mapping[str, ir.Model],
+    around: _Around,
     limits: Mapping[str, Mapping[str, int]],
     root: Path,
     steps: _Steps,
@@ -246,17 +280,38 @@ def _write_engines(
     """Lower copies of the graphs for one execution target, and write its engines and kernels."""
     place = root / "engines" / target.kind
     place.mkdir(parents=True)
-    folder = open_folder(target, place, lambda text: steps.detail(f"{target.kind}: {text}"))
+    cache = recipe.timing_cache_path(target)
+    folder = open_folder(target, place, lambda text: steps.detail(f"{target.kind}: {text}"), cache)
     engines: dict[str, Engine] = {}
     reports: list[RuleReport] = []
     for name, graph in graphs.items():
         steps.begin(f"{target.kind}: lowering {name} and writing its engine")
         own = graph.clone()
+        held = around.take_into(own, name) if isinstance(target, TensorRtSection) else ()
         # The target's tokens must be the same bits in any company; a drafter's are checked anyway.
         reports += lower(name, own, target.kind, rows=1, exact=name == names.TARGET)
-        engines[name] = folder.write(name, own, limits[name])
+        engines[name] = folder.write(name, own, limits[name]).model_copy(update={"holds": held})
     folder.close()
     return Engines(engines, tuple(reports), _compile_kernels(target, root, steps))
+
+
+def _buffers(
+    target: TargetBuild,
+    dtype: WeightType,
+    geometry: Geometry,
+    sources: Sequence[GraphSource],
+    listed: Sequence[Drafter],
+) -> tuple[Tensor, ...]:
+    """What a session of an execution target has; its arenas are of the weights' type."""
+    kv = DType(dtype)
+    buffers = [
+        *target_buffers(geometry, kv, rejection=rejects(listed)),
+        *sampling_buffers(geometry.branches),
+        *(status_buffers() if isinstance(target, TensorRtSection) else ()),
+    ]
+    for source in sources:
+        buffers += drafter_buffers(source.drafter, source.geometry(geometry), geometry, kv)
+    return tuple(buffers)
 
 
 def _target_plan(
@@ -266,22 +321,17 @@ def _target_plan(
     geometry: Geometry,
     sources: Sequence[GraphSource],
     listed: Sequence[Drafter],
+    buffers: tuple[Tensor, ...],
 ) -> TargetPlan:
     """The engines with the buffers and programs that run them."""
     engines = built.engines
-    buffers = [
-        *target_buffers(geometry, _kv_type(engines[names.TARGET]), rejection=rejects(listed)),
-        *sampling_buffers(geometry.branches),
-    ]
     views = cache_views(names.TARGET, geometry)
     for source in sources:
-        name, own = source.section.name, source.geometry(geometry)
-        buffers += drafter_buffers(source.drafter, own, geometry, _kv_type(engines[name]))
-        views |= cache_views(name, own)
+        views |= cache_views(source.section.name, source.geometry(geometry))
     return TargetPlan(
         engines=engines,
         engines_key=key,
-        buffers=tuple(buffers),
+        buffers=buffers,
         views=views,
         symbols=limits,
         programs=emit_programs(engines, listed),
@@ -294,7 +344,7 @@ def _target_plan(
 def _compile_kernels(target: TargetBuild, root: Path, steps: _Steps) -> dict[str, str]:
     """Our ops' kernels for the devices of a target, by architecture; targets of one plan share them."""
     files: dict[str, str] = {}
-    for architecture in () if isinstance(target, OnnxRuntimeCpuSection) else target.compute_capabilities:
+    for architecture in kernel_architectures(target):
         files[architecture] = f"kernels/{architecture}.cubin"
         path = root / files[architecture]
         if not path.exists():
@@ -307,10 +357,6 @@ def _compile_kernels(target: TargetBuild, root: Path, steps: _Steps) -> dict[str
 def _copy(source: Path, to: Path) -> None:
     to.parent.mkdir(exist_ok=True)
     shutil.copyfile(source, to)
-
-
-def _kv_type(engine: Engine) -> DType:
-    return next(t.dtype for t in engine.inputs if t.name == names.k_cache(0))
 
 
 def _list_files(root: Path) -> tuple[PlanFile, ...]:

@@ -46,12 +46,16 @@ def _target(plan: Plan, target: TargetPlan) -> dict[str, Any]:
 
 
 def _engine(plan: Plan, engine: Engine) -> dict[str, Any]:
-    built = {} if engine.builder is None else {"builder": engine.builder, "devices": list(engine.devices)}
+    built: dict[str, Any] = {}
+    if engine.builder is not None:
+        built = {"builder": engine.builder, "version_compatible": engine.version_compatible}
+        built |= {"devices": list(engine.devices), "gpu": engine.gpu}
     profiles = [{s: [r.least, r.most] for s, r in p.symbols.items()} for p in engine.profiles]
     return {
         "file": engine.file,
         "ops": engine.layers or op_counts(plan.file(engine.file)),
         **built,
+        **({"holds": list(engine.holds)} if engine.holds else {}),
         **({"profiles": profiles} if profiles else {}),
     }
 
@@ -80,7 +84,11 @@ def print_description(description: dict[str, Any], console: Console) -> None:
         for engine, facts in target["engines"].items():
             console.print(f"  engine {engine} ({facts['file']}): {sum(facts['ops'].values())} nodes")
             if "builder" in facts:
-                console.print(f"    built by {facts['builder']} for {', '.join(facts['devices'])}")
+                later = " (or loaded by a later one)" if facts["version_compatible"] else ""
+                alone = f", {facts['gpu']} alone" if facts["gpu"] else ""
+                console.print(f"    built by {facts['builder']}{later} for {', '.join(facts['devices'])}{alone}")
+            if "holds" in facts:
+                console.print(f"    holds {', '.join(facts['holds'])}")
             for profile in facts.get("profiles", ()):
                 console.print("    profile: " + ", ".join(f"{s} {a} to {b}" for s, (a, b) in profile.items()))
             console.print("    " + ", ".join(f"{op} {count}" for op, count in facts["ops"].items()))

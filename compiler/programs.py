@@ -67,45 +67,68 @@ def cache_views(model: str, geometry: Geometry) -> dict[str, View]:
     return views
 
 
+def stages_around(model: str, drafter: GraphDrafter | None = None) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
+    """The ops before the engine of `model` and behind it that an execution target may have inside: what accepts trees
+    also samples, a tree of one node. `drafter` is the one whose model it is; None for the target.
+    """
+    mask = _op("BimMask", model)
+    if drafter is None:
+        return (mask,), (_op("TreeAccept", model),)
+    draws = _op("CoupledDraws", model)
+    if drafter.acceptance == "rejection":  # what the drafter draws by must not be what the target draws by
+        draws = _op("Draws", model).model_copy(update={"attributes": {"purpose": int(Purpose.DRAFT)}})
+    return (draws, mask), ()
+
+
 def emit_programs(engines: Mapping[str, Engine], drafters: Sequence[Drafter]) -> dict[str, Program]:
     """`prefill`, `decode`, `beam`; one `speculate.NAME` per drafter, one `extend.NAME` where it has an engine.
 
     What drafts token by token has a program `draft.NAME` for that; its `speculate.NAME` begins with the mask. What
-    keeps rows of a tree has one to move them, `compact.NAME`.
+    keeps rows of a tree has one to move them, `compact.NAME`. An engine needs no stages for the ops that it holds.
     """
     model = names.TARGET
-    mask, sample, accept = (_op(name, model) for name in ("BimMask", "Sample", "TreeAccept"))
+    (mask,), (accept,) = stages_around(model)
     compact = _op("KvGather", model, _COMPACT)
     forward = _engine(model, engines[model])
+    masked = (*_needed(engines[model], mask), forward)
     tokens = names.of(model, names.COMMITTED)
     results = Results(
         tokens=tokens, counts=names.of(model, names.ACCEPTED_COUNT), kept=names.of(model, names.KEPT_ROWS)
     )
     programs = {
-        names.PREFILL: Program(stages=(mask, forward)),
-        names.DECODE: Program(stages=(mask, forward, sample), results=Results(tokens=tokens)),
+        names.PREFILL: Program(stages=masked),
+        names.DECODE: Program(
+            stages=(*masked, *_needed(engines[model], _op("Sample", model))), results=Results(tokens=tokens)
+        ),
         names.BEAM: Program(stages=(forward,)),
     }
     for drafter in drafters:
         name, judge = drafter.name, accept
         if isinstance(drafter, GraphDrafter):
-            own_mask = _op("BimMask", name)
-            draws = _op("CoupledDraws", name)
-            if drafter.acceptance == "rejection":  # what the drafter draws by must not be what the target draws by
-                draws = _op("Draws", name).model_copy(update={"attributes": {"purpose": int(Purpose.DRAFT)}})
+            engine = engines[name]
+            (draws, own_mask), _ = stages_around(name, drafter)
+            if drafter.acceptance == "rejection":
                 judge = _op("ChainAccept", model)
             adaptive = drafter.entropy is not None
-            own = (draws, own_mask, _engine(name, engines[name], None if adaptive else names.DRAFTED))
+            drafting = _engine(name, engine, None if adaptive else names.DRAFTED)
+            own = (*_needed(engine, draws, own_mask), drafting)
             draft: tuple[Stage, ...] = () if adaptive else own
             if adaptive:
                 programs[names.draft(name)] = Program(stages=own)
-            programs[names.extend(name)] = Program(stages=(own_mask, _engine(name, engines[name])))
-            if drafter.compacts and engines[name].keeps_levels:
+            programs[names.extend(name)] = Program(stages=(*_needed(engine, own_mask), _engine(name, engine)))
+            if drafter.compacts and engine.keeps_levels:
                 programs[names.compact(name)] = Program(stages=(_op("KvGather", name, _COMPACT),))
         else:
             draft = (Stage(kind=StageKind.DRAFT, run=name, model=model),)
-        programs[names.speculate(name)] = Program(stages=(*draft, mask, forward, judge, compact), results=results)
+        judged = _needed(engines[model], judge)
+        programs[names.speculate(name)] = Program(stages=(*draft, *masked, *judged, compact), results=results)
     return programs
+
+
+def _needed(engine: Engine, *ops: Stage) -> tuple[Stage, ...]:
+    """Those of the ops beside an engine that it does not hold, and whose results are not among its own."""
+    given = {tensor.name for tensor in engine.outputs}
+    return tuple(op for op in ops if op.run not in engine.holds and not given.issuperset(op.outputs))
 
 
 def _engine(model: str, engine: Engine, drafted: Mapping[str, str] | None = None) -> Stage:

@@ -22,7 +22,7 @@ from compiler.recipe_drafters import DrafterSection, GraphSection, NgramSection
 from compiler.recipe_rope import RopeScalingSection, positions_served
 from compiler.recipe_section import Name, Section, WrittenPath
 from compiler.recipe_source import Location, RecipeSource
-from compiler.recipe_targets import DEFAULT_TARGETS, TargetBuild, TargetEntry, choose_targets
+from compiler.recipe_targets import DEFAULT_TARGETS, TargetBuild, TargetEntry, TensorRtSection, choose_targets
 from plans import names
 from plans.errors import PlanError, RecipeError
 from plans.plan import read_manifest
@@ -125,6 +125,11 @@ class Recipe(Section):
         """The file of held-out prompts, absolute."""
         return None if self.held_out is None else self._absolute(self.held_out)
 
+    def timing_cache_path(self, target: TargetBuild) -> Path | None:
+        """The file of an execution target's timing cache, absolute; None where it keeps none."""
+        written = target.timing_cache if isinstance(target, TensorRtSection) else None
+        return None if written is None else self._absolute(written)
+
     def for_targets(self, kinds: Sequence[str]) -> Recipe:
         """The same recipe for other execution targets. Raises `RecipeError` for what is no target."""
         return self.model_copy(update={"targets": choose_targets(self.targets, kinds)})
@@ -149,6 +154,8 @@ class Recipe(Section):
         for drafter in values["drafters"]:
             if "checkpoint" in drafter:
                 drafter["checkpoint"] = _portable(drafter["checkpoint"])
+        for target in values["targets"]:
+            target.pop("timing_cache", None)  # it tells how long kernels take, not what they compute
         if self.held_out is not None:
             values["held_out"] = _portable(self.held_out)
         return values
@@ -181,6 +188,13 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         if not isinstance(drafter, NgramSection) and not (folder := recipe.drafter_path(drafter)).is_dir():
             raise recipe.error(
                 ("drafters", index, "checkpoint"), f"names {folder}, which is not a folder; correct the path"
+            )
+    for index, target in enumerate(recipe.targets):
+        cache = recipe.timing_cache_path(target)
+        if cache is not None and (cache.is_dir() or not cache.parent.is_dir()):
+            raise recipe.error(
+                ("targets", index, "timing_cache"),
+                f"names {cache}, which can be no file; name one in a folder that is there",
             )
     if recipe.held_out_path is not None and not recipe.held_out_path.is_file():
         raise recipe.error(("held_out",), f"names {recipe.held_out_path}, which is not a file; correct the path")

@@ -57,14 +57,14 @@ def _items(node: yaml.Node | None) -> Iterator[tuple[str, yaml.Node, yaml.Node]]
         yield str(key.value), key, value
 
 
-def _drafters(top: yaml.Node | None) -> Iterator[yaml.Node]:
+def _entries(top: yaml.Node | None, of: str) -> Iterator[yaml.Node]:
     for key, _, value in _items(top):
-        if key == "drafters" and isinstance(value, yaml.SequenceNode):
+        if key == of and isinstance(value, yaml.SequenceNode):
             yield from value.value
 
 
 def _drafter(top: yaml.Node | None, recipe: Path, name: str) -> yaml.Node:
-    for node in _drafters(top):
+    for node in _entries(top, "drafters"):
         if any(key == "name" and value.value == name for key, _, value in _items(node)):
             return node
     raise RecipeError(f"{recipe} has no drafter {name!r} (--set gave it?); write it into the recipe")
@@ -103,7 +103,8 @@ def _path_edits(top: yaml.Node | None, old: Path, new: Path) -> Iterator[_Edit]:
         return
     sections = [value for key, _, value in _items(top) if key == "target"]
     paths = [value for key, _, value in _items(top) if key == "held_out"]
-    paths += [v for section in (*sections, *_drafters(top)) for key, _, v in _items(section) if key == "checkpoint"]
+    sections += [*_entries(top, "drafters"), *_entries(top, "targets")]
+    paths += [v for section in sections for key, _, v in _items(section) if key in ("checkpoint", "timing_cache")]
     for value in paths:
         written = os.path.expanduser(value.value)
         if isinstance(value, yaml.ScalarNode) and value.value and not os.path.isabs(written):

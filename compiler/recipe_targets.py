@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, TypeAdapter, field_validator
 from pydantic_core import PydanticCustomError
 
 from compiler.models.config import WeightType
-from compiler.recipe_section import Section
+from compiler.recipe_section import Section, WrittenPath
 from plans.errors import RecipeError
 
 RtxCapability = Literal["sm_75", "sm_80", "sm_86", "sm_89", "sm_120", "sm_121"]
@@ -29,6 +29,7 @@ def distinct_capabilities(given: tuple[str, ...]) -> tuple[str, ...]:
 
 
 _DTYPE = Field(None, description="type of the weights for this target, in place of target.dtype")
+_WORKSPACE = Field(1024, ge=1, le=2**20, description="MB that an engine may use beside weights and KV")
 
 
 class OnnxRuntimeCpuSection(Section):
@@ -60,7 +61,34 @@ class TensorRtRtxSection(Section):
         strict=False,
         description="GPUs that the engines are for; each adds to their size",
     )
-    workspace_mb: int = Field(1024, ge=1, le=2**20, description="MB that an engine may use beside weights and KV")
+    workspace_mb: int = _WORKSPACE
+
+    _distinct = field_validator("compute_capabilities")(distinct_capabilities)
+
+
+class TensorRtSection(Section):
+    """TensorRT: engines with our ops inside, built and timed on the GPU that is to run them."""
+
+    kind: Literal["tensorrt"] = Field(description="the execution target")
+    dtype: WeightType | None = _DTYPE
+    compute_capabilities: tuple[CudaCapability, ...] = Field(
+        ("sm_80", "sm_90", "sm_100", "sm_120"),
+        strict=False,
+        description="GPUs that the ops beside engines are compiled for; engines are for the GPU that builds them",
+    )
+    workspace_mb: int = _WORKSPACE
+    timing_cache: WrittenPath | None = Field(
+        None,
+        description="file, relative to the recipe, of how long kernels took: read before a build, written behind it",
+    )
+    version_compatible: bool = Field(
+        False, description="later versions of TensorRT with the same first number may load the engines; may cost speed"
+    )
+    hardware_compatibility: Literal["none", "same_compute_capability", "ampere_plus"] = Field(
+        "none",
+        description="GPUs that may run the engines beside the kind that built them: none, those of the same compute "
+        "capability, or all from sm_80 on; may cost speed",
+    )
 
     _distinct = field_validator("compute_capabilities")(distinct_capabilities)
 
@@ -70,7 +98,7 @@ def _spelled_out(written: object) -> object:
     return {"kind": written} if isinstance(written, str) else written
 
 
-TargetBuild = OnnxRuntimeCpuSection | OnnxRuntimeCudaSection | TensorRtRtxSection
+TargetBuild = OnnxRuntimeCpuSection | OnnxRuntimeCudaSection | TensorRtRtxSection | TensorRtSection
 TargetEntry = Annotated[Annotated[TargetBuild, Field(discriminator="kind")], BeforeValidator(_spelled_out)]
 """A section, or its kind alone."""
 
@@ -79,6 +107,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "onnxruntime-cpu": (),
     "onnxruntime-cuda": _KERNELS,
     "tensorrt-rtx": ("tensorrt_rtx", *_KERNELS),
+    "tensorrt": ("tensorrt", *_KERNELS),
 }
 KINDS = tuple(PACKAGES)
 """Distributions that shape a target's engines, beside those that every target needs."""

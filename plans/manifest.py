@@ -177,7 +177,9 @@ class Profile(Strict):
 class Engine(Strict):
     """One compiled graph. `aliases` maps an output to the input whose memory it is bound to.
 
-    What is built for certain devices by a builder of its own says so: only that version of it may load the file.
+    What is built for certain devices by a builder of its own says so: only that version of it may load the file, or,
+    where `version_compatible`, a later one with the same first number. `holds` names ops that programs have no stages
+    for around it.
     """
 
     file: str
@@ -187,7 +189,12 @@ class Engine(Strict):
     weight_bytes: Annotated[int, Field(ge=0, lt=2**63, description="What a pass reads of weights, at most.")] = 0
     profiles: tuple[Profile, ...] = Field((), description="Absent: shapes may be of any size.")
     builder: str | None = Field(None, description="Library and version that built the file, and must load it.")
-    devices: tuple[str, ...] = Field((), description="Compute capabilities that it was built for, such as sm_80.")
+    version_compatible: bool = Field(False, description="Whether later versions of the builder may load the file.")
+    devices: tuple[str, ...] = Field(
+        (), description="Compute capabilities that it was built for, such as sm_80; sm_80+: that one and all above it."
+    )
+    gpu: str | None = Field(None, description="Name of the one kind of GPU that may run it.")
+    holds: tuple[str, ...] = Field((), description="Our ops that it runs itself, in a program's place.")
     layers: dict[str, int] = Field({}, description="Layers by kind, where the file does not tell.")
 
     @property

@@ -31,6 +31,7 @@ BRANCH = "branch"  # int64 [N], the branch each new token belongs to
 PARENT = "parent"  # int64 [N], index in the step of a token's parent; -1: its parent is committed
 ROW_SPLITS = "row_splits"  # int64 [E], which row owns which new tokens
 LOGIT_ROWS = "logit_rows"  # int64 [M], new tokens whose logits are wanted, ascending
+FREE_BIAS = "free_bias"  # int64 [1], 1: the step runs under an `attn_bias` that the host has written
 
 # A model's arena and its slot map.
 KV = "kv"  # [2 * layers, R, kv_heads, capacity, head_dim], K and V planes alternating
@@ -46,6 +47,7 @@ COMMITTED = "committed"  # int64 [M], committed tokens; tree t's start at its ro
 ACCEPTED_COUNT = "accepted_count"  # int64 [branches], committed tokens of each tree
 KEPT_ROWS = "kept_rows"  # int64 [N], new tokens that stay, ascending; a drafter's: [grown], rows of its last tree
 KEPT_COUNT = "kept_count"  # int64 [1]
+STATUS = "status"  # int64 [M], of an engine that accepts: of each token with logits 0, or the number of a fault
 TRIALS = "trials"  # f64 [M, 2], by rejection: r and p / q of each drafted node that was weighed, NaN elsewhere
 
 # What a drafter reads of the target's last step, and the tree it leaves: the next step of the target.
@@ -65,7 +67,7 @@ TREE = (TREE_TOKEN_IDS, TREE_POSITIONS, TREE_PARENT, TREE_SCORE)
 
 # What stages may write. Everything else is the host's; a drafter's engine writes the target's next step.
 STAGE_WRITTEN = frozenset(
-    {ATTN_BIAS, LOGITS_OUT, FEATURES, COMMITTED, ACCEPTED_COUNT, KEPT_ROWS, KEPT_COUNT, TRIALS, KV}
+    {ATTN_BIAS, LOGITS_OUT, FEATURES, COMMITTED, ACCEPTED_COUNT, KEPT_ROWS, KEPT_COUNT, STATUS, TRIALS, KV}
     | {DRAWS, DRAFT_TEMPERATURE, DRAFT_TOP_P, DRAFT_PROBS, DRAFT_ENTROPY, TREE_ROW, *TREE}
 )
 DRAFTED = {TREE_TOKEN_IDS: TOKEN_IDS, TREE_POSITIONS: POSITIONS, TREE_PARENT: PARENT, DRAFT_PROBS: DRAFT_PROBS}

@@ -23,6 +23,7 @@ def target_buffers(geometry: Geometry, kv_dtype: DType, *, rejection: bool) -> t
     table: _Table = {
         **_step(geometry, kv_dtype),
         names.LOGIT_ROWS: (integer, (picked,)),
+        names.FREE_BIAS: (integer, (1,)),
         names.LOGITS_OUT: (real, (picked, geometry.vocab_size)),
         names.COMMITTED: (integer, (picked,)),
         names.ACCEPTED_COUNT: (integer, (geometry.branches,)),
@@ -35,6 +36,11 @@ def target_buffers(geometry: Geometry, kv_dtype: DType, *, rejection: bool) -> t
     if geometry.feature_size:
         table[names.FEATURES] = (real, (new, geometry.feature_size))
     return _named(names.TARGET, table)
+
+
+def status_buffers() -> tuple[Tensor, ...]:
+    """What the target owns beside that where its engine accepts: how that went."""
+    return _named(names.TARGET, {names.STATUS: (DType.INT64, (names.LOGITS,))})
 
 
 def drafter_buffers(drafter: GraphDrafter, geometry: Geometry, target: Geometry, kv_dtype: DType) -> tuple[Tensor, ...]:

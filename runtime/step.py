@@ -95,6 +95,7 @@ class TargetStep(Step):
         self.drafted = 0  # nodes of the draft behind the tip; what fills a bucket is not among them
         self.logit_rows = buffers.of(names.TARGET, names.LOGIT_ROWS)
         self._attn_bias = buffers.of(names.TARGET, names.ATTN_BIAS).reshape(-1)
+        self._free_bias = buffers.of(names.TARGET, names.FREE_BIAS)
 
     def begin_target(self, past: int, position: int, tokens: list[int], branch: int, *, logits: bool) -> None:
         """As `begin`; `logits` asks for those of the last token, the tip.
@@ -102,6 +103,7 @@ class TargetStep(Step):
         No draft follows unless `draft_limit` is raised, or `expect_tree` says that an engine writes one.
         """
         self.draft_limit = self.drafted = 0
+        self._free_bias[0] = 0
         self.logit_rows[0] = len(tokens) - 1
         self.sizes[_LOGITS] = int(logits)
         self.begin(past, position, tokens, branch)
@@ -166,6 +168,7 @@ class TargetStep(Step):
         """
         n, keys = len(tokens), past + len(tokens)
         self.draft_limit = self.drafted = 0
+        self._free_bias[0] = 1
         self.past_length[0] = past
         self.token_ids[:n] = tokens
         self.positions[:n] = position

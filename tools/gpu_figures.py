@@ -26,7 +26,7 @@ from runtime.stats import Stats
 
 RECIPE = Path(__file__).resolve().parent.parent / "plans" / "recipes" / "reference.yaml"
 CPU = "onnxruntime-cpu"
-GPU_TARGETS = ("onnxruntime-cuda", "tensorrt-rtx")
+GPU_TARGETS = ("onnxruntime-cuda", "tensorrt-rtx", "tensorrt")
 _COPY, _COPIES = 1 << 30, 20  # bytes, and how often
 _LAUNCHES = 200  # of an op, for its time
 _CHAINS = (0, 1, 3, 7, 15, 31, 63)  # drafted tokens behind the tip

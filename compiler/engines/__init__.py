@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from compiler.engines.onnxruntime import OnnxRuntimeEngines
 from compiler.engines.report import Report
-from compiler.recipe_targets import TargetBuild, TensorRtRtxSection
+from compiler.recipe_targets import OnnxRuntimeCpuSection, TargetBuild, TensorRtRtxSection, TensorRtSection
 from plans.manifest import Engine
 
 
@@ -27,10 +27,42 @@ class EngineFolder(Protocol):
         """Called once, behind the last engine."""
 
 
-def open_folder(target: TargetBuild, folder: Path, report: Report) -> EngineFolder:
-    """The writer for an execution target. Raises `PlanError` where its library is missing."""
-    if not isinstance(target, TensorRtRtxSection):
-        return OnnxRuntimeEngines(folder)
-    from compiler.engines.tensorrt import TensorRtEngines  # its library is large, and an extra
+def open_folder(target: TargetBuild, folder: Path, report: Report, timing_cache: Path | None = None) -> EngineFolder:
+    """The writer for an execution target. Raises `PlanError` where its library is missing.
 
-    return TensorRtEngines(folder, target, report)
+    `timing_cache` is a file of how long kernels took, for those that time them.
+    """
+    # Libraries of builders are large, and extras.
+    if isinstance(target, TensorRtSection):
+        from compiler.engines.tensorrt import TensorRtEngines
+        from compiler.engines.tensorrt_library import TensorRtLibrary
+
+        return TensorRtEngines(folder, TensorRtLibrary(target, timing_cache), report)
+    if isinstance(target, TensorRtRtxSection):
+        from compiler.engines.tensorrt import TensorRtEngines
+        from compiler.engines.tensorrt_library import RtxLibrary
+
+        return TensorRtEngines(folder, RtxLibrary(target), report)
+    return OnnxRuntimeEngines(folder)
+
+
+def facts_of_machine(target: TargetBuild) -> dict[str, str]:
+    """What of this machine is in a target's engines. Raises `PlanError` where they cannot be built here."""
+    if isinstance(target, TensorRtSection):
+        from compiler.engines.tensorrt_library import gpu_here, load_tensorrt
+
+        load_tensorrt()
+        gpu = gpu_here()
+        return {"gpu": f"{gpu.name}, {gpu.architecture}"}
+    return {}
+
+
+def kernel_architectures(target: TargetBuild) -> tuple[str, ...]:
+    """The GPUs that ops beside a target's engines are compiled for: with TensorRT, this machine's is one."""
+    if isinstance(target, OnnxRuntimeCpuSection):
+        return ()
+    if isinstance(target, TensorRtSection):
+        from compiler.engines.tensorrt_library import gpu_here
+
+        return tuple(dict.fromkeys((*target.compute_capabilities, gpu_here().architecture)))
+    return target.compute_capabilities

@@ -7,6 +7,7 @@ import onnx_ir as ir
 from compiler.lowering.attention import GroupQueryAttention, OneDummyRowPerLayer
 from compiler.lowering.functions import FunctionBody
 from compiler.lowering.norms import FuseSkipNorms
+from compiler.lowering.plugin_nodes import BodyOfDeclined, PluginNodes
 from compiler.lowering.projections import FuseProjections
 from compiler.lowering.rule import Lowering, Rule, apply_rules
 from compiler.lowering.scatter_attention import ScatterAttention, UpdateOnceAttention
@@ -22,6 +23,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         FunctionBody(),
     ),
     "onnxruntime-cuda": (ScatterAttention(), FunctionBody()),
+    "tensorrt": (UpdateOnceAttention(), PluginNodes(), BodyOfDeclined()),
     "tensorrt-rtx": (UpdateOnceAttention(), FunctionBody()),
 }
 

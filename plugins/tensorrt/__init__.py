@@ -1,7 +1,7 @@
 """Our ops inside TensorRT engines: kernels that TensorRT keeps in the engine and launches itself, without Python.
 
-`register_plugins()` before an ONNX graph is parsed; nodes of domain `outrider` become plugins then, found by domain and
-op type (`table.py` says which, and what TensorRT's kernels imply). README.md says what a graph has to bring.
+`register_plugins()` before an ONNX graph is parsed; nodes of domain `outrider` become plugins then, found by namespace
+and name (`table.py` says which, and what TensorRT's kernels imply). README.md says what a graph has to bring.
 
 Never executed here, where TensorRT's libraries cannot be installed: no plugin was ever registered with the library
 itself, parsed from ONNX, timed by its builder, kept in an engine or run by one; nor has its PTX run on a GPU. The rest

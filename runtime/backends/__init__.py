@@ -31,19 +31,32 @@ def _make_cuda(plan: TargetPlan, settings: Settings) -> Backend:
     return OnnxRuntimeCuda(plan, settings)
 
 
-def _rtx_reason(plan: TargetPlan) -> str | None:
-    from runtime.backends import tensorrt_rtx
+def _tensorrt_reason(plan: TargetPlan) -> str | None:
+    from runtime.backends import tensorrt
 
-    return tensorrt_rtx.reason_against(plan)
+    return tensorrt.reason_against(tensorrt.TENSORRT, plan)
+
+
+def _make_tensorrt(plan: TargetPlan, settings: Settings) -> Backend:
+    from runtime.backends import tensorrt
+
+    return tensorrt.TensorRt(tensorrt.TENSORRT, plan, settings)
+
+
+def _rtx_reason(plan: TargetPlan) -> str | None:
+    from runtime.backends import tensorrt
+
+    return tensorrt.reason_against(tensorrt.RTX, plan)
 
 
 def _make_rtx(plan: TargetPlan, settings: Settings) -> Backend:
-    from runtime.backends.tensorrt_rtx import TensorRtRtx
+    from runtime.backends import tensorrt
 
-    return TensorRtRtx(plan, settings)
+    return tensorrt.TensorRt(tensorrt.RTX, plan, settings)
 
 
 BACKENDS: dict[str, Driver] = {
+    "tensorrt": Driver(_tensorrt_reason, _make_tensorrt),
     "tensorrt-rtx": Driver(_rtx_reason, _make_rtx),
     "onnxruntime-cuda": Driver(_cuda_reason, _make_cuda),
     "onnxruntime-cpu": Driver(lambda plan: None, lambda plan, settings: OnnxRuntimeCpu(settings.threads)),

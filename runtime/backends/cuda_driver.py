@@ -59,6 +59,13 @@ def architecture(ordinal: int = 0) -> str:
     return f"sm_{major}{minor}"
 
 
+def device_name(ordinal: int = 0) -> str:
+    """What NVIDIA calls the device. Raises `PlanError` where there is none."""
+    driver()
+    name: bytes = call("cuDeviceGetName", 256, call("cuDeviceGet", ordinal))
+    return name.split(b"\0")[0].decode()
+
+
 def fitting_kernels(own: str, available: Sequence[str]) -> str | None:
     """Of the architectures that kernels were compiled for, the one that runs on `own`: the same major version, and no
     later a minor one. None where there is none."""

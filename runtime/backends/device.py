@@ -102,7 +102,8 @@ def lay_out(plan: TargetPlan) -> Layout:
     small = [buffer for buffer in plan.buffers if buffer.name.rpartition(".")[2] not in LARGE]
     kinds: tuple[list[Tensor], ...] = ([], [], [], [])
     for buffer in small:
-        reads, writes = buffer.name in read, buffer.name in written
+        told = buffer.name.rpartition(".")[2] == names.STATUS  # which the host takes back
+        reads, writes = buffer.name in read or told, buffer.name in written
         kinds[0 if reads and not writes else 1 if reads else 2 if writes else 3].append(buffer)
     offsets, ends, end, status = dict[str, int](), list[int](), 0, 0
     for index, kind in enumerate(kinds):
@@ -136,7 +137,10 @@ class DeviceBuffers(Buffers):
         with device.lock():
             self._make(plan, lay_out(plan))
             self._recorder = Recorder(device) if records else None
-            self.exchange = _Exchange(device, self._recorder, self._twin, self._block, self._layout, records_engines)
+            told = [array for name, array in self.arrays.items() if name.rpartition(".")[2] == names.STATUS]
+            self.exchange = _Exchange(
+                device, self._recorder, self._twin, self._block, self._layout, told, records_engines
+            )
             made = device.mark()
         device.wait_for(made)
         finalize(self, _give_back, device, self._recorder, self._addresses)
@@ -180,7 +184,7 @@ class DeviceBuffers(Buffers):
 
     def op(self, name: str, bound: Mapping[str, str], attributes: Mapping[str, int | float]) -> native.BoundOp:
         tensors = {parameter: self.memory[buffer] for parameter, buffer in bound.items()}
-        op = DeviceOp(name, tensors, attributes, self._workspace)
+        op = DeviceOp(name, tensors, attributes, self.workspace)
 
         def launch(*extents: int) -> None:
             blocks, threads, values = op.values(*extents)
@@ -189,8 +193,8 @@ class DeviceBuffers(Buffers):
 
         return launch
 
-    def _workspace(self, name: str, size: int, zeroed: bool) -> int:
-        """Programs run one after another, so that ops share what need not stay; a counter has its own."""
+    def workspace(self, name: str, size: int, zeroed: bool) -> int:
+        """Programs run one after another, so that stages share what need not stay; a counter has its own."""
         if name == STATUS:
             return self._status_address
         key = (name, -1 if zeroed else size)
@@ -230,12 +234,13 @@ class _Exchange:
         twin: Pinned,
         block: int,
         layout: Layout,
+        told: Sequence[NDArray[np.int64]],
         records_engines: bool,
     ) -> None:
         self.records, self.records_engines = recorder is not None, records_engines
         self._device, self._recorder = device, recorder
         self._twin, self._block, self._layout = twin, block, layout
-        self._status = twin.array(layout.status, (1,), np.int64)
+        self._statuses = (twin.array(layout.status, (1,), np.int64), *told)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -274,9 +279,10 @@ class _Exchange:
         with self._device.lock():
             done = self._device.mark()
         self._device.wait_for(done)
-        fault = int(self._status[0])
+        fault = max(int(status.max()) for status in self._statuses)
         if fault:
-            self._status[0] = 0  # which the next upload tells the device
+            for status in self._statuses:
+                status.fill(0)  # which the next upload tells the device
             raise PlanError(f"no token can be chosen: {FAULTS.get(fault, f'fault {fault}')}")
 
 

@@ -152,6 +152,15 @@ def test_a_recipe_cannot_be_changed(recipe_file: Path) -> None:
             "[onnxruntime-cpu]", "[{kind: tensorrt-rtx, compute_capabilities: [sm_80, sm_80]}]",
             "FILE:15: targets[0].compute_capabilities[1] repeats 'sm_80'; keep one of them",
         ),
+        (
+            "[onnxruntime-cpu]", "[{kind: tensorrt, hardware_compatibility: all}]",
+            "FILE:15: targets[0].hardware_compatibility must be 'none', 'same_compute_capability' or 'ampere_plus'",
+        ),
+        (
+            "[onnxruntime-cpu]", "[{kind: tensorrt, version_compatible: 1}]",
+            "FILE:15: targets[0].version_compatible must be",
+        ),
+        ("[onnxruntime-cpu]", "[{kind: tensorrt, timing_cache: a/b}]", "a/b, which can be no file; name one in"),
         ("[onnxruntime-cpu]", "[]", "FILE:15: targets must have at least 1 entry, found []"),
         ("[onnxruntime-cpu]", "onnxruntime-cpu", "FILE:15: targets must be a list, found 'onnxruntime-cpu'"),
         ("../model", "../modle", "/modle, which is not a folder; correct the path"),

@@ -17,8 +17,9 @@ import pytest
 import compiler.__main__
 from compiler.build import build
 from compiler.checkpoint import load_decoder
-from compiler.engines import tensorrt
+from compiler.engines import tensorrt, tensorrt_network
 from compiler.engines.onnx_file import describe_engine
+from compiler.engines.tensorrt_library import RtxLibrary
 from compiler.export import export_target
 from compiler.lowering import lower
 from compiler.recipe import load_recipe
@@ -28,7 +29,7 @@ from plans.errors import PlanError, RecipeError
 from plans.manifest import Engine, Manifest, Profile, Range
 from plans.plan import open_plan
 from runtime import Runtime
-from runtime.backends import tensorrt_rtx as driver
+from runtime.backends import tensorrt as driver
 from tests.conftest import REFERENCE_RECIPE
 
 trt = pytest.importorskip("tensorrt_rtx")
@@ -97,18 +98,21 @@ def test_why_a_machine_cannot_run_the_plan(toy_recipe: Path, tmp_path: Path, mon
     options = f"{{kind: {RTX}, compute_capabilities: [sm_80]}}"
     recipe = load_recipe(toy_recipe, [f"targets=[{options}]", "drafters=[]"])
     plan = build(recipe, toy_recipe, tmp_path / "plan").plan.manifest.targets[RTX]
-    if driver.reason_against(plan) is not None:  # else this machine can
+    if driver.reason_against(driver.RTX, plan) is not None:  # else this machine can
         with pytest.raises(PlanError, match=f"can run here: {RTX}: "):
             Runtime.load(tmp_path / "plan")
+    monkeypatch.setattr(driver, "device_name", lambda: "NVIDIA GPU")
     monkeypatch.setattr(driver, "architecture", lambda: "sm_90")
-    assert "the GPU is sm_90, and the engine 'target' was built for sm_80" in str(driver.reason_against(plan))
+    assert "the GPU is sm_90, and the engine 'target' was built for sm_80" in str(
+        driver.reason_against(driver.RTX, plan)
+    )
     monkeypatch.setattr(driver, "architecture", lambda: "sm_80")
-    assert driver.reason_against(plan) is None
+    assert driver.reason_against(driver.RTX, plan) is None
     older = {name: engine.model_copy(update={"builder": "tensorrt_rtx 1.0"}) for name, engine in plan.engines.items()}
-    said = str(driver.reason_against(plan.model_copy(update={"engines": older})))
+    said = str(driver.reason_against(driver.RTX, plan.model_copy(update={"engines": older})))
     assert f"was built by tensorrt_rtx 1.0, and tensorrt_rtx {trt.__version__} is here; build the plan again" in said
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
-    assert "pip install" in str(driver.reason_against(plan))
+    assert "pip install" in str(driver.reason_against(driver.RTX, plan))
 
 
 def test_a_step_runs_in_the_profile_that_holds_its_new_tokens() -> None:
@@ -132,7 +136,7 @@ def test_rejection_is_refused(toy_recipe: Path, tmp_path: Path) -> None:
 def test_a_missing_library_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
     with pytest.raises(PlanError, match=r"pip install 'outrider\[tensorrt-rtx\]'"):
-        tensorrt.library()
+        RtxLibrary(TensorRtRtxSection(kind=RTX))
 
 
 # What a writer checks before it builds.
@@ -148,7 +152,7 @@ def lowered(toy_recipe: Path) -> ir.Model:
 @pytest.fixture
 def writer(tmp_path: Path) -> tensorrt.TensorRtEngines:
     section = TensorRtRtxSection(kind="tensorrt-rtx", compute_capabilities=("sm_80",))
-    return tensorrt.TensorRtEngines(tmp_path, section, lambda text: None)
+    return tensorrt.TensorRtEngines(tmp_path, RtxLibrary(section), lambda text: None)
 
 
 @pytest.fixture
@@ -159,23 +163,23 @@ def network(writer: tensorrt.TensorRtEngines, lowered: ir.Model, tmp_path: Path)
 
 def test_other_bindings_than_the_graphs_are_noticed(network: tuple[Any, Any], lowered: ir.Model) -> None:
     engine = describe_engine(lowered, "engines/x")
-    tensorrt.check_bindings("target", network[0], engine)
+    tensorrt_network.check_bindings("target", network[0], engine)
     changed = json.loads(engine.model_dump_json())
     changed["inputs"][0]["dtype"] = "int32"
     with pytest.raises(PlanError, match=r"is int32 .* in the graph, INT64"):
-        tensorrt.check_bindings("target", network[0], Engine.model_validate_json(json.dumps(changed)))
+        tensorrt_network.check_bindings("target", network[0], Engine.model_validate_json(json.dumps(changed)))
     fewer = engine.model_copy(update={"outputs": engine.outputs[1:]})
     with pytest.raises(PlanError, match="TensorRT has the outputs"):
-        tensorrt.check_bindings("target", network[0], fewer)
+        tensorrt_network.check_bindings("target", network[0], fewer)
 
 
 def test_other_cache_updates_than_the_graphs_are_noticed(network: tuple[Any, Any], lowered: ir.Model) -> None:
     engine = describe_engine(lowered, "engines/x")
-    tensorrt.check_cache_updates(trt, "target", network[0], engine)
+    tensorrt_network.check_cache_updates(trt, "target", network[0], engine)
     key, value = names.k_cache(0), names.v_cache(0)
     crossed = {names.cache_output(key): value, names.cache_output(value): key}
     with pytest.raises(PlanError, match="updates the caches"):
-        tensorrt.check_cache_updates(trt, "target", network[0], engine.model_copy(update={"aliases": crossed}))
+        tensorrt_network.check_cache_updates(trt, "target", network[0], engine.model_copy(update={"aliases": crossed}))
 
 
 def test_what_cannot_be_built_is_told_in_the_librarys_words(

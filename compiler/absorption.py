@@ -1,0 +1,121 @@
+"""Ops that a program's stages run around an engine, taken into the engine's graph, so that one launch is left.
+
+The graph then takes what the ops take and gives what they give, under the names of the buffers: programs lose the
+stages, and no other stage changes. Ops that work in place on an arena stay outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from compiler.engines.onnx_file import DTYPES
+from compiler.op_nodes import IR_TYPES, node_inputs, node_outputs
+from plans import names
+from plans.buffers import Tensor
+from plans.manifest import Stage
+from plugins.onnx_ops import DOMAIN, VERSION
+from plugins.schemas import SCHEMAS
+
+_TYPES = {dtype: own for own, dtype in DTYPES.items()}
+_SAME_LENGTH = {names.PLACES: names.NEW}  # one row
+
+
+def absorb(
+    model: ir.Model,
+    before: Sequence[Stage],
+    behind: Sequence[Stage],
+    memory: Mapping[str, Tensor],
+    free: Mapping[str, str],
+) -> tuple[str, ...]:
+    """Take ops into the graph of a model with one row; `before` make inputs of it, `behind` read its outputs.
+
+    `memory` has every buffer by name. `free` names inputs that the host may write in an op's place, and the input that
+    is not 0 when it has. Returns the names of the ops.
+    """
+    graph = _Absorbing(model.graph, memory)
+    model.opset_imports.setdefault(DOMAIN, VERSION)
+    for stage in before:
+        graph.put_before(stage, free)
+    for stage in behind:
+        graph.put_behind(stage)
+    return tuple(stage.run for stage in (*before, *behind))
+
+
+class _Absorbing:
+    def __init__(self, graph: ir.Graph, memory: Mapping[str, Tensor]) -> None:
+        self._graph, self._memory, self._first = graph, memory, graph[0]
+
+    def put_before(self, stage: Stage, free: Mapping[str, str]) -> None:
+        """Whatever reads an input of the graph that the op makes reads the op's; of what is `free`, the chosen one."""
+        model_inputs = {value.name: value for value in self._graph.inputs}
+        read = [(value, list(value.uses())) for name in stage.outputs if (value := model_inputs.get(name)) is not None]
+        node, nodes = self._node(stage)
+        for output, spec in zip(node.outputs, node_outputs(stage.run), strict=True):
+            output.name = f"{stage.run}.{spec.name}"
+            if (given := model_inputs.get(spec.name)) is not None:
+                output.shape = given.shape
+        made = {spec.name: output for spec, output in zip(node_outputs(stage.run), node.outputs, strict=True)}
+        for value, uses in read:
+            assert value.name
+            replacement = made[value.name]
+            if value.name in free:
+                flag = self._input(free[value.name], names.of(stage.model, free[value.name]))
+                chosen = ir.node("Cast", [flag], {"to": ir.DataType.BOOL})
+                select = ir.node("Where", [chosen.outputs[0], value, replacement])
+                nodes += [chosen, select]
+                replacement = select.outputs[0]
+            for use in uses:
+                use.node.replace_input_with(use.idx, replacement)
+            if not value.uses():
+                self._graph.inputs.remove(value)
+        self._graph.insert_before(self._first, nodes)
+
+    def put_behind(self, stage: Stage) -> None:
+        """What the op makes of the graph's outputs and inputs is given behind the outputs that are there."""
+        node, nodes = self._node(stage)
+        for output, spec in zip(node.outputs, node_outputs(stage.run), strict=True):
+            buffer = self._memory[stage.outputs.get(spec.name, names.of(stage.model, spec.name))]
+            output.name, output.shape = spec.name, ir.Shape(buffer.shape)
+            self._graph.outputs.append(output)
+        for new in nodes:
+            self._graph.append(new)
+
+    def _node(self, stage: Stage) -> tuple[ir.Node, list[ir.Node]]:
+        """The op's node, and it with those that it needs before it."""
+        schema, nodes = SCHEMAS[stage.run], list[ir.Node]()
+        inputs = [self._input(spec.name, stage.inputs[spec.name]) for spec in schema.inputs]
+        for spec in node_inputs(stage.run)[len(schema.inputs) :]:
+            inputs.append(self._length(str(spec.shape[0]), inputs, nodes))
+        outputs = node_outputs(stage.run)
+        node = ir.node(stage.run, inputs, dict(stage.attributes), domain=DOMAIN, num_outputs=len(outputs))
+        for output, spec in zip(node.outputs, outputs, strict=True):
+            output.type = ir.TensorType(IR_TYPES[spec.dtype])
+        return node, [*nodes, node]
+
+    def _input(self, name: str, buffer: str) -> ir.Value:
+        """An output of the graph, or an input, made where there is none."""
+        for value in (*self._graph.outputs, *self._graph.inputs):
+            if value.name == name:
+                return value
+        tensor = self._memory[buffer]
+        value = ir.Value(name=name, shape=ir.Shape(tensor.shape), type=ir.TensorType(_TYPES[tensor.dtype]))
+        self._graph.inputs.append(value)
+        return value
+
+    def _length(self, size: str, inputs: Sequence[ir.Value], nodes: list[ir.Node]) -> ir.Value:
+        """A tensor of this length: one of `inputs`, or zeros that are never read."""
+        symbol = _SAME_LENGTH.get(size, size)
+        for value in inputs:
+            if value.shape is not None and [str(dim) for dim in value.shape] == [symbol]:
+                return value
+        holder = next(v for v in self._graph.inputs if v.shape is not None and symbol in map(str, v.shape))
+        assert holder.shape is not None
+        axis = [str(dim) for dim in holder.shape].index(symbol)
+        length = ir.node("Shape", [holder], {"start": axis, "end": axis + 1})
+        zero = ir.node("Constant", [], {"value": ir.tensor(np.zeros(1, np.int64))})
+        zeros = ir.node("Expand", [zero.outputs[0], length.outputs[0]])
+        nodes += [length, zero, zeros]
+        return zeros.outputs[0]

@@ -1,0 +1,157 @@
+"""The two libraries that build engines alike, and what each of them does differently."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from compiler.recipe_targets import TensorRtRtxSection, TensorRtSection
+from plans.errors import PlanError
+from plugins.tensorrt import register_plugins
+
+OLDEST = (10, 15)  # of TensorRT: the first with cache updates in place
+
+
+class Library(Protocol):
+    """One of them, as a recipe wants it used."""
+
+    trt: Any
+    """The package."""
+
+    @property
+    def workspace_mb(self) -> int: ...
+
+    def configure(self, config: Any) -> None:
+        """Complete the configuration of a build. Raises `PlanError`."""
+
+    def keep(self, config: Any) -> None:
+        """Keep what the build has learned. Raises `PlanError`."""
+
+    def provenance(self) -> dict[str, Any]:
+        """What `plans.manifest.Engine` says of who built an engine, and for what."""
+
+
+class RtxLibrary:
+    """TensorRT for RTX: engines for every GPU of the recipe, without one."""
+
+    def __init__(self, target: TensorRtRtxSection) -> None:
+        self._target, self.workspace_mb = target, target.workspace_mb
+        self.trt = load("tensorrt_rtx", "TensorRT for RTX", "tensorrt-rtx")
+
+    def configure(self, config: Any) -> None:
+        trt, capabilities = self.trt, self._target.compute_capabilities
+        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # else a step cannot be captured in a CUDA graph
+        config.num_compute_capabilities = len(capabilities)
+        for index, capability in enumerate(capabilities):
+            config.set_compute_capability(trt.ComputeCapability.__members__[capability.replace("_", "").upper()], index)
+
+    def keep(self, config: Any) -> None:
+        """It times nothing: engines are finished where they run."""
+
+    def provenance(self) -> dict[str, Any]:
+        return {"builder": f"tensorrt_rtx {self.trt.__version__}", "devices": self._target.compute_capabilities}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The GPU of this machine: its name, and its compute capability, such as sm_90."""
+
+    name: str
+    architecture: str
+
+
+class TensorRtLibrary:
+    """TensorRT: engines with our ops inside as plugins, timed on the GPU of this machine, for GPUs like it.
+
+    `timing_cache` is a file of how long kernels took. Plans hold no code of the host's: the lean runtime that TensorRT
+    would put into a version-compatible engine stays out.
+    """
+
+    def __init__(self, target: TensorRtSection, timing_cache: Path | None) -> None:
+        self._target, self._path, self.workspace_mb = target, timing_cache, target.workspace_mb
+        self.trt = load_tensorrt()
+        self._gpu = gpu_here()
+        try:
+            register_plugins()
+        except ImportError as error:
+            raise PlanError(f"the target tensorrt cannot be built: {error}") from None
+
+    def configure(self, config: Any) -> None:
+        trt, target = self.trt, self._target
+        if target.version_compatible:
+            config.set_flag(trt.BuilderFlag.VERSION_COMPATIBLE)
+            config.set_flag(trt.BuilderFlag.EXCLUDE_LEAN_RUNTIME)
+        levels = trt.HardwareCompatibilityLevel.__members__
+        config.hardware_compatibility_level = levels[target.hardware_compatibility.upper()]
+        if self._path is not None:
+            try:
+                known = self._path.read_bytes() if self._path.exists() else b""
+            except OSError as error:
+                raise PlanError(f"the timing cache {self._path} cannot be read: {error.strerror}") from None
+            cache = config.create_timing_cache(known)
+            if cache is None or not config.set_timing_cache(cache, False):
+                raise PlanError(
+                    f"the timing cache {self._path} is none of tensorrt {trt.__version__} on this GPU, "
+                    f"{self._gpu.name}; remove it, or name another"
+                )
+
+    def keep(self, config: Any) -> None:
+        if self._path is None:
+            return
+        written = self._path.with_name(f".{self._path.name}.writing-{os.getpid()}")
+        try:
+            written.write_bytes(config.get_timing_cache().serialize())
+            written.replace(self._path)
+        except OSError as error:
+            raise PlanError(f"the timing cache {self._path} cannot be written: {error.strerror}") from None
+        finally:
+            written.unlink(missing_ok=True)
+
+    def provenance(self) -> dict[str, Any]:
+        level = self._target.hardware_compatibility
+        return {
+            "builder": f"tensorrt {self.trt.__version__}",
+            "version_compatible": self._target.version_compatible,
+            "devices": ("sm_80+",) if level == "ampere_plus" else (self._gpu.architecture,),
+            "gpu": self._gpu.name if level == "none" else None,
+        }
+
+
+def load(package: str, title: str, extra: str) -> Any:
+    """The library's package. Raises `PlanError` where it is missing."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise PlanError(
+            f"the target {extra} needs {title}, which cannot be loaded ({error}); run "
+            f"`pip install 'outrider[{extra}]'`, or leave the target out"
+        ) from None
+
+
+def load_tensorrt() -> Any:
+    """The package `tensorrt`. Raises `PlanError` where it is missing or too old."""
+    trt = load("tensorrt", "TensorRT", "tensorrt")
+    if tuple(int(part) for part in trt.__version__.split(".")[:2]) < OLDEST:
+        raise PlanError(
+            f"the target tensorrt needs TensorRT {'.'.join(map(str, OLDEST))} or later, and {trt.__version__} is here; "
+            "run `pip install -U 'outrider[tensorrt]'`, or leave the target out"
+        )
+    return trt
+
+
+def gpu_here() -> Gpu:
+    """The GPU that engines would be built for. Raises `PlanError` where there is none."""
+    try:
+        from cuda.core import Device
+
+        device = Device()
+        major, minor = device.compute_capability
+        return Gpu(str(device.name), f"sm_{major}{minor}")
+    except Exception as error:  # of the package, which may be missing, its loader, which may find no driver, or that
+        raise PlanError(
+            "the target tensorrt is built on the GPU that is to run it, and here is none that can be used "
+            f"({' '.join(str(error).split())}); build there, or leave the target out"
+        ) from None

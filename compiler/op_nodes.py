@@ -1,0 +1,36 @@
+"""Our ops as nodes of a graph: domain `outrider`, the op's own name.
+
+A node takes an op's inputs and, behind them, an int64 tensor for each of its sizes that none of them has, whose length
+alone counts. It gives the op's outputs and, behind them, `status` where it can find a fault
+(`plugins.cuda.launches.FAULTS`). What a graph has not may be left out at the end.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from plans import names
+from plugins.cuda.launches import LAUNCHES, STATUS
+from plugins.schema import TensorSpec
+from plugins.schemas import SCHEMAS
+
+IR_TYPES = {
+    "float32": ir.DataType.FLOAT,
+    "float64": ir.DataType.DOUBLE,
+    "int64": ir.DataType.INT64,
+    "uint64": ir.DataType.UINT64,
+}
+"""By the name that schemas have for it; what may have several types has none here."""
+
+
+def node_inputs(op: str) -> tuple[TensorSpec, ...]:
+    schema = SCHEMAS[op]
+    known = {dim for spec in schema.inputs for dim in spec.shape}
+    missing = [size for size in schema.extents if size not in known]
+    return (*schema.inputs, *(TensorSpec(f"length.{size}", "int64", (size,)) for size in missing))
+
+
+def node_outputs(op: str) -> tuple[TensorSpec, ...]:
+    faulty = op in LAUNCHES and STATUS in LAUNCHES[op].pointers
+    status = (TensorSpec(names.STATUS, "int64", (names.LOGITS,)),) if faulty else ()
+    return (*SCHEMAS[op].outputs, *status)

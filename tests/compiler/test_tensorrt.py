@@ -1,0 +1,323 @@
+"""The target `tensorrt` without TensorRT: recipe, graphs with plugins, what a builder is told, and refusals.
+
+The builder is that of TensorRT for RTX (`tensorrt_stand_in.py`); what the graphs compute is tested in
+tests/integration/test_absorbed_ops.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+from rich.console import Console
+
+from compiler.build import build
+from compiler.engines import kernel_architectures, tensorrt_library
+from compiler.engines.tensorrt_library import Gpu, TensorRtLibrary
+from compiler.engines.tensorrt_network import carry_bits
+from compiler.inspect import describe, print_description
+from compiler.recipe import load_recipe
+from compiler.recipe_targets import PACKAGES, TensorRtSection
+from plans import names
+from plans.errors import PlanError, RecipeError
+from plans.manifest import Engine, TargetPlan
+from plans.plan import Plan
+from plugins.schemas import SCHEMAS
+from runtime.backends import BACKENDS
+from runtime.backends import tensorrt as driver
+from tests.compiler.tensorrt_stand_in import VERSION, stand_in_tensorrt
+
+trt = pytest.importorskip("tensorrt_rtx")
+
+pytestmark = pytest.mark.filterwarnings("ignore:Use :DeprecationWarning")  # TensorRT for RTX has no timing caches
+TENSORRT = "tensorrt"
+HERE = Gpu("NVIDIA H100", "sm_90")
+HEAD = "{name: head, kind: eagle3, checkpoint: head, tree: {top_k: 2, depth: 1, nodes: 4}}"
+DRAWN = "{name: drawn, kind: model, checkpoint: drafter, gamma: 2, acceptance: rejection}"
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """TensorRT's package, on a machine with a GPU; `registered` counts how often plugins were."""
+    return install(monkeypatch)
+
+
+def install(patch: pytest.MonkeyPatch) -> Any:
+    package = stand_in_tensorrt(trt)
+    package.registered = 0
+
+    def register() -> None:
+        package.registered += 1
+
+    patch.setitem(sys.modules, TENSORRT, package)
+    patch.setattr(tensorrt_library, "gpu_here", lambda: HERE)
+    patch.setattr(tensorrt_library, "register_plugins", register)
+    return package
+
+
+@pytest.fixture(scope="module")
+def built(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """A plan of engines that were really built, their plugins replaced."""
+    recipe = load_recipe(toy_recipe, [f"targets=[{TENSORRT}]", f"drafters=[{HEAD}, {DRAWN}]"])
+    with pytest.MonkeyPatch.context() as patch:
+        package = install(patch)
+        plan = build(recipe, toy_recipe, tmp_path_factory.mktemp("tensorrt") / "plan").plan
+    assert package.registered == 1
+    return plan
+
+
+def test_engines_take_and_give_what_the_ops_did(built: Plan) -> None:
+    plan = built.manifest.targets[TENSORRT]
+    target, head = plan.engines["target"], plan.engines["head"]
+    assert target.holds == ("BimMask", "TreeAccept")
+    assert head.holds == ("CoupledDraws", "BimMask")
+    taken, given = ({tensor.name: tensor for tensor in tensors} for tensors in (target.inputs, target.outputs))
+    assert {spec.name for spec in (*SCHEMAS["BimMask"].inputs, *SCHEMAS["TreeAccept"].inputs)} <= taken.keys() | given
+    assert {names.FREE_BIAS, names.ATTN_BIAS} <= taken.keys()  # what a beam search writes
+    assert {spec.name for spec in SCHEMAS["TreeAccept"].outputs} | {names.STATUS} <= given.keys()
+    assert (taken[names.TEMPERATURE].dtype, taken[names.SEED].dtype) == ("float64", "uint64")
+    assert plan.engines["drawn"].holds == ("Draws", "BimMask")
+    drafted = {tensor.name for tensor in head.inputs}
+    assert {names.DRAWS, names.DRAFT_TEMPERATURE, names.FREE_BIAS}.isdisjoint(drafted)
+    assert {names.TIP_POSITION, names.SEED, names.TEMPERATURE} <= drafted
+
+
+def test_engines_say_who_built_them_and_where(built: Plan) -> None:
+    for engine in built.manifest.targets[TENSORRT].engines.values():
+        assert (engine.builder, engine.version_compatible) == (f"tensorrt {VERSION}", False)
+        assert (engine.devices, engine.gpu) == (("sm_90",), "NVIDIA H100")
+        assert engine.aliases
+        assert len(engine.profiles) == 1
+    assert built.manifest.tools["gpu"] == "NVIDIA H100, sm_90"
+    assert {"tensorrt", "nvidia-cuda-nvrtc"} <= built.manifest.tools.keys()
+    assert set(PACKAGES[TENSORRT]) <= built.manifest.tools.keys()
+
+
+def test_ops_beside_engines_are_compiled_for_this_gpu_too(
+    library: Any, toy_recipe: Path, built: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert set(built.manifest.targets[TENSORRT].kernels) == {"sm_80", "sm_90", "sm_100", "sm_120"}
+    monkeypatch.setattr(tensorrt_library, "gpu_here", lambda: Gpu("NVIDIA T4", "sm_75"))
+    assert kernel_architectures(TensorRtSection(kind=TENSORRT, compute_capabilities=("sm_80",))) == ("sm_80", "sm_75")
+
+
+def test_every_op_of_a_plans_graphs_is_a_plugin(built: Plan) -> None:
+    reports = {(r.engine, r.rule): r for r in built.manifest.targets[TENSORRT].lowering}
+    assert reports["target", "PluginNodes"].applied == 2  # mask and acceptance
+    assert reports["head", "PluginNodes"].applied == 2 + 2 + 1  # draws and mask, two levels, the tree
+    assert reports["drawn", "PluginNodes"].applied == 2 + 2  # draws and mask, two tokens
+    for engine in ("target", "head", "drawn"):
+        assert reports[engine, "PluginNodes"].declined == {}
+        assert reports[engine, "BodyOfDeclined"].applied == 0
+
+
+def test_inspect_tells_what_an_engine_holds_and_who_may_run_it(built: Plan) -> None:
+    description = describe(built.root)
+    target = description["targets"][TENSORRT]["engines"]["target"]
+    assert (target["holds"], target["gpu"]) == (["BimMask", "TreeAccept"], "NVIDIA H100")
+    console = Console(record=True, width=200)
+    print_description(description, console)
+    text = console.export_text()
+    assert f"built by tensorrt {VERSION} for sm_90, NVIDIA H100 alone" in text
+    assert "holds BimMask, TreeAccept" in text
+
+
+# What a builder is told.
+
+
+def configured(section: TensorRtSection, cache: Path | None = None) -> tuple[Any, Any]:
+    """A real configuration, and what was set of the two things that TensorRT for RTX ignores."""
+    log = trt.Logger(trt.Logger.ERROR)
+    config = trt.Builder(log).create_builder_config()
+    told = SimpleNamespace(level=None)
+
+    class Told:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(config, name)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            assert name == "hardware_compatibility_level"
+            told.level = value
+
+    library = TensorRtLibrary(section, cache)
+    library.configure(Told())
+    library.keep(Told())
+    return config, told
+
+
+@pytest.mark.parametrize("compatible", [False, True])
+def test_version_compatible_engines_hold_no_code_of_the_hosts(library: Any, compatible: bool) -> None:
+    config, _ = configured(TensorRtSection(kind=TENSORRT, version_compatible=compatible))
+    flags = trt.BuilderFlag
+    assert config.get_flag(flags.VERSION_COMPATIBLE) == config.get_flag(flags.EXCLUDE_LEAN_RUNTIME) == compatible
+    assert not config.get_flag(flags.REQUIRE_USER_ALLOCATION)
+
+
+@pytest.mark.parametrize(
+    ("level", "devices", "gpu"),
+    [
+        ("none", ("sm_90",), "NVIDIA H100"),
+        ("same_compute_capability", ("sm_90",), None),
+        ("ampere_plus", ("sm_80+",), None),
+    ],
+)
+def test_which_gpus_may_run_an_engine(library: Any, level: Any, devices: tuple[str, ...], gpu: str | None) -> None:
+    section = TensorRtSection(kind=TENSORRT, hardware_compatibility=level)
+    _, told = configured(section)
+    assert told.level == getattr(trt.HardwareCompatibilityLevel, level.upper())
+    said = TensorRtLibrary(section, None).provenance()
+    assert (said["devices"], said["gpu"]) == (devices, gpu)
+
+
+def test_a_timing_cache_is_read_and_written_whole(library: Any, tmp_path: Path) -> None:
+    path = tmp_path / "kernels.cache"
+    section = TensorRtSection(kind=TENSORRT, timing_cache="kernels.cache")
+    configured(section, path)
+    written = path.read_bytes()
+    assert written
+    configured(section, path)
+    assert [file.name for file in tmp_path.iterdir()] == ["kernels.cache"]
+
+
+def test_a_timing_cache_of_another_version_or_gpu_is_refused(library: Any, tmp_path: Path) -> None:
+    path = tmp_path / "kernels.cache"
+    path.write_bytes(b"of another")
+    read = []
+
+    class Config:
+        hardware_compatibility_level = None
+
+        def create_timing_cache(self, data: bytes) -> bytes:
+            read.append(data)
+            return data
+
+        def set_timing_cache(self, cache: bytes, ignore_mismatch: bool) -> bool:
+            return ignore_mismatch
+
+    with pytest.raises(
+        PlanError, match=r"kernels\.cache is none of tensorrt 10\.16\S* on this GPU, NVIDIA H100; remove"
+    ):
+        TensorRtLibrary(TensorRtSection(kind=TENSORRT), path).configure(Config())
+    assert read == [b"of another"]
+
+
+def test_a_cache_is_no_part_of_a_plan(library: Any, toy_recipe: Path) -> None:
+    options = f"targets=[{{kind: {TENSORRT}, timing_cache: kernels.cache}}]"
+    with_cache, without = (load_recipe(toy_recipe, [target]) for target in (options, f"targets=[{TENSORRT}]"))
+    assert with_cache.resolved() == without.resolved()
+    assert with_cache.timing_cache_path(with_cache.targets[0]) == toy_recipe.parent.resolve() / "kernels.cache"
+    with pytest.raises(RecipeError, match=r"targets\[0\]\.timing_cache names .*/nowhere/x, which can be no file"):
+        load_recipe(toy_recipe, [options.replace("kernels.cache", "nowhere/x")])
+
+
+def test_bits_that_tensorrt_lacks_are_only_moved() -> None:
+    """Ours may read them; a standard op may not calculate with them."""
+    draws = ir.Value(name="draws", shape=ir.Shape([1, 4]), type=ir.TensorType(ir.DataType.DOUBLE))
+    moved = ir.node("Squeeze", [draws])
+    moved.outputs[0].type = ir.TensorType(ir.DataType.DOUBLE)
+    doubled = ir.node("Add", [moved.outputs[0], moved.outputs[0]])
+    graph = ir.Graph([draws], moved.outputs, nodes=[moved, doubled])
+    model = ir.Model(graph, ir_version=10)
+    with pytest.raises(PlanError, match="engine x: Add calculates in DOUBLE, which TensorRT lacks"):
+        carry_bits("x", model)
+    graph.remove(doubled)
+    carry_bits("x", model)
+    assert draws.dtype == moved.outputs[0].dtype == ir.DataType.INT64
+
+
+# Who may load and run what.
+
+
+@pytest.fixture
+def here(library: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A machine with the library and the GPU of the build."""
+    monkeypatch.setattr(driver, "architecture", lambda: HERE.architecture)
+    monkeypatch.setattr(driver, "device_name", lambda: HERE.name)
+    return library
+
+
+def reason(plan: TargetPlan, **changes: Any) -> str | None:
+    engines = {name: engine.model_copy(update=changes) for name, engine in plan.engines.items()}
+    return driver.reason_against(driver.TENSORRT, plan.model_copy(update={"engines": engines}))
+
+
+def test_the_machine_of_the_build_runs_it(built: Plan, here: Any) -> None:
+    assert reason(built.manifest.targets[TENSORRT]) is None
+    assert next(iter(BACKENDS)) == TENSORRT
+
+
+def test_another_gpu_is_refused_by_name(built: Plan, here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = built.manifest.targets[TENSORRT]
+    monkeypatch.setattr(driver, "device_name", lambda: "NVIDIA H200")
+    assert "the GPU is NVIDIA H200, and the engine 'target' was built on NVIDIA H100" in str(reason(plan))
+    assert reason(plan, gpu=None) is None
+    monkeypatch.setattr(driver, "architecture", lambda: "sm_89")
+    assert "the GPU is sm_89, and the engine 'target' was built for sm_90" in str(reason(plan, gpu=None))
+    assert reason(plan, gpu=None, devices=("sm_80+",)) is None
+    monkeypatch.setattr(driver, "architecture", lambda: "sm_75")
+    assert "was built for sm_80+" in str(reason(plan, gpu=None, devices=("sm_80+",)))
+    monkeypatch.setattr(driver, "architecture", lambda: "sm_110")
+    assert "our ops were compiled for sm_80, sm_90" in str(reason(plan, gpu=None, devices=("sm_80+",)))
+
+
+@pytest.mark.parametrize(
+    ("built_by", "compatible", "loads"),
+    [
+        (f"tensorrt {VERSION}", False, True),
+        ("tensorrt 10.15.0.1", False, False),
+        ("tensorrt 10.15.0.1", True, True),
+        ("tensorrt 10.17.0.1", True, False),
+        ("tensorrt 9.9.0.1", True, False),
+        (f"tensorrt_rtx {VERSION}", True, False),
+        (None, False, False),
+    ],
+)
+def test_another_version_is_refused(built: Plan, here: Any, built_by: str, compatible: bool, loads: bool) -> None:
+    said = reason(built.manifest.targets[TENSORRT], builder=built_by, version_compatible=compatible)
+    assert (said is None) == loads
+    if not loads:
+        assert f"was built by {built_by}, and tensorrt {VERSION} is here; build the plan again" in str(said)
+
+
+def test_an_older_engine_needs_its_lean_runtime() -> None:
+    engine = Engine(file="x", inputs=(), outputs=(), builder="tensorrt 10.15.0.1", version_compatible=True)
+    backend = driver.TensorRt.__new__(driver.TensorRt)
+    asked = []
+    backend._runtime = SimpleNamespace(load_runtime=lambda file: asked.append(file))
+    with pytest.raises(PlanError, match=r"built by tensorrt 10\.15\.0\.1, whose lean runtime libnvinfer_lean\.so\.10"):
+        backend._older(engine)
+    assert asked == ["libnvinfer_lean.so.10"]
+
+
+def test_a_machine_that_cannot_build_says_so_at_once(toy_recipe: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    recipe = load_recipe(toy_recipe, [f"targets=[{TENSORRT}]", "drafters=[]"])
+    begun: list[str] = []
+
+    def refused(sentence: str) -> None:
+        with pytest.raises(PlanError, match=sentence):
+            build(recipe, toy_recipe, tmp_path / "plan", lambda done, total, text: begun.append(text))
+        assert begun == []
+
+    monkeypatch.setitem(sys.modules, TENSORRT, None)
+    refused(r"needs TensorRT, which cannot be loaded .* run `pip install 'outrider\[tensorrt\]'`, or leave the target")
+    assert "TensorRT cannot be loaded" in str(driver.reason_against(driver.TENSORRT, TargetPlan.model_construct()))
+    package = stand_in_tensorrt(trt)
+    monkeypatch.setitem(sys.modules, TENSORRT, package)
+    package.__version__ = "10.9.0.34"
+    refused(r"needs TensorRT 10\.15 or later, and 10\.9\.0\.34 is here")
+    package.__version__ = VERSION
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    refused("is built on the GPU that is to run it, and here is none that can be used")
+
+
+def test_plugins_that_cannot_be_registered_are_an_error(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def register() -> None:
+        raise ImportError("plugins are for TensorRT 10.15 or later")
+
+    monkeypatch.setattr(tensorrt_library, "register_plugins", register)
+    with pytest.raises(PlanError, match=r"the target tensorrt cannot be built: plugins are for TensorRT 10\.15"):
+        TensorRtLibrary(TensorRtSection(kind=TENSORRT), None)

@@ -1,0 +1,178 @@
+"""The target `tensorrt`, up to TensorRT itself: plans whose engines hold our ops give the tokens of the CPU's.
+
+The graphs are those that TensorRT's parser would get, run with the plugins' own kernels as fibers; programs, buffers
+and the device's side of a session are the real ones.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+import compiler.build
+from compiler.engines import EngineFolder
+from compiler.recipe import load_recipe
+from compiler.recipe_targets import TargetBuild
+from plans import names
+from plans.errors import PlanError
+from plans.manifest import StageKind
+from plans.plan import Plan
+from runtime import Runtime
+from runtime.backends import BACKENDS, Driver
+from runtime.rehearsal import rehearse
+from runtime.request import Options
+from tests.conftest import TOY_DRAFTERS, TOY_RECIPE
+from tests.plugins.emulator import Emulator
+from tests.plugins.tensorrt_stand_in import StandIn
+from tests.runtime.emulated_device import EmulatedDevice
+from tests.runtime.emulated_tensorrt import EmulatedTensorRt, GraphsInPlaceOfEngines
+
+pytest.importorskip("cuda.core")
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator is compiled with g++")
+
+CPU, TENSORRT = "onnxruntime-cpu", "tensorrt"
+DRAWN = {"name": "drawn", "kind": "model", "checkpoint": "drafter", "gamma": 3, "acceptance": "rejection"}
+PROMPT = [(37 * i) % 299 + 1 for i in range(20)]
+
+
+@pytest.fixture(scope="module")
+def plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """The toy's plan for the target, graphs in place of engines, and for the CPU. One drafter more draws its chains."""
+    out = tmp_path_factory.mktemp("tensorrt") / "plan"
+    drafters = [*yaml.safe_load(TOY_RECIPE)["drafters"], DRAWN]
+    recipe = load_recipe(toy_recipe, [f"targets=[{CPU}, {TENSORRT}]", f"drafters={json.dumps(drafters)}"])
+    open_folder = compiler.build.open_folder
+
+    def opened(target: TargetBuild, folder: Path, *others: Any) -> EngineFolder:
+        return GraphsInPlaceOfEngines(folder) if target.kind == TENSORRT else open_folder(target, folder, *others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler.build, "open_folder", opened)
+        patch.setattr(compiler.build, "facts_of_machine", lambda target: {"gpu": "none"})
+        patch.setattr(compiler.build, "kernel_architectures", lambda t: ("sm_80",) if t.kind == TENSORRT else ())
+        return compiler.build.build(recipe, toy_recipe, out).plan
+
+
+@pytest.fixture(scope="module")
+def cpu(plan: Plan) -> Runtime:
+    return Runtime.load(plan.root, target=CPU, threads=1)
+
+
+@pytest.fixture(scope="module")
+def backend(tmp_path_factory: pytest.TempPathFactory) -> EmulatedTensorRt:
+    folder = tmp_path_factory.mktemp("emulators")
+    return EmulatedTensorRt(EmulatedDevice(Emulator(folder)), StandIn.built_in(folder))
+
+
+@pytest.fixture
+def runtime(plan: Plan, backend: EmulatedTensorRt, monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    monkeypatch.setitem(BACKENDS, TENSORRT, Driver(lambda target: None, lambda target, settings: backend))
+    return Runtime.load(plan.root, target=TENSORRT)
+
+
+def test_programs_keep_engines_and_what_works_in_place(plan: Plan) -> None:
+    programs = plan.manifest.targets[TENSORRT].programs
+    ran = {name: [(stage.kind, stage.run) for stage in program.stages] for name, program in programs.items()}
+    engine, op = StageKind.ENGINE, StageKind.OP
+    assert ran[names.PREFILL] == ran[names.DECODE] == ran[names.BEAM] == [(engine, "target")]
+    assert ran[names.speculate("head")] == [(engine, "head"), (engine, "target"), (op, "KvGather")]
+    assert ran[names.speculate("ngram")] == [(StageKind.DRAFT, "ngram"), (engine, "target"), (op, "KvGather")]
+    assert ran[names.extend("head")] == [(engine, "head")]
+    judged = [(engine, "drawn"), (engine, "target"), (op, "ChainAccept"), (op, "KvGather")]
+    assert ran.pop(names.speculate("drawn")) == judged
+    assert {run for program in ran.values() for kind, run in program if kind is op} == {"KvGather"}
+
+
+@pytest.mark.parametrize("drafter", ["none", *TOY_DRAFTERS])
+@pytest.mark.parametrize(
+    "sampling", [Options(temperature=0.0), Options(temperature=0.9, top_k=40, top_p=0.95, seed=5)], ids=str
+)
+def test_tokens_are_those_of_the_cpu(runtime: Runtime, cpu: Runtime, drafter: str, sampling: Options) -> None:
+    options = sampling | Options(max_new_tokens=14, ignore_eos=True, auto_disable=False)
+    expected = cpu.generate(PROMPT, drafter="none", **options)
+    found = runtime.generate(PROMPT, drafter=drafter, **options)
+    assert found.token_ids == expected.token_ids
+    assert found.stats.drafted > 0 or drafter in ("none", "ngram", "short")  # counts may have nothing to say
+
+
+def test_chains_that_a_drafter_draws_are_accepted_by_rejection_behind_the_engine(
+    runtime: Runtime, cpu: Runtime
+) -> None:
+    """An engine that accepts trees leaves what it made of the chain to the op behind it.
+
+    The last tokens may differ: where the limit cuts a chain, a target with buckets drafts it whole.
+    """
+    options = Options(temperature=0.9, seed=3, max_new_tokens=24, ignore_eos=True, drafter="drawn")
+    expected = cpu.generate(PROMPT, **options)
+    found = runtime.generate(PROMPT, **options)
+    assert found.token_ids[:-3] == expected.token_ids[:-3]
+    assert found.stats.accepted > 0
+
+
+def test_turns_and_logprobs(runtime: Runtime, cpu: Runtime) -> None:
+    options = Options(max_new_tokens=8, ignore_eos=True, drafter="bushy", logprobs=3)
+    ours, theirs = runtime.session(), cpu.session()
+    for prompt in (PROMPT, [5, 6], []):
+        mine, other = ours.generate(prompt, **options), theirs.generate(prompt, **options)
+        assert mine.token_ids == other.token_ids
+        np.testing.assert_allclose(
+            [entry.logprob for entry in mine.logprobs], [entry.logprob for entry in other.logprobs], atol=1e-4
+        )
+
+
+def test_beams_run_under_the_hosts_bias_and_a_session_goes_on_without(runtime: Runtime, cpu: Runtime) -> None:
+    ours, theirs = (r.beam_search(PROMPT, beams=3, max_new_tokens=6) for r in (runtime, cpu))
+    assert [beam.token_ids for beam in ours] == [beam.token_ids for beam in theirs]
+    options = Options(max_new_tokens=6, ignore_eos=True, drafter="head")
+    assert runtime.generate(PROMPT, **options).token_ids == cpu.generate(PROMPT, **options).token_ids
+
+
+def test_a_round_is_one_launch_of_an_engine_for_each_model_and_the_rows_that_move(
+    runtime: Runtime, cpu: Runtime, backend: EmulatedTensorRt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rounds of a head are recorded here; what a round without a draft takes is one engine."""
+    device = backend.device
+    monkeypatch.setattr(backend, "records", True)
+    monkeypatch.setattr("runtime.assembly.rehearse", lambda context, steps, drafters, programs: rehearse(
+        context, steps, {"head": drafters["head"]}, programs
+    ))  # fmt: skip
+    session = runtime.session()
+    options = Options(max_new_tokens=30, ignore_eos=True, auto_disable=False, temperature=0.7, seed=2)
+    for drafter, launched, ran in (
+        ("head", {"outrider_kv_gather": 1}, {"head": 1, "target": 1}),
+        ("none", {}, {"target": 1}),
+    ):
+        session.reset()
+        with closing(session.stream(PROMPT, drafter=drafter, **options)) as stream:
+            found = [token for _ in range(2) for token in next(stream).token_ids]
+            for _ in range(3):
+                device.launched.clear()
+                backend.ran.clear()
+                replays, enqueued = device.replays, device.enqueued
+                found += next(stream).token_ids
+                assert (device.launched, backend.ran) == (launched, ran)
+                assert (device.replays, device.enqueued) == (replays + 1, enqueued)
+        assert found == cpu.generate(PROMPT, drafter="none", **options).token_ids[: len(found)]
+
+
+def test_logits_that_are_not_numbers_are_an_error_and_the_session_goes_on(runtime: Runtime) -> None:
+    session = runtime.session()
+    session.generate(PROMPT, max_new_tokens=3, drafter="none", ignore_eos=True)
+    kv = session.buffers.memory[names.of(names.TARGET, names.KV)]
+    nan = np.full(int(np.prod(kv.shape)), np.nan, np.float32)
+    with session.buffers.device.lock():
+        session.buffers.device.to_device(kv.address, nan.ctypes.data, nan.nbytes)
+    with pytest.raises(PlanError, match="contain NaN"):
+        session.generate(max_new_tokens=3, drafter="none")
+    nan[:] = 0.0
+    with session.buffers.device.lock():
+        session.buffers.device.to_device(kv.address, nan.ctypes.data, nan.nbytes)
+    session.reset()
+    assert len(session.generate(PROMPT, max_new_tokens=3, drafter="none", ignore_eos=True).token_ids) == 3
