@@ -66,9 +66,8 @@ def cpu(plan: Plan) -> Runtime:
 
 
 @pytest.fixture(scope="module")
-def backend(tmp_path_factory: pytest.TempPathFactory) -> EmulatedTensorRt:
-    folder = tmp_path_factory.mktemp("emulators")
-    return EmulatedTensorRt(EmulatedDevice(Emulator(folder)), StandIn.built_in(folder))
+def backend(emulator: Emulator, plugin_shells: StandIn) -> EmulatedTensorRt:
+    return EmulatedTensorRt(EmulatedDevice(emulator), plugin_shells)
 
 
 @pytest.fixture

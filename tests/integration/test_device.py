@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import shutil
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -29,14 +28,13 @@ from tests.plugins.emulator import Emulator
 from tests.runtime.emulated_device import EmulatedBackend, EmulatedDevice
 
 pytest.importorskip("cuda.core")
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator is compiled with g++")
 
 PROMPT = [(37 * i) % 299 + 1 for i in range(20)]
 
 
 @pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> EmulatedDevice:
-    return EmulatedDevice(Emulator(tmp_path_factory.mktemp("emulator")))
+def device(emulator: Emulator) -> EmulatedDevice:
+    return EmulatedDevice(emulator)
 
 
 @pytest.mark.gpu

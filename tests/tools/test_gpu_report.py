@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +45,10 @@ def test_every_row_of_the_tables_has_every_column() -> None:
     assert {line.count("|") for line in lines if line.startswith("|")} == {11, 13}
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator is compiled with g++")
 def test_figures_of_a_plan_on_an_emulated_device(
-    cuda_plan: Plan, toy: Runtime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    cuda_plan: Plan, toy: Runtime, monkeypatch: pytest.MonkeyPatch, emulator: Emulator
 ) -> None:
-    device = EmulatedDevice(Emulator(tmp_path))
+    device = EmulatedDevice(emulator)
     monkeypatch.setitem(
         BACKENDS, "onnxruntime-cuda", Driver(lambda target: None, lambda target, settings: EmulatedBackend(device))
     )
