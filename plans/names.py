@@ -47,7 +47,7 @@ COMMITTED = "committed"  # int64 [M], committed tokens; tree t's start at its ro
 ACCEPTED_COUNT = "accepted_count"  # int64 [branches], committed tokens of each tree
 KEPT_ROWS = "kept_rows"  # int64 [N], new tokens that stay, ascending; a drafter's: [grown], rows of its last tree
 KEPT_COUNT = "kept_count"  # int64 [1]
-STATUS = "status"  # int64 [M], of an engine that accepts: of each token with logits 0, or the number of a fault
+STATUS = "status"  # int64 [1], of an engine that accepts: 0, or the number of a fault that the walk came to
 TRIALS = "trials"  # f64 [M, 2], by rejection: r and p / q of each drafted node that was weighed, NaN elsewhere
 
 # What a drafter reads of the target's last step, and the tree it leaves: the next step of the target.
