@@ -10,9 +10,9 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from plans import names
-from plugins.cuda.launches import LAUNCHES, STATUS
 from plugins.schema import TensorSpec
 from plugins.schemas import SCHEMAS
+from plugins.tensorrt import PLUGINS, Declined
 
 IR_TYPES = {
     "float32": ir.DataType.FLOAT,
@@ -31,6 +31,6 @@ def node_inputs(op: str) -> tuple[TensorSpec, ...]:
 
 
 def node_outputs(op: str) -> tuple[TensorSpec, ...]:
-    faulty = op in LAUNCHES and STATUS in LAUNCHES[op].pointers
-    status = (TensorSpec(names.STATUS, "int64", (names.LOGITS,)),) if faulty else ()
-    return (*SCHEMAS[op].outputs, *status)
+    entry = PLUGINS[op]
+    given = [] if isinstance(entry, Declined) else [spec for plugin in entry for spec in plugin.outputs]
+    return (*SCHEMAS[op].outputs, *(spec for spec in given if spec.name == names.STATUS))

@@ -85,6 +85,7 @@ def emit_programs(engines: Mapping[str, Engine], drafters: Sequence[Drafter]) ->
 
     What drafts token by token has a program `draft.NAME` for that; its `speculate.NAME` begins with the mask. What
     keeps rows of a tree has one to move them, `compact.NAME`. An engine needs no stages for the ops that it holds.
+    Where it accepts, and the program does not, or by another rule, nobody asks how that went.
     """
     model = names.TARGET
     (mask,), (accept,) = stages_around(model)
@@ -96,11 +97,11 @@ def emit_programs(engines: Mapping[str, Engine], drafters: Sequence[Drafter]) ->
         tokens=tokens, counts=names.of(model, names.ACCEPTED_COUNT), kept=names.of(model, names.KEPT_ROWS)
     )
     programs = {
-        names.PREFILL: Program(stages=masked),
+        names.PREFILL: Program(stages=_unasked(masked)),
         names.DECODE: Program(
             stages=(*masked, *_needed(engines[model], _op("Sample", model))), results=Results(tokens=tokens)
         ),
-        names.BEAM: Program(stages=(forward,)),
+        names.BEAM: Program(stages=_unasked((forward,))),
     }
     for drafter in drafters:
         name, judge = drafter.name, accept
@@ -121,7 +122,8 @@ def emit_programs(engines: Mapping[str, Engine], drafters: Sequence[Drafter]) ->
         else:
             draft = (Stage(kind=StageKind.DRAFT, run=name, model=model),)
         judged = _needed(engines[model], judge)
-        programs[names.speculate(name)] = Program(stages=(*draft, *masked, *judged, compact), results=results)
+        ran = _unasked(masked) if judged else masked
+        programs[names.speculate(name)] = Program(stages=(*draft, *ran, *judged, compact), results=results)
     return programs
 
 
@@ -129,6 +131,17 @@ def _needed(engine: Engine, *ops: Stage) -> tuple[Stage, ...]:
     """Those of the ops beside an engine that it does not hold, and whose results are not among its own."""
     given = {tensor.name for tensor in engine.outputs}
     return tuple(op for op in ops if op.run not in engine.holds and not given.issuperset(op.outputs))
+
+
+def _unasked(stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """The stages; what their engines tell of accepting goes where nobody reads it."""
+
+    def unread(stage: Stage) -> dict[str, str]:
+        if names.STATUS not in stage.outputs:
+            return stage.outputs
+        return stage.outputs | {names.STATUS: names.of(stage.model, names.UNREAD_STATUS)}
+
+    return tuple(stage.model_copy(update={"outputs": unread(stage)}) for stage in stages)
 
 
 def _engine(model: str, engine: Engine, drafted: Mapping[str, str] | None = None) -> Stage:

@@ -109,8 +109,9 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "tensorrt-rtx": ("tensorrt_rtx", *_KERNELS),
     "tensorrt": ("tensorrt", *_KERNELS),
 }
-KINDS = tuple(PACKAGES)
 """Distributions that shape a target's engines, beside those that every target needs."""
+
+KINDS = tuple(PACKAGES)
 
 DEFAULT_TARGETS: tuple[TargetBuild, ...] = (OnnxRuntimeCpuSection(kind="onnxruntime-cpu"),)
 

@@ -47,7 +47,8 @@ COMMITTED = "committed"  # int64 [M], committed tokens; tree t's start at its ro
 ACCEPTED_COUNT = "accepted_count"  # int64 [branches], committed tokens of each tree
 KEPT_ROWS = "kept_rows"  # int64 [N], new tokens that stay, ascending; a drafter's: [grown], rows of its last tree
 KEPT_COUNT = "kept_count"  # int64 [1]
-STATUS = "status"  # int64 [M], of an engine that accepts: of each token with logits 0, or the number of a fault
+STATUS = "status"  # int64 [1], of an engine that accepts: 0, or the number of a fault that the walk came to
+UNREAD_STATUS = "unread_status"  # int64 [1], likewise, in programs that do not go by what the engine accepts
 TRIALS = "trials"  # f64 [M, 2], by rejection: r and p / q of each drafted node that was weighed, NaN elsewhere
 
 # What a drafter reads of the target's last step, and the tree it leaves: the next step of the target.
@@ -67,8 +68,9 @@ TREE = (TREE_TOKEN_IDS, TREE_POSITIONS, TREE_PARENT, TREE_SCORE)
 
 # What stages may write. Everything else is the host's; a drafter's engine writes the target's next step.
 STAGE_WRITTEN = frozenset(
-    {ATTN_BIAS, LOGITS_OUT, FEATURES, COMMITTED, ACCEPTED_COUNT, KEPT_ROWS, KEPT_COUNT, STATUS, TRIALS, KV}
+    {ATTN_BIAS, LOGITS_OUT, FEATURES, COMMITTED, ACCEPTED_COUNT, KEPT_ROWS, KEPT_COUNT, TRIALS, KV}
     | {DRAWS, DRAFT_TEMPERATURE, DRAFT_TOP_P, DRAFT_PROBS, DRAFT_ENTROPY, TREE_ROW, *TREE}
+    | {STATUS, UNREAD_STATUS}
 )
 DRAFTED = {TREE_TOKEN_IDS: TOKEN_IDS, TREE_POSITIONS: POSITIONS, TREE_PARENT: PARENT, DRAFT_PROBS: DRAFT_PROBS}
 

@@ -40,7 +40,7 @@ def target_buffers(geometry: Geometry, kv_dtype: DType, *, rejection: bool) -> t
 
 def status_buffers() -> tuple[Tensor, ...]:
     """What the target owns beside that where its engine accepts: how that went."""
-    return _named(names.TARGET, {names.STATUS: (DType.INT64, (names.LOGITS,))})
+    return _named(names.TARGET, dict.fromkeys((names.STATUS, names.UNREAD_STATUS), (DType.INT64, (1,))))
 
 
 def drafter_buffers(drafter: GraphDrafter, geometry: Geometry, target: Geometry, kv_dtype: DType) -> tuple[Tensor, ...]:

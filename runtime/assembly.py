@@ -65,5 +65,5 @@ def assemble(manifest: Manifest, plan: TargetPlan, backend: Backend, engines: Ma
         started = perf_counter()
         with buffers.exchange.recording():
             rounds = rehearse(manifest.target.context, steps, drafters, programs)
-        _LOG.info("recorded %d rounds in %.1f s", rounds, perf_counter() - started)
+        _LOG.info("rehearsed %d rounds in %.1f s", rounds, perf_counter() - started)
     return Assembly(buffers, step, programs, drafters, frozenset(host))

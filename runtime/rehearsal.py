@@ -6,11 +6,14 @@ Prompts are not rehearsed: their passes are long, and few are of one size.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 
 from plans import names
 from runtime.drafters.base import Drafter
 from runtime.program import Program
 from runtime.step import Step, TargetStep
+
+_BY = [names.SYMBOLS.index(symbol) for symbol in (names.NEW, names.VIEW)]  # what makes a round large
 
 
 def rehearse(
@@ -22,14 +25,16 @@ def rehearse(
     """
     target = steps[names.TARGET]
     assert isinstance(target, TargetStep)
-    done = set[tuple[object, ...]]()
+    found: dict[tuple[object, ...], tuple[list[int], int, int]] = {}
     for length in _lengths(context, list(steps.values())):
-        for program, models in _rounds(length, target, drafters):
-            key = (program, *(tuple(steps[model].sizes) for model in models))
-            if key not in done:
-                done.add(key)
-                programs[program].run()
-    return len(done)
+        for place, (program, models) in enumerate(_rounds(length, target, drafters)):
+            sizes = [tuple(steps[model].sizes) for model in models]
+            work = [sum(size[i] for size in sizes) for i in _BY]
+            found.setdefault((program, *sizes), (work, length, place))
+    for _, length, place in sorted(found.values(), reverse=True):
+        program, _ = next(islice(_rounds(length, target, drafters), place, None))
+        programs[program].run()
+    return len(found)
 
 
 def _rounds(length: int, step: TargetStep, drafters: Mapping[str, Drafter]) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from compiler.recipe import load_recipe
 from plans.plan import Plan
 from runtime import Runtime
 from tests.compiler.eagle3_heads import write_eagle3
+from tests.plugins.emulator import Emulator
+from tests.plugins.tensorrt_stand_in import StandIn
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 REFERENCE_RECIPE = REPOSITORY / "plans" / "recipes" / "reference.yaml"
@@ -122,6 +125,22 @@ def reference_plan() -> Path:
 @pytest.fixture(scope="session")
 def reference(reference_plan: Path) -> Runtime:
     return Runtime.load(reference_plan)
+
+
+@pytest.fixture(scope="session")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    """Our ops' CUDA kernels on the CPU, compiled once."""
+    if shutil.which("g++") is None:
+        pytest.skip("the emulator is compiled with g++")
+    return Emulator(tmp_path_factory.mktemp("emulator"))
+
+
+@pytest.fixture(scope="session")
+def plugin_shells(tmp_path_factory: pytest.TempPathFactory) -> StandIn:
+    """TensorRT's plugins with their kernels, compiled once for the CPU."""
+    if shutil.which("g++") is None:
+        pytest.skip("plugins' kernels are compiled with g++")
+    return StandIn.built_in(tmp_path_factory.mktemp("shells"))
 
 
 @pytest.fixture(scope="session")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 from compiler.agreement import find_parting
 from compiler.build import build
@@ -70,8 +71,8 @@ def copy_speed() -> float:
 def decode(session: Session, prompt: str | list[int], drafter: str, new: int) -> tuple[dict[str, Any], list[int]]:
     """Figures of the rounds behind the first two, by wall clock, and all tokens.
 
-    `host_ms` of a round is what lies outside of engine calls and of waiting for the device: the most that the device
-    may have been idle.
+    `device_ms` is a round's time on the device's own clock, from the first copy there until the host has seen the end:
+    what is left of a round is the host's alone, `host_ms`. On the CPU that is what lies outside of engine calls.
     """
     options = Options(max_new_tokens=new, ignore_eos=True, auto_disable=False, drafter=drafter)
     session.reset()
@@ -80,26 +81,53 @@ def decode(session: Session, prompt: str | list[int], drafter: str, new: int) ->
     with closing(session.stream(prompt, **options)) as stream:
         for _ in range(_WARM_ROUNDS):
             tokens += next(stream).token_ids
-        ttft, clock, before, started = perf_counter() - began, session.stage_clock(), len(tokens), perf_counter()
+        opening, clock, before = perf_counter() - began, session.stage_clock(), len(tokens)
         rounds = 0
-        for span in stream:
-            tokens += span.token_ids
-            rounds += bool(span.token_ids)
-        seconds = perf_counter() - started
+        with device_clock(session) as on_device:
+            started = perf_counter()
+            for span in stream:
+                tokens += span.token_ids
+                rounds += bool(span.token_ids)
+            seconds = perf_counter() - started
     stats = Stats()
     clock.fill(stats)
     rounds = max(rounds, 1)
     stages = {name: ms / rounds for name, ms in stats.stage_ms.items() if ms}
-    away = (stats.engine_ms + stats.stage_ms.get("wait", 0.0)) / rounds
-    round_ms = 1000 * seconds / rounds
+    round_ms, device_ms = 1000 * seconds / rounds, sum(on_device) / rounds
     return {
         "tokens_per_second": (len(tokens) - before) / seconds,
         "tokens_per_verify": (len(tokens) - before) / rounds,
         "round_ms": round_ms,
-        "host_ms": max(round_ms - away, 0.0),
-        "two_rounds_ms": 1000 * ttft,
+        "device_ms": device_ms,
+        "host_ms": round_ms - (device_ms or stats.engine_ms / rounds),
+        "opening_ms": 1000 * opening,
         "stage_ms": stages,
     }, tokens
+
+
+@contextmanager
+def device_clock(session: Session) -> Iterator[list[float]]:
+    """Milliseconds on the device of every program that runs meanwhile, known at the end; none without a GPU."""
+    times: list[float] = []
+    device = getattr(session.buffers, "device", None)
+    if not isinstance(device, CudaDevice):
+        yield times
+        return
+    marks: list[tuple[Any, Any]] = []
+
+    def timed(run: Callable[[], None]) -> Callable[[], None]:
+        def both() -> None:
+            begun = device.timed_mark()
+            run()
+            marks.append((begun, device.timed_mark()))
+
+        return both
+
+    with ExitStack() as stack:
+        for program in session.programs.values():
+            stack.enter_context(patch.object(program, "run", timed(program.run)))
+        yield times
+    times += [device.milliseconds(*pair) for pair in marks]
 
 
 def op_times(session: Session, device: Device, program: str, stages: Program) -> dict[str, float]:
@@ -117,6 +145,11 @@ def op_times(session: Session, device: Device, program: str, stages: Program) ->
                 elapsed = perf_counter() - started
             times[stage.run] = times.get(stage.run, 0.0) + 1000 * elapsed / _LAUNCHES
     return times
+
+
+def launches(session: Session, program: str) -> int:
+    """What the host enqueues for a recorded round: stretches that are one graph, and engines that are one each."""
+    return len([name for name in session.programs[program].stage_names if name != "wait"])
 
 
 def verify_times(session: Session, chains: Iterable[int], repeats: int = 9) -> dict[int, float]:
@@ -144,7 +177,7 @@ def plan_rows(
             for ids, plain, (_, found) in zip(prompts, expected, runs, strict=True)
         ]
         row: dict[str, Any] = {"target": runtime.target, "cuda_graphs": graphs, "drafter": drafter}
-        for figure in ("tokens_per_second", "tokens_per_verify", "round_ms", "host_ms", "two_rounds_ms"):
+        for figure in ("tokens_per_second", "tokens_per_verify", "round_ms", "device_ms", "host_ms", "opening_ms"):
             row[figure] = median(figures[figure] for figures, _ in runs)
         row["stage_ms"] = runs[-1][0]["stage_ms"]
         buffers = session.buffers
@@ -153,6 +186,8 @@ def plan_rows(
             stages = runtime.manifest.targets[runtime.target].programs[program]
             row["op_ms"] = op_times(session, buffers.device, program, stages)
             row["ops_share"] = sum(row["op_ms"].values()) / row["round_ms"]
+            if graphs:
+                row["launches"] = launches(session, program)
         row["runs"], row["same_runs"] = len(runs), partings.count(None)
         row["partings"] = [{"index": p[0], "margin": p[1]} for p in partings if p is not None]
         yield row
@@ -242,8 +277,13 @@ def shape_figures(plan: Path, weights: int, copies: float, new: int, graphs: boo
     runtime = Runtime.load(plan, verify=False, cuda_graphs=graphs)
     loaded = perf_counter() - started
     session = runtime.session()
+    assert isinstance(session.buffers, DeviceBuffers), "this is a target of a GPU"
     prompt = [(37 * i) % 1000 + 1 for i in range(128)]
     ngram, _ = decode(session, prompt, "ngram", new)
+    speculate = names.speculate("ngram")
+    ops = op_times(
+        session, session.buffers.device, speculate, runtime.manifest.targets[runtime.target].programs[speculate]
+    )
     plain = sorted((decode(session, prompt, "none", new)[0] for _ in range(3)), key=lambda row: row["round_ms"])[1]
     read = weights * plain["tokens_per_second"] / 1e9
     return {
@@ -251,7 +291,10 @@ def shape_figures(plan: Path, weights: int, copies: float, new: int, graphs: boo
         **plain,
         "host_share": plain["host_ms"] / plain["round_ms"],
         "read_gb_per_second": read,
-        "share_of_copy_read": read / (copies / 2),
+        "share_of_copy": read / copies,
         "verify_ms": verify_times(session, _CHAINS),
+        "op_ms": ops,
+        "ops_share": sum(ops.values()) / ngram["round_ms"],
+        "launches": launches(session, names.DECODE) if graphs else None,
         "ngram": ngram,
     }

@@ -21,15 +21,10 @@ from typing import Any
 
 from plans.console import stdout
 from plans.errors import OutriderError
-from runtime.backends.cuda_driver import architecture, call, driver
+from runtime.backends.cuda_driver import architecture, call, device_name, driver
 from tools.gpu_figures import SHAPES, copy_speed, reference_rows, shape_rows
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def device_name() -> str:
-    name = call("cuDeviceGetName", 256, call("cuDeviceGet", 0))
-    return str(name.split(b"\0")[0].decode()) if isinstance(name, bytes) else str(name)
 
 
 def run_tests() -> dict[str, Any]:
@@ -55,30 +50,16 @@ def markdown(report: dict[str, Any]) -> str:
         *(f"- failed: {error}" for error in report["errors"]),
         "",
     ]
-    lines += _table(
-        (
-            "target",
-            "graphs",
-            "drafter",
-            "tokens/s",
-            "tokens/verify",
-            "round ms",
-            "host ms",
-            "ops",
-            "same runs",
-            "margins",
-        ),
-        _reference_cells,
-        report["reference"],
-    )
-    lines += _table(
-        (
-            "model", "target", "dtype", "graphs", "tokens/s", "round ms", "host", "read GB/s", "of a copy's reading",
-            "n-grams: tokens/s", "n-grams: tokens/verify", "ms by tokens of a round",
-        ),
-        _shape_cells,
-        report["shapes"],
+    reference = (
+        "target", "graphs", "drafter", "tokens/s", "tokens/verify", "round ms", "device ms", "host ms", "launches",
+        "ops", "same runs", "margins",
     )  # fmt: skip
+    shapes = (
+        "model", "target", "dtype", "graphs", "tokens/s", "round ms", "host", "launches", "ops", "read GB/s",
+        "of copies' GB/s", "n-grams: tokens/s", "n-grams: tokens/verify", "ms by tokens of a round",
+    )  # fmt: skip
+    lines += _table(reference, _reference_cells, report["reference"])
+    lines += _table(shapes, _shape_cells, report["shapes"])
     return "\n".join(lines)
 
 
@@ -86,7 +67,8 @@ def _reference_cells(row: dict[str, Any]) -> list[str]:
     margins = ", ".join(f"{parting['margin']:.1e}" for parting in row["partings"])
     return [
         row["target"], _yes(row["cuda_graphs"]), row["drafter"], f"{row['tokens_per_second']:.0f}",
-        f"{row['tokens_per_verify']:.2f}", f"{row['round_ms']:.3f}", f"{row['host_ms']:.3f}",
+        f"{row['tokens_per_verify']:.2f}", f"{row['round_ms']:.3f}", f"{row['device_ms']:.3f}",
+        f"{row['host_ms']:.3f}", str(row.get("launches", "")),
         f"{row['ops_share']:.1%}" if "ops_share" in row else "", f"{row['same_runs']} of {row['runs']}", margins,
     ]  # fmt: skip
 
@@ -95,8 +77,9 @@ def _shape_cells(row: dict[str, Any]) -> list[str]:
     verify = ", ".join(f"{tokens}: {ms:.2f}" for tokens, ms in row["verify_ms"].items())
     return [
         row["model"], row["target"], row["dtype"], _yes(row["cuda_graphs"]), f"{row['tokens_per_second']:.1f}",
-        f"{row['round_ms']:.2f}", f"{row['host_share']:.1%}", f"{row['read_gb_per_second']:.0f}",
-        f"{row['share_of_copy_read']:.0%}", f"{row['ngram']['tokens_per_second']:.1f}",
+        f"{row['round_ms']:.2f}", f"{row['host_share']:.1%}", str(row["launches"] or ""), f"{row['ops_share']:.1%}",
+        f"{row['read_gb_per_second']:.0f}",
+        f"{row['share_of_copy']:.0%}", f"{row['ngram']['tokens_per_second']:.1f}",
         f"{row['ngram']['tokens_per_verify']:.2f}", verify,
     ]  # fmt: skip
 
@@ -163,6 +146,8 @@ def main(given: list[str] | None = None) -> None:
             take = partial(shape_rows, name, Path(folder), copies, arguments.new, dtypes)
             save(f"model {name}", "shapes", take)
     stdout.print(path.with_suffix(".md").read_text(encoding="utf-8"))
+    if report["errors"] or report["tests"].get("status", 1):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

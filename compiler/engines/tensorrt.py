@@ -13,16 +13,17 @@ import onnx_ir as ir
 from compiler.engines.onnx_file import WeightFile, describe_engine, write_graph
 from compiler.engines.report import Report
 from compiler.engines.tensorrt_library import Library
+from compiler.engines.tensorrt_monitor import make_monitor
 from compiler.engines.tensorrt_network import (
     allow_unfused_attention,
     carry_bits,
     check_bindings,
     check_cache_updates,
 )
-from compiler.engines.tensorrt_said import make_log, make_monitor
 from plans import names
 from plans.errors import PlanError
 from plans.manifest import Engine, Profile, Range
+from plugins.tensorrt.log import make_log
 
 FEW_TOKENS = 64
 """Up to here tokens are decoded and verified, above it prompts are computed: each has kernels of its own."""

@@ -58,19 +58,24 @@ OUTRIDER_DEVICE u32* never_full() {
 }
 
 OUTRIDER_KERNEL outrider_tree_walk(const i64* logit_rows, const i64* parent, const i64* chosen, const i64* next,
-                                   i64* committed, i64* accepted_count, i64* kept_rows, i64* kept_count, i64 count,
-                                   i64 most_trees, i64 new_tokens) {
+                                   i64* committed, i64* accepted_count, i64* kept_rows, i64* kept_count, i64* status,
+                                   i64 count, i64 most_trees, i64 new_tokens) {
+  const i64 of_step = fault_of_step(chosen, count);
   if (thread_index() != 0) return;
   const Trees trees = {logit_rows, count, parent, nullptr};
-  walk(trees, chosen, next, {committed, accepted_count, kept_rows, kept_count}, new_tokens, most_trees);
+  const Outputs out = {committed, accepted_count, kept_rows, kept_count, status};
+  walk(trees, chosen, next, out, new_tokens, most_trees, of_step);
 }
 
 OUTRIDER_KERNEL outrider_chain_walk(const i64* logit_rows, const i64* parent, const i64* chosen, const i64* next,
                                     const double* weighed, i64* committed, i64* accepted_count, i64* kept_rows,
-                                    i64* kept_count, double* trials, i64 count, i64 most_trees, i64 new_tokens) {
+                                    i64* kept_count, double* trials, i64* status, i64 count, i64 most_trees,
+                                    i64 new_tokens) {
+  const i64 of_step = fault_of_step(chosen, count);
   if (thread_index() != 0) return;
   const Trees trees = {logit_rows, count, parent, nullptr};
-  walk(trees, chosen, next, {committed, accepted_count, kept_rows, kept_count}, new_tokens, most_trees);
+  const Outputs out = {committed, accepted_count, kept_rows, kept_count, status};
+  walk(trees, chosen, next, out, new_tokens, most_trees, of_step);
   tell_trials(trees, next, weighed, trials);
 }
 

@@ -4,8 +4,9 @@ A plugin's kernel gets inputs, outputs and integers, and no memory that outlives
 
 - Scratch that a launch fills and empties itself is an output that nobody reads (`weights`). A node may leave out its
   last outputs: what an op promises comes first.
-- `status` is an output with a place for each row: every block writes its own, also where there is no fault, since
-  nobody zeroes it before.
+- `status` is an output with a place for each block that may tell a fault: it writes its own, also where there is none,
+  since nobody zeroes it before. Of acceptance that is the walk: where it does not come to, a row of logits may hold
+  anything. A node's fault goes from the first plugin to the second in place of its token.
 - Acceptance, whose last block walks, needs a counter that is zero before the first block comes: memory that somebody
   zeroed. It becomes two plugins instead, of which the first works out what each node would commit and the second walks,
   in one block. Neither keeps a state, so that an engine may be cut short, timed or replayed at will. The price is one
@@ -38,9 +39,10 @@ _PLACES = TensorSpec("places", "int64", (names.PLACES,))
 _VIEW = TensorSpec("view", "int64", (names.VIEW,))
 _SLOTS = TensorSpec("slots", "int64", ("B",))
 
-_STATUS = TensorSpec(STATUS, "int64", (names.LOGITS,))  # of each row: 0, or the number of a fault
+_STATUS = TensorSpec(STATUS, "int64", (1,))  # of a step: 0, or the number of a fault
+_STATUS_OF_ROWS = TensorSpec(STATUS, "int64", (names.LOGITS,))
 _WEIGHTS = TensorSpec("weights", "uint64", (names.LOGITS, "V"))
-_CHOSEN = TensorSpec("chosen", "int64", (names.LOGITS,))  # what each node would commit; -1 where it is at fault
+_CHOSEN = TensorSpec("chosen", "int64", (names.LOGITS,))  # what each node would commit; below -1 its fault
 _NEXT = TensorSpec("next", "int64", (names.LOGITS,))  # the place of the child to go on at, or -1
 _WEIGHED = TensorSpec("weighed", "float64", (names.LOGITS, 2))
 
@@ -70,29 +72,29 @@ def _choices(op: str, name: str, found: tuple[TensorSpec, ...]) -> Plugin:
         name=name,
         launch=LAUNCHES[op],
         inputs=_inputs(op),
-        outputs=(*found, _STATUS, _WEIGHTS),
+        outputs=(*found, _WEIGHTS),
         attributes=_attributes(op),
         guard=_ROWS_FIT,
         extra=(names.LOGITS, names.NEW),
-        stand_ins={"counter": "never_full()"} | {spec.name: "nullptr" for spec in SCHEMAS[op].outputs},
+        stand_ins={"counter": "never_full()"} | {spec.name: "nullptr" for spec in (*SCHEMAS[op].outputs, _STATUS)},
     )
 
 
 def _walk(op: str, name: str, kernel: str, found: tuple[TensorSpec, ...]) -> Plugin:
-    """The second half: one warp reads what was found for each node, and its first thread walks."""
+    """The second half: one warp reads what was found for each node, and its first thread walks and tells of faults."""
     tensors = {spec.name: spec for spec in SCHEMAS[op].inputs}
     inputs = (tensors[names.LOGIT_ROWS], tensors[names.PARENT], *found)
     return Plugin(
         name=name,
         launch=Launch(
             kernel=kernel,
-            pointers=tuple(spec.name for spec in (*inputs, *SCHEMAS[op].outputs)),
+            pointers=tuple(spec.name for spec in (*inputs, *SCHEMAS[op].outputs, _STATUS)),
             numbers=(names.LOGITS, "trees", names.NEW),
             blocks=lambda sizes: 1,
             threads=lambda sizes: 32,
         ),
         inputs=(*inputs, _SLOTS),
-        outputs=_outputs(op),
+        outputs=(*_outputs(op), _STATUS),
         guard=f"{_ROWS_FIT} && steps_forward(next, {names.LOGITS})",
     )
 
@@ -113,7 +115,7 @@ PLUGINS: dict[str, tuple[Plugin, ...] | Declined] = {
             name="Sample",
             launch=LAUNCHES["Sample"],
             inputs=_inputs("Sample"),
-            outputs=(*_outputs("Sample"), _STATUS, _WEIGHTS),
+            outputs=(*_outputs("Sample"), _STATUS_OF_ROWS, _WEIGHTS),
             attributes=_attributes("Sample"),
             guard="within(logit_rows[block_index()], N)",
             extra=(names.NEW,),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -76,23 +77,43 @@ def fitting_kernels(own: str, available: Sequence[str]) -> str | None:
 class CudaDevice:
     """A device's primary context and one stream on it, on which everything runs in order.
 
-    What enqueues is called with the lock held (`lock`). Raises `PlanError` where the driver fails.
+    What enqueues is called with the lock held (`lock`). What a finaliser gives back, in whatever thread, waits for
+    whoever holds it next: no finaliser waits for the lock. Raises `PlanError` where the driver fails.
     """
 
     def __init__(self, ordinal: int = 0) -> None:
         self.ordinal = ordinal
         self._events = list[Any]()
+        self._dropped = deque[tuple[str, Any]]()  # driver functions to call, and with what
+        self._modules = list[Any]()
+        self._threads = threading.local()
         self._context = call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", ordinal))
-        self._lock = threading.RLock()  # a finaliser may free memory in a thread that holds it
+        self._lock = threading.RLock()
         with self.lock():
             self.stream = call("cuStreamCreate", driver().CUstream_flags.CU_STREAM_NON_BLOCKING)
+        held = (ordinal, self._context, self.stream, self._modules, self._events, self._dropped)
+        finalize(self, _close, *held).atexit = False  # a process that ends gives everything back
 
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the device, with its context entered: a session may go on in another thread than it began in."""
         with self._lock:
-            call("cuCtxSetCurrent", self._context)
+            self._enter()
+            _drain(self._dropped)
             yield
+
+    @property
+    def stream_handle(self) -> int:
+        """The stream as libraries take it."""
+        return int(self.stream)
+
+    def _enter(self) -> None:
+        """Calls of this thread are for this device, and leave alone what other threads record, ONNX Runtime's too."""
+        call("cuCtxSetCurrent", self._context)
+        if not getattr(self._threads, "relaxed", False):
+            relaxed = driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+            call("cuThreadExchangeStreamCaptureMode", relaxed)
+            self._threads.relaxed = True
 
     def allocate(self, size: int) -> int:
         """The address of `size` bytes of zeros."""
@@ -102,8 +123,17 @@ class CudaDevice:
         return address
 
     def free(self, address: int) -> None:
-        with self.lock():
-            call("cuMemFree", address)
+        self._drop("cuMemFree", address)
+
+    def _drop(self, function: str, what: Any) -> None:
+        """Give something back, by now or by whoever holds the device next."""
+        self._dropped.append((function, what))
+        if self._lock.acquire(blocking=False):
+            try:
+                self._enter()
+                _drain(self._dropped)
+            finally:
+                self._lock.release()
 
     def pinned(self, size: int) -> Pinned:
         """Zeros on the host, which the device copies from and to by itself."""
@@ -111,8 +141,7 @@ class CudaDevice:
             return Pinned(int(call("cuMemHostAlloc", max(size, 1), 0)), size, self._unpin)
 
     def _unpin(self, address: int) -> None:
-        with self.lock():
-            call("cuMemFreeHost", address)
+        self._drop("cuMemFreeHost", address)
 
     def to_device(self, address: int, source: int, size: int) -> None:
         call("cuMemcpyHtoDAsync", address, source, size, self.stream)
@@ -133,8 +162,24 @@ class CudaDevice:
 
     def wait_for(self, mark: Any) -> None:
         """Until the device has come to `mark`, which is not to be used again. Needs no lock."""
+        self._enter()
         call("cuEventSynchronize", mark)
         self._events.append(mark)
+
+    def timed_mark(self) -> Any:
+        """A point of the order that `milliseconds` can be asked of, once the device has come to it."""
+        with self.lock():
+            event = call("cuEventCreate", driver().CUevent_flags.CU_EVENT_DEFAULT)
+            call("cuEventRecord", event, self.stream)
+        return event
+
+    def milliseconds(self, first: Any, second: Any) -> float:
+        """The device's own time between two points, which are not to be used again."""
+        call("cuEventSynchronize", second)
+        found = float(call("cuEventElapsedTime", first, second))
+        for event in (first, second):
+            call("cuEventDestroy", event)
+        return found
 
     def wait(self) -> None:
         """For all that is enqueued."""
@@ -149,32 +194,59 @@ class CudaDevice:
     def end_recording(self) -> Any:
         """What was recorded, ready to `replay`."""
         graph = call("cuStreamEndCapture", self.stream)
-        ready = call("cuGraphInstantiate", graph, 0)
-        call("cuGraphDestroy", graph)
-        return ready
+        try:
+            return call("cuGraphInstantiate", graph, 0)
+        finally:
+            call("cuGraphDestroy", graph)
+
+    def abort_recording(self) -> None:
+        """End a recording that failed: what went wrong is told already."""
+        code, graph = driver().cuStreamEndCapture(self.stream)
+        if code == driver().CUresult.CUDA_SUCCESS:
+            driver().cuGraphDestroy(graph)
 
     def replay(self, graph: Any) -> None:
         call("cuGraphLaunch", graph, self.stream)
 
     def discard(self, graph: Any) -> None:
-        with self.lock():
-            call("cuGraphExecDestroy", graph)
+        self._drop("cuGraphExecDestroy", graph)
 
     def load_kernels(self, cubin: Path) -> None:
         """Our ops' kernels, for `launch`."""
         with self.lock():
-            self._module = call("cuModuleLoadData", cubin.read_bytes())
+            self._modules.append(call("cuModuleLoadData", cubin.read_bytes()))
         self._functions: dict[str, Any] = {}
 
     def launch(self, kernel: str, blocks: int, threads: int, values: Sequence[Any]) -> None:
         """Enqueue `kernel`; `values` are ctypes numbers, in the order of its parameters."""
         if kernel not in self._functions:
-            self._functions[kernel] = call("cuModuleGetFunction", self._module, kernel.encode())
+            self._functions[kernel] = call("cuModuleGetFunction", self._modules[-1], kernel.encode())
         parameters = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         call(
             "cuLaunchKernel", self._functions[kernel], blocks, 1, 1, threads, 1, 1, 0, self.stream,
             ctypes.addressof(parameters), 0,
         )  # fmt: skip
+
+
+def _drain(dropped: deque[tuple[str, Any]]) -> None:
+    while dropped:
+        function, what = dropped.popleft()
+        call(function, what)
+
+
+def _close(
+    ordinal: int, context: Any, stream: Any, modules: list[Any], events: list[Any], dropped: deque[tuple[str, Any]]
+) -> None:
+    """Give back what a device has left, in whatever thread: nobody uses it any more."""
+    call("cuCtxSetCurrent", context)
+    call("cuStreamSynchronize", stream)
+    _drain(dropped)
+    for event in events:
+        call("cuEventDestroy", event)
+    for module in modules:
+        call("cuModuleUnload", module)
+    call("cuStreamDestroy", stream)
+    call("cuDevicePrimaryCtxRelease", call("cuDeviceGet", ordinal))
 
 
 class Pinned:

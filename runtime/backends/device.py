@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from plans import names
 from plans.buffers import DType, Tensor
-from plans.check import buffer_shape
+from plans.check import buffer_shape, session_bytes
 from plans.errors import PlanError
 from plans.manifest import Stage, StageKind, TargetPlan
 from plugins import native
@@ -35,6 +35,9 @@ class Device(Protocol):
     Whoever enqueues holds `lock`, entered: sessions of several threads share the order, and while one records, nothing
     else may come in between. `mark` says how far the order is, `wait_for` needs no lock.
     """
+
+    @property
+    def stream_handle(self) -> int: ...
 
     def lock(self) -> AbstractContextManager[object]: ...
 
@@ -59,6 +62,8 @@ class Device(Protocol):
     def begin_recording(self) -> None: ...
 
     def end_recording(self) -> Any: ...
+
+    def abort_recording(self) -> None: ...
 
     def replay(self, graph: Any) -> None: ...
 
@@ -134,16 +139,23 @@ class DeviceBuffers(Buffers):
     ) -> None:
         self.device = device
         self._addresses = list[int]()
+        self._recorder = Recorder(device) if records else None
+        # Before anything is allocated: half a session is given back too.
+        finalize(self, _give_back, device, self._recorder, self._addresses).atexit = False
         with device.lock():
-            self._make(plan, lay_out(plan))
-            self._recorder = Recorder(device) if records else None
+            try:
+                self._make(plan, lay_out(plan))
+            except PlanError as error:
+                raise PlanError(
+                    f"a session of this plan needs {session_bytes(plan) / 1e9:.1f} GB on the GPU and on the host, more "
+                    f"than there is ({error}); build the plan with a smaller capacity.context"
+                ) from None
             told = [array for name, array in self.arrays.items() if name.rpartition(".")[2] == names.STATUS]
             self.exchange = _Exchange(
                 device, self._recorder, self._twin, self._block, self._layout, told, records_engines
             )
             made = device.mark()
         device.wait_for(made)
-        finalize(self, _give_back, device, self._recorder, self._addresses)
 
     def _make(self, plan: TargetPlan, layout: Layout) -> None:
         device, self._layout = self.device, layout

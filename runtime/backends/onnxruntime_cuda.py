@@ -1,15 +1,17 @@
 """ONNX Runtime on an NVIDIA GPU: engines on the session's stream and buffers, our ops' kernels between them.
 
 Its CUDA sessions cannot be recorded inside a caller's graph capture. They record themselves, once for every id that a
-run is given: here one for each size of step that is rehearsed. (Replaying, they wait for the device, up to 1.31 at
-least: https://github.com/microsoft/onnxruntime/pull/28686.)
+run is given: here one for each size of step that is rehearsed. Recordings belong to the thread that made them, so that
+all runs come from one. (Replaying, they wait for the device, up to 1.31 at least:
+https://github.com/microsoft/onnxruntime/pull/28686.)
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,13 @@ from plans.manifest import Engine, TargetPlan
 from runtime.backends.base import BoundEngine, LoadedEngine, Settings
 from runtime.backends.cuda_driver import CudaDevice, architecture, fitting_kernels
 from runtime.backends.device import DeviceBuffers
+from runtime.backends.one_thread import OneThread
 from runtime.buffers import Buffers
 
 _PROVIDER = "CUDAExecutionProvider"
 _BFLOAT16 = 16  # ONNX's number of the type, which NumPy lacks
 _MOST_BOUND = 64  # sizes of plain steps for which an engine's tensors stay bound
-_MOST_GRAPHS = 4096  # of one engine, in all sessions: ONNX Runtime gives none back before the engine goes
+MOST_GRAPHS = 4096  # of one engine, in all sessions: ONNX Runtime gives none back before the engine goes
 _NO_GRAPH = "-1"
 _LOG = logging.getLogger("outrider")
 _Ready = tuple[ort.IOBinding, ort.RunOptions]
@@ -51,7 +54,7 @@ class OnnxRuntimeCuda:
     """One device and one stream for all sessions, on which engines and ops run in order."""
 
     def __init__(self, plan: TargetPlan, settings: Settings) -> None:
-        self._records = settings.cuda_graphs
+        self._thread = OneThread() if settings.cuda_graphs else None
         self._device = CudaDevice()
         own = architecture()
         fitting = fitting_kernels(own, list(plan.kernels))
@@ -64,45 +67,69 @@ class OnnxRuntimeCuda:
             self._device.load_kernels(path.parent.parent.parent / self._cubin)
             self._cubin = None
         place = ("cuda", self._device.ordinal)
-        if self._records:
+        if self._thread is not None:
             try:
-                return DeviceEngine(self._open(path, graphs=True), engine, place, graphs=True)
+                return DeviceEngine(self._open(path, graphs=True), engine, place, self._thread)
             except Exception as error:  # as below; it refuses graphs for what it computes on the CPU
                 _LOG.warning("%s runs without CUDA graphs: %s", path, error)
         try:
-            return DeviceEngine(self._open(path, graphs=False), engine, place, graphs=False)
+            return DeviceEngine(self._open(path, graphs=False), engine, place)
         except Exception as error:  # ONNX Runtime raises bare RuntimeErrors of its own kinds
             raise PlanError(f"{path} cannot be loaded by ONNX Runtime {ort.__version__}: {error}") from None
 
     def _open(self, path: Path, *, graphs: bool) -> ort.InferenceSession:
         options = ort.SessionOptions()
         options.log_severity_level = 3
-        provider = {"device_id": str(self._device.ordinal), "user_compute_stream": str(int(self._device.stream))}
+        provider = {
+            "device_id": str(self._device.ordinal),
+            "user_compute_stream": str(self._device.stream_handle),
+            "use_tf32": "0",  # float32 is float32
+        }
         if graphs:
             provider["enable_cuda_graph"] = "1"
         return ort.InferenceSession(str(path), options, providers=[(_PROVIDER, provider)])
 
     def buffers(self, plan: TargetPlan) -> Buffers:
-        return DeviceBuffers(plan, self._device, records=self._records)
+        return DeviceBuffers(plan, self._device, records=self._thread is not None)
 
 
 class DeviceEngine:
-    """An ONNX Runtime session whose tensors lie at addresses of a place: ("cuda", ordinal)."""
+    """An ONNX Runtime session whose tensors lie at addresses of a place: ("cuda", ordinal). It records itself if it
+    has a `thread` to run in."""
 
     def __init__(
-        self, session: ort.InferenceSession, engine: Engine, place: tuple[str, int], *, graphs: bool = False
+        self, session: ort.InferenceSession, engine: Engine, place: tuple[str, int], thread: OneThread | None = None
     ) -> None:
         self._session, self._engine, self._place = session, engine, place
-        self._ids = iter(range(_MOST_GRAPHS) if graphs else ())
+        self._graphs = _Graphs(engine.file, thread)
 
     def bind(self, buffers: Buffers, bound: dict[str, str]) -> BoundEngine:
         assert isinstance(buffers, DeviceBuffers)
-        return _BoundEngine(self._session, self._engine, buffers, bound, self._place, self._ids)
+        return _BoundEngine(self._session, self._engine, buffers, bound, self._place, self._graphs)
+
+
+class _Graphs:
+    """What an engine may record, in all sessions, and the `thread` that does. An id is never used again."""
+
+    def __init__(self, engine: str, thread: OneThread | None) -> None:
+        self._engine, self.thread = engine, thread
+        self._ids = iter(range(MOST_GRAPHS))
+        self._told = False
+
+    def next(self) -> int | None:
+        """An id for addresses and sizes that come again; None where there is none."""
+        found = None if self.thread is None else next(self._ids, None)
+        if found is None and self.thread is not None and not self._told:
+            self._told = True
+            _LOG.warning(
+                "%s has recorded %d sizes of step in all sessions, as many as it may: the rest of this one's, and new "
+                "sessions', are launched kernel by kernel; keep sessions (reset them) instead of making new ones",
+                self._engine, MOST_GRAPHS,
+            )  # fmt: skip
+        return found
 
 
 class _BoundEngine:
-    """`ids` are what is left of the engine's graphs. An id belongs to addresses and sizes, and is never used again."""
-
     def __init__(
         self,
         session: ort.InferenceSession,
@@ -110,28 +137,32 @@ class _BoundEngine:
         buffers: DeviceBuffers,
         bound: dict[str, str],
         place: tuple[str, int],
-        ids: Iterator[int],
+        graphs: _Graphs,
     ) -> None:
         self._session, self._place, self._buffers = session, place, buffers
         self._inputs, self._outputs = (
             [(tensor, buffers.memory[bound[tensor.name]].address) for tensor in tensors]
             for tensors in (engine.inputs, engine.outputs)
         )
-        self._ids = ids
+        self._graphs = graphs
         self._recorded: dict[tuple[int, ...], _Ready] = {}
         self._plain: OrderedDict[tuple[int, ...], _Ready] = OrderedDict()  # used last comes last
 
     def __call__(self, sizes: list[int]) -> None:
         key = tuple(sizes)
         binding, options = self._recorded.get(key) or self._ready(key)
+        run = partial(self._session.run_with_iobinding, binding, options)
         try:
-            self._session.run_with_iobinding(binding, options)
+            if self._graphs.thread is None:
+                run()
+            else:
+                self._graphs.thread.run(run)
         except Exception as error:  # ONNX Runtime raises plain Exceptions of its own kinds
             raise PlanError(f"an engine of the plan failed on the GPU: {error}") from None
 
     def _ready(self, sizes: tuple[int, ...]) -> _Ready:
         """What runs the engine with `sizes`: recorded by its first run, if that is one that comes again."""
-        if self._buffers.recording and (graph := next(self._ids, None)) is not None:
+        if self._buffers.recording and (graph := self._graphs.next()) is not None:
             self._recorded[sizes] = self._bind(sizes), _run_options(str(graph))
             return self._recorded[sizes]
         ready = self._plain.pop(sizes, None) or (self._bind(sizes), _run_options(_NO_GRAPH))

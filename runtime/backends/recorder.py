@@ -15,6 +15,8 @@ class Recording(Protocol):
 
     def end_recording(self) -> Any: ...
 
+    def abort_recording(self) -> None: ...
+
     def replay(self, graph: Any) -> None: ...
 
     def discard(self, graph: Any) -> None: ...
@@ -59,6 +61,6 @@ class Recorder:
             for call in calls:
                 call()
         except BaseException:
-            self._device.discard(self._device.end_recording())  # a stream that goes on recording runs nothing
+            self._device.abort_recording()  # a stream that goes on recording runs nothing
             raise
         return self._device.end_recording()

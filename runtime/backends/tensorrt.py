@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plans import names
 from plans.errors import PlanError
-from plans.manifest import Engine, Profile, TargetPlan
-from runtime.backends.base import BoundEngine, LoadedEngine, Settings
+from plans.manifest import Engine, TargetPlan
+from plugins.tensorrt.log import make_log
+from runtime.backends import base
+from runtime.backends.base import LoadedEngine, Settings
 from runtime.backends.cuda_driver import CudaDevice, architecture, device_name, fitting_kernels
 from runtime.backends.device import DeviceBuffers
+from runtime.backends.tensorrt_context import BoundEngine, ContextMaker
 from runtime.buffers import Buffers
 
 
@@ -27,12 +29,12 @@ class Library:
     package: str
     title: str
     extra: str
-    records_by_itself: bool
-    """Whether it would make CUDA graphs of its own, inside of ours."""
+    jit: bool
+    """Whether it finishes kernels on the GPU that runs them, and would make CUDA graphs of its own inside of ours."""
 
 
-RTX = Library("tensorrt_rtx", "TensorRT for RTX", "tensorrt-rtx", records_by_itself=True)
-TENSORRT = Library("tensorrt", "TensorRT", "tensorrt", records_by_itself=False)
+RTX = Library("tensorrt_rtx", "TensorRT for RTX", "tensorrt-rtx", jit=True)
+TENSORRT = Library("tensorrt", "TensorRT", "tensorrt", jit=False)
 
 
 def reason_against(library: Library, plan: TargetPlan) -> str | None:
@@ -86,8 +88,9 @@ class TensorRt:
         self._device = CudaDevice()
         fitting = fitting_kernels(architecture(), list(plan.kernels))
         self._cubin = None if fitting is None else plan.kernels[fitting]
-        self._log = self._trt.Logger(self._trt.Logger.ERROR)
+        self._log = make_log(self._trt)
         self._runtime = self._trt.Runtime(self._log)
+        self.activations = 0  # bytes of scratch memory that any engine needs
 
     def load(self, path: Path, engine: Engine) -> LoadedEngine:
         if self._cubin is not None:  # the plan is where its engines are: engines/TARGET/FILE
@@ -97,7 +100,7 @@ class TensorRt:
         runtime = self._runtime if engine.builder == own_version else self._older(engine)
         built = runtime.deserialize_cuda_engine(path.read_bytes())
         if built is None:
-            raise PlanError(f"{path} cannot be loaded by {own_version}; build the plan again")
+            raise PlanError(f"{path} cannot be loaded by {own_version} ({self._log.said()}); build the plan again")
         aliases = {
             name: alias
             for name in (built.get_tensor_name(i) for i in range(built.num_io_tensors))
@@ -105,7 +108,9 @@ class TensorRt:
         }
         if aliases != engine.aliases:
             raise PlanError(f"{path} updates {aliases} in place, the plan says {engine.aliases}; build the plan again")
-        return _LoadedEngine(self._library, self._trt, built, engine, self._device)
+        maker = ContextMaker(self._trt, self._log, built, engine, jit=self._library.jit)
+        self.activations = max(self.activations, maker.activations)
+        return _LoadedEngine(maker, self)
 
     def buffers(self, plan: TargetPlan) -> Buffers:
         return DeviceBuffers(plan, self._device, records=self._records, records_engines=True)
@@ -119,66 +124,17 @@ class TensorRt:
         if runtime is None:
             raise PlanError(
                 f"the plan was built by {engine.builder}, whose lean runtime {file} cannot be loaded; put the folder "
-                "of that library on LD_LIBRARY_PATH, or build the plan again"
+                "of that library on LD_LIBRARY_PATH, or build the plan again "
+                f"({self._log.said()})"
             )
         return runtime
 
 
 class _LoadedEngine:
-    def __init__(self, library: Library, trt: Any, built: Any, engine: Engine, device: CudaDevice) -> None:
-        self._library, self._trt, self._built, self._engine, self._device = library, trt, built, engine, device
+    def __init__(self, maker: ContextMaker, owner: TensorRt) -> None:
+        self._maker, self._owner = maker, owner
 
-    def bind(self, buffers: Buffers, bound: dict[str, str]) -> BoundEngine:
+    def bind(self, buffers: Buffers, bound: dict[str, str]) -> base.BoundEngine:
         assert isinstance(buffers, DeviceBuffers)
-        with self._device.lock():
-            contexts = [self._context(index, buffers, bound) for index in range(len(self._engine.profiles))]
-        return _BoundEngine(self._engine, contexts, self._device, buffers)
-
-    def _context(self, profile: int, buffers: DeviceBuffers, bound: dict[str, str]) -> Any:
-        """What runs the engine in one of its ranges, in memory of the session that all of its contexts share."""
-        trt, built = self._trt, self._built
-        config = built.create_runtime_config()
-        config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
-        if self._library.records_by_itself:
-            config.cuda_graph_strategy = trt.CudaGraphStrategy.DISABLED
-        context = built.create_execution_context(config)
-        size = built.get_device_memory_size_for_profile_v2(profile)
-        context.set_device_memory(buffers.workspace("activations", size, False), size)
-        context.set_optimization_profile_async(profile, int(self._device.stream))
-        self._device.wait()
-        for tensor in (*self._engine.inputs, *self._engine.outputs):
-            context.set_tensor_address(tensor.name, buffers.memory[bound[tensor.name]].address)
-        return context
-
-
-class _BoundEngine:
-    def __init__(self, engine: Engine, contexts: list[Any], device: CudaDevice, buffers: DeviceBuffers) -> None:
-        self._engine, self._contexts, self._device, self._keep = engine, contexts, device, buffers
-        self._shapes: list[list[int]] = [[] for _ in contexts]
-
-    def __call__(self, sizes: list[int]) -> None:
-        index = profile_for(self._engine.profiles, sizes)
-        context = self._contexts[index]
-        if sizes != self._shapes[index]:
-            for tensor in self._engine.inputs:
-                if any(isinstance(d, str) for d in tensor.shape):
-                    context.set_input_shape(tensor.name, shape_of(tensor.shape, sizes))
-            self._shapes[index] = sizes.copy()
-        if not context.execute_async_v3(int(self._device.stream)):
-            raise PlanError(f"the engine {self._engine.file} failed on the GPU; build the plan again")
-
-
-def profile_for(profiles: tuple[Profile, ...], sizes: list[int]) -> int:
-    """The first profile whose range of new tokens holds the step's. Raises `PlanError` for none."""
-    new = sizes[names.SYMBOLS.index(names.NEW)]
-    for index, profile in enumerate(profiles):
-        if profile.symbols[names.NEW].least <= new <= profile.symbols[names.NEW].most:
-            return index
-    raise PlanError(f"a step has {new} new tokens, for which the engine was not built; build the plan again")
-
-
-def shape_of(shape: tuple[int | str, ...], sizes: list[int]) -> tuple[int, ...]:
-    """A tensor's shape in a step. A step without logits computes those of one token, which nothing reads."""
-    values = dict(zip(names.SYMBOLS, sizes, strict=True))
-    values[names.LOGITS] = max(values[names.LOGITS], 1)
-    return tuple(values[d] if isinstance(d, str) else d for d in shape)
+        with buffers.device.lock():
+            return BoundEngine(self._maker, buffers, bound, self._owner.activations)

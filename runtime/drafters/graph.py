@@ -100,7 +100,8 @@ class EngineDrafter:
         nodes = self._tree.nodes
         if not self._lay_out(tokens, step, nodes):
             return False
-        cut = self._tree.top_k == 1 and step.buckets is None  # the front of a chain is a chain
+        # The front of a chain is a chain. By rejection, tokens depend on it: then it is whole, as on every target.
+        cut = self._tree.top_k == 1 and self.trials is None and step.buckets is None
         step.expect_tree(min(nodes, 1 + limit) if cut else nodes)
         self._drafting = True
         return True

@@ -97,7 +97,8 @@ def named(values: object) -> list[str | None]:
 def test_a_node_takes_the_sizes_that_no_input_has_and_tells_of_faults() -> None:
     assert [spec.shape for spec in node_inputs("BimMask")[5:]] == [("T",), ("S",)]
     assert node_inputs("TreeAccept") == SCHEMAS["TreeAccept"].inputs
-    assert [spec.name for spec in node_outputs("TreeAccept")][-1] == names.STATUS
+    assert (node_outputs("TreeAccept")[-1].name, node_outputs("TreeAccept")[-1].shape) == (names.STATUS, (1,))
+    assert (node_outputs("Sample")[-1].name, node_outputs("Sample")[-1].shape) == (names.STATUS, (names.LOGITS,))
     assert node_outputs("BimMask") == SCHEMAS["BimMask"].outputs
 
 
@@ -161,9 +162,8 @@ def test_plugins_get_what_the_table_says(drafter: GraphDrafter | None) -> None:
         assert choices.attributes["purpose"].value == int(Purpose.TARGET)
         assert [*walk.inputs[2:4]] == [*choices.outputs[:2]]
         assert named(walk.inputs)[-1] == names.TOP_K  # of one place for each slot
-        assert named(walk.outputs) == [spec.name for spec in SCHEMAS["TreeAccept"].outputs]
-        assert choices.outputs[2].name == names.STATUS
-        assert choices.outputs[2] in made.graph.outputs
+        assert named(walk.outputs) == [*(spec.name for spec in SCHEMAS["TreeAccept"].outputs), names.STATUS]
+        assert walk.outputs[-1] in made.graph.outputs
     elif drafter is COUPLED:
         assert by_name["CoupledDraws"].attributes["depths"].value == 4
     else:

@@ -30,6 +30,7 @@ from plans.manifest import Engine, Manifest, Profile, Range
 from plans.plan import open_plan
 from runtime import Runtime
 from runtime.backends import tensorrt as driver
+from runtime.backends.tensorrt_context import profile_for, shape_of
 from tests.conftest import REFERENCE_RECIPE
 
 trt = pytest.importorskip("tensorrt_rtx")
@@ -119,11 +120,11 @@ def test_a_step_runs_in_the_profile_that_holds_its_new_tokens() -> None:
     profiles = tensorrt.profiles_of(LIMITS)
     sizes = {"N": 1, "T": 128, "M": 0, "R": 1, "E": 2, "S": 1, "F": 100}
     for new, index in ((1, 0), (64, 0), (65, 1), (100, 1)):
-        assert driver.profile_for(profiles, [*(sizes | {"N": new}).values()]) == index
+        assert profile_for(profiles, [*(sizes | {"N": new}).values()]) == index
     with pytest.raises(PlanError, match="101 new tokens"):
-        driver.profile_for(profiles, [*(sizes | {"N": 101}).values()])
-    assert driver.shape_of((1, 1, "N", "T"), [*sizes.values()]) == (1, 1, 1, 128)
-    assert driver.shape_of(("M", 300), [*sizes.values()]) == (1, 300)
+        profile_for(profiles, [*(sizes | {"N": 101}).values()])
+    assert shape_of((1, 1, "N", "T"), [*sizes.values()]) == (1, 1, 1, 128)
+    assert shape_of(("M", 300), [*sizes.values()]) == (1, 300)
 
 
 def test_rejection_is_refused(toy_recipe: Path, tmp_path: Path) -> None:

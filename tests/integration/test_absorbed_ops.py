@@ -66,15 +66,21 @@ def cpu(plan: Plan) -> Runtime:
 
 
 @pytest.fixture(scope="module")
-def backend(tmp_path_factory: pytest.TempPathFactory) -> EmulatedTensorRt:
-    folder = tmp_path_factory.mktemp("emulators")
-    return EmulatedTensorRt(EmulatedDevice(Emulator(folder)), StandIn.built_in(folder))
+def backend(emulator: Emulator, plugin_shells: StandIn) -> EmulatedTensorRt:
+    return EmulatedTensorRt(EmulatedDevice(emulator), plugin_shells)
 
 
 @pytest.fixture
 def runtime(plan: Plan, backend: EmulatedTensorRt, monkeypatch: pytest.MonkeyPatch) -> Runtime:
     monkeypatch.setitem(BACKENDS, TENSORRT, Driver(lambda target: None, lambda target, settings: backend))
     return Runtime.load(plan.root, target=TENSORRT)
+
+
+def fill_arena(session: Any, number: float) -> None:
+    kv, device = session.buffers.memory[names.of(names.TARGET, names.KV)], session.buffers.device
+    filled = np.full(int(np.prod(kv.shape)), number, np.float32)
+    with device.lock():
+        device.to_device(kv.address, filled.ctypes.data, filled.nbytes)
 
 
 def test_programs_keep_engines_and_what_works_in_place(plan: Plan) -> None:
@@ -88,6 +94,29 @@ def test_programs_keep_engines_and_what_works_in_place(plan: Plan) -> None:
     judged = [(engine, "drawn"), (engine, "target"), (op, "ChainAccept"), (op, "KvGather")]
     assert ran.pop(names.speculate("drawn")) == judged
     assert {run for program in ran.values() for kind, run in program if kind is op} == {"KvGather"}
+
+
+def test_whether_an_engine_could_accept_is_asked_where_a_program_goes_by_it(plan: Plan) -> None:
+    programs = plan.manifest.targets[TENSORRT].programs
+    told = {
+        name: stage.outputs[names.STATUS]
+        for name, program in programs.items()
+        for stage in program.stages
+        if stage.kind is StageKind.ENGINE and stage.run == names.TARGET
+    }
+    unread = {name for name, buffer in told.items() if buffer == names.of(names.TARGET, names.UNREAD_STATUS)}
+    assert unread == {names.PREFILL, names.BEAM, names.speculate("drawn")}
+    assert {told[name] for name in told.keys() - unread} == {names.of(names.TARGET, names.STATUS)}
+
+
+def test_logits_that_are_not_numbers_are_no_error_where_no_token_is_chosen(runtime: Runtime) -> None:
+    session = runtime.session()
+    fill_arena(session, np.nan)
+    session._step.begin_target(3, 3, [5, 6], 0, logits=True)
+    session._programs[names.PREFILL].run()
+    session._programs[names.BEAM].run()
+    with pytest.raises(PlanError, match="contain NaN"):
+        session._programs[names.DECODE].run()
 
 
 @pytest.mark.parametrize("drafter", ["none", *TOY_DRAFTERS])
@@ -165,14 +194,9 @@ def test_a_round_is_one_launch_of_an_engine_for_each_model_and_the_rows_that_mov
 def test_logits_that_are_not_numbers_are_an_error_and_the_session_goes_on(runtime: Runtime) -> None:
     session = runtime.session()
     session.generate(PROMPT, max_new_tokens=3, drafter="none", ignore_eos=True)
-    kv = session.buffers.memory[names.of(names.TARGET, names.KV)]
-    nan = np.full(int(np.prod(kv.shape)), np.nan, np.float32)
-    with session.buffers.device.lock():
-        session.buffers.device.to_device(kv.address, nan.ctypes.data, nan.nbytes)
+    fill_arena(session, np.nan)
     with pytest.raises(PlanError, match="contain NaN"):
         session.generate(max_new_tokens=3, drafter="none")
-    nan[:] = 0.0
-    with session.buffers.device.lock():
-        session.buffers.device.to_device(kv.address, nan.ctypes.data, nan.nbytes)
+    fill_arena(session, 0.0)
     session.reset()
     assert len(session.generate(PROMPT, max_new_tokens=3, drafter="none", ignore_eos=True).token_ids) == 3

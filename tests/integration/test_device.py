@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import gc
-import shutil
 import threading
-from contextlib import closing
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from compiler.agreement import find_parting
-from compiler.build import build
-from compiler.recipe import load_recipe
 from plans import names
 from plans.errors import PlanError
 from plans.plan import Plan
 from runtime import Runtime
 from runtime.backends import BACKENDS, Driver, choose_target, onnxruntime_cuda
-from runtime.backends.cuda_driver import architecture, fitting_kernels
+from runtime.backends.cuda_driver import fitting_kernels
 from runtime.backends.device import LARGE, lay_out
-from runtime.backends.recorder import Recorder
 from runtime.request import Options
 from tests.conftest import TOY_DRAFTERS
 from tests.integration.test_onnxruntime_cuda import CUDA
@@ -29,34 +22,13 @@ from tests.plugins.emulator import Emulator
 from tests.runtime.emulated_device import EmulatedBackend, EmulatedDevice
 
 pytest.importorskip("cuda.core")
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator is compiled with g++")
 
 PROMPT = [(37 * i) % 299 + 1 for i in range(20)]
 
 
 @pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> EmulatedDevice:
-    return EmulatedDevice(Emulator(tmp_path_factory.mktemp("emulator")))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("drafter", ["none", *TOY_DRAFTERS])
-def test_tokens_on_a_gpu_are_those_of_the_cpu(toy_recipe: Path, tmp_path: Path, toy: Runtime, drafter: str) -> None:
-    """Up to near ties: the GPU sums in another order."""
-    try:
-        own = architecture()
-    except PlanError as error:
-        pytest.skip(str(error))
-    target = f"targets=[{{kind: {CUDA}, compute_capabilities: [{own}]}}]"
-    gpu = Runtime.load(build(load_recipe(toy_recipe, [target]), toy_recipe, tmp_path / "plan").plan.root)
-    assert (gpu.target, gpu.passed_over) == (CUDA, {})
-    for sampling in (Options(temperature=0.0), Options(temperature=0.8, top_p=0.9, seed=3)):
-        options = sampling | Options(max_new_tokens=60, ignore_eos=True, auto_disable=False)
-        session = toy.session()
-        expected = session.generate(PROMPT, drafter="none", **options).token_ids
-        found = gpu.generate(PROMPT, drafter=drafter, **options).token_ids
-        parted = find_parting(session, PROMPT, options, expected, found)
-        assert parted is None or parted[1] < 1e-3
+def device(emulator: Emulator) -> EmulatedDevice:
+    return EmulatedDevice(emulator)
 
 
 @pytest.fixture
@@ -67,77 +39,6 @@ def runtime(cuda_plan: Plan, device: EmulatedDevice, monkeypatch: pytest.MonkeyP
 def loaded(plan: Plan, backend: EmulatedBackend, monkeypatch: pytest.MonkeyPatch) -> Runtime:
     monkeypatch.setitem(BACKENDS, CUDA, Driver(lambda target: None, lambda target, settings: backend))
     return Runtime.load(plan.root)
-
-
-@pytest.fixture(scope="module")
-def recorded(cuda_plan: Plan, device: EmulatedDevice) -> Runtime:
-    """With all its rounds recorded, engines among them."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        return loaded(cuda_plan, EmulatedBackend(device, records=True, records_engines=True), monkeypatch)
-
-
-@pytest.mark.parametrize("drafter", ["none", *TOY_DRAFTERS])
-@pytest.mark.parametrize("sampling", [Options(temperature=0.0), Options(temperature=0.7, seed=2)], ids=str)
-def test_a_round_is_one_launch(
-    recorded: Runtime, device: EmulatedDevice, toy: Runtime, drafter: str, sampling: Options
-) -> None:
-    """All but the first, which computes the prompt, and with a drafter the second, which is the first to draft.
-
-    A chain that is as long as its drafter is sure takes one for each token, a draft model's tree one for its own rows,
-    and a head one where a round has no room for a draft.
-    """
-    options = sampling | Options(max_new_tokens=60, ignore_eos=True, auto_disable=False, drafter=drafter)
-    expected = toy.generate(PROMPT, **options)
-    rounds = enqueued = replays = 0
-    with closing(recorded.stream(PROMPT, **options)) as stream:
-        found = []
-        for span in stream:
-            found += span.token_ids
-            if rounds > 1:
-                looks = len(span.token_ids) if drafter == "short" else 0  # at logits, to guess better
-                assert device.enqueued - enqueued == looks
-                launches = device.replays - replays
-                assert launches == 1 or drafter == "sure" or (drafter, launches) in (("bushy", 2), ("head", 2))
-            rounds, enqueued, replays = rounds + 1, device.enqueued, device.replays
-    assert found == expected.token_ids
-    assert rounds > 5
-
-
-def test_a_recording_that_fails_is_ended(device: EmulatedDevice) -> None:
-    recorder, seen, before = Recorder(device), list[int](), device.graphs
-    recorder.recording = True
-
-    def work() -> None:
-        seen.append(1)
-        if len(seen) == 2:
-            raise ValueError("what an engine says")
-
-    run = recorder.stretch([work], [[1]])
-    with pytest.raises(ValueError, match="what an engine says"), device.lock():
-        run()
-    recorder.recording = False
-    run()
-    assert len(seen) == 3
-    assert device.graphs == before
-    recorder.clear()
-    assert device.graphs == before
-
-
-def test_what_was_not_recorded_runs_plainly(device: EmulatedDevice) -> None:
-    recorder, sizes, ran, before = Recorder(device), [0], list[int](), (device.graphs, device.replays)
-    run = recorder.stretch([lambda: ran.append(sizes[0])], [sizes])
-    recorder.recording = True
-    for sizes[0] in (3, 2):
-        with device.lock():
-            run()
-    recorder.recording = False
-    assert ran == [3, 3, 2, 2]  # once to warm up, once to be recorded
-    for sizes[0] in (1, 2, 1, 3):
-        run()
-    assert ran[4:] == [1, 1]
-    assert (device.graphs, device.replays) == (before[0] + 2, before[1] + 2)
-    recorder.clear()
-    assert device.graphs == before[0]
 
 
 def test_it_is_preferred_where_it_can_run(runtime: Runtime) -> None:

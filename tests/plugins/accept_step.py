@@ -1,4 +1,4 @@
-"""What the tests of TreeAccept and ChainAccept share: a bound step, random forests, settings of branches."""
+"""What the tests of TreeAccept and ChainAccept share: a bound step, random forests, faults, settings of branches."""
 
 from __future__ import annotations
 
@@ -86,6 +86,52 @@ def forest(rng, trees, most_pending, most_nodes, vocabulary, straight):
             if row >= root:
                 logit_rows.append(row)
     return tuple(np.array(column, dtype=np.int64) for column in (token_ids, parent, branch, logit_rows))
+
+
+def spoiled(rng, tensors):
+    """The tensors of a step with rows of logits that no token can be chosen from, and seldom an index fault."""
+    tensors = {name: array.copy() for name, array in tensors.items()}
+    rows, logits = tensors["logit_rows"], tensors["logits"]
+    for place in np.flatnonzero(rng.random(len(rows)) < rng.choice([0.1, 0.4])):
+        if rng.random() < 0.7:
+            logits[place, rng.integers(logits.shape[1])] = np.nan
+        else:
+            logits[place] = -np.inf
+    if rng.random() < 0.1:
+        tensors["branch"][rng.choice(rows)] = rng.choice([-1, 99])
+    if "draft_probs" in tensors and rng.random() < 0.2:
+        q = tensors["draft_probs"]
+        q[rng.integers(len(q)), rng.integers(q.shape[1])] = rng.choice([np.nan, np.inf, -0.5])
+    return tensors
+
+
+def fault_on_the_cpu(op, tensors, outputs, extents, attributes):
+    """The number of the fault (`plugins.cuda.launches.FAULTS`) that the CPU's kernel raises for; else `outputs` are
+    its, and 0."""
+    call = native.create(op, tensors | outputs, attributes)
+    try:
+        call(*extents)
+    except ValueError as error:
+        told = {"contains NaN": 1, "is -inf for every token": 2}
+        return next((number for text, number in told.items() if text in str(error)), 3)
+    return 0
+
+
+def fork(op):
+    """A step whose walk comes to nodes 0 and 1 of 4, tensors and outputs. Of a tree, 2 hangs from 0 and 3 from 1."""
+    logits = np.zeros((4, 8), np.float32)
+    logits[0, 1] = logits[1, 5] = 9
+    tensors = {
+        "logits": logits, "logit_rows": np.arange(4), "positions": np.arange(4), "branch": np.zeros(4, np.int64),
+        **vars(equal_slots()), "token_ids": np.array([7, 1, 2, 3]), "parent": np.array([-1, 0, 0, 1]),
+    }  # fmt: skip
+    sizes = {"committed": 4, "accepted_count": 1, "kept_rows": 4, "kept_count": 1}
+    outputs = {name: np.full(size, POISON) for name, size in sizes.items()}
+    if op == "ChainAccept":
+        tensors["parent"] = np.arange(4) - 1
+        tensors |= {"draft_probs": np.full((4, 8), 0.125, np.float32), "skip_sample_adjustment": np.zeros(1, np.int64)}
+        outputs["trials"] = np.full((4, 2), float(POISON))
+    return tensors, outputs
 
 
 def depth_of(parent):

@@ -14,7 +14,7 @@ from plugins import native
 from plugins.cuda import LAUNCHES
 from plugins.schema import Purpose
 from plugins.schemas import SCHEMAS
-from tests.plugins.accept_step import depth_of, equal_slots, forest
+from tests.plugins.accept_step import depth_of, equal_slots, fault_on_the_cpu, forest, fork, spoiled
 from tests.plugins.emulator import Emulator
 from tests.plugins.gpu import Gpu
 
@@ -193,20 +193,60 @@ def test_a_big_vocabulary(kernels, filters) -> None:
 
 
 @pytest.mark.parametrize(("bad", "fault"), [(np.nan, 1), (-np.inf, 2)])
-@pytest.mark.parametrize("op", ["Sample", "TreeAccept"])
-def test_faults_are_told_and_nothing_is_committed_there(kernels, op, bad, fault) -> None:
+def test_faults_are_told_and_nothing_is_committed_there(kernels, bad, fault) -> None:
     tensors = {
         "logits": np.full((2, 70), bad, np.float32), "logit_rows": np.arange(2), "positions": np.arange(2),
         "branch": np.zeros(2, np.int64), **vars(equal_slots(1, temperature=1.0)),
     }  # fmt: skip
     tensors["logits"][0] = 0.5
-    outputs = {"committed": np.full(2, POISON)}
-    if op == "TreeAccept":
-        tensors |= {"token_ids": np.array([1, 2]), "parent": np.array([-1, 0])}
-        outputs = accept_outputs(2, 2, 1)
-    assert kernels.create(op, tensors | outputs)(2, 2) == fault
-    assert outputs["committed"][0] >= 0
-    assert outputs["committed"][1] == (POISON if op == "Sample" else -1)
+    committed = np.full(2, POISON)
+    assert kernels.create("Sample", tensors | {"committed": committed})(2, 2) == fault
+    assert committed[0] >= 0
+    assert committed[1] == POISON
+
+
+@pytest.mark.parametrize(("bad", "fault"), [(np.nan, 1), (-np.inf, 2)])
+@pytest.mark.parametrize("op", ["TreeAccept", "ChainAccept"])
+def test_a_fault_counts_where_the_walk_comes_to(kernels, op, bad, fault) -> None:
+    tensors, outputs = fork(op)
+    tensors["logits"][2:] = bad
+    compare(kernels, op, tensors, outputs, (4, 4))
+    tensors["logits"][1] = bad
+    assert kernels.create(op, tensors | outputs)(4, 4) == fault
+    assert outputs["committed"].tolist() == [1, -1, -1, -1]
+
+
+@pytest.mark.parametrize(("name", "index", "bad"), [("token_ids", 3, 8), ("draft_probs", (3, 0), np.nan)])
+def test_what_was_drafted_is_looked_at_wherever_the_walk_goes(kernels, name, index, bad) -> None:
+    tensors, outputs = fork("ChainAccept")
+    tensors["logits"][1:] = np.nan  # which is told where nothing else is wrong
+    tensors[name][index] = bad
+    assert kernels.create("ChainAccept", tensors | outputs)(4, 4) == 3
+
+
+@FEW
+@given(data=st.data(), vocabulary=st.sampled_from([1, 2, 5, 65]), nodes=st.integers(1, 9))
+@pytest.mark.parametrize("op", ["TreeAccept", "ChainAccept"])
+def test_faults_are_those_of_the_cpu(kernels, op, data, vocabulary, nodes, slots, logits_rows) -> None:
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    trees = data.draw(st.integers(1, 3))
+    tensors, tree = step_of(
+        rng, data.draw(slots(trees)), trees, nodes, vocabulary,
+        lambda n: data.draw(logits_rows(n, vocabulary)), 0.4 if op == "TreeAccept" else 1.0,
+    )  # fmt: skip
+    count, new = len(tensors["logit_rows"]), len(tensors["branch"])
+    tensors, outputs = tensors | tree, accept_outputs(new, count, trees)
+    if op == "ChainAccept":
+        q = rng.dirichlet(np.full(vocabulary, 0.3), count).astype(np.float32)
+        tensors |= {"draft_probs": q, "skip_sample_adjustment": rng.integers(0, 2, trees)}
+        outputs |= {"trials": np.full((count, 2), float(POISON))}
+    tensors = spoiled(rng, tensors)
+    theirs = {name: array.copy() for name, array in outputs.items()}
+    fault = fault_on_the_cpu(op, tensors, theirs, (new, count), {})
+    assert kernels.create(op, tensors | outputs)(new, count) == fault
+    if not fault:
+        for name, array in theirs.items():
+            np.testing.assert_array_equal(outputs[name], array, err_msg=name)
 
 
 def test_a_branch_out_of_range_is_a_fault(kernels) -> None:

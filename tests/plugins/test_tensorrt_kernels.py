@@ -18,7 +18,7 @@ from plugins.reference import SamplingSlots
 from plugins.schema import Purpose
 from plugins.schemas import SCHEMAS
 from plugins.tensorrt import PLUGINS
-from tests.plugins.accept_step import equal_slots
+from tests.plugins.accept_step import equal_slots, fault_on_the_cpu, fork, spoiled
 from tests.plugins.drafting import (
     BRANCHES,
     ERROR,
@@ -31,7 +31,7 @@ from tests.plugins.drafting import (
     settings_of,
     uneven_draws,
 )
-from tests.plugins.tensorrt_stand_in import ALL, SIZES, StandIn, attributes_of, poisoned, tensors_of
+from tests.plugins.tensorrt_stand_in import ALL, StandIn, attributes_of, poisoned, tensors_of
 from tests.plugins.test_cuda_kernels import FEW, POISON, accept_outputs, step_of
 from tests.plugins.test_tree_ops import candidates, grown
 
@@ -40,8 +40,16 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="kernels are
 
 
 @pytest.fixture(scope="module")
-def stand_in(tmp_path_factory: pytest.TempPathFactory) -> StandIn:
-    return StandIn.built_in(tmp_path_factory.mktemp("shells"))
+def stand_in(plugin_shells: StandIn) -> StandIn:
+    return plugin_shells
+
+
+def run_all(stand_in: StandIn, op: str, tensors, attributes):
+    """The op's plugins, one after another: all tensors by name."""
+    pool = dict(tensors)
+    for plugin in PLUGINS[op]:
+        pool |= stand_in.run(plugin, pool, {name: attributes[name] for name in plugin.attributes})
+    return pool
 
 
 def agree(stand_in: StandIn, op: str, tensors, outputs, extents, **attributes: int) -> None:
@@ -50,26 +58,20 @@ def agree(stand_in: StandIn, op: str, tensors, outputs, extents, **attributes: i
     schema = SCHEMAS[op]
     bound = {spec.name: (tensors | theirs)[spec.name] for spec in schema.tensors}
     native.create(op, bound, {spec.name: attributes[spec.name] for spec in schema.attributes})(*extents)
-    pool = tensors | {name: array.copy() for name, array in outputs.items()}  # KvGather's is an input too
-    for plugin in PLUGINS[op]:
-        pool |= stand_in.run(plugin, pool, {name: attributes[name] for name in plugin.attributes})
+    given_ = tensors | {name: array.copy() for name, array in outputs.items()}  # KvGather's is an input too
+    pool = run_all(stand_in, op, given_, attributes)
     for name, array in theirs.items():
         np.testing.assert_array_equal(pool[name], array, err_msg=name)
     assert not pool.get("status", np.zeros(1)).any()
 
 
-@FEW
-@given(data=st.data(), vocabulary=st.sampled_from([1, 3, 65, 200]), purpose=st.sampled_from(Purpose))
-@pytest.mark.parametrize("op", ["Sample", "TreeAccept", "ChainAccept"])
-def test_choices_and_walks(stand_in, op, data, vocabulary, purpose, slots, logits_rows) -> None:
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    trees, nodes = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 7))
+def accepting(rng, op, trees, nodes, vocabulary, data, slots, logits_rows):
+    """A step for Sample or an op that accepts: tensors, outputs and extents."""
     tensors, tree = step_of(
         rng, data.draw(slots(trees)), trees, nodes, vocabulary,
         lambda n: data.draw(logits_rows(n, vocabulary)), 0.4 if op == "TreeAccept" else 1.0,
     )  # fmt: skip
     count, new = len(tensors["logit_rows"]), len(tensors["branch"])
-    attributes = {} if op == "ChainAccept" else {"purpose": int(purpose)}
     outputs = {"committed": np.full(count, POISON)}
     if op != "Sample":
         outputs = accept_outputs(new, count, trees)
@@ -78,7 +80,17 @@ def test_choices_and_walks(stand_in, op, data, vocabulary, purpose, slots, logit
         q = rng.dirichlet(np.full(vocabulary, 0.3), count).astype(np.float32)
         tensors |= {"draft_probs": q, "skip_sample_adjustment": rng.integers(0, 2, trees)}
         outputs |= {"trials": np.full((count, 2), float(POISON))}
-    agree(stand_in, op, tensors, outputs, (new, count), **attributes)
+    return tensors, outputs, (new, count)
+
+
+@FEW
+@given(data=st.data(), vocabulary=st.sampled_from([1, 3, 65, 200]), purpose=st.sampled_from(Purpose))
+@pytest.mark.parametrize("op", ["Sample", "TreeAccept", "ChainAccept"])
+def test_choices_and_walks(stand_in, op, data, vocabulary, purpose, slots, logits_rows) -> None:
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    trees, nodes = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 7))
+    tensors, outputs, extents = accepting(rng, op, trees, nodes, vocabulary, data, slots, logits_rows)
+    agree(stand_in, op, tensors, outputs, extents, purpose=int(purpose))
 
 
 @FEW
@@ -159,15 +171,43 @@ def test_more_than_there_are_is_not_looked_for(stand_in: StandIn, op, name, soun
         assert all(poisoned(array) == (value == spoiled) for array in outputs.values())
 
 
-def test_each_row_tells_its_own_fault(stand_in: StandIn) -> None:
+def test_each_row_that_is_sampled_tells_its_own_fault(stand_in: StandIn) -> None:
     logits = np.zeros((4, 8), np.float32)
     logits[1], logits[2] = np.nan, -np.inf
     tensors = {
         "logits": logits, "logit_rows": np.arange(4), "positions": np.arange(4), "branch": np.array([0, 0, 0, 9]),
-        **vars(equal_slots(1, temperature=1.0)), "token_ids": np.zeros(4, np.int64), "parent": np.arange(4) - 1,
+        **vars(equal_slots(1, temperature=1.0)),
     }  # fmt: skip
-    for op in ("Sample", "TreeAccept"):
-        assert stand_in.run(PLUGINS[op][0], tensors, {"purpose": 0})["status"].tolist() == [0, 1, 2, 3]
+    assert stand_in.run(PLUGINS["Sample"][0], tensors, {"purpose": 0})["status"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("bad", "fault"), [(np.nan, 1), (-np.inf, 2)])
+@pytest.mark.parametrize("op", ["TreeAccept", "ChainAccept"])
+def test_a_fault_counts_where_the_walk_comes_to(stand_in: StandIn, op, bad, fault) -> None:
+    tensors, outputs = fork(op)
+    tensors |= {"slots": np.zeros(1, np.int64)}
+    tensors["logits"][2:] = bad
+    agree(stand_in, op, tensors, outputs, (4, 4), purpose=0)
+    tensors["logits"][1] = bad
+    pool = run_all(stand_in, op, tensors, {"purpose": 0})
+    assert (pool["status"].tolist(), pool["committed"].tolist()) == ([fault], [1, -1, -1, -1])
+
+
+@FEW
+@given(data=st.data(), vocabulary=st.sampled_from([1, 2, 5, 65]), nodes=st.integers(1, 7))
+@pytest.mark.parametrize("op", ["TreeAccept", "ChainAccept"])
+def test_faults_are_those_of_the_cpu(stand_in, op, data, vocabulary, nodes, slots, logits_rows) -> None:
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    trees = data.draw(st.integers(1, 3))
+    tensors, outputs, extents = accepting(rng, op, trees, nodes, vocabulary, data, slots, logits_rows)
+    tensors = spoiled(rng, tensors)
+    bound = {spec.name: tensors[spec.name] for spec in SCHEMAS[op].inputs}
+    fault = fault_on_the_cpu(op, bound, outputs, extents, {})
+    pool = run_all(stand_in, op, tensors, {"purpose": 0})
+    assert pool["status"].tolist() == [fault]
+    if not fault:
+        for name, array in outputs.items():
+            np.testing.assert_array_equal(pool[name], array, err_msg=name)
 
 
 @pytest.mark.parametrize("plugin", ALL, ids=lambda plugin: plugin.name)
@@ -236,14 +276,18 @@ def test_indices_that_lead_astray_are_not_followed(stand_in: StandIn, op, sound,
     (plugin,) = (plugin for plugin in ALL if plugin.name == op)
     tensors = {name: np.array(spoiled.get(name, array), array.dtype) for name, array in sound.items()}
     outputs = stand_in.run(plugin, tensors, {})
+    if op == "TreeWalk":
+        assert outputs.pop("status").tolist() == [3 if spoiled else 0]
     for name, array in outputs.items():
         untouched = (array == sound["kv"]).all() if name == "kv" else poisoned(array)
         assert untouched == bool(spoiled)
 
 
-def test_rows_that_do_not_ascend_are_a_fault_of_every_row(stand_in: StandIn) -> None:
+def test_rows_that_do_not_ascend_are_a_fault(stand_in: StandIn) -> None:
     for op in ("TreeAccept", "ChainAccept"):
-        plugin = PLUGINS[op][0]
-        outputs = stand_in.run(plugin, tensors_of(plugin.inputs), attributes_of(plugin))
-        assert outputs.pop("status").tolist() == [3] * SIZES["M"]
-        assert all(poisoned(array) for array in outputs.values())
+        choices, walk = PLUGINS[op]
+        given_ = tensors_of((*choices.inputs, *walk.inputs))
+        found = stand_in.run(choices, given_, attributes_of(choices))
+        outputs = stand_in.run(walk, given_ | found, {})
+        assert outputs.pop("status").tolist() == [3]
+        assert all(poisoned(array) for array in (*found.values(), *outputs.values()))

@@ -1,13 +1,15 @@
 """A device on the CPU: memory apart from the host's arrays, our ops' CUDA kernels as fibers, engines on the CPU.
 
-What is the same as on a GPU: where buffers lie, what is copied when, which kernels are launched with which values.
-What is not: nothing runs while the host goes on.
+What is the same as on a GPU: where buffers lie, what is copied when, which kernels are launched with which values, and
+that nothing of it has happened before somebody has waited: here it happens then, and no earlier.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +23,7 @@ from plans.manifest import Engine, TargetPlan
 from runtime.backends.base import BoundEngine, LoadedEngine
 from runtime.backends.cuda_driver import Pinned
 from runtime.backends.device import DeviceBuffers
+from runtime.backends.one_thread import OneThread
 from runtime.backends.onnxruntime_cuda import DeviceEngine
 from runtime.buffers import Buffers
 from tests.plugins.emulator import Emulator
@@ -36,10 +39,13 @@ class EmulatedDevice:
         self.replays = 0
         self.enqueued = 0  # work that was no part of a graph
         self._lock, self._holds = threading.RLock(), threading.local()
-        self.marks = 0  # that nobody has waited for
+        self._queue = deque[Callable[[], None]]()
+        self._enqueued, self._done = 0, 0  # pieces of work, since the beginning
         self.graphs = 0  # that were recorded and not given back
         self._recorded: list[Callable[[], None]] | None = None
         self.launched: dict[str, int] = {}
+
+    stream_handle = 0
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -57,6 +63,8 @@ class EmulatedDevice:
         return address
 
     def free(self, address: int) -> None:
+        with self._lock:
+            self._run_until(self._enqueued)
         del self._memory[address]
 
     def pinned(self, size: int) -> Pinned:
@@ -78,17 +86,26 @@ class EmulatedDevice:
     def mark(self) -> int:
         assert getattr(self._holds, "depth", 0), "this thread does not hold the device"
         assert self._recorded is None, "nothing may be waited for while a graph is recorded"
-        self.marks += 1
-        return self.marks
+        return self._enqueued
 
     def wait_for(self, mark: int) -> None:
-        self.marks -= 1
+        with self._lock:
+            self._run_until(mark)
+
+    def _run_until(self, mark: int) -> None:
+        while self._done < mark:
+            self._done += 1
+            self._queue.popleft()()
+
+    def _append(self, work: Callable[[], None]) -> None:
+        self._enqueued += 1
+        self._queue.append(work)
 
     def enqueue(self, work: Callable[[], None]) -> None:
         assert getattr(self._holds, "depth", 0), "this thread does not hold the device"
         if self._recorded is None:
             self.enqueued += 1
-            work()
+            self._append(work)
         else:
             self._recorded.append(work)
 
@@ -102,13 +119,22 @@ class EmulatedDevice:
         self.graphs += 1
         return recorded
 
+    def abort_recording(self) -> None:
+        assert self._recorded is not None
+        self._recorded = None
+
     def discard(self, graph: list[Callable[[], None]]) -> None:
         self.graphs -= 1
 
     def replay(self, graph: list[Callable[[], None]]) -> None:
+        assert getattr(self._holds, "depth", 0), "this thread does not hold the device"
         self.replays += 1
-        for work in graph:
-            work()
+
+        def run() -> None:
+            for work in graph:
+                work()
+
+        self._append(run)
 
     def launch(self, kernel: str, blocks: int, threads: int, values: Sequence[Any]) -> None:
         kept = [type(value)(value.value) for value in values]  # a driver copies them too
@@ -128,8 +154,8 @@ class EmulatedBackend:
 
     def load(self, path: Path, engine: Engine) -> LoadedEngine:
         session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-        loaded = DeviceEngine(session, engine, ("cpu", 0))
-        return _Enqueued(loaded, self._device) if self._records_engines else loaded
+        own = OneThread() if self._records and not self._records_engines else None  # as ONNX Runtime records itself
+        return _Enqueued(DeviceEngine(session, engine, ("cpu", 0), own), self._device)
 
     def buffers(self, plan: TargetPlan) -> Buffers:
         return DeviceBuffers(plan, self._device, records=self._records, records_engines=self._records_engines)
@@ -143,9 +169,17 @@ class _Enqueued:
 
     def bind(self, buffers: Buffers, bound: dict[str, str]) -> BoundEngine:
         run = self._engine.bind(buffers, bound)
+        own = weakref.ref(run)  # a graph holds addresses, and keeps nothing alive
 
         def enqueue(sizes: list[int]) -> None:
+            assert run is own()
             now = sizes.copy()
-            self._device.enqueue(lambda: run(now))
+
+            def work() -> None:
+                found = own()
+                assert found is not None, "a graph outlives its session"
+                found(now)
+
+            self._device.enqueue(work)
 
         return enqueue

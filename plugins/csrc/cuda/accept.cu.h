@@ -1,6 +1,7 @@
 // Sample, TreeAccept and ChainAccept: a block works out what each node would commit, and the last one to finish walks.
 //
-// Nodes that the walk does not come to are worked out in vain, but at the same time.
+// Nodes that the walk does not come to are worked out in vain, but at the same time. So a fault stays with its node until
+// the walk tells it: one of a row of logits where it comes to that node, an index fault of any node at once.
 #pragma once
 
 #include "../chain_accept.h"
@@ -12,8 +13,14 @@ namespace outrider {
 
 constexpr i64 kNobody = -1;
 
-// A step's rows with logits, and how their branches choose. `scratch` `[count, vocabulary]` holds weights; `status` gets
-// the first fault.
+// What stands in place of the token of a node at fault: a number below kNobody.
+OUTRIDER_DEVICE i64 in_place_of_token(i64 fault) { return kNobody - fault; }
+
+OUTRIDER_DEVICE i64 fault_of(i64 chosen) {
+  return in_place_of_token(kIndexFault) <= chosen && chosen < kNobody ? kNobody - chosen : kNoFault;
+}
+
+// A step's rows with logits, and how their branches choose. `scratch` `[count, vocabulary]` holds weights.
 struct ChoiceStep {
   const float* logits;
   const i64* logit_rows;
@@ -21,7 +28,6 @@ struct ChoiceStep {
   const i64* branch;
   SamplingSlots slots;
   u64* scratch;
-  i64* status;
   i64 vocabulary;
   i64 branches;
 };
@@ -43,20 +49,18 @@ OUTRIDER_DEVICE u64 uniform_of(const ChoiceStep& step, i64 place, u32 purpose) {
   return next_uniform(step.slots, step.branch[row], step.positions[row], purpose);
 }
 
-OUTRIDER_DEVICE void report(const ChoiceStep& step, i64 fault) {
-  if (fault != kNoFault && thread_index() == 0) *step.status = fault;
-}
-
 OUTRIDER_KERNEL outrider_sample(const float* logits, const i64* logit_rows, const i64* positions, const i64* branch,
                                 const double* temperature, const i64* top_k, const double* top_p,
                                 const i64* filter_order, const u64* seed, const i64* stream, i64* committed,
                                 u64* scratch, i64* status, i64 vocabulary, i64 branches, i64 purpose) {
   const ChoiceStep step = {logits,  logit_rows, positions, branch,   {temperature, top_k, top_p, filter_order, seed, stream},
-                           scratch, status,     vocabulary, branches};
+                           scratch, vocabulary, branches};
   const i64 place = block_index();
   const FilteredRow row = filtered(step, place);
-  report(step, row.fault);
-  if (row.fault != kNoFault) return;
+  if (row.fault != kNoFault) {
+    if (thread_index() == 0) *status = row.fault;
+    return;
+  }
   const i64 token = draw_token(row, uniform_of(step, place, static_cast<u32>(purpose)));
   if (thread_index() == 0) committed[place] = token;
 }
@@ -66,12 +70,23 @@ struct Outputs {
   i64* accepted_count;
   i64* kept_rows;
   i64* kept_count;
+  i64* status;
 };
 
-// Thread 0 of one block. `chosen` holds each node's token and `next` the place of the child to go on at, or kNobody.
-// They were written by other blocks of this launch: read past this multiprocessor's own cache.
+// The fault that a step has wherever its walk goes. Every thread of a block calls.
+OUTRIDER_DEVICE i64 fault_of_step(const volatile i64* chosen, i64 count) {
+  i64 own = kNoFault;
+  for (i64 i = thread_index(); i < count; i += thread_count()) {
+    if (fault_of(chosen[i]) == kIndexFault) own = kIndexFault;
+  }
+  return fold(own, Largest());
+}
+
+// Thread 0 of one block. `chosen` holds each node's token, or its fault, and `next` the place of the child to go on at, or
+// kNobody. They were written by other blocks of this launch: read past this multiprocessor's own cache. `fault` is the
+// step's; the first one that the walk comes to is told where that has none.
 OUTRIDER_DEVICE void walk(const Trees& trees, const volatile i64* chosen, const volatile i64* next, const Outputs& out,
-                          i64 new_tokens, i64 most_trees) {
+                          i64 new_tokens, i64 most_trees, i64 fault) {
   for (i64 i = 0; i < trees.count; ++i) out.committed[i] = kNobody;
   for (i64 i = 0; i < most_trees; ++i) out.accepted_count[i] = 0;
   i64 tree = 0;
@@ -88,7 +103,9 @@ OUTRIDER_DEVICE void walk(const Trees& trees, const volatile i64* chosen, const 
         if (!drafted || place == node) out.kept_rows[kept++] = row;
         if (drafted) ++place;
       }
-      out.committed[root + tokens++] = chosen[node];
+      const i64 token = chosen[node];
+      if (fault == kNoFault) fault = fault_of(token);
+      out.committed[root + tokens++] = token < 0 ? kNobody : token;
     }
     out.accepted_count[tree] = tokens;
     root = end;
@@ -100,6 +117,7 @@ OUTRIDER_DEVICE void walk(const Trees& trees, const volatile i64* chosen, const 
   }
   out.kept_count[0] = kept;
   for (i64 i = kept; i < new_tokens; ++i) out.kept_rows[i] = kNobody;
+  if (fault != kNoFault) *out.status = fault;
 }
 
 OUTRIDER_DEVICE i64 end_of_tree(const Trees& trees, i64 place) {
@@ -115,19 +133,21 @@ OUTRIDER_KERNEL outrider_tree_accept(const float* logits, const i64* logit_rows,
                                      i64* kept_count, u64* scratch, i64* status, i64* chosen, i64* next, u32* counter,
                                      i64 vocabulary, i64 branches, i64 most_trees, i64 new_tokens, i64 purpose) {
   const ChoiceStep step = {logits,  logit_rows, positions, branch,   {temperature, top_k, top_p, filter_order, seed, stream},
-                           scratch, status,     vocabulary, branches};
+                           scratch, vocabulary, branches};
   const Trees trees = {logit_rows, block_count(), parent, token_ids};
   const i64 place = block_index();
   const FilteredRow row = filtered(step, place);
-  report(step, row.fault);
-  i64 token = kNobody;
+  i64 token = in_place_of_token(row.fault);
   if (row.fault == kNoFault) token = draw_token(row, uniform_of(step, place, static_cast<u32>(purpose)));
   if (thread_index() == 0) {
     chosen[place] = token;
-    next[place] = token == kNobody ? kNobody : child_holding(trees, place, end_of_tree(trees, place), token);
+    next[place] = token < 0 ? kNobody : child_holding(trees, place, end_of_tree(trees, place), token);
   }
-  if (last_to_finish(counter) && thread_index() == 0) {
-    walk(trees, chosen, next, {committed, accepted_count, kept_rows, kept_count}, new_tokens, most_trees);
+  if (!last_to_finish(counter)) return;
+  const i64 of_step = fault_of_step(chosen, trees.count);
+  if (thread_index() == 0) {
+    const Outputs out = {committed, accepted_count, kept_rows, kept_count, status};
+    walk(trees, chosen, next, out, new_tokens, most_trees, of_step);
   }
 }
 
@@ -154,49 +174,48 @@ OUTRIDER_KERNEL outrider_chain_accept(const float* logits, const i64* logit_rows
                                       i64* chosen, i64* next, double* weighed, u32* counter, i64 vocabulary,
                                       i64 branches, i64 most_trees, i64 new_tokens) {
   const ChoiceStep step = {logits,  logit_rows, positions, branch,   {temperature, top_k, top_p, filter_order, seed, stream},
-                           scratch, status,     vocabulary, branches};
+                           scratch, vocabulary, branches};
   const Trees trees = {logit_rows, block_count(), parent, token_ids};
   const i64 place = block_index();
-  FilteredRow row = filtered(step, place);
-  report(step, row.fault);
+  const FilteredRow row = filtered(step, place);
   const i64 drafted = place + 1;
   const bool has_child = drafted < trees.count && parent_place(trees, drafted) == place;
-  i64 token = kNobody;
-  i64 follows = kNobody;
-  double ratio = 0.0;
-  const u64 r = row.fault == kNoFault ? uniform_of(step, place, kForRejection) : 0;
-  if (row.fault == kNoFault && !has_child) {
-    token = draw_token(row, uniform_of(step, place, kForTarget));  // the bonus
-  } else if (row.fault == kNoFault) {
-    const float* q = draft_probs + drafted * vocabulary;
-    const i64 proposed = token_ids[logit_rows[drafted]];
+  const float* q = draft_probs + drafted * vocabulary;  // the child's
+  const i64 proposed = has_child ? token_ids[logit_rows[drafted]] : kNobody;
+  i64 fault = row.fault;
+  if (has_child) {
     bool faulty = proposed < 0 || proposed >= vocabulary;
     for (i64 i = thread_index(); i < vocabulary; i += thread_count()) faulty = faulty || !can_be_probability(q[i]);
-    if (fold(static_cast<i64>(faulty), Largest()) != 0) {
-      report(step, kIndexFault);
+    if (fold(static_cast<i64>(faulty), Largest()) != 0) fault = kIndexFault;
+  }
+  i64 token = in_place_of_token(fault);
+  i64 follows = kNobody;
+  double ratio = 0.0;
+  const u64 r = fault == kNoFault ? uniform_of(step, place, kForRejection) : 0;
+  if (fault == kNoFault && !has_child) {
+    token = draw_token(row, uniform_of(step, place, kForTarget));  // the bonus
+  } else if (fault == kNoFault) {
+    const double scale = probability_scale(row.total);
+    const u64 own = row.weights ? row.weights[proposed] : proposed == row.best ? row.total : 0;
+    const u64 p = target_probability(own, scale);
+    const u64 q_own = draft_probability(q[proposed]);
+    ratio = p ? static_cast<double>(p) / static_cast<double>(q_own) : 0.0;
+    const u64 u = uniform_of(step, place, kForTarget);
+    if (accepts(r, p, q_own)) {
+      token = proposed;
+      follows = drafted;
     } else {
-      const double scale = probability_scale(row.total);
-      const u64 own = row.weights ? row.weights[proposed] : proposed == row.best ? row.total : 0;
-      const u64 p = target_probability(own, scale);
-      const u64 q_own = draft_probability(q[proposed]);
-      ratio = p ? static_cast<double>(p) / static_cast<double>(q_own) : 0.0;
-      const u64 u = uniform_of(step, place, kForTarget);
-      if (accepts(r, p, q_own)) {
-        token = proposed;
-        follows = drafted;
-      } else {
-        token = draw_token(row, u);  // where nothing is left, or nothing is to be adjusted
-        if (skip_sample_adjustment[branch[logit_rows[place]]] == 0) {
-          u64* rest = step.scratch + place * vocabulary;
-          u64 own_total = 0;
-          for (i64 i = thread_index(); i < vocabulary; i += thread_count()) {
-            const u64 mass = row.weights ? row.weights[i] : i == row.best ? row.total : 0;
-            rest[i] = residual(target_probability(mass, scale), draft_probability(q[i]));
-            own_total += rest[i];
-          }
-          const u64 total = fold(own_total, Sum());
-          if (total != 0) token = token_at(rest, vocabulary, draw_place(u, total));
+      token = draw_token(row, u);  // where nothing is left, or nothing is to be adjusted
+      if (skip_sample_adjustment[branch[logit_rows[place]]] == 0) {
+        u64* rest = step.scratch + place * vocabulary;
+        u64 own_total = 0;
+        for (i64 i = thread_index(); i < vocabulary; i += thread_count()) {
+          const u64 mass = row.weights ? row.weights[i] : i == row.best ? row.total : 0;
+          rest[i] = residual(target_probability(mass, scale), draft_probability(q[i]));
+          own_total += rest[i];
         }
+        const u64 total = fold(own_total, Sum());
+        if (total != 0) token = token_at(rest, vocabulary, draw_place(u, total));
       }
     }
   }
@@ -206,8 +225,11 @@ OUTRIDER_KERNEL outrider_chain_accept(const float* logits, const i64* logit_rows
     weighed[2 * place] = draw_f64(r);
     weighed[2 * place + 1] = ratio;
   }
-  if (last_to_finish(counter) && thread_index() == 0) {
-    walk(trees, chosen, next, {committed, accepted_count, kept_rows, kept_count}, new_tokens, most_trees);
+  if (!last_to_finish(counter)) return;
+  const i64 of_step = fault_of_step(chosen, trees.count);
+  if (thread_index() == 0) {
+    const Outputs out = {committed, accepted_count, kept_rows, kept_count, status};
+    walk(trees, chosen, next, out, new_tokens, most_trees, of_step);
     tell_trials(trees, next, weighed, trials);
   }
 }

@@ -1,0 +1,121 @@
+"""Sessions on a real GPU, on every execution target that runs there: `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+
+import pytest
+
+from compiler.agreement import find_parting
+from compiler.build import build
+from compiler.recipe import load_recipe
+from plans.errors import OutriderError, PlanError
+from runtime import Runtime
+from runtime.backends.cuda_driver import architecture, call
+from runtime.request import Options
+from tests.conftest import TOY_DRAFTERS
+
+pytestmark = pytest.mark.gpu
+
+PROMPT = [(37 * i) % 299 + 1 for i in range(20)]
+TOLERANCE = 1e-3  # logits, float32 on both sides: the GPU sums in another order
+
+
+@pytest.fixture(scope="module", params=["onnxruntime-cuda", "tensorrt-rtx", "tensorrt"])
+def target(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def plan(target: str, toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy for this GPU. Skipped where it has none of the target's, with the reason."""
+    try:
+        override = f"targets=[{{kind: {target}, compute_capabilities: [{architecture()}]}}]"
+        return build(
+            load_recipe(toy_recipe, [override]), toy_recipe, tmp_path_factory.mktemp(target) / "plan"
+        ).plan.root
+    except OutriderError as error:
+        pytest.skip(f"{target}: {error}")
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["graphs", "kernel by kernel"])
+def gpu(request: pytest.FixtureRequest, plan: Path, target: str) -> Runtime:
+    try:
+        return Runtime.load(plan, target=target, cuda_graphs=request.param)
+    except PlanError as error:
+        if "cannot run here" in str(error):
+            pytest.skip(str(error))
+        raise
+
+
+@pytest.mark.parametrize("drafter", ["none", *TOY_DRAFTERS])
+@pytest.mark.parametrize(
+    "sampling", [Options(temperature=0.0), Options(temperature=0.8, top_p=0.9, seed=3)], ids=["greedy", "sampled"]
+)
+def test_tokens_are_those_of_the_cpu(gpu: Runtime, toy: Runtime, drafter: str, sampling: Options) -> None:
+    """Up to near ties."""
+    options = sampling | Options(max_new_tokens=60, ignore_eos=True, auto_disable=False)
+    session = toy.session()
+    expected = session.generate(PROMPT, drafter="none", **options).token_ids
+    found = gpu.generate(PROMPT, drafter=drafter, **options).token_ids
+    parted = find_parting(session, PROMPT, options, expected, found)
+    assert parted is None or parted[1] < TOLERANCE
+
+
+def test_graphs_change_no_token(plan: Path, target: str, gpu: Runtime) -> None:
+    """The same kernels in the same order give the same bits."""
+    other = Runtime.load(plan, target=target, cuda_graphs=False)
+    for drafter in ("none", *TOY_DRAFTERS):
+        options = Options(
+            max_new_tokens=60, ignore_eos=True, auto_disable=False, drafter=drafter, temperature=0.9, seed=1
+        )
+        assert gpu.generate(PROMPT, **options).token_ids == other.generate(PROMPT, **options).token_ids
+
+
+def test_turns_cuts_and_logits(gpu: Runtime) -> None:
+    """A session that was cut goes on as one that never was."""
+    whole, cut = gpu.session(), gpu.session()
+    options = Options(max_new_tokens=12, ignore_eos=True, drafter="head", logprobs=2)
+    first = whole.generate(PROMPT, **options)
+    cut.generate(PROMPT, **options)
+    cut.truncate(len(PROMPT) + 5)
+    again = cut.generate(first.token_ids[5:], **options)
+    assert again.token_ids == whole.generate([], **options).token_ids
+    assert len(again.logprobs) == 12
+
+
+def test_threads_of_their_own(gpu: Runtime) -> None:
+    """Sessions are made and used in other threads than the one that loaded the plan."""
+    options = Options(max_new_tokens=40, ignore_eos=True, drafter="bushy", temperature=0.8, seed=4)
+    expected = gpu.generate(PROMPT, **options).token_ids
+    found = list[list[int]]()
+    threads = [
+        threading.Thread(target=lambda: found.append(gpu.session().generate(PROMPT, **options).token_ids))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [expected] * 3
+
+
+def test_memory_is_given_back(gpu: Runtime) -> None:
+    def free() -> int:
+        gc.collect()
+        gpu.session().generate(PROMPT, max_new_tokens=2)
+        gc.collect()
+        return int(call("cuMemGetInfo")[0])
+
+    free()
+    before = free()
+    for _ in range(5):
+        left = free()
+    assert left > before - (16 << 20)  # what libraries keep for themselves
+
+
+def test_beams(gpu: Runtime, toy: Runtime) -> None:
+    ours, theirs = (runtime.beam_search(PROMPT, beams=3, max_new_tokens=6)[0] for runtime in (gpu, toy))
+    assert ours.score == pytest.approx(theirs.score, abs=1e-3)
