@@ -288,6 +288,7 @@ def test_an_older_engine_needs_its_lean_runtime() -> None:
     backend = driver.TensorRt.__new__(driver.TensorRt)
     asked = []
     backend._runtime = SimpleNamespace(load_runtime=lambda file: asked.append(file))
+    backend._log = SimpleNamespace(said=lambda: "no such file")
     with pytest.raises(PlanError, match=r"built by tensorrt 10\.15\.0\.1, whose lean runtime libnvinfer_lean\.so\.10"):
         backend._older(engine)
     assert asked == ["libnvinfer_lean.so.10"]
