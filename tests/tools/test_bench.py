@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from plans.errors import OutriderError, RequestError
 from plans.plan import read_manifest
+from runtime import Runtime, Stats
+from runtime.request import Options
 from tests.conftest import TOY_DRAFTERS
 from tools.bench import __main__ as bench
 from tools.bench import against
-from tools.bench.latency import choose_drafters, choose_prompts
+from tools.bench.latency import _divergences, choose_drafters, choose_prompts, cut_prompts
+from tools.bench.rows import Mode, Run, percentile, summary
 
 Captured = pytest.CaptureFixture[str]
 
@@ -54,8 +60,11 @@ def latency(workplace: Path, capsys: Captured):
 ROW_KEYS = {
     "drafter", "kind", "speedup", "speedup_p10", "speedup_p90", "decode_speedup", "tokens_per_verify",
     "acceptance_rate",
-    "tokens_per_second", "tokens_per_second_p10", "tokens_per_second_p90", "drafted", "accepted", "rounds",
-    "plain_rounds", "ttft_ms", "round_ms", "engine_ms", "host_gap_ms", "stages", "same_tokens", "same_runs", "runs",
+    "tokens_per_second", "tokens_per_second_p10", "tokens_per_second_p90", "baseline_tokens_per_second",
+    "acceptance_by_depth", "drafted", "evaluated", "accepted", "rounds", "plain_rounds", "ttft_ms", "ttft_ms_p10",
+    "ttft_ms_p90", "tpot_ms_p50", "tpot_ms_p90", "tpot_ms_p99", "e2e_ms", "e2e_ms_p10", "e2e_ms_p90", "round_ms",
+    "engine_ms", "host_gap_ms", "stages", "prompt_tokens", "same_tokens", "same_runs", "runs", "first_divergence",
+    "divergence_margin",
 }  # fmt: skip
 
 
@@ -63,7 +72,8 @@ def test_latency_prints_stable_keys(latency, capsys: Captured) -> None:
     assert latency("--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {
-        "machine", "plan", "identity", "target", "threads", "load_ms", "prompts", "new_tokens", "reps", "temperature",
+        "machine", "plan", "git_sha", "identity", "target", "target_version", "dtype", "threads", "load_ms",
+        "plan_bytes", "peak_rss_bytes", "prompts", "new_tokens", "reps", "temperature", "top_k", "top_p", "seed",
         "auto_disable", "rows",
     }  # fmt: skip
     assert set(found["machine"]) == {"processor", "cores", "python", "onnxruntime"}
@@ -80,6 +90,11 @@ def test_latency_prints_stable_keys(latency, capsys: Captured) -> None:
         assert row["round_ms"] == pytest.approx(row["engine_ms"] + row["host_gap_ms"])
         assert row["host_gap_ms"] > 0
         assert row["accepted"] <= row["drafted"]
+        assert 0 < row["tpot_ms_p50"] <= row["tpot_ms_p90"] <= row["tpot_ms_p99"] < row["e2e_ms_p90"]
+        assert row["ttft_ms"] < row["e2e_ms"]
+        assert row["first_divergence"] is row["divergence_margin"] is None
+        assert row["baseline_tokens_per_second"] == rows["none"]["tokens_per_second"]
+        assert row["acceptance_by_depth"] == sorted(row["acceptance_by_depth"], reverse=True)
     assert rows["none"]["speedup"] == rows["none"]["tokens_per_verify"] == 1
     assert rows["bushy"]["acceptance_rate"] == rows["bushy"]["accepted"] / rows["bushy"]["drafted"]
 
@@ -105,6 +120,54 @@ def test_latency_shows_two_tables(latency, capsys: Captured) -> None:
         assert part in figures
     assert [line.split()[0] for line in stages.splitlines()[1:]] == ["drafter", "none", "ngram"]
     assert {"target", "Sample", "TreeAccept"} <= set(stages.splitlines()[1].split())
+
+
+def test_latency_as_csv_has_every_figure_of_every_row(latency, capsys: Captured) -> None:
+    assert latency("--drafters", "ngram,head", "--csv", "--seed", "3", "--temperature", "0.5") == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [row["drafter"] for row in rows] == ["none", "ngram", "head"]
+    assert {"identity", "git_sha", "machine_processor", "seed", "tpot_ms_p99", "stage_ms_target"} <= set(rows[0])
+    assert rows[0]["stage_ms_head"] == ""
+    assert float(rows[2]["stage_ms_head"]) > 0
+    assert (rows[1]["seed"], rows[1]["temperature"]) == ("3", "0.5")
+
+
+def test_latency_as_markdown_is_one_table(latency, capsys: Captured) -> None:
+    assert latency("--drafters", "ngram", "--markdown") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(lines) == 4
+    assert len({line.count("|") for line in lines}) == 1
+    assert lines[2].startswith("| none | ")
+
+
+def test_prompts_of_one_length_are_made_of_those_there_are(latency, capsys: Captured) -> None:
+    assert latency("--prompt-len", "50", "--drafters", "none", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["prompt_tokens"] == 50
+    assert cut_prompts([[1, 2, 3], [4, 5]], 4, 9) == [[5, 1, 2, 3], [2, 3, 4, 5]]
+    assert cut_prompts([[1, 2, 3], [4, 5]], 2, 9) == [[2, 3], [4, 5]]
+    with pytest.raises(RequestError, match="--prompt-len is 10; pass 1 to 9"):
+        cut_prompts([[1]], 10, 9)
+
+
+def test_tokens_that_part_are_shown_with_place_and_margin(toy: Runtime) -> None:
+    ids, options = [5, 6, 7], Options(max_new_tokens=6, ignore_eos=True)
+    session = toy.session()
+    plain = session.generate(ids, drafter="none", **options)
+    wrong = replace(plain, token_ids=[*plain.token_ids[:2], 1 + plain.token_ids[2] % 299, *plain.token_ids[3:]])
+    runs = [Run(g, 1.0, Stats(), (1.0, 3.0, 2.0)) for g in (plain, wrong)]
+    found = _divergences(session, [ids], options, runs[:1], runs[1:])
+    assert (found[0].prompt, found[0].index) == (0, 2)
+    assert found[0].margin > 0
+    row = summary(Mode("wrong", "ngram", runs[1:], found), runs[:1])
+    assert (row["first_divergence"], row["divergence_margin"]) == (2, found[0].margin)
+    assert (row["same_tokens"], row["tpot_ms_p50"], row["tpot_ms_p99"]) == (False, 2.0, 3.0)
+
+
+def test_percentiles() -> None:
+    ranked = [float(value) for value in range(1, 101)]
+    assert [percentile(ranked, share) for share in (10, 50, 90, 99)] == [10, 50, 90, 99]
+    assert [percentile([7.0], share) for share in (10, 99)] == [7.0, 7.0]
+    assert percentile([], 50) == 0.0
 
 
 def test_drafters_are_chosen_by_name_or_kind(toy_plan: Path) -> None:

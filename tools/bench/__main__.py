@@ -51,13 +51,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     latency.add_argument("--new", type=int, default=128, help="tokens to generate (default 128)")
     latency.add_argument("--reps", type=at_least_1, default=3, help="runs of each prompt and mode (default 3)")
+    latency.add_argument(
+        "--prompt-len", type=at_least_1, metavar="N", help="prompts of exactly N tokens, made of the held-out ones"
+    )
     latency.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    latency.add_argument("--top-k", type=int, default=0, help="keep the k most probable tokens; 0 is off (default)")
+    latency.add_argument("--top-p", type=float, default=1.0, help="keep the most probable tokens up to p; 1 is off")
+    latency.add_argument("--seed", type=int, default=0, help="seed of the draws (default 0)")
     latency.add_argument(
         "--keep-drafting", action="store_true", help="draft even where the runtime would see that it does not pay"
     )
     latency.add_argument("--threads", type=int, default=0, help="0: the backend chooses")
     latency.add_argument("--target", help="execution target (default: the best that this machine drives)")
-    latency.add_argument("--json", action="store_true", help="print one JSON object")
+    printed = latency.add_mutually_exclusive_group()
+    printed.add_argument("--json", action="store_true", help="print one JSON object")
+    printed.add_argument("--csv", action="store_true", help="print a line for each drafter, with every figure")
+    printed.add_argument("--markdown", action="store_true", help="print the main figures as a Markdown table")
     latency.set_defaults(command=_latency)
 
     against = commands.add_parser(
@@ -90,9 +99,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _latency(options: argparse.Namespace) -> int:
-    from tools.bench.latency import measure, print_table
+    from tools.bench.latency import measure
+    from tools.bench.tables import print_table, to_csv, to_markdown
 
-    return _report(measure(options), options, print_table)
+    if not (options.csv or options.markdown):
+        return _report(measure(options), options, print_table)
+    report = {"machine": describe_machine(), **measure(options)}
+    print(to_csv(report) if options.csv else to_markdown(report), end="" if options.csv else "\n")
+    return 0
 
 
 def _against(options: argparse.Namespace) -> int:

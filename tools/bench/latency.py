@@ -3,45 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import resource
+import subprocess
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from compiler.agreement import find_parting
 from compiler.held_out import read_prompts
 from compiler.recipe import source_recipe
 from plans.console import progress_bar
 from plans.errors import RequestError
-from plans.manifest import Drafter
-from runtime import Generation, Runtime, Session, Stats
+from plans.manifest import Drafter, Manifest
+from runtime import Runtime, Session, Stats
 from runtime.request import Options
+from tools.bench.rows import OPENING, Divergence, Mode, Run, summary
 
 _PLAIN = "none"
-_OPENING = 2  # rounds that the stage times leave out: one ends the prompt, in the next a drafter reads it
-
-
-@dataclass(frozen=True)
-class Run:
-    """One generation. `wall_ms` and `steady` are of its rounds behind the opening, by the wall clock and by stage."""
-
-    generation: Generation
-    wall_ms: float
-    steady: Stats
-
-    @property
-    def stats(self) -> Stats:
-        return self.generation.stats
-
-    @property
-    def rounds(self) -> int:
-        """Rounds behind the opening."""
-        return max(self.stats.rounds - _OPENING, 0)
+_ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -49,39 +30,66 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     started = perf_counter()
     runtime = Runtime.load(options.plan, target=options.target, threads=options.threads)
     load_ms = (perf_counter() - started) * 1000
-    kinds = {_PLAIN: None} | {d.name: d.kind for d in runtime.manifest.drafters}
-    modes = choose_drafters(runtime.manifest.drafters, options.drafters)
-    prompts = choose_prompts(options.plan, options.prompts)[: options.count]
-    settings = Options(
-        max_new_tokens=options.new,
-        temperature=options.temperature,
-        ignore_eos=True,
-        auto_disable=not options.keep_drafting,
-    )
+    manifest = runtime.manifest
+    kinds = {_PLAIN: None} | {d.name: d.kind for d in manifest.drafters}
+    modes = [Mode(name, kinds[name]) for name in choose_drafters(manifest.drafters, options.drafters)]
+    texts = choose_prompts(options.plan, options.prompts)
+    prompts = [runtime.tokenizer.encode(text) for text in texts]
+    if options.prompt_len is not None:
+        prompts = cut_prompts(prompts, options.prompt_len, manifest.target.context - options.new)
+    prompts = prompts[: options.count]
+    sampling = Options(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed)
+    settings = sampling | Options(max_new_tokens=options.new, ignore_eos=True, auto_disable=not options.keep_drafting)
     session = runtime.session()
     for mode in modes:
-        _run(session, prompts[0], mode, settings)
-    runs: dict[str, list[Run]] = {mode: [] for mode in modes}
+        _run(session, 0, prompts[0], mode.drafter, settings)
     total = options.reps * len(prompts)
     with progress_bar("measuring") as progress:
         for done in range(total):
             repetition, index = divmod(done, len(prompts))
             progress(done, total, f"run {repetition + 1}, prompt {index + 1}")
             for mode in modes:
-                runs[mode].append(_run(session, prompts[index], mode, settings))
+                mode.runs.append(_run(session, index, prompts[index], mode.drafter, settings))
+    plain = modes[0].runs
+    for mode in modes[1:]:
+        mode.divergences = _divergences(session, prompts, settings, plain, mode.runs)
     return {
         "plan": str(options.plan),
-        "identity": runtime.manifest.identity,
+        "git_sha": _git_sha(),
+        "identity": manifest.identity,
         "target": runtime.target,
+        "target_version": _version(manifest, runtime.target),
+        "dtype": str(manifest.recipe.get("target", {}).get("dtype", "float32")),
         "threads": options.threads,
         "load_ms": load_ms,
+        "plan_bytes": sum(file.size for file in manifest.files),
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        * (1 if sys.platform == "darwin" else 1024),
         "prompts": len(prompts),
         "new_tokens": options.new,
         "reps": options.reps,
-        "temperature": options.temperature,
+        **sampling,
         "auto_disable": not options.keep_drafting,
-        "rows": [{"drafter": m, "kind": kinds[m], **_summary(runs[m], runs[_PLAIN])} for m in modes],
+        "rows": [summary(mode, plain) for mode in modes],
     }
+
+
+def cut_prompts(prompts: Sequence[list[int]], length: int, most: int) -> list[list[int]]:
+    """Prompts of exactly `length` tokens: the ends of long ones, short ones behind the ones before them.
+
+    Raises `RequestError` where the plan's context has no room for it.
+    """
+    if not 1 <= length <= most:
+        raise RequestError(f"--prompt-len is {length}; pass 1 to {most}, what the context leaves beside --new tokens.")
+    found: list[list[int]] = []
+    for index in range(len(prompts)):
+        tokens: list[int] = []
+        for step in range(len(prompts) * (1 + length)):
+            tokens = prompts[(index - step) % len(prompts)] + tokens
+            if len(tokens) >= length:
+                break
+        found.append(tokens[-length:])
+    return found
 
 
 def choose_drafters(drafters: Sequence[Drafter], wanted: str | None) -> list[str]:
@@ -114,119 +122,45 @@ def choose_prompts(plan: Path, path: Path | None) -> list[str]:
     return read_prompts(path)
 
 
-def _run(session: Session, prompt: str, drafter: str, settings: Options) -> Run:
+def _run(session: Session, prompt: int, ids: list[int], drafter: str, settings: Options) -> Run:
     session.reset()
-    stream = session.stream(prompt, **(settings | Options(drafter=drafter)))
-    for _ in islice(stream, _OPENING):
-        pass
-    clock = session.stage_clock()
-    started = perf_counter()
-    generation = stream.result
+    stream = session.stream(ids, **(settings | Options(drafter=drafter)))
+    gaps: list[float] = []
+    clock, started = session.stage_clock(), perf_counter()
+    before = started
+    for rounds, span in enumerate(stream, start=1):
+        now = perf_counter()
+        if rounds > 1 and span.token_ids:
+            gaps += [1000 * (now - before) / len(span.token_ids)] * len(span.token_ids)
+        if rounds == OPENING:
+            clock, started = session.stage_clock(), perf_counter()
+        before = perf_counter()
     wall_ms = (perf_counter() - started) * 1000
     steady = Stats()
     clock.fill(steady)
-    return Run(generation, wall_ms, steady)
+    return Run(stream.result, wall_ms, steady, tuple(gaps), prompt)
 
 
-def _summary(runs: list[Run], plain: list[Run]) -> dict[str, Any]:
-    """Medians over all runs; speedups are those of pairs of the same prompt and repetition.
-
-    `speedup` has the prompt in it, `decode_speedup` begins behind the first token.
-    """
-    stats = [run.stats for run in runs]
-    rates = [s.decode_tokens_per_second for s in stats]
-    ratios = [p.stats.total_ms / run.stats.total_ms for run, p in zip(runs, plain, strict=True)]
-    decoding = [
-        run.stats.decode_tokens_per_second / rate
-        for run, p in zip(runs, plain, strict=True)
-        if (rate := p.stats.decode_tokens_per_second)
-    ]
-    rounds, drafted, accepted = (sum(getattr(s, key) for s in stats) for key in ("rounds", "drafted", "accepted"))
-    same = sum(run.generation.token_ids == p.generation.token_ids for run, p in zip(runs, plain, strict=True))
-    steady = [run for run in runs if run.rounds]
-    names = dict.fromkeys(name for run in steady for name, spent in run.steady.stage_ms.items() if spent)
-    return {
-        **_spread("speedup", ratios),
-        "decode_speedup": median(decoding) if decoding else 0.0,
-        "tokens_per_verify": sum(s.new_tokens for s in stats) / rounds,
-        "acceptance_rate": accepted / drafted if drafted else 0.0,
-        **_spread("tokens_per_second", rates),
-        "drafted": drafted,
-        "accepted": accepted,
-        "rounds": rounds,
-        "plain_rounds": sum(s.plain_rounds for s in stats),
-        "ttft_ms": median(s.ttft_ms for s in stats),
-        "round_ms": _per_round(steady, [run.wall_ms for run in steady]),
-        "engine_ms": _per_round(steady, [run.steady.engine_ms for run in steady]),
-        "host_gap_ms": _per_round(steady, [run.wall_ms - run.steady.engine_ms for run in steady]),
-        "stages": {name: _per_round(steady, [run.steady.stage_ms[name] for run in steady]) for name in names},
-        "same_tokens": same == len(runs),
-        "same_runs": same,
-        "runs": len(runs),
-    }
+def _divergences(
+    session: Session, prompts: Sequence[list[int]], settings: Options, plain: Sequence[Run], runs: Sequence[Run]
+) -> list[Divergence]:
+    found = []
+    for run, other in zip(runs, plain, strict=True):
+        ids = prompts[run.prompt]
+        parted = find_parting(session, ids, settings, other.generation.token_ids, run.generation.token_ids)
+        if parted is not None:
+            found.append(Divergence(run.prompt, *parted))
+    return found
 
 
-def _spread(name: str, values: list[float]) -> dict[str, float]:
-    """Median, 10th and 90th percentile."""
-    ranked = sorted(values)
-    return {
-        name: median(ranked),
-        f"{name}_p10": ranked[len(ranked) // 10],
-        f"{name}_p90": ranked[len(ranked) * 9 // 10],
-    }
+def _version(manifest: Manifest, target: str) -> str:
+    """What built the target's engines."""
+    builders = {engine.builder for engine in manifest.targets[target].engines.values() if engine.builder}
+    return ", ".join(sorted(builders)) or f"onnxruntime {manifest.tools.get('onnxruntime', '')}".strip()
 
 
-def _per_round(runs: list[Run], ms: list[float]) -> float:
-    """Median over runs of what a round took; 0 where all were too short to tell."""
-    return median(spent / run.rounds for run, spent in zip(runs, ms, strict=True)) if runs else 0.0
-
-
-def print_table(report: dict[str, Any], console: Console) -> None:
-    machine = report["machine"]
-    console.print(
-        f"{machine['processor']}, {machine['cores']} cores, onnxruntime {machine['onnxruntime']}; {report['target']}, "
-        f"plan {report['identity'][:12]}, loaded in {report['load_ms']:.0f} ms"
-    )
-    console.print(
-        f"{report['prompts']} held-out prompts x {report['reps']} runs, {report['new_tokens']} new tokens, "
-        f"temperature {report['temperature']}; medians, modes alternating"
-    )
-    table = Table("drafter", box=None, pad_edge=False)
-    columns = (
-        "tokens/s (p10-p90)",
-        "speedup (p10-p90)",
-        "decode",
-        "tokens/verify",
-        "accepted",
-        "plain",
-        "ttft ms",
-        "round ms",
-    )
-    for column in (*columns, "host gap", "same"):
-        table.add_column(column, justify="right")
-    for row in report["rows"]:
-        table.add_row(
-            row["drafter"],
-            "{tokens_per_second:.0f} ({tokens_per_second_p10:.0f}-{tokens_per_second_p90:.0f})".format_map(row),
-            "{speedup:.2f}x ({speedup_p10:.2f}-{speedup_p90:.2f})".format_map(row),
-            f"{row['decode_speedup']:.2f}x",
-            f"{row['tokens_per_verify']:.2f}",
-            f"{row['acceptance_rate']:.0%} of {row['drafted']}" if row["drafted"] else "",
-            f"{row['plain_rounds'] / row['rounds']:.0%}" if row["drafter"] != _PLAIN else "",
-            f"{row['ttft_ms']:.1f}",
-            *(f"{row[key]:.3f}" for key in ("round_ms", "host_gap_ms")),
-            "yes" if row["same_tokens"] else f"{row['same_runs']} of {row['runs']}",
-        )
-    console.print(table)
-    console.print("\nmilliseconds a round, by stage (without the prompt's rounds)")
-    console.print(_stage_table(report["rows"]))
-
-
-def _stage_table(rows: list[dict[str, Any]]) -> Table:
-    stages = dict.fromkeys(name for row in rows for name in row["stages"])
-    table = Table("drafter", box=None, pad_edge=False)
-    for stage in stages:
-        table.add_column(stage, justify="right")
-    for row in rows:
-        table.add_row(row["drafter"], *(f"{row['stages'][s]:.3f}" if s in row["stages"] else "" for s in stages))
-    return table
+def _git_sha() -> str | None:
+    """Of the checkout that measures; None outside of one."""
+    command = ["git", "-C", str(_ROOT), "rev-parse", "--short=12", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
