@@ -244,3 +244,16 @@ def test_a_builder_that_fails_is_a_sentence_and_leaves_nothing(
     with pytest.raises(OutriderError, match=r"cannot convert .*target \(ValueError: no such model\)"):
         against.convert_for_genai(workplace / "target", workplace)
     assert set(workplace.iterdir()) == before
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C and a C++ compiler")
+def test_embedded_compares_c_with_python(workplace: Path, capsys: Captured) -> None:
+    pytest.importorskip("cffi")
+    prompts = str(workplace / "held_out.jsonl")
+    sizes = ("--new", "4", "--reps", "2", "--runs", "2")
+    assert bench.main(["embedded", str(workplace / "plan"), "--prompts", prompts, *sizes, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ms_per_token"].keys() == {"c", "python"}
+    assert 0 < found["ratio_lowest"] <= found["ratio"] <= found["ratio_highest"]
+    assert bench.main(["embedded", str(workplace / "plan"), "--prompts", prompts, *sizes]) == 0
+    assert "C takes " in capsys.readouterr().out

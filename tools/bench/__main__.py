@@ -1,4 +1,4 @@
-"""`python -m tools.bench latency | against | startup`: what a plan costs, on this machine."""
+"""`python -m tools.bench latency | against | startup | embedded`: what a plan costs, on this machine."""
 
 from __future__ import annotations
 
@@ -95,7 +95,27 @@ def _parser() -> argparse.ArgumentParser:
     startup.add_argument("--threads", type=int, default=0, help="0: the backend chooses")
     startup.add_argument("--json", action="store_true")
     startup.set_defaults(command=_startup)
+
+    embedded = commands.add_parser(
+        "embedded",
+        help="from C against from Python",
+        description="Compile a C program against the library, and run it and a Python program that does the same in "
+        "turn, in fresh processes: plain greedy decoding of a held-out prompt, milliseconds a token.",
+    )
+    embedded.add_argument("plan", type=Path)
+    embedded.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
+    embedded.add_argument("--new", type=at_least_1, default=256, help="tokens to generate (default 256)")
+    embedded.add_argument("--reps", type=at_least_1, default=7, help="pairs of processes (default 7)")
+    embedded.add_argument("--runs", type=at_least_1, default=5, help="generations of each process (default 5)")
+    embedded.add_argument("--json", action="store_true")
+    embedded.set_defaults(command=_embedded)
     return parser
+
+
+def _embedded(options: argparse.Namespace) -> int:
+    from tools.bench.embedded import measure, print_table
+
+    return _report(measure(options), options, print_table)
 
 
 def _latency(options: argparse.Namespace) -> int:
