@@ -80,9 +80,16 @@ def build(out: Path, report: Callable[[str], None] = lambda text: None, *, flags
 
     Programs that use it run in this environment (`sys.prefix`), or in the one that OUTRIDER_HOME names. `flags` are for
     the compilers, besides their own. Raises `EmbedError` where cffi, a C or C++ compiler, or Python's shared library is
-    missing.
+    missing, or where `out` cannot be written.
     """
     compilers = _Compilers(flags)
+    try:
+        return _build(out, report, compilers)
+    except OSError as error:
+        raise EmbedError(f"the library cannot be written to {out}: {error}; pass another folder") from None
+
+
+def _build(out: Path, report: Callable[[str], None], compilers: _Compilers) -> list[Path]:
     include, lib = out / "include", out / "lib"
     for folder in (include, lib / "pkgconfig", lib / "cmake" / "Outrider"):
         folder.mkdir(parents=True, exist_ok=True)
