@@ -14,6 +14,7 @@ from typing import Any
 from compiler.agreement import find_parting
 from compiler.held_out import read_prompts
 from compiler.recipe import source_recipe
+from plans import names
 from plans.console import progress_bar
 from plans.errors import RequestError
 from plans.manifest import Drafter, Manifest
@@ -31,6 +32,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     runtime = Runtime.load(options.plan, target=options.target, threads=options.threads)
     load_ms = (perf_counter() - started) * 1000
     manifest = runtime.manifest
+    engine = manifest.targets[runtime.target].engines[names.TARGET]
     kinds = {_PLAIN: None} | {d.name: d.kind for d in manifest.drafters}
     modes = [Mode(name, kinds[name]) for name in choose_drafters(manifest.drafters, options.drafters)]
     texts = choose_prompts(options.plan, options.prompts)
@@ -59,7 +61,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "identity": manifest.identity,
         "target": runtime.target,
         "target_version": _version(manifest, runtime.target),
-        "dtype": str(manifest.recipe.get("target", {}).get("dtype", "float32")),
+        "dtype": str(next(t.dtype for t in engine.inputs if t.name == names.k_cache(0))),
         "threads": options.threads,
         "load_ms": load_ms,
         "plan_bytes": sum(file.size for file in manifest.files),
