@@ -126,7 +126,7 @@ class CudaDevice:
         self._drop("cuMemFree", address)
 
     def _drop(self, function: str, what: Any) -> None:
-        """Give something back, by now or by whoever holds the device next."""
+        """Give something back, now or by whoever holds the device next."""
         self._dropped.append((function, what))
         if self._lock.acquire(blocking=False):
             try:
