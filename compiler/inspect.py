@@ -49,7 +49,7 @@ def _engine(plan: Plan, engine: Engine) -> dict[str, Any]:
     built: dict[str, Any] = {}
     if engine.builder is not None:
         built = {"builder": engine.builder, "version_compatible": engine.version_compatible}
-        built |= {"devices": list(engine.devices), "gpu": engine.gpu}
+        built |= {"devices": list(engine.devices), "gpu": engine.gpu, "front_end": engine.front_end}
     profiles = [{s: [r.least, r.most] for s, r in p.symbols.items()} for p in engine.profiles]
     return {
         "file": engine.file,
@@ -87,6 +87,7 @@ def print_description(description: dict[str, Any], console: Console) -> None:
                 later = " (or loaded by a later one)" if facts["version_compatible"] else ""
                 alone = f", {facts['gpu']} alone" if facts["gpu"] else ""
                 console.print(f"    built by {facts['builder']}{later} for {', '.join(facts['devices'])}{alone}")
+                console.print(f"    read by {facts['front_end']}")
             if "holds" in facts:
                 console.print(f"    holds {', '.join(facts['holds'])}")
             for profile in facts.get("profiles", ()):

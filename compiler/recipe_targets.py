@@ -16,6 +16,8 @@ RtxCapability = Literal["sm_75", "sm_80", "sm_86", "sm_89", "sm_120", "sm_121"]
 
 CudaCapability = Literal["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"]
 
+Frontend = Literal["onnx", "torch-tensorrt"]
+
 
 def distinct_capabilities(given: tuple[str, ...]) -> tuple[str, ...]:
     """Refuses none at all, and one that is there twice."""
@@ -29,6 +31,7 @@ def distinct_capabilities(given: tuple[str, ...]) -> tuple[str, ...]:
 
 
 _DTYPE = Field(None, description="type of the weights for this target, in place of target.dtype")
+_FRONTEND = "what reads graphs: TensorRT's parser, or Torch-TensorRT, which leaves those of drafts to the parser"
 _WORKSPACE = Field(1024, ge=1, le=2**20, description="MB that an engine may use beside weights and KV")
 
 
@@ -62,6 +65,7 @@ class TensorRtRtxSection(Section):
         description="GPUs that the engines are for; each adds to their size",
     )
     workspace_mb: int = _WORKSPACE
+    frontend: Frontend = Field("onnx", description=_FRONTEND)
 
     _distinct = field_validator("compute_capabilities")(distinct_capabilities)
 
@@ -77,6 +81,7 @@ class TensorRtSection(Section):
         description="GPUs that the ops beside engines are compiled for; engines are for the GPU that builds them",
     )
     workspace_mb: int = _WORKSPACE
+    frontend: Frontend = Field("onnx", description=_FRONTEND)
     timing_cache: WrittenPath | None = Field(
         None,
         description="file, relative to the recipe, of how long kernels took: read before a build, written behind it",

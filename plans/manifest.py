@@ -196,6 +196,7 @@ class Engine(Strict):
     gpu: str | None = Field(None, description="Name of the one kind of GPU that may run it.")
     holds: tuple[str, ...] = Field((), description="Our ops that it runs itself, in a program's place.")
     layers: dict[str, int] = Field({}, description="Layers by kind, where the file does not tell.")
+    front_end: str | None = Field(None, description="What the builder had the graph read by, and why not as asked for.")
 
     @property
     def keeps_levels(self) -> bool:

@@ -18,6 +18,9 @@ class OnnxRuntimeEngines:
         self._folder = folder
         self._weights = WeightFile(folder)
 
+    def takes_ops(self, model: ir.Model) -> bool:
+        return False
+
     def write(self, name: str, model: ir.Model, limits: Mapping[str, int]) -> Engine:
         """Shapes may be of any size, so that the `limits` of symbols matter to sessions only."""
         path = self._folder / f"{name}.onnx"

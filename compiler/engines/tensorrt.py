@@ -1,4 +1,4 @@
-"""Engines for TensorRT: an ONNX graph, parsed, with ranges of shapes, built by either of its libraries."""
+"""Engines for TensorRT: a graph in a network, with ranges of shapes, built by either of its libraries."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 
 import onnx_ir as ir
 
-from compiler.engines.onnx_file import WeightFile, describe_engine, write_graph
+from compiler.engines.front_end import FrontEnd
+from compiler.engines.onnx_file import describe_engine
+from compiler.engines.onnx_front import OnnxFront
 from compiler.engines.report import Report
 from compiler.engines.tensorrt_library import Library
 from compiler.engines.tensorrt_monitor import make_monitor
 from compiler.engines.tensorrt_network import (
     allow_unfused_attention,
-    carry_bits,
     check_bindings,
     check_cache_updates,
 )
@@ -46,11 +47,14 @@ def profiles_of(limits: Mapping[str, int]) -> tuple[Profile, ...]:
 
 
 class TensorRtEngines:
-    """Writes the engines of one execution target into `folder`; `report` is told what the builder does."""
+    """Writes the engines of one execution target into `folder`; `report` is told what the builder does.
 
-    def __init__(self, folder: Path, library: Library, report: Report) -> None:
+    `wanted`, a front end, reads the graphs that it can read; the parser the others, and all of them without it.
+    """
+
+    def __init__(self, folder: Path, library: Library, report: Report, wanted: FrontEnd | None = None) -> None:
         self._folder, self._library, self._writing = folder, library, ""
-        self._trt = library.trt
+        self._trt, self._wanted = library.trt, wanted
         self._log = make_log(self._trt)
         self._monitor = make_monitor(self._trt, lambda phase: report(f"{self._writing}: {phase}"))
         try:
@@ -58,39 +62,44 @@ class TensorRtEngines:
         except TypeError:  # of the bindings, which got none
             raise PlanError(f"{self._trt.__name__} cannot start: {self._log.said()}") from None
 
+    def takes_ops(self, model: ir.Model) -> bool:
+        """Those that are plugins, where the parser reads the graph."""
+        return self._library.plugins and (self._wanted is None or self._wanted.reason_against(model) is not None)
+
     def write(self, name: str, model: ir.Model, limits: Mapping[str, int]) -> Engine:
         self._writing = name
         path = self._folder / f"{name}.engine"
         engine = describe_engine(model, f"engines/{self._folder.name}/{path.name}")
         with TemporaryDirectory(prefix="outrider-tensorrt-") as workplace:
-            network, parser = self._parse(name, model, Path(workplace))
+            network = self._builder.create_network(1 << int(self._trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+            front, said = self._choose_front(model)
+            held = front.fill(name, model, network, Path(workplace))
             check_bindings(name, network, engine)
             check_cache_updates(self._trt, name, network, engine)
             allow_unfused_attention(self._trt, network)
             profiles = profiles_of(limits)
             built = self._build(name, network, engine, profiles)
             layers = Counter(_kind(network.get_layer(i)) for i in range(network.num_layers))
-            del parser  # it owns the weights that the network reads
+            del held
         with path.open("wb") as file:
             file.write(built)
-        facts = {"profiles": profiles, "layers": dict(layers.most_common()), **self._library.provenance()}
+        facts = {
+            "front_end": said,
+            "profiles": profiles,
+            "layers": dict(layers.most_common()),
+            **self._library.provenance(),
+        }
         return engine.model_copy(update=facts)
 
     def close(self) -> None:
         """Every engine has its weights in itself."""
 
-    def _parse(self, name: str, model: ir.Model, workplace: Path) -> tuple[Any, Any]:
-        carry_bits(name, model)
-        weights = WeightFile(workplace)
-        write_graph(model, workplace / "graph.onnx", weights, inlined=True)
-        weights.close()
-        trt = self._trt
-        network = self._builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-        parser = trt.OnnxParser(network, self._log)
-        if not parser.parse_from_file(str(workplace / "graph.onnx")):
-            said = "; ".join(parser.get_error(i).desc() for i in range(parser.num_errors))
-            raise PlanError(f"engine {name}: TensorRT cannot read its graph: {said or self._log.said()}")
-        return network, parser
+    def _choose_front(self, model: ir.Model) -> tuple[FrontEnd, str]:
+        """What reads the graph, and what to say of it: a wanted front end may decline."""
+        parser = OnnxFront(self._trt, self._log)
+        wanted = self._wanted or parser
+        reason = wanted.reason_against(model)
+        return (wanted, wanted.name) if reason is None else (parser, f"{parser.name}: {reason}")
 
     def _build(self, name: str, network: Any, engine: Engine, profiles: tuple[Profile, ...]) -> Any:
         trt, library = self._trt, self._library

@@ -21,6 +21,9 @@ class Library(Protocol):
     trt: Any
     """The package."""
 
+    plugins: bool
+    """Whether our ops can be in its engines."""
+
     @property
     def workspace_mb(self) -> int: ...
 
@@ -36,6 +39,8 @@ class Library(Protocol):
 
 class RtxLibrary:
     """TensorRT for RTX: engines for every GPU of the recipe, without one."""
+
+    plugins = False
 
     def __init__(self, target: TensorRtRtxSection) -> None:
         self._target, self.workspace_mb = target, target.workspace_mb
@@ -69,6 +74,8 @@ class TensorRtLibrary:
     `timing_cache` is a file of how long kernels took. Plans hold no code of the host's: the lean runtime that TensorRT
     would put into a version-compatible engine stays out.
     """
+
+    plugins = True
 
     def __init__(self, target: TensorRtSection, timing_cache: Path | None) -> None:
         self._target, self._path, self.workspace_mb = target, timing_cache, target.workspace_mb

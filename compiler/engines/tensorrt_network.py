@@ -43,7 +43,7 @@ def check_bindings(name: str, network: Any, engine: Engine) -> None:
         for key, tensor in expected.items():
             shape = tuple(d if isinstance(d, int) else -1 for d in tensor.shape)
             type_, got = tensor.dtype.value, found[key]
-            if got.dtype.name != _TYPES[type_] or not _agree(tuple(got.shape), shape):
+            if got.dtype.name != TYPES[type_] or not _agree(tuple(got.shape), shape):
                 raise PlanError(
                     f"engine {name}: {kind} {key!r} is {type_} {shape} in the graph, {got.dtype.name} "
                     f"{tuple(got.shape)} in TensorRT"
@@ -61,7 +61,7 @@ def check_cache_updates(trt: Any, name: str, network: Any, engine: Engine) -> No
         raise PlanError(f"engine {name}: TensorRT updates the caches {updates}, the graph {engine.aliases}")
 
 
-_TYPES = {
+TYPES = {
     "float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "int32": "INT32", "int64": "INT64",
     "float64": "INT64", "uint64": "INT64",  # `carry_bits`
 }  # fmt: skip

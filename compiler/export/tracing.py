@@ -7,6 +7,7 @@ import io
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
@@ -17,6 +18,22 @@ from compiler.export.ops import TRANSLATIONS
 from plugins.onnx_ops import OPSET
 
 Shape = Sequence[int | str]
+_TRACED = "outrider.traced"
+
+
+@dataclass
+class Traced:
+    """The program that a graph was made of: its tensors by the names of the contract, in the program's order."""
+
+    program: torch.export.ExportedProgram
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+def traced_of(model: ir.Model) -> Traced:
+    """What `trace` has made `model` of, whatever was done to the graph since."""
+    traced: Traced = model.graph.meta[_TRACED]
+    return traced
 
 
 def trace(
@@ -40,10 +57,12 @@ def trace(
             verbose=False,
         )
     assert program is not None
+    assert program.exported_program is not None
     model = program.model
     for value, (name, shape) in zip(model.graph.outputs, outputs.items(), strict=True):
         value.name, value.shape = name, ir.Shape(shape)
     _strip(model)
+    model.graph.meta[_TRACED] = Traced(program.exported_program, (), tuple(outputs))
     return model
 
 
@@ -51,6 +70,7 @@ def name_inputs(model: ir.Model, inputs: Mapping[str, Shape]) -> None:
     """Give the graph's inputs, in order, the names and shapes of the contract."""
     for value, (name, shape) in zip(model.graph.inputs, inputs.items(), strict=True):
         value.name, value.shape = name, ir.Shape(shape)
+    traced_of(model).inputs = tuple(inputs)
 
 
 def _strip(model: ir.Model) -> None:

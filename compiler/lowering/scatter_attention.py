@@ -12,7 +12,7 @@ from compiler.lowering.rule import Lowering, Rule, replace
 from plugins.onnx_ops import DOMAIN
 
 _SWAP = {"perm": [0, 2, 1, 3]}  # tokens and heads change places
-_LOWEST = {ir.DataType.FLOAT16: -65504.0, ir.DataType.BFLOAT16: -3.38e38}
+LOWEST = {ir.DataType.FLOAT16: -65504.0, ir.DataType.BFLOAT16: -3.38e38}
 """What a bias is at least in a type with less range than float32 (float16), or coarser steps (bfloat16)."""
 
 
@@ -144,8 +144,8 @@ class _Builder:
         if key + "view" not in shared:
             shared[key + "view"] = self.emit("Shape", [bias], {"start": 3, "end": 4})
             shared[key + "bias"] = bias
-            if wanted in _LOWEST:
-                lowest = ir.tensor(np.array(_LOWEST[wanted], np.float32))
+            if wanted in LOWEST:
+                lowest = ir.tensor(np.array(LOWEST[wanted], np.float32))
                 bounded = self.emit("Max", [bias, self.lowering.constant("attention.lowest", lowest)])
                 shared[key + "bias"] = self.emit("Cast", [bounded], {"to": wanted})
         return shared[key + "bias"], shared[key + "view"]

@@ -19,6 +19,7 @@ from compiler.build import build
 from compiler.checkpoint import load_decoder
 from compiler.engines import tensorrt, tensorrt_network
 from compiler.engines.onnx_file import describe_engine
+from compiler.engines.onnx_front import OnnxFront
 from compiler.engines.tensorrt_library import RtxLibrary
 from compiler.export import export_target
 from compiler.lowering import lower
@@ -159,7 +160,8 @@ def writer(tmp_path: Path) -> tensorrt.TensorRtEngines:
 @pytest.fixture
 def network(writer: tensorrt.TensorRtEngines, lowered: ir.Model, tmp_path: Path) -> tuple[Any, Any]:
     """The parsed network, and the parser that it lives by."""
-    return writer._parse("target", lowered, tmp_path)
+    network = writer._builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    return network, OnnxFront(trt, writer._log).fill("target", lowered, network, tmp_path)
 
 
 def test_other_bindings_than_the_graphs_are_noticed(network: tuple[Any, Any], lowered: ir.Model) -> None:

@@ -1,0 +1,24 @@
+"""What puts a graph into a TensorRT network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import onnx_ir as ir
+
+
+class FrontEnd(Protocol):
+    @property
+    def name(self) -> str:
+        """As `plans.manifest.Engine.front_end` says it."""
+
+    def reason_against(self, model: ir.Model) -> str | None:
+        """Why it cannot read this graph; None where it can."""
+
+    def fill(self, engine: str, model: ir.Model, network: Any, workplace: Path) -> Any:
+        """Put the lowered `model` into an empty `network`, with its inputs and outputs by name.
+
+        `workplace` is a folder for files that live as long as the network. What is returned must do so too. Raises
+        `PlanError`, with the library's own words.
+        """

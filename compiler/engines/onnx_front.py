@@ -1,0 +1,35 @@
+"""Networks from ONNX graphs, by TensorRT's own parser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from compiler.engines.onnx_file import WeightFile, write_graph
+from compiler.engines.tensorrt_network import carry_bits
+from plans.errors import PlanError
+
+
+class OnnxFront:
+    """Reads the lowered graph, which every engine has."""
+
+    name = "onnx"
+
+    def __init__(self, trt: Any, log: Any) -> None:
+        self._trt, self._log = trt, log
+
+    def reason_against(self, model: ir.Model) -> str | None:
+        return None
+
+    def fill(self, engine: str, model: ir.Model, network: Any, workplace: Path) -> Any:
+        carry_bits(engine, model)
+        weights = WeightFile(workplace)
+        write_graph(model, workplace / "graph.onnx", weights, inlined=True)
+        weights.close()
+        parser = self._trt.OnnxParser(network, self._log)
+        if not parser.parse_from_file(str(workplace / "graph.onnx")):
+            said = "; ".join(parser.get_error(i).desc() for i in range(parser.num_errors))
+            raise PlanError(f"engine {engine}: TensorRT cannot read its graph: {said or self._log.said()}")
+        return parser

@@ -1,0 +1,189 @@
+"""Engines through Torch-TensorRT: real ones, for TensorRT for RTX, and what their networks compute."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+
+from compiler.build import build
+from compiler.checkpoint import load_decoder
+from compiler.engines import tensorrt, torch_tensorrt
+from compiler.engines.onnx_front import OnnxFront
+from compiler.engines.tensorrt_library import RtxLibrary
+from compiler.export import export_target
+from compiler.inspect import describe
+from compiler.lowering import lower
+from compiler.models.eager import sequence_logits
+from compiler.recipe import load_recipe
+from compiler.recipe_targets import TensorRtRtxSection
+from plans import names
+from plans.errors import PlanError
+from tests.compiler.network_numpy import Reading
+
+trt = pytest.importorskip("tensorrt_rtx")
+pytest.importorskip("psutil")
+torch_front = pytest.importorskip("compiler.engines.torch_front")
+
+RTX = "tensorrt-rtx"
+CAPACITY = 256
+TAPS = (0, 1)
+
+
+@pytest.fixture(scope="module")
+def front() -> Any:
+    try:
+        return torch_front.TorchFront(trt)
+    except PlanError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def builder() -> Any:
+    return trt.Builder(trt.Logger(trt.Logger.ERROR))
+
+
+def lowered(checkpoint: Path, dtype: Any = "float32") -> ir.Model:
+    graph = export_target(load_decoder(checkpoint, dtype), CAPACITY, TAPS).clone()
+    lower("target", graph, RTX, rows=1, exact=True)
+    return graph
+
+
+def network_of(builder: Any, front: Any, model: ir.Model, workplace: Path) -> tuple[Any, Any]:
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    return network, front.fill("target", model, network, workplace)
+
+
+def test_the_network_computes_what_the_model_does(builder: Any, front: Any, toy_recipe: Path, tmp_path: Path) -> None:
+    """In chunks over poisoned caches; so does the parser's network, which checks the reading itself."""
+    checkpoint = toy_recipe.parent / "target"
+    decoder = load_decoder(checkpoint, "float32")
+    model = lowered(checkpoint)
+    config = decoder.config
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, 11)
+    expected = sequence_logits(decoder, tokens.tolist()).numpy()
+    for reader in (front, OnnxFront(trt, trt.Logger(trt.Logger.ERROR))):
+        network, _held = network_of(builder, reader, model.clone(), tmp_path)
+        shape = (1, config.num_kv_heads, CAPACITY, config.head_dim)
+        caches = {
+            make(layer): np.full(shape, 3.0, np.float32)
+            for layer in range(config.num_layers)
+            for make in (names.k_cache, names.v_cache)
+        }
+        begin = 0
+        for end in (6, 7, 11):
+            positions = np.arange(begin, end)
+            view = end + 2  # keys that nothing has written yet are in view, and masked
+            seen = np.arange(view)[None, :] <= positions[:, None]
+            reading = Reading(
+                trt,
+                network,
+                {
+                    names.TOKEN_IDS: tokens[begin:end],
+                    names.POSITIONS: positions,
+                    names.ATTN_BIAS: np.where(seen, 0, -np.inf).astype(np.float32)[None, None],
+                    names.PAST_LENGTH: np.array([begin]),
+                    names.LOGIT_ROWS: np.arange(end - begin)[::-1].copy(),
+                    **caches,
+                },
+            )
+            # float32 sums in other orders, of a model whose logits are below 10
+            np.testing.assert_allclose(reading[names.LOGITS_OUT], expected[begin:end][::-1], atol=2e-5)
+            embedded = decoder.embedding.detach().numpy()[tokens[begin:end]]
+            np.testing.assert_array_equal(reading[names.FEATURES][:, : config.hidden_size], embedded)
+            caches = {name: reading[names.cache_output(name)] for name in caches}
+            begin = end
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_engines_of_every_type_are_built(dtype: str, front: Any, toy_recipe: Path, tmp_path: Path) -> None:
+    section = f"{{kind: {RTX}, dtype: {dtype}, compute_capabilities: [sm_89], frontend: torch-tensorrt}}"
+    recipe = load_recipe(toy_recipe, [f"targets=[{section}]"])
+    plan = build(recipe, toy_recipe, tmp_path / "plan").plan.manifest
+    engines = plan.targets[RTX].engines
+    assert engines["target"].front_end == front.name
+    caches = 2 * plan.models["target"].layers
+    assert engines["target"].layers["KV_CACHE_UPDATE"] == caches
+    assert len(engines["target"].aliases) == caches
+    assert ("ATTENTION_INPUT" in engines["target"].layers) == (dtype != "float32")
+    assert plan.tools[f"{RTX} frontend"].startswith("torch-tensorrt-rtx ")
+    drafts = [engine.front_end for name, engine in engines.items() if name != "target"]
+    assert drafts
+    assert all(str(said).startswith(f"onnx: {front.name} has no converter of tree_expand") for said in drafts)
+    shown = describe(tmp_path / "plan")["targets"][RTX]["engines"]["target"]
+    assert shown["front_end"] == front.name
+
+
+def test_attention_in_half_precision_has_the_models_mask(
+    builder: Any, front: Any, toy_recipe: Path, tmp_path: Path
+) -> None:
+    """Bounded to the type's range: -inf - -inf would poison rows that see nothing."""
+    network, _held = network_of(builder, front, lowered(toy_recipe.parent / "target", "float16"), tmp_path)
+    masks = set()
+    for index in range(network.num_layers):
+        layer = network.get_layer(index)
+        if layer.type == trt.LayerType.ATTENTION_INPUT:
+            layer.__class__ = trt.IAttentionInputLayer
+            assert layer.attention.mask.dtype == trt.DataType.HALF
+            masks.add(layer.attention.mask.name)
+    (mask,) = masks
+    seen = np.where(np.tri(2, 5, dtype=bool), 0, -np.inf).astype(np.float32)[None, None]
+    bounded = Reading(trt, network, {names.ATTN_BIAS: seen})[mask]
+    np.testing.assert_array_equal(bounded, np.where(seen == 0, 0, -65504.0).astype(np.float16))
+
+
+def test_the_package_tensorrt_stays_what_it_was(front: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "tensorrt", raising=False)
+    with torch_tensorrt.using_its_tensorrt():
+        assert sys.modules["tensorrt"].Builder is trt.Builder
+    assert "tensorrt" not in sys.modules
+    other = type(sys)("tensorrt")
+    monkeypatch.setitem(sys.modules, "tensorrt", other)
+    with torch_tensorrt.using_its_tensorrt():
+        assert sys.modules["tensorrt"] is not other
+    assert sys.modules["tensorrt"] is other
+    assert torch.cuda.is_available() or torch._C is not None
+    assert not hasattr(torch._C, "_CudaDeviceProperties") or torch.cuda.is_available()
+
+
+def test_the_other_librarys_wheel_is_refused(front: Any) -> None:
+    with pytest.raises(PlanError, match="needs torch-tensorrt, and the torch-tensorrt-rtx that is here converts for"):
+        torch_tensorrt.load_torch_tensorrt("tensorrt")
+
+
+def test_a_missing_wheel_is_named_before_anything_is_exported(
+    toy_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_tensorrt, "_WHEELS", {"tensorrt_rtx": "torch-tensorrt-none"})
+    recipe = load_recipe(toy_recipe, [f"targets=[{{kind: {RTX}, frontend: torch-tensorrt}}]"])
+    said: list[str] = []
+    with pytest.raises(
+        PlanError, match="needs torch-tensorrt-none, which is not installed; run `pip install --no-deps"
+    ):
+        build(recipe, toy_recipe, tmp_path / "plan", lambda done, total, text: said.append(text))
+    assert said == []
+
+
+def test_an_op_without_converter_is_a_sentence(
+    builder: Any, front: Any, toy_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_front.OnlyOneRow, "converter", lambda self, target: None)
+    with pytest.raises(PlanError, match=r"engine target: torch_tensorrt .* cannot convert it: .*; frontend: onnx can"):
+        network_of(builder, front, lowered(toy_recipe.parent / "target"), tmp_path)
+
+
+@pytest.mark.parametrize("plugins", [False, True])
+def test_ops_around_an_engine_stay_outside_where_the_program_is_read(
+    plugins: bool, front: Any, toy_recipe: Path, tmp_path: Path
+) -> None:
+    library = RtxLibrary(TensorRtRtxSection(kind=RTX))
+    library.plugins = plugins  # type: ignore[misc]
+    graph = export_target(load_decoder(toy_recipe.parent / "target", "float32"), CAPACITY)
+    parsing, converting = (tensorrt.TensorRtEngines(tmp_path, library, lambda _: None, f) for f in (None, front))
+    assert parsing.takes_ops(graph) == plugins
+    assert not converting.takes_ops(graph)
