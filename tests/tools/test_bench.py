@@ -19,8 +19,9 @@ from runtime.request import Options
 from tests.conftest import TOY_DRAFTERS
 from tools.bench import __main__ as bench
 from tools.bench import against
-from tools.bench.latency import _divergences, choose_drafters, choose_prompts, cut_prompts
+from tools.bench.latency import _divergences, choose_drafters, cut_prompts
 from tools.bench.rows import Mode, Run, percentile, summary
+from tools.bench.tasks import choose_prompts
 
 Captured = pytest.CaptureFixture[str]
 
@@ -38,7 +39,7 @@ def test_prompts_are_those_of_the_recipe_wherever_they_lie(workplace: Path, tmp_
     (tmp_path / "far").mkdir()
     (workplace / "held_out.jsonl").rename(tmp_path / "far" / "away.jsonl")
     recipe.write_text(f"held_out: {tmp_path / 'far' / 'away.jsonl'}\n{text}", encoding="utf-8")
-    assert choose_prompts(workplace / "plan", None)[0] == "import os\nimport sys\n"
+    assert choose_prompts(workplace / "plan", None)[0].text == "import os\nimport sys\n"
     recipe.unlink()
     with pytest.raises(OutriderError, match="not there any more; pass --prompts FILE"):
         choose_prompts(workplace / "plan", None)
@@ -64,7 +65,7 @@ ROW_KEYS = {
     "acceptance_by_depth", "drafted", "evaluated", "accepted", "rounds", "plain_rounds", "ttft_ms", "ttft_ms_p10",
     "ttft_ms_p90", "tpot_ms_p50", "tpot_ms_p90", "tpot_ms_p99", "e2e_ms", "e2e_ms_p10", "e2e_ms_p90", "round_ms",
     "engine_ms", "host_gap_ms", "stages", "prompt_tokens", "same_tokens", "same_runs", "runs", "first_divergence",
-    "divergence_margin",
+    "divergence_margin", "by_task",
 }  # fmt: skip
 
 
@@ -147,6 +148,41 @@ def test_prompts_of_one_length_are_made_of_those_there_are(latency, capsys: Capt
     assert cut_prompts([[1, 2, 3], [4, 5]], 2, 9) == [[2, 3], [4, 5]]
     with pytest.raises(RequestError, match="--prompt-len is 10; pass 1 to 9"):
         cut_prompts([[1]], 10, 9)
+
+
+def with_tasks(workplace: Path) -> Path:
+    """Two prompts of one task, then one of another, then one of none."""
+    rows = [{"task": "short", "prompt": "import os\n"}, {"task": "short", "prompt": "import sys\n"}]
+    rows += [{"task": "long", "prompt": "def main() -> None:\n" * 3}, {"prompt": "x = 1\n"}]
+    path = workplace / "tasks.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_prompts_of_all_tasks_come_in_turn_or_those_of_one(workplace: Path) -> None:
+    path = with_tasks(workplace)
+    assert [p.task for p in choose_prompts(workplace / "plan", path)] == ["short", "long", None, "short"]
+    assert [p.text for p in choose_prompts(workplace / "plan", path, "short")] == ["import os\n", "import sys\n"]
+    with pytest.raises(RequestError, match=r"--task is 'chat', but .*tasks\.jsonl has the tasks long, short; pass"):
+        choose_prompts(workplace / "plan", path, "chat")
+    with pytest.raises(RequestError, match=r"held_out\.jsonl names no tasks; leave it out"):
+        choose_prompts(workplace / "plan", workplace / "held_out.jsonl", "chat")
+
+
+def test_latency_tells_tasks_apart(workplace: Path, capsys: Captured) -> None:
+    prompts = ("--prompts", str(with_tasks(workplace)), "--drafters", "ngram", "--new", "12", "--reps", "2")
+    assert bench.main(["latency", str(workplace / "plan"), *prompts, "--json"]) == 0
+    plain, ngram = json.loads(capsys.readouterr().out)["rows"]
+    assert {task: figures["runs"] for task, figures in ngram["by_task"].items()} == {"short": 4, "long": 2}
+    assert plain["by_task"]["long"]["speedup"] == plain["by_task"]["long"]["tokens_per_verify"] == 1
+    assert ngram["by_task"]["short"]["prompt_tokens"] < ngram["by_task"]["long"]["prompt_tokens"]
+    assert bench.main(["latency", str(workplace / "plan"), *prompts]) == 0
+    _, table = capsys.readouterr().out.split("speedup (tokens per verify), by task")
+    assert [line.split()[0] for line in table.splitlines()[1:4]] == ["drafter", "none", "ngram"]
+    assert bench.main(["latency", str(workplace / "plan"), *prompts, "--csv", "--task", "long"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert rows[1]["runs_long"] == rows[1]["runs"] == "2"
+    assert "runs_short" not in rows[1]
 
 
 def test_tokens_that_part_are_shown_with_place_and_margin(toy: Runtime) -> None:

@@ -43,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     latency.add_argument("plan", type=Path, help="folder of the plan")
     latency.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
+    latency.add_argument("--task", metavar="NAME", help="prompts of one task alone (default: of all, in turn)")
     latency.add_argument("--count", type=at_least_1, default=12, help="prompts to run (default 12)")
     latency.add_argument(
         "--drafters",

@@ -25,7 +25,7 @@ from compiler.recipe import source_recipe
 from plans.console import progress_bar, stderr
 from plans.errors import OutriderError
 from runtime import Runtime
-from tools.bench.latency import choose_prompts
+from tools.bench.tasks import choose_prompts
 
 _REST_SECONDS = 0.3
 
@@ -35,7 +35,7 @@ Decode = Callable[[], tuple[list[int], float]]  # generated ids, tokens per seco
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """One prompt, `new` tokens, `reps` runs of each engine in turn after a warm-up."""
     checkpoint = options.checkpoint or source_recipe(options.plan, option="--checkpoint FOLDER").checkpoint_path
-    prompt = choose_prompts(options.plan, options.prompts)[0]
+    prompt = choose_prompts(options.plan, options.prompts)[0].text
     threads = options.threads or torch.get_num_threads()
     torch.set_num_threads(threads)
     runtime = Runtime.load(options.plan, threads=threads)
