@@ -1,4 +1,4 @@
-"""The benchmark finds its prompts as `verify` does, keeps conversions apart, and refuses in sentences."""
+"""The benchmark finds its prompts as `verify` does, tells tasks apart, and refuses in sentences."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from runtime import Runtime, Stats
 from runtime.request import Options
 from tests.conftest import TOY_DRAFTERS
 from tools.bench import __main__ as bench
-from tools.bench import against
 from tools.bench.latency import _divergences, choose_drafters, cut_prompts
 from tools.bench.rows import Mode, Run, percentile, summary
 from tools.bench.tasks import choose_prompts
@@ -242,44 +240,6 @@ def test_startup_refuses_what_the_runtime_refuses(toy_plan: Path, tmp_path: Path
     assert "threads is -1" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         bench.main(["startup", str(toy_plan), "--reps", "0"])
-
-
-def converter(monkeypatch: pytest.MonkeyPatch, status: int = 0) -> list[Path]:
-    """onnxruntime-genai's builder, which writes a file and talks, replaced; gives the folders it was asked for."""
-    asked: list[Path] = []
-
-    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
-        assert options["capture_output"]  # nothing for the terminal
-        folder = Path(command[command.index("-o") + 1])
-        folder.mkdir()
-        (folder / "genai_config.json").write_text("{}")
-        asked.append(folder)
-        return subprocess.CompletedProcess(command, status, "Reading\n", "Traceback\nValueError: no such model\n")
-
-    monkeypatch.setattr(subprocess, "run", run)
-    return asked
-
-
-def test_a_conversion_is_kept_for_its_checkpoint_alone(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = converter(monkeypatch)
-    first = against.convert_for_genai(workplace / "target", workplace)
-    assert against.convert_for_genai(workplace / "target", workplace) == first
-    assert len(asked) == 1
-    path = workplace / "target" / "config.json"
-    path.write_text(path.read_text(encoding="utf-8") + "\n", encoding="utf-8")
-    second = against.convert_for_genai(workplace / "target", workplace)
-    assert second != first
-    assert (second / "genai_config.json").is_file()
-
-
-def test_a_builder_that_fails_is_a_sentence_and_leaves_nothing(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    converter(monkeypatch, status=1)
-    before = set(workplace.iterdir())
-    with pytest.raises(OutriderError, match=r"cannot convert .*target \(ValueError: no such model\)"):
-        against.convert_for_genai(workplace / "target", workplace)
-    assert set(workplace.iterdir()) == before
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C and a C++ compiler")
