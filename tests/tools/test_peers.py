@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 from argparse import Namespace
@@ -89,7 +90,7 @@ def test_what_is_missing_is_listed_with_the_reason(
     assert peers.main(arguments(workplace, "--plan", str(workplace / "plan"), "--count", "1")) == 0
     text = capsys.readouterr().out
     assert "missing: transformers: not installed; run `pip install transformers`" in text
-    assert "1 prompts x 2 runs, 12 new tokens" in text
+    assert re.search(r"1 prompts \(\d+ tokens\) x 2 runs, 12 new tokens", text)
 
 
 def test_a_mode_or_an_engine_that_fails_is_listed_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain, zip_longest
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -67,6 +68,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "dtype": "float32",
             "threads": settings.threads,
             "prompts": len(prompts),
+            "prompt_tokens": median(len(ids) for ids in prompts),
             "new_tokens": options.new,
             "reps": options.reps,
             "idle_share": idle_share,

@@ -13,8 +13,8 @@ def print_table(report: dict[str, Any], console: Console) -> None:
     versions = ", ".join(f"{engine} ({version})" for engine, version in report["versions"].items())
     console.print(f"{machine['processor']}, {machine['cores']} cores, {report['threads']} threads each: {versions}")
     console.print(
-        f"{report['checkpoint']}, fp32, greedy; {report['prompts']} prompts x {report['reps']} runs, "
-        f"{report['new_tokens']} new tokens; medians, processes alternating, idle ones at most "
+        f"{report['checkpoint']}, fp32, greedy; {report['prompts']} prompts ({report['prompt_tokens']:.0f} tokens) x "
+        f"{report['reps']} runs, {report['new_tokens']} new tokens; medians, processes alternating, idle ones at most "
         f"{report['idle_share']:.1%} of a core"
     )
     console.print(_modes(report["rows"]))
