@@ -3,28 +3,48 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 from plans.errors import RecipeError
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """A held-out text to continue. `task` names the kind of continuation; None where the file names none."""
+
+    text: str
+    task: str | None = None
+
+
 def read_prompts(path: Path) -> list[str]:
-    """The `prompt` of every line of a JSONL file. Raises `RecipeError` naming the file and the line."""
+    """The texts of `read_tasks`, in the file's order."""
+    return [prompt.text for prompt in read_tasks(path)]
+
+
+def read_tasks(path: Path) -> list[Prompt]:
+    """The `prompt`, and the `task` if it has one, of every line of a JSONL file.
+
+    Raises `RecipeError` naming the file and the line.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} cannot be read as UTF-8 text ({error}); correct the path of the prompts.") from None
-    prompts = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            prompt = json.loads(line)["prompt"]
-        except (ValueError, KeyError, TypeError):
-            prompt = None
-        if not isinstance(prompt, str) or not prompt:
-            raise RecipeError(f'{path}:{number}: every line must be a JSON object with a text under "prompt".')
-        prompts.append(prompt)
+    prompts = [_prompt(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise RecipeError(f'{path} holds no prompts; write one JSON object with a "prompt" per line.')
     return prompts
+
+
+def _prompt(line: str, place: str) -> Prompt:
+    try:
+        row = json.loads(line)
+        prompt, task = row["prompt"], row.get("task")
+    except (ValueError, KeyError, TypeError):
+        prompt = task = None
+    if not isinstance(prompt, str) or not prompt:
+        raise RecipeError(f'{place}: every line must be a JSON object with a text under "prompt".')
+    if task is not None and (not isinstance(task, str) or not task):
+        raise RecipeError(f'{place}: "task" must be a name; correct it, or leave it out.')
+    return Prompt(prompt, task)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from plans.console import guarded, print_json, progress_bar, stdout
 from plans.errors import OutriderError
 from tools.arguments import at_least_1
+from tools.reference.prompts import read_completions
 
 if TYPE_CHECKING:
     import torch
@@ -238,12 +239,12 @@ def loops(tokens: list[int]) -> bool:
 
 
 def train_tokenizer() -> tuple[Tokenizer, list[str]]:
-    """A byte-level BPE of the repository's held-out code, and the prompts in it."""
+    """A byte-level BPE of the repository's held-out code, and its prompts of the task completion."""
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
     from tokenizers.trainers import BpeTrainer
 
-    rows = [json.loads(line) for line in TEXT.read_text(encoding="utf-8").splitlines()]
+    rows = read_completions(TEXT)
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -253,8 +254,8 @@ def train_tokenizer() -> tuple[Tokenizer, list[str]]:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((row["prompt"] + row.get("continuation", "") for row in rows), trainer)
-    return tokenizer, [row["prompt"] for row in rows]
+    tokenizer.train_from_iterator((f"{row['prompt']}{row['continuation']}" for row in rows), trainer)
+    return tokenizer, [str(row["prompt"]) for row in rows]
 
 
 def _prompt_ids(tokenizer: Tokenizer, prompts: list[str]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The benchmark finds its prompts as `verify` does, keeps conversions apart, and refuses in sentences."""
+"""The benchmark finds its prompts as `verify` does, tells tasks apart, and refuses in sentences."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +17,9 @@ from runtime import Runtime, Stats
 from runtime.request import Options
 from tests.conftest import TOY_DRAFTERS
 from tools.bench import __main__ as bench
-from tools.bench import against
-from tools.bench.latency import _divergences, choose_drafters, choose_prompts, cut_prompts
+from tools.bench.latency import _divergences, choose_drafters, cut_prompts
 from tools.bench.rows import Mode, Run, percentile, summary
+from tools.bench.tasks import choose_prompts
 
 Captured = pytest.CaptureFixture[str]
 
@@ -38,7 +37,7 @@ def test_prompts_are_those_of_the_recipe_wherever_they_lie(workplace: Path, tmp_
     (tmp_path / "far").mkdir()
     (workplace / "held_out.jsonl").rename(tmp_path / "far" / "away.jsonl")
     recipe.write_text(f"held_out: {tmp_path / 'far' / 'away.jsonl'}\n{text}", encoding="utf-8")
-    assert choose_prompts(workplace / "plan", None)[0] == "import os\nimport sys\n"
+    assert choose_prompts(workplace / "plan", None)[0].text == "import os\nimport sys\n"
     recipe.unlink()
     with pytest.raises(OutriderError, match="not there any more; pass --prompts FILE"):
         choose_prompts(workplace / "plan", None)
@@ -64,7 +63,7 @@ ROW_KEYS = {
     "acceptance_by_depth", "drafted", "evaluated", "accepted", "rounds", "plain_rounds", "ttft_ms", "ttft_ms_p10",
     "ttft_ms_p90", "tpot_ms_p50", "tpot_ms_p90", "tpot_ms_p99", "e2e_ms", "e2e_ms_p10", "e2e_ms_p90", "round_ms",
     "engine_ms", "host_gap_ms", "stages", "prompt_tokens", "same_tokens", "same_runs", "runs", "first_divergence",
-    "divergence_margin",
+    "divergence_margin", "by_task",
 }  # fmt: skip
 
 
@@ -149,6 +148,41 @@ def test_prompts_of_one_length_are_made_of_those_there_are(latency, capsys: Capt
         cut_prompts([[1]], 10, 9)
 
 
+def with_tasks(workplace: Path) -> Path:
+    """Two prompts of one task, then one of another, then one of none."""
+    rows = [{"task": "short", "prompt": "import os\n"}, {"task": "short", "prompt": "import sys\n"}]
+    rows += [{"task": "long", "prompt": "def main() -> None:\n" * 3}, {"prompt": "x = 1\n"}]
+    path = workplace / "tasks.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_prompts_of_all_tasks_come_in_turn_or_those_of_one(workplace: Path) -> None:
+    path = with_tasks(workplace)
+    assert [p.task for p in choose_prompts(workplace / "plan", path)] == ["short", "long", None, "short"]
+    assert [p.text for p in choose_prompts(workplace / "plan", path, "short")] == ["import os\n", "import sys\n"]
+    with pytest.raises(RequestError, match=r"--task is 'chat', but .*tasks\.jsonl has the tasks long, short; pass"):
+        choose_prompts(workplace / "plan", path, "chat")
+    with pytest.raises(RequestError, match=r"held_out\.jsonl names no tasks; leave it out"):
+        choose_prompts(workplace / "plan", workplace / "held_out.jsonl", "chat")
+
+
+def test_latency_tells_tasks_apart(workplace: Path, capsys: Captured) -> None:
+    prompts = ("--prompts", str(with_tasks(workplace)), "--drafters", "ngram", "--new", "12", "--reps", "2")
+    assert bench.main(["latency", str(workplace / "plan"), *prompts, "--json"]) == 0
+    plain, ngram = json.loads(capsys.readouterr().out)["rows"]
+    assert {task: figures["runs"] for task, figures in ngram["by_task"].items()} == {"short": 4, "long": 2}
+    assert plain["by_task"]["long"]["speedup"] == plain["by_task"]["long"]["tokens_per_verify"] == 1
+    assert ngram["by_task"]["short"]["prompt_tokens"] < ngram["by_task"]["long"]["prompt_tokens"]
+    assert bench.main(["latency", str(workplace / "plan"), *prompts]) == 0
+    _, table = capsys.readouterr().out.split("speedup (tokens per verify), by task")
+    assert [line.split()[0] for line in table.splitlines()[1:4]] == ["drafter", "none", "ngram"]
+    assert bench.main(["latency", str(workplace / "plan"), *prompts, "--csv", "--task", "long"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert rows[1]["runs_long"] == rows[1]["runs"] == "2"
+    assert "runs_short" not in rows[1]
+
+
 def test_tokens_that_part_are_shown_with_place_and_margin(toy: Runtime) -> None:
     ids, options = [5, 6, 7], Options(max_new_tokens=6, ignore_eos=True)
     session = toy.session()
@@ -206,44 +240,6 @@ def test_startup_refuses_what_the_runtime_refuses(toy_plan: Path, tmp_path: Path
     assert "threads is -1" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         bench.main(["startup", str(toy_plan), "--reps", "0"])
-
-
-def converter(monkeypatch: pytest.MonkeyPatch, status: int = 0) -> list[Path]:
-    """onnxruntime-genai's builder, which writes a file and talks, replaced; gives the folders it was asked for."""
-    asked: list[Path] = []
-
-    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
-        assert options["capture_output"]  # nothing for the terminal
-        folder = Path(command[command.index("-o") + 1])
-        folder.mkdir()
-        (folder / "genai_config.json").write_text("{}")
-        asked.append(folder)
-        return subprocess.CompletedProcess(command, status, "Reading\n", "Traceback\nValueError: no such model\n")
-
-    monkeypatch.setattr(subprocess, "run", run)
-    return asked
-
-
-def test_a_conversion_is_kept_for_its_checkpoint_alone(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = converter(monkeypatch)
-    first = against.convert_for_genai(workplace / "target", workplace)
-    assert against.convert_for_genai(workplace / "target", workplace) == first
-    assert len(asked) == 1
-    path = workplace / "target" / "config.json"
-    path.write_text(path.read_text(encoding="utf-8") + "\n", encoding="utf-8")
-    second = against.convert_for_genai(workplace / "target", workplace)
-    assert second != first
-    assert (second / "genai_config.json").is_file()
-
-
-def test_a_builder_that_fails_is_a_sentence_and_leaves_nothing(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    converter(monkeypatch, status=1)
-    before = set(workplace.iterdir())
-    with pytest.raises(OutriderError, match=r"cannot convert .*target \(ValueError: no such model\)"):
-        against.convert_for_genai(workplace / "target", workplace)
-    assert set(workplace.iterdir()) == before
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C and a C++ compiler")

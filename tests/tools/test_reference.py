@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import platform
 import random
 import re
 import sysconfig
+import textwrap
+from collections import Counter
 from pathlib import Path
 
+import pytest
 from tokenizers import Tokenizer as LibraryTokenizer
 from transformers import AutoConfig, AutoTokenizer
 
@@ -18,6 +22,7 @@ from runtime import Runtime
 from tests.conftest import REPOSITORY
 from tools import train_reference
 from tools.reference.corpus import SourceFile, read_standard_library
+from tools.reference.prompts import TASKS, read_completions
 from tools.reference.tasks import outline_examples, retrieval_example
 
 REFERENCE = REPOSITORY / "plans" / "reference"
@@ -84,8 +89,43 @@ def test_lists_only_writes_the_whole_hash_of_every_file_and_the_prompts(tmp_path
         sha256, _, name = line.split(" ", 2)
         assert sha256 == hashlib.sha256((root / name).read_bytes()).hexdigest()
     prompts = (tmp_path / "new" / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
-    assert len(prompts) == 60
+    assert Counter(json.loads(line)["task"] for line in prompts) == {"completion": 60, "docstring": 20, "long": 12}
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"corpus.txt", "held_out.jsonl"}
+
+
+def test_prompts_have_the_form_of_their_task_and_the_first_are_completions(reference: Runtime) -> None:
+    """`compiler verify` and `tune` take the first few, whose figures the repository keeps."""
+    rows = [json.loads(line) for line in (REFERENCE / "held_out.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert (REFERENCE / "held_out.jsonl").stat().st_size < 300_000
+    assert [row["task"] for row in rows] == sorted(row["task"] for row in rows)  # completion, docstring, long
+    tokens = {task: [len(reference.tokenizer.encode(r["prompt"])) for r in rows if r["task"] == task] for task in TASKS}
+    assert min(tokens["long"]) > 2 * max(tokens["completion"])
+    assert sum(length > 1500 for length in tokens["long"]) >= 4
+    assert max(tokens["long"]) + 1024 < reference.manifest.target.context
+    for row in (row for row in rows if row["task"] == "docstring"):
+        function = ast.parse(textwrap.dedent(row["prompt"])).body[0]
+        assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        assert ast.get_docstring(function)
+        assert len(function.body) == 1
+    assert len(read_completions(REFERENCE / "held_out.jsonl")) == 60
+
+
+def test_prompts_are_what_their_files_hold() -> None:
+    """Where the running interpreter has the very files that the reference was trained on."""
+    listed = (REFERENCE / "corpus.txt").read_text(encoding="utf-8").splitlines()[1:]
+    files = {file.name: file for file in read_standard_library()}
+    same = {
+        name
+        for sha256, _, name in (line.split(" ", 2) for line in listed)
+        if name in files and files[name].sha256 == sha256
+    }
+    rows = [json.loads(line) for line in (REFERENCE / "held_out.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [row for row in rows if row["file"] in same]
+    if not rows:
+        pytest.skip("this interpreter's standard library is another")
+    for row in rows:
+        rest = files[row["file"]].text.split("\n")[row["line"] - 1 :]
+        assert ("\n".join(rest) + "\n").startswith(row["prompt"] + row["continuation"].removesuffix("\n"))
 
 
 def test_the_split_depends_on_the_path_alone() -> None:

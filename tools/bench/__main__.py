@@ -1,4 +1,4 @@
-"""`python -m tools.bench latency | against | startup | embedded`: what a plan costs, on this machine."""
+"""`python -m tools.bench latency | startup | embedded`: what a plan costs, on this machine."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     latency.add_argument("plan", type=Path, help="folder of the plan")
     latency.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
+    latency.add_argument("--task", metavar="NAME", help="prompts of one task alone (default: of all, in turn)")
     latency.add_argument("--count", type=at_least_1, default=12, help="prompts to run (default 12)")
     latency.add_argument(
         "--drafters",
@@ -68,21 +69,6 @@ def _parser() -> argparse.ArgumentParser:
     printed.add_argument("--csv", action="store_true", help="print a line for each drafter, with every figure")
     printed.add_argument("--markdown", action="store_true", help="print the main figures as a Markdown table")
     latency.set_defaults(command=_latency)
-
-    against = commands.add_parser(
-        "against",
-        help="plain decoding against other engines on the same weights",
-        description="Decode the same prompts greedily with this plan, transformers (PyTorch eager), and "
-        "onnxruntime-genai where it is installed, alternately in one process.",
-    )
-    against.add_argument("plan", type=Path)
-    against.add_argument("--checkpoint", type=Path, help="the plan's checkpoint (default: the recipe's)")
-    against.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
-    against.add_argument("--new", type=int, default=128, help="tokens to generate (default 128)")
-    against.add_argument("--reps", type=at_least_1, default=5, help="runs of each engine (default 5)")
-    against.add_argument("--threads", type=int, default=0, help="for every engine; 0: all cores")
-    against.add_argument("--json", action="store_true")
-    against.set_defaults(command=_against)
 
     startup = commands.add_parser(
         "startup",
@@ -127,12 +113,6 @@ def _latency(options: argparse.Namespace) -> int:
     report = {"machine": describe_machine(), **measure(options)}
     print(to_csv(report) if options.csv else to_markdown(report), end="" if options.csv else "\n")
     return 0
-
-
-def _against(options: argparse.Namespace) -> int:
-    from tools.bench.against import measure, print_table
-
-    return _report(measure(options), options, print_table)
 
 
 def _startup(options: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from plans.console import progress_bar
 from plans.errors import OutriderError
 from plans.plan import read_manifest
 from runtime.embed.build import build
-from tools.bench.latency import choose_prompts
+from tools.bench.tasks import choose_prompts
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 SOURCE = Path(__file__).resolve().parent / "embedded.c"
@@ -40,7 +40,7 @@ for run in range(runs + 1):
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Medians over `reps` pairs of processes of `runs` generations each; the ratio is that of pairs."""
     manifest = read_manifest(options.plan)
-    prompt = choose_prompts(options.plan, options.prompts)[0]
+    prompt = choose_prompts(options.plan, options.prompts)[0].text
     arguments = [str(options.plan.resolve()), prompt, str(options.new), str(options.runs)]
     with TemporaryDirectory(prefix="outrider-embedded-") as folder:
         program = _compile(Path(folder))

@@ -12,8 +12,6 @@ from time import perf_counter
 from typing import Any
 
 from compiler.agreement import find_parting
-from compiler.held_out import read_prompts
-from compiler.recipe import source_recipe
 from plans import names
 from plans.console import progress_bar
 from plans.errors import RequestError
@@ -21,6 +19,7 @@ from plans.manifest import Drafter, Manifest
 from runtime import Runtime, Session, Stats
 from runtime.request import Options
 from tools.bench.rows import OPENING, Divergence, Mode, Run, summary
+from tools.bench.tasks import by_task, choose_prompts
 
 _PLAIN = "none"
 _ROOT = Path(__file__).resolve().parent.parent.parent
@@ -35,11 +34,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     engine = manifest.targets[runtime.target].engines[names.TARGET]
     kinds = {_PLAIN: None} | {d.name: d.kind for d in manifest.drafters}
     modes = [Mode(name, kinds[name]) for name in choose_drafters(manifest.drafters, options.drafters)]
-    texts = choose_prompts(options.plan, options.prompts)
-    prompts = [runtime.tokenizer.encode(text) for text in texts]
+    chosen = choose_prompts(options.plan, options.prompts, options.task)
+    prompts = [runtime.tokenizer.encode(prompt.text) for prompt in chosen]
     if options.prompt_len is not None:
         prompts = cut_prompts(prompts, options.prompt_len, manifest.target.context - options.new)
     prompts = prompts[: options.count]
+    tasks = [prompt.task for prompt in chosen][: options.count]
     sampling = Options(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed)
     settings = sampling | Options(max_new_tokens=options.new, ignore_eos=True, auto_disable=not options.keep_drafting)
     session = runtime.session()
@@ -72,7 +72,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "reps": options.reps,
         **sampling,
         "auto_disable": not options.keep_drafting,
-        "rows": [summary(mode, plain) for mode in modes],
+        "rows": [summary(mode, plain) | {"by_task": by_task(mode.runs, plain, tasks)} for mode in modes],
     }
 
 
@@ -110,18 +110,6 @@ def choose_drafters(drafters: Sequence[Drafter], wanted: str | None) -> list[str
             raise RequestError(f"--drafters names {word!r}, but the plan has {has}; pass names or kinds of those.")
         chosen += [name for name in found if name not in chosen]
     return chosen
-
-
-def choose_prompts(plan: Path, path: Path | None) -> list[str]:
-    """Those of `path`, or the held-out prompts of the recipe that the plan was built from."""
-    if path is None:
-        recipe = source_recipe(plan, option="--prompts FILE")
-        if recipe.held_out_path is None:
-            raise RequestError(
-                'The plan\'s recipe names no held_out prompts; pass --prompts FILE of {"prompt": ...} lines.'
-            )
-        path = recipe.held_out_path
-    return read_prompts(path)
 
 
 def _run(session: Session, prompt: int, ids: list[int], drafter: str, settings: Options) -> Run:

@@ -77,21 +77,21 @@ def summary(mode: Mode, plain: Sequence[Run]) -> dict[str, Any]:
     return {
         "drafter": mode.drafter,
         "kind": mode.kind,
-        **_spread("speedup", ratios),
+        **spread("speedup", ratios),
         "decode_speedup": median(decoding) if decoding else 0.0,
         "tokens_per_verify": sum(s.new_tokens for s in stats) / rounds,
         "acceptance_rate": accepted / drafted if drafted else 0.0,
         "acceptance_by_depth": _by_depth(stats),
-        **_spread("tokens_per_second", rates),
+        **spread("tokens_per_second", rates),
         "baseline_tokens_per_second": median(p.stats.decode_tokens_per_second for p in plain),
         "drafted": drafted,
         "evaluated": drafted,
         "accepted": accepted,
         "rounds": rounds,
         "plain_rounds": sum(s.plain_rounds for s in stats),
-        **_spread("ttft_ms", [s.ttft_ms for s in stats]),
+        **spread("ttft_ms", [s.ttft_ms for s in stats]),
         **{f"tpot_ms_p{share}": percentile(gaps, share) for share in (50, 90, 99)},
-        **_spread("e2e_ms", [s.total_ms for s in stats]),
+        **spread("e2e_ms", [s.total_ms for s in stats]),
         "round_ms": _per_round(steady, [run.wall_ms for run in steady]),
         "engine_ms": _per_round(steady, [run.steady.engine_ms for run in steady]),
         "host_gap_ms": _per_round(steady, [run.wall_ms - run.steady.engine_ms for run in steady]),
@@ -120,7 +120,7 @@ def _by_depth(stats: Iterable[Stats]) -> list[float]:
     return whole.acceptance_by_depth
 
 
-def _spread(name: str, values: Iterable[float]) -> dict[str, float]:
+def spread(name: str, values: Iterable[float]) -> dict[str, float]:
     """Median, 10th and 90th percentile."""
     ranked = sorted(values)
     return {name: median(ranked), f"{name}_p10": percentile(ranked, 10), f"{name}_p90": percentile(ranked, 90)}

@@ -9,6 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tools.bench.tasks import task_table
+
 _PLAIN = "none"
 _IDENTITY = (
     "git_sha", "identity", "target", "target_version", "dtype", "threads", "temperature", "top_k", "top_p", "seed",
@@ -22,8 +24,9 @@ def flat_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
     shared = {key: report[key] for key in _IDENTITY} | machine
     rows = []
     for row in report["rows"]:
-        flat = {key: value for key, value in row.items() if key not in ("stages", "acceptance_by_depth")}
+        flat = {key: value for key, value in row.items() if key not in ("stages", "acceptance_by_depth", "by_task")}
         flat |= {f"stage_ms_{name}": ms for name, ms in row["stages"].items()}
+        flat |= {f"{key}_{task}": v for task, figures in row["by_task"].items() for key, v in figures.items()}
         flat["acceptance_by_depth"] = " ".join(f"{share:.4f}" for share in row["acceptance_by_depth"])
         rows.append(flat | shared)
     return rows
@@ -117,6 +120,9 @@ def print_table(report: dict[str, Any], console: Console) -> None:
             "yes" if row["same_tokens"] else f"{row['same_runs']} of {row['runs']}",
         )
     console.print(table)
+    if len(report["rows"][0]["by_task"]) > 1:
+        console.print("\nspeedup (tokens per verify), by task")
+        console.print(task_table(report["rows"]))
     console.print("\nmilliseconds a round, by stage (without the prompt's rounds)")
     console.print(_stage_table(report["rows"]))
 

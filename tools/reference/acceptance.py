@@ -7,7 +7,6 @@ it measures the chains at all of its tokens.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tools.reference.generate import generate
+from tools.reference.prompts import read_completions
 from tools.reference.teacher import Reading, Teacher
 
 DEPTHS, CHILDREN, NEW_TOKENS = 6, 4, 128
@@ -87,8 +87,8 @@ class Acceptance:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The held-out prompts that the target's training wrote."""
-    return [json.loads(line)["prompt"] for line in path.read_text(encoding="utf-8").splitlines()]
+    """Of the held-out prompts that the target's training wrote, those of the task completion."""
+    return [str(row["prompt"]) for row in read_completions(path)]
 
 
 def continue_prompts(teacher: Teacher, prompts: Sequence[str], new: int = NEW_TOKENS) -> list[Continuation]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import torch
@@ -14,9 +13,8 @@ from compiler.models.decoder import Decoder
 from compiler.models.families import FAMILIES
 from tools.reference.corpus import SourceFile, write_file_list
 from tools.reference.data import SPECIAL_TOKENS
+from tools.reference.prompts import write_prompts
 from tools.reference.tasks import CHAT_TEMPLATE
-
-PROMPTS, PROMPT_LINES, CONTINUATION_LINES = 60, (8, 40), 30
 
 
 def export_target(
@@ -71,23 +69,6 @@ def write_lists(files: list[SourceFile], out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     write_file_list(files, out / "corpus.txt")
     write_prompts([f for f in files if f.held_out], out / "held_out.jsonl")
-
-
-def write_prompts(files: list[SourceFile], path: Path) -> None:
-    """Held-out prompts: the opening of a stretch of code, and how the file goes on."""
-    rng = random.Random(0)
-    rows = []
-    while len(rows) < PROMPTS:
-        file = files[len(rows) % len(files)]
-        lines = file.text.split("\n")
-        size = rng.randint(*PROMPT_LINES)
-        if len(lines) < size + 8:
-            size = max(3, len(lines) // 2)
-        start = rng.randrange(max(1, len(lines) - size - CONTINUATION_LINES))
-        prompt = "\n".join(lines[start : start + size]) + "\n"
-        rest = "\n".join(lines[start + size : start + size + CONTINUATION_LINES]) + "\n"
-        rows.append({"file": file.name, "line": start + 1, "prompt": prompt, "continuation": rest})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def _tensors(model: Decoder) -> dict[str, torch.Tensor]:

@@ -116,7 +116,7 @@ def write_card(folder: Path, title: str, about: str, report: dict[str, str], acc
 | tokens per verify, greedy chain of 4 | {acceptance.tokens_per_verify(4):.2f} |
 
 Of the chains whose drafted tokens were the target's so far, the share whose next one is; on the target's own
-continuations ({NEW_TOKENS} tokens each) of the prompts in `../held_out.jsonl`, depths 1 to {DEPTHS}:
+continuations ({NEW_TOKENS} tokens each) of the completions in `../held_out.jsonl`, depths 1 to {DEPTHS}:
 
 {acceptance.table()}
 

@@ -1,0 +1,76 @@
+"""`python -m tools.peers CKPT`: our engine against others, on the same checkpoint, prompts and threads."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from plans.console import guarded, print_json, stdout
+from plans.errors import OutriderError
+from tools.arguments import at_least_1
+from tools.bench.machine import describe_machine
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    return guarded(lambda: _run(options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.peers",
+        description="Generate from the same prompts with Outrider (plain decoding, and every drafter of the plan), "
+        "transformers (plain, assisted by a draft model, prompt lookup) and onnxruntime-genai (plain, n-gram lookup, "
+        "draft model): fp32, greedy, batch 1, the same number of threads, end tokens ignored. Every engine has a "
+        "process of its own, in which its model is loaded once; one generates at a time, in turn, once the others "
+        "use no CPU. Prints ratios of pairs, ours to theirs, whether the tokens are the same, and what is missing "
+        "and why.",
+        epilog="example: python -m tools.peers plans/reference/target --draft plans/reference/model "
+        "--plan build/reference",
+    )
+    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="folder of a Hugging Face checkpoint")
+    parser.add_argument(
+        "--plan", type=Path, help="our plan of the checkpoint (default: one is built, with an n-gram drafter and DRAFT)"
+    )
+    parser.add_argument(
+        "--draft",
+        type=Path,
+        metavar="CKPT",
+        help="folder of a draft model's checkpoint, for every engine that takes one",
+    )
+    parser.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
+    parser.add_argument("--task", metavar="NAME", help="prompts of one task alone (default: of all, in turn)")
+    parser.add_argument("--count", type=at_least_1, default=12, help="prompts to run (default 12)")
+    parser.add_argument("--new", type=at_least_1, default=128, help="tokens to generate (default 128)")
+    parser.add_argument("--reps", type=at_least_1, default=3, help="runs of each prompt and mode (default 3)")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="of every engine; 0: as many as there are cores (default)"
+    )
+    parser.add_argument(
+        "--work", type=Path, default=Path("build"), metavar="DIR",
+        help="where checkpoints in other formats, and a plan built here, are kept for the next time (default build)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    try:
+        from tools.peers.measure import measure
+        from tools.peers.table import print_table
+
+        report = {"machine": describe_machine(), **measure(options)}
+    except ModuleNotFoundError as error:
+        raise OutriderError(
+            f"This comparison needs {error.name}, which is not installed; run `pip install -e '.[compiler,dev]'`."
+        ) from None
+    if options.json:
+        print_json(report)
+    else:
+        print_table(report, stdout)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

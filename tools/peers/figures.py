@@ -1,0 +1,125 @@
+"""What alternating generations of several engines amount to: ratios of pairs, ours to theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from tools.bench.rows import spread
+from tools.peers.engine import OURS, Generated
+
+Ratio = Callable[["Generation", "Generation"], float]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One generation behind the prompt of this index."""
+
+    prompt: int
+    generated: Generated
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Behind the tokens that came first; 0 where there are none."""
+        found = self.generated
+        seconds = (found.total_ms - found.ttft_ms) / 1000
+        return (len(found.ids) - found.first) / seconds if seconds > 0 else 0.0
+
+
+@dataclass
+class Mode:
+    """All generations of one engine's mode, in the order in which the other modes ran beside them.
+
+    `differences` has of each prompt whose tokens are not those of our plain decoding the first index at which they
+    differ, and by how many logits the plain choice was the best there.
+    """
+
+    engine: str
+    name: str
+    runs: list[Generation] = field(default_factory=list)
+    differences: dict[int, tuple[int, float]] = field(default_factory=dict)
+
+
+def report(modes: Sequence[Mode], tasks: Sequence[str | None]) -> dict[str, Any]:
+    """`rows` of every mode, `ratios` of each of ours to each of theirs, and `best` against best, peer by peer.
+
+    A ratio of 2 says that ours takes half the time, prompt included; `decode_ratio` begins behind the tokens that come
+    first, `ttft_ratio` ends there. They are medians over pairs of the same prompt and repetition. The best mode of an
+    engine is the one that is fastest by the median of pairs with our plain decoding, the first of `modes`;
+    `best_ratio` is that of the peer which comes nearest. `tasks` by index of prompt.
+    """
+    plain = modes[0]
+    rows = [_row(mode, plain) for mode in modes]
+    fastest: dict[str, tuple[float, Mode]] = {}
+    for row, mode in zip(rows, modes, strict=True):
+        if mode.engine not in fastest or row["speedup"] > fastest[mode.engine][0]:
+            fastest[mode.engine] = (row["speedup"], mode)
+    ours = [mode for mode in modes if mode.engine == OURS]
+    theirs = [mode for mode in modes if mode.engine != OURS]
+    best = [_best(fastest[OURS][1], mode, tasks) for engine, (_, mode) in fastest.items() if engine != OURS]
+    return {
+        "rows": rows,
+        "ratios": [_ratios(our, their) for our in ours for their in theirs],
+        "best": best,
+        "best_ratio": min((entry["best_ratio"] for entry in best), default=None),
+    }
+
+
+def _row(mode: Mode, plain: Mode) -> dict[str, Any]:
+    same = sum(run.generated.ids == p.generated.ids for run, p in zip(mode.runs, plain.runs, strict=True))
+    return {
+        "engine": mode.engine,
+        "mode": mode.name,
+        **spread("speedup", _pairs(mode, plain, _whole)),
+        **spread("tokens_per_second", [run.tokens_per_second for run in mode.runs]),
+        **spread("ttft_ms", [run.generated.ttft_ms for run in mode.runs]),
+        **spread("e2e_ms", [run.generated.total_ms for run in mode.runs]),
+        "same_runs": same,
+        "runs": len(mode.runs),
+        "differences": [
+            {"prompt": prompt, "index": index, "margin": margin}
+            for prompt, (index, margin) in sorted(mode.differences.items())
+        ],
+    }
+
+
+def _ratios(ours: Mode, theirs: Mode) -> dict[str, Any]:
+    return {
+        "ours": ours.name,
+        "engine": theirs.engine,
+        "mode": theirs.name,
+        **spread("ratio", _pairs(ours, theirs, _whole)),
+        "decode_ratio": _median(_pairs(ours, theirs, _decoding)),
+        "ttft_ratio": _median(_pairs(ours, theirs, lambda our, their: their.generated.ttft_ms / our.generated.ttft_ms)),
+    }
+
+
+def _best(ours: Mode, theirs: Mode, tasks: Sequence[str | None]) -> dict[str, Any]:
+    by_task = {task: [i for i, other in enumerate(tasks) if other == task] for task in dict.fromkeys(tasks) if task}
+    return {
+        "engine": theirs.engine,
+        "mode": theirs.name,
+        "ours": ours.name,
+        **spread("best_ratio", _pairs(ours, theirs, _whole)),
+        "decode_ratio": _median(_pairs(ours, theirs, _decoding)),
+        "by_task": {task: _median(_pairs(ours, theirs, _whole, prompts)) for task, prompts in by_task.items()},
+    }
+
+
+def _pairs(ours: Mode, theirs: Mode, ratio: Ratio, prompts: Sequence[int] | None = None) -> list[float]:
+    pairs = zip(ours.runs, theirs.runs, strict=True)
+    return [ratio(our, their) for our, their in pairs if prompts is None or our.prompt in prompts]
+
+
+def _whole(ours: Generation, theirs: Generation) -> float:
+    return theirs.generated.total_ms / ours.generated.total_ms
+
+
+def _decoding(ours: Generation, theirs: Generation) -> float:
+    return ours.tokens_per_second / theirs.tokens_per_second if theirs.tokens_per_second else 0.0
+
+
+def _median(values: Sequence[float]) -> float:
+    return median(values) if values else 0.0

@@ -1,0 +1,55 @@
+"""Our side of the comparison: a plan that was built from the checkpoint, or one built for the purpose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from compiler.build import build
+from compiler.checkpoint import checkpoint_hashes
+from compiler.identity import digest
+from compiler.models.config import read_config
+from compiler.recipe import load_recipe, source_recipe
+from plans.console import progress_bar, stderr
+from plans.errors import PlanError
+from tools.peers.with_outrider import TARGET
+
+_HELD_OUT = Path(__file__).resolve().parent.parent.parent / "plans" / "reference" / "held_out.jsonl"
+_CONTEXT = 4096  # or the model's, where that is less
+_GAMMA = 4
+
+
+def check_plan(plan: Path, checkpoint: Path) -> None:
+    """Raise `PlanError` unless the plan was built from the checkpoint as it is now, in float32 for the CPU."""
+    recipe = source_recipe(plan, option="no --plan, and one is built from the checkpoint")
+    found = next((target for target in recipe.targets if target.kind == TARGET), None)
+    if found is None or recipe.dtype(found) != "float32":
+        raise PlanError(f"{plan} holds no float32 engines for {TARGET}; leave out --plan, and one is built")
+    source = recipe.checkpoint_path
+    if source.resolve() != checkpoint.resolve() and checkpoint_hashes(source) != checkpoint_hashes(checkpoint):
+        raise PlanError(f"{plan} was built from {source}, whose files differ from those of {checkpoint}; pass that one")
+
+
+def build_plan(checkpoint: Path, draft: Path | None, work: Path) -> Path:
+    """A plan with an n-gram drafter, and the draft model where there is one; an unchanged one in `work` is kept."""
+    checkpoint = checkpoint.resolve()
+    drafters: list[dict[str, object]] = [{"name": "ngram", "kind": "ngram"}]
+    if draft is not None:
+        drafters.append({"name": "model", "kind": "model", "checkpoint": str(draft.resolve()), "gamma": _GAMMA})
+    recipe = {
+        "name": "peers",
+        "target": {"checkpoint": str(checkpoint), "dtype": "float32"},
+        "drafters": drafters,
+        "capacity": {"context": min(read_config(checkpoint).max_positions, _CONTEXT)},
+        "targets": [TARGET],
+        "held_out": str(_HELD_OUT),
+    }
+    folder = work / f"peers-{digest(recipe)[:12]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "model.yaml"
+    path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
+    stderr.print(f"no --plan: building one of {checkpoint} in {folder}", soft_wrap=True)
+    with progress_bar("building") as progress:
+        build(load_recipe(path), path, folder / "plan", progress)
+    return folder / "plan"

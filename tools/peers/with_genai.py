@@ -1,0 +1,83 @@
+"""onnxruntime-genai: plain decoding, its n-gram lookup, and its draft model."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import onnxruntime_genai as genai
+
+from tools.peers.engine import Clock, Generated, Settings
+
+PLAIN, DRAFT = "plain", "draft"
+# Both n-gram settings are those of its documentation, without and with a width that follows what is accepted. A draft
+# model proposes its default number of tokens.
+LOOKUPS: dict[str, dict[str, Any]] = {
+    "ngram": {"ngram_size": 4, "max_draft_tokens": 8, "ngram_chained_lookup": True},
+    "ngram-adaptive": {"ngram_size": 4, "max_draft_tokens": 8, "ngram_chained_lookup": True, "min_adaptive_k": 2},
+}
+
+
+class Genai:
+    def __init__(self, settings: Settings) -> None:
+        assert settings.converted is not None
+        self.version = version("onnxruntime-genai")
+        target, threads = Path(settings.converted), settings.threads
+        self.missing = {}
+        plain = _load(target, threads)
+        self._models = {PLAIN: plain}
+        if hasattr(genai.GeneratorParams, "set_speculative_options"):
+            self._models |= dict.fromkeys(LOOKUPS, plain)
+            self._add_draft(target, settings, threads)
+        else:
+            self.missing = dict.fromkeys((*LOOKUPS, DRAFT), f"version {self.version} cannot; install 0.18 or later")
+        self.modes = tuple(self._models)
+
+    def _add_draft(self, target: Path, settings: Settings, threads: int) -> None:
+        if settings.converted_draft is None:
+            self.missing[DRAFT] = settings.draft_fault or "needs a draft model; pass --draft CKPT"
+            return
+        try:
+            self._models[DRAFT] = _load(target, threads, Path(settings.converted_draft))
+        except RuntimeError as error:  # of another vocabulary, for instance
+            self.missing[DRAFT] = str(error)
+
+    def generate(self, mode: str, ids: list[int], new: int) -> Generated:
+        model = self._models[mode]
+        clock = Clock()
+        params = genai.GeneratorParams(model)
+        params.set_search_options(do_sample=False, max_length=len(ids) + new)
+        if mode in LOOKUPS:
+            params.set_speculative_options(**LOOKUPS[mode])
+        generator = genai.Generator(model, params)
+        generator.append_tokens(ids)
+        while not generator.is_done():
+            generator.generate_next_token()
+            clock.count(1)
+        total_ms = clock.done()
+        return clock.generated([int(token) for token in generator.get_sequence(0)][len(ids) :], total_ms)
+
+
+def _load(target: Path, threads: int, draft: Path | None = None) -> genai.Model:
+    """The model with the last token of its vocabulary as the end token, since it must have one that there is.
+
+    Where that token is chosen, a generation is too short, which is noticed.
+    """
+    own = _read(target)
+    decoder = {"session_options": {"intra_op_num_threads": threads}}
+    overlay: dict[str, Any] = {"eos_token_id": own["vocab_size"] - 1, "decoder": decoder}  # a list would not replace
+    if draft is not None:
+        smaller = _read(draft)["decoder"]
+        smaller["session_options"] |= decoder["session_options"]
+        overlay["draft"] = smaller | {"filename": os.path.relpath(draft / smaller["filename"], target)}
+    config = genai.Config(str(target))
+    config.overlay(json.dumps({"model": overlay}))
+    return genai.Model(config)
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    model: dict[str, Any] = json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))["model"]
+    return model
