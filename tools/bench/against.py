@@ -25,7 +25,7 @@ from compiler.recipe import source_recipe
 from plans.console import progress_bar, stderr
 from plans.errors import OutriderError
 from runtime import Runtime
-from tools.bench.latency import choose_prompts
+from tools.bench.prompts import choose_prompts
 
 _REST_SECONDS = 0.3
 
