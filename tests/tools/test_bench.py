@@ -130,8 +130,8 @@ def test_latency_shows_two_tables(latency, capsys: Captured) -> None:
     for part in ("speedup", "p50/p90/p99", "2 prompts x 1 runs, 12 new tokens, sampling greedy"):
         assert part in figures
     assert [line.split()[0] for line in stages.splitlines()[1:]] == ["host", "drafter", "none", "ngram"]
-    assert {"target", "Sample", "TreeAccept"} <= set(stages.splitlines()[2].split())
-    assert max(map(len, text.splitlines()[2:])) <= 120
+    assert {"target", "Sample", "Accept"} <= set(stages.splitlines()[2].split())
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
 
 
 def test_latency_as_csv_has_every_figure_of_every_row(latency, capsys: Captured) -> None:

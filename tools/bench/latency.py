@@ -76,12 +76,12 @@ def _alternate(
 ) -> None:
     """Run every mode on every prompt `reps` times, in turn, after one run of each that warms up."""
     for mode in modes:
-        begin(f"warming up {mode.variant.name}")
+        begin(f"warming up {mode.variant}")
         _run(session, 0, prompts[0], mode.variant.name, settings)
     for repetition in range(reps):
         for index, ids in enumerate(prompts):
             for mode in modes:
-                begin(f"run {repetition + 1}, prompt {index + 1}, {mode.variant.name}")
+                begin(f"run {repetition + 1}, prompt {index + 1}, {mode.variant}")
                 mode.runs.append(_run(session, index, ids, mode.variant.name, settings))
     for mode in modes[1:]:
         if mode.synthetic is None:

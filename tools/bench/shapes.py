@@ -43,6 +43,9 @@ class Variant:
         tree = None if settings.entropy is not None else write_tree(settings.tree)
         return cls(settings.name, drafter, settings.kind, tree, 1 + settings.longest, settings.longest_path)
 
+    def __str__(self) -> str:
+        return self.drafter if self.tree is None else f"{self.drafter} {self.tree}"
+
 
 PLAIN_DECODING = Variant(PLAIN, PLAIN, None, None, 1, 0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ Row = dict[str, Any]
 def label(row: Row) -> str:
     """The drafter, and by how much it was forced."""
     forced = row["synthetic_accept"]
-    return row["drafter"] if forced is None else f"{row['drafter']} (synthetic {forced})"
+    return row["drafter"] if forced is None else f"{row['drafter']} synthetic:{forced}"
 
 
 def shape(row: Row) -> str:
@@ -74,7 +75,7 @@ def to_csv(report: dict[str, Any]) -> str:
 
 
 MAIN_COLUMNS = (
-    "drafter", "tree", "prompt", "tokens/s", "speedup", "p10-p90", "decode", "tokens /verify", "accepted", "plain",
+    "drafter", "tree", "prompt", "tokens /s", "speedup", "p10-p90", "decode", "tokens /verify", "accepted", "plain",
     "ttft ms", "tpot ms p50/p90/p99", "same",
 )  # fmt: skip
 
@@ -93,14 +94,18 @@ def main_cells(row: Row) -> tuple[str, ...]:
         f"{row['acceptance_rate']:.0%}" if row["drafted"] else "",
         f"{row['plain_rounds'] / row['rounds']:.0%}" if row["drafter"] != PLAIN else "",
         f"{row['ttft_ms']:.1f}",
-        "/".join(f"{row[f'tpot_ms_p{share}']:.2f}" for share in (50, 90, 99)),
+        "/".join(
+            f"{ms:.{2 if ms < 10 else 1 if ms < 100 else 0}f}"
+            for ms in (row[f"tpot_ms_p{share}"] for share in (50, 90, 99))
+        ),
         same(row),
     )
 
 
 def to_markdown(report: dict[str, Any]) -> str:
     """The main figures, and what they were measured on."""
-    lines = ["; ".join(title(report)), "", f"| {' | '.join(MAIN_COLUMNS)} |", "|---" * len(MAIN_COLUMNS) + "|"]
+    columns = (column.replace(" /", "/") for column in MAIN_COLUMNS)
+    lines = ["; ".join(title(report)), "", f"| {' | '.join(columns)} |", "|---" * len(MAIN_COLUMNS) + "|"]
     lines += [f"| {' | '.join(main_cells(row))} |" for row in report["rows"]]
     return "\n".join(lines)
 
@@ -134,8 +139,8 @@ def _stage_table(rows: Sequence[Row]) -> Table:
 
 
 def _table(columns: Sequence[str], texts: int) -> Table:
-    """The first `texts` columns hold text, the others numbers; headers break at their spaces."""
+    """The first `texts` columns hold text, the others numbers; headers break at spaces and inside CamelCase."""
     table = Table(box=None, pad_edge=False)
     for place, column in enumerate(columns):
-        table.add_column(column.replace(" ", "\n"), justify="left" if place < texts else "right")
+        table.add_column(re.sub(r" |(?<=[a-z])(?=[A-Z])", "\n", column), justify="left" if place < texts else "right")
     return table
