@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from plans.console import guarded, print_json, stdout
+from plans.console import guarded, print_json, stderr, stdout
 from plans.errors import OutriderError
 from plans.plan import read_manifest
 from tools.arguments import at_least_1
@@ -24,7 +25,9 @@ _TREE = "draft trees of drafters that have one: each TOP_K/DEPTH/NODES, as a rec
 
 
 def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
+    options.typed = shlex.join(["python", "-m", "tools.bench", *arguments])
     return guarded(lambda: _run(options))
 
 
@@ -199,7 +202,13 @@ def _latency(options: argparse.Namespace) -> int:
 
     if options.tree is not None and options.depth is not None:
         raise OutriderError("--tree and --depth both say what is drafted; pass one of them.")
+    if options.report is not None:
+        from tools.bench.report import prepare, write_page
+
+        prepare(options.report)
     report = {"machine": describe_machine(), **measure(options)}
+    if options.report is not None:
+        stderr.print(f"wrote {write_page(report, options.typed, options.report)}")
     if options.json:
         print_json(report)
     elif options.csv:
