@@ -24,7 +24,7 @@ def page(toy_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str,
     folder = tmp_path_factory.mktemp("report") / "new"
     prompts = str(toy_plan.parent / "held_out.jsonl")
     arguments = ["sweep", str(toy_plan), "--prompts", prompts, "--count", "1", "--new", "16", "--reps", "2"]
-    arguments += ["--drafters", "ngram,bushy,head", "--prompt-len", "20,60", "--depth", "own", "--keep-drafting"]
+    arguments += ["--drafters", "ngram,bushy,head", "--prompt-len", "20,60", "--depth", "own"]
     printed: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench, "print_json", printed.append)

@@ -140,7 +140,7 @@ def test_a_sweep_goes_over_lengths_and_trees(measured: Any) -> None:
     ]
     assert rows[0]["baseline_tokens_per_second"] == rows[2]["baseline_tokens_per_second"]
     assert rows[3]["baseline_tokens_per_second"] == rows[5]["baseline_tokens_per_second"]
-    assert all(row["same_tokens"] for row in rows)
+    assert all(row["same_tokens"] and not row["auto_disable"] for row in rows)
 
 
 def test_a_sweep_takes_the_lengths_that_the_context_has_room_for(measured: Any) -> None:

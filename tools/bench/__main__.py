@@ -59,13 +59,17 @@ def _parser() -> argparse.ArgumentParser:
         "--prompt-len", type=_length, metavar="N", help="prompts of exactly N tokens, made of the held-out ones"
     )
     latency.add_argument("--tree", type=read_trees, metavar="TREE,...", help=_TREE)
+    latency.add_argument(
+        "--keep-drafting", action="store_true", help="draft even where the runtime would see that it does not pay"
+    )
     latency.set_defaults(command=_latency)
     sweep = commands.add_parser(
         "sweep",
         help="the same over lengths of prompts and draft trees",
         description="The measurement of latency at every length of prompt with every draft tree, in one process: a "
         "plan of all trees is built first (temporary; a minute or so for each tree of a small drafter). Plain decoding "
-        "is measured anew at every length, and speedups are over that.",
+        "is measured anew at every length, and speedups are over that. Drafters always draft, as with latency's "
+        "--keep-drafting.",
         epilog="example: python -m tools.bench sweep build/reference --drafters eagle3 --prompt-len 64,512 "
         "--tree 1/3/5,2/3/8,2/6/10 --report build/report",
     )
@@ -77,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     sweep.add_argument(
         "--tree", type=read_trees, metavar="TREE,...", help=f"{_TREE} (default: {','.join(TREES)}, without --depth)"
     )
-    sweep.set_defaults(command=_sweep)
+    sweep.set_defaults(command=_sweep, keep_drafting=True)
 
     against = commands.add_parser(
         "against",
@@ -151,13 +155,10 @@ def _add_measuring(command: argparse.ArgumentParser, count: int) -> None:
         "temperature=0.7,top_p=0.9,seed=3",
     )  # fmt: skip
     command.add_argument(
-        "--keep-drafting", action="store_true", help="draft even where the runtime would see that it does not pay"
-    )
-    command.add_argument(
         "--synthetic-accept", type=_length_of_path, metavar="LEN",
         help="for studies of cost: accept LEN tokens of every draft, or as far as it reaches, whatever the target says "
-        "(0: none). All stages run; the tokens are not the target's, and every row with them says synthetic. Implies "
-        "--keep-drafting; only on onnxruntime-cpu",
+        "(0: none). All stages run; the tokens are not the target's, and every row with them says synthetic. Drafters "
+        "always draft; only on onnxruntime-cpu",
     )  # fmt: skip
     command.add_argument("--threads", type=int, default=0, help="0: the backend chooses")
     command.add_argument("--target", help="execution target (default: the best that this machine drives)")
