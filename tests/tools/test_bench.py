@@ -20,7 +20,7 @@ from tools.bench import __main__ as bench
 from tools.bench import against
 from tools.bench.latency import _divergences
 from tools.bench.prompts import choose_prompts, cut_prompts
-from tools.bench.rows import Mode, Run, percentile, summary
+from tools.bench.rows import Mode, Run, _along_context, percentile, summary
 from tools.bench.shapes import Variant
 
 Captured = pytest.CaptureFixture[str]
@@ -63,7 +63,8 @@ ROW_KEYS = {
     "auto_disable",
     "drafter", "kind", "tree", "nodes", "depth", "synthetic_accept", "prompts", "prompt_tokens",
     "build_seconds", "build_peak_rss_bytes", "plan_bytes", "load_ms", "peak_rss_bytes",
-    "speedup", "speedup_p10", "speedup_p90", "decode_speedup", "tokens_per_verify",
+    "speedup", "speedup_p10", "speedup_p90", "decode_speedup", "decode_speedup_p10",
+    "decode_speedup_p90", "tokens_per_verify",
     "acceptance_rate",
     "tokens_per_second", "tokens_per_second_p10", "tokens_per_second_p90", "baseline_tokens_per_second",
     "acceptance_by_depth", "drafted", "evaluated", "accepted", "rounds", "plain_rounds", "ttft_ms", "ttft_ms_p10",
@@ -89,7 +90,8 @@ def test_latency_prints_stable_keys(latency, capsys: Captured) -> None:
         assert set(row) == ROW_KEYS
         assert row["same_tokens"]
         assert row["same_runs"] == row["runs"] == 2
-        assert row["speedup_p10"] <= row["speedup"] <= row["speedup_p90"]
+        for figure in ("speedup", "decode_speedup", "tokens_per_second", "ttft_ms", "e2e_ms"):
+            assert row[f"{figure}_p10"] <= row[figure] <= row[f"{figure}_p90"]
         assert row["tokens_per_verify"] == 24 / row["rounds"]
         assert row["round_ms"] == pytest.approx(row["engine_ms"] + row["host_gap_ms"])
         assert row["host_gap_ms"] > 0
@@ -174,6 +176,16 @@ def test_tokens_that_part_are_shown_with_place_and_margin(toy: Runtime) -> None:
     row = summary(Mode(Variant("wrong", "wrong", "ngram", None, 7, 6), runs[1:], found), runs[:1])
     assert (row["first_divergence"], row["divergence_margin"]) == (2, found[0].margin)
     assert (row["same_tokens"], row["tpot_ms_p50"], row["tpot_ms_p99"]) == (False, 2.0, 3.0)
+
+
+def test_times_along_the_context_are_medians_of_equal_stretches(toy: Runtime) -> None:
+    plain = toy.session().generate([5, 6, 7], drafter="none", max_new_tokens=4, ignore_eos=True)
+    run = Run(plain, 1.0, Stats(), tuple(float(ms) for ms in range(64)))
+    assert plain.stats.prompt_tokens + plain.stats.first_span == 4  # where the first token stands that has a time
+    along = _along_context([run, replace(run, gaps_ms=(100.0,))])
+    assert [at["tokens"] for at in along] == [4 * stretch + 2 for stretch in range(1, 17)]
+    assert [at["ms"] for at in along] == [2.0, *(4 * stretch + 1.5 for stretch in range(1, 16))]
+    assert _along_context([replace(run, gaps_ms=())]) == []
 
 
 def test_percentiles() -> None:

@@ -70,7 +70,7 @@ def test_every_row_and_figure_is_on_the_page(page: tuple[str, dict[str, Any]]) -
 def test_plots_say_what_their_axes_are(page: tuple[str, dict[str, Any]]) -> None:
     speed, acceptance, stages, along = plots_of(page[0]).values()
     for svg, words in (
-        (speed, ["nodes verified, the tip included", "speedup over plain decoding", "plain decoding", "3/2/9"]),
+        (speed, ["nodes verified, the tip included", "decoding, speedup over plain", "plain decoding", "3/2/9"]),
         (acceptance, ["depth, in drafted tokens", "rounds that accepted it, %", "head 4/2/12", "ngram chain of 6"]),
         (stages, ["ms a round", "everything else", "target", "plain decoding, prompt 60"]),
         (along, ["tokens in the context", "ms a token, median", "prompts of 20 tokens", "bushy 3/2/9"]),

@@ -22,7 +22,7 @@ _FILLS = (
 )  # fmt: skip
 _REST_FILL = ("#f0f0f0", "")
 _LEAST_SHARE = 0.03  # of the longest round: stages that never take more are drawn as one
-_INCHES = 9.0
+_INCHES, _ABREAST = 9.0, 2
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,11 @@ def _speed(rows: Sequence[Row]) -> Plot | None:
         for place, of in enumerate(drafters):
             of = sorted(of, key=lambda row: row["nodes"])
             aside = 0.16 * (place - (len(drafters) - 1) / 2)  # so that spreads do not lie on each other
-            nodes, middle = [row["nodes"] + aside for row in of], [row["speedup"] for row in of]
-            lows, highs = ([abs(row[key] - row["speedup"]) for row in of] for key in ("speedup_p10", "speedup_p90"))
+            nodes, middle = [row["nodes"] + aside for row in of], [row["decode_speedup"] for row in of]
+            lows, highs = (
+                [abs(row[key] - row["decode_speedup"]) for row in of]
+                for key in ("decode_speedup_p10", "decode_speedup_p90")
+            )
             axes.errorbar(
                 nodes, middle, yerr=[lows, highs], label=label(of[0]), capsize=2.5, linewidth=1.5, elinewidth=0.7,
                 **_style(place),
@@ -58,17 +61,17 @@ def _speed(rows: Sequence[Row]) -> Plot | None:
             for x, row in zip(nodes, of, strict=True):
                 below = place % 2
                 axes.annotate(
-                    row["tree"] or "", (x, row["speedup"]), xytext=(4, -5 if below else 5), fontsize=7,
+                    row["tree"] or "", (x, row["decode_speedup"]), xytext=(4, -5 if below else 5), fontsize=7,
                     textcoords="offset points", va="top" if below else "bottom", color="#333333",
                 )  # fmt: skip
         axes.set_xlabel("nodes verified, the tip included")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.margins(x=0.16)
-    panels[0][0].set(ylabel="speedup over plain decoding", ylim=(0, None))
+    _set_height(panels, "decoding, speedup over plain", None)
     _legend(figure, panels[0][0])
     return Plot(
         "Speed against tree size",
-        "Medians of pairs, with the 10th and 90th percentile; labels are TOP_K/DEPTH/NODES.",
+        "Behind the prompt, medians of pairs with the 10th and 90th percentile; labels are TOP_K/DEPTH/NODES.",
         _svg(figure),
     )
 
@@ -85,7 +88,7 @@ def _acceptance(rows: Sequence[Row]) -> Plot | None:
                 axes.plot(range(1, 1 + len(shares)), shares, label=_name(row), linewidth=1.2, markersize=5, **style)
         axes.set_xlabel("depth, in drafted tokens")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    panels[0][0].set(ylabel="rounds that accepted it, %", ylim=(0, 103))
+    _set_height(panels, "rounds that accepted it, %", 103)
     _legend(figure, panels[0][0])
     return Plot(
         "Acceptance by depth", "Of the rounds with a draft, how many accepted a token at that depth.", _svg(figure)
@@ -150,7 +153,7 @@ def _along_context(rows: Sequence[Row]) -> Plot | None:
             axes.plot(tokens, ms, label=_name(row), linewidth=1.3, markersize=4, **style)
         axes.set_xlabel("tokens in the context")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    panels[0][0].set(ylabel="ms a token, median", ylim=(0, None))
+    _set_height(panels, "ms a token, median", None)
     _legend(figure, panels[0][0])
     return Plot(
         "Time per token along the context",
@@ -182,9 +185,9 @@ def _name(row: Row) -> str:
 
 
 def _panels(rows: Sequence[Row]) -> tuple[Figure, list[tuple[Axes, list[Row]]]]:
-    """Axes for every length of prompts, two in a line, with the rows of it."""
+    """Axes for every length of prompts, with the rows of it."""
     lengths = list(dict.fromkeys(row["prompt_tokens"] for row in rows))
-    columns = min(len(lengths), 2)
+    columns = min(len(lengths), _ABREAST)
     lines = -(-len(lengths) // columns)
     figure = Figure(figsize=(_INCHES, 0.6 + 2.8 * lines), layout="constrained")
     grid = figure.subplots(lines, columns, sharey=True, squeeze=False)
@@ -196,6 +199,13 @@ def _panels(rows: Sequence[Row]) -> tuple[Figure, list[tuple[Axes, list[Row]]]]:
             axes.set_title(f"prompts of {length:g} tokens", fontsize=9)
         panels.append((axes, [row for row in rows if row["prompt_tokens"] == length]))
     return figure, panels
+
+
+def _set_height(panels: Sequence[tuple[Axes, list[Row]]], label: str, top: float | None) -> None:
+    """Of all panels, which share it, when everything is drawn; the left ones say what it is."""
+    panels[0][0].set_ylim(0, top)
+    for axes, _ in panels[::_ABREAST]:
+        axes.set_ylabel(label)
 
 
 def _legend(figure: Figure, axes: Axes) -> None:

@@ -85,7 +85,7 @@ def summary(mode: Mode, plain: Sequence[Run]) -> dict[str, Any]:
     first = min(mode.divergences, key=lambda d: (d.prompt, d.index), default=None)
     return {
         **_spread("speedup", ratios),
-        "decode_speedup": median(decoding) if decoding else 0.0,
+        **_spread("decode_speedup", decoding or [0.0]),
         "tokens_per_verify": sum(s.new_tokens for s in stats) / rounds,
         "acceptance_rate": accepted / drafted if drafted else 0.0,
         "acceptance_by_depth": _by_depth(stats),
