@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 
 import onnx_ir as ir
 
@@ -34,6 +35,8 @@ from compiler.recipe_targets import (
 from compiler.text import write_tokenizer
 from plans import names
 from plans.buffers import DType, Tensor
+from plans.build_record import BuildRecord, write_build_record
+from plans.machine import peak_rss_bytes, processor
 from plans.manifest import (
     FORMAT_VERSION,
     Drafter,
@@ -79,6 +82,7 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
     An unchanged plan at `out` is kept, unchanged engines are taken over. The plan is made beside `out`
     and renamed, so that a failed build leaves `out` as it was. Raises `OutriderError`s.
     """
+    started = perf_counter()
     config = read_config(recipe.checkpoint_path, recipe.rope_scaling)
     check_capacity(recipe, config)
     _check_served(recipe)
@@ -146,6 +150,9 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
             files=_list_files(root),
         )
         _write_manifest(manifest, root)
+        seconds, peak = round(perf_counter() - started, 3), peak_rss_bytes()
+        record = BuildRecord(seconds=seconds, peak_rss_bytes=peak, processor=processor(), reused=tuple(kept))
+        write_build_record(record, root)
         place.put(root)
     return Built(open_plan(place.folder, verify=False), tuple(kept))
 

@@ -10,6 +10,7 @@ import onnx
 from rich.console import Console
 from rich.table import Table
 
+from plans.build_record import read_build_record
 from plans.check import session_bytes
 from plans.manifest import Engine, TargetPlan
 from plans.plan import Plan, open_plan
@@ -18,7 +19,7 @@ from plans.plan import Plan, open_plan
 def describe(path: Path) -> dict[str, Any]:
     """A JSON-able description: identity, geometry, programs, engines with op counts, lowering, sizes."""
     plan = open_plan(path)
-    manifest = plan.manifest
+    manifest, record = plan.manifest, read_build_record(plan.root)
     return {
         "name": manifest.name,
         "identity": manifest.identity,
@@ -27,6 +28,7 @@ def describe(path: Path) -> dict[str, Any]:
         "drafters": [d.model_dump() for d in manifest.drafters],
         "targets": {name: _target(plan, target) for name, target in manifest.targets.items()},
         "tools": manifest.tools,
+        "build": None if record is None else record.model_dump(),
         "bytes": sum(f.size for f in manifest.files),
         "files": [f.model_dump() for f in manifest.files],
     }
@@ -75,6 +77,11 @@ def print_description(description: dict[str, Any], console: Console) -> None:
         f"{model['layers']} layers, hidden {model['hidden_size']}, heads {model['heads']}/{model['kv_heads']} of "
         f"{model['head_dim']}, vocabulary {model['vocab_size']}, context {model['context']}"
     )
+    if (build := description["build"]) is not None:
+        peak, reused = build["peak_rss_bytes"], ", ".join(build["reused"])
+        memory = "" if peak is None else f", at most {peak / 1e6:.0f} MB of memory"
+        taken = f"; engines taken over: {reused}" if reused else ""
+        console.print(f"built in {build['seconds']:.1f} s{memory}, on {build['processor']}{taken}")
     for drafter in description["drafters"]:
         console.print(f"drafter {drafter['name']}: {drafter}")
     for name, target in description["targets"].items():

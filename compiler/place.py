@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from plans.build_record import BUILD_RECORD
 from plans.errors import OutriderError, PlanError
 from plans.plan import MANIFEST, Plan, open_plan
 
@@ -136,7 +137,7 @@ class Place:
 
 
 def _listed_files(manifest: Path) -> set[str] | None:
-    """The files that a plan of any version holds, `plan.json` among them; None where it is not a plan's."""
+    """The files that a plan of any version may hold, `plan.json` among them; None where it is not a plan's."""
     try:
         raw = json.loads(manifest.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -145,7 +146,7 @@ def _listed_files(manifest: Path) -> set[str] | None:
         return None
     files = raw.get("files")
     entries = files if isinstance(files, list) else []
-    return {MANIFEST, *(str(entry.get("path")) for entry in entries if isinstance(entry, dict))}
+    return {MANIFEST, BUILD_RECORD, *(str(entry.get("path")) for entry in entries if isinstance(entry, dict))}
 
 
 def _alive(pid: int) -> bool:

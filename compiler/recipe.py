@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 
 from pydantic import (
@@ -25,7 +26,11 @@ from compiler.recipe_source import Location, RecipeSource
 from compiler.recipe_targets import DEFAULT_TARGETS, TargetBuild, TargetEntry, TensorRtSection, choose_targets
 from plans import names
 from plans.errors import PlanError, RecipeError
+from plans.manifest import Manifest
 from plans.plan import read_manifest
+
+# Paths: their contents are hashed, and held-out text is in no plan. And which engines stand beside the one that runs.
+_MAY_DIFFER = re.compile(r"target\.checkpoint|drafters\[\d+\]\.checkpoint|held_out|targets\[.*")
 
 
 class TargetSection(Section):
@@ -212,6 +217,19 @@ def source_recipe(plan: Path, *, option: str, overrides: Sequence[str] = ()) -> 
     return load_recipe(source, overrides)
 
 
+def check_same_recipe(recipe: Recipe, plan: Path, manifest: Manifest) -> None:
+    """Raise `PlanError` unless the plan was built from this recipe, whatever its checkpoints hold now."""
+    built, now = (dict(_flat(r)) for r in (manifest.recipe, recipe.resolved()))
+    changed = [key for key in {**built, **now} if built.get(key) != now.get(key) and not _MAY_DIFFER.fullmatch(key)]
+    if changed:
+        key = changed[0]
+        more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+        raise PlanError(
+            f"{plan} was built from another recipe: {key} is {built.get(key, 'not set')} in the plan and "
+            f"{now.get(key, 'not set')} in the recipe{more}; repeat the build's --set, or build the plan again"
+        )
+
+
 def check_capacity(recipe: Recipe, config: DecoderConfig) -> None:
     """Check the recipe's capacity against the target's geometry; `config` as read with `recipe.rope_scaling`.
 
@@ -231,3 +249,15 @@ def check_capacity(recipe: Recipe, config: DecoderConfig) -> None:
 def _portable(written: str) -> str:
     path = PurePath(written)
     return path.name if path.is_absolute() else path.as_posix()
+
+
+def _flat(value: JsonValue, key: str = "") -> Iterator[tuple[str, JsonValue]]:
+    """The single values of a recipe by dotted key."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _flat(inner, f"{key}.{name}" if key else name)
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _flat(inner, f"{key}[{index}]")
+    else:
+        yield key, value

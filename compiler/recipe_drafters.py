@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    JsonValue,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from compiler.models.rope import RopeScaling
 from compiler.recipe_rope import RopeScalingSection
 from compiler.recipe_section import Name, Section, WrittenPath
-from plans.manifest import Tree
+from plans.manifest import EntropyGamma, Tree
 
 
 class NgramSection(Section):
@@ -154,3 +163,16 @@ class ModelSection(Section):
 
 GraphSection = Eagle3Section | ModelSection
 DrafterSection = Annotated[NgramSection | Eagle3Section | ModelSection, Field(discriminator="kind")]
+
+
+def reshaped(section: DrafterSection, name: str, shape: Tree | EntropyGamma | int) -> dict[str, JsonValue]:
+    """The same drafter under another name, as a recipe has it, with a tree, a chain as long as it is sure, or, for
+    n-grams, so many tokens a draft."""
+    if isinstance(section, NgramSection):
+        assert isinstance(shape, int), "n-grams draft chains of so many tokens"
+        return section.model_dump(mode="json") | {"name": name, "max_draft": shape}
+    assert not isinstance(shape, int), "an engine's draft has a tree, or is as long as it is sure"
+    same = section.model_dump(mode="json", exclude_none=True, exclude={"name", "gamma", "tree"})
+    if isinstance(shape, Tree):
+        return same | {"name": name, "tree": shape.model_dump()}
+    return same | {"name": name, "gamma": {"min": shape.gamma_min, "max": shape.gamma_max, "beta": shape.beta}}

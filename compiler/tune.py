@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from compiler.build import build
 from compiler.held_out import read_prompts
 from compiler.recipe import Recipe, load_recipe
-from compiler.recipe_drafters import GraphSection, NgramSection
+from compiler.recipe_drafters import GraphSection, NgramSection, reshaped
 from compiler.replay import DraftedTree, acceptance_by_depth, acceptance_by_rank, largest, tokens_per_verify
 from compiler.tune_table import Estimate, Timed, Tuning
 from compiler.verify import check_same_source
@@ -74,10 +74,7 @@ class Origin:
 
     def recipe(self, trees: Sequence[Tree], nodes: int) -> Recipe:
         """The recipe with this drafter alone, once for each tree and by the name of it; and the probe of `nodes`."""
-        shared = self.section.model_dump(
-            exclude_none=True, include={"kind", "checkpoint", "rope_theta", "rope_scaling", "aux_layers", "acceptance"}
-        )
-        listed = [{**shared, "name": name_of(tree), "tree": tree.model_dump()} for tree in trees]
+        listed = [reshaped(self.section, name_of(tree), tree) for tree in trees]
         listed.append({"name": _PROBE, "kind": "ngram", "max_draft": nodes - 1})
         recipe = load_recipe(self.path, [*self.overrides, f"drafters={json.dumps(listed, ensure_ascii=False)}"])
         return recipe.for_targets([self.target])

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-from pydantic import JsonValue
 
 from compiler.agreement import EXACT, DrafterCheck, compare_drafters
 from compiler.checkpoint import load_decoder
@@ -18,7 +16,7 @@ from compiler.held_out import read_prompts
 from compiler.identity import plan_identity
 from compiler.models.decoder import Decoder
 from compiler.models.eager import sequence_logits
-from compiler.recipe import Recipe
+from compiler.recipe import Recipe, check_same_recipe
 from plans.errors import PlanError, RecipeError, RequestError
 from plans.manifest import Manifest, rejects
 from plans.plan import read_manifest
@@ -32,9 +30,6 @@ Plans agree with PyTorch to about 1e-5, and our PyTorch module with transformers
 times that leaves room for deep models; a wrong weight, mask or position is off by units.
 """
 SAMPLED = Options(temperature=0.8, top_p=0.95, seed=1)
-
-# Paths: their contents are hashed, and held-out text is in no plan. And which engines stand beside the one that runs.
-_MAY_DIFFER = re.compile(r"target\.checkpoint|drafters\[\d+\]\.checkpoint|held_out|targets\[.*")
 
 
 @dataclass(frozen=True)
@@ -149,32 +144,12 @@ def check_same_source(recipe: Recipe, plan: Path, manifest: Manifest) -> None:
 
     The compiler may have changed since: whether that matters is what `verify` measures.
     """
-    built, now = (dict(_flat(r)) for r in (manifest.recipe, recipe.resolved()))
-    changed = [key for key in {**built, **now} if built.get(key) != now.get(key) and not _MAY_DIFFER.fullmatch(key)]
-    if changed:
-        key = changed[0]
-        more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
-        raise PlanError(
-            f"{plan} was built from another recipe: {key} is {built.get(key, 'not set')} in the plan and "
-            f"{now.get(key, 'not set')} in the recipe{more}; repeat the build's --set, or build the plan again"
-        )
+    check_same_recipe(recipe, plan, manifest)
     if plan_identity(manifest.recipe, source_hashes(recipe), manifest.tools) != manifest.identity:
         raise PlanError(
             f"{plan} was not built from {recipe.checkpoint_path} and the drafters as they are now: a checkpoint's "
             "files are others; build the plan again, or bring back the checkpoint"
         )
-
-
-def _flat(value: JsonValue, key: str = "") -> Iterator[tuple[str, JsonValue]]:
-    """The single values of a recipe by dotted key."""
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _flat(inner, f"{key}.{name}" if key else name)
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield from _flat(inner, f"{key}[{index}]")
-    else:
-        yield key, value
 
 
 def _prompts(recipe: Recipe) -> list[str]:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import perf_counter
 
 from rich.console import Console
 from rich.markup import escape
@@ -27,7 +28,7 @@ def print_json(value: object) -> None:
 def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None]]:
     """Progress on stderr for long work: call what it yields with (done, total, what is being done).
 
-    A bar on a terminal; elsewhere at most about ten lines.
+    A bar on a terminal; elsewhere at most about ten lines. Both say how long the rest should take.
     """
     if not stderr.is_terminal:
         yield _progress_lines(title)
@@ -43,15 +44,21 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None]]:
 
 
 def _progress_lines(title: str) -> Callable[[int, int, str], None]:
-    tenth = -1
+    tenth, started = -1, perf_counter()
 
     def update(done: int, total: int, doing: str = "") -> None:
         nonlocal tenth
         if done * 10 // max(total, 1) > tenth:
             tenth = done * 10 // max(total, 1)
-            stderr.print(f"{title}: {done} of {total}{', ' + doing if doing else ''}", soft_wrap=True)
+            about = f", about {_duration((perf_counter() - started) * (total - done) / done)} left" if done else ""
+            stderr.print(f"{title}: {done} of {total}{about}{', ' + doing if doing else ''}", soft_wrap=True)
 
     return update
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def report_error(error: OutriderError) -> None:

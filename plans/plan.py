@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from plans.build_record import BUILD_RECORD
 from plans.check import problems
 from plans.errors import PlanError
 from plans.manifest import FORMAT_VERSION, Manifest, PlanFile
@@ -46,7 +47,7 @@ def open_plan(root: Path, *, verify: bool = True) -> Plan:
     try:
         for entry in manifest.files:
             _check_file(inside(root, entry.path), entry, verify)
-        _check_nothing_else(root, {MANIFEST, *(entry.path for entry in manifest.files)})
+        _check_nothing_else(root, {MANIFEST, BUILD_RECORD, *(entry.path for entry in manifest.files)})
     except OSError as error:
         raise PlanError(f"{root} cannot be read ({error}); build the plan again") from None
     return Plan(root, manifest)

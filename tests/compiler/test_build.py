@@ -15,7 +15,9 @@ from tokenizers import Tokenizer
 import compiler.build
 from compiler.build import Built, build
 from compiler.identity import tool_versions
+from compiler.inspect import describe
 from compiler.recipe import load_recipe
+from plans.build_record import read_build_record
 from plans.errors import CheckpointError, PlanError, RecipeError
 from plans.plan import open_plan, read_manifest
 from runtime import Runtime
@@ -150,6 +152,36 @@ def test_the_same_inputs_in_another_folder_give_the_same_identity_and_the_same_f
     assert there.plan.manifest.identity == here.plan.manifest.identity
     assert hashes(there) == hashes(here)
     assert str(tmp_path) not in (there.plan.root / "plan.json").read_text(encoding="utf-8")
+
+
+def test_two_builds_are_the_same_bytes_but_for_what_they_took(workplace: Path) -> None:
+    def files() -> dict[str, bytes]:
+        shutil.rmtree(workplace / "plan")
+        built, _ = rebuild(workplace)
+        assert built.reused == ()
+        found = snapshot(workplace / "plan")
+        del found["build.json"]
+        return found
+
+    assert files() == files()
+
+
+def test_a_build_records_what_it_took(workplace: Path) -> None:
+    rebuild(workplace, "drafters[0].max_draft=19")
+    record = read_build_record(workplace / "plan")
+    assert record is not None
+    assert record.seconds > 0
+    assert record.peak_rss_bytes is None or record.peak_rss_bytes > 2**20
+    assert record.reused == (TARGET,)
+    assert record.model_dump() == describe(workplace / "plan")["build"]
+    path = workplace / "plan" / "build.json"
+    path.write_text("[]")
+    open_plan(workplace / "plan")  # what runs does not read it
+    with pytest.raises(PlanError, match=r"build\.json is no record of a build; remove it"):
+        describe(workplace / "plan")
+    path.unlink()
+    assert describe(workplace / "plan")["build"] is None
+    assert rebuild(workplace, "drafters[0].max_draft=19")[0].reused == ("plan",)
 
 
 def test_a_failed_build_leaves_the_old_plan_and_nothing_else(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

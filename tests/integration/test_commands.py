@@ -71,11 +71,12 @@ def test_build_puts_the_plan_under_build_and_takes_overrides(
 def test_inspect_shows_geometry_programs_ops_and_rules(toy_plan: Path, capsys: Captured) -> None:
     assert compiler.__main__.main(["inspect", str(toy_plan)]) == 0
     text = capsys.readouterr().out
-    for part in ("4 layers", "context 160", "speculate.short", "GroupQueryAttention 4", "FunctionBody"):
+    for part in ("4 layers", "context 160", "speculate.short", "GroupQueryAttention 4", "FunctionBody", "built in "):
         assert part in text
     found = run_json(capsys, compiler.__main__.main, "inspect", toy_plan, "--json")
     assert set(found) == {
-        "name", "identity", "format_version", "models", "drafters", "targets", "tools", "bytes", "files",
+        "name", "identity", "format_version", "models", "drafters", "targets", "tools", "build", "bytes",
+        "files",
     }  # fmt: skip
     target = found["targets"]["onnxruntime-cpu"]
     assert set(target) == {"programs", "symbols", "session_bytes", "engines", "kernels", "lowering"}

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from plans.errors import OutriderError, RequestError
-from plans.plan import read_manifest
 from runtime import Runtime, Stats
 from runtime.request import Options
 from tests.conftest import TOY_DRAFTERS
 from tools.bench import __main__ as bench
-from tools.bench.latency import _divergences, choose_drafters, cut_prompts
-from tools.bench.rows import Mode, Run, percentile, summary
-from tools.bench.tasks import choose_prompts
+from tools.bench.latency import _divergences
+from tools.bench.prompts import choose_prompts, cut_prompts
+from tools.bench.rows import Mode, Run, _along_context, percentile, summary
+from tools.bench.shapes import Variant
 
 Captured = pytest.CaptureFixture[str]
 
@@ -57,12 +57,17 @@ def latency(workplace: Path, capsys: Captured):
 
 
 ROW_KEYS = {
-    "drafter", "kind", "speedup", "speedup_p10", "speedup_p90", "decode_speedup", "tokens_per_verify",
+    "git_sha", "identity", "target", "target_version", "device", "threads", "dtype", "sampling", "new_tokens", "reps",
+    "auto_disable",
+    "drafter", "kind", "tree", "nodes", "depth", "synthetic_accept", "prompts", "prompt_tokens",
+    "build_seconds", "build_peak_rss_bytes", "plan_bytes", "load_ms", "peak_rss_bytes",
+    "speedup", "speedup_p10", "speedup_p90", "decode_speedup", "decode_speedup_p10",
+    "decode_speedup_p90", "tokens_per_verify",
     "acceptance_rate",
     "tokens_per_second", "tokens_per_second_p10", "tokens_per_second_p90", "baseline_tokens_per_second",
     "acceptance_by_depth", "drafted", "evaluated", "accepted", "rounds", "plain_rounds", "ttft_ms", "ttft_ms_p10",
     "ttft_ms_p90", "tpot_ms_p50", "tpot_ms_p90", "tpot_ms_p99", "e2e_ms", "e2e_ms_p10", "e2e_ms_p90", "round_ms",
-    "engine_ms", "host_gap_ms", "stages", "prompt_tokens", "same_tokens", "same_runs", "runs", "first_divergence",
+    "engine_ms", "host_gap_ms", "stages", "ms_along_context", "same_tokens", "same_runs", "runs", "first_divergence",
     "divergence_margin", "by_task",
 }  # fmt: skip
 
@@ -70,28 +75,35 @@ ROW_KEYS = {
 def test_latency_prints_stable_keys(latency, capsys: Captured) -> None:
     assert latency("--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert set(found) == {
-        "machine", "plan", "git_sha", "identity", "target", "target_version", "dtype", "threads", "load_ms",
-        "plan_bytes", "peak_rss_bytes", "prompts", "new_tokens", "reps", "temperature", "top_k", "top_p", "seed",
-        "auto_disable", "rows",
-    }  # fmt: skip
+    assert set(found) == {"machine", "plan", "rows"}
     assert set(found["machine"]) == {"processor", "cores", "python", "onnxruntime"}
     rows = {row["drafter"]: row for row in found["rows"]}
     assert list(rows) == ["none", *TOY_DRAFTERS]
     assert rows["none"]["kind"] is None
-    assert rows["bushy"]["kind"] == "model"
+    assert [rows["bushy"][key] for key in ("kind", "tree", "nodes", "depth")] == ["model", "3/2/9", 9, 3]
+    assert [rows["ngram"][key] for key in ("kind", "tree", "nodes", "depth")] == ["ngram", None, 7, 6]
+    assert [rows["sure"][key] for key in ("kind", "tree", "nodes", "depth")] == ["model", None, 7, 6]
+    assert [rows["none"][key] for key in ("kind", "tree", "nodes", "depth")] == [None, None, 1, 0]
     for row in rows.values():
         assert set(row) == ROW_KEYS
         assert row["same_tokens"]
         assert row["same_runs"] == row["runs"] == 2
-        assert row["speedup_p10"] <= row["speedup"] <= row["speedup_p90"]
+        for figure in ("speedup", "decode_speedup", "tokens_per_second", "ttft_ms", "e2e_ms"):
+            assert row[f"{figure}_p10"] <= row[figure] <= row[f"{figure}_p90"]
         assert row["tokens_per_verify"] == 24 / row["rounds"]
         assert row["round_ms"] == pytest.approx(row["engine_ms"] + row["host_gap_ms"])
         assert row["host_gap_ms"] > 0
         assert row["accepted"] <= row["drafted"]
         assert 0 < row["tpot_ms_p50"] <= row["tpot_ms_p90"] <= row["tpot_ms_p99"] < row["e2e_ms_p90"]
         assert row["ttft_ms"] < row["e2e_ms"]
-        assert row["first_divergence"] is row["divergence_margin"] is None
+        assert row["first_divergence"] is row["divergence_margin"] is row["synthetic_accept"] is None
+        assert (row["sampling"], row["reps"], row["prompts"], row["new_tokens"]) == ("greedy", 1, 2, 12)
+        assert row["device"] == found["machine"]["processor"]
+        assert row["build_seconds"] > 0
+        assert row["peak_rss_bytes"] > row["plan_bytes"]
+        along = row["ms_along_context"]
+        assert [at["tokens"] for at in along] == sorted(at["tokens"] for at in along)
+        assert all(at["ms"] > 0 for at in along)
         assert row["baseline_tokens_per_second"] == rows["none"]["tokens_per_second"]
         assert row["acceptance_by_depth"] == sorted(row["acceptance_by_depth"], reverse=True)
     assert rows["none"]["speedup"] == rows["none"]["tokens_per_verify"] == 1
@@ -115,20 +127,22 @@ def test_latency_shows_two_tables(latency, capsys: Captured) -> None:
     assert latency("--drafters", "ngram") == 0
     text = capsys.readouterr().out
     figures, stages = text.split("milliseconds a round, by stage")
-    for part in ("speedup", "host gap", "2 held-out prompts x 1 runs, 12 new tokens, temperature 0.0"):
+    for part in ("speedup", "p50/p90/p99", "2 prompts x 1 runs, 12 new tokens, sampling greedy"):
         assert part in figures
-    assert [line.split()[0] for line in stages.splitlines()[1:]] == ["drafter", "none", "ngram"]
-    assert {"target", "Sample", "TreeAccept"} <= set(stages.splitlines()[1].split())
+    assert [line.split()[0] for line in stages.splitlines()[1:]] == ["host", "drafter", "none", "ngram"]
+    assert {"target", "Sample", "Accept"} <= set(stages.splitlines()[2].split())
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
 
 
 def test_latency_as_csv_has_every_figure_of_every_row(latency, capsys: Captured) -> None:
-    assert latency("--drafters", "ngram,head", "--csv", "--seed", "3", "--temperature", "0.5") == 0
+    assert latency("--drafters", "ngram,head", "--csv", "--sampling", "temperature=0.5,seed=3") == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [row["drafter"] for row in rows] == ["none", "ngram", "head"]
-    assert {"identity", "git_sha", "machine_processor", "seed", "tpot_ms_p99", "stage_ms_target"} <= set(rows[0])
+    assert {"identity", "git_sha", "machine_processor", "sampling", "tpot_ms_p99", "stage_ms_target"} <= set(rows[0])
     assert rows[0]["stage_ms_head"] == ""
     assert float(rows[2]["stage_ms_head"]) > 0
-    assert (rows[1]["seed"], rows[1]["temperature"]) == ("3", "0.5")
+    assert rows[1]["sampling"] == "temperature=0.5,seed=3"
+    assert len(rows[1]["ms_along_context"].split()) > 1
 
 
 def test_latency_as_markdown_is_one_table(latency, capsys: Captured) -> None:
@@ -192,9 +206,19 @@ def test_tokens_that_part_are_shown_with_place_and_margin(toy: Runtime) -> None:
     found = _divergences(session, [ids], options, runs[:1], runs[1:])
     assert (found[0].prompt, found[0].index) == (0, 2)
     assert found[0].margin > 0
-    row = summary(Mode("wrong", "ngram", runs[1:], found), runs[:1])
+    row = summary(Mode(Variant("wrong", "wrong", "ngram", None, 7, 6), runs[1:], found), runs[:1])
     assert (row["first_divergence"], row["divergence_margin"]) == (2, found[0].margin)
     assert (row["same_tokens"], row["tpot_ms_p50"], row["tpot_ms_p99"]) == (False, 2.0, 3.0)
+
+
+def test_times_along_the_context_are_medians_of_equal_stretches(toy: Runtime) -> None:
+    plain = toy.session().generate([5, 6, 7], drafter="none", max_new_tokens=4, ignore_eos=True)
+    run = Run(plain, 1.0, Stats(), tuple(float(ms) for ms in range(64)))
+    assert plain.stats.prompt_tokens + plain.stats.first_span == 4  # where the first token stands that has a time
+    along = _along_context([run, replace(run, gaps_ms=(100.0,))])
+    assert [at["tokens"] for at in along] == [4 * stretch + 2 for stretch in range(1, 17)]
+    assert [at["ms"] for at in along] == [2.0, *(4 * stretch + 1.5 for stretch in range(1, 16))]
+    assert _along_context([replace(run, gaps_ms=())]) == []
 
 
 def test_percentiles() -> None:
@@ -202,16 +226,6 @@ def test_percentiles() -> None:
     assert [percentile(ranked, share) for share in (10, 50, 90, 99)] == [10, 50, 90, 99]
     assert [percentile([7.0], share) for share in (10, 99)] == [7.0, 7.0]
     assert percentile([], 50) == 0.0
-
-
-def test_drafters_are_chosen_by_name_or_kind(toy_plan: Path) -> None:
-    drafters = read_manifest(toy_plan).drafters
-    assert choose_drafters(drafters, None) == ["none", *TOY_DRAFTERS]
-    assert choose_drafters(drafters, "model,none, eagle3") == ["none", "chain", "sure", "bushy", "head"]
-    assert choose_drafters(drafters, "bushy,model") == ["none", "bushy", "chain", "sure"]
-    assert choose_drafters(drafters, "ngram") == ["none", "ngram"]  # the name, and not all of the kind
-    with pytest.raises(RequestError, match=r"names 'medusa', but the plan has ngram \(ngram\), .* none; pass names or"):
-        choose_drafters(drafters, "none,medusa")
 
 
 def test_a_generation_too_short_to_time_its_rounds_is_no_error(workplace: Path, capsys: Captured) -> None:

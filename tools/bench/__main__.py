@@ -1,8 +1,9 @@
-"""`python -m tools.bench latency | startup | embedded`: what a plan costs, on this machine."""
+"""`python -m tools.bench latency | sweep | startup | embedded`: what a plan costs, on this machine."""
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,14 +11,23 @@ from typing import Any
 
 from rich.console import Console
 
-from plans.console import guarded, print_json, stdout
+from plans.console import guarded, print_json, stderr, stdout
 from plans.errors import OutriderError
+from plans.plan import read_manifest
 from tools.arguments import at_least_1
 from tools.bench.machine import describe_machine
+from tools.bench.sampling import GREEDY, read_sampling
+from tools.bench.shapes import read_depths, read_trees
+
+SWEPT = (64, 256, 1024, 4096)  # tokens of prompts
+TREES = ("1/1/3", "1/3/5", "2/3/8", "2/6/12", "3/6/16", "own")  # of 2 to 15 drafted tokens: what a CPU may pay for
+_TREE = "draft trees of drafters that have one: each TOP_K/DEPTH/NODES, as a recipe's tree; own is the plan's"
 
 
 def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
+    options.typed = shlex.join(["python", "-m", "tools.bench", *arguments])
     return guarded(lambda: _run(options))
 
 
@@ -38,37 +48,40 @@ def _parser() -> argparse.ArgumentParser:
         help="plain decoding against the plan's drafters",
         description="Run plain decoding and drafters alternately on held-out prompts in one process, by wall clock: "
         "tokens/s, paired speedup, tokens per verify, milliseconds a round by stage, what of a round no engine "
-        "accounts for (host gap), and whether the tokens are the same.",
-        epilog="example: python -m tools.bench latency build/reference --drafters ngram,eagle3 --temperature 0.7",
+        "accounts for (host gap), and whether the tokens are the same. With --tree or --depth, drafters run once for "
+        "each shape of draft, in a temporary plan built for it.",
+        epilog="examples: python -m tools.bench latency build/reference --drafters ngram,eagle3 "
+        "--sampling temperature=0.7; python -m tools.bench latency build/reference --drafters eagle3 "
+        "--tree own,2/3/6 --report build/report",
     )
-    latency.add_argument("plan", type=Path, help="folder of the plan")
-    latency.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
-    latency.add_argument("--task", metavar="NAME", help="prompts of one task alone (default: of all, in turn)")
-    latency.add_argument("--count", type=at_least_1, default=12, help="prompts to run (default 12)")
+    _add_measuring(latency, count=12)
     latency.add_argument(
-        "--drafters",
-        metavar="NAME|KIND,...",
-        help="by name, or all of a kind (ngram, model, eagle3); none, plain decoding, always runs (default: all)",
+        "--prompt-len", type=_length, metavar="N", help="prompts of exactly N tokens, made of the held-out ones"
     )
-    latency.add_argument("--new", type=int, default=128, help="tokens to generate (default 128)")
-    latency.add_argument("--reps", type=at_least_1, default=3, help="runs of each prompt and mode (default 3)")
-    latency.add_argument(
-        "--prompt-len", type=at_least_1, metavar="N", help="prompts of exactly N tokens, made of the held-out ones"
-    )
-    latency.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    latency.add_argument("--top-k", type=int, default=0, help="keep the k most probable tokens; 0 is off (default)")
-    latency.add_argument("--top-p", type=float, default=1.0, help="keep the most probable tokens up to p; 1 is off")
-    latency.add_argument("--seed", type=int, default=0, help="seed of the draws (default 0)")
+    latency.add_argument("--tree", type=read_trees, metavar="TREE,...", help=_TREE)
     latency.add_argument(
         "--keep-drafting", action="store_true", help="draft even where the runtime would see that it does not pay"
     )
-    latency.add_argument("--threads", type=int, default=0, help="0: the backend chooses")
-    latency.add_argument("--target", help="execution target (default: the best that this machine drives)")
-    printed = latency.add_mutually_exclusive_group()
-    printed.add_argument("--json", action="store_true", help="print one JSON object")
-    printed.add_argument("--csv", action="store_true", help="print a line for each drafter, with every figure")
-    printed.add_argument("--markdown", action="store_true", help="print the main figures as a Markdown table")
     latency.set_defaults(command=_latency)
+    sweep = commands.add_parser(
+        "sweep",
+        help="the same over lengths of prompts and draft trees",
+        description="The measurement of latency at every length of prompt with every draft tree, in one process: a "
+        "plan of all trees is built first (temporary; a minute or so for each tree of a small drafter). Plain decoding "
+        "is measured anew at every length, and speedups are over that. Drafters always draft, as with latency's "
+        "--keep-drafting.",
+        epilog="example: python -m tools.bench sweep build/reference --drafters eagle3 --prompt-len 64,512 "
+        "--tree 1/3/5,2/3/8,2/6/10 --report build/report",
+    )
+    _add_measuring(sweep, count=4)
+    sweep.add_argument(
+        "--prompt-len", type=_lengths, metavar="N,...",
+        help=f"lengths of prompts (default: {', '.join(map(str, SWEPT))}, as far as the context has room)",
+    )  # fmt: skip
+    sweep.add_argument(
+        "--tree", type=read_trees, metavar="TREE,...", help=f"{_TREE} (default: {','.join(TREES)}, without --depth)"
+    )
+    sweep.set_defaults(command=_sweep, keep_drafting=True)
 
     startup = commands.add_parser(
         "startup",
@@ -104,14 +117,93 @@ def _embedded(options: argparse.Namespace) -> int:
     return _report(measure(options), options, print_table)
 
 
+def _add_measuring(command: argparse.ArgumentParser, count: int) -> None:
+    """What `latency` and `sweep` have alike."""
+    command.add_argument("plan", type=Path, help="folder of the plan")
+    command.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
+    command.add_argument("--task", metavar="NAME", help="prompts of one task alone (default: of all, in turn)")
+    command.add_argument("--count", type=at_least_1, default=count, help=f"prompts to run (default {count})")
+    command.add_argument(
+        "--drafters",
+        metavar="NAME|KIND,...",
+        help="by name, or all of a kind (ngram, model, eagle3); none, plain decoding, always runs (default: all)",
+    )
+    command.add_argument(
+        "--depth", type=read_depths, metavar="N,...",
+        help="drafts of at most N tokens one behind another: n-grams and chains of that length, trees of so many "
+        "levels with no more nodes than they have; own is what the plan has. Not together with --tree",
+    )  # fmt: skip
+    command.add_argument("--new", type=at_least_1, default=128, help="tokens to generate (default 128)")
+    command.add_argument("--reps", type=at_least_1, default=3, help="runs of each prompt and mode (default 3)")
+    command.add_argument(
+        "--sampling", type=read_sampling, default=GREEDY, metavar="greedy|KEY=VALUE,...",
+        help="how tokens are chosen: greedy (default), or temperature with any of top_k, top_p and seed, such as "
+        "temperature=0.7,top_p=0.9,seed=3",
+    )  # fmt: skip
+    command.add_argument(
+        "--synthetic-accept", type=_length_of_path, metavar="LEN",
+        help="for studies of cost: accept LEN tokens of every draft, or as far as it reaches, whatever the target says "
+        "(0: none). All stages run; the tokens are not the target's, and every row with them says synthetic. Drafters "
+        "always draft; only on onnxruntime-cpu",
+    )  # fmt: skip
+    command.add_argument("--threads", type=int, default=0, help="0: the backend chooses")
+    command.add_argument("--target", help="execution target (default: the best that this machine drives)")
+    command.add_argument("--recipe", type=Path, help="for --tree and --depth: the recipe (default: the plan's own)")
+    command.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+        help="for --tree and --depth: what the plan was built with; may be repeated",
+    )  # fmt: skip
+    printed = command.add_mutually_exclusive_group()
+    printed.add_argument("--json", action="store_true", help="print one JSON object, a row for each drafter and tree")
+    printed.add_argument("--csv", action="store_true", help="print a line for each row, with every figure")
+    printed.add_argument("--markdown", action="store_true", help="print the main figures as a Markdown table")
+    command.add_argument(
+        "--report", type=Path, metavar="DIR", help="also write DIR/report.html: figures and plots on one page"
+    )
+
+
+def _length(text: str) -> tuple[int, ...]:
+    return (at_least_1(text),)
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(at_least_1(word.strip()) for word in text.split(",")))
+
+
+def _length_of_path(text: str) -> int:
+    return 0 if text == "0" else at_least_1(text)
+
+
+def _sweep(options: argparse.Namespace) -> int:
+    if options.tree is None and options.depth is None:
+        options.tree = read_trees(",".join(TREES))
+    if options.prompt_len is None:
+        room = read_manifest(options.plan).target.context - options.new
+        options.prompt_len = [length for length in SWEPT if length <= room] or [room]
+    return _latency(options)
+
+
 def _latency(options: argparse.Namespace) -> int:
     from tools.bench.latency import measure
     from tools.bench.tables import print_table, to_csv, to_markdown
 
-    if not (options.csv or options.markdown):
-        return _report(measure(options), options, print_table)
+    if options.tree is not None and options.depth is not None:
+        raise OutriderError("--tree and --depth both say what is drafted; pass one of them.")
+    if options.report is not None:
+        from tools.bench.report import prepare, write_page
+
+        prepare(options.report)
     report = {"machine": describe_machine(), **measure(options)}
-    print(to_csv(report) if options.csv else to_markdown(report), end="" if options.csv else "\n")
+    if options.report is not None:
+        stderr.print(f"wrote {write_page(report, options.typed, options.report)}")
+    if options.json:
+        print_json(report)
+    elif options.csv:
+        print(to_csv(report), end="")
+    elif options.markdown:
+        print(to_markdown(report))
+    else:
+        print_table(report, stdout)
     return 0
 
 

@@ -16,7 +16,7 @@ from plans.console import progress_bar
 from plans.errors import OutriderError
 from plans.plan import read_manifest
 from runtime.embed.build import build
-from tools.bench.tasks import choose_prompts
+from tools.bench.prompts import choose_prompts
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 SOURCE = Path(__file__).resolve().parent / "embedded.c"

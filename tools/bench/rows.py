@@ -1,4 +1,4 @@
-"""What alternating runs amount to: a row for each mode, medians with their spread, ratios of pairs."""
+"""What alternating runs amount to: the figures of each mode, medians with their spread, ratios of pairs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from statistics import median
 from typing import Any
 
 from runtime import Generation, Stats
+from tools.bench.shapes import Variant
 
 OPENING = 2  # rounds that stage times leave out: one ends the prompt, in the next a drafter reads it
+_BINS = 16  # stretches of the context, at most, whose tokens' times are told apart
 
 
 @dataclass(frozen=True)
@@ -45,12 +47,15 @@ class Divergence:
 
 @dataclass
 class Mode:
-    """All runs with one drafter, in the order in which plain decoding ran beside them."""
+    """All runs of one variant, in the order in which plain decoding ran beside them.
 
-    drafter: str
-    kind: str | None
+    `synthetic`: the tokens of a draft that were accepted by force, so that the generated tokens are not the target's.
+    """
+
+    variant: Variant
     runs: list[Run] = field(default_factory=list)
     divergences: list[Divergence] = field(default_factory=list)
+    synthetic: int | None = None
 
 
 def summary(mode: Mode, plain: Sequence[Run]) -> dict[str, Any]:
@@ -69,16 +74,18 @@ def summary(mode: Mode, plain: Sequence[Run]) -> dict[str, Any]:
         if (rate := p.stats.decode_tokens_per_second)
     ]
     rounds, drafted, accepted = (sum(getattr(s, key) for s in stats) for key in ("rounds", "drafted", "accepted"))
-    same = sum(run.generation.token_ids == p.generation.token_ids for run, p in zip(runs, plain, strict=True))
+    same = (
+        None
+        if mode.synthetic is not None
+        else sum(run.generation.token_ids == p.generation.token_ids for run, p in zip(runs, plain, strict=True))
+    )
     steady = [run for run in runs if run.rounds]
     names = dict.fromkeys(name for run in steady for name, spent in run.steady.stage_ms.items() if spent)
     gaps = sorted(gap for run in runs for gap in run.gaps_ms)
     first = min(mode.divergences, key=lambda d: (d.prompt, d.index), default=None)
     return {
-        "drafter": mode.drafter,
-        "kind": mode.kind,
         **spread("speedup", ratios),
-        "decode_speedup": median(decoding) if decoding else 0.0,
+        **spread("decode_speedup", decoding or [0.0]),
         "tokens_per_verify": sum(s.new_tokens for s in stats) / rounds,
         "acceptance_rate": accepted / drafted if drafted else 0.0,
         "acceptance_by_depth": _by_depth(stats),
@@ -95,9 +102,14 @@ def summary(mode: Mode, plain: Sequence[Run]) -> dict[str, Any]:
         "round_ms": _per_round(steady, [run.wall_ms for run in steady]),
         "engine_ms": _per_round(steady, [run.steady.engine_ms for run in steady]),
         "host_gap_ms": _per_round(steady, [run.wall_ms - run.steady.engine_ms for run in steady]),
-        "stages": {name: _per_round(steady, [run.steady.stage_ms[name] for run in steady]) for name in names},
-        "prompt_tokens": median(s.prompt_tokens for s in stats),
-        "same_tokens": same == len(runs),
+        "stages": {
+            mode.variant.drafter if name == mode.variant.name else name: _per_round(
+                steady, [run.steady.stage_ms[name] for run in steady]
+            )
+            for name in names
+        },
+        "ms_along_context": _along_context(runs),
+        "same_tokens": None if same is None else same == len(runs),
         "same_runs": same,
         "runs": len(runs),
         "first_divergence": None if first is None else first.index,
@@ -108,6 +120,40 @@ def summary(mode: Mode, plain: Sequence[Run]) -> dict[str, Any]:
 def percentile(ranked: Sequence[float], share: int) -> float:
     """The smallest value that at least `share` % do not exceed; 0 of none."""
     return ranked[max(ceil(len(ranked) * share / 100) - 1, 0)] if ranked else 0.0
+
+
+def variant_columns(mode: Mode) -> dict[str, Any]:
+    """Of a row: what ran, and behind how many tokens."""
+    variant = mode.variant
+    return {
+        "drafter": variant.drafter,
+        "kind": variant.kind,
+        "tree": variant.tree,
+        "nodes": variant.nodes,
+        "depth": variant.depth,
+        "synthetic_accept": mode.synthetic,
+        "prompts": len({run.prompt for run in mode.runs}),
+        "prompt_tokens": median(run.stats.prompt_tokens for run in mode.runs),
+    }
+
+
+def _along_context(runs: Sequence[Run]) -> list[dict[str, float]]:
+    """Median time of a token by how many tokens stand before it; of each stretch of the context, its middle."""
+    timed = [
+        (run.stats.prompt_tokens + run.stats.first_span + place, gap)
+        for run in runs
+        for place, gap in enumerate(run.gaps_ms)
+    ]
+    if not timed:
+        return []
+    places = [place for place, _ in timed]
+    width = 1
+    while max(places) // width - min(places) // width >= _BINS:
+        width *= 2
+    found: dict[int, list[float]] = {}
+    for place, gap in timed:
+        found.setdefault(place // width, []).append(gap)
+    return [{"tokens": (index + 0.5) * width, "ms": median(gaps)} for index, gaps in sorted(found.items())]
 
 
 def _by_depth(stats: Iterable[Stats]) -> list[float]:

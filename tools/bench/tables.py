@@ -1,34 +1,66 @@
-"""What `latency` prints: tables on a terminal, Markdown, and CSV."""
+"""What `latency` and `sweep` print: tables on a terminal, Markdown, and CSV."""
 
 from __future__ import annotations
 
 import csv
 import io
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from tools.bench.tasks import task_table
+from tools.bench.shapes import PLAIN
 
-_PLAIN = "none"
-_IDENTITY = (
-    "git_sha", "identity", "target", "target_version", "dtype", "threads", "temperature", "top_k", "top_p", "seed",
-    "new_tokens", "reps", "load_ms", "plan_bytes", "peak_rss_bytes",
-)  # fmt: skip
+Row = dict[str, Any]
 
 
-def flat_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every row with what it was measured on and with: no value is a list or an object but as text."""
+def label(row: Row) -> str:
+    """The drafter, and by how much it was forced."""
+    forced = row["synthetic_accept"]
+    return row["drafter"] if forced is None else f"{row['drafter']} synthetic:{forced}"
+
+
+def shape(row: Row) -> str:
+    """The tree as `--tree` has it, else the longest chain; empty for plain decoding."""
+    if row["drafter"] == PLAIN:
+        return ""
+    return row["tree"] or f"chain of {row['depth']}"
+
+
+def same(row: Row) -> str:
+    """Whether the tokens were plain decoding's."""
+    if row["same_tokens"] is None:
+        return "n/a"
+    return "yes" if row["same_tokens"] else f"{row['same_runs']} of {row['runs']}"
+
+
+def title(report: dict[str, Any]) -> tuple[str, str]:
+    """What all rows were measured on, and with."""
+    machine, row = report["machine"], report["rows"][0]
+    build = "" if row["build_seconds"] is None else f", built in {row['build_seconds']:.0f} s"
+    memory = "" if row["peak_rss_bytes"] is None else f", at most {row['peak_rss_bytes'] / 1e6:.0f} MB of memory"
+    return (
+        f"{row['device']}, {machine['cores']} cores, {row['threads'] or 'default'} threads; {row['target']} "
+        f"({row['target_version']}), {row['dtype']}; commit {row['git_sha']}, plan {row['identity'][:12]} "
+        f"({row['plan_bytes'] / 1e6:.1f} MB{build}, loaded in {row['load_ms']:.0f} ms{memory})",
+        f"{row['prompts']} prompts x {row['reps']} runs, {row['new_tokens']} new tokens, sampling {row['sampling']}; "
+        "medians, modes alternating",
+    )
+
+
+def flat_rows(report: dict[str, Any]) -> list[Row]:
+    """Every row with its machine: no value is a list or an object but as text."""
     machine = {f"machine_{key}": value for key, value in report["machine"].items()}
-    shared = {key: report[key] for key in _IDENTITY} | machine
     rows = []
     for row in report["rows"]:
-        flat = {key: value for key, value in row.items() if key not in ("stages", "acceptance_by_depth", "by_task")}
+        flat = {key: value for key, value in row.items() if not isinstance(value, list | dict)}
         flat |= {f"stage_ms_{name}": ms for name, ms in row["stages"].items()}
         flat |= {f"{key}_{task}": v for task, figures in row["by_task"].items() for key, v in figures.items()}
         flat["acceptance_by_depth"] = " ".join(f"{share:.4f}" for share in row["acceptance_by_depth"])
-        rows.append(flat | shared)
+        flat["ms_along_context"] = " ".join(f"{at['tokens']:g}:{at['ms']:.4f}" for at in row["ms_along_context"])
+        rows.append(flat | machine)
     return rows
 
 
@@ -43,95 +75,88 @@ def to_csv(report: dict[str, Any]) -> str:
     return text.getvalue()
 
 
-def to_markdown(report: dict[str, Any]) -> str:
-    """The figures that are read first, and what they were measured on."""
-    machine = report["machine"]
-    columns = (
-        "drafter",
-        "tokens/s",
-        "speedup",
-        "p10 to p90",
-        "tokens/verify",
-        "accepted",
-        "ttft ms",
-        "tpot ms p50/p90/p99",
-        "same",
+MAIN_COLUMNS = (
+    "drafter", "tree", "prompt", "tokens /s", "speedup", "p10-p90", "decode", "tokens /verify", "accepted", "plain",
+    "ttft ms", "tpot ms p50/p90/p99", "same",
+)  # fmt: skip
+
+
+def main_cells(row: Row) -> tuple[str, ...]:
+    """The figures that are read first, under `MAIN_COLUMNS`."""
+    return (
+        label(row),
+        shape(row),
+        f"{row['prompt_tokens']:g}",
+        f"{row['tokens_per_second']:.0f}",
+        f"{row['speedup']:.2f}x",
+        f"{row['speedup_p10']:.2f}-{row['speedup_p90']:.2f}",
+        f"{row['decode_speedup']:.2f}x",
+        f"{row['tokens_per_verify']:.2f}",
+        f"{row['acceptance_rate']:.0%}" if row["drafted"] else "",
+        f"{row['plain_rounds'] / row['rounds']:.0%}" if row["drafter"] != PLAIN else "",
+        f"{row['ttft_ms']:.1f}",
+        "/".join(
+            f"{ms:.{2 if ms < 10 else 1 if ms < 100 else 0}f}"
+            for ms in (row[f"tpot_ms_p{share}"] for share in (50, 90, 99))
+        ),
+        same(row),
     )
-    lines = [
-        f"{machine['processor']}, {machine['cores']} cores; {report['target']} ({report['target_version']}), plan "
-        f"{report['identity'][:12]}, commit {report['git_sha']}; {report['prompts']} prompts x {report['reps']} runs, "
-        f"{report['new_tokens']} new tokens, temperature {report['temperature']}",
-        "",
-        f"| {' | '.join(columns)} |",
-        "|---" * len(columns) + "|",
-    ]
-    for row in report["rows"]:
-        cells = (
-            row["drafter"],
-            f"{row['tokens_per_second']:.0f}",
-            f"{row['speedup']:.2f}x",
-            f"{row['speedup_p10']:.2f} to {row['speedup_p90']:.2f}",
-            f"{row['tokens_per_verify']:.2f}",
-            f"{row['acceptance_rate']:.0%}" if row["drafted"] else "",
-            f"{row['ttft_ms']:.1f}",
-            "/".join(f"{row[f'tpot_ms_p{share}']:.2f}" for share in (50, 90, 99)),
-            "yes" if row["same_tokens"] else f"{row['same_runs']} of {row['runs']}",
-        )
-        lines.append(f"| {' | '.join(cells)} |")
+
+
+def to_markdown(report: dict[str, Any]) -> str:
+    """The main figures, and what they were measured on."""
+    columns = (column.replace(" /", "/") for column in MAIN_COLUMNS)
+    lines = ["; ".join(title(report)), "", f"| {' | '.join(columns)} |", "|---" * len(MAIN_COLUMNS) + "|"]
+    lines += [f"| {' | '.join(main_cells(row))} |" for row in report["rows"]]
     return "\n".join(lines)
 
 
 def print_table(report: dict[str, Any], console: Console) -> None:
-    machine = report["machine"]
-    console.print(
-        f"{machine['processor']}, {machine['cores']} cores, onnxruntime {machine['onnxruntime']}; {report['target']}, "
-        f"plan {report['identity'][:12]}, loaded in {report['load_ms']:.0f} ms"
-    )
-    console.print(
-        f"{report['prompts']} held-out prompts x {report['reps']} runs, {report['new_tokens']} new tokens, "
-        f"temperature {report['temperature']}; medians, modes alternating"
-    )
-    table = Table("drafter", box=None, pad_edge=False)
-    columns = (
-        "tokens/s (p10-p90)",
-        "speedup (p10-p90)",
-        "decode",
-        "tokens/verify",
-        "accepted",
-        "plain",
-        "ttft ms",
-        "tpot ms p50/p90/p99",
-        "round ms",
-    )
-    for column in (*columns, "host gap", "same"):
-        table.add_column(column, justify="right")
-    for row in report["rows"]:
-        table.add_row(
-            row["drafter"],
-            "{tokens_per_second:.0f} ({tokens_per_second_p10:.0f}-{tokens_per_second_p90:.0f})".format_map(row),
-            "{speedup:.2f}x ({speedup_p10:.2f}-{speedup_p90:.2f})".format_map(row),
-            f"{row['decode_speedup']:.2f}x",
-            f"{row['tokens_per_verify']:.2f}",
-            f"{row['acceptance_rate']:.0%} of {row['drafted']}" if row["drafted"] else "",
-            f"{row['plain_rounds'] / row['rounds']:.0%}" if row["drafter"] != _PLAIN else "",
-            f"{row['ttft_ms']:.1f}",
-            "/".join(f"{row[f'tpot_ms_p{share}']:.2f}" for share in (50, 90, 99)),
-            *(f"{row[key]:.3f}" for key in ("round_ms", "host_gap_ms")),
-            "yes" if row["same_tokens"] else f"{row['same_runs']} of {row['runs']}",
-        )
-    console.print(table)
-    if len(report["rows"][0]["by_task"]) > 1:
-        console.print("\nspeedup (tokens per verify), by task")
-        console.print(task_table(report["rows"]))
-    console.print("\nmilliseconds a round, by stage (without the prompt's rounds)")
-    console.print(_stage_table(report["rows"]))
-
-
-def _stage_table(rows: list[dict[str, Any]]) -> Table:
-    stages = dict.fromkeys(name for row in rows for name in row["stages"])
-    table = Table("drafter", box=None, pad_edge=False)
-    for stage in stages:
-        table.add_column(stage, justify="right")
+    rows = report["rows"]
+    for line in title(report):
+        console.print(line)
+    table = _table(MAIN_COLUMNS, 2)
     for row in rows:
-        table.add_row(row["drafter"], *(f"{row['stages'][s]:.3f}" if s in row["stages"] else "" for s in stages))
+        table.add_row(*main_cells(row))
+    console.print(table)
+    for row in rows:
+        if row["first_divergence"] is not None:
+            console.print(
+                f"{row['drafter']} {shape(row)}: parts from plain decoding at token {row['first_divergence']}, by "
+                f"{row['divergence_margin']:.1e} logits"
+            )
+    if len(rows[0]["by_task"]) > 1:
+        console.print("\nspeedup (tokens per verify), by task")
+        console.print(_task_table(rows))
+    console.print("\nmilliseconds a round, by stage (without the prompt's rounds)")
+    console.print(_stage_table(rows))
+
+
+def _stage_table(rows: Sequence[Row]) -> Table:
+    stages = dict.fromkeys(name for row in rows for name in row["stages"])
+    table = _table(("drafter", "tree", "prompt", "round", "host gap", *stages), 2)
+    for row in rows:
+        spent = (f"{row['stages'][s]:.3f}" if s in row["stages"] else "" for s in stages)
+        figures = (f"{row['round_ms']:.3f}", f"{row['host_gap_ms']:.3f}", *spent)
+        table.add_row(label(row), shape(row), f"{row['prompt_tokens']:g}", *figures)
+    return table
+
+
+def _task_table(rows: Sequence[Row]) -> Table:
+    """Speedup and tokens per verify: a row for each drafter, a column for each task."""
+    tasks = rows[0]["by_task"]
+    headers = (f"{task} ({figures['prompt_tokens']:.0f} tokens)" for task, figures in tasks.items())
+    table = _table(("drafter", "tree", *headers), 2)
+    for row in rows:
+        cells = (row["by_task"][task] for task in tasks)
+        figures = (f"{c['speedup']:.2f}x ({c['tokens_per_verify']:.2f})" for c in cells)
+        table.add_row(label(row), shape(row), *figures)
+    return table
+
+
+def _table(columns: Sequence[str], texts: int) -> Table:
+    """The first `texts` columns hold text, the others numbers; headers break at spaces and inside CamelCase."""
+    table = Table(box=None, pad_edge=False)
+    for place, column in enumerate(columns):
+        table.add_column(re.sub(r" |(?<=[a-z])(?=[A-Z])", "\n", column), justify="left" if place < texts else "right")
     return table

@@ -18,7 +18,7 @@ from plans.console import progress_bar, stderr
 from plans.errors import OutriderError, RequestError
 from plans.plan import read_manifest
 from runtime.tokenizer import Tokenizer
-from tools.bench.tasks import choose_prompts
+from tools.bench.prompts import choose_prompts
 from tools.peers.conversion import convert_for_genai
 from tools.peers.engine import ENGINES, GENAI, OURS, TRANSFORMERS, Settings
 from tools.peers.figures import Generation, Mode, report

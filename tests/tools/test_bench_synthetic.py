@@ -1,0 +1,108 @@
+"""Accept lengths by force: exactly as long as asked for, by stages that all run, and never in another session."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compiler.build import build
+from compiler.recipe import load_recipe
+from plans.errors import RequestError
+from runtime import Runtime, Session
+from runtime.request import Options
+from runtime.trace import Round
+from tests.conftest import TOY_DRAFTERS
+from tools.bench import __main__ as bench
+from tools.bench.synthetic import forced_session
+
+Captured = pytest.CaptureFixture[str]
+
+SAMPLED = Options(temperature=0.9, top_k=20, top_p=0.9, seed=5)
+PROMPT = list(range(40, 70)) * 2  # longer than a chunk, and it repeats itself: n-grams have something to draft
+
+
+def rounds(session: Session, drafter: str, options: Options) -> list[Round]:
+    seen: list[Round] = []
+    always = Options(max_new_tokens=40, ignore_eos=True, auto_disable=False, on_round=seen.append, drafter=drafter)
+    session.reset()
+    session.generate(PROMPT, **(options | always))
+    return seen
+
+
+@pytest.mark.parametrize("options", [Options(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("drafter", TOY_DRAFTERS)
+@pytest.mark.parametrize("length", [0, 2, 5])
+def test_every_draft_is_accepted_to_that_length(toy: Runtime, drafter: str, options: Options, length: int) -> None:
+    seen = rounds(forced_session(toy, length), drafter, options)
+    drafted = [r for r in seen[:-1] if r.nodes]  # the last one is cut at the limit
+    assert drafted
+    for r in drafted:
+        assert sum(node.accepted for node in r.nodes) == min(length, max(node.depth for node in r.nodes))
+        assert len(r.committed) == 1 + sum(node.accepted for node in r.nodes)
+    for before, after in pairwise(seen):
+        assert after.position == before.position + len(before.committed)
+
+
+def test_rejection_is_forced_too(toy_recipe: Path, tmp_path: Path) -> None:
+    drafter = "{name: classical, kind: model, checkpoint: drafter, gamma: 3, acceptance: rejection}"
+    build(load_recipe(toy_recipe, [f"drafters=[{drafter}]"]), toy_recipe, tmp_path / "plan")
+    session = forced_session(Runtime.load(tmp_path / "plan", threads=1), 2)
+    seen = rounds(session, "classical", SAMPLED)
+    assert {sum(node.accepted for node in r.nodes) for r in seen[:-1] if r.nodes} == {2}
+
+
+def test_the_runtime_and_plain_decoding_stay_as_they_are(toy: Runtime) -> None:
+    options = Options(max_new_tokens=30, ignore_eos=True, auto_disable=False)
+    expected = toy.generate(PROMPT, drafter="none", **options).token_ids
+    forced = forced_session(toy, 3)
+    assert forced.generate(PROMPT, drafter="bushy", **options).token_ids != expected
+    forced.reset()
+    assert forced.generate(PROMPT, drafter="none", **options).token_ids == expected
+    assert toy.generate(PROMPT, drafter="bushy", **options).token_ids == expected
+    assert toy.session().generate(PROMPT, drafter="bushy", **options).token_ids == expected
+
+
+def test_targets_without_logits_on_the_host_are_refused(toy: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toy, "target", "tensorrt")
+    with pytest.raises(RequestError, match=r"where tensorrt has none; pass --target onnxruntime-cpu"):
+        forced_session(toy, 2)
+
+
+def measured(toy_plan: Path, *arguments: str) -> int:
+    prompts = str(toy_plan.parent / "held_out.jsonl")
+    sizes = ("--count", "2", "--new", "25", "--reps", "1", "--drafters", "chain,bushy")
+    return bench.main(["latency", str(toy_plan), "--prompts", prompts, *sizes, *arguments])
+
+
+def test_rows_say_that_they_are_synthetic(toy_plan: Path, capsys: Captured) -> None:
+    assert measured(toy_plan, "--synthetic-accept", "3", "--json") == 0
+    plain, *forced = json.loads(capsys.readouterr().out)["rows"]
+    assert forced[0]["tokens_per_verify"] == 25 / 7  # one for the prompt, and six rounds of 3 and the correction
+    assert forced[0]["acceptance_by_depth"] == [1.0, 1.0, 1.0]
+    assert plain["synthetic_accept"] is None
+    assert plain["same_tokens"]
+    for row in forced:
+        assert row["synthetic_accept"] == 3
+        assert row["same_tokens"] is row["same_runs"] is row["first_divergence"] is row["divergence_margin"] is None
+        assert not row["auto_disable"]
+        assert row["acceptance_by_depth"][0] == 1
+        assert {"BimMask", "target", "TreeAccept", "KvGather", row["drafter"]} <= set(row["stages"])
+
+
+@pytest.mark.parametrize("form", ["--csv", "--markdown", "--table"])
+def test_every_form_of_output_says_it(toy_plan: Path, capsys: Captured, form: str) -> None:
+    assert measured(toy_plan, "--synthetic-accept", "0", *([] if form == "--table" else [form])) == 0
+    text = capsys.readouterr().out
+    if form == "--csv":
+        rows: list[dict[str, Any]] = list(csv.DictReader(io.StringIO(text)))
+        assert [row["synthetic_accept"] for row in rows] == ["", "0", "0"]
+        assert [row["same_tokens"] for row in rows] == ["True", "", ""]
+    else:
+        assert text.count("synthetic:0") == (2 if form == "--markdown" else 4)
+        assert "n/a" in text

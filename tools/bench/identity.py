@@ -1,0 +1,69 @@
+"""What a row was measured with: the columns that tell one run from another."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+
+from plans import names
+from plans.build_record import read_build_record
+from plans.machine import processor
+from plans.manifest import Manifest
+from runtime import Runtime
+from tools.bench.sampling import name_sampling
+
+CPU = "onnxruntime-cpu"
+_ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def identity_columns(runtime: Runtime, options: argparse.Namespace) -> dict[str, Any]:
+    """Of the commit, the plan and the settings that all rows of a run share."""
+    manifest = runtime.manifest
+    engine = manifest.targets[runtime.target].engines[names.TARGET]
+    return {
+        "git_sha": _git_sha(),
+        "identity": manifest.identity,
+        "target": runtime.target,
+        "target_version": _version(manifest, runtime.target),
+        "device": _device(runtime.target),
+        "threads": options.threads,
+        "dtype": str(next(t.dtype for t in engine.inputs if t.name == names.k_cache(0))),
+        "sampling": name_sampling(options.sampling),
+        "new_tokens": options.new,
+        "reps": options.reps,
+    }
+
+
+def plan_columns(plan: Path, manifest: Manifest) -> dict[str, Any]:
+    """What the plan is in bytes, and what its build took, where that was recorded."""
+    record = read_build_record(plan)
+    return {
+        "build_seconds": None if record is None else record.seconds,
+        "build_peak_rss_bytes": None if record is None else record.peak_rss_bytes,
+        "plan_bytes": sum(file.size for file in manifest.files),
+    }
+
+
+def _device(target: str) -> str:
+    if target == CPU:
+        return processor()
+    from runtime.backends.cuda_driver import device_name
+
+    return device_name()
+
+
+def _version(manifest: Manifest, target: str) -> str:
+    """What built the target's engines, or, where anything may load them, what runs them here."""
+    builders = {engine.builder for engine in manifest.targets[target].engines.values() if engine.builder}
+    return ", ".join(sorted(builders)) or f"onnxruntime {onnxruntime.__version__}"
+
+
+def _git_sha() -> str | None:
+    """Of the checkout that measures, with -dirty where its files are others; None outside of one."""
+    command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None

@@ -1,0 +1,63 @@
+"""`--report DIR`: one page of HTML with everything in it, figures and plots, to be read on a screen or printed."""
+
+from __future__ import annotations
+
+import base64
+import os
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from plans.errors import OutriderError
+from tools.bench.plots import draw
+from tools.bench.tables import MAIN_COLUMNS, flat_rows, main_cells, title
+
+PAGE = "report.html"
+_TEMPLATE = "page.html.jinja"
+
+
+def prepare(folder: Path) -> None:
+    """Make the folder before hours are measured for it. Raises `OutriderError` where it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutriderError(
+            f"{folder} cannot be written ({error.strerror or error}); choose another folder for --report."
+        ) from None
+    if not os.access(folder, os.W_OK):
+        raise OutriderError(f"{folder} cannot be written (no permission); choose another folder for --report.")
+
+
+def write_page(report: dict[str, Any], command: str, folder: Path) -> Path:
+    """Write the page; no other file goes with it."""
+    path = folder / PAGE
+    path.write_text(render(report, command), encoding="utf-8")
+    return path
+
+
+def render(report: dict[str, Any], command: str) -> str:
+    rows, flat = report["rows"], flat_rows(report)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+    )
+    environment.filters["base64"] = lambda text: base64.b64encode(text.encode("utf-8")).decode("ascii")
+    return environment.get_template(_TEMPLATE).render(
+        heading=f"What {Path(report['plan']).name} costs",
+        about=title(report),
+        command=command,
+        synthetic=any(row["synthetic_accept"] is not None for row in rows),
+        columns=[column.replace(" /", "/") for column in MAIN_COLUMNS],
+        main=[main_cells(row) for row in rows],
+        plots=draw(rows),
+        every={
+            name: [_cell(row.get(name)) for row in flat] for name in dict.fromkeys(key for row in flat for key in row)
+        },
+    )
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,68 @@
+"""`--synthetic-accept`: drafts accepted to a length that is asked for, for studies of cost.
+
+All stages of a round run, on what they always run on: the drafter drafts, the target verifies. Between the target's
+engine and the op that accepts, a few logits are overwritten, so that the target's own choice, greedy or drawn, follows
+a path of the draft for so many tokens and then leaves it. Accepting, and moving the rows that stay, then cost what they
+cost at that length. The tokens are the drafter's and not the target's.
+
+Nothing in `runtime` knows of this: a session is forced only by being made here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from plans import names
+from plans.errors import RequestError
+from runtime import Runtime, Session
+from runtime.backends.base import BoundEngine, LoadedEngine
+from runtime.buffers import Buffers
+from tools.bench.identity import CPU
+
+_CERTAIN = np.float32(1e30)  # beside it, nothing else has any weight, at any temperature
+
+
+def forced_session(runtime: Runtime, length: int) -> Session:
+    """A session whose drafts are accepted for `length` tokens, or as far as they reach; no other session is touched.
+
+    Raises `RequestError` for targets whose logits are not on the host.
+    """
+    if runtime.target != CPU:
+        raise RequestError(
+            f"--synthetic-accept changes logits on the host, where {runtime.target} has none; pass --target {CPU}."
+        )
+    engines = runtime._engines | {names.TARGET: _ForcedEngine(runtime._engines[names.TARGET], length)}
+    return Session(runtime.manifest, runtime._target_plan, runtime._backend, engines, runtime.tokenizer)
+
+
+@dataclass(frozen=True)
+class _ForcedEngine:
+    """The target's engine, whose logits say behind a draft that `length` of its tokens are right."""
+
+    engine: LoadedEngine
+    length: int
+
+    def bind(self, buffers: Buffers, bound: dict[str, str]) -> BoundEngine:
+        run = self.engine.bind(buffers, bound)
+        columns = (names.TOKEN_IDS, names.PARENT, names.POSITIONS, names.ROW_SPLITS, names.LOGIT_ROWS, names.LOGITS_OUT)
+        token_ids, parent, positions, row_splits, logit_rows, logits = (
+            buffers.of(names.TARGET, column) for column in columns
+        )
+
+        def forced(sizes: list[int]) -> None:
+            run(sizes)
+            tip, end = int(logit_rows[0]), int(row_splits[1])
+            if end == tip + 1:  # no draft follows
+                return
+            depth = positions[tip:end] - positions[tip]
+            node = int(np.argmax(depth == min(self.length, depth.max())))
+            children = tip + 1 + np.flatnonzero(parent[tip + 1 : end] == tip + node)
+            logits[node, token_ids[children]] = -_CERTAIN
+            while node:
+                above = int(parent[tip + node]) - tip
+                logits[above, token_ids[tip + node]] = _CERTAIN
+                node = above
+
+        return forced

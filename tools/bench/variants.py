@@ -1,0 +1,72 @@
+"""The plan that a comparison of drafts runs on.
+
+A draft's shape is compiled into its engine, and into what a session allocates. Other shapes than the plan's own are
+therefore built, into a temporary plan that holds each drafter once for each shape: one process measures all of them
+beside one plain decoding. A process of its own builds, so that its memory is not counted as the runtime's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from compiler.recipe import check_same_recipe, load_recipe, source_recipe
+from compiler.recipe_drafters import reshaped
+from plans.console import stderr
+from plans.errors import OutriderError
+from plans.manifest import Drafter, Manifest
+from plans.plan import read_manifest
+from runtime.backends import choose_target
+from tools.bench.shapes import PLAIN_DECODING, Shape, Variant, choose_drafters, choose_shapes, own_shape
+
+_ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@contextmanager
+def plan_to_measure(options: argparse.Namespace) -> Iterator[tuple[Path, list[Variant]]]:
+    """The plan that holds every variant, and these, plain decoding first: the user's own where that will do."""
+    manifest = read_manifest(options.plan)
+    shaped = choose_shapes(choose_drafters(manifest.drafters, options.drafters), options.tree, options.depth)
+    if all(shapes == [own_shape(drafter)] for drafter, shapes in shaped):
+        yield options.plan, [PLAIN_DECODING, *(Variant.of(drafter, drafter.name) for drafter, _ in shaped)]
+        return
+    with TemporaryDirectory(prefix="outrider-bench-") as folder:
+        origins = _build(options, manifest, shaped, Path(folder) / "plan")
+        built = read_manifest(Path(folder) / "plan").drafters
+        yield Path(folder) / "plan", [PLAIN_DECODING, *(Variant.of(d, origins[d.name]) for d in built)]
+
+
+def _build(
+    options: argparse.Namespace, manifest: Manifest, shaped: Sequence[tuple[Drafter, list[Shape]]], out: Path
+) -> dict[str, str]:
+    """Build the plan of all shapes at `out`; by the name of each, that of the drafter it was made of."""
+    if options.recipe is None:
+        recipe = source_recipe(options.plan, option="--recipe FILE", overrides=options.overrides)
+    else:
+        recipe = load_recipe(options.recipe, options.overrides)
+    check_same_recipe(recipe, options.plan, manifest)
+    sections = {section.name: section for section in recipe.drafters}
+    origins: dict[str, str] = {}
+    listed = []
+    for drafter, shapes in shaped:
+        for index, shape in enumerate(shapes, start=1):
+            name = f"{drafter.name}.{index}"
+            origins[name] = drafter.name
+            listed.append(reshaped(sections[drafter.name], name, shape))
+    overrides = [*options.overrides, f"drafters={json.dumps(listed, ensure_ascii=False)}"]
+    load_recipe(recipe.path, overrides)
+    target = choose_target(manifest.targets, options.target).target
+    command = [sys.executable, "-m", "compiler", "build", str(recipe.path.resolve()), "--out", str(out), "--json"]
+    command += ["--target", target, *(word for override in overrides for word in ("--set", override))]
+    with stderr.status(f"building a plan of {len(listed)} drafts"):
+        ended = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, errors="replace")
+    if ended.returncode:
+        said = ended.stderr.strip().splitlines() or [f"exit status {ended.returncode}"]
+        raise OutriderError(f"A plan of {', '.join(origins)} cannot be built: {said[-1].removeprefix('error: ')}")
+    return origins
