@@ -9,6 +9,7 @@ from compiler.lowering.functions import FunctionBody
 from compiler.lowering.norms import FuseSkipNorms
 from compiler.lowering.plugin_nodes import BodyOfDeclined, PluginNodes
 from compiler.lowering.projections import FuseProjections
+from compiler.lowering.rotation import RotateInside
 from compiler.lowering.rule import Lowering, Rule, apply_rules
 from compiler.lowering.scatter_attention import ScatterAttention, UpdateOnceAttention
 from plans import names
@@ -20,6 +21,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         FuseSkipNorms(),
         GroupQueryAttention(),
         OneDummyRowPerLayer(),
+        RotateInside(),
         FunctionBody(),
     ),
     "onnxruntime-cuda": (ScatterAttention(), FunctionBody()),

@@ -16,7 +16,7 @@ class GroupQueryAttention(Rule):
     token keeps it on the path for several, so that a token comes out bit for bit the same alone, in a
     chain or in a prefill chunk. The row's garbage key lands behind the tail, in the arena's headroom.
     Causality inside the op is harmless: the bias is at least as strict, since ancestors come first.
-    Rotation stays outside: with `do_rotary` the op uses only the first token's position at length 0.
+    Rotation stays outside at first (`rotation.RotateInside`).
     """
 
     def pattern(self, node: ir.Node) -> bool:
@@ -102,7 +102,8 @@ class OneDummyRowPerLayer(Rule):
 def _view(node: ir.Node, lowering: Lowering) -> tuple[ir.Value, ir.Value, ir.Value]:
     """The bias of a pass, its key count, and the index of the pass's last key; made once for all its layers.
 
-    In an exact engine the dummy row is counted: the bias gets its query and its key. GroupQueryAttention wants
+    In an exact engine the dummy row is counted: the bias gets its query and its key, and one key more, for
+    `rotation.RotateInside`. GroupQueryAttention wants
     `total_sequence_length` equal to the bias's last dimension, while `seqlens_k` (the last key's index) may be
     smaller: so the view may be padded up to a bucket.
     """
@@ -117,7 +118,7 @@ def _view(node: ir.Node, lowering: Lowering) -> tuple[ir.Value, ir.Value, ir.Val
     made = [new]
     seen = bias
     if lowering.exact:
-        pads = lowering.constant("dummy_row.bias_pads", ir.tensor(np.array([0, 0, 0, 0, 0, 0, 1, 1], np.int64)))
+        pads = lowering.constant("dummy_row.bias_pads", ir.tensor(np.array([0, 0, 0, 0, 0, 0, 1, 2], np.int64)))
         padded = ir.node("Pad", [bias, pads])
         end = ir.node("Add", [past, new.outputs[0]])
         seen = padded.outputs[0]

@@ -27,6 +27,7 @@ from compiler.lowering import lower
 from compiler.lowering.attention import GroupQueryAttention, OneDummyRowPerLayer
 from compiler.lowering.functions import FunctionBody
 from compiler.lowering.projections import FuseProjections
+from compiler.lowering.rotation import RotateInside
 from compiler.lowering.rule import Rule
 from compiler.lowering.scatter_attention import ScatterAttention, UpdateOnceAttention
 from compiler.models.decoder import Decoder
@@ -284,10 +285,11 @@ def test_one_row_uses_the_fused_rule_everywhere(decoder: Decoder, tmp_path: Path
     path, reports = engine(decoder, tmp_path / "one")
     layers = decoder.config.num_layers
     assert {r.rule: r.applied for r in reports} == {
-        "FuseProjections": 2 * layers,  # q, k, v; gate, up
+        "FuseProjections": layers,  # q, k, v; not gate and up
         "FuseSkipNorms": 2 * layers - 1,  # all but the first norm, of the embedding, and the last, of picked rows
         "GroupQueryAttention": layers,
         "OneDummyRowPerLayer": layers,
+        "RotateInside": layers,
         "FunctionBody": 0,
     }
     assert all(not r.declined for r in reports)
@@ -301,7 +303,7 @@ def test_one_row_uses_the_fused_rule_everywhere(decoder: Decoder, tmp_path: Path
 def test_fused_projections_and_one_dummy_row_change_no_bit(
     decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rules = (FuseProjections(), GroupQueryAttention(), OneDummyRowPerLayer())
+    rules = (FuseProjections(), GroupQueryAttention(), OneDummyRowPerLayer(), RotateInside())
     monkeypatch.setitem(lowering.RULES, CPU, rules)
     fused, _ = engine(decoder, tmp_path / "fused")
     monkeypatch.setitem(lowering.RULES, CPU, rules[1:2])
@@ -310,6 +312,41 @@ def test_fused_projections_and_one_dummy_row_change_no_bit(
         run_rows(fused, decoder, [TOKENS], [TREE]), run_rows(plain, decoder, [TOKENS], [TREE]), strict=True
     ):
         np.testing.assert_array_equal(found["logits"].view(np.uint32), expected["logits"].view(np.uint32))
+
+
+@pytest.mark.parametrize("spare", [0, 1, 2])
+def test_a_first_step_that_fills_its_view_is_rotated_by_its_own_positions(
+    spare: int, decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attention op itself counts on from the first position where tokens are as many as keys."""
+    path, reports = engine(decoder, tmp_path / "inside")
+    assert sum(report.applied for report in reports if report.rule == "RotateInside") == decoder.config.num_layers
+    monkeypatch.setitem(lowering.RULES, CPU, (ScatterAttention(),))
+    outside, _ = engine(decoder, tmp_path / "outside")
+    nodes = len(TREE)
+    positions = np.array([7, 8, 8, 9, 9, 9])
+    found = []
+    for file in (path, outside):
+        session = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+        cache = (1, decoder.config.num_kv_heads, CAPACITY, decoder.config.head_dim)
+        feeds = {
+            "token_ids": np.array(TOKENS[:nodes], np.int64),
+            "positions": positions,
+            "attn_bias": bim_mask(
+                np.zeros((1, CAPACITY), np.int64),
+                np.zeros(1, np.int64),
+                np.array([0, nodes]),
+                np.zeros(nodes, np.int64),
+                TREE,
+                nodes + spare,
+                nodes,
+            ),
+            "past_length": np.zeros(1, np.int64),
+            "logit_rows": np.arange(nodes),
+        }
+        feeds |= {i.name: np.zeros(cache, np.float32) for i in session.get_inputs() if "cache" in i.name}
+        found.append(session.run(["logits"], feeds)[0])
+    np.testing.assert_allclose(found[0], found[1], atol=1e-5, rtol=1e-5)
 
 
 def test_layers_that_share_a_projection_keep_their_others(decoder: Decoder, tmp_path: Path) -> None:
