@@ -45,13 +45,18 @@ PROMPT = [(37 * i) % 299 + 1 for i in range(20)]
 @pytest.fixture(scope="module")
 def plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Plan:
     """The toy's plan for the target, graphs in place of engines, and for the CPU. One drafter more draws its chains."""
-    out = tmp_path_factory.mktemp("tensorrt") / "plan"
     drafters = [*yaml.safe_load(TOY_RECIPE)["drafters"], DRAWN]
+    return build_plan(toy_recipe, drafters, tmp_path_factory.mktemp("tensorrt") / "plan")
+
+
+def build_plan(toy_recipe: Path, drafters: list[dict[str, Any]], out: Path, **options: bool) -> Plan:
     recipe = load_recipe(toy_recipe, [f"targets=[{CPU}, {TENSORRT}]", f"drafters={json.dumps(drafters)}"])
     open_folder = compiler.build.open_folder
 
     def opened(target: TargetBuild, folder: Path, *others: Any) -> EngineFolder:
-        return GraphsInPlaceOfEngines(folder) if target.kind == TENSORRT else open_folder(target, folder, *others)
+        if target.kind != TENSORRT:
+            return open_folder(target, folder, *others)
+        return GraphsInPlaceOfEngines(folder, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler.build, "open_folder", opened)
@@ -129,6 +134,29 @@ def test_tokens_are_those_of_the_cpu(runtime: Runtime, cpu: Runtime, drafter: st
     found = runtime.generate(PROMPT, drafter=drafter, **options)
     assert found.token_ids == expected.token_ids
     assert found.stats.drafted > 0 or drafter in ("none", "ngram", "short")  # counts may have nothing to say
+
+
+def test_a_target_engine_may_leave_the_ops_around_it_outside(
+    toy_recipe: Path, tmp_path: Path, backend: EmulatedTensorRt, cpu: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one has it that Torch-TensorRT has read; the head's engine has its mask inside."""
+    head = next(d for d in yaml.safe_load(TOY_RECIPE)["drafters"] if d["name"] == "head")
+    plan = build_plan(toy_recipe, [head], tmp_path / "plan", targets_alone=True)
+    ran = [
+        (stage.kind, stage.run) for stage in plan.manifest.targets[TENSORRT].programs[names.speculate("head")].stages
+    ]
+    engine, op = StageKind.ENGINE, StageKind.OP
+    assert ran[0] == (engine, "head")
+    assert ran[1:3] == [(op, "BimMask"), (engine, "target")]
+    assert (op, "TreeAccept") in ran
+    monkeypatch.setitem(BACKENDS, TENSORRT, Driver(lambda target: None, lambda target, settings: backend))
+    runtime = Runtime.load(plan.root, target=TENSORRT)
+    options = Options(temperature=0.9, seed=5, max_new_tokens=14, ignore_eos=True, auto_disable=False)
+    expected = cpu.generate(PROMPT, drafter="none", **options).token_ids
+    for drafter in ("none", "head"):
+        assert runtime.generate(PROMPT, drafter=drafter, **options).token_ids == expected
+    ours, theirs = (r.beam_search(PROMPT, beams=3, max_new_tokens=6) for r in (runtime, cpu))
+    assert [beam.token_ids for beam in ours] == [beam.token_ids for beam in theirs]
 
 
 def test_chains_that_a_drafter_draws_are_accepted_by_rejection_behind_the_engine(

@@ -32,10 +32,16 @@ from tests.runtime.emulated_device import EmulatedDevice
 
 
 class GraphsInPlaceOfEngines:
-    """Writes what TensorRT would be given: lowered graphs with plugins, functions inlined, bits carried."""
+    """Writes what TensorRT would be given: lowered graphs with plugins, functions inlined, bits carried.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._weights = folder, WeightFile(folder)
+    Ops around engines are taken into all of them, or, as with a front end that reads targets, into drafters' alone.
+    """
+
+    def __init__(self, folder: Path, *, targets_alone: bool = False) -> None:
+        self._folder, self._weights, self._targets_alone = folder, WeightFile(folder), targets_alone
+
+    def takes_ops(self, model: ir.Model) -> bool:
+        return not self._targets_alone or any(node.op_type == "TreeExpand" for node in model.graph)
 
     def write(self, name: str, model: ir.Model, limits: Mapping[str, int]) -> Engine:
         path = self._folder / f"{name}.engine"
