@@ -94,7 +94,8 @@ def print_description(description: dict[str, Any], console: Console) -> None:
                 later = " (or loaded by a later one)" if facts["version_compatible"] else ""
                 alone = f", {facts['gpu']} alone" if facts["gpu"] else ""
                 console.print(f"    built by {facts['builder']}{later} for {', '.join(facts['devices'])}{alone}")
-                console.print(f"    read by {facts['front_end']}")
+                if facts["front_end"]:
+                    console.print(f"    read by {facts['front_end']}")
             if "holds" in facts:
                 console.print(f"    holds {', '.join(facts['holds'])}")
             for profile in facts.get("profiles", ()):

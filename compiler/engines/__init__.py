@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,23 +41,21 @@ def open_folder(target: TargetBuild, folder: Path, report: Report, timing_cache:
         from compiler.engines.tensorrt import TensorRtEngines
         from compiler.engines.tensorrt_library import TensorRtLibrary
 
-        tensorrt = TensorRtLibrary(target, timing_cache)
-        return TensorRtEngines(folder, tensorrt, report, _front_end(target, tensorrt.trt))
+        return TensorRtEngines(folder, TensorRtLibrary(target, timing_cache), report, _front_end(target))
     if isinstance(target, TensorRtRtxSection):
         from compiler.engines.tensorrt import TensorRtEngines
         from compiler.engines.tensorrt_library import RtxLibrary
 
-        rtx = RtxLibrary(target)
-        return TensorRtEngines(folder, rtx, report, _front_end(target, rtx.trt))
+        return TensorRtEngines(folder, RtxLibrary(target), report, _front_end(target))
     return OnnxRuntimeEngines(folder)
 
 
-def _front_end(target: TensorRtSection | TensorRtRtxSection, trt: Any) -> FrontEnd | None:
+def _front_end(target: TensorRtSection | TensorRtRtxSection) -> Callable[[Any, Any], FrontEnd] | None:
     if target.frontend == "onnx":
         return None
     from compiler.engines.torch_front import TorchFront
 
-    return TorchFront(trt)
+    return TorchFront
 
 
 def facts_of_machine(target: TargetBuild) -> dict[str, str]:

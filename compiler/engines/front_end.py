@@ -14,7 +14,7 @@ class FrontEnd(Protocol):
         """As `plans.manifest.Engine.front_end` says it."""
 
     def reason_against(self, model: ir.Model) -> str | None:
-        """Why it cannot read this graph; None where it can."""
+        """Why it declines this graph; None where it does not."""
 
     def fill(self, engine: str, model: ir.Model, network: Any, workplace: Path) -> Any:
         """Put the lowered `model` into an empty `network`, with its inputs and outputs by name.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -49,13 +49,17 @@ def profiles_of(limits: Mapping[str, int]) -> tuple[Profile, ...]:
 class TensorRtEngines:
     """Writes the engines of one execution target into `folder`; `report` is told what the builder does.
 
-    `wanted`, a front end, reads the graphs that it can read; the parser the others, and all of them without it.
+    `wanted`, a front end made of the library's package and a log, reads the graphs that it does not decline; the
+    parser those, and all of them without it.
     """
 
-    def __init__(self, folder: Path, library: Library, report: Report, wanted: FrontEnd | None = None) -> None:
+    def __init__(
+        self, folder: Path, library: Library, report: Report, wanted: Callable[[Any, Any], FrontEnd] | None = None
+    ) -> None:
         self._folder, self._library, self._writing = folder, library, ""
-        self._trt, self._wanted = library.trt, wanted
+        self._trt = library.trt
         self._log = make_log(self._trt)
+        self._wanted = None if wanted is None else wanted(self._trt, self._log)
         self._monitor = make_monitor(self._trt, lambda phase: report(f"{self._writing}: {phase}"))
         try:
             self._builder = self._trt.Builder(self._log)  # which must not outlive the two

@@ -20,7 +20,7 @@ from compiler.lowering.scatter_attention import LOWEST
 _LOWEST = {"HALF": LOWEST[ir.DataType.FLOAT16], "BF16": LOWEST[ir.DataType.BFLOAT16]}
 
 
-class OnlyOneRow:
+class OneRowConverters:
     """Of one network, whose weights it holds. Shapes of arguments are those of `plugins.schemas`."""
 
     OPS: ClassVar[frozenset[Any]] = frozenset(
@@ -141,7 +141,9 @@ class OnlyOneRow:
     def _constant(self, table: Tensor) -> Any:
         from torch_tensorrt.dynamo.conversion.converter_utils import get_trt_tensor
 
-        return self._once(("table", table.data_ptr()), lambda: get_trt_tensor(self._context, table, "rope"))
+        return self._once(
+            ("table", table.data_ptr()), lambda: get_trt_tensor(self._context, table, f"rope.{len(self._made)}")
+        )
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         """What layers share is made for the first."""

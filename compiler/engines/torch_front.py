@@ -17,7 +17,7 @@ from torch import fx
 
 from compiler.engines.onnx_file import DTYPES
 from compiler.engines.tensorrt_network import TYPES
-from compiler.engines.torch_converters import OnlyOneRow
+from compiler.engines.torch_converters import OneRowConverters
 from compiler.engines.torch_tensorrt import load_torch_tensorrt, using_its_tensorrt
 from compiler.export.tracing import Traced, traced_of
 from plans.errors import PlanError
@@ -28,27 +28,32 @@ _OURS = "outrider"
 class TorchFront:
     """Of graphs whose ops Torch-TensorRT converts, or we do: targets', not those of drafts."""
 
-    def __init__(self, trt: Any) -> None:
+    def __init__(self, trt: Any, log: Any) -> None:
         """Raises `PlanError` where Torch-TensorRT for the package `trt` is missing."""
-        self._trt = trt
+        self._trt, self._log = trt, log
         self.name = f"torch_tensorrt {load_torch_tensorrt(trt.__name__).__version__}"
 
     def reason_against(self, model: ir.Model) -> str | None:
+        """Graphs with ops of ours that have no converter are declined; any other op without one fails in `fill`."""
         targets = {node.target for node in traced_of(model).program.graph.nodes if node.op == "call_function"}
         lacking = sorted(
-            str(target).split(".")[1] for target in targets - OnlyOneRow.OPS if str(target).startswith(f"{_OURS}.")
+            str(target).split(".")[1]
+            for target in targets - OneRowConverters.OPS
+            if str(target).startswith(f"{_OURS}.")
         )
         return f"{self.name} has no converter of {', '.join(lacking)}" if lacking else None
 
     def fill(self, engine: str, model: ir.Model, network: Any, workplace: Path) -> Any:
-        with using_its_tensorrt(), warnings.catch_warnings():
+        with using_its_tensorrt(), warnings.catch_warnings():  # not for two threads at once
             warnings.simplefilter("ignore")  # of what it and PyTorch deprecate in each other
+            self._log.clear()
             try:
                 return self._fill(model, network)
-            except Exception as error:  # of converters, without a class of theirs
+            except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                said = " ".join(str(error).partition("While executing")[0].split()) or type(error).__name__
                 raise PlanError(
-                    f"engine {engine}: {self.name} cannot convert it: {' '.join(str(error).split())}; "
-                    "frontend: onnx can"
+                    f"engine {engine}: {self.name} cannot convert it: {said} (TensorRT: {self._log.said()}); leave "
+                    "frontend at onnx"
                 ) from error
 
     def _fill(self, model: ir.Model, network: Any) -> Any:
@@ -81,7 +86,7 @@ class _Walk(fx.Interpreter):
         DYNAMO_CONVERTERS.set_compilation_settings(context.compilation_settings)
         self._converters, self._context, self._trt = DYNAMO_CONVERTERS, context, trt
         self._model, self._traced = model, traced
-        self._own = OnlyOneRow(trt, context)
+        self._own = OneRowConverters(trt, context)
         self._inputs = iter(traced.inputs)
         self._node: fx.Node | None = None
 

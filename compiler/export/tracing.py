@@ -42,7 +42,7 @@ def trace(
     """Export `module` at opset 24; `inputs` are examples by parameter of `forward`, in its order.
 
     `dynamic` gives, by parameter, what `torch.export` wants of its dynamic shapes. `outputs` names the outputs and
-    their shapes. Inputs keep the exporter's names and symbols: the caller names them (`name_input`). Two exports of
+    their shapes. Inputs keep the exporter's names and symbols: the caller names them (`name_inputs`). Two exports of
     the same module are identical bytes.
     """
     with _quiet():

@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from compiler.lowering.rule import Lowering, Rule, replace
 
-_Q, _K = 0, 1
+_Q, _K, _CACHE = 0, 1, 3
 _COS, _SIN, _POSITIONS = 7, 8, 9
 
 
@@ -21,6 +21,10 @@ class RotateInside(Rule):
         return node.op_type == "GroupQueryAttention" and node.domain == "com.microsoft"
 
     def check(self, node: ir.Node, lowering: Lowering) -> str | None:
+        cache = node.inputs[_CACHE]
+        head_dim = None if cache is None or cache.shape is None else cache.shape[-1]
+        if not isinstance(head_dim, int) or head_dim % 16:
+            return f"it rotates heads of a multiple of 16, and these have {head_dim}"
         if not lowering.exact:
             return "tokens may be as many as keys, and positions would then count from the first"
         query, key = (_rotation(node, index) for index in (_Q, _K))

@@ -1,6 +1,7 @@
 """What a TensorRT network computes, layer by layer in NumPy: it cannot run here, but it can be read.
 
-An oracle of its own, by TensorRT's documentation of each layer; of float32 networks, kinds of layers as they come.
+An oracle of its own, by TensorRT's documentation of each layer, of the kinds of layers that target models have. Every
+layer's result is rounded to its type; inside, products and sums are float32.
 """
 
 from __future__ import annotations
@@ -131,7 +132,21 @@ class Reading:
     def _matrix_multiply(self, layer: Any, a: Array, b: Array) -> Array:
         assert a.ndim == b.ndim, layer.name
         a, b = (np.swapaxes(x, -1, -2) if op.name == "TRANSPOSE" else x for x, op in ((a, layer.op0), (b, layer.op1)))
-        return a @ b
+        assert a.dtype == b.dtype, layer.name
+        return (a.astype(np.float32) @ b.astype(np.float32)).astype(a.dtype)
+
+    def _attention_input(self, layer: Any, q: Array, k: Array, v: Array, mask: Array) -> Array:
+        """Scaled queries; keys and values of fewer heads serve groups of them."""
+        assert layer.attention.norm_op.name == "SOFTMAX"
+        assert not layer.attention.causal
+        assert q.dtype == k.dtype == v.dtype == mask.dtype
+        keys, values = (np.repeat(x.astype(np.float32), q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores = q.astype(np.float32) @ np.swapaxes(keys, -1, -2) + mask.astype(np.float32)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        return (weights / weights.sum(-1, keepdims=True) @ values).astype(q.dtype)
+
+    def _attention_output(self, layer: Any, x: Array) -> Array:
+        return x
 
     def _rotary_embedding(self, layer: Any, x: Array, cos: Array, sin: Array, positions: Array) -> Array:
         assert not layer.interleaved

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -347,6 +348,23 @@ def test_a_first_step_that_fills_its_view_is_rotated_by_its_own_positions(
         feeds |= {i.name: np.zeros(cache, np.float32) for i in session.get_inputs() if "cache" in i.name}
         found.append(session.run(["logits"], feeds)[0])
     np.testing.assert_allclose(found[0], found[1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("head_dim", [8, 24])
+def test_heads_that_the_attention_op_cannot_rotate_are_rotated_before_it(
+    head_dim: int, decoder: Decoder, tmp_path: Path
+) -> None:
+    config = replace(decoder.config, head_dim=head_dim)
+    torch.manual_seed(0)
+    other = Decoder(config).eval()
+    for weight in other.parameters():
+        torch.nn.init.normal_(weight, std=0.05)
+    path, reports = engine(other, tmp_path / "odd")
+    (report,) = (report for report in reports if report.rule == "RotateInside")
+    assert report.declined == {f"it rotates heads of a multiple of 16, and these have {head_dim}": config.num_layers}
+    chain = np.arange(6) - 1
+    found = run_rows(path, other, [TOKENS], [chain])[1]["logits"]
+    np.testing.assert_allclose(found, sequence_logits(other, TOKENS)[4:].numpy(), atol=1e-4, rtol=1e-4)
 
 
 def test_layers_that_share_a_projection_keep_their_others(decoder: Decoder, tmp_path: Path) -> None:
