@@ -13,11 +13,12 @@ import onnxruntime_genai as genai
 from tools.peers.engine import Clock, Generated, Settings
 
 PLAIN, DRAFT = "plain", "draft"
-# Both n-gram settings are those of its documentation, without and with a width that follows what is accepted. A draft
-# model proposes its default number of tokens.
+# The first n-gram settings are those of its documentation, without and with a width that follows what is accepted; the
+# last has the width of our own default. A draft model proposes its default number of tokens.
 LOOKUPS: dict[str, dict[str, Any]] = {
     "ngram": {"ngram_size": 4, "max_draft_tokens": 8, "ngram_chained_lookup": True},
     "ngram-adaptive": {"ngram_size": 4, "max_draft_tokens": 8, "ngram_chained_lookup": True, "min_adaptive_k": 2},
+    "ngram-16": {"ngram_size": 4, "max_draft_tokens": 16, "ngram_chained_lookup": True},
 }
 
 
@@ -47,12 +48,12 @@ class Genai:
 
     def generate(self, mode: str, ids: list[int], new: int) -> Generated:
         model = self._models[mode]
-        clock = Clock()
         params = genai.GeneratorParams(model)
         params.set_search_options(do_sample=False, max_length=len(ids) + new)
         if mode in LOOKUPS:
             params.set_speculative_options(**LOOKUPS[mode])
-        generator = genai.Generator(model, params)
+        generator = genai.Generator(model, params)  # allocates its KV, as our session has before
+        clock = Clock()
         generator.append_tokens(ids)
         while not generator.is_done():
             generator.generate_next_token()
