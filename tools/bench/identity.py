@@ -65,5 +65,8 @@ def _version(manifest: Manifest, target: str) -> str:
 def _git_sha() -> str | None:
     """Of the checkout that measures, with -dirty where its files are others; None outside of one."""
     command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:  # without git
+        return None
     return done.stdout.strip() or None

@@ -82,13 +82,14 @@ def _alternate(
     reps: int,
     begin: Callable[[str], None],
 ) -> None:
-    """Run every mode on every prompt `reps` times, in turn, after one run of each that warms up."""
+    """Run every mode on every prompt `reps` times, after one run of each that warms up: in turn, and the other way
+    round in every second repetition, so that none has the same one before it always."""
     for mode in modes:
         begin(f"warming up {mode.variant}")
         _run(session, 0, prompts[0], mode.variant.name, settings)
     for repetition in range(reps):
         for index, ids in enumerate(prompts):
-            for mode in modes:
+            for mode in modes[:: -1 if repetition % 2 else 1]:
                 begin(f"run {repetition + 1}, prompt {index + 1}, {mode.variant}")
                 mode.runs.append(_run(session, index, ids, mode.variant.name, settings))
     for mode in modes[1:]:
