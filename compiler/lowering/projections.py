@@ -13,7 +13,7 @@ class FuseProjections(Rule):
 
     A small model's step is dispatch and weight traffic: one product streams the same weights with fewer
     starts of the thread pool. Each output column is summed as before, so no bit changes. Of two (gate and up) the
-    Split costs what the start saves, and up to 2 % of a step more.
+    Split costs at least what the start saves.
     """
 
     def pattern(self, node: ir.Node) -> bool:

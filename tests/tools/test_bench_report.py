@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tools import output
 from tools.bench import __main__ as bench
 from tools.bench.plots import draw
 from tools.bench.report import render
@@ -27,7 +28,7 @@ def page(toy_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str,
     arguments += ["--drafters", "ngram,bushy,head", "--prompt-len", "20,60", "--depth", "own"]
     printed: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench, "print_json", printed.append)
+        patch.setattr(output, "print_json", printed.append)
         assert bench.main([*arguments, "--json", "--report", str(folder)]) == 0
     assert [path.name for path in folder.iterdir()] == ["report.html"]
     return (folder / "report.html").read_text(encoding="utf-8"), printed[0]
@@ -83,6 +84,13 @@ def test_plain_decoding_alone_has_the_plots_that_it_can_have(page: tuple[str, di
     rows = [row for row in page[1]["rows"] if row["drafter"] == "none"]
     assert [plot.title for plot in draw(rows)] == ["Where a round's time goes", "Time per token along the context"]
     assert draw([row | {"round_ms": 0.0, "stages": {}, "ms_along_context": []} for row in rows]) == []
+
+
+def test_runs_that_ended_with_their_first_span_have_no_rate_beside_their_bar(page: tuple[str, dict[str, Any]]) -> None:
+    rows = page[1]["rows"]
+    without = [row | {"tokens_per_second": 0.0} for row in rows]
+    found = [next(p.svg for p in draw(r) if p.title.startswith("Where")) for r in (rows, without)]
+    assert ["ms a token" in svg for svg in found] == [True, False]
 
 
 def test_synthetic_figures_are_marked_and_text_is_escaped(page: tuple[str, dict[str, Any]]) -> None:

@@ -143,6 +143,11 @@ def test_a_sweep_goes_over_lengths_and_trees(measured: Any) -> None:
     assert all(row["same_tokens"] and not row["auto_disable"] for row in rows)
 
 
+def test_a_sweep_of_drafters_without_trees_takes_them_as_they_are(measured: Any) -> None:
+    rows = measured("sweep", "--drafters", "ngram", "--prompt-len", "20")
+    assert [(row["drafter"], row["tree"]) for row in rows] == [("none", None), ("ngram", None)]
+
+
 def test_a_sweep_takes_the_lengths_that_the_context_has_room_for(measured: Any) -> None:
     rows = measured("sweep", "--drafters", "ngram", "--depth", "own")
     assert [row["prompt_tokens"] for row in rows] == [64, 64]

@@ -5,19 +5,16 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
-
-from plans.console import guarded, print_json, stderr, stdout
+from plans.console import guarded, stderr
 from plans.errors import OutriderError
 from plans.plan import read_manifest
 from tools.arguments import at_least_1
 from tools.bench.machine import describe_machine
 from tools.bench.sampling import GREEDY, read_sampling
-from tools.bench.shapes import read_depths, read_trees
+from tools.bench.shapes import choose_drafters, read_depths, read_trees, takes_trees
+from tools.output import optional_packages, print_report
 
 SWEPT = (64, 256, 1024, 4096)  # tokens of prompts
 TREES = ("1/1/3", "1/3/5", "2/3/8", "2/6/12", "3/6/16", "own")  # of 2 to 15 drafted tokens: what a CPU may pay for
@@ -32,12 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    try:
+    with optional_packages("benchmark"):
         return int(options.command(options))
-    except ModuleNotFoundError as error:
-        raise OutriderError(
-            f"This benchmark needs {error.name}, which is not installed; run `pip install -e '.[compiler,dev]'`."
-        ) from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -79,7 +72,10 @@ def _parser() -> argparse.ArgumentParser:
         help=f"lengths of prompts (default: {', '.join(map(str, SWEPT))}, as far as the context has room)",
     )  # fmt: skip
     sweep.add_argument(
-        "--tree", type=read_trees, metavar="TREE,...", help=f"{_TREE} (default: {','.join(TREES)}, without --depth)"
+        "--tree",
+        type=read_trees,
+        metavar="TREE,...",
+        help=f"{_TREE} (default: {','.join(TREES)}, without --depth and where a drafter takes them)",
     )
     sweep.set_defaults(command=_sweep, keep_drafting=True)
 
@@ -114,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
 def _embedded(options: argparse.Namespace) -> int:
     from tools.bench.embedded import measure, print_table
 
-    return _report(measure(options), options, print_table)
+    return print_report({"machine": describe_machine(), **measure(options)}, options.json, print_table)
 
 
 def _add_measuring(command: argparse.ArgumentParser, count: int) -> None:
@@ -175,10 +171,16 @@ def _length_of_path(text: str) -> int:
 
 
 def _sweep(options: argparse.Namespace) -> int:
-    if options.tree is None and options.depth is None:
+    manifest = read_manifest(options.plan)
+    drafters = choose_drafters(manifest.drafters, options.drafters)
+    if options.tree is None and options.depth is None and any(map(takes_trees, drafters)):
         options.tree = read_trees(",".join(TREES))
     if options.prompt_len is None:
-        room = read_manifest(options.plan).target.context - options.new
+        room = manifest.target.context - options.new
+        if room < 1:
+            raise OutriderError(
+                f"--new is {options.new}; the plan's context has room for {manifest.target.context - 1}."
+            )
         options.prompt_len = [length for length in SWEPT if length <= room] or [room]
     return _latency(options)
 
@@ -194,34 +196,21 @@ def _latency(options: argparse.Namespace) -> int:
 
         prepare(options.report)
     report = {"machine": describe_machine(), **measure(options)}
-    if options.report is not None:
-        stderr.print(f"wrote {write_page(report, options.typed, options.report)}")
-    if options.json:
-        print_json(report)
-    elif options.csv:
-        print(to_csv(report), end="")
+    if options.csv:
+        print(to_csv(report), end="", flush=True)
     elif options.markdown:
-        print(to_markdown(report))
+        print(to_markdown(report), flush=True)
     else:
-        print_table(report, stdout)
+        print_report(report, options.json, print_table)
+    if options.report is not None:  # last: nothing that was measured is lost if it cannot be written
+        stderr.print(f"wrote {write_page(report, options.typed, options.report)}")
     return 0
 
 
 def _startup(options: argparse.Namespace) -> int:
     from tools.bench.startup import measure, print_table
 
-    return _report(measure(options), options, print_table)
-
-
-def _report(
-    measured: dict[str, Any], options: argparse.Namespace, print_table: Callable[[dict[str, Any], Console], None]
-) -> int:
-    report = {"machine": describe_machine(), **measured}
-    if options.json:
-        print_json(report)
-    else:
-        print_table(report, stdout)
-    return 0
+    return print_report({"machine": describe_machine(), **measure(options)}, options.json, print_table)
 
 
 if __name__ == "__main__":

@@ -123,6 +123,8 @@ def _stages(rows: Sequence[Row]) -> Plot | None:
         stack(name, [row["stages"].get(name, 0.0) for row in timed], _FILLS[place % len(_FILLS)])
     stack("everything else", [row["round_ms"] - spent for row, spent in zip(timed, left, strict=True)], _REST_FILL)
     for y, row, end in zip(places, timed, left, strict=True):
+        if not row["tokens_per_second"]:  # most runs ended with their first span, which has no rate
+            continue
         each = f"{1000 / row['tokens_per_second']:.2f} ms a token"
         axes.annotate(each, (end, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
     behind = (f", prompt {row['prompt_tokens']:g}" if len(lengths) > 1 else "" for row in timed)

@@ -30,9 +30,13 @@ def prepare(folder: Path) -> None:
 
 
 def write_page(report: dict[str, Any], command: str, folder: Path) -> Path:
-    """Write the page; no other file goes with it."""
+    """Write the page; no other file goes with it. Raises `OutriderError` where it cannot be written."""
     path = folder / PAGE
-    path.write_text(render(report, command), encoding="utf-8")
+    page = render(report, command)
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise OutriderError(f"{path} cannot be written ({error.strerror or error}); choose another --report.") from None
     return path
 
 

@@ -105,7 +105,7 @@ def choose_shapes(
     """The shapes of every drafter, each once, in the order asked for: its own where it has no others.
 
     Trees are for drafters that draft trees. A depth is for all: of a tree it changes the levels, of everything else
-    the length. Raises `RequestError` where no drafter takes a tree.
+    the length. Raises `RequestError` where trees are given and no drafter takes one.
     """
     shaped: list[tuple[Drafter, list[Shape]]] = []
     for drafter in drafters:
@@ -117,13 +117,17 @@ def choose_shapes(
             shapes = [own if depth is None else _as_deep(own, depth) for depth in depths]
         _check_chains(drafter, shapes)
         shaped.append((drafter, list(dict.fromkeys(shapes))))
-    if trees is not None and not any(isinstance(own_shape(drafter), Tree) for drafter in drafters):
+    if trees is not None and not any(map(takes_trees, drafters)):
         listed = ", ".join(f"{d.name} ({d.kind})" for d in drafters) or PLAIN
         raise RequestError(
             f"--tree is for drafters that draft trees, and of {listed} none does; choose others with --drafters, or "
             "pass --depth."
         )
     return shaped
+
+
+def takes_trees(drafter: Drafter) -> bool:
+    return isinstance(own_shape(drafter), Tree)
 
 
 def own_shape(drafter: Drafter) -> Shape:

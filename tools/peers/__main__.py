@@ -6,10 +6,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from plans.console import guarded, print_json, stdout
-from plans.errors import OutriderError
+from plans.console import guarded
 from tools.arguments import at_least_1
 from tools.bench.machine import describe_machine
+from tools.output import optional_packages, print_report
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -56,20 +56,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
-    try:
+    with optional_packages("comparison"):
         from tools.peers.measure import measure
         from tools.peers.table import print_table
 
         report = {"machine": describe_machine(), **measure(options)}
-    except ModuleNotFoundError as error:
-        raise OutriderError(
-            f"This comparison needs {error.name}, which is not installed; run `pip install -e '.[compiler,dev]'`."
-        ) from None
-    if options.json:
-        print_json(report)
-    else:
-        print_table(report, stdout)
-    return 0
+    return print_report(report, options.json, print_table)
 
 
 if __name__ == "__main__":
