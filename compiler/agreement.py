@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from plans.manifest import Drafter, NgramDrafter
 from plugins.reference import Sampling, choice, uniform
 from plugins.reference.choice import filtered_weights
 from plugins.schema import FilterOrder, Purpose
@@ -19,15 +18,15 @@ from runtime import Generation, Session
 from runtime.request import Options, check_options
 
 EXACT = frozenset({"onnxruntime-cpu"})
-"""Execution targets on which a chain's tokens have the very logits of plain decoding."""
+"""Execution targets on which a draft's tokens have the very logits of plain decoding."""
 
 
 @dataclass(frozen=True)
 class Parting:
     """Where a run with a drafter first differs from plain decoding of the same plan.
 
-    `index` counts generated tokens; `margin` is that of plain decoding's choice (logits). Chains are bit-exact on the
-    CPU, so that theirs is never a near tie; a tree's nodes off its leading chain may be the last bits away.
+    `index` counts generated tokens; `margin` is that of plain decoding's choice (logits). On the CPU drafts are
+    bit-exact, so that there is never a near tie; elsewhere they may be the last bits away.
     """
 
     prompt: int
@@ -66,17 +65,16 @@ def compare_drafters(
     options: Options,
     tolerance: float,
     *,
-    exact_chains: bool,
+    exact: bool,
     progress: Callable[[int], None] = lambda done: None,
 ) -> dict[str, DrafterCheck]:
     """Run every prompt (token ids) plainly and with each drafter, to the limit of `options`.
 
-    A `Parting` is a near tie where its `margin` is within `tolerance` (logits). With `exact_chains`, which some targets
-    promise (EXACT), a drafter of chains has none. Drafters by rejection have nothing to agree with at a temperature.
+    A `Parting` is a near tie where its `margin` is within `tolerance` (logits), and none where the target is `exact`
+    (EXACT). Drafters by rejection have nothing to agree with at a temperature.
     `progress` gets the number of prompts done.
     """
     checks = {name: DrafterCheck() for name in drafters}
-    exact = {d.name for d in session.manifest.drafters if exact_chains and drafts_chains(d)}
     always = options | Options(ignore_eos=True, auto_disable=False)
 
     def run(ids: list[int], drafter: str) -> Generation:
@@ -94,7 +92,7 @@ def compare_drafters(
                 check.equal_runs += 1
                 continue
             index, apart = parted
-            near = name not in exact and apart <= tolerance
+            near = not exact and apart <= tolerance
             check.partings.append(Parting(prompt, index, plain[index], drafted.token_ids[index], apart, near))
         progress(prompt + 1)
     return checks
@@ -117,11 +115,6 @@ def find_parting(
     sampling = Sampling(params.temperature, params.top_k, params.top_p, FilterOrder[params.filter_order.upper()])
     u = uniform(params.seed, params.stream, len(prompt) + index, Purpose.TARGET)
     return index, margin(session.step_logits(0), sampling, u)
-
-
-def drafts_chains(drafter: Drafter) -> bool:
-    """Whether no node of its drafts has a sibling."""
-    return isinstance(drafter, NgramDrafter) or drafter.tree.top_k == 1
 
 
 def margin(logits: NDArray[np.float32], sampling: Sampling, u: int) -> float:

@@ -129,7 +129,7 @@ def verify_plan(
             names,
             options | limit,
             result.tolerance,
-            exact_chains=runtime.target in EXACT,
+            exact=runtime.target in EXACT,
             progress=report,
         )
 

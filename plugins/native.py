@@ -9,6 +9,7 @@ after the first ones. A bound op is used by one thread at a time.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
@@ -50,6 +51,7 @@ __all__ = [
     "TreeAccept",
     "accepts",
     "create",
+    "folder",
     "residual",
     "uniform",
     "weights",
@@ -88,6 +90,11 @@ def create(
     # The bound method, not its object: calling an object costs a tuple of arguments, a third of the shortest calls.
     bound: BoundOp = kernel(**tensors, **given).__call__
     return bound
+
+
+def folder() -> Path:
+    """Where the built libraries lie."""
+    return Path(str(_native.__file__)).parent
 
 
 def _check_names(schema: OpSchema, kind: str, expected: set[str], found: set[str]) -> None:

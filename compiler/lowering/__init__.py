@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from compiler.lowering.attention import GroupQueryAttention, OneDummyRowPerLayer
+from compiler.lowering.attention import CpuAttention, NormInside, PackedInside, RotateInside
+from compiler.lowering.draft_ops import CpuDraftOps
 from compiler.lowering.functions import FunctionBody
 from compiler.lowering.norms import FuseSkipNorms
 from compiler.lowering.plugin_nodes import BodyOfDeclined, PluginNodes
 from compiler.lowering.projections import FuseProjections
-from compiler.lowering.rotation import RotateInside
 from compiler.lowering.rule import Lowering, Rule, apply_rules
 from compiler.lowering.scatter_attention import ScatterAttention, UpdateOnceAttention
 from plans import names
@@ -19,9 +19,11 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "onnxruntime-cpu": (
         FuseProjections(),
         FuseSkipNorms(),
-        GroupQueryAttention(),
-        OneDummyRowPerLayer(),
+        CpuAttention(),
         RotateInside(),
+        NormInside(),
+        PackedInside(),
+        CpuDraftOps(),
         FunctionBody(),
     ),
     "onnxruntime-cuda": (ScatterAttention(), FunctionBody()),
@@ -30,13 +32,9 @@ RULES: dict[str, tuple[Rule, ...]] = {
 }
 
 
-def lower(engine: str, model: ir.Model, target: str, rows: int, *, exact: bool) -> list[RuleReport]:
-    """Lower `model` in place for `target` with `rows` rows in its arena.
-
-    In an `exact` engine a token's outputs are the same bits in whatever company it is computed. The target's must be;
-    a drafter's choices are checked anyway, so its engine saves the cost.
-    """
-    lowering = Lowering(engine, model, rows, exact)
+def lower(engine: str, model: ir.Model, target: str, rows: int) -> list[RuleReport]:
+    """Lower `model` in place for `target` with `rows` rows in its arena."""
+    lowering = Lowering(engine, model, rows)
     reports = apply_rules(lowering, RULES[target])
     if rows == 1:
         _fix_single_row(model)

@@ -1,178 +1,166 @@
-"""What BranchAttention becomes on an execution target."""
+"""BranchAttention on the CPU: our own kernel inside of ONNX Runtime, and what it does on the way.
+
+The kernel (`plugins/csrc/attention`) looks at visible keys alone, so that a token comes out bit for bit the same in any
+company: alone, in a chain, in a prefill chunk, as a node of a tree, in any row.
+"""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Mapping
+from typing import Any
+
 import onnx_ir as ir
 
 from compiler.lowering.rule import Lowering, Rule, replace
 from plugins.onnx_ops import DOMAIN
+from plugins.onnxruntime_ops import CPU_DOMAIN
+
+_Q, _K, _V = 0, 1, 2
+_POSITIONS, _COS, _SIN, _Q_NORM, _K_NORM, _INPUTS = 8, 9, 10, 11, 12, 13
 
 
-class GroupQueryAttention(Rule):
-    """onnxruntime-cpu, one row: `com.microsoft.GroupQueryAttention`, in place, cost by live keys.
+class CpuAttention(Rule):
+    """onnxruntime-cpu: one node appends in place and attends, for any number of ragged rows.
 
-    The op computes a single query with other arithmetic than several. In an exact engine one zero row behind the last
-    token keeps it on the path for several, so that a token comes out bit for bit the same alone, in a
-    chain or in a prefill chunk. The row's garbage key lands behind the tail, in the arena's headroom.
-    Causality inside the op is harmless: the bias is at least as strict, since ancestors come first.
-    Rotation stays outside at first (`rotation.RotateInside`).
+    Two to three times as fast as `com.microsoft.GroupQueryAttention` for a token or two (which would also want a dummy
+    row, to compute one token as it computes several), and level with it at 32.
     """
 
     def pattern(self, node: ir.Node) -> bool:
         return node.domain == DOMAIN and node.op_type == "BranchAttention"
 
-    def check(self, node: ir.Node, lowering: Lowering) -> str | None:
-        if lowering.rows != 1:
-            return "GroupQueryAttention takes one row when tokens are several and a past exists"
-        dtype = node.inputs[0].dtype if node.inputs[0] is not None else None
-        if dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16, None):
-            return f"GroupQueryAttention on the CPU has no {dtype} kernel"
-        return None
-
     def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
-        graph = lowering.graph
-        q, k, v, k_cache, v_cache = node.inputs[:5]
-        bias, total, lengths = _view(node, lowering)
-        tokens = [q, k, v]
-        if lowering.exact:
-            pads = lowering.constant("dummy_row.pads", ir.tensor(np.array([0, 0, 0, 0, 1, 0], np.int64)))
-            padded = [ir.node("Pad", [x, pads]) for x in tokens]
-            graph.insert_before(node, padded)
-            tokens = [p.outputs[0] for p in padded]
-        attributes = node.attributes
-        attention = ir.node(
-            "GroupQueryAttention",
-            [*tokens, k_cache, v_cache, lengths, total, None, None, None, bias],
-            {
-                "num_heads": attributes.get_int("num_heads"),
-                "kv_num_heads": attributes.get_int("kv_num_heads"),
-                "scale": attributes.get_float("scale"),
-                "do_rotary": 0,
-            },
-            domain="com.microsoft",
-            num_outputs=3,
-        )
-        graph.insert_before(node, [attention])
-        out = attention.outputs[0]
-        if lowering.exact:
-            zero, last, one = (
-                lowering.constant(f"dummy_row.{name}", ir.tensor(np.array([value], np.int64)))
-                for name, value in (("first", 0), ("last", -1), ("axis", 1))
-            )
-            kept = ir.node("Slice", [out, zero, last, one])
-            graph.insert_before(node, [kept])
-            out = kept.outputs[0]
-        replace(graph, node, [out, attention.outputs[1], attention.outputs[2]])
+        inputs = list(node.inputs)
+        if lowering.rows == 1:
+            inputs[-1] = None  # all tokens are the one row's
+        attributes = {name: attribute.value for name, attribute in node.attributes.items()} | {"epsilon": 0.0}
+        _swap(node, lowering, [*inputs, *[None] * (_INPUTS - len(inputs))], attributes)
 
 
-class OneDummyRowPerLayer(Rule):
-    """Where q, k and v come from one Split, the dummy row is added once, before it, instead of three times.
-
-    It then passes through the norms and the rotation (with position 0), which change a row by itself alone.
-    """
+class RotateInside(Rule):
+    """Rotations of queries and keys by the same angles, right before the attention, move into it."""
 
     def pattern(self, node: ir.Node) -> bool:
-        return node.op_type == "GroupQueryAttention" and all(
-            x is not None and (p := x.producer()) is not None and p.op_type == "Pad" for x in node.inputs[:3]
-        )
+        return _is_attention(node)
 
     def check(self, node: ir.Node, lowering: Lowering) -> str | None:
-        sources = {_split_behind(pad) for pad in _pads(node)}
-        if len(sources) != 1 or None in sources:
-            return "q, k and v do not come from one Split by way of norms and rotations"
+        query, key = (_producer(node, index, "RotaryEmbedding") for index in (_Q, _K))
+        if query is None or key is None:
+            return "queries or keys are not rotated right before it"
+        if any(a is not b for a, b in zip(query.inputs[1:], key.inputs[1:], strict=True)):
+            return "queries and keys are rotated by other angles"
+        if any(
+            r.attributes.get_int("interleaved", 0) or r.attributes.get_int("rotary_embedding_dim", 0)
+            for r in (query, key)
+        ):
+            return "the rotation is interleaved, or of a part of each head"
         return None
 
     def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
-        graph = lowering.graph
-        split = _split_behind(_pads(node)[0])
+        query, key = (_producer(node, index, "RotaryEmbedding") for index in (_Q, _K))
+        assert query is not None
+        assert key is not None
+        inputs = list(node.inputs)
+        inputs[_Q], inputs[_K] = query.inputs[0], key.inputs[0]
+        inputs[_COS], inputs[_SIN], inputs[_POSITIONS] = query.inputs[1:4]
+        _swap(node, lowering, inputs)
+
+
+class NormInside(Rule):
+    """Norms of each head's query and key, right before the attention's own rotation, move into it."""
+
+    def pattern(self, node: ir.Node) -> bool:
+        return _is_attention(node)
+
+    def check(self, node: ir.Node, lowering: Lowering) -> str | None:
+        query, key = _head_norm(node, _Q), _head_norm(node, _K)
+        if query is None or key is None:
+            return "queries or keys have no norm of each head right before it"
+        if _epsilon(query) != _epsilon(key):
+            return "queries and keys are normed with other epsilons"
+        return None
+
+    def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
+        inputs = list(node.inputs)
+        epsilon = 0.0
+        for index, weight in ((_Q, _Q_NORM), (_K, _K_NORM)):
+            norm = _head_norm(node, index)
+            assert norm is not None
+            flat = norm.inputs[0]
+            heads = None if flat is None else flat.producer()
+            assert heads is not None
+            inputs[index], inputs[weight] = heads.inputs[0], norm.inputs[1]
+            epsilon = _epsilon(norm)
+        attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+        _swap(node, lowering, inputs, attributes | {"epsilon": epsilon})
+
+
+class PackedInside(Rule):
+    """Queries, keys and values from one Split are read where the product left them."""
+
+    def pattern(self, node: ir.Node) -> bool:
+        return _is_attention(node)
+
+    def check(self, node: ir.Node, lowering: Lowering) -> str | None:
+        splits = [_producer(node, index, "Split") for index in (_Q, _K, _V)]
+        split = splits[0]
+        if split is None or any(other is not split for other in splits):
+            return "q, k and v do not come from one Split"
+        if list(node.inputs[:3]) != list(split.outputs):
+            return "the Split has q, k and v in another order, or more beside them"
+        return None
+
+    def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
+        split = _producer(node, _Q, "Split")
         assert split is not None
-        pads = lowering.shared["dummy_row.pads"]
-        padded = ir.node("Pad", [split.inputs[0], pads])
-        graph.insert_before(split, [padded])
-        split.replace_input_with(0, padded.outputs[0])
-        for index, pad in enumerate(_pads(node)):
-            for step in _path(pad):
-                if step.op_type == "RotaryEmbedding":
-                    step.replace_input_with(3, _padded_positions(step, lowering))
-            node.replace_input_with(index, pad.inputs[0])
-            graph.remove(pad, safe=True)
+        _swap(node, lowering, [split.inputs[0], None, None, *node.inputs[3:]])
 
 
-def _view(node: ir.Node, lowering: Lowering) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """The bias of a pass, its key count, and the index of the pass's last key; made once for all its layers.
-
-    In an exact engine the dummy row is counted: the bias gets its query and its key, and one key more, for
-    `rotation.RotateInside`. GroupQueryAttention wants
-    `total_sequence_length` equal to the bias's last dimension, while `seqlens_k` (the last key's index) may be
-    smaller: so the view may be padded up to a bucket.
-    """
-    bias, past = node.inputs[5], node.inputs[6]
-    assert bias is not None
-    assert past is not None
-    key = f"view.{bias.name}.{past.name}."
-    if key + "bias" in lowering.shared:
-        return lowering.shared[key + "bias"], lowering.shared[key + "total"], lowering.shared[key + "lengths"]
-    scalar = lowering.constant("view.scalar", ir.tensor(np.array([], np.int64)))
-    new = ir.node("Shape", [bias], {"start": 2, "end": 3})
-    made = [new]
-    seen = bias
-    if lowering.exact:
-        pads = lowering.constant("dummy_row.bias_pads", ir.tensor(np.array([0, 0, 0, 0, 0, 0, 1, 2], np.int64)))
-        padded = ir.node("Pad", [bias, pads])
-        end = ir.node("Add", [past, new.outputs[0]])
-        seen = padded.outputs[0]
-        made += [padded, end]
-    else:
-        one = lowering.constant("view.one", ir.tensor(np.array([1], np.int64)))
-        before = ir.node("Sub", [new.outputs[0], one])
-        end = ir.node("Add", [past, before.outputs[0]])
-        made += [before, end]
-    lengths = ir.node("Cast", [end.outputs[0]], {"to": ir.DataType.INT32})
-    total = ir.node("Shape", [seen], {"start": 3, "end": 4})
-    total_32 = ir.node("Cast", [total.outputs[0]], {"to": ir.DataType.INT32})
-    total_scalar = ir.node("Reshape", [total_32.outputs[0], scalar])
-    lowering.graph.insert_before(node, [*made, lengths, total, total_32, total_scalar])
-    for name, value in (("bias", seen), ("total", total_scalar.outputs[0]), ("lengths", lengths.outputs[0])):
-        lowering.shared[key + name] = value
-    return seen, total_scalar.outputs[0], lengths.outputs[0]
+def _is_attention(node: ir.Node) -> bool:
+    return node.domain == CPU_DOMAIN and node.op_type == "BranchAttention"
 
 
-_ROW_BY_ROW = {"Reshape", "RMSNormalization", "RotaryEmbedding", "Add"}
+def _swap(
+    node: ir.Node, lowering: Lowering, inputs: list[ir.Value | None], attributes: Mapping[str, Any] | None = None
+) -> None:
+    """Put attention with other `inputs` in the place of `node`, and remove what nothing reads any more."""
+    old = list(node.inputs)
+    own = {name: attribute.value for name, attribute in node.attributes.items()}
+    made = ir.node("BranchAttention", inputs, attributes or own, domain=CPU_DOMAIN, num_outputs=len(node.outputs))
+    lowering.graph.insert_before(node, [made])
+    replace(lowering.graph, node, list(made.outputs))
+    lowering.model.opset_imports.setdefault(CPU_DOMAIN, 1)
+    for value in old:
+        _remove_unread(value, lowering.graph)
 
 
-def _pads(attention: ir.Node) -> list[ir.Node]:
-    """The Pads that give q, k and v their dummy row."""
-    return [pad for x in attention.inputs[:3] if x is not None and (pad := x.producer()) is not None]
+def _remove_unread(value: ir.Value | None, graph: ir.Graph) -> None:
+    node = None if value is None else value.producer()
+    if node is None or node.graph is None or any(out.uses() or out in graph.outputs for out in node.outputs):
+        return
+    inputs = list(node.inputs)
+    graph.remove(node, safe=True)
+    for each in inputs:
+        _remove_unread(each, graph)
 
 
-def _path(pad: ir.Node) -> list[ir.Node]:
-    """The nodes that made what `pad` pads, backwards, up to the first that does not treat each row by itself."""
-    nodes: list[ir.Node] = []
-    value = pad.inputs[0]
-    while value is not None and (node := value.producer()) is not None:
-        nodes.append(node)
-        sum_of_two = node.op_type == "Add" and (node.inputs[1] is None or node.inputs[1].const_value is None)
-        if node.op_type not in _ROW_BY_ROW or sum_of_two:  # the sum of two activations has rows of both
-            break
-        value = node.inputs[0]
-    return nodes
+def _producer(node: ir.Node, index: int, op_type: str) -> ir.Node | None:
+    value = node.inputs[index]
+    producer = None if value is None else value.producer()
+    return producer if producer is not None and producer.op_type == op_type else None
 
 
-def _split_behind(pad: ir.Node) -> ir.Node | None:
-    nodes = _path(pad)
-    return nodes[-1] if nodes and nodes[-1].op_type == "Split" else None
+def _head_norm(node: ir.Node, index: int) -> ir.Node | None:
+    """The norm over the last dimension of `[1, N, heads, head_dim]`, between two Reshapes."""
+    flat = _producer(node, index, "Reshape")
+    norm = None if flat is None else _producer(flat, 0, "RMSNormalization")
+    if norm is None or norm.attributes.get_int("axis", -1) != -1 or _producer(norm, 0, "Reshape") is None:
+        return None
+    cache, weight = node.inputs[3], norm.inputs[1]
+    if cache is None or cache.shape is None or weight is None or weight.shape is None:
+        return None
+    return norm if tuple(weight.shape) == (cache.shape[-1],) else None
 
 
-def _padded_positions(rotary: ir.Node, lowering: Lowering) -> ir.Value:
-    """The positions with one for the dummy row; made once."""
-    if "dummy_row.positions" not in lowering.shared:
-        positions = rotary.inputs[3]
-        assert positions is not None
-        pads = lowering.constant("dummy_row.position_pads", ir.tensor(np.array([0, 0, 0, 1], np.int64)))
-        padded = ir.node("Pad", [positions, pads])
-        producer = positions.producer()
-        assert producer is not None
-        lowering.graph.insert_after(producer, [padded])
-        lowering.shared["dummy_row.positions"] = padded.outputs[0]
-    return lowering.shared["dummy_row.positions"]
+def _epsilon(norm: ir.Node) -> float:
+    return norm.attributes.get_float("epsilon", 1e-5)

@@ -20,7 +20,6 @@ class Lowering:
     engine: str
     model: ir.Model
     rows: int
-    exact: bool
     shared: dict[str, ir.Value] = field(default_factory=dict)
 
     @property

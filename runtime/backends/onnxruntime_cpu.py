@@ -18,6 +18,7 @@ from plans import names
 from plans.buffers import DType, Tensor
 from plans.errors import PlanError
 from plans.manifest import Engine, TargetPlan
+from plugins.onnxruntime_ops import cpu_library
 from runtime.backends.base import BoundEngine, LoadedEngine
 from runtime.buffers import Buffers
 
@@ -56,6 +57,7 @@ class OnnxRuntimeCpu:
 
     def _options(self, engine: Engine) -> ort.SessionOptions:
         options = ort.SessionOptions()
+        options.register_custom_ops_library(str(cpu_library()))
         options.log_severity_level = 3  # warnings about our own graphs help no user; errors are raised
         small, drafts = engine.weight_bytes <= CACHED_BYTES, any(t.name == names.TREE_TOKEN_IDS for t in engine.outputs)
         options.intra_op_num_threads = 1 if small and drafts else self._threads

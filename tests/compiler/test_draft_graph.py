@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
@@ -31,6 +30,7 @@ from plugins.cuda import LAUNCHES
 from plugins.onnx_ops import DOMAIN
 from plugins.reference import bim_mask
 from plugins.schemas import SCHEMAS
+from tests.compiler.cpu_session import cpu_session
 from tests.compiler.eagle3_heads import target_config, write_eagle3
 
 CPU, RTX = "onnxruntime-cpu", "tensorrt-rtx"
@@ -93,11 +93,11 @@ class DraftEngine:
     def __init__(self, model: Any, tree: Tree, folder: Path, *, rows: bool = False, target: str = CPU) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         graph = export_draft(model, tree, CAPACITY, rows=rows)
-        self.reports = lower("draft", graph, target, rows=1, exact=False)
+        self.reports = lower("draft", graph, target, rows=1)
         engines = OnnxRuntimeEngines(folder)
         self.engine = engines.write("draft", graph, {})
         engines.close()
-        self._session = ort.InferenceSession(str(folder / "draft.onnx"), providers=["CPUExecutionProvider"])
+        self._session = cpu_session(folder / "draft.onnx")
         self.arena = {
             t.name: np.zeros([int(d) for d in t.shape], np.float32) for t in self.engine.inputs if "cache" in t.name
         }

@@ -1,4 +1,4 @@
-"""On the CPU a token's logits are the same bits however many tokens it is computed with, and however far keys reach.
+"""On the CPU a token's logits are the same bits whatever tokens it is computed with, and wherever its keys lie.
 
 Speculation, chunked prefill and continued sessions stand on this: equal bits, equal choices.
 """
@@ -53,10 +53,25 @@ class Feeder:
         step.logit_rows[:n] = np.arange(n)
         bim, past_length = np.full((1, past), -1, np.int64), np.array([past])
         bias = bim_mask(bim, past_length, np.array([0, n]), step.branch[:n], step.parent[:n], view, n)
+        return self._logits(bias, n, view)
+
+    def _logits(self, bias: NDArray[np.float32], n: int, view: int) -> Logits:
         self.buffers.of(names.TARGET, names.ATTN_BIAS).reshape(-1)[: bias.size] = bias.reshape(-1)
         self.run([n, view, n, 1, 2, n, n])
         logits = self.buffers.of(names.TARGET, names.LOGITS_OUT)
         return logits.reshape(-1)[: n * self.vocabulary].reshape(n, -1).copy()
+
+    def tree(self, past: int, tokens: list[int], parents: list[int]) -> Logits:
+        """Logits of a tree behind the first `past` of `TOKENS`, which are there."""
+        step, n = self.step, len(tokens)
+        depth: list[int] = []
+        for parent in parents:
+            depth.append(0 if parent < 0 else depth[parent] + 1)
+        step.begin_target(past, past, tokens, 0, logits=True)
+        step.logit_rows[:n], step.parent[:n], step.positions[:n] = np.arange(n), parents, past + np.array(depth)
+        bim, past_length, view = np.full((1, past), -1, np.int64), np.array([past]), past + n
+        bias = bim_mask(bim, past_length, np.array([0, n]), step.branch[:n], step.parent[:n], view, n)
+        return self._logits(bias, n, view)
 
     def chunks(self, sizes: list[int], view: int | None = None) -> Logits:
         """Logits of `TOKENS`, fed in chunks of these sizes, the last one repeated to the end."""
@@ -113,6 +128,22 @@ def test_chunks_of_changing_size_give_the_same_bits(
     np.testing.assert_array_equal(feeder.chunks(sizes, view).view(np.uint32), one_by_one.view(np.uint32))
 
 
+@settings(max_examples=40, deadline=None)
+@given(past=st.integers(1, 20), parents=st.lists(st.integers(-1, 14), min_size=1, max_size=16))
+def test_a_node_of_a_tree_has_the_bits_of_its_path_alone(feeder: Feeder, past: int, parents: list[int]) -> None:
+    """Wherever siblings, uncles and their descendants lie between its ancestors."""
+    parents = [min(parent, node - 1) for node, parent in enumerate(parents)]
+    tokens = [(53 * i) % 299 + 1 for i in range(len(parents))]
+    feeder.feed(TOKENS[:past], 0, past)
+    whole = feeder.tree(past, tokens, parents)
+    for node in {0, len(parents) // 2, len(parents) - 1}:
+        path = [node]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        alone = feeder.feed([tokens[i] for i in path], past, past + len(path))
+        np.testing.assert_array_equal(whole[node].view(np.uint32), alone[-1].view(np.uint32))
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_the_number_of_threads_does_not_change_a_bit(toy_plan, one_by_one: Logits, threads: int) -> None:
     plan = open_plan(toy_plan, verify=False)
@@ -123,7 +154,7 @@ def test_the_number_of_threads_does_not_change_a_bit(toy_plan, one_by_one: Logit
 
 
 def test_what_lies_in_the_arena_behind_the_tail_changes_no_bit(feeder: Feeder, one_by_one: Logits) -> None:
-    """Rejected drafts and the dummy row leave garbage there."""
+    """Rejected drafts leave garbage there."""
     kv = feeder.buffers.of(names.TARGET, names.KV)
     assert kv.dtype == DType.FLOAT32.numpy
     for garbage in (0.0, 1e30, -1e30):

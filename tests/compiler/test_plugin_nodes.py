@@ -139,7 +139,7 @@ def test_a_drafters_bias_is_always_its_own_and_of_the_given_one_the_length_count
 @pytest.mark.parametrize("drafter", [None, COUPLED, REJECTED], ids=["target", "coupled", "rejection"])
 def test_plugins_get_what_the_table_says(drafter: GraphDrafter | None) -> None:
     made = absorbed(drafter)
-    reports = {report.rule: report for report in lower("x", made, TENSORRT, rows=1, exact=False)}
+    reports = {report.rule: report for report in lower("x", made, TENSORRT, rows=1)}
     assert reports["PluginNodes"].applied == 2
     assert made.functions == {}
     found = [node for node in made.graph if node.domain == DOMAIN]
@@ -180,7 +180,7 @@ def test_a_plugin_that_is_called_like_its_op_gets_no_function_body(monkeypatch: 
         output.shape = ir.Shape([1, 3])
     made = model(inputs, [node])
     monkeypatch.setitem(PLUGINS, "TreeRerank", (plugin,))
-    lower("x", made, TENSORRT, rows=1, exact=False)
+    lower("x", made, TENSORRT, rows=1)
     assert made.functions == {}
     (lowered,) = made.graph
     assert (lowered.op_type, lowered.attributes["nodes"].value) == ("TreeRerank", 4)
@@ -197,7 +197,7 @@ def test_what_is_no_plugin_gets_its_body_and_the_reason_is_told() -> None:
     attributes = {"num_heads": 2, "kv_num_heads": 1, "scale": 0.5}
     node = ir.node("BranchAttention", inputs, attributes, domain=DOMAIN, num_outputs=3)
     made = model(inputs, [node])
-    reports = {report.rule: report for report in lower("x", made, TENSORRT, rows=2, exact=False)}
+    reports = {report.rule: report for report in lower("x", made, TENSORRT, rows=2)}
     declined = PLUGINS["BranchAttention"]
     assert isinstance(declined, Declined)
     assert reports["PluginNodes"].declined == {declined.reason: 1}
@@ -208,4 +208,4 @@ def test_what_a_builder_cannot_know_is_named() -> None:
     given = [value(spec.name, ir.DataType.INT64, "N") for spec in SCHEMAS["CoupledDraws"].inputs]
     node = ir.node("CoupledDraws", given, domain=DOMAIN, num_outputs=3)
     with pytest.raises(ValueError, match="the plugin of CoupledDraws wants 'depths', which its node does not tell"):
-        lower("x", model(given, [node]), TENSORRT, rows=1, exact=False)
+        lower("x", model(given, [node]), TENSORRT, rows=1)

@@ -60,7 +60,7 @@ def builder(log: Any) -> Any:
 
 def lowered(checkpoint: Path, dtype: Any = "float32") -> ir.Model:
     graph = export_target(load_decoder(checkpoint, dtype), CAPACITY, TAPS).clone()
-    lower("target", graph, RTX, rows=1, exact=True)
+    lower("target", graph, RTX, rows=1)
     return graph
 
 

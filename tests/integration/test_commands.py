@@ -71,7 +71,14 @@ def test_build_puts_the_plan_under_build_and_takes_overrides(
 def test_inspect_shows_geometry_programs_ops_and_rules(toy_plan: Path, capsys: Captured) -> None:
     assert compiler.__main__.main(["inspect", str(toy_plan)]) == 0
     text = capsys.readouterr().out
-    for part in ("4 layers", "context 160", "speculate.short", "GroupQueryAttention 4", "FunctionBody", "built in "):
+    for part in (
+        "4 layers",
+        "context 160",
+        "speculate.short",
+        "outrider.cpu.BranchAttention 4",
+        "FunctionBody",
+        "built in ",
+    ):
         assert part in text
     found = run_json(capsys, compiler.__main__.main, "inspect", toy_plan, "--json")
     assert set(found) == {
@@ -81,7 +88,7 @@ def test_inspect_shows_geometry_programs_ops_and_rules(toy_plan: Path, capsys: C
     target = found["targets"]["onnxruntime-cpu"]
     assert set(target) == {"programs", "symbols", "session_bytes", "engines", "kernels", "lowering"}
     assert target["programs"]["decode"] == ["op:BimMask", "engine:target", "op:Sample"]
-    assert target["engines"]["target"]["ops"]["com.microsoft.GroupQueryAttention"] == 4
+    assert target["engines"]["target"]["ops"]["outrider.cpu.BranchAttention"] == 4
     assert target["session_bytes"] > 4 * 2 * 384 * 16 * 4  # the arena alone
 
 

@@ -49,13 +49,13 @@ def check(runtime: Runtime, drafters: list[str], sampling: str, tolerance: float
     prompts = cut_prompts(runtime.tokenizer, most)
     assert len({tuple(ids) for ids in prompts}) >= 100
     options = SAMPLINGS[sampling] | Options(max_new_tokens=new)
-    checks = compare_drafters(runtime.session(), prompts, drafters, options, tolerance, exact_chains=True)
+    checks = compare_drafters(runtime.session(), prompts, drafters, options, tolerance, exact=True)
     print(f"\n{sampling}, {len(prompts)} prompts, tolerance {tolerance:.1e}")
     for drafter, found in checks.items():
         margins = [f"{parting.margin:.1e}" for parting in found.partings]
-        print(f"  {drafter}: {found.tokens / found.rounds:.2f} tokens per verify, {len(margins)} near ties", *margins)
+        print(f"  {drafter}: {found.tokens / found.rounds:.2f} tokens per verify, {len(margins)} partings", *margins)
         assert found.tokens == len(prompts) * new
-        assert [parting for parting in found.partings if not parting.near_tie] == []
+        assert found.partings == []
     return sum(found.rounds < found.tokens for found in checks.values())
 
 

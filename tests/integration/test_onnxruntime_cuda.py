@@ -48,7 +48,7 @@ def test_engines_hold_standard_ops_and_functions_alone(cuda_plan: Plan) -> None:
 
 
 def test_every_drafter_gives_the_tokens_of_plain_decoding(cuda_plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And plain decoding those of the CPU's engines: chains near ties too, since no dummy row keeps their bits."""
+    """And plain decoding those of the CPU's engines: near ties allowed, since other kernels compute other bits."""
     monkeypatch.setitem(BACKENDS, CUDA, BACKENDS["onnxruntime-cpu"])
     runtime, reference = (Runtime.load(cuda_plan.root, target=target) for target in (CUDA, "onnxruntime-cpu"))
     prompt = [(37 * i) % 299 + 1 for i in range(40)]
@@ -56,9 +56,7 @@ def test_every_drafter_gives_the_tokens_of_plain_decoding(cuda_plan: Plan, monke
         options |= Options(max_new_tokens=60, ignore_eos=True)
         expected = reference.generate(prompt, drafter="none", **options).token_ids
         assert runtime.generate(prompt, drafter="none", **options).token_ids == expected
-        checks = compare_drafters(
-            runtime.session(), [prompt], TOY_DRAFTERS, options, tolerance=1e-4, exact_chains=False
-        )
+        checks = compare_drafters(runtime.session(), [prompt], TOY_DRAFTERS, options, tolerance=1e-4, exact=False)
         assert {name: check.partings for name, check in checks.items()} == {name: [] for name in TOY_DRAFTERS}
 
 

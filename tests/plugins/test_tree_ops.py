@@ -1,4 +1,4 @@
-"""The function bodies of TreeExpand and TreeRerank, run by ONNX Runtime, against NumPy."""
+"""TreeExpand and TreeRerank in ONNX Runtime, as function bodies and as our kernels, against NumPy."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from plugins.onnx_ops import DOMAIN, FUNCTIONS, OPSET, VERSION
+from plugins.onnxruntime_ops import CPU_DOMAIN, cpu_library
 from plugins.reference import draft_sample, tree_expand, tree_rerank
 from plugins.reference.tree_expand import chosen_log_probs
 
@@ -27,25 +28,34 @@ def info(of: Any) -> tuple[int, list[None]]:
     return kind, [None] * rank
 
 
-def session(op: str, inputs: dict[str, Any], outputs: dict[str, Any], **attributes: float) -> ort.InferenceSession:
-    node = helper.make_node(op, list(inputs), list(outputs), domain=DOMAIN, **attributes)
+def session(
+    op: str, inputs: dict[str, Any], outputs: dict[str, Any], domain: str = DOMAIN, **attributes: float
+) -> ort.InferenceSession:
+    node = helper.make_node(op, list(inputs), list(outputs), domain=domain, **attributes)
     graph = helper.make_graph(
         [node],
         op,
         [helper.make_tensor_value_info(name, kind, shape) for name, (kind, shape) in inputs.items()],
         [helper.make_tensor_value_info(name, *info(of)) for name, of in outputs.items()],
     )
-    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)]
-    model = helper.make_model(graph, functions=[FUNCTIONS[op]()], opset_imports=opsets, ir_version=11)
+    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(domain, VERSION)]
+    functions = [FUNCTIONS[op]()] if domain == DOMAIN else []
+    model = helper.make_model(graph, functions=functions, opset_imports=opsets, ir_version=11)
     onnx.checker.check_model(model)
-    return ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    options = ort.SessionOptions()
+    if domain == CPU_DOMAIN:
+        options.register_custom_ops_library(str(cpu_library()))
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
 ERROR = {"spread": 0.15, "doubt": 0.3}
 
 
-@pytest.fixture(scope="module")
-def expand() -> dict[int, ort.InferenceSession]:
+both_forms = pytest.mark.parametrize("domain", [DOMAIN, CPU_DOMAIN])
+
+
+@pytest.fixture(scope="module", params=[DOMAIN, CPU_DOMAIN])
+def expand(request: pytest.FixtureRequest) -> dict[int, ort.InferenceSession]:
     return {
         k: session(
             "TreeExpand",
@@ -58,6 +68,7 @@ def expand() -> dict[int, ort.InferenceSession]:
                 "top_p": (FLOAT, ["B"]),
             },
             {"token": INT, "candidate_score": FLOAT, "frontier": INT},
+            domain=request.param,
             top_k=k,
             **ERROR,
         )
@@ -271,9 +282,10 @@ def grown(k: int, depth: int, trees: int, seed: int, zeros: float) -> tuple[NDAr
     return token, np.array(scores, np.float32), np.array(parents, np.int64), depths
 
 
+@both_forms
 @settings(max_examples=80, deadline=None)
 @given(shape=candidates(), trees=st.integers(1, 3), zeros=st.sampled_from([0.0, 0.4, 1.0]))
-def test_tree_rerank_is_the_reference_and_gives_a_tree(shape, trees, zeros) -> None:
+def test_tree_rerank_is_the_reference_and_gives_a_tree(domain, shape, trees, zeros) -> None:
     k, depth, nodes, seed = shape
     arrays = grown(k, depth, trees, seed, zeros)
     names = ("candidate_token", "candidate_score", "candidate_parent", "candidate_depth")
@@ -285,6 +297,7 @@ def test_tree_rerank_is_the_reference_and_gives_a_tree(shape, trees, zeros) -> N
             for name, kind, array in zip(names, kinds, arrays, strict=True)
         },
         {"candidate": INT, "token": INT, "parent": INT, "depth": INT, "score": FLOAT},
+        domain,
         nodes=nodes,
     ).run(None, dict(zip(names, arrays, strict=True)))  # fmt: skip
     expected = tree_rerank(*arrays, nodes)

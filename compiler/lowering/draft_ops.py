@@ -1,0 +1,31 @@
+"""Our ops of draft graphs, by our own kernels."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from compiler.lowering.rule import Lowering, Rule, replace
+from plugins.onnx_ops import DOMAIN
+from plugins.onnxruntime_ops import CPU_DOMAIN
+
+
+class CpuDraftOps(Rule):
+    """onnxruntime-cpu: TreeExpand and TreeRerank are one node each in place of twenty.
+
+    A drafter's engine runs on small numbers, where a node costs more to start than to compute.
+    """
+
+    def pattern(self, node: ir.Node) -> bool:
+        return node.domain == DOMAIN and node.op_type in ("TreeExpand", "TreeRerank")
+
+    def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
+        own = ir.node(
+            node.op_type,
+            list(node.inputs),
+            {name: attribute.value for name, attribute in node.attributes.items()},
+            domain=CPU_DOMAIN,
+            num_outputs=len(node.outputs),
+        )
+        lowering.graph.insert_before(node, [own])
+        replace(lowering.graph, node, list(own.outputs))
+        lowering.model.opset_imports.setdefault(CPU_DOMAIN, 1)

@@ -1,0 +1,107 @@
+// BranchAttention as ONNX Runtime calls it; its inputs stand in plugins/onnxruntime_ops.py.
+#pragma once
+
+#include <cstring>
+
+#include "onnxruntime/branch_attention.h"
+#include "onnxruntime/ort.h"
+
+namespace outrider::engine {
+
+template <class Cached, ONNXTensorElementDataType Type>
+class BranchAttentionOp {
+  enum Input { kQuery, kKey, kValue, kKeyCache, kValueCache, kBias, kPastLength, kRowSplits, kPositions, kCos, kSin,
+               kQueryNorm, kKeyNorm };
+  enum Output { kOut, kKeyCacheOut, kValueCacheOut };
+
+ public:
+  static constexpr const char* kName = "BranchAttention";
+  static constexpr std::size_t kInputs = kKeyNorm + 1, kOutputs = kValueCacheOut + 1;
+
+  static ONNXTensorElementDataType input_type(std::size_t index) {
+    if (index == kBias) return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+    if (index == kPastLength || index == kRowSplits || index == kPositions) return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
+    return Type;
+  }
+  static ONNXTensorElementDataType output_type(std::size_t) { return Type; }
+  static bool is_optional(std::size_t index) { return index == kKey || index == kValue || index > kPastLength; }
+
+  BranchAttentionOp(const OrtApi& api, const OrtKernelInfo* info) {
+    const std::int64_t heads = int_attribute(api, info, "num_heads"), kv = int_attribute(api, info, "kv_num_heads");
+    if (kv < 1 || heads < 1 || heads % kv != 0 || heads > 65536)
+      check(api.CreateStatus(ORT_INVALID_ARGUMENT, "BranchAttention: kv_num_heads must divide num_heads"));
+    shape_.heads = static_cast<int>(heads);
+    shape_.kv_heads = static_cast<int>(kv);
+    shape_.scale = float_attribute(api, info, "scale");
+    shape_.epsilon = float_attribute(api, info, "epsilon");
+  }
+
+  void compute(const Run& run) const {
+    std::int64_t query[3], cache[4], bias[4], cos[2];
+    run.shape_of(kQuery, query);
+    run.shape_of(kKeyCache, cache);
+    run.shape_of(kBias, bias);
+    run.shape_of(kCos, cos);
+    Shape shape = shape_;
+    shape.head_dim = static_cast<int>(cache[3]);
+    const std::int64_t query_size = std::int64_t{shape.heads} * shape.head_dim;
+    const std::int64_t kv_size = std::int64_t{shape.kv_heads} * shape.head_dim;
+
+    Inputs in{};
+    in.tokens = query[1];
+    in.rows = bias[0];
+    in.places = bias[2];
+    in.view = bias[3];
+    in.capacity = cache[2];
+    const auto* tokens = run.input<Cached>(kQuery);
+    in.query = tokens;
+    in.query_stride = query[2];
+    in.key = run.input<Cached>(kKey);
+    in.value = run.input<Cached>(kValue);
+    if (in.key == nullptr) {
+      if (in.query_stride != query_size + 2 * kv_size) run.refuse("the packed q, k and v have another width than heads");
+      in.key = tokens + query_size;
+      in.value = tokens + query_size + kv_size;
+      in.key_stride = in.value_stride = in.query_stride;
+    } else {
+      if (in.query_stride != query_size || in.value == nullptr) run.refuse("q has another width than its heads, or v lacks");
+      in.key_stride = in.value_stride = kv_size;
+    }
+    if (cache[0] != in.rows || cache[1] != shape.kv_heads) run.refuse("the arena has other rows or heads");
+    in.bias = run.input<float>(kBias);
+    in.past_length = run.input<std::int64_t>(kPastLength);
+    in.row_splits = run.input<std::int64_t>(kRowSplits);
+    in.positions = run.input<std::int64_t>(kPositions);
+    in.cos = run.input<Cached>(kCos);
+    in.sin = run.input<Cached>(kSin);
+    in.position_limit = cos[0];
+    if (in.positions != nullptr && (in.cos == nullptr || in.sin == nullptr || cos[1] * 2 != shape.head_dim))
+      run.refuse("positions come without rotations of whole heads");
+    in.query_norm = run.input<Cached>(kQueryNorm);
+    in.key_norm = run.input<Cached>(kKeyNorm);
+
+    const std::int64_t out[] = {1, in.tokens, query_size};
+    const Outputs to{run.output<Cached>(kOut, out), arena(run, cache, kKeyCache, kKeyCacheOut),
+                     arena(run, cache, kValueCache, kValueCacheOut)};
+    const char* refused = branch_attention<Cached>(
+        shape, in, to,
+        [](const void* on, void (*body)(void*, std::size_t), std::size_t count, void* state) {
+          static_cast<const Run*>(on)->parallel_for(body, count, state);
+        },
+        &run);
+    if (refused != nullptr) run.refuse(refused);
+  }
+
+ private:
+  // Bound to the memory of its input, as in a session of ours, an arena is appended to in place; else it is copied.
+  static Cached* arena(const Run& run, const std::int64_t (&shape)[4], Input from, Output to) {
+    auto* memory = run.output<Cached>(to, shape);
+    const auto* before = run.input<Cached>(from);
+    if (memory != before) std::memcpy(memory, before, sizeof(Cached) * shape[0] * shape[1] * shape[2] * shape[3]);
+    return memory;
+  }
+
+  Shape shape_{};
+};
+
+}  // namespace outrider::engine

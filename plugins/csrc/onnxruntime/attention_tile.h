@@ -1,0 +1,62 @@
+// A piece of attention that one thread does alone.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace outrider::engine {
+
+constexpr int kRows = 4;    // queries of a tile
+constexpr int kTokens = 4;  // tokens that they belong to; a tile's tokens times its heads is at most kRows
+
+// Neighbouring keys that are visible to the same of a tile's tokens: bit t of `seen` is token t.
+struct Stretch {
+  std::int64_t first;
+  std::int64_t count;
+  std::uint32_t seen;
+};
+
+// Memory of a thread, which only grows. Nothing of it is inline: the kernels are built for instruction sets that a
+// machine may lack, and a linker keeps one copy of an inline function, whichever it meets first.
+class Scratch {
+ public:
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  ~Scratch();
+
+  Stretch* stretches(std::int64_t count);
+  float* scores(std::int64_t count);
+
+ private:
+  Stretch* stretches_ = nullptr;
+  float* scores_ = nullptr;
+  std::int64_t stretch_count_ = 0, score_count_ = 0;
+};
+
+// The queries of a few neighbouring tokens and of a few heads that share one key/value head.
+// `Cached` is the type of the arena.
+template <class Cached>
+struct Tile {
+  int tokens;
+  int rows;
+  const float* bias[kTokens];  // of each token: `view` floats; a key is visible where it is 0
+  int token_of_row[kRows];
+  const float* query[kRows];   // head_dim floats each
+  float* out[kRows];           // head_dim floats each
+  const Cached* keys;          // [view, head_dim]
+  const Cached* values;        // [view, head_dim]
+  std::int64_t view;
+  int head_dim;
+  float scale;
+};
+
+// A 16-bit float as the arena holds it.
+struct Half {
+  std::uint16_t bits;
+};
+struct BFloat16 {
+  std::uint16_t bits;
+};
+
+}  // namespace outrider::engine

@@ -1,0 +1,212 @@
+#include "onnxruntime/branch_attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <type_traits>
+#include <vector>
+
+#include "onnxruntime/convert.h"
+#include "onnxruntime/kernels.h"
+
+namespace outrider::engine {
+namespace {
+
+constexpr int kMaxHead = 1024;
+
+// Multiply-adds below which waking other threads costs more than they bring.
+constexpr double kAlone = 100e3;
+
+struct TokenTile {
+  std::int64_t row, first;
+  int tokens;
+};
+
+// Memory of the calling thread, which only grows.
+struct Workspace {
+  std::vector<TokenTile> tiles;
+  std::vector<float> query, out;
+};
+
+template <class Cached>
+struct Job {
+  const Shape& shape;
+  const Inputs& in;
+  const Outputs& to;
+  const AttentionKernels& kernels;
+  const Workspace& space;
+  float *query, *out;  // [N, heads, head_dim]: ready queries; the op's output, or where it is rounded from
+  std::int64_t tokens_per_tile, head_parts;
+
+  std::int64_t row_start(std::int64_t row) const { return in.row_splits == nullptr ? 0 : in.row_splits[row]; }
+};
+
+// One head of one token: normed, and rotated by its position, as floats.
+template <class Cached>
+void prepare(const Shape& shape, const Inputs& in, const Cached* from, const void* norm, std::int64_t token, float* to) {
+  const int size = shape.head_dim;
+  for (int d = 0; d < size; ++d) to[d] = to_float(from[d]);
+  if (norm != nullptr) {
+    const auto* weight = static_cast<const Cached*>(norm);
+    float partial[8] = {};
+    for (int d = 0; d < size; ++d) partial[d % 8] += to[d] * to[d];
+    float sum = 0.0f;
+    for (float part : partial) sum += part;
+    const float factor = 1.0f / std::sqrt(sum / static_cast<float>(size) + shape.epsilon);
+    for (int d = 0; d < size; ++d) to[d] = to[d] * factor * to_float(weight[d]);
+  }
+  if (in.positions != nullptr) {
+    const int half = size / 2;
+    const auto* cos = static_cast<const Cached*>(in.cos) + in.positions[token] * half;
+    const auto* sin = static_cast<const Cached*>(in.sin) + in.positions[token] * half;
+    for (int d = 0; d < half; ++d) {
+      const float low = to[d], high = to[d + half], c = to_float(cos[d]), s = to_float(sin[d]);
+      to[d] = low * c - high * s;
+      to[d + half] = high * c + low * s;
+    }
+  }
+}
+
+// The new tokens of a tile: queries made ready, keys and values appended.
+template <class Cached>
+void append(void* state, std::size_t index) {
+  const auto& job = *static_cast<const Job<Cached>*>(state);
+  const Shape& shape = job.shape;
+  const Inputs& in = job.in;
+  const TokenTile& tile = job.space.tiles[index];
+  const int size = shape.head_dim;
+  float head[kMaxHead];
+  for (std::int64_t token = tile.first; token < tile.first + tile.tokens; ++token) {
+    const auto* query = static_cast<const Cached*>(in.query) + token * in.query_stride;
+    const auto* key = static_cast<const Cached*>(in.key) + token * in.key_stride;
+    const auto* value = static_cast<const Cached*>(in.value) + token * in.value_stride;
+    for (int h = 0; h < shape.heads; ++h)
+      prepare<Cached>(shape, in, query + h * size, in.query_norm, token,
+                      job.query + (token * shape.heads + h) * size);
+    const std::int64_t slot = in.past_length[tile.row] + token - job.row_start(tile.row);
+    for (int h = 0; h < shape.kv_heads; ++h) {
+      const std::int64_t at = ((tile.row * shape.kv_heads + h) * in.capacity + slot) * size;
+      auto* key_to = static_cast<Cached*>(job.to.key_cache) + at;
+      prepare<Cached>(shape, in, key + h * size, in.key_norm, token, head);
+      for (int d = 0; d < size; ++d) key_to[d] = from_float<Cached>(head[d]);
+      std::memcpy(static_cast<Cached*>(job.to.value_cache) + at, value + h * size, size * sizeof(Cached));
+    }
+  }
+}
+
+template <class Cached>
+void run(const AttentionKernels& kernels, const Tile<Cached>& tile, Scratch& scratch) {
+  if constexpr (std::is_same_v<Cached, float>)
+    kernels.float32(tile, scratch);
+  else if constexpr (std::is_same_v<Cached, Half>)
+    kernels.float16(tile, scratch);
+  else
+    kernels.bfloat16(tile, scratch);
+}
+
+// One key/value head, some of the query heads that share it, and the tokens of one tile.
+template <class Cached>
+void attend(void* state, std::size_t index) {
+  thread_local Scratch scratch;
+  const auto& job = *static_cast<const Job<Cached>*>(state);
+  const Shape& shape = job.shape;
+  const Inputs& in = job.in;
+  const std::size_t tiles = job.space.tiles.size();
+  const TokenTile& of = job.space.tiles[index % tiles];
+  const std::int64_t kv_head = static_cast<std::int64_t>(index / tiles) / job.head_parts;
+  const int group = shape.heads / shape.kv_heads;
+  const int first = static_cast<int>(static_cast<std::int64_t>(index / tiles) % job.head_parts) * kRows;
+  const int heads = std::min(group - first, kRows);
+
+  Tile<Cached> tile;
+  tile.tokens = of.tokens;
+  tile.rows = of.tokens * heads;
+  for (int t = 0, r = 0; t < of.tokens; ++t) {
+    const std::int64_t token = of.first + t, place = token - job.row_start(of.row);
+    tile.bias[t] = in.bias + (of.row * in.places + place) * in.view;
+    for (int h = 0; h < heads; ++h, ++r) {
+      const std::int64_t at = (token * shape.heads + kv_head * group + first + h) * shape.head_dim;
+      tile.token_of_row[r] = t;
+      tile.query[r] = job.query + at;
+      tile.out[r] = job.out + at;
+    }
+  }
+  const std::int64_t cache = (of.row * shape.kv_heads + kv_head) * in.capacity * shape.head_dim;
+  tile.keys = static_cast<const Cached*>(job.to.key_cache) + cache;
+  tile.values = static_cast<const Cached*>(job.to.value_cache) + cache;
+  tile.view = in.view;
+  tile.head_dim = shape.head_dim;
+  tile.scale = shape.scale;
+  run<Cached>(job.kernels, tile, scratch);
+}
+
+const char* refusal(const Shape& shape, const Inputs& in) {
+  if (in.row_splits == nullptr && in.rows != 1) return "several rows need row_splits";
+  for (std::int64_t row = 0; row < in.rows; ++row) {
+    const std::int64_t first = in.row_splits == nullptr ? 0 : in.row_splits[row];
+    const std::int64_t end = in.row_splits == nullptr ? in.tokens : in.row_splits[row + 1];
+    const std::int64_t past = in.past_length[row], new_tokens = end - first;
+    if (first < 0 || new_tokens < 0 || end > in.tokens) return "row_splits do not ascend within the new tokens";
+    if (new_tokens > in.places) return "a row has more new tokens than attn_bias has places";
+    if (past < 0 || past + new_tokens > in.capacity) return "past_length and the new tokens exceed the arena";
+  }
+  if (in.view > in.capacity) return "attn_bias is wider than the arena";
+  if (in.positions != nullptr)
+    for (std::int64_t n = 0; n < in.tokens; ++n)
+      if (in.positions[n] < 0 || in.positions[n] >= in.position_limit) return "a position has no rotation";
+  if (shape.head_dim > kMaxHead) return "heads are larger than 1024";
+  return nullptr;
+}
+
+}  // namespace
+
+template <class Cached>
+const char* branch_attention(const Shape& shape, const Inputs& in, const Outputs& to, ParallelFor parallel,
+                             const void* on) {
+  if (const char* reason = refusal(shape, in)) return reason;
+  thread_local Workspace space;
+  const int group = shape.heads / shape.kv_heads;
+  const std::size_t size = static_cast<std::size_t>(in.tokens) * shape.heads * shape.head_dim;
+  if (space.query.size() < size) space.query.resize(size);
+  auto* out = static_cast<float*>(to.out);
+  if constexpr (!std::is_same_v<Cached, float>) {
+    if (space.out.size() < size) space.out.resize(size);
+    out = space.out.data();
+  }
+  Job<Cached> job{shape,
+                  in,
+                  to,
+                  kernels_for(shape.head_dim).attention,
+                  space,
+                  space.query.data(),
+                  out,
+                  std::max(1, kRows / group),
+                  (group + kRows - 1) / kRows};
+
+  space.tiles.clear();
+  for (std::int64_t row = 0; row < in.rows; ++row) {
+    const std::int64_t end = in.row_splits == nullptr ? in.tokens : in.row_splits[row + 1];
+    for (std::int64_t first = job.row_start(row); first < end; first += job.tokens_per_tile)
+      space.tiles.push_back({row, first, static_cast<int>(std::min(job.tokens_per_tile, end - first))});
+  }
+
+  const auto each = [&](void (*body)(void*, std::size_t), std::size_t count, double work) {
+    if (count > 1 && work > kAlone) return parallel(on, body, count, &job);
+    for (std::size_t i = 0; i < count; ++i) body(&job, i);
+  };
+  const double per_token = static_cast<double>(shape.heads) * shape.head_dim;
+  each(&append<Cached>, space.tiles.size(), 8.0 * per_token * static_cast<double>(in.tokens));
+  each(&attend<Cached>, space.tiles.size() * shape.kv_heads * job.head_parts,
+       2.0 * per_token * static_cast<double>(in.tokens) * static_cast<double>(in.view));
+  if constexpr (!std::is_same_v<Cached, float>)
+    for (std::size_t i = 0; i < size; ++i) static_cast<Cached*>(to.out)[i] = from_float<Cached>(out[i]);
+  return nullptr;
+}
+
+template const char* branch_attention<float>(const Shape&, const Inputs&, const Outputs&, ParallelFor, const void*);
+template const char* branch_attention<Half>(const Shape&, const Inputs&, const Outputs&, ParallelFor, const void*);
+template const char* branch_attention<BFloat16>(const Shape&, const Inputs&, const Outputs&, ParallelFor, const void*);
+
+}  // namespace outrider::engine

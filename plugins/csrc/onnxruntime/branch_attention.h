@@ -1,0 +1,43 @@
+// One attention op of an engine on the CPU: append the new keys and values, then attend over the visible ones.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "onnxruntime/attention_tile.h"
+
+namespace outrider::engine {
+
+struct Shape {
+  int heads, kv_heads, head_dim;
+  float scale, epsilon;
+};
+
+// New tokens of all rows lie one after another. Pointers may be null where it says so.
+struct Inputs {
+  std::int64_t tokens, rows, places, view, capacity;  // N, R, S, T and slots of the arena
+  const void *query, *key, *value;                    // of the arena's type
+  std::int64_t query_stride, key_stride, value_stride;  // elements from token to token
+  const float* bias;                                  // [R, 1, S, T]: 0 where a key is visible
+  const std::int64_t* past_length;                    // [R]
+  const std::int64_t* row_splits;                     // [R + 1]; null: one row has all tokens
+  const std::int64_t* positions;                      // [N]; null: nothing is rotated
+  const void *cos, *sin;                              // [positions, head_dim / 2], of the arena's type
+  std::int64_t position_limit;
+  const void *query_norm, *key_norm;                  // [head_dim] each, of the arena's type; null: no norm
+};
+
+struct Outputs {
+  void* out;                         // [N, heads * head_dim]
+  void *key_cache, *value_cache;     // [R, kv_heads, capacity, head_dim], holding what was there before
+};
+
+// Runs `body(state, i)` for i < count, on several threads if it likes, and returns when all are done.
+using ParallelFor = void (*)(const void* on, void (*body)(void*, std::size_t), std::size_t count, void* state);
+
+// Null, or what is wrong with the inputs; nothing is written then.
+template <class Cached>
+const char* branch_attention(const Shape& shape, const Inputs& in, const Outputs& out, ParallelFor parallel,
+                             const void* on);
+
+}  // namespace outrider::engine

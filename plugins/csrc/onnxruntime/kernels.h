@@ -1,0 +1,39 @@
+// What is computed by vectors: a set of functions for each instruction set, of which a machine's best is taken.
+#pragma once
+
+#include <cstdint>
+
+#include "onnxruntime/attention_tile.h"
+
+namespace outrider::engine {
+
+struct AttentionKernels {
+  void (*float32)(const Tile<float>&, Scratch&);
+  void (*float16)(const Tile<Half>&, Scratch&);
+  void (*bfloat16)(const Tile<BFloat16>&, Scratch&);
+};
+
+// Of a row of numbers. NaN counts as minus infinity.
+struct RowKernels {
+  // The largest.
+  float (*highest)(const float* x, std::int64_t count);
+  // to[i] = exp((x[i] - top) * cold), where x <= top; returns their sum. `to` may be null.
+  double (*weights)(const float* x, std::int64_t count, float top, float cold, float* to);
+  // Indices of the `best` <= count largest, largest first, of equal ones the lower index first.
+  void (*best)(const float* x, std::int64_t count, std::int64_t best, float* values, std::int64_t* indices);
+};
+
+struct Kernels {
+  AttentionKernels attention;
+  RowKernels rows;
+};
+
+const Kernels& avx512_kernels();
+const Kernels& avx2_kernels();
+const Kernels& plain_kernels();
+const Kernels& single_kernels();
+
+// The best set of this machine whose vectors divide `size`; 0 is divided by all.
+const Kernels& kernels_for(std::int64_t size);
+
+}  // namespace outrider::engine

@@ -1,0 +1,70 @@
+// Sixteen lanes of AVX-512.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "onnxruntime/attention_tile.h"
+
+namespace outrider::engine {
+namespace {
+
+struct Avx512 {
+  using Vector = __m512;
+  static constexpr int kWidth = 16;
+  static constexpr int kSlab = 4;  // vectors of output that are summed at once: 4 rows of them and the values fit
+  static constexpr int kScored = 4;  // rows that are scored at once, against four keys
+
+  static Vector zero() { return _mm512_setzero_ps(); }
+  static Vector load(const float* x) { return _mm512_loadu_ps(x); }
+  static Vector load(const Half* x) { return _mm512_cvtph_ps(half(x)); }
+  static Vector load(const BFloat16* x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half(x)), 16));
+  }
+  static void store(float* to, Vector x) { _mm512_storeu_ps(to, x); }
+  static Vector broadcast(float x) { return _mm512_set1_ps(x); }
+  static Vector fma(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
+  static Vector add(Vector a, Vector b) { return _mm512_add_ps(a, b); }
+  static Vector mul(Vector a, Vector b) { return _mm512_mul_ps(a, b); }
+  static Vector sub(Vector a, Vector b) { return _mm512_sub_ps(a, b); }
+  static Vector max(Vector a, Vector b) { return _mm512_max_ps(a, b); }
+  static float highest(Vector x) { return _mm512_reduce_max_ps(x); }
+  // Lanes of x that are larger than `than`, lane 0 in bit 0; NaN is not.
+  static std::uint32_t above(Vector x, Vector than) {
+    return _mm512_cmp_ps_mask(x, than, _CMP_GT_OQ);
+  }
+  static std::uint32_t zeros(const float* x) {
+    return _mm512_cmp_ps_mask(_mm512_loadu_ps(x), _mm512_setzero_ps(), _CMP_EQ_OQ);
+  }
+
+  // Lane i of each quarter joins lane i + 2, then neighbours join, then quarters.
+  static void sum_each(const Vector* x, float scale, float* to) {
+    const __m512 ab = add(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
+    const __m512 cd = add(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
+    const __m512 abcd = add(_mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd))),
+                            _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd))));
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd),
+                                      _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(abcd), 1)));
+    const __m128 quarter = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    _mm_storeu_ps(to, _mm_mul_ps(quarter, _mm_set1_ps(scale)));
+  }
+
+  // exp of numbers up to 0, to about 1e-7 of the result: 2^n * p(r), p the Taylor polynomial on |r| <= ln(2) / 2.
+  static Vector exp(Vector x) {
+    const Vector n = _mm512_roundscale_ps(_mm512_mul_ps(x, broadcast(1.44269504f)), 8);
+    Vector r = _mm512_fnmadd_ps(n, broadcast(0.693359375f), x);
+    r = _mm512_fnmadd_ps(n, broadcast(-2.12194440e-4f), r);
+    Vector p = broadcast(1.0f / 720);
+    constexpr float kLower[] = {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
+    for (const float c : kLower) p = fma(p, r, broadcast(c));
+    const __mmask16 tiny = _mm512_cmp_ps_mask(x, broadcast(-104.0f), _CMP_LT_OQ);  // and minus infinity
+    return _mm512_mask_blend_ps(tiny, _mm512_scalef_ps(p, n), zero());
+  }
+
+ private:
+  static __m256i half(const void* x) { return _mm256_loadu_si256(static_cast<const __m256i*>(x)); }
+};
+
+}  // namespace
+}  // namespace outrider::engine

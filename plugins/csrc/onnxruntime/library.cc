@@ -1,0 +1,29 @@
+// Our ops inside of ONNX Runtime's engines on the CPU: a library that it loads by path, for sessions that ask for it.
+#include "onnxruntime/attention_op.h"
+#include "onnxruntime/drafting_ops.h"
+
+#if defined(_WIN32)
+#define OUTRIDER_EXPORT __declspec(dllexport)
+#else
+#define OUTRIDER_EXPORT __attribute__((visibility("default")))
+#endif
+
+// Called by ONNX Runtime with the options of a session that loads this library.
+extern "C" OUTRIDER_EXPORT OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options,
+                                                                     const OrtApiBase* base) {
+  using namespace outrider::engine;
+  static const Op<BranchAttentionOp<float, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT>> attention32;
+  static const Op<BranchAttentionOp<Half, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16>> attention16;
+  static const Op<BranchAttentionOp<BFloat16, ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16>> attention_brain16;
+  static const Op<TreeExpandOp> expand;
+  static const Op<TreeRerankOp> rerank;
+  static const OrtCustomOp* const ops[] = {&attention32, &attention16, &attention_brain16, &expand, &rerank};
+  const OrtApi* api = base->GetApi(ORT_API_VERSION);
+  if (api == nullptr) return nullptr;  // an ONNX Runtime older than the header: it then knows no such op, and says so
+  return guarded(*api, [&] {
+    OrtCustomOpDomain* domain = nullptr;  // lives as long as this library, like the ops
+    check(api->CreateCustomOpDomain("outrider.cpu", &domain));
+    for (const OrtCustomOp* op : ops) check(api->CustomOpDomain_Add(domain, op));
+    check(api->AddCustomOpDomain(options, domain));
+  });
+}

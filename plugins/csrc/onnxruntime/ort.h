@@ -1,0 +1,140 @@
+// ONNX Runtime's C interface as our ops use it. Only what stays in place from version to version is called.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <string>
+
+#include "onnxruntime_c_api.h"
+
+namespace outrider::engine {
+
+struct Failed {
+  OrtStatus* status;
+};
+
+inline void check(OrtStatus* status) {
+  if (status != nullptr) throw Failed{status};
+}
+
+// What a C++ body throws becomes the status that a C caller reads.
+template <class Body>
+OrtStatus* guarded(const OrtApi& api, Body&& body) noexcept {
+  try {
+    body();
+    return nullptr;
+  } catch (const Failed& failed) {
+    return failed.status;
+  } catch (const std::exception& error) {
+    return api.CreateStatus(ORT_FAIL, error.what());
+  }
+}
+
+// The inputs, outputs and attributes of one run of an op, which is called `name` in errors.
+class Run {
+ public:
+  Run(const OrtApi& api, OrtKernelContext* context, const char* name) : api_(api), context_(context), name_(name) {}
+
+  [[noreturn]] void refuse(const std::string& why) const {
+    throw Failed{api_.CreateStatus(ORT_INVALID_ARGUMENT, (std::string(name_) + ": " + why).c_str())};
+  }
+
+  // Null where an optional input is absent.
+  template <class T>
+  const T* input(std::size_t index) const {
+    const OrtValue* value = nullptr;
+    check(api_.KernelContext_GetInput(context_, index, &value));
+    return value == nullptr ? nullptr : static_cast<const T*>(memory(const_cast<OrtValue*>(value)));
+  }
+
+  // Its extents, into `shape`, whose rank it must have. Zeros where it is absent.
+  template <std::size_t Rank>
+  void shape_of(std::size_t index, std::int64_t (&shape)[Rank]) const {
+    for (auto& extent : shape) extent = 0;
+    const OrtValue* value = nullptr;
+    check(api_.KernelContext_GetInput(context_, index, &value));
+    if (value == nullptr) return;
+    OrtTensorTypeAndShapeInfo* info = nullptr;
+    check(api_.GetTensorTypeAndShape(value, &info));
+    std::size_t rank = 0;
+    OrtStatus* status = api_.GetDimensionsCount(info, &rank);
+    if (status == nullptr && rank == Rank) status = api_.GetDimensions(info, shape, Rank);
+    api_.ReleaseTensorTypeAndShapeInfo(info);
+    check(status);
+    if (rank != Rank)
+      refuse("input " + std::to_string(index) + " has " + std::to_string(rank) + " dimensions in place of " +
+             std::to_string(Rank));
+  }
+
+  template <class T, std::size_t Rank>
+  T* output(std::size_t index, const std::int64_t (&shape)[Rank]) const {
+    OrtValue* value = nullptr;
+    check(api_.KernelContext_GetOutput(context_, index, shape, Rank, &value));
+    return static_cast<T*>(memory(value));
+  }
+
+  // Calls body(state, i) for all i < count, on the session's threads.
+  void parallel_for(void (*body)(void*, std::size_t), std::size_t count, void* state) const {
+    check(api_.KernelContext_ParallelFor(context_, body, count, 0, state));
+  }
+
+ private:
+  void* memory(OrtValue* value) const {
+    void* data = nullptr;
+    check(api_.GetTensorMutableData(value, &data));
+    return data;
+  }
+
+  const OrtApi& api_;
+  OrtKernelContext* context_;
+  const char* name_;
+};
+
+inline std::int64_t int_attribute(const OrtApi& api, const OrtKernelInfo* info, const char* name) {
+  std::int64_t value = 0;
+  check(api.KernelInfoGetAttribute_int64(info, name, &value));
+  return value;
+}
+
+inline float float_attribute(const OrtApi& api, const OrtKernelInfo* info, const char* name) {
+  float value = 0;
+  check(api.KernelInfoGetAttribute_float(info, name, &value));
+  return value;
+}
+
+// A kernel as ONNX Runtime's table of functions. `Kernel` has: kName, kInputs, kOutputs; input_type(i),
+// output_type(i), is_optional(i); a constructor from (api, info); and compute(const Run&).
+template <class Kernel>
+struct Op : OrtCustomOp {
+  struct Instance {
+    const OrtApi& api;
+    Kernel kernel;
+  };
+
+  Op() : OrtCustomOp{} {
+    version = ORT_API_VERSION;
+    GetName = [](const OrtCustomOp*) { return Kernel::kName; };
+    GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return "CPUExecutionProvider"; };
+    GetInputTypeCount = [](const OrtCustomOp*) -> std::size_t { return Kernel::kInputs; };
+    GetOutputTypeCount = [](const OrtCustomOp*) -> std::size_t { return Kernel::kOutputs; };
+    GetInputType = [](const OrtCustomOp*, std::size_t index) { return Kernel::input_type(index); };
+    GetOutputType = [](const OrtCustomOp*, std::size_t index) { return Kernel::output_type(index); };
+    GetInputCharacteristic = [](const OrtCustomOp*, std::size_t index) {
+      return Kernel::is_optional(index) ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
+    };
+    GetOutputCharacteristic = [](const OrtCustomOp*, std::size_t) { return INPUT_OUTPUT_REQUIRED; };
+    GetInputMemoryType = [](const OrtCustomOp*, std::size_t) { return OrtMemTypeDefault; };
+    CreateKernelV2 = [](const OrtCustomOp*, const OrtApi* api, const OrtKernelInfo* info, void** kernel) -> OrtStatus* {
+      return guarded(*api, [&] { *kernel = new Instance{*api, Kernel(*api, info)}; });
+    };
+    KernelComputeV2 = [](void* kernel, OrtKernelContext* context) -> OrtStatus* {
+      auto& self = *static_cast<Instance*>(kernel);
+      return guarded(self.api, [&] { self.kernel.compute(Run(self.api, context, Kernel::kName)); });
+    };
+    KernelDestroy = [](void* kernel) { delete static_cast<Instance*>(kernel); };
+    GetStartVersion = [](const OrtCustomOp*) { return 1; };
+    GetEndVersion = [](const OrtCustomOp*) { return 1; };
+  }
+};
+
+}  // namespace outrider::engine

@@ -1,0 +1,84 @@
+// Rows of logits, written once for all instruction sets.
+#pragma once
+
+#include "onnxruntime/kernels.h"
+
+namespace outrider::engine {
+namespace {  // each instruction set has its own copy
+
+template <class Lanes>
+float row_highest(const float* x, std::int64_t count) {
+  auto top = Lanes::broadcast(-__builtin_inff());
+  std::int64_t i = 0;
+  for (; i + Lanes::kWidth <= count; i += Lanes::kWidth) top = Lanes::max(Lanes::load(x + i), top);  // top, where NaN
+  float highest = Lanes::highest(top);
+  for (; i < count; ++i)
+    if (x[i] > highest) highest = x[i];
+  return highest;
+}
+
+template <class Lanes>
+double row_weights(const float* x, std::int64_t count, float top, float cold, float* to) {
+  const auto highest = Lanes::broadcast(top), factor = Lanes::broadcast(cold);
+  const auto lowest = Lanes::broadcast(-__builtin_inff());
+  double total = 0.0;
+  constexpr std::int64_t kBlock = 64 * Lanes::kWidth;  // sums of more would lose bits in float32
+  for (std::int64_t first = 0; first < count; first += kBlock) {
+    const std::int64_t end = count - first < kBlock ? count : first + kBlock;
+    auto sum = Lanes::zero();
+    for (std::int64_t i = first; i < end; i += Lanes::kWidth) {
+      float padded[Lanes::kWidth];
+      const float* from = x + i;
+      if (end - i < Lanes::kWidth) {
+        for (int lane = 0; lane < Lanes::kWidth; ++lane) padded[lane] = i + lane < end ? x[i + lane] : -__builtin_inff();
+        from = padded;
+      }
+      const auto legible = Lanes::max(Lanes::load(from), lowest);
+      const auto weight = Lanes::exp(Lanes::mul(Lanes::sub(legible, highest), factor));
+      sum = Lanes::add(sum, weight);
+      if (to == nullptr) continue;
+      if (end - i < Lanes::kWidth) {
+        Lanes::store(padded, weight);
+        for (int lane = 0; i + lane < end; ++lane) to[i + lane] = padded[lane];
+      } else {
+        Lanes::store(to + i, weight);
+      }
+    }
+    typename Lanes::Vector sums[4] = {sum, sum, sum, sum};
+    float total_of_block[4];
+    Lanes::sum_each(sums, 1.0f, total_of_block);
+    total += total_of_block[0];
+  }
+  return total;
+}
+
+template <class Lanes>
+void row_best(const float* x, std::int64_t count, std::int64_t best, float* values, std::int64_t* indices) {
+  std::int64_t have = 0;
+  const auto offer = [&](std::int64_t i) {
+    const float value = x[i] == x[i] ? x[i] : -__builtin_inff();
+    if (have == best && !(value > values[best - 1])) return;
+    std::int64_t at = have < best ? have++ : best - 1;
+    for (; at > 0 && value > values[at - 1]; --at) {
+      values[at] = values[at - 1];
+      indices[at] = indices[at - 1];
+    }
+    values[at] = value;
+    indices[at] = i;
+  };
+  std::int64_t i = 0;
+  for (; i < best; ++i) offer(i);
+  for (; i + Lanes::kWidth <= count; i += Lanes::kWidth) {
+    std::uint32_t better = Lanes::above(Lanes::load(x + i), Lanes::broadcast(values[best - 1]));
+    for (; better != 0; better &= better - 1) offer(i + __builtin_ctz(better));
+  }
+  for (; i < count; ++i) offer(i);
+}
+
+template <class Lanes>
+RowKernels rows_of() {
+  return {&row_highest<Lanes>, &row_weights<Lanes>, &row_best<Lanes>};
+}
+
+}  // namespace
+}  // namespace outrider::engine

@@ -1,0 +1,15 @@
+"""An engine of onnxruntime-cpu in a bare session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnxruntime as ort
+
+from plugins.onnxruntime_ops import cpu_library
+
+
+def cpu_session(path: Path) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.register_custom_ops_library(str(cpu_library()))
+    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
