@@ -97,6 +97,14 @@ class Recipe(Section):
                 context = {"name": drafter.name, "reason": reason, "at": (index, "name")}
                 raise PydanticCustomError("name", "is '{name}', which {reason}; choose another name", context)
             seen.add(drafter.name)
+        coupled = {d.name for d in drafters if not isinstance(d, NgramSection) and d.acceptance == "coupled"}
+        for index, drafter in enumerate(drafters):
+            if isinstance(drafter, NgramSection) and drafter.otherwise not in (None, *coupled):
+                has = ", ".join(sorted(coupled)) or "none"
+                context = {"name": str(drafter.otherwise), "has": has, "at": (index, "otherwise")}
+                raise PydanticCustomError(
+                    "otherwise", "is '{name}'; name a model or eagle3 drafter, not of rejection: {has}", context
+                )
         return drafters
 
     @field_validator("targets")

@@ -37,6 +37,11 @@ class NgramSection(Section):
         0, ge=0, le=8, description="so many of the target's likeliest tokens are learned from too (NASD); 0 is off"
     )
 
+    otherwise: str | None = Field(
+        None, description="the model or eagle3 drafter that drafts where fewer than `least` tokens are foreseen"
+    )
+    least: int = Field(1, ge=1, le=64, description="foreseen tokens from which on `otherwise` is not asked")
+
     @field_validator("min_context")
     @classmethod
     def _not_above_max(cls, value: int, info: ValidationInfo) -> int:

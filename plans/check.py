@@ -53,6 +53,10 @@ def problems(manifest: Manifest) -> Iterator[str]:
         return
     for drafter in graphs:
         yield from _drafter(drafter, manifest.models)
+    coupled = {drafter.name for drafter in graphs if drafter.acceptance == "coupled"}
+    for ngram in manifest.drafters:
+        if isinstance(ngram, NgramDrafter) and ngram.otherwise not in (None, *coupled):
+            yield f"drafters.{ngram.name}: {ngram.otherwise!r} is no drafter with an engine and coupled acceptance"
     for name, target in manifest.targets.items():
         for problem in _target(target, manifest.models, manifest.drafters):
             yield f"targets.{name}.{problem}"

@@ -46,7 +46,10 @@ class Text(Strict):
 
 
 class NgramDrafter(Strict):
-    """The n-gram drafter's settings; FEATURES row 16. The drafter itself checks their limits."""
+    """The n-gram drafter's settings; FEATURES row 16. The drafter itself checks their limits.
+
+    Where it foresees fewer than `least` tokens, the drafter named `otherwise` has the round, if there is one.
+    """
 
     kind: Literal["ngram"]
     name: str
@@ -55,6 +58,8 @@ class NgramDrafter(Strict):
     max_draft: Count
     min_confidence: float
     filler_top_k: Count
+    otherwise: str | None = None
+    least: Size = 1
 
 
 class Tree(Strict):

@@ -11,7 +11,7 @@ from plans import names
 from plans.manifest import GraphDrafter, Manifest, NgramDrafter, TargetPlan
 from runtime.backends.base import Backend, LoadedEngine
 from runtime.buffers import Buffers
-from runtime.drafters import Drafter, make_host_drafter
+from runtime.drafters import Drafter, Fallback, make_host_drafter
 from runtime.drafters.entropy import EntropyChain
 from runtime.drafters.graph import EngineDrafter
 from runtime.program import Program
@@ -48,18 +48,25 @@ def assemble(manifest: Manifest, plan: TargetPlan, backend: Backend, engines: Ma
     host = {d.name: make_host_drafter(d) for d in manifest.drafters if isinstance(d, NgramDrafter)}
     programs = {name: Program(name, data, buffers, steps, engines, host) for name, data in plan.programs.items()}
     drafters: dict[str, Drafter] = {}
+    by_engine: dict[str, EngineDrafter] = {}
     for drafter in manifest.drafters:
         name = drafter.name
         if isinstance(drafter, NgramDrafter):
-            drafters[name] = host[name]
+            drafters[name] = host[name]  # one with another behind it is put in its place below
             continue
         geometry, extend = manifest.models[name], programs[names.extend(name)]
         if drafter.entropy is not None:
             draft = programs[names.draft(name)]
-            drafters[name] = EntropyChain(drafter, drafter.entropy, geometry, buffers, steps[name], extend, draft)
+            engine: EngineDrafter = EntropyChain(
+                drafter, drafter.entropy, geometry, buffers, steps[name], extend, draft
+            )
         else:
             compact, keeps = programs.get(names.compact(name)), plan.engines[name].keeps_levels
-            drafters[name] = EngineDrafter(drafter, geometry, buffers, steps[name], extend, compact, keeps_levels=keeps)
+            engine = EngineDrafter(drafter, geometry, buffers, steps[name], extend, compact, keeps_levels=keeps)
+        drafters[name] = by_engine[name] = engine
+    for drafter in manifest.drafters:
+        if isinstance(drafter, NgramDrafter) and drafter.otherwise is not None:
+            drafters[drafter.name] = Fallback(host[drafter.name], by_engine[drafter.otherwise], drafter.least)
     if buffers.exchange is not None and buffers.exchange.records and plan.buckets:
         buffers.set_sampling(0, SamplingParams())
         started = perf_counter()

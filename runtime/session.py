@@ -321,12 +321,13 @@ class Session:
         room = end - len(tokens)
         step.begin_target(start, slots.next_position(), pending, _BRANCH, logits=True)
         program = self._programs[names.DECODE]
-        if draft and drafter is not None and request.drafter is not None:
+        if draft and drafter is not None:
             limit = min(step.max_nodes, room - 1)
-            if limit > 0 and drafter.begin(tokens, step, limit):
-                program = self._programs[names.speculate(request.drafter)]
-            else:
+            speculate = drafter.begin(tokens, step, limit) if limit > 0 else None
+            if speculate is None:
                 drafter.absorb(tokens)
+            else:
+                program = self._programs[speculate]
         self._pass(program)
         assert program.tokens is not None
         count = 1 if program.counts is None else int(program.counts[_TREE])

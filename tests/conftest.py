@@ -37,6 +37,7 @@ drafters:
   - {name: sure, kind: model, checkpoint: drafter, gamma: {min: 1, max: 6, beta: 0.3}}
   - {name: bushy, kind: model, checkpoint: drafter, tree: {top_k: 3, depth: 2, nodes: 9}}
   - {name: head, kind: eagle3, checkpoint: head, tree: {top_k: 4, depth: 2, nodes: 12}}
+  - {name: mixed, kind: ngram, max_draft: 6, otherwise: head, least: 2}
 capacity:
   context: 160
   prefill_chunk: 16

@@ -55,10 +55,10 @@ class Drafter(Protocol):
         the last `follow` and now have overwritten is lost.
         """
 
-    def begin(self, tokens: Sequence[int], step: TargetStep, limit: int) -> bool:
-        """Prepare to draft at most `limit` tokens (1 or more) behind the tip of `tokens`; False to decode plainly.
+    def begin(self, tokens: Sequence[int], step: TargetStep, limit: int) -> str | None:
+        """Prepare to draft at most `limit` tokens (1 or more) behind the tip of `tokens`.
 
-        `step` holds the pending tokens, the tip last.
+        Returns the program that is to run, None to decode plainly. `step` holds the pending tokens, the tip last.
         """
 
     def absorb(self, tokens: Sequence[int]) -> None:
@@ -73,6 +73,9 @@ class Drafter(Protocol):
 
 class HostDrafter(Drafter, Protocol):
     """A drafter that computes on the host, called as a program's first stage."""
+
+    def foresee(self, tokens: Sequence[int], limit: int) -> int:
+        """How many nodes `draft` would write behind `tokens`."""
 
     def draft(self, limit: int, token_ids: NDArray[np.int64], parent: NDArray[np.int64], root: int) -> int:
         """Write at most `limit` nodes of a draft tree whose root, the tip, is node `root`; return how many.

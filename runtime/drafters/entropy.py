@@ -82,10 +82,10 @@ class EntropyChain(EngineDrafter):
         self._length.reset()
         return super().resume(tokens, rows, passes)
 
-    def begin(self, tokens: Sequence[int], step: TargetStep, limit: int) -> bool:
+    def begin(self, tokens: Sequence[int], step: TargetStep, limit: int) -> str | None:
         """Draft, and write the chain behind the tip."""
         if not self._lay_out(tokens, step, self._nodes):
-            return False
+            return None
         own, slots = self._step, self._slots
         self._draft.run()
         slots.commit(own.new_tokens, kept=None)
@@ -107,7 +107,7 @@ class EntropyChain(EngineDrafter):
                 self._buffers.copy_row((self._name, names.DRAFT_PROBS, 1), (names.TARGET, names.DRAFT_PROBS, node))
         step.append_nodes(count)
         self._drafting = True
-        return True
+        return names.speculate(self._name)
 
     def follow(self, start: int, rows: int, kept: NDArray[np.int64] | None, passes: int) -> None:
         if self._drafting:

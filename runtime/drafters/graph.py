@@ -63,12 +63,15 @@ class EngineDrafter:
                 yield names.speculate(self._name), models
                 if self._tree_rows is not None:
                     yield names.compact(self._name), (self._name,)
-        yield from self._extensions(end)
+        yield from self.extensions(length, 1)
 
-    def _extensions(self, end: int) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """What a head takes in at plain rounds; a model catches up when it drafts again."""
-        for fed in self._feeds(end):
-            if self._paired and fed == 1:
+    def extensions(self, length: int, most: int) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Lay out what a head takes in at rounds without it that commit at most `most` tokens, as `rounds` does.
+
+        A model catches up when it drafts again.
+        """
+        for fed in self._feeds(length - self._paired):
+            if self._paired and fed <= most:
                 yield names.extend(self._name), (self._name,)
 
     def _feeds(self, end: int) -> Iterator[int]:
@@ -96,15 +99,15 @@ class EngineDrafter:
         known = self._first <= self._slots.length and self._first + len(self._rows) >= rows
         return rows if known else min(rows, self._slots.length)
 
-    def begin(self, tokens: Sequence[int], step: TargetStep, limit: int) -> bool:
+    def begin(self, tokens: Sequence[int], step: TargetStep, limit: int) -> str | None:
         nodes = self._tree.nodes
         if not self._lay_out(tokens, step, nodes):
-            return False
+            return None
         # The front of a chain is a chain. By rejection, tokens depend on it: then it is whole, as on every target.
         cut = self._tree.top_k == 1 and self.trials is None and step.buckets is None
         step.expect_tree(min(nodes, 1 + limit) if cut else nodes)
         self._drafting = True
-        return True
+        return names.speculate(self._name)
 
     def absorb(self, tokens: Sequence[int]) -> None:
         if self._paired and self._feed(tokens, min(len(tokens) - 1, self._first + len(self._rows))):

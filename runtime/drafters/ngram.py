@@ -121,11 +121,14 @@ class NgramDrafter:
         """Tokens are all that it reads: every row may stay."""
         return rows
 
-    def begin(self, tokens: Sequence[int], step: TargetStep, limit: int) -> bool:
+    def begin(self, tokens: Sequence[int], step: TargetStep, limit: int) -> str | None:
         """Count the tokens that are new, and let the program's first stage draft."""
-        self.extend(tokens[self._told :] if self._told else tokens)
+        self._catch_up(tokens)
         step.draft_limit = limit
-        return True
+        return names.speculate(self._name)
+
+    def _catch_up(self, tokens: Sequence[int]) -> None:
+        self.extend(tokens[self._told :] if self._told else tokens)
 
     def absorb(self, tokens: Sequence[int]) -> None:
         """The tokens are all there is to know, and they stay."""
@@ -153,8 +156,21 @@ class NgramDrafter:
         """
         self._likely[index] = likely
 
+    def foresee(self, tokens: Sequence[int], limit: int) -> int:
+        self._catch_up(tokens)
+        return len(self._likely_chain(limit))
+
     def draft(self, limit: int, token_ids: NDArray[np.int64], parent: NDArray[np.int64], root: int) -> int:
         """Write a chain of at most `limit` nodes behind node `root`; see `HostDrafter.draft`."""
+        drafted = self._likely_chain(limit)
+        nodes = len(drafted)
+        if nodes:
+            token_ids[root + 1 : root + 1 + nodes] = drafted
+            parent[root + 1 : root + 1 + nodes] = self._chain[:nodes] + root
+        return nodes
+
+    def _likely_chain(self, limit: int) -> list[int]:
+        """The tokens to be drafted behind the last one counted, at most `limit`."""
         count, total, best, shorter = self._count, self._total, self._best, self._shorter
         drafted: list[int] = []
         context, length = self._tails[-1], len(self._tails) - 1
@@ -166,11 +182,7 @@ class NgramDrafter:
             # Nothing longer can be known behind one more token. An n-gram too long for a context has no continuations.
             context, length = best[context], length + 1
             drafted.append(self._token[context])
-        nodes = len(drafted)
-        if nodes:
-            token_ids[root + 1 : root + 1 + nodes] = drafted
-            parent[root + 1 : root + 1 + nodes] = self._chain[:nodes] + root
-        return nodes
+        return drafted
 
     def _count_continuation(self, token: int) -> list[int]:
         """Count `token` behind every tail; returns the nodes of the n-grams of 1, 2, ... tokens that it ends."""

@@ -73,7 +73,11 @@ def test_a_round_is_one_launch(
                 looks = len(span.token_ids) if drafter == "short" else 0  # at logits, to guess better
                 assert device.enqueued - enqueued == looks
                 launches = device.replays - replays
-                assert launches == 1 or drafter == "sure" or (drafter, launches) in (("bushy", 2), ("head", 2))
+                assert (
+                    launches == 1
+                    or drafter == "sure"
+                    or (drafter, launches) in (("bushy", 2), ("head", 2), ("mixed", 2))
+                )
             rounds, enqueued, replays = rounds + 1, device.enqueued, device.replays
     assert found == expected.token_ids
     assert rounds > 5
