@@ -8,10 +8,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
+from typing import Protocol
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from plans.errors import OutriderError
 
@@ -24,33 +26,51 @@ def print_json(value: object) -> None:
     print(json.dumps(value, ensure_ascii=False), flush=True)
 
 
+class Update(Protocol):
+    """`done` of `total` steps, and what is being done. `left` are the seconds that the rest should take, for a caller
+    who knows better than that all steps take alike."""
+
+    def __call__(self, done: int, total: int, doing: str = "", left: float | None = None) -> None: ...
+
+
 @contextmanager
-def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None]]:
-    """Progress on stderr for long work: call what it yields with (done, total, what is being done).
+def progress_bar(title: str) -> Iterator[Update]:
+    """Progress on stderr for long work: call what it yields as each step begins.
 
     A bar on a terminal; elsewhere at most about ten lines. Both say how long the rest should take.
     """
     if not stderr.is_terminal:
         yield _progress_lines(title)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _LeftColumn())
     with Progress(*columns, console=stderr, transient=True) as bar:
-        task = bar.add_task(title, total=None)
+        task = bar.add_task(title, total=None, left=None)
 
-        def update(done: int, total: int, doing: str = "") -> None:
-            bar.update(task, completed=done, total=total, description=f"{title}: {doing}" if doing else title)
+        def update(done: int, total: int, doing: str = "", left: float | None = None) -> None:
+            said = f"{title}: {doing}" if doing else title
+            bar.update(task, completed=done, total=total, description=said, left=left)
 
         yield update
 
 
-def _progress_lines(title: str) -> Callable[[int, int, str], None]:
+class _LeftColumn(TimeRemainingColumn):
+    """The caller's word on how long the rest takes, where there is one."""
+
+    def render(self, task: Task) -> Text:
+        left: float | None = task.fields["left"]
+        return super().render(task) if left is None else Text(_duration(left), style="progress.remaining")
+
+
+def _progress_lines(title: str) -> Update:
     tenth, started = -1, perf_counter()
 
-    def update(done: int, total: int, doing: str = "") -> None:
+    def update(done: int, total: int, doing: str = "", left: float | None = None) -> None:
         nonlocal tenth
         if done * 10 // max(total, 1) > tenth:
             tenth = done * 10 // max(total, 1)
-            about = f", about {_duration((perf_counter() - started) * (total - done) / done)} left" if done else ""
+            if left is None and done:
+                left = (perf_counter() - started) * (total - done) / done
+            about = "" if left is None else f", about {_duration(left)} left"
             stderr.print(f"{title}: {done} of {total}{about}{', ' + doing if doing else ''}", soft_wrap=True)
 
     return update

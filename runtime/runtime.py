@@ -25,6 +25,14 @@ MAX_IDLE = 4  # sessions kept for one-off generations; each holds its buffers
 MAX_THREADS = 1024
 
 
+def check_threads(threads: int) -> None:
+    """Raise `RequestError` for what is no number of threads."""
+    if isinstance(threads, bool) or not isinstance(threads, int) or not 0 <= threads <= MAX_THREADS:
+        raise RequestError(
+            f"threads is {threads!r}; pass a whole number from 0 (the backend chooses) to {MAX_THREADS}."
+        )
+
+
 class Runtime:
     """A plan in memory: engines and tokenizer, shared by any number of sessions.
 
@@ -62,10 +70,7 @@ class Runtime:
         come to, a few seconds; without `cuda_graphs` it launches them kernel by kernel. Raises `PlanError`, and
         `RequestError` for a wrong number of threads.
         """
-        if isinstance(threads, bool) or not isinstance(threads, int) or not 0 <= threads <= MAX_THREADS:
-            raise RequestError(
-                f"threads is {threads!r}; pass a whole number from 0 (the backend chooses) to {MAX_THREADS}."
-            )
+        check_threads(threads)
         opened = open_plan(Path(plan), verify=verify)
         return cls(opened, choose_target(opened.manifest.targets, target), Settings(threads, cuda_graphs))
 

@@ -12,6 +12,11 @@ from plans.console import print_json, stdout
 from plans.errors import OutriderError
 
 
+def figure(value: float | None, form: str, unit: str = "") -> str:
+    """A number by its format and with its unit; "-" where there is no such figure."""
+    return "-" if value is None else f"{value:{form}}{unit}"
+
+
 def print_report(report: dict[str, Any], as_json: bool, print_table: Callable[[dict[str, Any], Console], None]) -> int:
     """One JSON object, or a table. The command's exit status."""
     if as_json:

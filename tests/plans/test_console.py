@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from io import StringIO
+
 import pytest
+from rich.console import Console
 
 from plans import console
 
@@ -22,3 +25,20 @@ def test_lines_of_progress_say_what_is_left(
         "measuring: 10 of 40, about 5 min 0 s left, run 3",
         "measuring: 32 of 40, about 50 s left, run 4",
     ]
+
+
+def test_a_caller_who_knows_what_is_left_has_the_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with console.progress_bar("measuring") as progress:
+        progress(0, 2, "a short one", left=70.0)
+        progress(1, 2, "a long one", left=3600.0)
+    assert capsys.readouterr().err.splitlines() == [
+        "measuring: 0 of 2, about 1 min 10 s left, a short one",
+        "measuring: 1 of 2, about 60 min 0 s left, a long one",
+    ]
+    terminal = Console(file=StringIO(), force_terminal=True, width=100)
+    monkeypatch.setattr(console, "stderr", terminal)
+    with console.progress_bar("measuring") as progress:
+        progress(1, 2, "a long one", left=90.0)
+    assert "1 min 30 s" in terminal.file.getvalue()  # type: ignore[attr-defined]

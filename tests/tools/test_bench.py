@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ from runtime import Runtime, Stats
 from runtime.request import Options
 from tests.conftest import TOY_DRAFTERS
 from tools.bench import __main__ as bench
+from tools.bench.columns import COLUMNS
 from tools.bench.latency import _divergences
 from tools.bench.prompts import choose_prompts, cut_prompts
-from tools.bench.rows import Mode, Run, _along_context, percentile, summary
+from tools.bench.rows import Mode, Run, _along_context, first_tokens, percentile, summary
 from tools.bench.shapes import Variant
 
 Captured = pytest.CaptureFixture[str]
@@ -57,9 +59,10 @@ def latency(workplace: Path, capsys: Captured):
 
 
 ROW_KEYS = {
-    "git_sha", "identity", "target", "target_version", "device", "threads", "dtype", "sampling", "new_tokens", "reps",
+    "git_sha", "identity", "target", "target_version", "device", "threads", "dtype", "sampling", "reps", "task",
     "auto_disable",
-    "drafter", "kind", "tree", "nodes", "depth", "synthetic_accept", "prompts", "prompt_tokens",
+    "drafter", "kind", "tree", "nodes", "depth", "acceptance", "synthetic_accept", "prompts", "prompts_sha256",
+    "prompt_tokens", "new_tokens",
     "build_seconds", "build_peak_rss_bytes", "plan_bytes", "load_ms", "peak_rss_bytes",
     "speedup", "speedup_p10", "speedup_p90", "decode_speedup", "decode_speedup_p10",
     "decode_speedup_p90", "tokens_per_verify",
@@ -68,18 +71,20 @@ ROW_KEYS = {
     "acceptance_by_depth", "drafted", "evaluated", "accepted", "rounds", "plain_rounds", "ttft_ms", "ttft_ms_p10",
     "ttft_ms_p90", "tpot_ms_p50", "tpot_ms_p90", "tpot_ms_p99", "e2e_ms", "e2e_ms_p10", "e2e_ms_p90", "round_ms",
     "engine_ms", "host_gap_ms", "stages", "ms_along_context", "same_tokens", "same_runs", "runs", "first_divergence",
-    "divergence_margin", "by_task",
+    "divergence_margin", "divergence_prompt", "divergence_prompt_tokens", "by_task",
 }  # fmt: skip
 
 
 def test_latency_prints_stable_keys(latency, capsys: Captured) -> None:
     assert latency("--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"machine", "plan", "rows"}
+    assert set(found) == {"machine", "time", "plan", "rows"}
+    assert datetime.fromisoformat(found["time"]).tzinfo is not None
     assert set(found["machine"]) == {"processor", "cores", "python", "onnxruntime"}
     rows = {row["drafter"]: row for row in found["rows"]}
     assert list(rows) == ["none", *TOY_DRAFTERS]
-    assert rows["none"]["kind"] is None
+    assert rows["none"]["kind"] is rows["none"]["acceptance"] is rows["none"]["acceptance_rate"] is None
+    assert rows["ngram"]["acceptance"] == rows["head"]["acceptance"] == "coupled"
     assert [rows["bushy"][key] for key in ("kind", "tree", "nodes", "depth")] == ["model", "3/2/9", 9, 3]
     assert [rows["ngram"][key] for key in ("kind", "tree", "nodes", "depth")] == ["ngram", None, 7, 6]
     assert [rows["sure"][key] for key in ("kind", "tree", "nodes", "depth")] == ["model", None, 7, 6]
@@ -98,6 +103,8 @@ def test_latency_prints_stable_keys(latency, capsys: Captured) -> None:
         assert row["ttft_ms"] < row["e2e_ms"]
         assert row["first_divergence"] is row["divergence_margin"] is row["synthetic_accept"] is None
         assert (row["sampling"], row["reps"], row["prompts"], row["new_tokens"]) == ("greedy", 1, 2, 12)
+        assert row["threads"] >= 1
+        assert (row["task"], row["prompts_sha256"]) == (None, rows["none"]["prompts_sha256"])
         assert row["device"] == found["machine"]["processor"]
         assert row["build_seconds"] > 0
         assert row["peak_rss_bytes"] > row["plan_bytes"]
@@ -138,9 +145,10 @@ def test_latency_as_csv_has_every_figure_of_every_row(latency, capsys: Captured)
     assert latency("--drafters", "ngram,head", "--csv", "--sampling", "temperature=0.5,seed=3") == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [row["drafter"] for row in rows] == ["none", "ngram", "head"]
-    assert {"identity", "git_sha", "machine_processor", "sampling", "tpot_ms_p99", "stage_ms_target"} <= set(rows[0])
-    assert rows[0]["stage_ms_head"] == ""
-    assert float(rows[2]["stage_ms_head"]) > 0
+    assert list(rows[0]) == list(COLUMNS)
+    stages = [dict(stage.split(":") for stage in row["stages"].split()) for row in rows]
+    assert "head" not in stages[0]
+    assert float(stages[2]["head"]) > 0
     assert rows[1]["sampling"] == "temperature=0.5,seed=3"
     assert len(rows[1]["ms_along_context"].split()) > 1
 
@@ -194,8 +202,10 @@ def test_latency_tells_tasks_apart(workplace: Path, capsys: Captured) -> None:
     assert words.index("none") == words.index("ngram") - 1
     assert bench.main(["latency", str(workplace / "plan"), *prompts, "--csv", "--task", "long"]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    assert rows[1]["runs_long"] == rows[1]["runs"] == "2"
-    assert "runs_short" not in rows[1]
+    assert [(row["drafter"], row["task"], row["runs"]) for row in rows] == [
+        ("none", "long", "2"),
+        ("ngram", "long", "2"),
+    ]
 
 
 def test_tokens_that_part_are_shown_with_place_and_margin(toy: Runtime) -> None:
@@ -204,11 +214,12 @@ def test_tokens_that_part_are_shown_with_place_and_margin(toy: Runtime) -> None:
     plain = session.generate(ids, drafter="none", **options)
     wrong = replace(plain, token_ids=[*plain.token_ids[:2], 1 + plain.token_ids[2] % 299, *plain.token_ids[3:]])
     runs = [Run(g, 1.0, Stats(), (1.0, 3.0, 2.0)) for g in (plain, wrong)]
-    found = _divergences(session, [ids], options, runs[:1], runs[1:])
-    assert (found[0].prompt, found[0].index) == (0, 2)
+    found = _divergences(session, [ids], options, first_tokens(runs[:1]), runs[1:])
+    assert (found[0].prompt, found[0].prompt_tokens, found[0].index) == (0, 3, 2)
     assert found[0].margin > 0
     row = summary(Mode(Variant("wrong", "wrong", "ngram", None, 7, 6), runs[1:], found), runs[:1])
     assert (row["first_divergence"], row["divergence_margin"]) == (2, found[0].margin)
+    assert (row["divergence_prompt"], row["divergence_prompt_tokens"]) == (0, 3)
     assert (row["same_tokens"], row["tpot_ms_p50"], row["tpot_ms_p99"]) == (False, 2.0, 3.0)
 
 
@@ -226,7 +237,7 @@ def test_percentiles() -> None:
     ranked = [float(value) for value in range(1, 101)]
     assert [percentile(ranked, share) for share in (10, 50, 90, 99)] == [10, 50, 90, 99]
     assert [percentile([7.0], share) for share in (10, 99)] == [7.0, 7.0]
-    assert percentile([], 50) == 0.0
+    assert percentile([], 50) is None
 
 
 def test_a_generation_too_short_to_time_its_rounds_is_no_error(workplace: Path, capsys: Captured) -> None:
@@ -234,13 +245,23 @@ def test_a_generation_too_short_to_time_its_rounds_is_no_error(workplace: Path, 
     arguments = ["latency", str(workplace / "plan"), "--prompts", prompts, "--new", "1", "--count", "1", "--json"]
     assert bench.main([*arguments, "--drafters", "none"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
-    assert (row["stages"], row["round_ms"], row["rounds"]) == ({}, 0.0, 3)
+    assert (row["stages"], row["rounds"], row["new_tokens"]) == ({}, 3, 1)
+    missing = ("round_ms", "engine_ms", "host_gap_ms", "tpot_ms_p50", "tpot_ms_p99", "tokens_per_second")
+    missing += ("decode_speedup", "decode_speedup_p10", "baseline_tokens_per_second", "acceptance_rate")
+    assert [row[name] for name in missing] == [None] * len(missing)
+    assert bench.main([*arguments[:-1], "--drafters", "ngram"]) == 0
+    text = capsys.readouterr().out
+    cells = next(line.split() for line in text.splitlines() if line.startswith("ngram"))
+    assert (cells[5], cells[8], cells[-2:]) == ("-", "-", ["-", "yes"])  # rates, and milliseconds a token
+    assert bench.main([*arguments[:-1], "--drafters", "none", "--csv"]) == 0
+    (line,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert [line[name] for name in missing] == [""] * len(missing)
 
 
 def test_startup_measures_fresh_processes(toy_plan: Path, capsys: Captured) -> None:
     assert bench.main(["startup", str(toy_plan), "--reps", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"machine", "plan", "identity", "reps", "figures"}
+    assert set(found) == {"machine", "time", "plan", "identity", "threads", "reps", "figures"}
     assert set(found["figures"]) == {"import_ms", "load_ms", "first_token_ms", "process_ms"}
     for figure in found["figures"].values():
         assert 0 < figure["lowest"] <= figure["median"] <= figure["highest"]
@@ -265,6 +286,8 @@ def test_embedded_compares_c_with_python(workplace: Path, capsys: Captured) -> N
     assert bench.main(["embedded", str(workplace / "plan"), "--prompts", prompts, *sizes, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ms_per_token"].keys() == {"c", "python"}
+    assert found["threads"] >= 1
+    assert (found["new_tokens"], len(found["prompts_sha256"])) == (4, 64)
     assert 0 < found["ratio_lowest"] <= found["ratio"] <= found["ratio_highest"]
     assert bench.main(["embedded", str(workplace / "plan"), "--prompts", prompts, *sizes]) == 0
     assert "C takes " in capsys.readouterr().out

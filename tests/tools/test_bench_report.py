@@ -13,6 +13,7 @@ import pytest
 
 from tools import output
 from tools.bench import __main__ as bench
+from tools.bench.columns import COLUMNS
 from tools.bench.plots import draw
 from tools.bench.report import render
 
@@ -64,8 +65,25 @@ def test_every_row_and_figure_is_on_the_page(page: tuple[str, dict[str, Any]]) -
         line for line in lines if line.startswith(("<tr><td>none", "<tr><td>ngram", "<tr><td>bushy", "<tr><td>head"))
     ]
     assert len(main) == len(report["rows"]) == 8
-    names = {line.removeprefix("<tr><td>").partition("<")[0] for line in lines}
-    assert {"tpot_ms_p99", "host_gap_ms", "build_seconds", "device", "stage_ms_head", "divergence_margin"} <= names
+    names = [line.removeprefix("<tr><td>").partition("<")[0] for line in lines if line not in main]
+    assert names == [*COLUMNS] * 2  # no more rows beside each other than a sheet of paper holds
+
+
+def test_the_page_says_at_its_head_what_was_measured_where_and_when(page: tuple[str, dict[str, Any]]) -> None:
+    html, report = page
+    head = dict(re.findall(r"<tr><th>(\w+)</th><td>(?:<code>)?(.*?)(?:</code>)?</td></tr>", html))
+    assert list(head) == ["machine", "date", "command", "plan"]
+    assert report["machine"]["processor"] in head["machine"]
+    assert head["date"] == report["time"]
+    assert head["command"].startswith("python -m tools.bench sweep ")
+    assert report["plan"] in head["plan"]
+    assert html.index('class="head"') < html.index('class="second"')
+
+
+def test_nothing_of_the_page_is_hidden_in_print(page: tuple[str, dict[str, Any]]) -> None:
+    assert "<details" not in page[0]
+    assert "display: none" not in page[0]
+    assert ".wide { overflow: visible; }" in page[0].partition("@media print")[2]
 
 
 def test_plots_say_what_their_axes_are(page: tuple[str, dict[str, Any]]) -> None:
@@ -83,14 +101,15 @@ def test_plots_say_what_their_axes_are(page: tuple[str, dict[str, Any]]) -> None
 def test_plain_decoding_alone_has_the_plots_that_it_can_have(page: tuple[str, dict[str, Any]]) -> None:
     rows = [row for row in page[1]["rows"] if row["drafter"] == "none"]
     assert [plot.title for plot in draw(rows)] == ["Where a round's time goes", "Time per token along the context"]
-    assert draw([row | {"round_ms": 0.0, "stages": {}, "ms_along_context": []} for row in rows]) == []
+    assert draw([row | {"round_ms": None, "stages": {}, "ms_along_context": []} for row in rows]) == []
 
 
 def test_runs_that_ended_with_their_first_span_have_no_rate_beside_their_bar(page: tuple[str, dict[str, Any]]) -> None:
     rows = page[1]["rows"]
-    without = [row | {"tokens_per_second": 0.0} for row in rows]
+    without = [row | {"tokens_per_second": None, "decode_speedup": None} for row in rows]
     found = [next(p.svg for p in draw(r) if p.title.startswith("Where")) for r in (rows, without)]
     assert ["ms a token" in svg for svg in found] == [True, False]
+    assert "Speed against tree size" not in [plot.title for plot in draw(without)]
 
 
 def test_synthetic_figures_are_marked_and_text_is_escaped(page: tuple[str, dict[str, Any]]) -> None:

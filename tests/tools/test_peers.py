@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import subprocess
-from argparse import Namespace
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ from tools.peers.conversion import convert_for_genai
 from tools.peers.engine import GENAI, OURS, TRANSFORMERS, Clock, Generated, Settings
 from tools.peers.figures import Generation, Mode, report
 from tools.peers.plan import build_plan, check_plan
-from tools.peers.process import WorkerError, rest
+from tools.peers.process import LostEngineError, WorkerError, rest
 
 Captured = pytest.CaptureFixture[str]
 
@@ -72,6 +72,8 @@ def test_every_engine_gives_the_same_tokens_and_ignores_end_tokens(
     assert {ratio["ours"] for ratio in found["ratios"]} == {"none", "ngram", "model"}
     assert found["best_ratio"] == min(best["best_ratio"] for best in found["best"])
     assert (found["threads"], found["dtype"], found["prompts"]) == (1, "float32", 2)
+    assert (len(found["prompts_sha256"]), found["new_tokens"]) == (64, 12)
+    assert datetime.fromisoformat(found["time"]).tzinfo is not None
 
 
 def test_what_is_missing_is_listed_with_the_reason(
@@ -93,35 +95,12 @@ def test_what_is_missing_is_listed_with_the_reason(
     assert re.search(r"1 prompts \(\d+ tokens\) x 2 runs, 12 new tokens", text)
 
 
-def test_a_mode_or_an_engine_that_fails_is_listed_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(engine: str, *_: object) -> SimpleNamespace:
-        def generate(mode: str, ids: list[int], new: int) -> None:
-            if mode == "b":
-                raise WorkerError("ValueError: another vocabulary")
-
-        if engine == GENAI:
-            raise WorkerError("RuntimeError: no such model")
-        modes, missing = (["a"], {}) if engine == OURS else (["a", "b"], {"c": "needs a draft model"})
-        return SimpleNamespace(engine=engine, modes=modes, missing=missing, generate=generate)
-
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(measure, "_load", load)
-    monkeypatch.setattr(measure, "_converted", lambda settings, options: settings)
-    missing: list[measure.Missing] = []
-    workers = measure._start(None, Namespace(), None, missing)  # type: ignore[arg-type]
-    turns = measure._warmed_up(workers, [1], 4, missing)
-    assert [(mode.engine, mode.name) for mode, _ in turns] == [(OURS, "a"), (TRANSFORMERS, "a")]
-    assert [tuple(absent.values()) for absent in missing] == [
-        (TRANSFORMERS, "c", "needs a draft model"),
-        (GENAI, None, "RuntimeError: no such model"),
-        (TRANSFORMERS, "b", "ValueError: another vocabulary"),
-    ]
-
-
 def test_mistakes_are_sentences(workplace: Path, capsys: Captured) -> None:
     plan = ("--plan", str(workplace / "plan"))
     for more, said in [
-        (("--new", "200"), "--new is 200, but the plan's context is 160; lower it"),
+        (("--new", "200"), "--new is 200, but the plan's context is 160; pass at most 159."),
+        (("--new", "155"), "Prompt 0, counted from 0, has "),
+        (("--new", "155"), "tokens, but 1 to 5 fit into the plan's context of 160 beside --new 155"),
         (("--threads", "-1"), "threads is -1; pass a whole number from 0"),
         (("--draft", str(workplace / "away")), "away is not a folder; give the folder that holds config.json"),
         (("--task", "chat"), "--task is 'chat', but"),
@@ -186,14 +165,24 @@ def test_tokens_that_differ_are_told_by_prompt() -> None:
     plain, other = mode(OURS, "none", 1, 1), mode(GENAI, "plain", 1, 1)
     other.runs[1].generated.ids[5] = 99
     ours = SimpleNamespace(part=lambda ids, first, second: (5, 0.25))
-    measure._compare([plain, other], ours, [[1], [2]])  # type: ignore[arg-type]
+    measure._compare([plain, other], ours, [[1], [2, 3]])  # type: ignore[arg-type]
     row = report([plain, other], [None, None])["rows"][1]
-    assert row["differences"] == [{"prompt": 1, "index": 5, "margin": 0.25}]
+    assert row["differences"] == [{"prompt": 1, "prompt_tokens": 2, "index": 5, "margin": 0.25}]
     assert (row["same_runs"], row["runs"]) == (1, 2)
 
 
+def test_repetitions_of_our_plain_decoding_are_compared_with_each_other() -> None:
+    plain, other = mode(OURS, "none", 1, 1, 1, 1), mode(GENAI, "plain", 1, 1, 1, 1)
+    plain.runs[3].generated.ids[5] = 99
+    ours = SimpleNamespace(part=lambda ids, first, second: (5, 0.25))
+    measure._compare([plain, other], ours, [[1], [2, 3]])  # type: ignore[arg-type]
+    rows = report([plain, other], [None, None])["rows"]
+    assert [row["same_runs"] for row in rows] == [3, 4]
+    assert [len(row["differences"]) for row in rows] == [1, 0]
+
+
 def test_a_generation_whose_tokens_came_at_once_has_no_rate() -> None:
-    assert mode(OURS, "none", 10, first=11).runs[0].tokens_per_second == 0
+    assert mode(OURS, "none", 10, first=11).runs[0].tokens_per_second is None
     clock = Clock()
     clock.count(3)
     clock.count(1)
@@ -210,7 +199,7 @@ def test_nothing_is_measured_while_an_idle_process_computes(monkeypatch: pytest.
     assert len(slept) == 3
     monkeypatch.setattr(process, "_PATIENCE_SECONDS", 0.0)
     spinning = iter(range(0, 10**9, 1000))
-    with pytest.raises(WorkerError, match="the idle process of onnxruntime-genai keeps computing"):
+    with pytest.raises(LostEngineError, match="the idle process of onnxruntime-genai keeps computing"):
         rest([SimpleNamespace(engine=GENAI, cpu_ms=lambda: float(next(spinning)))])  # type: ignore[list-item]
 
 
@@ -222,7 +211,7 @@ def test_an_engine_that_cannot_load_is_told_in_its_words(workplace: Path) -> Non
 
 def test_a_process_that_dies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process.sys, "executable", shutil.which("false"))
-    with pytest.raises(WorkerError, match="the process of outrider ended: exit status 1"):
+    with pytest.raises(LostEngineError, match="the process of outrider ended: exit status 1"):
         process.Worker(OURS, Settings("", "", None, 1))
 
 

@@ -11,7 +11,7 @@ from plans.console import guarded, stderr
 from plans.errors import OutriderError
 from plans.plan import read_manifest
 from tools.arguments import at_least_1
-from tools.bench.machine import describe_machine
+from tools.bench.machine import describe_run
 from tools.bench.sampling import GREEDY, read_sampling
 from tools.bench.shapes import choose_drafters, read_depths, read_trees, takes_trees
 from tools.output import optional_packages, print_report
@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
 def _embedded(options: argparse.Namespace) -> int:
     from tools.bench.embedded import measure, print_table
 
-    return print_report({"machine": describe_machine(), **measure(options)}, options.json, print_table)
+    return print_report({**describe_run(), **measure(options)}, options.json, print_table)
 
 
 def _add_measuring(command: argparse.ArgumentParser, count: int) -> None:
@@ -140,7 +140,8 @@ def _add_measuring(command: argparse.ArgumentParser, count: int) -> None:
         "--synthetic-accept", type=_length_of_path, metavar="LEN",
         help="for studies of cost: accept LEN tokens of every draft, or as far as it reaches, whatever the target says "
         "(0: none). All stages run; the tokens are not the target's, and every row with them says synthetic. Drafters "
-        "always draft; only on onnxruntime-cpu",
+        "always draft; only on onnxruntime-cpu. Overwriting the logits costs about 1 %% of a round, which stays in the "
+        "figures",
     )  # fmt: skip
     command.add_argument("--threads", type=int, default=0, help="0: the backend chooses")
     command.add_argument("--target", help="execution target (default: the best that this machine drives)")
@@ -151,7 +152,9 @@ def _add_measuring(command: argparse.ArgumentParser, count: int) -> None:
     )  # fmt: skip
     printed = command.add_mutually_exclusive_group()
     printed.add_argument("--json", action="store_true", help="print one JSON object, a row for each drafter and tree")
-    printed.add_argument("--csv", action="store_true", help="print a line for each row, with every figure")
+    printed.add_argument(
+        "--csv", action="store_true", help="print a line for each row and each task, always with the same columns"
+    )
     printed.add_argument("--markdown", action="store_true", help="print the main figures as a Markdown table")
     command.add_argument(
         "--report", type=Path, metavar="DIR", help="also write DIR/report.html: figures and plots on one page"
@@ -171,23 +174,22 @@ def _length_of_path(text: str) -> int:
 
 
 def _sweep(options: argparse.Namespace) -> int:
+    from tools.bench.prompts import room_for_prompts
+
     manifest = read_manifest(options.plan)
     drafters = choose_drafters(manifest.drafters, options.drafters)
     if options.tree is None and options.depth is None and any(map(takes_trees, drafters)):
         options.tree = read_trees(",".join(TREES))
     if options.prompt_len is None:
-        room = manifest.target.context - options.new
-        if room < 1:
-            raise OutriderError(
-                f"--new is {options.new}; the plan's context has room for {manifest.target.context - 1}."
-            )
+        room = room_for_prompts(manifest.target.context, options.new)
         options.prompt_len = [length for length in SWEPT if length <= room] or [room]
     return _latency(options)
 
 
 def _latency(options: argparse.Namespace) -> int:
+    from tools.bench.columns import to_csv
     from tools.bench.latency import measure
-    from tools.bench.tables import print_table, to_csv, to_markdown
+    from tools.bench.tables import print_table, to_markdown
 
     if options.tree is not None and options.depth is not None:
         raise OutriderError("--tree and --depth both say what is drafted; pass one of them.")
@@ -195,7 +197,7 @@ def _latency(options: argparse.Namespace) -> int:
         from tools.bench.report import prepare, write_page
 
         prepare(options.report)
-    report = {"machine": describe_machine(), **measure(options)}
+    report = {**describe_run(), **measure(options)}
     if options.csv:
         print(to_csv(report), end="", flush=True)
     elif options.markdown:
@@ -210,7 +212,7 @@ def _latency(options: argparse.Namespace) -> int:
 def _startup(options: argparse.Namespace) -> int:
     from tools.bench.startup import measure, print_table
 
-    return print_report({"machine": describe_machine(), **measure(options)}, options.json, print_table)
+    return print_report({**describe_run(), **measure(options)}, options.json, print_table)
 
 
 if __name__ == "__main__":

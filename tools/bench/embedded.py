@@ -15,8 +15,11 @@ from rich.console import Console
 from plans.console import progress_bar
 from plans.errors import OutriderError
 from plans.plan import read_manifest
+from runtime.backends import choose_target
 from runtime.embed.build import build
-from tools.bench.prompts import choose_prompts
+from runtime.tokenizer import Tokenizer
+from tools.bench.prompts import choose_prompts, encode_prompts
+from tools.bench.threads import threads_used
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 SOURCE = Path(__file__).resolve().parent / "embedded.c"
@@ -38,10 +41,15 @@ for run in range(runs + 1):
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Medians over `reps` pairs of processes of `runs` generations each; the ratio is that of pairs."""
+    """Medians over `reps` pairs of processes of `runs` generations each; the ratio is that of pairs.
+
+    Raises `RequestError` for a prompt that leaves no room for as many tokens as asked for.
+    """
     manifest = read_manifest(options.plan)
-    prompt = choose_prompts(options.plan, options.prompts)[0].text
-    arguments = [str(options.plan.resolve()), prompt, str(options.new), str(options.runs)]
+    first = choose_prompts(options.plan, options.prompts)[:1]
+    tokenizer = Tokenizer.load(options.plan / "tokenizer")
+    prompts = encode_prompts(first, tokenizer, manifest.target.context, options.new)
+    arguments = [str(options.plan.resolve()), first[0].text, str(options.new), str(options.runs)]
     with TemporaryDirectory(prefix="outrider-embedded-") as folder:
         program = _compile(Path(folder))
         commands = {"c": [str(program), *arguments], "python": [sys.executable, "-c", _PYTHON, *arguments]}
@@ -56,6 +64,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "plan": str(options.plan),
         "identity": manifest.identity,
+        "threads": threads_used(choose_target(manifest.targets, None).target, 0),
+        "prompts_sha256": prompts.sha256,
+        "prompt_tokens": len(prompts.ids[0]),
         "new_tokens": options.new,
         "reps": options.reps,
         "runs": options.runs,
@@ -93,7 +104,8 @@ def print_table(report: dict[str, Any], console: Console) -> None:
     machine, ms = report["machine"], report["ms_per_token"]
     console.print(
         f"{machine['processor']}, {machine['cores']} cores; plan {report['identity'][:12]}, plain greedy decoding, "
-        f"{report['new_tokens']} new tokens, {report['reps']} pairs of processes of {report['runs']} generations"
+        f"a prompt of {report['prompt_tokens']} tokens, {report['new_tokens']} new ones, "
+        f"{report['reps']} pairs of processes of {report['runs']} generations"
     )
     console.print(
         f"from C {ms['c']:.3f} ms a token, from Python {ms['python']:.3f} ms: C takes {report['ratio']:.3f} of "

@@ -14,9 +14,10 @@ from plans.build_record import read_build_record
 from plans.machine import processor
 from plans.manifest import Manifest
 from runtime import Runtime
+from tools.bench.machine import CPU
 from tools.bench.sampling import name_sampling
+from tools.bench.threads import threads_used
 
-CPU = "onnxruntime-cpu"
 _ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -30,11 +31,11 @@ def identity_columns(runtime: Runtime, options: argparse.Namespace) -> dict[str,
         "target": runtime.target,
         "target_version": _version(manifest, runtime.target),
         "device": _device(runtime.target),
-        "threads": options.threads,
+        "threads": threads_used(runtime.target, options.threads),
         "dtype": str(next(t.dtype for t in engine.inputs if t.name == names.k_cache(0))),
         "sampling": name_sampling(options.sampling),
-        "new_tokens": options.new,
         "reps": options.reps,
+        "task": options.task,
     }
 
 

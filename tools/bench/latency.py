@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from itertools import count
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -12,89 +11,131 @@ from typing import Any
 from compiler.agreement import find_parting
 from plans.console import progress_bar
 from plans.machine import peak_rss_bytes
+from plans.manifest import Manifest
+from plans.plan import read_manifest
 from runtime import Runtime, Session, Stats
+from runtime.backends import choose_target
 from runtime.request import Options
+from runtime.runtime import check_threads
+from runtime.tokenizer import Tokenizer
 from tools.bench.identity import identity_columns, plan_columns
-from tools.bench.prompts import choose_prompts, cut_prompts
-from tools.bench.rows import OPENING, Divergence, Mode, Run, summary, variant_columns
+from tools.bench.prompts import Prompts, choose_prompts, cut_prompts, encode_prompts, room_for_prompts
+from tools.bench.rows import OPENING, Divergence, Mode, Run, first_tokens, summary, variant_columns
 from tools.bench.sampling import as_options
 from tools.bench.shapes import PLAIN, Variant
-from tools.bench.synthetic import forced_session
+from tools.bench.synthetic import check_can_force, forced_session
 from tools.bench.tasks import by_task
+from tools.bench.time_left import Step, TimeLeft, guess_work
 from tools.bench.variants import plan_to_measure
+
+Begin = Callable[[Mode, int, str], None]
+"""A run of a mode behind the prompt of an index begins; the text says which one."""
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """A row for plain decoding and for every variant, at each length of prompts: all in one process."""
+    """A row for plain decoding and for every variant, at each length of prompts: all in one process.
+
+    Whatever can be refused is refused before a plan is built, and that before anything is measured.
+    """
+    check_threads(options.threads)
+    manifest = read_manifest(options.plan)
+    target = choose_target(manifest.targets, options.target).target
+    if options.synthetic_accept is not None:
+        check_can_force(target)
+    groups = _prompts(options, manifest)
     with plan_to_measure(options) as (plan, variants):
-        return _measure(options, plan, variants)
+        return _measure(options, plan, variants, groups)
 
 
-def _measure(options: argparse.Namespace, plan: Path, variants: Sequence[Variant]) -> dict[str, Any]:
+def _measure(
+    options: argparse.Namespace, plan: Path, variants: Sequence[Variant], groups: Sequence[Prompts]
+) -> dict[str, Any]:
     started = perf_counter()
     runtime = Runtime.load(plan, target=options.target, threads=options.threads)
     load_ms = (perf_counter() - started) * 1000
     forced = options.synthetic_accept
     auto_disable = not options.keep_drafting and forced is None
+    shared = identity_columns(runtime, options) | {"auto_disable": auto_disable}
+    costs = plan_columns(plan, runtime.manifest) | {"load_ms": load_ms}
     session = runtime.session() if forced is None else forced_session(runtime, forced)
     settings = as_options(options.sampling) | Options(
         max_new_tokens=options.new, ignore_eos=True, auto_disable=auto_disable
     )
-    groups, tasks = _prompts(options, runtime)
-    total = len(variants) * sum(1 + options.reps * len(prompts) for prompts in groups)
     rows = []
     with progress_bar("measuring") as progress:
-        steps = count()
+        left = TimeLeft(_steps(variants, groups, options))
+        for group, prompts in enumerate(groups):
+            modes = [_mode(variant, options) for variant in variants]
 
-        def begin(text: str) -> None:
-            progress(next(steps), total, text)
+            def begin(mode: Mode, prompt: int, text: str, group: int = group) -> None:
+                done, total, seconds = left.begin(_step(mode.variant, group, prompt, groups, options))
+                progress(done, total, text, seconds)
 
-        for prompts in groups:
-            modes = [Mode(v, synthetic=forced if v.name != PLAIN else None) for v in variants]
-            _alternate(session, modes, prompts, settings, options.reps, begin)
+            _alternate(session, modes, prompts.ids, settings, options.reps, begin)
             plain = modes[0].runs
             rows += [
-                variant_columns(mode) | summary(mode, plain) | {"by_task": by_task(mode.runs, plain, tasks)}
+                shared
+                | variant_columns(mode)
+                | {"prompts_sha256": prompts.sha256}
+                | summary(mode, plain)
+                | {"by_task": by_task(mode.runs, plain, prompts)}
                 for mode in modes
             ]
-    shared = identity_columns(runtime, options) | {"auto_disable": auto_disable}
-    costs = plan_columns(plan, runtime.manifest) | {"load_ms": load_ms, "peak_rss_bytes": peak_rss_bytes()}
-    return {"plan": str(options.plan), "rows": [shared | row | costs for row in rows]}
+    costs["peak_rss_bytes"] = peak_rss_bytes()
+    return {"plan": str(options.plan), "rows": [row | costs for row in rows]}
 
 
-def _prompts(options: argparse.Namespace, runtime: Runtime) -> tuple[list[list[list[int]]], list[str | None]]:
-    """Token ids of the prompts: those there are, or as many of each length asked for. The task of each; a prompt that
-    is cut to a length may have parts of several, and has none."""
-    room = runtime.manifest.target.context - options.new
+def _prompts(options: argparse.Namespace, manifest: Manifest) -> list[Prompts]:
+    """Those there are, or as many of each length asked for. A prompt that is cut to a length may have parts of several
+    tasks, and has none. Raises `RequestError` for one that has no room."""
+    context = manifest.target.context
     chosen = choose_prompts(options.plan, options.prompts, options.task)
-    prompts = [runtime.tokenizer.encode(prompt.text) for prompt in chosen]
+    tokenizer = Tokenizer.load(options.plan / "tokenizer")
     if options.prompt_len is None:
-        return [prompts[: options.count]], [prompt.task for prompt in chosen]
-    cut = [cut_prompts(prompts, length, room)[: options.count] for length in options.prompt_len]
-    return cut, [None] * options.count
+        return [encode_prompts(chosen[: options.count], tokenizer, context, options.new)]
+    room = room_for_prompts(context, options.new)
+    whole = [tokenizer.encode(prompt.text) for prompt in chosen]
+    cut = [cut_prompts(whole, length, room)[: options.count] for length in options.prompt_len]
+    return [Prompts(ids, [None] * len(ids)) for ids in cut]
+
+
+def _mode(variant: Variant, options: argparse.Namespace) -> Mode:
+    forced = options.synthetic_accept if variant.name != PLAIN else None
+    by_chance = variant.acceptance == "rejection" and options.sampling.temperature > 0
+    return Mode(variant, synthetic=forced, promised=forced is None and not by_chance)
+
+
+def _steps(variants: Sequence[Variant], groups: Sequence[Prompts], options: argparse.Namespace) -> list[Step]:
+    """Every generation that `_alternate` does."""
+    return [
+        _step(variant, group, prompt, groups, options)
+        for group, prompts in enumerate(groups)
+        for variant in variants
+        for prompt in [0, *list(range(len(prompts.ids))) * options.reps]
+    ]
+
+
+def _step(variant: Variant, group: int, prompt: int, groups: Sequence[Prompts], options: argparse.Namespace) -> Step:
+    return Step(variant.name, (group, prompt), guess_work(len(groups[group].ids[prompt]), options.new))
 
 
 def _alternate(
-    session: Session,
-    modes: Sequence[Mode],
-    prompts: Sequence[list[int]],
-    settings: Options,
-    reps: int,
-    begin: Callable[[str], None],
+    session: Session, modes: Sequence[Mode], prompts: Sequence[list[int]], settings: Options, reps: int, begin: Begin
 ) -> None:
     """Run every mode on every prompt `reps` times, after one run of each that warms up: in turn, and the other way
     round in every second repetition, so that none has the same one before it always."""
     for mode in modes:
-        begin(f"warming up {mode.variant}")
+        begin(mode, 0, f"warming up {mode.variant}")
         _run(session, 0, prompts[0], mode.variant.name, settings)
     for repetition in range(reps):
         for index, ids in enumerate(prompts):
             for mode in modes[:: -1 if repetition % 2 else 1]:
-                begin(f"run {repetition + 1}, prompt {index + 1}, {mode.variant}")
+                begin(mode, index, f"repetition {repetition}, prompt {index}, {mode.variant}")
                 mode.runs.append(_run(session, index, ids, mode.variant.name, settings))
-    for mode in modes[1:]:
-        if mode.synthetic is None:
-            mode.divergences = _divergences(session, prompts, settings, modes[0].runs, mode.runs)
+    expected = first_tokens(modes[0].runs)
+    for mode in modes:
+        if mode.promised:
+            mode.divergences = _divergences(session, prompts, settings, expected, mode.runs)
 
 
 def _run(session: Session, prompt: int, ids: list[int], drafter: str, settings: Options) -> Run:
@@ -117,12 +158,17 @@ def _run(session: Session, prompt: int, ids: list[int], drafter: str, settings: 
 
 
 def _divergences(
-    session: Session, prompts: Sequence[list[int]], settings: Options, plain: Sequence[Run], runs: Sequence[Run]
+    session: Session,
+    prompts: Sequence[list[int]],
+    settings: Options,
+    expected: dict[int, list[int]],
+    runs: Sequence[Run],
 ) -> list[Divergence]:
+    """Of the runs whose tokens are not those `expected` behind their prompt."""
     found = []
-    for run, other in zip(runs, plain, strict=True):
+    for run in runs:
         ids = prompts[run.prompt]
-        parted = find_parting(session, ids, settings, other.generation.token_ids, run.generation.token_ids)
+        parted = find_parting(session, ids, settings, expected[run.prompt], run.generation.token_ids)
         if parted is not None:
-            found.append(Divergence(run.prompt, *parted))
+            found.append(Divergence(run.prompt, len(ids), *parted))
     return found

@@ -1,20 +1,35 @@
-"""What a figure was measured on."""
+"""What a figure was measured on, and when."""
 
 from __future__ import annotations
 
 import os
 import platform
+from datetime import datetime
+from typing import Any
 
 import onnxruntime
 
 from plans.machine import processor
+
+CPU = "onnxruntime-cpu"
+"""The execution target whose logits are on the host, and whose threads are ours to choose."""
+
+
+def describe_run() -> dict[str, Any]:
+    """What every report begins with: `machine`, and the `time` (ISO 8601, local, with its offset) at which it began."""
+    return {"machine": describe_machine(), "time": datetime.now().astimezone().isoformat(timespec="seconds")}
 
 
 def describe_machine() -> dict[str, str | int]:
     """Processor, cores this process may use, and the versions that matter."""
     return {
         "processor": processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0,
+        "cores": available_cores(),
         "python": platform.python_version(),
         "onnxruntime": onnxruntime.__version__,
     }
+
+
+def available_cores() -> int:
+    """Those that this process may use, as the system counts them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -12,8 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from tools.bench.columns import Row
 from tools.bench.shapes import PLAIN
-from tools.bench.tables import Row, label, shape
+from tools.bench.tables import label, shape
 
 _COLOURS = ("#0b2f5c", "#c2571a", "#5b9a3f", "#7030a0", "#806000", "#a5002d")  # of unlike lightness
 _MARKERS, _DASHES = "osD^vPX*", ("-", "--", "-.", ":")
@@ -40,6 +41,7 @@ def draw(rows: Sequence[Row]) -> list[Plot]:
 
 
 def _speed(rows: Sequence[Row]) -> Plot | None:
+    rows = [row for row in rows if row["decode_speedup"] is not None]
     if not _drafted(rows):
         return None
     figure, panels = _panels(rows)

@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
 from itertools import chain, zip_longest
 from pathlib import Path
 
 from compiler.held_out import Prompt, read_tasks
 from compiler.recipe import source_recipe
 from plans.errors import RequestError
+from runtime.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Token ids of what every mode continues, and the task of each, None where it has none."""
+
+    ids: list[list[int]]
+    tasks: list[str | None]
+
+    @property
+    def sha256(self) -> str:
+        """Of the token ids, as JSON without spaces: the same for the same prompts in the same order."""
+        return sha256(json.dumps(self.ids, separators=(",", ":")).encode()).hexdigest()
+
+    def of(self, task: str) -> Prompts:
+        """Those of one task."""
+        chosen = [ids for ids, other in zip(self.ids, self.tasks, strict=True) if other == task]
+        return Prompts(chosen, [task] * len(chosen))
 
 
 def choose_prompts(plan: Path, path: Path | None, task: str | None = None) -> list[Prompt]:
@@ -33,6 +55,31 @@ def choose_prompts(plan: Path, path: Path | None, task: str | None = None) -> li
             raise RequestError(f"--task is {task!r}, but {path} {has}.")
         return by_task[task]
     return [prompt for prompt in chain.from_iterable(zip_longest(*by_task.values())) if prompt is not None]
+
+
+def encode_prompts(chosen: Sequence[Prompt], tokenizer: Tokenizer, context: int, new: int) -> Prompts:
+    """Their token ids. Raises `RequestError` unless each leaves room for `new` tokens in a plan's `context`, and has a
+    token: whatever is measured behind them is then as long as it was asked to be."""
+    prompts = Prompts([tokenizer.encode(prompt.text) for prompt in chosen], [prompt.task for prompt in chosen])
+    most = room_for_prompts(context, new)
+    wrong = [index for index, ids in enumerate(prompts.ids) if not 1 <= len(ids) <= most]
+    if wrong:
+        index = wrong[0]
+        of = f" (task {prompts.tasks[index]})" if prompts.tasks[index] else ""
+        others = f", and {len(wrong) - 1} more do not fit" if len(wrong) > 1 else ""
+        raise RequestError(
+            f"Prompt {index}{of}, counted from 0, has {len(prompts.ids[index])} tokens, but 1 to {most} fit into the "
+            f"plan's context of {context} beside --new {new}{others}; lower --new, choose other prompts with --task, "
+            "--count or --prompts, or build the plan with a larger capacity.context."
+        )
+    return prompts
+
+
+def room_for_prompts(context: int, new: int) -> int:
+    """Tokens of the longest prompt behind which `new` tokens fit. Raises `RequestError` where none does."""
+    if new >= context:
+        raise RequestError(f"--new is {new}, but the plan's context is {context}; pass at most {context - 1}.")
+    return context - new
 
 
 def cut_prompts(prompts: Sequence[list[int]], length: int, most: int) -> list[list[int]]:

@@ -10,11 +10,13 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from plans.errors import OutriderError
+from tools.bench.columns import COLUMNS, flat_rows
 from tools.bench.plots import draw
-from tools.bench.tables import MAIN_COLUMNS, flat_rows, main_cells, title
+from tools.bench.tables import MAIN_COLUMNS, main_cells, title
 
 PAGE = "report.html"
 _TEMPLATE = "page.html.jinja"
+_ABREAST = 6  # rows whose figures stand beside each other: as many as a sheet of paper holds
 
 
 def prepare(folder: Path) -> None:
@@ -41,7 +43,7 @@ def write_page(report: dict[str, Any], command: str, folder: Path) -> Path:
 
 
 def render(report: dict[str, Any], command: str) -> str:
-    rows, flat = report["rows"], flat_rows(report)
+    rows, flat, machine = report["rows"], flat_rows(report), report["machine"]
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -51,15 +53,21 @@ def render(report: dict[str, Any], command: str) -> str:
     environment.filters["base64"] = lambda text: base64.b64encode(text.encode("utf-8")).decode("ascii")
     return environment.get_template(_TEMPLATE).render(
         heading=f"What {Path(report['plan']).name} costs",
+        head={
+            "machine": f"{rows[0]['device']}, {machine['cores']} cores",
+            "date": report["time"],
+            "command": command,
+            "plan": f"{report['plan']} ({rows[0]['identity'][:12]})",
+        },
         about=title(report),
-        command=command,
         synthetic=any(row["synthetic_accept"] is not None for row in rows),
         columns=[column.replace(" /", "/") for column in MAIN_COLUMNS],
         main=[main_cells(row) for row in rows],
         plots=draw(rows),
-        every={
-            name: [_cell(row.get(name)) for row in flat] for name in dict.fromkeys(key for row in flat for key in row)
-        },
+        every=[
+            {name: [_cell(row[name]) for row in flat[start : start + _ABREAST]] for name in COLUMNS}
+            for start in range(0, len(flat), _ABREAST)
+        ],
     )
 
 

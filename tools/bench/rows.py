@@ -1,11 +1,15 @@
-"""What alternating runs amount to: the figures of each mode, medians with their spread, ratios of pairs."""
+"""What alternating runs amount to: the figures of each mode, medians with their spread, ratios of pairs.
+
+A figure that does not exist, such as the rate of runs that ended with their first span, is None, and no run without it
+counts in a median. `columns.py` says what each figure is.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import ceil
-from statistics import median
+from statistics import median, median_low
 from typing import Any
 
 from runtime import Generation, Stats
@@ -35,12 +39,21 @@ class Run:
         """Rounds behind the opening."""
         return max(self.stats.rounds - OPENING, 0)
 
+    @property
+    def rate(self) -> float | None:
+        """Tokens a second behind the first span; None where there are none."""
+        return self.stats.decode_tokens_per_second or None
+
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where a run's tokens first differ from plain decoding's, and how nearly the latter chose otherwise (logits)."""
+    """Where a run's tokens first differ from plain decoding's, and how nearly the latter chose otherwise (logits).
+
+    `prompt` and `index`, of a generated token, count from 0.
+    """
 
     prompt: int
+    prompt_tokens: int
     index: int
     margin: float
 
@@ -49,48 +62,47 @@ class Divergence:
 class Mode:
     """All runs of one variant, in the order in which plain decoding ran beside them.
 
-    `synthetic`: the tokens of a draft that were accepted by force, so that the generated tokens are not the target's.
+    `synthetic`: the tokens of a draft that were accepted by force. `promised`: whether the tokens are to be those of
+    plain decoding; forced ones are not, nor at a temperature those that are accepted by rejection.
     """
 
     variant: Variant
     runs: list[Run] = field(default_factory=list)
     divergences: list[Divergence] = field(default_factory=list)
     synthetic: int | None = None
+    promised: bool = True
+
+
+def first_tokens(plain: Sequence[Run]) -> dict[int, list[int]]:
+    """By index of prompt, what plain decoding generated first: what every run behind that prompt is compared with."""
+    found: dict[int, list[int]] = {}
+    for run in plain:
+        found.setdefault(run.prompt, run.generation.token_ids)
+    return found
 
 
 def summary(mode: Mode, plain: Sequence[Run]) -> dict[str, Any]:
-    """Medians over all runs; speedups are those of pairs of the same prompt and repetition.
-
-    `speedup` has the prompt in it, `decode_speedup` begins behind the first token. `drafted` and `evaluated` are the
-    same here: every drafted token is evaluated by the target.
-    """
+    """Medians over all runs; speedups, the baseline's time over this one's, are those of pairs of the same prompt and
+    repetition: `plain` has the baseline's runs in the order of `mode.runs`."""
     runs = mode.runs
     stats = [run.stats for run in runs]
-    rates = [s.decode_tokens_per_second for s in stats]
     ratios = [p.stats.total_ms / run.stats.total_ms for run, p in zip(runs, plain, strict=True)]
-    decoding = [
-        run.stats.decode_tokens_per_second / rate
-        for run, p in zip(runs, plain, strict=True)
-        if (rate := p.stats.decode_tokens_per_second)
-    ]
+    decoding = [run.rate / p.rate for run, p in zip(runs, plain, strict=True) if run.rate and p.rate]
     rounds, drafted, accepted = (sum(getattr(s, key) for s in stats) for key in ("rounds", "drafted", "accepted"))
-    same = (
-        None
-        if mode.synthetic is not None
-        else sum(run.generation.token_ids == p.generation.token_ids for run, p in zip(runs, plain, strict=True))
-    )
+    expected = first_tokens(plain)
+    same = sum(run.generation.token_ids == expected[run.prompt] for run in runs) if mode.promised else None
     steady = [run for run in runs if run.rounds]
     names = dict.fromkeys(name for run in steady for name, spent in run.steady.stage_ms.items() if spent)
     gaps = sorted(gap for run in runs for gap in run.gaps_ms)
     first = min(mode.divergences, key=lambda d: (d.prompt, d.index), default=None)
     return {
         **spread("speedup", ratios),
-        **spread("decode_speedup", decoding or [0.0]),
+        **spread("decode_speedup", decoding),
         "tokens_per_verify": sum(s.new_tokens for s in stats) / rounds,
-        "acceptance_rate": accepted / drafted if drafted else 0.0,
+        "acceptance_rate": accepted / drafted if drafted else None,
         "acceptance_by_depth": _by_depth(stats),
-        **spread("tokens_per_second", rates),
-        "baseline_tokens_per_second": median(p.stats.decode_tokens_per_second for p in plain),
+        **spread("tokens_per_second", (run.rate for run in runs)),
+        "baseline_tokens_per_second": middle(p.rate for p in plain),
         "drafted": drafted,
         "evaluated": drafted,
         "accepted": accepted,
@@ -114,12 +126,20 @@ def summary(mode: Mode, plain: Sequence[Run]) -> dict[str, Any]:
         "runs": len(runs),
         "first_divergence": None if first is None else first.index,
         "divergence_margin": None if first is None else first.margin,
+        "divergence_prompt": None if first is None else first.prompt,
+        "divergence_prompt_tokens": None if first is None else first.prompt_tokens,
     }
 
 
-def percentile(ranked: Sequence[float], share: int) -> float:
-    """The smallest value that at least `share` % do not exceed; 0 of none."""
-    return ranked[max(ceil(len(ranked) * share / 100) - 1, 0)] if ranked else 0.0
+def percentile(ranked: Sequence[float], share: int) -> float | None:
+    """The smallest value that at least `share` % do not exceed; None of none."""
+    return ranked[max(ceil(len(ranked) * share / 100) - 1, 0)] if ranked else None
+
+
+def middle(values: Iterable[float | None]) -> float | None:
+    """The median of those that there are."""
+    found = [value for value in values if value is not None]
+    return median(found) if found else None
 
 
 def variant_columns(mode: Mode) -> dict[str, Any]:
@@ -131,9 +151,11 @@ def variant_columns(mode: Mode) -> dict[str, Any]:
         "tree": variant.tree,
         "nodes": variant.nodes,
         "depth": variant.depth,
+        "acceptance": variant.acceptance,
         "synthetic_accept": mode.synthetic,
         "prompts": len({run.prompt for run in mode.runs}),
         "prompt_tokens": median(run.stats.prompt_tokens for run in mode.runs),
+        "new_tokens": median_low(run.stats.new_tokens for run in mode.runs),
     }
 
 
@@ -166,12 +188,12 @@ def _by_depth(stats: Iterable[Stats]) -> list[float]:
     return whole.acceptance_by_depth
 
 
-def spread(name: str, values: Iterable[float]) -> dict[str, float]:
-    """Median, 10th and 90th percentile."""
-    ranked = sorted(values)
-    return {name: median(ranked), f"{name}_p10": percentile(ranked, 10), f"{name}_p90": percentile(ranked, 90)}
+def spread(name: str, values: Iterable[float | None]) -> dict[str, float | None]:
+    """Median, 10th and 90th percentile of those that there are."""
+    ranked = sorted(value for value in values if value is not None)
+    return {name: middle(ranked), f"{name}_p10": percentile(ranked, 10), f"{name}_p90": percentile(ranked, 90)}
 
 
-def _per_round(runs: Sequence[Run], ms: Sequence[float]) -> float:
-    """Median over runs of what a round took; 0 where all were too short to tell."""
-    return median(spent / run.rounds for run, spent in zip(runs, ms, strict=True)) if runs else 0.0
+def _per_round(runs: Sequence[Run], ms: Sequence[float]) -> float | None:
+    """Median over runs of what a round took; None where all were too short to tell."""
+    return middle(spent / run.rounds for run, spent in zip(runs, ms, strict=True))

@@ -25,7 +25,7 @@ class Variant:
     """One drafter in one shape. `name` is what the measured plan calls it, `drafter` what the user's plan does.
 
     `tree` is written as `--tree` takes it, None for drafts that are no trees; `nodes` counts what the target verifies
-    at most, the tip included; `depth` the tokens of the longest path behind the tip.
+    at most, the tip included; `depth` the tokens of the longest path behind the tip; `acceptance` is as in a recipe.
     """
 
     name: str
@@ -34,14 +34,17 @@ class Variant:
     tree: str | None
     nodes: int
     depth: int
+    acceptance: str | None = None
 
     @classmethod
     def of(cls, settings: Drafter, drafter: str) -> Variant:
         """What the plan's `settings` describe, which were made of those of `drafter`."""
         if isinstance(settings, NgramDrafter):
-            return cls(settings.name, drafter, settings.kind, None, 1 + settings.max_draft, settings.max_draft)
+            longest = settings.max_draft
+            return cls(settings.name, drafter, settings.kind, None, 1 + longest, longest, "coupled")
         tree = None if settings.entropy is not None else write_tree(settings.tree)
-        return cls(settings.name, drafter, settings.kind, tree, 1 + settings.longest, settings.longest_path)
+        sizes = 1 + settings.longest, settings.longest_path
+        return cls(settings.name, drafter, settings.kind, tree, *sizes, settings.acceptance)
 
     def __str__(self) -> str:
         return self.drafter if self.tree is None else f"{self.drafter} {self.tree}"

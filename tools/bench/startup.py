@@ -17,6 +17,9 @@ from rich.table import Table
 from plans.console import progress_bar
 from plans.errors import OutriderError
 from plans.plan import read_manifest
+from runtime.backends import choose_target
+from runtime.runtime import check_threads
+from tools.bench.threads import threads_used
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 PROMPT = "def main():\n"
@@ -47,7 +50,9 @@ else:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Medians over `reps` processes after one that warms the file cache; times in milliseconds."""
+    check_threads(options.threads)
     manifest = read_manifest(options.plan)
+    threads = threads_used(choose_target(manifest.targets, None).target, options.threads)
     rows: list[tuple[float, ...]] = []
     with progress_bar("measuring") as progress:
         for repetition in range(options.reps + 1):
@@ -57,6 +62,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "plan": str(options.plan),
         "identity": manifest.identity,
+        "threads": threads,
         "reps": options.reps,
         "figures": {name: {"median": median(c), "lowest": min(c), "highest": max(c)} for name, c in columns},
     }

@@ -1,9 +1,7 @@
-"""What `latency` and `sweep` print: tables on a terminal, Markdown, and CSV."""
+"""What `latency` and `sweep` print: tables on a terminal, and Markdown."""
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tools.bench.columns import Row
 from tools.bench.shapes import PLAIN
-
-Row = dict[str, Any]
+from tools.output import figure
 
 
 def label(row: Row) -> str:
@@ -41,38 +39,14 @@ def title(report: dict[str, Any]) -> tuple[str, str]:
     machine, row = report["machine"], report["rows"][0]
     build = "" if row["build_seconds"] is None else f", built in {row['build_seconds']:.0f} s"
     memory = "" if row["peak_rss_bytes"] is None else f", at most {row['peak_rss_bytes'] / 1e6:.0f} MB of memory"
+    threads = "" if row["threads"] is None else f", {row['threads']} threads"
     return (
-        f"{row['device']}, {machine['cores']} cores, {row['threads'] or 'default'} threads; {row['target']} "
+        f"{row['device']}, {machine['cores']} cores{threads}; {row['target']} "
         f"({row['target_version']}), {row['dtype']}; commit {row['git_sha']}, plan {row['identity'][:12]} "
         f"({row['plan_bytes'] / 1e6:.1f} MB{build}, loaded in {row['load_ms']:.0f} ms{memory})",
         f"{row['prompts']} prompts x {row['reps']} runs, {row['new_tokens']} new tokens, sampling {row['sampling']}; "
         "medians, modes alternating",
     )
-
-
-def flat_rows(report: dict[str, Any]) -> list[Row]:
-    """Every row with its machine: no value is a list or an object but as text."""
-    machine = {f"machine_{key}": value for key, value in report["machine"].items()}
-    rows = []
-    for row in report["rows"]:
-        flat = {key: value for key, value in row.items() if not isinstance(value, list | dict)}
-        flat |= {f"stage_ms_{name}": ms for name, ms in row["stages"].items()}
-        flat |= {f"{key}_{task}": v for task, figures in row["by_task"].items() for key, v in figures.items()}
-        flat["acceptance_by_depth"] = " ".join(f"{share:.4f}" for share in row["acceptance_by_depth"])
-        flat["ms_along_context"] = " ".join(f"{at['tokens']:g}:{at['ms']:.4f}" for at in row["ms_along_context"])
-        rows.append(flat | machine)
-    return rows
-
-
-def to_csv(report: dict[str, Any]) -> str:
-    """A line a row, all columns; empty where a row has no such figure."""
-    rows = flat_rows(report)
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
 
 
 MAIN_COLUMNS = (
@@ -87,20 +61,22 @@ def main_cells(row: Row) -> tuple[str, ...]:
         label(row),
         shape(row),
         f"{row['prompt_tokens']:g}",
-        f"{row['tokens_per_second']:.0f}",
+        figure(row["tokens_per_second"], ".0f"),
         f"{row['speedup']:.2f}x",
         f"{row['speedup_p10']:.2f}-{row['speedup_p90']:.2f}",
-        f"{row['decode_speedup']:.2f}x",
+        figure(row["decode_speedup"], ".2f", "x"),
         f"{row['tokens_per_verify']:.2f}",
-        f"{row['acceptance_rate']:.0%}" if row["drafted"] else "",
+        figure(row["acceptance_rate"], ".0%") if row["drafter"] != PLAIN else "",
         f"{row['plain_rounds'] / row['rounds']:.0%}" if row["drafter"] != PLAIN else "",
         f"{row['ttft_ms']:.1f}",
-        "/".join(
-            f"{ms:.{2 if ms < 10 else 1 if ms < 100 else 0}f}"
-            for ms in (row[f"tpot_ms_p{share}"] for share in (50, 90, 99))
-        ),
+        _tpot([row[f"tpot_ms_p{share}"] for share in (50, 90, 99)]),
         same(row),
     )
+
+
+def _tpot(shares: Sequence[float | None]) -> str:
+    found = [ms for ms in shares if ms is not None]
+    return "/".join(f"{ms:.{2 if ms < 10 else 1 if ms < 100 else 0}f}" for ms in found) or "-"
 
 
 def to_markdown(report: dict[str, Any]) -> str:
@@ -121,10 +97,7 @@ def print_table(report: dict[str, Any], console: Console) -> None:
     console.print(table)
     for row in rows:
         if row["first_divergence"] is not None:
-            console.print(
-                f"{row['drafter']} {shape(row)}: parts from plain decoding at token {row['first_divergence']}, by "
-                f"{row['divergence_margin']:.1e} logits"
-            )
+            console.print(_divergence(row))
     if len(rows[0]["by_task"]) > 1:
         console.print("\nspeedup (tokens per verify), by task")
         console.print(_task_table(rows))
@@ -132,12 +105,22 @@ def print_table(report: dict[str, Any], console: Console) -> None:
     console.print(_stage_table(rows))
 
 
+def _divergence(row: Row) -> str:
+    """The first of a row. All numbers count from 0."""
+    plain = "its first repetition" if row["drafter"] == PLAIN else "plain decoding"
+    return (
+        f"{' '.join(filter(None, (label(row), shape(row))))}: parts from {plain} at generated token "
+        f"{row['first_divergence']} of prompt {row['divergence_prompt']} ({row['divergence_prompt_tokens']} tokens), "
+        f"counted from 0, where that was ahead by {row['divergence_margin']:.1e} logits"
+    )
+
+
 def _stage_table(rows: Sequence[Row]) -> Table:
     stages = dict.fromkeys(name for row in rows for name in row["stages"])
     table = _table(("drafter", "tree", "prompt", "round", "host gap", *stages), 2)
     for row in rows:
         spent = (f"{row['stages'][s]:.3f}" if s in row["stages"] else "" for s in stages)
-        figures = (f"{row['round_ms']:.3f}", f"{row['host_gap_ms']:.3f}", *spent)
+        figures = (figure(row["round_ms"], ".3f"), figure(row["host_gap_ms"], ".3f"), *spent)
         table.add_row(label(row), shape(row), f"{row['prompt_tokens']:g}", *figures)
     return table
 

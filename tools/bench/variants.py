@@ -11,10 +11,12 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+from rich.markup import escape
 
 from compiler.recipe import check_same_recipe, load_recipe, source_recipe
 from compiler.recipe_drafters import reshaped
@@ -26,6 +28,7 @@ from runtime.backends import choose_target
 from tools.bench.shapes import PLAIN_DECODING, Shape, Variant, choose_drafters, choose_shapes, own_shape
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
+_PROGRESS = "building:"  # how the compiler's lines of progress begin, where it writes to no terminal
 
 
 @contextmanager
@@ -64,9 +67,33 @@ def _build(
     target = choose_target(manifest.targets, options.target).target
     command = [sys.executable, "-m", "compiler", "build", str(recipe.path.resolve()), "--out", str(out), "--json"]
     command += ["--target", target, *(word for override in overrides for word in ("--set", override))]
-    with stderr.status(f"building a plan of {len(listed)} drafts"):
-        ended = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, errors="replace")
-    if ended.returncode:
-        said = ended.stderr.strip().splitlines() or [f"exit status {ended.returncode}"]
-        raise OutriderError(f"A plan of {', '.join(origins)} cannot be built: {said[-1].removeprefix('error: ')}")
+    title = f"building a plan of {len(listed)} drafts"
+    with stderr.status(title) as status:
+
+        def show(line: str) -> None:
+            status.update(f"{title}, {escape(line)}")
+            if not stderr.is_terminal:
+                stderr.print(f"{title}, {line}", markup=False, soft_wrap=True)
+
+        code, last_words = _run(command, show)
+    if code:
+        raise OutriderError(f"A plan of {', '.join(origins)} cannot be built: {last_words.removeprefix('error: ')}")
     return origins
+
+
+def _run(command: Sequence[str], show: Callable[[str], None]) -> tuple[int, str]:
+    """Run the compiler; its lines of progress go to `show` as they come. Its exit status and its last words."""
+    last_words = ""
+    with subprocess.Popen(
+        command, cwd=_ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
+    ) as process:
+        assert process.stderr is not None
+        try:
+            for line in filter(None, map(str.strip, process.stderr)):
+                last_words = line
+                if line.startswith(_PROGRESS):
+                    show(line.removeprefix(_PROGRESS).strip())
+        except BaseException:  # such as an interrupt: nobody waits for the plan any more
+            process.kill()
+            raise
+    return process.returncode, last_words or f"exit status {process.returncode}"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from plans.console import guarded
 from tools.arguments import at_least_1
-from tools.bench.machine import describe_machine
+from tools.bench.machine import describe_run
 from tools.output import optional_packages, print_report
 
 
@@ -60,7 +60,7 @@ def _run(options: argparse.Namespace) -> int:
         from tools.peers.measure import measure
         from tools.peers.table import print_table
 
-        report = {"machine": describe_machine(), **measure(options)}
+        report = {**describe_run(), **measure(options)}
     return print_report(report, options.json, print_table)
 
 

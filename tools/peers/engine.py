@@ -12,7 +12,8 @@ OURS, TRANSFORMERS, GENAI = ENGINES = ("outrider", "transformers", "onnxruntime-
 @dataclass(frozen=True)
 class Settings:
     """Folders, absolute, and the number of threads. `converted` and `converted_draft` are in onnxruntime-genai's own
-    format; `draft_fault` says why a draft model is not."""
+    format; `draft_fault` says why a draft model is not. `end_token` is for an engine that must have one: what ends no
+    generation."""
 
     checkpoint: str
     plan: str
@@ -21,6 +22,7 @@ class Settings:
     converted: str | None = None
     converted_draft: str | None = None
     draft_fault: str = ""
+    end_token: int | None = None
 
 
 @dataclass(frozen=True)

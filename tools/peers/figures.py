@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tools.bench.rows import spread
+from tools.bench.rows import Divergence, middle, spread
 from tools.peers.engine import OURS, Generated
 
-Ratio = Callable[["Generation", "Generation"], float]
+Ratio = Callable[["Generation", "Generation"], float | None]
 
 
 @dataclass(frozen=True)
@@ -21,34 +20,42 @@ class Generation:
     generated: Generated
 
     @property
-    def tokens_per_second(self) -> float:
-        """Behind the tokens that came first; 0 where there are none."""
+    def tokens_per_second(self) -> float | None:
+        """Behind the tokens that came first; None where there are none."""
         found = self.generated
-        seconds = (found.total_ms - found.ttft_ms) / 1000
-        return (len(found.ids) - found.first) / seconds if seconds > 0 else 0.0
+        tokens, seconds = len(found.ids) - found.first, (found.total_ms - found.ttft_ms) / 1000
+        return tokens / seconds if tokens and seconds > 0 else None
 
 
-@dataclass
+@dataclass(eq=False)
 class Mode:
     """All generations of one engine's mode, in the order in which the other modes ran beside them.
 
-    `differences` has of each prompt whose tokens are not those of our plain decoding the first index at which they
-    differ, and by how many logits the plain choice was the best there.
+    `differences` has each prompt, by its index, behind which its tokens were not always those that our plain decoding
+    gave first: where they first part.
     """
 
     engine: str
     name: str
     runs: list[Generation] = field(default_factory=list)
-    differences: dict[int, tuple[int, float]] = field(default_factory=dict)
+    differences: dict[int, Divergence] = field(default_factory=dict)
+
+
+def first_tokens(plain: Mode) -> dict[int, list[int]]:
+    """By index of prompt, what our plain decoding generated first: what all runs behind it are compared with."""
+    found: dict[int, list[int]] = {}
+    for run in plain.runs:
+        found.setdefault(run.prompt, run.generated.ids)
+    return found
 
 
 def report(modes: Sequence[Mode], tasks: Sequence[str | None]) -> dict[str, Any]:
     """`rows` of every mode, `ratios` of each of ours to each of theirs, and `best` against best, peer by peer.
 
     A ratio of 2 says that ours takes half the time, prompt included; `decode_ratio` begins behind the tokens that come
-    first, `ttft_ratio` ends there. They are medians over pairs of the same prompt and repetition. The best mode of an
-    engine is the one that is fastest by the median of pairs with our plain decoding, the first of `modes`;
-    `best_ratio` is that of the peer which comes nearest. `tasks` by index of prompt.
+    first, and is None where none come later; `ttft_ratio` ends there. They are medians over pairs of the same prompt
+    and repetition. The best mode of an engine is the one that is fastest by the median of pairs with our plain
+    decoding, the first of `modes`; `best_ratio` is that of the peer which comes nearest. `tasks` by index of prompt.
     """
     plain = modes[0]
     rows = [_row(mode, plain) for mode in modes]
@@ -68,7 +75,8 @@ def report(modes: Sequence[Mode], tasks: Sequence[str | None]) -> dict[str, Any]
 
 
 def _row(mode: Mode, plain: Mode) -> dict[str, Any]:
-    same = sum(run.generated.ids == p.generated.ids for run, p in zip(mode.runs, plain.runs, strict=True))
+    expected = first_tokens(plain)
+    same = sum(run.generated.ids == expected[run.prompt] for run in mode.runs)
     return {
         "engine": mode.engine,
         "mode": mode.name,
@@ -78,10 +86,7 @@ def _row(mode: Mode, plain: Mode) -> dict[str, Any]:
         **spread("e2e_ms", [run.generated.total_ms for run in mode.runs]),
         "same_runs": same,
         "runs": len(mode.runs),
-        "differences": [
-            {"prompt": prompt, "index": index, "margin": margin}
-            for prompt, (index, margin) in sorted(mode.differences.items())
-        ],
+        "differences": [asdict(difference) for _, difference in sorted(mode.differences.items())],
     }
 
 
@@ -91,8 +96,8 @@ def _ratios(ours: Mode, theirs: Mode) -> dict[str, Any]:
         "engine": theirs.engine,
         "mode": theirs.name,
         **spread("ratio", _pairs(ours, theirs, _whole)),
-        "decode_ratio": _median(_pairs(ours, theirs, _decoding)),
-        "ttft_ratio": _median(_pairs(ours, theirs, lambda our, their: their.generated.ttft_ms / our.generated.ttft_ms)),
+        "decode_ratio": middle(_pairs(ours, theirs, _decoding)),
+        "ttft_ratio": middle(_pairs(ours, theirs, lambda our, their: their.generated.ttft_ms / our.generated.ttft_ms)),
     }
 
 
@@ -103,12 +108,12 @@ def _best(ours: Mode, theirs: Mode, tasks: Sequence[str | None]) -> dict[str, An
         "mode": theirs.name,
         "ours": ours.name,
         **spread("best_ratio", _pairs(ours, theirs, _whole)),
-        "decode_ratio": _median(_pairs(ours, theirs, _decoding)),
-        "by_task": {task: _median(_pairs(ours, theirs, _whole, prompts)) for task, prompts in by_task.items()},
+        "decode_ratio": middle(_pairs(ours, theirs, _decoding)),
+        "by_task": {task: middle(_pairs(ours, theirs, _whole, prompts)) for task, prompts in by_task.items()},
     }
 
 
-def _pairs(ours: Mode, theirs: Mode, ratio: Ratio, prompts: Sequence[int] | None = None) -> list[float]:
+def _pairs(ours: Mode, theirs: Mode, ratio: Ratio, prompts: Sequence[int] | None = None) -> list[float | None]:
     pairs = zip(ours.runs, theirs.runs, strict=True)
     return [ratio(our, their) for our, their in pairs if prompts is None or our.prompt in prompts]
 
@@ -117,9 +122,6 @@ def _whole(ours: Generation, theirs: Generation) -> float:
     return theirs.generated.total_ms / ours.generated.total_ms
 
 
-def _decoding(ours: Generation, theirs: Generation) -> float:
-    return ours.tokens_per_second / theirs.tokens_per_second if theirs.tokens_per_second else 0.0
-
-
-def _median(values: Sequence[float]) -> float:
-    return median(values) if values else 0.0
+def _decoding(ours: Generation, theirs: Generation) -> float | None:
+    our, their = ours.tokens_per_second, theirs.tokens_per_second
+    return our / their if our and their else None

@@ -4,61 +4,63 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import chain, zip_longest
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 from compiler.weights import check_folder
 from plans.console import progress_bar, stderr
-from plans.errors import OutriderError, RequestError
+from plans.errors import OutriderError
 from plans.plan import read_manifest
+from runtime.runtime import check_threads
 from runtime.tokenizer import Tokenizer
-from tools.bench.prompts import choose_prompts
+from tools.bench.machine import available_cores
+from tools.bench.prompts import choose_prompts, encode_prompts
+from tools.bench.rows import Divergence
 from tools.peers.conversion import convert_for_genai
-from tools.peers.engine import ENGINES, GENAI, OURS, TRANSFORMERS, Settings
-from tools.peers.figures import Generation, Mode, report
+from tools.peers.end_token import choose_end_token
+from tools.peers.engine import GENAI, OURS, TRANSFORMERS, Settings
+from tools.peers.figures import Mode, first_tokens, report
 from tools.peers.plan import build_plan, check_plan
-from tools.peers.process import Worker, WorkerError, rest
+from tools.peers.process import Worker
+from tools.peers.turns import Missing, Turns
 
 _PACKAGES = {TRANSFORMERS: "transformers", GENAI: "onnxruntime_genai"}
 
-Missing = dict[str, str | None]
-"""`engine`, `mode` (None: the whole engine) and `reason`."""
-
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All modes of all engines on every prompt, `reps` times, after one generation of each that is not counted."""
+    """All modes of all engines on every prompt, `reps` times, after one generation of each that is not counted.
+
+    Before the others are loaded, ours decodes every prompt plainly: that says which token may be an end token.
+    """
+    check_threads(options.threads)
     for folder in (options.checkpoint, options.draft):
         if folder is not None:
             check_folder(folder)
     plan = options.plan or build_plan(options.checkpoint, options.draft, options.work)
     check_plan(plan, options.checkpoint)
     manifest = read_manifest(plan)
-    threads = options.threads or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
-    longest = manifest.target.context - options.new - 1
-    if longest < 1:
-        raise RequestError(f"--new is {options.new}, but the plan's context is {manifest.target.context}; lower it.")
+    geometry = manifest.target
     chosen = choose_prompts(plan, options.prompts, options.task)[: options.count]
-    tokenizer = Tokenizer.load(plan / "tokenizer")
-    prompts = [tokenizer.encode(prompt.text)[-longest:] for prompt in chosen]
+    prompts = encode_prompts(chosen, Tokenizer.load(plan / "tokenizer"), geometry.context, options.new)
     missing: list[Missing] = []
     with ExitStack() as stack:
         settings = Settings(
             checkpoint=str(options.checkpoint.resolve()),
             plan=str(plan.resolve()),
             draft=None if options.draft is None else str(options.draft.resolve()),
-            threads=threads or 1,
+            threads=options.threads or available_cores(),
         )
-        workers = _start(settings, options, stack, missing)
-        turns = _warmed_up(workers, prompts[0], options.new, missing)
-        idle_share = _run(turns, prompts, options)
-        modes = sorted((mode for mode, _ in turns), key=lambda mode: ENGINES.index(mode.engine))
-        _compare(modes, workers[0], prompts)
+        ours = _load(OURS, settings, stack)
+        settings = replace(settings, end_token=_end_token(ours, prompts.ids, options.new, geometry.vocab_size))
+        workers = [ours, *_peers(settings, options, stack, missing)]
+        turns = Turns(workers, missing)
+        turns.warm_up(prompts.ids[0], options.new)
+        idle_share = turns.run(prompts.ids, options.new, options.reps)
+        modes = turns.modes
+        _compare(modes, ours, prompts.ids)
         return {
             "checkpoint": str(options.checkpoint),
             "draft": None if options.draft is None else str(options.draft),
@@ -67,19 +69,31 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "versions": {worker.engine: worker.version for worker in workers},
             "dtype": "float32",
             "threads": settings.threads,
-            "prompts": len(prompts),
-            "prompt_tokens": median(len(ids) for ids in prompts),
+            "task": options.task,
+            "prompts": len(prompts.ids),
+            "prompts_sha256": prompts.sha256,
+            "prompt_tokens": median(len(ids) for ids in prompts.ids),
             "new_tokens": options.new,
             "reps": options.reps,
             "idle_share": idle_share,
             "missing": missing,
-            **report(modes, [prompt.task for prompt in chosen]),
+            **report(modes, prompts.tasks),
         }
 
 
-def _start(settings: Settings, options: argparse.Namespace, stack: ExitStack, missing: list[Missing]) -> list[Worker]:
-    """Our worker, and those of the peers that can be loaded."""
-    workers = [_load(OURS, settings, stack)]
+def _end_token(ours: Worker, prompts: Sequence[list[int]], new: int, vocab_size: int) -> int:
+    """What our plain decoding chooses behind none of the prompts."""
+    generated = []
+    with progress_bar("choosing an end token that ends nothing") as progress:
+        for index, ids in enumerate(prompts):
+            progress(index, len(prompts))
+            generated.append(ours.generate(ours.modes[0], ids, new).ids)
+    return choose_end_token(generated, vocab_size)
+
+
+def _peers(settings: Settings, options: argparse.Namespace, stack: ExitStack, missing: list[Missing]) -> list[Worker]:
+    """Of the peers that can be loaded."""
+    workers = []
     for engine, package in _PACKAGES.items():
         if importlib.util.find_spec(package) is None:
             missing.append({"engine": engine, "mode": None, "reason": f"not installed; run `pip install {engine}`"})
@@ -110,53 +124,15 @@ def _converted(settings: Settings, options: argparse.Namespace) -> Settings:
         return replace(settings, draft_fault=str(error))
 
 
-def _warmed_up(
-    workers: Sequence[Worker], ids: list[int], new: int, missing: list[Missing]
-) -> list[tuple[Mode, Worker]]:
-    """The modes that can run, our plain decoding first, the engines in turn."""
-    named = [[(Mode(worker.engine, mode), worker) for mode in worker.modes] for worker in workers]
-    found = []
-    for mode, worker in (pair for pair in chain.from_iterable(zip_longest(*named)) if pair is not None):
-        try:
-            with stderr.status(f"warming up {mode.engine}, {mode.name}"):
-                worker.generate(mode.name, ids, new)
-        except WorkerError as error:
-            if mode.engine == OURS:
-                raise
-            missing.append({"engine": mode.engine, "mode": mode.name, "reason": str(error)})
-        else:
-            found.append((mode, worker))
-    return found
-
-
-def _run(turns: Sequence[tuple[Mode, Worker]], prompts: list[list[int]], options: argparse.Namespace) -> float:
-    """Fill the modes' `runs`. Returns the largest share of a core that the idle processes had in one of them."""
-    workers = list(dict.fromkeys(worker for _, worker in turns))
-    total, largest = options.reps * len(prompts), 0.0
-    with progress_bar("measuring") as progress:
-        for done in range(total):
-            repetition, index = divmod(done, len(prompts))
-            progress(done, total, f"run {repetition + 1}, prompt {index + 1}")
-            for mode, worker in reversed(turns) if repetition % 2 else turns:
-                idle = [other for other in workers if other is not worker]
-                rest(workers)
-                before, started = sum(other.cpu_ms() for other in idle), perf_counter()
-                try:
-                    mode.runs.append(Generation(index, worker.generate(mode.name, prompts[index], options.new)))
-                except WorkerError as error:
-                    raise WorkerError(f"{mode.engine} {mode.name}, prompt {index + 1}: {error}") from None
-                wall_ms = 1000 * (perf_counter() - started)
-                largest = max(largest, (sum(other.cpu_ms() for other in idle) - before) / wall_ms)
-    return largest
-
-
-def _compare(modes: Sequence[Mode], ours: Worker, prompts: list[list[int]]) -> None:
-    """Fill the modes' `differences`, of the first repetition in which a prompt's tokens differ."""
-    plain = modes[0].runs
-    for mode in modes[1:]:
-        for run, other in zip(mode.runs, plain, strict=True):
-            if run.prompt in mode.differences or run.generated.ids == other.generated.ids:
+def _compare(modes: Sequence[Mode], ours: Worker, prompts: Sequence[list[int]]) -> None:
+    """Fill the modes' `differences`, of the first repetition in which a prompt's tokens differ. Repetitions of our
+    plain decoding are compared with the first one."""
+    expected = first_tokens(modes[0])
+    for mode in modes:
+        for run in mode.runs:
+            ids, plain = prompts[run.prompt], expected[run.prompt]
+            if run.prompt in mode.differences or run.generated.ids == plain:
                 continue
-            parting = ours.part(prompts[run.prompt], other.generated.ids, run.generated.ids)
+            parting = ours.part(ids, plain, run.generated.ids)
             if parting is not None:
-                mode.differences[run.prompt] = parting
+                mode.differences[run.prompt] = Divergence(run.prompt, len(ids), *parting)

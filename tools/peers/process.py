@@ -26,8 +26,17 @@ class WorkerError(OutriderError):
     """An engine cannot be loaded, or cannot do what it is asked: its own words."""
 
 
+class LostEngineError(WorkerError):
+    """The process of `engine` ended, or does not rest: none of its modes can go on."""
+
+    def __init__(self, engine: str, reason: str) -> None:
+        super().__init__(reason)
+        self.engine = engine
+
+
 class Worker:
-    """A process with `engine` loaded. Raises `WorkerError` where it cannot be."""
+    """A process with `engine` loaded. Raises `WorkerError` where it cannot be, or does not do what it is asked, and
+    `LostEngineError` once it has ended."""
 
     def __init__(self, engine: str, settings: Settings) -> None:
         threads = str(settings.threads)
@@ -67,6 +76,9 @@ class Worker:
         self.close()
 
     def close(self) -> None:
+        """End the process; again without effect."""
+        if self._said.closed:
+            return
         self._process.kill()
         self._process.communicate()
         self._said.close()
@@ -96,7 +108,7 @@ class Worker:
         else:
             line = self._process.stdout.readline()
         if not line:
-            raise WorkerError(f"the process of {self.engine} ended: {self._last_words()}")
+            raise LostEngineError(self.engine, f"the process of {self.engine} ended: {self._last_words()}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise WorkerError(answer["error"])
@@ -112,7 +124,7 @@ class Worker:
 def rest(workers: Sequence[Worker]) -> float:
     """Wait until no worker uses a core: pools of threads spin on for a while behind their work.
 
-    Returns the milliseconds of CPU that all have used so far. Raises `WorkerError` for one that does not rest.
+    Returns the milliseconds of CPU that all have used so far. Raises `LostEngineError` for one that does not rest.
     """
     began = perf_counter()
     before, at = [worker.cpu_ms() for worker in workers], perf_counter()
@@ -125,8 +137,8 @@ def rest(workers: Sequence[Worker]) -> float:
         if not busy:
             return sum(now)
         if at - began > _PATIENCE_SECONDS:
-            raise WorkerError(
-                f"the idle process of {busy[0].engine} keeps computing, which would falsify the others' times; "
-                "uninstall it to measure without it"
+            engine = busy[0].engine
+            raise LostEngineError(
+                engine, f"the idle process of {engine} keeps computing, which would falsify the others' times"
             )
         before = now

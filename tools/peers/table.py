@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tools.output import figure
+
 
 def print_table(report: dict[str, Any], console: Console) -> None:
     machine = report["machine"]
@@ -19,10 +21,12 @@ def print_table(report: dict[str, Any], console: Console) -> None:
     )
     console.print(_modes(report["rows"]))
     for row in report["rows"]:
+        plain = "its first repetition" if row is report["rows"][0] else "our plain decoding"
         for found in row["differences"]:
             console.print(
-                f"{row['engine']} {row['mode']}: prompt {found['prompt'] + 1} differs from token {found['index'] + 1} "
-                f"on, where our choice was ahead by {found['margin']:.1e} logits"
+                f"{row['engine']} {row['mode']}: parts from {plain} at generated token {found['index']} of "
+                f"prompt {found['prompt']} ({found['prompt_tokens']} tokens), counted from 0, where that was ahead by "
+                f"{found['margin']:.1e} logits"
             )
     if report["ratios"]:
         console.print("\nhow many times as fast ours is, whole generations (p10-p90)")
@@ -32,7 +36,8 @@ def print_table(report: dict[str, Any], console: Console) -> None:
         tasks = ", ".join(f"{task} {ratio:.2f}x" for task, ratio in best["by_task"].items())
         console.print(
             "best against best: {ours} is {best_ratio:.2f}x ({best_ratio_p10:.2f}-{best_ratio_p90:.2f}) as fast as "
-            "{engine} {mode}, {decode_ratio:.2f}x behind the first tokens".format_map(best)
+            "{engine} {mode}, ".format_map(best)
+            + f"{figure(best['decode_ratio'], '.2f', 'x')} behind the first tokens"
             + (f"; {tasks}" if tasks else "")
         )
     for absent in report["missing"]:
@@ -49,12 +54,18 @@ def _modes(rows: list[dict[str, Any]]) -> Table:
             row["engine"],
             row["mode"],
             "{speedup:.2f}x ({speedup_p10:.2f}-{speedup_p90:.2f})".format_map(row),
-            "{tokens_per_second:.0f} ({tokens_per_second_p10:.0f}-{tokens_per_second_p90:.0f})".format_map(row),
+            _rate(row),
             f"{row['ttft_ms']:.1f}",
             f"{row['e2e_ms']:.0f}",
             f"{row['same_runs']} of {row['runs']}",
         )
     return table
+
+
+def _rate(row: dict[str, Any]) -> str:
+    if row["tokens_per_second"] is None:
+        return "-"
+    return "{tokens_per_second:.0f} ({tokens_per_second_p10:.0f}-{tokens_per_second_p90:.0f})".format_map(row)
 
 
 def _matrix(ratios: list[dict[str, Any]]) -> Table:

@@ -25,26 +25,40 @@ LOOKUPS: dict[str, dict[str, Any]] = {
 class Genai:
     def __init__(self, settings: Settings) -> None:
         assert settings.converted is not None
+        assert settings.end_token is not None
         self.version = version("onnxruntime-genai")
-        target, threads = Path(settings.converted), settings.threads
+        target, self._threads, self._end_token = Path(settings.converted), settings.threads, settings.end_token
         self.missing = {}
-        plain = _load(target, threads)
+        plain = self._load(target)
         self._models = {PLAIN: plain}
         if hasattr(genai.GeneratorParams, "set_speculative_options"):
             self._models |= dict.fromkeys(LOOKUPS, plain)
-            self._add_draft(target, settings, threads)
+            self._add_draft(target, settings)
         else:
             self.missing = dict.fromkeys((*LOOKUPS, DRAFT), f"version {self.version} cannot; install 0.18 or later")
         self.modes = tuple(self._models)
 
-    def _add_draft(self, target: Path, settings: Settings, threads: int) -> None:
+    def _add_draft(self, target: Path, settings: Settings) -> None:
         if settings.converted_draft is None:
             self.missing[DRAFT] = settings.draft_fault or "needs a draft model; pass --draft CKPT"
             return
         try:
-            self._models[DRAFT] = _load(target, threads, Path(settings.converted_draft))
+            self._models[DRAFT] = self._load(target, Path(settings.converted_draft))
         except RuntimeError as error:  # of another vocabulary, for instance
             self.missing[DRAFT] = str(error)
+
+    def _load(self, target: Path, draft: Path | None = None) -> genai.Model:
+        """The model, whose threads and end token are not the ones it was converted with. A generation that ends at the
+        end token is too short, which is noticed."""
+        decoder = {"session_options": {"intra_op_num_threads": self._threads}}
+        overlay: dict[str, Any] = {"eos_token_id": self._end_token, "decoder": decoder}  # a list would not replace
+        if draft is not None:
+            smaller = _read(draft)["decoder"]
+            smaller["session_options"] |= decoder["session_options"]
+            overlay["draft"] = smaller | {"filename": os.path.relpath(draft / smaller["filename"], target)}
+        config = genai.Config(str(target))
+        config.overlay(json.dumps({"model": overlay}))
+        return genai.Model(config)
 
     def generate(self, mode: str, ids: list[int], new: int) -> Generated:
         model = self._models[mode]
@@ -60,23 +74,6 @@ class Genai:
             clock.count(1)
         total_ms = clock.done()
         return clock.generated([int(token) for token in generator.get_sequence(0)][len(ids) :], total_ms)
-
-
-def _load(target: Path, threads: int, draft: Path | None = None) -> genai.Model:
-    """The model with the last token of its vocabulary as the end token, since it must have one that there is.
-
-    Where that token is chosen, a generation is too short, which is noticed.
-    """
-    own = _read(target)
-    decoder = {"session_options": {"intra_op_num_threads": threads}}
-    overlay: dict[str, Any] = {"eos_token_id": own["vocab_size"] - 1, "decoder": decoder}  # a list would not replace
-    if draft is not None:
-        smaller = _read(draft)["decoder"]
-        smaller["session_options"] |= decoder["session_options"]
-        overlay["draft"] = smaller | {"filename": os.path.relpath(draft / smaller["filename"], target)}
-    config = genai.Config(str(target))
-    config.overlay(json.dumps({"model": overlay}))
-    return genai.Model(config)
 
 
 def _read(folder: Path) -> dict[str, Any]:

@@ -10,6 +10,8 @@
 // `Lanes` is a vector of floats of one instruction set: lanes_*.h.
 #pragma once
 
+#include <type_traits>
+
 #include "onnxruntime/kernels.h"
 
 namespace outrider::engine {
@@ -31,7 +33,7 @@ std::int64_t find_stretches(const Tile<Cached>& tile, Stretch* stretches) {
   constexpr std::uint32_t kFull = Lanes::kWidth == 32 ? ~0u : (1u << Lanes::kWidth) - 1;
   std::int64_t key = 0;
   for (; key + Lanes::kWidth <= tile.view; key += Lanes::kWidth) {
-    std::uint32_t visible[kTokens];
+    std::uint32_t visible[kRows];
     std::uint32_t any = 0, all = kFull;
     for (int t = 0; t < tile.tokens; ++t) {
       visible[t] = Lanes::zeros(tile.bias[t] + key);
@@ -82,14 +84,14 @@ void score(const Cached* keys, std::int64_t count, const float* const* query, in
         for (int i = 0; i < kKeys; ++i) sums[r][i] = Lanes::fma(q, k[i], sums[r][i]);
       }
     }
+    if (left == kKeys) {
+      Lanes::sum_block(sums, scale, scores, j);
+      continue;
+    }
     for (int r = 0; r < Rows; ++r) {
       float four[kKeys];
       Lanes::sum_each(sums[r], scale, four);
-      if (left == kKeys) {
-        for (int i = 0; i < kKeys; ++i) scores[r][j + i] = four[i];
-      } else {
-        for (int i = 0; i < left; ++i) scores[r][j + i] = four[i];
-      }
+      for (int i = 0; i < left; ++i) scores[r][j + i] = four[i];
     }
   }
 }
@@ -144,65 +146,79 @@ float soften(float* scores, std::int64_t count) {
   return total[0];
 }
 
-// Rows that all see a stretch take it together, others one by one.
-template <class Lanes, int Rows, class Cached>
-void attend_rows(const Tile<Cached>& tile, Scratch& scratch) {
+// Calls body(rows, first) for all of a tile's rows, four by four, `rows` as a constant.
+template <class Body>
+void by_fours(int rows, const Body& body) {
+  int r = 0;
+  for (; r + 4 <= rows; r += 4) body(std::integral_constant<int, 4>(), r);
+  switch (rows - r) {
+    case 3: return body(std::integral_constant<int, 3>(), r);
+    case 2: return body(std::integral_constant<int, 2>(), r);
+    case 1: return body(std::integral_constant<int, 1>(), r);
+  }
+}
+
+// Rows that all see a stretch take it four by four, and a block of keys at a time, which then stays in the fastest
+// cache; other rows take it one by one.
+template <class Lanes, class Cached>
+void attend(const Tile<Cached>& tile, Scratch& scratch) {
+  constexpr std::int64_t kBlock = 64;
   Stretch* stretches = scratch.stretches(tile.view);
   const std::int64_t stretch_count = find_stretches<Lanes>(tile, stretches);
   const std::uint32_t everyone = (1u << tile.tokens) - 1;
   const std::int64_t stride = (tile.view + 2 * Lanes::kWidth - 1) / Lanes::kWidth * Lanes::kWidth;
-  float* scores = scratch.scores(stride * Rows);
-  float* start[Rows];
-  float* end[Rows];
-  for (int r = 0; r < Rows; ++r) start[r] = end[r] = scores + r * stride;
+  float* scores = scratch.scores(stride * tile.rows);
+  float* end[kRows];
+  for (int r = 0; r < tile.rows; ++r) end[r] = scores + r * stride;
 
   for (const Stretch* stretch = stretches; stretch != stretches + stretch_count; ++stretch) {
     const Cached* keys = tile.keys + stretch->first * tile.head_dim;
     if (stretch->seen == everyone) {
-      score<Lanes, Rows>(keys, stretch->count, tile.query, tile.head_dim, tile.scale, end);
-      for (int r = 0; r < Rows; ++r) end[r] += stretch->count;
+      for (std::int64_t first = 0; first < stretch->count; first += kBlock) {
+        const std::int64_t count = stretch->count - first < kBlock ? stretch->count - first : kBlock;
+        by_fours(tile.rows, [&](auto rows, int r) {
+          score<Lanes, rows()>(keys + first * tile.head_dim, count, tile.query + r, tile.head_dim, tile.scale, end + r);
+        });
+        for (int r = 0; r < tile.rows; ++r) end[r] += count;
+      }
       continue;
     }
-    for (int r = 0; r < Rows; ++r) {
+    for (int r = 0; r < tile.rows; ++r) {
       if ((stretch->seen >> tile.token_of_row[r] & 1u) == 0) continue;
       score<Lanes, 1>(keys, stretch->count, tile.query + r, tile.head_dim, tile.scale, end + r);
       end[r] += stretch->count;
     }
   }
 
-  float sums[Rows];
-  const float* next[Rows];
-  for (int r = 0; r < Rows; ++r) {
-    sums[r] = end[r] == start[r] ? 1.0f : soften<Lanes>(start[r], end[r] - start[r]);
-    next[r] = start[r];
+  float sums[kRows];
+  const float* next[kRows];
+  for (int r = 0; r < tile.rows; ++r) {
+    float* start = scores + r * stride;
+    sums[r] = end[r] == start ? 1.0f : soften<Lanes>(start, end[r] - start);
+    next[r] = start;
     for (int d = 0; d < tile.head_dim; ++d) tile.out[r][d] = 0.0f;
   }
 
   for (const Stretch* stretch = stretches; stretch != stretches + stretch_count; ++stretch) {
     const Cached* values = tile.values + stretch->first * tile.head_dim;
     if (stretch->seen == everyone) {
-      weigh<Lanes, Rows>(values, stretch->count, next, tile.head_dim, tile.out);
-      for (int r = 0; r < Rows; ++r) next[r] += stretch->count;
+      for (std::int64_t first = 0; first < stretch->count; first += kBlock) {
+        const std::int64_t count = stretch->count - first < kBlock ? stretch->count - first : kBlock;
+        by_fours(tile.rows, [&](auto rows, int r) {
+          weigh<Lanes, rows()>(values + first * tile.head_dim, count, next + r, tile.head_dim, tile.out + r);
+        });
+        for (int r = 0; r < tile.rows; ++r) next[r] += count;
+      }
       continue;
     }
-    for (int r = 0; r < Rows; ++r) {
+    for (int r = 0; r < tile.rows; ++r) {
       if ((stretch->seen >> tile.token_of_row[r] & 1u) == 0) continue;
       weigh<Lanes, 1>(values, stretch->count, next + r, tile.head_dim, tile.out + r);
       next[r] += stretch->count;
     }
   }
-  for (int r = 0; r < Rows; ++r)
+  for (int r = 0; r < tile.rows; ++r)
     for (int d = 0; d < tile.head_dim; ++d) tile.out[r][d] /= sums[r];
-}
-
-template <class Lanes, class Cached>
-void attend(const Tile<Cached>& tile, Scratch& scratch) {
-  switch (tile.rows) {
-    case 1: return attend_rows<Lanes, 1>(tile, scratch);
-    case 2: return attend_rows<Lanes, 2>(tile, scratch);
-    case 3: return attend_rows<Lanes, 3>(tile, scratch);
-    default: return attend_rows<Lanes, 4>(tile, scratch);
-  }
 }
 
 template <class Lanes>

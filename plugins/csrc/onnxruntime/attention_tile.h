@@ -6,8 +6,7 @@
 
 namespace outrider::engine {
 
-constexpr int kRows = 4;    // queries of a tile
-constexpr int kTokens = 4;  // tokens that they belong to; a tile's tokens times its heads is at most kRows
+constexpr int kRows = 24;  // queries of a tile, and tokens that they belong to, at most
 
 // Neighbouring keys that are visible to the same of a tile's tokens: bit t of `seen` is token t.
 struct Stretch {
@@ -40,7 +39,7 @@ template <class Cached>
 struct Tile {
   int tokens;
   int rows;
-  const float* bias[kTokens];  // of each token: `view` floats; a key is visible where it is 0
+  const float* bias[kRows];  // of each token: `view` floats; a key is visible where it is 0
   int token_of_row[kRows];
   const float* query[kRows];   // head_dim floats each
   float* out[kRows];           // head_dim floats each

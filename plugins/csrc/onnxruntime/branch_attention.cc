@@ -19,6 +19,9 @@ constexpr int kMaxHead = 1024;
 // Multiply-adds below which waking other threads costs more than they bring.
 constexpr double kAlone = 100e3;
 
+// Larger tiles read keys less often, as long as there are so many of them for threads to share.
+constexpr std::int64_t kTiles = 8;
+
 struct TokenTile {
   std::int64_t row, first;
   int tokens;
@@ -45,27 +48,32 @@ struct Job {
 
 // One head of one token: normed, and rotated by its position, as floats.
 template <class Cached>
-void prepare(const Shape& shape, const Inputs& in, const Cached* from, const void* norm, std::int64_t token, float* to) {
-  const int size = shape.head_dim;
-  for (int d = 0; d < size; ++d) to[d] = to_float(from[d]);
+void prepare(const Shape& shape, const Inputs& in, const Cached* from, const void* norm, std::int64_t token,
+             float* __restrict to) {
+  const int size = shape.head_dim, half = size / 2;
+  float head[kMaxHead];
+  for (int d = 0; d < size; ++d) head[d] = to_float(from[d]);
   if (norm != nullptr) {
     const auto* weight = static_cast<const Cached*>(norm);
     float partial[8] = {};
-    for (int d = 0; d < size; ++d) partial[d % 8] += to[d] * to[d];
+    int d = 0;
+    for (; d + 8 <= size; d += 8)
+      for (int i = 0; i < 8; ++i) partial[i] += head[d + i] * head[d + i];
+    for (; d < size; ++d) partial[d % 8] += head[d] * head[d];
     float sum = 0.0f;
-    for (float part : partial) sum += part;
+    for (const float part : partial) sum += part;
     const float factor = 1.0f / std::sqrt(sum / static_cast<float>(size) + shape.epsilon);
-    for (int d = 0; d < size; ++d) to[d] = to[d] * factor * to_float(weight[d]);
+    for (d = 0; d < size; ++d) head[d] = head[d] * factor * to_float(weight[d]);
   }
-  if (in.positions != nullptr) {
-    const int half = size / 2;
-    const auto* cos = static_cast<const Cached*>(in.cos) + in.positions[token] * half;
-    const auto* sin = static_cast<const Cached*>(in.sin) + in.positions[token] * half;
-    for (int d = 0; d < half; ++d) {
-      const float low = to[d], high = to[d + half], c = to_float(cos[d]), s = to_float(sin[d]);
-      to[d] = low * c - high * s;
-      to[d + half] = high * c + low * s;
-    }
+  if (in.positions == nullptr) {
+    std::copy_n(head, size, to);
+    return;
+  }
+  const auto* cos = static_cast<const Cached*>(in.cos) + in.positions[token] * half;
+  const auto* sin = static_cast<const Cached*>(in.sin) + in.positions[token] * half;
+  for (int d = 0; d < half; ++d) {
+    to[d] = head[d] * to_float(cos[d]) - head[d + half] * to_float(sin[d]);
+    to[d + half] = head[d + half] * to_float(cos[d]) + head[d] * to_float(sin[d]);
   }
 }
 
@@ -182,7 +190,7 @@ const char* branch_attention(const Shape& shape, const Inputs& in, const Outputs
                   space,
                   space.query.data(),
                   out,
-                  std::max(1, kRows / group),
+                  std::clamp<std::int64_t>(in.tokens * shape.kv_heads / kTiles, 1, std::max(1, kRows / group)),
                   (group + kRows - 1) / kRows};
 
   space.tiles.clear();

@@ -53,6 +53,11 @@ struct Avx2 {
     _mm_storeu_ps(to, _mm_mul_ps(half, _mm_set1_ps(scale)));
   }
 
+  template <int Rows>
+  static void sum_block(const Vector (&x)[Rows][4], float scale, float* const* scores, std::int64_t j) {
+    for (int r = 0; r < Rows; ++r) sum_each(x[r], scale, scores[r] + j);
+  }
+
   // exp of numbers up to 0, to about 1e-7 of the result: 2^n * p(r), p the Taylor polynomial on |r| <= ln(2) / 2.
   static Vector exp(Vector x) {
     const Vector bounded = max(x, broadcast(-87.0f));

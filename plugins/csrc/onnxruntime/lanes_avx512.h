@@ -40,14 +40,27 @@ struct Avx512 {
 
   // Lane i of each quarter joins lane i + 2, then neighbours join, then quarters.
   static void sum_each(const Vector* x, float scale, float* to) {
-    const __m512 ab = add(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
-    const __m512 cd = add(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
-    const __m512 abcd = add(_mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd))),
-                            _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd))));
+    const __m512 abcd = by_key(x);
     const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd),
                                       _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(abcd), 1)));
     const __m128 quarter = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
     _mm_storeu_ps(to, _mm_mul_ps(quarter, _mm_set1_ps(scale)));
+  }
+
+  // scores[r][j + i] = scale * the sum of x[r][i]'s lanes, each summed as `sum_each` does.
+  template <int Rows>
+  static void sum_block(const Vector (&x)[Rows][4], float scale, float* const* scores, std::int64_t j) {
+    if constexpr (Rows == 4) {
+      const Vector ab = halves(by_key(x[0]), by_key(x[1])), cd = halves(by_key(x[2]), by_key(x[3]));
+      const Vector sums = _mm512_mul_ps(add(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd)),
+                                        broadcast(scale));
+      _mm_storeu_ps(scores[0] + j, _mm512_castps512_ps128(sums));
+      _mm_storeu_ps(scores[1] + j, _mm512_extractf32x4_ps(sums, 1));
+      _mm_storeu_ps(scores[2] + j, _mm512_extractf32x4_ps(sums, 2));
+      _mm_storeu_ps(scores[3] + j, _mm512_extractf32x4_ps(sums, 3));
+    } else {
+      for (int r = 0; r < Rows; ++r) sum_each(x[r], scale, scores[r] + j);
+    }
   }
 
   // exp of numbers up to 0, to about 1e-7 of the result: 2^n * p(r), p the Taylor polynomial on |r| <= ln(2) / 2.
@@ -63,6 +76,17 @@ struct Avx512 {
   }
 
  private:
+  // Four vectors as one, in whose quarters lane k has what is left to sum of x[k].
+  static Vector by_key(const Vector* x) {
+    const Vector ab = add(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
+    const Vector cd = add(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
+    return add(_mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd))),
+               _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd))));
+  }
+  // The first and third quarters of each, and the second and fourth, summed: two of a, two of b.
+  static Vector halves(Vector a, Vector b) {
+    return add(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  }
   static __m256i half(const void* x) { return _mm256_loadu_si256(static_cast<const __m256i*>(x)); }
 };
 

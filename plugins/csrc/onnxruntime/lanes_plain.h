@@ -72,6 +72,11 @@ struct Plain {
       to[k] = sum * scale;
     }
   }
+  template <int Rows>
+  static void sum_block(const Vector (&x)[Rows][4], float scale, float* const* scores, std::int64_t j) {
+    for (int r = 0; r < Rows; ++r) sum_each(x[r], scale, scores[r] + j);
+  }
+
   static Vector exp(const Vector& x) {
     return each([&](int i) { return std::exp(x.lane[i]); });
   }

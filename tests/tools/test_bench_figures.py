@@ -1,0 +1,186 @@
+"""What runs amount to, on hand-made runs whose figures are known: which way round a speedup is, what is paired, and
+what is left out."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from runtime import Generation, Stats
+from runtime.generation import FinishReason
+from runtime.request import Options
+from runtime.sampling import SamplingParams
+from tools.bench import latency
+from tools.bench.columns import COLUMNS, flat_rows, to_csv
+from tools.bench.prompts import Prompts
+from tools.bench.rows import Divergence, Mode, Run, summary, variant_columns
+from tools.bench.shapes import PLAIN_DECODING, Variant
+from tools.bench.tables import main_cells, same
+from tools.bench.tasks import by_task
+
+DRAFTER = Variant("ngram.1", "ngram", "ngram", None, 7, 6, "coupled")
+TOKENS = list(range(11))
+
+
+def run(prompt: int, total_ms: float, *, first_span: int = 1, tokens: list[int] = TOKENS, **counts: Any) -> Run:
+    """A generation whose first tokens came after half of the time; 11 rounds of one token, but for `counts`."""
+    stats = Stats(
+        prompt_tokens=100 * (prompt + 1), new_tokens=len(tokens), first_span=first_span, ttft_ms=total_ms / 2,
+        total_ms=total_ms, **{"rounds": 11} | counts,
+    )  # fmt: skip
+    return Run(Generation("", tokens, FinishReason.LENGTH, stats), total_ms / 4, Stats(), (2.0,), prompt)
+
+
+def test_a_speedup_is_the_time_of_plain_decoding_over_that_of_the_drafter_pair_by_pair() -> None:
+    """Of three pairs, whose times differ much more from prompt to prompt than within a pair."""
+    plain = [run(0, 100), run(1, 1000), run(2, 10)]
+    faster = Mode(DRAFTER, [run(0, 50), run(1, 250), run(2, 9)])
+    row = summary(faster, plain)
+    assert (row["speedup"], row["speedup_p10"], row["speedup_p90"]) == (2, 10 / 9, 4)
+    assert row["decode_speedup"] == pytest.approx(2)
+    assert row["tokens_per_second"] == pytest.approx(10 / 0.025)  # behind the first token, of the run of 50 ms
+    assert row["baseline_tokens_per_second"] == pytest.approx(10 / 0.050)
+    assert (row["ttft_ms"], row["e2e_ms"]) == (25, 50)
+    slower = Mode(DRAFTER, [run(0, 200), run(1, 1250), run(2, 100)])
+    assert summary(slower, plain)["speedup"] == 0.5
+    assert summary(Mode(PLAIN_DECODING, plain), plain)["speedup"] == 1
+
+
+def test_counts_are_those_of_all_runs() -> None:
+    runs = [run(0, 1, rounds=5, drafted=30, accepted=6, plain_rounds=1), run(1, 1, rounds=6, drafted=10, accepted=2)]
+    row = summary(Mode(DRAFTER, runs), [run(0, 1), run(1, 1)])
+    assert (row["drafted"], row["evaluated"], row["accepted"], row["plain_rounds"]) == (40, 40, 8, 1)
+    assert (row["acceptance_rate"], row["tokens_per_verify"]) == (0.2, 2)
+
+
+def test_rates_that_there_are_not_count_in_no_median() -> None:
+    """A run whose tokens came at once has no rate, and a pair with it no ratio of rates."""
+    plain = [run(0, 100), run(1, 100, first_span=11), run(2, 100)]
+    mode = Mode(DRAFTER, [run(0, 50), run(1, 50), run(2, 25, first_span=11)])
+    row = summary(mode, plain)
+    assert row["decode_speedup"] == row["decode_speedup_p10"] == pytest.approx(2)
+    assert row["tokens_per_second_p10"] == pytest.approx(10 / 0.025)
+    assert row["speedup"] == 2  # of all three
+    none = summary(Mode(DRAFTER, [run(0, 50, first_span=11)]), plain[:1])
+    figures = ("decode_speedup", "decode_speedup_p90", "tokens_per_second", "acceptance_rate")
+    assert [none[name] for name in figures] == [None] * 4
+
+
+def test_repetitions_of_plain_decoding_are_compared_with_each_other() -> None:
+    other = [*TOKENS[:-1], 99]
+    plain = [run(0, 1), run(1, 1), run(0, 1, tokens=other), run(1, 1)]
+    assert [summary(Mode(PLAIN_DECODING, plain), plain)[key] for key in ("same_tokens", "same_runs")] == [False, 3]
+    drafted = Mode(DRAFTER, [run(0, 1), run(1, 1), run(0, 1), run(1, 1, tokens=other)])
+    assert summary(drafted, plain)["same_runs"] == 3  # as plain decoding was first, whatever it did later
+
+
+def test_tokens_by_rejection_at_a_temperature_are_not_expected_to_be_plain_decodings() -> None:
+    def mode(acceptance: str, temperature: float, forced: int | None = None) -> Mode:
+        variant = Variant("classical", "classical", "model", "1/1/3", 3, 2, acceptance)
+        sampling = SamplingParams(temperature=temperature)
+        return latency._mode(variant, Namespace(synthetic_accept=forced, sampling=sampling))
+
+    assert [mode("rejection", t).promised for t in (0.0, 0.7)] == [True, False]
+    assert [mode("coupled", t).promised for t in (0.0, 0.7)] == [True, True]
+    assert not mode("coupled", 0.0, forced=2).promised
+    rejecting = mode("rejection", 0.7)
+    rejecting.runs = [run(0, 1, tokens=[99] * 11)]
+    row = summary(rejecting, [run(0, 1)])
+    assert row["same_tokens"] is row["same_runs"] is row["first_divergence"] is None
+    assert same(row) == "n/a"
+
+
+def test_figures_of_a_task_are_of_its_prompts_alone() -> None:
+    prompts = Prompts([[1], [2, 3], [4]], ["short", "long", "short"])
+    plain = [run(index, 100) for index in (0, 1, 2, 0, 1, 2)]
+    times = (50, 400, 25, 20, 200, 100)
+    runs = [run(index, ms, rounds=5) for index, ms in zip((0, 1, 2, 0, 1, 2), times, strict=True)]
+    found = by_task(runs, plain, prompts)
+    assert list(found) == ["short", "long"]
+    assert found["short"]["speedup"] == 3  # the middle of 1, 2, 4 and 5
+    assert found["long"]["speedup"] == 0.375
+    assert [found[task]["runs"] for task in found] == [4, 2]
+    assert [found[task]["prompts"] for task in found] == [2, 1]
+    assert found["short"]["prompts_sha256"] == Prompts([[1], [4]], [None, None]).sha256 != prompts.sha256
+    assert found["long"]["prompt_tokens"] == 200
+    assert found["long"]["tokens_per_verify"] == 2.2
+    at_once = by_task([run(0, 50, first_span=11)], [run(0, 100)], Prompts([[1]], ["short"]))
+    assert (at_once["short"]["speedup"], at_once["short"]["tokens_per_second"]) == (2, None)
+
+
+class Recorder:
+    """In place of a session: what ran, and a generation for each that took as long as it was told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ran: list[tuple[int, str]] = []
+        self.begun: list[tuple[str, int]] = []
+        self.compared: list[int] = []
+        monkeypatch.setattr(latency, "_run", self._run)
+        monkeypatch.setattr(latency, "_divergences", self._divergences)
+
+    def _run(self, session: object, prompt: int, ids: list[int], drafter: str, settings: Options) -> Run:
+        assert ids == [prompt]
+        self.ran.append((prompt, drafter))
+        return run(prompt, float(len(self.ran)))
+
+    def _divergences(self, *arguments: Any) -> list[Divergence]:
+        self.compared.append(len(arguments[-1]))
+        return []
+
+    def begin(self, mode: Mode, prompt: int, text: str) -> None:
+        self.begun.append((mode.variant.name, prompt))
+
+
+def test_modes_alternate_and_every_second_repetition_goes_the_other_way_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch)
+    forced = Mode(Variant("head", "head", "eagle3", "2/1/4", 4, 2, "coupled"), synthetic=2, promised=False)
+    modes = [Mode(PLAIN_DECODING), Mode(DRAFTER), forced]
+    latency._alternate(None, modes, [[0], [1]], Options(), 3, recorder.begin)  # type: ignore[arg-type]
+    there, back = ["none", "ngram.1", "head"], ["head", "ngram.1", "none"]
+    assert recorder.ran[:3] == [(0, name) for name in there]  # warm up, and count nowhere
+    assert recorder.ran[3:] == [(p, name) for order in (there, back, there) for p in (0, 1) for name in order]
+    assert recorder.begun == [(name, prompt) for prompt, name in recorder.ran]
+    for mode in modes:
+        assert [r.prompt for r in mode.runs] == [0, 1] * 3  # so that runs of one index are a pair
+    ends = [[r.stats.total_ms for r in mode.runs] for mode in modes]
+    assert [ms[0] for ms in ends] == [4, 5, 6]
+    assert [ms[2] for ms in ends] == [12, 11, 10]
+    assert recorder.compared == [6, 6]  # plain decoding and the drafter, but not what was forced
+
+
+def test_a_line_of_csv_has_the_same_columns_whatever_was_measured() -> None:
+    def report(*variants: Variant, tasks: list[str | None], task: str | None = None) -> dict[str, Any]:
+        runs = [run(index, 100, drafted=4, accepted=1) for index in range(2)]
+        prompts = Prompts([[1], [2]], tasks)
+        shared = {"git_sha": "abc", "task": task, "synthetic_accept": None}
+        rows = [
+            shared | variant_columns(Mode(v, runs)) | summary(Mode(v, runs), runs)
+            | {"by_task": by_task(runs, runs, prompts)}
+            for v in variants
+        ]  # fmt: skip
+        rows[0]["stages"] = {variants[0].drafter: 1.5, "target": 0.25}
+        return {"time": "2026-01-01T00:00:00+00:00", "machine": {"processor": "x", "cores": 2}, "rows": rows}
+
+    some = report(PLAIN_DECODING, DRAFTER, tasks=["short", "long"])
+    other = report(PLAIN_DECODING, tasks=[None, None])
+    one = report(PLAIN_DECODING, tasks=["long", "long"], task="long")
+    headers = {to_csv(r).partition("\n")[0] for r in (some, other, one)}
+    assert headers == {",".join(COLUMNS)}
+    lines = flat_rows(some)
+    assert [(line["drafter"], line["task"]) for line in lines] == [
+        (drafter, task) for drafter in ("none", "ngram") for task in (None, "short", "long")
+    ]
+    assert (lines[0]["stages"], lines[1]["stages"]) == ("none:1.5000 target:0.2500", None)
+    assert (lines[4]["speedup"], lines[4]["runs"], lines[4]["git_sha"], lines[4]["e2e_ms"]) == (1, 1, "abc", None)
+    assert {(line["time"], line["machine_cores"]) for line in lines} == {("2026-01-01T00:00:00+00:00", 2)}
+    assert [(line["task"], line["runs"]) for line in flat_rows(one)] == [("long", 2)]
+
+
+def test_cells_of_figures_that_there_are_not_say_so() -> None:
+    mode = Mode(DRAFTER, [run(0, 50, first_span=11)])
+    row = {"synthetic_accept": None} | variant_columns(mode) | summary(mode, [run(0, 100)])
+    assert main_cells(row | {"tpot_ms_p50": None, "tpot_ms_p90": None, "tpot_ms_p99": None}) == (
+        "ngram", "chain of 6", "100", "-", "2.00x", "2.00-2.00", "-", "1.00", "-", "0%", "25.0", "-", "yes",
+    )  # fmt: skip
