@@ -29,9 +29,9 @@ class NgramSection(Section):
     kind: Literal["ngram"] = Field(description="the kind of drafter")
     max_context: int = Field(8, ge=1, le=16, description="tokens of the longest suffix that is looked up")
     min_context: int = Field(1, ge=1, description="tokens of the shortest suffix that is looked up")
-    max_draft: int = Field(16, ge=1, le=64, description="most tokens proposed in a step")
+    max_draft: int = Field(32, ge=1, le=64, description="most tokens proposed in a step")
     min_confidence: float = Field(
-        0.6, ge=0, le=1, description="proposals stop where the share of the likeliest continuation falls below it"
+        0.3, ge=0, le=1, description="proposals stop where the chance that all of them are accepted falls below it"
     )
     filler_top_k: int = Field(
         0, ge=0, le=8, description="so many of the target's likeliest tokens are learned from too (NASD); 0 is off"

@@ -27,8 +27,11 @@ class NgramDrafter:
 
     The longest context that has been continued before wins, its most frequent continuation is drafted (of equally
     frequent ones the most recent), and so on behind the drafted token, greedily. Drafting stops at `max_draft`
-    tokens, where no context is known, or where the share of the best continuation among all of its context's is
-    below `min_confidence`.
+    tokens, where no context is known, or where the chance that the target says all of it falls below `min_confidence`.
+
+    That chance is a product of one factor a token: the share of the best continuation among all of its context's, times
+    what such shares have been worth so far behind contexts of that length (`_Trust`). What was drafted is compared with
+    what comes, whoever had the round.
 
     With `filler_top_k`, so many of the target's likeliest tokens count as continuations as well, wherever the target
     chose one: what it nearly said once it may say next time.
@@ -91,6 +94,8 @@ class NgramDrafter:
         self._tails = [_ROOT]
         self._told = 0
         self._likely: dict[int, NDArray[np.int64]] = {}  # by index of a token that is not counted yet
+        self._trust = _Trust(self._max_context)
+        self._guesses: list[tuple[int, int, float]] = []  # tokens behind the last one counted, with length and share
 
     entropy = None
     trials = None
@@ -141,7 +146,14 @@ class NgramDrafter:
 
         What was likely in its place counts before it, so that the token itself is the most recent one.
         """
-        for token in _plain(token_ids):
+        tokens = _plain(token_ids)
+        if self._guesses and len(tokens):
+            for token, (guess, length, share) in zip(tokens, self._guesses, strict=False):
+                self._trust.learn(length, share, guess == token)
+                if guess != token:
+                    break
+            self._guesses = []
+        for token in tokens:
             for other in _plain(self._likely.pop(self._told, ())):
                 self._count_continuation(other)
             self._told += 1
@@ -172,16 +184,25 @@ class NgramDrafter:
     def _likely_chain(self, limit: int) -> list[int]:
         """The tokens to be drafted behind the last one counted, at most `limit`."""
         count, total, best, shorter = self._count, self._total, self._best, self._shorter
+        worth = self._trust.worth
         drafted: list[int] = []
+        guesses = self._guesses = []
+        chance = 1.0
         context, length = self._tails[-1], len(self._tails) - 1
         for _ in range(min(limit, self._max_draft)):
             while length >= self._min_context and not total[context]:
                 context, length = shorter[context], length - 1
-            if length < self._min_context or count[best[context]] / total[context] < self._min_confidence:
+            if length < self._min_context:
                 break
-            # Nothing longer can be known behind one more token. An n-gram too long for a context has no continuations.
-            context, length = best[context], length + 1
-            drafted.append(self._token[context])
+            share = count[best[context]] / total[context]
+            chance *= share * worth[length]
+            if chance < self._min_confidence:
+                break
+            context = best[context]
+            token = self._token[context]
+            drafted.append(token)
+            guesses.append((token, length, share))
+            length += 1  # nothing longer can be known behind one more token
         return drafted
 
     def _count_continuation(self, token: int) -> list[int]:
@@ -206,6 +227,28 @@ class NgramDrafter:
                 best[context] = node
             nodes.append(node)
         return nodes
+
+
+class _Trust:
+    """What the share of a continuation is worth, by the length of its context: tokens that came over shares drafted.
+
+    Short contexts mislead. Until there is experience, a context of one token is believed by half, and each token more
+    takes a third of the doubt: about what held-out code shows.
+    """
+
+    _FIRST_DOUBT, _LESS_BY, _SHARES = 0.5, 0.65, 4.0  # the last: how many shares the assumption weighs as much as
+
+    def __init__(self, longest: int) -> None:
+        doubts = [self._FIRST_DOUBT * self._LESS_BY ** max(length - 1, 0) for length in range(longest + 1)]
+        self.worth = [1.0 - doubt for doubt in doubts]
+        self._came = [self._SHARES * worth for worth in self.worth]
+        self._drafted = [self._SHARES] * (longest + 1)
+
+    def learn(self, length: int, share: float, came: bool) -> None:
+        """A continuation with this share was drafted behind a context of `length` tokens, and came or did not."""
+        self._came[length] += came
+        self._drafted[length] += share
+        self.worth[length] = min(self._came[length] / self._drafted[length], 1.0)
 
 
 def _plain(token_ids: Sequence[int] | NDArray[np.int64]) -> Sequence[int]:
