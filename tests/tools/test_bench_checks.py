@@ -16,6 +16,7 @@ import pytest
 from plans.errors import RequestError
 from plans.plan import read_manifest
 from runtime.tokenizer import Tokenizer
+from tests.compiler.cpu_session import cpu_session
 from tools.bench import __main__ as bench
 from tools.bench import latency, threads, variants
 from tools.bench.prompts import Prompts, choose_prompts, encode_prompts
@@ -141,10 +142,8 @@ def test_threads_that_the_backend_chose_are_counted(monkeypatch: pytest.MonkeyPa
 @pytest.mark.skipif(not threads._TASKS.is_dir(), reason="the system lists no threads")
 def test_a_session_has_as_many_threads_as_are_counted(toy_plan: Path) -> None:
     before = len(os.listdir(threads._TASKS))
-    import onnxruntime
-
     engine = read_manifest(toy_plan).targets["onnxruntime-cpu"].engines["target"]
-    session = onnxruntime.InferenceSession(toy_plan / engine.file, providers=["CPUExecutionProvider"])
+    session = cpu_session(toy_plan / engine.file)
     assert session.get_inputs()
     assert threads_used("onnxruntime-cpu", 0) == 1 + len(os.listdir(threads._TASKS)) - before
 

@@ -42,7 +42,8 @@ def plan_to_measure(options: argparse.Namespace) -> Iterator[tuple[Path, list[Va
     with TemporaryDirectory(prefix="outrider-bench-") as folder:
         origins = _build(options, manifest, shaped, Path(folder) / "plan")
         built = read_manifest(Path(folder) / "plan").drafters
-        yield Path(folder) / "plan", [PLAIN_DECODING, *(Variant.of(d, origins[d.name]) for d in built)]
+        measured = (Variant.of(d, origins[d.name]) for d in built if d.name in origins)
+        yield Path(folder) / "plan", [PLAIN_DECODING, *measured]
 
 
 def _build(
@@ -62,6 +63,8 @@ def _build(
             name = f"{drafter.name}.{index}"
             origins[name] = drafter.name
             listed.append(reshaped(sections[drafter.name], name, shape))
+    behind = {section["otherwise"] for section in listed if section.get("otherwise") is not None}
+    listed += [sections[str(name)].model_dump(mode="json", exclude_none=True) for name in sorted(map(str, behind))]
     overrides = [*options.overrides, f"drafters={json.dumps(listed, ensure_ascii=False)}"]
     load_recipe(recipe.path, overrides)
     target = choose_target(manifest.targets, options.target).target
