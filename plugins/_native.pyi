@@ -134,3 +134,20 @@ def residual(weights: NDArray[np.uint64], draft_probs: NDArray[np.float32], out:
 
 def accepts(r: int, p: int, q: int) -> bool:
     """Whether ChainAccept accepts at p and q in units of 2**-50, for the draw r in [0, 2**53)."""
+
+class Ngrams:
+    """Counts of what followed each context of a sequence; see csrc/cpu/ngram_counts.h. ValueError for tokens outside
+    of 0 to 2**32 - 1, and for a draft without room."""
+
+    def __init__(self, shortest: int, longest: int, least_chance: float) -> None: ...
+    def extend(self, token_ids: list[int]) -> None:
+        """Count each token as the continuation of the contexts before it; it then ends the sequence."""
+
+    def extend_one(self, token: int, likely: list[int]) -> None:
+        """The same of one token, in whose place `likely` count before it."""
+
+    def foresee(self, limit: int) -> int:
+        """How many tokens `draft` would write."""
+
+    def draft(self, limit: int, token_ids: _Int, parent: _Int, root: int) -> int:
+        """Write a chain of at most `limit` tokens behind node `root`; returns how many."""

@@ -120,7 +120,7 @@ def expected(inputs: Arrays, heads: int, kv_heads: int) -> tuple[NDArray[Any], .
     )
 
 
-HEADS = st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 2), (8, 1), (5, 1)])
+HEADS = st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 2), (8, 1), (5, 1), (32, 1)])
 SIZES = st.sampled_from([2, 4, 8, 20, 24, 64, 80, 128])
 
 

@@ -11,4 +11,5 @@ NB_MODULE(_native, module) {
   outrider::register_draws(module);
   outrider::register_kv_gather(module);
   outrider::register_choice_parts(module);
+  outrider::register_ngrams(module);
 }

@@ -12,5 +12,6 @@ void register_chain_accept(nanobind::module_& module);
 void register_draws(nanobind::module_& module);
 void register_kv_gather(nanobind::module_& module);
 void register_choice_parts(nanobind::module_& module);
+void register_ngrams(nanobind::module_& module);
 
 }  // namespace outrider

@@ -1,0 +1,116 @@
+#include "ngram_counts.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace outrider {
+
+namespace {
+
+constexpr double kFirstDoubt = 0.5, kLessBy = 0.65;
+constexpr double kShares = 4.0;  // how many shares the assumption weighs as much as
+constexpr u32 kRoot = 0;         // the node of the empty context
+constexpr std::size_t kFirstSlots = 1024;
+
+}  // namespace
+
+Trust::Trust(i64 longest) {
+  for (i64 length = 0; length <= longest; ++length) {
+    worth_.push_back(1.0 - kFirstDoubt * std::pow(kLessBy, static_cast<double>(std::max<i64>(length - 1, 0))));
+    came_.push_back(kShares * worth_.back());
+    drafted_.push_back(kShares);
+  }
+}
+
+void Trust::learn(i64 length, double share, bool came) {
+  came_[length] += came;
+  drafted_[length] += share;
+  worth_[length] = std::min(came_[length] / drafted_[length], 1.0);
+}
+
+NgramCounts::NgramCounts(i64 shortest, i64 longest, double least_chance)
+    : shortest_(shortest),
+      longest_(longest),
+      least_chance_(least_chance),
+      trust_(longest),
+      nodes_(1, Node{}),
+      keys_(kFirstSlots),
+      children_(kFirstSlots, kRoot),
+      tails_(1, kRoot) {}
+
+void NgramCounts::extend(u32 token, const u32* likely, i64 likely_count) {
+  if (next_guess_ < guesses_.size()) {
+    const Guess& guess = guesses_[next_guess_++];
+    trust_.learn(guess.length, guess.share, guess.token == token);
+    if (guess.token != token) guesses_.clear();
+  }
+  for (i64 i = 0; i < likely_count; ++i) count_continuation(likely[i]);
+  count_continuation(token);
+  tails_.swap(longer_tails_);
+  if (static_cast<i64>(tails_.size()) > longest_ + 1) tails_.pop_back();  // the last one is no context: it is too long
+}
+
+const std::vector<u32>& NgramCounts::foresee(i64 limit) {
+  foreseen_.clear();
+  guesses_.clear();
+  next_guess_ = 0;
+  u32 context = tails_.back();
+  i64 length = static_cast<i64>(tails_.size()) - 1;
+  double chance = 1.0;
+  while (static_cast<i64>(foreseen_.size()) < limit) {
+    while (length >= shortest_ && nodes_[context].total == 0) {
+      context = nodes_[context].shorter;
+      --length;
+    }
+    if (length < shortest_) break;
+    const u32 best = nodes_[context].best;
+    const double share = static_cast<double>(nodes_[best].count) / nodes_[context].total;
+    chance *= share * trust_.worth(length);
+    if (chance < least_chance_) break;
+    foreseen_.push_back(nodes_[best].token);
+    guesses_.push_back({nodes_[best].token, length, share});
+    // Nothing longer can be known behind one more token. An n-gram too long for a context has no continuations.
+    context = best;
+    ++length;
+  }
+  return foreseen_;
+}
+
+// Counts `token` behind every tail; the nodes of the n-grams of 0, 1, 2 ... tokens that it ends are the longer tails.
+void NgramCounts::count_continuation(u32 token) {
+  longer_tails_.assign(1, kRoot);
+  for (const u32 context : tails_) {
+    u32& found = child(context, token);
+    if (found == kRoot) {
+      found = static_cast<u32>(nodes_.size());
+      nodes_.push_back({token, 0, longer_tails_.back(), 0, kRoot});
+    }
+    const u32 node = found;
+    ++nodes_[node].count;
+    ++nodes_[context].total;
+    // Not `>`: of equally frequent continuations the most recent is the best.
+    if (nodes_[node].count >= nodes_[nodes_[context].best].count) nodes_[context].best = node;
+    longer_tails_.push_back(node);
+  }
+}
+
+u32& NgramCounts::child(u32 context, u32 token) {
+  if (2 * nodes_.size() >= keys_.size()) grow();
+  const u64 key = static_cast<u64>(context) << 32 | token;
+  const std::size_t mask = keys_.size() - 1;
+  for (std::size_t slot = key * 0x9e3779b97f4a7c15u >> 20 & mask;; slot = (slot + 1) & mask) {
+    if (children_[slot] == kRoot) keys_[slot] = key;
+    if (keys_[slot] == key) return children_[slot];
+  }
+}
+
+void NgramCounts::grow() {
+  std::vector<u64> keys(2 * keys_.size());
+  std::vector<u32> children(2 * keys_.size(), kRoot);
+  keys.swap(keys_);
+  children.swap(children_);
+  for (std::size_t old = 0; old < keys.size(); ++old)
+    if (children[old] != kRoot) child(static_cast<u32>(keys[old] >> 32), static_cast<u32>(keys[old])) = children[old];
+}
+
+}  // namespace outrider

@@ -1,0 +1,69 @@
+// Counts of the tokens that followed each context of a sequence, and what they foresee.
+#pragma once
+
+#include <vector>
+
+#include "../portable.h"
+
+namespace outrider {
+
+// What the share of a continuation is worth, by the length of its context: tokens that came over shares drafted.
+//
+// Short contexts mislead. Until there is experience, a context of one token is believed by half, and each token more
+// takes a third of the doubt: about what held-out code shows.
+class Trust {
+ public:
+  explicit Trust(i64 longest);
+  double worth(i64 length) const { return worth_[length]; }
+  void learn(i64 length, double share, bool came);
+
+ private:
+  std::vector<double> worth_, came_, drafted_;
+};
+
+// A trie of all n-grams up to longest + 1 tokens. An n-gram's node serves twice: as the count of its last token behind
+// the others, and as a context itself. `tails_` are the nodes of the sequence's last 0, 1, 2 ... tokens, so that a new
+// token costs one look into a hash table for each length.
+class NgramCounts {
+ public:
+  NgramCounts(i64 shortest, i64 longest, double least_chance);
+
+  // The next token of the sequence; `likely` count as continuations in its place before it does.
+  void extend(u32 token, const u32* likely, i64 likely_count);
+
+  // The tokens that are foreseen behind the sequence, at most `limit`: the most frequent continuation of the longest
+  // context that has one (of equally frequent ones the most recent), and so on behind it. They end where no context is
+  // known, or where the chance that all of them come falls below least_chance. What comes is compared with them.
+  const std::vector<u32>& foresee(i64 limit);
+
+ private:
+  struct Node {
+    u32 token;    // the n-gram's last
+    u32 count;    // how often that was counted behind the others
+    u32 shorter;  // the n-gram without its first token
+    u32 total;    // of its continuations' counts
+    u32 best;     // of its continuations
+  };
+  struct Guess {
+    u32 token;
+    i64 length;
+    double share;
+  };
+
+  void count_continuation(u32 token);
+  u32& child(u32 context, u32 token);
+  void grow();
+
+  i64 shortest_, longest_;
+  double least_chance_;
+  Trust trust_;
+  std::vector<Node> nodes_;
+  std::vector<u64> keys_;      // open addressing: context << 32 | token, where `children_` is not 0
+  std::vector<u32> children_;  // the node of the n-gram that is one token longer
+  std::vector<u32> tails_, longer_tails_;
+  std::vector<Guess> guesses_;  // behind the sequence as it is
+  std::size_t next_guess_ = 0;
+  std::vector<u32> foreseen_;
+};
+
+}  // namespace outrider
