@@ -19,6 +19,8 @@ A query's output depends on the query and on what it sees, in the order of slots
 Which instructions compute it is chosen when it runs, so that other machines may give other last bits;
 `OUTRIDER_CPU_LANES=8` in the environment gives those of a machine without AVX-512, on one with it.
 
+`outrider.cpu.SwiGlu(x) -> (y)`: of x float32 `[1, N, 2 * size]`, gate and up side by side, `silu(gate) * up`.
+
 `outrider.cpu.TreeExpand` and `outrider.cpu.TreeRerank` are the ops of that name, in one node each.
 """
 

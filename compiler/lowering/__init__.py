@@ -7,6 +7,7 @@ import onnx_ir as ir
 from compiler.lowering.attention import CpuAttention, NormInside, PackedInside, RotateInside
 from compiler.lowering.draft_ops import CpuDraftOps
 from compiler.lowering.functions import FunctionBody
+from compiler.lowering.gated_unit import FuseGatedUnit
 from compiler.lowering.norms import FuseSkipNorms
 from compiler.lowering.plugin_nodes import BodyOfDeclined, PluginNodes
 from compiler.lowering.projections import FuseProjections
@@ -18,6 +19,7 @@ from plans.manifest import RuleReport
 RULES: dict[str, tuple[Rule, ...]] = {
     "onnxruntime-cpu": (
         FuseProjections(),
+        FuseGatedUnit(),
         FuseSkipNorms(),
         CpuAttention(),
         RotateInside(),

@@ -22,6 +22,7 @@ from compiler.export import export_target
 from compiler.lowering import lower
 from compiler.lowering.attention import CpuAttention, NormInside, PackedInside, RotateInside
 from compiler.lowering.functions import FunctionBody
+from compiler.lowering.gated_unit import FuseGatedUnit
 from compiler.lowering.projections import FuseProjections
 from compiler.lowering.rule import Rule
 from compiler.lowering.scatter_attention import ScatterAttention, UpdateOnceAttention
@@ -146,7 +147,8 @@ def test_one_node_a_layer_norms_rotates_appends_and_attends(decoder: Decoder, tm
     layers = decoder.config.num_layers
     assert decoder.config.qk_norm
     assert {r.rule: r.applied for r in reports} == {
-        "FuseProjections": layers,  # q, k, v; not gate and up
+        "FuseProjections": layers,  # q, k, v
+        "FuseGatedUnit": layers,
         "FuseSkipNorms": 2 * layers - 1,  # all but the first norm, of the embedding, and the last, of picked rows
         "CpuAttention": layers,
         "RotateInside": layers,
@@ -164,7 +166,7 @@ def test_one_node_a_layer_norms_rotates_appends_and_attends(decoder: Decoder, tm
     assert "row_splits" not in {value.name for value in graph.input}
 
 
-@pytest.mark.parametrize("left_out", [FuseProjections, RotateInside, NormInside, PackedInside])
+@pytest.mark.parametrize("left_out", [FuseProjections, FuseGatedUnit, RotateInside, NormInside, PackedInside])
 def test_what_the_kernel_takes_over_stays_what_it_was(
     left_out: type[Rule], decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -253,7 +253,8 @@ def test_positions_without_a_rotation_are_refused() -> None:
 @pytest.mark.skipif("OUTRIDER_CPU_LANES" in os.environ, reason="runs the others with fewer lanes")
 @pytest.mark.parametrize("lanes", ["8", "4", "1"])
 def test_lesser_machines_do_the_same(lanes) -> None:
-    files = [Path(__file__), Path(__file__).with_name("test_tree_ops.py")]
+    others = "test_tree_ops.py", "test_cpu_gated_unit.py"
+    files = [Path(__file__), *(Path(__file__).with_name(name) for name in others)]
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *map(str, files)],
         env=os.environ | {"OUTRIDER_CPU_LANES": lanes}, capture_output=True, text=True, check=False,

@@ -21,6 +21,8 @@ struct RowKernels {
   double (*weights)(const float* x, std::int64_t count, float top, float cold, float* to);
   // Indices of the `best` <= count largest, largest first, of equal ones the lower index first.
   void (*best)(const float* x, std::int64_t count, std::int64_t best, float* values, std::int64_t* indices);
+  // to[i] = up[i] * gate[i] / (1 + exp(-gate[i])).
+  void (*gated)(const float* gate, const float* up, std::int64_t count, float* to);
 };
 
 struct Kernels {

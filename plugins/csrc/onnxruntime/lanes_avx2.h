@@ -28,6 +28,11 @@ struct Avx2 {
   static Vector add(Vector a, Vector b) { return _mm256_add_ps(a, b); }
   static Vector mul(Vector a, Vector b) { return _mm256_mul_ps(a, b); }
   static Vector sub(Vector a, Vector b) { return _mm256_sub_ps(a, b); }
+  static Vector div(Vector a, Vector b) { return _mm256_div_ps(a, b); }
+  static Vector abs(Vector x) { return _mm256_andnot_ps(broadcast(-0.0f), x); }
+  static Vector where_negative(Vector x, Vector then, Vector otherwise) {
+    return _mm256_blendv_ps(otherwise, then, _mm256_cmp_ps(x, zero(), _CMP_LT_OQ));
+  }
   static Vector max(Vector a, Vector b) { return _mm256_max_ps(a, b); }
   static float highest(Vector x) {
     __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));

@@ -28,6 +28,11 @@ struct Avx512 {
   static Vector add(Vector a, Vector b) { return _mm512_add_ps(a, b); }
   static Vector mul(Vector a, Vector b) { return _mm512_mul_ps(a, b); }
   static Vector sub(Vector a, Vector b) { return _mm512_sub_ps(a, b); }
+  static Vector div(Vector a, Vector b) { return _mm512_div_ps(a, b); }
+  static Vector abs(Vector x) { return _mm512_abs_ps(x); }
+  static Vector where_negative(Vector x, Vector then, Vector otherwise) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, zero(), _CMP_LT_OQ), otherwise, then);
+  }
   static Vector max(Vector a, Vector b) { return _mm512_max_ps(a, b); }
   static float highest(Vector x) { return _mm512_reduce_max_ps(x); }
   // Lanes of x that are larger than `than`, lane 0 in bit 0; NaN is not.

@@ -47,6 +47,15 @@ struct Plain {
   static Vector sub(const Vector& a, const Vector& b) {
     return each([&](int i) { return a.lane[i] - b.lane[i]; });
   }
+  static Vector div(const Vector& a, const Vector& b) {
+    return each([&](int i) { return a.lane[i] / b.lane[i]; });
+  }
+  static Vector abs(const Vector& x) {
+    return each([&](int i) { return std::fabs(x.lane[i]); });
+  }
+  static Vector where_negative(const Vector& x, const Vector& then, const Vector& otherwise) {
+    return each([&](int i) { return x.lane[i] < 0.0f ? then.lane[i] : otherwise.lane[i]; });
+  }
   static Vector max(const Vector& a, const Vector& b) {
     return each([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; });
   }

@@ -1,6 +1,7 @@
 // Our ops inside of ONNX Runtime's engines on the CPU: a library that it loads by path, for sessions that ask for it.
 #include "onnxruntime/attention_op.h"
 #include "onnxruntime/drafting_ops.h"
+#include "onnxruntime/gated_unit_op.h"
 
 #if defined(_WIN32)
 #define OUTRIDER_EXPORT __declspec(dllexport)
@@ -17,7 +18,9 @@ extern "C" OUTRIDER_EXPORT OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionO
   static const Op<BranchAttentionOp<BFloat16, ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16>> attention_brain16;
   static const Op<TreeExpandOp> expand;
   static const Op<TreeRerankOp> rerank;
-  static const OrtCustomOp* const ops[] = {&attention32, &attention16, &attention_brain16, &expand, &rerank};
+  static const Op<SwiGluOp> gated;
+  static const OrtCustomOp* const ops[] = {&attention32, &attention16, &attention_brain16, &expand, &rerank,
+                                            &gated};
   const OrtApi* api = base->GetApi(ORT_API_VERSION);
   if (api == nullptr) return nullptr;  // an ONNX Runtime older than the header: it then knows no such op, and says so
   return guarded(*api, [&] {

@@ -76,8 +76,31 @@ void row_best(const float* x, std::int64_t count, std::int64_t best, float* valu
 }
 
 template <class Lanes>
+typename Lanes::Vector gated(typename Lanes::Vector gate, typename Lanes::Vector up) {
+  const auto one = Lanes::broadcast(1.0f);
+  const auto least = Lanes::exp(Lanes::sub(Lanes::zero(), Lanes::abs(gate)));  // of x and -x: exp of the lesser
+  const auto share = Lanes::div(Lanes::where_negative(gate, least, one), Lanes::add(one, least));
+  return Lanes::mul(Lanes::mul(gate, share), up);
+}
+
+template <class Lanes>
+void row_gated(const float* gate, const float* up, std::int64_t count, float* to) {
+  std::int64_t i = 0;
+  for (; i + Lanes::kWidth <= count; i += Lanes::kWidth)
+    Lanes::store(to + i, gated<Lanes>(Lanes::load(gate + i), Lanes::load(up + i)));
+  if (i == count) return;
+  float last[2][Lanes::kWidth] = {};
+  for (std::int64_t rest = i; rest < count; ++rest) {
+    last[0][rest - i] = gate[rest];
+    last[1][rest - i] = up[rest];
+  }
+  Lanes::store(last[0], gated<Lanes>(Lanes::load(last[0]), Lanes::load(last[1])));
+  for (std::int64_t rest = i; rest < count; ++rest) to[rest] = last[0][rest - i];
+}
+
+template <class Lanes>
 RowKernels rows_of() {
-  return {&row_highest<Lanes>, &row_weights<Lanes>, &row_best<Lanes>};
+  return {&row_highest<Lanes>, &row_weights<Lanes>, &row_best<Lanes>, &row_gated<Lanes>};
 }
 
 }  // namespace

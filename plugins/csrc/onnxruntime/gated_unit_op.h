@@ -1,0 +1,50 @@
+// SwiGlu as ONNX Runtime calls it: gate and up side by side, as one product leaves them.
+#pragma once
+
+#include "onnxruntime/kernels.h"
+#include "onnxruntime/ort.h"
+
+namespace outrider::engine {
+
+class SwiGluOp {
+ public:
+  static constexpr const char* kName = "SwiGlu";
+  static constexpr std::size_t kInputs = 1, kOutputs = 1;
+
+  static ONNXTensorElementDataType input_type(std::size_t) { return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; }
+  static ONNXTensorElementDataType output_type(std::size_t) { return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; }
+  static bool is_optional(std::size_t) { return false; }
+
+  SwiGluOp(const OrtApi&, const OrtKernelInfo*) {}
+
+  void compute(const Run& run) const {
+    std::int64_t shape[3];
+    run.shape_of(0, shape);
+    if (shape[2] % 2 != 0) run.refuse("gate and up are not of one size");
+    const std::int64_t rows = shape[0] * shape[1], size = shape[2] / 2;
+    const std::int64_t out[] = {shape[0], shape[1], size};
+    Job job{run.input<float>(0), run.output<float>(0, out), size};
+    if (rows * size < kAlone) {
+      for (std::int64_t row = 0; row < rows; ++row) one_row(&job, static_cast<std::size_t>(row));
+    } else {
+      run.parallel_for(&one_row, static_cast<std::size_t>(rows), &job);
+    }
+  }
+
+ private:
+  static constexpr std::int64_t kAlone = 16384;  // elements below which waking other threads costs more
+
+  struct Job {
+    const float* both;  // [rows, 2 * size]
+    float* to;          // [rows, size]
+    std::int64_t size;
+  };
+
+  static void one_row(void* state, std::size_t row) {
+    const auto& job = *static_cast<const Job*>(state);
+    const float* gate = job.both + static_cast<std::int64_t>(row) * 2 * job.size;
+    kernels_for(0).rows.gated(gate, gate + job.size, job.size, job.to + static_cast<std::int64_t>(row) * job.size);
+  }
+};
+
+}  // namespace outrider::engine
