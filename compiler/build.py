@@ -188,10 +188,15 @@ class _Steps:
 
 def _check_served(recipe: Recipe) -> None:
     """Refuse what a recipe may say and no plan can do yet."""
-    if recipe.capacity.branches > 1:
-        raise recipe.error(
-            ("capacity", "branches"), f"is {recipe.capacity.branches}; plans serve one branch for now, set it to 1"
-        )
+    several = recipe.capacity.branches
+    if several > 1:
+        says = None
+        if any(not isinstance(drafter, NgramSection) for drafter in recipe.drafters):
+            says = "drafters with an engine serve one branch for now"
+        if any(not isinstance(target, OnnxRuntimeCpuSection) for target in recipe.targets):
+            says = "targets other than onnxruntime-cpu serve one branch for now"
+        if says is not None:
+            raise recipe.error(("capacity", "branches"), f"is {several}; {says}, set it to 1")
     for index, target in enumerate(recipe.targets):
         if isinstance(target, OnnxRuntimeCpuSection) and recipe.dtype(target) != "float32":
             where = ("target", "dtype") if target.dtype is None else ("targets", index, "dtype")
@@ -340,7 +345,7 @@ def _target_plan(
         buffers=buffers,
         views=views,
         symbols=limits,
-        programs=emit_programs(engines, listed),
+        programs=emit_programs(engines, listed, geometry.branches),
         lowering=built.reports,
         kernels=built.kernels,
         buckets=step_buckets(geometry, limits, listed, engines) if built.kernels else {},

@@ -23,6 +23,7 @@ from plugins.schemas import SCHEMAS
 
 _SHARED = {tensor.name for tensor in sampling_buffers(1)}
 _BEAMS = 8  # that every plan serves, whatever its drafters are
+_NODES_OF_A_BRANCH = 4  # its tip and a short draft, where all of a plan's branches live
 _COMPACT = {
     "source": names.KEPT_ROWS,
     "source_count": names.KEPT_COUNT,
@@ -36,7 +37,7 @@ def symbol_limits(geometry: Geometry, drafters: Sequence[Drafter]) -> dict[str, 
 
     A step of beam search wants the logits of every beam, so that there is room for some even without drafts.
     """
-    nodes = max(1 + longest_draft(drafters), _BEAMS)
+    nodes = max(1 + longest_draft(drafters), _BEAMS, _NODES_OF_A_BRANCH * geometry.branches)
     new = geometry.prefill_chunk + nodes - 1
     return _limits(geometry, new, nodes, new)
 
@@ -80,8 +81,10 @@ def stages_around(model: str, drafter: GraphDrafter | None = None) -> tuple[tupl
     return (draws, mask), ()
 
 
-def emit_programs(engines: Mapping[str, Engine], drafters: Sequence[Drafter]) -> dict[str, Program]:
+def emit_programs(engines: Mapping[str, Engine], drafters: Sequence[Drafter], branches: int) -> dict[str, Program]:
     """`prefill`, `decode`, `beam`; one `speculate.NAME` per drafter, one `extend.NAME` where it has an engine.
+
+    Of several branches also `verify`, and `compact.target`, which moves rows over dead ones.
 
     What drafts token by token has a program `draft.NAME` for that; its `speculate.NAME` begins with the mask. What
     keeps rows of a tree has one to move them, `compact.NAME`. An engine needs no stages for the ops that it holds.
@@ -103,6 +106,13 @@ def emit_programs(engines: Mapping[str, Engine], drafters: Sequence[Drafter]) ->
         ),
         names.BEAM: Program(stages=_unasked((forward,))),
     }
+    if branches > 1:
+        judged = _needed(engines[model], accept)
+        ran = _unasked(masked) if judged else masked
+        programs[names.VERIFY] = Program(stages=(*ran, *judged, compact), results=results)
+        programs[names.compact(model)] = Program(
+            stages=(_op("KvGather", model, _COMPACT | {"destination": names.MOVE_TO}),)
+        )
     for drafter in drafters:
         name, judge = drafter.name, accept
         if isinstance(drafter, GraphDrafter):

@@ -121,6 +121,9 @@ def _target(target: TargetPlan, models: Mapping[str, Geometry], drafters: Sequen
             yield f"engines.{name}: {problem}"
     resolver = _Names(memory, target, {d.name for d in drafters if isinstance(d, NgramDrafter)})
     speculative = {names.speculate(drafter.name) for drafter in drafters}
+    several = models[names.TARGET].branches > 1
+    if several:
+        speculative.add(names.VERIFY)
     required = speculative | {names.PREFILL, names.DECODE, names.BEAM} | {names.extend(name) for name in graphs}
     required |= {names.draft(name) for name, drafter in graphs.items() if drafter.entropy is not None}
     compacting = {
@@ -128,6 +131,8 @@ def _target(target: TargetPlan, models: Mapping[str, Geometry], drafters: Sequen
         for name, drafter in graphs.items()
         if drafter.compacts and name in target.engines and target.engines[name].keeps_levels
     }
+    if several:
+        compacting.add(names.compact(names.TARGET))
     required |= compacting
     for name in sorted(required):
         if name not in target.programs:

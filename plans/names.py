@@ -47,6 +47,7 @@ COMMITTED = "committed"  # int64 [M], committed tokens; tree t's start at its ro
 ACCEPTED_COUNT = "accepted_count"  # int64 [branches], committed tokens of each tree
 KEPT_ROWS = "kept_rows"  # int64 [N], new tokens that stay, ascending; a drafter's: [grown], rows of its last tree
 KEPT_COUNT = "kept_count"  # int64 [1]
+MOVE_TO = "move_to"  # int64 [R], where rows that are moved together go; of plans of several branches
 STATUS = "status"  # int64 [1], of an engine that accepts: 0, or the number of a fault that the walk came to
 UNREAD_STATUS = "unread_status"  # int64 [1], likewise, in programs that do not go by what the engine accepts
 TRIALS = "trials"  # f64 [M, 2], by rejection: r and p / q of each drafted node that was weighed, NaN elsewhere
@@ -87,6 +88,7 @@ SKIP_SAMPLE_ADJUSTMENT = "skip_sample_adjustment"  # int64 [branches], 1: reject
 # Programs.
 PREFILL = "prefill"
 DECODE = "decode"
+VERIFY = "verify"  # what hangs behind the tips of any number of branches
 BEAM = "beam"  # the target's engine alone, under an `attn_bias` that the host writes
 
 

@@ -30,6 +30,8 @@ def target_buffers(geometry: Geometry, kv_dtype: DType, *, rejection: bool) -> t
         names.KEPT_ROWS: (integer, (new,)),
         names.KEPT_COUNT: (integer, (1,)),
     }
+    if geometry.branches > 1:
+        table[names.MOVE_TO] = (integer, (names.ROWS,))
     if rejection:
         table[names.DRAFT_PROBS] = (real, (picked, geometry.vocab_size))
         table[names.TRIALS] = (DType.FLOAT64, (picked, 2))

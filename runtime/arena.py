@@ -10,6 +10,7 @@ from runtime.buffers import Buffers
 from runtime.step import Step
 
 EMPTY = -2  # a slot that belongs to no branch
+SHARED = -1  # one that all branches see
 
 
 class SlotMap:
@@ -29,8 +30,17 @@ class SlotMap:
         """Position of the first token behind the committed rows."""
         return int(self._positions[self.length - 1]) + 1 if self.length else 0
 
-    def commit(self, rows: int, kept: NDArray[np.int64] | None) -> None:
-        """Take `rows` rows of the step: the first ones, or those `kept` lists, which KvGather has moved there."""
+    @property
+    def owners(self) -> NDArray[np.int64]:
+        """Whose each committed slot is: a branch's number, SHARED or EMPTY."""
+        owners: NDArray[np.int64] = self._bim[: self.length]
+        return owners
+
+    def commit(self, rows: int, kept: NDArray[np.int64] | None, owner: int | None = None) -> None:
+        """Take `rows` rows of the step: the first ones, or those `kept` lists, which KvGather has moved there.
+
+        They belong to the step's branches, or to `owner`.
+        """
         step, start, stop = self._step, self.length, self.length + rows
         if rows == 1:  # the first new token of a step is never moved
             self._bim[start] = step.branch[0]
@@ -41,7 +51,27 @@ class SlotMap:
         else:
             self._bim[start:stop] = step.branch[:rows]
             self._positions[start:stop] = step.positions[:rows]
+        if owner is not None:
+            self._bim[start:stop] = owner
         self.length = stop
+
+    def release(self, branch: int) -> int:
+        """Nobody sees the slots of `branch` any more; how many these are."""
+        mine = self.owners == branch
+        self.owners[mine] = EMPTY
+        return int(mine.sum())
+
+    def drop(self, slots: NDArray[np.int64]) -> int:
+        """Nobody sees these slots any more; how many these are."""
+        self._bim[slots] = EMPTY
+        return len(slots)
+
+    def compact(self) -> None:
+        """Rows have been moved together, over the slots that nobody sees; the map follows."""
+        alive = np.flatnonzero(self.owners != EMPTY)
+        self._bim[: len(alive)] = self._bim[alive]
+        self._positions[: len(alive)] = self._positions[alive]
+        self.length = len(alive)
 
     def continue_chain(self, rows: int) -> None:
         """Take `rows` rows that stand behind the last one and continue it, a position each."""

@@ -15,6 +15,8 @@ from plans.plan import Plan, open_plan
 from runtime.backends import BACKENDS, Chosen, choose_target
 from runtime.backends.base import Settings
 from runtime.beam_search import BeamOptions, BeamResult, beam_search
+from runtime.branch_request import BranchPrompt, check_branches
+from runtime.branch_run import BranchRequest, BranchRunner, BranchSpan
 from runtime.generation import Generation, GenerationStream, Span
 from runtime.prompt import prepare_prompt
 from runtime.request import Options, check_options
@@ -51,6 +53,7 @@ class Runtime:
         text = plan.manifest.text
         self.tokenizer = Tokenizer.load(plan.root / "tokenizer", bos_token=text.bos_token, eos_token=text.eos_token)
         # The first session resolves every program, so that a wrong plan is found here and not at the first prompt.
+        self._idle_runners: deque[BranchRunner] = deque(maxlen=1)
         self._idle = deque([self.session()], maxlen=MAX_IDLE)  # a deque needs no lock, not even in a finaliser
 
     @classmethod
@@ -92,6 +95,53 @@ class Runtime:
         request = check_options(options, [d.name for d in manifest.drafters], manifest.text.eos_token_ids)
         ids = prepare_prompt(prompt, (), request.stop, self.tokenizer, manifest.target).ids
         return GenerationStream(self._run(ids, options))
+
+    def generate_branches(
+        self,
+        prompt: str | Sequence[int],
+        branches: Sequence[BranchPrompt] | None = None,
+        *,
+        n: int | None = None,
+        max_parallel: int | None = None,
+        **options: Unpack[Options],
+    ) -> list[Generation]:
+        """Continue `prompt` in every branch, all at once; see `stream_branches`."""
+        spans = self.stream_branches(prompt, branches, n=n, max_parallel=max_parallel, **options)
+        found = {each.branch: each.result for each in spans if each.result is not None}
+        return [found[place] for place in sorted(found)]
+
+    def stream_branches(
+        self,
+        prompt: str | Sequence[int],
+        branches: Sequence[BranchPrompt] | None = None,
+        *,
+        n: int | None = None,
+        max_parallel: int | None = None,
+        **options: Unpack[Options],
+    ) -> Iterator[BranchSpan]:
+        """Continue `prompt` in several branches that share its rows, spans of all of them as they come.
+
+        A branch is a text or token ids behind the prompt, or a mapping of `prompt` and options of its own; those
+        given here hold for all. In place of `branches`, `n` asks for so many samples of the prompt itself. At most
+        `max_parallel` branches live at once (default: as many as the plan has); others follow as these end.
+
+        Each branch gets the tokens that it would get alone, behind prompt and beginning, with its `stream_id`: that
+        given, plus the branch's place. Raises RequestError, before anything runs.
+        """
+        asked = check_branches(self.manifest, self.tokenizer, prompt, branches, n, options)
+        most = self.manifest.target.branches
+        parallel = most if max_parallel is None else max_parallel
+        if isinstance(parallel, bool) or not isinstance(parallel, int) or not 1 <= parallel <= most:
+            raise RequestError(f"max_parallel is {max_parallel!r}; pass a whole number from 1 to {most}.")
+        return self._branches(*asked, parallel)
+
+    def _branches(self, prefix: list[int], asked: list[BranchRequest], parallel: int) -> Iterator[BranchSpan]:
+        try:
+            runner = self._idle_runners.pop()
+        except IndexError:
+            runner = BranchRunner(self.manifest, self._target_plan, self._backend, self._engines, self.tokenizer)
+        yield from runner.run(prefix, asked, parallel)
+        self._idle_runners.append(runner)
 
     def beam_search(self, prompt: str | Sequence[int], **options: Unpack[BeamOptions]) -> list[BeamResult]:
         """The most probable continuations of `prompt` that beam search finds, best first. Raises RequestError."""

@@ -7,7 +7,7 @@ tokens are the step's.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +68,11 @@ class Step:
         self.past_length[0] = past
         self.row_splits[1] = self.reach
 
+    def begin_moves(self, start: int, rows: int) -> None:
+        """Take `rows` rows from `start` on for the new tokens: for an op that moves some of them."""
+        self.past_length[0] = start
+        self.row_splits[1] = rows
+
     @property
     def new_tokens(self) -> int:
         return self.sizes[_NEW]
@@ -108,6 +113,31 @@ class TargetStep(Step):
         self.sizes[_LOGITS] = int(logits)
         self.begin(past, position, tokens, branch)
 
+    def begin_branches(self, past: int) -> None:
+        """An empty step behind `past` committed rows, for `append_chain`."""
+        self.draft_limit = self.drafted = 0
+        self._free_bias[0] = 0
+        self.past_length[0] = past
+        self.sizes[_LOGITS] = 0
+        self._resize(0)
+
+    def append_chain(self, tokens: Sequence[int], position: int, branch: int, *, tip: bool) -> int:
+        """Lay out the next tokens of a branch, the first at `position`, and ask for the last one's logits if it is its
+        tip; its index in the step."""
+        n, count = self.sizes[_NEW], len(tokens)
+        last = n + count - 1
+        self.token_ids[n : last + 1] = tokens
+        self.positions[n : last + 1] = self._count[:count]
+        self.positions[n : last + 1] += position
+        self.parent[n] = -1
+        self.parent[n + 1 : last + 1] = self._count[n:last]
+        self.branch[n : last + 1] = branch
+        if tip:
+            self.logit_rows[self.sizes[_LOGITS]] = last
+            self.sizes[_LOGITS] += 1
+        self._resize(last + 1)
+        return last
+
     def begin_rehearsed(self, length: int, drafted: int = 0) -> None:
         """A step of tokens 0: the tip, the last of `length` tokens, and a chain of `drafted` nodes."""
         self.begin_target(length - 1, length - 1, [0], 0, logits=True)
@@ -123,7 +153,7 @@ class TargetStep(Step):
             parent = self.parent[node]
             self.positions[node] = self.positions[parent] + 1
             self.branch[node] = self.branch[parent]
-            self.logit_rows[node - n + 1] = node
+            self.logit_rows[self.sizes[_LOGITS] + node - n] = node
         self.drafted += count
         self.sizes[_LOGITS] += count
         self._resize(n + count)

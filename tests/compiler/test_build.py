@@ -319,7 +319,7 @@ def test_local_parts_of_versions_are_no_part_of_the_identity(monkeypatch: pytest
 
 
 def test_branches_that_no_plan_serves_are_refused_with_the_key(workplace: Path) -> None:
-    with pytest.raises(RecipeError, match=r"capacity\.branches is 4; plans serve one branch"):
+    with pytest.raises(RecipeError, match=r"capacity\.branches is 4; .* one branch"):
         rebuild(workplace, "capacity.branches=4")
 
 

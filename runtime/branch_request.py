@@ -1,0 +1,58 @@
+"""What a caller asks of several branches, checked before any of them runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from plans.errors import RequestError
+from plans.manifest import Manifest
+from runtime.branch_run import BranchRequest
+from runtime.prompt import prepare_prompt
+from runtime.request import Options, check_options
+from runtime.tokenizer import Tokenizer
+
+BranchPrompt = str | Sequence[int] | Mapping[str, Any]
+"""What a branch begins with: text, token ids, or a mapping of `prompt` and `Options` of its own."""
+
+
+def check_branches(
+    manifest: Manifest,
+    tokenizer: Tokenizer,
+    prompt: str | Sequence[int],
+    branches: Sequence[BranchPrompt] | None,
+    n: int | None,
+    options: Options,
+) -> tuple[list[int], list[BranchRequest]]:
+    """The prefix that all share, and the branches behind it. Raises RequestError naming the branch."""
+    geometry = manifest.target
+    if geometry.branches < 2:
+        raise RequestError("The plan serves one branch; build it with capacity.branches of 2 to 16 for more.")
+    if (branches is None) == (n is None):
+        raise RequestError("Pass either `branches`, or `n` for samples of the prompt itself.")
+    prefix = prepare_prompt(prompt, (), (), tokenizer, geometry).ids
+    given: list[Mapping[str, Any]]
+    if branches is None:
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise RequestError(f"n is {n!r}; pass a whole number of at least 1.")
+        prefix, last = prefix[:-1], prefix[-1:]
+        given = [{"prompt": last}] * n
+    else:
+        given = [branch if isinstance(branch, Mapping) else {"prompt": branch} for branch in branches]
+        if not given:
+            raise RequestError("`branches` is empty; there is nothing to continue.")
+    asked = []
+    for place, branch in enumerate(given):
+        try:
+            own = {name: value for name, value in branch.items() if name != "prompt"}
+            merged = cast(Options, {**options, **own})
+            if "stream_id" not in own:
+                merged["stream_id"] = options.get("stream_id", 0) + place
+            request = check_options(merged, [d.name for d in manifest.drafters], manifest.text.eos_token_ids)
+            ids = prepare_prompt(branch.get("prompt", ""), prefix, request.stop, tokenizer, geometry).ids
+            if not ids:
+                raise RequestError("It begins with nothing; pass text or token ids, or ask for `n` samples.")
+        except RequestError as error:
+            raise RequestError(f"Branch {place}: {error}") from None
+        asked.append(BranchRequest(ids, request))
+    return prefix, asked

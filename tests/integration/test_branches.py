@@ -1,0 +1,173 @@
+"""Branches in one sequence: each has the tokens that it has alone, whatever lives beside it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compiler.build import build
+from compiler.recipe import load_recipe
+from plans.errors import RequestError
+from runtime import Runtime
+
+PLAN = [
+    "drafters=[{name: ngram, kind: ngram, max_draft: 6}, {name: short, kind: ngram, max_context: 1, filler_top_k: 3}]",
+    "capacity={context: 160, prefill_chunk: 16, branches: 8}",
+]
+TOKENS = st.lists(st.integers(1, 299), min_size=1, max_size=24)
+
+
+@pytest.fixture(scope="module")
+def branching(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Runtime:
+    out = tmp_path_factory.mktemp("branches") / "plan"
+    build(load_recipe(toy_recipe, PLAN), toy_recipe, out)
+    return Runtime.load(out, threads=1)
+
+
+def alone(runtime: Runtime, prefix: list[int], branch: dict[str, Any], place: int, **options: Any) -> Any:
+    own = {"stream_id": place, **options, **{name: value for name, value in branch.items() if name != "prompt"}}
+    return runtime.generate([*prefix, *branch["prompt"]], **own)
+
+
+BRANCH = st.fixed_dictionaries(
+    {
+        "prompt": TOKENS,
+        "max_new_tokens": st.integers(1, 40),
+        "temperature": st.sampled_from([0.0, 0.8]),
+        "seed": st.integers(0, 9),
+        "drafter": st.sampled_from(["none", "ngram", "short"]),
+    }
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prefix=st.lists(st.integers(1, 299), min_size=1, max_size=50),
+    branches=st.lists(BRANCH, min_size=1, max_size=12),
+    parallel=st.integers(1, 8),
+)
+def test_every_branch_has_the_tokens_that_it_has_alone(branching, prefix, branches, parallel) -> None:
+    """Joined and finished at different times, more of them than live at once, until slots have to be compacted."""
+    found = branching.generate_branches(prefix, branches, max_parallel=parallel, ignore_eos=True)
+    assert len(found) == len(branches)
+    for place, (branch, generation) in enumerate(zip(branches, found, strict=True)):
+        expected = alone(branching, prefix, branch, place, ignore_eos=True)
+        assert generation.token_ids == expected.token_ids
+        assert generation.text == expected.text
+        assert generation.finish_reason == expected.finish_reason
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "short"])
+def test_samples_of_one_prompt_share_all_of_it(branching, drafter) -> None:
+    prompt = [(37 * i) % 299 + 1 for i in range(40)]
+    options = {"temperature": 0.9, "seed": 3, "max_new_tokens": 20, "drafter": drafter, "logprobs": 2}
+    found = branching.generate_branches(prompt, n=4, **options)
+    assert len({tuple(generation.token_ids) for generation in found}) > 1
+    for stream, generation in enumerate(found):
+        expected = branching.generate(prompt, stream_id=stream, **options)
+        assert generation.token_ids == expected.token_ids
+        assert [entry.logprob for entry in generation.logprobs] == [entry.logprob for entry in expected.logprobs]
+
+
+def test_a_stop_string_ends_its_branch_alone(branching) -> None:
+    prefix = [5, 6, 7]
+    plain = branching.generate_branches(prefix, [[8], [9], [10]], max_new_tokens=30, ignore_eos=True)
+    text = plain[1].text
+    stop = text[len(text) // 2 : len(text) // 2 + 2]
+    branches = [[8], {"prompt": [9], "stop": stop}, [10]]
+    found = branching.generate_branches(prefix, branches, max_new_tokens=30, ignore_eos=True)
+    assert [g.token_ids for g in (found[0], found[2])] == [g.token_ids for g in (plain[0], plain[2])]
+    assert found[1].finish_reason == "stop"
+    assert found[1].text == text[: text.index(stop)]
+    assert found[1].token_ids == alone(branching, prefix, branches[1], 1, max_new_tokens=30, ignore_eos=True).token_ids
+
+
+def test_spans_joined_are_the_text_and_a_cancelled_branch_leaves_the_others(branching) -> None:
+    cancel = threading.Event()
+    branches = [[8, 9], {"prompt": [10], "cancel": cancel}, [11]]
+    texts, results = ["", "", ""], {}
+    for number, each in enumerate(branching.stream_branches([5, 6], branches, max_new_tokens=24, ignore_eos=True)):
+        texts[each.branch] += each.span.text
+        if number == 6:
+            cancel.set()
+        if each.result is not None:
+            results[each.branch] = each.result
+    assert [results[place].text for place in range(3)] == texts
+    assert [str(results[place].finish_reason) for place in range(3)] == ["length", "cancelled", "length"]
+    for place in (0, 2):
+        expected = branching.generate([5, 6, *branches[place]], max_new_tokens=24, ignore_eos=True)
+        assert results[place].token_ids == expected.token_ids
+
+
+def test_nothing_of_others_is_read(branching, monkeypatch) -> None:
+    """Rows of all other branches are overwritten with large finite garbage before every pass."""
+    from runtime.branch_run import BranchRunner
+
+    prefix, branches = [3, 1, 4], [[1, 5], [9, 2, 6], [5]]
+    expected = branching.generate_branches(prefix, branches, max_new_tokens=16, ignore_eos=True)
+    for place in range(3):
+        original = BranchRunner._lay_out
+
+        def poisoned(self: BranchRunner, running: Any, place: int = place, original: Any = original) -> Any:
+            owners = self._slots.owners
+            number = next((each.branch.number for each in running if each.place == place), None)
+            others = np.flatnonzero((owners >= 0) & (owners != number) | (owners == -2))
+            self._buffers.of("target", "kv")[:, :, :, others] = 1e30
+            return original(self, running)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(BranchRunner, "_lay_out", poisoned)
+            found = branching.generate_branches(prefix, branches, max_new_tokens=16, ignore_eos=True)
+        assert found[place].token_ids == expected[place].token_ids
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (([1], []), "empty"),
+        (([1], None), "Pass either"),
+        (([1], [[2], []]), "Branch 1: It begins with nothing"),
+        (([1], [[2], [999]]), "Branch 1: Token id 999"),
+        (([1], [[2], {"prompt": [3], "heat": 1}]), "Branch 1: Unknown option 'heat'"),
+        (([1] * 150, [[2] * 20]), "Branch 0: The sequence would have 170"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_anything_runs(branching, arguments, words) -> None:
+    with pytest.raises(RequestError, match=words):
+        branching.stream_branches(*arguments)
+    with pytest.raises(RequestError, match="max_parallel"):
+        branching.stream_branches([1], [[2]], max_parallel=9)
+
+
+def test_a_plan_of_one_branch_says_so(toy: Runtime) -> None:
+    with pytest.raises(RequestError, match=r"capacity\.branches"):
+        toy.generate_branches([1], [[2]])
+
+
+def test_dead_slots_are_compacted_and_counted(branching) -> None:
+    from runtime.branch_run import BranchRunner
+
+    moved: list[int] = []
+    original = BranchRunner._make_room
+
+    def watched(self: BranchRunner) -> None:
+        before = self._slots.length
+        original(self)
+        if self._slots.length < before:
+            moved.append(before - self._slots.length)
+
+    BranchRunner._make_room = watched  # type: ignore[method-assign]
+    try:
+        branches = [{"prompt": [7 + i] * 5, "max_new_tokens": 30 + i} for i in range(10)]
+        found = branching.generate_branches([5] * 20, branches, max_parallel=3, ignore_eos=True)
+    finally:
+        BranchRunner._make_room = original  # type: ignore[method-assign]
+    assert moved
+    for place, branch in enumerate(branches):
+        assert found[place].token_ids == alone(branching, [5] * 20, branch, place, ignore_eos=True).token_ids
