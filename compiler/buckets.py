@@ -22,7 +22,7 @@ def step_buckets(
             target.update(_doubled(1 + drafter.max_draft))
         else:
             target.update(range(2, 2 + drafter.longest) if drafter.entropy else (drafter.tree.nodes,))
-            own[drafter.name] = _fed(drafter, keeps_levels=engines[drafter.name].keeps_levels)
+            own[drafter.name] = _fed(drafter, drafters, keeps_levels=engines[drafter.name].keeps_levels)
     return {
         model: Buckets(
             new=tuple(size for size in sorted(sizes) if size <= limits[model][names.NEW]),
@@ -47,7 +47,12 @@ def _doubled(most: int) -> set[int]:
     return {min(1 << power, most) for power in range(1, most.bit_length() + 1)} if most > 1 else set()
 
 
-def _fed(drafter: GraphDrafter, *, keeps_levels: bool) -> range:
-    """How many tokens a round leaves the drafter to take in: what the target committed, or what has no row of these."""
+def _fed(drafter: GraphDrafter, drafters: Sequence[Drafter], *, keeps_levels: bool) -> range:
+    """How many tokens a round leaves the drafter to take in: what the target committed, or what has no row of these.
+
+    A head takes in what n-grams committed in its place, too.
+    """
     keeps = drafter.kind == "model" and (keeps_levels or drafter.entropy is not None)
-    return range(1, 3 if keeps else 2 + drafter.longest_path)
+    before = (d.max_draft for d in drafters if isinstance(d, NgramDrafter) and d.otherwise == drafter.name)
+    longest = max(drafter.longest_path, *before, 0) if drafter.kind == "eagle3" else drafter.longest_path
+    return range(1, 3 if keeps else 2 + longest)

@@ -42,6 +42,13 @@ class NgramSection(Section):
     )
     least: int = Field(1, ge=1, le=64, description="foreseen tokens from which on `otherwise` is not asked")
 
+    @model_validator(mode="after")
+    def _least_can_be_foreseen(self) -> NgramSection:
+        if self.least > self.max_draft:
+            context = {"least": self.least, "most": self.max_draft, "at": ("least",)}
+            raise PydanticCustomError("least", "is {least}, more than max_draft {most}; lower it", context)
+        return self
+
     @field_validator("min_context")
     @classmethod
     def _not_above_max(cls, value: int, info: ValidationInfo) -> int:

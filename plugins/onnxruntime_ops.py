@@ -11,13 +11,13 @@ It is `outrider.BranchAttention` (`plugins.onnx_ops`) with these differences:
 - a query that sees nothing gives zeros;
 - without k and v, q has all three side by side, `[1, N, (num_heads + 2 * kv_num_heads) * head_dim]`;
 - without row_splits there is one row, which has all tokens;
-- with positions, int64 `[N]`, queries and keys are rotated by halves: cos and sin are `[positions, head_dim / 2]`;
+- with positions, int64 `[1, N]`, queries and keys are rotated by halves: cos and sin are `[positions, head_dim / 2]`;
 - with q_norm and k_norm, `[head_dim]`, each head is normed by its root mean square before that;
 - caches that are bound to the memory of their inputs are appended to in place, others are copied.
 
 A query's output depends on the query and on what it sees, in the order of slots, and on nothing else, bit for bit.
 Which instructions compute it is chosen when it runs, so that other machines may give other last bits;
-`OUTRIDER_CPU_LANES=8` in the environment gives those of a machine without AVX-512, on one with it.
+`OUTRIDER_CPU_LANES=8` in the environment gives those of our ops on a machine without AVX-512.
 
 `outrider.cpu.SwiGlu(x) -> (y)`: of x float32 `[1, N, 2 * size]`, gate and up side by side, `silu(gate) * up`.
 
@@ -26,7 +26,9 @@ Which instructions compute it is chosen when it runs, so that other machines may
 
 from __future__ import annotations
 
+import ctypes
 import sys
+from functools import cache
 from pathlib import Path
 
 from plugins.native import folder
@@ -35,9 +37,21 @@ CPU_DOMAIN = "outrider.cpu"
 """The domain of ops that only this library has."""
 
 
+_VERSION = 1  # of the ops, as the built library counts them
+
+
+@cache
 def cpu_library() -> Path:
-    """The library for `SessionOptions.register_custom_ops_library`. Raises `ImportError` where it was not built."""
+    """The library for `SessionOptions.register_custom_ops_library`.
+
+    Raises `ImportError` where it was not built, or of other sources.
+    """
     path = folder() / f"outrider_onnxruntime{'.dll' if sys.platform == 'win32' else '.so'}"
     if not path.is_file():
         raise ImportError(f"{path} is missing. Run `pip install -e .` at the top of the repository.")
+    if (built := ctypes.CDLL(str(path)).outrider_cpu_ops_version()) != _VERSION:
+        raise ImportError(
+            f"{path} has version {built} of our ops, and {_VERSION} is wanted. "
+            "Run `pip install -e .` at the top of the repository."
+        )
     return path

@@ -38,11 +38,19 @@ def lower(engine: str, model: ir.Model, target: str, rows: int) -> list[RuleRepo
     """Lower `model` in place for `target` with `rows` rows in its arena."""
     lowering = Lowering(engine, model, rows)
     reports = apply_rules(lowering, RULES[target])
+    _drop_unread(model.graph)
     if rows == 1:
         _fix_single_row(model)
     if target == "onnxruntime-cpu":
         model.opset_imports.setdefault("com.microsoft", 1)
     return reports
+
+
+def _drop_unread(graph: ir.Graph) -> None:
+    """Constants of what rules have replaced."""
+    for name, value in list(graph.initializers.items()):
+        if not value.uses() and value not in graph.outputs:
+            del graph.initializers[name]
 
 
 def _fix_single_row(model: ir.Model) -> None:

@@ -1,7 +1,7 @@
 """BranchAttention on the CPU: our own kernel inside of ONNX Runtime, and what it does on the way.
 
-The kernel (`plugins/csrc/attention`) looks at visible keys alone, so that a token comes out bit for bit the same in any
-company: alone, in a chain, in a prefill chunk, as a node of a tree, in any row.
+The kernel (`plugins/csrc/onnxruntime`) looks at visible keys alone, so that a token comes out bit for bit the same in
+any company: alone, in a chain, in a prefill chunk, as a node of a tree, in any row.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ _POSITIONS, _COS, _SIN, _Q_NORM, _K_NORM, _INPUTS = 8, 9, 10, 11, 12, 13
 
 class CpuAttention(Rule):
     """onnxruntime-cpu: one node appends in place and attends, for any number of ragged rows.
+
+    Of the bias it reads whether it is 0, as BimMask and draft graphs write it: a key is visible or not.
 
     Two to three times as fast as `com.microsoft.GroupQueryAttention` for a token or two (which would also want a dummy
     row, to compute one token as it computes several), and level with it at 32.
@@ -47,7 +49,9 @@ class RotateInside(Rule):
         query, key = (_producer(node, index, "RotaryEmbedding") for index in (_Q, _K))
         if query is None or key is None:
             return "queries or keys are not rotated right before it"
-        if any(a is not b for a, b in zip(query.inputs[1:], key.inputs[1:], strict=True)):
+        if len(query.inputs) < 4 or query.inputs[3] is None:
+            return "the rotation has no positions"
+        if list(query.inputs[1:]) != list(key.inputs[1:]):
             return "queries and keys are rotated by other angles"
         if any(
             r.attributes.get_int("interleaved", 0) or r.attributes.get_int("rotary_embedding_dim", 0)

@@ -31,8 +31,11 @@ class FuseGatedUnit(Rule):
             return "gate and up are products of two values"
         if _weight(gate).shape != _weight(up).shape or _weight(gate).dtype != ir.DataType.FLOAT:
             return "gate and up have other sizes, or are not of float32"
-        if len(unit.gate.uses()) != 2 or len(unit.up.uses()) != 1:
-            return "gate or up is read by others too"
+        activated, shared = unit.activation.outputs[0], unit.sigmoid.outputs[0]
+        if len(unit.gate.uses()) != 2 or any(len(x.uses()) != 1 for x in (unit.up, activated, shared)):
+            return "a part of the unit is read by others too"
+        if any(x in lowering.graph.outputs for x in (unit.gate, unit.up, activated, shared)):
+            return "a part of the unit is a result of the graph"
         return None
 
     def rewrite(self, node: ir.Node, lowering: Lowering) -> None:

@@ -15,8 +15,8 @@ from runtime.step import TargetStep
 class Fallback:
     """Asks `first`, which costs microseconds, and where that foresees fewer than `least` tokens, `then`.
 
-    A round that `first` has is a plain one to `then`. Both may also be asked for by name; a session knows them too,
-    and tells them of what happens to the sequence as a whole.
+    A round that `first` has is a plain one to `then`: a head takes in what it committed, with a run of its engine. Both
+    may also be asked for by name; a session knows them too, and tells them of what happens to the sequence as a whole.
     """
 
     def __init__(self, first: HostDrafter, then: EngineDrafter, least: int) -> None:

@@ -38,4 +38,4 @@ def test_a_plan_has_them_where_devices_record(cuda_plan: Plan, toy_plan: Path) -
     assert buckets["target"].view == (128, 256)
     # A draft model has rows of what was accepted; a head takes in all of it again: 2 levels behind the tip's own.
     assert buckets["chain"].new == buckets["sure"].new == buckets["bushy"].new == (1, 2)
-    assert buckets["head"].new == (1, 2, 3, 4)
+    assert buckets["head"].new == (1, 2, 3, 4, 5, 6, 7)  # and what the n-grams before it commit

@@ -188,7 +188,7 @@ def test_it_norms_and_rotates_queries_and_keys(dtype, packed) -> None:
     del inputs["row_splits"]
     angles = random.normal(size=(40, size // 2)).astype(np.float32)
     inputs |= {
-        "positions": random.integers(0, 40, 7),
+        "positions": random.integers(0, 40, (1, 7)),
         "cos": np.cos(angles),
         "sin": np.sin(angles),
         "q_norm": random.normal(size=size).astype(np.float32),
@@ -200,7 +200,7 @@ def test_it_norms_and_rotates_queries_and_keys(dtype, packed) -> None:
         by_head = x.astype(np.float64).reshape(1, 7, -1, size)
         normed = by_head / np.sqrt((by_head**2).mean(-1, keepdims=True) + epsilon) * norm.astype(np.float64)
         low, high = normed[..., : size // 2], normed[..., size // 2 :]
-        cos, sin = (inputs[name].astype(np.float64)[inputs["positions"], None] for name in ("cos", "sin"))
+        cos, sin = (inputs[name].astype(np.float64)[inputs["positions"][0], None] for name in ("cos", "sin"))
         return np.concatenate((low * cos - high * sin, high * cos + low * sin), axis=-1).reshape(x.shape)
 
     q, k = ready(inputs["q"], inputs["q_norm"]), ready(inputs["k"], inputs["k_norm"])
@@ -234,10 +234,16 @@ def test_a_query_that_sees_nothing_gives_zeros() -> None:
         ({"attn_bias": np.zeros((1, 1, 3, 99), np.float32)}, "wider than the arena"),
         ({"attn_bias": np.zeros((2, 1, 3, 10), np.float32)}, "rows"),
         ({"q": np.zeros((1, 3, 40), np.float32)}, "width"),
-        ({"positions": np.zeros(3, np.int64)}, "rotations"),
+        ({"positions": np.zeros((1, 3), np.int64)}, "rotations"),
+        ({"k": np.zeros((1, 2, 16), np.float32)}, "extent 2 in place of 3"),
+        ({"v_cache": np.zeros((1, 2, 5, 8), np.float32)}, "extent 5 in place of"),
+        ({"past_length": np.array([2**63 - 2])}, "exceed the arena"),
+        ({"past_length": np.array([1, 1])}, "extent 2 in place of 1"),
+        ({"row_splits": np.array([0, 2])}, "do not cover"),
     ],
 )
 def test_what_cannot_be_is_refused_with_a_reason(change, words) -> None:
+    session.cache_clear()  # shapes are looked at when they change
     inputs = step(np.random.default_rng(0), 4, 2, 8, [3], [5], 0) | change
     with pytest.raises(Exception, match=words):
         attend(inputs, 4, 2)
@@ -247,7 +253,7 @@ def test_positions_without_a_rotation_are_refused() -> None:
     inputs = step(np.random.default_rng(0), 4, 2, 8, [3], [5], 0)
     inputs |= {name: np.ones((6, 4), np.float32) for name in ("cos", "sin")}
     with pytest.raises(Exception, match="no rotation"):
-        attend(inputs | {"positions": np.array([4, 5, 6])}, 4, 2)
+        attend(inputs | {"positions": np.array([[4, 5, 6]])}, 4, 2)
 
 
 @pytest.mark.skipif("OUTRIDER_CPU_LANES" in os.environ, reason="runs the others with fewer lanes")

@@ -19,6 +19,7 @@ LOOKUPS: dict[str, dict[str, Any]] = {
     "ngram": {"ngram_size": 4, "max_draft_tokens": 8, "ngram_chained_lookup": True},
     "ngram-adaptive": {"ngram_size": 4, "max_draft_tokens": 8, "ngram_chained_lookup": True, "min_adaptive_k": 2},
     "ngram-16": {"ngram_size": 4, "max_draft_tokens": 16, "ngram_chained_lookup": True},
+    "ngram-32": {"ngram_size": 4, "max_draft_tokens": 32, "ngram_chained_lookup": True},
 }
 
 

@@ -10,7 +10,7 @@ namespace {
 constexpr double kFirstDoubt = 0.5, kLessBy = 0.65;
 constexpr double kShares = 4.0;  // how many shares the assumption weighs as much as
 constexpr u32 kRoot = 0;         // the node of the empty context
-constexpr std::size_t kFirstSlots = 1024;
+constexpr int kFirstBits = 10;
 
 }  // namespace
 
@@ -34,8 +34,9 @@ NgramCounts::NgramCounts(i64 shortest, i64 longest, double least_chance)
       least_chance_(least_chance),
       trust_(longest),
       nodes_(1, Node{}),
-      keys_(kFirstSlots),
-      children_(kFirstSlots, kRoot),
+      shift_(64 - kFirstBits),
+      keys_(std::size_t{1} << kFirstBits),
+      children_(std::size_t{1} << kFirstBits, kRoot),
       tails_(1, kRoot) {}
 
 void NgramCounts::extend(u32 token, const u32* likely, i64 likely_count) {
@@ -98,7 +99,7 @@ u32& NgramCounts::child(u32 context, u32 token) {
   if (2 * nodes_.size() >= keys_.size()) grow();
   const u64 key = static_cast<u64>(context) << 32 | token;
   const std::size_t mask = keys_.size() - 1;
-  for (std::size_t slot = key * 0x9e3779b97f4a7c15u >> 20 & mask;; slot = (slot + 1) & mask) {
+  for (std::size_t slot = key * 0x9e3779b97f4a7c15u >> shift_;; slot = (slot + 1) & mask) {
     if (children_[slot] == kRoot) keys_[slot] = key;
     if (keys_[slot] == key) return children_[slot];
   }
@@ -107,6 +108,7 @@ u32& NgramCounts::child(u32 context, u32 token) {
 void NgramCounts::grow() {
   std::vector<u64> keys(2 * keys_.size());
   std::vector<u32> children(2 * keys_.size(), kRoot);
+  --shift_;
   keys.swap(keys_);
   children.swap(children_);
   for (std::size_t old = 0; old < keys.size(); ++old)

@@ -58,6 +58,7 @@ class NgramCounts {
   double least_chance_;
   Trust trust_;
   std::vector<Node> nodes_;
+  int shift_;                  // leaves the bits of a slot of a product's 64: the best mixed
   std::vector<u64> keys_;      // open addressing: context << 32 | token, where `children_` is not 0
   std::vector<u32> children_;  // the node of the n-gram that is one token longer
   std::vector<u32> tails_, longer_tails_;

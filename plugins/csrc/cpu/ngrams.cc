@@ -26,7 +26,8 @@ u32 token_of(nb::handle value) {
 
 class Ngrams {
  public:
-  Ngrams(i64 shortest, i64 longest, double least_chance) : counts_(shortest, longest, least_chance) {}
+  Ngrams(i64 shortest, i64 longest, double least_chance)
+      : counts_((check_value(kName, "shortest", 0, shortest, 1, longest), shortest), longest, least_chance) {}
 
   void extend(nb::list token_ids) {
     for (nb::handle token : token_ids) counts_.extend(token_of(token), nullptr, 0);
@@ -68,7 +69,8 @@ void register_ngrams(nb::module_& module) {
       .def("extend", &Ngrams::extend, nb::arg("token_ids"))
       .def("extend_one", &Ngrams::extend_one, nb::arg("token"), nb::arg("likely"))
       .def("foresee", &Ngrams::foresee, nb::arg("limit"))
-      .def("draft", &Ngrams::draft, nb::arg("limit"), nb::arg("token_ids"), nb::arg("parent"), nb::arg("root"));
+      .def("draft", &Ngrams::draft, nb::arg("limit"), nb::arg("token_ids").noconvert(),
+           nb::arg("parent").noconvert(), nb::arg("root"));
 }
 
 }  // namespace outrider

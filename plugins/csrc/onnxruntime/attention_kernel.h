@@ -129,7 +129,7 @@ void weigh(const Cached* values, std::int64_t count, const float* const* weights
 template <class Lanes>
 float soften(float* scores, std::int64_t count) {
   const std::int64_t padded = (count + Lanes::kWidth - 1) / Lanes::kWidth * Lanes::kWidth;
-  for (std::int64_t j = count; j < padded; ++j) scores[j] = -__builtin_inff();
+  for (std::int64_t j = count; j < padded; ++j) scores[j] = kMinusInfinity;
   auto highest = Lanes::load(scores);
   for (std::int64_t j = Lanes::kWidth; j < padded; j += Lanes::kWidth)
     highest = Lanes::max(highest, Lanes::load(scores + j));

@@ -1,6 +1,7 @@
 // BranchAttention as ONNX Runtime calls it; its inputs stand in plugins/onnxruntime_ops.py.
 #pragma once
 
+#include <atomic>
 #include <cstring>
 
 #include "onnxruntime/branch_attention.h"
@@ -68,6 +69,7 @@ class BranchAttentionOp {
       in.key_stride = in.value_stride = kv_size;
     }
     if (cache[0] != in.rows || cache[1] != shape.kv_heads) run.refuse("the arena has other rows or heads");
+    check_others(run, in, query, cache, bias, cos, kv_size);
     in.bias = run.input<float>(kBias);
     in.past_length = run.input<std::int64_t>(kPastLength);
     in.row_splits = run.input<std::int64_t>(kRowSplits);
@@ -93,6 +95,32 @@ class BranchAttentionOp {
   }
 
  private:
+  // The other inputs go with those whose extents are at hand. Looked at when these change: a step has many layers, and
+  // asking costs as much as a short one.
+  void check_others(const Run& run, const Inputs& in, const std::int64_t (&query)[3], const std::int64_t (&cache)[4],
+                    const std::int64_t (&bias)[4], const std::int64_t (&cos)[2], std::int64_t kv_size) const {
+    std::uint64_t seen = 14695981039346656037u;
+    const auto mix = [&](std::int64_t extent) { seen = (seen ^ static_cast<std::uint64_t>(extent)) * 1099511628211u; };
+    for (const std::int64_t extent : query) mix(extent);
+    for (const std::int64_t extent : cache) mix(extent);
+    for (const std::int64_t extent : bias) mix(extent);
+    for (const std::int64_t extent : cos) mix(extent);
+    if (checked_.value.load(std::memory_order_relaxed) == seen) return;
+    if (query[0] != 1 || bias[1] != 1) run.refuse("q or attn_bias has more than one in a dimension of one");
+    const std::int64_t flat[] = {1, in.tokens, kv_size}, rows[] = {in.rows}, edges[] = {in.rows + 1};
+    const std::int64_t one_head[] = {cache[3]}, positions[] = {1, in.tokens};
+    run.expect(kKey, flat);
+    run.expect(kValue, flat);
+    run.expect(kValueCache, cache);
+    run.expect(kPastLength, rows);
+    run.expect(kRowSplits, edges);
+    run.expect(kPositions, positions);
+    run.expect(kSin, cos);
+    run.expect(kQueryNorm, one_head);
+    run.expect(kKeyNorm, one_head);
+    checked_.value.store(seen, std::memory_order_relaxed);
+  }
+
   // Bound to the memory of its input, as in a session of ours, an arena is appended to in place; else it is copied.
   static Cached* arena(const Run& run, const std::int64_t (&shape)[4], Input from, Output to) {
     auto* memory = run.output<Cached>(to, shape);
@@ -101,7 +129,14 @@ class BranchAttentionOp {
     return memory;
   }
 
+  struct Checked {  // an atomic that moves with its owner, before anybody shares it
+    Checked() = default;
+    Checked(Checked&&) noexcept {}
+    std::atomic<std::uint64_t> value{0};
+  };
+
   Shape shape_{};
+  mutable Checked checked_;
 };
 
 }  // namespace outrider::engine

@@ -3,10 +3,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 namespace outrider::engine {
 
 constexpr int kRows = 24;  // queries of a tile, and tokens that they belong to, at most
+
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 // Neighbouring keys that are visible to the same of a tile's tokens: bit t of `seen` is token t.
 struct Stretch {

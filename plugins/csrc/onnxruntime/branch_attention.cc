@@ -1,6 +1,7 @@
 #include "onnxruntime/branch_attention.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -40,6 +41,7 @@ struct Job {
   const Outputs& to;
   const AttentionKernels& kernels;
   const Workspace& space;
+  std::atomic<bool>& failed;  // for want of memory: nothing may be thrown past other threads' work
   float *query, *out;  // [N, heads, head_dim]: ready queries; the op's output, or where it is rounded from
   std::int64_t tokens_per_tile, head_parts;
 
@@ -79,7 +81,7 @@ void prepare(const Shape& shape, const Inputs& in, const Cached* from, const voi
 
 // The new tokens of a tile: queries made ready, keys and values appended.
 template <class Cached>
-void append(void* state, std::size_t index) {
+void append(void* state, std::size_t index) noexcept {
   const auto& job = *static_cast<const Job<Cached>*>(state);
   const Shape& shape = job.shape;
   const Inputs& in = job.in;
@@ -116,7 +118,7 @@ void run(const AttentionKernels& kernels, const Tile<Cached>& tile, Scratch& scr
 
 // One key/value head, some of the query heads that share it, and the tokens of one tile.
 template <class Cached>
-void attend(void* state, std::size_t index) {
+void attend(void* state, std::size_t index) noexcept {
   thread_local Scratch scratch;
   const auto& job = *static_cast<const Job<Cached>*>(state);
   const Shape& shape = job.shape;
@@ -147,7 +149,11 @@ void attend(void* state, std::size_t index) {
   tile.view = in.view;
   tile.head_dim = shape.head_dim;
   tile.scale = shape.scale;
-  run<Cached>(job.kernels, tile, scratch);
+  try {
+    run<Cached>(job.kernels, tile, scratch);
+  } catch (...) {
+    job.failed = true;
+  }
 }
 
 const char* refusal(const Shape& shape, const Inputs& in) {
@@ -158,8 +164,10 @@ const char* refusal(const Shape& shape, const Inputs& in) {
     const std::int64_t past = in.past_length[row], new_tokens = end - first;
     if (first < 0 || new_tokens < 0 || end > in.tokens) return "row_splits do not ascend within the new tokens";
     if (new_tokens > in.places) return "a row has more new tokens than attn_bias has places";
-    if (past < 0 || past + new_tokens > in.capacity) return "past_length and the new tokens exceed the arena";
+    if (past < 0 || past > in.capacity || new_tokens > in.capacity - past) return "past_length and the new tokens exceed the arena";
   }
+  if (in.row_splits != nullptr && (in.row_splits[0] != 0 || in.row_splits[in.rows] != in.tokens))
+    return "row_splits do not cover the new tokens";
   if (in.view > in.capacity) return "attn_bias is wider than the arena";
   if (in.positions != nullptr)
     for (std::int64_t n = 0; n < in.tokens; ++n)
@@ -183,11 +191,13 @@ const char* branch_attention(const Shape& shape, const Inputs& in, const Outputs
     if (space.out.size() < size) space.out.resize(size);
     out = space.out.data();
   }
+  std::atomic<bool> failed = false;
   Job<Cached> job{shape,
                   in,
                   to,
                   kernels_for(shape.head_dim).attention,
                   space,
+                  failed,
                   space.query.data(),
                   out,
                   std::clamp<std::int64_t>(in.tokens * shape.kv_heads / kTiles, 1, std::max(1, kRows / group)),
@@ -200,7 +210,7 @@ const char* branch_attention(const Shape& shape, const Inputs& in, const Outputs
       space.tiles.push_back({row, first, static_cast<int>(std::min(job.tokens_per_tile, end - first))});
   }
 
-  const auto each = [&](void (*body)(void*, std::size_t), std::size_t count, double work) {
+  const auto each = [&](void (*body)(void*, std::size_t) noexcept, std::size_t count, double work) {
     if (count > 1 && work > kAlone) return parallel(on, body, count, &job);
     for (std::size_t i = 0; i < count; ++i) body(&job, i);
   };
@@ -208,6 +218,7 @@ const char* branch_attention(const Shape& shape, const Inputs& in, const Outputs
   each(&append<Cached>, space.tiles.size(), 8.0 * per_token * static_cast<double>(in.tokens));
   each(&attend<Cached>, space.tiles.size() * shape.kv_heads * job.head_parts,
        2.0 * per_token * static_cast<double>(in.tokens) * static_cast<double>(in.view));
+  if (failed) throw std::bad_alloc();
   if constexpr (!std::is_same_v<Cached, float>)
     for (std::size_t i = 0; i < size; ++i) static_cast<Cached*>(to.out)[i] = from_float<Cached>(out[i]);
   return nullptr;

@@ -28,6 +28,10 @@ class TreeExpandOp {
     std::int64_t shape[3];
     run.shape_of(0, shape);
     if (top_k_ < 1 || top_k_ > shape[2]) run.refuse("top_k is no number of tokens");
+    if (shape[1] < 1) run.refuse("there is no node to expand");
+    const std::int64_t nodes[] = {shape[0], shape[1]}, trees[] = {shape[0]};
+    run.expect(1, nodes);
+    for (std::size_t index = 2; index < kInputs; ++index) run.expect(index, trees);
     const TreeExpandInputs in{shape[0], shape[1], shape[2], top_k_, spread_, doubt_, run.input<float>(0),
                               run.input<float>(1), run.input<float>(2), run.input<float>(3),
                               run.input<std::int64_t>(4), run.input<float>(5)};
@@ -60,6 +64,10 @@ class TreeRerankOp {
     std::int64_t shape[2];
     run.shape_of(1, shape);
     if (nodes_ < 2 || nodes_ - 1 > shape[1]) run.refuse("nodes is no number of candidates and a root");
+    const std::int64_t depths[] = {shape[1]};
+    run.expect(0, shape);
+    run.expect(2, shape);
+    run.expect(3, depths);
     const TreeRerankInputs in{shape[0], shape[1], nodes_, run.input<std::int64_t>(0), run.input<float>(1),
                               run.input<std::int64_t>(2), run.input<std::int64_t>(3)};
     const std::int64_t drafted[] = {shape[0], nodes_ - 1};

@@ -9,6 +9,9 @@
 #define OUTRIDER_EXPORT __attribute__((visibility("default")))
 #endif
 
+// Counts changes of what the ops are; plugins/onnxruntime_ops.py wants the same.
+extern "C" OUTRIDER_EXPORT int outrider_cpu_ops_version() { return 1; }
+
 // Called by ONNX Runtime with the options of a session that loads this library.
 extern "C" OUTRIDER_EXPORT OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options,
                                                                      const OrtApiBase* base) {
@@ -24,9 +27,12 @@ extern "C" OUTRIDER_EXPORT OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionO
   const OrtApi* api = base->GetApi(ORT_API_VERSION);
   if (api == nullptr) return nullptr;  // an ONNX Runtime older than the header: it then knows no such op, and says so
   return guarded(*api, [&] {
-    OrtCustomOpDomain* domain = nullptr;  // lives as long as this library, like the ops
-    check(api->CreateCustomOpDomain("outrider.cpu", &domain));
-    for (const OrtCustomOp* op : ops) check(api->CustomOpDomain_Add(domain, op));
+    static OrtCustomOpDomain* const domain = [&] {  // lives as long as this library, like the ops
+      OrtCustomOpDomain* made = nullptr;
+      check(api->CreateCustomOpDomain("outrider.cpu", &made));
+      for (const OrtCustomOp* op : ops) check(api->CustomOpDomain_Add(made, op));
+      return made;
+    }();
     check(api->AddCustomOpDomain(options, domain));
   });
 }

@@ -47,13 +47,13 @@ class Run {
     return value == nullptr ? nullptr : static_cast<const T*>(memory(const_cast<OrtValue*>(value)));
   }
 
-  // Its extents, into `shape`, whose rank it must have. Zeros where it is absent.
+  // Its extents, into `shape`, whose rank it must have. Zeros, and false, where it is absent.
   template <std::size_t Rank>
-  void shape_of(std::size_t index, std::int64_t (&shape)[Rank]) const {
+  bool shape_of(std::size_t index, std::int64_t (&shape)[Rank]) const {
     for (auto& extent : shape) extent = 0;
     const OrtValue* value = nullptr;
     check(api_.KernelContext_GetInput(context_, index, &value));
-    if (value == nullptr) return;
+    if (value == nullptr) return false;
     OrtTensorTypeAndShapeInfo* info = nullptr;
     check(api_.GetTensorTypeAndShape(value, &info));
     std::size_t rank = 0;
@@ -64,6 +64,18 @@ class Run {
     if (rank != Rank)
       refuse("input " + std::to_string(index) + " has " + std::to_string(rank) + " dimensions in place of " +
              std::to_string(Rank));
+    return true;
+  }
+
+  // Refuses an input that is there and has another shape.
+  template <std::size_t Rank>
+  void expect(std::size_t index, const std::int64_t (&wanted)[Rank]) const {
+    std::int64_t found[Rank];
+    if (!shape_of(index, found)) return;
+    for (std::size_t i = 0; i < Rank; ++i)
+      if (found[i] != wanted[i])
+        refuse("input " + std::to_string(index) + " has extent " + std::to_string(found[i]) + " in place of " +
+               std::to_string(wanted[i]) + " in dimension " + std::to_string(i));
   }
 
   template <class T, std::size_t Rank>

@@ -8,7 +8,7 @@ namespace {  // each instruction set has its own copy
 
 template <class Lanes>
 float row_highest(const float* x, std::int64_t count) {
-  auto top = Lanes::broadcast(-__builtin_inff());
+  auto top = Lanes::broadcast(kMinusInfinity);
   std::int64_t i = 0;
   for (; i + Lanes::kWidth <= count; i += Lanes::kWidth) top = Lanes::max(Lanes::load(x + i), top);  // top, where NaN
   float highest = Lanes::highest(top);
@@ -20,7 +20,7 @@ float row_highest(const float* x, std::int64_t count) {
 template <class Lanes>
 double row_weights(const float* x, std::int64_t count, float top, float cold, float* to) {
   const auto highest = Lanes::broadcast(top), factor = Lanes::broadcast(cold);
-  const auto lowest = Lanes::broadcast(-__builtin_inff());
+  const auto lowest = Lanes::broadcast(kMinusInfinity);
   double total = 0.0;
   constexpr std::int64_t kBlock = 64 * Lanes::kWidth;  // sums of more would lose bits in float32
   for (std::int64_t first = 0; first < count; first += kBlock) {
@@ -30,7 +30,7 @@ double row_weights(const float* x, std::int64_t count, float top, float cold, fl
       float padded[Lanes::kWidth];
       const float* from = x + i;
       if (end - i < Lanes::kWidth) {
-        for (int lane = 0; lane < Lanes::kWidth; ++lane) padded[lane] = i + lane < end ? x[i + lane] : -__builtin_inff();
+        for (int lane = 0; lane < Lanes::kWidth; ++lane) padded[lane] = i + lane < end ? x[i + lane] : kMinusInfinity;
         from = padded;
       }
       const auto legible = Lanes::max(Lanes::load(from), lowest);
@@ -56,7 +56,7 @@ template <class Lanes>
 void row_best(const float* x, std::int64_t count, std::int64_t best, float* values, std::int64_t* indices) {
   std::int64_t have = 0;
   const auto offer = [&](std::int64_t i) {
-    const float value = x[i] == x[i] ? x[i] : -__builtin_inff();
+    const float value = x[i] == x[i] ? x[i] : kMinusInfinity;
     if (have == best && !(value > values[best - 1])) return;
     std::int64_t at = have < best ? have++ : best - 1;
     for (; at > 0 && value > values[at - 1]; --at) {
@@ -70,7 +70,8 @@ void row_best(const float* x, std::int64_t count, std::int64_t best, float* valu
   for (; i < best; ++i) offer(i);
   for (; i + Lanes::kWidth <= count; i += Lanes::kWidth) {
     std::uint32_t better = Lanes::above(Lanes::load(x + i), Lanes::broadcast(values[best - 1]));
-    for (; better != 0; better &= better - 1) offer(i + __builtin_ctz(better));
+    for (std::int64_t lane = 0; better != 0; ++lane, better >>= 1)
+      if (better & 1u) offer(i + lane);
   }
   for (; i < count; ++i) offer(i);
 }
