@@ -318,9 +318,9 @@ def test_local_parts_of_versions_are_no_part_of_the_identity(monkeypatch: pytest
     assert tool_versions()["torch"] == "2.13.0"
 
 
-def test_branches_that_no_plan_serves_are_refused_with_the_key(workplace: Path) -> None:
-    with pytest.raises(RecipeError, match=r"capacity\.branches is 4; .* one branch"):
-        rebuild(workplace, "capacity.branches=4")
+def test_branches_that_no_plan_serves_are_refused_with_the_key(toy_recipe: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"capacity\.branches is 4; drafters with an engine serve one branch"):
+        build(load_recipe(toy_recipe, ["capacity.branches=4"]), toy_recipe, tmp_path / "plan")
 
 
 def test_a_drafter_may_have_a_dot_in_its_name(toy_recipe: Path, tmp_path: Path) -> None:
