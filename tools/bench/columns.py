@@ -33,6 +33,7 @@ _IDENTIFYING = {
     "nodes": "that the target verifies at most, the tip included",
     "depth": "tokens of the longest path behind the tip",
     "acceptance": "coupled or rejection, as in a recipe",
+    "otherwise": "the drafter that drafts where these n-grams foresee too little; nodes and depth are of their own",
     "synthetic_accept": "tokens of a draft that were accepted by force",
     "task": "of the prompts; empty where they are not all of one",
     "prompts": "how many",

@@ -152,6 +152,7 @@ def variant_columns(mode: Mode) -> dict[str, Any]:
         "nodes": variant.nodes,
         "depth": variant.depth,
         "acceptance": variant.acceptance,
+        "otherwise": variant.otherwise,
         "synthetic_accept": mode.synthetic,
         "prompts": len({run.prompt for run in mode.runs}),
         "prompt_tokens": median(run.stats.prompt_tokens for run in mode.runs),

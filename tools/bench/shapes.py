@@ -26,6 +26,7 @@ class Variant:
 
     `tree` is written as `--tree` takes it, None for drafts that are no trees; `nodes` counts what the target verifies
     at most, the tip included; `depth` the tokens of the longest path behind the tip; `acceptance` is as in a recipe.
+    Of n-grams with another drafter behind them, which `otherwise` names, the two are of the n-grams' own drafts.
     """
 
     name: str
@@ -35,13 +36,14 @@ class Variant:
     nodes: int
     depth: int
     acceptance: str | None = None
+    otherwise: str | None = None
 
     @classmethod
     def of(cls, settings: Drafter, drafter: str) -> Variant:
         """What the plan's `settings` describe, which were made of those of `drafter`."""
         if isinstance(settings, NgramDrafter):
             longest = settings.max_draft
-            return cls(settings.name, drafter, settings.kind, None, 1 + longest, longest, "coupled")
+            return cls(settings.name, drafter, settings.kind, None, 1 + longest, longest, "coupled", settings.otherwise)
         tree = None if settings.entropy is not None else write_tree(settings.tree)
         sizes = 1 + settings.longest, settings.longest_path
         return cls(settings.name, drafter, settings.kind, tree, *sizes, settings.acceptance)

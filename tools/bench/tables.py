@@ -24,7 +24,8 @@ def shape(row: Row) -> str:
     """The tree as `--tree` has it, else the longest chain; empty for plain decoding."""
     if row["drafter"] == PLAIN:
         return ""
-    return row["tree"] or f"chain of {row['depth']}"
+    behind = "" if row["otherwise"] is None else f" or {row['otherwise']}"
+    return (row["tree"] or f"chain of {row['depth']}") + behind
 
 
 def same(row: Row) -> str:
