@@ -14,12 +14,11 @@ from tools.peers.engine import Clock, Generated, Settings
 
 PLAIN, DRAFT = "plain", "draft"
 # The first n-gram settings are those of its documentation, without and with a width that follows what is accepted; the
-# last has the width of our own default. A draft model proposes its default number of tokens.
+# last has the largest width that it takes. A draft model proposes its default number of tokens.
 LOOKUPS: dict[str, dict[str, Any]] = {
     "ngram": {"ngram_size": 4, "max_draft_tokens": 8, "ngram_chained_lookup": True},
     "ngram-adaptive": {"ngram_size": 4, "max_draft_tokens": 8, "ngram_chained_lookup": True, "min_adaptive_k": 2},
     "ngram-16": {"ngram_size": 4, "max_draft_tokens": 16, "ngram_chained_lookup": True},
-    "ngram-32": {"ngram_size": 4, "max_draft_tokens": 32, "ngram_chained_lookup": True},
 }
 
 
