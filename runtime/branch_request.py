@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from plans.errors import RequestError
 from plans.manifest import Manifest
-from runtime.branch_run import BranchRequest
 from runtime.prompt import prepare_prompt
-from runtime.request import Options, check_options
+from runtime.request import Options, Request, check_options
 from runtime.tokenizer import Tokenizer
 
 BranchPrompt = str | Sequence[int] | Mapping[str, Any]
 """What a branch begins with: text, token ids, or a mapping of `prompt` and `Options` of its own."""
+
+
+@dataclass(frozen=True)
+class BranchRequest:
+    """One branch as it is asked for: what it begins with behind the prefix, and how it goes on."""
+
+    token_ids: list[int]
+    request: Request
 
 
 def check_branches(
@@ -37,6 +45,8 @@ def check_branches(
             raise RequestError(f"n is {n!r}; pass a whole number of at least 1.")
         prefix, last = prefix[:-1], prefix[-1:]
         given = [{"prompt": last}] * n
+    elif isinstance(branches, str) or not isinstance(branches, Sequence):
+        raise RequestError(f"`branches` is a {type(branches).__name__}; pass a list, of a text or token ids a branch.")
     else:
         given = [branch if isinstance(branch, Mapping) else {"prompt": branch} for branch in branches]
         if not given:
@@ -46,8 +56,11 @@ def check_branches(
         try:
             own = {name: value for name, value in branch.items() if name != "prompt"}
             merged = cast(Options, {**options, **own})
-            if "stream_id" not in own:
-                merged["stream_id"] = options.get("stream_id", 0) + place
+            stream = merged.get("stream_id", 0)
+            if "stream_id" not in own and isinstance(stream, int):
+                merged["stream_id"] = stream + place
+            if merged.get("on_round") is not None:
+                raise RequestError("on_round watches the rounds of one sequence; branches have none of their own.")
             request = check_options(merged, [d.name for d in manifest.drafters], manifest.text.eos_token_ids)
             ids = prepare_prompt(branch.get("prompt", ""), prefix, request.stop, tokenizer, geometry).ids
             if not ids:

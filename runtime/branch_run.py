@@ -19,22 +19,14 @@ from plans.manifest import Manifest, NgramDrafter, TargetPlan
 from runtime.arena import SlotMap
 from runtime.assembly import assemble
 from runtime.backends.base import Backend, LoadedEngine
+from runtime.branch_request import BranchRequest
 from runtime.branches import Branch, BranchState
 from runtime.drafters import HostDrafter, make_host_drafter
 from runtime.generation import FinishReason, Generation, GrowingGeneration, Span
-from runtime.request import Request
 from runtime.sampling import likeliest, logprobs
 from runtime.stats import Stats
 from runtime.text_stream import TextStream
 from runtime.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True)
-class BranchRequest:
-    """One branch as it is asked for: what it begins with behind the prefix, and how it goes on."""
-
-    token_ids: list[int]
-    request: Request
 
 
 @dataclass(frozen=True)
@@ -89,17 +81,16 @@ class BranchRunner:
         self.bytes_copied = 0
         waiting = deque(enumerate(asked))
         running: list[_Running] = []
-        self._prefill_prefix(asked[0].request)
+        self._prefill_prefix()
         while waiting or running:
             while waiting and len(running) < max_parallel and (not running or self._fits(waiting[0][1])):
                 running.append(self._admit(*waiting.popleft()))
             yield from self._round(running)
             running = [each for each in running if each.generation.finish_reason is None]
 
-    def _prefill_prefix(self, request: Request) -> None:
+    def _prefill_prefix(self) -> None:
         """Give rows to the prefix, a chunk a pass."""
         chunk = self._geometry.prefill_chunk
-        self._buffers.set_sampling(0, request.sampling)
         while pending := self._state.prefix_pending[:chunk]:
             start = self._slots.length
             self._step.begin_target(start, start, pending, 0, logits=False)
@@ -147,15 +138,15 @@ class BranchRunner:
         assert program.tokens is not None
         assert program.counts is not None
         rows: list[tuple[Branch, int]] = []
-        spans: list[BranchSpan] = []
-        first = 0  # the tree's first node among the logits
+        spans: list[tuple[_Running, Span]] = []
+        tree = first = 0  # the next tree, and its root among the logits
         owner = self._step.branch[kept]
-        for index, (each, drafted) in enumerate(trees):
+        for each, drafted in trees:
             mine = kept[owner == each.branch.number]
             if each.branch.root < 0:  # only a part of its beginning was fed
                 rows.append((each.branch, len(mine)))
                 continue
-            count = int(program.counts[self._tree_of(trees, index)])
+            count = int(program.counts[tree])
             room = each.branch.end - len(each.branch.tokens)
             chosen = program.tokens[first : first + min(count, room)].tolist()
             span, stay = each.generation.take(chosen, drafted, count - 1, len(chosen) == room)
@@ -167,18 +158,12 @@ class BranchRunner:
             each.branch.tokens += span.token_ids
             each.tokens += span.token_ids
             rows.append((each.branch, pending + stay - 1))
-            spans.append(BranchSpan(each.place, span))
-            first += 1 + drafted
+            spans.append((each, span))
+            tree, first = tree + 1, first + 1 + drafted
         self._state.commit(rows, kept)
-        by_place = {each.place: each for each in running}
-        for spoken in spans:
-            each = by_place[spoken.branch]
-            yield self._finish(each, spoken.span) if each.generation.finish_reason is not None else spoken
-
-    @staticmethod
-    def _tree_of(trees: Sequence[tuple[_Running, int]], index: int) -> int:
-        """Which of the pass's trees is that of the `index`-th branch: those without a tip have none."""
-        return sum(each.branch.root >= 0 for each, _ in trees[:index])
+        for each, span in spans:
+            over = each.generation.finish_reason is not None
+            yield self._finish(each, span) if over else BranchSpan(each.place, span)
 
     def _lay_out(self, running: Sequence[_Running]) -> list[tuple[_Running, int]]:
         """Prepare the step: each branch with the nodes drafted for it, in order."""

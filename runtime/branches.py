@@ -2,7 +2,8 @@
 
 In one sequence: rows of all branches share one arena, interleaved as they came. The prefix is there once and is seen
 by all; a branch sees it and its own rows (DESIGN section 6, FEATURES row 2). Positions of every branch count on from
-the prefix. What a finished branch leaves are dead slots, which nothing sees and `compact` removes.
+the prefix. What a finished branch leaves are dead slots, which nothing sees; live rows are moved over them when room
+runs short.
 """
 
 from __future__ import annotations
@@ -46,11 +47,6 @@ class BranchState:
         self._reserved = 0
         self.prefix: list[int] = []
         self.dead = 0
-
-    @property
-    def live(self) -> list[Branch]:
-        """Live branches, oldest first."""
-        return list(self._live.values())
 
     @property
     def free(self) -> int:

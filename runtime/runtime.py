@@ -15,8 +15,8 @@ from plans.plan import Plan, open_plan
 from runtime.backends import BACKENDS, Chosen, choose_target
 from runtime.backends.base import Settings
 from runtime.beam_search import BeamOptions, BeamResult, beam_search
-from runtime.branch_request import BranchPrompt, check_branches
-from runtime.branch_run import BranchRequest, BranchRunner, BranchSpan
+from runtime.branch_request import BranchPrompt, BranchRequest, check_branches
+from runtime.branch_run import BranchRunner, BranchSpan
 from runtime.generation import Generation, GenerationStream, Span
 from runtime.prompt import prepare_prompt
 from runtime.request import Options, check_options
@@ -52,8 +52,8 @@ class Runtime:
         }
         text = plan.manifest.text
         self.tokenizer = Tokenizer.load(plan.root / "tokenizer", bos_token=text.bos_token, eos_token=text.eos_token)
-        # The first session resolves every program, so that a wrong plan is found here and not at the first prompt.
         self._idle_runners: deque[BranchRunner] = deque(maxlen=1)
+        # The first session resolves every program, so that a wrong plan is found here and not at the first prompt.
         self._idle = deque([self.session()], maxlen=MAX_IDLE)  # a deque needs no lock, not even in a finaliser
 
     @classmethod
@@ -126,7 +126,8 @@ class Runtime:
         `max_parallel` branches live at once (default: as many as the plan has); others follow as these end.
 
         Each branch gets the tokens that it would get alone, behind prompt and beginning, with its `stream_id`: that
-        given, plus the branch's place. Raises RequestError, before anything runs.
+        given, plus the branch's place. Drafters are never put aside here, whatever `auto_disable` says, and there are
+        no rounds to watch. Raises RequestError, before anything runs.
         """
         asked = check_branches(self.manifest, self.tokenizer, prompt, branches, n, options)
         most = self.manifest.target.branches
@@ -140,8 +141,10 @@ class Runtime:
             runner = self._idle_runners.pop()
         except IndexError:
             runner = BranchRunner(self.manifest, self._target_plan, self._backend, self._engines, self.tokenizer)
-        yield from runner.run(prefix, asked, parallel)
-        self._idle_runners.append(runner)
+        try:
+            yield from runner.run(prefix, asked, parallel)
+        finally:
+            self._idle_runners.append(runner)  # the next run begins afresh, however this one ended
 
     def beam_search(self, prompt: str | Sequence[int], **options: Unpack[BeamOptions]) -> list[BeamResult]:
         """The most probable continuations of `prompt` that beam search finds, best first. Raises RequestError."""

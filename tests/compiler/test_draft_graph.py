@@ -30,8 +30,8 @@ from plugins.cuda import LAUNCHES
 from plugins.onnx_ops import DOMAIN
 from plugins.reference import bim_mask
 from plugins.schemas import SCHEMAS
-from tests.compiler.cpu_session import cpu_session
 from tests.compiler.eagle3_heads import target_config, write_eagle3
+from tests.cpu_session import cpu_session
 
 CPU, RTX = "onnxruntime-cpu", "tensorrt-rtx"
 CAPACITY = 256

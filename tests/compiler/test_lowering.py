@@ -30,8 +30,8 @@ from compiler.models.decoder import Decoder
 from compiler.models.eager import sequence_logits
 from plugins.onnxruntime_ops import CPU_DOMAIN
 from plugins.reference import bim_mask
-from tests.compiler.cpu_session import cpu_session
 from tests.compiler.step_parents import flat
+from tests.cpu_session import cpu_session
 
 CPU = "onnxruntime-cpu"
 CAPACITY = 32

@@ -15,10 +15,11 @@ from compiler.build import build
 from compiler.recipe import load_recipe
 from plans.errors import RequestError
 from runtime import Runtime
+from runtime.branch_run import BranchRunner
 
 PLAN = [
     "drafters=[{name: ngram, kind: ngram, max_draft: 6}, {name: short, kind: ngram, max_context: 1, filler_top_k: 3}]",
-    "capacity={context: 160, prefill_chunk: 16, branches: 8}",
+    "capacity={context: 160, prefill_chunk: 16, branches: 16}",
 ]
 TOKENS = st.lists(st.integers(1, 299), min_size=1, max_size=24)
 
@@ -50,7 +51,7 @@ BRANCH = st.fixed_dictionaries(
 @given(
     prefix=st.lists(st.integers(1, 299), min_size=1, max_size=50),
     branches=st.lists(BRANCH, min_size=1, max_size=12),
-    parallel=st.integers(1, 8),
+    parallel=st.integers(1, 16),
 )
 def test_every_branch_has_the_tokens_that_it_has_alone(branching, prefix, branches, parallel) -> None:
     """Joined and finished at different times, more of them than live at once, until slots have to be compacted."""
@@ -61,6 +62,25 @@ def test_every_branch_has_the_tokens_that_it_has_alone(branching, prefix, branch
         assert generation.token_ids == expected.token_ids
         assert generation.text == expected.text
         assert generation.finish_reason == expected.finish_reason
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "short"])
+def test_sixteen_branches_live_at_once(branching, drafter, monkeypatch) -> None:
+    most = 0
+    original = BranchRunner._lay_out
+
+    def watched(self: BranchRunner, running: Any) -> Any:
+        nonlocal most
+        most = max(most, len(running))
+        return original(self, running)
+
+    monkeypatch.setattr(BranchRunner, "_lay_out", watched)
+    branches = [{"prompt": [20 + i, 7], "temperature": 0.7 * (i % 2), "seed": i} for i in range(18)]
+    options = {"max_new_tokens": 7, "drafter": drafter, "ignore_eos": True}
+    found = branching.generate_branches([5, 6, 7], branches, **options)
+    assert most == 16
+    for place, branch in enumerate(branches):
+        assert found[place].token_ids == alone(branching, [5, 6, 7], branch, place, **options).token_ids
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", "short"])
@@ -107,8 +127,6 @@ def test_spans_joined_are_the_text_and_a_cancelled_branch_leaves_the_others(bran
 
 def test_nothing_of_others_is_read(branching, monkeypatch) -> None:
     """Rows of all other branches are overwritten with large finite garbage before every pass."""
-    from runtime.branch_run import BranchRunner
-
     prefix, branches = [3, 1, 4], [[1, 5], [9, 2, 6], [5]]
     expected = branching.generate_branches(prefix, branches, max_new_tokens=16, ignore_eos=True)
     for place in range(3):
@@ -132,6 +150,10 @@ def test_nothing_of_others_is_read(branching, monkeypatch) -> None:
     [
         (([1], []), "empty"),
         (([1], None), "Pass either"),
+        (([1], "abc"), "`branches` is a str"),
+        (([1], [5]), "Branch 0: Pass text or a list"),
+        (([1], [{"prompt": [2], "stream_id": "x"}]), "Branch 0: stream"),
+        (([1], [{"prompt": [2], "on_round": print}]), "Branch 0: on_round"),
         (([1], [[2], []]), "Branch 1: It begins with nothing"),
         (([1], [[2], [999]]), "Branch 1: Token id 999"),
         (([1], [[2], {"prompt": [3], "heat": 1}]), "Branch 1: Unknown option 'heat'"),
@@ -142,7 +164,7 @@ def test_what_cannot_be_served_is_refused_before_anything_runs(branching, argume
     with pytest.raises(RequestError, match=words):
         branching.stream_branches(*arguments)
     with pytest.raises(RequestError, match="max_parallel"):
-        branching.stream_branches([1], [[2]], max_parallel=9)
+        branching.stream_branches([1], [[2]], max_parallel=17)
 
 
 def test_a_plan_of_one_branch_says_so(toy: Runtime) -> None:
@@ -150,9 +172,7 @@ def test_a_plan_of_one_branch_says_so(toy: Runtime) -> None:
         toy.generate_branches([1], [[2]])
 
 
-def test_dead_slots_are_compacted_and_counted(branching) -> None:
-    from runtime.branch_run import BranchRunner
-
+def test_dead_slots_are_compacted(branching, monkeypatch) -> None:
     moved: list[int] = []
     original = BranchRunner._make_room
 
@@ -162,12 +182,9 @@ def test_dead_slots_are_compacted_and_counted(branching) -> None:
         if self._slots.length < before:
             moved.append(before - self._slots.length)
 
-    BranchRunner._make_room = watched  # type: ignore[method-assign]
-    try:
-        branches = [{"prompt": [7 + i] * 5, "max_new_tokens": 30 + i} for i in range(10)]
-        found = branching.generate_branches([5] * 20, branches, max_parallel=3, ignore_eos=True)
-    finally:
-        BranchRunner._make_room = original  # type: ignore[method-assign]
+    monkeypatch.setattr(BranchRunner, "_make_room", watched)
+    branches = [{"prompt": [7 + i] * 5, "max_new_tokens": 30 + i} for i in range(10)]
+    found = branching.generate_branches([5] * 20, branches, max_parallel=3, ignore_eos=True)
     assert moved
     for place, branch in enumerate(branches):
         assert found[place].token_ids == alone(branching, [5] * 20, branch, place, ignore_eos=True).token_ids
