@@ -95,13 +95,13 @@ def _parser() -> argparse.ArgumentParser:
         "embedded",
         help="from C against from Python",
         description="Compile a C program against the library, and run it and a Python program that does the same in "
-        "turn, in fresh processes: plain greedy decoding of a held-out prompt, milliseconds a token.",
+        "turn, a generation each: plain greedy decoding of a held-out prompt, milliseconds a token.",
     )
     embedded.add_argument("plan", type=Path)
     embedded.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
     embedded.add_argument("--new", type=at_least_1, default=256, help="tokens to generate (default 256)")
-    embedded.add_argument("--reps", type=at_least_1, default=7, help="pairs of processes (default 7)")
-    embedded.add_argument("--runs", type=at_least_1, default=5, help="generations of each process (default 5)")
+    embedded.add_argument("--reps", type=at_least_1, default=4, help="pairs of processes (default 4)")
+    embedded.add_argument("--runs", type=at_least_1, default=30, help="generations of each process (default 30)")
     embedded.add_argument("--json", action="store_true")
     embedded.set_defaults(command=_embedded)
     return parser

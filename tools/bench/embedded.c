@@ -1,4 +1,5 @@
-/* embedded PLAN PROMPT NEW RUNS: milliseconds of each generation, by a callback that is given every span; a line each. */
+/* embedded PLAN PROMPT NEW: a generation for each line that comes in, by a callback that is given every span. A line goes
+   out when it is ready, and one for each with its milliseconds a token. */
 #include <outrider.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -24,8 +25,7 @@ static double milliseconds(void) {
 }
 
 int main(int count, char **words) {
-  if (count != 5) return EXIT_FAILURE;
-  const long runs = strtol(words[4], NULL, 10);
+  if (count != 4) return EXIT_FAILURE;
   outrider_runtime *runtime = NULL;
   outrider_session *session = NULL;
   outrider_params *params = NULL;
@@ -35,13 +35,14 @@ int main(int count, char **words) {
   check(outrider_params_set_int(params, "max_new_tokens", 14, strtol(words[3], NULL, 10)));
   check(outrider_params_set_bool(params, "ignore_eos", 10, 1));
   check(outrider_params_set_text(params, "drafter", 7, "none", 4));
-  for (long run = 0; run <= runs; ++run) { /* the first warms up */
+  char line[16];
+  for (puts("ready"), fflush(stdout); fgets(line, sizeof line, stdin) != NULL; fflush(stdout)) {
     outrider_result *result = NULL;
     size_t tokens = 0;
     check(outrider_session_reset(session));
     const double started = milliseconds();
     check(outrider_generate(session, words[2], strlen(words[2]), params, count_tokens, &tokens, &result));
-    if (run > 0) printf("%.6f\n", (milliseconds() - started) / (double)tokens);
+    printf("%.6f\n", (milliseconds() - started) / (double)tokens);
     check(outrider_result_destroy(result));
   }
   check(outrider_params_destroy(params));

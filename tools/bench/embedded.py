@@ -1,15 +1,18 @@
-"""From C against from Python: the same plain generations in fresh processes, one after another."""
+"""From C against from Python: the same plain generations in two processes, in turn."""
 
 from __future__ import annotations
 
 import argparse
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from time import sleep
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from plans.console import progress_bar
@@ -26,41 +29,47 @@ SOURCE = Path(__file__).resolve().parent / "embedded.c"
 _PYTHON = """
 import sys, time
 from runtime import Runtime
-plan, prompt, new, runs = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+plan, prompt, new = sys.argv[1], sys.argv[2], int(sys.argv[3])
 session = Runtime.load(plan).session()
-for run in range(runs + 1):
+print("ready", flush=True)
+for line in sys.stdin:
     session.reset()
     tokens, started = 0, time.perf_counter()
     stream = session.stream(prompt, max_new_tokens=new, ignore_eos=True, drafter="none")
     for span in stream:
         tokens += len(span.token_ids)
     stream.result
-    if run:
-        print(1000 * (time.perf_counter() - started) / tokens)
+    print(1000 * (time.perf_counter() - started) / tokens, flush=True)
 """
+_REST_SECONDS = 0.03  # between generations: the other's threads have stopped spinning
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Medians over `reps` pairs of processes of `runs` generations each; the ratio is that of pairs.
+    """Medians over `reps` pairs of processes that generate in turn, `runs` times each behind one that warms up.
 
-    Raises `RequestError` for a prompt that leaves no room for as many tokens as asked for.
+    The ratio is that of neighbours, so that a machine whose speed changes slows both. Raises `RequestError` for a
+    prompt that leaves no room for as many tokens as asked for.
     """
     manifest = read_manifest(options.plan)
     first = choose_prompts(options.plan, options.prompts)[:1]
     tokenizer = Tokenizer.load(options.plan / "tokenizer")
     prompts = encode_prompts(first, tokenizer, manifest.target.context, options.new)
-    arguments = [str(options.plan.resolve()), first[0].text, str(options.new), str(options.runs)]
-    with TemporaryDirectory(prefix="outrider-embedded-") as folder:
+    arguments = [str(options.plan.resolve()), first[0].text, str(options.new)]
+    found: dict[str, list[float]] = {"c": [], "python": []}
+    with TemporaryDirectory(prefix="outrider-embedded-") as folder, progress_bar("measuring") as progress:
         program = _compile(Path(folder))
         commands = {"c": [str(program), *arguments], "python": [sys.executable, "-c", _PYTHON, *arguments]}
-        found: dict[str, list[float]] = {name: [] for name in commands}
-        with progress_bar("measuring") as progress:
-            for repetition in range(options.reps):
-                order = list(commands) if repetition % 2 else list(reversed(commands))
-                for place, name in enumerate(order):
-                    progress(2 * repetition + place, 2 * options.reps, f"pair {repetition + 1}, {name}")
-                    found[name].append(_run(commands[name]))
-    ratios = [c / python for c, python in zip(found["c"], found["python"], strict=True)]
+        for pair in range(options.reps):
+            with ExitStack() as stack:
+                processes = {name: stack.enter_context(_Process(command)) for name, command in commands.items()}
+                for run in range(options.runs + 1):
+                    progress(pair * (options.runs + 1) + run, options.reps * (options.runs + 1), f"pair {pair + 1}")
+                    for name in list(commands) if run % 2 else reversed(commands):
+                        sleep(_REST_SECONDS)
+                        milliseconds = processes[name].generate()
+                        if run:
+                            found[name].append(milliseconds)
+    ratios = np.divide(found["c"], found["python"])
     return {
         "plan": str(options.plan),
         "identity": manifest.identity,
@@ -71,10 +80,42 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "reps": options.reps,
         "runs": options.runs,
         "ms_per_token": {name: median(values) for name, values in found.items()},
-        "ratio": median(ratios),
-        "ratio_lowest": min(ratios),
-        "ratio_highest": max(ratios),
+        "ratio": float(np.median(ratios)),
+        "ratio_p10": float(np.percentile(ratios, 10)),
+        "ratio_p90": float(np.percentile(ratios, 90)),
     }
+
+
+class _Process:
+    """One that generates when it is told to."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._name = Path(command[0]).name
+        self._process = subprocess.Popen(
+            command, cwd=REPOSITORY, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+
+    def __enter__(self) -> _Process:
+        self._answer()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def generate(self) -> float:
+        """Milliseconds a token."""
+        assert self._process.stdin is not None
+        print(file=self._process.stdin, flush=True)
+        return float(self._answer())
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            said = self._process.communicate()[1].strip().splitlines()
+            raise OutriderError(f"{self._name} fails: {(said or [f'exit status {self._process.returncode}'])[-1]}")
+        return line
 
 
 def _compile(folder: Path) -> Path:
@@ -91,23 +132,14 @@ def _compile(folder: Path) -> Path:
     return program
 
 
-def _run(command: list[str]) -> float:
-    """Milliseconds a token, the median of a process's generations."""
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise OutriderError(f"{Path(command[0]).name} fails: {said[-1]}")
-    return median(float(line) for line in done.stdout.split())
-
-
 def print_table(report: dict[str, Any], console: Console) -> None:
     machine, ms = report["machine"], report["ms_per_token"]
     console.print(
         f"{machine['processor']}, {machine['cores']} cores; plan {report['identity'][:12]}, plain greedy decoding, "
         f"a prompt of {report['prompt_tokens']} tokens, {report['new_tokens']} new ones, "
-        f"{report['reps']} pairs of processes of {report['runs']} generations"
+        f"{report['reps']} pairs of processes, {report['runs']} generations each, in turn"
     )
     console.print(
         f"from C {ms['c']:.3f} ms a token, from Python {ms['python']:.3f} ms: C takes {report['ratio']:.3f} of "
-        f"Python's time ({report['ratio_lowest']:.3f} to {report['ratio_highest']:.3f})"
+        f"Python's time (p10-p90 {report['ratio_p10']:.3f} to {report['ratio_p90']:.3f})"
     )
