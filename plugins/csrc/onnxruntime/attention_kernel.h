@@ -12,56 +12,95 @@
 
 #include <type_traits>
 
+#if defined(_MSC_VER)
+#include <intrin.h>
+#endif
+
 #include "onnxruntime/kernels.h"
 
 namespace outrider::engine {
 namespace {  // each instruction set has its own copy
 
-// Writes the stretches of keys that at least one token sees, ascending; returns their number, at most the view's keys.
+inline int lowest_bit(std::uint32_t bits) {  // of some
+#if defined(_MSC_VER)
+  unsigned long at;
+  _BitScanForward(&at, bits);
+  return static_cast<int>(at);
+#else
+  return __builtin_ctz(bits);
+#endif
+}
+
+// Says which keys a tile attends over, in an order that has those of each token ascend; returns how many pieces it takes.
+//
+// What all see comes in whole vectors of keys. The others are put on lists, one for each token: the ends of chains, and
+// what branches say that grow side by side.
 template <class Lanes, class Cached>
-std::int64_t find_stretches(const Tile<Cached>& tile, Stretch* stretches) {
+std::int64_t find_pieces(const Tile<Cached>& tile, Scratch& scratch) {
   std::int64_t count = 0;
-  const std::uint32_t everyone = (1u << tile.tokens) - 1;
-  std::uint32_t seen = 0;
-  std::int64_t first = 0;
-  const auto turn = [&](std::int64_t key, std::uint32_t now) {
-    if (now == seen) return;
-    if (seen != 0) stretches[count++] = {first, key - first, seen};
-    seen = now;
-    first = key;
+  std::int32_t* lists = scratch.lists(tile.tokens * tile.view);
+  std::int64_t from[kRows], to[kRows];  // of each token's list, what no piece has yet
+  for (int t = 0; t < tile.tokens; ++t) from[t] = to[t] = t * tile.view;
+  const auto close_lists = [&] {
+    Piece* pieces = scratch.pieces(count + tile.tokens + 1);
+    for (int t = 0; t < tile.tokens; ++t) {
+      if (from[t] == to[t]) continue;
+      pieces[count++] = {from[t], to[t] - from[t], t};
+      from[t] = to[t];
+    }
+    return pieces;
   };
-  constexpr std::uint32_t kFull = Lanes::kWidth == 32 ? ~0u : (1u << Lanes::kWidth) - 1;
+
+  std::int64_t shared = 0;  // so many keys before the one at hand are seen by all, and no piece has them
+  const auto close_shared = [&](std::int64_t key) {
+    if (shared == 0) return;
+    close_lists()[count] = {key - shared, shared, kEveryone};
+    ++count;
+    shared = 0;
+  };
+  const auto list = [&](int t, std::int64_t key, std::uint32_t visible) {
+    for (; visible != 0; visible &= visible - 1)
+      lists[to[t]++] = static_cast<std::int32_t>(key) + lowest_bit(visible);
+  };
+  constexpr std::uint32_t kFull = static_cast<std::uint32_t>((std::uint64_t{1} << Lanes::kWidth) - 1);
   std::int64_t key = 0;
   for (; key + Lanes::kWidth <= tile.view; key += Lanes::kWidth) {
     std::uint32_t visible[kRows];
-    std::uint32_t any = 0, all = kFull;
-    for (int t = 0; t < tile.tokens; ++t) {
-      visible[t] = Lanes::zeros(tile.bias[t] + key);
-      any |= visible[t];
-      all &= visible[t];
-    }
-    if (all == kFull || any == 0) {
-      turn(key, any == 0 ? 0 : everyone);
+    std::uint32_t all = kFull;
+    for (int t = 0; t < tile.tokens; ++t) all &= visible[t] = Lanes::zeros(tile.bias[t] + key);
+    if (all == kFull) {
+      shared += Lanes::kWidth;
       continue;
     }
-    for (int lane = 0; lane < Lanes::kWidth; ++lane) {
-      std::uint32_t now = 0;
-      for (int t = 0; t < tile.tokens; ++t) now |= (visible[t] >> lane & 1u) << t;
-      turn(key + lane, now);
-    }
+    close_shared(key);
+    for (int t = 0; t < tile.tokens; ++t) list(t, key, visible[t]);
   }
-  for (; key < tile.view; ++key) {
-    std::uint32_t now = 0;
-    for (int t = 0; t < tile.tokens; ++t) now |= static_cast<std::uint32_t>(tile.bias[t][key] == 0.0f) << t;
-    turn(key, now);
-  }
-  turn(tile.view, 0);
+  close_shared(key);
+  for (; key < tile.view; ++key)
+    for (int t = 0; t < tile.tokens; ++t) list(t, key, tile.bias[t][key] == 0.0f ? 1 : 0);
+  close_lists();
   return count;
 }
 
-// scores[r][j] = scale * query[r] . keys[j] for j < count.
-template <class Lanes, int Rows, class Cached>
-void score(const Cached* keys, std::int64_t count, const float* const* query, int head_dim, float scale,
+// Vectors of keys or of values that follow one another, or that a list names: `at(j)` is the j-th one.
+template <class Cached>
+struct Neighbours {
+  const Cached* first;
+  int head_dim;
+  const Cached* operator()(std::int64_t j) const { return first + j * head_dim; }
+};
+
+template <class Cached>
+struct Listed {
+  const Cached* all;
+  const std::int32_t* list;
+  int head_dim;
+  const Cached* operator()(std::int64_t j) const { return all + std::int64_t{list[j]} * head_dim; }
+};
+
+// scores[r][j] = scale * query[r] . keys(j) for j < count.
+template <class Lanes, int Rows, class Keys>
+void score(const Keys& keys, std::int64_t count, const float* const* query, int head_dim, float scale,
            float* const* scores) {
   if constexpr (Rows > Lanes::kScored) {
     score<Lanes, Lanes::kScored>(keys, count, query, head_dim, scale, scores);
@@ -71,8 +110,8 @@ void score(const Cached* keys, std::int64_t count, const float* const* query, in
   constexpr int kKeys = 4;
   for (std::int64_t j = 0; j < count; j += kKeys) {
     const int left = count - j < kKeys ? static_cast<int>(count - j) : kKeys;
-    const Cached* key[kKeys];
-    for (int i = 0; i < kKeys; ++i) key[i] = keys + (j + (i < left ? i : left - 1)) * head_dim;
+    decltype(keys(0)) key[kKeys];
+    for (int i = 0; i < kKeys; ++i) key[i] = keys(j + (i < left ? i : left - 1));
     typename Lanes::Vector sums[Rows][kKeys];
     for (int r = 0; r < Rows; ++r)
       for (int i = 0; i < kKeys; ++i) sums[r][i] = Lanes::zero();
@@ -96,15 +135,14 @@ void score(const Cached* keys, std::int64_t count, const float* const* query, in
   }
 }
 
-// out[r][d] += sum over j of weights[r][j] * values[j][d], key after key.
-template <class Lanes, int Rows, int Vectors, class Cached>
-void weigh_slab(const Cached* values, std::int64_t count, const float* const* weights, int head_dim, int d,
-                float* const* out) {
+// out[r][d] += sum over j of weights[r][j] * values(j)[d], key after key.
+template <class Lanes, int Rows, int Vectors, class Values>
+void weigh_slab(const Values& values, std::int64_t count, const float* const* weights, int d, float* const* out) {
   typename Lanes::Vector sums[Rows][Vectors];
   for (int r = 0; r < Rows; ++r)
     for (int v = 0; v < Vectors; ++v) sums[r][v] = Lanes::load(out[r] + d + v * Lanes::kWidth);
   for (std::int64_t j = 0; j < count; ++j) {
-    const Cached* value = values + j * head_dim + d;
+    const auto* value = values(j) + d;
     typename Lanes::Vector x[Vectors];
     for (int v = 0; v < Vectors; ++v) x[v] = Lanes::load(value + v * Lanes::kWidth);
     for (int r = 0; r < Rows; ++r) {
@@ -116,13 +154,13 @@ void weigh_slab(const Cached* values, std::int64_t count, const float* const* we
     for (int v = 0; v < Vectors; ++v) Lanes::store(out[r] + d + v * Lanes::kWidth, sums[r][v]);
 }
 
-template <class Lanes, int Rows, class Cached>
-void weigh(const Cached* values, std::int64_t count, const float* const* weights, int head_dim, float* const* out) {
+template <class Lanes, int Rows, class Values>
+void weigh(const Values& values, std::int64_t count, const float* const* weights, int head_dim, float* const* out) {
   constexpr int kSlab = Lanes::kSlab * Lanes::kWidth;
   int d = 0;
   for (; d + kSlab <= head_dim; d += kSlab)
-    weigh_slab<Lanes, Rows, Lanes::kSlab>(values, count, weights, head_dim, d, out);
-  for (; d < head_dim; d += Lanes::kWidth) weigh_slab<Lanes, Rows, 1>(values, count, weights, head_dim, d, out);
+    weigh_slab<Lanes, Rows, Lanes::kSlab>(values, count, weights, d, out);
+  for (; d < head_dim; d += Lanes::kWidth) weigh_slab<Lanes, Rows, 1>(values, count, weights, d, out);
 }
 
 // Scores become weights exp(score - highest); returns their sum. The memory is padded to whole vectors.
@@ -146,49 +184,55 @@ float soften(float* scores, std::int64_t count) {
   return total[0];
 }
 
-// Calls body(rows, first) for all of a tile's rows, four by four, `rows` as a constant.
+// Calls body(rows, r) for `count` rows from `first` on, four by four: `rows` of them, a constant, from r on.
 template <class Body>
-void by_fours(int rows, const Body& body) {
-  int r = 0;
-  for (; r + 4 <= rows; r += 4) body(std::integral_constant<int, 4>(), r);
-  switch (rows - r) {
+void by_fours(int first, int count, const Body& body) {
+  int r = first;
+  const int end = first + count;
+  for (; r + 4 <= end; r += 4) body(std::integral_constant<int, 4>(), r);
+  switch (end - r) {
     case 3: return body(std::integral_constant<int, 3>(), r);
     case 2: return body(std::integral_constant<int, 2>(), r);
     case 1: return body(std::integral_constant<int, 1>(), r);
   }
 }
 
-// Rows that all see a stretch take it four by four, and a block of keys at a time, which then stays in the fastest
-// cache; other rows take it one by one.
+// Calls body(rows, r, vectors, count) for every piece, `vectors` being those of its keys in `arena`, and all rows that
+// see it; then moves the rows' cursors by as many. Keys that all see come a block at a time, which then stays in the
+// fastest cache.
+template <class Cached, class Score, class Body>
+void over_pieces(const Tile<Cached>& tile, Scratch& scratch, std::int64_t pieces, const Cached* arena, Score** cursors,
+                 const Body& body) {
+  constexpr std::int64_t kBlock = 64;
+  const int heads = tile.rows / tile.tokens;
+  const auto step = [&](int first, int rows, const auto& vectors, std::int64_t count) {
+    by_fours(first, rows, [&](auto constant, int r) { body(constant, r, vectors, count); });
+    for (int r = first; r < first + rows; ++r) cursors[r] += count;
+  };
+  const Piece* piece = scratch.pieces(pieces);
+  for (const Piece* end = piece + pieces; piece != end; ++piece) {
+    if (piece->token != kEveryone) {
+      const Listed<Cached> vectors{arena, scratch.lists(0) + piece->first, tile.head_dim};
+      step(piece->token * heads, heads, vectors, piece->count);
+      continue;
+    }
+    for (std::int64_t done = 0; done < piece->count; done += kBlock) {
+      const Neighbours<Cached> vectors{arena + (piece->first + done) * tile.head_dim, tile.head_dim};
+      step(0, tile.rows, vectors, piece->count - done < kBlock ? piece->count - done : kBlock);
+    }
+  }
+}
+
 template <class Lanes, class Cached>
 void attend(const Tile<Cached>& tile, Scratch& scratch) {
-  constexpr std::int64_t kBlock = 64;
-  Stretch* stretches = scratch.stretches(tile.view);
-  const std::int64_t stretch_count = find_stretches<Lanes>(tile, stretches);
-  const std::uint32_t everyone = (1u << tile.tokens) - 1;
+  const std::int64_t pieces = find_pieces<Lanes>(tile, scratch);
   const std::int64_t stride = (tile.view + 2 * Lanes::kWidth - 1) / Lanes::kWidth * Lanes::kWidth;
   float* scores = scratch.scores(stride * tile.rows);
   float* end[kRows];
   for (int r = 0; r < tile.rows; ++r) end[r] = scores + r * stride;
-
-  for (const Stretch* stretch = stretches; stretch != stretches + stretch_count; ++stretch) {
-    const Cached* keys = tile.keys + stretch->first * tile.head_dim;
-    if (stretch->seen == everyone) {
-      for (std::int64_t first = 0; first < stretch->count; first += kBlock) {
-        const std::int64_t count = stretch->count - first < kBlock ? stretch->count - first : kBlock;
-        by_fours(tile.rows, [&](auto rows, int r) {
-          score<Lanes, rows()>(keys + first * tile.head_dim, count, tile.query + r, tile.head_dim, tile.scale, end + r);
-        });
-        for (int r = 0; r < tile.rows; ++r) end[r] += count;
-      }
-      continue;
-    }
-    for (int r = 0; r < tile.rows; ++r) {
-      if ((stretch->seen >> tile.token_of_row[r] & 1u) == 0) continue;
-      score<Lanes, 1>(keys, stretch->count, tile.query + r, tile.head_dim, tile.scale, end + r);
-      end[r] += stretch->count;
-    }
-  }
+  over_pieces(tile, scratch, pieces, tile.keys, end, [&](auto rows, int r, const auto& keys, std::int64_t count) {
+    score<Lanes, rows()>(keys, count, tile.query + r, tile.head_dim, tile.scale, end + r);
+  });
 
   float sums[kRows];
   const float* next[kRows];
@@ -198,25 +242,9 @@ void attend(const Tile<Cached>& tile, Scratch& scratch) {
     next[r] = start;
     for (int d = 0; d < tile.head_dim; ++d) tile.out[r][d] = 0.0f;
   }
-
-  for (const Stretch* stretch = stretches; stretch != stretches + stretch_count; ++stretch) {
-    const Cached* values = tile.values + stretch->first * tile.head_dim;
-    if (stretch->seen == everyone) {
-      for (std::int64_t first = 0; first < stretch->count; first += kBlock) {
-        const std::int64_t count = stretch->count - first < kBlock ? stretch->count - first : kBlock;
-        by_fours(tile.rows, [&](auto rows, int r) {
-          weigh<Lanes, rows()>(values + first * tile.head_dim, count, next + r, tile.head_dim, tile.out + r);
-        });
-        for (int r = 0; r < tile.rows; ++r) next[r] += count;
-      }
-      continue;
-    }
-    for (int r = 0; r < tile.rows; ++r) {
-      if ((stretch->seen >> tile.token_of_row[r] & 1u) == 0) continue;
-      weigh<Lanes, 1>(values, stretch->count, next + r, tile.head_dim, tile.out + r);
-      next[r] += stretch->count;
-    }
-  }
+  over_pieces(tile, scratch, pieces, tile.values, next, [&](auto rows, int r, const auto& values, std::int64_t count) {
+    weigh<Lanes, rows()>(values, count, next + r, tile.head_dim, tile.out + r);
+  });
   for (int r = 0; r < tile.rows; ++r)
     for (int d = 0; d < tile.head_dim; ++d) tile.out[r][d] /= sums[r];
 }

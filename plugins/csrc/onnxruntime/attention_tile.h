@@ -11,12 +11,15 @@ constexpr int kRows = 24;  // queries of a tile, and tokens that they belong to,
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
-// Neighbouring keys that are visible to the same of a tile's tokens: bit t of `seen` is token t.
-struct Stretch {
+// Keys that a tile attends over: `count` neighbours from key `first` on, which all tokens see, or so many of the lists
+// from entry `first` on, which name keys that `token` sees.
+struct Piece {
   std::int64_t first;
   std::int64_t count;
-  std::uint32_t seen;
+  std::int32_t token;
 };
+
+constexpr std::int32_t kEveryone = -1;
 
 // Memory of a thread, which only grows. Nothing of it is inline: the kernels are built for instruction sets that a
 // machine may lack, and a linker keeps one copy of an inline function, whichever it meets first.
@@ -27,23 +30,25 @@ class Scratch {
   Scratch& operator=(const Scratch&) = delete;
   ~Scratch();
 
-  Stretch* stretches(std::int64_t count);
+  // Room for `count` of each; what was written stays.
+  Piece* pieces(std::int64_t count);
+  std::int32_t* lists(std::int64_t count);
   float* scores(std::int64_t count);
 
  private:
-  Stretch* stretches_ = nullptr;
+  Piece* pieces_ = nullptr;
+  std::int32_t* lists_ = nullptr;
   float* scores_ = nullptr;
-  std::int64_t stretch_count_ = 0, score_count_ = 0;
+  std::int64_t piece_count_ = 0, list_count_ = 0, score_count_ = 0;
 };
 
-// The queries of a few neighbouring tokens and of a few heads that share one key/value head.
+// The queries of a few neighbouring tokens and of a few heads that share one key/value head, a token's one after another.
 // `Cached` is the type of the arena.
 template <class Cached>
 struct Tile {
   int tokens;
   int rows;
   const float* bias[kRows];  // of each token: `view` floats; a key is visible where it is 0
-  int token_of_row[kRows];
   const float* query[kRows];   // head_dim floats each
   float* out[kRows];           // head_dim floats each
   const Cached* keys;          // [view, head_dim]

@@ -138,7 +138,6 @@ void attend(void* state, std::size_t index) noexcept {
     tile.bias[t] = in.bias + (of.row * in.places + place) * in.view;
     for (int h = 0; h < heads; ++h, ++r) {
       const std::int64_t at = (token * shape.heads + kv_head * group + first + h) * shape.head_dim;
-      tile.token_of_row[r] = t;
       tile.query[r] = job.query + at;
       tile.out[r] = job.out + at;
     }

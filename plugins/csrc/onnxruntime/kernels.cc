@@ -6,22 +6,29 @@
 namespace outrider::engine {
 
 Scratch::~Scratch() {
-  std::free(stretches_);
+  std::free(pieces_);
+  std::free(lists_);
   std::free(scores_);
 }
 
 template <class T>
 static void grow(T*& memory, std::int64_t& have, std::int64_t count) {
   if (count <= have) return;
+  count = count < 2 * have ? 2 * have : count;
   void* more = std::realloc(static_cast<void*>(memory), static_cast<std::size_t>(count) * sizeof(T));
   if (more == nullptr) throw std::bad_alloc();
   memory = static_cast<T*>(more);
   have = count;
 }
 
-Stretch* Scratch::stretches(std::int64_t count) {
-  grow(stretches_, stretch_count_, count);
-  return stretches_;
+Piece* Scratch::pieces(std::int64_t count) {
+  grow(pieces_, piece_count_, count);
+  return pieces_;
+}
+
+std::int32_t* Scratch::lists(std::int64_t count) {
+  grow(lists_, list_count_, count);
+  return lists_;
 }
 
 float* Scratch::scores(std::int64_t count) {
