@@ -35,7 +35,7 @@ class NgramDrafter:
     With `filler_top_k`, so many of the target's likeliest tokens count as continuations as well, wherever the target
     chose one: what it nearly said once it may say next time.
 
-    The counts are native code (`plugins/csrc/cpu/ngram_counts.h`): a token costs about a microsecond. Memory: at most
+    The counts are native code (`plugins/csrc/cpu/ngram_counts.h`). Memory: at most
     (1 + `filler_top_k`) * (`max_context` + 1) nodes for each token seen, of 20 bytes and up to 48 of hash table each
     (32k tokens that never repeat and contexts of 8: 20 MB), until `reset`.
     """

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.parser
+import onnx_ir as ir
 import pytest
 import torch
 from numpy.typing import NDArray
@@ -24,7 +26,7 @@ from compiler.lowering.attention import CpuAttention, NormInside, PackedInside, 
 from compiler.lowering.functions import FunctionBody
 from compiler.lowering.gated_unit import FuseGatedUnit
 from compiler.lowering.projections import FuseProjections
-from compiler.lowering.rule import Rule
+from compiler.lowering.rule import Lowering, Rule
 from compiler.lowering.scatter_attention import ScatterAttention, UpdateOnceAttention
 from compiler.models.decoder import Decoder
 from compiler.models.eager import sequence_logits
@@ -207,6 +209,64 @@ def test_layers_that_share_a_projection_keep_their_others(decoder: Decoder, tmp_
     chain = np.arange(6) - 1
     found = run_rows(path, twin, [TOKENS], [chain])[1]["logits"]
     np.testing.assert_allclose(found, sequence_logits(twin, TOKENS)[4:].numpy(), atol=1e-4, rtol=1e-4)
+
+
+# Declining.
+
+
+def graph_of(text: str) -> ir.Graph:
+    """An ONNX graph in its text form, `weight` being a constant of it."""
+    proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 24, "outrider.cpu" : 1]> g {text}')
+    return ir.from_proto(proto).graph
+
+
+WEIGHTS = "float[2, 2] w = {1.0, 2.0, 3.0, 4.0}, float[2, 2] u = {5.0, 6.0, 7.0, 8.0}"
+
+
+@pytest.mark.parametrize(
+    ("unit", "reason"),
+    [
+        ("gate = MatMul(x, w) up = MatMul(x, u) SILU y = Mul(a, up)", None),
+        ("gate = Relu(x) up = MatMul(x, u) SILU y = Mul(a, up)", "no product with a constant matrix"),
+        ("gate = MatMul(x, w) z = Relu(x) up = MatMul(z, u) SILU y = Mul(a, up)", "products of two values"),
+        ("gate = MatMul(x, w) up = MatMul(x, u) SILU y0 = Mul(a, up) y = Add(y0, up)", "read by others too"),
+        ("gate = MatMul(x, w) up = MatMul(x, u) SILU y = Mul(a, up)  more = Identity(gate)", "read by others too"),
+    ],
+)
+def test_a_gated_unit_is_fused_or_says_why_not(unit: str, reason: str | None) -> None:
+    body = unit.replace("SILU", "s = Sigmoid(gate) a = Mul(gate, s)").replace(") ", ")\n")
+    graph = graph_of(f"(float[1, N, 2] x) => (float[1, N, 2] y) <{WEIGHTS}> {{ {body} }}")
+    rule, lowering = FuseGatedUnit(), Lowering("target", ir.Model(graph, ir_version=10), 1)
+    (node,) = [node for node in graph if rule.pattern(node)]
+    found = rule.check(node, lowering)
+    assert found is None if reason is None else found is not None and reason in found
+
+
+ROTATED = "float[9, 2] cos, float[9, 2] sin, float[9, 2] cot, int64[1, N] p, float[1, N, 8] q, float[1, N, 4] k"
+ATTENTION = "o, kc, vc = outrider.cpu.BranchAttention(rq, rk, k, c, c, b, l)"
+
+
+@pytest.mark.parametrize(
+    ("rotation", "reason"),
+    [
+        ("rq = RotaryEmbedding(q, cos, sin, p) rk = RotaryEmbedding(k, cos, sin, p)", None),
+        ("rq = RotaryEmbedding(q, cos, sin, p) rk = Identity(k)", "not rotated right before it"),
+        ("rq = RotaryEmbedding(q, cos, sin) rk = RotaryEmbedding(k, cos, sin)", "has no positions"),
+        ("rq = RotaryEmbedding(q, cos, sin, p) rk = RotaryEmbedding(k, cot, sin, p)", "by other angles"),
+        (
+            "rq = RotaryEmbedding<interleaved = 1>(q, cos, sin, p) rk = RotaryEmbedding(k, cos, sin, p)",
+            "interleaved, or of a part",
+        ),
+    ],
+)
+def test_a_rotation_moves_inside_or_says_why_not(rotation: str, reason: str | None) -> None:
+    body = f"{rotation} {ATTENTION}".replace(") r", ")\nr").replace(") o", ")\no")
+    inputs = f"{ROTATED}, float[1, 1, 9, 4] c, float[1, 1, N, T] b, int64[1] l"
+    graph = graph_of(f"({inputs}) => (float[1, N, 8] o) {{ {body} }}")
+    rule, lowering = RotateInside(), Lowering("target", ir.Model(graph, ir_version=10), 1)
+    (node,) = [node for node in graph if rule.pattern(node)]
+    found = rule.check(node, lowering)
+    assert found is None if reason is None else found is not None and reason in found
 
 
 # Writing.

@@ -140,6 +140,11 @@ def test_a_recipe_cannot_be_changed(recipe_file: Path) -> None:
         ("    kind: ngram\n", "", "FILE:8: drafters[1].kind is missing; add it"),
         ("min_context: 2", "min_context: 9", "FILE:7: drafters[0].min_context is 9, more than max_context 3; lower it"),
         ("1e-1", "1.5", "FILE:7: drafters[0].min_confidence must be at most 1.0, found 1.5"),
+        ("max_draft: 2", "max_draft: 2\n    least: 3", "FILE:11: drafters[1].least is 3, more than max_draft 2; lower"),
+        (
+            "max_draft: 2", "max_draft: 2\n    otherwise: ngram",
+            "FILE:11: drafters[1].otherwise is 'ngram'; name a model or eagle3 drafter, not of rejection: none",
+        ),
         ("name: reference", "name: Big Model", "FILE:1: name must match ^[a-z0-9][a-z0-9_.-]*$, found 'Big Model'"),
         ("name: reference", "name: ..", "FILE:1: name must match"),
         ("[onnxruntime-cpu]", "[cpu]", "FILE:15: targets[0].kind must be one of 'onnxruntime-cpu', 'onnxruntime-cu"),

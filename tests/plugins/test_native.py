@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import plugins
-from plugins import native
+from plugins import native, onnxruntime_ops
 from plugins.schema import ANY_FLOAT
 from plugins.schemas import SCHEMAS
 
@@ -222,3 +222,23 @@ def test_a_missing_extension_says_what_to_do(tmp_path):
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert result.returncode == 1
     assert "pip install -e ." in result.stderr
+
+
+def test_a_library_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnxruntime_ops, "_VERSION", onnxruntime_ops._VERSION + 1)
+    onnxruntime_ops.cpu_library.cache_clear()
+    try:
+        with pytest.raises(ImportError, match=r"of our ops, and .* is wanted\. Run `pip install -e \.`"):
+            onnxruntime_ops.cpu_library()
+    finally:
+        onnxruntime_ops.cpu_library.cache_clear()
+
+
+def test_a_library_that_was_not_built_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(onnxruntime_ops, "folder", lambda: tmp_path)
+    onnxruntime_ops.cpu_library.cache_clear()
+    try:
+        with pytest.raises(ImportError, match=r"outrider_onnxruntime.* is missing"):
+            onnxruntime_ops.cpu_library()
+    finally:
+        onnxruntime_ops.cpu_library.cache_clear()

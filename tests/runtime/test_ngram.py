@@ -254,7 +254,7 @@ def test_a_plan_describes_its_drafters() -> None:
 
 
 def test_a_long_prompt_and_a_draft_are_cheap() -> None:
-    """Measured 60 ms and 6 us; the limits leave room for a slow and busy machine."""
+    """Nothing that grows with the prompt's square, nothing a draft would notice: limits of a slow and busy machine."""
     generator = random.Random(1)
     prompt = [min(int(generator.paretovariate(0.6)), 30_000) for _ in range(32_768)]
     drafter = NgramDrafter(max_context=3)

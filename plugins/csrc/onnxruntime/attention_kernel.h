@@ -31,7 +31,7 @@ inline int lowest_bit(std::uint32_t bits) {  // of some
 #endif
 }
 
-// Says which keys a tile attends over, in an order that has those of each token ascend; returns how many pieces it takes.
+// Says which keys a tile attends over, each token's in ascending order; returns how many pieces it takes.
 //
 // What all see comes in whole vectors of keys. The others are put on lists, one for each token: the ends of chains, and
 // what branches say that grow side by side.

@@ -42,7 +42,7 @@ class Scratch {
   std::int64_t piece_count_ = 0, list_count_ = 0, score_count_ = 0;
 };
 
-// The queries of a few neighbouring tokens and of a few heads that share one key/value head, a token's one after another.
+// The queries of a few neighbouring tokens and of a few heads that share one key/value head; a token's are neighbours.
 // `Cached` is the type of the arena.
 template <class Cached>
 struct Tile {
