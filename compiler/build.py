@@ -24,14 +24,13 @@ from compiler.models.config import DecoderConfig, WeightType, read_config
 from compiler.place import Place
 from compiler.programs import cache_views, drafter_limits, emit_programs, stages_around, symbol_limits
 from compiler.recipe import Recipe, check_capacity
-from compiler.recipe_drafters import NgramSection
 from compiler.recipe_targets import (
     PACKAGES,
-    OnnxRuntimeCpuSection,
     TargetBuild,
     TensorRtRtxSection,
     TensorRtSection,
 )
+from compiler.served import check_served
 from compiler.text import write_tokenizer
 from plans import names
 from plans.buffers import DType, Tensor
@@ -85,7 +84,7 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
     started = perf_counter()
     config = read_config(recipe.checkpoint_path, recipe.rope_scaling)
     check_capacity(recipe, config)
-    _check_served(recipe)
+    check_served(recipe)
     place = Place(out)
     old = place.plan()
     source = _relative(recipe_path, place.folder)
@@ -186,31 +185,6 @@ class _Steps:
         self._progress(max(self._begun - 1, 0), self._total, text)
 
 
-def _check_served(recipe: Recipe) -> None:
-    """Refuse what a recipe may say and no plan can do yet."""
-    several = recipe.capacity.branches
-    if several > 1:
-        says = None
-        if any(not isinstance(drafter, NgramSection) for drafter in recipe.drafters):
-            says = "drafters with an engine serve one branch for now"
-        if any(not isinstance(target, OnnxRuntimeCpuSection) for target in recipe.targets):
-            says = "targets other than onnxruntime-cpu serve one branch for now"
-        if says is not None:
-            raise recipe.error(("capacity", "branches"), f"is {several}; {says}, set it to 1")
-    for index, target in enumerate(recipe.targets):
-        if isinstance(target, OnnxRuntimeCpuSection) and recipe.dtype(target) != "float32":
-            where = ("target", "dtype") if target.dtype is None else ("targets", index, "dtype")
-            raise recipe.error(where, f"is {recipe.dtype(target)}; onnxruntime-cpu computes in float32, set it to that")
-        if isinstance(target, TensorRtRtxSection):
-            for place, drafter in enumerate(recipe.drafters):
-                if not isinstance(drafter, NgramSection) and drafter.acceptance == "rejection":
-                    raise recipe.error(
-                        ("drafters", place, "acceptance"),
-                        "is rejection, which sums in float64, and TensorRT has none; leave it coupled, or the target "
-                        "tensorrt-rtx out",
-                    )
-
-
 def _geometry(recipe: Recipe, config: DecoderConfig, sources: Sequence[GraphSource]) -> Geometry:
     context = recipe.capacity.context
     rounded = -(-context // VIEW_BUCKET) * VIEW_BUCKET
@@ -233,7 +207,7 @@ def _geometry(recipe: Recipe, config: DecoderConfig, sources: Sequence[GraphSour
 def _limits(geometry: Geometry, sources: Sequence[GraphSource], listed: Sequence[Drafter]) -> dict[str, dict[str, int]]:
     """By model: the largest value of every symbol."""
     target = symbol_limits(geometry, listed)
-    own = {source.section.name: drafter_limits(source.geometry(geometry), target) for source in sources}
+    own = {s.section.name: drafter_limits(s.drafter, s.geometry(geometry), target) for s in sources}
     return {names.TARGET: target, **own}
 
 
@@ -255,6 +229,7 @@ def _engine_shape(
         "drafters": [
             [source.drafter.model_dump(), source.geometry(geometry).capacity, repr(source.config)] for source in sources
         ],
+        "branches": geometry.branches if sources else 1,
     }
 
 
@@ -276,6 +251,7 @@ def _export(
             geometry.vocab_size if drafter.acceptance == "rejection" else 0,
             entropy=drafter.entropy is not None,
             rows=drafter.compacts,
+            branches=geometry.branches,
         )
     return graphs
 

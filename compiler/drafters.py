@@ -51,7 +51,7 @@ class GraphSource:
     def geometry(self, target: Geometry) -> Geometry:
         """The arena holds the context and what the tree's levels append behind it."""
         c, bucket = self.config, target.view_bucket
-        grown = -(-self.drafter.grown // bucket) * bucket
+        grown = -(-self.drafter.grown * target.branches // bucket) * bucket
         return Geometry(
             layers=c.num_layers,
             heads=c.num_heads,

@@ -23,13 +23,14 @@ from plugins.schemas import SCHEMAS
 
 _SHARED = {tensor.name for tensor in sampling_buffers(1)}
 _BEAMS = 8  # that every plan serves, whatever its drafters are
-_NODES_OF_A_BRANCH = 4  # its tip and a short draft, where all of a plan's branches live
-_COMPACT = {
+_NODES_OF_A_BRANCH = 8  # its tip and a short draft, where all of a plan's branches live
+_ACCEPTED = {
     "source": names.KEPT_ROWS,
     "source_count": names.KEPT_COUNT,
     "source_base": names.PAST_LENGTH,
     "destination": names.PAST_LENGTH,
 }
+_COMPACT = _ACCEPTED | {"destination": names.MOVE_TO}
 
 
 def symbol_limits(geometry: Geometry, drafters: Sequence[Drafter]) -> dict[str, int]:
@@ -38,13 +39,16 @@ def symbol_limits(geometry: Geometry, drafters: Sequence[Drafter]) -> dict[str, 
     A step of beam search wants the logits of every beam, so that there is room for some even without drafts.
     """
     nodes = max(1 + longest_draft(drafters), _BEAMS, _NODES_OF_A_BRANCH * geometry.branches)
-    new = geometry.prefill_chunk + nodes - 1
-    return _limits(geometry, new, nodes, new)
+    grown = max((d.tree.nodes for d in drafters if isinstance(d, GraphDrafter)), default=0) * geometry.branches
+    new = max(geometry.prefill_chunk + nodes - 1, grown)
+    return _limits(geometry, new, nodes, new + (geometry.branches > 1))
 
 
-def drafter_limits(geometry: Geometry, target: Mapping[str, int]) -> dict[str, int]:
-    """Largest step of a drafter's engine: what a prefill chunk of the target leaves it to take in."""
-    return _limits(geometry, geometry.prefill_chunk, 1, target[names.NEW])
+def drafter_limits(drafter: GraphDrafter, geometry: Geometry, target: Mapping[str, int]) -> dict[str, int]:
+    """Largest step of a drafter's engine: what a prefill chunk of the target leaves it to take in, or a whole step."""
+    new = geometry.prefill_chunk if geometry.branches == 1 else target[names.NEW]
+    trees = {names.TIPS: geometry.branches, names.GROWN: geometry.branches * drafter.tree.nodes}
+    return _limits(geometry, new, 1, target[names.FEATURED]) | trees
 
 
 def _limits(geometry: Geometry, new: int, picked: int, featured: int) -> dict[str, int]:
@@ -56,6 +60,8 @@ def _limits(geometry: Geometry, new: int, picked: int, featured: int) -> dict[st
         names.ROW_EDGES: 2,
         names.PLACES: new,
         names.FEATURED: featured,
+        names.TIPS: 1,
+        names.GROWN: 1,
     }
 
 
@@ -84,15 +90,16 @@ def stages_around(model: str, drafter: GraphDrafter | None = None) -> tuple[tupl
 def emit_programs(engines: Mapping[str, Engine], drafters: Sequence[Drafter], branches: int) -> dict[str, Program]:
     """`prefill`, `decode`, `beam`; one `speculate.NAME` per drafter, one `extend.NAME` where it has an engine.
 
-    Of several branches also `verify`, and `compact.target`, which moves rows over dead ones.
+    Of several branches also `verify`.
 
-    What drafts token by token has a program `draft.NAME` for that; its `speculate.NAME` begins with the mask. What
-    keeps rows of a tree has one to move them, `compact.NAME`. An engine needs no stages for the ops that it holds.
-    Where it accepts, and the program does not, or by another rule, nobody asks how that went.
+    What drafts token by token, or for several branches, has a program `draft.NAME` for that; where it is token by token
+    `speculate.NAME` begins with the mask. What keeps rows of a tree has one to move them, `compact.NAME`; so has every
+    model of a plan of several branches, to move rows over dead ones. An engine needs no stages for the ops that it
+    holds. Where it accepts, and the program does not, or by another rule, nobody asks how that went.
     """
     model = names.TARGET
     (mask,), (accept,) = stages_around(model)
-    compact = _op("KvGather", model, _COMPACT)
+    accepted = _op("KvGather", model, _ACCEPTED)
     forward = _engine(model, engines[model])
     masked = (*_needed(engines[model], mask), forward)
     tokens = names.of(model, names.COMMITTED)
@@ -109,10 +116,8 @@ def emit_programs(engines: Mapping[str, Engine], drafters: Sequence[Drafter], br
     if branches > 1:
         judged = _needed(engines[model], accept)
         ran = _unasked(masked) if judged else masked
-        programs[names.VERIFY] = Program(stages=(*ran, *judged, compact), results=results)
-        programs[names.compact(model)] = Program(
-            stages=(_op("KvGather", model, _COMPACT | {"destination": names.MOVE_TO}),)
-        )
+        programs[names.VERIFY] = Program(stages=(*ran, *judged, accepted), results=results)
+        programs[names.compact(model)] = Program(stages=(_op("KvGather", model, _COMPACT),))
     for drafter in drafters:
         name, judge = drafter.name, accept
         if isinstance(drafter, GraphDrafter):
@@ -124,16 +129,17 @@ def emit_programs(engines: Mapping[str, Engine], drafters: Sequence[Drafter], br
             drafting = _engine(name, engine, None if adaptive else names.DRAFTED)
             own = (*_needed(engine, draws, own_mask), drafting)
             draft: tuple[Stage, ...] = () if adaptive else own
-            if adaptive:
-                programs[names.draft(name)] = Program(stages=own)
+            if adaptive or branches > 1:
+                apart = _engine(name, engine)
+                programs[names.draft(name)] = Program(stages=(*_needed(engine, draws, own_mask), apart))
             programs[names.extend(name)] = Program(stages=(*_needed(engine, own_mask), _engine(name, engine)))
-            if drafter.compacts and engine.keeps_levels:
+            if branches > 1 or (drafter.compacts and engine.keeps_levels):
                 programs[names.compact(name)] = Program(stages=(_op("KvGather", name, _COMPACT),))
         else:
             draft = (Stage(kind=StageKind.DRAFT, run=name, model=model),)
         judged = _needed(engines[model], judge)
         ran = _unasked(masked) if judged else masked
-        programs[names.speculate(name)] = Program(stages=(*draft, *ran, *judged, compact), results=results)
+        programs[names.speculate(name)] = Program(stages=(*draft, *ran, *judged, accepted), results=results)
     return programs
 
 

@@ -125,11 +125,11 @@ def _target(target: TargetPlan, models: Mapping[str, Geometry], drafters: Sequen
     if several:
         speculative.add(names.VERIFY)
     required = speculative | {names.PREFILL, names.DECODE, names.BEAM} | {names.extend(name) for name in graphs}
-    required |= {names.draft(name) for name, drafter in graphs.items() if drafter.entropy is not None}
+    required |= {names.draft(name) for name, drafter in graphs.items() if several or drafter.entropy is not None}
     compacting = {
         names.compact(name)
         for name, drafter in graphs.items()
-        if drafter.compacts and name in target.engines and target.engines[name].keeps_levels
+        if several or (drafter.compacts and name in target.engines and target.engines[name].keeps_levels)
     }
     if several:
         compacting.add(names.compact(names.TARGET))
@@ -149,7 +149,7 @@ def _symbols(
     if set(symbols) != set(names.SYMBOLS):
         yield f": are {', '.join(sorted(symbols))}, must be {', '.join(sorted(names.SYMBOLS))}"
         return
-    new, view, picked, rows, edges, places, _ = (symbols[name] for name in names.SYMBOLS)
+    new, view, picked, rows, edges, places, featured, tips, nodes = (symbols[name] for name in names.SYMBOLS)
     grown = 0
     if own is None:
         longest = longest_draft(drafters)
@@ -157,10 +157,14 @@ def _symbols(
             yield f".{names.LOGITS}: {picked} is no size for a tip and a draft of {longest}"
         if not g.prefill_chunk + picked - 1 <= new <= g.prefill_chunk + picked * g.branches:
             yield f".{names.NEW}: {new} is no size for a chunk of {g.prefill_chunk} and a draft of {picked - 1}"
+        if featured < new + (g.branches > 1):
+            yield f".{names.FEATURED}: {featured} features are too few for {new} new tokens"
     else:
-        grown = own.grown
-        if (picked, new) != (1, g.prefill_chunk):
+        grown = own.grown * g.branches
+        if picked != 1 or new < g.prefill_chunk or (g.branches == 1 and new != g.prefill_chunk):
             yield f": {new} new tokens and {picked} with logits, must be {g.prefill_chunk} and 1"
+        if (tips, nodes) != (g.branches, g.branches * own.tree.nodes):
+            yield f".{names.TIPS}: {tips} tips and {nodes} nodes, must be {g.branches} and as many trees"
     if not g.context + grown <= view < g.capacity:
         yield f".{names.VIEW}: {view} does not lie between context {g.context + grown} and capacity {g.capacity}"
     if (rows, edges, places) != (1, 2, new):

@@ -11,7 +11,7 @@ from pydantic import Field
 from plans import names
 from plans.buffers import LARGEST_SIZE, Strict, Tensor
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 
 Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
 Count = Annotated[int, Field(ge=0, le=LARGEST_SIZE)]

@@ -12,8 +12,10 @@ LOGITS = "M"  # tokens whose logits are computed
 ROWS = "R"
 ROW_EDGES = "E"  # R + 1
 PLACES = "S"  # most new tokens of a row; N where there is one row
-FEATURED = "F"  # tokens of the target's step, as a drafter sees their features: always all that there is room for
-SYMBOLS = (NEW, VIEW, LOGITS, ROWS, ROW_EDGES, PLACES, FEATURED)
+FEATURED = "F"  # features that there is room for: one a new token, and of plans of several branches one that is kept
+TIPS = "B"  # tips of each row that a drafter's trees grow from
+GROWN = "D"  # nodes of all these trees, roots included
+SYMBOLS = (NEW, VIEW, LOGITS, ROWS, ROW_EDGES, PLACES, FEATURED, TIPS, GROWN)
 
 # Models of a plan. The target is always there; a drafter with weights is another.
 TARGET = "target"
@@ -42,12 +44,12 @@ PAST_LENGTH = "past_length"  # int64 [R]
 # Results of a model's step.
 ATTN_BIAS = "attn_bias"  # f32 [R, 1, S, T]
 LOGITS_OUT = "logits"  # f32 [M, vocab]
-FEATURES = "features"  # f32 [N, 3 * hidden], residual streams that an EAGLE3 head reads
+FEATURES = "features"  # f32 [F, 3 * hidden], residual streams that an EAGLE3 head reads: the first N are the step's
 COMMITTED = "committed"  # int64 [M], committed tokens; tree t's start at its root's place in logit_rows
 ACCEPTED_COUNT = "accepted_count"  # int64 [branches], committed tokens of each tree
 KEPT_ROWS = "kept_rows"  # int64 [N], new tokens that stay, ascending; a drafter's: [grown], rows of its last tree
 KEPT_COUNT = "kept_count"  # int64 [1]
-MOVE_TO = "move_to"  # int64 [R], where rows that are moved together go; of plans of several branches
+MOVE_TO = "move_to"  # int64 [R], where rows that are moved together go, where not behind the committed ones
 STATUS = "status"  # int64 [1], of an engine that accepts: 0, or the number of a fault that the walk came to
 UNREAD_STATUS = "unread_status"  # int64 [1], likewise, in programs that do not go by what the engine accepts
 TRIALS = "trials"  # f64 [M, 2], by rejection: r and p / q of each drafted node that was weighed, NaN elsewhere
@@ -55,9 +57,12 @@ TRIALS = "trials"  # f64 [M, 2], by rejection: r and p / q of each drafted node 
 # What a drafter reads of the target's last step, and the tree it leaves: the next step of the target.
 FEATURE_ROWS = "feature_rows"  # int64 [N], tokens of the target's step whose features the new pairs hold
 TIP_POSITION = "tip_position"  # int64 [branches], the tip's in the target
+TIP_ROWS = "tip_rows"  # int64 [R, B], new tokens that trees grow from; of plans of several branches
+TIP_BRANCH = "tip_branch"  # int64 [R, B], the branch of each
 DRAWS = "draws"  # [branches, depth + 1], draws behind the tip: f32, the target's own, or f64, for rejection
 DRAFT_TEMPERATURE = "draft_temperature"  # f32 [branches], what a coupled drafter reads of the sampling settings
 DRAFT_TOP_P = "draft_top_p"  # f32 [branches]
+# One tree has `nodes` of them. Of several, one lies behind another, [D] in all: [branches * nodes] is room for them.
 TREE_TOKEN_IDS = "tree_token_ids"  # int64 [nodes]; node 0, the root, is the tip
 TREE_POSITIONS = "tree_positions"  # int64 [nodes], in the target
 TREE_PARENT = "tree_parent"  # int64 [nodes]; -1 at the root

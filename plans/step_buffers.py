@@ -36,7 +36,7 @@ def target_buffers(geometry: Geometry, kv_dtype: DType, *, rejection: bool) -> t
         table[names.DRAFT_PROBS] = (real, (picked, geometry.vocab_size))
         table[names.TRIALS] = (DType.FLOAT64, (picked, 2))
     if geometry.feature_size:
-        table[names.FEATURES] = (real, (new, geometry.feature_size))
+        table[names.FEATURES] = (real, (names.FEATURED, geometry.feature_size))
     return _named(names.TARGET, table)
 
 
@@ -47,14 +47,20 @@ def status_buffers() -> tuple[Tensor, ...]:
 
 def drafter_buffers(drafter: GraphDrafter, geometry: Geometry, target: Geometry, kv_dtype: DType) -> tuple[Tensor, ...]:
     """What a drafter with an engine owns: its step, its arena with the slot map, and a tree of its own."""
+    grown = (geometry.branches * drafter.tree.nodes,)
     tree = {name: DType.FLOAT32 if name == names.TREE_SCORE else DType.INT64 for name in names.TREE}
-    table = _step(geometry, kv_dtype) | {name: (dtype, (drafter.tree.nodes,)) for name, dtype in tree.items()}
+    table = _step(geometry, kv_dtype) | {name: (dtype, grown) for name, dtype in tree.items()}
     if drafter.acceptance == "rejection":
         table[names.DRAFT_PROBS] = (DType.FLOAT32, (drafter.tree.nodes, target.vocab_size))
+    several = geometry.branches > 1
     if drafter.compacts:
-        table[names.TREE_ROW] = (DType.INT64, (drafter.tree.nodes,))
-        table[names.KEPT_ROWS] = (DType.INT64, (drafter.grown,))
+        table[names.TREE_ROW] = (DType.INT64, grown)
+    if drafter.compacts or several:
+        table[names.KEPT_ROWS] = (DType.INT64, (geometry.capacity if several else drafter.grown,))
         table[names.KEPT_COUNT] = (DType.INT64, (1,))
+        table[names.MOVE_TO] = (DType.INT64, (names.ROWS,))
+    if several:
+        table[names.TIP_ROWS] = table[names.TIP_BRANCH] = (DType.INT64, (names.ROWS, names.TIPS))
     if drafter.entropy is not None:
         table[names.DRAFT_ENTROPY] = (DType.FLOAT32, (1,))
     table[names.TIP_POSITION] = (DType.INT64, (geometry.branches,))

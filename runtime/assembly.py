@@ -17,7 +17,7 @@ from runtime.drafters.graph import EngineDrafter
 from runtime.program import Program
 from runtime.rehearsal import rehearse
 from runtime.sampling import SamplingParams
-from runtime.step import Step, TargetStep
+from runtime.step import DraftStep, Step, TargetStep
 
 _LOG = logging.getLogger("outrider")
 
@@ -30,6 +30,7 @@ class Assembly:
     step: TargetStep
     programs: dict[str, Program]
     drafters: dict[str, Drafter]
+    draft_steps: dict[str, DraftStep]
     on_host: frozenset[str]
 
 
@@ -39,11 +40,12 @@ def assemble(manifest: Manifest, plan: TargetPlan, backend: Backend, engines: Ma
     limits, buckets = plan.symbols, plan.buckets
     step = TargetStep(buffers, manifest.target, limits[names.TARGET], buckets.get(names.TARGET))
     steps: dict[str, Step] = {names.TARGET: step}
+    own: dict[str, DraftStep] = {}
     for drafter in manifest.drafters:
         if isinstance(drafter, GraphDrafter):
             name = drafter.name
-            steps[name] = Step(
-                name, buffers, manifest.models[name], limits[name], buckets.get(name), reach=drafter.grown
+            steps[name] = own[name] = DraftStep(
+                drafter, buffers, manifest.models[name], limits[name], buckets.get(name)
             )
     host = {d.name: make_host_drafter(d) for d in manifest.drafters if isinstance(d, NgramDrafter)}
     programs = {name: Program(name, data, buffers, steps, engines, host) for name, data in plan.programs.items()}
@@ -57,12 +59,11 @@ def assemble(manifest: Manifest, plan: TargetPlan, backend: Backend, engines: Ma
         geometry, extend = manifest.models[name], programs[names.extend(name)]
         if drafter.entropy is not None:
             draft = programs[names.draft(name)]
-            engine: EngineDrafter = EntropyChain(
-                drafter, drafter.entropy, geometry, buffers, steps[name], extend, draft
-            )
+            engine: EngineDrafter = EntropyChain(drafter, drafter.entropy, geometry, buffers, own[name], extend, draft)
         else:
-            compact, keeps = programs.get(names.compact(name)), plan.engines[name].keeps_levels
-            engine = EngineDrafter(drafter, geometry, buffers, steps[name], extend, compact, keeps_levels=keeps)
+            keeps = plan.engines[name].keeps_levels
+            compact = programs[names.compact(name)] if keeps and drafter.compacts else None
+            engine = EngineDrafter(drafter, geometry, buffers, own[name], extend, compact, keeps_levels=keeps)
         drafters[name] = by_engine[name] = engine
     for drafter in manifest.drafters:
         if isinstance(drafter, NgramDrafter) and drafter.otherwise is not None:
@@ -73,4 +74,4 @@ def assemble(manifest: Manifest, plan: TargetPlan, backend: Backend, engines: Ma
         with buffers.exchange.recording():
             rounds = rehearse(manifest.target.context, steps, drafters, programs)
         _LOG.info("rehearsed %d rounds in %.1f s", rounds, perf_counter() - started)
-    return Assembly(buffers, step, programs, drafters, frozenset(host))
+    return Assembly(buffers, step, programs, drafters, own, frozenset(host))

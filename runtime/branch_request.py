@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
+
+import numpy as np
 
 from plans.errors import RequestError
 from plans.manifest import Manifest
@@ -45,7 +47,7 @@ def check_branches(
             raise RequestError(f"n is {n!r}; pass a whole number of at least 1.")
         prefix, last = prefix[:-1], prefix[-1:]
         given = [{"prompt": last}] * n
-    elif isinstance(branches, str) or not isinstance(branches, Sequence):
+    elif isinstance(branches, str) or not isinstance(branches, Sequence | np.ndarray):
         raise RequestError(f"`branches` is a {type(branches).__name__}; pass a list, of a text or token ids a branch.")
     else:
         given = [branch if isinstance(branch, Mapping) else {"prompt": branch} for branch in branches]
@@ -56,12 +58,12 @@ def check_branches(
         try:
             own = {name: value for name, value in branch.items() if name != "prompt"}
             merged = cast(Options, {**options, **own})
-            stream = merged.get("stream_id", 0)
-            if "stream_id" not in own and isinstance(stream, int):
-                merged["stream_id"] = stream + place
             if merged.get("on_round") is not None:
                 raise RequestError("on_round watches the rounds of one sequence; branches have none of their own.")
             request = check_options(merged, [d.name for d in manifest.drafters], manifest.text.eos_token_ids)
+            if "stream_id" not in own:
+                sampling = replace(request.sampling, stream=request.sampling.stream + place)
+                request = replace(request, sampling=sampling)
             ids = prepare_prompt(branch.get("prompt", ""), prefix, request.stop, tokenizer, geometry).ids
             if not ids:
                 raise RequestError("It begins with nothing; pass text or token ids, or ask for `n` samples.")

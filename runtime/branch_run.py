@@ -15,13 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plans import names
-from plans.manifest import Manifest, NgramDrafter, TargetPlan
-from runtime.arena import SlotMap
+from plans.manifest import GraphDrafter, Manifest, TargetPlan
 from runtime.assembly import assemble
 from runtime.backends.base import Backend, LoadedEngine
+from runtime.branch_arena import BranchArena
+from runtime.branch_drafting import Asking, BranchDrafting
 from runtime.branch_request import BranchRequest
 from runtime.branches import Branch, BranchState
-from runtime.drafters import HostDrafter, make_host_drafter
+from runtime.drafters.branches import EngineBranches
 from runtime.generation import FinishReason, Generation, GrowingGeneration, Span
 from runtime.sampling import likeliest, logprobs
 from runtime.stats import Stats
@@ -44,11 +45,13 @@ class _Running:
 
     place: int
     asked: BranchRequest
-    branch: Branch
+    asking: Asking
     generation: GrowingGeneration
-    drafter: HostDrafter | None
     began: float
-    tokens: list[int]  # the prefix, and the branch's own
+
+    @property
+    def branch(self) -> Branch:
+        return self.asking.branch
 
 
 class BranchRunner:
@@ -62,40 +65,52 @@ class BranchRunner:
         engines: Mapping[str, LoadedEngine],
         tokenizer: Tokenizer,
     ) -> None:
-        self._manifest, self._tokenizer, self._geometry = manifest, tokenizer, manifest.target
+        self._tokenizer, self._geometry = tokenizer, manifest.target
         parts = assemble(manifest, plan, backend, engines)
-        self._buffers, self._step, self._programs = parts.buffers, parts.step, parts.programs
-        self._slots = SlotMap(names.TARGET, self._buffers, self._step)
-        self._state = BranchState(self._slots, self._step, self._geometry.branches)
-        self._kept = self._buffers.of(names.TARGET, names.KEPT_ROWS)
+        self._buffers, self._step, programs = parts.buffers, parts.step, parts.programs
+        self._prefill, self._verify = programs[names.PREFILL], programs[names.VERIFY]
+        rows = 1
+        compact = programs[names.compact(names.TARGET)]
+        self._arena = BranchArena(names.TARGET, self._geometry, self._buffers, self._step, compact, rows)
+        self._state = BranchState(self._arena, self._step, self._geometry.branches)
+        with_engines = {
+            drafter.name: EngineBranches(
+                drafter,
+                manifest.models[drafter.name],
+                self._buffers,
+                parts.draft_steps[drafter.name],
+                programs[names.extend(drafter.name)],
+                programs[names.draft(drafter.name)],
+                programs[names.compact(drafter.name)],
+                rows,
+            )
+            for drafter in manifest.drafters
+            if isinstance(drafter, GraphDrafter)
+        }
+        self._drafting = BranchDrafting(manifest.drafters, with_engines, self._step.max_nodes + 1)
         self._kept_count = self._buffers.of(names.TARGET, names.KEPT_COUNT)
-        self._move_to = self._buffers.of(names.TARGET, names.MOVE_TO)
-        self._row_bytes = self._buffers.of(names.TARGET, names.KV)[..., :1, :].nbytes
-        self.bytes_copied = 0  # of rows that stay, moved together behind a pass, and over dead slots
+
+    @property
+    def bytes_copied(self) -> int:
+        """Of the target's rows in the last run, moved together behind a pass, over dead slots, or to other rows."""
+        return self._arena.bytes_copied
 
     def run(
         self, prefix: Sequence[int], asked: Sequence[BranchRequest], max_parallel: int
     ) -> Generator[BranchSpan, None, None]:
         """Spans as they are committed, of all branches; at most `max_parallel` live at once, in the order given."""
         self._state.init_prefix(prefix)
-        self.bytes_copied = 0
+        self._drafting.begin(prefix, {each.request.drafter for each in asked})
+        while rows := self._state.prepare_prefix(self._geometry.prefill_chunk):
+            self._prefill.run()
+            self._drafting.follow_prefix(self._state.commit_prefix(rows), rows)
         waiting = deque(enumerate(asked))
         running: list[_Running] = []
-        self._prefill_prefix()
         while waiting or running:
             while waiting and len(running) < max_parallel and (not running or self._fits(waiting[0][1])):
                 running.append(self._admit(*waiting.popleft()))
             yield from self._round(running)
             running = [each for each in running if each.generation.finish_reason is None]
-
-    def _prefill_prefix(self) -> None:
-        """Give rows to the prefix, a chunk a pass."""
-        chunk = self._geometry.prefill_chunk
-        while pending := self._state.prefix_pending[:chunk]:
-            start = self._slots.length
-            self._step.begin_target(start, start, pending, 0, logits=False)
-            self._programs[names.PREFILL].run()
-            self._state.commit_prefix(len(pending))
 
     def _end(self, asked: BranchRequest) -> int:
         """Most tokens that the branch may have of its own: those that it would have alone."""
@@ -103,21 +118,16 @@ class BranchRunner:
         return min(room, len(asked.token_ids) + asked.request.max_new_tokens)
 
     def _fits(self, asked: BranchRequest) -> bool:
-        return self._state.free > 0 and self._end(asked) <= self._state.unreserved
+        return self._state.fits(self._end(asked))
 
     def _admit(self, place: int, asked: BranchRequest) -> _Running:
         branch = self._state.add_branch(asked.token_ids, self._end(asked))
         self._buffers.set_sampling(branch.number, asked.request.sampling)
-        tokens = [*self._state.prefix, *asked.token_ids]
-        text = TextStream(self._tokenizer, tokens, asked.request.stop)
-        stats = Stats(prompt_tokens=len(tokens), reused_tokens=len(self._state.prefix))
-        drafter = None
-        for settings in self._manifest.drafters:
-            if settings.name == asked.request.drafter:
-                assert isinstance(settings, NgramDrafter), "a plan of several branches has no others"
-                drafter = make_host_drafter(settings)
+        asking = self._drafting.add(branch, asked.request.drafter)
+        text = TextStream(self._tokenizer, asking.tokens, asked.request.stop)
+        stats = Stats(prompt_tokens=len(asking.tokens), reused_tokens=len(self._state.prefix))
         generation = GrowingGeneration(asked.request, text, stats)
-        return _Running(place, asked, branch, generation, drafter, perf_counter(), tokens)
+        return _Running(place, asked, asking, generation, perf_counter())
 
     def _round(self, running: Sequence[_Running]) -> Generator[BranchSpan, None, None]:
         """One pass over all that is pending, and what it has brought."""
@@ -126,100 +136,69 @@ class BranchRunner:
             if cancel is not None and cancel.is_set():
                 each.generation.finish_reason = FinishReason.CANCELLED
                 yield self._finish(each, Span([], ""))
-        running = [each for each in running if each.generation.finish_reason is None]
-        if not running:
+        by_number = {each.branch.number: each for each in running if each.generation.finish_reason is None}
+        if not by_number:
             return
-        self._make_room()
-        trees = self._lay_out(running)
-        program = self._programs[names.VERIFY]
-        program.run()
-        kept = self._kept[: int(self._kept_count[0])].copy()
-        self.bytes_copied += int((kept != np.arange(len(kept))).sum()) * self._row_bytes
-        assert program.tokens is not None
-        assert program.counts is not None
+        live = list(by_number.values())
+        drafts = self._drafting.draft([(each.asking, _left(each.branch) - 1) for each in live])
+        laid_out = self._state.prepare_inputs(drafts, self._geometry.prefill_chunk)
+        self._verify.run()
+        kept = self._buffers.of(names.TARGET, names.KEPT_ROWS)[: int(self._kept_count[0])].copy()
+        tokens, counts = self._verify.tokens, self._verify.counts
+        assert tokens is not None
+        assert counts is not None
         rows: list[tuple[Branch, int]] = []
         spans: list[tuple[_Running, Span]] = []
         tree = first = 0  # the next tree, and its root among the logits
         owner = self._step.branch[kept]
-        for each, drafted in trees:
-            mine = kept[owner == each.branch.number]
-            if each.branch.root < 0:  # only a part of its beginning was fed
-                rows.append((each.branch, len(mine)))
-                continue
-            count = int(program.counts[tree])
-            room = each.branch.end - len(each.branch.tokens)
-            chosen = program.tokens[first : first + min(count, room)].tolist()
-            span, stay = each.generation.take(chosen, drafted, count - 1, len(chosen) == room)
-            self._note(each, span, mine, first)
-            stats = each.generation.stats
-            if stats.rounds == 1:
-                stats.ttft_ms, stats.first_span = (perf_counter() - each.began) * 1000, stats.new_tokens
-            pending = len(each.branch.pending)
-            each.branch.tokens += span.token_ids
-            each.tokens += span.token_ids
-            rows.append((each.branch, pending + stay - 1))
-            spans.append((each, span))
-            tree, first = tree + 1, first + 1 + drafted
+        for branch, drafted in laid_out:
+            each, mine = by_number[branch.number], kept[owner == branch.number]
+            taken = len(mine)
+            if branch.root >= 0:  # else only a part of its beginning was fed
+                count, room = int(counts[tree]), _left(branch)
+                chosen = tokens[first : first + min(count, room)].tolist()
+                span, stay = each.generation.take(chosen, drafted, count - 1, len(chosen) == room)
+                self._note(each, span, mine, first)
+                stats = each.generation.stats
+                if stats.rounds == 1:
+                    stats.ttft_ms, stats.first_span = (perf_counter() - each.began) * 1000, stats.new_tokens
+                taken = len(branch.pending) + stay - 1
+                branch.tokens += span.token_ids
+                each.asking.tokens += span.token_ids
+                spans.append((each, span))
+                tree, first = tree + 1, first + 1 + drafted
+            self._drafting.follow(each.asking, branch.rows, mine[:taken])
+            rows.append((branch, taken))
         self._state.commit(rows, kept)
         for each, span in spans:
             over = each.generation.finish_reason is not None
             yield self._finish(each, span) if over else BranchSpan(each.place, span)
 
-    def _lay_out(self, running: Sequence[_Running]) -> list[tuple[_Running, int]]:
-        """Prepare the step: each branch with the nodes drafted for it, in order."""
-        state, step = self._state, self._step
-        state.begin()
-        chunk = self._geometry.prefill_chunk
-        share = max(0, (step.max_nodes + 1) // len(running) - 1)
-        spare = step.largest_view - self._slots.length - sum(len(each.branch.pending) for each in running)
-        trees = []
-        for each in running:
-            fed = state.feed(each.branch, chunk)
-            chunk = max(1, chunk - fed + 1)
-            drafted = 0
-            room = each.branch.end - len(each.branch.tokens) - 1
-            limit = min(share, room, spare)
-            if each.branch.root >= 0 and each.drafter is not None and limit > 0:
-                each.drafter.begin(each.tokens, step, limit)
-                drafted = each.drafter.draft(limit, step.token_ids, step.parent, each.branch.root)
-                step.append_nodes(drafted)
-                spare -= drafted
-            trees.append((each, drafted))
-        return trees
-
-    def _make_room(self) -> None:
-        """Move live rows over dead ones where a step might not fit behind them."""
-        most = self._step.most
-        if self._slots.length + most <= self._step.largest_view or not self._state.dead:
-            return
-        for to, rows in self._state.moves(len(self._kept)):
-            start = int(rows[0])
-            self._step.begin_moves(start, int(rows[-1]) + 1 - start)
-            self._kept[: len(rows)] = rows - start
-            self._kept_count[0], self._move_to[0] = len(rows), to
-            self._programs[names.compact(names.TARGET)].run()
-            self.bytes_copied += len(rows) * self._row_bytes
-        self._state.moved()
-
     def _note(self, each: _Running, span: Span, mine: NDArray[np.int64], first: int) -> None:
         """Log-probabilities, and what the drafter wants to see."""
-        request, drafter = each.asked.request, each.drafter
+        request, branch, drafter = each.asked.request, each.branch, each.asking.host
         wanted = min(drafter.filler_top_k, self._geometry.vocab_size) if drafter is not None else 0
         if request.logprobs is None and not wanted:
             return
-        path = mine[len(each.branch.pending) - 1 :] - each.branch.root  # the tip is node 0
+        path = mine[len(branch.pending) - 1 :] - branch.root  # the tip is node 0
         for index, token in enumerate(span.token_ids):
             row = first + int(path[index])
             logits = self._buffers.rows(names.TARGET, names.LOGITS_OUT, row, row + 1)[0]
             if request.logprobs is not None:
                 span.logprobs.append(logprobs(logits, token, request.logprobs))
             if drafter is not None and wanted:
-                drafter.observe(len(each.tokens) + index, likeliest(logits, wanted)[::-1])
+                drafter.observe(len(each.asking.tokens) + index, likeliest(logits, wanted)[::-1])
         each.generation.logprobs += span.logprobs
 
     def _finish(self, each: _Running, last: Span) -> BranchSpan:
         self._state.finish(each.branch)
+        self._drafting.finish(each.asking)
         rest = each.generation.finish()
         each.generation.stats.total_ms = (perf_counter() - each.began) * 1000
         span = Span(last.token_ids, last.text + rest.text, last.logprobs)
         return BranchSpan(each.place, span, each.generation.result())
+
+
+def _left(branch: Branch) -> int:
+    """Tokens that it may still come to have."""
+    return branch.end - len(branch.tokens)

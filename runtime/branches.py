@@ -1,20 +1,18 @@
-"""The branches of one run: who lives, what each has said, and which slots of the arena are whose.
+"""The branches of one run: who lives, what each has said, and how a step of all of them is laid out.
 
-In one sequence: rows of all branches share one arena, interleaved as they came. The prefix is there once and is seen
-by all; a branch sees it and its own rows (DESIGN section 6, FEATURES row 2). Positions of every branch count on from
-the prefix. What a finished branch leaves are dead slots, which nothing sees; live rows are moved over them when room
-runs short.
+The prefix is seen by all; a branch sees it and its own rows (DESIGN section 6, FEATURES row 2). Positions of every
+branch count on from the prefix. How rows lie in memory is the arena's business: calls are the same in both modes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.arena import EMPTY, SHARED, SlotMap
+from runtime.branch_arena import BranchArena
 from runtime.step import TargetStep
 
 
@@ -33,86 +31,123 @@ class Branch:
         return self.tokens[self.rows :]
 
 
-class BranchState:
-    """Live branches by number (0 to the plan's branches - 1), over the slot map of the target's arena.
+@dataclass(frozen=True)
+class Draft:
+    """Nodes behind a tip, ancestors first: `parent[i]` is the node that node i hangs from, -1 for the tip."""
 
-    A step: `begin`, then for every branch `feed` and as many drafted nodes as the caller hangs behind its tip, the
-    pass, and `commit`.
+    token_ids: Sequence[int]
+    parent: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+NOTHING = Draft((), ())
+
+
+class BranchState:
+    """Live branches by number (0 to the plan's branches - 1), over the target's arena.
+
+    A step: `prepare_inputs`, the pass, and `commit`.
     """
 
-    def __init__(self, slots: SlotMap, step: TargetStep, numbers: int) -> None:
-        self._slots, self._step = slots, step
+    def __init__(self, arena: BranchArena, step: TargetStep, numbers: int) -> None:
+        self._arena, self._step = arena, step
         self._free = list(range(numbers - 1, -1, -1))
-        self._live: dict[int, Branch] = {}
-        self._reserved = 0
+        self.live: dict[int, Branch] = {}
         self.prefix: list[int] = []
-        self.dead = 0
-
-    @property
-    def free(self) -> int:
-        """How many more branches there may be."""
-        return len(self._free)
-
-    @property
-    def unreserved(self) -> int:
-        """Slots that no branch may come to need, dead ones included; one step's drafts are kept apart."""
-        return self._step.largest_view - self._step.max_nodes - 1 - len(self.prefix) - self._reserved
+        self._prefilled = 0
 
     def reset(self) -> None:
         """Forget everything."""
-        self._slots.truncate(0)
-        for number in self._live:
-            self._free.append(number)
-        self._live.clear()
-        self.prefix, self.dead, self._reserved = [], 0, 0
+        self._arena.reset()
+        self._free = sorted([*self._free, *self.live], reverse=True)
+        self.live.clear()
+        self.prefix, self._prefilled = [], 0
 
     def init_prefix(self, tokens: Sequence[int]) -> None:
         """Begin with what all branches share, whose rows `commit_prefix` takes as they come."""
         self.reset()
         self.prefix = list(tokens)
 
-    @property
-    def prefix_pending(self) -> list[int]:
-        return self.prefix[self._slots.length :]
+    def prepare_prefix(self, most: int) -> int:
+        """Lay out at most `most` of the prefix's tokens that lack rows; how many."""
+        tokens = self.prefix[self._prefilled : self._prefilled + most]
+        if tokens:
+            self._arena.begin(())
+            self._arena.append(tokens, self._prefilled, 0)
+        return len(tokens)
 
-    def commit_prefix(self, rows: int) -> None:
-        """The step's `rows` tokens were the next ones of the prefix."""
-        self._slots.commit(rows, kept=None, owner=SHARED)
+    def commit_prefix(self, rows: int) -> int:
+        """The step's tokens have rows now; the index of the first one in the prefix."""
+        first = self._prefilled
+        self._arena.commit_prefix(rows)
+        self._prefilled += rows
+        return first
+
+    def fits(self, end: int) -> bool:
+        """Whether there is a number and room for one more branch of at most `end` tokens, whatever the others say.
+
+        Capacity is reserved: where a branch ends never depends on its neighbours. Drafts take what is left.
+        """
+        ends = [end, *(branch.end for branch in self.live.values())]
+        return bool(self._free) and self._arena.holds(ends)
 
     def add_branch(self, tokens: Sequence[int], end: int) -> Branch:
-        """A new branch that begins with `tokens` (one or more) and never has more than `end` of its own.
-
-        Its slots are reserved: the caller has made sure that there are `end` unreserved ones, and a number free.
-        """
+        """A new branch that begins with `tokens` (one or more) and never has more than `end` of its own."""
         branch = Branch(self._free.pop(), list(tokens), end)
-        self._live[branch.number] = branch
-        self._reserved += end
+        self.live[branch.number] = branch
+        self._arena.open(branch.number)
         return branch
 
     def finish(self, branch: Branch) -> None:
-        """The branch is no more; its slots are dead."""
-        del self._live[branch.number]
+        """The branch is no more; its slots can be used again."""
+        del self.live[branch.number]
         self._free.append(branch.number)
-        self._reserved -= branch.end
-        self.dead += self._slots.release(branch.number)
+        self._free.sort(reverse=True)
+        self._arena.close(branch.number)
 
-    def begin(self) -> None:
-        """An empty step behind all rows."""
-        self._step.begin_branches(self._slots.length)
-        for branch in self._live.values():
-            branch.root = -1
+    def prepare_inputs(self, drafts: Mapping[int, Draft], chunk: int) -> list[tuple[Branch, int]]:
+        """Lay out a step of every live branch: what it lacks rows of, and the nodes drafted for it by its number.
 
-    def feed(self, branch: Branch, most: int) -> int:
+        At most `chunk` tokens of beginnings go in, and at least one of each branch. Returns the branches in order, and
+        how many nodes each has: as many as were drafted, or as there is room for.
+        """
+        self._arena.make_room(self._step.most)
+        branches = [self.live[number] for number in sorted(self.live)]
+        self._arena.begin(sorted(self.live))
+        lacking = sum(len(branch.pending) for branch in branches)
+        laid_out = []
+        for branch in branches:
+            lacking -= len(branch.pending)
+            chunk = max(1, chunk - self._feed(branch, chunk) + 1)
+            drafted = 0
+            if branch.root >= 0 and (draft := drafts.get(branch.number)):
+                room = self._arena.room_behind(branch.number) - lacking
+                drafted = self._hang(branch, draft, max(0, min(len(draft), room)))
+            laid_out.append((branch, drafted))
+        return laid_out
+
+    def _feed(self, branch: Branch, most: int) -> int:
         """Lay out at most `most` of the tokens that the branch lacks rows of; how many.
 
         Where that is all of them, the last one is its tip, whose logits are asked for: a draft may hang behind it.
         """
         tokens = branch.tokens[branch.rows : branch.rows + most]
-        position = len(self.prefix) + branch.rows
-        whole = branch.rows + len(tokens) == len(branch.tokens)
-        last = self._step.append_chain(tokens, position, branch.number, tip=whole)
-        branch.root = last if whole else -1
+        last = self._arena.append(tokens, len(self.prefix) + branch.rows, branch.number)
+        branch.root = -1
+        if branch.rows + len(tokens) == len(branch.tokens):
+            branch.root = last
+            self._step.append_tip(last)
         return len(tokens)
+
+    def _hang(self, branch: Branch, draft: Draft, count: int) -> int:
+        first = branch.root + 1
+        self._step.token_ids[first : first + count] = draft.token_ids[:count]
+        self._step.parent[first : first + count] = draft.parent[:count]
+        self._step.parent[first : first + count] += first
+        self._step.append_nodes(count)
+        return count
 
     def commit(self, branches: Sequence[tuple[Branch, int]], kept: NDArray[np.int64]) -> None:
         """Take the rows that a pass has left of each branch of the step, in its order: so many of them.
@@ -120,25 +155,7 @@ class BranchState:
         `kept` lists the step's tokens whose rows stay, which have been moved together; those behind a branch's number
         are dropped: what a stop string or the like cut off.
         """
-        start = self._slots.length
-        self._slots.commit(len(kept), kept)
-        owner = self._step.branch[kept]
+        taken = self._arena.commit(kept)
         for branch, rows in branches:
-            mine = np.flatnonzero(owner == branch.number)
             branch.rows += rows
-            if rows < len(mine):
-                self.dead += self._slots.drop(start + mine[rows:])
-
-    def moves(self, reach: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """Live rows behind dead slots, ascending, in parts that lie within `reach` slots, and where each part goes."""
-        alive = np.flatnonzero(self._slots.owners != EMPTY)
-        to = int(np.argmax(alive != np.arange(len(alive)))) if len(alive) and alive[-1] >= len(alive) else len(alive)
-        while to < len(alive):
-            count = int(np.searchsorted(alive, alive[to] + reach)) - to
-            yield to, alive[to : to + count]
-            to += count
-
-    def moved(self) -> None:
-        """The live rows lie at the front now."""
-        self._slots.compact()
-        self.dead = 0
+            self._arena.drop(taken, branch.number, rows)

@@ -92,6 +92,11 @@ class Buffers:
         """Copy a row `(model, tensor, index)` of a large buffer to another."""
         self.of(*to[:2])[to[2]] = self.of(*source[:2])[source[2]]
 
+    def copy_slots(self, model: str, source: int, to: int, count: int) -> None:
+        """Copy the first `count` slots of a row of a model's arena to another row."""
+        kv = self.of(model, names.KV)
+        kv[:, to, :, :count] = kv[:, source, :, :count]
+
     def set_sampling(self, branch: int, params: SamplingParams) -> None:
         """Fill a branch's sampling slot."""
         self.arrays[names.TEMPERATURE][branch] = params.temperature

@@ -1,7 +1,7 @@
 """The step of one model that is being prepared in its buffers: new tokens, and the sizes that go with them.
 
-The leading entries of the step's buffers are the step; `sizes` says how many lead. One row for now: its
-tokens are the step's.
+The leading entries of the step's buffers are the step; `sizes` says how many lead. A sequence has one row. Branches
+may have one between them, or one each: their tokens are laid out row by row.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plans import names
-from plans.manifest import Buckets, Geometry
+from plans.manifest import Buckets, Geometry, GraphDrafter
 from runtime.buffers import Buffers
 
-_NEW, _VIEW, _LOGITS, _ROWS, _EDGES, _PLACES, _FEATURED = range(len(names.SYMBOLS))
+_NEW, _VIEW, _LOGITS, _ROWS, _EDGES, _PLACES, _FEATURED, _TIPS, _GROWN = range(len(names.SYMBOLS))
 _HIDDEN = np.finfo(np.float32).min  # what BimMask writes: finite, so that no softmax is over nothing
 
 
 class Step:
-    """New tokens, a chain whose last is the tip. `reach` more keys come into view: those a draft's levels append."""
+    """New tokens, a chain whose last is the tip, or chains of branches. `reach` more keys of each row come into view:
+    those a draft's levels append."""
 
     def __init__(
         self,
@@ -30,11 +31,10 @@ class Step:
         geometry: Geometry,
         limits: Mapping[str, int],
         buckets: Buckets | None = None,
-        reach: int = 0,
     ) -> None:
         self.sizes = [0] * len(names.SYMBOLS)  # in the order of names.SYMBOLS; stages hold on to this very list
         self.sizes[_ROWS], self.sizes[_EDGES], self.sizes[_FEATURED] = 1, 2, limits[names.FEATURED]
-        self.largest_view, self.reach, self.buckets = limits[names.VIEW], reach, buckets
+        self.largest_view, self.reach, self.buckets = limits[names.VIEW], 0, buckets
         self._views = buckets.view if buckets else range(geometry.view_bucket, self.largest_view, geometry.view_bucket)
         self.token_ids = buffers.of(model, names.TOKEN_IDS)
         self.positions = buffers.of(model, names.POSITIONS)
@@ -44,6 +44,7 @@ class Step:
         self.past_length = buffers.of(model, names.PAST_LENGTH)
         self.most = len(self.token_ids)
         self._count = np.arange(self.most + 1)  # ready-made chains: parents, and offsets of positions
+        self._row = 0  # that new tokens go to
 
     def begin(self, past: int, position: int, tokens: list[int], branch: int) -> None:
         """Lay out `tokens` as a chain behind `past` committed rows, the first at `position`."""
@@ -63,10 +64,32 @@ class Step:
             self.branch[:n] = branch
         self._resize(n)
 
-    def begin_grown(self, past: int) -> None:
-        """Take the rows that a draft's levels have put behind `past` for the new tokens: for an op that moves them."""
-        self.past_length[0] = past
-        self.row_splits[1] = self.reach
+    def begin_branches(self, past: Sequence[int]) -> None:
+        """An empty step behind `past` committed rows of each row of the arena, for `append_chain`."""
+        rows = len(past)
+        self.past_length[:rows] = past
+        self.row_splits[: rows + 1] = 0
+        self._row = 0
+        self.sizes[_ROWS], self.sizes[_EDGES] = rows, rows + 1
+        self.sizes[_NEW] = self.sizes[_PLACES] = 0
+        self.sizes[_VIEW] = self.view_of(max(past))
+
+    def append_chain(self, tokens: Sequence[int], position: int, branch: int, row: int = 0) -> int:
+        """Lay out the next tokens of a branch, the first at `position`; the index of the last one in the step.
+
+        Rows come in ascending order.
+        """
+        n, count = self.sizes[_NEW], len(tokens)
+        last = n + count - 1
+        self.token_ids[n : last + 1] = tokens
+        self.positions[n : last + 1] = self._count[:count]
+        self.positions[n : last + 1] += position
+        self.parent[n] = -1
+        self.parent[n + 1 : last + 1] = self._count[n:last]
+        self.branch[n : last + 1] = branch
+        self._row = row
+        self._resize(last + 1)
+        return last
 
     def begin_moves(self, start: int, rows: int) -> None:
         """Take `rows` rows from `start` on for the new tokens: for an op that moves some of them."""
@@ -79,13 +102,83 @@ class Step:
 
     def _resize(self, new: int) -> None:
         """Set the sizes that follow from `new` tokens. The view is rounded up, so that it changes rarely."""
-        self.row_splits[1] = self.sizes[_NEW] = self.sizes[_PLACES] = new
-        self.sizes[_VIEW] = self.view_of(int(self.past_length[0]) + new)
+        rows, row = self.sizes[_ROWS], self._row
+        if rows == 1:
+            self.row_splits[1] = self.sizes[_NEW] = self.sizes[_PLACES] = new
+            self.sizes[_VIEW] = self.view_of(int(self.past_length[0]) + new)
+            return
+        self.row_splits[row + 1 : rows + 1] = self.sizes[_NEW] = new
+        mine = new - int(self.row_splits[row])
+        self.sizes[_PLACES] = max(self.sizes[_PLACES], mine)
+        self.sizes[_VIEW] = max(self.sizes[_VIEW], self.view_of(int(self.past_length[row]) + mine))
 
     def view_of(self, rows: int) -> int:
         """Keys in view of a step behind which the arena has `rows` rows, those of a draft's levels not counted."""
         index = bisect_left(self._views, rows + self.reach)
         return self._views[index] if index < len(self._views) else self.largest_view
+
+
+class DraftStep(Step):
+    """New tokens of a drafter's engine, behind some of which trees grow."""
+
+    def __init__(
+        self,
+        drafter: GraphDrafter,
+        buffers: Buffers,
+        geometry: Geometry,
+        limits: Mapping[str, int],
+        buckets: Buckets | None = None,
+    ) -> None:
+        super().__init__(drafter.name, buffers, geometry, limits, buckets)
+        self._nodes, self._grown = drafter.tree.nodes, drafter.grown
+        self.reach = self._grown
+        self.sizes[_TIPS], self.sizes[_GROWN] = 1, self._nodes
+        self._tips: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+        if geometry.branches > 1:
+            rows, branches = (buffers.of(drafter.name, name) for name in (names.TIP_ROWS, names.TIP_BRANCH))
+            self._tips = rows.reshape(-1), branches.reshape(-1)
+
+    def begin(self, past: int, position: int, tokens: list[int], branch: int) -> None:
+        super().begin(past, position, tokens, branch)
+        if self._tips is not None:
+            self._tips[0][0], self._tips[1][0] = len(tokens) - 1, branch
+
+    def begin_branches(self, past: Sequence[int]) -> None:
+        super().begin_branches(past)
+        self.grow(())
+
+    def begin_grown(self, past: int) -> None:
+        """Take the rows that a draft's levels have put behind `past` for the new tokens: for an op that moves them."""
+        self.past_length[0] = past
+        self.row_splits[1] = self.reach
+
+    @property
+    def tips(self) -> int:
+        """Trees of each row."""
+        return self.sizes[_TIPS]
+
+    def reach_of(self, tips: int) -> int:
+        """Rows that the levels of so many trees append."""
+        return self._grown * tips
+
+    def expect_tips(self, most: int) -> None:
+        """At most `most` trees will grow in each row of the step that is being laid out."""
+        self.reach = self.reach_of(most)
+        rows = self.sizes[_ROWS]
+        self.sizes[_VIEW] = self.view_of(int(self.past_length[:rows].max()))
+
+    def grow(self, tips: Sequence[tuple[int, int, int]]) -> None:
+        """Trees grow from `(row, index, branch)`, row by row; one with fewer than others has some that nobody reads."""
+        assert self._tips is not None, "a plan of one branch has one tip"
+        rows = self.sizes[_ROWS]
+        each = max(1, *(sum(tip[0] == row for tip in tips) for row in range(rows)))
+        at, of = (column[: rows * each].reshape(rows, each) for column in self._tips)
+        at[:] = of[:] = 0
+        place = [0] * rows
+        for row, index, branch in tips:
+            at[row, place[row]], of[row, place[row]] = index, branch
+            place[row] += 1
+        self.sizes[_TIPS], self.sizes[_GROWN] = each, rows * each * self._nodes
 
 
 class TargetStep(Step):
@@ -113,30 +206,16 @@ class TargetStep(Step):
         self.sizes[_LOGITS] = int(logits)
         self.begin(past, position, tokens, branch)
 
-    def begin_branches(self, past: int) -> None:
-        """An empty step behind `past` committed rows, for `append_chain`."""
+    def begin_branches(self, past: Sequence[int]) -> None:
+        super().begin_branches(past)
         self.draft_limit = self.drafted = 0
         self._free_bias[0] = 0
-        self.past_length[0] = past
         self.sizes[_LOGITS] = 0
-        self._resize(0)
 
-    def append_chain(self, tokens: Sequence[int], position: int, branch: int, *, tip: bool) -> int:
-        """Lay out the next tokens of a branch, the first at `position`, and ask for the last one's logits if it is its
-        tip; its index in the step."""
-        n, count = self.sizes[_NEW], len(tokens)
-        last = n + count - 1
-        self.token_ids[n : last + 1] = tokens
-        self.positions[n : last + 1] = self._count[:count]
-        self.positions[n : last + 1] += position
-        self.parent[n] = -1
-        self.parent[n + 1 : last + 1] = self._count[n:last]
-        self.branch[n : last + 1] = branch
-        if tip:
-            self.logit_rows[self.sizes[_LOGITS]] = last
-            self.sizes[_LOGITS] += 1
-        self._resize(last + 1)
-        return last
+    def append_tip(self, index: int) -> None:
+        """Ask for the logits of the last token of a chain that was appended; nodes may follow."""
+        self.logit_rows[self.sizes[_LOGITS]] = index
+        self.sizes[_LOGITS] += 1
 
     def begin_rehearsed(self, length: int, drafted: int = 0) -> None:
         """A step of tokens 0: the tip, the last of `length` tokens, and a chain of `drafted` nodes."""

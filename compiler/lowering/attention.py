@@ -25,7 +25,7 @@ class CpuAttention(Rule):
     Of the bias it reads whether it is 0, as BimMask and draft graphs write it: a key is visible or not.
 
     `com.microsoft.GroupQueryAttention` is slower for a token or two, computes one token otherwise than several, and
-    takes one row.
+    takes one row where these stand behind others.
     """
 
     def pattern(self, node: ir.Node) -> bool:

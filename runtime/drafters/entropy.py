@@ -14,7 +14,7 @@ from plans.manifest import EntropyGamma, Geometry, GraphDrafter
 from runtime.buffers import Buffers
 from runtime.drafters.graph import BRANCH, EngineDrafter
 from runtime.program import Program
-from runtime.step import Step, TargetStep
+from runtime.step import DraftStep, TargetStep
 
 _LOG = logging.getLogger("outrider")
 
@@ -56,7 +56,7 @@ class EntropyChain(EngineDrafter):
         length: EntropyGamma,
         geometry: Geometry,
         buffers: Buffers,
-        step: Step,
+        step: DraftStep,
         extend: Program,
         draft: Program,
     ) -> None:

@@ -12,7 +12,7 @@ from plans.manifest import Geometry, GraphDrafter
 from runtime.arena import SlotMap
 from runtime.buffers import Buffers
 from runtime.program import Program
-from runtime.step import Step, TargetStep
+from runtime.step import DraftStep, TargetStep
 
 BRANCH = 0  # a session is one branch
 
@@ -33,7 +33,7 @@ class EngineDrafter:
         settings: GraphDrafter,
         geometry: Geometry,
         buffers: Buffers,
-        step: Step,
+        step: DraftStep,
         extend: Program,
         compact: Program | None = None,
         *,
@@ -169,8 +169,9 @@ class EngineDrafter:
 class _TreeRows:
     """Rows that the levels of a draft model's tree have appended to its arena, of rejected nodes and accepted ones."""
 
-    def __init__(self, name: str, buffers: Buffers, step: Step, compact: Program) -> None:
+    def __init__(self, name: str, buffers: Buffers, step: DraftStep, compact: Program) -> None:
         self._step, self._compact = step, compact
+        self._move_to = buffers.of(name, names.MOVE_TO)
         self._row = buffers.of(name, names.TREE_ROW)
         self._kept_rows = buffers.of(name, names.KEPT_ROWS)
         self._kept_count = buffers.of(name, names.KEPT_COUNT)
@@ -185,7 +186,7 @@ class _TreeRows:
             count -= 1
         if count and self._row[path[count - 1]] >= count:  # else they are the first ones: in place
             np.take(self._row, path[:count], out=self._kept_rows[:count], mode="clip")
-            self._kept_count[0] = count
+            self._kept_count[0], self._move_to[0] = count, start
             self._step.begin_grown(start)
             self._compact.run()
         return count

@@ -215,7 +215,7 @@ def test_layers_that_share_a_projection_keep_their_others(decoder: Decoder, tmp_
 
 
 def graph_of(text: str) -> ir.Graph:
-    """An ONNX graph in its text form, `weight` being a constant of it."""
+    """A graph in ONNX's text form."""
     proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 24, "outrider.cpu" : 1]> g {text}')
     return ir.from_proto(proto).graph
 

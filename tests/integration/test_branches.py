@@ -15,12 +15,19 @@ from compiler.build import build
 from compiler.recipe import load_recipe
 from plans.errors import RequestError
 from runtime import Runtime
-from runtime.branch_run import BranchRunner
+from runtime.arena import EMPTY
+from runtime.branch_arena import BranchArena
+from runtime.branches import BranchState
 
 PLAN = [
-    "drafters=[{name: ngram, kind: ngram, max_draft: 6}, {name: short, kind: ngram, max_context: 1, filler_top_k: 3}]",
+    "drafters=[{name: ngram, kind: ngram, max_draft: 6}, {name: short, kind: ngram, max_context: 1, filler_top_k: 3}, "
+    "{name: chain, kind: model, checkpoint: drafter, gamma: 4}, "
+    "{name: bushy, kind: model, checkpoint: drafter, tree: {top_k: 3, depth: 2, nodes: 9}}, "
+    "{name: head, kind: eagle3, checkpoint: head, tree: {top_k: 4, depth: 2, nodes: 12}}, "
+    "{name: mixed, kind: ngram, max_draft: 6, otherwise: head, least: 2}]",
     "capacity={context: 160, prefill_chunk: 16, branches: 16}",
 ]
+DRAFTERS = ["none", "ngram", "short", "chain", "bushy", "head", "mixed"]
 TOKENS = st.lists(st.integers(1, 299), min_size=1, max_size=24)
 
 
@@ -42,7 +49,7 @@ BRANCH = st.fixed_dictionaries(
         "max_new_tokens": st.integers(1, 40),
         "temperature": st.sampled_from([0.0, 0.8]),
         "seed": st.integers(0, 9),
-        "drafter": st.sampled_from(["none", "ngram", "short"]),
+        "drafter": st.sampled_from(DRAFTERS),
     }
 )
 
@@ -64,17 +71,17 @@ def test_every_branch_has_the_tokens_that_it_has_alone(branching, prefix, branch
         assert generation.finish_reason == expected.finish_reason
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "short"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
 def test_sixteen_branches_live_at_once(branching, drafter, monkeypatch) -> None:
     most = 0
-    original = BranchRunner._lay_out
+    original = BranchState.prepare_inputs
 
-    def watched(self: BranchRunner, running: Any) -> Any:
+    def watched(self: BranchState, *arguments: Any) -> Any:
         nonlocal most
-        most = max(most, len(running))
-        return original(self, running)
+        most = max(most, len(self.live))
+        return original(self, *arguments)
 
-    monkeypatch.setattr(BranchRunner, "_lay_out", watched)
+    monkeypatch.setattr(BranchState, "prepare_inputs", watched)
     branches = [{"prompt": [20 + i, 7], "temperature": 0.7 * (i % 2), "seed": i} for i in range(18)]
     options = {"max_new_tokens": 7, "drafter": drafter, "ignore_eos": True}
     found = branching.generate_branches([5, 6, 7], branches, **options)
@@ -83,7 +90,7 @@ def test_sixteen_branches_live_at_once(branching, drafter, monkeypatch) -> None:
         assert found[place].token_ids == alone(branching, [5, 6, 7], branch, place, **options).token_ids
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "short"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
 def test_samples_of_one_prompt_share_all_of_it(branching, drafter) -> None:
     prompt = [(37 * i) % 299 + 1 for i in range(40)]
     options = {"temperature": 0.9, "seed": 3, "max_new_tokens": 20, "drafter": drafter, "logprobs": 2}
@@ -93,6 +100,21 @@ def test_samples_of_one_prompt_share_all_of_it(branching, drafter) -> None:
         expected = branching.generate(prompt, stream_id=stream, **options)
         assert generation.token_ids == expected.token_ids
         assert [entry.logprob for entry in generation.logprobs] == [entry.logprob for entry in expected.logprobs]
+
+
+def test_streams_count_on_from_the_one_given(branching) -> None:
+    """Whatever kind of whole number it is."""
+    options = {"temperature": 1.0, "max_new_tokens": 12, "ignore_eos": True}
+    expected = [branching.generate([5, 6, 7], stream_id=3 + i, **options).token_ids for i in range(4)]
+    for first in (3, np.int64(3)):
+        found = branching.generate_branches([5, 6, 7], n=4, stream_id=first, **options)
+        assert [generation.token_ids for generation in found] == expected
+    prompts = np.array([[8, 9], [10, 11]])
+    found = branching.generate_branches([5], prompts, **options)
+    assert [g.token_ids for g in found] == [
+        branching.generate([5, *prompt], stream_id=place, **options).token_ids
+        for place, prompt in enumerate(prompts.tolist())
+    ]
 
 
 def test_a_stop_string_ends_its_branch_alone(branching) -> None:
@@ -130,17 +152,17 @@ def test_nothing_of_others_is_read(branching, monkeypatch) -> None:
     prefix, branches = [3, 1, 4], [[1, 5], [9, 2, 6], [5]]
     expected = branching.generate_branches(prefix, branches, max_new_tokens=16, ignore_eos=True)
     for place in range(3):
-        original = BranchRunner._lay_out
+        original = BranchState.prepare_inputs
 
-        def poisoned(self: BranchRunner, running: Any, place: int = place, original: Any = original) -> Any:
-            owners = self._slots.owners
-            number = next((each.branch.number for each in running if each.place == place), None)
-            others = np.flatnonzero((owners >= 0) & (owners != number) | (owners == -2))
-            self._buffers.of("target", "kv")[:, :, :, others] = 1e30
-            return original(self, running)
+        def poisoned(self: BranchState, *arguments: Any, place: int = place, original: Any = original) -> Any:
+            owners = self._arena._maps[0].owners
+            number = next((n for n, branch in self.live.items() if branch.tokens[0] == branches[place][0]), None)
+            others = np.flatnonzero((owners >= 0) & (owners != number) | (owners == EMPTY))
+            self._arena._buffers.of("target", "kv")[:, :, :, others] = 1e30
+            return original(self, *arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(BranchRunner, "_lay_out", poisoned)
+            patch.setattr(BranchState, "prepare_inputs", poisoned)
             found = branching.generate_branches(prefix, branches, max_new_tokens=16, ignore_eos=True)
         assert found[place].token_ids == expected[place].token_ids
 
@@ -172,19 +194,21 @@ def test_a_plan_of_one_branch_says_so(toy: Runtime) -> None:
         toy.generate_branches([1], [[2]])
 
 
-def test_dead_slots_are_compacted(branching, monkeypatch) -> None:
-    moved: list[int] = []
-    original = BranchRunner._make_room
+@pytest.mark.parametrize("drafter", ["none", "bushy", "head"])
+def test_dead_slots_are_compacted(branching, drafter, monkeypatch) -> None:
+    moved: dict[str, list[int]] = {}
+    original = BranchArena.make_room
 
-    def watched(self: BranchRunner) -> None:
-        before = self._slots.length
-        original(self)
-        if self._slots.length < before:
-            moved.append(before - self._slots.length)
+    def watched(self: BranchArena, most: int) -> None:
+        before = self.length
+        original(self, most)
+        if self.length < before:
+            moved.setdefault(self._model, []).append(before - self.length)
 
-    monkeypatch.setattr(BranchRunner, "_make_room", watched)
+    monkeypatch.setattr(BranchArena, "make_room", watched)
     branches = [{"prompt": [7 + i] * 5, "max_new_tokens": 30 + i} for i in range(10)]
-    found = branching.generate_branches([5] * 20, branches, max_parallel=3, ignore_eos=True)
-    assert moved
+    options = {"ignore_eos": True, "drafter": drafter}
+    found = branching.generate_branches([5] * 20, branches, max_parallel=3, **options)
+    assert moved.keys() == {"target", drafter} - {"none"}
     for place, branch in enumerate(branches):
-        assert found[place].token_ids == alone(branching, [5] * 20, branch, place, ignore_eos=True).token_ids
+        assert found[place].token_ids == alone(branching, [5] * 20, branch, place, **options).token_ids

@@ -84,7 +84,7 @@ WRONG: dict[str, tuple[Edit, str]] = {
         lambda m: target(m)["programs"]["compact.bushy"].update(stages=[]), "compact.bushy",
     ),
     "a drafter without a program to extend it": (lambda m: target(m)["programs"].pop("extend.head"), "extend.head"),
-    "more branches than slots": (lambda m: model(m).update(branches=2), "accepted_count"),
+    "more branches than slots": (lambda m: model(m).update(branches=2), "symbols.target.F"),
     "two drafters of one name": (lambda m: m["drafters"][1].update(name="ngram"), "ngram"),
     "no such drafter behind n-grams": (lambda m: m["drafters"][0].update(otherwise="oracle"), "'oracle' is no drafter"),
     "a drafter named none": (lambda m: m["drafters"][1].update(name="none"), "none"),

@@ -91,15 +91,29 @@ def attend(inputs: Arrays, heads: int, kv_heads: int, *, threads: int = 2, epsil
 
 
 def step(
-    random: np.random.Generator, heads: int, kv_heads: int, size: int, new: list[int], past: list[int], spare: int
+    random: np.random.Generator,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    new: list[int],
+    past: list[int],
+    spare: int,
+    branches: int = 0,
 ) -> Arrays:
-    """A step of ragged rows that see a random part of their past and of themselves."""
+    """A step of ragged rows that see a random part of their past and of themselves.
+
+    With `branches`, what they see are a prefix, their branch's keys among the others', and some are dead.
+    """
     total, rows, view = sum(new), len(new), max(p + n for p, n in zip(past, new, strict=True)) + spare
     shape = (rows, kv_heads, view + 3, size)
     bias = np.full((rows, 1, max(new), view), LOWEST)
     for row, (n, p) in enumerate(zip(new, past, strict=True)):
+        owner = random.integers(-1, max(branches, 1), p + n)  # -1: of nobody any more
+        owner[p:] = np.maximum(owner[p:], 0)
+        prefix = np.arange(p + n) < random.integers(p + 1)
         for place in range(n):
-            bias[row, 0, place, : p + place] = np.where(random.random(p + place) < 0.7, 0, LOWEST)
+            seen = prefix | (owner == owner[p + place]) if branches else random.random(p + n) < 0.7
+            bias[row, 0, place, : p + place] = np.where(seen[: p + place], 0, LOWEST)
             bias[row, 0, place, p + place] = 0
     return {
         "q": random.normal(size=(1, total, heads * size)).astype(np.float32),
@@ -113,6 +127,11 @@ def step(
     }
 
 
+def typed(inputs: Arrays, numpy_type: Any) -> Arrays:
+    """The same in another type of numbers, but for the bias."""
+    return {n: x.astype(numpy_type) if x.dtype == np.float32 and n != "attn_bias" else x for n, x in inputs.items()}
+
+
 def expected(inputs: Arrays, heads: int, kv_heads: int) -> tuple[NDArray[Any], ...]:
     scale = inputs["k_cache"].shape[-1] ** -0.5
     return branch_attention(
@@ -122,24 +141,25 @@ def expected(inputs: Arrays, heads: int, kv_heads: int) -> tuple[NDArray[Any], .
 
 HEADS = st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 2), (8, 1), (5, 1), (32, 1)])
 SIZES = st.sampled_from([2, 4, 8, 20, 24, 64, 80, 128])
+BRANCHES = st.sampled_from([0, 1, 1, 3, 8])  # one is a chain, whose tokens see all before them
 
 
 @settings(max_examples=150, deadline=None)
 @given(
     heads=HEADS,
     size=SIZES,
-    rows=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 70)), min_size=1, max_size=4).filter(
+    rows=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 300)), min_size=1, max_size=4).filter(
         lambda rows: any(new for new, _ in rows)
     ),
     spare=st.integers(0, 17),
+    branches=BRANCHES,
     dtype=st.sampled_from(sorted(TYPES)),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_it_gives_what_the_reference_gives(heads, size, rows, spare, dtype, seed) -> None:
+def test_it_gives_what_the_reference_gives(heads, size, rows, spare, branches, dtype, seed) -> None:
     _, numpy_type, tolerance = TYPES[dtype]
     new, past = ([row[i] for row in rows] for i in (0, 1))
-    inputs = step(np.random.default_rng(seed), *heads, size, new, past, spare)
-    inputs = {n: x.astype(numpy_type) if x.dtype == np.float32 and n != "attn_bias" else x for n, x in inputs.items()}
+    inputs = typed(step(np.random.default_rng(seed), *heads, size, new, past, spare, branches), numpy_type)
     found = attend(inputs, *heads)
     wanted = expected(inputs, *heads)
     np.testing.assert_allclose(
@@ -154,15 +174,19 @@ def test_it_gives_what_the_reference_gives(heads, size, rows, spare, dtype, seed
     heads=HEADS,
     size=SIZES,
     new=st.integers(1, 40),
-    past=st.integers(0, 90),
+    past=st.integers(0, 300),
     gaps=st.integers(0, 60),
+    branches=BRANCHES,
+    dtype=st.sampled_from(sorted(TYPES)),
     threads=st.sampled_from([1, 2]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_a_token_is_the_same_bits_alone_and_in_any_company(heads, size, new, past, gaps, threads, seed) -> None:
+def test_a_token_is_the_same_bits_alone_and_in_any_company(
+    heads, size, new, past, gaps, branches, dtype, threads, seed
+) -> None:
     """What a token sees is moved behind other tokens' keys, and computed alone: not a bit changes."""
     random = np.random.default_rng(seed)
-    many = step(random, *heads, size, [new], [past], random.integers(0, 20))
+    many = typed(step(random, *heads, size, [new], [past], random.integers(0, 20), branches), TYPES[dtype][1])
     together, k_cache, v_cache = attend(many, *heads, threads=threads)
     token = int(random.integers(new))
     seen = np.flatnonzero(many["attn_bias"][0, 0, token] == 0)[:-1]  # but itself, which is appended
@@ -170,12 +194,12 @@ def test_a_token_is_the_same_bits_alone_and_in_any_company(heads, size, new, pas
     length = len(seen) + gaps
     one = {name: many[name][:, token : token + 1] for name in ("q", "k", "v")}
     for name, arena in (("k_cache", k_cache), ("v_cache", v_cache)):
-        one[name] = random.normal(size=(1, heads[1], length + 5, size)).astype(np.float32) * 1e30
+        one[name] = (random.normal(size=(1, heads[1], length + 5, size)) * 1e4).astype(arena.dtype)
         one[name][:, :, at] = arena[:, :, seen]
     bias = np.full((1, 1, 1, length + 1), LOWEST, np.float32)
     bias[..., at] = bias[..., length] = 0
     alone = attend(one | {"attn_bias": bias, "past_length": np.array([length])}, *heads)[0]
-    np.testing.assert_array_equal(alone[0, 0].view(np.uint32), together[0, token].view(np.uint32))
+    np.testing.assert_array_equal(alone[0, 0].view(np.uint8), together[0, token].view(np.uint8))
 
 
 @pytest.mark.parametrize("dtype", sorted(TYPES))

@@ -23,7 +23,9 @@ ENGINE = Engine(
     outputs=(Tensor(name="logits", dtype=DType.FLOAT32, shape=("M", 300)),),
     profiles=tuple(Profile(symbols={"N": Range(least=a, most=b)}) for a, b in ((1, 64), (65, 100))),
 )
-ONE, TREE, CHUNK = ([n, 128, m, 1, 2, n, 9] for n, m in ((1, 1), (9, 9), (80, 0)))  # in the order of names.SYMBOLS
+ONE, TREE, CHUNK = (
+    [n, 128, m, 1, 2, n, 9, 1, 1] for n, m in ((1, 1), (9, 9), (80, 0))
+)  # in the order of names.SYMBOLS
 
 
 class Context:

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import shutil
+import sys
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -18,6 +19,7 @@ from runtime.request import Options
 from tests.conftest import TOY_DRAFTERS
 from tools.bench import __main__ as bench
 from tools.bench.columns import COLUMNS
+from tools.bench.embedded import _Process
 from tools.bench.latency import _divergences
 from tools.bench.prompts import choose_prompts, cut_prompts
 from tools.bench.rows import Mode, Run, _along_context, first_tokens, percentile, summary
@@ -276,6 +278,26 @@ def test_startup_refuses_what_the_runtime_refuses(toy_plan: Path, tmp_path: Path
     assert "threads is -1" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         bench.main(["startup", str(toy_plan), "--reps", "0"])
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("raise SystemExit('no such plan')", "no such plan"),
+        ("print('hello')", "it says 'hello' where it should be ready"),
+        ("print('ready', flush=True)", "exit status 0"),
+        (
+            "print('ready', flush=True); input(); print('soon', flush=True); input()",
+            "it says 'soon' in place of a time",
+        ),
+        ("print('ready', flush=True); input(); raise SystemExit('out of memory')", "out of memory"),
+        ("print('ready', flush=True); input(); print('1.5', flush=True); raise SystemExit('late')", "late"),
+    ],
+)
+def test_a_process_that_fails_is_heard(program: str, said: str) -> None:
+    noise = "import sys; print(200_000 * chr(10), file=sys.stderr); "
+    with pytest.raises(OutriderError, match=said), _Process([sys.executable, "-c", noise + program]) as process:
+        process.generate()
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C and a C++ compiler")

@@ -1,5 +1,5 @@
-/* embedded PLAN PROMPT NEW: a generation for each line that comes in, by a callback that is given every span. A line goes
-   out when it is ready, and one for each with its milliseconds a token. */
+/* embedded PLAN PROMPT NEW: a generation for each line that comes in, by a callback that is given every span. A line
+   goes out when it is ready, and one for each with its milliseconds a token. */
 #include <outrider.h>
 #include <stdio.h>
 #include <stdlib.h>

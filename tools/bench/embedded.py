@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from time import sleep
 from typing import Any
 
@@ -41,6 +41,7 @@ for line in sys.stdin:
     stream.result
     print(1000 * (time.perf_counter() - started) / tokens, flush=True)
 """
+_PATIENCE_SECONDS = 30.0  # for a process to end
 _REST_SECONDS = 0.03  # between generations: the other's threads have stopped spinning
 
 
@@ -91,31 +92,59 @@ class _Process:
 
     def __init__(self, command: list[str]) -> None:
         self._name = Path(command[0]).name
+        self._said = TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  (closed by `__exit__`)
         self._process = subprocess.Popen(
-            command, cwd=REPOSITORY, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            command, cwd=REPOSITORY, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said
         )
 
     def __enter__(self) -> _Process:
-        self._answer()
+        try:
+            if (line := self._answer()) != "ready":
+                raise self._fault(f"it says {line!r} where it should be ready")
+        except BaseException:
+            self._process.kill()
+            self.__exit__(KeyboardInterrupt)
+            raise
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """It ends by itself when nothing more comes in; how it does so counts."""
+        if kind is not None:
+            self._process.kill()
+        try:
+            self._process.communicate(timeout=_PATIENCE_SECONDS)
+            if kind is None and self._process.returncode:
+                raise self._fault(f"exit status {self._process.returncode}")
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
+            raise self._fault("it does not end") from None
+        finally:
+            self._said.close()
 
     def generate(self) -> float:
         """Milliseconds a token."""
         assert self._process.stdin is not None
-        print(file=self._process.stdin, flush=True)
-        return float(self._answer())
+        with suppress(BrokenPipeError):  # then there is no answer
+            print(file=self._process.stdin, flush=True)
+        line = self._answer()
+        try:
+            return float(line)
+        except ValueError:
+            raise self._fault(f"it says {line!r} in place of a time") from None
 
     def _answer(self) -> str:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            said = self._process.communicate()[1].strip().splitlines()
-            raise OutriderError(f"{self._name} fails: {(said or [f'exit status {self._process.returncode}'])[-1]}")
-        return line
+            raise self._fault(f"exit status {self._process.wait()}")
+        return line.strip()
+
+    def _fault(self, otherwise: str) -> OutriderError:
+        """What it said last, or else what was seen of it."""
+        self._said.seek(0)
+        said = self._said.read().strip().splitlines()
+        return OutriderError(f"{self._name} fails: {said[-1] if said else otherwise}")
 
 
 def _compile(folder: Path) -> Path:

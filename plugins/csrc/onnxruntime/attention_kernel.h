@@ -42,19 +42,19 @@ std::int64_t find_pieces(const Tile<Cached>& tile, Scratch& scratch) {
   std::int64_t from[kRows], to[kRows];  // of each token's list, what no piece has yet
   for (int t = 0; t < tile.tokens; ++t) from[t] = to[t] = t * tile.view;
   const auto close_lists = [&] {
-    Piece* pieces = scratch.pieces(count + tile.tokens + 1);
+    Piece* pieces = scratch.pieces(count + tile.tokens);
     for (int t = 0; t < tile.tokens; ++t) {
       if (from[t] == to[t]) continue;
       pieces[count++] = {from[t], to[t] - from[t], t};
       from[t] = to[t];
     }
-    return pieces;
   };
 
   std::int64_t shared = 0;  // so many keys before the one at hand are seen by all, and no piece has them
   const auto close_shared = [&](std::int64_t key) {
     if (shared == 0) return;
-    close_lists()[count] = {key - shared, shared, kEveryone};
+    close_lists();
+    scratch.pieces(count + 1)[count] = {key - shared, shared, kEveryone};
     ++count;
     shared = 0;
   };
@@ -82,7 +82,7 @@ std::int64_t find_pieces(const Tile<Cached>& tile, Scratch& scratch) {
   return count;
 }
 
-// Vectors of keys or of values that follow one another, or that a list names: `at(j)` is the j-th one.
+// Vectors of keys or of values that follow one another, or that a list names: called with j, they give the j-th one.
 template <class Cached>
 struct Neighbours {
   const Cached* first;

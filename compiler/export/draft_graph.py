@@ -1,0 +1,339 @@
+"""The draft graph of DESIGN sections 4 and 7: one pass over what is new, then the levels of a tree, in ONE graph.
+
+The tree's shape is static. Each level runs the frontier's nodes behind the rows that are there: a node sees what the
+tip sees, its ancestors in the tree, and itself. What a level appends is dropped afterwards by length, but for the
+accepted nodes of a draft model, whose rows are those that feeding their tokens would give.
+
+Trees may grow from several tips at once, as many in each row: a level's nodes of all of them are one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import log
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from compiler.export.execution import Arena, GraphExecution, Heads, RopeTables
+from compiler.export.ops import draft_sample, tree_expand, tree_rerank
+from compiler.models.decoder import Execution
+from plans.manifest import Tree
+
+# How far a drafter's CDF may be from the target's where that draws, and how often the draw tells nothing. Measured on
+# the reference drafters (`python -m tools.proposals`), and on mixtures with the target's distribution that overlap by
+# up to 0.98, where the likeliest tokens are a good deal worse: never far from the best of a grid.
+SPREAD, DOUBT = 0.15, 0.3
+
+
+class DraftModel(Protocol):
+    """A model that drafts: an EAGLE3 head, or a small decoder. Tensors have a leading dimension of 1."""
+
+    @property
+    def heads(self) -> Heads: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def feature_size(self) -> int:
+        """Width of the target's features that it reads; 0 for none."""
+        ...
+
+    @property
+    def lead(self) -> int:
+        """How far a token's position in the target lies before its position here: 1 for a head, which pairs a
+        feature with the token after it."""
+        ...
+
+    @property
+    def vocabulary(self) -> Tensor | None:
+        """Target token of each draft token, int64 `[Vd]`, ascending; None where they are the same."""
+        ...
+
+    def fuse(self, features: Tensor) -> Tensor: ...
+
+    def run(self, token_ids: Tensor, hidden: Tensor | None, execution: Execution) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class _Tips:
+    """Where n trees grow from: what is known of their tips, and how a level's n * k nodes lie behind them.
+
+    The nodes of a level are those of the first tree, then of the second ...; rows of the arena have as many trees each.
+    """
+
+    arena: Arena
+    hidden: Tensor  # [1, n, H]
+    token: Tensor  # [n]
+    position: Tensor  # [n]
+    bias: Tensor  # [n, T]
+    draws: Tensor  # [n, depth + 1]
+    filters: tuple[Tensor, Tensor, Tensor]  # [n] each
+    start: Tensor  # [R], where the first level goes
+    slots: Tensor  # [n * k, 1], of the first level's nodes
+    splits: Tensor  # [R + 1], of a level's nodes into rows
+    width: int  # of a level in one row
+    several: _Several | None
+
+
+@dataclass(frozen=True)
+class _Several:
+    """Sizes and indices that only graphs with more than one tip need: they are no constants."""
+
+    rows: int
+    of_tip: Tensor  # [n * k], the tree of each node of a level
+    first: Tensor  # [n, 1], the first node of each tree in a level
+    within: Tensor  # [n, 1], the same, counted within its row
+
+
+class DraftGraph(nn.Module):
+    """Committed tokens that the drafter lacks, to the trees behind the last of them, or behind any `tip_rows`."""
+
+    diagonal: Tensor
+    parent_of: Tensor
+    splits: Tensor
+    depths: Tensor
+
+    def __init__(self, model: nn.Module, tree: Tree, positions: int, rejected: int, entropy: bool, rows: bool) -> None:
+        super().__init__()
+        self.model, self.tree, self.rejected, self.entropy, self.rows = model, tree, rejected, entropy, rows
+        drafting: DraftModel = model  # type: ignore[assignment]
+        self.tables = RopeTables(drafting.heads, positions, drafting.dtype)
+        k = tree.top_k
+        for name, table in {
+            "diagonal": torch.arange(k).unsqueeze(1),  # the own slot of each frontier node, as an offset
+            "parent_of": torch.arange(k * k) // k,  # frontier node of each of its level's candidates
+            "splits": torch.tensor([0, k]),
+            "depths": torch.cat([torch.ones(k), *(torch.full((k * k,), 2 + i) for i in range(tree.depth))]).long(),
+        }.items():
+            self.register_buffer(name, table)
+
+    def forward(
+        self,
+        features: Tensor | None,
+        feature_rows: Tensor | None,
+        token_ids: Tensor,
+        positions: Tensor,
+        row_splits: Tensor | None,
+        attn_bias: Tensor,
+        past_length: Tensor,
+        tip_rows: Tensor | None,
+        tip_branch: Tensor | None,
+        draws: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        k_caches: Sequence[Tensor],
+        v_caches: Sequence[Tensor],
+    ) -> tuple[Tensor, ...]:
+        model: DraftModel = self.model  # type: ignore[assignment]
+        arena = Arena(k_caches, v_caches)
+        fused = None
+        if features is not None and feature_rows is not None:
+            fused = model.fuse(torch.index_select(features, 0, feature_rows).unsqueeze(0))
+        splits = self.splits if row_splits is None else row_splits
+        execution = self._pass(arena, positions.unsqueeze(0), attn_bias, past_length, splits)
+        hidden = model.run(token_ids.unsqueeze(0), fused, execution)
+        filters = (temperature, top_k, top_p)
+        if tip_rows is None or tip_branch is None or row_splits is None:
+            start = past_length + token_ids.shape[0]
+            tips = _Tips(
+                arena,
+                hidden[:, -1].unsqueeze(1),
+                token_ids[-1].unsqueeze(0),  # not [-1:], whose size is no number
+                positions[-1].unsqueeze(0),
+                attn_bias[0, 0, -1].unsqueeze(0),
+                draws,
+                filters,
+                start,
+                start + self.diagonal,
+                self.splits,
+                self.tree.top_k,
+                None,
+            )
+        else:
+            tips = self._tips(arena, hidden, token_ids, positions, row_splits, attn_bias, past_length, tip_rows)
+            of = tip_branch.reshape(-1)
+            drawn = [torch.index_select(each, 0, of) for each in (draws, *filters)]
+            tips = replace(tips, draws=drawn[0], filters=(drawn[1], drawn[2], drawn[3]))
+        logits = model.logits(tips.hidden).float()
+        token, parent, depth, score, *others = self._chain(tips, logits) if self.rejected else self._tree(tips, logits)
+        if self.entropy:
+            others.append(_normalised_entropy(logits))
+        root = (tips.position + model.lead).unsqueeze(1)
+        return (
+            _behind_roots(tips.token.unsqueeze(1), token),
+            _behind_roots(root, depth + root),
+            _behind_roots(torch.full_like(root, -1), parent),
+            _behind_roots(torch.zeros_like(score[:, :1]), score),
+            *others,
+            *arena.presents,
+        )
+
+    def _tips(
+        self,
+        arena: Arena,
+        hidden: Tensor,
+        token_ids: Tensor,
+        positions: Tensor,
+        row_splits: Tensor,
+        attn_bias: Tensor,
+        past_length: Tensor,
+        tip_rows: Tensor,
+    ) -> _Tips:
+        """Those that `tip_rows` `[R, tips]` names among the tokens, all but what they draw by."""
+        k, (rows, each) = self.tree.top_k, tip_rows.shape
+        tip = tip_rows.reshape(-1)
+        row, width = torch.arange(rows).unsqueeze(1), each * k
+        within = (torch.arange(each) * k).expand(rows, each)
+        start = past_length + (row_splits[1:] - row_splits[:-1])
+        place = tip_rows - row_splits[:-1].unsqueeze(1) + row * attn_bias.shape[2]
+        of_tip = torch.arange(rows * width) // k
+        return _Tips(
+            arena,
+            torch.index_select(hidden, 1, tip),
+            torch.index_select(token_ids, 0, tip),
+            torch.index_select(positions, 0, tip),
+            torch.index_select(attn_bias.reshape(-1, attn_bias.shape[3]), 0, place.reshape(-1)),
+            draws=tip,
+            filters=(tip, tip, tip),
+            start=start,
+            slots=(start.unsqueeze(1) + torch.arange(width)).reshape(-1, 1),
+            splits=torch.arange(rows + 1) * width,
+            width=width,
+            several=_Several(rows, of_tip, (within + row * width).reshape(-1, 1), within.reshape(-1, 1)),
+        )
+
+    def _tree(self, tips: _Tips, logits: Tensor) -> list[Tensor]:
+        """Tokens, parents, depths and scores `[n, nodes - 1]` behind the tips, whose logits are `[1, n, V]`.
+
+        Where `rows` asks for it: the arena's row of each node, flat `[n * nodes]`.
+        """
+        tree, k, several = self.tree, self.tree.top_k, tips.several
+        model: DraftModel = self.model  # type: ignore[assignment]
+
+        def expand(logits: Tensor, nodes: int, score: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+            if several is not None:
+                logits = logits.reshape(-1, nodes, logits.shape[2])
+            grown: tuple[Tensor, Tensor, Tensor] = tree_expand(
+                logits, score, tips.draws[:, depth], *tips.filters, k, SPREAD, DOUBT
+            )
+            return grown
+
+        def pick(values: Tensor, chosen: Tensor) -> Tensor:
+            """`[n, c]` at `[n, k]`."""
+            return values.gather(1, chosen) if several is not None else values.index_select(1, chosen.squeeze(0))
+
+        def of_level(values: Tensor, axis: int, node: Tensor) -> Tensor:
+            """Those of a level's nodes, n * k of them along `axis`, at `[n, k]` in their trees."""
+            flat = node.squeeze(0) if several is None else (node + several.first).reshape(-1)
+            return torch.index_select(values, axis, flat)
+
+        token, score, _ = expand(logits, 1, torch.zeros_like(logits[..., 0]).reshape(-1, 1), 0)
+        node = torch.arange(k).expand(token.shape[0], k)  # the frontier: its nodes as candidates
+        tokens, scores, parents = [token], [score], [torch.full_like(node, -1)]
+        node_token, node_score = token, score
+        if several is None:
+            hidden, bias = tips.hidden.expand(-1, k, -1), tips.bias.expand(k, -1)
+        else:
+            hidden = torch.index_select(tips.hidden, 1, several.of_tip)
+            bias = torch.index_select(tips.bias, 0, several.of_tip)
+        expanded: list[Tensor] = []  # every frontier: candidates in the order of the rows that they are given
+        for level in range(tree.depth):
+            expanded.append(node)
+            hidden, bias = self._level(node_token, hidden, bias, level, tips)
+            token, score, frontier = expand(model.logits(hidden).float(), k, node_score, level + 1)
+            tokens.append(token)
+            scores.append(score)
+            parents.append(torch.index_select(node, 1, self.parent_of))
+            if level + 1 < tree.depth:
+                node_token, node_score = pick(token, frontier), pick(score, frontier)
+                parent = frontier // k
+                hidden, bias = of_level(hidden, 1, parent), of_level(bias, 0, parent)
+                node = frontier + (k + level * k * k)
+        candidate, token, parent, depth, score = tree_rerank(
+            torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1), self.depths, tree.nodes
+        )
+        drafted = [self._target_ids(token), parent, depth, score]
+        if self.rows:
+            drafted.append(self._rows_of(candidate, torch.cat(expanded, 1), tips))
+        return drafted
+
+    def _rows_of(self, candidate: Tensor, expanded: Tensor, tips: _Tips) -> Tensor:
+        """The arena's row of each node, counted from the first level's first, or -1: flat `[n * nodes]`.
+
+        `candidate` `[n, nodes - 1]` says which ones the nodes are, `expanded` `[n, depth * k]` which ones levels ran.
+        """
+        tree, k = self.tree, self.tree.top_k
+        level = torch.arange(tree.depth).reshape(1, -1, 1) * tips.width
+        within = level + torch.arange(k)
+        if tips.several is not None:  # trees of one row lie side by side
+            within = within + tips.several.within.unsqueeze(2)
+        row_of = torch.full_like(expanded[:, :1], -1).expand(-1, tree.candidates)
+        row_of = row_of.scatter(1, expanded, within.reshape(-1, tree.depth * k))
+        return _behind_roots(torch.full_like(candidate[:, :1], -1), row_of.gather(1, candidate))
+
+    def _chain(self, tips: _Tips, logits: Tensor) -> list[Tensor]:
+        """The same of a chain that is drawn, and what each node was drawn from, f32 `[nodes, vocab]`, the root's 0."""
+        tree, size = self.tree, self.rejected
+        model: DraftModel = self.model  # type: ignore[assignment]
+        hidden, bias = tips.hidden, tips.bias
+        tokens: list[Tensor] = []
+        probabilities = [torch.zeros(1, 1, size)]
+        for depth in range(tree.nodes - 1):
+            if depth:
+                hidden, bias = self._level(tokens[-1], hidden, bias, depth - 1, tips)
+                logits = model.logits(hidden).float()
+            token, probability = draft_sample(logits, tips.draws[:, depth], *tips.filters)
+            tokens.append(token)
+            if model.vocabulary is not None:
+                columns = model.vocabulary.reshape(1, 1, -1)
+                probability = torch.zeros(1, 1, size).scatter(2, columns, probability)
+            probabilities.append(probability)
+        drawn = torch.cat(tokens, 1)
+        steps = torch.arange(tree.nodes - 1).unsqueeze(0)
+        distributions = torch.cat(probabilities, 1).squeeze(0)
+        target_ids = self._target_ids(drawn)
+        own = torch.gather(distributions[1:], 1, target_ids.reshape(-1, 1)).reshape(1, -1)
+        return [target_ids, steps, steps + 1, torch.cumsum(torch.log(own), 1), distributions]
+
+    def _level(self, token: Tensor, hidden: Tensor, bias: Tensor, level: int, tips: _Tips) -> tuple[Tensor, Tensor]:
+        """Run the frontiers' nodes `[n, k]`; their hidden states, and what each sees, `[n * k, T]`, itself included."""
+        model: DraftModel = self.model  # type: ignore[assignment]
+        several, behind = tips.several, level * tips.width
+        bias = bias.scatter(1, tips.slots + behind, torch.zeros_like(tips.slots, dtype=torch.float32))
+        position = tips.position + (level + 1)
+        if several is None:
+            positions, seen = position.expand(self.tree.top_k).unsqueeze(0), bias.unsqueeze(0).unsqueeze(0)
+        else:
+            positions = torch.index_select(position, 0, several.of_tip).unsqueeze(0)
+            seen = bias.reshape(several.rows, 1, tips.width, bias.shape[1])
+        execution = self._pass(tips.arena, positions, seen, tips.start + behind, tips.splits)
+        return model.run(self._target_ids(token).reshape(1, -1), hidden, execution), bias
+
+    def _pass(self, arena: Arena, positions: Tensor, bias: Tensor, past: Tensor, splits: Tensor) -> GraphExecution:
+        model: DraftModel = self.model  # type: ignore[assignment]
+        return GraphExecution(model.heads, self.tables, arena, positions, bias, past, splits)
+
+    def _target_ids(self, token: Tensor) -> Tensor:
+        """Draft tokens `[n, m]` as target tokens."""
+        vocabulary: Tensor | None = self.model.vocabulary  # type: ignore[assignment]
+        return (
+            token if vocabulary is None else torch.index_select(vocabulary, 0, token.reshape(-1)).reshape(token.shape)
+        )
+
+
+def _behind_roots(root: Tensor, nodes: Tensor) -> Tensor:
+    """`[n, 1]` and `[n, nodes - 1]` as `[n * nodes]`."""
+    return torch.cat([root, nodes], 1).reshape(-1)
+
+
+def _normalised_entropy(logits: Tensor) -> Tensor:
+    """`[1, 1, V]` to `[1]`: the entropy of their distribution over that of the uniform one, ln V."""
+    log_p = logits.log_softmax(dim=-1)
+    return -(log_p.exp() * log_p).sum(dim=-1).reshape(1) / log(logits.shape[-1])
