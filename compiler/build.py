@@ -201,6 +201,7 @@ def _geometry(recipe: Recipe, config: DecoderConfig, sources: Sequence[GraphSour
         capacity=rounded + VIEW_BUCKET,
         prefill_chunk=recipe.capacity.prefill_chunk,
         branches=recipe.capacity.branches,
+        rows=recipe.capacity.branches if recipe.capacity.batching else 1,
     )
 
 
@@ -230,6 +231,7 @@ def _engine_shape(
             [source.drafter.model_dump(), source.geometry(geometry).capacity, repr(source.config)] for source in sources
         ],
         "branches": geometry.branches if sources else 1,
+        "rows": geometry.rows,
     }
 
 
@@ -276,7 +278,7 @@ def _write_engines(
         steps.begin(f"{target.kind}: lowering {name} and writing its engine")
         own = graph.clone()
         held = around.take_into(own, name) if folder.takes_ops(graph) else ()
-        reports += lower(name, own, target.kind, rows=1)
+        reports += lower(name, own, target.kind, rows=limits[name][names.ROWS])
         engines[name] = folder.write(name, own, limits[name]).model_copy(update={"holds": held})
     folder.close()
     return Engines(engines, tuple(reports), _compile_kernels(target, root, steps))

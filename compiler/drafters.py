@@ -64,6 +64,7 @@ class GraphSource:
             capacity=target.capacity + grown,
             prefill_chunk=target.prefill_chunk,
             branches=target.branches,
+            rows=target.rows,
         )
 
 

@@ -46,11 +46,21 @@ class CapacitySection(Section):
 
     context: int = Field(ge=2, description="tokens of the longest sequence, prompt and output together")
     branches: int = Field(1, ge=1, le=16, description="independent continuations at once")
+    batching: bool = Field(
+        False, description="a row of the arena for every branch as well, so that they can run in batching mode"
+    )
     prefill_chunk: int = Field(
         default_factory=lambda capacity: min(256, capacity.get("context", 256)),
         ge=1,
         description="tokens of a prompt computed in one pass; 256, or the context where that is shorter",
     )
+
+    @field_validator("batching")
+    @classmethod
+    def _of_several(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("branches") == 1:
+            raise PydanticCustomError("batching", "is true, and capacity.branches is 1; set that to 2 or more")
+        return value
 
     @field_validator("prefill_chunk")
     @classmethod

@@ -167,8 +167,8 @@ def _symbols(
             yield f".{names.TIPS}: {tips} tips and {nodes} nodes, must be {g.branches} and as many trees"
     if not g.context + grown <= view < g.capacity:
         yield f".{names.VIEW}: {view} does not lie between context {g.context + grown} and capacity {g.capacity}"
-    if (rows, edges, places) != (1, 2, new):
-        yield f".{names.ROWS}: {rows} rows, {edges} edges and {places} places are not those of one row"
+    if (rows, edges, places) != (g.rows, g.rows + 1, new) or g.rows not in (1, g.branches):
+        yield f".{names.ROWS}: {rows} rows, {edges} edges and {places} places are not those of {g.rows}"
 
 
 def _buckets(buckets: Buckets, symbols: Mapping[str, int]) -> Iterator[str]:

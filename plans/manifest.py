@@ -35,6 +35,7 @@ class Geometry(Strict):
     capacity: Size = Field(description="Slots of the arena: the context and its headroom.")
     prefill_chunk: Size = Field(description="Most prompt tokens of one step.")
     branches: Size
+    rows: Size = Field(1, description="Rows of the arena: 1, or one for each branch.")
 
 
 class Text(Strict):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from plans.manifest import Manifest
 from runtime.prompt import prepare_prompt
 from runtime.request import Options, Request, check_options
 from runtime.tokenizer import Tokenizer
+
+Mode = Literal["in-one-sequence", "batching"]
+MODES: tuple[Mode, ...] = get_args(Mode)
 
 BranchPrompt = str | Sequence[int] | Mapping[str, Any]
 """What a branch begins with: text, token ids, or a mapping of `prompt` and `Options` of its own."""
@@ -32,12 +35,17 @@ def check_branches(
     prompt: str | Sequence[int],
     branches: Sequence[BranchPrompt] | None,
     n: int | None,
+    mode: Mode,
     options: Options,
 ) -> tuple[list[int], list[BranchRequest]]:
     """The prefix that all share, and the branches behind it. Raises RequestError naming the branch."""
     geometry = manifest.target
     if geometry.branches < 2:
         raise RequestError("The plan serves one branch; build it with capacity.branches of 2 to 16 for more.")
+    if mode not in MODES:
+        raise RequestError(f"mode is {mode!r}; choose one of {', '.join(MODES)}.")
+    if mode == "batching" and geometry.rows < 2:
+        raise RequestError("The plan has one row for all branches; build it with capacity.batching for mode batching.")
     if (branches is None) == (n is None):
         raise RequestError("Pass either `branches`, or `n` for samples of the prompt itself.")
     prefix = prepare_prompt(prompt, (), (), tokenizer, geometry).ids

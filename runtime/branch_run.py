@@ -1,4 +1,4 @@
-"""Many branches behind one prefix, decoded together in one sequence.
+"""Many branches behind one prefix, decoded together.
 
 Every pass serves all live branches: it verifies the drafts of those that decode while it computes the beginnings of
 those that have just come. Each has the tokens that it would have alone, by its own seed, stream and limits.
@@ -20,7 +20,7 @@ from runtime.assembly import assemble
 from runtime.backends.base import Backend, LoadedEngine
 from runtime.branch_arena import BranchArena
 from runtime.branch_drafting import Asking, BranchDrafting
-from runtime.branch_request import BranchRequest
+from runtime.branch_request import BranchRequest, Mode
 from runtime.branches import Branch, BranchState
 from runtime.drafters.branches import EngineBranches
 from runtime.generation import FinishReason, Generation, GrowingGeneration, Span
@@ -55,7 +55,7 @@ class _Running:
 
 
 class BranchRunner:
-    """Buffers for branches in one sequence. One run at a time."""
+    """Buffers for branches in one of the two modes. One run at a time."""
 
     def __init__(
         self,
@@ -64,12 +64,13 @@ class BranchRunner:
         backend: Backend,
         engines: Mapping[str, LoadedEngine],
         tokenizer: Tokenizer,
+        mode: Mode,
     ) -> None:
         self._tokenizer, self._geometry = tokenizer, manifest.target
         parts = assemble(manifest, plan, backend, engines)
         self._buffers, self._step, programs = parts.buffers, parts.step, parts.programs
         self._prefill, self._verify = programs[names.PREFILL], programs[names.VERIFY]
-        rows = 1
+        rows = self._geometry.branches if mode == "batching" else 1
         compact = programs[names.compact(names.TARGET)]
         self._arena = BranchArena(names.TARGET, self._geometry, self._buffers, self._step, compact, rows)
         self._state = BranchState(self._arena, self._step, self._geometry.branches)
@@ -94,6 +95,11 @@ class BranchRunner:
     def bytes_copied(self) -> int:
         """Of the target's rows in the last run, moved together behind a pass, over dead slots, or to other rows."""
         return self._arena.bytes_copied
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the target's rows that the last run had at once."""
+        return self._arena.peak_slots * self._arena.slot_bytes
 
     def run(
         self, prefix: Sequence[int], asked: Sequence[BranchRequest], max_parallel: int

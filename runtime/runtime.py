@@ -15,7 +15,7 @@ from plans.plan import Plan, open_plan
 from runtime.backends import BACKENDS, Chosen, choose_target
 from runtime.backends.base import Settings
 from runtime.beam_search import BeamOptions, BeamResult, beam_search
-from runtime.branch_request import BranchPrompt, BranchRequest, check_branches
+from runtime.branch_request import MODES, BranchPrompt, BranchRequest, Mode, check_branches
 from runtime.branch_run import BranchRunner, BranchSpan
 from runtime.generation import Generation, GenerationStream, Span
 from runtime.prompt import prepare_prompt
@@ -52,7 +52,7 @@ class Runtime:
         }
         text = plan.manifest.text
         self.tokenizer = Tokenizer.load(plan.root / "tokenizer", bos_token=text.bos_token, eos_token=text.eos_token)
-        self._idle_runners: deque[BranchRunner] = deque(maxlen=1)
+        self._idle_runners: dict[Mode, deque[BranchRunner]] = {mode: deque(maxlen=1) for mode in MODES}
         # The first session resolves every program, so that a wrong plan is found here and not at the first prompt.
         self._idle = deque([self.session()], maxlen=MAX_IDLE)  # a deque needs no lock, not even in a finaliser
 
@@ -103,10 +103,11 @@ class Runtime:
         *,
         n: int | None = None,
         max_parallel: int | None = None,
+        mode: Mode = "in-one-sequence",
         **options: Unpack[Options],
     ) -> list[Generation]:
         """Continue `prompt` in every branch, all at once; see `stream_branches`."""
-        spans = self.stream_branches(prompt, branches, n=n, max_parallel=max_parallel, **options)
+        spans = self.stream_branches(prompt, branches, n=n, max_parallel=max_parallel, mode=mode, **options)
         found = {each.branch: each.result for each in spans if each.result is not None}
         return [found[place] for place in sorted(found)]
 
@@ -117,6 +118,7 @@ class Runtime:
         *,
         n: int | None = None,
         max_parallel: int | None = None,
+        mode: Mode = "in-one-sequence",
         **options: Unpack[Options],
     ) -> Iterator[BranchSpan]:
         """Continue `prompt` in several branches that share its rows, spans of all of them as they come.
@@ -125,26 +127,32 @@ class Runtime:
         given here hold for all. In place of `branches`, `n` asks for so many samples of the prompt itself. At most
         `max_parallel` branches live at once (default: as many as the plan has); others follow as these end.
 
+        In mode "in-one-sequence" all share one row of the arena, and the prompt's rows are there once. In "batching"
+        each has a row, with a copy of the prompt's; the plan must have them. Tokens are the same.
+
         Each branch gets the tokens that it would get alone, behind prompt and beginning, with its `stream_id`: that
         given, plus the branch's place. Drafters are never put aside here, whatever `auto_disable` says, and there are
         no rounds to watch. Raises RequestError, before anything runs.
         """
-        asked = check_branches(self.manifest, self.tokenizer, prompt, branches, n, options)
+        asked = check_branches(self.manifest, self.tokenizer, prompt, branches, n, mode, options)
         most = self.manifest.target.branches
         parallel = most if max_parallel is None else max_parallel
         if isinstance(parallel, bool) or not isinstance(parallel, int) or not 1 <= parallel <= most:
             raise RequestError(f"max_parallel is {max_parallel!r}; pass a whole number from 1 to {most}.")
-        return self._branches(*asked, parallel)
+        return self._branches(*asked, parallel, mode)
 
-    def _branches(self, prefix: list[int], asked: list[BranchRequest], parallel: int) -> Iterator[BranchSpan]:
+    def _branches(
+        self, prefix: list[int], asked: list[BranchRequest], parallel: int, mode: Mode
+    ) -> Iterator[BranchSpan]:
         try:
-            runner = self._idle_runners.pop()
+            runner = self._idle_runners[mode].pop()
         except IndexError:
-            runner = BranchRunner(self.manifest, self._target_plan, self._backend, self._engines, self.tokenizer)
+            plan, backend, engines = self._target_plan, self._backend, self._engines
+            runner = BranchRunner(self.manifest, plan, backend, engines, self.tokenizer, mode)
         try:
             yield from runner.run(prefix, asked, parallel)
         finally:
-            self._idle_runners.append(runner)  # the next run begins afresh, however this one ended
+            self._idle_runners[mode].append(runner)  # the next run begins afresh, however this one ended
 
     def beam_search(self, prompt: str | Sequence[int], **options: Unpack[BeamOptions]) -> list[BeamResult]:
         """The most probable continuations of `prompt` that beam search finds, best first. Raises RequestError."""

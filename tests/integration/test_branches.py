@@ -17,6 +17,7 @@ from plans.errors import RequestError
 from runtime import Runtime
 from runtime.arena import EMPTY
 from runtime.branch_arena import BranchArena
+from runtime.branch_request import MODES
 from runtime.branches import BranchState
 
 PLAN = [
@@ -25,7 +26,7 @@ PLAN = [
     "{name: bushy, kind: model, checkpoint: drafter, tree: {top_k: 3, depth: 2, nodes: 9}}, "
     "{name: head, kind: eagle3, checkpoint: head, tree: {top_k: 4, depth: 2, nodes: 12}}, "
     "{name: mixed, kind: ngram, max_draft: 6, otherwise: head, least: 2}]",
-    "capacity={context: 160, prefill_chunk: 16, branches: 16}",
+    "capacity={context: 160, prefill_chunk: 16, branches: 16, batching: true}",
 ]
 DRAFTERS = ["none", "ngram", "short", "chain", "bushy", "head", "mixed"]
 TOKENS = st.lists(st.integers(1, 299), min_size=1, max_size=24)
@@ -59,10 +60,11 @@ BRANCH = st.fixed_dictionaries(
     prefix=st.lists(st.integers(1, 299), min_size=1, max_size=50),
     branches=st.lists(BRANCH, min_size=1, max_size=12),
     parallel=st.integers(1, 16),
+    mode=st.sampled_from(MODES),
 )
-def test_every_branch_has_the_tokens_that_it_has_alone(branching, prefix, branches, parallel) -> None:
+def test_every_branch_has_the_tokens_that_it_has_alone(branching, prefix, branches, parallel, mode) -> None:
     """Joined and finished at different times, more of them than live at once, until slots have to be compacted."""
-    found = branching.generate_branches(prefix, branches, max_parallel=parallel, ignore_eos=True)
+    found = branching.generate_branches(prefix, branches, max_parallel=parallel, mode=mode, ignore_eos=True)
     assert len(found) == len(branches)
     for place, (branch, generation) in enumerate(zip(branches, found, strict=True)):
         expected = alone(branching, prefix, branch, place, ignore_eos=True)
@@ -71,8 +73,9 @@ def test_every_branch_has_the_tokens_that_it_has_alone(branching, prefix, branch
         assert generation.finish_reason == expected.finish_reason
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_sixteen_branches_live_at_once(branching, drafter, monkeypatch) -> None:
+def test_sixteen_branches_live_at_once(branching, drafter, mode, monkeypatch) -> None:
     most = 0
     original = BranchState.prepare_inputs
 
@@ -84,17 +87,18 @@ def test_sixteen_branches_live_at_once(branching, drafter, monkeypatch) -> None:
     monkeypatch.setattr(BranchState, "prepare_inputs", watched)
     branches = [{"prompt": [20 + i, 7], "temperature": 0.7 * (i % 2), "seed": i} for i in range(18)]
     options = {"max_new_tokens": 7, "drafter": drafter, "ignore_eos": True}
-    found = branching.generate_branches([5, 6, 7], branches, **options)
+    found = branching.generate_branches([5, 6, 7], branches, mode=mode, **options)
     assert most == 16
     for place, branch in enumerate(branches):
         assert found[place].token_ids == alone(branching, [5, 6, 7], branch, place, **options).token_ids
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_samples_of_one_prompt_share_all_of_it(branching, drafter) -> None:
+def test_samples_of_one_prompt_share_all_of_it(branching, drafter, mode) -> None:
     prompt = [(37 * i) % 299 + 1 for i in range(40)]
     options = {"temperature": 0.9, "seed": 3, "max_new_tokens": 20, "drafter": drafter, "logprobs": 2}
-    found = branching.generate_branches(prompt, n=4, **options)
+    found = branching.generate_branches(prompt, n=4, mode=mode, **options)
     assert len({tuple(generation.token_ids) for generation in found}) > 1
     for stream, generation in enumerate(found):
         expected = branching.generate(prompt, stream_id=stream, **options)
@@ -187,6 +191,8 @@ def test_what_cannot_be_served_is_refused_before_anything_runs(branching, argume
         branching.stream_branches(*arguments)
     with pytest.raises(RequestError, match="max_parallel"):
         branching.stream_branches([1], [[2]], max_parallel=17)
+    with pytest.raises(RequestError, match="mode is 'rows'; choose one of in-one-sequence, batching"):
+        branching.stream_branches([1], [[2]], mode="rows")
 
 
 def test_a_plan_of_one_branch_says_so(toy: Runtime) -> None:
