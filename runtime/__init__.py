@@ -1,9 +1,22 @@
 """Plan to tokens: `Runtime.load(plan).generate(prompt)`. No PyTorch, no compiler."""
 
 from runtime.beam_search import BeamResult
+from runtime.branch_stream import BranchSpan, BranchStats, BranchStream
 from runtime.generation import FinishReason, Generation, GenerationStream, Span
 from runtime.runtime import Runtime
 from runtime.session import Session
 from runtime.stats import Stats
 
-__all__ = ["BeamResult", "FinishReason", "Generation", "GenerationStream", "Runtime", "Session", "Span", "Stats"]
+__all__ = [
+    "BeamResult",
+    "BranchSpan",
+    "BranchStats",
+    "BranchStream",
+    "FinishReason",
+    "Generation",
+    "GenerationStream",
+    "Runtime",
+    "Session",
+    "Span",
+    "Stats",
+]

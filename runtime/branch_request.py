@@ -18,7 +18,9 @@ Mode = Literal["in-one-sequence", "batching"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 BranchPrompt = str | Sequence[int] | Mapping[str, Any]
-"""What a branch begins with: text, token ids, or a mapping of `prompt` and `Options` of its own."""
+"""What a branch begins with: text, token ids, or a mapping of `prompt`, `predicted_tokens` and `Options` of its own."""
+
+_NO_OPTIONS = ("prompt", "predicted_tokens")
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class BranchRequest:
 
     token_ids: list[int]
     request: Request
+    predicted_tokens: int  # that it will have, as far as the caller knows: the longest begins first
 
 
 def check_branches(
@@ -64,7 +67,7 @@ def check_branches(
     asked = []
     for place, branch in enumerate(given):
         try:
-            own = {name: value for name, value in branch.items() if name != "prompt"}
+            own = {name: value for name, value in branch.items() if name not in _NO_OPTIONS}
             merged = cast(Options, {**options, **own})
             if merged.get("on_round") is not None:
                 raise RequestError("on_round watches the rounds of one sequence; branches have none of their own.")
@@ -72,10 +75,13 @@ def check_branches(
             if "stream_id" not in own:
                 sampling = replace(request.sampling, stream=request.sampling.stream + place)
                 request = replace(request, sampling=sampling)
+            predicted = branch.get("predicted_tokens", request.max_new_tokens)
+            if isinstance(predicted, bool) or not isinstance(predicted, int) or predicted < 1:
+                raise RequestError(f"predicted_tokens is {predicted!r}; pass a whole number of at least 1.")
             ids = prepare_prompt(branch.get("prompt", ""), prefix, request.stop, tokenizer, geometry).ids
             if not ids:
                 raise RequestError("It begins with nothing; pass text or token ids, or ask for `n` samples.")
         except RequestError as error:
             raise RequestError(f"Branch {place}: {error}") from None
-        asked.append(BranchRequest(ids, request))
+        asked.append(BranchRequest(ids, request, predicted))
     return prefix, asked

@@ -21,22 +21,14 @@ from runtime.backends.base import Backend, LoadedEngine
 from runtime.branch_arena import BranchArena
 from runtime.branch_drafting import Asking, BranchDrafting
 from runtime.branch_request import BranchRequest, Mode
+from runtime.branch_stream import BranchSpan, BranchStats
 from runtime.branches import Branch, BranchState
 from runtime.drafters.branches import EngineBranches
-from runtime.generation import FinishReason, Generation, GrowingGeneration, Span
+from runtime.generation import FinishReason, GrowingGeneration, Span
 from runtime.sampling import likeliest, logprobs
-from runtime.stats import Stats
+from runtime.stats import StageClock, Stats
 from runtime.text_stream import TextStream
 from runtime.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True)
-class BranchSpan:
-    """What one pass has committed of one branch, by its place among those asked for. `result` comes with the last."""
-
-    branch: int
-    span: Span
-    result: Generation | None = None
 
 
 @dataclass
@@ -88,34 +80,46 @@ class BranchRunner:
             for drafter in manifest.drafters
             if isinstance(drafter, GraphDrafter)
         }
+        self._programs = list(programs.values())
+        self._arenas = [self._arena, *(drafter.arena for drafter in with_engines.values())]
         self._drafting = BranchDrafting(manifest.drafters, with_engines, self._step.max_nodes + 1)
         self._kept_count = self._buffers.of(names.TARGET, names.KEPT_COUNT)
 
-    @property
-    def bytes_copied(self) -> int:
-        """Of the target's rows in the last run, moved together behind a pass, over dead slots, or to other rows."""
-        return self._arena.bytes_copied
-
-    @property
-    def peak_bytes(self) -> int:
-        """Of the target's rows that the last run had at once."""
-        return self._arena.peak_slots * self._arena.slot_bytes
-
     def run(
-        self, prefix: Sequence[int], asked: Sequence[BranchRequest], max_parallel: int
+        self, prefix: Sequence[int], asked: Sequence[BranchRequest], max_parallel: int, stats: BranchStats
     ) -> Generator[BranchSpan, None, None]:
-        """Spans as they are committed, of all branches; at most `max_parallel` live at once, in the order given."""
+        """Spans as they are committed, of all branches; at most `max_parallel` live at once, and `stats` filled.
+
+        Those that are predicted to be the longest begin first, of equal ones in the order given.
+        """
+        clock = StageClock(self._programs)
+        try:
+            yield from self._run(prefix, asked, max_parallel, stats)
+        finally:
+            clock.fill(stats)
+            stats.bytes_copied = sum(arena.bytes_copied for arena in self._arenas)
+            stats.kv_bytes = sum(arena.peak_slots * arena.slot_bytes for arena in self._arenas)
+
+    def _run(
+        self, prefix: Sequence[int], asked: Sequence[BranchRequest], max_parallel: int, stats: BranchStats
+    ) -> Generator[BranchSpan, None, None]:
+        for arena in self._arenas:
+            arena.reset()
         self._state.init_prefix(prefix)
         self._drafting.begin(prefix, {each.request.drafter for each in asked})
         while rows := self._state.prepare_prefix(self._geometry.prefill_chunk):
             self._prefill.run()
+            stats.prefill_passes += 1
             self._drafting.follow_prefix(self._state.commit_prefix(rows), rows)
-        waiting = deque(enumerate(asked))
+        waiting = deque(sorted(enumerate(asked), key=lambda each: -each[1].predicted_tokens))
         running: list[_Running] = []
         while waiting or running:
             while waiting and len(running) < max_parallel and (not running or self._fits(waiting[0][1])):
                 running.append(self._admit(*waiting.popleft()))
-            yield from self._round(running)
+            stats.most_alive = max(stats.most_alive, len(running))
+            for span in self._round(running, stats):
+                stats.new_tokens += len(span.span.token_ids)
+                yield span
             running = [each for each in running if each.generation.finish_reason is None]
 
     def _end(self, asked: BranchRequest) -> int:
@@ -135,7 +139,7 @@ class BranchRunner:
         generation = GrowingGeneration(asked.request, text, stats)
         return _Running(place, asked, asking, generation, perf_counter())
 
-    def _round(self, running: Sequence[_Running]) -> Generator[BranchSpan, None, None]:
+    def _round(self, running: Sequence[_Running], stats: BranchStats) -> Generator[BranchSpan, None, None]:
         """One pass over all that is pending, and what it has brought."""
         for each in running:
             cancel = each.asked.request.cancel
@@ -149,6 +153,7 @@ class BranchRunner:
         drafts = self._drafting.draft([(each.asking, _left(each.branch) - 1) for each in live])
         laid_out = self._state.prepare_inputs(drafts, self._geometry.prefill_chunk)
         self._verify.run()
+        stats.rounds += 1
         kept = self._buffers.of(names.TARGET, names.KEPT_ROWS)[: int(self._kept_count[0])].copy()
         tokens, counts = self._verify.tokens, self._verify.counts
         assert tokens is not None
@@ -165,9 +170,9 @@ class BranchRunner:
                 chosen = tokens[first : first + min(count, room)].tolist()
                 span, stay = each.generation.take(chosen, drafted, count - 1, len(chosen) == room)
                 self._note(each, span, mine, first)
-                stats = each.generation.stats
-                if stats.rounds == 1:
-                    stats.ttft_ms, stats.first_span = (perf_counter() - each.began) * 1000, stats.new_tokens
+                own = each.generation.stats
+                if own.rounds == 1:
+                    own.ttft_ms, own.first_span = (perf_counter() - each.began) * 1000, own.new_tokens
                 taken = len(branch.pending) + stay - 1
                 branch.tokens += span.token_ids
                 each.asking.tokens += span.token_ids

@@ -16,7 +16,8 @@ from runtime.backends import BACKENDS, Chosen, choose_target
 from runtime.backends.base import Settings
 from runtime.beam_search import BeamOptions, BeamResult, beam_search
 from runtime.branch_request import MODES, BranchPrompt, BranchRequest, Mode, check_branches
-from runtime.branch_run import BranchRunner, BranchSpan
+from runtime.branch_run import BranchRunner
+from runtime.branch_stream import BranchSpan, BranchStats, BranchStream
 from runtime.generation import Generation, GenerationStream, Span
 from runtime.prompt import prepare_prompt
 from runtime.request import Options, check_options
@@ -107,9 +108,7 @@ class Runtime:
         **options: Unpack[Options],
     ) -> list[Generation]:
         """Continue `prompt` in every branch, all at once; see `stream_branches`."""
-        spans = self.stream_branches(prompt, branches, n=n, max_parallel=max_parallel, mode=mode, **options)
-        found = {each.branch: each.result for each in spans if each.result is not None}
-        return [found[place] for place in sorted(found)]
+        return self.stream_branches(prompt, branches, n=n, max_parallel=max_parallel, mode=mode, **options).results
 
     def stream_branches(
         self,
@@ -120,12 +119,13 @@ class Runtime:
         max_parallel: int | None = None,
         mode: Mode = "in-one-sequence",
         **options: Unpack[Options],
-    ) -> Iterator[BranchSpan]:
+    ) -> BranchStream:
         """Continue `prompt` in several branches that share its rows, spans of all of them as they come.
 
         A branch is a text or token ids behind the prompt, or a mapping of `prompt` and options of its own; those
         given here hold for all. In place of `branches`, `n` asks for so many samples of the prompt itself. At most
-        `max_parallel` branches live at once (default: as many as the plan has); others follow as these end.
+        `max_parallel` branches live at once (default: as many as the plan has); others follow as these end, those
+        with the most `predicted_tokens` first (a key of a branch's mapping; default: its `max_new_tokens`).
 
         In mode "in-one-sequence" all share one row of the arena, and the prompt's rows are there once. In "batching"
         each has a row, with a copy of the prompt's; the plan must have them. Tokens are the same.
@@ -139,18 +139,19 @@ class Runtime:
         parallel = most if max_parallel is None else max_parallel
         if isinstance(parallel, bool) or not isinstance(parallel, int) or not 1 <= parallel <= most:
             raise RequestError(f"max_parallel is {max_parallel!r}; pass a whole number from 1 to {most}.")
-        return self._branches(*asked, parallel, mode)
+        stats = BranchStats(branches=len(asked[1]))
+        return BranchStream(self._branches(*asked, parallel, mode, stats), stats)
 
     def _branches(
-        self, prefix: list[int], asked: list[BranchRequest], parallel: int, mode: Mode
-    ) -> Iterator[BranchSpan]:
+        self, prefix: list[int], asked: list[BranchRequest], parallel: int, mode: Mode, stats: BranchStats
+    ) -> Generator[BranchSpan, None, None]:
         try:
             runner = self._idle_runners[mode].pop()
         except IndexError:
             plan, backend, engines = self._target_plan, self._backend, self._engines
             runner = BranchRunner(self.manifest, plan, backend, engines, self.tokenizer, mode)
         try:
-            yield from runner.run(prefix, asked, parallel)
+            yield from runner.run(prefix, asked, parallel, stats)
         finally:
             self._idle_runners[mode].append(runner)  # the next run begins afresh, however this one ended
 

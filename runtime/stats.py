@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Protocol
 
 from runtime.program import Program
 
@@ -71,13 +72,20 @@ class Stats:
         }
 
 
+class Timed(Protocol):
+    """What a clock fills."""
+
+    engine_ms: float
+    stage_ms: dict[str, float]
+
+
 class StageClock:
     """Stage times of some programs since the clock was made."""
 
     def __init__(self, programs: Sequence[Program]) -> None:
         self._start = [(program, list(program.nanoseconds)) for program in programs]
 
-    def fill(self, stats: Stats) -> None:
+    def fill(self, stats: Timed) -> None:
         """Write milliseconds by stage name, and those of engines, into `stats`."""
         for program, before in self._start:
             for name, engine, then, now in zip(

@@ -7,7 +7,7 @@ token that it chooses at u the drafter's first proposal, and how often among the
     cdf         its own inverse CDF at u first, then its likeliest
     window      by the score of TreeExpand: which tokens a CDF that may be off by `spread` meets at u, with `doubt`
 
-of which the last is what plans use (`compiler/export/draft.py` holds its two constants).
+of which the last is what plans use (`compiler/export/draft_graph.py` holds its two constants).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from compiler.checkpoint import load_decoder
 from compiler.eagle3_checkpoint import load_eagle3
-from compiler.export.draft import DOUBT, SPREAD
+from compiler.export.draft_graph import DOUBT, SPREAD
 from plans.console import print_json, stdout
 from plans.errors import OutriderError
 from tools.arguments import at_least_1

@@ -121,6 +121,38 @@ def test_streams_count_on_from_the_one_given(branching) -> None:
     ]
 
 
+def test_the_longest_begin_first_and_others_follow(branching) -> None:
+    branches = [{"prompt": [8 + i], "max_new_tokens": 3 + i % 5, "predicted_tokens": 10 * i} for i in range(1, 7)]
+    stream = branching.stream_branches([5, 6], branches, max_parallel=2, ignore_eos=True)
+    seen = list(dict.fromkeys(each.branch for each in stream))
+    assert seen == [5, 4, 3, 2, 1, 0]
+    assert stream.stats.most_alive == 2
+    assert stream.stats.new_tokens == sum(branch["max_new_tokens"] for branch in branches)
+    assert [len(result.token_ids) for result in stream.results] == [branch["max_new_tokens"] for branch in branches]
+
+
+def test_a_run_says_what_it_cost(branching) -> None:
+    """The prefix is there once in one sequence, and once more for every branch but the first in batching."""
+    prefix, branches = [7] * 100, [[8], [9], [10], [11]]
+    slot = branching.manifest.target.layers * 2 * 2 * 16 * 4  # both planes, heads, their size, float32
+    stats, options = {}, {"drafter": "none", "ignore_eos": True}
+    for mode in MODES:
+        stream = branching.stream_branches(prefix, branches, mode=mode, max_new_tokens=6, **options)
+        assert len(stream.results) == 4
+        stats[mode] = stream.stats
+    one, rows = (stats[mode] for mode in MODES)
+    assert (one.prefill_passes, one.rounds, one.new_tokens) == (7, 6, 24)
+    assert one.kv_bytes == (100 + 4 * 6) * slot
+    assert rows.kv_bytes == 4 * (100 + 6) * slot
+    assert (one.bytes_copied, rows.bytes_copied) == (0, 3 * 100 * slot)
+    assert 0 < one.engine_ms <= one.total_ms
+    closed = branching.stream_branches(prefix, branches, max_new_tokens=6)
+    next(closed)
+    closed.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        _ = closed.results
+
+
 def test_a_stop_string_ends_its_branch_alone(branching) -> None:
     prefix = [5, 6, 7]
     plain = branching.generate_branches(prefix, [[8], [9], [10]], max_new_tokens=30, ignore_eos=True)
@@ -182,6 +214,7 @@ def test_nothing_of_others_is_read(branching, monkeypatch) -> None:
         (([1], [{"prompt": [2], "on_round": print}]), "Branch 0: on_round"),
         (([1], [[2], []]), "Branch 1: It begins with nothing"),
         (([1], [[2], [999]]), "Branch 1: Token id 999"),
+        (([1], [{"prompt": [2], "predicted_tokens": 0}]), "Branch 0: predicted_tokens is 0"),
         (([1], [[2], {"prompt": [3], "heat": 1}]), "Branch 1: Unknown option 'heat'"),
         (([1] * 150, [[2] * 20]), "Branch 0: The sequence would have 170"),
     ],

@@ -1,0 +1,72 @@
+"""Rows of unequal lengths as a rectangle, for engines that need one: padded on the left, with what each really has.
+
+Source: FEATURES rows 6 and 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """New tokens of a step as a rectangle `[rows, width]`: a row begins with its padding."""
+
+    padding_lengths: NDArray[np.int64]  # [rows]
+    valid_lengths: NDArray[np.int64]  # [rows], tokens that are no padding
+
+    @property
+    def width(self) -> int:
+        return int((self.padding_lengths + self.valid_lengths).max(initial=0))
+
+    @property
+    def padding_mask(self) -> NDArray[np.bool_]:
+        """bool `[rows, width]`: where a token is no padding."""
+        mask: NDArray[np.bool_] = np.arange(self.width) >= self.padding_lengths[:, None]
+        return mask
+
+    @property
+    def position_offsets(self) -> NDArray[np.int64]:
+        """`[rows]`: how far a token's column lies behind its place in the row."""
+        return self.padding_lengths
+
+    def positions(self, first: Sequence[int]) -> NDArray[np.int64]:
+        """`[rows, width]`, the first token of row r being at `first[r]`; 0 for padding, which nobody looks at."""
+        at = np.arange(self.width) - self.position_offsets[:, None] + np.array(first)[:, None]
+        return np.where(self.padding_mask, at, 0)
+
+
+class AlignmentState:
+    """Rows whose slots are as many in each: `cache_length`, of which `valid_lengths` are a row's own."""
+
+    def __init__(self, rows: int) -> None:
+        self.cache_length = 0
+        self.valid_lengths = np.zeros(rows, np.int64)
+
+    def reset(self) -> None:
+        """No row has anything."""
+        self.cache_length = 0
+        self.valid_lengths[:] = 0
+
+    def open(self, row: int, length: int) -> int:
+        """Begin a row anew that has `length` slots of its own; how much padding it gets behind them.
+
+        Where it is the longest, the others are padded to its length.
+        """
+        self.cache_length = max(self.cache_length, length)
+        self.valid_lengths[row] = length
+        return self.cache_length - length
+
+    def align(self, lengths: Sequence[int]) -> Alignment:
+        """A step of so many new tokens in the first rows, as many columns in each."""
+        valid = np.array(lengths, np.int64)
+        return Alignment(valid.max(initial=0) - valid, valid)
+
+    def commit(self, alignment: Alignment) -> None:
+        """The step's tokens have slots now."""
+        self.cache_length += alignment.width
+        self.valid_lengths[: len(alignment.valid_lengths)] += alignment.valid_lengths
