@@ -66,7 +66,15 @@ class AlignmentState:
         valid = np.array(lengths, np.int64)
         return Alignment(valid.max(initial=0) - valid, valid)
 
-    def commit(self, alignment: Alignment) -> None:
-        """The step's tokens have slots now."""
-        self.cache_length += alignment.width
-        self.valid_lengths[: len(alignment.valid_lengths)] += alignment.valid_lengths
+    def commit(self, alignment: Alignment, kept: Sequence[int] | None = None) -> None:
+        """The step's tokens have slots now; with `kept`, so many of each row behind its padding.
+
+        Rows with fewer than others are padded behind them.
+        """
+        stay = alignment.valid_lengths if kept is None else np.array(kept, np.int64)
+        self.cache_length += int((alignment.padding_lengths + stay).max(initial=0))
+        self.valid_lengths[: len(stay)] += stay
+
+    def drop(self, row: int, count: int) -> None:
+        """So many of a row's own slots are padding from now on."""
+        self.valid_lengths[row] -= count

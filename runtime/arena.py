@@ -62,16 +62,18 @@ class SlotMap:
         self._positions[:length] = other._positions[:length]
         self.length = length
 
-    def release(self, branch: int) -> int:
-        """Nobody sees the slots of `branch` any more; how many these are."""
-        mine = self.owners == branch
-        self.owners[mine] = EMPTY
-        return int(mine.sum())
+    def release(self, branch: int) -> None:
+        """Nobody sees the slots of `branch` any more."""
+        self.owners[self.owners == branch] = EMPTY
 
-    def drop(self, slots: NDArray[np.int64]) -> int:
-        """Nobody sees these slots any more; how many these are."""
+    def drop(self, slots: NDArray[np.int64]) -> None:
+        """Nobody sees these slots any more."""
         self._bim[slots] = EMPTY
-        return len(slots)
+
+    def pad(self, length: int) -> None:
+        """Put slots of nobody behind the last one, up to `length`."""
+        self._bim[self.length : length] = EMPTY
+        self.length = max(self.length, length)
 
     def compact(self) -> None:
         """Rows have been moved together, over the slots that nobody sees; the map follows."""

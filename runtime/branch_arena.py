@@ -3,22 +3,25 @@
 In one sequence, rows of all branches lie interleaved as they came, behind the one prefix; those of a branch that is
 over are dead, and live ones are moved over them when room runs short. In batching, every branch has a row of the arena
 to itself, which begins with a copy of the prefix. Nothing but this file asks which it is.
+
+Rows are ragged. For engines that need a rectangle they can be padded: each row's new tokens on the left, to the longest
+of the step, and its slots to those of the longest row. Padding belongs to nobody, so that nobody sees it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from plans import names
-from plans.manifest import Geometry
+from runtime.alignment import Alignment, AlignmentState
 from runtime.arena import EMPTY, SHARED, SlotMap
 from runtime.buffers import Buffers
 from runtime.program import Program
-from runtime.step import Step
+from runtime.step import NOBODY, Step
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class BranchArena:
     """
 
     def __init__(
-        self, model: str, geometry: Geometry, buffers: Buffers, step: Step, compact: Program, rows: int
+        self, model: str, buffers: Buffers, step: Step, compact: Program, rows: int, *, padded: bool = False
     ) -> None:
         self._model, self._buffers, self._step, self._compact = model, buffers, step, compact
         self._pooled = rows == 1
@@ -48,7 +51,8 @@ class BranchArena:
         self.slot_bytes = kv[:, 0, :, 0].nbytes
         self._prefix = 0
         self._used = 1  # rows that the step has
-        self.dead = 0
+        self.alignment = AlignmentState(rows) if padded else None
+        self._aligned: Alignment | None = None  # of the step
         self.bytes_copied = 0
         self.peak_slots = 0
 
@@ -56,7 +60,9 @@ class BranchArena:
         """Forget everything."""
         for slots in self._maps:
             slots.truncate(0)
-        self._prefix, self.dead, self.bytes_copied, self.peak_slots = 0, 0, 0, 0
+        self._prefix, self.bytes_copied, self.peak_slots = 0, 0, 0
+        if self.alignment is not None:
+            self.alignment.reset()
 
     @property
     def length(self) -> int:
@@ -69,21 +75,56 @@ class BranchArena:
     def holds(self, ends: Sequence[int]) -> bool:
         """Whether there is room for branches of these lengths at once."""
         room = self._step.largest_view - self._prefix
+        if self.alignment is not None:  # of the longest step that another branch may ask for
+            room -= self._step.most
         return sum(ends) <= room if self._pooled else max(ends) <= room
 
-    def begin(self, branches: Sequence[int]) -> None:
-        """An empty step behind all rows, for these branches; none: for the prefix."""
-        self._used = 1 + max(map(self.row_of, branches), default=0)
-        self._step.begin_branches([slots.length for slots in self._maps[: self._used]])
+    def fit(self, chains: Mapping[int, int], nodes: Mapping[int, int]) -> dict[int, int]:
+        """How many of the nodes drafted for each branch there is room for, behind chains of all branches."""
+        view = self._step.largest_view
+        if self._pooled:
+            left = view - self._maps[0].length - sum(chains.values())
+            fitting = {}
+            for branch, count in nodes.items():
+                fitting[branch] = max(0, min(count, left))
+                left -= fitting[branch]
+            return fitting
+        longest = self.length if self.alignment is not None else 0
+        return {
+            branch: max(0, min(count, view - max(longest, self._maps[branch].length) - chains[branch]))
+            for branch, count in nodes.items()
+        }
+
+    def begin(self, tokens: Mapping[int, int]) -> None:
+        """An empty step behind all rows, for so many tokens of each of these branches; none: for the prefix."""
+        self._used = 1 + max(map(self.row_of, tokens), default=0)
+        used = self._maps[: self._used]
+        self._aligned = None
+        if self.alignment is not None and tokens:
+            self.alignment.cache_length = max(slots.length for slots in used)
+            for slots in used:
+                slots.pad(self.alignment.cache_length)
+            self._aligned = self.alignment.align([tokens.get(row, 0) for row in range(self._used)])
+        self._step.begin_branches([slots.length for slots in used])
+        self._pad_rows(0)
 
     def append(self, tokens: Sequence[int], position: int, branch: int) -> int:
         """Lay out the next tokens of a branch; the index of the last one in the step."""
         return self._step.append_chain(tokens, position, branch, self.row_of(branch))
 
-    def room_behind(self, branch: int) -> int:
-        """Slots that are left in the branch's row behind what has been laid out."""
-        row, step = self.row_of(branch), self._step
-        return step.largest_view - self._maps[row].length - int(step.row_splits[row + 1] - step.row_splits[row])
+    def close_row(self, branch: int) -> None:
+        """The step has all of a branch's tokens."""
+        if self._aligned is not None:
+            self._pad_rows(self.row_of(branch) + 1)
+
+    def _pad_rows(self, first: int) -> None:
+        """Lay out the padding of row `first`, and of those behind it that have nothing else."""
+        if self._aligned is None:
+            return
+        for row in range(first, self._used):
+            self._step.append_padding(int(self._aligned.padding_lengths[row]), row)
+            if self._aligned.valid_lengths[row]:
+                break
 
     def commit_prefix(self, rows: int) -> None:
         """The step's `rows` tokens were the next ones of the prefix."""
@@ -98,6 +139,8 @@ class BranchArena:
             self._buffers.copy_slots(self._model, 0, self.row_of(branch), self._prefix)
             slots.copy(self._maps[0], self._prefix)
             self.bytes_copied += self._prefix * self.slot_bytes
+        if self.alignment is not None:
+            self.alignment.open(self.row_of(branch), self._prefix)
 
     def commit(self, kept: NDArray[np.int64] | None = None) -> Kept:
         """Take the step's tokens, or those that `kept` lists, which have been moved together in their rows."""
@@ -114,40 +157,45 @@ class BranchArena:
                 self._maps[row].commit(len(mine), mine)
                 moved = mine != np.arange(step.row_splits[row], step.row_splits[row] + len(mine))
                 self.bytes_copied += int(moved.sum()) * self.slot_bytes
+        if self.alignment is not None and self._aligned is not None:
+            self.alignment.commit(self._aligned, [int((step.branch[mine] != NOBODY).sum()) for mine in by_row])
+            for slots in self._maps[: self._used]:
+                slots.release(NOBODY)
         self._note_peak()
         return Kept(by_row, first)
 
     def drop(self, kept: Kept, branch: int, rows: int) -> None:
         """Of what `commit` has just taken of a branch, keep the first `rows`."""
         row = self.row_of(branch)
-        if not self._pooled:
-            self._maps[row].truncate(kept.first[row] + rows)
-            return
         mine = np.flatnonzero(self._step.branch[kept.by_row[row]] == branch)
         if rows < len(mine):
-            self.dead += self._maps[row].drop(kept.first[row] + mine[rows:])
+            self._maps[row].drop(kept.first[row] + mine[rows:])
+            if self.alignment is not None:
+                self.alignment.drop(row, len(mine) - rows)
 
     def close(self, branch: int) -> None:
         """The branch is over: nobody sees its slots."""
         if self._pooled:
-            self.dead += self._maps[0].release(branch)
+            self._maps[0].release(branch)
         else:
             self._maps[branch].truncate(self._prefix)
+            if self.alignment is not None:
+                self.alignment.open(branch, self._prefix)
 
     def make_room(self, most: int) -> None:
         """Move live rows over dead ones where a step of `most` slots might not fit behind them."""
-        slots, step = self._maps[0], self._step
-        if not self.dead or slots.length + most <= step.largest_view:
-            return
-        for to, rows in _moves(slots, len(self._source)):
-            start = int(rows[0])
-            step.begin_moves(start, int(rows[-1]) + 1 - start)
-            self._source[: len(rows)] = rows - start
-            self._source_count[0], self._move_to[0] = len(rows), to
-            self._compact.run()
-            self.bytes_copied += len(rows) * self.slot_bytes
-        slots.compact()
-        self.dead = 0
+        step = self._step
+        for row, slots in enumerate(self._maps):
+            if slots.length + most <= step.largest_view:
+                continue
+            for to, rows in _moves(slots, len(self._source)):
+                start = int(rows[0])
+                step.begin_moves(start, int(rows[-1]) + 1 - start, row)
+                self._source[: len(rows)] = rows - start
+                self._source_count[0], self._move_to[row] = len(rows), to
+                self._compact.run()
+                self.bytes_copied += len(rows) * self.slot_bytes
+            slots.compact()
 
     def _note_peak(self) -> None:
         self.peak_slots = max(self.peak_slots, sum(slots.length for slots in self._maps))

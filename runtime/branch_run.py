@@ -57,14 +57,17 @@ class BranchRunner:
         engines: Mapping[str, LoadedEngine],
         tokenizer: Tokenizer,
         mode: Mode,
+        *,
+        padded: bool = False,
     ) -> None:
+        """`padded`: rows of a batch are laid out as a rectangle, for engines of the target that need one."""
         self._tokenizer, self._geometry = tokenizer, manifest.target
         parts = assemble(manifest, plan, backend, engines)
         self._buffers, self._step, programs = parts.buffers, parts.step, parts.programs
         self._prefill, self._verify = programs[names.PREFILL], programs[names.VERIFY]
         rows = self._geometry.branches if mode == "batching" else 1
         compact = programs[names.compact(names.TARGET)]
-        self._arena = BranchArena(names.TARGET, self._geometry, self._buffers, self._step, compact, rows)
+        self._arena = BranchArena(names.TARGET, self._buffers, self._step, compact, rows, padded=padded)
         self._state = BranchState(self._arena, self._step, self._geometry.branches)
         with_engines = {
             drafter.name: EngineBranches(

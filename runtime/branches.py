@@ -74,7 +74,7 @@ class BranchState:
         """Lay out at most `most` of the prefix's tokens that lack rows; how many."""
         tokens = self.prefix[self._prefilled : self._prefilled + most]
         if tokens:
-            self._arena.begin(())
+            self._arena.begin({})
             self._arena.append(tokens, self._prefilled, 0)
         return len(tokens)
 
@@ -114,32 +114,33 @@ class BranchState:
         how many nodes each has: as many as were drafted, or as there is room for.
         """
         self._arena.make_room(self._step.most)
-        branches = [self.live[number] for number in sorted(self.live)]
-        self._arena.begin(sorted(self.live))
-        lacking = sum(len(branch.pending) for branch in branches)
+        chains: dict[int, int] = {}
+        for number in sorted(self.live):
+            chains[number] = min(len(self.live[number].pending), chunk)
+            chunk = max(1, chunk - chains[number] + 1)
+        whole = [number for number, count in chains.items() if count == len(self.live[number].pending)]
+        nodes = self._arena.fit(chains, {number: len(drafts.get(number, NOTHING)) for number in whole})
+        self._arena.begin({number: count + nodes.get(number, 0) for number, count in chains.items()})
         laid_out = []
-        for branch in branches:
-            lacking -= len(branch.pending)
-            chunk = max(1, chunk - self._feed(branch, chunk) + 1)
-            drafted = 0
-            if branch.root >= 0 and (draft := drafts.get(branch.number)):
-                room = self._arena.room_behind(branch.number) - lacking
-                drafted = self._hang(branch, draft, max(0, min(len(draft), room)))
+        for number, count in chains.items():
+            branch = self.live[number]
+            self._feed(branch, count)
+            drafted = self._hang(branch, drafts[number], nodes[number]) if nodes.get(number) else 0
+            self._arena.close_row(number)
             laid_out.append((branch, drafted))
         return laid_out
 
-    def _feed(self, branch: Branch, most: int) -> int:
-        """Lay out at most `most` of the tokens that the branch lacks rows of; how many.
+    def _feed(self, branch: Branch, count: int) -> None:
+        """Lay out the first `count` of the tokens that the branch lacks rows of.
 
         Where that is all of them, the last one is its tip, whose logits are asked for: a draft may hang behind it.
         """
-        tokens = branch.tokens[branch.rows : branch.rows + most]
+        tokens = branch.tokens[branch.rows : branch.rows + count]
         last = self._arena.append(tokens, len(self.prefix) + branch.rows, branch.number)
         branch.root = -1
-        if branch.rows + len(tokens) == len(branch.tokens):
+        if branch.rows + count == len(branch.tokens):
             branch.root = last
             self._step.append_tip(last)
-        return len(tokens)
 
     def _hang(self, branch: Branch, draft: Draft, count: int) -> int:
         first = branch.root + 1

@@ -17,6 +17,7 @@ from plans.manifest import Buckets, Geometry, GraphDrafter
 from runtime.buffers import Buffers
 
 _NEW, _VIEW, _LOGITS, _ROWS, _EDGES, _PLACES, _FEATURED, _TIPS, _GROWN = range(len(names.SYMBOLS))
+NOBODY = 2**32  # a number that no branch has
 _HIDDEN = np.finfo(np.float32).min  # what BimMask writes: finite, so that no softmax is over nothing
 
 
@@ -91,10 +92,20 @@ class Step:
         self._resize(last + 1)
         return last
 
-    def begin_moves(self, start: int, rows: int) -> None:
-        """Take `rows` rows from `start` on for the new tokens: for an op that moves some of them."""
-        self.past_length[0] = start
-        self.row_splits[1] = rows
+    def append_padding(self, count: int, row: int) -> None:
+        """Lay out tokens of nobody, which see and are seen by none but themselves."""
+        n = self.sizes[_NEW]
+        for column, value in ((self.token_ids, 0), (self.positions, 0), (self.parent, -1), (self.branch, NOBODY)):
+            column[n : n + count] = value
+        self._row = row
+        self._resize(n + count)
+
+    def begin_moves(self, start: int, count: int, row: int = 0) -> None:
+        """Take `count` slots of a row from `start` on for the new tokens: for an op that moves some of them."""
+        self.past_length[row] = start
+        self.row_splits[: row + 1] = 0
+        self.row_splits[row + 1] = count
+        self.sizes[_ROWS], self.sizes[_EDGES] = row + 1, row + 2
 
     @property
     def new_tokens(self) -> int:

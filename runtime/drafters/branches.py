@@ -53,7 +53,7 @@ class EngineBranches:
         rows: int,
     ) -> None:
         self.name = settings.name
-        self.arena = BranchArena(settings.name, geometry, buffers, step, compact, rows)
+        self.arena = BranchArena(settings.name, buffers, step, compact, rows)
         self._buffers, self._step, self._extend, self._draft = buffers, step, extend, draft
         self._paired, self._nodes = settings.kind == "eagle3", settings.tree.nodes
         self._most_tips = 1 if rows > 1 else geometry.branches
@@ -85,7 +85,7 @@ class EngineBranches:
         most = self._step.most
         for start in range(0, len(tokens), most):
             part = tokens[start : start + most]
-            self.arena.begin(())
+            self.arena.begin({})
             if self._feature_rows is not None:
                 self._feature_rows[: len(part)] = np.arange(start, start + len(part))
             self.arena.append(part, first + start, 0)
@@ -119,7 +119,7 @@ class EngineBranches:
         waiting = [self._live[number] for number in sorted(self._live)]
         grown: list[tuple[int, int, int]] = []
         while True:
-            self.arena.begin([branch.number for branch in waiting])
+            self.arena.begin({branch.number: 0 for branch in waiting})  # it is ragged, whatever they come to
             self._step.expect_tips(self._most_tips)
             grown = self._lay_out(waiting, tips)
             if not waiting:

@@ -8,16 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from compiler.build import build
 from compiler.recipe import load_recipe
 from plans.errors import RequestError
 from runtime import Runtime
+from runtime import runtime as runtime_module
 from runtime.arena import EMPTY
 from runtime.branch_arena import BranchArena
 from runtime.branch_request import MODES
+from runtime.branch_run import BranchRunner
 from runtime.branches import BranchState
 
 PLAN = [
@@ -119,6 +121,51 @@ def test_streams_count_on_from_the_one_given(branching) -> None:
         branching.generate([5, *prompt], stream_id=place, **options).token_ids
         for place, prompt in enumerate(prompts.tolist())
     ]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    prefix=st.lists(st.integers(1, 299), min_size=1, max_size=30),
+    branches=st.lists(BRANCH, min_size=1, max_size=7),
+    parallel=st.integers(1, 5),
+)
+def test_a_rectangle_gives_what_ragged_rows_give(branching, rectangular, prefix, branches, parallel) -> None:
+    """Rows padded on the left, slots padded to the longest row's: what engines need that take no ragged rows."""
+    options = {"mode": "batching", "max_parallel": parallel, "ignore_eos": True}
+    ragged = branching.generate_branches(prefix, branches, **options)
+    padded = rectangular.generate_branches(prefix, branches, **options)
+    assert [generation.token_ids for generation in padded] == [generation.token_ids for generation in ragged]
+
+
+@pytest.fixture
+def rectangular(branching, monkeypatch):
+    """The same plan, whose batches are laid out as rectangles; every step is looked at."""
+    runtime = Runtime.load(branching._plan.root, threads=1)
+    shapes = set()
+
+    class Rectangular(BranchRunner):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments, padded=True)
+            run = self._verify.run
+
+            def checked() -> None:
+                step, rows = self._step, self._arena._used
+                counts = np.diff(step.row_splits[: rows + 1])
+                assert len(set(counts)) == 1
+                assert len(set(step.past_length[:rows])) == 1
+                alignment = self._arena.alignment
+                assert alignment.cache_length == step.past_length[0]
+                valid = [int((slots.owners != EMPTY).sum()) for slots in self._arena._maps[:rows]]
+                live = sorted(self._state.live)
+                assert [alignment.valid_lengths[row] for row in live] == [valid[row] for row in live]
+                shapes.add((rows, counts[0]))
+                run()
+
+            monkeypatch.setattr(self._verify, "run", checked)
+
+    monkeypatch.setattr(runtime_module, "BranchRunner", Rectangular)
+    yield runtime
+    assert any(rows > 1 and width > 1 for rows, width in shapes)
 
 
 def test_the_longest_begin_first_and_others_follow(branching) -> None:
