@@ -74,7 +74,3 @@ class AlignmentState:
         stay = alignment.valid_lengths if kept is None else np.array(kept, np.int64)
         self.cache_length += int((alignment.padding_lengths + stay).max(initial=0))
         self.valid_lengths[: len(stay)] += stay
-
-    def drop(self, row: int, count: int) -> None:
-        """So many of a row's own slots are padding from now on."""
-        self.valid_lengths[row] -= count

@@ -66,10 +66,6 @@ class SlotMap:
         """Nobody sees the slots of `branch` any more."""
         self.owners[self.owners == branch] = EMPTY
 
-    def drop(self, slots: NDArray[np.int64]) -> None:
-        """Nobody sees these slots any more."""
-        self._bim[slots] = EMPTY
-
     def pad(self, length: int) -> None:
         """Put slots of nobody behind the last one, up to `length`."""
         self._bim[self.length : length] = EMPTY

@@ -11,7 +11,6 @@ of the step, and its slots to those of the longest row. Padding belongs to nobod
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,14 +21,6 @@ from runtime.arena import EMPTY, SHARED, SlotMap
 from runtime.buffers import Buffers
 from runtime.program import Program
 from runtime.step import NOBODY, Step
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What a pass has left of a step: the kept tokens by row, and the slot of each row's first one."""
-
-    by_row: list[NDArray[np.int64]]
-    first: list[int]
 
 
 class BranchArena:
@@ -142,36 +133,24 @@ class BranchArena:
         if self.alignment is not None:
             self.alignment.open(self.row_of(branch), self._prefix)
 
-    def commit(self, kept: NDArray[np.int64] | None = None) -> Kept:
+    def commit(self, kept: NDArray[np.int64] | None = None) -> None:
         """Take the step's tokens, or those that `kept` lists, which have been moved together in their rows."""
         step = self._step
         if kept is None:
             kept = np.arange(step.new_tokens)
         cuts = np.searchsorted(kept, step.row_splits[: self._used + 1])
-        by_row, first = [], []
         for row in range(self._used):
             mine = kept[cuts[row] : cuts[row + 1]]
-            first.append(self._maps[row].length)
-            by_row.append(mine)
             if len(mine):
                 self._maps[row].commit(len(mine), mine)
                 moved = mine != np.arange(step.row_splits[row], step.row_splits[row] + len(mine))
                 self.bytes_copied += int(moved.sum()) * self.slot_bytes
         if self.alignment is not None and self._aligned is not None:
-            self.alignment.commit(self._aligned, [int((step.branch[mine] != NOBODY).sum()) for mine in by_row])
+            own = np.searchsorted(kept[step.branch[kept] != NOBODY], step.row_splits[: self._used + 1])
+            self.alignment.commit(self._aligned, np.diff(own).tolist())
             for slots in self._maps[: self._used]:
                 slots.release(NOBODY)
         self._note_peak()
-        return Kept(by_row, first)
-
-    def drop(self, kept: Kept, branch: int, rows: int) -> None:
-        """Of what `commit` has just taken of a branch, keep the first `rows`."""
-        row = self.row_of(branch)
-        mine = np.flatnonzero(self._step.branch[kept.by_row[row]] == branch)
-        if rows < len(mine):
-            self._maps[row].drop(kept.first[row] + mine[rows:])
-            if self.alignment is not None:
-                self.alignment.drop(row, len(mine) - rows)
 
     def close(self, branch: int) -> None:
         """The branch is over: nobody sees its slots."""

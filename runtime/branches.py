@@ -151,12 +151,11 @@ class BranchState:
         return count
 
     def commit(self, branches: Sequence[tuple[Branch, int]], kept: NDArray[np.int64]) -> None:
-        """Take the rows that a pass has left of each branch of the step, in its order: so many of them.
+        """Take the rows that a pass has left of each branch of the step: so many of them stand for its tokens.
 
-        `kept` lists the step's tokens whose rows stay, which have been moved together; those behind a branch's number
-        are dropped: what a stop string or the like cut off.
+        `kept` lists the step's tokens whose rows stay, which have been moved together. A branch that has more of them
+        than tokens, as a stop string or the like cut it off, is over.
         """
-        taken = self._arena.commit(kept)
+        self._arena.commit(kept)
         for branch, rows in branches:
             branch.rows += rows
-            self._arena.drop(taken, branch.number, rows)

@@ -1,0 +1,182 @@
+"""Which slots each query of a run of branches sees, against the definition in plain Python.
+
+The oracle keeps what every slot of the arena holds by following the moves alone: what passes append, gather, copy and
+compact. It never looks at the slot maps. A query must then see exactly the prefix, what its branch has said before, its
+own chain or path of drafted nodes, and itself: each once, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from compiler.build import build
+from compiler.recipe import load_recipe
+from plans import names
+from runtime import Runtime
+from runtime import runtime as runtime_module
+from runtime.branch_run import BranchRunner
+from runtime.step import NOBODY
+from tests.integration.test_branches import BRANCH, PLAN
+
+LAYOUTS = {"in-one-sequence": ("in-one-sequence", False), "batching": ("batching", False), "padded": ("batching", True)}
+
+
+@pytest.fixture(scope="module")
+def plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("slots") / "plan"
+    build(load_recipe(toy_recipe, PLAN), toy_recipe, out)
+    return out
+
+
+class Oracle:
+    """What each slot of the target's arena holds: (whose, place in the sequence), where anything that stays."""
+
+    def __init__(self, runner: BranchRunner) -> None:
+        self.runner, self.passes, self.compactions = runner, 0, 0
+        self.met: list[Any] = []  # branches: no two have one identity
+        self.slots: list[list[Any]] = [[] for _ in runner._arena._maps]
+        step, buffers = runner._step, runner._buffers
+        self.bias = buffers.of(names.TARGET, names.ATTN_BIAS).reshape(-1)
+        self.kept = buffers.of(names.TARGET, names.KEPT_ROWS)
+        self.kept_count = buffers.of(names.TARGET, names.KEPT_COUNT)
+        self.move_to = buffers.of(names.TARGET, names.MOVE_TO)
+        self.step = step
+        self.wrap(runner._prefill, self.prefilled)
+        self.wrap(runner._verify, self.verified)
+        self.wrap(runner._arena._compact, self.compacted)
+        copy = buffers.copy_slots
+        buffers.copy_slots = lambda model, source, to, count: self.copied(copy, model, source, to, count)
+
+    def wrap(self, program: Any, then: Callable[[], None]) -> None:
+        run = program.run
+
+        def both() -> None:
+            run()
+            then()
+
+        program.run = both
+
+    def put(self, row: int, slot: int, what: Any) -> None:
+        line = self.slots[row]
+        line.extend([None] * (slot + 1 - len(line)))
+        line[slot] = what
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Row and slot that the pass appends a token of the step to."""
+        rows = self.step.sizes[names.SYMBOLS.index(names.ROWS)]
+        row = int(np.searchsorted(self.step.row_splits[1 : rows + 1], index, side="right"))
+        return row, int(self.step.past_length[row] + index - self.step.row_splits[row])
+
+    def prefilled(self) -> None:
+        for index in range(self.step.new_tokens):
+            row, slot = self.place(index)
+            assert row == 0
+            self.put(row, slot, ("prefix", int(self.step.positions[index])))
+
+    def verified(self) -> None:
+        self.passes += 1
+        step, state = self.step, self.runner._state
+        n, prefix = step.new_tokens, len(state.prefix)
+        owner = dict(state.live)
+        self.met += owner.values()
+        for index in range(n):  # all rows are there before anybody looks
+            self.put(*self.place(index), ("new", index))
+        rows, _, places, view = (
+            step.sizes[names.SYMBOLS.index(s)] for s in (names.ROWS, names.NEW, names.PLACES, names.VIEW)
+        )
+        bias = self.bias[: rows * places * view].reshape(rows, places, view)
+        for index in range(n):
+            row, slot = self.place(index)
+            number = int(step.branch[index])
+            seen = np.flatnonzero(bias[row, slot - step.past_length[row]] == 0).tolist()
+            holds = [self.slots[row][s] for s in seen]
+            assert len(set(holds)) == len(holds)
+            if number == NOBODY:
+                assert ("new", index) in holds
+                continue
+            line, at = [], index
+            while at >= 0:
+                line.append(("new", at))
+                at = int(step.parent[at])
+            branch = owner[number]
+            own = [(id(branch), place) for place in range(branch.rows)]
+            assert set(holds) == {("prefix", p) for p in range(prefix)} | set(own) | set(line)
+        kept = self.kept[: int(self.kept_count[0])].tolist()
+        following = {row: int(step.past_length[row]) for row in range(rows)}
+        taken: dict[int, int] = {}
+        for index in kept:
+            row, _ = self.place(index)
+            number = int(step.branch[index])
+            what: Any = None
+            if number != NOBODY:
+                branch = owner[number]
+                place = branch.rows + taken.get(number, 0)
+                assert int(step.positions[index]) == prefix + place
+                taken[number] = taken.get(number, 0) + 1
+                what = (id(branch), place)
+            self.slots[row][following[row]] = what
+            following[row] += 1
+
+    def compacted(self) -> None:
+        self.compactions += 1
+        rows = self.step.sizes[names.SYMBOLS.index(names.ROWS)]
+        row = rows - 1
+        start, to = int(self.step.past_length[row]), int(self.move_to[row])
+        for offset, source in enumerate(self.kept[: int(self.kept_count[0])].tolist()):
+            self.slots[row][to + offset] = self.slots[row][start + source]
+
+    def copied(self, copy: Any, model: str, source: int, to: int, count: int) -> None:
+        copy(model, source, to, count)
+        if model == names.TARGET:
+            for slot in range(count):
+                self.put(to, slot, self.slots[source][slot])
+
+
+@pytest.fixture
+def watched(plan, monkeypatch):
+    """A runtime for each layout, and the oracle that watches its runs."""
+    found = {}
+    for name, (_, padded) in LAYOUTS.items():
+        oracles: list[Oracle] = []
+
+        class Watched(BranchRunner):
+            def __init__(self, *arguments: Any, padded: bool = padded, oracles: list[Oracle] = oracles) -> None:
+                super().__init__(*arguments, padded=padded)
+                oracles.append(Oracle(self))
+
+        found[name] = Runtime.load(plan, threads=1), Watched, oracles
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    prefix=st.lists(st.integers(1, 299), min_size=1, max_size=40),
+    branches=st.lists(BRANCH, min_size=1, max_size=10),
+    parallel=st.integers(1, 8),
+)
+def test_a_query_sees_what_the_definition_says(layout, watched, monkeypatch, prefix, branches, parallel) -> None:
+    runtime, runner, oracles = watched[layout]
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime_module, "BranchRunner", runner)
+        mode, _ = LAYOUTS[layout]
+        found = runtime.generate_branches(prefix, branches, mode=mode, max_parallel=parallel, ignore_eos=True)
+    assert len(found) == len(branches)
+    assert oracles[-1].passes > 0
+
+
+@pytest.mark.parametrize("layout", ["in-one-sequence", "padded"])
+def test_and_still_does_when_rows_are_moved(layout, watched, monkeypatch) -> None:
+    runtime, runner, oracles = watched[layout]
+    branches = [{"prompt": [7 + i] * 5, "max_new_tokens": 24 + i, "drafter": "bushy"} for i in range(10)]
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime_module, "BranchRunner", runner)
+        runtime.generate_branches([5] * 20, branches, mode=LAYOUTS[layout][0], max_parallel=3, ignore_eos=True)
+    assert oracles[-1].compactions
