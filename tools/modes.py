@@ -29,7 +29,7 @@ from tools.bench.prompts import choose_prompts, cut_prompts
 from tools.bench.sampling import GREEDY
 from tools.output import figure, print_report
 
-ALONE = "one after another"
+ALONE = "one by one"
 _OPENING = 12  # tokens that a branch begins with
 
 
@@ -159,11 +159,11 @@ def print_table(report: dict[str, Any], console: Console) -> None:
     )
     table = Table(box=None, pad_edge=False)
     heads = (
-        "prefix", "branches", "drafter", "mode", "ms a token", "tokens/s", "against one after another",
+        "prefix", "branches", "drafter", "mode", "ms a token", "tokens/s", "against one by one",
         "against batching", "rounds", "host", "KV MB", "copied MB", "same",
     )  # fmt: skip
     for head in heads:
-        table.add_column(head, justify="left" if head in ("drafter", "mode") else "right")
+        table.add_column(head, justify="left" if head in ("drafter", "mode") else "right", no_wrap=head == "mode")
     for row in report["rows"]:
         table.add_row(
             str(row["prefix"]),

@@ -34,12 +34,12 @@ def test_every_mode_is_measured_and_says_the_same(plan: Path, capsys: pytest.Cap
         (count, drafter, mode)
         for count in (2, 4)
         for drafter in ("none", "ngram", "chain")
-        for mode in ("in-one-sequence", "batching", "one after another")
+        for mode in ("in-one-sequence", "batching", "one by one")
     ]
     assert all(row["same_tokens"] for row in rows)
     for row in rows:
         assert row["ms_per_token"] > 0
-        if row["mode"] == "one after another":
+        if row["mode"] == "one by one":
             assert (row["speedup"], row["kv_bytes"], row["rounds"]) == (1.0, None, None)
             continue
         assert 0 < row["host_share"] < 1
@@ -52,7 +52,7 @@ def test_every_mode_is_measured_and_says_the_same(plan: Path, capsys: pytest.Cap
             assert row["rounds"] == 8
 
     assert modes.main([str(plan), *SIZES, "--branches", "2", "--drafters", "none"]) == 0
-    assert "one after another" in capsys.readouterr().out
+    assert "one by one" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
