@@ -1,4 +1,4 @@
-"""The two modes of branches side by side: `python -m tools.modes PLAN [--branches 1,2,4,8] [--prefix 1000] [--json]`.
+"""The two modes of branches side by side: `python -m tools.modes PLAN [--branches 1,8] [--prefix 1000] [--json]`.
 
 The same branches behind the same prefix run in one sequence, in batching (where the plan has a row for each), and one
 after another in a session that keeps the prefix. All are measured in turn in one process, greedy, every branch `--new`
@@ -47,7 +47,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             raise RequestError(f"--drafters names {name!r}; the plan has {', '.join(known)}.")
     if geometry.branches < 2:
         raise RequestError("The plan serves one branch; build it with capacity.branches of 2 to 16.")
-    for count in options.branches:
+    counts = options.branches or [count for count in (1, 2, 4, 8, 16) if count <= geometry.branches]
+    for count in counts:
         if count > geometry.branches:
             raise RequestError(f"--branches is {count}; the plan serves at most {geometry.branches}.")
     modes = [mode for mode in MODES if mode != "batching" or geometry.rows > 1]
@@ -59,7 +60,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     prefixes = {length: cut_prompts(held_out, length, most)[0] for length in options.prefix}
     openings = cut_prompts(held_out, _OPENING, most)
     rows: list[dict[str, Any]] = []
-    cases = [(length, count, drafter) for length in prefixes for count in options.branches for drafter in drafters]
+    cases = [(length, count, drafter) for length in prefixes for count in counts for drafter in drafters]
     with progress_bar("measuring") as progress:
         for place, (length, count, drafter) in enumerate(cases):
             progress(place, len(cases), f"prefix {length}, {count} branches, {drafter}")
@@ -190,7 +191,7 @@ def _counts(text: str) -> list[int]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.modes", description=__doc__.partition("\n\n")[2])
     parser.add_argument("plan", type=Path, help="folder of a plan with several branches")
-    parser.add_argument("--branches", type=_counts, default=[1, 2, 4, 8], metavar="N,...", help="default 1,2,4,8")
+    parser.add_argument("--branches", type=_counts, metavar="N,...", help="1 to 16 (default 1, 2, 4 ... of the plan)")
     parser.add_argument("--prefix", type=_counts, default=[1000], metavar="N,...", help="tokens that all share (1000)")
     parser.add_argument("--drafters", metavar="NAME,...", help="of the plan, or none (default: none and all)")
     parser.add_argument("--new", type=at_least_1, default=128, help="tokens of each branch (default 128)")

@@ -51,7 +51,7 @@ def test_every_mode_is_measured_and_says_the_same(plan: Path, capsys: pytest.Cap
             assert row["kv_bytes"] == (40 * (1 + copies) + own) * slot
             assert row["rounds"] == 8
 
-    assert modes.main([str(plan), *SIZES, "--branches", "2", "--drafters", "none"]) == 0
+    assert modes.main([str(plan), *SIZES, "--drafters", "none"]) == 0
     assert "one by one" in capsys.readouterr().out
 
 
