@@ -8,7 +8,6 @@ own chain or path of drafted nodes, and itself: each once, and nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,23 +15,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from compiler.build import build
-from compiler.recipe import load_recipe
 from plans import names
 from runtime import Runtime
 from runtime import runtime as runtime_module
 from runtime.branch_run import BranchRunner
 from runtime.step import NOBODY
-from tests.integration.test_branches import BRANCH, PLAN
+from tests.integration.test_branches import BRANCH
 
 LAYOUTS = {"in-one-sequence": ("in-one-sequence", False), "batching": ("batching", False), "padded": ("batching", True)}
-
-
-@pytest.fixture(scope="module")
-def plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("slots") / "plan"
-    build(load_recipe(toy_recipe, PLAN), toy_recipe, out)
-    return out
 
 
 class Oracle:
@@ -140,7 +130,7 @@ class Oracle:
 
 
 @pytest.fixture
-def watched(plan, monkeypatch):
+def watched(branch_plan):
     """A runtime for each layout, and the oracle that watches its runs."""
     found = {}
     for name, (_, padded) in LAYOUTS.items():
@@ -151,7 +141,7 @@ def watched(plan, monkeypatch):
                 super().__init__(*arguments, padded=padded)
                 oracles.append(Oracle(self))
 
-        found[name] = Runtime.load(plan, threads=1), Watched, oracles
+        found[name] = Runtime.load(branch_plan, threads=1), Watched, oracles
     return found
 
 

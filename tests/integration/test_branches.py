@@ -11,8 +11,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from compiler.build import build
-from compiler.recipe import load_recipe
 from plans.errors import RequestError
 from runtime import Runtime
 from runtime import runtime as runtime_module
@@ -22,23 +20,13 @@ from runtime.branch_request import MODES
 from runtime.branch_run import BranchRunner
 from runtime.branches import BranchState
 
-PLAN = [
-    "drafters=[{name: ngram, kind: ngram, max_draft: 6}, {name: short, kind: ngram, max_context: 1, filler_top_k: 3}, "
-    "{name: chain, kind: model, checkpoint: drafter, gamma: 4}, "
-    "{name: bushy, kind: model, checkpoint: drafter, tree: {top_k: 3, depth: 2, nodes: 9}}, "
-    "{name: head, kind: eagle3, checkpoint: head, tree: {top_k: 4, depth: 2, nodes: 12}}, "
-    "{name: mixed, kind: ngram, max_draft: 6, otherwise: head, least: 2}]",
-    "capacity={context: 160, prefill_chunk: 16, branches: 16, batching: true}",
-]
 DRAFTERS = ["none", "ngram", "short", "chain", "bushy", "head", "mixed"]
 TOKENS = st.lists(st.integers(1, 299), min_size=1, max_size=24)
 
 
 @pytest.fixture(scope="module")
-def branching(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Runtime:
-    out = tmp_path_factory.mktemp("branches") / "plan"
-    build(load_recipe(toy_recipe, PLAN), toy_recipe, out)
-    return Runtime.load(out, threads=1)
+def branching(branch_plan: Path) -> Runtime:
+    return Runtime.load(branch_plan, threads=1)
 
 
 def alone(runtime: Runtime, prefix: list[int], branch: dict[str, Any], place: int, **options: Any) -> Any:

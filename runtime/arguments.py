@@ -1,0 +1,131 @@
+"""Arguments that several commands have, and what becomes of them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from plans.console import stderr
+from plans.errors import RequestError
+from runtime.generation import Generation
+from runtime.request import Options
+from runtime.runtime import Runtime
+
+
+def add_shared(parser: argparse.ArgumentParser) -> None:
+    """The plan, where it runs, and how tokens are chosen."""
+    parser.add_argument("plan", type=Path, help="folder of the plan")
+    parser.add_argument("--target", help="execution target (default: the best this machine drives)")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=0,
+        help="CPU threads of the target and of large drafters; 0 lets the backend choose",
+    )
+    parser.add_argument(
+        "--no-cuda-graphs",
+        action="store_true",
+        help="on a GPU, launch kernel by kernel what would be recorded at loading",
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="most tokens to generate (default 128)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    parser.add_argument("--top-k", type=int, default=0, help="keep the k most probable tokens; 0 is off")
+    parser.add_argument("--top-p", type=float, default=1.0, help="keep the most probable tokens up to p; 1 is off")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draws")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on past end tokens")
+    parser.add_argument(
+        "--filter-order",
+        choices=("temperature_first", "temperature_last"),
+        default="temperature_first",
+        help="temperature before top-k and top-p (default), or after them",
+    )
+    parser.add_argument("--stream-id", type=int, default=0, metavar="N", help="which of the seed's streams of draws")
+    parser.add_argument("--drafter", metavar="NAME|none", help="drafter of the plan (default: its first)")
+    parser.add_argument(
+        "--keep-drafting", action="store_true", help="draft even while that costs more than it brings, by the clock"
+    )
+    parser.add_argument(
+        "--skip-sample-adjustment",
+        action="store_true",
+        help="for debugging drafters with acceptance: rejection: draw a rejected token's replacement from the target's "
+        "own distribution, which is wrong",
+    )
+
+
+def read_options(arguments: argparse.Namespace) -> Options:
+    """Options of a generation from what `add_shared` has added."""
+    options = Options(
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+        stop=arguments.stop,
+        ignore_eos=arguments.ignore_eos,
+        filter_order=arguments.filter_order,
+        stream_id=arguments.stream_id,
+        auto_disable=not arguments.keep_drafting,
+        skip_sample_adjustment=arguments.skip_sample_adjustment,
+    )
+    if arguments.drafter is not None:
+        options["drafter"] = arguments.drafter
+    return options
+
+
+def load(arguments: argparse.Namespace) -> Runtime:
+    """The plan, loaded; on standard error, why better execution targets were passed over."""
+    with stderr.status(f"loading {arguments.plan}"):
+        runtime = Runtime.load(
+            arguments.plan,
+            target=arguments.target,
+            threads=arguments.threads,
+            cuda_graphs=not arguments.no_cuda_graphs,
+        )
+    for target, reason in runtime.passed_over.items():
+        stderr.print(f"runs on {runtime.target}, not on {target}: {reason}", style="dim", soft_wrap=True)
+    return runtime
+
+
+def add_prompt(parser: argparse.ArgumentParser) -> None:
+    """The three ways to pass a prompt."""
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", help="the prompt's text")
+    prompt.add_argument("--prompt-file", type=Path, help="a file with the prompt's text; - for standard input")
+    prompt.add_argument("--token-ids", help="the prompt as token ids, separated by commas")
+
+
+def read_prompt(arguments: argparse.Namespace) -> str | list[int]:
+    """The prompt that `add_prompt` has taken. Raises `RequestError` for what cannot be read."""
+    if arguments.prompt is not None:
+        return str(arguments.prompt)
+    if arguments.token_ids is not None:
+        try:
+            return [int(part) for part in arguments.token_ids.split(",")]
+        except ValueError:
+            raise RequestError(
+                f"--token-ids is {arguments.token_ids!r}; pass whole numbers separated by commas, such as 12,7,99."
+            ) from None
+    try:
+        if str(arguments.prompt_file) == "-":
+            return sys.stdin.read()
+        return str(arguments.prompt_file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"--prompt-file {arguments.prompt_file} cannot be read as UTF-8 text: {error}") from None
+
+
+def generation_json(generation: Generation) -> dict[str, object]:
+    """The stable keys of `--json`."""
+    value: dict[str, object] = {
+        "text": generation.text,
+        "token_ids": generation.token_ids,
+        "finish_reason": generation.finish_reason.value,
+        "stats": generation.stats.to_json(),
+    }
+    if generation.logprobs:
+        value["logprobs"] = [
+            {"token_id": t.token_id, "logprob": t.logprob, "top": [list(pair) for pair in t.top]}
+            for t in generation.logprobs
+        ]
+    return value

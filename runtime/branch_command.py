@@ -1,0 +1,94 @@
+"""`python -m runtime branches`: many continuations of one prompt, decoded together."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from plans.console import print_json, stderr, stdout
+from plans.errors import RequestError
+from runtime.arguments import add_prompt, add_shared, generation_json, load, read_options, read_prompt
+from runtime.branch_request import MODES
+from runtime.branch_stream import BranchStats, BranchStream
+from runtime.generation import Generation
+from runtime.side_by_side import SideBySide
+
+
+def add_branches(commands: Any) -> None:
+    """Add the command to those of `python -m runtime`."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "branches",
+        help="continue a prompt in several ways at once",
+        description="Continue a prompt in several branches that share its rows: each begins with a --branch of its "
+        "own, or --n ask for samples of the prompt itself. Every branch has the tokens that it would have alone, with "
+        "the same seed and a stream of draws of its own. The plan must serve several branches (capacity.branches).",
+    )
+    add_shared(parser)
+    add_prompt(parser)
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument(
+        "--branch", action="append", metavar="TEXT", help="what a branch begins with behind the prompt; repeatable"
+    )
+    asked.add_argument("--n", type=int, metavar="N", help="so many samples of the prompt; pass a --temperature too")
+    parser.add_argument(
+        "--mode", choices=MODES, default=MODES[0],
+        help="all in one row of the arena (default), or a row each; the tokens are the same",
+    )  # fmt: skip
+    parser.add_argument("--max-parallel", type=int, metavar="N", help="branches at once (default: as many as can be)")
+    parser.add_argument(
+        "--stream",
+        action="store_true",
+        help="show the branches side by side as they grow; without a terminal, print each as it ends",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object: branches, each as of generate, and stats"
+    )
+    parser.set_defaults(command=_branches)
+
+
+def _branches(arguments: argparse.Namespace) -> int:
+    prompt = read_prompt(arguments)
+    options = read_options(arguments)
+    if arguments.n is not None and arguments.n > 1 and not arguments.temperature:
+        raise RequestError("Greedy samples are all the same; add --temperature, or leave --n out.")
+    runtime = load(arguments)
+    stream = runtime.stream_branches(
+        prompt, arguments.branch, n=arguments.n, max_parallel=arguments.max_parallel, mode=arguments.mode, **options
+    )
+    if arguments.json:
+        found = [generation_json(result) for result in stream.results]
+        print_json({"branches": found, "stats": stream.stats.to_json()})
+        return 0
+    titles = arguments.branch or [f"sample {number}" for number in range(arguments.n)]
+    if arguments.stream:
+        _show(stream, titles)
+    else:
+        for number, result in enumerate(stream.results):
+            _print(number, titles[number], result)
+    stderr.print(_summary(stream.stats), style="dim")
+    return 0
+
+
+def _show(stream: BranchStream, titles: list[str]) -> None:
+    if not stdout.is_terminal:
+        for each in stream:
+            if each.result is not None:
+                _print(each.branch, titles[each.branch], each.result)
+        return
+    with SideBySide(stdout, titles) as view:
+        for each in stream:
+            view.add(each.branch, each.span.text)
+            if each.result is not None:
+                view.end(each.branch, each.result.finish_reason.value)
+
+
+def _print(number: int, title: str, result: Generation) -> None:
+    stderr.print(f"branch {number}, {title!r} ({result.finish_reason.value}):", style="dim", markup=False)
+    print(result.text)
+
+
+def _summary(stats: BranchStats) -> str:
+    return (
+        f"{stats.new_tokens} tokens in {stats.rounds} passes, {stats.tokens_per_second:.0f} tokens/s, "
+        f"{stats.kv_bytes / 1e6:.1f} MB of keys and values, {stats.bytes_copied / 1e6:.1f} MB copied"
+    )
