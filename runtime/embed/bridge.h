@@ -11,7 +11,8 @@ enum {
   OUTRIDER_KIND_SESSION = 2,
   OUTRIDER_KIND_PARAMS = 3,
   OUTRIDER_KIND_RESULT = 4,
-  OUTRIDER_KIND_TEXT = 5
+  OUTRIDER_KIND_TEXT = 5,
+  OUTRIDER_KIND_BRANCHES = 6
 };
 
 typedef void outrider_set_error(const char *text, size_t length);

@@ -27,4 +27,10 @@ int32_t outrider_py_tokens(uint64_t result, const int64_t **tokens, size_t *coun
 int32_t outrider_py_result_text(uint64_t result, const char **data, size_t *length);
 int32_t outrider_py_finish_reason(uint64_t result, int32_t *reason);
 int32_t outrider_py_stats(uint64_t result, const char **data, size_t *length);
+int32_t outrider_py_branches(uint64_t runtime, const char *request, size_t request_length, uint64_t params,
+                             int32_t (*on_branch)(void *, size_t, const int64_t *, size_t, const char *, size_t),
+                             void *user, uint64_t *out);
+int32_t outrider_py_branch_count(uint64_t branches, size_t *count);
+int32_t outrider_py_branch_result(uint64_t branches, size_t index, uint64_t *out);
+int32_t outrider_py_branches_stats(uint64_t branches, const char **data, size_t *length);
 int32_t outrider_py_destroy(uint64_t handle, int32_t kind);

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import wraps
-from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -17,7 +16,8 @@ from plans.check import session_bytes
 from plans.errors import BusyError, OutriderError, RequestError
 from plans.plan import open_plan
 from runtime.backends import reason_against
-from runtime.generation import FinishReason
+from runtime.embed.handles import Handles, InvalidArgumentError, InvalidHandleError, Kind
+from runtime.generation import FinishReason, Generation
 from runtime.request import Options
 from runtime.runtime import Runtime
 from runtime.session import Session
@@ -38,24 +38,6 @@ class Status(IntEnum):
     INTERNAL = 9
 
 
-class Kind(IntEnum):
-    """What a handle stands for (`bridge.h`)."""
-
-    RUNTIME = 1
-    SESSION = 2
-    PARAMS = 3
-    RESULT = 4
-    TEXT = 5
-
-
-class InvalidHandleError(Exception):
-    """A number that stands for nothing, or for something else."""
-
-
-class InvalidArgumentError(Exception):
-    """Bytes that are no text, JSON that is no object of options, or a key that is unknown."""
-
-
 STATUS: tuple[tuple[type[BaseException], Status], ...] = (
     (InvalidHandleError, Status.INVALID_HANDLE),
     (InvalidArgumentError, Status.INVALID_ARGUMENT),
@@ -72,6 +54,7 @@ BOOLEANS = ("ignore_eos", "auto_disable", "skip_sample_adjustment")
 TEXTS = ("drafter", "filter_order")
 TEXT_LISTS = ("stop",)
 INTEGER_LISTS = ("eos_token_ids",)
+BRANCH_KEYS = ("prompt", "branches", "n", "mode", "max_parallel")
 
 T = TypeVar("T")
 
@@ -115,39 +98,12 @@ class Result:
     stats: Bytes
 
 
-class Handles:
-    """Objects by number. Numbers are never used again, so that a stale one finds nothing."""
+@dataclass(frozen=True)
+class Branches:
+    """What a run of branches gave: a generation each, and what they cost together."""
 
-    def __init__(self) -> None:
-        self._numbers = count(0x1000)
-        self._objects: dict[int, tuple[Kind, Any]] = {}
-        self._lock = threading.Lock()
-
-    def add(self, kind: Kind, made: object) -> int:
-        with self._lock:
-            number = next(self._numbers)
-            self._objects[number] = kind, made
-        return number
-
-    def get(self, kind: Kind, number: int) -> Any:
-        found = self._objects.get(number)
-        if found is None or found[0] is not kind:
-            raise InvalidHandleError(_wrong(kind, number, found))
-        return found[1]
-
-    def remove(self, kind: Kind, number: int) -> None:
-        with self._lock:
-            self.get(kind, number)
-            del self._objects[number]
-
-
-def _wrong(kind: Kind, number: int, found: tuple[Kind, Any] | None) -> str:
-    wanted = f"a handle of a {kind.name.lower()} is expected"
-    if not number:
-        return f"{wanted}, and NULL was passed"
-    if found is None:
-        return f"{wanted}, and {number:#x} is none: it was destroyed, or never made"
-    return f"{wanted}, and {number:#x} is one of a {found[0].name.lower()}"
+    results: list[Generation]
+    stats: Bytes
 
 
 def attach(ffi: Any, lib: Any) -> None:
@@ -165,7 +121,7 @@ class Calls:
         for name in (
             "inspect", "open", "session", "reset", "cancel", "params", "set_int", "set_uint", "set_double", "set_bool",
             "set_text", "add_text", "add_int", "generate", "text", "tokens", "result_text", "finish_reason", "stats",
-            "destroy",
+            "branches", "branch_count", "branch_result", "branches_stats", "destroy",
         ):  # fmt: skip
             call = self._told(getattr(self, name))
             self._ffi.def_extern(name=f"outrider_py_{name}", error=int(Status.INTERNAL))(call)
@@ -307,14 +263,49 @@ class Calls:
                     if on_span(user, ids, len(span.token_ids), told.data, told.length):
                         cancel.set()
             made = stream.result
-        result = Result(
+        out[0] = self._handles.add(Kind.RESULT, self._result(made))
+
+    def _result(self, made: Generation) -> Result:
+        return Result(
             tokens=self._ffi.new("int64_t[]", made.token_ids),
             count=len(made.token_ids),
             text=self._bytes(made.text),
             finish_reason=FINISHED[made.finish_reason],
             stats=self._bytes(json.dumps(made.stats.to_json())),
         )
-        out[0] = self._handles.add(Kind.RESULT, result)
+
+    def branches(
+        self, runtime: int, request: Any, length: int, params: int, on_branch: Any, user: Any, out: Any
+    ) -> None:
+        loaded: Runtime = self._handles.get(Kind.RUNTIME, runtime)
+        options = dict(self._handles.get(Kind.PARAMS, params)) if params else {}
+        asked = _json_object(self._text(request, length, "request"), "request", BRANCH_KEYS)
+        prompt, branches = asked.pop("prompt", ""), asked.pop("branches", None)
+        cancels: list[threading.Event] = []
+        if isinstance(branches, list):
+            cancels = [threading.Event() for _ in branches]
+            given = [branch if isinstance(branch, dict) else {"prompt": branch} for branch in branches]
+            branches = [branch | {"cancel": cancel} for branch, cancel in zip(given, cancels, strict=True)]
+        stream = loaded.stream_branches(prompt, branches, **asked, **options)
+        for each in stream:
+            if on_branch:
+                ids, told = self._ffi.new("int64_t[]", each.span.token_ids), self._bytes(each.span.text)
+                if on_branch(user, each.branch, ids, len(each.span.token_ids), told.data, told.length) and cancels:
+                    cancels[each.branch].set()
+        made = Branches(stream.results, self._bytes(json.dumps(stream.stats.to_json())))
+        out[0] = self._handles.add(Kind.BRANCHES, made)
+
+    def branch_count(self, branches: int, count: Any) -> None:
+        count[0] = len(self._handles.get(Kind.BRANCHES, branches).results)
+
+    def branch_result(self, branches: int, index: int, out: Any) -> None:
+        results = self._handles.get(Kind.BRANCHES, branches).results
+        if index >= len(results):
+            raise InvalidArgumentError(f"there is no branch {index}; they are 0 to {len(results) - 1}")
+        out[0] = self._handles.add(Kind.RESULT, self._result(results[index]))
+
+    def branches_stats(self, branches: int, data: Any, length: Any) -> None:
+        self._give(self._handles.get(Kind.BRANCHES, branches).stats, data, length)
 
     def tokens(self, result: int, tokens: Any, count: Any) -> None:
         found: Result = self._handles.get(Kind.RESULT, result)
@@ -360,21 +351,28 @@ class Calls:
 
 def _open_options(given: str) -> dict[str, Any]:
     """Keyword arguments of `Runtime.load`."""
-    if not given.strip():
-        return {}
-    try:
-        options = json.loads(given)
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgumentError(f"options are not JSON: {error}") from None
-    if not isinstance(options, dict):
-        raise InvalidArgumentError('options are a JSON object, such as {"threads": 2}')
+    options = _json_object(given, "options", OPEN_OPTIONS)
     for key, value in options.items():
-        kind = OPEN_OPTIONS.get(key)
-        if kind is None:
-            raise InvalidArgumentError(f"there is no option {key[:100]!r}; the options are {', '.join(OPEN_OPTIONS)}")
+        kind = OPEN_OPTIONS[key]
         if type(value) is not kind:
             raise InvalidArgumentError(f"the option {key!r} is a {_JSON[kind]}, not {json.dumps(value)[:100]}")
     return options
+
+
+def _json_object(given: str, name: str, keys: Collection[str]) -> dict[str, Any]:
+    """A JSON object with no other keys than these; nothing is an empty one."""
+    if not given.strip():
+        return {}
+    try:
+        value = json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"{name} are not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidArgumentError(f'{name} are a JSON object, such as {{"{next(iter(keys))}": ...}}')
+    for key in value:
+        if key not in keys:
+            raise InvalidArgumentError(f"there is no option {key[:100]!r}; the options are {', '.join(keys)}")
+    return value
 
 
 _JSON = {str: "string", int: "whole number", bool: "truth value"}

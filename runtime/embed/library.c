@@ -26,7 +26,8 @@ _Static_assert(sizeof(void *) >= sizeof(uint64_t), "handles are 64-bit numbers")
 #define CALLS(CALL)                                                                                                  \
   CALL(inspect) CALL(open) CALL(session) CALL(reset) CALL(cancel) CALL(params) CALL(set_int) CALL(set_uint)          \
   CALL(set_double) CALL(set_bool) CALL(set_text) CALL(add_text) CALL(add_int) CALL(generate) CALL(text) CALL(tokens) \
-  CALL(result_text) CALL(finish_reason) CALL(stats) CALL(destroy)
+  CALL(result_text) CALL(finish_reason) CALL(stats) CALL(branches) CALL(branch_count) CALL(branch_result)             \
+  CALL(branches_stats) CALL(destroy)
 
 #define SLOT(name) __typeof__(outrider_py_##name) *name;
 static struct {
@@ -318,3 +319,46 @@ outrider_status outrider_result_stats(const outrider_result *result, const char 
 }
 
 outrider_status outrider_result_destroy(outrider_result *result) { return destroy(result, OUTRIDER_KIND_RESULT); }
+
+outrider_status outrider_generate_branches(outrider_runtime *runtime, const char *request, size_t request_length,
+                                           const outrider_params *params, outrider_on_branch on_branch, void *user,
+                                           outrider_branches **out) {
+  NEED(out);
+  NEED_BYTES(request, request_length);
+  START;
+  outrider_callback callback = {.on_branch = on_branch, .user = user};
+  uint64_t made = 0;
+  const outrider_status status =
+      py.branches(number(runtime), request_length ? request : "", request_length, number(params),
+                  on_branch == NULL ? NULL : outrider_call_branch_back, &callback, &made);
+  if (status != OUTRIDER_OK) return status;
+  if (callback.threw) {
+    py.destroy(made, OUTRIDER_KIND_BRANCHES);
+    return fail(OUTRIDER_CALLBACK, "the callback threw an exception, %s; it must return", callback.what);
+  }
+  *out = (outrider_branches *)(uintptr_t)made;
+  return OUTRIDER_OK;
+}
+
+outrider_status outrider_branches_count(const outrider_branches *branches, size_t *count) {
+  NEED(count);
+  START;
+  return py.branch_count(number(branches), count);
+}
+
+outrider_status outrider_branches_result(const outrider_branches *branches, size_t branch, outrider_result **out) {
+  NEED(out);
+  START;
+  MAKE(py.branch_result(number(branches), branch, &made));
+}
+
+outrider_status outrider_branches_stats(const outrider_branches *branches, const char **data, size_t *length) {
+  NEED(data);
+  NEED(length);
+  START;
+  return py.branches_stats(number(branches), data, length);
+}
+
+outrider_status outrider_branches_destroy(outrider_branches *branches) {
+  return destroy(branches, OUTRIDER_KIND_BRANCHES);
+}

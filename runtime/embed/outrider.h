@@ -65,11 +65,12 @@ enum {
 /* What a callback returns. */
 enum { OUTRIDER_CONTINUE = 0, OUTRIDER_STOP = 1 };
 
-typedef struct outrider_runtime outrider_runtime; /* a loaded plan: weights and tokenizer, shared by its sessions */
-typedef struct outrider_session outrider_session; /* one sequence of tokens */
-typedef struct outrider_params outrider_params;   /* options of a generation */
-typedef struct outrider_result outrider_result;   /* what a generation gave */
-typedef struct outrider_text outrider_text;       /* a text that a call made */
+typedef struct outrider_runtime outrider_runtime;   /* a loaded plan: weights and tokenizer, shared by its sessions */
+typedef struct outrider_session outrider_session;   /* one sequence of tokens */
+typedef struct outrider_params outrider_params;     /* options of a generation */
+typedef struct outrider_result outrider_result;     /* what a generation gave */
+typedef struct outrider_text outrider_text;         /* a text that a call made */
+typedef struct outrider_branches outrider_branches; /* what a run of branches gave */
 
 /* OUTRIDER_ABI_VERSION of the library that is running. Needs no Python. */
 OUTRIDER_API int32_t outrider_abi_version(void);
@@ -172,6 +173,34 @@ OUTRIDER_API outrider_status outrider_result_finish_reason(const outrider_result
 /* Counts and times, as a JSON object: "new_tokens", "ttft_ms", "decode_tokens_per_second", "tokens_per_verify" ... */
 OUTRIDER_API outrider_status outrider_result_stats(const outrider_result *result, const char **data, size_t *length);
 OUTRIDER_API outrider_status outrider_result_destroy(outrider_result *result);
+
+/* -- Branches ----------------------------------------------------------------------------------------------------- */
+
+/* As outrider_on_span, for the branch of that number, counted from 0 in the order asked for. Returning OUTRIDER_STOP ends
+ * that branch alone, where the request lists branches; samples asked for by "n" go on. */
+typedef int32_t (*outrider_on_branch)(void *user, size_t branch, const int64_t *tokens, size_t count, const char *text,
+                                      size_t length);
+
+/* Continues a prompt in several branches at once, each with the tokens that it would have alone. `request` is a JSON
+ * object: "prompt", a text or a list of token ids; "branches", a list of what each begins with behind it: a text, token
+ * ids, or an object of "prompt", "predicted_tokens" and options of its own (those of outrider_params, "stop" and
+ * "eos_token_ids" being lists); or in place of that "n", so many samples of the prompt; "mode", "in-one-sequence" or
+ * "batching"; "max_parallel". `params` holds for all branches; it and `on_branch` may be NULL. Needs a plan of several
+ * branches. Blocks until all have ended. Runs of one runtime may be under way in several threads. */
+OUTRIDER_API outrider_status outrider_generate_branches(outrider_runtime *runtime, const char *request,
+                                                        size_t request_length, const outrider_params *params,
+                                                        outrider_on_branch on_branch, void *user,
+                                                        outrider_branches **out);
+
+/* How many branches there were. */
+OUTRIDER_API outrider_status outrider_branches_count(const outrider_branches *branches, size_t *count);
+/* What the branch of that number gave: a result of its own, which the caller destroys. */
+OUTRIDER_API outrider_status outrider_branches_result(const outrider_branches *branches, size_t branch,
+                                                      outrider_result **out);
+/* What the run cost, as a JSON object: "rounds", "new_tokens", "tokens_per_second", "kv_bytes", "bytes_copied" ... */
+OUTRIDER_API outrider_status outrider_branches_stats(const outrider_branches *branches, const char **data,
+                                                     size_t *length);
+OUTRIDER_API outrider_status outrider_branches_destroy(outrider_branches *branches);
 
 #ifdef __cplusplus
 }

@@ -88,7 +88,7 @@ def test_it_shows_the_calls_of_the_header_and_nothing_else(library: Path) -> Non
         ["nm", "-D", "--defined-only", str(library / "lib" / LIBRARY)], capture_output=True, text=True, check=True
     ).stdout
     assert {line.split()[-1] for line in listed.splitlines()} == declared
-    assert len(declared) == 27
+    assert len(declared) == 32
     needed = subprocess.run(
         ["readelf", "-d", str(library / "lib" / LIBRARY)], capture_output=True, text=True, check=True
     ).stdout
@@ -210,8 +210,24 @@ def test_sessions_callbacks_and_threads(
     assert passes(program, toy_plan, **environment) == "ok\n"
 
 
-def test_exceptions_of_a_callback_end_there(library: Path, toy_plan: Path, tmp_path: Path) -> None:
-    assert passes(compiled("throwing.cc", library, tmp_path), toy_plan) == "ok\n"
+@pytest.mark.parametrize("kind", ["plain", "watched"])
+def test_branches_say_what_they_say_in_python(
+    kind: str, branch_plan: Path, toy_plan: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    library = request.getfixturevalue("library" if kind == "plain" else "watched")
+    flags, environment = ((), {}) if kind == "plain" else (SANITIZE, WATCHED)
+    program = compiled("branches.c", library, tmp_path, *flags)
+    found = passes(program, branch_plan, toy_plan, **environment)
+    runtime = Runtime.load(branch_plan, threads=1)
+    branches = [" os", {"prompt": " sys", "temperature": 1.0, "seed": 4}, [9, 8]]
+    options = {"max_new_tokens": 9, "ignore_eos": True}
+    expected = runtime.generate_branches("import", branches, **options)
+    expected += runtime.generate_branches([5, 6, 7], n=4, **options)
+    assert found == "".join(f"{generation.text}\0" for generation in expected)
+
+
+def test_exceptions_of_a_callback_end_there(library: Path, toy_plan: Path, branch_plan: Path, tmp_path: Path) -> None:
+    assert passes(compiled("throwing.cc", library, tmp_path), toy_plan, branch_plan) == "ok\n"
 
 
 def test_opening_and_closing_keeps_memory_flat(library: Path, toy_plan: Path, tmp_path: Path) -> None:
