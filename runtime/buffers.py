@@ -99,10 +99,5 @@ class Buffers:
 
     def set_sampling(self, branch: int, params: SamplingParams) -> None:
         """Fill a branch's sampling slot."""
-        self.arrays[names.TEMPERATURE][branch] = params.temperature
-        self.arrays[names.TOP_K][branch] = params.top_k
-        self.arrays[names.TOP_P][branch] = params.top_p
-        self.arrays[names.FILTER_ORDER][branch] = params.filter_order == "temperature_last"
-        self.arrays[names.SEED][branch] = params.seed
-        self.arrays[names.STREAM][branch] = params.stream
-        self.arrays[names.SKIP_SAMPLE_ADJUSTMENT][branch] = params.skip_sample_adjustment
+        for name, value in params.slots().items():
+            self.arrays[name][branch] = value

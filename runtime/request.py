@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from plans.errors import RequestError
+from runtime.constraint import Constraint
 from runtime.sampling import FilterOrder, SamplingParams
 from runtime.trace import Watcher
 
@@ -30,6 +31,7 @@ class Options(TypedDict, total=False):
     - `on_round`: called with a `trace.Round` after each round, before its span is given out.
     - `logprobs` (None): report each token's log-probability and this many of the most probable (0 to 20).
     - `cancel`: a `threading.Event`; once set, the generation ends before its next step.
+    - `constraint`: a fresh `constraint.Constraint`, whose form the text keeps to; decoding is then plain.
     """
 
     max_new_tokens: int
@@ -48,6 +50,7 @@ class Options(TypedDict, total=False):
     on_round: Watcher | None
     logprobs: int | None
     cancel: threading.Event | None
+    constraint: Constraint | None
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Request:
     on_round: Watcher | None
     logprobs: int | None
     cancel: threading.Event | None
+    constraint: Constraint | None
 
 
 def check_options(options: Options, drafters: Sequence[str], eos_token_ids: Sequence[int]) -> Request:
@@ -94,6 +98,9 @@ def check_options(options: Options, drafters: Sequence[str], eos_token_ids: Sequ
     cancel = options.get("cancel")
     if cancel is not None and not isinstance(cancel, threading.Event):
         raise RequestError(f"cancel is a {type(cancel).__name__}; pass a threading.Event, and set it to cancel.")
+    constraint = options.get("constraint")
+    if constraint is not None and not isinstance(constraint, Constraint):
+        raise RequestError(f"constraint is a {type(constraint).__name__}; pass a Constraint.")
     return Request(
         max_new_tokens=max_new_tokens,
         sampling=SamplingParams(
@@ -107,9 +114,10 @@ def check_options(options: Options, drafters: Sequence[str], eos_token_ids: Sequ
         ),
         stop=tuple(stop),
         eos_token_ids=frozenset() if options.get("ignore_eos", False) else frozenset(ends),
-        drafter=None if drafter == "none" else drafter,
+        drafter=None if drafter == "none" or constraint is not None else drafter,
         auto_disable=bool(options.get("auto_disable", True)),
         on_round=on_round,
         logprobs=logprobs,
         cancel=cancel,
+        constraint=constraint,
     )

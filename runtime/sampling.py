@@ -12,6 +12,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from plans import names
 from plans.errors import PlanError, RequestError
 
 FilterOrder = Literal["temperature_first", "temperature_last"]
@@ -59,6 +60,18 @@ class SamplingParams:
             raise RequestError(
                 f"filter_order is {self.filter_order!r}; pass 'temperature_first' or 'temperature_last'."
             )
+
+    def slots(self) -> dict[str, float | int]:
+        """The settings as ops read them, by the names of their buffers."""
+        return {
+            names.TEMPERATURE: self.temperature,
+            names.TOP_K: self.top_k,
+            names.TOP_P: self.top_p,
+            names.FILTER_ORDER: int(self.filter_order == "temperature_last"),
+            names.SEED: self.seed,
+            names.STREAM: self.stream,
+            names.SKIP_SAMPLE_ADJUSTMENT: int(self.skip_sample_adjustment),
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -332,6 +332,9 @@ class Session:
         assert program.tokens is not None
         count = 1 if program.counts is None else int(program.counts[_TREE])
         chosen = program.tokens[: min(count, room)].tolist()
+        if request.constraint is not None:
+            position = int(step.positions[len(pending) - 1])
+            chosen = [request.constraint.choose(self._logits(0, 1)[0], position, request.sampling)]
         span, kept = generation.take(chosen, step.drafted, count - 1, len(chosen) == room)
         self._chosen_by = len(pending) - 1, program.kept
         if request.logprobs is not None:
@@ -346,6 +349,8 @@ class Session:
             wanted = min(drafter.filler_top_k, self._geometry.vocab_size)
             for index in range(len(span.token_ids)):
                 drafter.observe(len(tokens) + index, likeliest(self.step_logits(index), wanted)[::-1])
+        if request.constraint is not None:
+            request.constraint.advance(span.token_ids[0])
         tokens += span.token_ids  # before the rows: a row without its token would be worse than the reverse
         rows = len(pending) + kept - 1
         slots.commit(rows, program.kept)

@@ -1,0 +1,79 @@
+"""Generation that keeps to a form: always, at any temperature, and the target's own choices where the form is free."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plans.errors import RequestError
+from runtime import Runtime
+from runtime.constraint import Constraint, Vocabulary
+from runtime.grammar import DEAD, Grammar, choice, literal, one_of, repeat, sequence
+from runtime.outline import outline_grammar, parse_outline
+
+
+def vocabulary_of(runtime: Runtime, grammar: Grammar) -> Vocabulary:
+    manifest = runtime.manifest
+    return Vocabulary(grammar, runtime.tokenizer, manifest.target.vocab_size, manifest.text.eos_token_ids)
+
+
+@pytest.fixture(scope="module")
+def outlines(toy: Runtime) -> Vocabulary:
+    return vocabulary_of(toy, outline_grammar(["search"], most=3))
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    prompt=st.lists(st.integers(1, 299), min_size=1, max_size=20),
+    seed=st.integers(0, 99),
+    temperature=st.sampled_from([0.0, 1.0, 3.0]),
+)
+def test_whatever_comes_is_the_beginning_of_an_outline(toy, outlines, prompt, seed, temperature) -> None:
+    options = {"max_new_tokens": 100, "temperature": temperature, "seed": seed}
+    found = toy.generate(prompt, constraint=Constraint(outlines), **options)
+    grammar = outlines.grammar
+    state = grammar.follow(0, b"".join(outlines.texts[token] for token in found.token_ids))
+    assert state != DEAD
+    if found.finish_reason == "stop":
+        assert grammar.ends[state]
+        parse_outline(found.text)
+    again = toy.generate(prompt, constraint=Constraint(outlines), drafter="ngram", **options)
+    assert again.token_ids == found.token_ids
+
+
+def test_a_form_that_allows_everything_changes_nothing(toy: Runtime) -> None:
+    free = vocabulary_of(toy, Grammar(repeat(one_of(range(256)))))
+    for seed in range(5):
+        options = {"max_new_tokens": 40, "temperature": 0.9, "top_p": 0.9, "seed": seed}
+        plain = toy.generate([5, 6, 7], drafter="none", **options)
+        special = [token for token in plain.token_ids if not free.texts[token] and token != 0]
+        found = toy.generate([5, 6, 7], constraint=Constraint(free), **options)
+        assert special or found.token_ids == plain.token_ids
+
+
+def test_a_choice_is_the_likeliest_that_may_come(toy: Runtime) -> None:
+    words = [" import", "return", "zebra"]
+    vocabulary = vocabulary_of(toy, Grammar(choice(*map(literal, words))))
+    found = toy.generate("x =", constraint=Constraint(vocabulary), max_new_tokens=20)
+    assert found.text in words
+    assert found.finish_reason == "stop"
+    session = toy.session()
+    stream = session.stream("x =", max_new_tokens=1, drafter="none", ignore_eos=True)
+    next(stream)
+    logits = session.step_logits(0)
+    first = vocabulary.mask(0)
+    assert found.token_ids[0] == int(np.argmax(np.where(first, logits, -np.inf)))
+
+
+def test_what_cannot_be_kept_to_is_refused(toy: Runtime, branch_plan) -> None:
+    with pytest.raises(RequestError, match="constraint is a str"):
+        toy.generate([1], constraint="json")
+    branches = Runtime.load(branch_plan, threads=1)
+    constraint = Constraint(vocabulary_of(branches, Grammar(literal("a"))))
+    with pytest.raises(RequestError, match="constraint is of one sequence"):
+        branches.generate_branches([1], [[2]], constraint=constraint)
+    ended = vocabulary_of(toy, Grammar(sequence(literal("a"), one_of([]))))
+    with pytest.raises(RequestError, match="allows no token"):
+        toy.generate([1], constraint=Constraint(ended), max_new_tokens=5)
