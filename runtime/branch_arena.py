@@ -55,6 +55,13 @@ class BranchArena:
         if self.alignment is not None:
             self.alignment.reset()
 
+    def rewind(self) -> None:
+        """Forget all but the prefix, which every row that has had a copy keeps."""
+        for slots in self._maps:
+            slots.truncate(self._prefix)
+        self.bytes_copied = self.peak_slots = 0
+        self._note_peak()
+
     @property
     def length(self) -> int:
         """Slots that the fullest row has committed."""

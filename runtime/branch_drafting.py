@@ -48,13 +48,20 @@ class BranchDrafting:
         self._prefix: list[int] = []
         self._chain = np.zeros(nodes, np.int64), np.zeros(nodes, np.int64)
 
+    def has_prefix(self, prefix: Sequence[int], drafters: set[str | None]) -> bool:
+        """Whether the engines of these drafters have rows of the prefix."""
+        return all(engine.has_prefix(prefix) for engine in self._of(drafters))
+
     def begin(self, prefix: Sequence[int], drafters: set[str | None]) -> None:
         """A run begins in which branches ask these drafters, or none."""
         self._prefix = list(prefix)
-        asked = {name for drafter in drafters for name in (drafter, self._otherwise(drafter))}
-        self._active = [engine for name, engine in self._engines.items() if name in asked]
+        self._active = self._of(drafters)
         for engine in self._active:
             engine.begin(prefix)
+
+    def _of(self, drafters: set[str | None]) -> list[EngineBranches]:
+        asked = {name for drafter in drafters for name in (drafter, self._otherwise(drafter))}
+        return [engine for name, engine in self._engines.items() if name in asked]
 
     def _otherwise(self, drafter: str | None) -> str | None:
         settings = self._settings.get(drafter or "")

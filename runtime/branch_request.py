@@ -71,8 +71,8 @@ def check_branches(
             merged = cast(Options, {**options, **own})
             if merged.get("on_round") is not None:
                 raise RequestError("on_round watches the rounds of one sequence; branches have none of their own.")
-            if merged.get("constraint") is not None:
-                raise RequestError("constraint is of one sequence; branches have none.")
+            if merged.get("constraint") is not None and "constraint" not in own:
+                raise RequestError("constraint is of one text; pass one in the mapping of each branch.")
             request = check_options(merged, [d.name for d in manifest.drafters], manifest.text.eos_token_ids)
             if "stream_id" not in own:
                 sampling = replace(request.sampling, stream=request.sampling.stream + place)

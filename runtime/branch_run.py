@@ -7,7 +7,7 @@ those that have just come. Each has the tokens that it would have alone, by its 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -89,27 +89,43 @@ class BranchRunner:
         self._kept_count = self._buffers.of(names.TARGET, names.KEPT_COUNT)
 
     def run(
-        self, prefix: Sequence[int], asked: Sequence[BranchRequest], max_parallel: int, stats: BranchStats
+        self,
+        prefix: Sequence[int],
+        asked: Sequence[BranchRequest],
+        max_parallel: int,
+        stats: BranchStats,
+        keep_for: Collection[str | None] = (),
     ) -> Generator[BranchSpan, None, None]:
         """Spans as they are committed, of all branches; at most `max_parallel` live at once, and `stats` filled.
 
-        Those that are predicted to be the longest begin first, of equal ones in the order given.
+        Those that are predicted to be the longest begin first, of equal ones in the order given. The rows of the prefix
+        stay for a next run behind the same one, if its drafters are among those of this run and `keep_for`.
         """
         clock = StageClock(self._programs)
         try:
-            yield from self._run(prefix, asked, max_parallel, stats)
+            yield from self._run(prefix, asked, max_parallel, stats, set(keep_for))
         finally:
             clock.fill(stats)
             stats.bytes_copied = sum(arena.bytes_copied for arena in self._arenas)
             stats.kv_bytes = sum(arena.peak_slots * arena.slot_bytes for arena in self._arenas)
 
     def _run(
-        self, prefix: Sequence[int], asked: Sequence[BranchRequest], max_parallel: int, stats: BranchStats
+        self,
+        prefix: Sequence[int],
+        asked: Sequence[BranchRequest],
+        max_parallel: int,
+        stats: BranchStats,
+        keep_for: set[str | None],
     ) -> Generator[BranchSpan, None, None]:
-        for arena in self._arenas:
-            arena.reset()
-        self._state.init_prefix(prefix)
-        self._drafting.begin(prefix, {each.request.drafter for each in asked})
+        drafters = {each.request.drafter for each in asked} | keep_for
+        if self._state.has_prefix(prefix) and self._drafting.has_prefix(prefix, drafters):
+            self._state.rewind()
+            stats.reused_tokens = len(prefix)
+        else:
+            for arena in self._arenas:
+                arena.reset()
+            self._state.init_prefix(prefix)
+        self._drafting.begin(prefix, drafters)
         while rows := self._state.prepare_prefix(self._geometry.prefill_chunk):
             self._prefill.run()
             stats.prefill_passes += 1
@@ -171,6 +187,11 @@ class BranchRunner:
             if branch.root >= 0:  # else only a part of its beginning was fed
                 count, room = int(counts[tree]), _left(branch)
                 chosen = tokens[first : first + min(count, room)].tolist()
+                if (constraint := each.asked.request.constraint) is not None:
+                    logits = self._buffers.rows(names.TARGET, names.LOGITS_OUT, first, first + 1)[0]
+                    position = int(self._step.positions[branch.root])
+                    chosen = [constraint.choose(logits, position, each.asked.request.sampling)]
+                    constraint.advance(chosen[0])
                 span, stay = each.generation.take(chosen, drafted, count - 1, len(chosen) == room)
                 self._note(each, span, mine, first)
                 own = each.generation.stats

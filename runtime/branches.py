@@ -65,6 +65,16 @@ class BranchState:
         self.live.clear()
         self.prefix, self._prefilled = [], 0
 
+    def has_prefix(self, tokens: Sequence[int]) -> bool:
+        """Whether these are the prefix, and have rows."""
+        return self.prefix == list(tokens) and self._prefilled == len(self.prefix)
+
+    def rewind(self) -> None:
+        """Forget all but the prefix."""
+        self._arena.rewind()
+        self._free = sorted([*self._free, *self.live], reverse=True)
+        self.live.clear()
+
     def init_prefix(self, tokens: Sequence[int]) -> None:
         """Begin with what all branches share, whose rows `commit_prefix` takes as they come."""
         self.reset()

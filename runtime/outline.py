@@ -78,8 +78,8 @@ def parse_outline(text: str) -> Outline:
     return Outline(f"{PLAN}{body}{ended}", tuple(points.values()))
 
 
-def outline_grammar(tools: Sequence[str] = (), most: int = MOST_POINTS) -> Grammar:
-    """The form of an outline of at most `most` points, numbered from 1, with these tools. A direct answer is free."""
+def outline_grammar(tools: Sequence[str] = (), most: int = MOST_POINTS, *, direct: bool = True) -> Grammar:
+    """The form of an outline of at most `most` points, numbered from 1, with these tools; or of a `direct` answer."""
     digits = one_of(b"0123456789")
     title = sequence(one_of(byte for byte in _PRINTED if byte != 0x20), repeat(one_of(_PRINTED)))
     tool = choice(*(literal(name) for name in ("None", *tools)))
@@ -95,10 +95,7 @@ def outline_grammar(tools: Sequence[str] = (), most: int = MOST_POINTS) -> Gramm
         )  # fmt: skip
         points = sequence(line) if points is None else sequence(line, repeat(points, 0, 1))
     assert points is not None
-    free = repeat(one_of([0x09, 0x0A, *_PRINTED]))
-    return Grammar(
-        choice(
-            sequence(literal(f"{PLAN}\n"), points, literal(END)),
-            sequence(literal(f"{DIRECT}\n"), free),
-        )
-    )
+    plan = sequence(literal(f"{PLAN}\n"), points, literal(END))
+    if not direct:
+        return Grammar(plan)
+    return Grammar(choice(plan, sequence(literal(f"{DIRECT}\n"), repeat(one_of([0x09, 0x0A, *_PRINTED])))))

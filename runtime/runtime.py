@@ -118,6 +118,7 @@ class Runtime:
         n: int | None = None,
         max_parallel: int | None = None,
         mode: Mode = "in-one-sequence",
+        keep_for: Sequence[str] = (),
         **options: Unpack[Options],
     ) -> BranchStream:
         """Continue `prompt` in several branches that share its rows, spans of all of them as they come.
@@ -126,6 +127,9 @@ class Runtime:
         given here hold for all. In place of `branches`, `n` asks for so many samples of the prompt itself. At most
         `max_parallel` branches live at once (default: as many as the plan has); others follow as these end, those
         with the most `predicted_tokens` first (a key of a branch's mapping; default: its `max_new_tokens`).
+
+        A run behind the prompt of the last one of its mode finds its rows, unless it asks drafters with an engine that
+        no branch asked before. `keep_for` names such drafters beforehand.
 
         In mode "in-one-sequence" all share one row of the arena, and the prompt's rows are there once. In "batching"
         each has a row, with a copy of the prompt's; the plan must have them. Tokens are the same.
@@ -140,10 +144,16 @@ class Runtime:
         if isinstance(parallel, bool) or not isinstance(parallel, int) or not 1 <= parallel <= most:
             raise RequestError(f"max_parallel is {max_parallel!r}; pass a whole number from 1 to {most}.")
         stats = BranchStats(branches=len(asked[1]))
-        return BranchStream(self._branches(*asked, parallel, mode, stats), stats)
+        return BranchStream(self._branches(*asked, parallel, mode, stats, keep_for), stats)
 
     def _branches(
-        self, prefix: list[int], asked: list[BranchRequest], parallel: int, mode: Mode, stats: BranchStats
+        self,
+        prefix: list[int],
+        asked: list[BranchRequest],
+        parallel: int,
+        mode: Mode,
+        stats: BranchStats,
+        keep_for: Sequence[str],
     ) -> Generator[BranchSpan, None, None]:
         try:
             runner = self._idle_runners[mode].pop()
@@ -151,7 +161,7 @@ class Runtime:
             plan, backend, engines = self._target_plan, self._backend, self._engines
             runner = BranchRunner(self.manifest, plan, backend, engines, self.tokenizer, mode)
         try:
-            yield from runner.run(prefix, asked, parallel, stats)
+            yield from runner.run(prefix, asked, parallel, stats, keep_for)
         finally:
             self._idle_runners[mode].append(runner)  # the next run begins afresh, however this one ended
 

@@ -64,19 +64,28 @@ class EngineBranches:
         self._feature_rows = buffers.of(settings.name, names.FEATURE_ROWS) if self._paired else None
         self._kept_feature = len(buffers.of(names.TARGET, names.FEATURES)) - 1 if self._paired else 0
         self._prefix: list[int] = []
+        self._followed = 0  # tokens of the prefix that `follow_prefix` has seen
         self._live: dict[int, Branch] = {}
         self._rows: dict[int, int] = {}  # that each branch has here, by number
         self._known: dict[int, tuple[int, NDArray[np.int64]]] = {}  # features of its own tokens from one on: where
 
+    def has_prefix(self, prefix: Sequence[int]) -> bool:
+        """Whether all that can be known of the prefix has rows here."""
+        return self._prefix == list(prefix) and self._followed == len(self._prefix)
+
     def begin(self, prefix: Sequence[int]) -> None:
-        """A run of branches behind `prefix` begins."""
-        self.arena.reset()
+        """A run of branches behind `prefix` begins; where its rows are there, `follow_prefix` will not be called."""
+        if self.has_prefix(prefix) and self.arena.length:
+            self.arena.rewind()
+        else:
+            self.arena.reset()
+            self._followed = 0
         self._prefix = list(prefix)
         self._live, self._rows, self._known = {}, {}, {}
 
     def follow_prefix(self, first: int, rows: int) -> None:
         """A pass has given `rows` tokens of the prefix rows, from `first` on: take them in."""
-        end = first + rows
+        end = self._followed = first + rows
         if self._paired and end == len(self._prefix):
             feature = names.TARGET, names.FEATURES
             self._buffers.copy_row((*feature, rows - 1), (*feature, self._kept_feature))

@@ -318,9 +318,25 @@ def test_local_parts_of_versions_are_no_part_of_the_identity(monkeypatch: pytest
     assert tool_versions()["torch"] == "2.13.0"
 
 
-def test_branches_that_no_plan_serves_are_refused_with_the_key(toy_recipe: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"capacity\.branches is 4; drafters with an engine serve one branch"):
-        build(load_recipe(toy_recipe, ["capacity.branches=4"]), toy_recipe, tmp_path / "plan")
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["capacity.branches=4"], r"drafters\[3\]\.gamma is as long as the drafter is sure, which serves one branch"),
+        (
+            ["capacity.branches=4", "drafters=[{name: a, kind: model, checkpoint: drafter, acceptance: rejection}]"],
+            r"drafters\[0\]\.acceptance is rejection, which serves one branch; capacity\.branches is 4",
+        ),
+        (
+            ["capacity.branches=4", "drafters=[]", "targets=[tensorrt-rtx]"],
+            r"capacity\.branches is 4; targets other than onnxruntime-cpu serve one branch",
+        ),
+    ],
+)
+def test_branches_that_no_plan_serves_are_refused_with_the_key(
+    toy_recipe: Path, tmp_path: Path, overrides: list[str], said: str
+) -> None:
+    with pytest.raises(RecipeError, match=said):
+        build(load_recipe(toy_recipe, overrides), toy_recipe, tmp_path / "plan")
 
 
 def test_a_drafter_may_have_a_dot_in_its_name(toy_recipe: Path, tmp_path: Path) -> None:

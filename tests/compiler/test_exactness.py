@@ -57,7 +57,7 @@ class Feeder:
 
     def _logits(self, bias: NDArray[np.float32], n: int, view: int) -> Logits:
         self.buffers.of(names.TARGET, names.ATTN_BIAS).reshape(-1)[: bias.size] = bias.reshape(-1)
-        self.run([n, view, n, 1, 2, n, n])
+        self.run([n, view, n, 1, 2, n, n, 1, 1])
         logits = self.buffers.of(names.TARGET, names.LOGITS_OUT)
         return logits.reshape(-1)[: n * self.vocabulary].reshape(n, -1).copy()
 

@@ -88,7 +88,7 @@ def test_resolved_is_json_with_defaults_and_without_absolute_paths(recipe_file: 
         "name": "short",
         "target": {"checkpoint": "../model", "dtype": "float32"},
         "drafters": [],
-        "capacity": {"context": 512, "branches": 1, "prefill_chunk": 256},
+        "capacity": {"context": 512, "branches": 1, "batching": False, "prefill_chunk": 256},
         "targets": [{"kind": "onnxruntime-cpu"}],
     }  # fmt: skip
     absolute = load(recipe_file, FULL.replace("../", f"{tmp_path}/"))
@@ -125,6 +125,7 @@ def test_a_recipe_cannot_be_changed(recipe_file: Path) -> None:
         ("context: 4096", "context: big", "FILE:12: capacity.context must be a whole number, found 'big' (tokens of"),
         ("context: 4096", "context: '4096'", "FILE:12: capacity.context must be a whole number, found '4096'"),
         ("branches: 4", "branches: 17", "FILE:13: capacity.branches must be at most 16, found 17"),
+        ("branches: 4", "branches: 1\n  batching: true", "FILE:14: capacity.batching is true, and"),
         ("branches: 4", "branches: 0", "FILE:13: capacity.branches must be at least 1, found 0"),
         ("branches: 4", "branches: true", "FILE:13: capacity.branches must be a whole number, found true"),
         ("branches: 4", "branches:", "FILE:13: capacity.branches must be a whole number, found nothing"),

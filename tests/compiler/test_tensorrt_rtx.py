@@ -119,7 +119,7 @@ def test_why_a_machine_cannot_run_the_plan(toy_recipe: Path, tmp_path: Path, mon
 
 def test_a_step_runs_in_the_profile_that_holds_its_new_tokens() -> None:
     profiles = tensorrt.profiles_of(LIMITS)
-    sizes = {"N": 1, "T": 128, "M": 0, "R": 1, "E": 2, "S": 1, "F": 100}
+    sizes = {"N": 1, "T": 128, "M": 0, "R": 1, "E": 2, "S": 1, "F": 100, "B": 1, "D": 1}
     for new, index in ((1, 0), (64, 0), (65, 1), (100, 1)):
         assert profile_for(profiles, [*(sizes | {"N": new}).values()]) == index
     with pytest.raises(PlanError, match="101 new tokens"):

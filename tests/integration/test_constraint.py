@@ -72,7 +72,7 @@ def test_what_cannot_be_kept_to_is_refused(toy: Runtime, branch_plan) -> None:
         toy.generate([1], constraint="json")
     branches = Runtime.load(branch_plan, threads=1)
     constraint = Constraint(vocabulary_of(branches, Grammar(literal("a"))))
-    with pytest.raises(RequestError, match="constraint is of one sequence"):
+    with pytest.raises(RequestError, match="constraint is of one text"):
         branches.generate_branches([1], [[2]], constraint=constraint)
     ended = vocabulary_of(toy, Grammar(sequence(literal("a"), one_of([]))))
     with pytest.raises(RequestError, match="allows no token"):

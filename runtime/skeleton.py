@@ -1,0 +1,129 @@
+"""Skeleton-of-thought: an answer is outlined first, and its points are then written as branches, all at once.
+
+The outline keeps to a form (`outline.py`). Behind it the keys and values are cut back to what stands before it, the
+system's words and the question, and every branch goes on from there: the outline again, its point, what it says of it.
+Source: FEATURES rows 8 to 12.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Unpack, cast
+
+from runtime.branch_request import Mode
+from runtime.branch_stream import BranchStats
+from runtime.constraint import Constraint, Vocabulary
+from runtime.generation import Generation
+from runtime.outline import END, MOST_POINTS, Outline, Point, outline_grammar, parse_outline
+from runtime.request import Options
+from runtime.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class Said:
+    """A piece of text, as it is certain: of the outline where `point` is None, else of the point at that place."""
+
+    point: int | None
+    text: str
+    ended: bool = False
+
+
+@dataclass
+class Answer:
+    """The outline, what each of its points came to, and the cost of both. `text` is all of it in the plan's order."""
+
+    outline: Outline
+    planned: Generation
+    points: list[Generation] = field(default_factory=list)
+    outline_stats: BranchStats = field(default_factory=BranchStats)
+    stats: BranchStats = field(default_factory=BranchStats)
+
+    @property
+    def text(self) -> str:
+        if self.outline.direct is not None:
+            return self.outline.direct
+        return "\n\n".join(generation.text.strip() for generation in self.points)
+
+
+class Skeleton:
+    """Answers questions with one plan; the vocabulary's masks are made once."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        tools: Sequence[str] = (),
+        most_points: int = MOST_POINTS,
+        direct: bool = True,
+        outline_tokens: int = 384,
+    ) -> None:
+        """`tools` are those that points may ask for; without `direct`, every answer is outlined.
+
+        Raises `RequestError` for a plan whose tokens are not bytes.
+        """
+        manifest = runtime.manifest
+        self._runtime, self._outline_tokens = runtime, outline_tokens
+        grammar = outline_grammar(tools, most_points, direct=direct)
+        self._vocabulary = Vocabulary(
+            grammar, runtime.tokenizer, manifest.target.vocab_size, manifest.text.eos_token_ids
+        )
+
+    def answer(self, question: str, *, system: str | None = None, **options: Unpack[Options]) -> Answer:
+        """The whole answer; see `stream`."""
+        stream = self.stream(question, system=system, **options)
+        while True:
+            try:
+                next(stream)
+            except StopIteration as end:
+                answer: Answer = end.value
+                return answer
+
+    def stream(
+        self,
+        question: str,
+        *,
+        system: str | None = None,
+        max_parallel: int | None = None,
+        mode: Mode = "in-one-sequence",
+        **options: Unpack[Options],
+    ) -> Generator[Said, None, Answer]:
+        """Outline and points as they are written; the generator returns the answer.
+
+        `max_new_tokens` is that of a point. Raises RequestError, and OutlineError for an outline without sense.
+        """
+        runtime = self._runtime
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": question})
+        prefix = runtime.tokenizer.encode(runtime.tokenizer.apply_chat_template(messages), add_special_tokens=False)
+        own = {"max_new_tokens": self._outline_tokens, "constraint": Constraint(self._vocabulary), "stop": [END]}
+        branch = {"prompt": prefix[-1:], **own}
+        first = next((drafter.name for drafter in runtime.manifest.drafters), "none")
+        keep_for = [options.get("drafter", first)]
+        planning = runtime.stream_branches(prefix[:-1], [branch], mode=mode, keep_for=keep_for, **options)
+        for each in planning:
+            yield Said(None, each.span.text, each.result is not None)
+        (planned,) = planning.results
+        closed = planned.text + END if planned.finish_reason == "stop" else planned.text
+        answer = Answer(parse_outline(closed), planned, outline_stats=planning.stats)
+        points = answer.outline.points
+        if points:
+            branches = [self._branch(prefix[-1:], answer.outline, point) for point in points]
+            ended = cast(Options, {"stop": [END], **options})
+            writing = runtime.stream_branches(prefix[:-1], branches, mode=mode, max_parallel=max_parallel, **ended)
+            for each in writing:
+                yield Said(each.branch, each.span.text, each.result is not None)
+            answer.points, answer.stats = writing.results, writing.stats
+        return answer
+
+    def _branch(self, last: list[int], outline: Outline, point: Point) -> dict[str, object]:
+        """What the branch of a point begins with: the outline, and the point's line again."""
+        text = f"{outline.text}\n{point.line}\n"
+        ids = self._runtime.tokenizer.encode(text, add_special_tokens=False)
+        return {"prompt": [*last, *ids], "predicted_tokens": max(1, point.tokens)}
+
+
+def titles(points: Sequence[Point]) -> Iterator[str]:
+    """What to call the points on a screen."""
+    for point in points:
+        yield f"{point.number}. {point.title.strip()}"

@@ -1,0 +1,80 @@
+"""Skeleton-of-thought: outline, branches and what is kept between them, against the same done by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from runtime import Runtime
+from runtime.__main__ import main
+from runtime.constraint import Constraint, Vocabulary
+from runtime.outline import END, outline_grammar, parse_outline
+from runtime.skeleton import Skeleton
+
+QUESTION = "a module that reads files"
+
+
+@pytest.fixture(scope="module")
+def runtime(branch_plan: Path) -> Runtime:
+    return Runtime.load(branch_plan, threads=1)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("mode", ["in-one-sequence", "batching"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "head", "bushy"])
+def test_it_is_what_one_would_do_by_hand(runtime: Runtime, drafter: str, mode: str, direct: bool) -> None:
+    options = {"max_new_tokens": 10, "drafter": drafter, "ignore_eos": True, "temperature": 1.0, "seed": 3}
+    skeleton = Skeleton(runtime, most_points=3, direct=direct, outline_tokens=40)
+    said: dict[int | None, str] = {}
+    stream = skeleton.stream(QUESTION, mode=mode, **options)
+    while True:
+        try:
+            each = next(stream)
+        except StopIteration as end:
+            answer = end.value
+            break
+        said[each.point] = said.get(each.point, "") + each.text
+    tokenizer = runtime.tokenizer
+    messages = [{"role": "user", "content": QUESTION}]
+    prompt = tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
+    vocabulary = Vocabulary(outline_grammar((), 3, direct=direct), tokenizer, 300, runtime.manifest.text.eos_token_ids)
+    session = runtime.session()
+    own = options | {"max_new_tokens": 40, "stop": [END]}
+    planned = session.generate(prompt, constraint=Constraint(vocabulary), **own)
+    assert answer.planned.token_ids == planned.token_ids
+    assert said[None] == planned.text
+    closed = planned.text + END if planned.finish_reason == "stop" else planned.text
+    assert answer.outline == parse_outline(closed)
+    assert direct or answer.points
+    for place, point in enumerate(answer.outline.points):
+        text = f"{answer.outline.text}\n{point.line}\n"
+        ids = [*prompt, *tokenizer.encode(text, add_special_tokens=False)]
+        expected = runtime.generate(ids, stop=[END], stream_id=place, **options)
+        assert answer.points[place].token_ids == expected.token_ids
+        assert said[place] == expected.text
+    if answer.points:
+        assert answer.stats.reused_tokens == len(prompt) - 1
+        assert answer.stats.prefill_passes == 0
+
+
+def test_the_command_prints_outline_and_points(branch_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["skeleton", str(branch_plan), "--question", QUESTION, "--max-new-tokens", "10", "--ignore-eos"]
+    arguments += ["--temperature", "1", "--seed", "3", "--threads", "1"]
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    answer = Skeleton(Runtime.load(branch_plan, threads=1)).answer(
+        QUESTION, max_new_tokens=10, ignore_eos=True, temperature=1.0, seed=3
+    )
+    assert found["text"] == answer.text
+    assert [point["text"] for point in found["points"]] == [generation.text for generation in answer.points]
+    assert main(arguments) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith(answer.outline.text if answer.points else answer.text)
+    assert "outline: " in captured.err
+
+
+def test_a_plan_of_one_branch_is_refused(toy_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["skeleton", str(toy_plan), "--question", "x"]) == 2
+    assert "capacity.branches" in capsys.readouterr().err
