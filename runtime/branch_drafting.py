@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plans.manifest import Drafter, GraphDrafter, NgramDrafter
+from runtime.branch_arena import BranchArena
 from runtime.branches import Branch, Draft
 from runtime.drafters import HostDrafter, make_host_drafter
 from runtime.drafters.branches import EngineBranches, Tree
@@ -47,6 +48,11 @@ class BranchDrafting:
         self._active: list[EngineBranches] = []
         self._prefix: list[int] = []
         self._chain = np.zeros(nodes, np.int64), np.zeros(nodes, np.int64)
+
+    @property
+    def arenas(self) -> list[BranchArena]:
+        """Those of the drafters that this run has."""
+        return [engine.arena for engine in self._active]
 
     def has_prefix(self, prefix: Sequence[int], drafters: set[str | None]) -> bool:
         """Whether the engines of these drafters have rows of the prefix."""

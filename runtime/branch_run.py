@@ -106,8 +106,9 @@ class BranchRunner:
             yield from self._run(prefix, asked, max_parallel, stats, set(keep_for))
         finally:
             clock.fill(stats)
-            stats.bytes_copied = sum(arena.bytes_copied for arena in self._arenas)
-            stats.kv_bytes = sum(arena.peak_slots * arena.slot_bytes for arena in self._arenas)
+            arenas = [self._arena, *self._drafting.arenas]
+            stats.bytes_copied = sum(arena.bytes_copied for arena in arenas)
+            stats.kv_bytes = sum(arena.peak_slots * arena.slot_bytes for arena in arenas)
 
     def _run(
         self,

@@ -2,14 +2,16 @@
 
 The same branches behind the same prefix run in one sequence, in batching (where the plan has a row for each), and one
 after another in a session that keeps the prefix. All are measured in turn in one process, greedy, every branch `--new`
-tokens long; each pays for the prefix once. Figures are medians, speedups are medians of paired ratios.
+tokens long; each pays for the prefix once, which is another one in each repetition. Figures are medians, speedups are
+medians of paired ratios.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import cycle
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -57,7 +59,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for length in options.prefix:
         if length > most:
             raise RequestError(f"--prefix is {length}; pass 1 to {most}, what the context leaves beside --new tokens.")
-    prefixes = {length: cut_prompts(held_out, length, most)[0] for length in options.prefix}
+    prefixes = {length: _several(cut_prompts(held_out, length, most)) for length in options.prefix}
     openings = cut_prompts(held_out, _OPENING, most)
     rows: list[dict[str, Any]] = []
     cases = [(length, count, drafter) for length in prefixes for count in counts for drafter in drafters]
@@ -78,12 +80,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class _Case:
-    """Branches behind a prefix, with one drafter."""
+    """Branches behind prefixes of one length, with one drafter."""
 
     def __init__(
-        self, runtime: Runtime, prefix: list[int], branches: Sequence[list[int]], drafter: str, new: int
+        self, runtime: Runtime, prefixes: Iterator[list[int]], branches: Sequence[list[int]], drafter: str, new: int
     ) -> None:
-        self._runtime, self._prefix, self._branches = runtime, prefix, branches
+        self._runtime, self._prefixes, self._branches = runtime, prefixes, branches
+        self._prefix: list[int] = []
         self._options: dict[str, Any] = {"max_new_tokens": new, "drafter": drafter, "ignore_eos": True}
         self._session = runtime.session()
         self._new = new * len(branches)
@@ -92,23 +95,27 @@ class _Case:
         """Figures of every mode, the branches one after another last."""
         ms: dict[str, list[float]] = {mode: [] for mode in (*modes, ALONE)}
         stats: dict[str, list[BranchStats]] = {mode: [] for mode in modes}
-        tokens: dict[str, list[list[int]]] = {}
+        same = dict.fromkeys(ms, True)
         for repetition in range(reps + 1):
+            self._prefix = next(self._prefixes)
+            tokens: dict[str, list[list[int]]] = {}
             for mode in ms if repetition % 2 else reversed(ms):
                 if mode == ALONE:
                     spent, tokens[mode] = self._alone()
                 else:
-                    spent, tokens[mode], found = self._together(mode)
-                    stats[mode] += [found] if repetition else []
+                    spent, tokens[mode], cost = self._together(mode)
+                    stats[mode] += [cost] if repetition else []
                 if repetition:  # the first warms up
                     ms[mode].append(spent)
-        return [self._row(mode, ms, tokens, stats.get(mode)) for mode in ms]
+            for mode, found in tokens.items():
+                same[mode] = same[mode] and found == tokens[ALONE]
+        return [self._row(mode, ms, same[mode], stats.get(mode)) for mode in ms]
 
     def _row(
         self,
         mode: str,
         ms: dict[str, list[float]],
-        tokens: dict[str, list[list[int]]],
+        same: bool,
         stats: Sequence[BranchStats] | None,
     ) -> dict[str, Any]:
         spent = median(ms[mode])
@@ -122,7 +129,7 @@ class _Case:
             "host_share": None,
             "kv_bytes": None,
             "bytes_copied": None,
-            "same_tokens": tokens[mode] == tokens[ALONE],
+            "same_tokens": same,
         }
         if "batching" in ms:
             row["against_batching"] = median(b / own for b, own in zip(ms["batching"], ms[mode], strict=True))
@@ -146,6 +153,12 @@ class _Case:
             prompt = [*self._prefix, *branch]
             found.append(session.generate(prompt, whole=True, stream_id=place, **self._options).token_ids)
         return (perf_counter() - started) * 1000, found
+
+
+def _several(prompts: Sequence[list[int]]) -> Iterator[list[int]]:
+    """One after another and again, at least two that differ: a run would find the rows of the prefix before it."""
+    (*_, last) = prompts
+    return cycle([*prompts, [*last[1:], abs(last[0] - 1)]])
 
 
 def print_table(report: dict[str, Any], console: Console) -> None:
