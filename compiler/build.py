@@ -45,6 +45,7 @@ from plans.manifest import (
     Manifest,
     PlanFile,
     RuleReport,
+    Skeleton,
     TargetPlan,
     rejects,
 )
@@ -141,6 +142,7 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
             source=source,
             models={names.TARGET: geometry} | {s.section.name: s.geometry(geometry) for s in sources},
             text=text,
+            skeleton=Skeleton() if recipe.skeleton is None else Skeleton(**recipe.skeleton.model_dump()),
             drafters=listed,
             targets={
                 t: _target_plan(engines[t], keys[t], limits, geometry, sources, listed, buffers[t]) for t in sections

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
+from typing import Annotated
 
 from pydantic import (
     Field,
@@ -26,11 +27,14 @@ from compiler.recipe_source import Location, RecipeSource
 from compiler.recipe_targets import DEFAULT_TARGETS, TargetBuild, TargetEntry, TensorRtSection, choose_targets
 from plans import names
 from plans.errors import PlanError, RecipeError
-from plans.manifest import Manifest
+from plans.manifest import Manifest, is_branch_template
 from plans.plan import read_manifest
 
 # Paths: their contents are hashed, and held-out text is in no plan. And which engines stand beside the one that runs.
 _MAY_DIFFER = re.compile(r"target\.checkpoint|drafters\[\d+\]\.checkpoint|held_out|targets\[.*")
+
+
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
 class TargetSection(Section):
@@ -75,6 +79,27 @@ class CapacitySection(Section):
         return value
 
 
+class SkeletonSection(Section):
+    """How `python -m runtime skeleton` outlines an answer, and begins the branches of its points."""
+
+    system: str | None = Field(None, description="a system message before every question")
+    tools: tuple[ToolName, ...] = Field((), strict=False, description="tools that a point may ask for")
+    most_points: int = Field(16, ge=1, le=16, description="points of the longest outline")
+    direct: bool = Field(True, description="whether an answer may be given without an outline")
+    outline_tokens: int = Field(384, ge=1, description="tokens of the longest outline")
+    branch: str = Field(
+        "{outline}\n{point}\n",
+        description="what a point's branch begins with behind the question: {outline}, and {point}, its line",
+    )
+
+    @field_validator("branch")
+    @classmethod
+    def _has_the_point(cls, value: str) -> str:
+        if not is_branch_template(value):
+            raise PydanticCustomError("template", "must have {point}, and may have {outline}; double other braces")
+        return value
+
+
 class Recipe(Section):
     """One `model.yaml`. Paths in it are relative to the file; `checkpoint_path` and `held_out_path` are absolute."""
 
@@ -89,6 +114,7 @@ class Recipe(Section):
         strict=False,
         description="execution targets to build engines for: names, or {kind: NAME, ...} with options",
     )
+    skeleton: SkeletonSection | None = Field(None, description="how answers are outlined; default: as documented there")
     held_out: WrittenPath | None = Field(
         None,
         description='JSONL file of {"prompt": ...} that verify measures with, relative to the recipe',

@@ -11,11 +11,12 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Unpack, cast
 
+from plans import manifest
 from runtime.branch_request import Mode
 from runtime.branch_stream import BranchStats
 from runtime.constraint import Constraint, Vocabulary
 from runtime.generation import Generation
-from runtime.outline import END, MOST_POINTS, Outline, Point, outline_grammar, parse_outline
+from runtime.outline import END, Outline, Point, outline_grammar, parse_outline
 from runtime.request import Options
 from runtime.runtime import Runtime
 
@@ -49,25 +50,13 @@ class Answer:
 class Skeleton:
     """Answers questions with one plan; the vocabulary's masks are made once."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        *,
-        tools: Sequence[str] = (),
-        most_points: int = MOST_POINTS,
-        direct: bool = True,
-        outline_tokens: int = 384,
-    ) -> None:
-        """`tools` are those that points may ask for; without `direct`, every answer is outlined.
-
-        Raises `RequestError` for a plan whose tokens are not bytes.
-        """
-        manifest = runtime.manifest
-        self._runtime, self._outline_tokens = runtime, outline_tokens
-        grammar = outline_grammar(tools, most_points, direct=direct)
-        self._vocabulary = Vocabulary(
-            grammar, runtime.tokenizer, manifest.target.vocab_size, manifest.text.eos_token_ids
-        )
+    def __init__(self, runtime: Runtime, settings: manifest.Skeleton | None = None) -> None:
+        """`settings` in place of the plan's. Raises `RequestError` for a plan whose tokens are not bytes."""
+        plan = runtime.manifest
+        self._runtime, self._settings = runtime, plan.skeleton if settings is None else settings
+        own = self._settings
+        grammar = outline_grammar(own.tools, own.most_points, direct=own.direct)
+        self._vocabulary = Vocabulary(grammar, runtime.tokenizer, plan.target.vocab_size, plan.text.eos_token_ids)
 
     def answer(self, question: str, *, system: str | None = None, **options: Unpack[Options]) -> Answer:
         """The whole answer; see `stream`."""
@@ -93,10 +82,15 @@ class Skeleton:
         `max_new_tokens` is that of a point. Raises RequestError, and OutlineError for an outline without sense.
         """
         runtime = self._runtime
+        system = self._settings.system if system is None else system
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": question})
         prefix = runtime.tokenizer.encode(runtime.tokenizer.apply_chat_template(messages), add_special_tokens=False)
-        own = {"max_new_tokens": self._outline_tokens, "constraint": Constraint(self._vocabulary), "stop": [END]}
+        own = {
+            "max_new_tokens": self._settings.outline_tokens,
+            "constraint": Constraint(self._vocabulary),
+            "stop": [END],
+        }
         branch = {"prompt": prefix[-1:], **own}
         first = next((drafter.name for drafter in runtime.manifest.drafters), "none")
         keep_for = [options.get("drafter", first)]
@@ -118,7 +112,7 @@ class Skeleton:
 
     def _branch(self, last: list[int], outline: Outline, point: Point) -> dict[str, object]:
         """What the branch of a point begins with: the outline, and the point's line again."""
-        text = f"{outline.text}\n{point.line}\n"
+        text = self._settings.branch.format(outline=outline.text, point=point.line)
         ids = self._runtime.tokenizer.encode(text, add_special_tokens=False)
         return {"prompt": [*last, *ids], "predicted_tokens": max(1, point.tokens)}
 

@@ -25,8 +25,7 @@ def add_skeleton(commands: Any) -> None:
     )
     add_shared(parser)
     parser.add_argument("--question", required=True, help="what is to be answered")
-    parser.add_argument("--system", help="a system message")
-    parser.add_argument("--tool", action="append", default=[], metavar="NAME", help="a tool that points may ask for")
+    parser.add_argument("--system", help="a system message (default: the recipe's)")
     parser.add_argument("--mode", choices=MODES, default=MODES[0], help="as of branches")
     parser.add_argument("--max-parallel", type=int, metavar="N", help="points at once (default: as many as can be)")
     parser.add_argument("--json", action="store_true", help="print one JSON object: outline, points, text, stats")
@@ -35,7 +34,7 @@ def add_skeleton(commands: Any) -> None:
 
 def _skeleton(arguments: argparse.Namespace) -> int:
     options = read_options(arguments)
-    skeleton = Skeleton(load(arguments), tools=arguments.tool)
+    skeleton = Skeleton(load(arguments))
     stream = skeleton.stream(
         arguments.question,
         system=arguments.system,

@@ -146,6 +146,15 @@ def test_a_recipe_cannot_be_changed(recipe_file: Path) -> None:
             "max_draft: 2", "max_draft: 2\n    otherwise: ngram",
             "FILE:11: drafters[1].otherwise is 'ngram'; name a model or eagle3 drafter, not of rejection: none",
         ),
+        (
+            "held_out:", "skeleton: {branch: '{outline}'}\nheld_out:",
+            "FILE:16: skeleton.branch must have {point}, and may have {outline}; double other braces",
+        ),
+        (
+            "held_out:", "skeleton: {branch: '{point} {name}'}\nheld_out:",
+            "FILE:16: skeleton.branch must have {point}",
+        ),
+        ("held_out:", "skeleton: {tools: ['<a>']}\nheld_out:", "FILE:16: skeleton.tools[0] must match"),
         ("name: reference", "name: Big Model", "FILE:1: name must match ^[a-z0-9][a-z0-9_.-]*$, found 'Big Model'"),
         ("name: reference", "name: ..", "FILE:1: name must match"),
         ("[onnxruntime-cpu]", "[cpu]", "FILE:15: targets[0].kind must be one of 'onnxruntime-cpu', 'onnxruntime-cu"),

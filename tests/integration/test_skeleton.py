@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from plans.manifest import Skeleton as Settings
 from runtime import Runtime
 from runtime.__main__ import main
 from runtime.constraint import Constraint, Vocabulary
@@ -14,6 +15,7 @@ from runtime.outline import END, outline_grammar, parse_outline
 from runtime.skeleton import Skeleton
 
 QUESTION = "a module that reads files"
+BRANCH = "{point}: {outline}"
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,7 @@ def runtime(branch_plan: Path) -> Runtime:
 @pytest.mark.parametrize("drafter", ["none", "ngram", "head", "bushy"])
 def test_it_is_what_one_would_do_by_hand(runtime: Runtime, drafter: str, mode: str, direct: bool) -> None:
     options = {"max_new_tokens": 10, "drafter": drafter, "ignore_eos": True, "temperature": 1.0, "seed": 3}
-    skeleton = Skeleton(runtime, most_points=3, direct=direct, outline_tokens=40)
+    skeleton = Skeleton(runtime, Settings(most_points=3, direct=direct, outline_tokens=40, branch=BRANCH))
     said: dict[int | None, str] = {}
     stream = skeleton.stream(QUESTION, mode=mode, **options)
     while True:
@@ -49,7 +51,7 @@ def test_it_is_what_one_would_do_by_hand(runtime: Runtime, drafter: str, mode: s
     assert answer.outline == parse_outline(closed)
     assert direct or answer.points
     for place, point in enumerate(answer.outline.points):
-        text = f"{answer.outline.text}\n{point.line}\n"
+        text = f"{point.line}: {answer.outline.text}"
         ids = [*prompt, *tokenizer.encode(text, add_special_tokens=False)]
         expected = runtime.generate(ids, stop=[END], stream_id=place, **options)
         assert answer.points[place].token_ids == expected.token_ids
