@@ -34,10 +34,6 @@ class Asking:
     engine: str | None = None
     least: int = 1  # tokens that n-grams must foresee
 
-    @property
-    def filler_top_k(self) -> int:
-        return 0 if self.host is None else self.host.filler_top_k
-
 
 class BranchDrafting:
     """The drafters of one run by name. A round: `draft`, the pass, `follow`; `finish` for a branch that is over."""
@@ -53,6 +49,11 @@ class BranchDrafting:
     def arenas(self) -> list[BranchArena]:
         """Those of the drafters that this run has."""
         return [engine.arena for engine in self._active]
+
+    def reset(self) -> None:
+        """Forget everything."""
+        for engine in self._engines.values():
+            engine.reset()
 
     def has_prefix(self, prefix: Sequence[int], drafters: set[str | None]) -> bool:
         """Whether the engines of these drafters have rows of the prefix."""
@@ -97,14 +98,14 @@ class BranchDrafting:
         wanting: dict[str, list[Branch]] = {}
         for each, limit in asking:
             branch = each.branch
-            if limit <= 0:
+            if limit <= 0 or len(branch.pending) != 1:  # its beginning is not computed yet
                 continue
             if each.host is not None:
                 foreseen = each.host.foresee(each.tokens, limit)
                 if foreseen >= min(each.least, limit) or each.engine is None:
                     chains[branch.number] = each.host, foreseen
                     continue
-            if each.engine is not None and len(branch.pending) == 1:
+            if each.engine is not None:
                 wanting.setdefault(each.engine, []).append(branch)
         trees: dict[int, Tree] = {}
         for engine in self._active:

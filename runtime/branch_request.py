@@ -20,6 +20,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 BranchPrompt = str | Sequence[int] | Mapping[str, Any]
 """What a branch begins with: text, token ids, or a mapping of `prompt`, `predicted_tokens` and `Options` of its own."""
 
+MOST_SAMPLES = 1024
 _NO_OPTIONS = ("prompt", "predicted_tokens")
 
 
@@ -54,8 +55,8 @@ def check_branches(
     prefix = prepare_prompt(prompt, (), (), tokenizer, geometry).ids
     given: list[Mapping[str, Any]]
     if branches is None:
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise RequestError(f"n is {n!r}; pass a whole number of at least 1.")
+        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MOST_SAMPLES:
+            raise RequestError(f"n is {n!r}; pass a whole number from 1 to {MOST_SAMPLES}.")
         prefix, last = prefix[:-1], prefix[-1:]
         given = [{"prompt": last}] * n
     elif isinstance(branches, str) or not isinstance(branches, Sequence | np.ndarray):
@@ -65,6 +66,9 @@ def check_branches(
         if not given:
             raise RequestError("`branches` is empty; there is nothing to continue.")
     asked = []
+    constraints = [branch.get("constraint") for branch in given if branch.get("constraint") is not None]
+    if len({id(constraint) for constraint in constraints}) < len(constraints):
+        raise RequestError("Two branches have one constraint; make one for each.")
     for place, branch in enumerate(given):
         try:
             own = {name: value for name, value in branch.items() if name not in _NO_OPTIONS}

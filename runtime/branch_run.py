@@ -84,8 +84,8 @@ class BranchRunner:
             if isinstance(drafter, GraphDrafter)
         }
         self._programs = list(programs.values())
-        self._arenas = [self._arena, *(drafter.arena for drafter in with_engines.values())]
         self._drafting = BranchDrafting(manifest.drafters, with_engines, self._step.max_nodes + 1)
+        self._paused = 0.0  # seconds that the caller had
         self._kept_count = self._buffers.of(names.TARGET, names.KEPT_COUNT)
 
     def run(
@@ -123,11 +123,13 @@ class BranchRunner:
             self._state.rewind()
             stats.reused_tokens = len(prefix)
         else:
-            for arena in self._arenas:
-                arena.reset()
+            self._drafting.reset()
             self._state.init_prefix(prefix)
         self._drafting.begin(prefix, drafters)
+        self._paused = 0.0
         while rows := self._state.prepare_prefix(self._geometry.prefill_chunk):
+            if all(map(_cancelled, asked)):
+                break
             self._prefill.run()
             stats.prefill_passes += 1
             self._drafting.follow_prefix(self._state.commit_prefix(rows), rows)
@@ -139,7 +141,9 @@ class BranchRunner:
             stats.most_alive = max(stats.most_alive, len(running))
             for span in self._round(running, stats):
                 stats.new_tokens += len(span.span.token_ids)
+                handed_over = perf_counter()
                 yield span
+                self._paused += perf_counter() - handed_over  # the caller's time is not ours
             running = [each for each in running if each.generation.finish_reason is None]
 
     def _end(self, asked: BranchRequest) -> int:
@@ -157,13 +161,16 @@ class BranchRunner:
         text = TextStream(self._tokenizer, asking.tokens, asked.request.stop)
         stats = Stats(prompt_tokens=len(asking.tokens), reused_tokens=len(self._state.prefix))
         generation = GrowingGeneration(asked.request, text, stats)
-        return _Running(place, asked, asking, generation, perf_counter())
+        return _Running(place, asked, asking, generation, self._now())
+
+    def _now(self) -> float:
+        """Seconds of the run's own time."""
+        return perf_counter() - self._paused
 
     def _round(self, running: Sequence[_Running], stats: BranchStats) -> Generator[BranchSpan, None, None]:
         """One pass over all that is pending, and what it has brought."""
         for each in running:
-            cancel = each.asked.request.cancel
-            if cancel is not None and cancel.is_set():
+            if _cancelled(each.asked):
                 each.generation.finish_reason = FinishReason.CANCELLED
                 yield self._finish(each, Span([], ""))
         by_number = {each.branch.number: each for each in running if each.generation.finish_reason is None}
@@ -197,7 +204,7 @@ class BranchRunner:
                 self._note(each, span, mine, first)
                 own = each.generation.stats
                 if own.rounds == 1:
-                    own.ttft_ms, own.first_span = (perf_counter() - each.began) * 1000, own.new_tokens
+                    own.ttft_ms, own.first_span = (self._now() - each.began) * 1000, own.new_tokens
                 taken = len(branch.pending) + stay - 1
                 branch.tokens += span.token_ids
                 each.asking.tokens += span.token_ids
@@ -230,9 +237,14 @@ class BranchRunner:
         self._state.finish(each.branch)
         self._drafting.finish(each.asking)
         rest = each.generation.finish()
-        each.generation.stats.total_ms = (perf_counter() - each.began) * 1000
+        each.generation.stats.total_ms = (self._now() - each.began) * 1000
         span = Span(last.token_ids, last.text + rest.text, last.logprobs)
         return BranchSpan(each.place, span, each.generation.result())
+
+
+def _cancelled(asked: BranchRequest) -> bool:
+    cancel = asked.request.cancel
+    return cancel is not None and cancel.is_set()
 
 
 def _left(branch: Branch) -> int:

@@ -54,6 +54,7 @@ class BranchStream:
         self._run, self.stats = run, stats
         self._found: dict[int, Generation] = {}
         self._ended = False
+        self._error: Exception | None = None
 
     def __iter__(self) -> Iterator[BranchSpan]:
         return self
@@ -64,6 +65,9 @@ class BranchStream:
             span = next(self._run)
         except StopIteration:
             self._ended = self._ended or len(self._found) == self.stats.branches
+            raise
+        except Exception as error:
+            self._error = error
             raise
         finally:
             self.stats.total_ms += (perf_counter() - started) * 1000
@@ -80,5 +84,6 @@ class BranchStream:
         for _ in self:
             pass
         if not self._ended:
-            raise RuntimeError("The stream was closed, or failed, before all branches had ended; it has no results.")
+            how = "failed" if self._error is not None else "was closed"
+            raise RuntimeError(f"The stream {how} before all branches had ended; it has no results.") from self._error
         return [self._found[place] for place in sorted(self._found)]

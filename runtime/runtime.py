@@ -143,6 +143,9 @@ class Runtime:
         parallel = most if max_parallel is None else max_parallel
         if isinstance(parallel, bool) or not isinstance(parallel, int) or not 1 <= parallel <= most:
             raise RequestError(f"max_parallel is {max_parallel!r}; pass a whole number from 1 to {most}.")
+        drafters = ["none", *(drafter.name for drafter in self.manifest.drafters)]
+        if wrong := [name for name in keep_for if name not in drafters]:
+            raise RequestError(f"keep_for names {wrong[0]!r}; the plan has the drafters {', '.join(drafters)}.")
         stats = BranchStats(branches=len(asked[1]))
         return BranchStream(self._branches(*asked, parallel, mode, stats, keep_for), stats)
 

@@ -8,6 +8,7 @@ Source: FEATURES rows 8 to 12.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Unpack, cast
 
@@ -15,8 +16,8 @@ from plans import manifest
 from runtime.branch_request import Mode
 from runtime.branch_stream import BranchStats
 from runtime.constraint import Constraint, Vocabulary
-from runtime.generation import Generation
-from runtime.outline import END, Outline, Point, outline_grammar, parse_outline
+from runtime.generation import FinishReason, Generation
+from runtime.outline import END, PLAN, Outline, OutlineError, Point, outline_grammar, parse_outline
 from runtime.request import Options
 from runtime.runtime import Runtime
 
@@ -58,9 +59,17 @@ class Skeleton:
         grammar = outline_grammar(own.tools, own.most_points, direct=own.direct)
         self._vocabulary = Vocabulary(grammar, runtime.tokenizer, plan.target.vocab_size, plan.text.eos_token_ids)
 
-    def answer(self, question: str, *, system: str | None = None, **options: Unpack[Options]) -> Answer:
+    def answer(
+        self,
+        question: str,
+        *,
+        system: str | None = None,
+        max_parallel: int | None = None,
+        mode: Mode = "in-one-sequence",
+        **options: Unpack[Options],
+    ) -> Answer:
         """The whole answer; see `stream`."""
-        stream = self.stream(question, system=system, **options)
+        stream = self.stream(question, system=system, max_parallel=max_parallel, mode=mode, **options)
         while True:
             try:
                 next(stream)
@@ -94,12 +103,13 @@ class Skeleton:
         branch = {"prompt": prefix[-1:], **own}
         first = next((drafter.name for drafter in runtime.manifest.drafters), "none")
         keep_for = [options.get("drafter", first)]
-        planning = runtime.stream_branches(prefix[:-1], [branch], mode=mode, keep_for=keep_for, **options)
+        planning = runtime.stream_branches(
+            prefix[:-1], [branch], mode=mode, max_parallel=max_parallel, keep_for=keep_for, **options
+        )
         for each in planning:
             yield Said(None, each.span.text, each.result is not None)
         (planned,) = planning.results
-        closed = planned.text + END if planned.finish_reason == "stop" else planned.text
-        answer = Answer(parse_outline(closed), planned, outline_stats=planning.stats)
+        answer = Answer(_outline_of(planned), planned, outline_stats=planning.stats)
         points = answer.outline.points
         if points:
             branches = [self._branch(prefix[-1:], answer.outline, point) for point in points]
@@ -115,6 +125,18 @@ class Skeleton:
         text = self._settings.branch.format(outline=outline.text, point=point.line)
         ids = self._runtime.tokenizer.encode(text, add_special_tokens=False)
         return {"prompt": [*last, *ids], "predicted_tokens": max(1, point.tokens)}
+
+
+def _outline_of(planned: Generation) -> Outline:
+    """What has been planned, as far as it goes: without a line that was cut off, if there is another."""
+    if planned.finish_reason is FinishReason.CANCELLED:
+        return Outline(planned.text)
+    if planned.finish_reason is FinishReason.STOP:
+        return parse_outline(planned.text + END)
+    if planned.text.startswith(PLAN):
+        with suppress(OutlineError):
+            return parse_outline(planned.text.rpartition("\n")[0])
+    return parse_outline(planned.text)
 
 
 def titles(points: Sequence[Point]) -> Iterator[str]:

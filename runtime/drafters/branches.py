@@ -73,19 +73,24 @@ class EngineBranches:
         """Whether all that can be known of the prefix has rows here."""
         return self._prefix == list(prefix) and self._followed == len(self._prefix)
 
+    def reset(self) -> None:
+        """Forget everything."""
+        self.arena.reset()
+        self._prefix, self._followed = [], 0
+        self._live, self._rows, self._known = {}, {}, {}
+
     def begin(self, prefix: Sequence[int]) -> None:
         """A run of branches behind `prefix` begins; where its rows are there, `follow_prefix` will not be called."""
-        if self.has_prefix(prefix) and self.arena.length:
+        if self.has_prefix(prefix):
             self.arena.rewind()
+            self._live, self._rows, self._known = {}, {}, {}
         else:
-            self.arena.reset()
-            self._followed = 0
-        self._prefix = list(prefix)
-        self._live, self._rows, self._known = {}, {}, {}
+            self.reset()
+            self._prefix = list(prefix)
 
     def follow_prefix(self, first: int, rows: int) -> None:
         """A pass has given `rows` tokens of the prefix rows, from `first` on: take them in."""
-        end = self._followed = first + rows
+        end = first + rows
         if self._paired and end == len(self._prefix):
             feature = names.TARGET, names.FEATURES
             self._buffers.copy_row((*feature, rows - 1), (*feature, self._kept_feature))
@@ -100,11 +105,13 @@ class EngineBranches:
             self.arena.append(part, first + start, 0)
             self._extend.run()
             self.arena.commit_prefix(len(part))
+        self._followed = end
 
     def add(self, branch: Branch) -> None:
         """A branch that asks this drafter begins."""
         self.arena.open(branch.number)
-        self._live[branch.number], self._rows[branch.number] = branch, 0
+        self._live[branch.number] = branch
+        self._rows[branch.number] = int(self._paired and not self._prefix)  # nothing stands before its first token
 
     def follow(self, branch: Branch, first: int, rows: NDArray[np.int64]) -> None:
         """A pass has given the branch rows, from its own token `first` on: the step's tokens `rows`."""
@@ -124,10 +131,11 @@ class EngineBranches:
         if not self._live or not (wanting or self._paired):
             return {}
         tips = {branch.number for branch in wanting}
-        self.arena.make_room(self._step.most + self._step.reach_of(self._most_tips))
+        room = self._step.most + self._step.reach_of(self._most_tips)
         waiting = [self._live[number] for number in sorted(self._live)]
         grown: list[tuple[int, int, int]] = []
         while True:
+            self.arena.make_room(room)
             self.arena.begin({branch.number: 0 for branch in waiting})  # it is ragged, whatever they come to
             self._step.expect_tips(self._most_tips)
             grown = self._lay_out(waiting, tips)

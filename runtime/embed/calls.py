@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -54,6 +54,9 @@ BOOLEANS = ("ignore_eos", "auto_disable", "skip_sample_adjustment")
 TEXTS = ("drafter", "filter_order")
 TEXT_LISTS = ("stop",)
 INTEGER_LISTS = ("eos_token_ids",)
+OF_A_BRANCH = (
+    "prompt", "predicted_tokens", *INTEGERS, *DOUBLES, *BOOLEANS, *TEXTS, *TEXT_LISTS, *INTEGER_LISTS,
+)  # fmt: skip
 BRANCH_KEYS = ("prompt", "branches", "n", "mode", "max_parallel")
 
 T = TypeVar("T")
@@ -281,17 +284,22 @@ class Calls:
         options = dict(self._handles.get(Kind.PARAMS, params)) if params else {}
         asked = _json_object(self._text(request, length, "request"), "request", BRANCH_KEYS)
         prompt, branches = asked.pop("prompt", ""), asked.pop("branches", None)
+        together = threading.Event()  # ends samples, which are asked for by number
         cancels: list[threading.Event] = []
         if isinstance(branches, list):
             cancels = [threading.Event() for _ in branches]
             given = [branch if isinstance(branch, dict) else {"prompt": branch} for branch in branches]
+            for branch in given:
+                _check_keys(branch, OF_A_BRANCH)
             branches = [branch | {"cancel": cancel} for branch, cancel in zip(given, cancels, strict=True)]
+        else:
+            options["cancel"] = together
         stream = loaded.stream_branches(prompt, branches, **asked, **options)
         for each in stream:
             if on_branch:
                 ids, told = self._ffi.new("int64_t[]", each.span.token_ids), self._bytes(each.span.text)
-                if on_branch(user, each.branch, ids, len(each.span.token_ids), told.data, told.length) and cancels:
-                    cancels[each.branch].set()
+                if on_branch(user, each.branch, ids, len(each.span.token_ids), told.data, told.length):
+                    (cancels[each.branch] if cancels else together).set()
         made = Branches(stream.results, self._bytes(json.dumps(stream.stats.to_json())))
         out[0] = self._handles.add(Kind.BRANCHES, made)
 
@@ -369,10 +377,14 @@ def _json_object(given: str, name: str, keys: Collection[str]) -> dict[str, Any]
         raise InvalidArgumentError(f"{name} are not JSON: {error}") from None
     if not isinstance(value, dict):
         raise InvalidArgumentError(f'{name} are a JSON object, such as {{"{next(iter(keys))}": ...}}')
-    for key in value:
+    _check_keys(value, keys)
+    return value
+
+
+def _check_keys(given: Mapping[str, Any], keys: Collection[str]) -> None:
+    for key in given:
         if key not in keys:
             raise InvalidArgumentError(f"there is no option {key[:100]!r}; the options are {', '.join(keys)}")
-    return value
 
 
 _JSON = {str: "string", int: "whole number", bool: "truth value"}

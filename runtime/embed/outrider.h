@@ -177,7 +177,7 @@ OUTRIDER_API outrider_status outrider_result_destroy(outrider_result *result);
 /* -- Branches ----------------------------------------------------------------------------------------------------- */
 
 /* As outrider_on_span, for the branch of that number, counted from 0 in the order asked for. Returning OUTRIDER_STOP ends
- * that branch alone, where the request lists branches; samples asked for by "n" go on. */
+ * that branch alone, and of samples asked for by "n" all of them. A C++ exception ends the run: nothing is kept. */
 typedef int32_t (*outrider_on_branch)(void *user, size_t branch, const int64_t *tokens, size_t count, const char *text,
                                       size_t length);
 

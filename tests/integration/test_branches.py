@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,11 @@ def branching(branch_plan: Path) -> Runtime:
 
 
 def alone(runtime: Runtime, prefix: list[int], branch: dict[str, Any], place: int, **options: Any) -> Any:
-    own = {"stream_id": place, **options, **{name: value for name, value in branch.items() if name != "prompt"}}
+    own = {
+        "stream_id": place,
+        **options,
+        **{name: value for name, value in branch.items() if name not in ("prompt", "predicted_tokens")},
+    }
     return runtime.generate([*prefix, *branch["prompt"]], **own)
 
 
@@ -94,6 +99,81 @@ def test_samples_of_one_prompt_share_all_of_it(branching, drafter, mode) -> None
         expected = branching.generate(prompt, stream_id=stream, **options)
         assert generation.token_ids == expected.token_ids
         assert [entry.logprob for entry in generation.logprobs] == [entry.logprob for entry in expected.logprobs]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("new", [1, 9])
+def test_a_prompt_of_one_token_has_samples(branching, drafter, mode, new) -> None:
+    options = {"temperature": 0.9, "max_new_tokens": new, "drafter": drafter, "ignore_eos": True}
+    branching.generate_branches([9, 8, 7], n=2, mode=mode, **options)  # leaves rows, and a feature
+    found = branching.generate_branches([5], n=3, mode=mode, **options)
+    for stream, generation in enumerate(found):
+        assert generation.token_ids == branching.generate([5], stream_id=stream, **options).token_ids
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("drafter", ["chain", "bushy", "head"])
+def test_drafts_are_as_good_behind_rows_that_were_kept(branching, drafter, mode) -> None:
+    """Whatever ran between, with whichever drafters, behind whichever prompt."""
+    prefix, other, branches = [7, 3, 9] * 14, [4, 5] * 9, [[8, 2], [9, 1]]
+
+    def accepted(name: str, prompt: list[int]) -> list[tuple[int, int]]:
+        options = {"max_new_tokens": 20, "mode": mode, "drafter": name, "ignore_eos": True}
+        return [(g.stats.accepted, g.stats.drafted) for g in branching.generate_branches(prompt, branches, **options)]
+
+    accepted("ngram", other)
+    fresh = accepted(drafter, prefix)
+    for between in (
+        [],
+        [("none", prefix)],
+        [("head", prefix)],
+        [("chain", prefix)],
+        [("none", other), ("none", prefix)],
+    ):
+        for name, prompt in between:
+            accepted(name, prompt)
+        assert accepted(drafter, prefix) == fresh
+    stream = branching.stream_branches(prefix, branches, drafter=drafter, mode=mode, max_new_tokens=20)
+    next(stream)
+    stream.close()
+    assert accepted(drafter, prefix) == fresh
+    assert branching.stream_branches(prefix, branches, mode=mode, drafter=drafter, max_new_tokens=1).results
+    again = branching.stream_branches(prefix, branches, mode=mode, drafter=drafter, max_new_tokens=1)
+    assert again.results
+    assert again.stats.reused_tokens == len(prefix)
+
+
+@pytest.mark.parametrize("drafter", ["chain", "head"])
+def test_a_drafter_catches_up_with_long_beginnings_over_dead_rows(branching, drafter) -> None:
+    """Several passes of its own, behind rows of a branch that is over."""
+    long = [(11 * i) % 299 + 1 for i in range(150)]
+    branches = [
+        {"prompt": long[:134], "max_new_tokens": 4, "predicted_tokens": 9},  # there is no room for another beside it
+        {"prompt": long[:115], "max_new_tokens": 10, "predicted_tokens": 5},
+        {"prompt": long[20:135], "max_new_tokens": 10, "predicted_tokens": 5},
+    ]
+    options = {"drafter": drafter, "ignore_eos": True}
+    found = branching.generate_branches([3, 4], branches, **options)
+    for place, branch in enumerate(branches):
+        assert found[place].token_ids == alone(branching, [3, 4], branch, place, **options).token_ids
+
+
+def test_the_callers_time_is_not_counted(branching) -> None:
+    stream = branching.stream_branches([5, 6], [[7], [8]], max_new_tokens=8, drafter="none", ignore_eos=True)
+    for _ in stream:
+        time.sleep(0.02)
+    for result in stream.results:
+        assert result.stats.total_ms <= stream.stats.total_ms
+    assert stream.stats.total_ms < 16 * 20
+
+
+def test_a_run_that_is_cancelled_computes_no_prefix(branching) -> None:
+    cancel = threading.Event()
+    cancel.set()
+    stream = branching.stream_branches([5] * 60, [[7], [8]], cancel=cancel)
+    assert [str(result.finish_reason) for result in stream.results] == ["cancelled"] * 2
+    assert (stream.stats.prefill_passes, stream.stats.rounds) == (0, 0)
 
 
 def test_streams_count_on_from_the_one_given(branching) -> None:
@@ -242,6 +322,7 @@ def test_nothing_of_others_is_read(branching, monkeypatch) -> None:
     ("arguments", "words"),
     [
         (([1], []), "empty"),
+        (([1], None, 2000), "from 1 to 1024"),
         (([1], None), "Pass either"),
         (([1], "abc"), "`branches` is a str"),
         (([1], [5]), "Branch 0: Pass text or a list"),
@@ -255,8 +336,11 @@ def test_nothing_of_others_is_read(branching, monkeypatch) -> None:
     ],
 )
 def test_what_cannot_be_served_is_refused_before_anything_runs(branching, arguments, words) -> None:
+    prompt, branches, *n = arguments
     with pytest.raises(RequestError, match=words):
-        branching.stream_branches(*arguments)
+        branching.stream_branches(prompt, branches, n=n[0] if n else None)
+    with pytest.raises(RequestError, match="keep_for names 'oracle'"):
+        branching.stream_branches([1], [[2]], keep_for=["oracle"])
     with pytest.raises(RequestError, match="max_parallel"):
         branching.stream_branches([1], [[2]], max_parallel=17)
     with pytest.raises(RequestError, match="mode is 'rows'; choose one of in-one-sequence, batching"):

@@ -74,6 +74,12 @@ def test_what_cannot_be_kept_to_is_refused(toy: Runtime, branch_plan) -> None:
     constraint = Constraint(vocabulary_of(branches, Grammar(literal("a"))))
     with pytest.raises(RequestError, match="constraint is of one text"):
         branches.generate_branches([1], [[2]], constraint=constraint)
+    used = Constraint(vocabulary_of(toy, Grammar(literal("ab"))))
+    toy.generate([1], constraint=used, max_new_tokens=1)
+    with pytest.raises(RequestError, match="has followed a text already"):
+        toy.generate([1], constraint=used)
+    with pytest.raises(RequestError, match="Two branches have one constraint"):
+        branches.generate_branches([1], [{"prompt": [2], "constraint": constraint}] * 2)
     ended = vocabulary_of(toy, Grammar(sequence(literal("a"), one_of([]))))
     with pytest.raises(RequestError, match="allows no token"):
         toy.generate([1], constraint=Constraint(ended), max_new_tokens=5)

@@ -68,7 +68,10 @@ int main(int count, char **words) {
   refuse(runtime, "{\"prompt\": \"a\"}", OUTRIDER_REQUEST, "Pass either");
   refuse(runtime, "{\"prompt\": \"a\", \"branches\": 3}", OUTRIDER_REQUEST, "pass a list");
   refuse(runtime, "{\"prompt\": \"a\", \"branches\": [[1, 999]]}", OUTRIDER_REQUEST, "Branch 0: Token id 999");
-  refuse(runtime, "{\"prompt\": \"a\", \"branches\": [{\"heat\": 1}]}", OUTRIDER_REQUEST, "Unknown option 'heat'");
+  refuse(runtime, "{\"prompt\": \"a\", \"branches\": [{\"heat\": 1}]}", OUTRIDER_INVALID_ARGUMENT, "no option 'heat'");
+  refuse(runtime, "{\"prompt\": \"a\", \"branches\": [{\"prompt\": \"b\", \"logprobs\": 1}]}",
+         OUTRIDER_INVALID_ARGUMENT, "no option 'logprobs'");
+  refuse(runtime, "{\"prompt\": \"a\", \"n\": 1000000}", OUTRIDER_REQUEST, "from 1 to 1024");
   refuse(runtime, "{\"prompt\": {}, \"n\": 2}", OUTRIDER_REQUEST, "");
   refuse(runtime, "{\"prompt\": \"a\", \"n\": 2, \"max_parallel\": 99}", OUTRIDER_REQUEST, "max_parallel is 99");
   refuse(runtime, "{\"prompt\": \"a\", \"m\": 2}", OUTRIDER_INVALID_ARGUMENT, "no option 'm'");
