@@ -149,9 +149,9 @@ def test_a_drafter_catches_up_with_long_beginnings_over_dead_rows(branching, dra
     """Several passes of its own, behind rows of a branch that is over."""
     long = [(11 * i) % 299 + 1 for i in range(150)]
     branches = [
-        {"prompt": long[:134], "max_new_tokens": 4, "predicted_tokens": 9},  # there is no room for another beside it
-        {"prompt": long[:115], "max_new_tokens": 10, "predicted_tokens": 5},
-        {"prompt": long[20:135], "max_new_tokens": 10, "predicted_tokens": 5},
+        {"prompt": long[:138], "max_new_tokens": 4, "predicted_tokens": 9},  # there is no room for another beside it
+        {"prompt": long[:125], "max_new_tokens": 2, "predicted_tokens": 5},
+        {"prompt": long[20:145], "max_new_tokens": 2, "predicted_tokens": 5},
     ]
     options = {"drafter": drafter, "ignore_eos": True}
     found = branching.generate_branches([3, 4], branches, **options)
