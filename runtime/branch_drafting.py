@@ -110,18 +110,18 @@ class BranchDrafting:
         trees: dict[int, Tree] = {}
         for engine in self._active:
             trees |= engine.draft(wanting.get(engine.name, []))
-        budget = self._nodes - len(asking)
-        wanted = {number: foreseen for number, (_, foreseen) in chains.items()}
-        wanted |= {number: min(len(tree), budget) for number, tree in trees.items()}
-        shares = divide(budget, wanted)
-        drafts = {number: self._chain_of(host, shares[number]) for number, (host, _) in chains.items()}
-        together = sum(shares[number] for number in trees)
         nodes = [
             (score, -place, number)
             for number, tree in trees.items()
             for place, score in enumerate(tree.score)
             if score >= _WORTH
         ]
+        wanted = {number: foreseen for number, (_, foreseen) in chains.items()} | dict.fromkeys(trees, 0)
+        for _, _, number in nodes:
+            wanted[number] += 1
+        shares = divide(self._nodes - len(asking), wanted)
+        drafts = {number: self._chain_of(host, shares[number]) for number, (host, _) in chains.items()}
+        together = sum(shares[number] for number in trees)
         chosen: dict[int, list[int]] = {number: [] for number in trees}
         for _, place, number in nlargest(together, nodes):
             chosen[number].append(-place)

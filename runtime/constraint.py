@@ -59,7 +59,7 @@ class Constraint:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self.state = 0
+        self.state, self.begun = 0, False
         size = len(vocabulary.texts)
         table = {buffer.name: np.zeros(1, buffer.dtype.numpy) for buffer in sampling_buffers(1)}
         self._logits = np.zeros((1, size), np.float32)
@@ -92,7 +92,8 @@ class Constraint:
 
     def advance(self, token: int) -> None:
         """The token has been committed."""
-        self.state = max(self._vocabulary.grammar.follow(self.state, self._vocabulary.texts[token]), 0)
+        self.begun = True
+        self.state = self._vocabulary.grammar.follow(self.state, self._vocabulary.texts[token])
 
 
 _SETTINGS = (names.TEMPERATURE, names.TOP_K, names.TOP_P, names.FILTER_ORDER, names.SEED, names.STREAM)

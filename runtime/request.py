@@ -101,7 +101,7 @@ def check_options(options: Options, drafters: Sequence[str], eos_token_ids: Sequ
     constraint = options.get("constraint")
     if constraint is not None and not isinstance(constraint, Constraint):
         raise RequestError(f"constraint is a {type(constraint).__name__}; pass a Constraint.")
-    if constraint is not None and constraint.state != 0:
+    if constraint is not None and constraint.begun:
         raise RequestError("constraint has followed a text already; make one for each generation.")
     return Request(
         max_new_tokens=max_new_tokens,

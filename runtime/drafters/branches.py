@@ -25,9 +25,6 @@ class Tree:
     parent: NDArray[np.int64]
     score: list[float]  # log-probability summed from the tip, no more than the parent's
 
-    def __len__(self) -> int:
-        return len(self.score)
-
     def of(self, nodes: Sequence[int]) -> Draft:
         """The draft of some nodes, ascending, with whom all of their ancestors are."""
         place = {-1: -1} | {node: index for index, node in enumerate(nodes)}
