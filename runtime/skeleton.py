@@ -24,11 +24,15 @@ from runtime.runtime import Runtime
 
 @dataclass(frozen=True)
 class Said:
-    """A piece of text, as it is certain: of the outline where `point` is None, else of the point at that place."""
+    """A piece of text, as it is certain: of the outline where `point` is None, else of the point at that place.
+
+    With the outline's last piece comes what it says.
+    """
 
     point: int | None
     text: str
     ended: bool = False
+    outline: Outline | None = None
 
 
 @dataclass
@@ -107,7 +111,8 @@ class Skeleton:
             prefix[:-1], [branch], mode=mode, max_parallel=max_parallel, keep_for=keep_for, **options
         )
         for each in planning:
-            yield Said(None, each.span.text, each.result is not None)
+            outline = None if each.result is None else _outline_of(each.result)
+            yield Said(None, each.span.text, outline is not None, outline)
         (planned,) = planning.results
         answer = Answer(_outline_of(planned), planned, outline_stats=planning.stats)
         points = answer.outline.points

@@ -8,7 +8,6 @@ from typing import Any
 from plans.console import print_json, stderr, stdout
 from runtime.arguments import add_shared, generation_json, load, read_options
 from runtime.branch_request import MODES
-from runtime.outline import parse_outline
 from runtime.side_by_side import SideBySide
 from runtime.skeleton import Answer, Said, Skeleton, titles
 
@@ -72,17 +71,17 @@ class _Screen:
     """The outline as it is written, and below it the points side by side."""
 
     def __init__(self) -> None:
-        self._outline = ""
+        self._titles: list[str] = []
         self._points: SideBySide | None = None
 
     def take(self, said: Said) -> None:
         if said.point is None:
-            self._outline += said.text
+            self._titles = [] if said.outline is None else list(titles(said.outline.points))
             stdout.print(said.text, end="", markup=False, highlight=False)
             return
         if self._points is None:
             stdout.print()
-            self._points = SideBySide(stdout, list(titles(parse_outline(self._outline).points)))
+            self._points = SideBySide(stdout, self._titles)
             self._points.__enter__()
         self._points.add(said.point, said.text)
         if said.ended:

@@ -256,7 +256,13 @@ outrider_status outrider_params_add_int(outrider_params *params, const char *key
 
 outrider_status outrider_params_destroy(outrider_params *params) { return destroy(params, OUTRIDER_KIND_PARAMS); }
 
-/* Of a callback that threw, what the generation gave is dropped. */
+/* What becomes of a call with a callback: of one that threw, what the call gave is dropped. */
+static outrider_status settle(outrider_status status, const outrider_callback *callback, uint64_t made, int32_t kind) {
+  if (status != OUTRIDER_OK || !callback->threw) return status;
+  py.destroy(made, kind);
+  return fail(OUTRIDER_CALLBACK, "the callback threw an exception, %s; it must return", callback->what);
+}
+
 static outrider_status generate(outrider_session *session, const char *text, size_t length, const int64_t *tokens,
                                 size_t count, const outrider_params *params, outrider_on_span on_span, void *user,
                                 outrider_result **out) {
@@ -264,13 +270,9 @@ static outrider_status generate(outrider_session *session, const char *text, siz
   uint64_t made = 0;
   const outrider_status status = py.generate(number(session), text, length, tokens, count, number(params),
                                              on_span == NULL ? NULL : outrider_call_back, &callback, &made);
-  if (status != OUTRIDER_OK) return status;
-  if (callback.threw) {
-    py.destroy(made, OUTRIDER_KIND_RESULT);
-    return fail(OUTRIDER_CALLBACK, "the callback threw an exception, %s; it must return", callback.what);
-  }
-  *out = (outrider_result *)(uintptr_t)made;
-  return OUTRIDER_OK;
+  const outrider_status settled = settle(status, &callback, made, OUTRIDER_KIND_RESULT);
+  if (settled == OUTRIDER_OK) *out = (outrider_result *)(uintptr_t)made;
+  return settled;
 }
 
 outrider_status outrider_generate(outrider_session *session, const char *prompt, size_t prompt_length,
@@ -331,13 +333,9 @@ outrider_status outrider_generate_branches(outrider_runtime *runtime, const char
   const outrider_status status =
       py.branches(number(runtime), request_length ? request : "", request_length, number(params),
                   on_branch == NULL ? NULL : outrider_call_branch_back, &callback, &made);
-  if (status != OUTRIDER_OK) return status;
-  if (callback.threw) {
-    py.destroy(made, OUTRIDER_KIND_BRANCHES);
-    return fail(OUTRIDER_CALLBACK, "the callback threw an exception, %s; it must return", callback.what);
-  }
-  *out = (outrider_branches *)(uintptr_t)made;
-  return OUTRIDER_OK;
+  const outrider_status settled = settle(status, &callback, made, OUTRIDER_KIND_BRANCHES);
+  if (settled == OUTRIDER_OK) *out = (outrider_branches *)(uintptr_t)made;
+  return settled;
 }
 
 outrider_status outrider_branches_count(const outrider_branches *branches, size_t *count) {
