@@ -62,21 +62,25 @@ class SlotMap:
         self._positions[:length] = other._positions[:length]
         self.length = length
 
-    def release(self, branch: int) -> None:
-        """Nobody sees the slots of `branch` any more."""
-        self.owners[self.owners == branch] = EMPTY
+    def release(self, branch: int) -> int:
+        """Nobody sees the slots of `branch` any more; how many there were."""
+        its = self.owners == branch
+        self.owners[its] = EMPTY
+        return int(np.count_nonzero(its))
 
     def pad(self, length: int) -> None:
         """Put slots of nobody behind the last one, up to `length`."""
         self._bim[self.length : length] = EMPTY
         self.length = max(self.length, length)
 
-    def compact(self) -> None:
-        """Rows have been moved together, over the slots that nobody sees; the map follows."""
+    def compact(self) -> int:
+        """Rows have been moved together, over the slots that nobody sees; the map follows. Slots that it gained."""
         alive = np.flatnonzero(self.owners != EMPTY)
         self._bim[: len(alive)] = self._bim[alive]
         self._positions[: len(alive)] = self._positions[alive]
+        gained = self.length - len(alive)
         self.length = len(alive)
+        return gained
 
     def continue_chain(self, rows: int) -> None:
         """Take `rows` rows that stand behind the last one and continue it, a position each."""

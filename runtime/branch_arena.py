@@ -1,8 +1,8 @@
 """One model's arena under branches: whose each slot is, in one sequence or in a row for every branch.
 
 In one sequence, rows of all branches lie interleaved as they came, behind the one prefix; those of a branch that is
-over are dead, and live ones are moved over them when room runs short. In batching, every branch has a row of the arena
-to itself, which begins with a copy of the prefix. Nothing but this file asks which it is.
+over are dead, and live ones are moved over them when room runs short or most are dead. In batching, every branch has a
+row of the arena to itself, which begins with a copy of the prefix. Nothing but this file asks which it is.
 
 Rows are ragged. For engines that need a rectangle they can be padded: each row's new tokens on the left, to the longest
 of the step, and its slots to those of the longest row. Padding belongs to nobody, so that nobody sees it.
@@ -21,6 +21,10 @@ from runtime.arena import EMPTY, SHARED, SlotMap
 from runtime.buffers import Buffers
 from runtime.program import Program
 from runtime.step import NOBODY, Step
+
+# Dead slots are worth a compaction where there are so many, and as many as live ones of branches: what is moved is then
+# never more than what was appended since.
+_MANY_DEAD = 64
 
 
 class BranchArena:
@@ -44,14 +48,17 @@ class BranchArena:
         self._used = 1  # rows that the step has
         self.alignment = AlignmentState(rows) if padded else None
         self._aligned: Alignment | None = None  # of the step
+        self._dead = 0  # slots of branches that are over, in the one row of all
         self.bytes_copied = 0
         self.peak_slots = 0
+        self.compactions = 0
 
     def reset(self) -> None:
         """Forget everything."""
         for slots in self._maps:
             slots.truncate(0)
-        self._prefix, self.bytes_copied, self.peak_slots = 0, 0, 0
+        self._prefix = 0
+        self._begin_counts()
         if self.alignment is not None:
             self.alignment.reset()
 
@@ -59,8 +66,11 @@ class BranchArena:
         """Forget all but the prefix, which every row that has had a copy keeps."""
         for slots in self._maps:
             slots.truncate(self._prefix)
-        self.bytes_copied = self.peak_slots = 0
+        self._begin_counts()
         self._note_peak()
+
+    def _begin_counts(self) -> None:
+        self._dead = self.bytes_copied = self.peak_slots = self.compactions = 0
 
     @property
     def length(self) -> int:
@@ -70,11 +80,11 @@ class BranchArena:
     def row_of(self, branch: int) -> int:
         return 0 if self._pooled else branch
 
-    def holds(self, ends: Sequence[int]) -> bool:
-        """Whether there is room for branches of these lengths at once."""
+    def holds(self, ends: Sequence[int], chunk: int) -> bool:
+        """Whether there is room for branches of these lengths at once, each feeding at most `chunk` tokens a step."""
         room = self._step.largest_view - self._prefix
-        if self.alignment is not None:  # of the longest step that another branch may ask for
-            room -= self._step.most
+        if self.alignment is not None:  # a row is padded to what another feeds
+            room -= chunk
         return sum(ends) <= room if self._pooled else max(ends) <= room
 
     def fit(self, chains: Mapping[int, int], nodes: Mapping[int, int]) -> dict[int, int]:
@@ -162,17 +172,18 @@ class BranchArena:
     def close(self, branch: int) -> None:
         """The branch is over: nobody sees its slots."""
         if self._pooled:
-            self._maps[0].release(branch)
+            self._dead += self._maps[0].release(branch)
         else:
             self._maps[branch].truncate(self._prefix)
             if self.alignment is not None:
                 self.alignment.open(branch, self._prefix)
 
     def make_room(self, most: int) -> None:
-        """Move live rows over dead ones where a step of `most` slots might not fit behind them."""
+        """Move live rows over dead ones where a step of `most` slots might not fit behind them, or many are dead."""
         step = self._step
+        sparse = self._dead >= max(_MANY_DEAD, (self._maps[0].length - self._prefix) / 2)
         for row, slots in enumerate(self._maps):
-            if slots.length + most <= step.largest_view:
+            if slots.length + most <= step.largest_view and not (self._pooled and sparse):
                 continue
             for to, rows in _moves(slots, len(self._source)):
                 start = int(rows[0])
@@ -181,7 +192,8 @@ class BranchArena:
                 self._source_count[0], self._move_to[row] = len(rows), to
                 self._compact.run()
                 self.bytes_copied += len(rows) * self.slot_bytes
-            slots.compact()
+            self.compactions += slots.compact() > 0
+            self._dead = 0
 
     def _note_peak(self) -> None:
         self.peak_slots = max(self.peak_slots, sum(slots.length for slots in self._maps))

@@ -26,7 +26,7 @@ from runtime.branches import Branch, BranchState
 from runtime.drafters.branches import EngineBranches
 from runtime.generation import FinishReason, GrowingGeneration, Span
 from runtime.sampling import likeliest, logprobs
-from runtime.stats import StageClock, Stats
+from runtime.stats import StageClock, Stats, Stopwatch
 from runtime.text_stream import TextStream
 from runtime.tokenizer import Tokenizer
 
@@ -69,6 +69,7 @@ class BranchRunner:
         compact = programs[names.compact(names.TARGET)]
         self._arena = BranchArena(names.TARGET, self._buffers, self._step, compact, rows, padded=padded)
         self._state = BranchState(self._arena, self._step, self._geometry.branches)
+        self._watch = Stopwatch()  # of the books of slots, all models
         with_engines = {
             drafter.name: EngineBranches(
                 drafter,
@@ -79,6 +80,7 @@ class BranchRunner:
                 programs[names.draft(drafter.name)],
                 programs[names.compact(drafter.name)],
                 rows,
+                self._watch,
             )
             for drafter in manifest.drafters
             if isinstance(drafter, GraphDrafter)
@@ -102,12 +104,15 @@ class BranchRunner:
         stay for a next run behind the same one, if its drafters are among those of this run and `keep_for`.
         """
         clock = StageClock(self._programs)
+        self._watch.ms = 0.0
         try:
             yield from self._run(prefix, asked, max_parallel, stats, set(keep_for))
         finally:
             clock.fill(stats)
             arenas = [self._arena, *self._drafting.arenas]
+            stats.state_ms = self._watch.ms
             stats.bytes_copied = sum(arena.bytes_copied for arena in arenas)
+            stats.compactions = sum(arena.compactions for arena in arenas)
             stats.kv_bytes = sum(arena.peak_slots * arena.slot_bytes for arena in arenas)
 
     def _run(
@@ -152,7 +157,7 @@ class BranchRunner:
         return min(room, len(asked.token_ids) + asked.request.max_new_tokens)
 
     def _fits(self, asked: BranchRequest) -> bool:
-        return self._state.fits(self._end(asked))
+        return self._state.fits(self._end(asked), self._geometry.prefill_chunk)
 
     def _admit(self, place: int, asked: BranchRequest) -> _Running:
         branch = self._state.add_branch(asked.token_ids, self._end(asked))
@@ -178,7 +183,8 @@ class BranchRunner:
             return
         live = list(by_number.values())
         drafts = self._drafting.draft([(each.asking, _left(each.branch) - 1) for each in live])
-        laid_out = self._state.prepare_inputs(drafts, self._geometry.prefill_chunk)
+        with self._watch:
+            laid_out = self._state.prepare_inputs(drafts, self._geometry.prefill_chunk)
         self._verify.run()
         stats.rounds += 1
         kept = self._buffers.of(names.TARGET, names.KEPT_ROWS)[: int(self._kept_count[0])].copy()
@@ -212,7 +218,8 @@ class BranchRunner:
                 tree, first = tree + 1, first + 1 + drafted
             self._drafting.follow(each.asking, branch.rows, mine[:taken])
             rows.append((branch, taken))
-        self._state.commit(rows, kept)
+        with self._watch:
+            self._state.commit(rows, kept)
         for each, span in spans:
             over = each.generation.finish_reason is not None
             yield self._finish(each, span) if over else BranchSpan(each.place, span)

@@ -31,8 +31,10 @@ class BranchStats:
     total_ms: float = 0.0  # the caller's time between spans left out
     engine_ms: float = 0.0  # inside engine calls, all passes of all models
     stage_ms: dict[str, float] = field(default_factory=dict)
+    state_ms: float = 0.0  # laying out steps and keeping the books of slots, all models
     kv_bytes: int = 0  # most that the rows of all models took at once
     bytes_copied: int = 0  # of rows: prefixes, accepted nodes that were moved together, live rows over dead ones
+    compactions: int = 0  # times that live rows were moved over dead ones
 
     @property
     def tokens_per_second(self) -> float:

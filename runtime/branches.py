@@ -95,13 +95,14 @@ class BranchState:
         self._prefilled += rows
         return first
 
-    def fits(self, end: int) -> bool:
+    def fits(self, end: int, chunk: int) -> bool:
         """Whether there is a number and room for one more branch of at most `end` tokens, whatever the others say.
 
-        Capacity is reserved: where a branch ends never depends on its neighbours. Drafts take what is left.
+        `chunk` is that of `prepare_inputs`. Capacity is reserved: where a branch ends never depends on its neighbours.
+        Drafts take what is left.
         """
         ends = [end, *(branch.end for branch in self.live.values())]
-        return bool(self._free) and self._arena.holds(ends)
+        return bool(self._free) and self._arena.holds(ends, chunk)
 
     def add_branch(self, tokens: Sequence[int], end: int) -> Branch:
         """A new branch that begins with `tokens` (one or more) and never has more than `end` of its own."""
@@ -123,11 +124,11 @@ class BranchState:
         At most `chunk` tokens of beginnings go in, and at least one of each branch. Returns the branches in order, and
         how many nodes each has: as many as were drafted, or as there is room for.
         """
-        self._arena.make_room(self._step.most)
         chains: dict[int, int] = {}
         for number in sorted(self.live):
             chains[number] = min(len(self.live[number].pending), chunk)
             chunk = max(1, chunk - chains[number] + 1)
+        self._arena.make_room(sum(chains.values()) + sum(map(len, drafts.values())))
         whole = [number for number, count in chains.items() if count == len(self.live[number].pending)]
         nodes = self._arena.fit(chains, {number: len(drafts.get(number, NOTHING)) for number in whole})
         self._arena.begin({number: count + nodes.get(number, 0) for number, count in chains.items()})

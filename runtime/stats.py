@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from time import perf_counter
 from typing import Protocol
 
 from runtime.program import Program
@@ -70,6 +71,19 @@ class Stats:
             "tokens_per_verify": self.tokens_per_verify,
             "decode_tokens_per_second": self.decode_tokens_per_second,
         }
+
+
+class Stopwatch:
+    """Adds up the milliseconds of `with` blocks."""
+
+    def __init__(self) -> None:
+        self.ms = self._began = 0.0
+
+    def __enter__(self) -> None:
+        self._began = perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.ms += 1000 * (perf_counter() - self._began)
 
 
 class Timed(Protocol):

@@ -127,6 +127,7 @@ class _Case:
             "against_batching": None,
             "rounds": None,
             "host_share": None,
+            "state_and_mask": None,
             "kv_bytes": None,
             "bytes_copied": None,
             "same_tokens": same,
@@ -136,6 +137,7 @@ class _Case:
         if stats:
             row["rounds"] = median(each.rounds for each in stats)
             row["host_share"] = median(1 - each.engine_ms / each.total_ms for each in stats)
+            row["state_and_mask"] = median((each.state_ms + _masks(each)) / each.total_ms for each in stats)
             row["kv_bytes"], row["bytes_copied"] = stats[0].kv_bytes, stats[0].bytes_copied
         return row
 
@@ -153,6 +155,10 @@ class _Case:
             prompt = [*self._prefix, *branch]
             found.append(session.generate(prompt, whole=True, stream_id=place, **self._options).token_ids)
         return (perf_counter() - started) * 1000, found
+
+
+def _masks(stats: BranchStats) -> float:
+    return sum(ms for name, ms in stats.stage_ms.items() if name.startswith("BimMask"))
 
 
 def _several(prompts: Sequence[list[int]]) -> Iterator[list[int]]:
@@ -174,7 +180,7 @@ def print_table(report: dict[str, Any], console: Console) -> None:
     table = Table(box=None, pad_edge=False)
     heads = (
         "prefix", "branches", "drafter", "mode", "ms a token", "tokens/s", "against one by one",
-        "against batching", "rounds", "host", "KV MB", "copied MB", "same",
+        "against batching", "rounds", "host", "state and mask", "KV MB", "copied MB", "same",
     )  # fmt: skip
     for head in heads:
         table.add_column(head, justify="left" if head in ("drafter", "mode") else "right", no_wrap=head == "mode")
@@ -190,6 +196,7 @@ def print_table(report: dict[str, Any], console: Console) -> None:
             figure(row["against_batching"], ".2f", "x"),
             figure(row["rounds"], ".0f"),
             figure(row["host_share"], ".1%"),
+            figure(row["state_and_mask"], ".1%"),
             figure(None if row["kv_bytes"] is None else row["kv_bytes"] / 1e6, ".1f"),
             figure(None if row["bytes_copied"] is None else row["bytes_copied"] / 1e6, ".1f"),
             "yes" if row["same_tokens"] else "no",

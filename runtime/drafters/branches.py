@@ -14,6 +14,7 @@ from runtime.branch_arena import BranchArena
 from runtime.branches import Branch, Draft
 from runtime.buffers import Buffers
 from runtime.program import Program
+from runtime.stats import Stopwatch
 from runtime.step import DraftStep
 
 
@@ -48,10 +49,13 @@ class EngineBranches:
         draft: Program,
         compact: Program,
         rows: int,
+        watch: Stopwatch,
     ) -> None:
+        """`watch` has the time that the books of slots take."""
         self.name = settings.name
         self.arena = BranchArena(settings.name, buffers, step, compact, rows)
         self._buffers, self._step, self._extend, self._draft = buffers, step, extend, draft
+        self._watch = watch
         self._paired, self._nodes = settings.kind == "eagle3", settings.tree.nodes
         self._most_tips = 1 if rows > 1 else geometry.branches
         self._token_ids = buffers.of(settings.name, names.TREE_TOKEN_IDS).reshape(-1, self._nodes)
@@ -132,24 +136,27 @@ class EngineBranches:
         waiting = [self._live[number] for number in sorted(self._live)]
         grown: list[tuple[int, int, int]] = []
         while True:
-            self.arena.make_room(room)
-            self.arena.begin({branch.number: 0 for branch in waiting})  # it is ragged, whatever they come to
-            self._step.expect_tips(self._most_tips)
-            grown = self._lay_out(waiting, tips)
+            with self._watch:
+                self.arena.make_room(room)
+                self.arena.begin({branch.number: 0 for branch in waiting})  # it is ragged, whatever they come to
+                self._step.expect_tips(self._most_tips)
+                grown = self._lay_out(waiting, tips)
             if not waiting:
                 break
-            self._extend.run()
-            self.arena.commit()
+            self._run(self._extend)
         if not self._step.new_tokens:
             return {}
         if not grown:
-            self._extend.run()
-            self.arena.commit()
+            self._run(self._extend)
             return {}
         self._step.grow(grown)
-        self._draft.run()
-        self.arena.commit()
+        self._run(self._draft)
         return self._read(grown)
+
+    def _run(self, program: Program) -> None:
+        program.run()
+        with self._watch:
+            self.arena.commit()
 
     def _lay_out(self, waiting: list[Branch], tips: set[int]) -> list[tuple[int, int, int]]:
         """Lay out what branches lack, as many of them as there is room for; they are `waiting` no more.

@@ -165,8 +165,9 @@ def test_a_query_sees_what_the_definition_says(layout, watched, monkeypatch, pre
 @pytest.mark.parametrize("layout", ["in-one-sequence", "padded"])
 def test_and_still_does_when_rows_are_moved(layout, watched, monkeypatch) -> None:
     runtime, runner, oracles = watched[layout]
-    branches = [{"prompt": [7 + i] * 5, "max_new_tokens": 24 + i, "drafter": "bushy"} for i in range(10)]
+    options = {"drafter": "bushy", "predicted_tokens": 1}  # they begin in this order, each when another is half through
+    branches = [{"prompt": [7 + i] * 5, "max_new_tokens": 100 if i else 50, **options} for i in range(6)]
     with monkeypatch.context() as patch:
         patch.setattr(runtime_module, "BranchRunner", runner)
-        runtime.generate_branches([5] * 20, branches, mode=LAYOUTS[layout][0], max_parallel=3, ignore_eos=True)
+        runtime.generate_branches([5] * 20, branches, mode=LAYOUTS[layout][0], max_parallel=2, ignore_eos=True)
     assert oracles[-1].compactions

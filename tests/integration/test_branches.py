@@ -13,13 +13,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from plans.errors import RequestError
-from runtime import Runtime
+from runtime import Runtime, branch_arena
 from runtime import runtime as runtime_module
 from runtime.arena import EMPTY
 from runtime.branch_arena import BranchArena
 from runtime.branch_request import MODES
 from runtime.branch_run import BranchRunner
+from runtime.branch_stream import BranchStats
 from runtime.branches import BranchState
+from runtime.drafters.branches import EngineBranches
+from runtime.program import Program
 
 DRAFTERS = ["none", "ngram", "short", "chain", "bushy", "head", "mixed"]
 TOKENS = st.lists(st.integers(1, 299), min_size=1, max_size=24)
@@ -145,8 +148,19 @@ def test_drafts_are_as_good_behind_rows_that_were_kept(branching, drafter, mode)
 
 
 @pytest.mark.parametrize("drafter", ["chain", "head"])
-def test_a_drafter_catches_up_with_long_beginnings_over_dead_rows(branching, drafter) -> None:
-    """Several passes of its own, behind rows of a branch that is over."""
+def test_a_drafter_catches_up_with_long_beginnings_over_dead_rows(branching, drafter, monkeypatch) -> None:
+    """Behind rows of a branch that is over, and never beyond the keys that its engine can see."""
+    run, most = EngineBranches._run, 0
+
+    def watched(self: EngineBranches, program: Program) -> None:
+        nonlocal most
+        step = self._step
+        reach = step.reach if program is self._draft else 0
+        assert self.arena.length + step.new_tokens + reach <= step.largest_view
+        most = max(most, step.new_tokens)
+        run(self, program)
+
+    monkeypatch.setattr(EngineBranches, "_run", watched)
     long = [(11 * i) % 299 + 1 for i in range(150)]
     branches = [
         {"prompt": long[:138], "max_new_tokens": 4, "predicted_tokens": 9},  # there is no room for another beside it
@@ -155,8 +169,30 @@ def test_a_drafter_catches_up_with_long_beginnings_over_dead_rows(branching, dra
     ]
     options = {"drafter": drafter, "ignore_eos": True}
     found = branching.generate_branches([3, 4], branches, **options)
+    assert most > branching.manifest.target.prefill_chunk
     for place, branch in enumerate(branches):
         assert found[place].token_ids == alone(branching, [3, 4], branch, place, **options).token_ids
+
+
+def test_a_sequence_with_many_dead_slots_is_compacted(branching, monkeypatch) -> None:
+    """Long before room runs short; what is moved is no more than what was appended."""
+    branches = [{"prompt": [9 + i, 3], "max_new_tokens": 8 + 4 * i} for i in range(12)]
+    options = {"drafter": "none", "ignore_eos": True}
+
+    def run() -> BranchStats:
+        stream = branching.stream_branches([4, 5, 6], branches, max_parallel=4, **options)
+        for place, generation in enumerate(stream.results):
+            assert generation.token_ids == alone(branching, [4, 5, 6], branches[place], place, **options).token_ids
+        return stream.stats
+
+    compacted = run()
+    monkeypatch.setattr(branch_arena, "_MANY_DEAD", 10**6)
+    late = run()
+    assert compacted.compactions > late.compactions
+    assert compacted.kv_bytes < late.kv_bytes
+    g = branching.manifest.target
+    slot = 2 * g.layers * g.kv_heads * g.head_dim * 4
+    assert compacted.bytes_copied <= sum(2 + branch["max_new_tokens"] for branch in branches) * slot
 
 
 def test_the_callers_time_is_not_counted(branching) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from plans.manifest import Skeleton as Settings
-from runtime import Runtime
+from runtime import Runtime, skeleton_command
 from runtime.__main__ import main
 from runtime.constraint import Constraint, Vocabulary
 from runtime.outline import END, outline_grammar, parse_outline
-from runtime.skeleton import Skeleton
+from runtime.skeleton import Skeleton, titles
 
 QUESTION = "a module that reads files"
 BRANCH = "{point}: {outline}"
@@ -75,6 +77,27 @@ def test_the_command_prints_outline_and_points(branch_plan: Path, capsys: pytest
     captured = capsys.readouterr()
     assert captured.out.startswith(answer.outline.text if answer.points else answer.text)
     assert "outline: " in captured.err
+
+
+def test_on_a_terminal_points_grow_below_the_outline(branch_plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = StringIO()
+    console = Console(file=screen, force_terminal=True, width=100, height=40)
+    monkeypatch.setattr(skeleton_command, "stdout", console)
+    options = {"max_new_tokens": 10, "ignore_eos": True, "temperature": 1.0}
+    settings = Settings(most_points=3, direct=False, outline_tokens=40, branch=BRANCH)
+    monkeypatch.setattr(skeleton_command, "Skeleton", lambda runtime: Skeleton(runtime, settings))
+    skeleton = Skeleton(Runtime.load(branch_plan, threads=1), settings)
+    answers = (skeleton.answer(QUESTION, seed=seed, **options) for seed in range(20))
+    seed, answer = next((seed, answer) for seed, answer in enumerate(answers) if answer.points)
+    arguments = ["--max-new-tokens", "10", "--ignore-eos", "--temperature", "1", "--seed", str(seed), "--threads", "1"]
+    assert main(["skeleton", str(branch_plan), "--question", QUESTION, *arguments]) == 0
+    shown = screen.getvalue()
+    at = shown.index(answer.outline.text.splitlines()[0])
+    for number, title in enumerate(titles(answer.outline.points)):
+        head = f"{number}: {' '.join(title.split())[:40]}".rstrip()
+        assert at < shown.rindex(head)
+    last = shown[shown.rindex("0: ") :]  # when it was drawn for the last time
+    assert last.count("done") == len(answer.points)
 
 
 def test_a_plan_of_one_branch_is_refused(toy_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
