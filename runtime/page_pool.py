@@ -1,0 +1,126 @@
+"""Rows of keys and values that outlive the sequence they were computed for: pages of a preallocated pool.
+
+A page has room for the rows of some tokens, of every model of the plan: those of target and drafters stay together.
+Each page belongs to one run of tokens, or is free. Which run that is, and when it is let go, is the prefix cache's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+PAGE = 16  # tokens: a run wastes half a page on average at its end, and a copy moves some KiB at once
+
+
+@dataclass(frozen=True)
+class RowShape:
+    """What one row of a model is: keys and values of all layers, `planes` of them, in `heads` heads of `size`."""
+
+    planes: int
+    heads: int
+    size: int
+    dtype: DTypeLike
+
+    @property
+    def nbytes(self) -> int:
+        return self.planes * self.heads * self.size * np.dtype(self.dtype).itemsize
+
+
+class PagePool:
+    """Memory of `pages` pages, taken once. Not safe under threads: whoever owns it has the lock."""
+
+    def __init__(self, shapes: Mapping[str, RowShape], pages: int) -> None:
+        self.shapes, self.pages = dict(shapes), pages
+        self._rows = {
+            model: np.zeros((shape.planes, shape.heads, pages * PAGE, shape.size), shape.dtype)
+            for model, shape in shapes.items()
+        }
+        self._free = list(range(pages - 1, -1, -1))  # descending: low pages go first, so that runs lie together
+
+    @staticmethod
+    def page_bytes(shapes: Mapping[str, RowShape]) -> int:
+        return PAGE * sum(shape.nbytes for shape in shapes.values())
+
+    @property
+    def free(self) -> Sequence[int]:
+        return self._free
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` pages, of which there must be so many free."""
+        assert count <= len(self._free), "more pages than are free"
+        cut = len(self._free) - count
+        taken = self._free[cut:][::-1]
+        del self._free[cut:]
+        return taken
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Give pages back."""
+        self._free += pages
+        self._free.sort(reverse=True)
+
+    def copy(self, page: int, to: int) -> None:
+        """Copy a page with the rows of all models."""
+        for rows in self._rows.values():
+            rows[:, :, to * PAGE : (to + 1) * PAGE] = rows[:, :, page * PAGE : (page + 1) * PAGE]
+
+    def views(self, model: str, run: PageRun, start: int, stop: int) -> Iterator[tuple[int, NDArray[np.generic]]]:
+        """Rows of the run's tokens `[start, stop)` in as few pieces as they lie in: where each begins, and the memory.
+
+        A piece is `[planes, heads, tokens, size]`.
+        """
+        rows = self._rows[model]
+        while start < stop:
+            place, inside = divmod(run.offset + start, PAGE)
+            first, end = run.pages[place], place + 1
+            most = stop - start + inside
+            while (end - place) * PAGE < most and run.pages[end] == run.pages[end - 1] + 1:
+                end += 1
+            count = min(most, (end - place) * PAGE) - inside
+            at = first * PAGE + inside
+            yield start, rows[:, :, at : at + count]
+            start += count
+
+
+class PageRun:
+    """The rows of a run of tokens: those of `pages`, from row `offset` of the first one on.
+
+    `valid` says of each model how many leading rows have been filled: a drafter that was not asked has none.
+    """
+
+    def __init__(self, pool: PagePool, pages: list[int], length: int, valid: dict[str, int]) -> None:
+        self._pool, self.pages, self.offset, self._length, self.valid = pool, pages, 0, length, valid
+
+    def __len__(self) -> int:
+        return self._length
+
+    @staticmethod
+    def pages_for(length: int) -> int:
+        return -(-length // PAGE)
+
+    def split(self, at: int) -> PageRun:
+        """As `radix_tree.Value`; a page in which both parts have rows is copied, to one that must be free."""
+        place, inside = divmod(self.offset + at, PAGE)
+        upper = PageRun(
+            self._pool, self.pages[: place + (inside > 0)], at, {m: min(count, at) for m, count in self.valid.items()}
+        )
+        upper.offset = self.offset
+        if inside:
+            (page,) = self._pool.allocate(1)
+            self._pool.copy(self.pages[place], page)
+            self.pages = [*self.pages[:place], page, *self.pages[place + 1 :]]  # who reads may still have the old one
+        self._cut(at, place, inside)
+        return upper
+
+    def drop(self, at: int) -> list[int]:
+        """Forget the first `at` tokens; the pages that nothing is left of."""
+        place, inside = divmod(self.offset + at, PAGE)
+        gone = self.pages[:place]
+        self._cut(at, place, inside)
+        return gone
+
+    def _cut(self, at: int, place: int, inside: int) -> None:
+        self.pages, self.offset, self._length = self.pages[place:], inside, self._length - at
+        self.valid = {model: max(0, count - at) for model, count in self.valid.items()}

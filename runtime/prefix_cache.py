@@ -1,0 +1,311 @@
+"""What was computed of earlier sequences, to be found by their tokens (DESIGN section 9, FEATURES rows 20 to 24).
+
+A radix tree says which beginnings are known, and a pool of pages holds their rows: of the target, and of the drafters
+that were asked. Rows are copied in and out, so that no two sequences ever write the same ones.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+
+from plans.errors import RequestError
+from runtime.arena_rows import Rows
+from runtime.page_pool import PAGE, PagePool, PageRun, RowShape
+from runtime.prefix_stats import PrefixCacheStats
+from runtime.radix_tree import Match, Node, RadixTree, TreeStats
+
+
+@dataclass(frozen=True)
+class PrefixCacheConfig:
+    """How much is kept, and what is worth it.
+
+    `memory_bytes` bounds the pool, which may then hold less than `max_cached_tokens`. With `enable_auto_eviction`, an
+    insert that leaves more than `eviction_threshold` of the tokens in use evicts down to `eviction_target`; without, it
+    keeps what there is room for.
+    """
+
+    max_cached_tokens: int = 65536
+    memory_bytes: int = 2**30
+    min_prefix_length: int = 4
+    enable_auto_eviction: bool = True
+    eviction_threshold: float = 0.9
+    eviction_target: float = 0.8
+    enable_stats: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_cached_tokens", "memory_bytes", "min_prefix_length"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise RequestError(f"{name} is {value!r}; pass a whole number of at least 1.")
+        if not 0 < self.eviction_target <= self.eviction_threshold <= 1:
+            raise RequestError(
+                f"eviction_target is {self.eviction_target!r} and eviction_threshold {self.eviction_threshold!r}; pass "
+                "shares of 0 to 1, the target not above the threshold."
+            )
+
+
+@dataclass
+class PrefixMatch:
+    """What is known of a sequence. Its rows stay where they are until `PrefixCache.release`.
+
+    `rows` says of each model how many leading tokens have some.
+    """
+
+    tokens: int  # of the sequence
+    matched_tokens: int
+    cache_hit: bool
+    matched_prefix: list[int]
+    rows: dict[str, int]
+    held: Node[PageRun] | None
+    runs: list[tuple[int, PageRun]]  # where each begins, as it lay when it was found
+
+    @property
+    def prefill_start_pos(self) -> int:
+        """Where computing begins: at least the last token always is."""
+        return min(self.matched_tokens, self.tokens - 1)
+
+    @property
+    def prefill_count(self) -> int:
+        return self.tokens - self.prefill_start_pos
+
+    @property
+    def reuse_ratio(self) -> float:
+        return self.prefill_start_pos / self.tokens
+
+
+class PrefixCache:
+    """Safe under threads: one lock holds looking up and referring together. Reading what is held needs none."""
+
+    def __init__(self, shapes: Mapping[str, RowShape], config: PrefixCacheConfig | None = None) -> None:
+        """Memory for all of it is taken here. Raises RequestError where the budget is less than two pages."""
+        config = config or PrefixCacheConfig()
+        affordable = config.memory_bytes // PagePool.page_bytes(shapes)
+        pages = min(-(-config.max_cached_tokens // PAGE), affordable)
+        if pages < 2:
+            raise RequestError(
+                f"memory_bytes is {config.memory_bytes}; two pages of {PAGE} tokens need "
+                f"{2 * PagePool.page_bytes(shapes)}."
+            )
+        self.config = replace(config, max_cached_tokens=min(config.max_cached_tokens, pages * PAGE))
+        self._pool = PagePool(shapes, pages)
+        self._tree: RadixTree[PageRun] = RadixTree()
+        self._stats = PrefixCacheStats()
+        self._lock = threading.Lock()
+
+    # Looking up.
+
+    def match(self, tokens: Sequence[int]) -> PrefixMatch:
+        """The longest known beginning of `tokens` (one or more), held until `release`."""
+        tokens = list(tokens)
+        with self._lock:
+            found = self._tree.find(tokens)
+            hit = found.length >= self.config.min_prefix_length
+            if not hit:
+                found = Match([], 0, 0)
+            self._tree.touch(found)
+            if found.node is not None:
+                self._tree.hold(found.node)
+            match = PrefixMatch(
+                len(tokens), found.length, hit, tokens[: found.length], _rows_of(found), found.node, _copied(found)
+            )
+            if self.config.enable_stats:
+                stats = self._stats
+                stats.total_requests += 1
+                stats.total_tokens_processed += len(tokens)
+                stats.cache_hits += hit
+                stats.tokens_matched += found.length
+        return match
+
+    def read(self, match: PrefixMatch, model: str, start: int, stop: int, to: Rows) -> None:
+        """Copy a model's rows of tokens `[start, stop)`, at most `match.rows[model]`, to where a sequence has them."""
+        assert match.held is not None or start >= stop, "a match is read before it is released"
+        assert stop <= match.rows.get(model, 0) or start >= stop, "rows that the model does not have"
+        for first, run in match.runs:
+            low, high = max(start - first, 0), min(stop - first, len(run))
+            for at, piece in self._pool.views(model, run, low, high):
+                to.put(first + at, piece)
+
+    def note_reused(self, tokens: int) -> None:
+        """So many tokens of a request that was matched were not computed again."""
+        if self.config.enable_stats:
+            with self._lock:
+                self._stats.tokens_reused += tokens
+
+    def release(self, match: PrefixMatch) -> None:
+        """The sequence needs the rows no more. A second time changes nothing."""
+        with self._lock:
+            if match.held is not None:
+                self._tree.let_go(match.held)
+                match.held = None
+
+    def contains(self, tokens: Sequence[int]) -> bool:
+        """Whether all of `tokens` is known. Counts as no use."""
+        with self._lock:
+            return self._tree.find(list(tokens)).length == len(tokens)
+
+    # Changing.
+
+    def insert(self, tokens: Sequence[int], rows: Mapping[str, tuple[int, Rows]]) -> int:
+        """Keep the rows of `tokens`: of each model those of so many leading ones, the target's of all of them.
+
+        Returns how many of the tokens are known now: not all where pages run short that nobody uses.
+        """
+        tokens = list(tokens)
+        if len(tokens) < self.config.min_prefix_length:
+            return 0
+        with self._lock:
+            found = self._tree.find(tokens)
+            if found.node is not None:
+                self._tree.hold(found.node)
+            end = self._make_room(found, len(tokens))
+            self._complete(found, rows)
+            if end is None:
+                self._tree.touch(found)
+            node = found.node if end is None else self._add(found, tokens[:end], rows)
+            if found.node is not None:
+                self._tree.let_go(found.node)
+            if self.config.enable_auto_eviction and self._usage() > self.config.eviction_threshold and node is not None:
+                self._tree.hold(node)
+                self._evict(int(self.config.eviction_target * self.config.max_cached_tokens))
+                self._tree.let_go(node)
+        return found.length if end is None else end
+
+    def _make_room(self, found: Match[PageRun], wanted: int) -> int | None:
+        """Evict for a sequence of `wanted` tokens; up to where it fits, None where not even its end can be marked."""
+        spare = int(self._tree.splits(found))
+        need = PageRun.pages_for(wanted - found.length) + spare
+        free = self._pool.free
+        if len(free) < need and self.config.enable_auto_eviction:
+            self._evict_until(lambda: len(free) >= need)
+        if len(free) >= need:
+            return wanted
+        self._stats.inserts_refused += wanted > found.length
+        end = min(wanted, found.length + (len(free) - spare) * PAGE)
+        return end if end > found.length else None
+
+    def _add(self, found: Match[PageRun], tokens: list[int], rows: Mapping[str, tuple[int, Rows]]) -> Node[PageRun]:
+        start, run = found.length, None
+        if len(tokens) > start:
+            pages = self._pool.allocate(PageRun.pages_for(len(tokens) - start))
+            run = PageRun(self._pool, pages, len(tokens) - start, {})
+            self._fill(run, start, rows)
+            self._stats.tokens_inserted += len(run)
+        node = self._tree.insert(found, tokens, run)
+        self._tree.touch(self._tree.find(tokens))
+        return node
+
+    def _complete(self, found: Match[PageRun], rows: Mapping[str, tuple[int, Rows]]) -> None:
+        """Give tokens that are known rows of the models that they had none of."""
+        for start, run in _runs(found):
+            self._fill(run, start, rows, found.length - start)
+
+    def _fill(self, run: PageRun, start: int, rows: Mapping[str, tuple[int, Rows]], most: int | None = None) -> None:
+        """Copy what a run, whose first token is `start` of the sequence, lacks of at most its `most` first tokens."""
+        length = len(run) if most is None else min(most, len(run))
+        for model, (count, source) in rows.items():
+            low, high = run.valid.get(model, 0), min(count - start, length)
+            if low < high:
+                for at, piece in self._pool.views(model, run, low, high):
+                    source.get(start + at, piece)
+                run.valid[model] = high
+
+    def remove(self, tokens: Sequence[int]) -> bool:
+        """Forget a sequence that was inserted, but for what others need or somebody uses; whether it was there."""
+        with self._lock:
+            gone = self._tree.remove(list(tokens))
+            for run in gone or ():
+                self._pool.release(run.pages)
+        return gone is not None
+
+    def evict(self, target_tokens: int = 0) -> int:
+        """Give up what was not used for the longest time until `target_tokens` are left; how many went."""
+        with self._lock:
+            return self._evict(target_tokens)
+
+    def clear(self) -> int:
+        """Give up all that nobody uses; how many tokens went."""
+        return self.evict(0)
+
+    def _evict(self, target_tokens: int) -> int:
+        return self._evict_until(lambda: self._tree.tokens <= target_tokens)
+
+    def _evict_until(self, enough: Callable[[], bool]) -> int:
+        evicted = self._tree.evict(enough, lambda run: self._pool.release(run.pages))
+        self._stats.eviction_count += evicted > 0
+        self._stats.tokens_evicted += evicted
+        return evicted
+
+    # Looking at it.
+
+    def get_cached_tokens(self) -> int:
+        with self._lock:
+            return self._tree.tokens
+
+    def get_usage_ratio(self) -> float:
+        """Tokens in use / `max_cached_tokens`."""
+        with self._lock:
+            return self._usage()
+
+    def _usage(self) -> float:
+        return self._tree.tokens / self.config.max_cached_tokens
+
+    def get_stats(self) -> PrefixCacheStats:
+        """A copy of the counts."""
+        with self._lock:
+            return replace(self._stats)
+
+    def get_tree_stats(self) -> TreeStats:
+        with self._lock:
+            return self._tree.stats
+
+    def dump_tree(self) -> str:
+        with self._lock:
+            return self._tree.dump()
+
+    def check(self) -> None:
+        """Raise AssertionError where the tree does not hold together, or a page is not owned exactly once."""
+        with self._lock:
+            self._tree.check()
+            owned = list(self._pool.free)
+            for node in self._tree.walk():
+                run = node.value
+                assert run is not None
+                assert len(run.pages) == PageRun.pages_for(run.offset + len(run)), "pages that a run does not need"
+                assert all(count <= len(run) for count in run.valid.values()), "rows behind the end of a run"
+                owned += run.pages
+            assert sorted(owned) == list(range(self._pool.pages)), "pages that are not owned once"
+
+    @property
+    def in_use(self) -> int:
+        """References that are held, for tests: 0 when no sequence runs."""
+        with self._lock:
+            return sum(node.references for node in self._tree.root.children.values())
+
+
+def _runs(found: Match[PageRun]) -> list[tuple[int, PageRun]]:
+    """The runs of a path, and where each begins."""
+    runs, start = [], 0
+    for node in found.nodes:
+        assert node.value is not None
+        runs.append((start, node.value))
+        start += len(node.tokens)
+    return runs
+
+
+def _copied(found: Match[PageRun]) -> list[tuple[int, PageRun]]:
+    """The same as they lie now: when an edge is split, its run changes."""
+    return [(start, copy(run)) for start, run in _runs(found)]
+
+
+def _rows_of(found: Match[PageRun]) -> dict[str, int]:
+    """Of each model, how many of the leading tokens of a path have rows."""
+    counts: dict[str, int] = {}
+    for start, run in _runs(found):
+        length = min(len(run), found.length - start)
+        for model, valid in run.valid.items():
+            if counts.get(model, 0) == start:
+                counts[model] = start + min(valid, length)
+    return counts

@@ -1,0 +1,233 @@
+"""Token sequences by what they have in common: a radix tree (FEATURES rows 21 and 22). Pure data, no rows, no lock.
+
+An edge holds tokens and a value that covers them. Where a sequence leaves an edge half way, the edge is split, and its
+value with it. References count along the path from the root, so that nothing on the way to what is used can go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import Generic, Protocol, Self, TypeVar
+
+
+class Value(Protocol):
+    """What covers the tokens of an edge."""
+
+    def __len__(self) -> int: ...
+
+    def split(self, at: int) -> Self:
+        """Keep what lies behind the first `at` tokens, and return a value of those."""
+
+
+V = TypeVar("V", bound=Value)
+
+
+class Node(Generic[V]):
+    """The end of an edge. `references` are of those who use it or what hangs from it; `used` is when one last did."""
+
+    __slots__ = ("children", "parent", "references", "terminal", "tokens", "used", "value")
+
+    def __init__(self, tokens: list[int], value: V | None, parent: Node[V] | None, used: int) -> None:
+        self.tokens, self.value, self.parent = tokens, value, parent
+        self.children: dict[int, Node[V]] = {}
+        self.references, self.used, self.terminal = 0, used, False
+
+
+@dataclass(frozen=True)
+class Match(Generic[V]):
+    """The path to what is known of a sequence: its nodes from the root on, and how much of the last one's edge."""
+
+    nodes: list[Node[V]]
+    inside: int  # tokens of the last node's edge
+    length: int  # tokens of all
+
+    @property
+    def node(self) -> Node[V] | None:
+        return self.nodes[-1] if self.nodes else None
+
+
+@dataclass(frozen=True)
+class TreeStats:
+    nodes: int  # without the root
+    terminals: int  # of them, where a sequence ends that was inserted
+    tokens: int
+    depth: int  # edges on the longest path
+
+
+class RadixTree(Generic[V]):
+    """Sequences of tokens, and the values of their edges. Not safe under threads: whoever owns it has the lock."""
+
+    def __init__(self) -> None:
+        self.root: Node[V] = Node([], None, None, 0)
+        self.tokens = 0  # on all edges
+        self._clock = 0
+
+    def find(self, tokens: Sequence[int]) -> Match[V]:
+        """The longest beginning of `tokens` that is there. Changes nothing."""
+        node, nodes, length, inside = self.root, list[Node[V]](), 0, 0
+        while length < len(tokens):
+            child = node.children.get(tokens[length])
+            if child is None:
+                break
+            inside = common_length(child.tokens, tokens[length : length + len(child.tokens)])
+            nodes.append(child)
+            length += inside
+            if inside < len(child.tokens):
+                break
+            node = child
+        return Match(nodes, inside, length)
+
+    def touch(self, match: Match[V]) -> None:
+        """The path was used now."""
+        self._clock += 1
+        for node in match.nodes:
+            node.used = self._clock
+
+    def hold(self, node: Node[V]) -> None:
+        """Somebody uses the node: neither it nor what leads to it is evicted or removed until `let_go`."""
+        for each in _upwards(node):
+            each.references += 1
+
+    def let_go(self, node: Node[V]) -> None:
+        """The opposite of `hold`; a node that was split since is the lower part, and lets go of both."""
+        for each in _upwards(node):
+            assert each.references > 0, "a node was let go more often than held"
+            each.references -= 1
+
+    def splits(self, match: Match[V]) -> bool:
+        """Whether a sequence that leaves the path there, or ends there, splits an edge."""
+        return match.node is not None and match.inside < len(match.node.tokens)
+
+    def insert(self, match: Match[V], tokens: Sequence[int], value: V | None) -> Node[V]:
+        """Add `tokens`, of which `match` has just been found; `value` covers those behind it, None where none are.
+
+        Returns the node where they end.
+        """
+        node = match.node or self.root
+        if self.splits(match):
+            node = self._split(node, match.inside)
+        rest = list(tokens[match.length :])
+        assert len(rest) == (0 if value is None else len(value)), "a value covers what is new"
+        if rest:
+            self._clock += 1
+            node.children[rest[0]] = child = Node(rest, value, node, self._clock)
+            self.tokens += len(rest)
+            node = child
+        node.terminal = True
+        return node
+
+    def _split(self, node: Node[V], at: int) -> Node[V]:
+        """Part the edge of `node` behind `at` tokens; the new node above it. `node` stays the lower part."""
+        parent, value = node.parent, node.value
+        assert parent is not None
+        assert value is not None
+        upper: Node[V] = Node(node.tokens[:at], value.split(at), parent, node.used)
+        upper.references = node.references
+        node.tokens = node.tokens[at:]
+        node.parent = upper
+        upper.children[node.tokens[0]] = node
+        parent.children[upper.tokens[0]] = upper
+        return upper
+
+    def remove(self, tokens: Sequence[int]) -> list[V] | None:
+        """Forget a sequence that was inserted: the values of what no other one needs, None where it is not there.
+
+        What somebody uses stays, as does what leads to other sequences.
+        """
+        match = self.find(tokens)
+        node = match.node
+        if node is None or match.length < len(tokens) or self.splits(match) or not node.terminal:
+            return None
+        node.terminal = False
+        gone = []
+        while node is not self.root and not (node.children or node.terminal or node.references):
+            gone.append(self._detach(node))
+            assert node.parent is not None
+            node = node.parent
+        return gone
+
+    def evict(self, enough: Callable[[], bool], drop: Callable[[V], None]) -> int:
+        """Give up leaves that nobody uses, the least recently used first, until `enough`; tokens that are gone."""
+        order = [(node.used, id(node), node) for node in self.walk() if not node.children and not node.references]
+        heapify(order)
+        evicted = 0
+        while order and not enough():
+            *_, node = heappop(order)
+            parent = node.parent
+            assert parent is not None
+            evicted += len(node.tokens)
+            drop(self._detach(node))
+            if parent is not self.root and not parent.children and not parent.references:
+                heappush(order, (parent.used, id(parent), parent))
+        return evicted
+
+    def _detach(self, leaf: Node[V]) -> V:
+        assert leaf.parent is not None
+        assert leaf.value is not None
+        del leaf.parent.children[leaf.tokens[0]]
+        self.tokens -= len(leaf.tokens)
+        return leaf.value
+
+    def walk(self) -> Iterator[Node[V]]:
+        """Every node but the root, parents before children."""
+        waiting = list(self.root.children.values())
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting += node.children.values()
+
+    @property
+    def stats(self) -> TreeStats:
+        nodes = list(self.walk())
+        depth = max((sum(1 for _ in _upwards(node)) for node in nodes), default=0)
+        return TreeStats(len(nodes), sum(node.terminal for node in nodes), self.tokens, depth)
+
+    def dump(self) -> str:
+        """The tree as text, a line for each edge; `*` where a sequence ends."""
+        lines = ["ROOT"]
+        waiting = [(node, 1) for _, node in sorted(self.root.children.items(), reverse=True)]
+        while waiting:
+            node, depth = waiting.pop()
+            shown = ",".join(map(str, node.tokens[:8])) + (",..." if len(node.tokens) > 8 else "")
+            end = " *" if node.terminal else ""
+            lines.append(f"{'  ' * depth}Edge[{shown}] len={len(node.tokens)} ref={node.references}{end}")
+            waiting += [(child, depth + 1) for _, child in sorted(node.children.items(), reverse=True)]
+        return "\n".join(lines)
+
+    def check(self) -> None:
+        """Raise AssertionError for whatever is not as it has to be."""
+        total = 0
+        for node in self.walk():
+            assert node.tokens, "an edge without tokens"
+            assert node.value is not None, "an edge without a value"
+            assert len(node.value) == len(node.tokens), "a value of another length than its edge"
+            assert node.parent is not None, "a node without a parent"
+            assert node.parent.children[node.tokens[0]] is node, "a child under a wrong token"
+            held = sum(child.references for child in node.children.values())
+            assert node.references >= held, "references that do not count along the path"
+            total += len(node.tokens)
+        assert total == self.tokens, "tokens that are counted wrongly"
+
+
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two sequences of one type begin with alike, by halves: comparing slices costs no Python."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:  # they agree up to low, and not up to high
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _upwards(node: Node[V]) -> Iterator[Node[V]]:
+    """The node and those that lead to it, but the root."""
+    each = node
+    while each.parent is not None:
+        yield each
+        each = each.parent

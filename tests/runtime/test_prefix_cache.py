@@ -1,0 +1,242 @@
+"""The prefix cache: worked figures of seed 002, what it keeps and gives up, and 100,000 operations of threads."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from plans.errors import RequestError
+from runtime.arena_rows import ArenaRows
+from runtime.page_pool import PAGE, PagePool, RowShape
+from runtime.prefix_cache import PrefixCache, PrefixCacheConfig
+
+SHAPES = {"target": RowShape(2, 1, 3, np.float32), "head": RowShape(2, 1, 2, np.float32)}
+
+
+def rows_of(model: str, tokens: list[int]) -> NDArray[np.float32]:
+    """Rows that say what they belong to: `[planes, heads, tokens, size]`, a function of all tokens up to theirs."""
+    shape = SHAPES[model]
+    sums = np.cumsum(np.array([hash((model, token, j)) % 9973 for j, token in enumerate(tokens)], np.float32))
+    return np.broadcast_to(sums[None, None, :, None], (shape.planes, shape.heads, len(tokens), shape.size)).copy()
+
+
+def cache(tokens: int = 400, **options: object) -> PrefixCache:
+    return PrefixCache(SHAPES, PrefixCacheConfig(max_cached_tokens=tokens, **options))  # type: ignore[arg-type]
+
+
+def insert(kept: PrefixCache, tokens: list[int], head: int | None = None) -> int:
+    """With the rows of the target, and the first ones of the head, whose token 0 has none."""
+    rows = {"target": (len(tokens), ArenaRows(rows_of("target", tokens)))}
+    if head is not None:
+        rows["head"] = head, ArenaRows(rows_of("head", tokens)[:, :, 1:], lead=1)
+    return kept.insert(tokens, rows)
+
+
+def check_rows(kept: PrefixCache, tokens: list[int]) -> int:
+    """What is found has the rows that were kept; how many of the target's."""
+    match = kept.match(tokens)
+    for model, count in match.rows.items():
+        expected = rows_of(model, tokens)
+        found = np.full_like(expected, -1)
+        lead = int(model == "head")
+        kept.read(match, model, lead, count, ArenaRows(found[:, :, lead:], lead=lead))
+        np.testing.assert_array_equal(found[:, :, lead:count], expected[:, :, lead:count])
+    kept.release(match)
+    kept.release(match)
+    kept.check()
+    return match.rows.get("target", 0)
+
+
+def test_two_turns_of_a_conversation() -> None:
+    """Seed 002, section 1.5: 31 of 42 tokens are known."""
+    kept = cache()
+    turn = [151644, 8948, 198, 100, 101, 102, 151645, 198, 151644, 872, 198, 1, 2, 3, 151645, 198, 151644, 77091, 198]
+    insert(kept, turn)
+    full = [*turn, *range(200, 210), 151645, 198]
+    insert(kept, full)
+    second = [*full, 151644, 872, 198, 4, 5, 6, 151645, 198, 151644, 77091, 198]
+    match = kept.match(second)
+    assert (match.cache_hit, match.matched_tokens, match.prefill_start_pos, match.prefill_count) == (True, 31, 31, 11)
+    assert match.reuse_ratio == pytest.approx(31 / 42)
+    assert match.matched_prefix == full
+    assert kept.get_cached_tokens() == 31
+
+
+def test_an_incremental_prefill() -> None:
+    """Seed 002, section 5: 42 then 80 tokens, 69 of them known."""
+    kept = cache()
+    first = list(range(42))
+    assert kept.match(first).prefill_start_pos == 0
+    insert(kept, [*first, *range(100, 127)])
+    match = kept.match([*first, *range(100, 127), *range(500, 511)])
+    assert (match.matched_tokens, match.prefill_count) == (69, 11)
+
+
+def test_rates_of_the_worked_example() -> None:
+    """Seed 002, section 3.3. One token is always computed, so that what is reused is less than what is found."""
+    kept = cache()
+    first = [1, 2, 3, 4, 5, 10, 11, 12]
+    second = [*first, 20, 21, 22, 30, 31, 32]
+    for tokens in (first, second, second):
+        match = kept.match(tokens)
+        kept.note_reused(match.prefill_start_pos)
+        insert(kept, tokens)
+        kept.release(match)
+    stats = kept.get_stats()
+    assert (stats.total_requests, stats.cache_hits, stats.cache_misses) == (3, 2, 1)
+    assert (stats.total_tokens_processed, stats.tokens_matched, stats.tokens_reused) == (36, 22, 21)
+    assert stats.hit_rate == pytest.approx(2 / 3)
+    assert stats.match_rate == pytest.approx(22 / 36)
+    assert stats.reuse_rate == pytest.approx(21 / 36)
+    assert stats.to_json()["tokens_computed"] == 15
+
+
+def test_short_beginnings_are_no_hits() -> None:
+    kept = cache()
+    insert(kept, [1, 2, 3, 4, 5])
+    assert not kept.match([1, 2, 3, 9]).cache_hit
+    assert kept.match([1, 2, 3, 4]).cache_hit
+    assert insert(kept, [7, 8, 9]) == 0
+
+
+def test_it_evicts_what_is_old_and_unused_from_09_down_to_08() -> None:
+    kept = cache(320)
+    lines = [[100 * place + j for j in range(32)] for place in range(12)]
+    held = None
+    for place, tokens in enumerate(lines):
+        assert insert(kept, tokens) == 32
+        if place == 0:
+            held = kept.match(tokens)
+        kept.check()
+    assert held is not None
+    assert 0.5 < kept.get_usage_ratio() <= 0.9
+    assert kept.contains(lines[0])  # it is used
+    assert not kept.contains(lines[1])
+    assert kept.contains(lines[-1])
+    stats = kept.get_stats()
+    assert stats.eviction_count >= 1
+    assert stats.tokens_evicted == 12 * 32 - kept.get_cached_tokens()
+    kept.release(held)
+    assert kept.evict(0) == kept.get_tree_stats().tokens + stats_left(kept, stats.tokens_evicted)
+    assert kept.get_cached_tokens() == 0
+    kept.check()
+
+
+def stats_left(kept: PrefixCache, before: int) -> int:
+    return kept.get_stats().tokens_evicted - before
+
+
+def test_without_eviction_it_keeps_what_there_is_room_for() -> None:
+    kept = cache(4 * PAGE, enable_auto_eviction=False)
+    assert insert(kept, list(range(3 * PAGE))) == 3 * PAGE
+    assert insert(kept, list(range(1000, 1000 + 2 * PAGE))) == PAGE
+    assert insert(kept, list(range(2000, 2000 + PAGE))) == 0
+    assert check_rows(kept, list(range(1000, 1000 + 2 * PAGE))) == PAGE
+    assert kept.get_stats().inserts_refused == 2
+    assert kept.remove(list(range(3 * PAGE)))
+    assert not kept.remove(list(range(3 * PAGE)))
+    assert insert(kept, list(range(2000, 2000 + PAGE))) == PAGE
+
+
+def test_a_sequence_larger_than_the_pool_is_kept_as_far_as_it_fits() -> None:
+    kept = cache(4 * PAGE)
+    long = list(range(10 * PAGE))
+    assert insert(kept, long) == 4 * PAGE
+    assert check_rows(kept, long) == 4 * PAGE
+
+
+def test_rows_of_a_drafter_that_came_later_are_added() -> None:
+    kept = cache()
+    long = list(range(50))
+    insert(kept, long)
+    assert kept.match(long).rows == {"target": 50}
+    insert(kept, [*long[:40], 7, 7, 7], head=41)
+    match = kept.match(long)
+    assert match.rows == {"target": 50, "head": 40}
+    assert kept.match([*long[:40], 7, 7]).rows == {"target": 42, "head": 41}
+    check_rows(kept, long)
+    check_rows(kept, [*long[:40], 7, 7, 7])
+
+
+def test_budgets_that_cannot_be_are_refused() -> None:
+    with pytest.raises(RequestError, match="memory_bytes is 100; two pages of 16 tokens need"):
+        PrefixCache(SHAPES, PrefixCacheConfig(memory_bytes=100))
+    with pytest.raises(RequestError, match="eviction_target"):
+        PrefixCacheConfig(eviction_target=0.95)
+    with pytest.raises(RequestError, match="min_prefix_length is 0"):
+        PrefixCacheConfig(min_prefix_length=0)
+    small = PrefixCache(SHAPES, PrefixCacheConfig(memory_bytes=10 * PagePool.page_bytes(SHAPES)))
+    assert small.config.max_cached_tokens == 10 * PAGE
+
+
+LINE = st.lists(st.integers(0, 2), min_size=1, max_size=90)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lines=st.lists(st.tuples(LINE, st.integers(0, 90), st.booleans()), max_size=30), pages=st.integers(2, 14))
+def test_what_is_found_has_the_rows_that_were_kept(lines: list[tuple[list[int], int, bool]], pages: int) -> None:
+    kept = cache(pages * PAGE, min_prefix_length=1)
+    held = []
+    for tokens, head, hold in lines:
+        known = insert(kept, tokens, min(head, len(tokens)))
+        kept.check()
+        assert check_rows(kept, tokens) == known or known == 0
+        if hold:
+            held.append(kept.match(tokens))
+    for match in held:
+        for model, count in match.rows.items():
+            expected = rows_of(model, match.matched_prefix)
+            found, lead = np.full_like(expected, -1), int(model == "head")
+            kept.read(match, model, lead, count, ArenaRows(found[:, :, lead:], lead=lead))
+            np.testing.assert_array_equal(found[:, :, lead:count], expected[:, :, lead:count])
+        kept.release(match)
+    assert kept.in_use == 0
+    kept.clear()
+    kept.check()
+    assert kept.get_cached_tokens() == 0
+
+
+def test_100_000_operations_from_many_threads() -> None:
+    kept = cache(60 * PAGE, min_prefix_length=2)
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        draw = random.Random(seed)
+        try:
+            for step in range(12_500):
+                tokens = [draw.randrange(3) for _ in range(draw.randrange(1, 40))]
+                what = draw.random()
+                if what < 0.35:
+                    insert(kept, tokens, draw.randrange(len(tokens) + 1))
+                elif what < 0.9:
+                    match = kept.match(tokens)
+                    count = match.rows.get("target", 0)
+                    found = np.full((2, 1, len(tokens), 3), -1, np.float32)
+                    kept.read(match, "target", 0, count, ArenaRows(found))
+                    np.testing.assert_array_equal(found[:, :, :count], rows_of("target", tokens)[:, :, :count])
+                    kept.release(match)
+                elif what < 0.97:
+                    kept.remove(tokens)
+                else:
+                    kept.evict(draw.randrange(60 * PAGE))
+                if step % 100 == 0:
+                    kept.check()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[0]
+    kept.check()
+    assert kept.in_use == 0
+    kept.clear()
+    assert kept.get_cached_tokens() == 0

@@ -1,0 +1,178 @@
+"""The radix tree against a plain dictionary of all sequences that were inserted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from runtime.radix_tree import Match, Node, RadixTree, common_length
+
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
+
+
+class Copied:
+    """A value that says which tokens it covers, from the sequence's first on."""
+
+    def __init__(self, tokens: list[int], start: int) -> None:
+        self.tokens, self.start = tokens, start
+
+    def __len__(self) -> int:
+        return len(self.tokens) - self.start
+
+    def split(self, at: int) -> Copied:
+        upper = Copied(self.tokens[: self.start + at], self.start)
+        self.start += at
+        return upper
+
+
+def insert(tree: RadixTree[Copied], tokens: list[int]) -> Node[Copied]:
+    match = tree.find(tokens)
+    return tree.insert(match, tokens, Copied(tokens, match.length) if match.length < len(tokens) else None)
+
+
+def known(values: list[list[int]], tokens: list[int]) -> int:
+    return max((common_length(each, tokens) for each in values), default=0)
+
+
+@given(a=TOKENS, b=TOKENS)
+def test_the_common_length_is_that_of_a_loop(a: list[int], b: list[int]) -> None:
+    expected = 0
+    while expected < min(len(a), len(b)) and a[expected] == b[expected]:
+        expected += 1
+    assert common_length(a, b) == expected
+
+
+class AgainstADictionary(RuleBasedStateMachine):
+    """Inserts, looks up, holds, removes and evicts; `lines` has what is on the edges, `inserted` what was inserted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tree: RadixTree[Copied] = RadixTree()
+        self.inserted: dict[tuple[int, ...], int] = {}  # and when each was last used
+        self.held: list[tuple[Node[Copied], list[int]]] = []
+        self.clock = 0
+
+    @rule(tokens=TOKENS)
+    def insert(self, tokens: list[int]) -> None:
+        before = self.tree.tokens
+        new = len(tokens) - self.tree.find(tokens).length
+        node = insert(self.tree, tokens)
+        assert self.spelled(node) == tokens
+        assert self.tree.tokens == before + new
+        self.inserted[tuple(tokens)] = self.clock
+        self.tree.touch(self.tree.find(tokens))
+
+    @rule(tokens=TOKENS)
+    def look_up(self, tokens: list[int]) -> None:
+        match = self.tree.find(tokens)
+        lines = [self.spelled(node) for node in self.tree.walk()]
+        assert match.length == known(lines, tokens)
+        assert match.length >= known([list(each) for each in self.inserted], tokens)
+        covered: list[int] = []
+        for node in match.nodes:
+            assert node.value is not None
+            covered += node.value.tokens[node.value.start :]
+        assert covered[: match.length] == tokens[: match.length]
+
+    @rule(tokens=TOKENS)
+    def hold(self, tokens: list[int]) -> None:
+        match = self.tree.find(tokens)
+        if match.node is not None:
+            self.tree.hold(match.node)
+            self.held.append((match.node, tokens[: match.length]))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def let_go(self, data: Any) -> None:
+        node, _ = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        self.tree.let_go(node)
+
+    @rule(tokens=TOKENS)
+    def remove(self, tokens: list[int]) -> None:
+        before = self.tree.tokens
+        gone = self.tree.remove(tokens)
+        assert (gone is not None) == (tuple(tokens) in self.inserted)
+        assert self.tree.tokens == before - sum(map(len, gone or []))
+        self.inserted.pop(tuple(tokens), None)
+
+    @rule(most=st.integers(0, 20))
+    def evict(self, most: int) -> None:
+        before, dropped = self.tree.tokens, list[int]()
+        gone = self.tree.evict(lambda: self.tree.tokens <= most, lambda value: dropped.append(len(value)))
+        assert gone == sum(dropped) == before - self.tree.tokens
+        if self.tree.tokens > most:  # all that is left is used, or leads to what is
+            assert all(node.references for node in self.tree.walk())
+        lines = {tuple(self.spelled(node)) for node in self.tree.walk() if node.terminal}
+        self.inserted = {tokens: used for tokens, used in self.inserted.items() if tokens in lines}
+
+    def spelled(self, node: Node[Copied]) -> list[int]:
+        tokens: list[int] = []
+        each: Node[Copied] | None = node
+        while each is not None:
+            tokens = each.tokens + tokens
+            each = each.parent
+        return tokens
+
+    @invariant()
+    def holds_together(self) -> None:
+        self.tree.check()
+        assert {tuple(self.spelled(node)) for node in self.tree.walk() if node.terminal} == set(self.inserted)
+        for node, tokens in self.held:
+            assert node.references > 0
+            assert self.spelled(node)[: len(tokens)] == tokens
+            assert self.tree.find(tokens).length == len(tokens)
+
+
+TestAgainstADictionary = AgainstADictionary.TestCase
+TestAgainstADictionary.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+
+
+def test_the_worked_example_of_splits() -> None:
+    """Seed 002, section 2: three sequences, an edge split twice."""
+    tree: RadixTree[Copied] = RadixTree()
+    for tokens in ([1, 2, 3, 4, 5], [1, 2, 3, 6, 7], [1, 2, 8, 9, 10]):
+        insert(tree, tokens)
+    assert [line.split(" len")[0] for line in tree.dump().splitlines()] == [
+        "ROOT",
+        "  Edge[1,2]",
+        "    Edge[3]",
+        "      Edge[4,5]",
+        "      Edge[6,7]",
+        "    Edge[8,9,10]",
+    ]
+    assert [line.endswith(" *") for line in tree.dump().splitlines()] == [False, False, False, True, True, True]
+    assert tree.find([1, 2, 3, 4, 5, 6, 7]).length == 5
+    assert tree.find([1, 2, 3]).length == 3
+    assert tree.find([1, 2, 8, 9, 10, 100]).length == 5
+    stats = tree.stats
+    assert (stats.nodes, stats.terminals, stats.tokens, stats.depth) == (5, 3, 10, 3)
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    tree: RadixTree[Copied] = RadixTree()
+    for tokens in ([1, 1, 1], [2, 2, 2], [3, 3, 3]):
+        insert(tree, tokens)
+    tree.touch(tree.find([1, 1, 1]))
+    tree.evict(lambda: tree.tokens <= 3, lambda _: None)
+    assert [node.tokens for node in tree.walk()] == [[1, 1, 1]]
+
+
+def test_a_lower_part_that_is_let_go_lets_go_of_the_upper_one() -> None:
+    tree: RadixTree[Copied] = RadixTree()
+    node = insert(tree, [1, 2, 3, 4])
+    tree.hold(node)
+    insert(tree, [1, 2, 5])
+    assert [each.references for each in tree.find([1, 2, 3, 4]).nodes] == [1, 1]
+    tree.let_go(node)
+    assert all(each.references == 0 for each in tree.walk())
+    with pytest.raises(AssertionError, match="more often"):
+        tree.let_go(node)
+
+
+def test_an_empty_tree_matches_nothing() -> None:
+    match: Match[Copied] = RadixTree[Copied]().find([1, 2])
+    assert (match.length, match.node) == (0, None)
