@@ -3,6 +3,8 @@
 from runtime.beam_search import BeamResult
 from runtime.branch_stream import BranchSpan, BranchStats, BranchStream
 from runtime.generation import FinishReason, Generation, GenerationStream, Span
+from runtime.prefix_cache import PrefixCache, PrefixCacheConfig
+from runtime.prefix_stats import PrefixCacheStats
 from runtime.runtime import Runtime
 from runtime.session import Session
 from runtime.stats import Stats
@@ -15,6 +17,9 @@ __all__ = [
     "FinishReason",
     "Generation",
     "GenerationStream",
+    "PrefixCache",
+    "PrefixCacheConfig",
+    "PrefixCacheStats",
     "Runtime",
     "Session",
     "Span",

@@ -24,12 +24,16 @@ _LOG = logging.getLogger("outrider")
 
 @dataclass(frozen=True)
 class Assembly:
-    """Programs and drafters by name, in the plan's order, on one set of buffers. `on_host` names host drafters."""
+    """Programs and drafters by name, in the plan's order, on one set of buffers.
+
+    `by_engine` has the drafters with an arena, those included that stand behind another; `on_host` names host drafters.
+    """
 
     buffers: Buffers
     step: TargetStep
     programs: dict[str, Program]
     drafters: dict[str, Drafter]
+    by_engine: dict[str, EngineDrafter]
     draft_steps: dict[str, DraftStep]
     on_host: frozenset[str]
 
@@ -74,4 +78,4 @@ def assemble(manifest: Manifest, plan: TargetPlan, backend: Backend, engines: Ma
         with buffers.exchange.recording():
             rounds = rehearse(manifest.target.context, steps, drafters, programs)
         _LOG.info("rehearsed %d rounds in %.1f s", rounds, perf_counter() - started)
-    return Assembly(buffers, step, programs, drafters, own, frozenset(host))
+    return Assembly(buffers, step, programs, drafters, by_engine, own, frozenset(host))

@@ -11,7 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
+from plans import names
+from plans.check import buffer_shape
 from plans.errors import RequestError
+from plans.manifest import TargetPlan
 from runtime.arena_rows import Rows
 from runtime.page_pool import PAGE, PagePool, PageRun, RowShape
 from runtime.prefix_stats import PrefixCacheStats
@@ -283,6 +286,16 @@ class PrefixCache:
         """References that are held, for tests: 0 when no sequence runs."""
         with self._lock:
             return sum(node.references for node in self._tree.root.children.values())
+
+
+def row_shapes(plan: TargetPlan) -> dict[str, RowShape]:
+    """What the rows of each model of a plan are, by the arenas that its sessions have."""
+    shapes, ending = {}, f".{names.KV}"
+    for buffer in plan.buffers:
+        if buffer.name.endswith(ending):
+            planes, _, heads, _, size = buffer_shape(plan, buffer)
+            shapes[buffer.name.removesuffix(ending)] = RowShape(planes, heads, size, buffer.dtype.numpy)
+    return shapes
 
 
 def _runs(found: Match[PageRun]) -> list[tuple[int, PageRun]]:

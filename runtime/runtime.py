@@ -19,7 +19,9 @@ from runtime.branch_request import MODES, BranchPrompt, BranchRequest, Mode, che
 from runtime.branch_run import BranchRunner
 from runtime.branch_stream import BranchSpan, BranchStats, BranchStream
 from runtime.generation import Generation, GenerationStream, Span
+from runtime.prefix_cache import PrefixCache, PrefixCacheConfig, row_shapes
 from runtime.prompt import prepare_prompt
+from runtime.radix_tree import common_length
 from runtime.request import Options, check_options
 from runtime.session import Session
 from runtime.tokenizer import Tokenizer
@@ -44,7 +46,9 @@ class Runtime:
     Safe to use from several threads. `Runtime.load` is the way to make one.
     """
 
-    def __init__(self, plan: Plan, chosen: Chosen, settings: Settings) -> None:
+    def __init__(
+        self, plan: Plan, chosen: Chosen, settings: Settings, prefix_cache: PrefixCacheConfig | None = None
+    ) -> None:
         self._plan, self.target, self.passed_over = plan, chosen.target, chosen.passed_over
         self._target_plan = plan.manifest.targets[self.target]
         self._backend = backend = BACKENDS[self.target].make(self._target_plan, settings)
@@ -53,6 +57,9 @@ class Runtime:
         }
         text = plan.manifest.text
         self.tokenizer = Tokenizer.load(plan.root / "tokenizer", bos_token=text.bos_token, eos_token=text.eos_token)
+        self.prefix_cache = None
+        if prefix_cache is not None:
+            self.prefix_cache = PrefixCache(row_shapes(self._target_plan), prefix_cache)
         self._idle_runners: dict[Mode, deque[BranchRunner]] = {mode: deque(maxlen=1) for mode in MODES}
         # The first session resolves every program, so that a wrong plan is found here and not at the first prompt.
         self._idle = deque([self.session()], maxlen=MAX_IDLE)  # a deque needs no lock, not even in a finaliser
@@ -66,17 +73,19 @@ class Runtime:
         threads: int = 0,
         verify: bool = True,
         cuda_graphs: bool = True,
+        prefix_cache: PrefixCacheConfig | None = None,
     ) -> Runtime:
         """Open the plan folder `plan` and load its engines for `target` (default: the best this machine drives).
 
         `threads` are those of the target and of large drafters; 0 lets the backend choose. `verify=False` skips the
         sha256 of the files (sizes are still checked). On a GPU every session first records the rounds that it will
-        come to, a few seconds; without `cuda_graphs` it launches them kernel by kernel. Raises `PlanError`, and
-        `RequestError` for a wrong number of threads.
+        come to, a few seconds; without `cuda_graphs` it launches them kernel by kernel. With `prefix_cache`, all
+        sessions and one-off generations find what was computed of earlier sequences (on the CPU; its memory is taken
+        here). Raises `PlanError`, and `RequestError` for a wrong number of threads or a cache that cannot be.
         """
         check_threads(threads)
         opened = open_plan(Path(plan), verify=verify)
-        return cls(opened, choose_target(opened.manifest.targets, target), Settings(threads, cuda_graphs))
+        return cls(opened, choose_target(opened.manifest.targets, target), Settings(threads, cuda_graphs), prefix_cache)
 
     @property
     def manifest(self) -> Manifest:
@@ -84,7 +93,8 @@ class Runtime:
 
     def session(self) -> Session:
         """A new, empty sequence with buffers of its own."""
-        return Session(self.manifest, self._target_plan, self._backend, self._engines, self.tokenizer)
+        plan, backend, engines = self._target_plan, self._backend, self._engines
+        return Session(self.manifest, plan, backend, engines, self.tokenizer, self.prefix_cache)
 
     def generate(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Generation:
         """Generate from `prompt` (text or token ids) on a sequence of its own. Raises RequestError."""
@@ -174,8 +184,8 @@ class Runtime:
             return beam_search(session, prompt, **options)
 
     def _run(self, ids: list[int], options: Options) -> Generator[Span, None, Generation]:
-        with self._idle_session() as session:
-            inner = session.stream(ids, **options)
+        with self._idle_session(ids) as session:
+            inner = session.stream(ids, whole=True, **options)
             try:
                 yield from inner
                 return inner.result
@@ -183,14 +193,26 @@ class Runtime:
                 inner.close()
 
     @contextmanager
-    def _idle_session(self) -> Iterator[Session]:
-        """An empty session, kept afterwards, so that one-off generations do not allocate an arena each."""
+    def _idle_session(self, ids: Sequence[int] = ()) -> Iterator[Session]:
+        """A session that was used before, so that one-off generations do not allocate an arena each.
+
+        It is empty; with a prefix cache it may have a sequence, of those that are idle the one most like `ids`.
+        """
         try:
-            session = self._idle.pop()
-        except IndexError:
+            session = self._idle.pop() if self.prefix_cache is None else self._most_alike(ids)
+        except (IndexError, ValueError):  # ValueError: another thread has taken it meanwhile
             session = self.session()
         try:
             yield session
         finally:
-            session.reset()
+            if self.prefix_cache is None or not ids:
+                session.reset()
             self._idle.append(session)  # the oldest idle one goes where there are too many
+
+    def _most_alike(self, ids: Sequence[int]) -> Session:
+        idle = list(self._idle)
+        session = idle[max(range(len(idle)), key=lambda place: (common_length(idle[place].token_ids, ids), place))]
+        self._idle.remove(session)
+        if not ids:
+            session.reset()
+        return session

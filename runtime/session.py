@@ -28,10 +28,12 @@ from runtime.drafters import Drafter
 from runtime.exclusive import Exclusive
 from runtime.gate import Gate
 from runtime.generation import FinishReason, Generation, GenerationStream, GrowingGeneration, Span
+from runtime.prefix_cache import PrefixCache
 from runtime.program import Program
 from runtime.prompt import Prompt, prepare_prompt
 from runtime.request import Options, Request, check_options
 from runtime.sampling import SamplingParams, likeliest, logprobs
+from runtime.session_memory import SessionMemory
 from runtime.stats import StageClock, Stats
 from runtime.text_stream import TextStream
 from runtime.tokenizer import Tokenizer
@@ -53,6 +55,7 @@ class Session:
         backend: Backend,
         engines: Mapping[str, LoadedEngine],
         tokenizer: Tokenizer,
+        cache: PrefixCache | None = None,
     ) -> None:
         self._manifest, self._tokenizer, self._geometry = manifest, tokenizer, manifest.target
         self._limits = plan.symbols[names.TARGET]
@@ -65,6 +68,7 @@ class Session:
         )
         self._host_drafters = parts.on_host
         self._slots = SlotMap(names.TARGET, self._buffers, self._step)
+        self._memory = None if cache is None else SessionMemory(cache, self._buffers, self._slots, parts.by_engine)
         # By rejection, which draws decide depends on what was drafted: tokens must not depend on the clock.
         self._gated = {d.name for d in manifest.drafters if not rejects([d])}
         self._gates: dict[str, tuple[SamplingParams, Gate]] = {}
@@ -216,10 +220,14 @@ class Session:
             generation = GrowingGeneration(request, prepared.text, stats)
             self._buffers.set_sampling(_BRANCH, request.sampling)
             drafter, gate = self._drafters.get(request.drafter or ""), self._gate(request)
+            if self._memory is not None:
+                stats.cached_tokens = self._memory.recall(self._tokens)
             drafting = None if gate is not None and gate.resting else drafter
             if drafting is not None:
                 self._slots.truncate(drafting.resume(self._tokens, self._slots.length, self._passes))
             stats.reused_tokens = self._slots.length
+            if self._memory is not None:
+                self._memory.note_reused(stats.reused_tokens)
             end = min(self._geometry.context, len(self._tokens) + request.max_new_tokens)
             if not self._prefill(request, drafting, stats):
                 generation.finish_reason = FinishReason.CANCELLED
@@ -231,14 +239,23 @@ class Session:
                 if stats.rounds == 1:
                     stats.ttft_ms, stats.first_span = (perf_counter() - started) * 1000, stats.new_tokens
                 handed_over = perf_counter()
-                yield span
+                try:
+                    yield span
+                except GeneratorExit:
+                    self._keep()
+                    raise
                 started += perf_counter() - handed_over  # the caller's time is not ours
+            self._keep()
             rest = generation.finish()
             stats.total_ms = (perf_counter() - started) * 1000
             clock.fill(stats)
             if rest.text:
                 yield rest
             return generation.result()
+
+    def _keep(self) -> None:
+        if self._memory is not None:
+            self._memory.keep(self._tokens)
 
     def _place(self, ids: list[int], whole: bool) -> None:
         """Make the sequence what is to be continued; at least the tip stays without a row."""

@@ -19,6 +19,7 @@ class Stats:
 
     prompt_tokens: int = 0
     reused_tokens: int = 0  # of the sequence so far, not computed again
+    cached_tokens: int = 0  # of those, copied from the prefix cache
     new_tokens: int = 0
     prefill_passes: int = 0
     rounds: int = 0

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from plans import names
 from plans.manifest import Geometry, GraphDrafter
 from runtime.arena import SlotMap
+from runtime.arena_rows import ArenaRows
 from runtime.buffers import Buffers
 from runtime.program import Program
 from runtime.step import DraftStep, TargetStep
@@ -44,6 +45,7 @@ class EngineDrafter:
         self._slots = SlotMap(settings.name, buffers, step)
         self._room = geometry.context
         self._paired = settings.kind == "eagle3"
+        self.rows = ArenaRows(buffers.of(settings.name, names.KV)[:, 0], lead=int(self._paired))  # by tokens
         self._tree_rows = None if compact is None else _TreeRows(settings.name, buffers, step, compact)
         self.scores: NDArray[np.float32] = buffers.of(settings.name, names.TREE_SCORE)
         rejected = settings.acceptance == "rejection"
@@ -53,6 +55,15 @@ class EngineDrafter:
         self._first, self._rows = 0, np.zeros(0, np.int64)
         self._passes = 0
         self._drafting = False
+
+    @property
+    def known(self) -> int:
+        """Leading tokens of the sequence that have rows; a head's first row is the second token's."""
+        return self._slots.length + self._paired if self._slots.length else 0
+
+    def restore(self, known: int) -> None:
+        """Rows of so many leading tokens have been copied to its arena."""
+        self._slots.restore(known - self._paired, BRANCH)
 
     def rounds(self, length: int, step: TargetStep) -> Iterator[tuple[str, tuple[str, ...]]]:
         end, models = length - self._paired, (names.TARGET, self._name)

@@ -1,0 +1,59 @@
+"""A session and the prefix cache: what is known of its sequence is copied in, what it has computed is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from plans import names
+from plans.errors import RequestError
+from runtime.arena import SlotMap
+from runtime.arena_rows import ArenaRows
+from runtime.buffers import Buffers
+from runtime.drafters.graph import BRANCH, EngineDrafter
+from runtime.prefix_cache import PrefixCache
+
+
+class SessionMemory:
+    """Rows of a session's target and of its drafters with an arena, whoever of these was asked."""
+
+    def __init__(
+        self, cache: PrefixCache, buffers: Buffers, slots: SlotMap, drafters: Mapping[str, EngineDrafter]
+    ) -> None:
+        """Raises RequestError where rows lie on a device."""
+        if buffers.exchange is not None:
+            raise RequestError(
+                "A prefix cache keeps rows in the host's memory, and this execution target has them on a device; load "
+                "the plan without prefix_cache."
+            )
+        self._cache, self._slots, self._drafters = cache, slots, drafters
+        self._rows = ArenaRows(buffers.of(names.TARGET, names.KV)[:, 0])
+
+    def recall(self, tokens: Sequence[int]) -> int:
+        """Copy in the rows that the sequence `tokens` lacks, but for its tip's; how many there were of the target.
+
+        What is in the arena already stays where it is.
+        """
+        match = self._cache.match(tokens)
+        try:
+            had, rows = self._slots.length, min(match.rows.get(names.TARGET, 0), len(tokens) - 1)
+            if rows > had:
+                self._cache.read(match, names.TARGET, had, rows, self._rows)
+                self._slots.restore(rows, BRANCH)
+            for name, drafter in self._drafters.items():
+                known = min(match.rows.get(name, 0), len(tokens) - 1)
+                if known > drafter.known:
+                    self._cache.read(match, name, drafter.known, known, drafter.rows)
+                    drafter.restore(known)
+        finally:
+            self._cache.release(match)
+        return max(0, rows - had)
+
+    def note_reused(self, tokens: int) -> None:
+        """So many tokens of the sequence that was recalled are not computed again."""
+        self._cache.note_reused(tokens)
+
+    def keep(self, tokens: Sequence[int]) -> None:
+        """Insert what the sequence has rows of."""
+        rows = {name: (drafter.known, drafter.rows) for name, drafter in self._drafters.items()}
+        length = self._slots.length
+        self._cache.insert(tokens[:length], {names.TARGET: (length, self._rows), **rows})
