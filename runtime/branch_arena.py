@@ -10,7 +10,7 @@ of the step, and its slots to those of the longest row. Padding belongs to nobod
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,6 +87,12 @@ class BranchArena:
             room -= chunk
         return sum(ends) <= room if self._pooled else max(ends) <= room
 
+    def width(self, branches: Collection[int]) -> int:
+        """Most tokens that each row may add in a step of these branches: a rectangle of them is all that a step has."""
+        if self.alignment is None or not branches:
+            return self._step.most
+        return self._step.most // (1 + max(map(self.row_of, branches)))
+
     def fit(self, chains: Mapping[int, int], nodes: Mapping[int, int]) -> dict[int, int]:
         """How many of the nodes drafted for each branch there is room for, behind chains of all branches."""
         view = self._step.largest_view
@@ -98,9 +104,11 @@ class BranchArena:
                 left -= fitting[branch]
             return fitting
         longest = self.length if self.alignment is not None else 0
+        width = self.width(chains)
         return {
-            branch: max(0, min(count, view - max(longest, self._maps[branch].length) - chains[branch]))
+            branch: max(0, min(count, view - max(longest, self._maps[branch].length) - chain, width - chain))
             for branch, count in nodes.items()
+            for chain in (chains[branch],)
         }
 
     def begin(self, tokens: Mapping[int, int]) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plans import names
+from plans.errors import RequestError
 from plans.manifest import GraphDrafter, Manifest, TargetPlan
 from runtime.assembly import assemble
 from runtime.backends.base import Backend, LoadedEngine
@@ -204,7 +205,10 @@ class BranchRunner:
                 if (constraint := each.asked.request.constraint) is not None:
                     logits = self._buffers.rows(names.TARGET, names.LOGITS_OUT, first, first + 1)[0]
                     position = int(self._step.positions[branch.root])
-                    chosen = [constraint.choose(logits, position, each.asked.request.sampling)]
+                    try:
+                        chosen = [constraint.choose(logits, position, each.asked.request.sampling)]
+                    except RequestError as error:
+                        raise RequestError(f"Branch {each.place}: {error}") from None
                     constraint.advance(chosen[0])
                 span, stay = each.generation.take(chosen, drafted, count - 1, len(chosen) == room)
                 self._note(each, span, mine, first)

@@ -125,8 +125,9 @@ class BranchState:
         how many nodes each has: as many as were drafted, or as there is room for.
         """
         chains: dict[int, int] = {}
+        width = self._arena.width(self.live)
         for number in sorted(self.live):
-            chains[number] = min(len(self.live[number].pending), chunk)
+            chains[number] = min(len(self.live[number].pending), chunk, width)
             chunk = max(1, chunk - chains[number] + 1)
         self._arena.make_room(sum(chains.values()) + sum(map(len, drafts.values())))
         whole = [number for number, count in chains.items() if count == len(self.live[number].pending)]

@@ -21,7 +21,7 @@ from runtime.grammar import Grammar, Piece, choice, literal, one_of, repeat, seq
 PLAN, DIRECT, END = "[PLAN]", "[DIRECT]", "[END]"
 MOST_POINTS = 16
 _LINE = re.compile(r"(\d{1,3})\.<(\d{1,6})><([^<>\n]*)>\[(-|\d{1,3}(?:,\d{1,3})*)\](.*\S)\s*")
-_PRINTED = [byte for byte in range(0x20, 0x100) if byte != 0x7F]
+_PRINTED = range(0x20, 0x7F)
 
 
 class OutlineError(OutriderError):
@@ -61,7 +61,7 @@ def parse_outline(text: str) -> Outline:
         return Outline(text, direct=(direct if marker else text).partition(END)[0].strip())
     body, ended, _ = rest.partition(END)
     points: dict[int, Point] = {}
-    for line in body.splitlines():
+    for line in body.split("\n"):
         match = _LINE.fullmatch(line.strip())
         if match is None:
             continue
@@ -81,7 +81,9 @@ def parse_outline(text: str) -> Outline:
 def outline_grammar(tools: Sequence[str] = (), most: int = MOST_POINTS, *, direct: bool = True) -> Grammar:
     """The form of an outline of at most `most` points, numbered from 1, with these tools; or of a `direct` answer."""
     digits = one_of(b"0123456789")
-    title = sequence(one_of(byte for byte in _PRINTED if byte != 0x20), repeat(one_of(_PRINTED)))
+    character = choice(one_of(_PRINTED), *_beyond_ascii(_SEQUENCES))
+    opening = choice(one_of(byte for byte in _PRINTED if chr(byte) not in " ["), *_beyond_ascii(_PRINTED_SEQUENCES))
+    title = sequence(opening, repeat(character))
     tool = choice(*(literal(name) for name in ("None", *tools)))
     points: Piece | None = None
     for number in range(most, 0, -1):
@@ -98,4 +100,37 @@ def outline_grammar(tools: Sequence[str] = (), most: int = MOST_POINTS, *, direc
     plan = sequence(literal(f"{PLAN}\n"), points, literal(END))
     if not direct:
         return Grammar(plan)
-    return Grammar(choice(plan, sequence(literal(f"{DIRECT}\n"), repeat(one_of([0x09, 0x0A, *_PRINTED])))))
+    return Grammar(choice(plan, sequence(literal(f"{DIRECT}\n"), repeat(choice(one_of(b"\t\n"), character)))))
+
+
+# Lead bytes, the bytes that may come second, and how many more follow: Unicode table 3-7.
+_SEQUENCES = (
+    (0xC2, 0xDF, (0x80, 0xBF), 0),
+    (0xE0, 0xE0, (0xA0, 0xBF), 1),
+    (0xE1, 0xEC, (0x80, 0xBF), 1),
+    (0xED, 0xED, (0x80, 0x9F), 1),
+    (0xEE, 0xEF, (0x80, 0xBF), 1),
+    (0xF0, 0xF0, (0x90, 0xBF), 2),
+    (0xF1, 0xF3, (0x80, 0xBF), 2),
+    (0xF4, 0xF4, (0x80, 0x8F), 2),
+)
+# The same without those that white space is among.
+_PRINTED_SEQUENCES = (
+    (0xC2, 0xC2, (0xA1, 0xBF), 0),
+    (0xC3, 0xDF, (0x80, 0xBF), 0),
+    (0xE0, 0xE0, (0xA0, 0xBF), 1),
+    (0xE1, 0xE1, (0x80, 0x99), 1),
+    (0xE1, 0xE1, (0x9B, 0xBF), 1),
+    (0xE2, 0xE3, (0x82, 0xBF), 1),
+    (0xE4, 0xEC, (0x80, 0xBF), 1),
+    *_SEQUENCES[3:],
+)
+
+
+def _beyond_ascii(sequences: Sequence[tuple[int, int, tuple[int, int], int]]) -> list[Piece]:
+    """Characters of UTF-8, as well-formed byte sequences."""
+    rest = one_of(range(0x80, 0xC0))
+    return [
+        sequence(one_of(range(low, high + 1)), one_of(range(second[0], second[1] + 1)), *[rest] * more)
+        for low, high, second, more in sequences
+    ]

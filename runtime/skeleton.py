@@ -106,7 +106,7 @@ class Skeleton:
         }
         branch = {"prompt": prefix[-1:], **own}
         first = next((drafter.name for drafter in runtime.manifest.drafters), "none")
-        keep_for = [options.get("drafter", first)]
+        keep_for = [options.get("drafter") or first]
         planning = runtime.stream_branches(
             prefix[:-1], [branch], mode=mode, max_parallel=max_parallel, keep_for=keep_for, **options
         )
@@ -118,7 +118,8 @@ class Skeleton:
         points = answer.outline.points
         if points:
             branches = [self._branch(prefix[-1:], answer.outline, point) for point in points]
-            ended = cast(Options, {"stop": [END], **options})
+            stop = options.get("stop") or ()
+            ended = cast(Options, {**options, "stop": [*([stop] if isinstance(stop, str) else stop), END]})
             writing = runtime.stream_branches(prefix[:-1], branches, mode=mode, max_parallel=max_parallel, **ended)
             for each in writing:
                 yield Said(each.branch, each.span.text, each.result is not None)

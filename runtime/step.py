@@ -95,6 +95,7 @@ class Step:
     def append_padding(self, count: int, row: int) -> None:
         """Lay out tokens of nobody, which see and are seen by none but themselves."""
         n = self.sizes[_NEW]
+        assert n + count <= self.most, "a rectangle larger than a step"
         for column, value in ((self.token_ids, 0), (self.positions, 0), (self.parent, -1), (self.branch, NOBODY)):
             column[n : n + count] = value
         self._row = row

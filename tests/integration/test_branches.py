@@ -15,13 +15,15 @@ from hypothesis import strategies as st
 from plans.errors import RequestError
 from runtime import Runtime, branch_arena
 from runtime import runtime as runtime_module
-from runtime.arena import EMPTY
+from runtime.arena import EMPTY, SHARED
 from runtime.branch_arena import BranchArena
 from runtime.branch_request import MODES
 from runtime.branch_run import BranchRunner
 from runtime.branch_stream import BranchStats
 from runtime.branches import BranchState
+from runtime.constraint import Constraint, Vocabulary
 from runtime.drafters.branches import EngineBranches
+from runtime.grammar import Grammar, one_of, repeat
 from runtime.program import Program
 
 DRAFTERS = ["none", "ngram", "short", "chain", "bushy", "head", "mixed"]
@@ -334,24 +336,78 @@ def test_spans_joined_are_the_text_and_a_cancelled_branch_leaves_the_others(bran
         assert results[place].token_ids == expected.token_ids
 
 
-def test_nothing_of_others_is_read(branching, monkeypatch) -> None:
-    """Rows of all other branches are overwritten with large finite garbage before every pass."""
-    prefix, branches = [3, 1, 4], [[1, 5], [9, 2, 6], [5]]
-    expected = branching.generate_branches(prefix, branches, max_new_tokens=16, ignore_eos=True)
-    for place in range(3):
-        original = BranchState.prepare_inputs
+def poison(monkeypatch: pytest.MonkeyPatch, spared: list[int] | None) -> None:
+    """From now on no slot holds anything of use when a step begins, of any model, but those that it may read.
 
-        def poisoned(self: BranchState, *arguments: Any, place: int = place, original: Any = original) -> Any:
-            owners = self._arena._maps[0].owners
-            number = next((n for n, branch in self.live.items() if branch.tokens[0] == branches[place][0]), None)
-            others = np.flatnonzero((owners >= 0) & (owners != number) | (owners == EMPTY))
-            self._arena._buffers.of("target", "kv")[:, :, :, others] = 1e30
-            return original(self, *arguments)
+    Those are the prefix's, and of all live branches; with `spared`, of the one alone whose tokens begin with these.
+    """
+    original = BranchArena.begin
+    states: list[BranchState] = []
+    prepare = BranchState.prepare_inputs
 
+    def noted(self: BranchState, *arguments: Any) -> Any:
+        states[:] = [self]
+        return prepare(self, *arguments)
+
+    def begin(self: BranchArena, tokens: Any) -> None:
+        original(self, tokens)
+        kv, live = self._buffers.of(self._model, "kv"), states[0].live if states else {}
+        mine = [n for n, each in live.items() if spared is None or each.tokens[: len(spared)] == spared]
+        for row, slots in enumerate(self._maps):
+            others = ~np.isin(slots.owners, [*mine, SHARED])
+            kv[:, row][:, :, np.flatnonzero(others)] = 1e30
+            kv[:, row][:, :, slots.length :] = -1e30
+
+    monkeypatch.setattr(BranchState, "prepare_inputs", noted)
+    monkeypatch.setattr(BranchArena, "begin", begin)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_of_others_is_read(branching, mode, monkeypatch) -> None:
+    """Neither what is dead or behind the last row, nor rows of live branches: large finite garbage, equal bits."""
+    prefix = [3, 1, 4] * 5
+    branches = [
+        {"prompt": [20 + i, 5], "max_new_tokens": 4 + 5 * i, "drafter": drafter, "logprobs": 3, "temperature": 0.8}
+        for i, drafter in enumerate(DRAFTERS)
+    ]
+
+    def run() -> list[Any]:
+        branching._idle_runners[mode].clear()  # the prefix is computed again
+        return branching.generate_branches(prefix, branches, mode=mode, max_parallel=4, ignore_eos=True)
+
+    expected = run()
+    with monkeypatch.context() as patch:
+        poison(patch, None)
+        for found, clean in zip(run(), expected, strict=True):
+            assert (found.token_ids, found.logprobs) == (clean.token_ids, clean.logprobs)
+            assert (found.stats.accepted, found.stats.drafted) == (clean.stats.accepted, clean.stats.drafted)
+    for place, branch in enumerate(branches):
         with monkeypatch.context() as patch:
-            patch.setattr(BranchState, "prepare_inputs", poisoned)
-            found = branching.generate_branches(prefix, branches, max_new_tokens=16, ignore_eos=True)
-        assert found[place].token_ids == expected[place].token_ids
+            poison(patch, branch["prompt"])
+            found = run()[place]
+        assert (found.token_ids, found.logprobs) == (expected[place].token_ids, expected[place].logprobs)
+    branching._idle_runners[mode].clear()
+
+
+def test_a_rectangle_never_exceeds_a_step(rectangular, branching) -> None:
+    """Sixteen rows of long beginnings: each is padded to the longest, so that fewer tokens go in at once."""
+    branches = [{"prompt": [7 + i] * (14 - i % 3), "max_new_tokens": 6} for i in range(16)]
+    for drafter in ("none", "ngram", "bushy"):
+        options = {"mode": "batching", "drafter": drafter, "ignore_eos": True}
+        for place, found in enumerate(rectangular.generate_branches([5] * 16, branches, **options)):
+            expected = alone(branching, [5] * 16, branches[place], place, drafter=drafter, ignore_eos=True)
+            assert found.token_ids == expected.token_ids
+
+
+def test_a_branch_whose_form_cannot_go_on_is_named(branching, monkeypatch) -> None:
+    def fails(*_: Any) -> int:
+        raise RequestError("There is no token.")
+
+    monkeypatch.setattr(Constraint, "choose", fails)
+    grammar = Grammar(repeat(one_of(range(0x20, 0x7F))))
+    vocabulary = Vocabulary(grammar, branching.tokenizer, branching.manifest.target.vocab_size, [0])
+    with pytest.raises(RequestError, match="Branch 1: There is no token"):
+        branching.generate_branches([5], [[6], {"prompt": [7], "constraint": Constraint(vocabulary)}])
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,28 @@ def test_it_is_what_one_would_do_by_hand(runtime: Runtime, drafter: str, mode: s
         assert answer.stats.prefill_passes == 0
 
 
+def test_stops_of_a_caller_are_added_to_the_end_of_a_point(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is a text, a list, an empty one as of the command, or nothing."""
+    stops: list[object] = []
+    original = Runtime.stream_branches
+
+    def noted(self: Runtime, *arguments: object, **options: object) -> object:
+        stops.append(options.get("stop"))
+        return original(self, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Runtime, "stream_branches", noted)
+    settings = Settings(most_points=3, direct=False, outline_tokens=40, branch=BRANCH)
+    for given, expected in (("zz", ["zz", END]), (["a", "b"], ["a", "b", END]), ([], [END]), (None, [END])):
+        options = {} if given is None else {"stop": given}
+        for seed in range(20):
+            answer = Skeleton(runtime, settings).answer(
+                QUESTION, seed=seed, temperature=1.0, max_new_tokens=5, **options
+            )
+            if answer.points:
+                break
+        assert stops[-1] == expected
+
+
 def test_the_command_prints_outline_and_points(branch_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["skeleton", str(branch_plan), "--question", QUESTION, "--max-new-tokens", "10", "--ignore-eos"]
     arguments += ["--temperature", "1", "--seed", "3", "--threads", "1"]

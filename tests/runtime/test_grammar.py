@@ -133,3 +133,33 @@ def test_the_form_of_an_outline_takes_outlines_alone() -> None:
         "plain",
     ):
         assert not takes(wrong)
+
+
+@pytest.mark.parametrize(
+    ("title", "there"),
+    [
+        ("a title", True),
+        ("caf\u00e9 \u2028 \u0085 x", True),  # lines end at "\n" alone
+        ("x[1] y", True),
+        ("\u00e9t\u00e9", True),
+        ("\u8bfb\u53d6", True),
+        ("\u00a0", False),
+        ("\u2003x", False),
+        ("\u3000x", False),
+        ("[END]", False),
+        (" a", False),
+    ],
+)
+def test_a_title_that_the_form_lets_through_is_read(title: str, there: bool) -> None:
+    grammar = outline_grammar((), most=2)
+    text = f"[PLAN]\n1.<10><None>[-]{title}\n[END]"
+    state = grammar.follow(0, text.encode())
+    assert (state >= 0) == there
+    if there:
+        assert [point.title for point in parse_outline(text).points] == [title]
+
+
+@pytest.mark.parametrize("bad", [b"\xff", b"\xc3(", b"\xe2\x80(", b"\xc0\x80", b"\xed\xa0\x80"])
+def test_a_title_is_well_formed_utf8(bad: bytes) -> None:
+    grammar = outline_grammar((), most=2)
+    assert grammar.follow(0, b"[PLAN]\n1.<10><None>[-]a" + bad) == DEAD
