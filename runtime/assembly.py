@@ -1,4 +1,4 @@
-"""What one session runs on: buffers, steps, programs and drafters, put together as the plan says."""
+"""What sessions share, and what one runs on: buffers, steps, programs and drafters, put together as the plan says."""
 
 from __future__ import annotations
 
@@ -18,8 +18,20 @@ from runtime.program import Program
 from runtime.rehearsal import rehearse
 from runtime.sampling import SamplingParams
 from runtime.step import DraftStep, Step, TargetStep
+from runtime.tokenizer import Tokenizer
 
 _LOG = logging.getLogger("outrider")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A plan in memory for one execution target: what all of its sessions share."""
+
+    manifest: Manifest
+    plan: TargetPlan
+    backend: Backend
+    engines: Mapping[str, LoadedEngine]
+    tokenizer: Tokenizer
 
 
 @dataclass(frozen=True)
@@ -38,9 +50,10 @@ class Assembly:
     on_host: frozenset[str]
 
 
-def assemble(manifest: Manifest, plan: TargetPlan, backend: Backend, engines: Mapping[str, LoadedEngine]) -> Assembly:
+def assemble(loaded: Loaded) -> Assembly:
     """Allocate and resolve everything; where a device records, all rounds are rehearsed. Raises `PlanError`."""
-    buffers = backend.buffers(plan)
+    manifest, plan, engines = loaded.manifest, loaded.plan, loaded.engines
+    buffers = loaded.backend.buffers(plan)
     limits, buckets = plan.symbols, plan.buckets
     step = TargetStep(buffers, manifest.target, limits[names.TARGET], buckets.get(names.TARGET))
     steps: dict[str, Step] = {names.TARGET: step}

@@ -7,7 +7,7 @@ those that have just come. Each has the tokens that it would have alone, by its 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from plans import names
 from plans.errors import RequestError
-from plans.manifest import GraphDrafter, Manifest, TargetPlan
-from runtime.assembly import assemble
-from runtime.backends.base import Backend, LoadedEngine
+from plans.manifest import GraphDrafter
+from runtime.assembly import Loaded, assemble
 from runtime.branch_arena import BranchArena
 from runtime.branch_drafting import Asking, BranchDrafting
 from runtime.branch_request import BranchRequest, Mode
@@ -29,7 +28,6 @@ from runtime.generation import FinishReason, GrowingGeneration, Span
 from runtime.sampling import likeliest, logprobs
 from runtime.stats import StageClock, Stats, Stopwatch
 from runtime.text_stream import TextStream
-from runtime.tokenizer import Tokenizer
 
 
 @dataclass
@@ -50,20 +48,11 @@ class _Running:
 class BranchRunner:
     """Buffers for branches in one of the two modes. One run at a time."""
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        plan: TargetPlan,
-        backend: Backend,
-        engines: Mapping[str, LoadedEngine],
-        tokenizer: Tokenizer,
-        mode: Mode,
-        *,
-        padded: bool = False,
-    ) -> None:
+    def __init__(self, loaded: Loaded, mode: Mode, *, padded: bool = False) -> None:
         """`padded`: rows of a batch are laid out as a rectangle, for engines of the target that need one."""
-        self._tokenizer, self._geometry = tokenizer, manifest.target
-        parts = assemble(manifest, plan, backend, engines)
+        manifest = loaded.manifest
+        self._tokenizer, self._geometry = loaded.tokenizer, manifest.target
+        parts = assemble(loaded)
         self._buffers, self._step, programs = parts.buffers, parts.step, parts.programs
         self._prefill, self._verify = programs[names.PREFILL], programs[names.VERIFY]
         rows = self._geometry.branches if mode == "batching" else 1

@@ -12,6 +12,7 @@ from typing import Unpack
 from plans.errors import RequestError
 from plans.manifest import Manifest
 from plans.plan import Plan, open_plan
+from runtime.assembly import Loaded
 from runtime.backends import BACKENDS, Chosen, choose_target
 from runtime.backends.base import Settings
 from runtime.beam_search import BeamOptions, BeamResult, beam_search
@@ -50,16 +51,15 @@ class Runtime:
         self, plan: Plan, chosen: Chosen, settings: Settings, prefix_cache: PrefixCacheConfig | None = None
     ) -> None:
         self._plan, self.target, self.passed_over = plan, chosen.target, chosen.passed_over
-        self._target_plan = plan.manifest.targets[self.target]
-        self._backend = backend = BACKENDS[self.target].make(self._target_plan, settings)
-        self._engines = {
-            name: backend.load(plan.file(engine.file), engine) for name, engine in self._target_plan.engines.items()
-        }
+        target_plan = plan.manifest.targets[self.target]
+        backend = BACKENDS[self.target].make(target_plan, settings)
+        engines = {name: backend.load(plan.file(engine.file), engine) for name, engine in target_plan.engines.items()}
         text = plan.manifest.text
         self.tokenizer = Tokenizer.load(plan.root / "tokenizer", bos_token=text.bos_token, eos_token=text.eos_token)
+        self.loaded = Loaded(plan.manifest, target_plan, backend, engines, self.tokenizer)
         self.prefix_cache = None
         if prefix_cache is not None:
-            self.prefix_cache = PrefixCache(row_shapes(self._target_plan), prefix_cache)
+            self.prefix_cache = PrefixCache(row_shapes(target_plan), prefix_cache)
         self._idle_runners: dict[Mode, deque[BranchRunner]] = {mode: deque(maxlen=1) for mode in MODES}
         # The first session resolves every program, so that a wrong plan is found here and not at the first prompt.
         self._idle = deque([self.session()], maxlen=MAX_IDLE)  # a deque needs no lock, not even in a finaliser
@@ -93,8 +93,7 @@ class Runtime:
 
     def session(self) -> Session:
         """A new, empty sequence with buffers of its own."""
-        plan, backend, engines = self._target_plan, self._backend, self._engines
-        return Session(self.manifest, plan, backend, engines, self.tokenizer, self.prefix_cache)
+        return Session(self.loaded, self.prefix_cache)
 
     def generate(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Generation:
         """Generate from `prompt` (text or token ids) on a sequence of its own. Raises RequestError."""
@@ -171,8 +170,7 @@ class Runtime:
         try:
             runner = self._idle_runners[mode].pop()
         except IndexError:
-            plan, backend, engines = self._target_plan, self._backend, self._engines
-            runner = BranchRunner(self.manifest, plan, backend, engines, self.tokenizer, mode)
+            runner = BranchRunner(self.loaded, mode)
         try:
             yield from runner.run(prefix, asked, parallel, stats, keep_for)
         finally:

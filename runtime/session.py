@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 
 from plans import names
 from plans.errors import RequestError
-from plans.manifest import Manifest, TargetPlan, rejects
+from plans.manifest import Manifest, rejects
 from runtime.arena import SlotMap
-from runtime.assembly import assemble
-from runtime.backends.base import Backend, LoadedEngine
+from runtime.assembly import Loaded, assemble
 from runtime.buffers import Buffers
 from runtime.drafters import Drafter
 from runtime.exclusive import Exclusive
@@ -36,7 +35,6 @@ from runtime.sampling import SamplingParams, likeliest, logprobs
 from runtime.session_memory import SessionMemory
 from runtime.stats import StageClock, Stats
 from runtime.text_stream import TextStream
-from runtime.tokenizer import Tokenizer
 from runtime.trace import read_round
 
 _BRANCH, _TREE = 0, 0  # a session is one branch, and a step one tree
@@ -48,18 +46,11 @@ class Session:
     One generation at a time; sessions of one runtime may run in different threads.
     """
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        plan: TargetPlan,
-        backend: Backend,
-        engines: Mapping[str, LoadedEngine],
-        tokenizer: Tokenizer,
-        cache: PrefixCache | None = None,
-    ) -> None:
-        self._manifest, self._tokenizer, self._geometry = manifest, tokenizer, manifest.target
-        self._limits = plan.symbols[names.TARGET]
-        parts = assemble(manifest, plan, backend, engines)
+    def __init__(self, loaded: Loaded, cache: PrefixCache | None = None) -> None:
+        self._manifest = manifest = loaded.manifest
+        self._tokenizer, self._geometry = loaded.tokenizer, manifest.target
+        self._limits = loaded.plan.symbols[names.TARGET]
+        parts = assemble(loaded)
         self._buffers, self._step, self._programs, self._drafters = (
             parts.buffers,
             parts.step,

@@ -96,7 +96,7 @@ def test_a_step_launches_one_kernel_an_op_and_copies_the_small_block_alone(
     assert device.launched == {
         "outrider_coupled_draws": 1, "outrider_bim_mask": 2, "outrider_tree_accept": 1, "outrider_kv_gather": 1,
     }  # fmt: skip
-    layout = lay_out(runtime._target_plan)
+    layout = lay_out(runtime.loaded.plan)
     sent, fetched = (part.stop - part.start for part in (layout.sent, layout.fetched))
     assert device.copied == {"up": sent, "down": fetched}
     assert fetched < sent < layout.size
@@ -104,7 +104,7 @@ def test_a_step_launches_one_kernel_an_op_and_copies_the_small_block_alone(
 
 
 def test_large_buffers_stay_on_the_device(runtime: Runtime) -> None:
-    layout = lay_out(runtime._target_plan)
+    layout = lay_out(runtime.loaded.plan)
     assert {name.rpartition(".")[2] for name in layout.offsets}.isdisjoint(LARGE)
     assert names.of(names.TARGET, names.LOGIT_ROWS) in layout.offsets
     assert all(offset % 256 == 0 for offset in layout.offsets.values())

@@ -11,7 +11,7 @@ Nothing in `runtime` knows of this: a session is forced only by being made here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -39,8 +39,9 @@ def forced_session(runtime: Runtime, length: int) -> Session:
     Raises as `check_can_force`.
     """
     check_can_force(runtime.target)
-    engines = runtime._engines | {names.TARGET: _ForcedEngine(runtime._engines[names.TARGET], length)}
-    return Session(runtime.manifest, runtime._target_plan, runtime._backend, engines, runtime.tokenizer)
+    engines = runtime.loaded.engines
+    forced = {**engines, names.TARGET: _ForcedEngine(engines[names.TARGET], length)}
+    return Session(replace(runtime.loaded, engines=forced))
 
 
 @dataclass(frozen=True)
