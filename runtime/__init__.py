@@ -3,9 +3,11 @@
 from runtime.beam_search import BeamResult
 from runtime.branch_stream import BranchSpan, BranchStats, BranchStream
 from runtime.generation import FinishReason, Generation, GenerationStream, Span
+from runtime.handle import Handle
 from runtime.prefix_cache import PrefixCache, PrefixCacheConfig
 from runtime.prefix_stats import PrefixCacheStats
 from runtime.runtime import Runtime
+from runtime.scheduler import SchedulerConfig, SchedulerStats
 from runtime.session import Session
 from runtime.stats import Stats
 
@@ -17,10 +19,13 @@ __all__ = [
     "FinishReason",
     "Generation",
     "GenerationStream",
+    "Handle",
     "PrefixCache",
     "PrefixCacheConfig",
     "PrefixCacheStats",
     "Runtime",
+    "SchedulerConfig",
+    "SchedulerStats",
     "Session",
     "Span",
     "Stats",

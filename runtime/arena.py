@@ -82,12 +82,12 @@ class SlotMap:
         self.length = len(alive)
         return gained
 
-    def restore(self, length: int, branch: int) -> None:
-        """Rows up to `length` have been copied here, of one chain from position 0 on."""
-        start = self.length
-        self._bim[start:length] = branch
-        self._positions[start:length] = np.arange(start, length)
-        self.length = max(start, length)
+    def restore(self, rows: int, branch: int, position: int) -> None:
+        """Take `rows` rows behind the last one that no step has made: of a chain, the first at `position`."""
+        start, stop = self.length, self.length + rows
+        self._bim[start:stop] = branch
+        self._positions[start:stop] = np.arange(position, position + rows)
+        self.length = stop
 
     def continue_chain(self, rows: int) -> None:
         """Take `rows` rows that stand behind the last one and continue it, a position each."""

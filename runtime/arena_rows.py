@@ -35,3 +35,21 @@ class ArenaRows:
         skipped = max(self._lead - start, 0)
         first = start + skipped - self._lead
         self._kv[:, :, first : first + rows.shape[2] - skipped] = rows[:, :, skipped:]
+
+
+class ScatteredRows:
+    """Rows that lie wherever `slots` int64 `[rows]` says, of tokens from `lead` on."""
+
+    def __init__(self, kv: NDArray[np.generic], slots: NDArray[np.int64], lead: int = 0) -> None:
+        self._kv, self._slots, self._lead = kv, slots, lead
+
+    def get(self, start: int, out: NDArray[np.generic]) -> None:
+        skipped = max(self._lead - start, 0)
+        first = start + skipped - self._lead
+        out[:, :, :skipped] = 0
+        out[:, :, skipped:] = self._kv[:, :, self._slots[first : first + out.shape[2] - skipped]]
+
+    def put(self, start: int, rows: NDArray[np.generic]) -> None:
+        skipped = max(self._lead - start, 0)
+        first = start + skipped - self._lead
+        self._kv[:, :, self._slots[first : first + rows.shape[2] - skipped]] = rows[:, :, skipped:]

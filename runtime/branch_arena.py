@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from plans import names
 from runtime.alignment import Alignment, AlignmentState
 from runtime.arena import EMPTY, SHARED, SlotMap
+from runtime.arena_rows import ArenaRows, Rows, ScatteredRows
 from runtime.buffers import Buffers
 from runtime.program import Program
 from runtime.step import NOBODY, Step
@@ -157,6 +158,23 @@ class BranchArena:
             self.bytes_copied += self._prefix * self.slot_bytes
         if self.alignment is not None:
             self.alignment.open(self.row_of(branch), self._prefix)
+
+    def restore(self, branch: int, rows: int) -> None:
+        """A branch that has no rows yet takes so many, of its first tokens, that no step has made; see `rows_of`."""
+        self._maps[self.row_of(branch)].restore(rows, branch, self._prefix)
+        self._note_peak()
+
+    def rows_of(self, branch: int, lead: int = 0) -> Rows:
+        """The branch's own rows by its tokens, of which the first `lead` have none."""
+        kv = self._buffers.of(self._model, names.KV)
+        if self._pooled:
+            return ScatteredRows(kv[:, 0], np.flatnonzero(self._maps[0].owners == branch), lead)
+        return ArenaRows(kv[:, branch, :, self._prefix :], lead)
+
+    @property
+    def stays(self) -> bool:
+        """Whether a branch's rows stay where they are when it is over, until another has its number."""
+        return not self._pooled
 
     def commit(self, kept: NDArray[np.int64] | None = None) -> None:
         """Take the step's tokens, or those that `kept` lists, which have been moved together in their rows."""

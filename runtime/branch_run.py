@@ -7,7 +7,8 @@ those that have just come. Each has the tokens that it would have alone, by its 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -20,18 +21,20 @@ from plans.manifest import GraphDrafter
 from runtime.assembly import Loaded, assemble
 from runtime.branch_arena import BranchArena
 from runtime.branch_drafting import Asking, BranchDrafting
+from runtime.branch_memory import BranchMemory
 from runtime.branch_request import BranchRequest, Mode
 from runtime.branch_stream import BranchSpan, BranchStats
 from runtime.branches import Branch, BranchState
 from runtime.drafters.branches import EngineBranches
 from runtime.generation import FinishReason, GrowingGeneration, Span
+from runtime.prefix_cache import PrefixCache
 from runtime.sampling import likeliest, logprobs
 from runtime.stats import StageClock, Stats, Stopwatch
 from runtime.text_stream import TextStream
 
 
 @dataclass
-class _Running:
+class Running:
     """A live branch, and what stands behind it."""
 
     place: int
@@ -39,6 +42,12 @@ class _Running:
     asking: Asking
     generation: GrowingGeneration
     began: float
+    kept: bool = False  # whether the prefix cache has its beginning
+    error: RequestError | None = None  # why it cannot go on
+
+    @property
+    def over(self) -> bool:
+        return self.error is not None or self.generation.finish_reason is not None
 
     @property
     def branch(self) -> Branch:
@@ -48,8 +57,11 @@ class _Running:
 class BranchRunner:
     """Buffers for branches in one of the two modes. One run at a time."""
 
-    def __init__(self, loaded: Loaded, mode: Mode, *, padded: bool = False) -> None:
-        """`padded`: rows of a batch are laid out as a rectangle, for engines of the target that need one."""
+    def __init__(self, loaded: Loaded, mode: Mode, *, padded: bool = False, cache: PrefixCache | None = None) -> None:
+        """`padded`: rows of a batch are laid out as a rectangle, for engines of the target that need one.
+
+        With `cache`, branches behind no prefix find what was computed of earlier ones.
+        """
         manifest = loaded.manifest
         self._tokenizer, self._geometry = loaded.tokenizer, manifest.target
         parts = assemble(loaded)
@@ -77,6 +89,7 @@ class BranchRunner:
         }
         self._programs = list(programs.values())
         self._drafting = BranchDrafting(manifest.drafters, with_engines, self._step.max_nodes + 1)
+        self._memory = None if cache is None else BranchMemory(cache, self._arena, with_engines)
         self._paused = 0.0  # seconds that the caller had
         self._kept_count = self._buffers.of(names.TARGET, names.KEPT_COUNT)
 
@@ -93,10 +106,16 @@ class BranchRunner:
         Those that are predicted to be the longest begin first, of equal ones in the order given. The rows of the prefix
         stay for a next run behind the same one, if its drafters are among those of this run and `keep_for`.
         """
+        with self.counting(stats):
+            yield from self._run(prefix, asked, max_parallel, stats, set(keep_for))
+
+    @contextmanager
+    def counting(self, stats: BranchStats) -> Iterator[None]:
+        """What runs meanwhile cost, at the end in `stats`."""
         clock = StageClock(self._programs)
         self._watch.ms = 0.0
         try:
-            yield from self._run(prefix, asked, max_parallel, stats, set(keep_for))
+            yield
         finally:
             clock.fill(stats)
             arenas = [self._arena, *self._drafting.arenas]
@@ -113,15 +132,8 @@ class BranchRunner:
         stats: BranchStats,
         keep_for: set[str | None],
     ) -> Generator[BranchSpan, None, None]:
-        drafters = {each.request.drafter for each in asked} | keep_for
-        if self._state.has_prefix(prefix) and self._drafting.has_prefix(prefix, drafters):
-            self._state.rewind()
+        if self.begin(prefix, {each.request.drafter for each in asked} | keep_for):
             stats.reused_tokens = len(prefix)
-        else:
-            self._drafting.reset()
-            self._state.init_prefix(prefix)
-        self._drafting.begin(prefix, drafters)
-        self._paused = 0.0
         while rows := self._state.prepare_prefix(self._geometry.prefill_chunk):
             if all(map(_cancelled, asked)):
                 break
@@ -129,41 +141,77 @@ class BranchRunner:
             stats.prefill_passes += 1
             self._drafting.follow_prefix(self._state.commit_prefix(rows), rows)
         waiting = deque(sorted(enumerate(asked), key=lambda each: -each[1].predicted_tokens))
-        running: list[_Running] = []
+        running: list[Running] = []
         while waiting or running:
-            while waiting and len(running) < max_parallel and (not running or self._fits(waiting[0][1])):
-                running.append(self._admit(*waiting.popleft()))
-            stats.most_alive = max(stats.most_alive, len(running))
-            for span in self._round(running, stats):
-                stats.new_tokens += len(span.span.token_ids)
+            while waiting and len(running) < max_parallel and (not running or self.fits(waiting[0][1])):
+                running.append(self.admit(*waiting.popleft()))
+            for span in self.round(running, stats):
+                if span.error is not None:
+                    raise RequestError(f"Branch {span.branch}: {span.error}") from None
                 handed_over = perf_counter()
                 yield span
                 self._paused += perf_counter() - handed_over  # the caller's time is not ours
-            running = [each for each in running if each.generation.finish_reason is None]
+
+    def begin(self, prefix: Sequence[int], drafters: set[str | None]) -> bool:
+        """Forget all branches; those to come stand behind `prefix` and ask these drafters.
+
+        Returns whether the prefix's rows are there: else `run` computes them.
+        """
+        there = self._state.has_prefix(prefix) and self._drafting.has_prefix(prefix, drafters)
+        if there:
+            self._state.rewind()
+        else:
+            self._drafting.reset()
+            self._state.init_prefix(prefix)
+        self._drafting.begin(prefix, drafters)
+        if self._memory is not None:
+            self._memory.forget()
+        self._paused = 0.0
+        return there
 
     def _end(self, asked: BranchRequest) -> int:
         """Most tokens that the branch may have of its own: those that it would have alone."""
         room = self._geometry.context - len(self._state.prefix)
         return min(room, len(asked.token_ids) + asked.request.max_new_tokens)
 
-    def _fits(self, asked: BranchRequest) -> bool:
+    def fits(self, asked: BranchRequest) -> bool:
+        """Whether there is room for one more branch, whatever the others come to."""
         return self._state.fits(self._end(asked), self._geometry.prefill_chunk)
 
-    def _admit(self, place: int, asked: BranchRequest) -> _Running:
-        branch = self._state.add_branch(asked.token_ids, self._end(asked))
+    def admit(self, place: int, asked: BranchRequest) -> Running:
+        """A branch that fits begins; what it says is told by `place`."""
+        began, memory = self._now(), self._memory
+        number = None if memory is None else memory.number_for(asked.token_ids, self._state.free)
+        branch = self._state.add_branch(asked.token_ids, self._end(asked), number)
         self._buffers.set_sampling(branch.number, asked.request.sampling)
         asking = self._drafting.add(branch, asked.request.drafter)
         text = TextStream(self._tokenizer, asking.tokens, asked.request.stop)
         stats = Stats(prompt_tokens=len(asking.tokens), reused_tokens=len(self._state.prefix))
+        if memory is not None:
+            stats.reused_tokens, stats.cached_tokens = memory.recall(asking)
         generation = GrowingGeneration(asked.request, text, stats)
-        return _Running(place, asked, asking, generation, self._now())
+        return Running(place, asked, asking, generation, began)
 
     def _now(self) -> float:
         """Seconds of the run's own time."""
         return perf_counter() - self._paused
 
-    def _round(self, running: Sequence[_Running], stats: BranchStats) -> Generator[BranchSpan, None, None]:
-        """One pass over all that is pending, and what it has brought."""
+    def round(
+        self, running: list[Running], stats: BranchStats, chunk: int | None = None
+    ) -> Generator[BranchSpan, None, None]:
+        """One pass over all that is pending, and what it has brought; who is over is `running` no more.
+
+        At most `chunk` tokens of beginnings go in (default: as many as a pass takes).
+        """
+        stats.most_alive = max(stats.most_alive, len(running))
+        try:
+            for span in self._round(running, stats, chunk or self._geometry.prefill_chunk):
+                stats.new_tokens += len(span.span.token_ids)
+                yield span
+        finally:
+            running[:] = [each for each in running if not each.over]
+
+    def _round(self, running: Sequence[Running], stats: BranchStats, chunk: int) -> Generator[BranchSpan, None, None]:
         for each in running:
             if _cancelled(each.asked):
                 each.generation.finish_reason = FinishReason.CANCELLED
@@ -174,7 +222,7 @@ class BranchRunner:
         live = list(by_number.values())
         drafts = self._drafting.draft([(each.asking, _left(each.branch) - 1) for each in live])
         with self._watch:
-            laid_out = self._state.prepare_inputs(drafts, self._geometry.prefill_chunk)
+            laid_out = self._state.prepare_inputs(drafts, chunk)
         self._verify.run()
         stats.rounds += 1
         kept = self._buffers.of(names.TARGET, names.KEPT_ROWS)[: int(self._kept_count[0])].copy()
@@ -182,7 +230,7 @@ class BranchRunner:
         assert tokens is not None
         assert counts is not None
         rows: list[tuple[Branch, int]] = []
-        spans: list[tuple[_Running, Span]] = []
+        spans: list[tuple[Running, Span]] = []
         tree = first = 0  # the next tree, and its root among the logits
         owner = self._step.branch[kept]
         for branch, drafted in laid_out:
@@ -196,11 +244,13 @@ class BranchRunner:
                     position = int(self._step.positions[branch.root])
                     try:
                         chosen = [constraint.choose(logits, position, each.asked.request.sampling)]
-                    except RequestError as error:
-                        raise RequestError(f"Branch {each.place}: {error}") from None
-                    constraint.advance(chosen[0])
-                span, stay = each.generation.take(chosen, drafted, count - 1, len(chosen) == room)
-                self._note(each, span, mine, first)
+                        constraint.advance(chosen[0])
+                    except RequestError as error:  # of this branch alone
+                        each.error, chosen = error, []
+                span, stay = Span([], ""), 1
+                if each.error is None:
+                    span, stay = each.generation.take(chosen, drafted, count - 1, len(chosen) == room)
+                    self._note(each, span, mine, first)
                 own = each.generation.stats
                 if own.rounds == 1:
                     own.ttft_ms, own.first_span = (self._now() - each.began) * 1000, own.new_tokens
@@ -214,10 +264,13 @@ class BranchRunner:
         with self._watch:
             self._state.commit(rows, kept)
         for each, span in spans:
-            over = each.generation.finish_reason is not None
+            over = each.over
+            if self._memory is not None and not (over or each.kept) and each.generation.stats.rounds > 1:
+                self._memory.keep(each.asking)  # others may begin alike; its drafter has taken in the beginning by now
+                each.kept = True
             yield self._finish(each, span) if over else BranchSpan(each.place, span)
 
-    def _note(self, each: _Running, span: Span, mine: NDArray[np.int64], first: int) -> None:
+    def _note(self, each: Running, span: Span, mine: NDArray[np.int64], first: int) -> None:
         """Log-probabilities, and what the drafter wants to see."""
         request, branch, drafter = each.asked.request, each.branch, each.asking.host
         wanted = min(drafter.filler_top_k, self._geometry.vocab_size) if drafter is not None else 0
@@ -233,9 +286,14 @@ class BranchRunner:
                 drafter.observe(len(each.asking.tokens) + index, likeliest(logits, wanted)[::-1])
         each.generation.logprobs += span.logprobs
 
-    def _finish(self, each: _Running, last: Span) -> BranchSpan:
+    def _finish(self, each: Running, last: Span) -> BranchSpan:
+        if self._memory is not None:
+            self._memory.keep(each.asking)
+            self._memory.leave(each.asking)
         self._state.finish(each.branch)
         self._drafting.finish(each.asking)
+        if each.error is not None:
+            return BranchSpan(each.place, last, error=each.error)
         rest = each.generation.finish()
         each.generation.stats.total_ms = (self._now() - each.began) * 1000
         span = Span(last.token_ids, last.text + rest.text, last.logprobs)

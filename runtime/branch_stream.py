@@ -6,16 +6,21 @@ from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 
+from plans.errors import RequestError
 from runtime.generation import Generation, Span
 
 
 @dataclass(frozen=True)
 class BranchSpan:
-    """What one pass has committed of one branch, by its place among those asked for. `result` comes with the last."""
+    """What one pass has committed of one branch, by its place among those asked for.
+
+    With the last comes the `result`, or the `error` that this branch could not go on for, which a stream raises.
+    """
 
     branch: int
     span: Span
     result: Generation | None = None
+    error: RequestError | None = None
 
 
 @dataclass

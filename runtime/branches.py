@@ -104,9 +104,19 @@ class BranchState:
         ends = [end, *(branch.end for branch in self.live.values())]
         return bool(self._free) and self._arena.holds(ends, chunk)
 
-    def add_branch(self, tokens: Sequence[int], end: int) -> Branch:
-        """A new branch that begins with `tokens` (one or more) and never has more than `end` of its own."""
-        branch = Branch(self._free.pop(), list(tokens), end)
+    @property
+    def free(self) -> Sequence[int]:
+        """Numbers that no branch has."""
+        return self._free
+
+    def add_branch(self, tokens: Sequence[int], end: int, number: int | None = None) -> Branch:
+        """A new branch that begins with `tokens` (one or more) and never has more than `end` of its own.
+
+        It gets `number`, one that is free, or the lowest.
+        """
+        number = self._free[-1] if number is None else number
+        self._free.remove(number)
+        branch = Branch(number, list(tokens), end)
         self.live[branch.number] = branch
         self._arena.open(branch.number)
         return branch
@@ -121,14 +131,15 @@ class BranchState:
     def prepare_inputs(self, drafts: Mapping[int, Draft], chunk: int) -> list[tuple[Branch, int]]:
         """Lay out a step of every live branch: what it lacks rows of, and the nodes drafted for it by its number.
 
-        At most `chunk` tokens of beginnings go in, and at least one of each branch. Returns the branches in order, and
-        how many nodes each has: as many as were drafted, or as there is room for.
+        At most `chunk` tokens of beginnings go in, and at least one of each branch: who came first, goes first. Returns
+        the branches in order, and how many nodes each has: as many as were drafted, or as there is room for.
         """
-        chains: dict[int, int] = {}
+        fed: dict[int, int] = {}
         width = self._arena.width(self.live)
-        for number in sorted(self.live):
-            chains[number] = min(len(self.live[number].pending), chunk, width)
-            chunk = max(1, chunk - chains[number] + 1)
+        for number, branch in self.live.items():
+            fed[number] = min(len(branch.pending), chunk, width)
+            chunk = max(1, chunk - fed[number] + 1)
+        chains = {number: fed[number] for number in sorted(fed)}
         self._arena.make_room(sum(chains.values()) + sum(map(len, drafts.values())))
         whole = [number for number, count in chains.items() if count == len(self.live[number].pending)]
         nodes = self._arena.fit(chains, {number: len(drafts.get(number, NOTHING)) for number in whole})

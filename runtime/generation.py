@@ -16,6 +16,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # an end token or a stop string
     LENGTH = "length"  # max_new_tokens, or the context is full
     CANCELLED = "cancelled"
+    DEADLINE = "deadline"  # of a request, which passed
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Unpack
+from typing import Unpack, cast, overload
+
+import numpy as np
 
 from plans.errors import RequestError
 from plans.manifest import Manifest
@@ -20,10 +23,12 @@ from runtime.branch_request import MODES, BranchPrompt, BranchRequest, Mode, che
 from runtime.branch_run import BranchRunner
 from runtime.branch_stream import BranchSpan, BranchStats, BranchStream
 from runtime.generation import Generation, GenerationStream, Span
+from runtime.handle import Handle
 from runtime.prefix_cache import PrefixCache, PrefixCacheConfig, row_shapes
 from runtime.prompt import prepare_prompt
 from runtime.radix_tree import common_length
 from runtime.request import Options, check_options
+from runtime.scheduler import Scheduler, SchedulerConfig, SchedulerStats
 from runtime.session import Session
 from runtime.tokenizer import Tokenizer
 
@@ -48,7 +53,12 @@ class Runtime:
     """
 
     def __init__(
-        self, plan: Plan, chosen: Chosen, settings: Settings, prefix_cache: PrefixCacheConfig | None = None
+        self,
+        plan: Plan,
+        chosen: Chosen,
+        settings: Settings,
+        prefix_cache: PrefixCacheConfig | None = None,
+        scheduler: SchedulerConfig | None = None,
     ) -> None:
         self._plan, self.target, self.passed_over = plan, chosen.target, chosen.passed_over
         target_plan = plan.manifest.targets[self.target]
@@ -60,6 +70,9 @@ class Runtime:
         self.prefix_cache = None
         if prefix_cache is not None:
             self.prefix_cache = PrefixCache(row_shapes(target_plan), prefix_cache)
+        self._scheduler_config = scheduler or SchedulerConfig()
+        self._scheduler: Scheduler | None = None
+        self._making = threading.Lock()
         self._idle_runners: dict[Mode, deque[BranchRunner]] = {mode: deque(maxlen=1) for mode in MODES}
         # The first session resolves every program, so that a wrong plan is found here and not at the first prompt.
         self._idle = deque([self.session()], maxlen=MAX_IDLE)  # a deque needs no lock, not even in a finaliser
@@ -74,6 +87,7 @@ class Runtime:
         verify: bool = True,
         cuda_graphs: bool = True,
         prefix_cache: PrefixCacheConfig | None = None,
+        scheduler: SchedulerConfig | None = None,
     ) -> Runtime:
         """Open the plan folder `plan` and load its engines for `target` (default: the best this machine drives).
 
@@ -81,11 +95,18 @@ class Runtime:
         sha256 of the files (sizes are still checked). On a GPU every session first records the rounds that it will
         come to, a few seconds; without `cuda_graphs` it launches them kernel by kernel. With `prefix_cache`, all
         sessions and one-off generations find what was computed of earlier sequences (on the CPU; its memory is taken
-        here). Raises `PlanError`, and `RequestError` for a wrong number of threads or a cache that cannot be.
+        here). `scheduler` says how `submit` serves requests. Raises `PlanError`, and `RequestError` for a wrong number
+        of threads or a cache that cannot be.
         """
         check_threads(threads)
         opened = open_plan(Path(plan), verify=verify)
-        return cls(opened, choose_target(opened.manifest.targets, target), Settings(threads, cuda_graphs), prefix_cache)
+        return cls(
+            opened,
+            choose_target(opened.manifest.targets, target),
+            Settings(threads, cuda_graphs),
+            prefix_cache,
+            scheduler,
+        )
 
     @property
     def manifest(self) -> Manifest:
@@ -95,9 +116,85 @@ class Runtime:
         """A new, empty sequence with buffers of its own."""
         return Session(self.loaded, self.prefix_cache)
 
-    def generate(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Generation:
-        """Generate from `prompt` (text or token ids) on a sequence of its own. Raises RequestError."""
-        return self.stream(prompt, **options).result
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts, and one prompt
+        self, prompt: str | Sequence[int], **options: Unpack[Options]
+    ) -> Generation: ...
+
+    @overload
+    def generate(
+        self, prompt: Sequence[str] | Sequence[Sequence[int]], **options: Unpack[Options]
+    ) -> list[Generation]: ...
+
+    def generate(
+        self, prompt: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]], **options: Unpack[Options]
+    ) -> Generation | list[Generation]:
+        """Generate from `prompt` (text or token ids) on a sequence of its own, or from each of a list of prompts.
+
+        Several are served at once, where the plan has branches, with the tokens that each would get alone. Raises
+        RequestError, before anything runs.
+        """
+        if _is_one(prompt):
+            return self.stream(cast("str | Sequence[int]", prompt), **options).result
+        prompts = cast("Sequence[str | Sequence[int]]", prompt)
+        if self.manifest.target.branches < 2:
+            return [stream.result for stream in [self.stream(each, **options) for each in prompts]]
+        asked = [self._ask(each, options) for each in prompts]
+        handles = [self._serve().submit(each) for each in asked]
+        try:
+            return [handle.result() for handle in handles]
+        finally:
+            for handle in handles:
+                handle.cancel()  # those that are not over, as one has failed
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+        **options: Unpack[Options],
+    ) -> Handle:
+        """Have `prompt` served beside others, in a thread of the runtime's own: a pass serves all that live.
+
+        Those of a higher `priority` begin first. A request that is not over `deadline` seconds from now ends with what
+        it has. Needs a plan of several branches. Tokens are those that `generate` gives. Drafters are never put aside,
+        and there are no rounds to watch. Raises RequestError, and BusyError where too many wait.
+        """
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise RequestError(f"priority is {priority!r}; pass a whole number, 0 for the usual one.")
+        if deadline is not None and not (isinstance(deadline, int | float) and deadline > 0):
+            raise RequestError(f"deadline is {deadline!r}; pass seconds from now, more than 0.")
+        asked = self._ask(prompt, options)
+        return self._serve().submit(asked, priority, deadline)
+
+    def _ask(self, prompt: str | Sequence[int], options: Options) -> BranchRequest:
+        manifest = self.manifest
+        request = check_options(options, [d.name for d in manifest.drafters], manifest.text.eos_token_ids)
+        if request.on_round is not None:
+            raise RequestError("on_round watches the rounds of one sequence; requests that share passes have none.")
+        ids = prepare_prompt(prompt, (), request.stop, self.tokenizer, manifest.target).ids
+        return BranchRequest(ids, request, request.max_new_tokens)
+
+    def _serve(self) -> Scheduler:
+        with self._making:
+            if self._scheduler is None:
+                self._scheduler = Scheduler(self.loaded, self._scheduler_config, self.prefix_cache)
+            return self._scheduler
+
+    @property
+    def scheduler_stats(self) -> SchedulerStats:
+        """What requests that were submitted have come to, all together."""
+        return SchedulerStats() if self._scheduler is None else self._scheduler.stats
+
+    def close(self, *, drain: bool = True, timeout: float | None = None) -> bool:
+        """Take no more requests by `submit`, and finish those that there are, or without `drain` cancel them.
+
+        Returns whether all were over after at most `timeout` seconds.
+        """
+        with self._making:
+            scheduler = self._scheduler
+        return True if scheduler is None else scheduler.close(drain=drain, timeout=timeout)
 
     def stream(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> GenerationStream:
         """The same, a span of tokens and text per step; nothing is held until the first one is asked for."""
@@ -214,3 +311,10 @@ class Runtime:
         if not ids:
             session.reset()
         return session
+
+
+def _is_one(prompt: object) -> bool:
+    """Whether it is one prompt: a text, or token ids, and no list of such."""
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not len(prompt):
+        return True
+    return isinstance(prompt[0], int | np.integer)

@@ -38,7 +38,7 @@ class SessionMemory:
             had, rows = self._slots.length, min(match.rows.get(names.TARGET, 0), len(tokens) - 1)
             if rows > had:
                 self._cache.read(match, names.TARGET, had, rows, self._rows)
-                self._slots.restore(rows, BRANCH)
+                self._slots.restore(rows - had, BRANCH, had)
             for name, drafter in self._drafters.items():
                 known = min(match.rows.get(name, 0), len(tokens) - 1)
                 if known > drafter.known:

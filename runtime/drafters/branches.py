@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from plans import names
 from plans.manifest import Geometry, GraphDrafter
+from runtime.arena_rows import Rows
 from runtime.branch_arena import BranchArena
 from runtime.branches import Branch, Draft
 from runtime.buffers import Buffers
@@ -113,6 +114,25 @@ class EngineBranches:
         self.arena.open(branch.number)
         self._live[branch.number] = branch
         self._rows[branch.number] = int(self._paired and not self._prefix)  # nothing stands before its first token
+
+    @property
+    def paired(self) -> bool:
+        """Whether its rows are of pairs, the first of the second token."""
+        return self._paired
+
+    def known(self, branch: Branch) -> int:
+        """Leading tokens of a live branch that have rows here, as far as they can."""
+        return self._rows[branch.number]
+
+    def rows_of(self, branch: Branch) -> Rows:
+        """Its rows by its tokens, where there is no prefix."""
+        return self.arena.rows_of(branch.number, int(self._paired))
+
+    def restore(self, branch: Branch, known: int) -> None:
+        """A branch that has just been added, behind no prefix, takes rows of so many leading tokens; see `rows_of`."""
+        if known > self._paired:
+            self.arena.restore(branch.number, known - self._paired)
+            self._rows[branch.number] = known
 
     def follow(self, branch: Branch, first: int, rows: NDArray[np.int64]) -> None:
         """A pass has given the branch rows, from its own token `first` on: the step's tokens `rows`."""

@@ -63,7 +63,8 @@ class EngineDrafter:
 
     def restore(self, known: int) -> None:
         """Rows of so many leading tokens have been copied to its arena."""
-        self._slots.restore(known - self._paired, BRANCH)
+        had = self._slots.length
+        self._slots.restore(known - self._paired - had, BRANCH, had)
 
     def rounds(self, length: int, step: TargetStep) -> Iterator[tuple[str, tuple[str, ...]]]:
         end, models = length - self._paired, (names.TARGET, self._name)

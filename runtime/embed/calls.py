@@ -46,7 +46,7 @@ STATUS: tuple[tuple[type[BaseException], Status], ...] = (
     (OutriderError, Status.PLAN),
     (MemoryError, Status.NO_MEMORY),
 )
-FINISHED = {FinishReason.STOP: 0, FinishReason.LENGTH: 1, FinishReason.CANCELLED: 2}
+FINISHED = {FinishReason.STOP: 0, FinishReason.LENGTH: 1, FinishReason.CANCELLED: 2, FinishReason.DEADLINE: 2}
 OPEN_OPTIONS: dict[str, type] = {"target": str, "threads": int, "verify": bool, "cuda_graphs": bool}
 INTEGERS = ("max_new_tokens", "top_k", "seed", "stream_id")
 DOUBLES = ("temperature", "top_p")

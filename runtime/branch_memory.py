@@ -1,0 +1,95 @@
+"""Branches behind no prefix, and the prefix cache: what is known of each is copied in, what it has computed is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from plans import names
+from runtime.branch_arena import BranchArena
+from runtime.branch_drafting import Asking
+from runtime.drafters.branches import EngineBranches
+from runtime.prefix_cache import PrefixCache, PrefixMatch
+from runtime.radix_tree import common_length
+
+
+@dataclass(frozen=True)
+class _Left:
+    """What the row of a branch that is over still holds: rows of the leading tokens, so many of each model."""
+
+    tokens: list[int]
+    rows: dict[str, int]
+
+
+class BranchMemory:
+    """Rows of the target and of the engine that a branch asks."""
+
+    def __init__(self, cache: PrefixCache, arena: BranchArena, engines: Mapping[str, EngineBranches]) -> None:
+        self._cache, self._arena, self._engines = cache, arena, engines
+        self._left: dict[int, _Left] = {}
+
+    def number_for(self, tokens: Sequence[int], free: Sequence[int]) -> int:
+        """Of the free numbers, the one whose row holds the most of `tokens`."""
+        tokens = list(tokens)
+        return max(free, key=lambda number: (self._shared(number, tokens), -number))
+
+    def _shared(self, number: int, tokens: list[int]) -> int:
+        left = self._left.get(number)
+        return 0 if left is None else common_length(left.tokens, tokens)
+
+    def recall(self, asking: Asking) -> tuple[int, int]:
+        """Give a branch that has just been added the rows that are known, but for its tip's.
+
+        Returns how many tokens are not computed again, and how many of these were copied in.
+        """
+        branch = asking.branch
+        tokens, number = branch.tokens, branch.number
+        match = self._cache.match(tokens)
+        try:
+            shared, left = self._shared(number, tokens), self._left.pop(number, None)
+            here = {} if left is None else {model: min(count, shared) for model, count in left.rows.items()}
+            rows = self._most(names.TARGET, match, here)
+            engine = self._engines[asking.engine] if asking.engine is not None else None
+            known = 0
+            if engine is not None:
+                known = self._most(engine.name, match, here)
+                if engine.paired:  # the next pair takes the feature of a token that is computed again
+                    rows = min(rows, max(0, known - 1))
+                    known = min(known, rows + 1)
+            self._arena.restore(number, rows)
+            self._cache.read(match, names.TARGET, here.get(names.TARGET, 0), rows, self._arena.rows_of(number))
+            branch.rows = rows
+            if engine is not None:
+                engine.restore(branch, known)
+                self._cache.read(match, engine.name, here.get(engine.name, 0), known, engine.rows_of(branch))
+        finally:
+            self._cache.release(match)
+        self._cache.note_reused(rows)
+        return rows, max(0, rows - here.get(names.TARGET, 0))
+
+    @staticmethod
+    def _most(model: str, match: PrefixMatch, here: Mapping[str, int]) -> int:
+        """Leading tokens that have rows of a model, in the cache or in place, but for the tip."""
+        return min(max(match.rows.get(model, 0), here.get(model, 0)), match.tokens - 1)
+
+    def keep(self, asking: Asking) -> None:
+        """Insert what a branch has rows of."""
+        branch = asking.branch
+        kept = {names.TARGET: (branch.rows, self._arena.rows_of(branch.number))}
+        if asking.engine is not None:
+            engine = self._engines[asking.engine]
+            kept[engine.name] = engine.known(branch), engine.rows_of(branch)
+        self._cache.insert(branch.tokens[: branch.rows], kept)
+
+    def leave(self, asking: Asking) -> None:
+        """The branch is about to be over."""
+        branch = asking.branch
+        if self._arena.stays:
+            rows = {names.TARGET: branch.rows}
+            if asking.engine is not None:
+                rows[asking.engine] = self._engines[asking.engine].known(branch)
+            self._left[branch.number] = _Left(branch.tokens[: branch.rows], rows)
+
+    def forget(self) -> None:
+        """Rows in place are worth nothing any more."""
+        self._left.clear()

@@ -1,0 +1,122 @@
+"""A request that was submitted: its spans as they come, from any thread or event loop, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
+
+from runtime.generation import Generation, Span
+
+
+class Handle:
+    """Iterate it, or `async for` it, for spans; `result()`, or `await` it, for the whole generation.
+
+    Every iteration begins with the first span, whatever was read before. An error that ended the request is raised
+    behind the last span.
+    """
+
+    def __init__(self, cancel: Callable[[], None]) -> None:
+        """`cancel` is called when somebody wants the request to end. Made by `Runtime.submit`."""
+        self._cancel = cancel
+        self._spans: list[Span] = []
+        self._result: Generation | None = None
+        self._error: Exception | None = None
+        self._changed = threading.Condition()
+        self._listeners: list[Callable[[], None]] = []
+
+    # What its scheduler calls.
+
+    def push(self, span: Span) -> None:
+        """More of it has been committed."""
+        with self._changed:
+            self._spans.append(span)
+            self._tell()
+
+    def end(self, result: Generation | None, error: Exception | None = None) -> None:
+        """It is over."""
+        with self._changed:
+            self._result, self._error = result, error
+            self._tell()
+
+    def _tell(self) -> None:
+        self._changed.notify_all()
+        for listener in self._listeners:
+            with suppress(RuntimeError):  # an event loop that has been closed meanwhile
+                listener()
+
+    # What its owner calls.
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over."""
+        return self._result is not None or self._error is not None
+
+    def cancel(self) -> None:
+        """End it at the next token boundary, or before it begins; what was committed is its result."""
+        self._cancel()
+
+    def __iter__(self) -> Iterator[Span]:
+        seen = 0
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda seen=seen: len(self._spans) > seen or self.done)  # type: ignore[misc]
+                spans, done = self._spans[seen:], self.done
+            yield from spans
+            seen += len(spans)
+            if done:
+                break
+        if self._error is not None:
+            raise self._error
+
+    def result(self, timeout: float | None = None) -> Generation:
+        """The whole generation. Raises the error that ended it, and TimeoutError after `timeout` seconds."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.done, timeout):
+                raise TimeoutError(f"The request is not over after {timeout} s; wait longer, or cancel it.")
+        return self._ended()
+
+    def _ended(self) -> Generation:
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    async def __aiter__(self) -> AsyncIterator[Span]:
+        loop, changed, seen = asyncio.get_running_loop(), asyncio.Event(), 0
+        with self._listening(lambda: _wake(loop, changed)):
+            while True:
+                changed.clear()
+                with self._changed:
+                    spans, done = self._spans[seen:], self.done
+                for span in spans:
+                    yield span
+                seen += len(spans)
+                if done:
+                    break
+                await changed.wait()
+        if self._error is not None:
+            raise self._error
+
+    def __await__(self) -> Generator[object, None, Generation]:
+        return self._whole().__await__()
+
+    async def _whole(self) -> Generation:
+        async for _ in self:
+            pass
+        return self._ended()
+
+    @contextmanager
+    def _listening(self, listener: Callable[[], None]) -> Iterator[None]:
+        with self._changed:
+            self._listeners.append(listener)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._listeners.remove(listener)
+
+
+def _wake(loop: asyncio.AbstractEventLoop, changed: asyncio.Event) -> None:
+    loop.call_soon_threadsafe(changed.set)

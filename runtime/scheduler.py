@@ -1,0 +1,305 @@
+"""Many requests on one runtime: one thread serves them all, a pass for all that live (FEATURES rows 26 to 30).
+
+A request waits until there is a place and room for all that it may come to; then its prompt is computed a part in every
+pass, beside the decoding of the others, and it decodes like a branch behind no prefix. Tokens are those that it would
+have alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import heapq
+import logging
+import threading
+import weakref
+from dataclasses import asdict, dataclass, replace
+from itertools import count
+from time import monotonic, perf_counter
+
+from plans.errors import BusyError, OutriderError, PlanError, RequestError
+from runtime.assembly import Loaded
+from runtime.branch_request import BranchRequest, Mode
+from runtime.branch_run import BranchRunner, Running
+from runtime.branch_stream import BranchSpan, BranchStats
+from runtime.generation import FinishReason, Generation
+from runtime.handle import Handle
+from runtime.prefix_cache import PrefixCache
+from runtime.stats import Stats
+
+_LOG = logging.getLogger("outrider")
+_IDLE = 10.0  # seconds after which the thread of a scheduler without work ends; the next request starts another
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """How requests are served.
+
+    `max_running` at once (default: as many as the plan has branches), `max_waiting` before more are refused. At most
+    `prefill_tokens` of prompts go into a pass in which others decode: what one may delay the others by (default: the
+    plan's chunk). `mode` is that of branches (default: a row each, where the plan has them).
+    """
+
+    max_running: int | None = None
+    max_waiting: int = 1024
+    prefill_tokens: int | None = None
+    mode: Mode | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_running", "max_waiting", "prefill_tokens"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise RequestError(f"{name} is {value!r}; pass a whole number of at least 1.")
+
+
+@dataclass
+class SchedulerStats:
+    """Counts since the scheduler was made, and what there is now."""
+
+    submitted: int = 0
+    refused: int = 0  # as too many were waiting
+    finished: int = 0  # whatever the reason
+    failed: int = 0  # by an error
+    waiting: int = 0
+    running: int = 0
+    rounds: int = 0
+    prompt_tokens: int = 0  # of all requests that began
+    reused_tokens: int = 0  # of those, not computed again
+    new_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    busy_ms: float = 0.0  # of passes and what belongs to them
+    longest_round_ms: float = 0.0
+    queued_ms: float = 0.0  # summed over requests that began
+    ttft_ms: float = 0.0  # summed over requests that have tokens, from their submission
+
+    @property
+    def tokens_per_verify(self) -> float:
+        """New tokens / passes: of all requests that a pass served."""
+        return self.new_tokens / self.rounds if self.rounds else 0.0
+
+    def to_json(self) -> dict[str, object]:
+        """All counts, with stable keys."""
+        return asdict(self) | {"tokens_per_verify": self.tokens_per_verify}
+
+
+@dataclass(order=True)
+class _Request:
+    """One that was submitted, in the order in which they begin."""
+
+    rank: tuple[int, int]
+    asked: BranchRequest
+    handle: Handle
+    submitted: float
+    deadline: float | None
+    spans: int = 0
+    queued_ms: float = 0.0
+
+    @property
+    def late(self) -> bool:
+        return self.deadline is not None and monotonic() >= self.deadline
+
+
+class Scheduler:
+    """Safe under threads. `submit` from any of them; the work is done in one of its own, while there is any."""
+
+    def __init__(self, loaded: Loaded, config: SchedulerConfig | None = None, cache: PrefixCache | None = None) -> None:
+        geometry = loaded.manifest.target
+        if geometry.branches < 2:
+            raise RequestError("The plan serves one request at a time; build it with capacity.branches of 2 to 16.")
+        self.config = config = config or SchedulerConfig()
+        if (config.max_running or 0) > geometry.branches:
+            raise RequestError(f"max_running is {config.max_running}; the plan serves at most {geometry.branches}.")
+        mode: Mode = config.mode or ("batching" if geometry.rows > 1 else "in-one-sequence")
+        if mode == "batching" and geometry.rows < 2:
+            raise RequestError("The plan has one row for all; build it with capacity.batching for mode batching.")
+        self._runner = BranchRunner(loaded, mode, cache=cache)
+        self._most = config.max_running or geometry.branches
+        self._drafters: set[str | None] = {drafter.name for drafter in loaded.manifest.drafters}
+        self._numbers = count()
+        self._changed = threading.Condition()
+        self._waiting: list[_Request] = []
+        self._running: list[Running] = []
+        self._by_place: dict[int, _Request] = {}
+        self._stats = SchedulerStats()
+        self._round_stats = BranchStats()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        _SCHEDULERS.add(self)
+
+    def submit(self, asked: BranchRequest, priority: int = 0, deadline: float | None = None) -> Handle:
+        """Have a request served: those of a higher `priority` begin first, of equal ones who came first.
+
+        `deadline` is in seconds from now: what it has by then is its result. Raises BusyError where too many wait, or
+        the scheduler is closed.
+        """
+        cancel = asked.request.cancel or threading.Event()
+        asked = replace(asked, request=replace(asked.request, cancel=cancel))
+
+        def end() -> None:
+            cancel.set()
+            with self._changed:
+                self._changed.notify_all()
+
+        handle = Handle(end)
+        now = perf_counter()
+        with self._changed:
+            if self._closed:
+                raise BusyError("The runtime takes no more requests: it was closed.")
+            if len(self._waiting) >= self.config.max_waiting:
+                self._stats.refused += 1
+                raise BusyError(f"{len(self._waiting)} requests are waiting already; try again later.")
+            rank = -priority, next(self._numbers)
+            request = _Request(rank, asked, handle, now, None if deadline is None else monotonic() + deadline)
+            heapq.heappush(self._waiting, request)
+            self._stats.submitted += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="outrider-scheduler", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        return handle
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """A copy of the counts."""
+        with self._changed:
+            return replace(self._stats, waiting=len(self._waiting), running=len(self._by_place))
+
+    def close(self, *, drain: bool = True, timeout: float | None = None) -> bool:
+        """Take no more requests; finish those that there are, or without `drain` cancel them.
+
+        Returns whether all were over after at most `timeout` seconds.
+        """
+        with self._changed:
+            self._closed = True
+            if not drain:
+                for request in [*self._waiting, *self._by_place.values()]:
+                    assert request.asked.request.cancel is not None
+                    request.asked.request.cancel.set()
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: self._thread is None, timeout)
+
+    # In the thread.
+
+    def _work(self) -> None:
+        self._runner.begin([], self._drafters)
+        while self._wait():
+            try:
+                self._turn()
+            except Exception as error:
+                _LOG.exception("a round of the scheduler failed")
+                self._fail(error if isinstance(error, OutriderError) else PlanError(f"A round failed: {error!r}."))
+
+    def _wait(self) -> bool:
+        """Until there is something to do; False where the thread is to end."""
+        with self._changed:
+            while not (self._waiting or self._running):
+                if self._closed or not self._changed.wait(_IDLE):
+                    if self._waiting:
+                        break
+                    self._thread = None
+                    self._changed.notify_all()
+                    return False
+            return True
+
+    def _turn(self) -> None:
+        """One pass, and what goes before it: those who wait no longer, and those who may begin."""
+        self._expire()
+        self._admit()
+        if not self._running:
+            return
+        began = perf_counter()
+        decoding = any(len(each.branch.pending) == 1 for each in self._running)
+        chunk = self.config.prefill_tokens if decoding else None
+        for span in self._runner.round(self._running, self._round_stats, chunk):
+            self._deliver(span)
+        spent = (perf_counter() - began) * 1000
+        with self._changed:
+            stats = self._stats
+            stats.rounds += 1
+            stats.busy_ms += spent
+            stats.longest_round_ms = max(stats.longest_round_ms, spent)
+
+    def _expire(self) -> None:
+        """End those who wait and were cancelled, or came too late; have those end who run and are late."""
+        with self._changed:
+            over = [each for each in self._waiting if each.late or _cancelled(each)]
+            if over:
+                self._waiting = [each for each in self._waiting if not any(each is other for other in over)]
+                heapq.heapify(self._waiting)
+            late = [each for each in self._by_place.values() if each.late]
+        for each in over:
+            reason = FinishReason.DEADLINE if each.late and not _cancelled(each) else FinishReason.CANCELLED
+            queued = (perf_counter() - each.submitted) * 1000
+            stats = Stats(prompt_tokens=len(each.asked.token_ids), queued_ms=queued, total_ms=queued)
+            self._end(each, Generation("", [], reason, stats))
+        for each in late:
+            assert each.asked.request.cancel is not None
+            each.asked.request.cancel.set()
+
+    def _admit(self) -> None:
+        """Begin with those who wait, in their order, as long as there is a place and room."""
+        while len(self._running) < self._most:
+            with self._changed:
+                if not self._waiting or (self._running and not self._runner.fits(self._waiting[0].asked)):
+                    return
+                request = heapq.heappop(self._waiting)
+                place = request.rank[1]
+                self._by_place[place] = request
+            request.queued_ms = (perf_counter() - request.submitted) * 1000
+            running = self._runner.admit(place, request.asked)
+            self._running.append(running)
+            own = running.generation.stats
+            own.queued_ms = request.queued_ms
+            with self._changed:
+                self._stats.queued_ms += own.queued_ms
+                self._stats.prompt_tokens += own.prompt_tokens
+                self._stats.reused_tokens += own.reused_tokens
+
+    def _deliver(self, span: BranchSpan) -> None:
+        request = self._by_place[span.branch]
+        tokens = len(span.span.token_ids)
+        with self._changed:
+            self._stats.new_tokens += tokens
+            if tokens and not request.spans:
+                self._stats.ttft_ms += (perf_counter() - request.submitted) * 1000
+        request.spans += 1
+        if span.span.token_ids or span.span.text:
+            request.handle.push(span.span)
+        if span.result is None and span.error is None:
+            return
+        result = span.result
+        if result is not None and result.finish_reason is FinishReason.CANCELLED and request.late:
+            result = replace(result, finish_reason=FinishReason.DEADLINE)
+        self._end(request, result, span.error)
+
+    def _end(self, request: _Request, result: Generation | None, error: Exception | None = None) -> None:
+        with self._changed:
+            self._by_place.pop(request.rank[1], None)
+            self._stats.finished += 1
+            self._stats.failed += error is not None
+            if result is not None:
+                self._stats.drafted += result.stats.drafted
+                self._stats.accepted += result.stats.accepted
+        request.handle.end(result, error)
+
+    def _fail(self, error: Exception) -> None:
+        """A round has failed: so have those who were in it. The others are served as before."""
+        for request in list(self._by_place.values()):
+            self._end(request, None, error)
+        self._running.clear()
+        self._runner.begin([], self._drafters)
+
+
+_SCHEDULERS: weakref.WeakSet[Scheduler] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread that outlives the interpreter would hold on to buffers and engines."""
+    for scheduler in list(_SCHEDULERS):
+        scheduler.close(drain=False, timeout=10)
+
+
+def _cancelled(request: _Request) -> bool:
+    cancel = request.asked.request.cancel
+    return cancel is not None and cancel.is_set()

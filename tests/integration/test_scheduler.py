@@ -1,0 +1,314 @@
+"""Requests that share passes: each has the tokens that it has alone, whatever comes, goes or fails beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from plans.errors import BusyError, PlanError, RequestError
+from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
+from runtime.branch_request import MODES, BranchRequest
+from runtime.branch_run import BranchRunner, Running
+from runtime.constraint import Constraint, Vocabulary
+from runtime.grammar import Grammar, one_of, repeat
+from runtime.program import Program
+
+DRAFTERS = ["none", "ngram", "short", "chain", "bushy", "head", "mixed"]
+KEEP = PrefixCacheConfig(max_cached_tokens=4096, min_prefix_length=1)
+
+
+@pytest.fixture(scope="module")
+def alone(branch_plan: Path) -> Runtime:
+    """The same plan without cache or scheduler: what requests are compared with."""
+    return Runtime.load(branch_plan, threads=1)
+
+
+@pytest.fixture(scope="module", params=MODES)
+def serving(branch_plan: Path, request: pytest.FixtureRequest) -> Iterator[Runtime]:
+    config = SchedulerConfig(mode=request.param, prefill_tokens=8)
+    runtime = Runtime.load(branch_plan, threads=1, prefix_cache=KEEP, scheduler=config)
+    yield runtime
+    assert runtime.close(timeout=60)
+    assert_nothing_is_left(runtime)
+    with pytest.raises(BusyError, match="closed"):
+        runtime.submit([1])
+
+
+def assert_nothing_is_left(runtime: Runtime) -> None:
+    """All places are free again, and nobody refers to the cache."""
+    scheduler = runtime._scheduler
+    assert scheduler is not None
+    assert not scheduler._running
+    assert not scheduler._by_place
+    state = scheduler._runner._state
+    assert not state.live
+    assert len(state.free) == runtime.manifest.target.branches
+    if runtime.prefix_cache is not None:
+        assert runtime.prefix_cache.in_use == 0
+        runtime.prefix_cache.check()
+
+
+REQUEST = st.fixed_dictionaries(
+    {
+        "prompt": st.lists(st.integers(1, 3), min_size=1, max_size=60),
+        "max_new_tokens": st.integers(1, 30),
+        "temperature": st.sampled_from([0.0, 0.8]),
+        "drafter": st.sampled_from(DRAFTERS),
+        "seed": st.integers(0, 2),
+        "priority": st.integers(-1, 1),
+        "pause": st.sampled_from([0, 0, 0, 0.002]),  # seconds before it is submitted
+        "cancel_after": st.none() | st.integers(0, 10),  # spans
+    }
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(requests=st.lists(REQUEST, min_size=1, max_size=24), tokens=st.sampled_from([48, 300, 4096]))
+@pytest.mark.parametrize("mode", MODES)
+def test_every_request_has_the_tokens_that_it_has_alone(
+    branch_plan: Path, alone: Runtime, mode: Any, requests: list[dict[str, Any]], tokens: int
+) -> None:
+    """Any arrivals, lengths and cancellations; small pools evict all the time."""
+    runtime = Runtime.load(
+        branch_plan,
+        threads=1,
+        verify=False,
+        prefix_cache=PrefixCacheConfig(max_cached_tokens=tokens, min_prefix_length=1),
+        scheduler=SchedulerConfig(mode=mode, prefill_tokens=8),
+    )
+    handles = []
+    for each in requests:
+        time.sleep(each["pause"])
+        options = {name: each[name] for name in ("max_new_tokens", "temperature", "drafter", "seed", "priority")}
+        handles.append(runtime.submit(each["prompt"], **options))
+    for each, handle in zip(requests, handles, strict=True):
+        if each["cancel_after"] == 0:
+            handle.cancel()
+        elif each["cancel_after"] is not None:
+            for _, _span in zip(range(each["cancel_after"]), handle, strict=False):
+                pass
+            handle.cancel()
+    for each, handle in zip(requests, handles, strict=True):
+        options = {name: each[name] for name in ("max_new_tokens", "temperature", "drafter", "seed")}
+        found, expected = handle.result(60), alone.generate(each["prompt"], **options)
+        if found.finish_reason == "cancelled":
+            assert found.token_ids == expected.token_ids[: len(found.token_ids)]
+        else:
+            assert (found.token_ids, found.text) == (expected.token_ids, expected.text)
+        assert [token for span in handle for token in span.token_ids] == found.token_ids
+        assert "".join(span.text for span in handle) == found.text
+    assert runtime.close(timeout=60)
+    assert_nothing_is_left(runtime)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_prompt_that_is_known_is_not_computed_again(serving: Runtime, alone: Runtime, drafter: str) -> None:
+    """Copied in or in place; log-probabilities are the same bits."""
+    prompt = [(41 * i) % 290 + 1 for i in range(70)]
+    options = {"drafter": drafter, "max_new_tokens": 12, "logprobs": 3, "ignore_eos": True}
+    others = [serving.submit([9, 8, *prompt[:30]], max_new_tokens=20) for _ in range(3)]
+    serving.submit(prompt[:50], drafter=drafter, max_new_tokens=6, ignore_eos=True).result(60)
+    stats = []
+    for _ in range(3):
+        found, expected = serving.submit(prompt, **options).result(60), alone.generate(prompt, **options)
+        assert found.token_ids == expected.token_ids
+        assert found.logprobs == expected.logprobs
+        stats.append(found.stats)
+    assert stats[0].reused_tokens >= 49
+    assert stats[-1].reused_tokens >= 68
+    for other in others:
+        other.result(60)
+
+
+def test_spans_come_while_others_are_served(serving: Runtime) -> None:
+    """A long prompt does not hold up who decodes: tokens come in the passes that compute it."""
+    first = serving.submit([5, 6, 7], max_new_tokens=100, drafter="none", ignore_eos=True)
+    next(iter(first))
+    before = len(first._spans)
+    second = serving.submit([(17 * i) % 299 + 1 for i in range(120)], max_new_tokens=1, drafter="none")
+    second.result(60)
+    passes = 120 // 8
+    assert len(first._spans) - before >= passes - 2
+    first.cancel()
+    assert first.result(60).finish_reason == "cancelled"
+
+
+def test_handles_are_awaited_and_iterated_in_an_event_loop(serving: Runtime, alone: Runtime) -> None:
+    async def use() -> list[Any]:
+        streamed = serving.submit([4, 5, 6], max_new_tokens=15, ignore_eos=True)
+        waited = [serving.submit([4, 5, place], max_new_tokens=9, ignore_eos=True) for place in range(1, 6)]
+        tokens = [token async for span in streamed for token in span.token_ids]
+        return [tokens, *(result.token_ids for result in await asyncio.gather(*waited))]
+
+    found = asyncio.run(use())
+    expected = [alone.generate([4, 5, 6], max_new_tokens=15, ignore_eos=True).token_ids]
+    expected += [alone.generate([4, 5, place], max_new_tokens=9, ignore_eos=True).token_ids for place in range(1, 6)]
+    assert found == expected
+
+
+def test_a_list_of_prompts(serving: Runtime, alone: Runtime, toy: Runtime) -> None:
+    prompts: list[Any] = ["import os", "def main", [5, 6, 7]]
+    expected = [alone.generate(prompt, max_new_tokens=7).token_ids for prompt in prompts]
+    assert [found.token_ids for found in serving.generate(prompts, max_new_tokens=7)] == expected
+    assert len(toy.generate(["a", "b"], max_new_tokens=2)) == 2  # a plan of one branch: one after another
+    with pytest.raises(RequestError, match="Token id 999"):
+        serving.generate([[5], [999]])
+
+
+def test_who_matters_more_begins_first(branch_plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime.load(branch_plan, threads=1, scheduler=SchedulerConfig(max_running=1))
+    order: list[int] = []
+    admit = BranchRunner.admit
+
+    def noted(self: BranchRunner, place: int, asked: BranchRequest) -> Running:
+        order.append(asked.token_ids[0])
+        return admit(self, place, asked)
+
+    monkeypatch.setattr(BranchRunner, "admit", noted)
+    first = runtime.submit([5], max_new_tokens=100, drafter="none", ignore_eos=True)
+    handles = [
+        runtime.submit([token], max_new_tokens=1, priority=priority)
+        for token, priority in ((10, -1), (11, 0), (12, 0), (13, 1))
+    ]
+    assert not first.done
+    for handle in handles:
+        handle.result(60)
+    assert order == [5, 13, 11, 12, 10]
+    assert runtime.close(timeout=60)
+
+
+def test_deadlines_end_requests_with_what_they_have(branch_plan: Path) -> None:
+    runtime = Runtime.load(branch_plan, threads=1, scheduler=SchedulerConfig(max_running=1))
+    running = runtime.submit([5], max_new_tokens=120, drafter="none", ignore_eos=True)
+    waiting = runtime.submit([6], deadline=0.001)
+    late = waiting.result(60)
+    assert (late.finish_reason, late.token_ids) == ("deadline", [])
+    running.cancel()
+    running.result(60)
+    slow = Runtime.load(branch_plan, threads=1)
+    original = BranchRunner.round
+
+    def slowly(self: BranchRunner, *arguments: Any) -> Any:
+        time.sleep(0.01)
+        return original(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BranchRunner, "round", slowly)
+        found = slow.submit([5], max_new_tokens=120, drafter="none", ignore_eos=True, deadline=0.1).result(60)
+    assert found.finish_reason == "deadline"
+    assert 0 < len(found.token_ids) < 120
+    assert slow.close(timeout=60)
+
+
+def test_what_cannot_be_served_is_refused_at_once(serving: Runtime, toy: Runtime, branch_plan: Path) -> None:
+    context = serving.manifest.target.context
+    with pytest.raises(RequestError, match=f"context is {context}"):
+        serving.submit([5] * (context + 1))
+    with pytest.raises(RequestError, match="priority is 'x'"):
+        serving.submit([5], priority="x")  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="deadline is 0"):
+        serving.submit([5], deadline=0)
+    with pytest.raises(RequestError, match="on_round"):
+        serving.submit([5], on_round=print)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=r"capacity\.branches"):
+        toy.submit([5])
+    with pytest.raises(RequestError, match="max_running is 17"):
+        Runtime.load(branch_plan, scheduler=SchedulerConfig(max_running=17)).submit([5])
+    with pytest.raises(RequestError, match="prefill_tokens is 0"):
+        SchedulerConfig(prefill_tokens=0)
+
+
+def test_too_many_who_wait_are_refused(branch_plan: Path) -> None:
+    runtime = Runtime.load(branch_plan, threads=1, scheduler=SchedulerConfig(max_running=1, max_waiting=2))
+    running = runtime.submit([5], max_new_tokens=120, drafter="none", ignore_eos=True)
+    next(iter(running))
+    waiting = [runtime.submit([6]) for _ in range(2)]
+    with pytest.raises(BusyError, match="2 requests are waiting"):
+        runtime.submit([7])
+    assert runtime.scheduler_stats.refused == 1
+    assert not runtime.close(drain=False, timeout=60) or all(handle.done for handle in [running, *waiting])
+    assert {handle.result(60).finish_reason.value for handle in [running, *waiting]} == {"cancelled"}
+
+
+def test_a_round_that_fails_fails_those_in_it_alone(branch_plan: Path, alone: Runtime) -> None:
+    runtime = Runtime.load(branch_plan, threads=1, prefix_cache=KEEP)
+    expected = alone.generate([5, 6], max_new_tokens=9, ignore_eos=True).token_ids
+    assert runtime.submit([5, 6], max_new_tokens=9, ignore_eos=True).result(60).token_ids == expected
+    original, calls = Program.run, 0
+
+    def failing(self: Program) -> None:
+        nonlocal calls
+        calls += self.name == "verify"
+        if calls == 4:
+            calls += 1
+            raise PlanError("the engine fell over")
+        original(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Program, "run", failing)
+        broken = runtime.submit([7, 8], max_new_tokens=50, drafter="none", ignore_eos=True)
+        with pytest.raises(PlanError, match="fell over"):
+            broken.result(60)
+        assert len(list(broken._spans)) > 0
+    for _ in range(2):
+        assert runtime.submit([5, 6], max_new_tokens=9, ignore_eos=True).result(60).token_ids == expected
+    assert runtime.scheduler_stats.failed == 1
+    assert runtime.close(timeout=60)
+    assert_nothing_is_left(runtime)
+
+
+def test_a_form_that_cannot_go_on_fails_its_request_alone(serving: Runtime, alone: Runtime) -> None:
+    vocabulary = Vocabulary(
+        Grammar(repeat(one_of(range(0x20, 0x7F)))), serving.tokenizer, serving.manifest.target.vocab_size, [0]
+    )
+    constraint = Constraint(vocabulary)
+    choose, calls = Constraint.choose, 0
+
+    def fails(self: Constraint, *arguments: Any) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise RequestError("There is no token.")
+        return choose(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Constraint, "choose", fails)
+        other = serving.submit([5, 6], max_new_tokens=20, ignore_eos=True)
+        handle = serving.submit([7], max_new_tokens=20, constraint=constraint)
+        with pytest.raises(RequestError, match="There is no token"):
+            handle.result(60)
+        with pytest.raises(RequestError, match="There is no token"):
+            list(handle)
+    assert other.result(60).token_ids == alone.generate([5, 6], max_new_tokens=20, ignore_eos=True).token_ids
+
+
+def test_its_thread_ends_when_there_is_nothing_to_do(branch_plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.scheduler._IDLE", 0.05)
+    runtime = Runtime.load(branch_plan, threads=1)
+    for _ in range(3):
+        expected = runtime.generate([5, 6], max_new_tokens=3).token_ids
+        assert runtime.submit([5, 6], max_new_tokens=3).result(60).token_ids == expected
+        deadline = time.monotonic() + 10
+        while runtime._scheduler is not None and runtime._scheduler._thread is not None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_counts(branch_plan: Path) -> None:
+    runtime = Runtime.load(branch_plan, threads=1, prefix_cache=KEEP)
+    results = runtime.generate([[5, 6, 7, 8]] * 3, max_new_tokens=6, ignore_eos=True)
+    stats = runtime.scheduler_stats
+    assert (stats.submitted, stats.finished, stats.failed, stats.waiting, stats.running) == (3, 3, 0, 0, 0)
+    assert stats.new_tokens == 18
+    assert stats.prompt_tokens == 12
+    assert stats.reused_tokens == sum(result.stats.reused_tokens for result in results)
+    assert stats.to_json()["tokens_per_verify"] == stats.new_tokens / stats.rounds
+    assert stats.busy_ms >= stats.longest_round_ms > 0
+    assert runtime.close(timeout=60)
