@@ -28,6 +28,7 @@ from runtime.branches import Branch, BranchState
 from runtime.drafters.branches import EngineBranches
 from runtime.generation import FinishReason, GrowingGeneration, Span
 from runtime.prefix_cache import PrefixCache
+from runtime.request import Options, check_options
 from runtime.sampling import likeliest, logprobs
 from runtime.stats import StageClock, Stats, Stopwatch
 from runtime.text_stream import TextStream
@@ -92,6 +93,16 @@ class BranchRunner:
         self._memory = None if cache is None else BranchMemory(cache, self._arena, with_engines)
         self._paused = 0.0  # seconds that the caller had
         self._kept_count = self._buffers.of(names.TARGET, names.KEPT_COUNT)
+
+    def rehearse(self) -> None:
+        """Run a pass of as many branches as there can be, so that no later one waits for memory to be handed out."""
+        memory, self._memory = self._memory, None
+        request = check_options(Options(max_new_tokens=1, drafter="none", ignore_eos=True), [], ())
+        self.begin([], set())
+        running = [self.admit(place, BranchRequest([0], request, 1)) for place in range(self._geometry.branches)]
+        for _ in self.round(running, BranchStats()):
+            pass
+        self._memory = memory
 
     def run(
         self,

@@ -113,6 +113,7 @@ class Scheduler:
         if mode == "batching" and geometry.rows < 2:
             raise RequestError("The plan has one row for all; build it with capacity.batching for mode batching.")
         self._runner = BranchRunner(loaded, mode, cache=cache)
+        self._runner.rehearse()
         self._most = config.max_running or geometry.branches
         self._drafters: set[str | None] = {drafter.name for drafter in loaded.manifest.drafters}
         self._numbers = count()

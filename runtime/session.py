@@ -233,10 +233,10 @@ class Session:
                 try:
                     yield span
                 except GeneratorExit:
-                    self._keep()
+                    self._keep(drafter)
                     raise
                 started += perf_counter() - handed_over  # the caller's time is not ours
-            self._keep()
+            self._keep(drafter)
             rest = generation.finish()
             stats.total_ms = (perf_counter() - started) * 1000
             clock.fill(stats)
@@ -244,8 +244,10 @@ class Session:
                 yield rest
             return generation.result()
 
-    def _keep(self) -> None:
+    def _keep(self, drafter: Drafter | None) -> None:
         if self._memory is not None:
+            if drafter is not None:
+                drafter.absorb(self._tokens)  # what the last pass has left
             self._memory.keep(self._tokens)
 
     def _place(self, ids: list[int], whole: bool) -> None:

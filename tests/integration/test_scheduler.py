@@ -180,7 +180,7 @@ def test_who_matters_more_begins_first(branch_plan: Path, monkeypatch: pytest.Mo
     assert not first.done
     for handle in handles:
         handle.result(60)
-    assert order == [5, 13, 11, 12, 10]
+    assert order[-5:] == [5, 13, 11, 12, 10]  # before them, its rehearsal
     assert runtime.close(timeout=60)
 
 
