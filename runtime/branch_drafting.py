@@ -33,6 +33,8 @@ class Asking:
     host: HostDrafter | None = None
     engine: str | None = None
     least: int = 1  # tokens that n-grams must foresee
+    reach: int = 8  # tokens that their chain may have, by how much of the last ones was accepted
+    drafted: int = 0  # tokens of the last one
 
 
 class BranchDrafting:
@@ -101,6 +103,7 @@ class BranchDrafting:
             if limit <= 0 or len(branch.pending) != 1:  # its beginning is not computed yet
                 continue
             if each.host is not None:
+                limit = min(limit, each.reach, self._nodes)
                 foreseen = each.host.foresee(each.tokens, limit)
                 if foreseen >= min(each.least, limit) or each.engine is None:
                     chains[branch.number] = each.host, foreseen
@@ -121,6 +124,8 @@ class BranchDrafting:
             wanted[number] += 1
         shares = divide(self._nodes - len(asking), wanted)
         drafts = {number: self._chain_of(host, shares[number]) for number, (host, _) in chains.items()}
+        for each, _ in asking:
+            each.drafted = len(drafts.get(each.branch.number, ()))
         together = sum(shares[number] for number in trees)
         chosen: dict[int, list[int]] = {number: [] for number in trees}
         for _, place, number in nlargest(together, nodes):
@@ -134,6 +139,9 @@ class BranchDrafting:
 
     def follow(self, asking: Asking, first: int, rows: NDArray[np.int64]) -> None:
         """A pass has given the branch rows, from its own token `first` on: the step's tokens `rows`."""
+        if asking.drafted and asking.host is not None:
+            accepted = len(rows) - 1  # what is rejected costs a pass that many share more than it brings
+            asking.reach = 2 * asking.reach if accepted == asking.drafted else accepted + 2
         if asking.engine is not None:
             self._engines[asking.engine].follow(asking.branch, first, rows)
 

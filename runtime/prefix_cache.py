@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from time import perf_counter
 
 from plans import names
 from plans.check import buffer_shape
@@ -102,7 +103,7 @@ class PrefixCache:
 
     def match(self, tokens: Sequence[int]) -> PrefixMatch:
         """The longest known beginning of `tokens` (one or more), held until `release`."""
-        tokens = list(tokens)
+        began, tokens = perf_counter(), list(tokens)
         with self._lock:
             found = self._tree.find(tokens)
             hit = found.length >= self.config.min_prefix_length
@@ -120,16 +121,21 @@ class PrefixCache:
                 stats.total_tokens_processed += len(tokens)
                 stats.cache_hits += hit
                 stats.tokens_matched += found.length
+                stats.match_ms += _since(began)
         return match
 
     def read(self, match: PrefixMatch, model: str, start: int, stop: int, to: Rows) -> None:
         """Copy a model's rows of tokens `[start, stop)`, at most `match.rows[model]`, to where a sequence has them."""
+        began = perf_counter()
         assert match.held is not None or start >= stop, "a match is read before it is released"
         assert stop <= match.rows.get(model, 0) or start >= stop, "rows that the model does not have"
         for first, run in match.runs:
             low, high = max(start - first, 0), min(stop - first, len(run))
             for at, piece in self._pool.views(model, run, low, high):
                 to.put(first + at, piece)
+        if self.config.enable_stats:
+            with self._lock:
+                self._stats.read_ms += _since(began)
 
     def note_reused(self, tokens: int) -> None:
         """So many tokens of a request that was matched were not computed again."""
@@ -156,7 +162,7 @@ class PrefixCache:
 
         Returns how many of the tokens are known now: not all where pages run short that nobody uses.
         """
-        tokens = list(tokens)
+        began, tokens = perf_counter(), list(tokens)
         if len(tokens) < self.config.min_prefix_length:
             return 0
         with self._lock:
@@ -174,6 +180,8 @@ class PrefixCache:
                 self._tree.hold(node)
                 self._evict(int(self.config.eviction_target * self.config.max_cached_tokens))
                 self._tree.let_go(node)
+            if self.config.enable_stats:
+                self._stats.insert_ms += _since(began)
         return found.length if end is None else end
 
     def _make_room(self, found: Match[PageRun], wanted: int) -> int | None:
@@ -286,6 +294,10 @@ class PrefixCache:
         """References that are held, for tests: 0 when no sequence runs."""
         with self._lock:
             return sum(node.references for node in self._tree.root.children.values())
+
+
+def _since(began: float) -> float:
+    return 1000 * (perf_counter() - began)
 
 
 def row_shapes(plan: TargetPlan) -> dict[str, RowShape]:

@@ -18,6 +18,9 @@ class PrefixCacheStats:
     tokens_evicted: int = 0
     tokens_inserted: int = 0
     inserts_refused: int = 0  # for want of pages that nobody uses
+    match_ms: float = 0.0  # looking up
+    read_ms: float = 0.0  # copying rows to where a sequence has them
+    insert_ms: float = 0.0  # keeping rows, evicting included
 
     @property
     def cache_misses(self) -> int:

@@ -1,0 +1,64 @@
+"""The measurements of serving, on a toy plan: figures, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import HELD_OUT
+from tools.serving import __main__ as serving
+
+PROMPTS = ("--prompts", str(HELD_OUT), "--threads", "1")
+
+
+def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
+    assert serving.main([*arguments, *PROMPTS, "--json"]) == 0
+    found: dict[str, object] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_hits(toy_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--length", "80", "--shares", "50,90", "--new", "6", "--count", "2", "--drafters", "none,head")
+    rows = report(capsys, "hits", str(toy_plan), *sizes)["rows"]
+    assert [(row["drafter"], row["share"], row["reused"]) for row in rows] == [  # type: ignore[attr-defined]
+        ("none", 50, 40),
+        ("none", 90, 72),
+        ("head", 50, 39),
+        ("head", 90, 71),
+    ]
+    for row in rows:  # type: ignore[attr-defined]
+        assert row["same_tokens"]
+        assert row["warm_ms"] > 0
+        assert 0 < row["match_and_insert"] < 1
+    assert serving.main(["hits", str(toy_plan), *sizes, *PROMPTS]) == 0
+    assert "warm/cold" in capsys.readouterr().out
+
+
+def test_load(branch_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--length", "60", "--new", "6", "--reps", "1", "--waves", "2", "--at-once", "3", "--drafters", "ngram")
+    rows = report(capsys, "load", str(branch_plan), *sizes)["rows"]
+    assert [row["mode"] for row in rows] == ["one by one", "in-one-sequence", "batching"]  # type: ignore[attr-defined]
+    for row in rows:  # type: ignore[attr-defined]
+        assert row["same_tokens"]
+        assert row["tokens_per_second"] > 0
+        assert row["gap_max_ms"] is None or row["gap_max_ms"] >= row["gap_p50_ms"] > 0
+    assert serving.main(["load", str(branch_plan), *sizes, *PROMPTS]) == 0
+    assert "one by one" in capsys.readouterr().out
+
+
+def test_soak(branch_plan: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tools.serving.soak.SECONDS", 2.0)
+    sizes = ("--minutes", "1", "--clients", "6", "--length", "60", "--new", "12", "--every", "0.2")
+    found = report(capsys, "soak", str(branch_plan), *sizes)
+    assert found["failed"] == found["differing"] == found["references_left"] == 0
+    assert found["finished"] > 0  # type: ignore[operator]
+    assert len(found["memory"]) > 2  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_measured_is_refused(toy_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert serving.main(["load", str(toy_plan), *PROMPTS]) == 2
+    assert "capacity.branches" in capsys.readouterr().err
+    assert serving.main(["hits", str(toy_plan), "--drafters", "oracle", *PROMPTS]) == 2
+    assert "--drafters names 'oracle'" in capsys.readouterr().err

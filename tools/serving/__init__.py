@@ -1,0 +1,1 @@
+"""`python -m tools.serving`: what a prefix cache and shared passes bring."""

@@ -1,0 +1,70 @@
+"""What a prefix cache and shared passes bring: `python -m tools.serving hits | load | soak PLAN [--json]`.
+
+`hits`: the time to the first token of a prompt of which a share is known, against a cold start, and what the cache
+itself takes. `load`: requests served at once against the same ones one after another, in both modes, and how long who
+decodes waits for a pass. `soak`: mixed requests from several threads for minutes; memory, failures, tokens compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from plans.errors import OutriderError
+from tools.arguments import at_least_1
+from tools.bench.machine import describe_run
+from tools.bench.sampling import GREEDY
+from tools.output import print_report
+from tools.serving.hits import measure_hits, print_hits
+from tools.serving.load import measure_load, print_load
+from tools.serving.soak import measure_soak, print_soak
+
+
+def _counts(text: str) -> list[int]:
+    return [at_least_1(word.strip()) for word in text.split(",")]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.serving", description=__doc__.partition("\n\n")[2])
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("plan", type=Path, help="folder of a plan")
+    shared.add_argument("--drafters", metavar="NAME,...", help="of the plan, or none (default: none and all)")
+    shared.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
+    shared.add_argument("--threads", type=int, default=0, help="0: the backend chooses")
+    shared.add_argument("--json", action="store_true", help="print one JSON object")
+    hits = commands.add_parser(
+        "hits", parents=[shared], help="time to the first token of prompts that are partly known"
+    )
+    hits.add_argument("--length", type=at_least_1, default=1500, help="tokens of a prompt (1500)")
+    hits.add_argument("--shares", type=_counts, default=[50, 90], metavar="N,...", help="per cent known (50,90)")
+    hits.add_argument("--new", type=at_least_1, default=16, help="tokens that follow (16)")
+    hits.add_argument("--count", type=at_least_1, default=6, help="prompts (6)")
+    hits.set_defaults(measure=measure_hits, show=print_hits, reps=1)
+    load = commands.add_parser("load", parents=[shared], help="requests at once against one after another")
+    load.add_argument("--at-once", type=_counts, metavar="N,...", help="requests at once (default: as many as can be)")
+    load.add_argument("--waves", type=at_least_1, default=3, help="requests for each that is served at once (3)")
+    load.add_argument("--length", type=at_least_1, default=200, help="tokens of a prompt (200)")
+    load.add_argument("--new", type=at_least_1, default=128, help="tokens of an answer (128)")
+    load.add_argument("--reps", type=at_least_1, default=3, help="runs of each (3)")
+    load.set_defaults(measure=measure_load, show=print_load)
+    soak = commands.add_parser("soak", parents=[shared], help="mixed requests for a while")
+    soak.add_argument("--minutes", type=at_least_1, default=20, help="how long (20)")
+    soak.add_argument("--clients", type=at_least_1, default=24, help="threads that submit (24)")
+    soak.add_argument("--length", type=at_least_1, default=600, help="most tokens of a prompt (600)")
+    soak.add_argument("--new", type=at_least_1, default=100, help="most tokens of an answer (100)")
+    soak.add_argument("--every", type=float, default=5.0, help="seconds between looks at memory (5)")
+    soak.set_defaults(measure=measure_soak, show=print_soak, reps=1)
+    parser.set_defaults(sampling=GREEDY, task=None)
+    options = parser.parse_args(arguments)
+    try:
+        return print_report({**describe_run(), **options.measure(options)}, options.json, options.show)
+    except OutriderError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
