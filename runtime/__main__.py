@@ -1,4 +1,4 @@
-"""`python -m runtime generate | branches | skeleton | chat | embed`."""
+"""`python -m runtime generate | branches | skeleton | serve | chat | embed`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from runtime.beam_search import BeamOptions, BeamResult, EarlyStopping
 from runtime.branch_command import add_branches
 from runtime.debug import RoundPrinter, log_to
 from runtime.generation import Generation
+from runtime.server.command import add_serve
 from runtime.skeleton_command import add_skeleton
 
 _EARLY_STOPPING: dict[str, EarlyStopping] = {"false": False, "true": True, "never": "never"}
@@ -71,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_branches(commands)
     add_skeleton(commands)
+    add_serve(commands)
     chat = commands.add_parser(
         "chat", help="talk with the model", description="Talk with the model; an empty line or end of input leaves."
     )

@@ -9,12 +9,14 @@ from pathlib import Path
 from plans.console import stderr
 from plans.errors import RequestError
 from runtime.generation import Generation
+from runtime.prefix_cache import PrefixCacheConfig
 from runtime.request import Options
 from runtime.runtime import Runtime
+from runtime.scheduler import SchedulerConfig
 
 
-def add_shared(parser: argparse.ArgumentParser) -> None:
-    """The plan, where it runs, and how tokens are chosen."""
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """The plan, and where it runs."""
     parser.add_argument("plan", type=Path, help="folder of the plan")
     parser.add_argument("--target", help="execution target (default: the best this machine drives)")
     parser.add_argument(
@@ -28,6 +30,11 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="on a GPU, launch kernel by kernel what would be recorded at loading",
     )
+
+
+def add_shared(parser: argparse.ArgumentParser) -> None:
+    """The plan, where it runs, and how tokens are chosen."""
+    add_machine(parser)
     parser.add_argument("--max-new-tokens", type=int, default=128, help="most tokens to generate (default 128)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     parser.add_argument("--top-k", type=int, default=0, help="keep the k most probable tokens; 0 is off")
@@ -74,7 +81,11 @@ def read_options(arguments: argparse.Namespace) -> Options:
     return options
 
 
-def load(arguments: argparse.Namespace) -> Runtime:
+def load(
+    arguments: argparse.Namespace,
+    prefix_cache: PrefixCacheConfig | None = None,
+    scheduler: SchedulerConfig | None = None,
+) -> Runtime:
     """The plan, loaded; on standard error, why better execution targets were passed over."""
     with stderr.status(f"loading {arguments.plan}"):
         runtime = Runtime.load(
@@ -82,6 +93,8 @@ def load(arguments: argparse.Namespace) -> Runtime:
             target=arguments.target,
             threads=arguments.threads,
             cuda_graphs=not arguments.no_cuda_graphs,
+            prefix_cache=prefix_cache,
+            scheduler=scheduler,
         )
     for target, reason in runtime.passed_over.items():
         stderr.print(f"runs on {runtime.target}, not on {target}: {reason}", style="dim", soft_wrap=True)

@@ -182,6 +182,10 @@ class Runtime:
                 self._scheduler = Scheduler(self.loaded, self._scheduler_config, self.prefix_cache)
             return self._scheduler
 
+    def start(self) -> None:
+        """Make ready what `submit` needs, which the first one would wait for. Raises RequestError as `submit`."""
+        self._serve()
+
     @property
     def scheduler_stats(self) -> SchedulerStats:
         """What requests that were submitted have come to, all together."""

@@ -148,7 +148,7 @@ class Scheduler:
                 raise BusyError("The runtime takes no more requests: it was closed.")
             if len(self._waiting) >= self.config.max_waiting:
                 self._stats.refused += 1
-                raise BusyError(f"{len(self._waiting)} requests are waiting already; try again later.")
+                raise BusyError(f"The queue is full: {len(self._waiting)} requests wait already; try again later.")
             rank = -priority, next(self._numbers)
             request = _Request(rank, asked, handle, now, None if deadline is None else monotonic() + deadline)
             heapq.heappush(self._waiting, request)

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server over a runtime; needs the extra `serve`."""
