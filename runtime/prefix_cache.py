@@ -12,6 +12,9 @@ from copy import copy
 from dataclasses import dataclass, replace
 from time import perf_counter
 
+import numpy as np
+from numpy.typing import NDArray
+
 from plans import names
 from plans.check import buffer_shape
 from plans.errors import RequestError
@@ -248,6 +251,32 @@ class PrefixCache:
         self._stats.eviction_count += evicted > 0
         self._stats.tokens_evicted += evicted
         return evicted
+
+    # As data.
+
+    @property
+    def shapes(self) -> Mapping[str, RowShape]:
+        return self._pool.shapes
+
+    def export(self) -> tuple[list[dict[str, object]], list[NDArray[np.generic]]]:
+        """All that it holds: edges, parents before children, and rows of each, a piece for each model that has some.
+
+        Of an edge: `parent`, the place of the one before it or -1; `tokens`; `terminal`, whether a sequence ends there;
+        `valid`, how many of its tokens have rows, by model in the order of their names, as the pieces are.
+        """
+        edges, pieces, places = list[dict[str, object]](), list[NDArray[np.generic]](), dict[int, int]()
+        with self._lock:
+            for node in self._tree.walk():
+                run, parent = node.value, node.parent
+                assert run is not None
+                places[id(node)] = len(edges)
+                valid = {model: run.valid[model] for model in sorted(run.valid) if run.valid[model]}
+                for model, count in valid.items():
+                    parts = [piece for _, piece in self._pool.views(model, run, 0, count)]
+                    pieces.append(np.ascontiguousarray(np.concatenate(parts, 2)))
+                place = places.get(id(parent), -1)
+                edges.append({"parent": place, "tokens": node.tokens, "terminal": node.terminal, "valid": valid})
+        return edges, pieces
 
     # Looking at it.
 

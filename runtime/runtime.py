@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Unpack, cast, overload
 
 import numpy as np
+import onnxruntime
 
 from plans.errors import RequestError
+from plans.machine import processor
 from plans.manifest import Manifest
 from plans.plan import Plan, open_plan
 from runtime.assembly import Loaded
@@ -25,6 +27,7 @@ from runtime.branch_stream import BranchSpan, BranchStats, BranchStream
 from runtime.generation import Generation, GenerationStream, Span
 from runtime.handle import Handle
 from runtime.prefix_cache import PrefixCache, PrefixCacheConfig, row_shapes
+from runtime.prefix_file import load_prefix_cache, save_prefix_cache
 from runtime.prompt import prepare_prompt
 from runtime.radix_tree import common_length
 from runtime.request import Options, check_options
@@ -181,6 +184,31 @@ class Runtime:
             if self._scheduler is None:
                 self._scheduler = Scheduler(self.loaded, self._scheduler_config, self.prefix_cache)
             return self._scheduler
+
+    def save_prefix_cache(self, path: str | PathLike[str]) -> int:
+        """Write what the prefix cache holds to a file; how many tokens that is. Raises RequestError without a cache."""
+        return save_prefix_cache(self._cache(), Path(path), self._bound_to())
+
+    def load_prefix_cache(self, path: str | PathLike[str]) -> int:
+        """Take in what was saved; how many tokens the cache has more.
+
+        Raises RequestError without a cache, and PlanError for a file that is damaged, or that another plan, version of
+        ONNX Runtime or processor has made: its rows would not be, bit for bit, those that are computed here.
+        """
+        return load_prefix_cache(self._cache(), Path(path), self._bound_to())
+
+    def _cache(self) -> PrefixCache:
+        if self.prefix_cache is None:
+            raise RequestError("The runtime has no prefix cache; load the plan with prefix_cache=PrefixCacheConfig().")
+        return self.prefix_cache
+
+    def _bound_to(self) -> dict[str, str]:
+        return {
+            "plan": self.manifest.identity,
+            "execution target": self.target,
+            "version of ONNX Runtime": onnxruntime.__version__,
+            "processor": processor(),
+        }
 
     def start(self) -> None:
         """Make ready what `submit` needs, which the first one would wait for. Raises RequestError as `submit`."""

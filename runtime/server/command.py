@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 from typing import Any
 
 from plans.console import stderr
@@ -50,6 +51,12 @@ def add_serve(commands: Any) -> None:
     parser.add_argument(
         "--cache-bytes", type=int, default=2**30, metavar="N", help="prefix cache: most memory (1 GiB), taken at once"
     )
+    parser.add_argument(
+        "--cache-file",
+        type=Path,
+        metavar="FILE",
+        help="take in what FILE holds of earlier prompts, and save there at the end what the cache holds then",
+    )
     parser.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt anew")
     parser.add_argument(
         "--max-body-bytes", type=int, default=2**20, metavar="N", help="larger bodies are refused (1 MiB)"
@@ -72,6 +79,9 @@ def _serve(arguments: argparse.Namespace) -> int:
     scheduler = SchedulerConfig(arguments.max_running, arguments.max_waiting, arguments.prefill_tokens, arguments.mode)
     runtime = load(arguments, cache, scheduler)
     runtime.start()
+    file = arguments.cache_file
+    if file is not None and file.exists():
+        stderr.print(f"{runtime.load_prefix_cache(file)} tokens of earlier prompts are warm", style="dim")
     config = ServerConfig(
         model=arguments.model_name or runtime.manifest.name,
         api_key=arguments.api_key or os.environ.get(_KEY) or None,
@@ -79,4 +89,6 @@ def _serve(arguments: argparse.Namespace) -> int:
     )
     stderr.print(f"serving {config.model!r} at http://{arguments.host}:{arguments.port}", style="dim")
     uvicorn.run(make_app(runtime, config), host=arguments.host, port=arguments.port, log_level="warning")
+    if file is not None:
+        stderr.print(f"{runtime.save_prefix_cache(file)} tokens are kept in {file}", style="dim")
     return 0

@@ -1,0 +1,201 @@
+"""A prefix cache in a file, so that system prompts are warm at the start.
+
+    8 bytes     OUTRPFX1
+    32 bytes    sha256 of all that follows
+    8 bytes     length of the header, little-endian
+    header      JSON: what the rows belong to, and the tree's edges
+    payload     rows of every model, edge by edge, `[planes, heads, tokens, size]`
+
+Rows are worth something only behind the very weights, engines and arithmetic that computed them: a file is bound to all
+of these, and refused elsewhere. It is checked whole before anything of it is taken in, and holds data alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from plans import names
+from plans.errors import PlanError
+from runtime.arena_rows import ArenaRows
+from runtime.page_pool import RowShape
+from runtime.prefix_cache import PrefixCache
+
+_MAGIC = b"OUTRPFX1"
+_START = 48  # of the header
+_MOST_HEADER = 2**28
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class _Edge(_Strict):
+    """An edge of the tree: its parent's place in the list, -1 for the root, and how many of its rows each model has."""
+
+    parent: int = Field(ge=-1)
+    tokens: list[int] = Field(min_length=1)
+    terminal: bool
+    valid: dict[str, int]
+
+
+class _Shape(_Strict):
+    planes: int = Field(ge=1)
+    heads: int = Field(ge=1)
+    size: int = Field(ge=1)
+    dtype: str
+
+
+class _Header(_Strict):
+    bound_to: dict[str, str]
+    shapes: dict[str, _Shape]
+    edges: list[_Edge]
+    payload_bytes: int = Field(ge=0)
+
+
+def save_prefix_cache(cache: PrefixCache, path: Path, bound_to: Mapping[str, str]) -> int:
+    """Write all that the cache holds to `path`, in one step; how many tokens that is."""
+    exported, pieces = cache.export()
+    edges = [_Edge.model_validate(edge) for edge in exported]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header: dict[str, Any] = {
+        "bound_to": dict(bound_to),
+        "shapes": {
+            name: {"planes": s.planes, "heads": s.heads, "size": s.size, "dtype": np.dtype(s.dtype).name}
+            for name, s in sorted(cache.shapes.items())
+        },
+        "edges": [edge.model_dump() for edge in edges],
+        "payload_bytes": sum(piece.nbytes for piece in pieces),
+    }
+    told = json.dumps(header).encode()
+    told = len(told).to_bytes(8, "little") + told
+    digest = hashlib.sha256(told)
+    for piece in pieces:
+        digest.update(piece.data)
+    with NamedTemporaryFile("wb", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            file.write(_MAGIC + digest.digest() + told)
+            for piece in pieces:
+                file.write(piece.data)
+            file.flush()
+            os.fsync(file.fileno())
+            Path(file.name).replace(path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+    return sum(len(edge.tokens) for edge in edges)
+
+
+def load_prefix_cache(cache: PrefixCache, path: Path, bound_to: Mapping[str, str]) -> int:
+    """Insert what the file holds; how many tokens the cache has more.
+
+    Raises PlanError for a file that is not whole, or that was not made by this plan on such a machine.
+    """
+    try:
+        data: NDArray[np.uint8] = np.memmap(path, np.uint8, "r")
+    except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+        raise PlanError(f"{path} cannot be read as a prefix cache: {error}. Remove it, or save it again.") from None
+    header, start = _read_header(path, data)
+    _check(path, header, cache.shapes, bound_to)
+    payload = data[start:]
+    _check_payload(path, header, payload, cache.shapes)
+    return _insert_all(cache, header, payload)
+
+
+def _read_header(path: Path, data: NDArray[np.uint8]) -> tuple[_Header, int]:
+    length = int.from_bytes(data[40:48].tobytes(), "little")
+    if data[:8].tobytes() != _MAGIC or length > min(_MOST_HEADER, len(data) - _START):
+        raise PlanError(f"{path} is no prefix cache, or damaged; remove it, or save it again.")
+    if hashlib.sha256(data[40:].data).digest() != data[8:40].tobytes():
+        raise PlanError(f"{path} is damaged: its sha256 is another. Remove it, or save it again.")
+    try:
+        return _Header.model_validate_json(data[_START : _START + length].tobytes()), _START + length
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the header"
+        raise PlanError(f"{path}, {where}: {first['msg']}; remove the file, or save it again.") from None
+
+
+def _check(path: Path, header: _Header, shapes: Mapping[str, RowShape], bound_to: Mapping[str, str]) -> None:
+    for what in sorted({*bound_to, *header.bound_to}):
+        here, there = bound_to.get(what), header.bound_to.get(what)
+        if here != there:
+            raise PlanError(
+                f"{path} was saved with another {what}: {there}, and here it is {here}. Its rows would differ in their "
+                "last bits, or be wrong; save it again here."
+            )
+    own = {
+        name: _Shape(planes=s.planes, heads=s.heads, size=s.size, dtype=np.dtype(s.dtype).name)
+        for name, s in shapes.items()
+    }
+    if header.shapes != own:
+        raise PlanError(f"{path} holds rows of other shapes than this plan's; save it again here.")
+
+
+def _check_payload(path: Path, header: _Header, payload: NDArray[np.uint8], shapes: Mapping[str, RowShape]) -> None:
+    expected = 0
+    for place, edge in enumerate(header.edges):
+        if edge.parent >= place or set(edge.valid) - set(shapes) or min(edge.tokens) < 0:
+            raise PlanError(f"{path}, edges.{place}: it does not belong there; remove the file, or save it again.")
+        for name, count in edge.valid.items():
+            if not 0 <= count <= len(edge.tokens):
+                raise PlanError(f"{path}, edges.{place}: {count} rows of {len(edge.tokens)} tokens; save it again.")
+            expected += count * shapes[name].nbytes
+    if not expected == header.payload_bytes == len(payload):
+        raise PlanError(
+            f"{path} has {len(payload)} bytes of rows, and its header tells of {expected}: it was cut, or damaged. "
+            "Remove it, or save it again."
+        )
+
+
+def _insert_all(cache: PrefixCache, header: _Header, payload: NDArray[np.uint8]) -> int:
+    """Every sequence that ends somewhere, those that lead to others first."""
+    offset, rows, before = 0, list[dict[str, NDArray[Any]]](), cache.get_cached_tokens()
+    for edge in header.edges:
+        own = {}
+        for name in sorted(edge.valid):
+            shape, count = cache.shapes[name], edge.valid[name]
+            flat = payload[offset : offset + count * shape.nbytes].view(shape.dtype)
+            own[name] = flat.reshape(shape.planes, shape.heads, count, shape.size)
+            offset += count * shape.nbytes
+        rows.append(own)
+    parents = {edge.parent for edge in header.edges}
+    for place, edge in enumerate(header.edges):
+        if edge.terminal or place not in parents:
+            path = _path(header, place)
+            tokens = [token for each in path for token in header.edges[each].tokens]
+            sources = {name: _leading(header, path, rows, name) for name in cache.shapes}
+            found = {name: (each.shape[2], ArenaRows(each)) for name, each in sources.items() if each is not None}
+            if names.TARGET in found and found[names.TARGET][0] == len(tokens):
+                cache.insert(tokens, found)
+    return cache.get_cached_tokens() - before
+
+
+def _leading(header: _Header, path: list[int], rows: list[dict[str, NDArray[Any]]], name: str) -> NDArray[Any] | None:
+    """Rows of a model for the leading tokens of a path, as far as there are any without a gap."""
+    parts = []
+    for place in path:
+        own = rows[place].get(name)
+        if own is None:
+            break
+        parts.append(own)
+        if own.shape[2] < len(header.edges[place].tokens):
+            break
+    return np.concatenate(parts, 2) if parts else None
+
+
+def _path(header: _Header, place: int) -> list[int]:
+    path = []
+    while place >= 0:
+        path.append(place)
+        place = header.edges[place].parent
+    return path[::-1]

@@ -1,0 +1,127 @@
+"""A cache in a file: what comes back, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plans.errors import PlanError
+from runtime.page_pool import PAGE
+from runtime.prefix_cache import PrefixCache
+from runtime.prefix_file import load_prefix_cache, save_prefix_cache
+from tests.runtime.test_prefix_cache import cache, check_rows, insert
+
+BOUND = {"plan": "abc", "processor": "one"}
+LINES = st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(0, 60)), max_size=12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(lines=LINES)
+def test_what_was_saved_comes_back(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[tuple[list[int], int]]
+) -> None:
+    path = tmp_path_factory.mktemp("prefix") / "file"
+    kept = cache(200 * PAGE, min_prefix_length=1)
+    for tokens, head in lines:
+        insert(kept, tokens, min(head, len(tokens)))
+    assert save_prefix_cache(kept, path, BOUND) == kept.get_cached_tokens()
+    other = cache(200 * PAGE, min_prefix_length=1)
+    assert load_prefix_cache(other, path, BOUND) == kept.get_cached_tokens()
+    assert other.dump_tree() == kept.dump_tree()
+    other.check()
+    for tokens, _ in lines:
+        assert check_rows(other, tokens) == len(tokens)
+        first, second = kept.match(tokens), other.match(tokens)
+        assert second.rows == first.rows
+        kept.release(first)
+        other.release(second)
+    assert load_prefix_cache(other, path, BOUND) == 0
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    kept = cache()
+    insert(kept, list(range(40)), head=30)
+    insert(kept, [*range(20), 7, 8, 9])
+    save_prefix_cache(kept, tmp_path / "file", BOUND)
+    return tmp_path / "file"
+
+
+def refused(path: Path, words: str, bound: dict[str, str] = BOUND, kept: PrefixCache | None = None) -> None:
+    kept = cache() if kept is None else kept
+    with pytest.raises(PlanError, match=words):
+        load_prefix_cache(kept, path, bound)
+    assert kept.get_cached_tokens() == 0
+
+
+def test_a_smaller_cache_takes_what_it_has_room_for(saved: Path) -> None:
+    small = cache(2 * PAGE)
+    assert 0 < load_prefix_cache(small, saved, BOUND) <= 2 * PAGE
+    small.check()
+
+
+def test_files_of_others_are_refused(saved: Path, tmp_path: Path) -> None:
+    refused(saved, "another processor: one, and here it is two", BOUND | {"processor": "two"})
+    refused(saved, "another plan: abc", BOUND | {"plan": "x"})
+    refused(saved, "another engine: None", BOUND | {"engine": "x"})
+    refused(tmp_path / "nothing", "cannot be read")
+    (tmp_path / "empty").touch()
+    refused(tmp_path / "empty", "cannot be read")
+    (tmp_path / "text").write_text("hello there, this is no cache")
+    refused(tmp_path / "text", "no prefix cache")
+
+
+def test_damage_anywhere_is_refused(saved: Path, tmp_path: Path) -> None:
+    data = saved.read_bytes()
+    start = 48 + int.from_bytes(data[40:48], "little")
+
+    def sealed(header: dict[str, Any]) -> bytes:
+        told = json.dumps(header).encode()
+        rest = len(told).to_bytes(8, "little") + told + data[start:]
+        return data[:8] + sha256(rest).digest() + rest
+
+    damaged = tmp_path / "damaged"
+    damaged.write_bytes(data[:-5])
+    refused(damaged, "sha256")
+    damaged.write_bytes(data[:60])
+    refused(damaged, "no prefix cache, or damaged")
+    header = json.loads(data[48:start])
+    damaged.write_bytes(sealed(header))
+    assert load_prefix_cache(cache(), damaged, BOUND) > 0
+    for change, words in (
+        ({"edges": [{**header["edges"][0], "parent": 0}, *header["edges"][1:]]}, "does not belong"),
+        ({"edges": [{**header["edges"][0], "tokens": [-1]}, *header["edges"][1:]]}, "does not belong"),
+        ({"edges": [{**header["edges"][0], "valid": {"other": 1}}, *header["edges"][1:]]}, "does not belong"),
+        ({"edges": [{**header["edges"][0], "valid": {"target": 999}}, *header["edges"][1:]]}, "999 rows of"),
+        ({"edges": header["edges"][:1]}, "it was cut"),
+        ({"edges": [{"parent": -1}]}, "edges.0.tokens"),
+        ({"shapes": {}}, "other shapes"),
+        ({"more": 1}, "more"),
+    ):
+        damaged.write_bytes(sealed({**header, **change}))
+        refused(damaged, words)
+    draw = np.random.default_rng(0)
+    for _ in range(300):
+        place = int(draw.integers(len(data)))
+        damaged.write_bytes(data[:place] + bytes([data[place] ^ (1 << int(draw.integers(8)))]) + data[place + 1 :])
+        refused(damaged, "damaged")
+
+
+def test_a_save_that_fails_leaves_what_was_there(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = saved.read_bytes()
+
+    def fails(_: int) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr("os.fsync", fails)
+    with pytest.raises(OSError, match="no space"):
+        save_prefix_cache(cache(), saved, BOUND)
+    assert saved.read_bytes() == before
+    assert list(saved.parent.iterdir()) == [saved]
