@@ -159,6 +159,17 @@ class BranchArena:
         if self.alignment is not None:
             self.alignment.open(self.row_of(branch), self._prefix)
 
+    def restore_prefix(self, rows: int, lead: int = 0) -> Rows:
+        """The prefix begins with so many rows that no step has made: of tokens from `lead` on, in what is returned."""
+        self._maps[0].restore(rows, SHARED, 0)
+        self._prefix = self._maps[0].length
+        self._note_peak()
+        return self.prefix_rows(lead)
+
+    def prefix_rows(self, lead: int = 0) -> Rows:
+        """The prefix's rows by its tokens, of which the first `lead` have none."""
+        return ArenaRows(self._buffers.of(self._model, names.KV)[:, 0], lead)
+
     def restore(self, branch: int, rows: int) -> None:
         """A branch that has no rows yet takes so many, of its first tokens, that no step has made; see `rows_of`."""
         self._maps[self.row_of(branch)].restore(rows, branch, self._prefix)

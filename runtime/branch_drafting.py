@@ -52,6 +52,11 @@ class BranchDrafting:
         """Those of the drafters that this run has."""
         return [engine.arena for engine in self._active]
 
+    @property
+    def active(self) -> Sequence[EngineBranches]:
+        """The engines that this run has."""
+        return self._active
+
     def reset(self) -> None:
         """Forget everything."""
         for engine in self._engines.values():

@@ -1,4 +1,7 @@
-"""Branches behind no prefix, and the prefix cache: what is known of each is copied in, what it has computed is kept."""
+"""Branches and the prefix cache: what is known is copied in, what was computed is kept.
+
+That is the prefix that branches share, or, where there is none, all that each of them says.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,34 @@ class BranchMemory:
     def __init__(self, cache: PrefixCache, arena: BranchArena, engines: Mapping[str, EngineBranches]) -> None:
         self._cache, self._arena, self._engines = cache, arena, engines
         self._left: dict[int, _Left] = {}
+
+    def recall_prefix(self, prefix: Sequence[int], engines: Sequence[EngineBranches]) -> int:
+        """Give a prefix that has just begun the rows that are known, of the target and of all these engines; how many.
+
+        A head goes on with the feature of a token that is computed: there, one is.
+        """
+        if not prefix:
+            return 0
+        match = self._cache.match(prefix)
+        try:
+            rows = match.rows.get(names.TARGET, 0)
+            for engine in engines:
+                rows = min(rows, max(0, match.rows.get(engine.name, 0) - engine.paired))
+            if rows:
+                self._cache.read(match, names.TARGET, 0, rows, self._arena.restore_prefix(rows))
+                for engine in engines:
+                    self._cache.read(match, engine.name, 0, rows + engine.paired, engine.restore_prefix(rows))
+        finally:
+            self._cache.release(match)
+        self._cache.note_reused(rows)
+        return rows
+
+    def keep_prefix(self, prefix: Sequence[int], engines: Sequence[EngineBranches]) -> None:
+        """Insert a prefix, all of whose rows are there."""
+        kept = {names.TARGET: (len(prefix), self._arena.prefix_rows())}
+        for engine in engines:
+            kept[engine.name] = len(prefix), engine.prefix_rows()
+        self._cache.insert(prefix, kept)
 
     def number_for(self, tokens: Sequence[int], free: Sequence[int]) -> int:
         """Of the free numbers, the one whose row holds the most of `tokens`."""

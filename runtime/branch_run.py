@@ -61,7 +61,7 @@ class BranchRunner:
     def __init__(self, loaded: Loaded, mode: Mode, *, padded: bool = False, cache: PrefixCache | None = None) -> None:
         """`padded`: rows of a batch are laid out as a rectangle, for engines of the target that need one.
 
-        With `cache`, branches behind no prefix find what was computed of earlier ones.
+        With `cache`, prefixes, and branches behind none, find what was computed of earlier ones.
         """
         manifest = loaded.manifest
         self._tokenizer, self._geometry = loaded.tokenizer, manifest.target
@@ -145,12 +145,19 @@ class BranchRunner:
     ) -> Generator[BranchSpan, None, None]:
         if self.begin(prefix, {each.request.drafter for each in asked} | keep_for):
             stats.reused_tokens = len(prefix)
+        elif self._memory is not None:
+            stats.reused_tokens = stats.cached_tokens = self._memory.recall_prefix(prefix, self._drafting.active)
+            self._state.restore_prefix(stats.reused_tokens)
+        computed = stats.reused_tokens
         while rows := self._state.prepare_prefix(self._geometry.prefill_chunk):
             if all(map(_cancelled, asked)):
                 break
             self._prefill.run()
             stats.prefill_passes += 1
             self._drafting.follow_prefix(self._state.commit_prefix(rows), rows)
+            computed += rows
+        if self._memory is not None and prefix and computed == len(prefix):
+            self._memory.keep_prefix(prefix, self._drafting.active)
         waiting = deque(sorted(enumerate(asked), key=lambda each: -each[1].predicted_tokens))
         running: list[Running] = []
         while waiting or running:
@@ -180,6 +187,11 @@ class BranchRunner:
         self._paused = 0.0
         return there
 
+    @property
+    def _own_memory(self) -> BranchMemory | None:
+        """Where branches' own rows are kept: behind a prefix they are not."""
+        return None if self._state.prefix else self._memory
+
     def _end(self, asked: BranchRequest) -> int:
         """Most tokens that the branch may have of its own: those that it would have alone."""
         room = self._geometry.context - len(self._state.prefix)
@@ -191,7 +203,7 @@ class BranchRunner:
 
     def admit(self, place: int, asked: BranchRequest) -> Running:
         """A branch that fits begins; what it says is told by `place`."""
-        began, memory = self._now(), self._memory
+        began, memory = self._now(), self._own_memory
         number = None if memory is None else memory.number_for(asked.token_ids, self._state.free)
         branch = self._state.add_branch(asked.token_ids, self._end(asked), number)
         self._buffers.set_sampling(branch.number, asked.request.sampling)
@@ -276,8 +288,9 @@ class BranchRunner:
             self._state.commit(rows, kept)
         for each, span in spans:
             over = each.over
-            if self._memory is not None and not (over or each.kept) and each.generation.stats.rounds > 1:
-                self._memory.keep(each.asking)  # others may begin alike; its drafter has taken in the beginning by now
+            memory = self._own_memory
+            if memory is not None and not (over or each.kept) and each.generation.stats.rounds > 1:
+                memory.keep(each.asking)  # others may begin alike; its drafter has taken in the beginning by now
                 each.kept = True
             yield self._finish(each, span) if over else BranchSpan(each.place, span)
 
@@ -298,9 +311,10 @@ class BranchRunner:
         each.generation.logprobs += span.logprobs
 
     def _finish(self, each: Running, last: Span) -> BranchSpan:
-        if self._memory is not None:
-            self._memory.keep(each.asking)
-            self._memory.leave(each.asking)
+        memory = self._own_memory
+        if memory is not None:
+            memory.keep(each.asking)
+            memory.leave(each.asking)
         self._state.finish(each.branch)
         self._drafting.finish(each.asking)
         if each.error is not None:

@@ -28,7 +28,8 @@ class BranchStats:
     """Counts and wall-clock times of one run. A round is one pass over all live branches; prefills fill the prefix."""
 
     branches: int = 0
-    reused_tokens: int = 0  # of the prefix, whose rows an earlier run had left
+    reused_tokens: int = 0  # of the prefix, whose rows an earlier run had left, or the prefix cache had
+    cached_tokens: int = 0  # of those, copied from the prefix cache
     prefill_passes: int = 0
     rounds: int = 0
     new_tokens: int = 0

@@ -80,6 +80,10 @@ class BranchState:
         self.reset()
         self.prefix = list(tokens)
 
+    def restore_prefix(self, rows: int) -> None:
+        """The prefix's first rows are there already."""
+        self._prefilled = rows
+
     def prepare_prefix(self, most: int) -> int:
         """Lay out at most `most` of the prefix's tokens that lack rows; how many."""
         tokens = self.prefix[self._prefilled : self._prefilled + most]

@@ -299,7 +299,7 @@ class Runtime:
         try:
             runner = self._idle_runners[mode].pop()
         except IndexError:
-            runner = BranchRunner(self.loaded, mode)
+            runner = BranchRunner(self.loaded, mode, cache=self.prefix_cache)
         try:
             yield from runner.run(prefix, asked, parallel, stats, keep_for)
         finally:

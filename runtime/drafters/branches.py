@@ -134,6 +134,15 @@ class EngineBranches:
             self.arena.restore(branch.number, known - self._paired)
             self._rows[branch.number] = known
 
+    def restore_prefix(self, tokens: int) -> Rows:
+        """The prefix begins with so many tokens that need not be followed; their rows, where they are to be."""
+        self._followed = tokens
+        return self.arena.restore_prefix(tokens, int(self._paired))
+
+    def prefix_rows(self) -> Rows:
+        """Rows of the prefix by its tokens."""
+        return self.arena.prefix_rows(int(self._paired))
+
     def follow(self, branch: Branch, first: int, rows: NDArray[np.int64]) -> None:
         """A pass has given the branch rows, from its own token `first` on: the step's tokens `rows`."""
         self._known[branch.number] = first, rows

@@ -137,8 +137,10 @@ def watched(branch_plan):
         oracles: list[Oracle] = []
 
         class Watched(BranchRunner):
-            def __init__(self, *arguments: Any, padded: bool = padded, oracles: list[Oracle] = oracles) -> None:
-                super().__init__(*arguments, padded=padded)
+            def __init__(
+                self, *arguments: Any, padded: bool = padded, oracles: list[Oracle] = oracles, **options: Any
+            ) -> None:
+                super().__init__(*arguments, padded=padded, **options)
                 oracles.append(Oracle(self))
 
         found[name] = Runtime.load(branch_plan, threads=1), Watched, oracles

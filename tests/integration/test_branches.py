@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from plans.errors import RequestError
-from runtime import Runtime, branch_arena
+from runtime import PrefixCacheConfig, Runtime, branch_arena
 from runtime import runtime as runtime_module
 from runtime.arena import EMPTY, SHARED
 from runtime.branch_arena import BranchArena
@@ -250,8 +250,8 @@ def rectangular(branching, monkeypatch):
     shapes = set()
 
     class Rectangular(BranchRunner):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments, padded=True)
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, padded=True, **options)
             run = self._verify.run
 
             def checked() -> None:
@@ -462,3 +462,27 @@ def test_dead_slots_are_compacted(branching, drafter, monkeypatch) -> None:
     assert moved.keys() == {"target", drafter} - {"none"}
     for place, branch in enumerate(branches):
         assert found[place].token_ids == alone(branching, [5] * 20, branch, place, **options).token_ids
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_prefix_that_sessions_have_computed_is_found(branch_plan, branching, drafter, mode) -> None:
+    """And the other way round; log-probabilities and drafts are what they are without."""
+    runtime = Runtime.load(branch_plan, threads=1, prefix_cache=PrefixCacheConfig(max_cached_tokens=2048))
+    prefix, branches = [(29 * i) % 290 + 1 for i in range(50)], [[8, 2], [9, 1], [3]]
+    options = {"drafter": drafter, "max_new_tokens": 15, "logprobs": 2, "ignore_eos": True}
+    expected = branching.generate_branches(prefix, branches, mode=mode, **options)
+    runtime.generate([*prefix[:33], 5], **options, auto_disable=False)
+    for kept in (33, 50):
+        stream = runtime.stream_branches(prefix, branches, mode=mode, **options)
+        for found, other in zip(stream.results, expected, strict=True):
+            assert (found.token_ids, found.logprobs) == (other.token_ids, other.logprobs)
+            assert (found.stats.drafted, found.stats.accepted) == (other.stats.drafted, other.stats.accepted)
+        assert kept - 1 <= stream.stats.cached_tokens <= kept
+        runtime._idle_runners[mode].clear()
+    assert runtime.prefix_cache is not None
+    assert runtime.prefix_cache.in_use == 0
+    session = runtime.session()
+    found = session.generate([*prefix, 8, 2], **options, auto_disable=False)
+    assert found.token_ids == expected[0].token_ids
+    assert found.stats.cached_tokens >= len(prefix)

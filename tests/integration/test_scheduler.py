@@ -127,6 +127,24 @@ def test_a_prompt_that_is_known_is_not_computed_again(serving: Runtime, alone: R
         other.result(60)
 
 
+@pytest.mark.parametrize("drafter", ["none", "bushy", "head"])
+def test_a_cancel_at_any_step_leaves_nothing(serving: Runtime, alone: Runtime, drafter: str) -> None:
+    prompt = [(13 * i) % 290 + 1 for i in range(60)]
+    options = {"drafter": drafter, "max_new_tokens": 24, "ignore_eos": True}
+    expected = alone.generate(prompt, **options).token_ids
+    beside = serving.submit([7, 7, 7], max_new_tokens=120, ignore_eos=True, drafter="none")
+    for step in range(25):
+        handle = serving.submit([*prompt[:59], step + 1], **options)
+        same = serving.submit(prompt, **options)
+        for _ in zip(range(step), handle, strict=False):
+            pass
+        handle.cancel()
+        assert handle.result(60).finish_reason in ("cancelled", "length")
+        assert same.result(60).token_ids == expected
+    assert beside.result(60).token_ids == alone.generate([7, 7, 7], max_new_tokens=120, ignore_eos=True).token_ids
+    assert serving.scheduler_stats.running == 0
+
+
 def test_spans_come_while_others_are_served(serving: Runtime) -> None:
     """A long prompt does not hold up who decodes: tokens come in the passes that compute it."""
     first = serving.submit([5, 6, 7], max_new_tokens=100, drafter="none", ignore_eos=True)
@@ -172,7 +190,8 @@ def test_who_matters_more_begins_first(branch_plan: Path, monkeypatch: pytest.Mo
         return admit(self, place, asked)
 
     monkeypatch.setattr(BranchRunner, "admit", noted)
-    first = runtime.submit([5], max_new_tokens=100, drafter="none", ignore_eos=True)
+    first = runtime.submit([5], max_new_tokens=150, drafter="none", ignore_eos=True)
+    next(iter(first))
     handles = [
         runtime.submit([token], max_new_tokens=1, priority=priority)
         for token, priority in ((10, -1), (11, 0), (12, 0), (13, 1))
