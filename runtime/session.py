@@ -64,6 +64,7 @@ class Session:
         self._gated = {d.name for d in manifest.drafters if not rejects([d])}
         self._gates: dict[str, tuple[SamplingParams, Gate]] = {}
         self._passes = 0  # of the target: each overwrites what the one before left in the step's buffers
+        self._followed = 0  # the last pass that a drafter has followed
         self._tokens: list[int] = []
         self._changes = 0  # counts what may make a prepared prompt out of date
         self._chosen_by: tuple[int, NDArray[np.int64] | None] = (0, None)  # the last step's tip, and its kept rows
@@ -246,7 +247,7 @@ class Session:
 
     def _keep(self, drafter: Drafter | None) -> None:
         if self._memory is not None:
-            if drafter is not None:
+            if drafter is not None and self._followed == self._passes:
                 drafter.absorb(self._tokens)  # what the last pass has left
             self._memory.keep(self._tokens)
 
@@ -285,6 +286,7 @@ class Session:
             self._slots.commit(chunk, kept=None)
             if drafter is not None:
                 drafter.follow(start, chunk, None, self._passes)
+                self._followed = self._passes
             stats.prefill_passes += 1
         return True
 
@@ -366,6 +368,7 @@ class Session:
         slots.commit(rows, program.kept)
         if drafter is not None:
             drafter.follow(start, rows, program.kept, self._passes)
+            self._followed = self._passes
         return span
 
     def _pass(self, program: Program) -> None:

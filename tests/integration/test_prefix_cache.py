@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from plans import names
 from plans.errors import RequestError
-from runtime import PrefixCacheConfig, Runtime, Session
+from runtime import PrefixCacheConfig, Runtime, Session, gate
 
 DRAFTERS = ["none", "ngram", "short", "chain", "bushy", "head", "mixed", "sure"]
 PROMPT = [(37 * i) % 299 + 1 for i in range(60)]
@@ -176,3 +176,29 @@ def test_a_cache_in_a_file_is_warm_at_the_start(toy_plan: Path, toy: Runtime, tm
     assert found.stats.reused_tokens == len(PROMPT) - 2
     with pytest.raises(RequestError, match="no prefix cache"):
         toy.save_prefix_cache(tmp_path / "kept")
+
+
+@pytest.mark.parametrize("drafter", ["head", "chain", "mixed"])
+def test_rows_are_right_whenever_a_drafter_rests(
+    kept: Runtime, toy: Runtime, drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is kept while the clock has put a drafter aside is what it would have had."""
+    monkeypatch.setattr(gate, "WINDOW", 2)
+    monkeypatch.setattr(gate, "CLEAR_LOSS", 1e9)  # the first judgement ends drafting
+    monkeypatch.setattr(gate, "REST", 3)
+    options = {"drafter": drafter, "ignore_eos": True}
+    model = "head" if drafter == "mixed" else drafter
+    for new in range(2, 20):
+        forget(kept)
+        session, other = kept.session(), toy.session()
+        found = session.generate(PROMPT, max_new_tokens=new, **options)
+        expected = other.generate(PROMPT, max_new_tokens=new + 1, **options, auto_disable=False)
+        assert found.token_ids == expected.token_ids[:new]
+        tokens = session.token_ids
+        match = kept.prefix_cache.match(tokens)  # type: ignore[union-attr]
+        length = max(0, match.rows.get(model, 0) - (model == "head"))
+        fresh = kept.session()
+        fresh._memory.recall([*tokens, 1])  # type: ignore[union-attr]
+        other.generate([5], max_new_tokens=1, **options)  # takes in what its last pass has left
+        np.testing.assert_array_equal(rows(fresh, model, length), rows(other, model, length))
+        kept.prefix_cache.release(match)  # type: ignore[union-attr]
