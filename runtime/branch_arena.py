@@ -172,6 +172,7 @@ class BranchArena:
 
     def restore(self, branch: int, rows: int) -> None:
         """A branch that has no rows yet takes so many, of its first tokens, that no step has made; see `rows_of`."""
+        self.make_room(rows)
         self._maps[self.row_of(branch)].restore(rows, branch, self._prefix)
         self._note_peak()
 

@@ -12,16 +12,18 @@ from plans import names
 from runtime.branch_arena import BranchArena
 from runtime.branch_drafting import Asking
 from runtime.drafters.branches import EngineBranches
-from runtime.prefix_cache import PrefixCache, PrefixMatch
+from runtime.prefix_cache import PrefixCache
 from runtime.radix_tree import common_length
 
 
 @dataclass(frozen=True)
 class _Left:
-    """What the row of a branch that is over still holds: rows of the leading tokens, so many of each model."""
+    """What the row of a branch that is over still holds: the target's rows of these tokens.
+
+    A drafter's are gone: trees grow in all rows up to the last that is asked for, read or not.
+    """
 
     tokens: list[int]
-    rows: dict[str, int]
 
 
 class BranchMemory:
@@ -77,31 +79,26 @@ class BranchMemory:
         tokens, number = branch.tokens, branch.number
         match = self._cache.match(tokens)
         try:
-            shared, left = self._shared(number, tokens), self._left.pop(number, None)
-            here = {} if left is None else {model: min(count, shared) for model, count in left.rows.items()}
-            rows = self._most(names.TARGET, match, here)
+            here = self._shared(number, tokens)
+            self._left.pop(number, None)
+            rows = min(max(match.rows.get(names.TARGET, 0), here), len(tokens) - 1)
             engine = self._engines[asking.engine] if asking.engine is not None else None
             known = 0
             if engine is not None:
-                known = self._most(engine.name, match, here)
+                known = min(match.rows.get(engine.name, 0), len(tokens) - 1)
                 if engine.paired:  # the next pair takes the feature of a token that is computed again
                     rows = min(rows, max(0, known - 1))
                     known = min(known, rows + 1)
             self._arena.restore(number, rows)
-            self._cache.read(match, names.TARGET, here.get(names.TARGET, 0), rows, self._arena.rows_of(number))
+            self._cache.read(match, names.TARGET, here, rows, self._arena.rows_of(number))
             branch.rows = rows
             if engine is not None:
                 engine.restore(branch, known)
-                self._cache.read(match, engine.name, here.get(engine.name, 0), known, engine.rows_of(branch))
+                self._cache.read(match, engine.name, 0, known, engine.rows_of(branch))
         finally:
             self._cache.release(match)
         self._cache.note_reused(rows)
-        return rows, max(0, rows - here.get(names.TARGET, 0))
-
-    @staticmethod
-    def _most(model: str, match: PrefixMatch, here: Mapping[str, int]) -> int:
-        """Leading tokens that have rows of a model, in the cache or in place, but for the tip."""
-        return min(max(match.rows.get(model, 0), here.get(model, 0)), match.tokens - 1)
+        return rows, max(0, rows - here)
 
     def keep(self, asking: Asking) -> None:
         """Insert what a branch has rows of."""
@@ -116,10 +113,7 @@ class BranchMemory:
         """The branch is about to be over."""
         branch = asking.branch
         if self._arena.stays:
-            rows = {names.TARGET: branch.rows}
-            if asking.engine is not None:
-                rows[asking.engine] = self._engines[asking.engine].known(branch)
-            self._left[branch.number] = _Left(branch.tokens[: branch.rows], rows)
+            self._left[branch.number] = _Left(branch.tokens[: branch.rows])
 
     def forget(self) -> None:
         """Rows in place are worth nothing any more."""

@@ -160,15 +160,18 @@ class PrefixCache:
 
     # Changing.
 
-    def insert(self, tokens: Sequence[int], rows: Mapping[str, tuple[int, Rows]]) -> int:
+    def insert(self, tokens: Sequence[int], rows: Mapping[str, tuple[int, Rows]], *, wait: bool = True) -> int:
         """Keep the rows of `tokens`: of each model those of so many leading ones, the target's of all of them.
 
-        Returns how many of the tokens are known now: not all where pages run short that nobody uses.
+        Returns how many of the tokens are known now: not all where pages run short that nobody uses. Without `wait`,
+        nothing is done, and 0 returned, where somebody holds the lock.
         """
         began, tokens = perf_counter(), list(tokens)
         if len(tokens) < self.config.min_prefix_length:
             return 0
-        with self._lock:
+        if not self._lock.acquire(blocking=wait):
+            return 0
+        try:
             found = self._tree.find(tokens)
             if found.node is not None:
                 self._tree.hold(found.node)
@@ -185,15 +188,21 @@ class PrefixCache:
                 self._tree.let_go(node)
             if self.config.enable_stats:
                 self._stats.insert_ms += _since(began)
+        finally:
+            self._lock.release()
         return found.length if end is None else end
 
     def _make_room(self, found: Match[PageRun], wanted: int) -> int | None:
-        """Evict for a sequence of `wanted` tokens; up to where it fits, None where not even its end can be marked."""
+        """Evict for a sequence of `wanted` tokens; up to where it fits, None where not even its end can be marked.
+
+        No sequence drives out more than half of the pool: one that is longer is kept in part.
+        """
         spare = int(self._tree.splits(found))
         need = PageRun.pages_for(wanted - found.length) + spare
         free = self._pool.free
         if len(free) < need and self.config.enable_auto_eviction:
-            self._evict_until(lambda: len(free) >= need)
+            worth = min(need, max(2, self._pool.pages // 2))
+            self._evict_until(lambda: len(free) >= worth)
         if len(free) >= need:
             return wanted
         self._stats.inserts_refused += wanted > found.length

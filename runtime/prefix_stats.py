@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass
 class PrefixCacheStats:
-    """Counts since the cache was made, or since `reset_stats`."""
+    """Counts since the cache was made."""
 
     total_requests: int = 0
     cache_hits: int = 0

@@ -13,7 +13,7 @@ from typing import Unpack, cast, overload
 import numpy as np
 import onnxruntime
 
-from plans.errors import RequestError
+from plans.errors import BusyError, RequestError
 from plans.machine import processor
 from plans.manifest import Manifest
 from plans.plan import Plan, open_plan
@@ -75,7 +75,7 @@ class Runtime:
             self.prefix_cache = PrefixCache(row_shapes(target_plan), prefix_cache)
         self._scheduler_config = scheduler or SchedulerConfig()
         self._scheduler: Scheduler | None = None
-        self._making = threading.Lock()
+        self._making, self._closed = threading.Lock(), False
         self._idle_runners: dict[Mode, deque[BranchRunner]] = {mode: deque(maxlen=1) for mode in MODES}
         # The first session resolves every program, so that a wrong plan is found here and not at the first prompt.
         self._idle = deque([self.session()], maxlen=MAX_IDLE)  # a deque needs no lock, not even in a finaliser
@@ -142,9 +142,13 @@ class Runtime:
         prompts = cast("Sequence[str | Sequence[int]]", prompt)
         if self.manifest.target.branches < 2:
             return [stream.result for stream in [self.stream(each, **options) for each in prompts]]
+        if options.get("constraint") is not None:
+            raise RequestError("constraint is of one text; submit each prompt with one of its own.")
         asked = [self._ask(each, options) for each in prompts]
-        handles = [self._serve().submit(each) for each in asked]
+        handles: list[Handle] = []
         try:
+            for each in asked:
+                handles.append(self._serve().submit(each, wait=True))  # noqa: PERF401  those before one that fails
             return [handle.result() for handle in handles]
         finally:
             for handle in handles:
@@ -181,6 +185,8 @@ class Runtime:
 
     def _serve(self) -> Scheduler:
         with self._making:
+            if self._closed:
+                raise BusyError("The runtime takes no more requests: it was closed.")
             if self._scheduler is None:
                 self._scheduler = Scheduler(self.loaded, self._scheduler_config, self.prefix_cache)
             return self._scheduler
@@ -225,6 +231,7 @@ class Runtime:
         Returns whether all were over after at most `timeout` seconds.
         """
         with self._making:
+            self._closed = True
             scheduler = self._scheduler
         return True if scheduler is None else scheduler.close(drain=drain, timeout=timeout)
 

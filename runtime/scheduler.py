@@ -12,7 +12,7 @@ import heapq
 import logging
 import threading
 import weakref
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from time import monotonic, perf_counter
 
@@ -91,8 +91,16 @@ class _Request:
     handle: Handle
     submitted: float
     deadline: float | None
+    cancel: threading.Event = field(compare=False)  # its own, which the caller's sets too
+    given: threading.Event | None = field(compare=False)
     spans: int = 0
     queued_ms: float = 0.0
+
+    @property
+    def cancelled(self) -> bool:
+        if self.given is not None and self.given.is_set():
+            self.cancel.set()
+        return self.cancel.is_set()
 
     @property
     def late(self) -> bool:
@@ -109,6 +117,10 @@ class Scheduler:
         self.config = config = config or SchedulerConfig()
         if (config.max_running or 0) > geometry.branches:
             raise RequestError(f"max_running is {config.max_running}; the plan serves at most {geometry.branches}.")
+        if (config.prefill_tokens or 0) > geometry.prefill_chunk:
+            raise RequestError(
+                f"prefill_tokens is {config.prefill_tokens}; the plan's passes take at most {geometry.prefill_chunk}."
+            )
         mode: Mode = config.mode or ("batching" if geometry.rows > 1 else "in-one-sequence")
         if mode == "batching" and geometry.rows < 2:
             raise RequestError("The plan has one row for all; build it with capacity.batching for mode batching.")
@@ -127,13 +139,16 @@ class Scheduler:
         self._closed = False
         _SCHEDULERS.add(self)
 
-    def submit(self, asked: BranchRequest, priority: int = 0, deadline: float | None = None) -> Handle:
+    def submit(
+        self, asked: BranchRequest, priority: int = 0, deadline: float | None = None, *, wait: bool = False
+    ) -> Handle:
         """Have a request served: those of a higher `priority` begin first, of equal ones who came first.
 
-        `deadline` is in seconds from now: what it has by then is its result. Raises BusyError where too many wait, or
-        the scheduler is closed.
+        `deadline` is in seconds from now: what it has by then is its result. With `wait`, it waits for a place in the
+        queue. Raises BusyError where too many wait, or the scheduler is closed, and RequestError for a constraint that
+        another request has.
         """
-        cancel = asked.request.cancel or threading.Event()
+        cancel, given, constraint = threading.Event(), asked.request.cancel, asked.request.constraint
         asked = replace(asked, request=replace(asked.request, cancel=cancel))
 
         def end() -> None:
@@ -144,13 +159,19 @@ class Scheduler:
         handle = Handle(end)
         now = perf_counter()
         with self._changed:
+            if wait:
+                self._changed.wait_for(lambda: self._closed or len(self._waiting) < self.config.max_waiting)
+            others = [*self._waiting, *self._by_place.values()]
+            if constraint is not None and any(each.asked.request.constraint is constraint for each in others):
+                raise RequestError("Two requests have one constraint; make one for each.")
             if self._closed:
                 raise BusyError("The runtime takes no more requests: it was closed.")
             if len(self._waiting) >= self.config.max_waiting:
                 self._stats.refused += 1
                 raise BusyError(f"The queue is full: {len(self._waiting)} requests wait already; try again later.")
             rank = -priority, next(self._numbers)
-            request = _Request(rank, asked, handle, now, None if deadline is None else monotonic() + deadline)
+            until = None if deadline is None else monotonic() + deadline
+            request = _Request(rank, asked, handle, now, until, cancel, given)
             heapq.heappush(self._waiting, request)
             self._stats.submitted += 1
             if self._thread is None:
@@ -174,19 +195,22 @@ class Scheduler:
             self._closed = True
             if not drain:
                 for request in [*self._waiting, *self._by_place.values()]:
-                    assert request.asked.request.cancel is not None
-                    request.asked.request.cancel.set()
+                    request.cancel.set()
             self._changed.notify_all()
             return self._changed.wait_for(lambda: self._thread is None, timeout)
 
     # In the thread.
 
     def _work(self) -> None:
-        self._runner.begin([], self._drafters)
+        fresh = False
         while self._wait():
             try:
+                if not fresh:
+                    self._runner.begin([], self._drafters)
+                    fresh = True
                 self._turn()
             except Exception as error:
+                fresh = False
                 _LOG.exception("a round of the scheduler failed")
                 self._fail(error if isinstance(error, OutriderError) else PlanError(f"A round failed: {error!r}."))
 
@@ -223,19 +247,19 @@ class Scheduler:
     def _expire(self) -> None:
         """End those who wait and were cancelled, or came too late; have those end who run and are late."""
         with self._changed:
-            over = [each for each in self._waiting if each.late or _cancelled(each)]
+            over = [each for each in self._waiting if each.late or each.cancelled]
             if over:
                 self._waiting = [each for each in self._waiting if not any(each is other for other in over)]
                 heapq.heapify(self._waiting)
-            late = [each for each in self._by_place.values() if each.late]
+            late = [each for each in self._by_place.values() if not each.cancelled and each.late]
+            self._changed.notify_all()
         for each in over:
-            reason = FinishReason.DEADLINE if each.late and not _cancelled(each) else FinishReason.CANCELLED
+            reason = FinishReason.DEADLINE if each.late and not each.cancelled else FinishReason.CANCELLED
             queued = (perf_counter() - each.submitted) * 1000
             stats = Stats(prompt_tokens=len(each.asked.token_ids), queued_ms=queued, total_ms=queued)
             self._end(each, Generation("", [], reason, stats))
         for each in late:
-            assert each.asked.request.cancel is not None
-            each.asked.request.cancel.set()
+            each.cancel.set()
 
     def _admit(self) -> None:
         """Begin with those who wait, in their order, as long as there is a place and room."""
@@ -246,6 +270,7 @@ class Scheduler:
                 request = heapq.heappop(self._waiting)
                 place = request.rank[1]
                 self._by_place[place] = request
+                self._changed.notify_all()
             request.queued_ms = (perf_counter() - request.submitted) * 1000
             running = self._runner.admit(place, request.asked)
             self._running.append(running)
@@ -288,7 +313,6 @@ class Scheduler:
         for request in list(self._by_place.values()):
             self._end(request, None, error)
         self._running.clear()
-        self._runner.begin([], self._drafters)
 
 
 _SCHEDULERS: weakref.WeakSet[Scheduler] = weakref.WeakSet()
@@ -299,8 +323,3 @@ def _close_all() -> None:
     """A thread that outlives the interpreter would hold on to buffers and engines."""
     for scheduler in list(_SCHEDULERS):
         scheduler.close(drain=False, timeout=10)
-
-
-def _cancelled(request: _Request) -> bool:
-    cancel = request.asked.request.cancel
-    return cancel is not None and cancel.is_set()

@@ -234,7 +234,7 @@ class Session:
                 try:
                     yield span
                 except GeneratorExit:
-                    self._keep(drafter)
+                    self._keep(drafter, wait=False)  # it may be a finaliser that runs while this thread is at the cache
                     raise
                 started += perf_counter() - handed_over  # the caller's time is not ours
             self._keep(drafter)
@@ -245,11 +245,11 @@ class Session:
                 yield rest
             return generation.result()
 
-    def _keep(self, drafter: Drafter | None) -> None:
+    def _keep(self, drafter: Drafter | None, *, wait: bool = True) -> None:
         if self._memory is not None:
             if drafter is not None and self._followed == self._passes:
                 drafter.absorb(self._tokens)  # what the last pass has left
-            self._memory.keep(self._tokens)
+            self._memory.keep(self._tokens, wait=wait)
 
     def _place(self, ids: list[int], whole: bool) -> None:
         """Make the sequence what is to be continued; at least the tip stays without a row."""

@@ -52,8 +52,8 @@ class SessionMemory:
         """So many tokens of the sequence that was recalled are not computed again."""
         self._cache.note_reused(tokens)
 
-    def keep(self, tokens: Sequence[int]) -> None:
-        """Insert what the sequence has rows of."""
+    def keep(self, tokens: Sequence[int], *, wait: bool) -> None:
+        """Insert what the sequence has rows of; without `wait`, only where nobody else is at the cache."""
         rows = {name: (drafter.known, drafter.rows) for name, drafter in self._drafters.items()}
         length = self._slots.length
-        self._cache.insert(tokens[:length], {names.TARGET: (length, self._rows), **rows})
+        self._cache.insert(tokens[:length], {names.TARGET: (length, self._rows), **rows}, wait=wait)

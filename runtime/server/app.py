@@ -6,8 +6,9 @@ import asyncio
 import json
 import secrets
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter, time
 from typing import Any
 
@@ -16,6 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from plans.errors import BusyError, OutriderError, RequestError
@@ -32,12 +34,17 @@ _GONE = 0.25  # seconds between looks whether a client is still there that waits
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """`model` is the name that clients ask for. Bodies of more than `max_body_bytes` are refused."""
+    """`model` is the name that clients ask for. Bodies of more than `max_body_bytes` are refused.
+
+    When the application shuts down, requests have `drain_seconds` to end, and `cache_file` gets what the prefix cache
+    holds then. Servers that wait for connections before that need a limit of their own.
+    """
 
     model: str
     api_key: str | None = None
     max_body_bytes: int = 2**20
     drain_seconds: float = 30.0
+    cache_file: Path | None = None
 
 
 class ApiError(Exception):
@@ -57,6 +64,8 @@ def make_app(runtime: Runtime, config: ServerConfig) -> FastAPI:
         yield
         if not await run_in_threadpool(runtime.close, timeout=config.drain_seconds):
             await run_in_threadpool(runtime.close, drain=False, timeout=5.0)
+        if config.cache_file is not None:
+            await run_in_threadpool(runtime.save_prefix_cache, config.cache_file)
 
     app = FastAPI(title="Outrider", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     serving = _Serving(runtime, config, metrics)
@@ -69,6 +78,10 @@ def make_app(runtime: Runtime, config: ServerConfig) -> FastAPI:
     async def outrider_error(_: Request, error: OutriderError) -> JSONResponse:
         told = _told(error)
         return JSONResponse(told.body, told.status)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(_: Request, error: HTTPException) -> JSONResponse:
+        return JSONResponse(error_body(str(error.detail), "invalid_request_error"), error.status_code)
 
     @app.exception_handler(RequestValidationError)
     async def wrong_body(_: Request, error: RequestValidationError) -> JSONResponse:
@@ -107,9 +120,7 @@ def make_app(runtime: Runtime, config: ServerConfig) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def chat(asked: ChatAsked, request: Request) -> Response:
         serving.check_model(asked.model)
-        tokenizer = runtime.tokenizer
-        messages = [message.plain() for message in asked.messages]
-        prompt = tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
+        prompt = await run_in_threadpool(_chat_prompt, runtime, asked)
         limit = max(1, runtime.manifest.target.context - len(prompt)) if asked.limit is None else asked.limit
         options = asked.options(limit, (asked.top_logprobs or 0) if asked.logprobs else None)
         answer = _Answer("chatcmpl", "chat.completion", "chat.completion.chunk", config.model, runtime, chat=True)
@@ -139,12 +150,17 @@ class _Guard:
                 wrong = error_body("The API key is missing or wrong.", "authentication_error", "invalid_api_key")
                 return JSONResponse(wrong, 401)
         length = request.headers.get("content-length", "")
-        if request.method == "POST" and not length.isdigit():
+        if request.method == "POST" and (not length.isdigit() or "transfer-encoding" in request.headers):
             return JSONResponse(error_body("The request does not say its length.", "invalid_request_error"), 411)
         if request.method == "POST" and int(length) > most:
             large = f"The body has {length} bytes; at most {most} are taken."
             return JSONResponse(error_body(large, "invalid_request_error"), 413)
         return None
+
+
+def _chat_prompt(runtime: Runtime, asked: ChatAsked) -> list[int]:
+    text = runtime.tokenizer.apply_chat_template([message.plain() for message in asked.messages])
+    return runtime.tokenizer.encode(text, add_special_tokens=False)
 
 
 def _model(name: str, created: int) -> dict[str, Any]:
@@ -275,6 +291,8 @@ class _Serving:
             for handle in handles:
                 handle.cancel()
             waiting.cancel()
+            with suppress(asyncio.CancelledError, OutriderError):
+                await waiting
         for each in found:
             self._metrics.ttft.observe((each.stats.queued_ms + each.stats.ttft_ms) / 1000)
         self._metrics.duration.observe(perf_counter() - began)

@@ -61,6 +61,9 @@ def add_serve(commands: Any) -> None:
     parser.add_argument(
         "--max-body-bytes", type=int, default=2**20, metavar="N", help="larger bodies are refused (1 MiB)"
     )
+    parser.add_argument(
+        "--drain-seconds", type=int, default=30, metavar="N", help="for requests to end, once the server is to (30)"
+    )
     parser.set_defaults(command=_serve)
 
 
@@ -86,9 +89,15 @@ def _serve(arguments: argparse.Namespace) -> int:
         model=arguments.model_name or runtime.manifest.name,
         api_key=arguments.api_key or os.environ.get(_KEY) or None,
         max_body_bytes=arguments.max_body_bytes,
+        drain_seconds=arguments.drain_seconds,
+        cache_file=file,
     )
     stderr.print(f"serving {config.model!r} at http://{arguments.host}:{arguments.port}", style="dim")
-    uvicorn.run(make_app(runtime, config), host=arguments.host, port=arguments.port, log_level="warning")
-    if file is not None:
-        stderr.print(f"{runtime.save_prefix_cache(file)} tokens are kept in {file}", style="dim")
+    uvicorn.run(
+        make_app(runtime, config),
+        host=arguments.host,
+        port=arguments.port,
+        log_level="warning",
+        timeout_graceful_shutdown=arguments.drain_seconds,
+    )
     return 0

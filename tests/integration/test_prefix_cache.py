@@ -202,3 +202,14 @@ def test_rows_are_right_whenever_a_drafter_rests(
         other.generate([5], max_new_tokens=1, **options)  # takes in what its last pass has left
         np.testing.assert_array_equal(rows(fresh, model, length), rows(other, model, length))
         kept.prefix_cache.release(match)  # type: ignore[union-attr]
+
+
+def test_a_stream_that_is_collected_while_somebody_is_at_the_cache_is_not_kept(kept: Runtime) -> None:
+    """It may be this very thread, which would wait for itself."""
+    forget(kept)
+    assert kept.prefix_cache is not None
+    stream = kept.session().stream(PROMPT, max_new_tokens=20, drafter="none", ignore_eos=True)
+    next(stream)
+    with kept.prefix_cache._lock:
+        stream.close()
+    assert kept.prefix_cache.get_cached_tokens() == 0

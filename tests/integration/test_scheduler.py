@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,7 +58,8 @@ def assert_nothing_is_left(runtime: Runtime) -> None:
 
 REQUEST = st.fixed_dictionaries(
     {
-        "prompt": st.lists(st.integers(1, 3), min_size=1, max_size=60),
+        "prompt": st.lists(st.integers(1, 3), min_size=1, max_size=30)
+        | st.integers(60, 130).map(lambda length: [1 + i * i % 3 for i in range(length)]),
         "max_new_tokens": st.integers(1, 30),
         "temperature": st.sampled_from([0.0, 0.8]),
         "drafter": st.sampled_from(DRAFTERS),
@@ -242,6 +244,8 @@ def test_what_cannot_be_served_is_refused_at_once(serving: Runtime, toy: Runtime
         Runtime.load(branch_plan, scheduler=SchedulerConfig(max_running=17)).submit([5])
     with pytest.raises(RequestError, match="prefill_tokens is 0"):
         SchedulerConfig(prefill_tokens=0)
+    with pytest.raises(RequestError, match="prefill_tokens is 17; the plan's passes take at most 16"):
+        Runtime.load(branch_plan, scheduler=SchedulerConfig(prefill_tokens=17)).submit([5])
 
 
 def test_too_many_who_wait_are_refused(branch_plan: Path) -> None:
@@ -254,6 +258,77 @@ def test_too_many_who_wait_are_refused(branch_plan: Path) -> None:
     assert runtime.scheduler_stats.refused == 1
     assert not runtime.close(drain=False, timeout=60) or all(handle.done for handle in [running, *waiting])
     assert {handle.result(60).finish_reason.value for handle in [running, *waiting]} == {"cancelled"}
+
+
+def test_a_list_may_be_longer_than_the_queue(branch_plan: Path, alone: Runtime) -> None:
+    runtime = Runtime.load(branch_plan, threads=1, scheduler=SchedulerConfig(max_running=2, max_waiting=2))
+    prompts = [[5, place] for place in range(1, 12)]
+    cancel = threading.Event()
+    for _ in range(2):  # the caller's event stays as it was
+        found = runtime.generate(prompts, max_new_tokens=4, cancel=cancel, ignore_eos=True)
+        expected = [alone.generate(prompt, max_new_tokens=4, ignore_eos=True).token_ids for prompt in prompts]
+        assert [each.token_ids for each in found] == expected
+    assert not cancel.is_set()
+    cancel.set()
+    assert {each.finish_reason.value for each in runtime.generate(prompts, cancel=cancel)} == {"cancelled"}
+    assert runtime.close(timeout=60)
+
+
+def test_requests_with_one_event_are_cancelled_one_by_one(serving: Runtime) -> None:
+    shared = threading.Event()
+    options = {"max_new_tokens": 60, "drafter": "none", "ignore_eos": True, "cancel": shared}
+    first, second = (serving.submit([5, place], **options) for place in (1, 2))
+    first.cancel()
+    assert first.result(60).finish_reason in ("cancelled", "length")
+    assert second.result(60).finish_reason == "length"
+    assert not shared.is_set()
+    third = serving.submit([5], **options | {"max_new_tokens": 150})
+    next(iter(third))
+    shared.set()
+    assert third.result(60).finish_reason == "cancelled"
+
+
+def test_a_form_is_of_one_request(serving: Runtime) -> None:
+    grammar = Grammar(repeat(one_of(range(0x20, 0x7F))))
+    constraint = Constraint(Vocabulary(grammar, serving.tokenizer, serving.manifest.target.vocab_size, [0]))
+    with pytest.raises(RequestError, match="constraint is of one text"):
+        serving.generate([[5], [6]], constraint=constraint)
+    running = [serving.submit([9, place], max_new_tokens=40, ignore_eos=True) for place in range(16)]
+    first = serving.submit([5], constraint=constraint, max_new_tokens=5)
+    with pytest.raises(RequestError, match="one constraint"):
+        serving.submit([6], constraint=constraint)
+    for handle in [first, *running]:
+        handle.result(60)
+
+
+def test_a_runtime_may_be_closed_before_its_first_request(branch_plan: Path) -> None:
+    runtime = Runtime.load(branch_plan, threads=1)
+    assert runtime.close()
+    with pytest.raises(BusyError, match="closed"):
+        runtime.submit([5])
+
+
+@pytest.mark.parametrize("drafter", ["chain", "bushy", "head"])
+@pytest.mark.parametrize("mode", MODES)
+def test_drafts_are_as_good_behind_rows_of_others(branch_plan: Path, drafter: str, mode: Any) -> None:
+    """Whatever ran in a row since: trees grow in rows that nobody has, and what they leave is worth nothing."""
+    prompts = [[(19 * i + place) % 290 + 1 for i in range(40)] for place in range(6)]
+    options = {"drafter": drafter, "max_new_tokens": 20, "ignore_eos": True}
+
+    def again(runtime: Runtime) -> list[tuple[list[int], int, int, int]]:
+        found = [runtime.submit(prompt, **options).result(60) for prompt in prompts]
+        return [(g.token_ids, g.stats.reused_tokens, g.stats.accepted, g.stats.drafted) for g in found]
+
+    results = []
+    for busy in (False, True):
+        cache = PrefixCacheConfig(max_cached_tokens=4096)
+        runtime = Runtime.load(branch_plan, threads=1, prefix_cache=cache, scheduler=SchedulerConfig(mode=mode))
+        again(runtime)
+        if busy:
+            runtime.generate([[*prompt[:5], 3, 2, 1] for prompt in prompts] * 2, **options)
+        results.append(again(runtime))
+        assert runtime.close(timeout=60)
+    assert results[0] == results[1]
 
 
 def test_a_round_that_fails_fails_those_in_it_alone(branch_plan: Path, alone: Runtime) -> None:

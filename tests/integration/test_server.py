@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -297,3 +300,44 @@ def test_a_full_queue_is_told(branch_plan: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_plan_of_one_branch_is_refused(toy_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", str(toy_plan)]) == 2
     assert "capacity.branches" in capsys.readouterr().err
+
+
+def test_the_command_serves_until_it_is_told_to_end_and_keeps_its_cache(branch_plan: Path, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    kept = tmp_path / "kept"
+    command = [sys.executable, "-m", "runtime", "serve", str(branch_plan), "--port", str(port), "--threads", "1"]
+    command += ["--cache-file", str(kept), "--cache-tokens", "4096", "--model-name", "toy", "--drain-seconds", "2"]
+    for start in range(2):
+        server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        try:
+            until = time.monotonic() + 60
+            while True:
+                with suppress(OSError):
+                    assert get(f"http://127.0.0.1:{port}/health")[0] == 200
+                    break
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="-", max_retries=0) as client:
+                found = client.completions.create(model="toy", prompt=[7, 8, 9] * 10, max_tokens=3)
+            assert found.usage is not None
+            assert found.usage.prompt_tokens_details is not None
+            assert found.usage.prompt_tokens_details.cached_tokens == (29 if start else 0)
+        finally:
+            server.send_signal(signal.SIGTERM)
+            _, said = server.communicate(timeout=30)
+        assert kept.exists()
+        assert "serving 'toy'" in said
+        assert ("are warm" in said) == bool(start)
+
+
+def test_bodies_without_a_length_are_refused(address: str) -> None:
+    host, port = address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as plain:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+        plain.sendall(f"{head}Content-Length: 10\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+        assert b" 4" in plain.recv(200)
+    status, body = get(f"{address}/v1/completions", {"Authorization": f"Bearer {KEY}"}, b"[" * 15_000)
+    assert status == 400
+    assert "error" in json.loads(body)
