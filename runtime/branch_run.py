@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 
 import numpy as np
@@ -29,12 +29,12 @@ from runtime.drafters.branches import EngineBranches
 from runtime.generation import FinishReason, GrowingGeneration, Span
 from runtime.prefix_cache import PrefixCache
 from runtime.request import Options, check_options
-from runtime.sampling import likeliest, logprobs
+from runtime.sampling import TokenLogprob, likeliest, logprobs
 from runtime.stats import StageClock, Stats, Stopwatch
 from runtime.text_stream import TextStream
 
 
-@dataclass
+@dataclass(eq=False)
 class Running:
     """A live branch, and what stands behind it."""
 
@@ -43,16 +43,32 @@ class Running:
     asking: Asking
     generation: GrowingGeneration
     began: float
+    rounds: int = 0  # passes that have committed something
     kept: bool = False  # whether the prefix cache has its beginning
+    reason: FinishReason | None = None  # why its tokens end
+    stopped: bool = False  # whether its text has ended
     error: RequestError | None = None  # why it cannot go on
 
     @property
     def over(self) -> bool:
-        return self.error is not None or self.generation.finish_reason is not None
+        return self.stopped or self.reason is not None or self.error is not None
 
     @property
     def branch(self) -> Branch:
         return self.asking.branch
+
+
+@dataclass
+class Committed:
+    """What a pass has committed of a branch, whose text has not been looked at yet."""
+
+    running: Running
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
+    reason: FinishReason | None = None
+    error: RequestError | None = None
 
 
 class BranchRunner:
@@ -219,41 +235,44 @@ class BranchRunner:
         """Seconds of the run's own time."""
         return perf_counter() - self._paused
 
-    def round(
-        self, running: list[Running], stats: BranchStats, chunk: int | None = None
-    ) -> Generator[BranchSpan, None, None]:
-        """One pass over all that is pending, and what it has brought; who is over is `running` no more.
+    def round(self, running: list[Running], stats: BranchStats) -> Generator[BranchSpan, None, None]:
+        """One pass over all that is pending, and what it has brought; who is over is `running` no more."""
+        for each in self.advance(running, stats):
+            span = self.show(each)
+            stats.new_tokens += len(span.span.token_ids)
+            yield span
+        self.settle(running)
 
-        At most `chunk` tokens of beginnings go in (default: as many as a pass takes).
+    def advance(self, running: list[Running], stats: BranchStats, chunk: int | None = None) -> list[Committed]:
+        """One pass over all that is pending: what it commits of each branch, as far as tokens tell, for `show`.
+
+        At most `chunk` tokens of beginnings go in (default: as many as a pass takes). Those who are over are let go
+        before the pass; those who come to be over by it, at the next one, or by `settle`.
         """
         stats.most_alive = max(stats.most_alive, len(running))
-        try:
-            for span in self._round(running, stats, chunk or self._geometry.prefill_chunk):
-                stats.new_tokens += len(span.span.token_ids)
-                yield span
-        finally:
-            running[:] = [each for each in running if not each.over]
-
-    def _round(self, running: Sequence[Running], stats: BranchStats, chunk: int) -> Generator[BranchSpan, None, None]:
+        found = []
         for each in running:
-            if _cancelled(each.asked):
-                each.generation.finish_reason = FinishReason.CANCELLED
-                yield self._finish(each, Span([], ""))
-        by_number = {each.branch.number: each for each in running if each.generation.finish_reason is None}
-        if not by_number:
-            return
-        live = list(by_number.values())
+            if _cancelled(each.asked) and not each.over:
+                each.reason = FinishReason.CANCELLED
+                found.append(Committed(each, [], reason=each.reason))
+        self.settle(running)
+        if running:
+            found += self._pass(running, chunk or self._geometry.prefill_chunk)
+            stats.rounds += 1
+        return found
+
+    def _pass(self, live: Sequence[Running], chunk: int) -> list[Committed]:
+        by_number = {each.branch.number: each for each in live}
         drafts = self._drafting.draft([(each.asking, _left(each.branch) - 1) for each in live])
         with self._watch:
             laid_out = self._state.prepare_inputs(drafts, chunk)
         self._verify.run()
-        stats.rounds += 1
         kept = self._buffers.of(names.TARGET, names.KEPT_ROWS)[: int(self._kept_count[0])].copy()
         tokens, counts = self._verify.tokens, self._verify.counts
         assert tokens is not None
         assert counts is not None
         rows: list[tuple[Branch, int]] = []
-        spans: list[tuple[Running, Span]] = []
+        found: list[Committed] = []
         tree = first = 0  # the next tree, and its root among the logits
         owner = self._step.branch[kept]
         for branch, drafted in laid_out:
@@ -262,67 +281,96 @@ class BranchRunner:
             if branch.root >= 0:  # else only a part of its beginning was fed
                 count, room = int(counts[tree]), _left(branch)
                 chosen = tokens[first : first + min(count, room)].tolist()
-                if (constraint := each.asked.request.constraint) is not None:
-                    logits = self._buffers.rows(names.TARGET, names.LOGITS_OUT, first, first + 1)[0]
-                    position = int(self._step.positions[branch.root])
-                    try:
-                        chosen = [constraint.choose(logits, position, each.asked.request.sampling)]
-                        constraint.advance(chosen[0])
-                    except RequestError as error:  # of this branch alone
-                        each.error, chosen = error, []
-                span, stay = Span([], ""), 1
-                if each.error is None:
-                    span, stay = each.generation.take(chosen, drafted, count - 1, len(chosen) == room)
-                    self._note(each, span, mine, first)
-                own = each.generation.stats
-                if own.rounds == 1:
-                    own.ttft_ms, own.first_span = (self._now() - each.began) * 1000, own.new_tokens
-                taken = len(branch.pending) + stay - 1
-                branch.tokens += span.token_ids
-                each.asking.tokens += span.token_ids
-                spans.append((each, span))
+                if each.asked.request.constraint is not None:
+                    chosen = self._choose(each, first)
+                committed = Committed(each, [], drafted=drafted, accepted=count - 1, error=each.error)
+                if chosen:
+                    committed.token_ids, each.reason = each.generation.cut(chosen, len(chosen) == room)
+                    committed.reason = each.reason
+                    self._note(committed, mine, first)
+                each.rounds += 1
+                taken = len(branch.pending) + max(1, len(committed.token_ids)) - 1
+                branch.tokens += committed.token_ids
+                each.asking.tokens += committed.token_ids
+                found.append(committed)
                 tree, first = tree + 1, first + 1 + drafted
             self._drafting.follow(each.asking, branch.rows, mine[:taken])
             rows.append((branch, taken))
         with self._watch:
             self._state.commit(rows, kept)
-        for each, span in spans:
-            over = each.over
-            memory = self._own_memory
-            if memory is not None and not (over or each.kept) and each.generation.stats.rounds > 1:
+        memory = self._own_memory
+        for each in live:
+            if memory is not None and not (each.over or each.kept) and each.rounds > 1:
                 memory.keep(each.asking)  # others may begin alike; its drafter has taken in the beginning by now
                 each.kept = True
-            yield self._finish(each, span) if over else BranchSpan(each.place, span)
+        return found
 
-    def _note(self, each: Running, span: Span, mine: NDArray[np.int64], first: int) -> None:
+    def _choose(self, each: Running, first: int) -> list[int]:
+        """The token that a branch's form lets it go on with; none where it cannot, which is its error alone."""
+        constraint, branch = each.asked.request.constraint, each.branch
+        assert constraint is not None
+        logits = self._buffers.rows(names.TARGET, names.LOGITS_OUT, first, first + 1)[0]
+        try:
+            token = constraint.choose(logits, int(self._step.positions[branch.root]), each.asked.request.sampling)
+            constraint.advance(token)
+        except RequestError as error:
+            each.error = error
+            return []
+        return [token]
+
+    def _note(self, committed: Committed, mine: NDArray[np.int64], first: int) -> None:
         """Log-probabilities, and what the drafter wants to see."""
+        each = committed.running
         request, branch, drafter = each.asked.request, each.branch, each.asking.host
         wanted = min(drafter.filler_top_k, self._geometry.vocab_size) if drafter is not None else 0
         if request.logprobs is None and not wanted:
             return
         path = mine[len(branch.pending) - 1 :] - branch.root  # the tip is node 0
-        for index, token in enumerate(span.token_ids):
+        for index, token in enumerate(committed.token_ids):
             row = first + int(path[index])
             logits = self._buffers.rows(names.TARGET, names.LOGITS_OUT, row, row + 1)[0]
             if request.logprobs is not None:
-                span.logprobs.append(logprobs(logits, token, request.logprobs))
+                committed.logprobs.append(logprobs(logits, token, request.logprobs))
             if drafter is not None and wanted:
                 drafter.observe(len(each.asking.tokens) + index, likeliest(logits, wanted)[::-1])
-        each.generation.logprobs += span.logprobs
 
-    def _finish(self, each: Running, last: Span) -> BranchSpan:
+    def settle(self, running: list[Running]) -> None:
+        """Let go of those who are over, their numbers and rows; they are `running` no more."""
         memory = self._own_memory
-        if memory is not None:
-            memory.keep(each.asking)
-            memory.leave(each.asking)
-        self._state.finish(each.branch)
-        self._drafting.finish(each.asking)
-        if each.error is not None:
-            return BranchSpan(each.place, last, error=each.error)
-        rest = each.generation.finish()
-        each.generation.stats.total_ms = (self._now() - each.began) * 1000
-        span = Span(last.token_ids, last.text + rest.text, last.logprobs)
-        return BranchSpan(each.place, span, each.generation.result())
+        over = [each for each in running if each.over]  # once: texts may end meanwhile
+        for each in over:
+            if memory is not None:
+                memory.keep(each.asking)
+                memory.leave(each.asking)
+            self._state.finish(each.branch)
+            self._drafting.finish(each.asking)
+            running.remove(each)
+
+    def show(self, committed: Committed) -> BranchSpan:
+        """The text of what was committed, pass by pass; may run beside the next pass.
+
+        A stop string in it ends the branch (`Running.stopped`): what a pass has committed since is nothing.
+        """
+        each = committed.running
+        if committed.error is not None:
+            return BranchSpan(each.place, Span([], ""), error=committed.error)
+        generation, span = each.generation, Span([], "")
+        if committed.token_ids:
+            span = generation.show(committed.token_ids, committed.reason, committed.drafted, committed.accepted)
+            span.logprobs.extend(committed.logprobs[: len(span.token_ids)])
+            generation.logprobs += span.logprobs
+            own = generation.stats
+            if own.rounds == 1:
+                own.ttft_ms, own.first_span = (self._now() - each.began) * 1000, own.new_tokens
+        else:
+            generation.finish_reason = committed.reason
+        if generation.finish_reason is None:
+            return BranchSpan(each.place, span)
+        each.stopped = True
+        rest = generation.finish()
+        generation.stats.total_ms = (self._now() - each.began) * 1000
+        span = Span(span.token_ids, span.text + rest.text, span.logprobs)
+        return BranchSpan(each.place, span, generation.result())
 
 
 def _cancelled(asked: BranchRequest) -> bool:

@@ -89,16 +89,29 @@ class GrowingGeneration:
 
     def take(self, chosen: list[int], drafted: int, accepted: int, last: bool) -> tuple[Span, int]:
         """Commit the target's choices of one round up to an end token or a stop string; how many stay."""
+        tokens, reason = self.cut(chosen, last)
+        span = self.show(tokens, reason, drafted, accepted)
+        return span, len(span.token_ids)
+
+    def cut(self, chosen: list[int], last: bool) -> tuple[list[int], FinishReason | None]:
+        """The target's choices of one round up to an end token, and why it ends there, as far as tokens tell.
+
+        `last` says that there is no room for more. Changes nothing.
+        """
         ends = self._request.eos_token_ids
         kept = next((i + 1 for i, token in enumerate(chosen) if token in ends), len(chosen))
-        ended = chosen[kept - 1] in ends
-        pushed = self._text.push(chosen[: kept - ended])
+        if chosen[kept - 1] in ends:
+            return chosen[:kept], FinishReason.STOP
+        return chosen, FinishReason.LENGTH if last else None
+
+    def show(self, tokens: list[int], reason: FinishReason | None, drafted: int, accepted: int) -> Span:
+        """Take what `cut` has left of a round, in the order of the rounds: up to a stop string, which ends it too."""
+        kept = len(tokens)
+        pushed = self._text.push(tokens[: kept - (reason is FinishReason.STOP)])
         if pushed.stop is not None:
-            kept, ended = pushed.consumed, True
-        if ended:
-            self.finish_reason = FinishReason.STOP
-        elif last:
-            self.finish_reason = FinishReason.LENGTH
+            kept, reason = pushed.consumed, FinishReason.STOP
+        if reason is not None:
+            self.finish_reason = reason
         stats = self.stats
         stats.rounds += 1
         stats.drafted += drafted
@@ -107,9 +120,9 @@ class GrowingGeneration:
         if drafted:
             stats.note_accepted(accepted)
         stats.new_tokens += kept
-        self._token_ids += chosen[:kept]
+        self._token_ids += tokens[:kept]
         self._shown.append(pushed.text)
-        return Span(chosen[:kept], pushed.text), kept
+        return Span(tokens[:kept], pushed.text)
 
     def finish(self) -> Span:
         """The text that was held back; it may complete a stop string after all."""

@@ -12,6 +12,9 @@ import heapq
 import logging
 import threading
 import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from time import monotonic, perf_counter
@@ -19,7 +22,7 @@ from time import monotonic, perf_counter
 from plans.errors import BusyError, OutriderError, PlanError, RequestError
 from runtime.assembly import Loaded
 from runtime.branch_request import BranchRequest, Mode
-from runtime.branch_run import BranchRunner, Running
+from runtime.branch_run import BranchRunner, Committed, Running
 from runtime.branch_stream import BranchSpan, BranchStats
 from runtime.generation import FinishReason, Generation
 from runtime.handle import Handle
@@ -36,13 +39,15 @@ class SchedulerConfig:
 
     `max_running` at once (default: as many as the plan has branches), `max_waiting` before more are refused. At most
     `prefill_tokens` of prompts go into a pass in which others decode: what one may delay the others by (default: the
-    plan's chunk). `mode` is that of branches (default: a row each, where the plan has them).
+    plan's chunk). `mode` is that of branches (default: a row each, where the plan has them). With `overlap`, the text
+    of a pass is made out, searched for stop strings and handed on while the next pass runs.
     """
 
     max_running: int | None = None
     max_waiting: int = 1024
     prefill_tokens: int | None = None
     mode: Mode | None = None
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         for name in ("max_running", "max_waiting", "prefill_tokens"):
@@ -135,6 +140,7 @@ class Scheduler:
         self._by_place: dict[int, _Request] = {}
         self._stats = SchedulerStats()
         self._round_stats = BranchStats()
+        self._showing: Future[None] | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
         _SCHEDULERS.add(self)
@@ -175,10 +181,13 @@ class Scheduler:
             heapq.heappush(self._waiting, request)
             self._stats.submitted += 1
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="outrider-scheduler", daemon=True)
-                self._thread.start()
+                self._start()
             self._changed.notify_all()
         return handle
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._work, name="outrider-scheduler", daemon=True)
+        self._thread.start()
 
     @property
     def stats(self) -> SchedulerStats:
@@ -203,46 +212,69 @@ class Scheduler:
 
     def _work(self) -> None:
         fresh = False
-        while self._wait():
-            try:
-                if not fresh:
-                    self._runner.begin([], self._drafters)
-                    fresh = True
-                self._turn()
-            except Exception as error:
-                fresh = False
-                _LOG.exception("a round of the scheduler failed")
-                self._fail(error if isinstance(error, OutriderError) else PlanError(f"A round failed: {error!r}."))
+        with ThreadPoolExecutor(1, thread_name_prefix="outrider-text") as texts:
+            while self._wait():
+                try:
+                    if not fresh:
+                        self._runner.begin([], self._drafters)
+                        fresh = True
+                    self._turn(texts)
+                except Exception as error:
+                    fresh = False
+                    _LOG.exception("a round of the scheduler failed")
+                    self._fail(error if isinstance(error, OutriderError) else PlanError(f"A round failed: {error!r}."))
+        with self._changed:
+            self._thread = None
+            self._changed.notify_all()
+            if self._waiting:  # one came while this thread was ending
+                self._start()
 
     def _wait(self) -> bool:
         """Until there is something to do; False where the thread is to end."""
         with self._changed:
             while not (self._waiting or self._running):
                 if self._closed or not self._changed.wait(_IDLE):
-                    if self._waiting:
-                        break
-                    self._thread = None
-                    self._changed.notify_all()
-                    return False
+                    return bool(self._waiting)
             return True
 
-    def _turn(self) -> None:
-        """One pass, and what goes before it: those who wait no longer, and those who may begin."""
+    def _turn(self, texts: ThreadPoolExecutor) -> None:
+        """One pass, and what goes before it: those who wait no longer, and those who may begin.
+
+        Meanwhile the text of the pass before is shown. Who is found to have stopped there has run in this one for
+        nothing.
+        """
         self._expire()
+        self._runner.settle(self._running)
         self._admit()
         if not self._running:
+            self._catch_up()
             return
         began = perf_counter()
         decoding = any(len(each.branch.pending) == 1 for each in self._running)
         chunk = self.config.prefill_tokens if decoding else None
-        for span in self._runner.round(self._running, self._round_stats, chunk):
-            self._deliver(span)
+        committed = self._runner.advance(self._running, self._round_stats, chunk)
+        self._catch_up()
+        committed = [each for each in committed if not each.running.stopped]
+        if self.config.overlap:
+            self._showing = texts.submit(self._show, committed)
+        else:
+            self._show(committed)
         spent = (perf_counter() - began) * 1000
         with self._changed:
             stats = self._stats
             stats.rounds += 1
             stats.busy_ms += spent
             stats.longest_round_ms = max(stats.longest_round_ms, spent)
+
+    def _show(self, committed: Sequence[Committed]) -> None:
+        for each in committed:
+            self._deliver(self._runner.show(each))
+
+    def _catch_up(self) -> None:
+        """Until all text is shown."""
+        showing, self._showing = self._showing, None
+        if showing is not None:
+            showing.result()
 
     def _expire(self) -> None:
         """End those who wait and were cancelled, or came too late; have those end who run and are late."""
@@ -310,6 +342,8 @@ class Scheduler:
 
     def _fail(self, error: Exception) -> None:
         """A round has failed: so have those who were in it. The others are served as before."""
+        with suppress(Exception):
+            self._catch_up()
         for request in list(self._by_place.values()):
             self._end(request, None, error)
         self._running.clear()

@@ -18,6 +18,7 @@ from plans.plan import open_plan
 from runtime.backends import reason_against
 from runtime.embed.handles import Handles, InvalidArgumentError, InvalidHandleError, Kind
 from runtime.generation import FinishReason, Generation
+from runtime.prefix_cache import PrefixCacheConfig
 from runtime.request import Options
 from runtime.runtime import Runtime
 from runtime.session import Session
@@ -47,7 +48,9 @@ STATUS: tuple[tuple[type[BaseException], Status], ...] = (
     (MemoryError, Status.NO_MEMORY),
 )
 FINISHED = {FinishReason.STOP: 0, FinishReason.LENGTH: 1, FinishReason.CANCELLED: 2, FinishReason.DEADLINE: 2}
-OPEN_OPTIONS: dict[str, type] = {"target": str, "threads": int, "verify": bool, "cuda_graphs": bool}
+OPEN_OPTIONS: dict[str, type] = {
+    "target": str, "threads": int, "verify": bool, "cuda_graphs": bool, "prefix_cache_tokens": int,
+}  # fmt: skip
 INTEGERS = ("max_new_tokens", "top_k", "seed", "stream_id")
 DOUBLES = ("temperature", "top_p")
 BOOLEANS = ("ignore_eos", "auto_disable", "skip_sample_adjustment")
@@ -364,6 +367,8 @@ def _open_options(given: str) -> dict[str, Any]:
         kind = OPEN_OPTIONS[key]
         if type(value) is not kind:
             raise InvalidArgumentError(f"the option {key!r} is a {_JSON[kind]}, not {json.dumps(value)[:100]}")
+    if tokens := options.pop("prefix_cache_tokens", 0):
+        options["prefix_cache"] = PrefixCacheConfig(max_cached_tokens=tokens)
     return options
 
 

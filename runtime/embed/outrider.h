@@ -88,7 +88,8 @@ OUTRIDER_API outrider_status outrider_text_get(const outrider_text *text, const 
 OUTRIDER_API outrider_status outrider_text_destroy(outrider_text *text);
 
 /* Loads the plan in folder `plan`. `options`, a JSON object or nothing: "target" (the execution target's name; default:
- * the best that runs here), "threads" (0: the backend chooses), "verify" (false: skip the files' sha256), "cuda_graphs".
+ * the best that runs here), "threads" (0: the backend chooses), "verify" (false: skip the files' sha256), "cuda_graphs",
+ * "prefix_cache_tokens" (what is kept of all sessions for all sessions, in 1 GiB at most; 0, the default: nothing).
  */
 OUTRIDER_API outrider_status outrider_runtime_open(const char *plan, size_t plan_length, const char *options,
                                                    size_t options_length, outrider_runtime **out);

@@ -202,7 +202,9 @@ def test_truncating_to_a_length_that_is_not_there_is_refused(toy: Runtime, lengt
     assert session.token_ids == [1, 2]
 
 
-@pytest.mark.parametrize("prompt", [["a"], None, [[1, 2]], [1.5], b"abc", [True], {1: 2}, np.zeros((2, 2), np.int64)])
+@pytest.mark.parametrize(
+    "prompt", [[1, "a"], None, [1, [2]], [1.5], b"abc", [True], {1: 2}, np.zeros((2, 2), np.int64)]
+)
 def test_a_prompt_that_is_neither_text_nor_ids_gets_a_sentence(toy: Runtime, prompt) -> None:
     with pytest.raises(RequestError, match=r"[Tt]oken ids"):
         toy.generate(prompt)

@@ -56,6 +56,7 @@ def assert_nothing_is_left(runtime: Runtime) -> None:
         runtime.prefix_cache.check()
 
 
+OPTIONS = ("max_new_tokens", "temperature", "drafter", "seed", "stop")
 REQUEST = st.fixed_dictionaries(
     {
         "prompt": st.lists(st.integers(1, 3), min_size=1, max_size=30)
@@ -66,16 +67,21 @@ REQUEST = st.fixed_dictionaries(
         "seed": st.integers(0, 2),
         "priority": st.integers(-1, 1),
         "pause": st.sampled_from([0, 0, 0, 0.002]),  # seconds before it is submitted
+        "stop": st.sampled_from([[], [], ["a"], ["e", "\n"], ["in"]]),
         "cancel_after": st.none() | st.integers(0, 10),  # spans
     }
 )
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(requests=st.lists(REQUEST, min_size=1, max_size=24), tokens=st.sampled_from([48, 300, 4096]))
+@given(
+    requests=st.lists(REQUEST, min_size=1, max_size=24),
+    tokens=st.sampled_from([48, 300, 4096]),
+    overlap=st.booleans(),
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_request_has_the_tokens_that_it_has_alone(
-    branch_plan: Path, alone: Runtime, mode: Any, requests: list[dict[str, Any]], tokens: int
+    branch_plan: Path, alone: Runtime, mode: Any, requests: list[dict[str, Any]], tokens: int, overlap: bool
 ) -> None:
     """Any arrivals, lengths and cancellations; small pools evict all the time."""
     runtime = Runtime.load(
@@ -83,12 +89,12 @@ def test_every_request_has_the_tokens_that_it_has_alone(
         threads=1,
         verify=False,
         prefix_cache=PrefixCacheConfig(max_cached_tokens=tokens, min_prefix_length=1),
-        scheduler=SchedulerConfig(mode=mode, prefill_tokens=8),
+        scheduler=SchedulerConfig(mode=mode, prefill_tokens=8, overlap=overlap),
     )
     handles = []
     for each in requests:
         time.sleep(each["pause"])
-        options = {name: each[name] for name in ("max_new_tokens", "temperature", "drafter", "seed", "priority")}
+        options = {name: each[name] for name in (*OPTIONS, "priority")}
         handles.append(runtime.submit(each["prompt"], **options))
     for each, handle in zip(requests, handles, strict=True):
         if each["cancel_after"] == 0:
@@ -98,7 +104,7 @@ def test_every_request_has_the_tokens_that_it_has_alone(
                 pass
             handle.cancel()
     for each, handle in zip(requests, handles, strict=True):
-        options = {name: each[name] for name in ("max_new_tokens", "temperature", "drafter", "seed")}
+        options = {name: each[name] for name in OPTIONS}
         found, expected = handle.result(60), alone.generate(each["prompt"], **options)
         if found.finish_reason == "cancelled":
             assert found.token_ids == expected.token_ids[: len(found.token_ids)]
@@ -214,14 +220,14 @@ def test_deadlines_end_requests_with_what_they_have(branch_plan: Path) -> None:
     running.cancel()
     running.result(60)
     slow = Runtime.load(branch_plan, threads=1)
-    original = BranchRunner.round
+    original = BranchRunner.advance
 
     def slowly(self: BranchRunner, *arguments: Any) -> Any:
         time.sleep(0.01)
         return original(self, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BranchRunner, "round", slowly)
+        patch.setattr(BranchRunner, "advance", slowly)
         found = slow.submit([5], max_new_tokens=120, drafter="none", ignore_eos=True, deadline=0.1).result(60)
     assert found.finish_reason == "deadline"
     assert 0 < len(found.token_ids) < 120

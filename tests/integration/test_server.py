@@ -201,13 +201,13 @@ def test_without_a_seed_samples_differ(client: openai.OpenAI) -> None:
 def test_a_client_that_goes_cancels_its_request(
     client: openai.OpenAI, runtime: Runtime, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = BranchRunner.round
+    original = BranchRunner.advance
 
     def slowly(self: BranchRunner, *arguments: Any) -> Any:
         time.sleep(0.05)
         return original(self, *arguments)
 
-    monkeypatch.setattr(BranchRunner, "round", slowly)
+    monkeypatch.setattr(BranchRunner, "advance", slowly)
     settle(runtime)
     before = runtime.scheduler_stats
     own: dict[str, Any] = {"model": "toy", "prompt": [5], "max_tokens": 140, "temperature": 0}
@@ -278,13 +278,13 @@ def test_health_and_metrics(client: openai.OpenAI, address: str, runtime: Runtim
 
 def test_a_full_queue_is_told(branch_plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     busy = Runtime.load(branch_plan, threads=1, scheduler=SchedulerConfig(max_running=1, max_waiting=1))
-    original = BranchRunner.round
+    original = BranchRunner.advance
 
     def slowly(self: BranchRunner, *arguments: Any) -> Any:
         time.sleep(0.05)
         return original(self, *arguments)
 
-    monkeypatch.setattr(BranchRunner, "round", slowly)
+    monkeypatch.setattr(BranchRunner, "advance", slowly)
     handles = [busy.submit([5], max_new_tokens=150, drafter="none", ignore_eos=True)]
     next(iter(handles[0]))
     with listening(busy) as address, openai.OpenAI(base_url=f"{address}/v1", api_key="-", max_retries=0) as client:

@@ -202,6 +202,30 @@ static void destroyed_while_it_generates(outrider_runtime *runtime) {
   EXPECT(pthread_join(generating, NULL) == 0);
 }
 
+static void known_from_another_session(const char *plan) {
+  static const char options[] = "{\"threads\": 1, \"prefix_cache_tokens\": 4096}";
+  static const char prompt[] = "import os\nimport sys\nimport json\n";
+  outrider_runtime *runtime = NULL;
+  EXPECT_OK(outrider_runtime_open(plan, strlen(plan), options, sizeof options - 1, &runtime));
+  outrider_params *params = params_of(10);
+  static struct seen seen[2];
+  for (int i = 0; i < 2; ++i) {
+    outrider_session *session = create_session(runtime);
+    outrider_result *result = NULL;
+    const char *stats;
+    size_t length;
+    EXPECT_OK(outrider_generate(session, prompt, sizeof prompt - 1, params, collect, &seen[i], &result));
+    EXPECT_OK(outrider_result_stats(result, &stats, &length));
+    EXPECT((strstr(stats, "\"cached_tokens\": 0,") != NULL) == (i == 0));
+    EXPECT_OK(outrider_result_destroy(result));
+    EXPECT_OK(outrider_session_destroy(session));
+  }
+  EXPECT(seen[0].count == seen[1].count);
+  EXPECT(memcmp(seen[0].tokens, seen[1].tokens, sizeof(int64_t) * seen[0].count) == 0);
+  EXPECT_OK(outrider_params_destroy(params));
+  EXPECT_OK(outrider_runtime_close(runtime));
+}
+
 int main(int count, char **words) {
   EXPECT(count == 2);
   inspected(words[1]);
@@ -210,6 +234,7 @@ int main(int count, char **words) {
   threads(runtime);
   cancelled_from_another_thread(runtime);
   destroyed_while_it_generates(runtime);
+  known_from_another_session(words[1]);
   EXPECT_OK(outrider_runtime_close(runtime));
   puts("ok");
   return EXIT_SUCCESS;
