@@ -27,6 +27,7 @@ def measure_soak(options: argparse.Namespace) -> dict[str, Any]:
     drafters = choose_drafters(runtime, options)
     texts = prompts_of(runtime, options, options.length)
     counts = dict.fromkeys(("finished", "cancelled", "deadline", "failed", "compared", "differing"), 0)
+    comparing = threading.Lock()
     lock, until, began = threading.Lock(), monotonic() + SECONDS * options.minutes, monotonic()
     memory: list[dict[str, float]] = []
 
@@ -46,7 +47,8 @@ def measure_soak(options: argparse.Namespace) -> dict[str, Any]:
             with lock:
                 counts[what] += 1
             if what == "finished" and draw.random() < 0.05:
-                same = handle.result().token_ids == alone.generate(prompt, **own).token_ids
+                with comparing:  # one at a time: sessions of its own would be memory that grows
+                    same = handle.result().token_ids == alone.generate(prompt, **own).token_ids
                 with lock:
                     counts["compared"] += 1
                     counts["differing"] += not same
