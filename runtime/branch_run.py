@@ -26,7 +26,7 @@ from runtime.branch_request import BranchRequest, Mode
 from runtime.branch_stream import BranchSpan, BranchStats
 from runtime.branches import Branch, BranchState
 from runtime.drafters.branches import EngineBranches
-from runtime.generation import FinishReason, GrowingGeneration, Span
+from runtime.generation import FinishReason, Generation, GrowingGeneration, Span
 from runtime.prefix_cache import PrefixCache
 from runtime.request import Options, check_options
 from runtime.sampling import TokenLogprob, likeliest, logprobs
@@ -177,9 +177,13 @@ class BranchRunner:
         waiting = deque(sorted(enumerate(asked), key=lambda each: -each[1].predicted_tokens))
         running: list[Running] = []
         while waiting or running:
+            for place, each in [(place, each) for place, each in waiting if _cancelled(each)]:
+                waiting.remove((place, each))
+                untouched = Stats(prompt_tokens=len(prefix) + len(each.token_ids))
+                yield BranchSpan(place, Span([], ""), Generation("", [], FinishReason.CANCELLED, untouched))
             while waiting and len(running) < max_parallel and (not running or self.fits(waiting[0][1])):
                 running.append(self.admit(*waiting.popleft()))
-            for span in self.round(running, stats):
+            for span in self.round(running, stats) if running else ():
                 if span.error is not None:
                     raise RequestError(f"Branch {span.branch}: {span.error}") from None
                 handed_over = perf_counter()

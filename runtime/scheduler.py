@@ -256,8 +256,9 @@ class Scheduler:
         self._catch_up()
         committed = [each for each in committed if not each.running.stopped]
         if self.config.overlap:
-            self._showing = texts.submit(self._show, committed)
-        else:
+            with suppress(RuntimeError):  # the interpreter ends, and takes no more work
+                self._showing = texts.submit(self._show, committed)
+        if self._showing is None:
             self._show(committed)
         spent = (perf_counter() - began) * 1000
         with self._changed:

@@ -214,6 +214,17 @@ def test_a_run_that_is_cancelled_computes_no_prefix(branching) -> None:
     assert (stream.stats.prefill_passes, stream.stats.rounds) == (0, 0)
 
 
+def test_a_branch_that_is_cancelled_before_it_begins_is_over_at_once(branching) -> None:
+    cancel = threading.Event()
+    branches = [{"prompt": [7], "max_new_tokens": 30}, {"prompt": [8], "max_new_tokens": 20, "cancel": cancel}]
+    stream = branching.stream_branches([5], branches, max_parallel=1, drafter="none", ignore_eos=True)
+    assert next(stream).branch == 0
+    cancel.set()
+    following = next(stream)
+    assert (following.branch, following.result.finish_reason) == (1, "cancelled")
+    assert [len(result.token_ids) for result in stream.results] == [30, 0]
+
+
 def test_streams_count_on_from_the_one_given(branching) -> None:
     """Whatever kind of whole number it is."""
     options = {"temperature": 1.0, "max_new_tokens": 12, "ignore_eos": True}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -412,3 +414,16 @@ def test_counts(branch_plan: Path) -> None:
     assert stats.to_json()["tokens_per_verify"] == stats.new_tokens / stats.rounds
     assert stats.busy_ms >= stats.longest_round_ms > 0
     assert runtime.close(timeout=60)
+
+
+@pytest.mark.parametrize("new", [2, 140])
+def test_a_program_may_end_while_requests_run(branch_plan: Path, new: int) -> None:
+    program = (
+        "import sys; from runtime import Runtime; runtime = Runtime.load(sys.argv[1], threads=1)\n"
+        f"handle = runtime.submit([5], max_new_tokens={new}, drafter='none', ignore_eos=True)\n"
+        "print(len(next(iter(handle)).token_ids))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program, str(branch_plan)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "1\n", "")
