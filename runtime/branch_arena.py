@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from plans import names
 from runtime.alignment import Alignment, AlignmentState
 from runtime.arena import EMPTY, SHARED, SlotMap
-from runtime.arena_rows import ArenaRows, Rows, ScatteredRows
+from runtime.arena_rows import ArenaRows
 from runtime.buffers import Buffers
 from runtime.program import Program
 from runtime.step import NOBODY, Step
@@ -159,14 +159,14 @@ class BranchArena:
         if self.alignment is not None:
             self.alignment.open(self.row_of(branch), self._prefix)
 
-    def restore_prefix(self, rows: int, lead: int = 0) -> Rows:
+    def restore_prefix(self, rows: int, lead: int = 0) -> ArenaRows:
         """The prefix begins with so many rows that no step has made: of tokens from `lead` on, in what is returned."""
         self._maps[0].restore(rows, SHARED, 0)
         self._prefix = self._maps[0].length
         self._note_peak()
         return self.prefix_rows(lead)
 
-    def prefix_rows(self, lead: int = 0) -> Rows:
+    def prefix_rows(self, lead: int = 0) -> ArenaRows:
         """The prefix's rows by its tokens, of which the first `lead` have none."""
         return ArenaRows(self._buffers.of(self._model, names.KV)[:, 0], lead)
 
@@ -176,11 +176,11 @@ class BranchArena:
         self._maps[self.row_of(branch)].restore(rows, branch, self._prefix)
         self._note_peak()
 
-    def rows_of(self, branch: int, lead: int = 0) -> Rows:
+    def rows_of(self, branch: int, lead: int = 0) -> ArenaRows:
         """The branch's own rows by its tokens, of which the first `lead` have none."""
         kv = self._buffers.of(self._model, names.KV)
         if self._pooled:
-            return ScatteredRows(kv[:, 0], np.flatnonzero(self._maps[0].owners == branch), lead)
+            return ArenaRows(kv[:, 0], lead, np.flatnonzero(self._maps[0].owners == branch))
         return ArenaRows(kv[:, branch, :, self._prefix :], lead)
 
     @property

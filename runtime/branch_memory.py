@@ -6,7 +6,6 @@ That is the prefix that branches share, or, where there is none, all that each o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from plans import names
 from runtime.branch_arena import BranchArena
@@ -16,22 +15,14 @@ from runtime.prefix_cache import PrefixCache
 from runtime.radix_tree import common_length
 
 
-@dataclass(frozen=True)
-class _Left:
-    """What the row of a branch that is over still holds: the target's rows of these tokens.
-
-    A drafter's are gone: trees grow in all rows up to the last that is asked for, read or not.
-    """
-
-    tokens: list[int]
-
-
 class BranchMemory:
     """Rows of the target and of the engine that a branch asks."""
 
     def __init__(self, cache: PrefixCache, arena: BranchArena, engines: Mapping[str, EngineBranches]) -> None:
         self._cache, self._arena, self._engines = cache, arena, engines
-        self._left: dict[int, _Left] = {}
+        # By number, the tokens whose rows of the target the row of a branch that is over still holds. A drafter's are
+        # gone: trees grow in all rows up to the last that is asked for, read or not.
+        self._left: dict[int, list[int]] = {}
 
     def recall_prefix(self, prefix: Sequence[int], engines: Sequence[EngineBranches]) -> int:
         """Give a prefix that has just begun the rows that are known, of the target and of all these engines; how many.
@@ -67,8 +58,7 @@ class BranchMemory:
         return max(free, key=lambda number: (self._shared(number, tokens), -number))
 
     def _shared(self, number: int, tokens: list[int]) -> int:
-        left = self._left.get(number)
-        return 0 if left is None else common_length(left.tokens, tokens)
+        return common_length(self._left.get(number, []), tokens)
 
     def recall(self, asking: Asking) -> tuple[int, int]:
         """Give a branch that has just been added the rows that are known, but for its tip's.
@@ -113,7 +103,7 @@ class BranchMemory:
         """The branch is about to be over."""
         branch = asking.branch
         if self._arena.stays:
-            self._left[branch.number] = _Left(branch.tokens[: branch.rows])
+            self._left[branch.number] = branch.tokens[: branch.rows]
 
     def forget(self) -> None:
         """Rows in place are worth nothing any more."""

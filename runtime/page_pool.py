@@ -111,16 +111,6 @@ class PageRun:
             (page,) = self._pool.allocate(1)
             self._pool.copy(self.pages[place], page)
             self.pages = [*self.pages[:place], page, *self.pages[place + 1 :]]  # who reads may still have the old one
-        self._cut(at, place, inside)
-        return upper
-
-    def drop(self, at: int) -> list[int]:
-        """Forget the first `at` tokens; the pages that nothing is left of."""
-        place, inside = divmod(self.offset + at, PAGE)
-        gone = self.pages[:place]
-        self._cut(at, place, inside)
-        return gone
-
-    def _cut(self, at: int, place: int, inside: int) -> None:
         self.pages, self.offset, self._length = self.pages[place:], inside, self._length - at
         self.valid = {model: max(0, count - at) for model, count in self.valid.items()}
+        return upper

@@ -13,7 +13,6 @@ of these, and refused elsewhere. It is checked whole before anything of it is ta
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -64,19 +63,15 @@ class _Header(_Strict):
 
 def save_prefix_cache(cache: PrefixCache, path: Path, bound_to: Mapping[str, str]) -> int:
     """Write all that the cache holds to `path`, in one step; how many tokens that is."""
-    exported, pieces = cache.export()
-    edges = [_Edge.model_validate(edge) for edge in exported]
+    edges, pieces = cache.export()
     path.parent.mkdir(parents=True, exist_ok=True)
-    header: dict[str, Any] = {
-        "bound_to": dict(bound_to),
-        "shapes": {
-            name: {"planes": s.planes, "heads": s.heads, "size": s.size, "dtype": np.dtype(s.dtype).name}
-            for name, s in sorted(cache.shapes.items())
-        },
-        "edges": [edge.model_dump() for edge in edges],
-        "payload_bytes": sum(piece.nbytes for piece in pieces),
-    }
-    told = json.dumps(header).encode()
+    header = _Header(
+        bound_to=dict(bound_to),
+        shapes=_described(cache.shapes),
+        edges=[_Edge.model_validate(edge) for edge in edges],
+        payload_bytes=sum(piece.nbytes for piece in pieces),
+    )
+    told = header.model_dump_json().encode()
     told = len(told).to_bytes(8, "little") + told
     digest = hashlib.sha256(told)
     for piece in pieces:
@@ -92,7 +87,7 @@ def save_prefix_cache(cache: PrefixCache, path: Path, bound_to: Mapping[str, str
         except BaseException:
             Path(file.name).unlink(missing_ok=True)
             raise
-    return sum(len(edge.tokens) for edge in edges)
+    return sum(len(edge.tokens) for edge in header.edges)
 
 
 def load_prefix_cache(cache: PrefixCache, path: Path, bound_to: Mapping[str, str]) -> int:
@@ -109,6 +104,13 @@ def load_prefix_cache(cache: PrefixCache, path: Path, bound_to: Mapping[str, str
     payload = data[start:]
     _check_payload(path, header, payload, cache.shapes)
     return _insert_all(cache, header, payload)
+
+
+def _described(shapes: Mapping[str, RowShape]) -> dict[str, _Shape]:
+    return {
+        name: _Shape(planes=s.planes, heads=s.heads, size=s.size, dtype=np.dtype(s.dtype).name)
+        for name, s in sorted(shapes.items())
+    }
 
 
 def _read_header(path: Path, data: NDArray[np.uint8]) -> tuple[_Header, int]:
@@ -133,11 +135,7 @@ def _check(path: Path, header: _Header, shapes: Mapping[str, RowShape], bound_to
                 f"{path} was saved with another {what}: {there}, and here it is {here}. Its rows would differ in their "
                 "last bits, or be wrong; save it again here."
             )
-    own = {
-        name: _Shape(planes=s.planes, heads=s.heads, size=s.size, dtype=np.dtype(s.dtype).name)
-        for name, s in shapes.items()
-    }
-    if header.shapes != own:
+    if header.shapes != _described(shapes):
         raise PlanError(f"{path} holds rows of other shapes than this plan's; save it again here.")
 
 

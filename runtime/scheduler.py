@@ -102,6 +102,11 @@ class _Request:
     queued_ms: float = 0.0
 
     @property
+    def place(self) -> int:
+        """A number of its own."""
+        return self.rank[1]
+
+    @property
     def cancelled(self) -> bool:
         if self.given is not None and self.given.is_set():
             self.cancel.set()
@@ -301,11 +306,10 @@ class Scheduler:
                 if not self._waiting or (self._running and not self._runner.fits(self._waiting[0].asked)):
                     return
                 request = heapq.heappop(self._waiting)
-                place = request.rank[1]
-                self._by_place[place] = request
+                self._by_place[request.place] = request
                 self._changed.notify_all()
             request.queued_ms = (perf_counter() - request.submitted) * 1000
-            running = self._runner.admit(place, request.asked)
+            running = self._runner.admit(request.place, request.asked)
             self._running.append(running)
             own = running.generation.stats
             own.queued_ms = request.queued_ms
@@ -333,7 +337,7 @@ class Scheduler:
 
     def _end(self, request: _Request, result: Generation | None, error: Exception | None = None) -> None:
         with self._changed:
-            self._by_place.pop(request.rank[1], None)
+            self._by_place.pop(request.place, None)
             self._stats.finished += 1
             self._stats.failed += error is not None
             if result is not None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from plans import names
 from plans.manifest import Geometry, GraphDrafter
-from runtime.arena_rows import Rows
+from runtime.arena_rows import ArenaRows
 from runtime.branch_arena import BranchArena
 from runtime.branches import Branch, Draft
 from runtime.buffers import Buffers
@@ -124,7 +124,7 @@ class EngineBranches:
         """Leading tokens of a live branch that have rows here, as far as they can."""
         return self._rows[branch.number]
 
-    def rows_of(self, branch: Branch) -> Rows:
+    def rows_of(self, branch: Branch) -> ArenaRows:
         """Its rows by its tokens, where there is no prefix."""
         return self.arena.rows_of(branch.number, int(self._paired))
 
@@ -134,12 +134,12 @@ class EngineBranches:
             self.arena.restore(branch.number, known - self._paired)
             self._rows[branch.number] = known
 
-    def restore_prefix(self, tokens: int) -> Rows:
+    def restore_prefix(self, tokens: int) -> ArenaRows:
         """The prefix begins with so many tokens that need not be followed; their rows, where they are to be."""
         self._followed = tokens
         return self.arena.restore_prefix(tokens, int(self._paired))
 
-    def prefix_rows(self) -> Rows:
+    def prefix_rows(self) -> ArenaRows:
         """Rows of the prefix by its tokens."""
         return self.arena.prefix_rows(int(self._paired))
 
