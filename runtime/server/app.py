@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +26,11 @@ from runtime.generation import Generation, Span
 from runtime.handle import Handle
 from runtime.request import Options
 from runtime.runtime import Runtime
-from runtime.server.answers import chat_logprobs, completion_logprobs, error_body, finish_reason, usage
+from runtime.server.answers import Answer, error_body
 from runtime.server.asked import ChatAsked, CompletionAsked
 from runtime.server.metrics import Metrics
 
+_LOG = logging.getLogger("outrider")
 _GONE = 0.25  # seconds between looks whether a client is still there that waits for the whole answer
 
 
@@ -65,7 +67,10 @@ def make_app(runtime: Runtime, config: ServerConfig) -> FastAPI:
         if not await run_in_threadpool(runtime.close, timeout=config.drain_seconds):
             await run_in_threadpool(runtime.close, drain=False, timeout=5.0)
         if config.cache_file is not None:
-            await run_in_threadpool(runtime.save_prefix_cache, config.cache_file)
+            try:
+                await run_in_threadpool(runtime.save_prefix_cache, config.cache_file)
+            except OSError as error:
+                _LOG.error("the prefix cache cannot be saved: %s", error)
 
     app = FastAPI(title="Outrider", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     serving = _Serving(runtime, config, metrics)
@@ -113,7 +118,7 @@ def make_app(runtime: Runtime, config: ServerConfig) -> FastAPI:
         serving.check_model(asked.model)
         asked.check()
         options = asked.options(asked.max_tokens, asked.logprobs)
-        answer = _Answer("cmpl", "text_completion", "text_completion", config.model, runtime, chat=False)
+        answer = Answer("cmpl", "text_completion", "text_completion", config.model, runtime, chat=False)
         wanted = [(prompt, own) for prompt in asked.prompts for own in options]
         return await serving.answer(request, answer, wanted, asked)
 
@@ -123,7 +128,7 @@ def make_app(runtime: Runtime, config: ServerConfig) -> FastAPI:
         prompt = await run_in_threadpool(_chat_prompt, runtime, asked)
         limit = max(1, runtime.manifest.target.context - len(prompt)) if asked.limit is None else asked.limit
         options = asked.options(limit, (asked.top_logprobs or 0) if asked.logprobs else None)
-        answer = _Answer("chatcmpl", "chat.completion", "chat.completion.chunk", config.model, runtime, chat=True)
+        answer = Answer("chatcmpl", "chat.completion", "chat.completion.chunk", config.model, runtime, chat=True)
         return await serving.answer(request, answer, [(prompt, own) for own in options], asked)
 
     return app
@@ -176,67 +181,6 @@ def _told(error: OutriderError) -> ApiError:
     return ApiError(500, str(error), "server_error")
 
 
-class _Answer:
-    """One answer's objects: what they have in common, and how choices look."""
-
-    def __init__(self, prefix: str, whole: str, chunk: str, model: str, runtime: Runtime, *, chat: bool) -> None:
-        self._tokenizer, self._chat = runtime.tokenizer, chat
-        self._whole, self._chunk = whole, chunk
-        self._common = {
-            "id": f"{prefix}-{secrets.token_hex(12)}",
-            "created": int(time()),
-            "model": model,
-            "system_fingerprint": runtime.manifest.identity[:12],
-        }
-
-    def whole(self, found: Sequence[Generation], prompts: int, logprobs: bool) -> dict[str, Any]:
-        choices = []
-        for index, each in enumerate(found):
-            choice: dict[str, Any] = {"index": index, "finish_reason": finish_reason(each), "logprobs": None}
-            if self._chat:
-                choice["message"] = {"role": "assistant", "content": each.text, "refusal": None}
-            else:
-                choice["text"] = each.text
-            if logprobs:
-                choice["logprobs"] = self._logprobs(each.logprobs, 0)
-            choices.append(choice)
-        return {**self._common, "object": self._whole, "choices": choices, "usage": _usage(found, prompts)}
-
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """What comes before a choice's first text."""
-        return self._piece(index, {"delta": {"role": "assistant", "content": ""}}, None) if self._chat else None
-
-    def piece(self, index: int, span: Span, offset: int, logprobs: bool) -> dict[str, Any]:
-        own: dict[str, Any] = {"delta": {"content": span.text}} if self._chat else {"text": span.text}
-        if logprobs:
-            own["logprobs"] = self._logprobs(span.logprobs, offset)
-        return self._piece(index, own, None)
-
-    def ending(self, index: int, found: Generation) -> dict[str, Any]:
-        return self._piece(index, {"delta": {}} if self._chat else {"text": ""}, finish_reason(found))
-
-    def usage(self, found: Sequence[Generation], prompts: int) -> dict[str, Any]:
-        return {**self._common, "object": self._chunk, "choices": [], "usage": _usage(found, prompts)}
-
-    def _piece(self, index: int, own: dict[str, Any], reason: str | None) -> dict[str, Any]:
-        choice = {"index": index, "finish_reason": reason, "logprobs": None, **own}
-        return {**self._common, "object": self._chunk, "choices": [choice]}
-
-    def _logprobs(self, entries: Any, offset: int) -> dict[str, Any]:
-        if self._chat:
-            return chat_logprobs(self._tokenizer, entries)
-        return completion_logprobs(self._tokenizer, entries, offset)
-
-
-def _usage(found: Sequence[Generation], prompts: int) -> dict[str, Any]:
-    """Prompts count once, however many choices they have."""
-    told = usage(found)
-    once = usage(found[:: len(found) // prompts])
-    told["prompt_tokens"], told["prompt_tokens_details"] = once["prompt_tokens"], once["prompt_tokens_details"]
-    told["total_tokens"] = told["prompt_tokens"] + told["completion_tokens"]
-    return told
-
-
 class _Serving:
     """Submits what is asked, and gives it back whole or in pieces."""
 
@@ -251,7 +195,7 @@ class _Serving:
     async def answer(
         self,
         request: Request,
-        answer: _Answer,
+        answer: Answer,
         wanted: list[tuple[str | list[int], Options]],
         asked: CompletionAsked | ChatAsked,
     ) -> Response:
@@ -299,7 +243,7 @@ class _Serving:
         return list(found)
 
     async def _events(
-        self, answer: _Answer, handles: list[Handle], prompts: int, logprobs: bool, with_usage: bool, began: float
+        self, answer: Answer, handles: list[Handle], prompts: int, logprobs: bool, with_usage: bool, began: float
     ) -> AsyncIterator[str]:
         """Server-sent events of all choices as they come. Left unfinished, it cancels them."""
         queue: asyncio.Queue[tuple[int, Span | None]] = asyncio.Queue()

@@ -76,13 +76,15 @@ def _serve(arguments: argparse.Namespace) -> int:
         raise RequestError(
             f"The server needs {error.name}, which is not installed; run `pip install 'outrider[serve]'`."
         ) from None
+    file = arguments.cache_file
+    if file is not None and arguments.no_prefix_cache:
+        raise RequestError("--cache-file is of the prefix cache; leave --no-prefix-cache out, or the file.")
     cache = None
     if not arguments.no_prefix_cache:
         cache = PrefixCacheConfig(max_cached_tokens=arguments.cache_tokens, memory_bytes=arguments.cache_bytes)
     scheduler = SchedulerConfig(arguments.max_running, arguments.max_waiting, arguments.prefill_tokens, arguments.mode)
     runtime = load(arguments, cache, scheduler)
     runtime.start()
-    file = arguments.cache_file
     if file is not None and file.exists():
         stderr.print(f"{runtime.load_prefix_cache(file)} tokens of earlier prompts are warm", style="dim")
     config = ServerConfig(
@@ -92,12 +94,15 @@ def _serve(arguments: argparse.Namespace) -> int:
         drain_seconds=arguments.drain_seconds,
         cache_file=file,
     )
-    stderr.print(f"serving {config.model!r} at http://{arguments.host}:{arguments.port}", style="dim")
-    uvicorn.run(
+    server = uvicorn.Config(
         make_app(runtime, config),
         host=arguments.host,
         port=arguments.port,
         log_level="warning",
         timeout_graceful_shutdown=arguments.drain_seconds,
     )
+    bound = server.bind_socket()  # it says why, and ends, where it cannot
+    address = f"http://{arguments.host}:{bound.getsockname()[1]}"
+    stderr.print(f"serving {config.model!r} at {address}", style="dim", soft_wrap=True)
+    uvicorn.Server(server).run([bound])
     return 0

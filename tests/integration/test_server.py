@@ -300,6 +300,8 @@ def test_a_full_queue_is_told(branch_plan: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_plan_of_one_branch_is_refused(toy_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", str(toy_plan)]) == 2
     assert "capacity.branches" in capsys.readouterr().err
+    assert main(["serve", str(toy_plan), "--cache-file", "x", "--no-prefix-cache"]) == 2
+    assert "--cache-file is of the prefix cache" in capsys.readouterr().err
 
 
 def test_the_command_serves_until_it_is_told_to_end_and_keeps_its_cache(branch_plan: Path, tmp_path: Path) -> None:
