@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,13 +13,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from plans.errors import BusyError, PlanError, RequestError
+from plans.errors import BusyError, RequestError
 from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
 from runtime.branch_request import MODES, BranchRequest
 from runtime.branch_run import BranchRunner, Running
 from runtime.constraint import Constraint, Vocabulary
 from runtime.grammar import Grammar, one_of, repeat
-from runtime.program import Program
 
 DRAFTERS = ["none", "ngram", "short", "chain", "bushy", "head", "mixed"]
 KEEP = PrefixCacheConfig(max_cached_tokens=4096, min_prefix_length=1)
@@ -213,29 +210,6 @@ def test_who_matters_more_begins_first(branch_plan: Path, monkeypatch: pytest.Mo
     assert runtime.close(timeout=60)
 
 
-def test_deadlines_end_requests_with_what_they_have(branch_plan: Path) -> None:
-    runtime = Runtime.load(branch_plan, threads=1, scheduler=SchedulerConfig(max_running=1))
-    running = runtime.submit([5], max_new_tokens=120, drafter="none", ignore_eos=True)
-    waiting = runtime.submit([6], deadline=0.001)
-    late = waiting.result(60)
-    assert (late.finish_reason, late.token_ids) == ("deadline", [])
-    running.cancel()
-    running.result(60)
-    slow = Runtime.load(branch_plan, threads=1)
-    original = BranchRunner.advance
-
-    def slowly(self: BranchRunner, *arguments: Any) -> Any:
-        time.sleep(0.01)
-        return original(self, *arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BranchRunner, "advance", slowly)
-        found = slow.submit([5], max_new_tokens=120, drafter="none", ignore_eos=True, deadline=0.1).result(60)
-    assert found.finish_reason == "deadline"
-    assert 0 < len(found.token_ids) < 120
-    assert slow.close(timeout=60)
-
-
 def test_what_cannot_be_served_is_refused_at_once(serving: Runtime, toy: Runtime, branch_plan: Path) -> None:
     context = serving.manifest.target.context
     with pytest.raises(RequestError, match=f"context is {context}"):
@@ -254,32 +228,6 @@ def test_what_cannot_be_served_is_refused_at_once(serving: Runtime, toy: Runtime
         SchedulerConfig(prefill_tokens=0)
     with pytest.raises(RequestError, match="prefill_tokens is 17; the plan's passes take at most 16"):
         Runtime.load(branch_plan, scheduler=SchedulerConfig(prefill_tokens=17)).submit([5])
-
-
-def test_too_many_who_wait_are_refused(branch_plan: Path) -> None:
-    runtime = Runtime.load(branch_plan, threads=1, scheduler=SchedulerConfig(max_running=1, max_waiting=2))
-    running = runtime.submit([5], max_new_tokens=120, drafter="none", ignore_eos=True)
-    next(iter(running))
-    waiting = [runtime.submit([6]) for _ in range(2)]
-    with pytest.raises(BusyError, match="2 requests wait"):
-        runtime.submit([7])
-    assert runtime.scheduler_stats.refused == 1
-    assert not runtime.close(drain=False, timeout=60) or all(handle.done for handle in [running, *waiting])
-    assert {handle.result(60).finish_reason.value for handle in [running, *waiting]} == {"cancelled"}
-
-
-def test_a_list_may_be_longer_than_the_queue(branch_plan: Path, alone: Runtime) -> None:
-    runtime = Runtime.load(branch_plan, threads=1, scheduler=SchedulerConfig(max_running=2, max_waiting=2))
-    prompts = [[5, place] for place in range(1, 12)]
-    cancel = threading.Event()
-    for _ in range(2):  # the caller's event stays as it was
-        found = runtime.generate(prompts, max_new_tokens=4, cancel=cancel, ignore_eos=True)
-        expected = [alone.generate(prompt, max_new_tokens=4, ignore_eos=True).token_ids for prompt in prompts]
-        assert [each.token_ids for each in found] == expected
-    assert not cancel.is_set()
-    cancel.set()
-    assert {each.finish_reason.value for each in runtime.generate(prompts, cancel=cancel)} == {"cancelled"}
-    assert runtime.close(timeout=60)
 
 
 def test_requests_with_one_event_are_cancelled_one_by_one(serving: Runtime) -> None:
@@ -309,13 +257,6 @@ def test_a_form_is_of_one_request(serving: Runtime) -> None:
         handle.result(60)
 
 
-def test_a_runtime_may_be_closed_before_its_first_request(branch_plan: Path) -> None:
-    runtime = Runtime.load(branch_plan, threads=1)
-    assert runtime.close()
-    with pytest.raises(BusyError, match="closed"):
-        runtime.submit([5])
-
-
 @pytest.mark.parametrize("drafter", ["chain", "bushy", "head"])
 @pytest.mark.parametrize("mode", MODES)
 def test_drafts_are_as_good_behind_rows_of_others(branch_plan: Path, drafter: str, mode: Any) -> None:
@@ -337,33 +278,6 @@ def test_drafts_are_as_good_behind_rows_of_others(branch_plan: Path, drafter: st
         results.append(again(runtime))
         assert runtime.close(timeout=60)
     assert results[0] == results[1]
-
-
-def test_a_round_that_fails_fails_those_in_it_alone(branch_plan: Path, alone: Runtime) -> None:
-    runtime = Runtime.load(branch_plan, threads=1, prefix_cache=KEEP)
-    expected = alone.generate([5, 6], max_new_tokens=9, ignore_eos=True).token_ids
-    assert runtime.submit([5, 6], max_new_tokens=9, ignore_eos=True).result(60).token_ids == expected
-    original, calls = Program.run, 0
-
-    def failing(self: Program) -> None:
-        nonlocal calls
-        calls += self.name == "verify"
-        if calls == 4:
-            calls += 1
-            raise PlanError("the engine fell over")
-        original(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Program, "run", failing)
-        broken = runtime.submit([7, 8], max_new_tokens=50, drafter="none", ignore_eos=True)
-        with pytest.raises(PlanError, match="fell over"):
-            broken.result(60)
-        assert len(list(broken._spans)) > 0
-    for _ in range(2):
-        assert runtime.submit([5, 6], max_new_tokens=9, ignore_eos=True).result(60).token_ids == expected
-    assert runtime.scheduler_stats.failed == 1
-    assert runtime.close(timeout=60)
-    assert_nothing_is_left(runtime)
 
 
 def test_a_form_that_cannot_go_on_fails_its_request_alone(serving: Runtime, alone: Runtime) -> None:
@@ -391,18 +305,6 @@ def test_a_form_that_cannot_go_on_fails_its_request_alone(serving: Runtime, alon
     assert other.result(60).token_ids == alone.generate([5, 6], max_new_tokens=20, ignore_eos=True).token_ids
 
 
-def test_its_thread_ends_when_there_is_nothing_to_do(branch_plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.scheduler._IDLE", 0.05)
-    runtime = Runtime.load(branch_plan, threads=1)
-    for _ in range(3):
-        expected = runtime.generate([5, 6], max_new_tokens=3).token_ids
-        assert runtime.submit([5, 6], max_new_tokens=3).result(60).token_ids == expected
-        deadline = time.monotonic() + 10
-        while runtime._scheduler is not None and runtime._scheduler._thread is not None:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-
 def test_counts(branch_plan: Path) -> None:
     runtime = Runtime.load(branch_plan, threads=1, prefix_cache=KEEP)
     results = runtime.generate([[5, 6, 7, 8]] * 3, max_new_tokens=6, ignore_eos=True)
@@ -414,16 +316,3 @@ def test_counts(branch_plan: Path) -> None:
     assert stats.to_json()["tokens_per_verify"] == stats.new_tokens / stats.rounds
     assert stats.busy_ms >= stats.longest_round_ms > 0
     assert runtime.close(timeout=60)
-
-
-@pytest.mark.parametrize("new", [2, 140])
-def test_a_program_may_end_while_requests_run(branch_plan: Path, new: int) -> None:
-    program = (
-        "import sys; from runtime import Runtime; runtime = Runtime.load(sys.argv[1], threads=1)\n"
-        f"handle = runtime.submit([5], max_new_tokens={new}, drafter='none', ignore_eos=True)\n"
-        "print(len(next(iter(handle)).token_ids))"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", program, str(branch_plan)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "1\n", "")

@@ -1,0 +1,131 @@
+"""Queues, deadlines and ends of a scheduler: what is refused, what fails, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plans.errors import BusyError, PlanError
+from runtime import Runtime, SchedulerConfig
+from runtime.branch_run import BranchRunner
+from runtime.program import Program
+from tests.integration.test_scheduler import KEEP, assert_nothing_is_left
+
+
+@pytest.fixture(scope="module")
+def alone(branch_plan: Path) -> Runtime:
+    return Runtime.load(branch_plan, threads=1)
+
+
+def test_deadlines_end_requests_with_what_they_have(branch_plan: Path) -> None:
+    runtime = Runtime.load(branch_plan, threads=1, scheduler=SchedulerConfig(max_running=1))
+    running = runtime.submit([5], max_new_tokens=120, drafter="none", ignore_eos=True)
+    waiting = runtime.submit([6], deadline=0.001)
+    late = waiting.result(60)
+    assert (late.finish_reason, late.token_ids) == ("deadline", [])
+    running.cancel()
+    running.result(60)
+    slow = Runtime.load(branch_plan, threads=1)
+    original = BranchRunner.advance
+
+    def slowly(self: BranchRunner, *arguments: Any) -> Any:
+        time.sleep(0.01)
+        return original(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BranchRunner, "advance", slowly)
+        found = slow.submit([5], max_new_tokens=120, drafter="none", ignore_eos=True, deadline=0.1).result(60)
+    assert found.finish_reason == "deadline"
+    assert 0 < len(found.token_ids) < 120
+    assert slow.close(timeout=60)
+
+
+def test_too_many_who_wait_are_refused(branch_plan: Path) -> None:
+    runtime = Runtime.load(branch_plan, threads=1, scheduler=SchedulerConfig(max_running=1, max_waiting=2))
+    running = runtime.submit([5], max_new_tokens=120, drafter="none", ignore_eos=True)
+    next(iter(running))
+    waiting = [runtime.submit([6]) for _ in range(2)]
+    with pytest.raises(BusyError, match="2 requests wait"):
+        runtime.submit([7])
+    assert runtime.scheduler_stats.refused == 1
+    assert not runtime.close(drain=False, timeout=60) or all(handle.done for handle in [running, *waiting])
+    assert {handle.result(60).finish_reason.value for handle in [running, *waiting]} == {"cancelled"}
+
+
+def test_a_list_may_be_longer_than_the_queue(branch_plan: Path, alone: Runtime) -> None:
+    runtime = Runtime.load(branch_plan, threads=1, scheduler=SchedulerConfig(max_running=2, max_waiting=2))
+    prompts = [[5, place] for place in range(1, 12)]
+    cancel = threading.Event()
+    for _ in range(2):  # the caller's event stays as it was
+        found = runtime.generate(prompts, max_new_tokens=4, cancel=cancel, ignore_eos=True)
+        expected = [alone.generate(prompt, max_new_tokens=4, ignore_eos=True).token_ids for prompt in prompts]
+        assert [each.token_ids for each in found] == expected
+    assert not cancel.is_set()
+    cancel.set()
+    assert {each.finish_reason.value for each in runtime.generate(prompts, cancel=cancel)} == {"cancelled"}
+    assert runtime.close(timeout=60)
+
+
+def test_a_runtime_may_be_closed_before_its_first_request(branch_plan: Path) -> None:
+    runtime = Runtime.load(branch_plan, threads=1)
+    assert runtime.close()
+    with pytest.raises(BusyError, match="closed"):
+        runtime.submit([5])
+
+
+def test_a_round_that_fails_fails_those_in_it_alone(branch_plan: Path, alone: Runtime) -> None:
+    runtime = Runtime.load(branch_plan, threads=1, prefix_cache=KEEP)
+    expected = alone.generate([5, 6], max_new_tokens=9, ignore_eos=True).token_ids
+    assert runtime.submit([5, 6], max_new_tokens=9, ignore_eos=True).result(60).token_ids == expected
+    original, calls = Program.run, 0
+
+    def failing(self: Program) -> None:
+        nonlocal calls
+        calls += self.name == "verify"
+        if calls == 4:
+            calls += 1
+            raise PlanError("the engine fell over")
+        original(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Program, "run", failing)
+        broken = runtime.submit([7, 8], max_new_tokens=50, drafter="none", ignore_eos=True)
+        with pytest.raises(PlanError, match="fell over"):
+            broken.result(60)
+        assert len(list(broken._spans)) > 0
+    for _ in range(2):
+        assert runtime.submit([5, 6], max_new_tokens=9, ignore_eos=True).result(60).token_ids == expected
+    assert runtime.scheduler_stats.failed == 1
+    assert runtime.close(timeout=60)
+    assert_nothing_is_left(runtime)
+
+
+def test_its_thread_ends_when_there_is_nothing_to_do(branch_plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.scheduler._IDLE", 0.05)
+    runtime = Runtime.load(branch_plan, threads=1)
+    for _ in range(3):
+        expected = runtime.generate([5, 6], max_new_tokens=3).token_ids
+        assert runtime.submit([5, 6], max_new_tokens=3).result(60).token_ids == expected
+        deadline = time.monotonic() + 10
+        while runtime._scheduler is not None and runtime._scheduler._thread is not None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("new", [2, 140])
+def test_a_program_may_end_while_requests_run(branch_plan: Path, new: int) -> None:
+    program = (
+        "import sys; from runtime import Runtime; runtime = Runtime.load(sys.argv[1], threads=1)\n"
+        f"handle = runtime.submit([5], max_new_tokens={new}, drafter='none', ignore_eos=True)\n"
+        "print(len(next(iter(handle)).token_ids))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program, str(branch_plan)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "1\n", "")
