@@ -44,8 +44,10 @@ def test_load(branch_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert row["same_tokens"]
         assert row["tokens_per_second"] > 0
         assert row["gap_max_ms"] is None or row["gap_max_ms"] >= row["gap_p50_ms"] > 0
-    assert serving.main(["load", str(branch_plan), *sizes, *PROMPTS]) == 0
-    assert "one by one" in capsys.readouterr().out
+    assert serving.main(["load", str(branch_plan), *sizes, *PROMPTS, "--compare-overlap"]) == 0
+    printed = capsys.readouterr().out
+    assert "one by one" in printed
+    assert "batching, text first" in printed
 
 
 def test_soak(branch_plan: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     load.add_argument("--length", type=at_least_1, default=200, help="tokens of a prompt (200)")
     load.add_argument("--new", type=at_least_1, default=128, help="tokens of an answer (128)")
     load.add_argument("--reps", type=at_least_1, default=3, help="runs of each (3)")
+    load.add_argument(
+        "--compare-overlap", action="store_true", help="also without showing the text of a pass beside the next one"
+    )
     load.set_defaults(measure=measure_load, show=print_load)
     soak = commands.add_parser("soak", parents=[shared], help="mixed requests for a while")
     soak.add_argument("--minutes", type=at_least_1, default=20, help="how long (20)")

@@ -14,9 +14,13 @@ from tools.bench.prompts import choose_prompts, cut_prompts
 
 
 def load_runtime(
-    options: argparse.Namespace, mode: str | None = None, cache: PrefixCacheConfig | None = None
+    options: argparse.Namespace,
+    mode: str | None = None,
+    cache: PrefixCacheConfig | None = None,
+    *,
+    overlap: bool = True,
 ) -> Runtime:
-    scheduler = SchedulerConfig(mode=mode)  # type: ignore[arg-type]
+    scheduler = SchedulerConfig(mode=mode, overlap=overlap)  # type: ignore[arg-type]
     return Runtime.load(options.plan, threads=options.threads, prefix_cache=cache, scheduler=scheduler)
 
 

@@ -30,6 +30,8 @@ def measure_load(options: argparse.Namespace) -> dict[str, Any]:
     modes = [mode for mode in MODES if mode != "batching" or geometry.rows > 1]
     texts = prompts_of(probe, options, options.length)
     runtimes = {mode: load_runtime(options, mode) for mode in modes}
+    if options.compare_overlap:  # where the text of a pass is made out before the next one begins
+        runtimes |= {f"{mode}, text first": load_runtime(options, mode, overlap=False) for mode in modes}
     rows = []
     cases = [(drafter, count) for drafter in drafters for count in at_once]
     with progress_bar("measuring") as progress:
