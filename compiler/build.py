@@ -22,7 +22,7 @@ from compiler.identity import engines_key, plan_identity, tool_versions
 from compiler.lowering import lower
 from compiler.models.config import DecoderConfig, WeightType, read_config
 from compiler.place import Place
-from compiler.programs import cache_views, drafter_limits, emit_programs, stages_around, symbol_limits
+from compiler.programs import cache_views, drafter_limits, emit_programs, query_views, stages_around, symbol_limits
 from compiler.recipe import Recipe, check_capacity
 from compiler.recipe_targets import (
     PACKAGES,
@@ -49,8 +49,9 @@ from plans.manifest import (
     TargetPlan,
     rejects,
 )
+from plans.partial_kv import PartialKv
 from plans.plan import MANIFEST, Plan, file_sha256, open_plan
-from plans.step_buffers import drafter_buffers, sampling_buffers, status_buffers, target_buffers
+from plans.step_buffers import drafter_buffers, partial_buffers, sampling_buffers, status_buffers, target_buffers
 from plugins.cuda.compile import compile_kernels
 
 VIEW_BUCKET = 128  # keys: coarse enough that sizes rarely change, fine enough that masks stay short
@@ -102,9 +103,11 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
 
     geometry = _geometry(recipe, config, sources)
     listed = drafters.manifest_drafters(recipe, sources)
-    limits = _limits(geometry, sources, listed)
+    partial = recipe.partial_kv.settings()
+    limits = _limits(geometry, sources, listed, partial)
     buffers = {
-        kind: _buffers(target, recipe.dtype(target), geometry, sources, listed) for kind, target in sections.items()
+        kind: _buffers(target, recipe.dtype(target), geometry, sources, listed, partial)
+        for kind, target in sections.items()
     }
     keys = {
         kind: engines_key(
@@ -142,10 +145,12 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
             source=source,
             models={names.TARGET: geometry} | {s.section.name: s.geometry(geometry) for s in sources},
             text=text,
+            partial_kv=partial,
             skeleton=Skeleton() if recipe.skeleton is None else Skeleton(**recipe.skeleton.model_dump()),
             drafters=listed,
             targets={
-                t: _target_plan(engines[t], keys[t], limits, geometry, sources, listed, buffers[t]) for t in sections
+                t: _target_plan(engines[t], keys[t], limits, geometry, sources, listed, buffers[t], partial)
+                for t in sections
             },
             tools=tools,
             files=_list_files(root),
@@ -207,9 +212,11 @@ def _geometry(recipe: Recipe, config: DecoderConfig, sources: Sequence[GraphSour
     )
 
 
-def _limits(geometry: Geometry, sources: Sequence[GraphSource], listed: Sequence[Drafter]) -> dict[str, dict[str, int]]:
+def _limits(
+    geometry: Geometry, sources: Sequence[GraphSource], listed: Sequence[Drafter], partial: PartialKv | None
+) -> dict[str, dict[str, int]]:
     """By model: the largest value of every symbol."""
-    target = symbol_limits(geometry, listed)
+    target = symbol_limits(geometry, listed, partial)
     own = {s.section.name: drafter_limits(s.drafter, s.geometry(geometry), target) for s in sources}
     return {names.TARGET: target, **own}
 
@@ -234,6 +241,7 @@ def _engine_shape(
         ],
         "branches": geometry.branches if sources else 1,
         "rows": geometry.rows,
+        "partial": recipe.partial_kv.enabled,
     }
 
 
@@ -244,7 +252,8 @@ def _export(
     steps.begin(f"reading the checkpoint in {dtype}")
     decoder = load_decoder(recipe.checkpoint_path, dtype, recipe.rope_scaling)
     steps.begin("exporting the target to ONNX")
-    graphs = {names.TARGET: export_target(decoder, geometry.capacity, drafters.taps(sources))}
+    asked = recipe.partial_kv.enabled
+    graphs = {names.TARGET: export_target(decoder, geometry.capacity, drafters.taps(sources), queries=asked)}
     for source in sources:
         name, drafter = source.section.name, source.drafter
         steps.begin(f"exporting the drafter {name} to ONNX")
@@ -280,7 +289,8 @@ def _write_engines(
         steps.begin(f"{target.kind}: lowering {name} and writing its engine")
         own = graph.clone()
         held = around.take_into(own, name) if folder.takes_ops(graph) else ()
-        reports += lower(name, own, target.kind, rows=limits[name][names.ROWS])
+        arenas = 1 + (recipe.partial_kv.enabled and name == names.TARGET)
+        reports += lower(name, own, target.kind, rows=limits[name][names.ROWS], arenas=arenas)
         engines[name] = folder.write(name, own, limits[name]).model_copy(update={"holds": held})
     folder.close()
     return Engines(engines, tuple(reports), _compile_kernels(target, root, steps))
@@ -292,11 +302,13 @@ def _buffers(
     geometry: Geometry,
     sources: Sequence[GraphSource],
     listed: Sequence[Drafter],
+    partial: PartialKv | None,
 ) -> tuple[Tensor, ...]:
     """What a session of an execution target has; its arenas are of the weights' type."""
     kv = DType(dtype)
     buffers = [
         *target_buffers(geometry, kv, rejection=rejects(listed)),
+        *(() if partial is None else partial_buffers(geometry, partial, kv)),
         *sampling_buffers(geometry.branches),
         *(status_buffers() if isinstance(target, TensorRtSection) else ()),
     ]
@@ -313,10 +325,13 @@ def _target_plan(
     sources: Sequence[GraphSource],
     listed: Sequence[Drafter],
     buffers: tuple[Tensor, ...],
+    partial: PartialKv | None,
 ) -> TargetPlan:
     """The engines with the buffers and programs that run them."""
     engines = built.engines
     views = cache_views(names.TARGET, geometry)
+    if partial is not None:
+        views |= cache_views(names.PARTIAL, geometry) | query_views(geometry)
     for source in sources:
         views |= cache_views(source.section.name, source.geometry(geometry))
     return TargetPlan(
@@ -325,7 +340,7 @@ def _target_plan(
         buffers=buffers,
         views=views,
         symbols=limits,
-        programs=emit_programs(engines, listed, geometry.branches),
+        programs=emit_programs(engines, listed, geometry.branches, partial),
         lowering=built.reports,
         kernels=built.kernels,
         buckets=step_buckets(geometry, limits, listed, engines) if built.kernels else {},

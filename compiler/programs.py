@@ -17,8 +17,9 @@ from plans.manifest import (
     View,
     longest_draft,
 )
+from plans.partial_kv import PartialKv
 from plans.step_buffers import sampling_buffers
-from plugins.schema import Purpose
+from plugins.schema import Purpose, Reduction
 from plugins.schemas import SCHEMAS
 
 _SHARED = {tensor.name for tensor in sampling_buffers(1)}
@@ -30,15 +31,18 @@ _ACCEPTED = {
     "source_base": names.PAST_LENGTH,
     "destination": names.PAST_LENGTH,
 }
+_CACHES = ("k_cache.", "v_cache.")
 _COMPACT = _ACCEPTED | {"destination": names.MOVE_TO}
 
 
-def symbol_limits(geometry: Geometry, drafters: Sequence[Drafter]) -> dict[str, int]:
+def symbol_limits(geometry: Geometry, drafters: Sequence[Drafter], partial: PartialKv | None) -> dict[str, int]:
     """Largest step of the target in one row: a full prefill chunk with the longest draft hanging from its end.
 
-    A step of beam search wants the logits of every beam, so that there is room for some even without drafts.
+    Behind a long context the longest is what waits to be confirmed. A step of beam search wants the logits of every
+    beam, so that there is room for some even without drafts.
     """
-    nodes = max(1 + longest_draft(drafters), _BEAMS, _NODES_OF_A_BRANCH * geometry.branches)
+    tentative = 0 if partial is None else partial.n_spec_tokens_buf
+    nodes = max(1 + max(longest_draft(drafters), tentative), _BEAMS, _NODES_OF_A_BRANCH * geometry.branches)
     grown = max((d.tree.nodes for d in drafters if isinstance(d, GraphDrafter)), default=0) * geometry.branches
     new = max(geometry.prefill_chunk + nodes - 1, grown)
     return _limits(geometry, new, nodes, new + (geometry.branches > 1))
@@ -74,6 +78,15 @@ def cache_views(model: str, geometry: Geometry) -> dict[str, View]:
     return views
 
 
+def query_views(geometry: Geometry) -> dict[str, View]:
+    """Each layer's queries are a plane of one buffer, which is read as a whole."""
+    whole = names.of(names.TARGET, names.QUERIES)
+    return {
+        names.of(names.TARGET, names.queries(layer)): View(buffer=whole, plane=layer)
+        for layer in range(geometry.layers)
+    }
+
+
 def stages_around(model: str, drafter: GraphDrafter | None = None) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
     """The ops before the engine of `model` and behind it that an execution target may have inside: what accepts trees
     also samples, a tree of one node. `drafter` is the one whose model it is; None for the target.
@@ -87,10 +100,13 @@ def stages_around(model: str, drafter: GraphDrafter | None = None) -> tuple[tupl
     return (draws, mask), ()
 
 
-def emit_programs(engines: Mapping[str, Engine], drafters: Sequence[Drafter], branches: int) -> dict[str, Program]:
+def emit_programs(
+    engines: Mapping[str, Engine], drafters: Sequence[Drafter], branches: int, partial: PartialKv | None = None
+) -> dict[str, Program]:
     """`prefill`, `decode`, `beam`; one `speculate.NAME` per drafter, one `extend.NAME` where it has an engine.
 
-    Of several branches also `verify`.
+    Of several branches also `verify`. With partial KV that too, `refresh`, and what commits tokens once more, over the
+    partial arena.
 
     What drafts token by token, or for several branches, has a program `draft.NAME` for that; where it is token by token
     `speculate.NAME` begins with the mask. What keeps rows of a tree has one to move them, `compact.NAME`; so has every
@@ -113,10 +129,11 @@ def emit_programs(engines: Mapping[str, Engine], drafters: Sequence[Drafter], br
         ),
         names.BEAM: Program(stages=_unasked((forward,))),
     }
-    if branches > 1:
+    if branches > 1 or partial is not None:
         judged = _needed(engines[model], accept)
         ran = _unasked(masked) if judged else masked
         programs[names.VERIFY] = Program(stages=(*ran, *judged, accepted), results=results)
+    if branches > 1:
         programs[names.compact(model)] = Program(stages=(_op("KvGather", model, _COMPACT),))
     for drafter in drafters:
         name, judge = drafter.name, accept
@@ -140,7 +157,61 @@ def emit_programs(engines: Mapping[str, Engine], drafters: Sequence[Drafter], br
         judged = _needed(engines[model], judge)
         ran = _unasked(masked) if judged else masked
         programs[names.speculate(name)] = Program(stages=(*draft, *ran, *judged, accepted), results=results)
+    if partial is not None:
+        small = [names.DECODE, *(names.speculate(drafter.name) for drafter in drafters)]
+        programs |= {names.partial(name): _over_partial(programs[name]) for name in small}
+        programs[names.REFRESH] = _refresh(partial)
     return programs
+
+
+def _over_partial(program: Program) -> Program:
+    """The same stages; those of the target read and write the partial arena and its slot map."""
+    own = {names.of(names.TARGET, tensor): names.of(names.PARTIAL, tensor) for tensor in (names.KV, names.BIM)}
+
+    def moved(bound: Mapping[str, str]) -> dict[str, str]:
+        return {
+            parameter: own.get(buffer, _in_partial(buffer) if parameter.startswith(_CACHES) else buffer)
+            for parameter, buffer in bound.items()
+        }
+
+    stages = tuple(
+        stage.model_copy(update={"inputs": moved(stage.inputs), "outputs": moved(stage.outputs)})
+        if stage.model == names.TARGET
+        else stage
+        for stage in program.stages
+    )
+    return program.model_copy(update={"stages": stages})
+
+
+def _in_partial(buffer: str) -> str:
+    return names.of(names.PARTIAL, buffer.removeprefix(f"{names.TARGET}."))
+
+
+def _refresh(partial: PartialKv) -> Program:
+    """Summaries of what is new in the full arena, the choice among them, and the rows."""
+    of_target = {names.KV, names.QUERIES, names.KEPT_ROWS, names.KEPT_COUNT}
+    own = {"partial_kv": names.KV}
+    layout: dict[str, int | float] = {
+        "block_size": partial.block_size,
+        "sink_blocks": partial.n_sink_blocks,
+        "window_blocks": partial.n_window_blocks,
+    }
+    choice = {"reduction": int(Reduction[partial.reduction.upper()]), "most_queries": partial.most_queries}
+
+    def stage(name: str, more: Mapping[str, int]) -> Stage:
+        def buffer(parameter: str) -> str:
+            return names.of(names.TARGET if parameter in of_target else names.PARTIAL, own.get(parameter, parameter))
+
+        schema = SCHEMAS[name]
+        return Stage(
+            kind=StageKind.OP,
+            run=name,
+            inputs={spec.name: buffer(spec.name) for spec in schema.inputs},
+            outputs={spec.name: buffer(spec.name) for spec in schema.outputs},
+            attributes={**layout, **more},
+        )
+
+    return Program(stages=(stage("BlockSummary", {}), stage("BlockSelect", choice), stage("PartialKvGather", {})))
 
 
 def _needed(engine: Engine, *ops: Stage) -> tuple[Stage, ...]:

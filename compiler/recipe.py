@@ -21,6 +21,7 @@ from pydantic_core import PydanticCustomError
 from compiler.models.config import DecoderConfig, WeightType
 from compiler.models.rope import RopeScaling
 from compiler.recipe_drafters import DrafterSection, GraphSection, NgramSection
+from compiler.recipe_partial import PartialKvSection
 from compiler.recipe_rope import RopeScalingSection, positions_served
 from compiler.recipe_section import Name, Section, WrittenPath
 from compiler.recipe_source import Location, RecipeSource
@@ -114,6 +115,9 @@ class Recipe(Section):
         strict=False,
         description="execution targets to build engines for: names, or {kind: NAME, ...} with options",
     )
+    partial_kv: PartialKvSection = Field(
+        default_factory=lambda: PartialKvSection(), description="verifying in a small arena behind long contexts"
+    )
     skeleton: SkeletonSection | None = Field(None, description="how answers are outlined; default: as documented there")
     held_out: WrittenPath | None = Field(
         None,
@@ -125,7 +129,7 @@ class Recipe(Section):
     @field_validator("drafters")
     @classmethod
     def _distinct_names(cls, drafters: tuple[DrafterSection, ...]) -> tuple[DrafterSection, ...]:
-        taken = {"none": "means no drafter", names.TARGET: "means the target"}
+        taken = {"none": "means no drafter", names.TARGET: "means the target", names.PARTIAL: "means its small arena"}
         seen = set(taken)
         for index, drafter in enumerate(drafters):
             if drafter.name in seen:

@@ -6,6 +6,7 @@ Nothing is allocated or loaded before these questions are answered, so that a wr
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
 from plans import names
@@ -25,7 +26,8 @@ from plans.manifest import (
     longest_draft,
     rejects,
 )
-from plans.step_buffers import drafter_buffers, sampling_buffers, target_buffers
+from plans.partial_kv import PartialKv
+from plans.step_buffers import drafter_buffers, partial_buffers, sampling_buffers, target_buffers
 
 LARGEST_SESSION = 2**40  # bytes of one session's buffers; far above any plan of ours
 LARGEST_TREE = 1024  # nodes; likewise
@@ -45,7 +47,7 @@ def problems(manifest: Manifest) -> Iterator[str]:
             yield f"models.{name}.prefill_chunk: {g.prefill_chunk} is more than the context, {g.context}"
     drafter_names = [drafter.name for drafter in manifest.drafters]
     for name in drafter_names:
-        if name in ("none", names.TARGET) or drafter_names.count(name) > 1:
+        if name in ("none", names.TARGET, names.PARTIAL) or drafter_names.count(name) > 1:
             yield f"drafters: the name {name!r} is taken"
     graphs = [drafter for drafter in manifest.drafters if isinstance(drafter, GraphDrafter)]
     if (expected := {names.TARGET, *(drafter.name for drafter in graphs)}) != set(manifest.models):
@@ -57,9 +59,25 @@ def problems(manifest: Manifest) -> Iterator[str]:
     for ngram in manifest.drafters:
         if isinstance(ngram, NgramDrafter) and ngram.otherwise not in (None, *coupled):
             yield f"drafters.{ngram.name}: {ngram.otherwise!r} is no drafter with an engine and coupled acceptance"
+    partial = manifest.partial_kv
+    if partial is not None:
+        yield from (f"partial_kv: {problem}" for problem in _partial(partial, manifest))
     for name, target in manifest.targets.items():
-        for problem in _target(target, manifest.models, manifest.drafters):
+        for problem in _target(target, manifest.models, manifest.drafters, partial):
             yield f"targets.{name}.{problem}"
+
+
+def _partial(partial: PartialKv, manifest: Manifest) -> Iterator[str]:
+    target, step = manifest.target, 2 + longest_draft(manifest.drafters)
+    if target.branches > 1 or rejects(manifest.drafters):
+        yield "is for one branch, and for drafters whose acceptance is coupled"
+    if not step <= partial.n_spec_tokens_buf <= target.prefill_chunk:
+        yield (
+            f"a buffer of {partial.n_spec_tokens_buf} tokens does not lie between a step of {step} and a chunk of "
+            f"{target.prefill_chunk}"
+        )
+    if partial.largest > target.capacity:
+        yield f"{partial.largest} tokens are more than the full arena has, {target.capacity}"
 
 
 def _drafter(drafter: GraphDrafter, models: Mapping[str, Geometry]) -> Iterator[str]:
@@ -91,18 +109,21 @@ def session_bytes(target: TargetPlan) -> int:
     return sum(prod(buffer_shape(target, buffer)) * buffer.dtype.itemsize for buffer in target.buffers)
 
 
-def _target(target: TargetPlan, models: Mapping[str, Geometry], drafters: Sequence[Drafter]) -> Iterator[str]:
+def _target(
+    target: TargetPlan, models: Mapping[str, Geometry], drafters: Sequence[Drafter], partial: PartialKv | None
+) -> Iterator[str]:
     if set(target.symbols) != set(models):
         yield f"symbols: are of {', '.join(sorted(target.symbols))}, the models are {', '.join(sorted(models))}"
         return
     graphs = {drafter.name: drafter for drafter in drafters if isinstance(drafter, GraphDrafter)}
     for model, geometry in models.items():
-        for problem in _symbols(target.symbols[model], geometry, graphs.get(model), drafters):
+        least = partial.n_spec_tokens_buf if partial is not None else 0
+        for problem in _symbols(target.symbols[model], geometry, graphs.get(model), drafters, least):
             yield f"symbols.{model}{problem}"
     for model, buckets in target.buckets.items():
         yield from (f"buckets.{model}.{problem}" for problem in _buckets(buckets, target.symbols.get(model, {})))
     found: dict[str, Tensor] = {}
-    for problem in _buffers(target, models, graphs, found):
+    for problem in _buffers(target, models, graphs, partial, found):
         yield problem
         if not found:
             return
@@ -122,9 +143,13 @@ def _target(target: TargetPlan, models: Mapping[str, Geometry], drafters: Sequen
     resolver = _Names(memory, target, {d.name for d in drafters if isinstance(d, NgramDrafter)})
     speculative = {names.speculate(drafter.name) for drafter in drafters}
     several = models[names.TARGET].branches > 1
-    if several:
+    if several or partial is not None:
         speculative.add(names.VERIFY)
-    required = speculative | {names.PREFILL, names.DECODE, names.BEAM} | {names.extend(name) for name in graphs}
+    plain = {names.DECODE}
+    if partial is not None:
+        speculative |= {names.partial(names.speculate(drafter.name)) for drafter in drafters}
+        plain.add(names.partial(names.DECODE))
+    required = speculative | plain | {names.PREFILL, names.BEAM} | {names.extend(name) for name in graphs}
     required |= {names.draft(name) for name, drafter in graphs.items() if several or drafter.entropy is not None}
     compacting = {
         names.compact(name)
@@ -134,25 +159,28 @@ def _target(target: TargetPlan, models: Mapping[str, Geometry], drafters: Sequen
     if several:
         compacting.add(names.compact(names.TARGET))
     required |= compacting
+    if partial is not None:
+        required.add(names.REFRESH)
     for name in sorted(required):
         if name not in target.programs:
             yield f"programs: {name!r} is missing"
     for name, program in target.programs.items():
-        for problem in resolver.program(program, name, name in speculative, name in compacting):
+        kind = _Kind(name in speculative, name in plain, name in compacting)
+        for problem in resolver.program(program, name, kind):
             yield f"programs.{name}: {problem}"
 
 
 def _symbols(
-    symbols: Mapping[str, int], g: Geometry, own: GraphDrafter | None, drafters: Iterable[Drafter]
+    symbols: Mapping[str, int], g: Geometry, own: GraphDrafter | None, drafters: Iterable[Drafter], least: int
 ) -> Iterator[str]:
-    """`own` is the drafter whose model it is; None for the target."""
+    """`own` is the drafter whose model it is; None for the target, which checks `least` tokens at once."""
     if set(symbols) != set(names.SYMBOLS):
         yield f": are {', '.join(sorted(symbols))}, must be {', '.join(sorted(names.SYMBOLS))}"
         return
     new, view, picked, rows, edges, places, featured, tips, nodes = (symbols[name] for name in names.SYMBOLS)
     grown = 0
     if own is None:
-        longest = longest_draft(drafters)
+        longest = max(longest_draft(drafters), least)
         if not 1 + longest <= picked <= LARGEST_TREE * g.branches:
             yield f".{names.LOGITS}: {picked} is no size for a tip and a draft of {longest}"
         if not g.prefill_chunk + picked - 1 <= new <= g.prefill_chunk + picked * g.branches:
@@ -185,7 +213,11 @@ def _buckets(buckets: Buckets, symbols: Mapping[str, int]) -> Iterator[str]:
 
 
 def _buffers(
-    target: TargetPlan, models: Mapping[str, Geometry], graphs: Mapping[str, GraphDrafter], found: dict[str, Tensor]
+    target: TargetPlan,
+    models: Mapping[str, Geometry],
+    graphs: Mapping[str, GraphDrafter],
+    partial: PartialKv | None,
+    found: dict[str, Tensor],
 ) -> Iterator[str]:
     for buffer in target.buffers:
         if buffer.name in found:
@@ -208,6 +240,8 @@ def _buffers(
             needed += drafter_buffers(graphs[model], geometry, models[names.TARGET], kv_dtype)
         else:
             needed += target_buffers(geometry, kv_dtype, rejection=rejects(graphs.values()))
+            if partial is not None:
+                needed += partial_buffers(geometry, partial, kv_dtype)
     for expected in (*needed, *sampling_buffers(models[names.TARGET].branches)):
         if found.get(expected.name) != expected:
             yield f"buffers: {expected.name!r} must be {_spell(expected)}, is {_spell(found.get(expected.name))}"
@@ -218,11 +252,20 @@ def _engine(engine: Engine) -> Iterator[str]:
         if len({tensor.name for tensor in tensors}) < len(tensors):
             yield f"two {kind} have the same name"
         for tensor in tensors:
-            if any(isinstance(d, str) and d not in names.SYMBOLS for d in tensor.shape):
+            if any(isinstance(d, str) and d not in (*names.SYMBOLS, names.CAPACITY) for d in tensor.shape):
                 yield f"{kind} {tensor.name!r} has an unknown symbol in {_spell(tensor)}"
     for output, source in engine.aliases.items():
         if all(t.name != output for t in engine.outputs) or all(t.name != source for t in engine.inputs):
             yield f"the alias of {output!r} to {source!r} names no output and input"
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a program must be: one that speculates, one that commits a token, one that moves rows."""
+
+    speculative: bool
+    plain: bool
+    compacting: bool
 
 
 class _Names:
@@ -231,18 +274,21 @@ class _Names:
     def __init__(self, memory: Memory, target: TargetPlan, drafters: set[str]) -> None:
         self._memory, self._target, self._drafters = memory, target, drafters
 
-    def program(self, program: Program, name: str, speculative: bool, compacting: bool) -> Iterator[str]:
+    def program(self, program: Program, name: str, kind: _Kind) -> Iterator[str]:
         for index, stage in enumerate(program.stages):
             for problem in self._stage(stage, first=index == 0):
                 yield f"stage {index}, {stage.run!r}: {problem}"
-        if compacting:
+        if kind.compacting:
             if [stage.run for stage in program.stages] != ["KvGather"] or program.results is not None:
                 yield "must be KvGather alone, without results: it moves rows that are there"
+        elif name == names.REFRESH:
+            if any(stage.kind is not StageKind.OP for stage in program.stages) or program.results is not None:
+                yield "must be ops alone, without results: it copies rows that are there"
         elif all(stage.kind is not StageKind.ENGINE for stage in program.stages):
             yield "runs no engine"
         if name == names.BEAM and (len(program.stages) > 1 or program.results is not None):
             yield "must be one engine without results: the host writes its bias and reads its logits"
-        yield from self._results(program, name, speculative)
+        yield from self._results(program, kind)
 
     def _stage(self, stage: Stage, first: bool) -> Iterator[str]:
         if stage.model not in self._target.symbols:
@@ -275,19 +321,22 @@ class _Names:
                 return
             for tensor in tensors:
                 memory = self._memory[bound[tensor.name]]
-                if tensor.dtype is not memory.dtype or not _fits(tensor.resolve(symbols), memory.shape):
+                sizes = dict(symbols)
+                if names.CAPACITY in tensor.shape and len(tensor.shape) == len(memory.shape):
+                    sizes[names.CAPACITY] = int(memory.shape[tensor.shape.index(names.CAPACITY)])
+                if tensor.dtype is not memory.dtype or not _fits(tensor.resolve(sizes), memory.shape):
                     yield f"{tensor.name!r} is {_spell(tensor)}, its buffer {memory.name!r} {_spell(memory)}"
         for output, source in engine.aliases.items():
             if stage.outputs[output] != stage.inputs[source]:
                 yield f"{output!r} must be bound to the memory of {source!r}"
 
-    def _results(self, program: Program, name: str, speculative: bool) -> Iterator[str]:
+    def _results(self, program: Program, kind: _Kind) -> Iterator[str]:
         results = program.results
         if results is None:
-            if name == names.DECODE or speculative:
+            if kind.plain or kind.speculative:
                 yield "has no results"
             return
-        if (results.counts is not None) != speculative or (results.kept is not None) != speculative:
+        if (results.counts is not None) != kind.speculative or (results.kept is not None) != kind.speculative:
             yield "results.counts and results.kept belong to programs that speculate, and to no other"
         written = {buffer for stage in program.stages for buffer in stage.outputs.values()}
         for buffer, tensor in (
@@ -303,6 +352,8 @@ def _writes(stage: Stage, model: str, tensor: str) -> bool:
     """Whether the stage may write `tensor` of `model`: results, and a drafter's engine the target's next step."""
     if model == names.TARGET and stage.model != names.TARGET:
         return stage.kind is StageKind.ENGINE and tensor in names.DRAFTED.values()
+    if model == names.PARTIAL:
+        return stage.model == names.TARGET and tensor in names.PARTIAL_WRITTEN
     return model == stage.model and tensor in names.STAGE_WRITTEN
 
 

@@ -11,8 +11,9 @@ from pydantic import Field, field_validator
 
 from plans import names
 from plans.buffers import LARGEST_SIZE, Strict, Tensor
+from plans.partial_kv import PartialKv
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 
 Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
 Count = Annotated[int, Field(ge=0, le=LARGEST_SIZE)]
@@ -300,6 +301,7 @@ class Manifest(Strict):
     text: Text
     drafters: tuple[Drafter, ...]
     skeleton: Skeleton = Skeleton()
+    partial_kv: PartialKv | None = Field(None, description="Absent: steps are always verified in the full arena.")
     targets: dict[str, TargetPlan]
     tools: dict[str, str]
     files: tuple[PlanFile, ...]

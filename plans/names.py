@@ -15,6 +15,7 @@ PLACES = "S"  # most new tokens of a row; N where there is one row
 FEATURED = "F"  # features that there is room for: one a new token, and of plans of several branches one that is kept
 TIPS = "B"  # tips of each row that a drafter's trees grow from
 GROWN = "D"  # nodes of all these trees, roots included
+CAPACITY = "C"  # slots of the arena that a stage binds: where engines take several, and no size of a step
 SYMBOLS = (NEW, VIEW, LOGITS, ROWS, ROW_EDGES, PLACES, FEATURED, TIPS, GROWN)
 
 # Models of a plan. The target is always there; a drafter with weights is another.
@@ -41,7 +42,18 @@ BIM = "bim"  # int64 [R, capacity]
 SLOT_POSITIONS = "slot_positions"  # int64 [R, capacity], position of each slot's token
 PAST_LENGTH = "past_length"  # int64 [R]
 
+# The partial arena: the target's for long contexts (DESIGN section 8). `PARTIAL` owns these; the step is the target's.
+PARTIAL = "partial"
+COVERED = "covered"  # int64 [1], tokens of the full arena that it stands for
+SUMMARISED = "summarised"  # int64 [1], blocks that have a summary
+KEY_MAX = "key_max"  # f32 [layers, kv_heads, head_dim, blocks]
+KEY_MIN = "key_min"
+BUDGET = "budget"  # int64 [1], blocks to retrieve
+SELECTED = "selected"  # int64 [layers, kv_heads, retrieval], blocks chosen, ascending; -1 behind the last
+RESIDENT = "resident"  # likewise, those that lie in the arena
+
 # Results of a model's step.
+QUERIES = "queries"  # f32 [layers, N, heads * head_dim], rotated; where a partial arena is filled by them
 ATTN_BIAS = "attn_bias"  # f32 [R, 1, S, T]
 LOGITS_OUT = "logits"  # f32 [M, vocab]
 FEATURES = "features"  # f32 [F, 3 * hidden], residual streams that an EAGLE3 head reads: the first N are the step's
@@ -76,8 +88,11 @@ TREE = (TREE_TOKEN_IDS, TREE_POSITIONS, TREE_PARENT, TREE_SCORE)
 STAGE_WRITTEN = frozenset(
     {ATTN_BIAS, LOGITS_OUT, FEATURES, COMMITTED, ACCEPTED_COUNT, KEPT_ROWS, KEPT_COUNT, TRIALS, KV}
     | {DRAWS, DRAFT_TEMPERATURE, DRAFT_TOP_P, DRAFT_PROBS, DRAFT_ENTROPY, TREE_ROW, *TREE}
-    | {STATUS, UNREAD_STATUS}
+    | {STATUS, UNREAD_STATUS, QUERIES}
 )
+PARTIAL_WRITTEN = frozenset({KV, KEY_MAX, KEY_MIN, SELECTED, RESIDENT})
+"""What stages of the target may write of the partial arena."""
+
 DRAFTED = {TREE_TOKEN_IDS: TOKEN_IDS, TREE_POSITIONS: POSITIONS, TREE_PARENT: PARENT, DRAFT_PROBS: DRAFT_PROBS}
 
 # Sampling settings, one slot per branch, shared by all models.
@@ -95,11 +110,18 @@ PREFILL = "prefill"
 DECODE = "decode"
 VERIFY = "verify"  # what hangs behind the tips of any number of branches
 BEAM = "beam"  # the target's engine alone, under an `attn_bias` that the host writes
+REFRESH = "refresh"  # fills the partial arena from the full one
 
 
 def speculate(drafter: str) -> str:
     """The program that speculates with the drafter of this name."""
     return f"speculate.{drafter}"
+
+
+def partial(program: str) -> str:
+    """The same program over the partial arena."""
+    name, dot, drafter = program.partition(".")
+    return f"{name}_partial{dot}{drafter}"
 
 
 def draft(drafter: str) -> str:
@@ -124,6 +146,11 @@ def k_cache(layer: int) -> str:
 
 def v_cache(layer: int) -> str:
     return f"v_cache.{layer}"
+
+
+def queries(layer: int) -> str:
+    """A layer's queries, rotated, f32 `[N, heads * head_dim]`: an output of the target's graph."""
+    return f"{QUERIES}.{layer}"
 
 
 def cache_output(name: str, index: int = 0) -> str:

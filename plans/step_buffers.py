@@ -9,6 +9,7 @@ from __future__ import annotations
 from plans import names
 from plans.buffers import DType, Tensor
 from plans.manifest import Geometry, GraphDrafter
+from plans.partial_kv import PartialKv
 
 _Table = dict[str, tuple[DType, tuple[int | str, ...]]]
 
@@ -43,6 +44,23 @@ def target_buffers(geometry: Geometry, kv_dtype: DType, *, rejection: bool) -> t
 def status_buffers() -> tuple[Tensor, ...]:
     """What the target owns beside that where its engine accepts: how that went."""
     return _named(names.TARGET, dict.fromkeys((names.STATUS, names.UNREAD_STATUS), (DType.INT64, (1,))))
+
+
+def partial_buffers(g: Geometry, partial: PartialKv, kv_dtype: DType) -> tuple[Tensor, ...]:
+    """The partial arena with its slot map, summaries of the full one, and the queries that choose from these."""
+    integer, capacity = DType.INT64, partial.capacity(g.view_bucket)
+    summary = (DType.FLOAT32, (g.layers, g.kv_heads, g.head_dim, partial.summaries(g.capacity)))
+    chosen = (integer, (g.layers, g.kv_heads, partial.n_retrieval_blocks))
+    table: _Table = {
+        names.KV: (kv_dtype, (2 * g.layers, 1, g.kv_heads, capacity, g.head_dim)),
+        names.BIM: (integer, (1, capacity)),
+        names.SLOT_POSITIONS: (integer, (1, capacity)),
+        **dict.fromkeys((names.KEY_MAX, names.KEY_MIN), summary),
+        **dict.fromkeys((names.SELECTED, names.RESIDENT), chosen),
+        **dict.fromkeys((names.COVERED, names.SUMMARISED, names.BUDGET), (integer, (1,))),
+    }
+    queries: _Table = {names.QUERIES: (DType.FLOAT32, (g.layers, names.NEW, g.heads * g.head_dim))}
+    return _named(names.PARTIAL, table) + _named(names.TARGET, queries)
 
 
 def drafter_buffers(drafter: GraphDrafter, geometry: Geometry, target: Geometry, kv_dtype: DType) -> tuple[Tensor, ...]:

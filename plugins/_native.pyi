@@ -20,6 +20,53 @@ class BimMask:
     ) -> None: ...
     def __call__(self, new: int, view: int, rows: int, places: int, /) -> None: ...
 
+class BlockSummary:
+    def __init__(
+        self,
+        kv: NDArray[Any],
+        covered: _Int,
+        summarised: _Int,
+        key_max: NDArray[np.float32],
+        key_min: NDArray[np.float32],
+        block_size: int,
+        sink_blocks: int,
+        window_blocks: int,
+    ) -> None: ...
+    def __call__(self) -> None: ...
+
+class BlockSelect:
+    def __init__(
+        self,
+        queries: NDArray[np.float32],
+        kept_rows: _Int,
+        kept_count: _Int,
+        key_max: NDArray[np.float32],
+        key_min: NDArray[np.float32],
+        covered: _Int,
+        budget: _Int,
+        selected: _Int,
+        block_size: int,
+        sink_blocks: int,
+        window_blocks: int,
+        reduction: int = 0,
+        most_queries: int = 8,
+    ) -> None: ...
+    def __call__(self) -> None: ...
+
+class PartialKvGather:
+    def __init__(
+        self,
+        kv: NDArray[Any],
+        covered: _Int,
+        selected: _Int,
+        partial_kv: NDArray[Any],
+        resident: _Int,
+        block_size: int,
+        sink_blocks: int,
+        window_blocks: int,
+    ) -> None: ...
+    def __call__(self) -> None: ...
+
 class Sample:
     def __init__(
         self,
@@ -145,6 +192,12 @@ class Ngrams:
 
     def extend_one(self, token: int, likely: list[int]) -> None:
         """The same of one token, in whose place `likely` count before it."""
+
+    def go_ahead(self, token_ids: list[int]) -> None:
+        """Suppose that the sequence goes on with these: contexts end in them, and nothing is counted."""
+
+    def go_back(self) -> None:
+        """Back to the sequence without what was supposed; needed before tokens are counted."""
 
     def foresee(self, limit: int) -> int:
         """How many tokens `draft` would write."""

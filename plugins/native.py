@@ -28,11 +28,14 @@ except ImportError as error:
 
 from plugins._native import (
     BimMask,
+    BlockSelect,
+    BlockSummary,
     ChainAccept,
     CoupledDraws,
     Draws,
     KvGather,
     Ngrams,
+    PartialKvGather,
     Sample,
     TreeAccept,
     accepts,
@@ -43,12 +46,15 @@ from plugins._native import (
 
 __all__ = [
     "BimMask",
+    "BlockSelect",
+    "BlockSummary",
     "BoundOp",
     "ChainAccept",
     "CoupledDraws",
     "Draws",
     "KvGather",
     "Ngrams",
+    "PartialKvGather",
     "Sample",
     "TreeAccept",
     "accepts",

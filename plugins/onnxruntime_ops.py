@@ -3,7 +3,8 @@
 The library has a kernel for each of float32, float16 and bfloat16 arenas:
 
 `outrider.cpu.BranchAttention(q, k, v, k_cache, v_cache, attn_bias, past_length, row_splits, positions, cos, sin,
-q_norm, k_norm) -> (out, k_cache_out, v_cache_out)`, with attributes `num_heads`, `kv_num_heads`, `scale`, `epsilon`.
+q_norm, k_norm) -> (out, k_cache_out, v_cache_out, queries)`, with attributes `num_heads`, `kv_num_heads`, `scale` and
+`epsilon`.
 
 It is `outrider.BranchAttention` (`plugins.onnx_ops`) with these differences:
 
@@ -13,6 +14,7 @@ It is `outrider.BranchAttention` (`plugins.onnx_ops`) with these differences:
 - without row_splits there is one row, which has all tokens;
 - with positions, int64 `[1, N]`, queries and keys are rotated by halves: cos and sin are `[positions, head_dim / 2]`;
 - with q_norm and k_norm, `[head_dim]`, each head is normed by its root mean square before that;
+- queries, float32 `[N, num_heads * head_dim]`, which may be left out, are what is compared with the keys;
 - caches that are bound to the memory of their inputs are appended to in place, others are copied.
 
 A query's output depends on the query and on what it sees, in the order of slots, and on nothing else, bit for bit.
@@ -37,7 +39,7 @@ CPU_DOMAIN = "outrider.cpu"
 """The domain of ops that only this library has."""
 
 
-_VERSION = 1  # of the ops, as the built library counts them
+_VERSION = 2  # of the ops, as the built library counts them
 
 
 @cache

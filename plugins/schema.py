@@ -24,6 +24,14 @@ class FilterOrder(IntEnum):
     TEMPERATURE_LAST = 1
 
 
+class Reduction(IntEnum):
+    """How the scores of a block of keys by several queries become one (`BlockSelect`)."""
+
+    MAX = 0
+    MEAN = 1
+    LAST = 2
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """A tensor of an op: its name in the op, its dtype as NumPy spells it, its shape in sizes and symbols."""

@@ -8,7 +8,7 @@ The first line of a `doc` says what the op does; its rule, readable, is the func
 from __future__ import annotations
 
 from plans import names
-from plugins.schema import ANY_FLOAT, AttributeSpec, OpSchema, Purpose, TensorSpec
+from plugins.schema import ANY_FLOAT, AttributeSpec, OpSchema, Purpose, Reduction, TensorSpec
 
 _INT = "int64"
 _SLOTS = "B"  # sampling slots, one per branch
@@ -212,6 +212,93 @@ _KV_GATHER = OpSchema(
     extents=(names.ROWS,),
 )
 
+_ONE_ROW = ("planes", 1, "heads", _CAPACITY, "head_dim")
+_SUMMARY = ("layers", "heads", "head_dim", "blocks")
+_RETRIEVED = ("layers", "heads", "retrieval")
+_KEY_MAX = TensorSpec(names.KEY_MAX, "float32", _SUMMARY)
+_KEY_MIN = TensorSpec(names.KEY_MIN, "float32", _SUMMARY)
+_PARTIAL_LAYOUT = (
+    AttributeSpec("block_size", int),
+    AttributeSpec("sink_blocks", int),
+    AttributeSpec("window_blocks", int),
+)
+
+_BLOCK_SUMMARY = OpSchema(
+    name="BlockSummary",
+    version=1,
+    doc="""The largest and smallest key of each block of tokens, element by element, of all layers and heads.
+
+    Of the covered[0] tokens of an arena with one row, the first sink_blocks * block_size are the sink. The window is
+    the last window_blocks whole blocks and what has begun behind them: it starts on the grid of blocks, no token
+    falling between. Blocks between the two, counted from the sink's end, are candidates: block b is of the tokens from
+    (sink_blocks + b) * block_size on. Those from summarised[0] on are summarised, the others stay as they are. Planes
+    of kv are K and V of each layer in turn.
+    Errors: ValueError for counts out of range and more candidates than there is room for, before anything is written.
+    Source: DESIGN section 8; seed 004; arXiv 2512.02337.""",
+    inputs=(
+        TensorSpec(names.KV, ANY_FLOAT, _ONE_ROW),
+        _one(names.COVERED),
+        _one(names.SUMMARISED),
+        _KEY_MAX,
+        _KEY_MIN,
+    ),
+    outputs=(_KEY_MAX, _KEY_MIN),
+    attributes=_PARTIAL_LAYOUT,
+)
+
+_BLOCK_SELECT = OpSchema(
+    name="BlockSelect",
+    version=1,
+    doc="""The blocks that matter most to the last accepted tokens, of each layer and key head.
+
+    Candidates are those of BlockSummary. Of the tokens kept_rows[:kept_count] of the step the last most_queries are
+    asked, by the queries of all query heads that share a key head: a query q scores a block by
+    max(q . key_max, q . key_min), in float32, summed in the order of a head's elements. Scores of one block become one
+    by reduction: 0 the largest, 1 the mean, 2 the mean over the last token's alone. A score that is no number is the
+    lowest. The budget[0] best blocks are selected, of equals the lower one first, and listed ascending; -1 behind them.
+    Errors: ValueError for counts and rows out of range, before anything is written.
+    Source: DESIGN section 8; FEATURES row 33; seed 004; arXiv 2512.02337 (equations 1 to 3).""",
+    inputs=(
+        TensorSpec(names.QUERIES, "float32", ("layers", names.NEW, "num_heads * head_dim")),
+        _per_new_token(names.KEPT_ROWS),
+        _one(names.KEPT_COUNT),
+        _KEY_MAX,
+        _KEY_MIN,
+        _one(names.COVERED),
+        _one(names.BUDGET),
+    ),
+    outputs=(TensorSpec(names.SELECTED, _INT, _RETRIEVED),),
+    attributes=(
+        *_PARTIAL_LAYOUT,
+        AttributeSpec("reduction", int, int(Reduction.MAX)),
+        AttributeSpec("most_queries", int, 8),
+    ),
+)
+
+_RESIDENT = TensorSpec(names.RESIDENT, _INT, _RETRIEVED)
+_PARTIAL_KV = TensorSpec("partial_kv", ANY_FLOAT, ("planes", 1, "heads", "partial_capacity", "head_dim"))
+
+_PARTIAL_KV_GATHER = OpSchema(
+    name="PartialKvGather",
+    version=1,
+    doc="""Fill the front of a small arena from the full one: sink, selected blocks, window, one behind another.
+
+    Sink, window and blocks are those of BlockSummary, of covered[0] tokens; `selected` is as BlockSelect leaves it, the
+    same number of blocks for every layer and head. `resident` says which block lies in each place of the retrieval
+    already (-1: none): it is not copied again, and follows.
+    Errors: ValueError for counts and blocks out of range, and too little room, before anything is moved.
+    Source: DESIGN section 8; FEATURES rows 31 and 33.""",
+    inputs=(
+        TensorSpec(names.KV, ANY_FLOAT, _ONE_ROW),
+        _one(names.COVERED),
+        TensorSpec(names.SELECTED, _INT, _RETRIEVED),
+        _PARTIAL_KV,
+        _RESIDENT,
+    ),
+    outputs=(_PARTIAL_KV, _RESIDENT),
+    attributes=_PARTIAL_LAYOUT,
+)
+
 _CACHE = (names.ROWS, "kv_num_heads", _CAPACITY, "head_dim")
 _QUERY_WIDTH = "num_heads * head_dim"
 _KEY_WIDTH = "kv_num_heads * head_dim"
@@ -343,6 +430,9 @@ SCHEMAS: dict[str, OpSchema] = {
         _DRAWS,
         _COUPLED_DRAWS,
         _KV_GATHER,
+        _BLOCK_SUMMARY,
+        _BLOCK_SELECT,
+        _PARTIAL_KV_GATHER,
         _BRANCH_ATTENTION,
         _DRAFT_SAMPLE,
         _TREE_EXPAND,

@@ -21,11 +21,16 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True)
 class Span:
-    """What one step committed. `text` holds whole characters only and may lag behind `token_ids`."""
+    """What one step committed. `text` holds whole characters only and may lag behind `token_ids`.
+
+    A `tentative` one is not committed, and may never be: its tokens come behind those of earlier tentative spans, its
+    text is that of all of them, and the next span that is not tentative takes their place.
+    """
 
     token_ids: list[int]
     text: str
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    tentative: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from plans.errors import RequestError
+from plans.partial_kv import PARTIAL_MODES, PartialKv, PartialMode
 from runtime.constraint import Constraint
 from runtime.sampling import FilterOrder, SamplingParams
 from runtime.trace import Watcher
@@ -31,6 +32,9 @@ class Options(TypedDict, total=False):
     - `on_round`: called with a `trace.Round` after each round, before its span is given out.
     - `logprobs` (None): report each token's log-probability and this many of the most probable (0 to 20).
     - `cancel`: a `threading.Event`; once set, the generation ends before its next step.
+    - `partial_kv`: behind long contexts, where the plan has a partial arena: "lossless", whose tokens are those of "off";
+      "lossy", whose tokens are not; default: the plan's.
+    - `tentative` (False): give out spans of tokens that are not confirmed yet, marked, in lossless mode.
     - `constraint`: a fresh `constraint.Constraint`, whose form the text keeps to; decoding is then plain.
     """
 
@@ -51,6 +55,8 @@ class Options(TypedDict, total=False):
     logprobs: int | None
     cancel: threading.Event | None
     constraint: Constraint | None
+    partial_kv: PartialMode
+    tentative: bool
 
 
 @dataclass(frozen=True)
@@ -67,9 +73,13 @@ class Request:
     logprobs: int | None
     cancel: threading.Event | None
     constraint: Constraint | None
+    partial_kv: PartialMode = "off"
+    tentative: bool = False
 
 
-def check_options(options: Options, drafters: Sequence[str], eos_token_ids: Sequence[int]) -> Request:
+def check_options(
+    options: Options, drafters: Sequence[str], eos_token_ids: Sequence[int], partial: PartialKv | None = None
+) -> Request:
     """Turn keyword arguments into a `Request`; raises RequestError naming the option and its limits."""
     unknown = sorted(set(options) - set(Options.__annotations__))
     if unknown:
@@ -103,6 +113,15 @@ def check_options(options: Options, drafters: Sequence[str], eos_token_ids: Sequ
         raise RequestError(f"constraint is a {type(constraint).__name__}; pass a Constraint.")
     if constraint is not None and constraint.begun:
         raise RequestError("constraint has followed a text already; make one for each generation.")
+    mode = options.get("partial_kv")
+    if mode is not None and mode not in PARTIAL_MODES:
+        raise RequestError(f"partial_kv is {mode!r}; pass one of {', '.join(PARTIAL_MODES)}.")
+    if partial is None and mode not in (None, "off"):
+        raise RequestError(
+            f"partial_kv is {mode!r}, and the plan has no partial arena; build it with partial_kv.enabled."
+        )
+    if partial is None or constraint is not None:
+        mode = "off"
     return Request(
         max_new_tokens=max_new_tokens,
         sampling=SamplingParams(
@@ -122,4 +141,6 @@ def check_options(options: Options, drafters: Sequence[str], eos_token_ids: Sequ
         logprobs=logprobs,
         cancel=cancel,
         constraint=constraint,
+        partial_kv=mode or ("off" if partial is None else partial.mode),
+        tentative=bool(options.get("tentative", False)),
     )

@@ -24,9 +24,11 @@ from runtime.arena import SlotMap
 from runtime.assembly import Loaded, assemble
 from runtime.buffers import Buffers
 from runtime.drafters import Drafter
+from runtime.drafters.partial import PartialDrafter
 from runtime.exclusive import Exclusive
 from runtime.gate import Gate
 from runtime.generation import FinishReason, Generation, GenerationStream, GrowingGeneration, Span
+from runtime.partial_rounds import Arenas
 from runtime.prefix_cache import PrefixCache
 from runtime.program import Program
 from runtime.prompt import Prompt, prepare_prompt
@@ -34,10 +36,9 @@ from runtime.request import Options, Request, check_options
 from runtime.sampling import SamplingParams, likeliest, logprobs
 from runtime.session_memory import SessionMemory
 from runtime.stats import StageClock, Stats
+from runtime.target_pass import BRANCH, TargetPasses
 from runtime.text_stream import TextStream
 from runtime.trace import read_round
-
-_BRANCH, _TREE = 0, 0  # a session is one branch, and a step one tree
 
 
 class Session:
@@ -59,11 +60,12 @@ class Session:
         )
         self._host_drafters = parts.on_host
         self._slots = SlotMap(names.TARGET, self._buffers, self._step)
+        self._passes = TargetPasses(self._step, self._programs)
+        self._arenas = Arenas(manifest, parts, self._slots, self._passes)
         self._memory = None if cache is None else SessionMemory(cache, self._buffers, self._slots, parts.by_engine)
         # By rejection, which draws decide depends on what was drafted: tokens must not depend on the clock.
         self._gated = {d.name for d in manifest.drafters if not rejects([d])}
         self._gates: dict[str, tuple[SamplingParams, Gate]] = {}
-        self._passes = 0  # of the target: each overwrites what the one before left in the step's buffers
         self._followed = 0  # the last pass that a drafter has followed
         self._tokens: list[int] = []
         self._changes = 0  # counts what may make a prepared prompt out of date
@@ -121,7 +123,8 @@ class Session:
         With `whole`, `prompt` is the whole sequence: rows are kept as far as it agrees with the present one.
         Raises RequestError, before anything changes, for a prompt or an option that cannot be served.
         """
-        request = check_options(options, list(self._drafters), self._manifest.text.eos_token_ids)
+        manifest = self._manifest
+        request = check_options(options, list(self._drafters), manifest.text.eos_token_ids, manifest.partial_kv)
         prepared = self._prepare(prompt, whole, request)
         return GenerationStream(self._run(prompt, whole, request, prepared, self._changes))
 
@@ -142,13 +145,12 @@ class Session:
                     f"The sequence has {len(tokens)} tokens, {slots.length} of them with rows, and room for a chain of "
                     f"{max(most, 0)}, but {len(chain)} are to follow; generate first, or pass fewer."
                 )
-            step.begin_target(slots.length, slots.next_position(), tokens[-1:], _BRANCH, logits=True)
+            step.begin_target(slots.length, slots.next_position(), tokens[-1:], BRANCH, logits=True)
             step.token_ids[1 : 1 + len(chain)] = chain
             step.parent[1 : 1 + len(chain)] = range(len(chain))
             step.append_nodes(len(chain))
-            program = self._programs[names.DECODE if drafter == "none" else names.speculate(drafter)]
             started = perf_counter()
-            self._pass(program)
+            self._passes.run(names.DECODE if drafter == "none" else names.speculate(drafter))
             return 1000 * (perf_counter() - started)
 
     @contextmanager
@@ -172,8 +174,8 @@ class Session:
             return None
         start = self._slots.length
         pending = self._tokens[start:]
-        self._step.begin_target(start, self._slots.next_position(), pending, _BRANCH, logits=True)
-        self._pass(self._programs[names.PREFILL])
+        self._step.begin_target(start, self._slots.next_position(), pending, BRANCH, logits=True)
+        self._passes.run(names.PREFILL)
         self._slots.commit(len(pending), kept=None)
         return self._logits(0, 1)
 
@@ -186,7 +188,7 @@ class Session:
         past = self._slots.length + visible.shape[1] - len(tokens)
         self._step.begin_beams(past, self._slots.next_position() + distance - 1, tokens, visible)
         self._buffers.send(names.TARGET, names.ATTN_BIAS, self._step.bias_elements)
-        self._pass(self._programs[names.BEAM])
+        self._passes.run(names.BEAM)
         return self._logits(0, len(tokens))
 
     def text_behind(self, token_ids: list[int]) -> str:
@@ -207,27 +209,34 @@ class Session:
             self._changes += 1
             started = perf_counter()
             self._place(prepared.ids, whole)
-            stats = Stats(prompt_tokens=len(self._tokens))
+            stats = Stats(prompt_tokens=len(self._tokens), partial_mode=request.partial_kv)
             clock = self.stage_clock()
             generation = GrowingGeneration(request, prepared.text, stats)
-            self._buffers.set_sampling(_BRANCH, request.sampling)
+            self._buffers.set_sampling(BRANCH, request.sampling)
             drafter, gate = self._drafters.get(request.drafter or ""), self._gate(request)
             if self._memory is not None:
                 stats.cached_tokens = self._memory.recall(self._tokens)
             drafting = None if gate is not None and gate.resting else drafter
             if drafting is not None:
-                self._slots.truncate(drafting.resume(self._tokens, self._slots.length, self._passes))
+                self._slots.truncate(drafting.resume(self._tokens, self._slots.length, self._passes.count))
             stats.reused_tokens = self._slots.length
             if self._memory is not None:
                 self._memory.note_reused(stats.reused_tokens)
             end = min(self._geometry.context, len(self._tokens) + request.max_new_tokens)
             if not self._prefill(request, drafting, stats):
                 generation.finish_reason = FinishReason.CANCELLED
+            ahead = self._arenas.ahead(request, drafter, stats)
             while generation.finish_reason is None:
                 if _cancelled(request):
                     generation.finish_reason = FinishReason.CANCELLED
                     break
-                span = self._round(request, drafter, gate, end, generation)
+                if ahead is not None and (tentative := ahead.advance(self._tokens, end)):
+                    if request.tentative:
+                        handed_over = perf_counter()
+                        yield Span(tentative, self.text_behind(ahead.tentative), tentative=True)
+                        started += perf_counter() - handed_over
+                    continue
+                span = self._round(request, ahead or drafter, gate, end, generation)
                 if stats.rounds == 1:
                     stats.ttft_ms, stats.first_span = (perf_counter() - started) * 1000, stats.new_tokens
                 handed_over = perf_counter()
@@ -247,7 +256,7 @@ class Session:
 
     def _keep(self, drafter: Drafter | None, *, wait: bool = True) -> None:
         if self._memory is not None:
-            if drafter is not None and self._followed == self._passes:
+            if drafter is not None and self._followed == self._passes.count:
                 drafter.absorb(self._tokens)  # what the last pass has left
             self._memory.keep(self._tokens, wait=wait)
 
@@ -267,13 +276,13 @@ class Session:
         self._changes += 1
         del self._tokens[length:]
         self._slots.truncate(length)
+        self._arenas.truncate(length)
         for drafter in self._drafters.values():
             drafter.truncate(length)
 
     def _prefill(self, request: Request, drafter: Drafter | None, stats: Stats) -> bool:
         """Give rows to all but the last chunk of pending tokens; False if it was cancelled before."""
         chunk = self._geometry.prefill_chunk
-        program = self._programs[names.PREFILL]
         while len(self._tokens) - self._slots.length > chunk:
             if _cancelled(request):
                 return False
@@ -281,12 +290,12 @@ class Session:
             pending = self._tokens[start : start + chunk]
             if drafter is not None:
                 drafter.absorb(self._tokens)
-            self._step.begin_target(start, self._slots.next_position(), pending, _BRANCH, logits=False)
-            self._pass(program)
+            self._step.begin_target(start, self._slots.next_position(), pending, BRANCH, logits=False)
+            self._passes.run(names.PREFILL)
             self._slots.commit(chunk, kept=None)
             if drafter is not None:
-                drafter.follow(start, chunk, None, self._passes)
-                self._followed = self._passes
+                drafter.follow(start, chunk, None, self._passes.count)
+                self._followed = self._passes.count
             stats.prefill_passes += 1
         return True
 
@@ -304,9 +313,15 @@ class Session:
         self, request: Request, drafter: Drafter | None, gate: Gate | None, end: int, generation: GrowingGeneration
     ) -> Span:
         """One round, with the drafter where the gate lets it."""
+        if isinstance(drafter, PartialDrafter):
+            began = perf_counter()
+            span = self._decode(request, drafter, end, generation)
+            drafter.note_confirmed(1000 * (perf_counter() - began))
+            return span
         if drafter is None or gate is None:
             return self._decode(request, drafter, end, generation)
-        settled = len(self._tokens) - self._slots.length == 1  # a round that also catches up tells nothing
+        arena = self._arenas.of_round(request.partial_kv, len(self._tokens))
+        settled = len(self._tokens) - arena.known == 1  # a round that also catches up tells nothing
         drafting, resting = gate.drafting, gate.resting
         if not drafting and not resting:
             drafter.absorb(self._tokens)  # not in the time of a plain round
@@ -316,7 +331,7 @@ class Session:
         if settled:
             gate.note(perf_counter() - began, len(span.token_ids))
         if resting and not gate.resting and generation.finish_reason is None:  # what it missed is computed once more
-            self._slots.truncate(drafter.resume(self._tokens, self._slots.length, self._passes))
+            self._slots.truncate(drafter.resume(self._tokens, self._slots.length, self._passes.count))
             self._prefill(request, drafter, generation.stats)
         return span
 
@@ -327,28 +342,16 @@ class Session:
 
         Without `draft`, the drafter has absorbed what the last pass left, and follows this one.
         """
-        step, slots, tokens = self._step, self._slots, self._tokens
-        start = slots.length
-        pending = tokens[start:]
+        step, tokens = self._step, self._tokens
+        arena = self._arenas.of_round(request.partial_kv, len(tokens))
         room = end - len(tokens)
-        step.begin_target(start, slots.next_position(), pending, _BRANCH, logits=True)
-        program = self._programs[names.DECODE]
-        if draft and drafter is not None:
-            limit = min(step.max_nodes, room - 1)
-            speculate = drafter.begin(tokens, step, limit) if limit > 0 else None
-            if speculate is None:
-                drafter.absorb(tokens)
-            else:
-                program = self._programs[speculate]
-        self._pass(program)
-        assert program.tokens is not None
-        count = 1 if program.counts is None else int(program.counts[_TREE])
-        chosen = program.tokens[: min(count, room)].tolist()
+        passed = self._passes.decode(arena, tokens, drafter if draft else None, room)
+        program, chosen, count = passed.program, passed.chosen, passed.count
         if request.constraint is not None:
-            position = int(step.positions[len(pending) - 1])
+            position = int(step.positions[passed.pending - 1])
             chosen = [request.constraint.choose(self._logits(0, 1)[0], position, request.sampling)]
         span, kept = generation.take(chosen, step.drafted, count - 1, len(chosen) == room)
-        self._chosen_by = len(pending) - 1, program.kept
+        self._chosen_by = passed.pending - 1, program.kept
         if request.logprobs is not None:
             for index, token in enumerate(span.token_ids):
                 span.logprobs.append(logprobs(self.step_logits(index), token, request.logprobs))
@@ -356,7 +359,7 @@ class Session:
         if request.on_round is not None:
             drafted_by = drafter if program.kept is not None else None
             accepted = min(kept, count - 1)
-            request.on_round(read_round(step, len(pending), span.token_ids, accepted, program.kept, drafted_by))
+            request.on_round(read_round(step, passed.pending, span.token_ids, accepted, program.kept, drafted_by))
         if drafter is not None and drafter.filler_top_k:
             wanted = min(drafter.filler_top_k, self._geometry.vocab_size)
             for index in range(len(span.token_ids)):
@@ -364,17 +367,13 @@ class Session:
         if request.constraint is not None:
             request.constraint.advance(span.token_ids[0])
         tokens += span.token_ids  # before the rows: a row without its token would be worse than the reverse
-        rows = len(pending) + kept - 1
-        slots.commit(rows, program.kept)
+        rows = passed.rows(kept)
+        arena.slots.commit(rows, program.kept)
         if drafter is not None:
-            drafter.follow(start, rows, program.kept, self._passes)
-            self._followed = self._passes
+            drafter.follow(passed.start, rows, program.kept, self._passes.count)
+            self._followed = self._passes.count
+        self._arenas.ran(arena, passed, request.partial_kv, generation.stats)
         return span
-
-    def _pass(self, program: Program) -> None:
-        """Run a program of the target."""
-        self._passes += 1
-        program.run()
 
     def step_logits(self, index: int) -> NDArray[np.float32]:
         """Logits f32 `[vocab]` that the `index`-th token of the last span was chosen by: a view until the next step."""

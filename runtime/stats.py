@@ -27,6 +27,12 @@ class Stats:
     plain_rounds: int = 0  # of those, rounds decoded plainly because drafting did not pay
     drafted: int = 0  # tokens proposed and evaluated by the target
     accepted: int = 0
+    partial_mode: str = "off"  # how steps behind a long context were verified: off, lossless, lossy
+    partial_rounds: int = 0  # passes over the partial arena
+    partial_ms: float = 0.0  # lossless: of those passes
+    refreshes: int = 0  # times that it was filled from the full one
+    tentative: int = 0  # tokens of those passes that had to be confirmed
+    retracted: int = 0  # of those, taken back
     rounds_by_accepted: list[int] = field(default_factory=list)  # rounds with a draft, by how much of it was accepted
     first_span: int = 0  # tokens committed by the first round
     ttft_ms: float = 0.0  # from the first work on the encoded prompt to the first committed token

@@ -75,6 +75,7 @@ class GraphExecution:
     ) -> None:
         self._heads, self._tables, self._arena = heads, tables, arena
         self._positions, self._bias, self._past, self._splits = positions, bias, past, splits
+        self.queries: list[Tensor] = []  # of each layer, `[1, n, heads * head_dim]`
 
     def rotate(self, x: Tensor, heads: int) -> Tensor:
         tables = self._tables
@@ -83,6 +84,7 @@ class GraphExecution:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         h, arena = self._heads, self._arena
+        self.queries.append(q)
         out, k_out, v_out = branch_attention(
             q, k, v, arena.k_caches[layer], arena.v_caches[layer], self._bias, self._past, self._splits,
             h.num_heads, h.num_kv_heads, h.head_dim**-0.5,

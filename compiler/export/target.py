@@ -20,9 +20,9 @@ from plans import names
 class TargetGraph(nn.Module):
     """The decoder over a KV arena; its `forward` has the inputs and outputs of DESIGN section 4."""
 
-    def __init__(self, decoder: Decoder, positions: int, taps: Sequence[int]) -> None:
+    def __init__(self, decoder: Decoder, positions: int, taps: Sequence[int], *, queries: bool) -> None:
         super().__init__()
-        self.decoder, self.taps = decoder, tuple(taps)
+        self.decoder, self.taps, self.queries = decoder, tuple(taps), queries
         self.tables = RopeTables(decoder.config, positions, decoder.embedding.dtype)
 
     def forward(
@@ -43,13 +43,15 @@ class TargetGraph(nn.Module):
         hidden, tapped = self.decoder.hidden(token_ids.unsqueeze(0), execution, self.taps)
         picked = torch.index_select(hidden, -2, logit_rows).squeeze(0)  # a product of matrices becomes one Gemm
         features = (torch.cat(tapped, -1).squeeze(0).float(),) if tapped else ()
-        return self.decoder.logits(picked).float(), *features, *arena.presents
+        queries = tuple(q.squeeze(0).float() for q in execution.queries) if self.queries else ()
+        return self.decoder.logits(picked).float(), *features, *arena.presents, *queries
 
 
-def export_target(decoder: Decoder, capacity: int, taps: Sequence[int] = ()) -> ir.Model:
+def export_target(decoder: Decoder, capacity: int, taps: Sequence[int] = (), *, queries: bool = False) -> ir.Model:
     """Export `decoder` over arenas of `capacity` slots.
 
     With `taps`, `features` holds the residual streams that enter these layers, side by side (EAGLE3's input).
+    With `queries`, so has each layer's `queries.i`, as they are compared with keys.
     """
     config = decoder.config
     rows, new, view, picked = 2, 4, 8, 3  # any sizes that differ; all become symbols
@@ -62,7 +64,7 @@ def export_target(decoder: Decoder, capacity: int, taps: Sequence[int] = ()) -> 
 
     free = torch.export.Dim.DYNAMIC
     model = trace(
-        TargetGraph(decoder, capacity, taps),
+        TargetGraph(decoder, capacity, taps, queries=queries),
         inputs={
             "token_ids": torch.zeros(new, dtype=index),
             "positions": torch.zeros(new, dtype=index),
@@ -87,6 +89,7 @@ def export_target(decoder: Decoder, capacity: int, taps: Sequence[int] = ()) -> 
             names.LOGITS_OUT: (names.LOGITS, config.vocab_size),
             **({names.FEATURES: (names.NEW, len(taps) * config.hidden_size)} if taps else {}),
             **dict.fromkeys(cache_outputs(config.num_layers, 1), cache),
+            **({names.queries(i): (names.NEW, config.query_size) for i in layers} if queries else {}),
         },
     )
     name_inputs(

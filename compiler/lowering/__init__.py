@@ -11,6 +11,7 @@ from compiler.lowering.gated_unit import FuseGatedUnit
 from compiler.lowering.norms import FuseSkipNorms
 from compiler.lowering.plugin_nodes import BodyOfDeclined, PluginNodes
 from compiler.lowering.projections import FuseProjections
+from compiler.lowering.queries import QueriesFromInside
 from compiler.lowering.rule import Lowering, Rule, apply_rules
 from compiler.lowering.scatter_attention import ScatterAttention, UpdateOnceAttention
 from plans import names
@@ -22,6 +23,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         FuseGatedUnit(),
         FuseSkipNorms(),
         CpuAttention(),
+        QueriesFromInside(),
         RotateInside(),
         NormInside(),
         PackedInside(),
@@ -34,13 +36,15 @@ RULES: dict[str, tuple[Rule, ...]] = {
 }
 
 
-def lower(engine: str, model: ir.Model, target: str, rows: int) -> list[RuleReport]:
-    """Lower `model` in place for `target` with `rows` rows in its arena."""
+def lower(engine: str, model: ir.Model, target: str, rows: int, *, arenas: int = 1) -> list[RuleReport]:
+    """Lower `model` in place for `target` with `rows` rows in its arena; of several `arenas`, any is bound."""
     lowering = Lowering(engine, model, rows)
     reports = apply_rules(lowering, RULES[target])
     _drop_unread(model.graph)
     if rows == 1:
         _fix_single_row(model)
+    if arenas > 1:
+        _free_capacity(model)
     if target == "onnxruntime-cpu":
         model.opset_imports.setdefault("com.microsoft", 1)
     return reports
@@ -61,3 +65,12 @@ def _fix_single_row(model: ir.Model) -> None:
         value.shape = ir.Shape([d if isinstance(d, int) else known.get(str(d), str(d)) for d in value.shape])
     for value in [v for v in model.graph.inputs if not v.uses() and v not in model.graph.outputs]:
         model.graph.inputs.remove(value)
+
+
+def _free_capacity(model: ir.Model) -> None:
+    """Caches may have any number of slots: nothing but attention, which looks at what is bound, asks how many."""
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        if (value.name or "").startswith(("k_cache.", "v_cache.")):
+            assert value.shape is not None
+            rows, heads, _, size = value.shape
+            value.shape = ir.Shape([rows, heads, names.CAPACITY, size])

@@ -19,6 +19,9 @@ from plugins.schemas import SCHEMAS
 THREADS = 256
 ROW_THREADS = 512  # where few blocks read whole rows: as many as a block may have (csrc/cuda/block.h)
 
+ELEMENTS = ("float32", "float16", "bfloat16")  # of an arena, by the numbers that kernels know (csrc/cuda/element.h)
+_SHARES = 16  # of a head's new blocks: few are new in a step, many at once after a long prompt
+
 Sizes = Mapping[str, int]
 """Sizes of an op by symbol: those of its tensors, and the extents of the call."""
 
@@ -34,6 +37,9 @@ class DeviceTensor(Protocol):
 
     @property
     def itemsize(self) -> int: ...
+
+    @property
+    def dtype(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,7 @@ _CHOICE = (
 )  # fmt: skip
 _TREE = (names.TOKEN_IDS, names.PARENT)
 _ACCEPTED = (names.COMMITTED, names.ACCEPTED_COUNT, names.KEPT_ROWS, names.KEPT_COUNT)
+_PARTIAL_LAYOUT = ("block_size", "sink_blocks", "window_blocks")
 _WEIGHTS = {"weights": Scratch(lambda s: 8 * s[names.LOGITS] * s["V"])}
 _COUNTER = {"counter": Scratch(lambda s: 8, zeroed=True)}
 _WALK = {
@@ -146,6 +153,34 @@ LAUNCHES: dict[str, Launch] = {
         blocks=lambda s: s["planes"] * s[names.ROWS] * s["heads"],
         threads=lambda s: min(THREADS, max(32, s["units"])),
     ),
+    "BlockSummary": Launch(
+        kernel="outrider_block_summary",
+        pointers=(names.KV, names.COVERED, names.SUMMARISED, names.KEY_MAX, names.KEY_MIN),
+        numbers=("layers", "heads", "capacity", "head_dim", "blocks", "element", *_PARTIAL_LAYOUT),
+        blocks=lambda s: s["layers"] * s["heads"] * min(s["blocks"], _SHARES),
+        threads=lambda s: min(THREADS, max(32, s["head_dim"])),
+    ),
+    "BlockSelect": Launch(
+        kernel="outrider_block_select",
+        pointers=(
+            names.QUERIES, names.KEPT_ROWS, names.KEPT_COUNT, names.KEY_MAX, names.KEY_MIN, names.COVERED, names.BUDGET,
+            names.SELECTED, "scores",
+        ),
+        numbers=(
+            "heads", "head_dim", "blocks", "retrieval", names.NEW, "num_heads * head_dim", *_PARTIAL_LAYOUT,
+            "reduction", "most_queries",
+        ),
+        blocks=lambda s: s["layers"] * s["heads"],
+        threads=lambda s: ROW_THREADS,
+        scratch={"scores": Scratch(lambda s: 4 * s["layers"] * s["heads"] * s["blocks"])},
+    ),
+    "PartialKvGather": Launch(
+        kernel="outrider_partial_kv_gather",
+        pointers=(names.KV, names.COVERED, names.SELECTED, "partial_kv", names.RESIDENT),
+        numbers=("heads", "capacity", "partial_capacity", "retrieval", *_PARTIAL_LAYOUT, "units", "unit"),
+        blocks=lambda s: s["layers"] * s["heads"],
+        threads=lambda s: ROW_THREADS,
+    ),
     "DraftSample": Launch(
         kernel="outrider_draft_sample",
         pointers=("logits", names.DRAWS, names.TEMPERATURE, names.TOP_K, names.TOP_P, "token", "probability"),
@@ -201,6 +236,7 @@ class DeviceOp:
                     self._sizes.setdefault(dim, size)
         if names.KV in tensors:
             self._sizes["itemsize"] = tensors[names.KV].itemsize
+            self._sizes["element"] = ELEMENTS.index(tensors[names.KV].dtype)
             self._sizes["unit"] = move_unit(self._sizes)
             slot = self._sizes["head_dim"] * self._sizes["itemsize"]
             self._sizes["units"] = slot // self._sizes["unit"]

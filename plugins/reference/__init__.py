@@ -1,6 +1,6 @@
 """The ops in NumPy: the truth that every kernel is compared with. Written to be read, not to be fast.
 
-Functions take the arrays of one step at their exact sizes and return new arrays; only `kv_gather` works in place.
+Functions take the arrays of one step at their exact sizes and return new arrays; those of arenas work in place.
 """
 
 from plugins.reference.bim_mask import bim_mask
@@ -10,6 +10,7 @@ from plugins.reference.choice import Sampling, choice, fixed_weights, shared_exp
 from plugins.reference.draft_sample import draft_sample
 from plugins.reference.draws import draws
 from plugins.reference.kv_gather import kv_gather
+from plugins.reference.partial_kv import block_select, block_summary, partial_kv_gather
 from plugins.reference.philox import philox4x32_10, uniform
 from plugins.reference.sample import SamplingSlots, sample
 from plugins.reference.tree_accept import Accepted, tree_accept
@@ -23,6 +24,8 @@ __all__ = [
     "Sampling",
     "SamplingSlots",
     "bim_mask",
+    "block_select",
+    "block_summary",
     "branch_attention",
     "chain_accept",
     "choice",
@@ -30,6 +33,7 @@ __all__ = [
     "draws",
     "fixed_weights",
     "kv_gather",
+    "partial_kv_gather",
     "philox4x32_10",
     "sample",
     "shared_exp",

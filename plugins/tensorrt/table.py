@@ -99,6 +99,8 @@ def _walk(op: str, name: str, kernel: str, found: tuple[TensorSpec, ...]) -> Plu
     )
 
 
+_BETWEEN_ENGINES = Declined("it runs between engines, on what their steps have left")
+
 PLUGINS: dict[str, tuple[Plugin, ...] | Declined] = {
     "BimMask": (
         Plugin(
@@ -162,6 +164,7 @@ PLUGINS: dict[str, tuple[Plugin, ...] | Declined] = {
             constants=("head_dim",),
         ),
     ),
+    **dict.fromkeys(("BlockSummary", "BlockSelect", "PartialKvGather"), _BETWEEN_ENGINES),
     "BranchAttention": Declined("it is lowered to TensorRT's own cache update and attention layers"),
     "DraftSample": (
         Plugin(

@@ -82,8 +82,10 @@ class _Sized:
     """A tensor whose shape has symbols: where it lies, and its shape at given sizes."""
 
     def __init__(self, tensor: Tensor, array: Array, bind: Any) -> None:
-        self.symbols = frozenset(names.SYMBOLS.index(d) for d in tensor.shape if isinstance(d, str))
-        self._shape = tensor.shape
+        self._shape = tuple(
+            size if d == names.CAPACITY else d for d, size in zip(tensor.shape, array.shape, strict=True)
+        )
+        self.symbols = frozenset(names.SYMBOLS.index(d) for d in self._shape if isinstance(d, str))
         self._name, self._dtype, self._address = tensor.name, array.dtype.type, array.ctypes.data
         self._bind = bind
 

@@ -48,6 +48,9 @@ class Drafter(Protocol):
     def truncate(self, length: int) -> None:
         """The sequence now has `length` tokens, those before them unchanged."""
 
+    def suppose(self, length: int | None) -> None:
+        """Tokens from `length` on are not certain: nothing is learned from them. None: they are gone again."""
+
     def resume(self, tokens: Sequence[int], rows: int, passes: int) -> int:
         """A generation with this drafter begins at `tokens`; how many of the target's `rows` may stay for it.
 

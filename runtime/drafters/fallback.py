@@ -46,6 +46,10 @@ class Fallback:
     def truncate(self, length: int) -> None:
         self._first.truncate(length)
 
+    def suppose(self, length: int | None) -> None:
+        self._first.suppose(length)
+        self._then.suppose(length)
+
     def resume(self, tokens: Sequence[int], rows: int, passes: int) -> int:
         return self._then.resume(tokens, self._first.resume(tokens, rows, passes), passes)
 

@@ -101,6 +101,9 @@ class EngineDrafter:
         self._slots.truncate(max(length - self._paired, 0))
         self._rows = self._rows[: max(length - self._first, 0)]
 
+    def suppose(self, length: int | None) -> None:
+        """It learns nothing: rows of tokens that are gone are cut off by `truncate`."""
+
     def resume(self, tokens: Sequence[int], rows: int, passes: int) -> int:
         self._drafting = False
         self._slots.truncate(max(len(tokens) - 1 - self._paired, 0))  # the tip is always fed again

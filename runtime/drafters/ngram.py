@@ -79,6 +79,8 @@ class NgramDrafter:
         """Forget all counts: a new sequence begins."""
         self._counts = Ngrams(self._min_context, self._max_context, self._min_confidence)
         self._told = 0
+        self._certain: int | None = None  # tokens behind so many are supposed
+        self._ahead = 0  # of these, that contexts have gone over
         self._likely: dict[int, NDArray[np.int64]] = {}  # by index of a token that is not counted yet
 
     entropy = None
@@ -100,6 +102,13 @@ class NgramDrafter:
                 step.begin_rehearsed(length, size - 1)
                 yield names.speculate(self._name), (names.TARGET,)
 
+    def suppose(self, length: int | None) -> None:
+        """Contexts may end in tokens from `length` on, which are not counted."""
+        if length == self._certain:
+            return
+        self._counts.go_back()
+        self._certain, self._ahead = length, 0
+
     def truncate(self, length: int) -> None:
         """Start over where what was counted is not part of the sequence any more."""
         if length < self._told:
@@ -117,7 +126,15 @@ class NgramDrafter:
         return names.speculate(self._name)
 
     def _catch_up(self, tokens: Sequence[int]) -> None:
-        self.extend(tokens[self._told :] if self._told else tokens)
+        certain = len(tokens) if self._certain is None else self._certain
+        if self._told < certain:
+            self._counts.go_back()
+            self._ahead = 0
+            self.extend(tokens[self._told : certain])
+        if self._told + self._ahead < len(tokens):
+            supposed = tokens[self._told + self._ahead :]
+            self._counts.go_ahead(list(supposed))
+            self._ahead += len(supposed)
 
     def absorb(self, tokens: Sequence[int]) -> None:
         """The tokens are all there is to know, and they stay."""
@@ -144,7 +161,8 @@ class NgramDrafter:
 
         Each counts as one continuation, so the shares that `min_confidence` looks at become smaller.
         """
-        self._likely[index] = likely
+        if self._certain is None:
+            self._likely[index] = likely
 
     def foresee(self, tokens: Sequence[int], limit: int) -> int:
         self._catch_up(tokens)

@@ -25,6 +25,7 @@ class Uploaded:
     address: int
     shape: tuple[int, ...]
     itemsize: int
+    dtype: str
 
 
 class Gpu:
@@ -50,7 +51,7 @@ class Gpu:
             spaces[name] = device.allocate(size)
             return spaces[name]
 
-        copies = {n: Uploaded(device.allocate(a.nbytes), a.shape, a.itemsize) for n, a in tensors.items()}
+        copies = {n: Uploaded(device.allocate(a.nbytes), a.shape, a.itemsize, a.dtype.name) for n, a in tensors.items()}
         op = DeviceOp(op_name, copies, attributes or {}, workspace)
         status = np.zeros(1, np.int64)
 

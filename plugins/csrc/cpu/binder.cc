@@ -102,6 +102,7 @@ void* Binder::bind(const char* name, nb::handle array, std::initializer_list<con
     if (dim.symbol && !find(dim.symbol)) symbols_.emplace_back(dim.symbol, size);
   }
   item_size_ = nb::cast<i64>(array.attr("itemsize"));
+  dtype_ = dtype;
   arrays_.push_back(nb::borrow(array));
   return reinterpret_cast<void*>(nb::cast<std::uintptr_t>(array.attr("ctypes").attr("data")));
 }

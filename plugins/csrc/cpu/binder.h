@@ -54,6 +54,8 @@ class Binder {
 
   i64 size_of(const char* symbol) const;
   i64 item_size() const { return item_size_; }
+  // Of the last array, as NumPy spells it.
+  const std::string& dtype() const { return dtype_; }
   std::vector<nanobind::object> take_arrays() { return std::move(arrays_); }
 
  private:
@@ -66,6 +68,7 @@ class Binder {
   std::vector<std::pair<std::string, i64>> symbols_;
   std::vector<nanobind::object> arrays_;
   i64 item_size_ = 0;
+  std::string dtype_;
 };
 
 }  // namespace outrider

@@ -10,6 +10,9 @@ NB_MODULE(_native, module) {
   outrider::register_chain_accept(module);
   outrider::register_draws(module);
   outrider::register_kv_gather(module);
+  outrider::register_block_summary(module);
+  outrider::register_block_select(module);
+  outrider::register_partial_kv_gather(module);
   outrider::register_choice_parts(module);
   outrider::register_ngrams(module);
 }

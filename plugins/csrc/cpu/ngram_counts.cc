@@ -51,6 +51,27 @@ void NgramCounts::extend(u32 token, const u32* likely, i64 likely_count) {
   if (static_cast<i64>(tails_.size()) > longest_ + 1) tails_.pop_back();  // the last one is no context: it is too long
 }
 
+void NgramCounts::go_ahead(u32 token) {
+  if (!ahead_) certain_tails_ = tails_;
+  ahead_ = true;
+  guesses_.clear();  // what is supposed says nothing about them
+  longer_tails_.assign(1, kRoot);
+  for (const u32 context : tails_) {
+    const u32 node = child(context, token);
+    if (node == kRoot) break;  // of an n-gram that was never seen, no longer one was
+    longer_tails_.push_back(node);
+  }
+  tails_.swap(longer_tails_);
+  if (static_cast<i64>(tails_.size()) > longest_ + 1) tails_.pop_back();
+}
+
+void NgramCounts::go_back() {
+  if (!ahead_) return;
+  ahead_ = false;
+  guesses_.clear();
+  tails_ = certain_tails_;
+}
+
 const std::vector<u32>& NgramCounts::foresee(i64 limit) {
   foreseen_.clear();
   guesses_.clear();

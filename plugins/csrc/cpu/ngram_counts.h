@@ -31,6 +31,11 @@ class NgramCounts {
   // The next token of the sequence; `likely` count as continuations in its place before it does.
   void extend(u32 token, const u32* likely, i64 likely_count);
 
+  // A token that the sequence is supposed to go on with: contexts end in it, and nothing is counted. Back to where the
+  // sequence was before the first of those; needed before `extend`.
+  void go_ahead(u32 token);
+  void go_back();
+
   // The tokens that are foreseen behind the sequence, at most `limit`: the most frequent continuation of the longest
   // context that has one (of equally frequent ones the most recent), and so on behind it. They end where no context is
   // known, or where the chance that all of them come falls below least_chance. What comes is compared with them.
@@ -61,7 +66,8 @@ class NgramCounts {
   int shift_;                  // leaves the bits of a slot of a product's 64: the best mixed
   std::vector<u64> keys_;      // open addressing: context << 32 | token, where `children_` is not 0
   std::vector<u32> children_;  // the node of the n-gram that is one token longer
-  std::vector<u32> tails_, longer_tails_;
+  std::vector<u32> tails_, longer_tails_, certain_tails_;
+  bool ahead_ = false;
   std::vector<Guess> guesses_;  // behind the sequence as it is
   std::size_t next_guess_ = 0;
   std::vector<u32> foreseen_;

@@ -40,6 +40,12 @@ class Ngrams {
     counts_.extend(static_cast<u32>(token), likely_.data(), static_cast<i64>(likely_.size()));
   }
 
+  void go_ahead(nb::list token_ids) {
+    for (nb::handle token : token_ids) counts_.go_ahead(token_of(token));
+  }
+
+  void go_back() { counts_.go_back(); }
+
   i64 foresee(i64 limit) { return static_cast<i64>(counts_.foresee(limit).size()); }
 
   using Array = nb::ndarray<i64, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -68,6 +74,8 @@ void register_ngrams(nb::module_& module) {
       .def(nb::init<i64, i64, double>(), nb::arg("shortest"), nb::arg("longest"), nb::arg("least_chance"))
       .def("extend", &Ngrams::extend, nb::arg("token_ids"))
       .def("extend_one", &Ngrams::extend_one, nb::arg("token"), nb::arg("likely"))
+      .def("go_ahead", &Ngrams::go_ahead, nb::arg("token_ids"))
+      .def("go_back", &Ngrams::go_back)
       .def("foresee", &Ngrams::foresee, nb::arg("limit"))
       .def("draft", &Ngrams::draft, nb::arg("limit"), nb::arg("token_ids").noconvert(),
            nb::arg("parent").noconvert(), nb::arg("root"));

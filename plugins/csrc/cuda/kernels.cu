@@ -1,8 +1,11 @@
 // Every kernel, in one translation unit: what is compiled ahead of time for an architecture.
 #include "accept.cu.h"
 #include "bim_mask.cu.h"
+#include "block_select.cu.h"
+#include "block_summary.cu.h"
 #include "draft_sample.cu.h"
 #include "draws.cu.h"
 #include "kv_gather.cu.h"
+#include "partial_kv_gather.cu.h"
 #include "tree_expand.cu.h"
 #include "tree_rerank.cu.h"

@@ -5,10 +5,11 @@
 #include "../kv_gather.h"
 #include "../rows.h"
 #include "block.h"
+#include "move.h"
 
 namespace outrider {
 
-// `unit` is 2, 4 or 16 bytes; a slot has `units` of them.
+// A slot has `units` of `unit` bytes.
 OUTRIDER_KERNEL outrider_kv_gather(char* kv, const i64* source, const i64* source_count, const i64* row_splits,
                                    const i64* source_base, const i64* destination, i64 rows, i64 heads, i64 capacity,
                                    i64 units, i64 unit) {
@@ -23,18 +24,7 @@ OUTRIDER_KERNEL outrider_kv_gather(char* kv, const i64* source, const i64* sourc
     const SlotMove move = slot_move(token, row_splits[r], earlier++, source_base[r], destination[r]);
     if (move.from == move.to || move.from >= capacity || move.to >= capacity) continue;
     for (i64 lane = thread_index(); lane < units; lane += thread_count()) {
-      char* to = slots + move.to * slot_bytes + lane * unit;
-      const char* from = slots + move.from * slot_bytes + lane * unit;
-      if (unit == 16) {
-        const u64 low = reinterpret_cast<const u64*>(from)[0];
-        const u64 high = reinterpret_cast<const u64*>(from)[1];
-        reinterpret_cast<u64*>(to)[0] = low;
-        reinterpret_cast<u64*>(to)[1] = high;
-      } else if (unit == 4) {
-        *reinterpret_cast<u32*>(to) = *reinterpret_cast<const u32*>(from);
-      } else {
-        *reinterpret_cast<unsigned short*>(to) = *reinterpret_cast<const unsigned short*>(from);
-      }
+      move_lane(slots + move.to * slot_bytes + lane * unit, slots + move.from * slot_bytes + lane * unit, unit);
     }
   }
 }

@@ -13,18 +13,20 @@ template <class Cached, ONNXTensorElementDataType Type>
 class BranchAttentionOp {
   enum Input { kQuery, kKey, kValue, kKeyCache, kValueCache, kBias, kPastLength, kRowSplits, kPositions, kCos, kSin,
                kQueryNorm, kKeyNorm };
-  enum Output { kOut, kKeyCacheOut, kValueCacheOut };
+  enum Output { kOut, kKeyCacheOut, kValueCacheOut, kQueries };
 
  public:
   static constexpr const char* kName = "BranchAttention";
-  static constexpr std::size_t kInputs = kKeyNorm + 1, kOutputs = kValueCacheOut + 1;
+  static constexpr std::size_t kInputs = kKeyNorm + 1, kOutputs = kQueries + 1, kRequired = kQueries;
 
   static ONNXTensorElementDataType input_type(std::size_t index) {
     if (index == kBias) return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
     if (index == kPastLength || index == kRowSplits || index == kPositions) return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
     return Type;
   }
-  static ONNXTensorElementDataType output_type(std::size_t) { return Type; }
+  static ONNXTensorElementDataType output_type(std::size_t index) {
+    return index == kQueries ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT : Type;
+  }
   static bool is_optional(std::size_t index) { return index == kKey || index == kValue || index > kPastLength; }
 
   BranchAttentionOp(const OrtApi& api, const OrtKernelInfo* info) {
@@ -82,9 +84,9 @@ class BranchAttentionOp {
     in.query_norm = run.input<Cached>(kQueryNorm);
     in.key_norm = run.input<Cached>(kKeyNorm);
 
-    const std::int64_t out[] = {1, in.tokens, query_size};
+    const std::int64_t out[] = {1, in.tokens, query_size}, queries[] = {in.tokens, query_size};
     const Outputs to{run.output<Cached>(kOut, out), arena(run, cache, kKeyCache, kKeyCacheOut),
-                     arena(run, cache, kValueCache, kValueCacheOut)};
+                     arena(run, cache, kValueCache, kValueCacheOut), run.output<float>(kQueries, queries)};
     const char* refused = branch_attention<Cached>(
         shape, in, to,
         [](const void* on, void (*body)(void*, std::size_t), std::size_t count, void* state) {

@@ -184,7 +184,11 @@ const char* branch_attention(const Shape& shape, const Inputs& in, const Outputs
   thread_local Workspace space;
   const int group = shape.heads / shape.kv_heads;
   const std::size_t size = static_cast<std::size_t>(in.tokens) * shape.heads * shape.head_dim;
-  if (space.query.size() < size) space.query.resize(size);
+  float* queries = to.queries;
+  if (queries == nullptr) {
+    if (space.query.size() < size) space.query.resize(size);
+    queries = space.query.data();
+  }
   auto* out = static_cast<float*>(to.out);
   if constexpr (!std::is_same_v<Cached, float>) {
     if (space.out.size() < size) space.out.resize(size);
@@ -197,7 +201,7 @@ const char* branch_attention(const Shape& shape, const Inputs& in, const Outputs
                   kernels_for(shape.head_dim).attention,
                   space,
                   failed,
-                  space.query.data(),
+                  queries,
                   out,
                   std::clamp<std::int64_t>(in.tokens * shape.kv_heads / kTiles, 1, std::max(1, kRows / group)),
                   (group + kRows - 1) / kRows};

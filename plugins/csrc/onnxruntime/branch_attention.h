@@ -30,6 +30,7 @@ struct Inputs {
 struct Outputs {
   void* out;                         // [N, heads * head_dim]
   void *key_cache, *value_cache;     // [R, kv_heads, capacity, head_dim], holding what was there before
+  float* queries;                    // [N, heads * head_dim], normed and rotated; null: nobody asks
 };
 
 // Runs `body(state, i)` for i < count, on several threads if it likes, and returns when all are done.

@@ -9,7 +9,7 @@ namespace outrider::engine {
 class TreeExpandOp {
  public:
   static constexpr const char* kName = "TreeExpand";
-  static constexpr std::size_t kInputs = 6, kOutputs = 3;
+  static constexpr std::size_t kInputs = 6, kOutputs = 3, kRequired = kOutputs;
 
   static ONNXTensorElementDataType input_type(std::size_t index) {
     return index == 4 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64 : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
@@ -48,7 +48,7 @@ class TreeExpandOp {
 class TreeRerankOp {
  public:
   static constexpr const char* kName = "TreeRerank";
-  static constexpr std::size_t kInputs = 4, kOutputs = 5;
+  static constexpr std::size_t kInputs = 4, kOutputs = 5, kRequired = kOutputs;
 
   static ONNXTensorElementDataType input_type(std::size_t index) {
     return index == 1 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT : ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;

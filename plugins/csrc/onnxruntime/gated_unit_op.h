@@ -9,7 +9,7 @@ namespace outrider::engine {
 class SwiGluOp {
  public:
   static constexpr const char* kName = "SwiGlu";
-  static constexpr std::size_t kInputs = 1, kOutputs = 1;
+  static constexpr std::size_t kInputs = 1, kOutputs = 1, kRequired = kOutputs;
 
   static ONNXTensorElementDataType input_type(std::size_t) { return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; }
   static ONNXTensorElementDataType output_type(std::size_t) { return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; }

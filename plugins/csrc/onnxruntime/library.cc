@@ -10,7 +10,7 @@
 #endif
 
 // Counts changes of what the ops are; plugins/onnxruntime_ops.py wants the same.
-extern "C" OUTRIDER_EXPORT int outrider_cpu_ops_version() { return 1; }
+extern "C" OUTRIDER_EXPORT int outrider_cpu_ops_version() { return 2; }
 
 // Called by ONNX Runtime with the options of a session that loads this library.
 extern "C" OUTRIDER_EXPORT OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options,

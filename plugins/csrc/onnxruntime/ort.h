@@ -78,11 +78,12 @@ class Run {
                std::to_string(wanted[i]) + " in dimension " + std::to_string(i));
   }
 
+  // Null where an optional output is absent.
   template <class T, std::size_t Rank>
   T* output(std::size_t index, const std::int64_t (&shape)[Rank]) const {
     OrtValue* value = nullptr;
     check(api_.KernelContext_GetOutput(context_, index, shape, Rank, &value));
-    return static_cast<T*>(memory(value));
+    return value == nullptr ? nullptr : static_cast<T*>(memory(value));
   }
 
   // Calls body(state, i) for all i < count, on the session's threads.
@@ -114,7 +115,8 @@ inline float float_attribute(const OrtApi& api, const OrtKernelInfo* info, const
   return value;
 }
 
-// A kernel as ONNX Runtime's table of functions. `Kernel` has: kName, kInputs, kOutputs; input_type(i),
+// A kernel as ONNX Runtime's table of functions. `Kernel` has: kName, kInputs, kOutputs, of
+// which kRequired are always there; input_type(i),
 // output_type(i), is_optional(i); a constructor from (api, info); and compute(const Run&).
 template <class Kernel>
 struct Op : OrtCustomOp {
@@ -134,7 +136,9 @@ struct Op : OrtCustomOp {
     GetInputCharacteristic = [](const OrtCustomOp*, std::size_t index) {
       return Kernel::is_optional(index) ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
     };
-    GetOutputCharacteristic = [](const OrtCustomOp*, std::size_t) { return INPUT_OUTPUT_REQUIRED; };
+    GetOutputCharacteristic = [](const OrtCustomOp*, std::size_t index) {
+      return index < Kernel::kRequired ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
+    };
     GetInputMemoryType = [](const OrtCustomOp*, std::size_t) { return OrtMemTypeDefault; };
     CreateKernelV2 = [](const OrtCustomOp*, const OrtApi* api, const OrtKernelInfo* info, void** kernel) -> OrtStatus* {
       return guarded(*api, [&] { *kernel = new Instance{*api, Kernel(*api, info)}; });

@@ -37,6 +37,10 @@ class Memory:
     def itemsize(self) -> int:
         return self.array.itemsize
 
+    @property
+    def dtype(self) -> str:
+        return self.array.dtype.name
+
 
 class Emulator:
     """The library, and ops bound to arrays as `plugins.native.create` binds them."""

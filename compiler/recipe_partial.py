@@ -1,0 +1,38 @@
+"""The recipe's section on partial KV, for contexts that are long (DESIGN section 8, FEATURES rows 31 to 37)."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from compiler.recipe_section import Section
+from plans.partial_kv import PartialKv, PartialMode, Reduce
+
+
+class PartialKvSection(Section):
+    """A small arena of a few blocks of a long context, in which most steps are verified."""
+
+    enabled: bool = Field(False, description="whether the plan has one")
+    block_size: int = Field(
+        16, ge=1, le=256, description="tokens of a block: keys are summarised and fetched by blocks"
+    )
+    n_sink_blocks: int = Field(2, ge=0, description="blocks of the very beginning, always kept")
+    n_retrieval_blocks: int = Field(256, ge=1, description="most blocks fetched from the middle, for each key head")
+    n_window_blocks: int = Field(8, ge=1, description="last blocks, always kept")
+    n_spec_tokens_buf: int = Field(
+        128, ge=2, le=255, description="tokens behind the window: those of steps since the arena was filled, and drafts"
+    )
+    partial_threshold: int = Field(4096, ge=0, description="tokens of context up to which the full arena is used")
+    full_refresh_interval: int = Field(32, ge=1, description="most steps between two passes over the full arena")
+    reduction: Reduce = Field("max", description="how scores of a block by several queries become one: max, mean, last")
+    most_queries: int = Field(
+        8, ge=1, le=256, description="accepted tokens, the last ones, whose queries choose blocks"
+    )
+    mode: PartialMode = Field(
+        "lossless",
+        description="of requests that do not say theirs: lossless, where tokens are checked by the full arena before "
+        "they count; lossy, where they are not; off",
+    )
+
+    def settings(self) -> PartialKv | None:
+        """What a plan keeps of it."""
+        return PartialKv(**self.model_dump(exclude={"enabled"})) if self.enabled else None

@@ -1,0 +1,167 @@
+// BlockSelect on the CPU. Scores are summed over a head's elements in order, many blocks side by side: the same bits at
+// any vector width.
+#include <nanobind/nanobind.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "../partial_kv.h"
+#include "binder.h"
+#include "clones.h"
+#include "gil.h"
+#include "ops.h"
+#include "refuse.h"
+
+namespace outrider {
+
+namespace nb = nanobind;
+
+namespace {
+
+constexpr const char* kOp = "BlockSelect";
+constexpr i64 kStrip = 64;  // blocks whose scores by one query are in registers together
+
+// The scores of `blocks` blocks (at most kStrip) by one query; `stride` from one element of a summary to the next.
+OUTRIDER_CLONES void score_strip(const float* query, const float* key_max, const float* key_min, i64 head_dim,
+                                 i64 stride, i64 blocks, float* to) {
+  float high[kStrip] = {}, low[kStrip] = {};
+  if (blocks == kStrip) {
+    for (i64 d = 0; d < head_dim; ++d)
+      for (i64 b = 0; b < kStrip; ++b) {
+        high[b] += query[d] * key_max[d * stride + b];
+        low[b] += query[d] * key_min[d * stride + b];
+      }
+  } else {
+    for (i64 d = 0; d < head_dim; ++d)
+      for (i64 b = 0; b < blocks; ++b) {
+        high[b] += query[d] * key_max[d * stride + b];
+        low[b] += query[d] * key_min[d * stride + b];
+      }
+  }
+  for (i64 b = 0; b < blocks; ++b) {
+    const float h = worth(high[b]), l = worth(low[b]);
+    to[b] = h > l ? h : l;
+  }
+}
+
+class BlockSelect {
+ public:
+  BlockSelect(nb::object queries, nb::object kept_rows, nb::object kept_count, nb::object key_max, nb::object key_min,
+              nb::object covered, nb::object budget, nb::object selected, i64 block_size, i64 sink_blocks,
+              i64 window_blocks, i64 reduction, i64 most_queries)
+      : layout_{block_size, sink_blocks, window_blocks}, reduction_(reduction), most_(reduction == kLast ? 1 : most_queries) {
+    check_layout(kOp, layout_);
+    check_value(kOp, "reduction", 0, reduction, kMax, kLast);
+    check_value(kOp, "most_queries", 0, most_queries, 1, 1 << 20);
+    Binder binder(kOp);
+    queries_ = binder.input<float>("queries", queries, {"layers", "N", "num_heads * head_dim"});
+    kept_rows_ = binder.input<i64>("kept_rows", kept_rows, {"N"});
+    kept_count_ = binder.input<i64>("kept_count", kept_count, {1});
+    const std::initializer_list<Dim> summary = {"layers", "heads", "head_dim", "blocks"};
+    key_max_ = binder.input<float>("key_max", key_max, summary);
+    key_min_ = binder.input<float>("key_min", key_min, summary);
+    covered_ = binder.input<i64>("covered", covered, {1});
+    budget_ = binder.input<i64>("budget", budget, {1});
+    selected_ = binder.output<i64>("selected", selected, {"layers", "heads", "retrieval"});
+    layers_ = binder.size_of("layers");
+    heads_ = binder.size_of("heads");
+    head_dim_ = binder.size_of("head_dim");
+    blocks_ = binder.size_of("blocks");
+    retrieval_ = binder.size_of("retrieval");
+    new_ = binder.size_of("N");
+    width_ = binder.size_of("num_heads * head_dim");
+    group_ = width_ / (heads_ * head_dim_);
+    if (group_ < 1 || group_ * heads_ * head_dim_ != width_)
+      refuse(kOp, "queries are " + std::to_string(width_) + " wide, no multiple of the key heads' width.");
+    arrays_ = binder.take_arrays();
+    score_.resize(static_cast<size_t>(blocks_));
+    order_.resize(static_cast<size_t>(blocks_));
+  }
+
+  void call() {
+    const i64 candidates = layout_.candidates(std::max<i64>(covered_[0], 0));
+    if (covered_[0] < 0 || candidates > blocks_)
+      refuse(kOp, "covered[0] is " + std::to_string(covered_[0]) + "; there are " + std::to_string(blocks_) + " blocks.");
+    check_value(kOp, "kept_count", 0, kept_count_[0], 1, new_);
+    for (i64 i = 0; i < kept_count_[0]; ++i) check_value(kOp, "kept_rows", i, kept_rows_[i], 0, new_ - 1);
+    check_value(kOp, "budget", 0, budget_[0], 0, retrieval_);
+    const i64 count = std::min(budget_[0], candidates);
+    const i64 asked = std::min(most_, kept_count_[0]);
+    const GilReleasedIfLong released(layers_ * heads_ * group_ * asked * candidates * head_dim_ * 2);
+    for (i64 of = 0; of < layers_ * heads_; ++of) {
+      i64* to = selected_ + of * retrieval_;
+      if (count == candidates) {
+        for (i64 b = 0; b < count; ++b) to[b] = b;
+      } else {
+        score(of, candidates);
+        select(candidates, count, to);
+      }
+      std::fill(to + count, to + retrieval_, i64{-1});
+    }
+  }
+
+ private:
+  // The scores of all candidates by one layer's head.
+  void score(i64 of, i64 candidates) {
+    const i64 layer = of / heads_, head = of % heads_;
+    const float* most = key_max_ + of * head_dim_ * blocks_;
+    const float* least = key_min_ + of * head_dim_ * blocks_;
+    const i64 first = std::max<i64>(0, kept_count_[0] - most_);
+    float strip[kStrip];
+    for (i64 start = 0; start < candidates; start += kStrip) {
+      const i64 blocks = std::min(kStrip, candidates - start);
+      float* score = score_.data() + start;
+      bool begun = false;
+      for (i64 i = first; i < kept_count_[0]; ++i) {
+        const float* queries = queries_ + (layer * new_ + kept_rows_[i]) * width_ + head * group_ * head_dim_;
+        for (i64 g = 0; g < group_; ++g) {
+          score_strip(queries + g * head_dim_, most + start, least + start, head_dim_, blocks_, blocks, strip);
+          for (i64 b = 0; b < blocks; ++b) {
+            if (!begun)
+              score[b] = strip[b];
+            else if (reduction_ == kMax)
+              score[b] = std::max(score[b], strip[b]);
+            else
+              score[b] += strip[b];
+          }
+          begun = true;
+        }
+      }
+    }
+  }
+
+  void select(i64 candidates, i64 count, i64* to) {
+    for (i64 b = 0; b < candidates; ++b) order_[b] = b;
+    const auto end = order_.begin() + candidates;
+    std::nth_element(order_.begin(), order_.begin() + count, end, [&](i64 i, i64 j) {
+      return goes_before(worth(score_[i]), i, worth(score_[j]), j);
+    });
+    std::copy_n(order_.begin(), count, to);
+    std::sort(to, to + count);
+  }
+
+  PartialLayout layout_;
+  i64 reduction_, most_;
+  const float *queries_, *key_max_, *key_min_;
+  const i64 *kept_rows_, *kept_count_, *covered_, *budget_;
+  i64* selected_;
+  i64 layers_, heads_, head_dim_, blocks_, retrieval_, new_, width_, group_;
+  std::vector<float> score_;
+  std::vector<i64> order_;
+  std::vector<nb::object> arrays_;
+};
+
+}  // namespace
+
+void register_block_select(nb::module_& module) {
+  nb::class_<BlockSelect>(module, "BlockSelect")
+      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, i64,
+                    i64, i64, i64, i64>(),
+           nb::arg("queries"), nb::arg("kept_rows"), nb::arg("kept_count"), nb::arg("key_max"), nb::arg("key_min"),
+           nb::arg("covered"), nb::arg("budget"), nb::arg("selected"), nb::arg("block_size"), nb::arg("sink_blocks"),
+           nb::arg("window_blocks"), nb::arg("reduction") = 0, nb::arg("most_queries") = 8)
+      .def("__call__", &BlockSelect::call);
+}
+
+}  // namespace outrider

@@ -1,0 +1,109 @@
+// BlockSummary on the CPU: what is new since the last call, of all layers and heads.
+#include <nanobind/nanobind.h>
+
+#include <algorithm>
+#include <string>
+
+#include "../onnxruntime/convert.h"
+#include "../partial_kv.h"
+#include "binder.h"
+#include "gil.h"
+#include "ops.h"
+#include "refuse.h"
+
+namespace outrider {
+
+namespace nb = nanobind;
+
+namespace {
+
+constexpr const char* kOp = "BlockSummary";
+
+class BlockSummary {
+ public:
+  BlockSummary(nb::object kv, nb::object covered, nb::object summarised, nb::object key_max, nb::object key_min,
+               i64 block_size, i64 sink_blocks, i64 window_blocks)
+      : layout_{block_size, sink_blocks, window_blocks} {
+    check_layout(kOp, layout_);
+    Binder binder(kOp);
+    kv_ = binder.movable("kv", kv, {"planes", 1, "heads", "capacity", "head_dim"});
+    dtype_ = binder.dtype();
+    const std::initializer_list<Dim> summary = {"layers", "heads", "head_dim", "blocks"};
+    key_max_ = binder.output<float>("key_max", key_max, summary);
+    key_min_ = binder.output<float>("key_min", key_min, summary);
+    covered_ = binder.input<i64>("covered", covered, {1});
+    summarised_ = binder.input<i64>("summarised", summarised, {1});
+    layers_ = binder.size_of("layers");
+    if (binder.size_of("planes") != 2 * layers_) refuse(kOp, "kv must have two planes for each layer.");
+    heads_ = binder.size_of("heads");
+    capacity_ = binder.size_of("capacity");
+    head_dim_ = binder.size_of("head_dim");
+    blocks_ = binder.size_of("blocks");
+    arrays_ = binder.take_arrays();
+  }
+
+  void call() {
+    check_value(kOp, "covered", 0, covered_[0], 0, capacity_);
+    const i64 end = layout_.candidates(covered_[0]);
+    check_value(kOp, "summarised", 0, summarised_[0], 0, blocks_);
+    if (end > blocks_) refuse(kOp, "there is room for " + std::to_string(blocks_) + " blocks, not " + std::to_string(end) + ".");
+    const i64 first = summarised_[0];
+    if (first >= end) return;
+    const GilReleasedIfLong released((end - first) * layout_.block_size * layers_ * heads_ * head_dim_ * 4);
+    if (dtype_ == "float32") return summarise<float>(first, end);
+    if (dtype_ == "float16") return summarise<engine::Half>(first, end);
+    summarise<engine::BFloat16>(first, end);
+  }
+
+ private:
+  template <class Key>
+  void summarise(i64 first, i64 end) const {
+    for (i64 of = 0; of < layers_ * heads_; ++of) {
+      const i64 layer = of / heads_, head = of % heads_;
+      const Key* keys = static_cast<const Key*>(kv_) + (2 * layer * heads_ + head) * capacity_ * head_dim_;
+      float* most = key_max_ + of * head_dim_ * blocks_;
+      float* least = key_min_ + of * head_dim_ * blocks_;
+      for (i64 block = first; block < end; ++block) {
+        const Key* tokens = keys + layout_.first(block) * head_dim_;
+        for (i64 d = 0; d < head_dim_; ++d) {
+          float high = engine::to_float(tokens[d]), low = high;
+          for (i64 t = 1; t < layout_.block_size; ++t) {
+            const float key = engine::to_float(tokens[t * head_dim_ + d]);
+            high = std::max(high, key);
+            low = std::min(low, key);
+          }
+          most[d * blocks_ + block] = high;
+          least[d * blocks_ + block] = low;
+        }
+      }
+    }
+  }
+
+  PartialLayout layout_;
+  const void* kv_;
+  std::string dtype_;
+  float* key_max_;
+  float* key_min_;
+  const i64* covered_;
+  const i64* summarised_;
+  i64 layers_, heads_, capacity_, head_dim_, blocks_;
+  std::vector<nb::object> arrays_;
+};
+
+}  // namespace
+
+void check_layout(const char* op, const PartialLayout& layout) {
+  check_value(op, "block_size", 0, layout.block_size, 1, 1 << 20);
+  check_value(op, "sink_blocks", 0, layout.sink_blocks, 0, 1 << 20);
+  check_value(op, "window_blocks", 0, layout.window_blocks, 1, 1 << 20);
+}
+
+void register_block_summary(nb::module_& module) {
+  nb::class_<BlockSummary>(module, "BlockSummary")
+      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, i64, i64, i64>(), nb::arg("kv"),
+           nb::arg("covered"), nb::arg("summarised"), nb::arg("key_max"), nb::arg("key_min"), nb::arg("block_size"),
+           nb::arg("sink_blocks"), nb::arg("window_blocks"))
+      .def("__call__", &BlockSummary::call);
+}
+
+}  // namespace outrider

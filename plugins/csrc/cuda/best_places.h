@@ -1,0 +1,31 @@
+// The best of a list in the order of the list, by a block of threads, however many they are.
+#pragma once
+
+#include "row_choice.h"
+
+namespace outrider {
+
+// The places of the `count` largest of `size` values, ascending; of equals the first ones. Every thread calls, and what
+// it has written is visible to the others behind a barrier.
+OUTRIDER_DEVICE void find_best_places(const float* values, i64 size, i64 count, i64* places) {
+  const i32 cut = top_k_key(values, size, count);
+  const Stretch stretch = own_stretch(size);
+  i64 own_above = 0;
+  i64 own_at_cut = 0;
+  for (i64 i = stretch.begin; i < stretch.end; ++i) {
+    const i32 key = order_key(values[i]);
+    own_above += key > cut ? 1 : 0;
+    own_at_cut += key == cut ? 1 : 0;
+  }
+  // Of those at the cut the first ones are chosen, as many as there is room for.
+  const i64 room = count - fold(own_above, Sum());
+  i64 at_cut = static_cast<i64>(sum_before(own_at_cut));
+  const i64 left = room > at_cut ? room - at_cut : 0;
+  i64 place = static_cast<i64>(sum_before(own_above + (own_at_cut < left ? own_at_cut : left)));
+  for (i64 i = stretch.begin; i < stretch.end; ++i) {
+    const i32 key = order_key(values[i]);
+    if (key > cut || (key == cut && at_cut++ < room)) places[place++] = i;
+  }
+}
+
+}  // namespace outrider

@@ -1,0 +1,33 @@
+// Where the tokens of a full arena stand in a partial one: sink | retrieval | window, in order, the buffer behind them.
+// Blocks are counted from the sink's end; the window begins on their grid, so that no token falls between.
+#pragma once
+
+#include "portable.h"
+
+namespace outrider {
+
+struct PartialLayout {
+  i64 block_size, sink_blocks, window_blocks;
+
+  OUTRIDER_HD i64 sink() const { return sink_blocks * block_size; }
+
+  // Blocks between sink and window of an arena that has `covered` tokens.
+  OUTRIDER_HD i64 candidates(i64 covered) const {
+    const i64 between = covered / block_size - sink_blocks - window_blocks;
+    return between > 0 ? between : 0;
+  }
+
+  // The first token of block `block`, and of the window where that is the number of candidates.
+  OUTRIDER_HD i64 first(i64 block) const { return (sink_blocks + block) * block_size; }
+};
+
+// Whether block `i` of score `a` goes before block `j` of score `b`: the higher score, of equals the lower block.
+OUTRIDER_HD inline bool goes_before(float a, i64 i, float b, i64 j) { return a > b || (a == b && i < j); }
+
+// A score that is no number is worth nothing.
+OUTRIDER_HD inline float worth(float score) { return score == score ? score : -3.402823466e38f; }
+
+// How scores of one block by several queries become one.
+enum Reduction : int { kMax = 0, kMean = 1, kLast = 2 };
+
+}  // namespace outrider

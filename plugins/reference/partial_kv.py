@@ -1,0 +1,106 @@
+"""The three ops of partial KV: blocks summarised, chosen, and gathered into a small arena."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+
+
+def candidate_blocks(covered: int, block_size: int, sink_blocks: int, window_blocks: int) -> int:
+    """Blocks between sink and window of `covered` tokens; the window begins on their grid."""
+    return max(0, covered // block_size - sink_blocks - window_blocks)
+
+
+def block_summary(
+    kv: NDArray[Any],
+    covered: int,
+    summarised: int,
+    key_max: Floats,
+    key_min: Floats,
+    *,
+    block_size: int,
+    sink_blocks: int,
+    window_blocks: int,
+) -> None:
+    """Summarise the keys of blocks `summarised` and on, in place."""
+    for block in range(summarised, candidate_blocks(covered, block_size, sink_blocks, window_blocks)):
+        first = (sink_blocks + block) * block_size
+        keys = kv[::2, 0, :, first : first + block_size].astype(np.float32)
+        key_max[..., block], key_min[..., block] = keys.max(axis=2), keys.min(axis=2)
+
+
+def block_select(
+    queries: Floats,
+    kept_rows: Ints,
+    key_max: Floats,
+    key_min: Floats,
+    covered: int,
+    budget: int,
+    retrieval: int,
+    *,
+    block_size: int,
+    sink_blocks: int,
+    window_blocks: int,
+    reduction: int,
+    most_queries: int,
+) -> Ints:
+    """Blocks `[layers, kv heads, retrieval]`, ascending, -1 behind the last, for `queries` `[layers, N, width]`."""
+    layers, heads, head_dim, _ = key_max.shape
+    candidates = candidate_blocks(covered, block_size, sink_blocks, window_blocks)
+    count = min(budget, candidates)
+    chosen = np.full((layers, heads, retrieval), -1, np.int64)
+    asked = kept_rows[-1:] if reduction == 2 else kept_rows[-most_queries:]
+    for layer in range(layers):
+        for head in range(heads):
+            mine = queries[layer, asked].reshape(len(asked), heads, -1, head_dim)[:, head].reshape(-1, head_dim)
+            scores = np.stack([_score(q, key_max[layer, head], key_min[layer, head])[:candidates] for q in mine])
+            total = scores[0].copy()
+            for row in scores[1:]:
+                with np.errstate(invalid="ignore", over="ignore"):
+                    total = np.maximum(total, row) if reduction == 0 else total + row
+            best = np.argsort(-_worth(total), kind="stable")[:count]
+            chosen[layer, head, :count] = np.sort(best)
+    return chosen
+
+
+def _score(query: Floats, key_max: Floats, key_min: Floats) -> Floats:
+    """By one query, of all blocks: the larger of its products with both summaries `[head_dim, blocks]`."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        high = low = np.zeros(key_max.shape[1], np.float32)
+        for d, q in enumerate(query):
+            high, low = high + q * key_max[d], low + q * key_min[d]
+    return np.maximum(_worth(high), _worth(low))
+
+
+def _worth(score: Floats) -> Floats:
+    return np.where(np.isnan(score), np.finfo(np.float32).min, score).astype(np.float32)
+
+
+def partial_kv_gather(
+    kv: NDArray[Any],
+    covered: int,
+    selected: Ints,
+    partial_kv: NDArray[Any],
+    *,
+    block_size: int,
+    sink_blocks: int,
+    window_blocks: int,
+) -> int:
+    """Copy sink, selected blocks and window to the front of `partial_kv`, in place; the slots that it then has."""
+    sink = sink_blocks * block_size
+    window = sink + block_size * candidate_blocks(covered, block_size, sink_blocks, window_blocks)
+    count = int((selected[0, 0] >= 0).sum())
+    filled = sink + count * block_size + covered - window
+    for layer, head in np.ndindex(selected.shape[:2]):
+        retrieved = [
+            sink + block * block_size + t for block in selected[layer, head, :count] for t in range(block_size)
+        ]
+        tokens = np.array([*range(sink), *retrieved, *range(window, covered)], np.int64)
+        planes = slice(2 * layer, 2 * layer + 2)
+        partial_kv[planes, 0, head, :filled] = kv[planes, 0, head, tokens]
+    return filled

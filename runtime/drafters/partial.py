@@ -1,0 +1,157 @@
+"""A drafter that runs ahead over the partial arena: what it commits there is a draft for the full one (DESIGN 8).
+
+Passes over the partial arena, with another drafter inside, make *tentative* tokens. One pass over the full arena takes
+all of them as a chain behind the tip and accepts by the rule of all drafts: what leaves the runtime is the target's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plans import names
+from plans.errors import PlanError
+from runtime.drafters.base import Drafter
+from runtime.partial_kv import PartialArena
+from runtime.partial_policy import Interval
+from runtime.stats import Stats
+from runtime.step import TargetStep
+from runtime.target_pass import TargetPasses
+
+
+class PartialDrafter:
+    """One generation's. `inner` drafts for both arenas; None: steps of one token."""
+
+    filler_top_k = 0
+    entropy = None
+    trials = None
+    scores: NDArray[np.float32] | None = None
+
+    def __init__(
+        self,
+        inner: Drafter | None,
+        arena: PartialArena,
+        passes: TargetPasses,
+        interval: Interval,
+        stats: Stats,
+        ends: Collection[int],
+    ) -> None:
+        self._inner, self._arena, self._passes = inner, arena, passes
+        self._interval, self._stats, self._ends = interval, stats, ends
+        self._ahead: list[int] = []  # the sequence with tentative tokens behind it
+        self._confirmed = 0  # tokens of it that are not
+        self._over = False  # a tentative token ends the sequence
+        self._checking = 0  # tentative tokens that the running round confirms
+        self._agreed = 0  # of those, that it has
+
+    @property
+    def tentative(self) -> list[int]:
+        """Tokens that wait to be confirmed."""
+        return self._ahead[self._confirmed :]
+
+    def advance(self, tokens: list[int], end: int) -> list[int]:
+        """One pass over the partial arena behind `tokens`, which are confirmed; the tentative tokens that it adds.
+
+        None where it is time to confirm: as many wait as pay, the arena is full, one ends the sequence, or there is room
+        for no more than `end` tokens.
+        """
+        self._follow_confirmed(tokens)
+        arena, ahead = self._arena, self._ahead
+        waiting = len(ahead) - self._confirmed
+        room = min(end - 1 - len(ahead), self._passes.step.max_nodes - waiting)
+        if self._over or room < 1 or waiting >= self._interval.length or not arena.ready(len(ahead)):
+            return []
+        if self._inner is not None:
+            self._inner.suppose(self._confirmed)
+        began = perf_counter()
+        try:
+            passed = self._passes.decode(arena, ahead, self._inner, room)
+        except PlanError as error:
+            self._arena.give_up(str(error))
+            self.take_back()
+            return []
+        stop = next((i + 1 for i, token in enumerate(passed.chosen) if token in self._ends), None)
+        self._over = stop is not None
+        chosen = passed.chosen[:stop]
+        ahead += chosen
+        rows = passed.rows(len(chosen))
+        arena.slots.commit(rows, passed.program.kept)
+        arena.note_step()
+        if self._inner is not None:
+            self._inner.follow(passed.start, rows, passed.program.kept, self._passes.count)
+        ms = 1000 * (perf_counter() - began)
+        self._interval.note_pass(ms, len(chosen))
+        stats = self._stats
+        stats.partial_rounds += 1
+        stats.partial_ms += ms
+        stats.tentative += len(chosen)
+        return chosen
+
+    def _follow_confirmed(self, tokens: list[int]) -> None:
+        """The sequence without tentative tokens may have grown since."""
+        if len(self._ahead) == self._confirmed and self._confirmed != len(tokens):
+            self._ahead += tokens[self._confirmed :]
+            self._confirmed = len(tokens)
+
+    def take_back(self) -> None:
+        """Forget what is tentative."""
+        if self._inner is not None and len(self._ahead) > self._confirmed:
+            self._inner.truncate(self._confirmed)
+            self._inner.suppose(None)
+        del self._ahead[self._confirmed :]
+        self._over = False
+
+    # A drafter for rounds over the full arena.
+
+    def rounds(self, length: int, step: TargetStep) -> Iterator[tuple[str, tuple[str, ...]]]:
+        return iter(())
+
+    def suppose(self, length: int | None) -> None:
+        """Nothing asks it."""
+
+    def truncate(self, length: int) -> None:
+        """It lives as long as a generation, which is never cut."""
+
+    def resume(self, tokens: Sequence[int], rows: int, passes: int) -> int:
+        return rows
+
+    def begin(self, tokens: Sequence[int], step: TargetStep, limit: int) -> str | None:
+        waiting = self.tentative[:limit]
+        self._checking = len(waiting)
+        if not waiting:
+            if self._inner is None:
+                return None
+            program = self._inner.begin(tokens, step, limit)
+            self.scores = self._inner.scores
+            return program
+        self.scores = None
+        root, count = step.new_tokens - 1, len(waiting)
+        step.token_ids[root + 1 : root + 1 + count] = waiting
+        step.parent[root + 1 : root + 1 + count] = np.arange(root, root + count)
+        step.append_nodes(count)
+        return names.VERIFY
+
+    def absorb(self, tokens: Sequence[int]) -> None:
+        if self._inner is not None and not self.tentative:
+            self._inner.absorb(tokens)
+
+    def observe(self, index: int, likely: NDArray[np.int64]) -> None:
+        """What was likely is not learned from here."""
+
+    def follow(self, start: int, rows: int, kept: NDArray[np.int64] | None, passes: int) -> None:
+        """Tentative tokens are confirmed, or taken back from the first that differs: the features are true ones now."""
+        self.take_back()
+        self._agreed = min(rows - 1, self._checking)
+        if self._inner is not None:
+            self._inner.follow(start, rows, kept, passes)
+
+    def note_confirmed(self, ms: float) -> None:
+        """The round over the full arena, which may have confirmed tokens, took so long."""
+        if not self._checking:
+            return
+        self._interval.note_confirmed(ms, self._checking, self._agreed)
+        self._stats.retracted += self._checking - self._agreed
+        self._checking = 0

@@ -1,0 +1,54 @@
+"""How far a session runs ahead of the full arena, and how many blocks it retrieves: by what was measured."""
+
+from __future__ import annotations
+
+_LENGTHS = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_FADING = 0.9  # weight of what was measured before, a confirmation later
+
+
+class Interval:
+    """Of tokens that wait to be confirmed: as many as bring most tokens a second.
+
+    With `a` the share of tokens that agree, `n` that wait become (1 - a^(n+1)) / (1 - a) in the mean. They cost passes
+    over the partial arena and one over the full one, whose time grows with n.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._lengths = [length for length in _LENGTHS if length <= most] or [most]
+        self._agreed, self._parted = 30.0, 1.0  # tokens
+        self._small_ms, self._small_tokens = 0.0, 0.0
+        self._full = [0.0] * 5  # sums of 1, n, n^2, ms, n ms over confirmations
+        self.length = min(16, self._lengths[-1])
+
+    @property
+    def agreement(self) -> float:
+        """Share of tokens that agree with the full arena, where those before them do."""
+        return self._agreed / (self._agreed + self._parted)
+
+    def note_pass(self, ms: float, tokens: int) -> None:
+        """A pass over the partial arena brought so many tokens."""
+        self._small_ms = 0.98 * self._small_ms + ms
+        self._small_tokens = 0.98 * self._small_tokens + tokens
+
+    def note_confirmed(self, ms: float, waited: int, agreed: int) -> None:
+        """A pass over the full arena has confirmed `agreed` of `waited` tokens."""
+        self._agreed = _FADING * self._agreed + agreed
+        self._parted = _FADING * self._parted + (agreed < waited)
+        self._full = [
+            _FADING * old + new for old, new in zip(self._full, (1, waited, waited**2, ms, waited * ms), strict=True)
+        ]
+        self.length = max(self._lengths, key=self._tokens_per_ms)
+
+    def _tokens_per_ms(self, length: int) -> float:
+        agreement = min(self.agreement, 0.9999)
+        tokens = (1 - agreement ** (length + 1)) / (1 - agreement)
+        small = length * self._small_ms / self._small_tokens if self._small_tokens else 0.0
+        return tokens / (small + self._full_ms(length))
+
+    def _full_ms(self, length: int) -> float:
+        count, n, squares, ms, products = self._full
+        spread = count * squares - n * n
+        if spread < 1e-6 * squares * count:  # always the same length: in proportion
+            return ms / count * (length + 1) / (n / count + 1)
+        slope = max(0.0, (count * products - n * ms) / spread)
+        return max(1e-3, (ms - slope * n) / count + slope * length)

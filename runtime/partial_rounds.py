@@ -1,0 +1,60 @@
+"""Which arena a session's rounds run over: the full one, or, behind a long context, the partial one as well."""
+
+from __future__ import annotations
+
+from plans import names
+from plans.manifest import Manifest, longest_draft
+from plans.partial_kv import PartialMode
+from runtime.arena import SlotMap
+from runtime.assembly import Assembly
+from runtime.drafters import Drafter
+from runtime.drafters.partial import PartialDrafter
+from runtime.partial_kv import PartialArena
+from runtime.partial_policy import Interval
+from runtime.request import Request
+from runtime.stats import Stats
+from runtime.target_pass import Passed, TargetArena, TargetPasses
+
+
+class Arenas:
+    """The arenas of a session's target. Without a partial one in the plan, all rounds run over the full one.
+
+    `lossy`: rounds over the partial arena commit tokens; now and then one over the full arena gives rows to all of them,
+    and fills it anew. `lossless`: rounds run over the full arena; passes over the partial one draft for them.
+    """
+
+    def __init__(self, manifest: Manifest, parts: Assembly, slots: SlotMap, passes: TargetPasses) -> None:
+        self._full, self._passes = TargetArena(slots), passes
+        self._partial: PartialArena | None = None
+        if manifest.partial_kv is not None:
+            refresh, longest = parts.programs[names.REFRESH], longest_draft(manifest.drafters)
+            self._partial = PartialArena(manifest.partial_kv, parts.buffers, parts.step, refresh, longest)
+        self._interval = Interval(parts.step.max_nodes)
+
+    def of_round(self, mode: PartialMode, tokens: int) -> TargetArena:
+        """Where the next round of a sequence of so many tokens runs."""
+        partial = self._partial
+        return partial if partial is not None and mode == "lossy" and partial.ready(tokens) else self._full
+
+    def ran(self, arena: TargetArena, passed: Passed, mode: PartialMode, stats: Stats) -> None:
+        """A round has run over `arena`, and its rows were committed: a full one says what the partial arena holds."""
+        partial = self._partial
+        if partial is None or mode == "off":
+            return
+        if arena is partial:
+            partial.note_step()
+            stats.partial_rounds += 1
+        elif partial.wanted(arena.known):
+            partial.fill(arena.known, passed)
+            stats.refreshes += 1
+
+    def ahead(self, request: Request, drafter: Drafter | None, stats: Stats) -> PartialDrafter | None:
+        """What runs ahead of the full arena in one generation, where that is asked for."""
+        if self._partial is None or request.partial_kv != "lossless":
+            return None
+        return PartialDrafter(drafter, self._partial, self._passes, self._interval, stats, request.eos_token_ids)
+
+    def truncate(self, length: int) -> None:
+        """The sequence now has `length` tokens, those before them unchanged."""
+        if self._partial is not None:
+            self._partial.truncate(length)

@@ -1,0 +1,184 @@
+"""BlockSummary, BlockSelect, PartialKvGather: the kernels are the references, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plugins import native
+from plugins.reference import block_select, block_summary, partial_kv_gather
+from tests.plugins.partial_arena import PartialArena
+
+EXAMPLES = settings(max_examples=80, deadline=None)
+
+
+@st.composite
+def arenas(draw, dtypes=("float32", "float16")):
+    return PartialArena(
+        seed=draw(st.integers(0, 2**32 - 1)),
+        layers=draw(st.integers(1, 3)),
+        heads=draw(st.integers(1, 3)),
+        group=draw(st.integers(1, 3)),
+        head_dim=draw(st.sampled_from([1, 3, 8])),
+        block_size=draw(st.sampled_from([1, 2, 4])),
+        sink_blocks=draw(st.integers(0, 2)),
+        window_blocks=draw(st.integers(1, 3)),
+        retrieval=draw(st.integers(1, 5)),
+        capacity=draw(st.sampled_from([24, 97, 330])),
+        dtype=draw(st.sampled_from(dtypes)),
+        ties=draw(st.booleans()),
+    )
+
+
+@EXAMPLES
+@given(arena=arenas(), data=st.data())
+def test_summaries_grow_block_by_block_and_are_those_of_all_at_once(arena, data):
+    lengths = sorted(data.draw(st.lists(st.integers(0, arena.capacity), min_size=1, max_size=4)))
+    op = arena.summary()
+    for covered in lengths:
+        arena.covered[0] = covered
+        op()
+        arena.summarised[0] = max(arena.summarised[0], arena.candidates(covered))
+    most, least = np.zeros_like(arena.key_max), np.zeros_like(arena.key_min)
+    block_summary(arena.kv, lengths[-1], 0, most, least, **arena.layout)
+    np.testing.assert_array_equal(arena.key_max, most)
+    np.testing.assert_array_equal(arena.key_min, least)
+
+
+def test_a_summary_is_of_the_keys_between_sink_and_window():
+    arena = PartialArena(layers=1, heads=1, head_dim=1, block_size=2, sink_blocks=1, window_blocks=2, capacity=16)
+    arena.kv[0, 0, 0, :, 0] = [9, 9, 3, -4, 5, 6, 7, 7, 9, 9, 9, 9, 9, 9, 9, 9]
+    arena.covered[0] = (
+        11  # sink 0 and 1, window 6 to 10: its last two whole blocks and the one token that begins a third
+    )
+    arena.summary()()
+    assert arena.key_max[0, 0, 0].tolist() == [3, 6, 0, 0, 0]
+    assert arena.key_min[0, 0, 0].tolist() == [-4, 5, 0, 0, 0]
+
+
+@EXAMPLES
+@given(
+    arena=arenas(),
+    data=st.data(),
+    reduction=st.integers(0, 2),
+    most_queries=st.sampled_from([1, 2, 8]),
+    spoiled=st.booleans(),
+)
+def test_selection_is_the_reference(arena, data, reduction, most_queries, spoiled):
+    arena.covered[0] = covered = data.draw(st.integers(0, arena.capacity))
+    arena.summary()()
+    if spoiled:
+        arena.queries[arena.rng.random(arena.queries.shape) < 0.05] = np.nan
+        arena.queries[arena.rng.random(arena.queries.shape) < 0.05] = np.inf
+    arena.budget[0] = budget = data.draw(st.integers(0, arena.retrieval))
+    kept = arena.keep(data.draw(st.integers(1, arena.new)))
+    arena.select(reduction, most_queries)()
+    expected = block_select(
+        arena.queries, kept, arena.key_max, arena.key_min, covered, budget, arena.retrieval,
+        **arena.layout, reduction=reduction, most_queries=most_queries,
+    )  # fmt: skip
+    np.testing.assert_array_equal(arena.selected, expected)
+
+
+@pytest.mark.parametrize(("reduction", "chosen"), [(0, [0]), (1, [1]), (2, [2])])
+def test_reductions_differ_as_they_say(reduction, chosen):
+    arena = PartialArena(layers=1, heads=1, group=1, head_dim=1, block_size=1, sink_blocks=0, window_blocks=1, new=3)
+    arena.covered[0] = 4
+    arena.kv[0, 0, 0, :3, 0] = [1, 2, 3]
+    arena.summary()()
+    arena.queries[0, :, 0] = [-1, -2, 1]  # scores of blocks 0, 1, 2: -1 -2 -3, -2 -4 -6, 1 2 3
+    arena.key_max[0, 0, 0, :3] = arena.key_min[0, 0, 0, :3] = [-9, -4, 3]
+    arena.queries[0, :, 0] = [-1, 1.5, 0.5]  # 9 4 -3, -13.5 -6 4.5, -4.5 -2 1.5: most 9, sums -9 -4 3, last 1.5
+    if reduction == 1:
+        arena.queries[0, :, 0] = [-1, 1, 0]
+        arena.key_max[0, 0, 0, :3] = [-9, 5, 3]  # sums 0, 9, 0 where the two summaries of block 1 part
+    arena.keep(3)
+    arena.budget[0] = 1
+    arena.select(reduction, 8)()
+    assert arena.selected[0, 0].tolist()[:1] == chosen
+
+
+@EXAMPLES
+@given(arena=arenas(("float32", "float16")), data=st.data())
+def test_gathering_is_the_reference_and_copies_only_what_is_not_there(arena, data):
+    sink = arena.layout["sink_blocks"] * arena.layout["block_size"]
+    gather = arena.gather()
+    arena.resident[:] = -1
+    for covered in sorted(data.draw(st.lists(st.integers(sink, arena.capacity), min_size=1, max_size=3))):
+        arena.covered[0] = covered
+        count = min(arena.candidates(covered), data.draw(st.integers(0, arena.retrieval)))
+        arena.choose(count)
+        gather()
+        expected = np.zeros_like(arena.partial_kv)
+        filled = partial_kv_gather(arena.kv, covered, arena.selected, expected, **arena.layout)
+        np.testing.assert_array_equal(arena.partial_kv[:, :, :, :filled], expected[:, :, :, :filled])
+        np.testing.assert_array_equal(arena.resident, arena.selected)
+    if arena.selected[0, 0, 0] >= 0:  # what is said to be there is not copied
+        first = slice(sink, sink + arena.layout["block_size"])
+        arena.partial_kv[:, :, :, first] = 7
+        gather()
+        assert (arena.partial_kv[:, :, :, first] == 7).all()
+
+
+def test_bfloat16_is_summarised_and_gathered():
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    arena = PartialArena(layers=1, heads=1, head_dim=2, block_size=2, sink_blocks=1, window_blocks=1, dtype=bfloat16)
+    arena.covered[0] = 8
+    arena.summary()()
+    keys = arena.kv[0, 0, 0, 2:6].astype(np.float32)
+    np.testing.assert_array_equal(arena.key_max[0, 0, :, :2], keys.reshape(2, 2, 2).max(1).T)
+    arena.choose(1)
+    arena.gather()()
+    np.testing.assert_array_equal(arena.partial_kv[:, 0, 0, :2], arena.kv[:, 0, 0, :2])
+
+
+def _spoil(arena: PartialArena, name: str, index: tuple[int, ...], value: int) -> None:
+    getattr(arena, name)[index] = value
+
+
+@pytest.mark.parametrize(
+    ("op", "change", "sentence"),
+    [
+        ("summary", ("covered", (0,), 25), r"covered\[0\] is 25; it must be in 0\.\.24"),
+        ("summary", ("summarised", (0,), -1), r"summarised\[0\] is -1"),
+        ("select", ("covered", (0,), -1), r"covered\[0\] is -1"),
+        ("select", ("kept_count", (0,), 0), r"kept_count\[0\] is 0; it must be in 1\.\.4"),
+        ("select", ("kept_rows", (1,), 4), r"kept_rows\[1\] is 4; it must be in 0\.\.3"),
+        ("select", ("budget", (0,), 4), r"budget\[0\] is 4; it must be in 0\.\.3"),
+        ("gather", ("covered", (0,), 1), r"covered\[0\] is 1; it must be in 2\.\.24"),
+        ("gather", ("selected", (0, 1, 0), -1), r"selected\[3\] is -1"),
+        ("gather", ("selected", (0, 0, 1), 9), r"selected\[1\] is 9; it must be in 0\.\.8"),
+        ("gather", ("selected", (0, 1, 2), 0), r"selected\[5\] is 0; it must be in -1\.\.-1"),
+    ],
+)
+def test_what_lies_outside_is_refused_and_nothing_is_written(op, change, sentence):
+    arena = PartialArena(layers=1, heads=2, block_size=2, sink_blocks=1, window_blocks=1, retrieval=3, capacity=24)
+    arena.covered[0] = 22
+    arena.budget[0] = 2
+    arena.keep(2)
+    arena.choose(2)
+    written = {name: getattr(arena, name) for name in ("key_max", "key_min", "partial_kv", "resident")}
+    before = {name: array.copy() for name, array in written.items()}
+    _spoil(arena, *change)
+    with pytest.raises(ValueError, match=sentence):
+        (arena.select(0, 8) if op == "select" else getattr(arena, op)())()
+    for name, array in written.items():
+        np.testing.assert_array_equal(array, before[name])
+
+
+def test_an_arena_that_is_too_small_and_layouts_that_are_none_are_refused():
+    arena = PartialArena(layers=1, heads=1, block_size=2, sink_blocks=1, window_blocks=1, retrieval=3, room=5)
+    arena.covered[0] = 22
+    arena.choose(3)
+    with pytest.raises(ValueError, match="10 tokens exceed the partial arena's 5 slots"):
+        arena.gather()()
+    with pytest.raises(ValueError, match=r"window_blocks\[0\] is 0"):
+        PartialArena(window_blocks=0).summary()
+    with pytest.raises(ValueError, match=r"reduction\[0\] is 3"):
+        PartialArena().select(3, 8)
+    arena = PartialArena(layers=2)
+    tensors = arena.tensors("BlockSummary") | {"kv": arena.kv[:2]}
+    with pytest.raises(ValueError, match="two planes for each layer"):
+        native.create("BlockSummary", tensors, arena.layout)
