@@ -262,6 +262,7 @@ def _export(
             source.tree,
             source.geometry(geometry).capacity,
             geometry.vocab_size if drafter.acceptance == "rejection" else 0,
+            positions=max(source.geometry(geometry).capacity, geometry.capacity + drafter.grown),
             entropy=drafter.entropy is not None,
             rows=drafter.compacts,
             branches=geometry.branches,

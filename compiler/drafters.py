@@ -33,6 +33,8 @@ class GraphSource:
     section: GraphSection
     config: DecoderConfig | Eagle3Config
     tree: Tree
+    sink: int = 0
+    window: int = 0  # last rows that its arena keeps, behind those of the sink; 0: all
 
     @property
     def drafter(self) -> GraphDrafter:
@@ -49,8 +51,9 @@ class GraphSource:
         )
 
     def geometry(self, target: Geometry) -> Geometry:
-        """The arena holds the context and what the tree's levels append behind it."""
+        """The arena holds the context, or a window of it, and what the tree's levels append behind it."""
         c, bucket = self.config, target.view_bucket
+        held = -(-(self.sink + 2 * self.window) // bucket) * bucket + bucket if self.window else target.capacity
         grown = -(-self.drafter.grown * target.branches // bucket) * bucket
         return Geometry(
             layers=c.num_layers,
@@ -61,10 +64,12 @@ class GraphSource:
             vocab_size=c.draft_vocab_size if isinstance(c, Eagle3Config) else c.vocab_size,
             context=target.context,
             view_bucket=bucket,
-            capacity=target.capacity + grown,
+            capacity=held + grown,
             prefill_chunk=target.prefill_chunk,
             branches=target.branches,
             rows=target.rows,
+            sink=self.sink,
+            window=self.window,
         )
 
 
@@ -117,7 +122,7 @@ def read_sources(recipe: Recipe, target: DecoderConfig) -> list[GraphSource]:
                 ("drafters", index, "tree", "nodes"),
                 f"is {tree.nodes}, but a chain of depth {tree.depth} has {tree.depth + 2}; set it to that",
             )
-        sources.append(GraphSource(index, section, config, tree))
+        sources.append(GraphSource(index, section, config, tree, *recipe.partial_kv.drafters_keep()))
     _check_taps(recipe, sources)
     return sources
 

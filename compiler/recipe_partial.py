@@ -27,6 +27,9 @@ class PartialKvSection(Section):
     most_queries: int = Field(
         8, ge=1, le=256, description="accepted tokens, the last ones, whose queries choose blocks"
     )
+    n_draft_window_tokens: int = Field(
+        1024, ge=1, description="tokens of a drafter's window: its arena keeps the sink and the last ones"
+    )
     mode: PartialMode = Field(
         "lossless",
         description="of requests that do not say theirs: lossless, where tokens are checked by the full arena before "
@@ -35,4 +38,8 @@ class PartialKvSection(Section):
 
     def settings(self) -> PartialKv | None:
         """What a plan keeps of it."""
-        return PartialKv(**self.model_dump(exclude={"enabled"})) if self.enabled else None
+        return PartialKv(**self.model_dump(exclude={"enabled", "n_draft_window_tokens"})) if self.enabled else None
+
+    def drafters_keep(self) -> tuple[int, int]:
+        """Rows of the beginning and of the end that drafters' arenas keep; 0 and 0, all, where it is not enabled."""
+        return (self.n_sink_blocks * self.block_size, self.n_draft_window_tokens) if self.enabled else (0, 0)

@@ -97,6 +97,8 @@ def _drafter(drafter: GraphDrafter, models: Mapping[str, Geometry]) -> Iterator[
         yield f"{where}: reads features, and the target gives none"
     if (own.context, own.prefill_chunk) != (target.context, target.prefill_chunk):
         yield f"models.{drafter.name}: context and prefill_chunk are not the target's"
+    if own.window and not own.prefill_chunk <= own.window:
+        yield f"models.{drafter.name}: a window of {own.window} rows is less than a chunk of {own.prefill_chunk}"
 
 
 def buffer_shape(target: TargetPlan, buffer: Tensor) -> tuple[int, ...]:
@@ -193,8 +195,8 @@ def _symbols(
             yield f": {new} new tokens and {picked} with logits, must be {g.prefill_chunk} and 1"
         if (tips, nodes) != (g.branches, g.branches * own.tree.nodes):
             yield f".{names.TIPS}: {tips} tips and {nodes} nodes, must be {g.branches} and as many trees"
-    if not g.context + grown <= view < g.capacity:
-        yield f".{names.VIEW}: {view} does not lie between context {g.context + grown} and capacity {g.capacity}"
+    if not g.held + grown <= view < g.capacity:
+        yield f".{names.VIEW}: {view} does not lie between context {g.held + grown} and capacity {g.capacity}"
     if (rows, edges, places) != (g.rows, g.rows + 1, new) or g.rows not in (1, g.branches):
         yield f".{names.ROWS}: {rows} rows, {edges} edges and {places} places are not those of {g.rows}"
 

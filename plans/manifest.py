@@ -38,6 +38,13 @@ class Geometry(Strict):
     prefill_chunk: Size = Field(description="Most prompt tokens of one step.")
     branches: Size
     rows: Size = Field(1, description="Rows of the arena: 1, or one for each branch.")
+    sink: Count = Field(0, description="Of a drafter with a window: rows of the beginning that are kept.")
+    window: Count = Field(0, description="Last rows that a drafter's arena keeps, at least; 0: all.")
+
+    @property
+    def held(self) -> int:
+        """Rows that there is room for, those of a draft's levels not counted."""
+        return self.sink + 2 * self.window if self.window else self.context
 
 
 class Text(Strict):

@@ -82,6 +82,12 @@ class SlotMap:
         self.length = len(alive)
         return gained
 
+    def shift(self, first: int, to: int, count: int) -> None:
+        """The last `count` slots, from `first` on, have been moved to `to`, which lies before them."""
+        for column in (self._bim, self._positions):
+            column[to : to + count] = column[first : first + count]
+        self.length = to + count
+
     def restore(self, rows: int, branch: int, position: int) -> None:
         """Take `rows` rows behind the last one that no step has made: of a chain, the first at `position`."""
         start, stop = self.length, self.length + rows

@@ -97,6 +97,11 @@ class Buffers:
         kv = self.of(model, names.KV)
         kv[:, to, :, :count] = kv[:, source, :, :count]
 
+    def move_slots(self, model: str, first: int, to: int, count: int) -> None:
+        """Move `count` slots of a model's arena of one row from `first` on to `to`, which lies before it."""
+        slots = self.of(model, names.KV)[:, 0]
+        slots[:, :, to : to + count] = slots[:, :, first : first + count]
+
     def set_sampling(self, branch: int, params: SamplingParams) -> None:
         """Fill a branch's sampling slot."""
         for name, value in params.slots().items():

@@ -19,8 +19,8 @@ from runtime.target_pass import Passed, TargetArena, TargetPasses
 class Arenas:
     """The arenas of a session's target. Without a partial one in the plan, all rounds run over the full one.
 
-    `lossy`: rounds over the partial arena commit tokens; now and then one over the full arena gives rows to all of them,
-    and fills it anew. `lossless`: rounds run over the full arena; passes over the partial one draft for them.
+    `lossy`: rounds over the partial arena commit tokens; now and then one over the full arena gives rows to all of
+    them, and fills it anew. `lossless`: rounds run over the full arena; passes over the partial one draft for them.
     """
 
     def __init__(self, manifest: Manifest, parts: Assembly, slots: SlotMap, passes: TargetPasses) -> None:

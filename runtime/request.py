@@ -32,8 +32,8 @@ class Options(TypedDict, total=False):
     - `on_round`: called with a `trace.Round` after each round, before its span is given out.
     - `logprobs` (None): report each token's log-probability and this many of the most probable (0 to 20).
     - `cancel`: a `threading.Event`; once set, the generation ends before its next step.
-    - `partial_kv`: behind long contexts, where the plan has a partial arena: "lossless", whose tokens are those of "off";
-      "lossy", whose tokens are not; default: the plan's.
+    - `partial_kv`: behind long contexts, where the plan has a partial arena: "lossless", whose tokens are those of
+      "off"; "lossy", whose tokens are not; default: the plan's.
     - `tentative` (False): give out spans of tokens that are not confirmed yet, marked, in lossless mode.
     - `constraint`: a fresh `constraint.Constraint`, whose form the text keeps to; decoding is then plain.
     """

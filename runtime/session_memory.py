@@ -9,7 +9,8 @@ from plans.errors import RequestError
 from runtime.arena import SlotMap
 from runtime.arena_rows import ArenaRows
 from runtime.buffers import Buffers
-from runtime.drafters.graph import BRANCH, EngineDrafter
+from runtime.drafters.graph import EngineDrafter
+from runtime.drafters.kept_rows import BRANCH
 from runtime.prefix_cache import PrefixCache
 
 
@@ -41,9 +42,10 @@ class SessionMemory:
                 self._slots.restore(rows - had, BRANCH, had)
             for name, drafter in self._drafters.items():
                 known = min(match.rows.get(name, 0), len(tokens) - 1)
-                if known > drafter.known:
-                    self._cache.read(match, name, drafter.known, known, drafter.rows)
-                    drafter.restore(known)
+                if known > drafter.kept.reach:
+                    for first, last, place in drafter.kept.missing(known):
+                        self._cache.read(match, name, first, last, place)
+                    drafter.kept.restore(known)
         finally:
             self._cache.release(match)
         return max(0, rows - had)
@@ -54,6 +56,6 @@ class SessionMemory:
 
     def keep(self, tokens: Sequence[int], *, wait: bool) -> None:
         """Insert what the sequence has rows of; without `wait`, only where nobody else is at the cache."""
-        rows = {name: (drafter.known, drafter.rows) for name, drafter in self._drafters.items()}
+        rows = {name: (drafter.kept.known, drafter.kept.leading) for name, drafter in self._drafters.items()}
         length = self._slots.length
         self._cache.insert(tokens[:length], {names.TARGET: (length, self._rows), **rows}, wait=wait)

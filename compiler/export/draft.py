@@ -19,11 +19,12 @@ def export_draft(
     capacity: int,
     rejected: int = 0,
     *,
+    positions: int | None = None,
     entropy: bool = False,
     rows: bool = False,
     branches: int = 1,
 ) -> ir.Model:
-    """Export a `DraftModel` over an arena of `capacity` slots, one row.
+    """Export a `DraftModel` over an arena of `capacity` slots, one row, for so many `positions` (default: as many).
 
     A head reads `features` of the target's last step; `feature_rows` picks those of the pairs. Outputs:
     `tree_token_ids`, `tree_positions`, `tree_parent` `[nodes]`, the root, which is the tip, first, as the target's
@@ -77,7 +78,7 @@ def export_draft(
         **{names.v_cache(i): cache for i in layers},
     }
     traced = trace(
-        DraftGraph(model, tree, capacity, rejected, entropy, rows),
+        DraftGraph(model, tree, positions or capacity, rejected, entropy, rows),
         inputs={
             "features": torch.zeros(5, features) if features else None,
             "feature_rows": torch.zeros(new, dtype=index) if features else None,

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from plans import names
 from plans.manifest import EntropyGamma, Geometry, GraphDrafter
 from runtime.buffers import Buffers
-from runtime.drafters.graph import BRANCH, EngineDrafter
+from runtime.drafters.graph import EngineDrafter
+from runtime.drafters.kept_rows import BRANCH
 from runtime.program import Program
 from runtime.step import DraftStep, TargetStep
 
@@ -96,7 +97,7 @@ class EntropyChain(EngineDrafter):
         count = min(gamma, limit)
         for node in range(1, count + 1):
             if node > 1:
-                own.begin(slots.length, slots.length, self._token.tolist(), BRANCH)
+                own.begin(slots.length, self.kept.end, self._token.tolist(), BRANCH)
                 self._tip_position[BRANCH] += 1
                 self._draft.run()
                 slots.commit(1, kept=None)

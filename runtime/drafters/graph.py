@@ -9,13 +9,10 @@ from numpy.typing import NDArray
 
 from plans import names
 from plans.manifest import Geometry, GraphDrafter
-from runtime.arena import SlotMap
-from runtime.arena_rows import ArenaRows
 from runtime.buffers import Buffers
+from runtime.drafters.kept_rows import BRANCH, KeptRows
 from runtime.program import Program
 from runtime.step import DraftStep, TargetStep
-
-BRANCH = 0  # a session is one branch
 
 
 class EngineDrafter:
@@ -42,10 +39,10 @@ class EngineDrafter:
     ) -> None:
         self._name, self._keeps_levels = settings.name, keeps_levels
         self._tree, self._step, self._extend = settings.tree, step, extend
-        self._slots = SlotMap(settings.name, buffers, step)
+        self.kept = KeptRows(settings.name, geometry, buffers, step, int(settings.kind == "eagle3"))
+        self._slots = self.kept.slots
         self._room = geometry.context
         self._paired = settings.kind == "eagle3"
-        self.rows = ArenaRows(buffers.of(settings.name, names.KV)[:, 0], lead=int(self._paired))  # by tokens
         self._tree_rows = None if compact is None else _TreeRows(settings.name, buffers, step, compact)
         self.scores: NDArray[np.float32] = buffers.of(settings.name, names.TREE_SCORE)
         rejected = settings.acceptance == "rejection"
@@ -55,16 +52,6 @@ class EngineDrafter:
         self._first, self._rows = 0, np.zeros(0, np.int64)
         self._passes = 0
         self._drafting = False
-
-    @property
-    def known(self) -> int:
-        """Leading tokens of the sequence that have rows; a head's first row is the second token's."""
-        return self._slots.length + self._paired if self._slots.length else 0
-
-    def restore(self, known: int) -> None:
-        """Rows of so many leading tokens have been copied to its arena."""
-        had = self._slots.length
-        self._slots.restore(known - self._paired - had, BRANCH, had)
 
     def rounds(self, length: int, step: TargetStep) -> Iterator[tuple[str, tuple[str, ...]]]:
         end, models = length - self._paired, (names.TARGET, self._name)
@@ -98,7 +85,7 @@ class EngineDrafter:
                 yield fed
 
     def truncate(self, length: int) -> None:
-        self._slots.truncate(max(length - self._paired, 0))
+        self.kept.truncate(max(length - self._paired, 0))
         self._rows = self._rows[: max(length - self._first, 0)]
 
     def suppose(self, length: int | None) -> None:
@@ -106,13 +93,15 @@ class EngineDrafter:
 
     def resume(self, tokens: Sequence[int], rows: int, passes: int) -> int:
         self._drafting = False
-        self._slots.truncate(max(len(tokens) - 1 - self._paired, 0))  # the tip is always fed again
+        self.kept.truncate(max(len(tokens) - 1 - self._paired, 0))  # the tip is always fed again
         if not self._paired:
             return rows
         if passes != self._passes:
             self._rows = self._rows[:0]
-        known = self._first <= self._slots.length and self._first + len(self._rows) >= rows
-        return rows if known else min(rows, self._slots.length)
+        known = self._first <= self.kept.end and self._first + len(self._rows) >= rows
+        if not known and self.kept.window:  # its rows reach back so far only in any case
+            self.kept.skip_to(rows)
+        return rows if known else min(rows, self.kept.end)
 
     def begin(self, tokens: Sequence[int], step: TargetStep, limit: int) -> str | None:
         nodes = self._tree.nodes
@@ -165,7 +154,9 @@ class EngineDrafter:
 
         More than a step holds go in with passes of their own.
         """
-        first, lead, most = self._slots.length, int(self._paired), self._step.most
+        kept, lead, most = self.kept, int(self._paired), self._step.most
+        kept.pass_over(len(tokens), end)
+        first = kept.end
         if first >= end or (self._paired and not self._first <= first <= end <= self._first + len(self._rows)):
             return False
         while True:
@@ -173,7 +164,8 @@ class EngineDrafter:
             if self._feature_rows is not None:
                 offset = first - self._first
                 self._feature_rows[:count] = self._rows[offset : offset + count]
-            self._step.begin(first, first, list(tokens[first + lead : first + lead + count]), BRANCH)
+            kept.make_room(count)
+            self._step.begin(self._slots.length, first, list(tokens[first + lead : first + lead + count]), BRANCH)
             if first + count == end:
                 return True
             self._extend.run()

@@ -1,7 +1,7 @@
 """A drafter that runs ahead over the partial arena: what it commits there is a draft for the full one (DESIGN 8).
 
 Passes over the partial arena, with another drafter inside, make *tentative* tokens. One pass over the full arena takes
-all of them as a chain behind the tip and accepts by the rule of all drafts: what leaves the runtime is the target's own.
+all of them as a chain behind the tip and accepts by the rule of all drafts: what leaves the runtime is the target's.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class PartialDrafter:
     def advance(self, tokens: list[int], end: int) -> list[int]:
         """One pass over the partial arena behind `tokens`, which are confirmed; the tentative tokens that it adds.
 
-        None where it is time to confirm: as many wait as pay, the arena is full, one ends the sequence, or there is room
-        for no more than `end` tokens.
+        None where it is time to confirm: as many wait as pay, the arena is full, one ends the sequence, or it comes to
+        `end` tokens.
         """
         self._follow_confirmed(tokens)
         arena, ahead = self._arena, self._ahead

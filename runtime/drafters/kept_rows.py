@@ -1,0 +1,104 @@
+"""The rows that a drafter's arena keeps of a sequence: all, or of a long one its beginning and the last ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from plans import names
+from plans.manifest import Geometry
+from runtime.arena import SlotMap
+from runtime.arena_rows import ArenaRows
+from runtime.buffers import Buffers
+from runtime.step import Step
+
+BRANCH = 0  # a session is one branch
+
+
+class KeptRows:
+    """Rows are counted in the sequence: `end` is the next one's number. `lead` tokens at the beginning have none.
+
+    With a `window`, rows between the sink and the last `window` to twice as many are dropped. Those that are kept lie
+    in order from slot 0 on: `_front` of the beginning, and where `_dropped` are missing, those behind the gap.
+    """
+
+    def __init__(self, model: str, geometry: Geometry, buffers: Buffers, step: Step, lead: int) -> None:
+        self.slots = SlotMap(model, buffers, step)
+        self._model, self._buffers, self._lead = model, buffers, lead
+        self._kv = buffers.of(model, names.KV)[:, 0]
+        self._sink, self.window = geometry.sink, geometry.window
+        self._room = geometry.sink + 2 * geometry.window
+        self._front = self._dropped = 0
+        self.leading = ArenaRows(self._kv, lead)  # rows of the beginning, by tokens
+
+    @property
+    def end(self) -> int:
+        return self.slots.length + self._dropped
+
+    @property
+    def known(self) -> int:
+        """Leading tokens that have rows, as far as they can: up to the gap."""
+        solid = self._front if self._dropped else self.slots.length
+        return solid + self._lead if solid else 0
+
+    @property
+    def reach(self) -> int:
+        """Leading tokens up to the last that has a row."""
+        return self.end + self._lead if self.end else 0
+
+    def truncate(self, end: int) -> None:
+        """Forget rows from number `end` on; where that is in the gap, what lies behind it was forgotten too."""
+        if self._dropped and end < self._front + self._dropped:
+            end, self._dropped = min(end, self._front), 0
+        self.slots.truncate(max(end - self._dropped, 0))
+
+    def make_room(self, rows: int) -> None:
+        """So many rows more, at most a window, are about to come."""
+        if not self.window or self.slots.length + rows <= self._room:
+            return
+        first = self.slots.length - self.window
+        if not self._dropped:
+            self._front = self._sink
+        self._buffers.move_slots(self._model, first, self._front, self.window)
+        self.slots.shift(first, self._front, self.window)
+        self._dropped += first - self._front
+
+    def skip_to(self, end: int) -> None:
+        """The next row is number `end`: those between the sink and it are dropped."""
+        if end <= self.end:
+            return
+        if not self._dropped:
+            self._front = min(self.slots.length, self._sink)
+        self.slots.truncate(self._front)
+        self._dropped = end - self._front
+
+    def pass_over(self, length: int, end: int) -> None:
+        """The sequence has `length` tokens: rows up to number `end` that will be dropped need not be computed."""
+        if self.window and self.end >= self._sink:
+            self.skip_to(min(length - self.window, end))
+
+    def missing(self, known: int) -> Iterator[tuple[int, int, ArenaRows]]:
+        """What to copy here so that `known` leading tokens have rows, but for those that a window drops.
+
+        First token, the one behind the last, and where their rows go; then `restore`.
+        """
+        gap = self._gap(known)
+        if not gap:
+            yield self.known, known, self.leading
+            return
+        if self.known < self._sink + self._lead:
+            yield self.known, self._sink + self._lead, self.leading
+        yield known - self.window, known, ArenaRows(self._kv, self._lead + gap)
+
+    def restore(self, known: int) -> None:
+        """The rows that were `missing` have been copied."""
+        gap = self._gap(known)
+        behind = known - self._lead - gap - self._sink
+        self.slots.truncate(0)
+        self.slots.restore(self._sink + min(behind, 0), BRANCH, 0)
+        self.slots.restore(max(behind, 0), BRANCH, self._sink + gap)
+        self._front, self._dropped = self._sink, gap
+
+    def _gap(self, known: int) -> int:
+        """Rows that are dropped where `known` leading tokens have some."""
+        end = known - self._lead
+        return 0 if not self.window or end <= self._room else end - self.window - self._sink
