@@ -207,6 +207,8 @@ class Recipe(Section):
         for drafter in values["drafters"]:
             if "checkpoint" in drafter:
                 drafter["checkpoint"] = _portable(drafter["checkpoint"])
+        if not self.partial_kv.enabled:
+            del values["partial_kv"]  # its settings say nothing then
         for target in values["targets"]:
             target.pop("timing_cache", None)  # it tells how long kernels take, not what they compute
         if self.held_out is not None:

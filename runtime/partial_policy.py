@@ -52,3 +52,36 @@ class Interval:
             return ms / count * (length + 1) / (n / count + 1)
         slope = max(0.0, (count * products - n * ms) / spread)
         return max(1e-3, (ms - slope * n) / count + slope * length)
+
+
+class Budget:
+    """Blocks that a generation retrieves. One that was not asked for a number finds its own.
+
+    It begins with an eighth of the context, or fewer where little is left to say, as they have to be copied first.
+    Where tokens part too often it doubles, where they hardly do it halves.
+    """
+
+    LEAST = 8
+    _OFTEN, _HARDLY = 0.05, 0.01  # of tokens that are checked
+    _WORTH = 64  # checked tokens that say something
+
+    def __init__(self, most: int, asked: int | None, blocks: int, room: int) -> None:
+        """`asked` for so many, or as `blocks` of context and `room` for tokens to come say; at most `most`."""
+        self._most, self._fixed = most, asked is not None
+        least = min(self.LEAST, most)
+        self.blocks = asked if asked is not None else min(max(least, min(blocks // 8, room)), most)
+        self._least = least
+        self._checked = self._parted = 0
+
+    def note_confirmed(self, waited: int, agreed: int) -> None:
+        """Of `waited` tokens `agreed` were confirmed."""
+        self._checked += min(agreed + 1, waited)
+        self._parted += agreed < waited
+        if self._fixed or self._checked < self._WORTH:
+            return
+        share = self._parted / self._checked
+        if share > self._OFTEN:
+            self.blocks = min(2 * self.blocks, self._most)
+        elif share < self._HARDLY:
+            self.blocks = max(self.blocks // 2, self._least)
+        self._checked = self._parted = 0

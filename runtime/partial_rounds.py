@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from plans import names
+from plans.errors import RequestError
 from plans.manifest import Manifest, longest_draft
 from plans.partial_kv import PartialMode
 from runtime.arena import SlotMap
@@ -10,7 +11,7 @@ from runtime.assembly import Assembly
 from runtime.drafters import Drafter
 from runtime.drafters.partial import PartialDrafter
 from runtime.partial_kv import PartialArena
-from runtime.partial_policy import Interval
+from runtime.partial_policy import Budget, Interval
 from runtime.request import Request
 from runtime.stats import Stats
 from runtime.target_pass import Passed, TargetArena, TargetPasses
@@ -24,12 +25,21 @@ class Arenas:
     """
 
     def __init__(self, manifest: Manifest, parts: Assembly, slots: SlotMap, passes: TargetPasses) -> None:
-        self._full, self._passes = TargetArena(slots), passes
+        self._full, self._passes = TargetArena(slots, parts.step.largest_view), passes
         self._partial: PartialArena | None = None
         if manifest.partial_kv is not None:
             refresh, longest = parts.programs[names.REFRESH], longest_draft(manifest.drafters)
             self._partial = PartialArena(manifest.partial_kv, parts.buffers, parts.step, refresh, longest)
         self._interval = Interval(parts.step.max_nodes)
+        self._budget = Budget(1, 1, 0, 0)  # of the generation
+
+    def either(self, *, partial: bool) -> TargetArena:
+        """One of the two. Raises `RequestError` for a partial arena where the plan has none."""
+        if not partial:
+            return self._full
+        if self._partial is None:
+            raise RequestError("The plan has no partial arena; build it with partial_kv.enabled.")
+        return self._partial
 
     def of_round(self, mode: PartialMode, tokens: int) -> TargetArena:
         """Where the next round of a sequence of so many tokens runs."""
@@ -44,15 +54,32 @@ class Arenas:
         if arena is partial:
             partial.note_step()
             stats.partial_rounds += 1
-        elif partial.wanted(arena.known):
+            stats.partial_ms += passed.ms
+            return
+        partial.budget = self._budget.blocks
+        if partial.wanted(arena.known):
             partial.fill(arena.known, passed)
             stats.refreshes += 1
+            stats.retrieved = partial.budget
 
-    def ahead(self, request: Request, drafter: Drafter | None, stats: Stats) -> PartialDrafter | None:
-        """What runs ahead of the full arena in one generation, where that is asked for."""
-        if self._partial is None or request.partial_kv != "lossless":
+    def begin(
+        self, request: Request, drafter: Drafter | None, stats: Stats, tokens: int, room: int
+    ) -> PartialDrafter | None:
+        """A generation behind so many tokens, with room for as many more, begins.
+
+        Returns what runs ahead of the full arena in it, where that is asked for.
+        """
+        partial, asked = self._partial, request.partial_budget
+        if partial is None:
             return None
-        return PartialDrafter(drafter, self._partial, self._passes, self._interval, stats, request.eos_token_ids)
+        settings = partial.settings
+        most = settings.n_retrieval_blocks
+        fixed = None if asked == "auto" else most if asked is None else asked
+        self._budget = Budget(most, fixed, tokens // settings.block_size, room)
+        if request.partial_kv != "lossless":
+            return None
+        ends = request.eos_token_ids
+        return PartialDrafter(drafter, partial, self._passes, self._interval, self._budget, stats, ends)
 
     def truncate(self, length: int) -> None:
         """The sequence now has `length` tokens, those before them unchanged."""

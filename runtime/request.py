@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 from plans.errors import RequestError
 from plans.partial_kv import PARTIAL_MODES, PartialKv, PartialMode
@@ -34,6 +34,8 @@ class Options(TypedDict, total=False):
     - `cancel`: a `threading.Event`; once set, the generation ends before its next step.
     - `partial_kv`: behind long contexts, where the plan has a partial arena: "lossless", whose tokens are those of
       "off"; "lossy", whose tokens are not; default: the plan's.
+    - `partial_budget`: blocks of 16 tokens, or as many as the plan says, that the partial arena retrieves; "auto": as
+      many as context, room and agreement make sensible; default: as many as the plan has room for.
     - `tentative` (False): give out spans of tokens that are not confirmed yet, marked, in lossless mode.
     - `constraint`: a fresh `constraint.Constraint`, whose form the text keeps to; decoding is then plain.
     """
@@ -56,6 +58,7 @@ class Options(TypedDict, total=False):
     cancel: threading.Event | None
     constraint: Constraint | None
     partial_kv: PartialMode
+    partial_budget: int | Literal["auto"] | None
     tentative: bool
 
 
@@ -74,6 +77,7 @@ class Request:
     cancel: threading.Event | None
     constraint: Constraint | None
     partial_kv: PartialMode = "off"
+    partial_budget: int | Literal["auto"] | None = None
     tentative: bool = False
 
 
@@ -120,6 +124,10 @@ def check_options(
         raise RequestError(
             f"partial_kv is {mode!r}, and the plan has no partial arena; build it with partial_kv.enabled."
         )
+    budget, most = options.get("partial_budget"), 1 if partial is None else partial.n_retrieval_blocks
+    counted = isinstance(budget, int) and not isinstance(budget, bool) and 1 <= budget <= most
+    if budget not in (None, "auto") and not counted:
+        raise RequestError(f"partial_budget is {budget!r}; pass auto, or 1 to {most} blocks.")
     if partial is None or constraint is not None:
         mode = "off"
     return Request(
@@ -142,5 +150,6 @@ def check_options(
         cancel=cancel,
         constraint=constraint,
         partial_kv=mode or ("off" if partial is None else partial.mode),
+        partial_budget=budget,
         tentative=bool(options.get("tentative", False)),
     )

@@ -128,21 +128,22 @@ class Session:
         prepared = self._prepare(prompt, whole, request)
         return GenerationStream(self._run(prompt, whole, request, prepared, self._changes))
 
-    def rehearse(self, chain: Sequence[int], drafter: str) -> float:
+    def rehearse(self, chain: Sequence[int], drafter: str, *, partial: bool = False) -> float:
         """Milliseconds of the target's part of a round: over the tip and a `chain` of drafted tokens behind it.
 
-        `drafter` is one that the host runs, whose round it is, or "none" for a round without a chain. Nothing is
-        committed. Raises RequestError where other tokens than the tip lack rows, or the chain has no room.
+        `drafter` is one that the host runs, whose round it is, or "none" for a round without a chain; with `partial`
+        it runs over the partial arena. Nothing is committed. Raises RequestError where other tokens than the tip lack
+        rows, or the chain has no room.
         """
         check_options(Options(drafter=drafter), list(self._drafters), ())
         if drafter != "none" and drafter not in self._host_drafters:
             raise RequestError(f"The drafter {drafter!r} drafts in an engine of its own; name an n-gram drafter.")
         with self._exclusive():
-            step, slots, tokens = self._step, self._slots, self._tokens
-            most = min(step.max_nodes, self._geometry.context - len(tokens))
-            if len(tokens) - slots.length != 1 or len(chain) > most:
+            step, arena, tokens = self._step, self._arenas.either(partial=partial), self._tokens
+            slots, most = arena.slots, min(step.max_nodes, self._geometry.context - len(tokens), arena.room - 1)
+            if len(tokens) - arena.known != 1 or len(chain) > most:
                 raise RequestError(
-                    f"The sequence has {len(tokens)} tokens, {slots.length} of them with rows, and room for a chain of "
+                    f"The sequence has {len(tokens)} tokens, {arena.known} of them with rows, and room for a chain of "
                     f"{max(most, 0)}, but {len(chain)} are to follow; generate first, or pass fewer."
                 )
             step.begin_target(slots.length, slots.next_position(), tokens[-1:], BRANCH, logits=True)
@@ -150,7 +151,7 @@ class Session:
             step.parent[1 : 1 + len(chain)] = range(len(chain))
             step.append_nodes(len(chain))
             started = perf_counter()
-            self._passes.run(names.DECODE if drafter == "none" else names.speculate(drafter))
+            self._passes.run(arena.program(names.DECODE if drafter == "none" else names.speculate(drafter)))
             return 1000 * (perf_counter() - started)
 
     @contextmanager
@@ -225,7 +226,7 @@ class Session:
             end = min(self._geometry.context, len(self._tokens) + request.max_new_tokens)
             if not self._prefill(request, drafting, stats):
                 generation.finish_reason = FinishReason.CANCELLED
-            ahead = self._arenas.ahead(request, drafter, stats)
+            ahead = self._arenas.begin(request, drafter, stats, len(self._tokens), end - len(self._tokens))
             while generation.finish_reason is None:
                 if _cancelled(request):
                     generation.finish_reason = FinishReason.CANCELLED

@@ -29,10 +29,12 @@ class Stats:
     accepted: int = 0
     partial_mode: str = "off"  # how steps behind a long context were verified: off, lossless, lossy
     partial_rounds: int = 0  # passes over the partial arena
-    partial_ms: float = 0.0  # lossless: of those passes
+    partial_ms: float = 0.0  # of those passes, and the drafts for them
     refreshes: int = 0  # times that it was filled from the full one
+    retrieved: int = 0  # blocks that were fetched for each key head, the last time
     tentative: int = 0  # tokens of those passes that had to be confirmed
     retracted: int = 0  # of those, taken back
+    parted: int = 0  # times that some were
     rounds_by_accepted: list[int] = field(default_factory=list)  # rounds with a draft, by how much of it was accepted
     first_span: int = 0  # tokens committed by the first round
     ttft_ms: float = 0.0  # from the first work on the encoded prompt to the first committed token
@@ -59,6 +61,13 @@ class Stats:
         return [sum(by[depth:]) / sum(by) for depth in range(1, len(by))]
 
     @property
+    def agreement(self) -> float | None:
+        """Share of tokens that the partial arena gave as the full one does, where those before them did; lossless mode
+        knows it."""
+        agreed = self.tentative - self.retracted
+        return agreed / (agreed + self.parted) if self.tentative else None
+
+    @property
     def tokens_per_verify(self) -> float:
         """Committed tokens / target passes that commit, the extra token included."""
         return self.new_tokens / self.rounds if self.rounds else 0.0
@@ -76,6 +85,7 @@ class Stats:
         return asdict(self) | {
             "acceptance_rate": self.acceptance_rate,
             "acceptance_by_depth": self.acceptance_by_depth,
+            "agreement": self.agreement,
             "tokens_per_verify": self.tokens_per_verify,
             "decode_tokens_per_second": self.decode_tokens_per_second,
         }

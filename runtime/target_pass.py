@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from time import perf_counter
 
 from plans import names
 from runtime.arena import SlotMap
@@ -15,14 +16,18 @@ BRANCH, TREE = 0, 0  # a session is one branch, and a step one tree
 
 
 class TargetArena:
-    """The rows of a sequence, in order: all of them. `known` counts the tokens that have some."""
+    """The rows of a sequence, in order: all of them. `known` counts the tokens that have some, `room` those to come."""
 
-    def __init__(self, slots: SlotMap) -> None:
-        self.slots = slots
+    def __init__(self, slots: SlotMap, most: int) -> None:
+        self.slots, self._most_rows = slots, most
 
     @property
     def known(self) -> int:
         return self.slots.length
+
+    @property
+    def room(self) -> int:
+        return self._most_rows - self.slots.length
 
     def program(self, name: str) -> str:
         """The program `name` over this arena."""
@@ -33,7 +38,8 @@ class TargetArena:
 class Passed:
     """A pass that has run: `pending` tokens from `start` on were fed, the last one the tip.
 
-    `chosen` are the target's choices behind it, as many as there was room for of the `count` that it made.
+    `chosen` are the target's choices behind it, as many as there was room for of the `count` that it made. `ms` is what
+    drafting and the pass took.
     """
 
     start: int
@@ -41,6 +47,7 @@ class Passed:
     program: Program
     chosen: list[int]
     count: int
+    ms: float
 
     def rows(self, tokens: int) -> int:
         """Rows that stay where so many of the chosen tokens do: the last of them has none."""
@@ -66,7 +73,7 @@ class TargetPasses:
 
         Rows are not committed, and a `drafter` has not followed. One that does not draft has absorbed the last pass.
         """
-        step, slots, start = self.step, arena.slots, arena.known
+        began, step, slots, start = perf_counter(), self.step, arena.slots, arena.known
         pending = tokens[start:]
         step.begin_target(slots.length, slots.next_position(), pending, BRANCH, logits=True)
         name = names.DECODE
@@ -80,4 +87,5 @@ class TargetPasses:
         program = self.run(arena.program(name))
         assert program.tokens is not None
         count = 1 if program.counts is None else int(program.counts[TREE])
-        return Passed(start, len(pending), program, program.tokens[: min(count, room)].tolist(), count)
+        chosen: list[int] = program.tokens[: min(count, room)].tolist()
+        return Passed(start, len(pending), program, chosen, count, 1000 * (perf_counter() - began))

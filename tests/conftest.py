@@ -119,6 +119,20 @@ def branch_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return out
 
 
+PARTIAL_KV = (
+    "{enabled: true, block_size: 4, n_sink_blocks: 1, n_retrieval_blocks: 3, n_window_blocks: 2, "
+    "n_spec_tokens_buf: 16, partial_threshold: 30, full_refresh_interval: 4, n_draft_window_tokens: 20}"
+)
+
+
+@pytest.fixture(scope="session")
+def long_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan of the toy with partial KV, in force behind 30 tokens, and drafters that keep 20 to 40."""
+    out = tmp_path_factory.mktemp("long") / "plan"
+    build(load_recipe(toy_recipe, [f"partial_kv={PARTIAL_KV}"]), toy_recipe, out)
+    return out
+
+
 @pytest.fixture(scope="session")
 def toy(toy_plan: Path) -> Runtime:
     return Runtime.load(toy_plan, threads=1)

@@ -7,7 +7,6 @@ all of them as a chain behind the tip and accepts by the rule of all drafts: wha
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +15,7 @@ from plans import names
 from plans.errors import PlanError
 from runtime.drafters.base import Drafter
 from runtime.partial_kv import PartialArena
-from runtime.partial_policy import Interval
+from runtime.partial_policy import Budget, Interval
 from runtime.stats import Stats
 from runtime.step import TargetStep
 from runtime.target_pass import TargetPasses
@@ -36,11 +35,12 @@ class PartialDrafter:
         arena: PartialArena,
         passes: TargetPasses,
         interval: Interval,
+        budget: Budget,
         stats: Stats,
         ends: Collection[int],
     ) -> None:
         self._inner, self._arena, self._passes = inner, arena, passes
-        self._interval, self._stats, self._ends = interval, stats, ends
+        self._interval, self._budget, self._stats, self._ends = interval, budget, stats, ends
         self._ahead: list[int] = []  # the sequence with tentative tokens behind it
         self._confirmed = 0  # tokens of it that are not
         self._over = False  # a tentative token ends the sequence
@@ -66,7 +66,6 @@ class PartialDrafter:
             return []
         if self._inner is not None:
             self._inner.suppose(self._confirmed)
-        began = perf_counter()
         try:
             passed = self._passes.decode(arena, ahead, self._inner, room)
         except PlanError as error:
@@ -82,11 +81,10 @@ class PartialDrafter:
         arena.note_step()
         if self._inner is not None:
             self._inner.follow(passed.start, rows, passed.program.kept, self._passes.count)
-        ms = 1000 * (perf_counter() - began)
-        self._interval.note_pass(ms, len(chosen))
+        self._interval.note_pass(passed.ms, len(chosen))
         stats = self._stats
         stats.partial_rounds += 1
-        stats.partial_ms += ms
+        stats.partial_ms += passed.ms
         stats.tentative += len(chosen)
         return chosen
 
@@ -153,5 +151,7 @@ class PartialDrafter:
         if not self._checking:
             return
         self._interval.note_confirmed(ms, self._checking, self._agreed)
+        self._budget.note_confirmed(self._checking, self._agreed)
         self._stats.retracted += self._checking - self._agreed
+        self._stats.parted += self._agreed < self._checking
         self._checking = 0

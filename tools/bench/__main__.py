@@ -1,4 +1,4 @@
-"""`python -m tools.bench latency | sweep | startup | embedded`: what a plan costs, on this machine."""
+"""`python -m tools.bench latency | sweep | context | startup | embedded`: what a plan costs, on this machine."""
 
 from __future__ import annotations
 
@@ -79,6 +79,36 @@ def _parser() -> argparse.ArgumentParser:
     )
     sweep.set_defaults(command=_sweep, keep_drafting=True)
 
+    context = commands.add_parser(
+        "context",
+        help="long contexts, with the full arena and with the partial one",
+        description="For a plan with partial KV: the time of a verify pass over either arena, and decoding behind "
+        "contexts of several lengths with drafters in every mode (off, lossless, lossy), in turn in one process. "
+        "Agreement is the share of tokens that the partial arena gives as the full one does, where those before them "
+        "did, as lossless mode finds it; same is the share of tokens before the first that differs from mode off.",
+        epilog="example: python -m tools.bench context build/long --drafters eagle3 --budgets 64,256,auto",
+    )
+    context.add_argument("plan", type=Path, help="folder of the plan")
+    context.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
+    context.add_argument("--lengths", type=_lengths, metavar="N,...", help="tokens of context (1024 to 32768)")
+    context.add_argument("--modes", type=lambda text: text.split(","), metavar="MODE,...", help="(default: all three)")
+    context.add_argument("--drafters", metavar="NAME,...", help="of the plan, or none (default: all of the plan)")
+    context.add_argument(
+        "--budgets", type=_budgets, metavar="N|auto,...", help="blocks to retrieve (default: as many as there is room)"
+    )
+    context.add_argument("--count", type=at_least_1, default=1, help="prompts (default 1)")
+    context.add_argument("--new", type=at_least_1, default=128, help="tokens to generate (default 128)")
+    context.add_argument("--reps", type=at_least_1, default=3, help="runs of each (default 3)")
+    context.add_argument(
+        "--sampling", type=read_sampling, default=GREEDY, metavar="greedy|KEY=VALUE,...", help="as of latency"
+    )
+    context.add_argument(
+        "--random-rows", action="store_true", help="keys and values of random numbers: no prefill, times alone"
+    )
+    context.add_argument("--threads", type=int, default=0, help="0: the backend chooses")
+    context.add_argument("--json", action="store_true", help="print one JSON object")
+    context.add_argument("--plot", type=Path, metavar="FILE", help="draw it as well, such as context.svg")
+    context.set_defaults(command=_context, task=None)
     startup = commands.add_parser(
         "startup",
         help="from nothing to the first token",
@@ -105,6 +135,23 @@ def _parser() -> argparse.ArgumentParser:
     embedded.add_argument("--json", action="store_true")
     embedded.set_defaults(command=_embedded)
     return parser
+
+
+def _budgets(text: str) -> list[int | str]:
+    return [word if word == "auto" else at_least_1(word) for word in map(str.strip, text.split(","))]
+
+
+def _context(options: argparse.Namespace) -> int:
+    from tools.bench.context import measure_context, print_context
+
+    report = {**describe_run(), **measure_context(options)}
+    print_report(report, options.json, print_context)
+    if options.plot is not None:
+        from tools.bench.context_plot import write_plot
+
+        write_plot(report, options.plot)
+        stderr.print(f"wrote {options.plot}")
+    return 0
 
 
 def _embedded(options: argparse.Namespace) -> int:

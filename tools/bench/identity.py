@@ -26,7 +26,7 @@ def identity_columns(runtime: Runtime, options: argparse.Namespace) -> dict[str,
     manifest = runtime.manifest
     engine = manifest.targets[runtime.target].engines[names.TARGET]
     return {
-        "git_sha": _git_sha(),
+        "git_sha": git_sha(),
         "identity": manifest.identity,
         "target": runtime.target,
         "target_version": _version(manifest, runtime.target),
@@ -63,7 +63,7 @@ def _version(manifest: Manifest, target: str) -> str:
     return ", ".join(sorted(builders)) or f"onnxruntime {onnxruntime.__version__}"
 
 
-def _git_sha() -> str | None:
+def git_sha() -> str | None:
     """Of the checkout that measures, with -dirty where its files are others; None outside of one."""
     command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:

@@ -63,7 +63,12 @@ def write_file_list(files: list[SourceFile], path: Path) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def listed_hashes(path: Path, side: str) -> set[str]:
+    """The sha256 of every file of such a list on one `side`: train or held-out."""
+    rows = [line.split(" ", 2) for line in path.read_text(encoding="utf-8").splitlines()[1:]]
+    return {sha256 for sha256, its_side, _ in rows if its_side == side}
+
+
 def held_out_hashes(path: Path) -> set[str]:
     """The sha256 of every held-out file of such a list."""
-    rows = [line.split(" ", 2) for line in path.read_text(encoding="utf-8").splitlines()[1:]]
-    return {sha256 for sha256, side, _ in rows if side == "held-out"}
+    return listed_hashes(path, "held-out")

@@ -19,6 +19,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+IMPORT, QUESTION = "import {name} as {alias}", "Which name was imported as {alias}?"
 _MOST_POINTS, _LONGEST_FUNCTION, _LONGEST_DOCSTRING, _LONGEST_TITLE = 12, 2400, 900, 90
 
 
@@ -59,17 +60,16 @@ def retrieval_example(text: str, names: list[str], rng: random.Random, questions
     chosen = rng.sample(names, 2 * questions)
     pairs = list(zip(chosen[:questions], chosen[questions:], strict=True))
     for name, alias in pairs:
-        lines.insert(rng.randrange(len(lines) + 1), f"import {name} as {alias}")
+        lines.insert(rng.randrange(len(lines) + 1), IMPORT.format(name=name, alias=alias))
     rng.shuffle(pairs)
-    question = "Which name was imported as {}?"
-    first = turn("\n".join(lines) + "\n" + question.format(pairs[0][1]), pairs[0][0])
-    return first + "".join(turn(question.format(alias), name) for name, alias in pairs[1:])
+    first = turn("\n".join(lines) + "\n" + QUESTION.format(alias=pairs[0][1]), pairs[0][0])
+    return first + "".join(turn(QUESTION.format(alias=alias), name) for name, alias in pairs[1:])
 
 
-def identifiers(files: list[SourceFile]) -> list[str]:
-    """Names to ask for: lower-case words seen in the files, common enough to be a few tokens long."""
+def identifiers(files: list[SourceFile], least: int = 5) -> list[str]:
+    """Names to ask for: lower-case words seen in `least` of the files, common enough to be a few tokens long."""
     counts: dict[str, int] = {}
     for file in files:
         for word in set(re.findall(r"\b[a-z][a-z_]{3,14}\b", file.text)):
             counts[word] = counts.get(word, 0) + 1
-    return sorted(word for word, count in counts.items() if count >= 5)
+    return sorted(word for word, count in counts.items() if count >= least)

@@ -1,0 +1,75 @@
+"""How far a session runs ahead of the full arena, and how many blocks it retrieves."""
+
+from __future__ import annotations
+
+import pytest
+
+from runtime.partial_policy import Budget, Interval
+
+
+def settled(agreement: float, small_ms: float, fixed_ms: float, each_ms: float, most: int = 128) -> int:
+    """The length that is chosen after many confirmations of such costs."""
+    interval, debt = Interval(most), 0.0
+    for _ in range(200):
+        waited = interval.length
+        for _ in range(max(1, waited // 4)):
+            interval.note_pass(small_ms, 4)
+        debt += (1 - agreement) * waited
+        parted = debt >= 1
+        debt -= parted
+        interval.note_confirmed(fixed_ms + each_ms * (waited + 1), waited, waited // 2 if parted else waited)
+    return interval.length
+
+
+def test_a_dear_full_pass_and_good_agreement_make_it_long() -> None:
+    assert settled(0.999, 2.0, 100.0, 1.0) >= 64
+    assert settled(0.999, 2.0, 0.1, 1.0) <= settled(0.999, 2.0, 100.0, 1.0)
+    assert settled(0.7, 2.0, 20.0, 1.0) <= 8
+    assert settled(0.95, 2.0, 20.0, 1.0) < settled(0.999, 2.0, 20.0, 1.0)
+
+
+def test_it_keeps_to_what_there_is_room_for() -> None:
+    for most in (1, 3, 5, 20):
+        assert 1 <= settled(0.99, 1.0, 50.0, 1.0, most) <= most
+
+
+def test_agreement_is_the_share_of_tokens_that_were_like_those_of_the_full_arena() -> None:
+    interval = Interval(64)
+    for _ in range(300):
+        interval.note_pass(1.0, 4)
+        interval.note_confirmed(10.0, 10, 9)
+    assert interval.agreement == pytest.approx(0.9, abs=0.01)  # nine agree, then one differs
+
+
+def test_a_budget_that_was_asked_for_stays() -> None:
+    budget = Budget(256, 40, 2000, 100)
+    for agreed in (0, 64) * 20:
+        budget.note_confirmed(64, agreed)
+    assert budget.blocks == 40
+
+
+@pytest.mark.parametrize(
+    ("blocks", "room", "most", "expected"),
+    [(2048, 1000, 256, 256), (512, 1000, 256, 64), (512, 20, 256, 20), (30, 1000, 256, 8), (9999, 9999, 4, 4)],
+)
+def test_a_budget_begins_with_what_context_and_room_make_sensible(
+    blocks: int, room: int, most: int, expected: int
+) -> None:
+    assert Budget(most, None, blocks, room).blocks == expected
+
+
+def test_a_budget_follows_agreement() -> None:
+    budget = Budget(256, None, 512, 1000)
+    for _ in range(25):
+        budget.note_confirmed(16, 2)
+    assert budget.blocks == 128
+    grown = budget.blocks
+    for _ in range(40):
+        budget.note_confirmed(32, 32)
+    assert budget.blocks < grown
+    for _ in range(400):
+        budget.note_confirmed(32, 32)
+    assert budget.blocks == Budget.LEAST
+    for _ in range(400):
+        budget.note_confirmed(32, 0)
+    assert budget.blocks == 256

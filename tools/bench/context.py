@@ -1,0 +1,208 @@
+"""What a long context costs with the full arena and with the partial one: verify times, tokens/s, agreement."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from plans.console import progress_bar
+from plans.errors import RequestError
+from plans.manifest import NgramDrafter
+from plans.partial_kv import PARTIAL_MODES
+from plans.plan import read_manifest
+from runtime import PrefixCacheConfig, Runtime, Session, Stats
+from runtime.request import Options
+from tools.bench.identity import identity_columns
+from tools.bench.prompts import choose_prompts, cut_prompts, room_for_prompts
+from tools.bench.random_rows import RandomRows
+from tools.bench.sampling import as_options
+from tools.output import figure
+
+LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
+OFF = "off"
+_CHAIN = 8  # tokens behind the tip of a verify pass that is timed
+_REFRESHING = ("BlockSummary", "BlockSelect", "PartialKvGather")
+
+
+def measure_context(options: argparse.Namespace) -> dict[str, Any]:
+    """A row for every length, drafter, mode and budget. Raises `RequestError` for what the plan cannot do."""
+    manifest = read_manifest(options.plan)
+    if manifest.partial_kv is None:
+        raise RequestError("The plan has no partial arena; build it with partial_kv.enabled, as reference-long.yaml.")
+    modes = options.modes or list(PARTIAL_MODES)
+    if wrong := [mode for mode in modes if mode not in PARTIAL_MODES]:
+        raise RequestError(f"--modes names {wrong[0]!r}; the modes are {', '.join(PARTIAL_MODES)}.")
+    drafters = _drafters(options, [drafter.name for drafter in manifest.drafters])
+    room = room_for_prompts(manifest.target.context, options.new)
+    lengths = list(options.lengths or dict.fromkeys(min(length, room) for length in LENGTHS))
+    if max(lengths) > room:
+        raise RequestError(f"--lengths has {max(lengths)}; beside --new {options.new} the context leaves {room}.")
+    cache = None
+    if options.random_rows:
+        cache = PrefixCacheConfig(max_cached_tokens=max(lengths) + 16, memory_bytes=2**40, enable_auto_eviction=False)
+    runtime = Runtime.load(options.plan, threads=options.threads, prefix_cache=cache)
+    held_out = [runtime.tokenizer.encode(prompt.text) for prompt in choose_prompts(options.plan, options.prompts)]
+    prompts = cut_prompts(held_out, max(lengths), room)[: options.count]
+    budgets = options.budgets or [None]
+    cases = [
+        (mode, drafter, budget)
+        for drafter in drafters
+        for mode in sorted(modes, key=lambda mode: mode != OFF)
+        for budget in (budgets if mode != OFF else [None])
+    ]
+    found: dict[tuple[Any, ...], list[Stats]] = {}
+    first_differences: dict[tuple[Any, ...], list[float]] = {}
+    verify: dict[int, list[dict[str, float | None]]] = {length: [] for length in lengths}
+    with progress_bar("measuring") as progress:
+        total = len(prompts) * len(lengths) * (1 + len(cases) * options.reps)
+        done = 0
+        for prompt in prompts:
+            session = runtime.session()
+            for length in lengths:
+                progress(done, total, f"{length} tokens of context")
+                tokens = prompt[-length:] if options.random_rows else prompt[:length]
+                if options.random_rows:
+                    assert runtime.prefix_cache is not None
+                    session = runtime.session()
+                    RandomRows().insert(runtime.prefix_cache, tokens)
+                verify[length].append(_verify_ms(session, tokens, runtime, options))
+                done += 1
+                for _ in range(options.reps):
+                    expected: dict[str, list[int]] = {}
+                    for mode, drafter, budget in cases:
+                        progress(done, total, f"{length} tokens of context, {drafter}, {mode}")
+                        tokens_of, stats = _run(session, tokens, mode, drafter, budget, options)
+                        key = (length, drafter, mode, budget)
+                        found.setdefault(key, []).append(stats)
+                        expected.setdefault(drafter, tokens_of)
+                        first_differences.setdefault(key, []).append(_same(expected[drafter], tokens_of))
+                        done += 1
+    rows = []
+    for (length, drafter, mode, budget), runs in found.items():
+        plain = found.get((length, drafter, OFF, None))
+        row = _row(runs, plain, verify[length], first_differences[length, drafter, mode, budget])
+        rows.append({"context": length, "drafter": drafter, "mode": mode, "budget": budget, **row})
+    return {
+        **identity_columns(runtime, options),
+        "partial_kv": manifest.partial_kv.model_dump(),
+        "new": options.new,
+        "prompts": len(prompts),
+        "random_rows": options.random_rows,
+        "rows": rows,
+    }
+
+
+def _drafters(options: argparse.Namespace, known: Sequence[str]) -> list[str]:
+    asked = [*known] if options.drafters is None else options.drafters.split(",")
+    if wrong := [name for name in asked if name not in ("none", *known)]:
+        raise RequestError(f"--drafters names {wrong[0]!r}; the plan has {', '.join((*known, 'none'))}.")
+    return asked
+
+
+def _run(
+    session: Session, tokens: list[int], mode: str, drafter: str, budget: Any, options: argparse.Namespace
+) -> tuple[list[int], Stats]:
+    settings = as_options(options.sampling) | Options(
+        max_new_tokens=options.new,
+        drafter=drafter,
+        partial_kv=mode,  # type: ignore[typeddict-item]
+        partial_budget=budget,
+        ignore_eos=True,
+        auto_disable=False,
+    )
+    made = session.generate(tokens, whole=True, **settings)
+    return made.token_ids, made.stats
+
+
+def _verify_ms(
+    session: Session, tokens: list[int], runtime: Runtime, options: argparse.Namespace
+) -> dict[str, float | None]:
+    """Milliseconds of a pass over the tip and a chain behind it, over either arena; None where it is not in use."""
+    host = next((d.name for d in runtime.manifest.drafters if isinstance(d, NgramDrafter)), "none")
+    chain = [] if host == "none" else tokens[:_CHAIN]
+    lossless = Options(max_new_tokens=2, drafter="none", partial_kv="lossless", ignore_eos=True)
+    made = session.generate(tokens, whole=True, **lossless)
+    ms: dict[str, float | None] = {}
+    for arena, partial in (("full", False), ("partial", True)):
+        in_use = not partial or made.stats.refreshes > 0
+        times = [session.rehearse(chain, host, partial=partial) for _ in range(2 + 5 * options.reps) if in_use]
+        ms[arena] = median(times[2:]) if times else None  # the first ones find cold caches
+    return ms
+
+
+def _same(expected: list[int], found: list[int]) -> float:
+    """Share of the tokens that come before the first that differs."""
+    for index, (theirs, ours) in enumerate(zip(expected, found, strict=True)):
+        if theirs != ours:
+            return index / len(expected)
+    return 1.0
+
+
+def _row(
+    runs: Sequence[Stats], plain: Sequence[Stats] | None, verify: Sequence[dict[str, float | None]], same: list[float]
+) -> dict[str, Any]:
+    rates = [stats.decode_tokens_per_second for stats in runs]
+    decoding = sum(stats.total_ms - stats.ttft_ms for stats in runs)
+    checked = sum(stats.tentative - stats.retracted + stats.parted for stats in runs)
+    refreshing = sum(stats.stage_ms.get(stage, 0.0) for stats in runs for stage in _REFRESHING)
+    passes = sum(stats.rounds for stats in runs)
+
+    def of(arena: str) -> float | None:
+        times = [ms for each in verify if (ms := each[arena]) is not None]
+        return median(times) if times else None
+
+    return {
+        "verify_full_ms": of("full"),
+        "verify_partial_ms": of("partial"),
+        "tokens_per_second": median(rates),
+        "speedup": median(a / p.decode_tokens_per_second for a, p in zip(rates, plain, strict=True)) if plain else None,
+        "tokens_per_verify": sum(stats.new_tokens for stats in runs) / passes,
+        "rounds": passes,
+        "partial_rounds": sum(stats.partial_rounds for stats in runs),
+        "retrieved": max(stats.retrieved for stats in runs),
+        "agreement": (checked - sum(stats.parted for stats in runs)) / checked if checked else None,
+        "tentative": sum(stats.tentative for stats in runs),
+        "retracted": sum(stats.retracted for stats in runs),
+        "refreshes": sum(stats.refreshes for stats in runs),
+        "refresh_share": refreshing / decoding,
+        "full_share": 1 - sum(stats.partial_ms for stats in runs) / decoding,
+        "same": median(same),
+        "runs": len(runs),
+    }
+
+
+def print_context(report: dict[str, Any], console: Console) -> None:
+    machine = report["machine"]
+    console.print(
+        f"{report['device']}, {machine['cores']} cores, {report['threads']} threads; {report['target']} "
+        f"({report['target_version']}), {report['dtype']}; commit {report['git_sha']}, plan {report['identity'][:12]}"
+    )
+    rows = "rows of random numbers; " if report["random_rows"] else ""
+    console.print(
+        f"{rows}{report['prompts']} prompts, {report['new']} new tokens, medians of {report['reps']} runs; verify: "
+        f"a pass over the tip and {_CHAIN} tokens behind it, over either arena; off: speedup over mode off; a verify: "
+        "tokens a round; back: tentative tokens that were taken back; fill: share of the time that filling the partial "
+        "arena takes; same: tokens before the first that differs"
+    )
+    table = Table(box=None, pad_edge=False)
+    heads = (
+        "context", "drafter", "mode", "blocks", "full", "partial ms", "tokens/s", "off", "a verify", "agreed", "back",
+        "fill", "same",
+    )  # fmt: skip
+    for head in heads:
+        table.add_column(head, justify="left" if head in ("drafter", "mode") else "right", no_wrap=True)
+    for row in report["rows"]:
+        table.add_row(
+            str(row["context"]), row["drafter"], row["mode"],
+            f"{row['retrieved'] or '-'}{' auto' if row['budget'] == 'auto' else ''}",
+            figure(row["verify_full_ms"], ".1f"), figure(row["verify_partial_ms"], ".1f"),
+            f"{row['tokens_per_second']:.0f}", figure(row["speedup"], ".2f", "x"), f"{row['tokens_per_verify']:.1f}",
+            figure(row["agreement"], ".1%"), f"{row['retracted']}/{row['tentative']}" if row["tentative"] else "-",
+            f"{row['refresh_share']:.1%}", f"{row['same']:.0%}",
+        )  # fmt: skip
+    console.print(table)

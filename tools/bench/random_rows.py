@@ -1,0 +1,25 @@
+"""Rows of random numbers in place of a prompt's own: for times at lengths that nobody wants to wait for."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plans import names
+from runtime.arena_rows import ArenaRows
+from runtime.prefix_cache import PrefixCache
+
+
+class RandomRows(ArenaRows):
+    """Rows of any sequence: what comes out behind them means nothing, but costs what it would."""
+
+    def __init__(self) -> None:
+        self._numbers = np.random.default_rng(0)
+
+    def get(self, start: int, out: NDArray[np.generic]) -> None:
+        """Fill `out` `[planes, heads, tokens, size]`."""
+        out[...] = self._numbers.standard_normal(out.shape, np.float32).astype(out.dtype)
+
+    def insert(self, cache: PrefixCache, tokens: list[int]) -> None:
+        """Let the target have such rows of `tokens`, as if they had been computed."""
+        cache.insert(tokens, {names.TARGET: (len(tokens), self)})

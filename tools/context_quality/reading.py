@@ -1,0 +1,113 @@
+"""The target in PyTorch over long texts: what each token costs it, and whether it answers questions behind a context.
+
+Attention is causal without a mask, and logits exist for a stretch of tokens at a time, so that memory grows with the
+length alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compiler.models.config import DecoderConfig
+from compiler.models.decoder import Decoder
+from compiler.models.eager import CausalExecution
+from compiler.models.rope import rope_tables
+from tools.context_quality.questions import Question
+
+_ROWS = 2048  # of logits at once
+
+
+@torch.no_grad()
+def token_losses(model: Decoder, config: DecoderConfig, sequences: Tensor) -> Tensor:
+    """Nats of every token but the first of each sequence, f32: `[batch, length]` to `[batch, length - 1]`.
+
+    `config` says how positions are rotated; all else of it is the model's.
+    """
+    batch, length = sequences.shape
+    hidden, _ = model.hidden(sequences.reshape(-1), CausalExecution(config, batch, length))
+    read = hidden.view(batch, length, -1)[:, :-1].flatten(0, 1).split(_ROWS)
+    wanted = sequences[:, 1:].reshape(-1).split(_ROWS)
+    losses = [
+        F.cross_entropy(model.logits(h).float(), ids, reduction="none") for h, ids in zip(read, wanted, strict=True)
+    ]
+    return torch.cat(losses).view(batch, length - 1)
+
+
+@torch.no_grad()
+def short_losses(model: Decoder, config: DecoderConfig, document: Tensor, window: int, batch: int = 8) -> Tensor:
+    """Nats of every token but the first of `document` `[length]`, behind less than `window` tokens: `[length - 1]`.
+
+    Windows begin at every half of one, and each says what the tokens of its second half cost; the first, all. Behind
+    the first half, every token has at least half a window before it.
+    """
+    half = window // 2
+    starts = range(0, max(1, len(document) - half), half)
+    windows = [document[start : start + window] for start in starts]
+    whole = [w for w in windows if len(w) == window]
+    found = [token_losses(model, config, torch.stack(whole[at : at + batch])) for at in range(0, len(whole), batch)]
+    rows = [row for losses in found for row in losses]
+    rows += [token_losses(model, config, w[None])[0] for w in windows[len(whole) :]]
+    return torch.cat([row if not place else row[half - 1 :] for place, row in enumerate(rows)])
+
+
+@torch.no_grad()
+def answered(
+    model: Decoder, config: DecoderConfig, context: Sequence[int], questions: Sequence[Question]
+) -> list[bool]:
+    """For each question behind the context, whether every token of its answer is the likeliest one."""
+    kept = _KeepingExecution(config, len(context))
+    model.hidden(torch.tensor(context), kept)
+    right = []
+    for question in questions:
+        ids = torch.tensor([*question.asked, *question.answer])
+        hidden, _ = model.hidden(ids, _BehindExecution(config, kept.rows, len(context), len(ids)))
+        first = len(question.asked)
+        right.append(bool((model.logits(hidden[first - 1 : -1]).argmax(-1) == ids[first:]).all()))
+    return right
+
+
+class _KeepingExecution(CausalExecution):
+    """One sequence, whose keys and values of all layers are kept."""
+
+    def __init__(self, config: DecoderConfig, length: int) -> None:
+        super().__init__(config, 1, length)
+        self.rows: list[tuple[Tensor, Tensor]] = []
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.rows.append((k, v))
+        return super().attend(layer, q, k, v)
+
+
+class _BehindExecution:
+    """`count` tokens behind `length` whose keys and values are kept."""
+
+    def __init__(self, config: DecoderConfig, rows: Sequence[tuple[Tensor, Tensor]], length: int, count: int) -> None:
+        cos, sin = rope_tables(config.rope_theta, config.head_dim, length + count, config.rope_scaling)
+        self._cos, self._sin = torch.from_numpy(cos)[length:, None, :], torch.from_numpy(sin)[length:, None, :]
+        self._config, self._rows = config, rows
+        self._seen = torch.ones(count, length + count, dtype=torch.bool).tril(length)
+
+    def rotate(self, x: Tensor, heads: int) -> Tensor:
+        first, second = x.view(len(x), heads, -1).chunk(2, dim=-1)
+        cos, sin = self._cos.to(x.dtype), self._sin.to(x.dtype)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).view(x.shape)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        c = self._config
+        kept_k, kept_v = self._rows[layer]
+
+        def heads(x: Tensor, count: int) -> Tensor:
+            return x.view(1, len(x), count, c.head_dim).transpose(1, 2)
+
+        out = F.scaled_dot_product_attention(
+            heads(q, c.num_heads),
+            heads(torch.cat((kept_k, k)), c.num_kv_heads),
+            heads(torch.cat((kept_v, v)), c.num_kv_heads),
+            attn_mask=self._seen,
+            enable_gqa=True,
+        )
+        return out.transpose(1, 2).reshape(q.shape)
