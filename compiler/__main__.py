@@ -205,8 +205,20 @@ def _verify(options: argparse.Namespace) -> int:
                         f"  prompt {p.prompt}, token {p.index}: {kind}, plain {p.plain_token}, drafted "
                         f"{p.drafted_token}, margin {p.margin:.2e} (tolerance {result.tolerance:.2e})"
                     )
+        partial = result.partial_kv
+        if partial is not None:
+            stdout.print(
+                f"partial KV, behind {partial.context} tokens: lossless {partial.lossless_equal_runs} of "
+                f"{partial.runs} runs with the tokens of full KV; lossy drifts: {_share(partial.agreement)} of tokens "
+                f"as with full KV where those before are, {partial.lossy_equal_runs} runs the same, "
+                f"{_share(partial.same)} of tokens before the first that differs"
+            )
         stdout.print("the plan agrees with PyTorch" if result.passed else "the plan does NOT agree with PyTorch")
     return 0 if result.passed else 1
+
+
+def _share(value: float | None) -> str:
+    return "no" if value is None else f"{value:.1%}"
 
 
 def _tune(options: argparse.Namespace) -> int:

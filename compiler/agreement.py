@@ -78,7 +78,7 @@ def compare_drafters(
     always = options | Options(ignore_eos=True, auto_disable=False)
 
     def run(ids: list[int], drafter: str) -> Generation:
-        merged: Options = always | Options(drafter=drafter)
+        merged: Options = always | Options(drafter=drafter, partial_kv="off")
         return session.generate(ids, whole=True, **merged)
 
     for prompt, ids in enumerate(prompts):
@@ -109,7 +109,7 @@ def find_parting(
     index = next((i for i, pair in enumerate(zip(plain, other, strict=True)) if len(set(pair)) > 1), None)
     if index is None:
         return None
-    again: Options = options | Options(drafter="none", ignore_eos=True, max_new_tokens=index + 1)
+    again: Options = options | Options(drafter="none", partial_kv="off", ignore_eos=True, max_new_tokens=index + 1)
     session.generate(prompt, whole=True, **again)
     params = check_options(again, (), ()).sampling
     sampling = Sampling(params.temperature, params.top_k, params.top_p, FilterOrder[params.filter_order.upper()])

@@ -30,7 +30,7 @@ from compiler.recipe_targets import (
     TensorRtRtxSection,
     TensorRtSection,
 )
-from compiler.served import check_served
+from compiler.served import check_partial, check_served
 from compiler.text import write_tokenizer
 from plans import names
 from plans.buffers import DType, Tensor
@@ -104,6 +104,8 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
     geometry = _geometry(recipe, config, sources)
     listed = drafters.manifest_drafters(recipe, sources)
     partial = recipe.partial_kv.settings()
+    if partial is not None:
+        check_partial(recipe, geometry, listed, partial)
     limits = _limits(geometry, sources, listed, partial)
     buffers = {
         kind: _buffers(target, recipe.dtype(target), geometry, sources, listed, partial)

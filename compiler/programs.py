@@ -35,7 +35,7 @@ _CACHES = ("k_cache.", "v_cache.")
 _COMPACT = _ACCEPTED | {"destination": names.MOVE_TO}
 
 
-def symbol_limits(geometry: Geometry, drafters: Sequence[Drafter], partial: PartialKv | None) -> dict[str, int]:
+def symbol_limits(geometry: Geometry, drafters: Sequence[Drafter], partial: PartialKv | None = None) -> dict[str, int]:
     """Largest step of the target in one row: a full prefill chunk with the longest draft hanging from its end.
 
     Behind a long context the longest is what waits to be confirmed. A step of beam search wants the logits of every

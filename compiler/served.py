@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from compiler.recipe import Recipe
 from compiler.recipe_drafters import EntropySection, ModelSection, NgramSection
 from compiler.recipe_targets import OnnxRuntimeCpuSection, TensorRtRtxSection
+from plans.manifest import Drafter, Geometry, longest_draft
+from plans.partial_kv import PartialKv
 
 
 def check_served(recipe: Recipe) -> None:
@@ -29,7 +33,7 @@ def check_served(recipe: Recipe) -> None:
         if says is not None:
             raise recipe.error(("capacity", "branches"), f"is {several}; {says}, set it to 1")
     if recipe.partial_kv.enabled:
-        _check_partial(recipe)
+        _check_beside_partial(recipe)
     for index, target in enumerate(recipe.targets):
         if isinstance(target, OnnxRuntimeCpuSection) and recipe.dtype(target) != "float32":
             where = ("target", "dtype") if target.dtype is None else ("targets", index, "dtype")
@@ -44,7 +48,39 @@ def check_served(recipe: Recipe) -> None:
                     )
 
 
-def _check_partial(recipe: Recipe) -> None:
+def check_partial(recipe: Recipe, geometry: Geometry, drafters: Sequence[Drafter], partial: PartialKv) -> None:
+    """Whether the partial arena is large enough for a step, and no larger than the full one (FEATURES row 36).
+
+    Raises `RecipeError`, naming the key.
+    """
+    step, chunk = 1 + longest_draft(drafters), geometry.prefill_chunk
+    waiting, window = partial.n_spec_tokens_buf, recipe.partial_kv.n_draft_window_tokens
+    if waiting < step + 1:
+        raise recipe.error(
+            ("partial_kv", "n_spec_tokens_buf"),
+            f"is {waiting}, but a step of the plan's drafters has up to {step} tokens, and one more must fit; raise it "
+            f"to {step + 1} or more",
+        )
+    if waiting > chunk:
+        raise recipe.error(
+            ("partial_kv", "n_spec_tokens_buf"),
+            f"is {waiting}, but what waits there goes into one pass over the full arena, which takes at most "
+            f"capacity.prefill_chunk, {chunk}; lower it, or raise that",
+        )
+    if partial.largest > geometry.capacity:
+        raise recipe.error(
+            ("partial_kv", "n_retrieval_blocks"),
+            f"is {partial.n_retrieval_blocks}, which makes {partial.largest} tokens with sink, window and buffer, more "
+            f"than the full arena's {geometry.capacity}; lower it, or raise capacity.context",
+        )
+    if window < chunk:
+        raise recipe.error(
+            ("partial_kv", "n_draft_window_tokens"),
+            f"is {window}, less than capacity.prefill_chunk, {chunk}, which a drafter takes in at once; raise it",
+        )
+
+
+def _check_beside_partial(recipe: Recipe) -> None:
     """What partial KV asks of the rest of a recipe."""
     if recipe.capacity.branches > 1:
         raise recipe.error(

@@ -16,6 +16,7 @@ from compiler.held_out import read_prompts
 from compiler.identity import plan_identity
 from compiler.models.decoder import Decoder
 from compiler.models.eager import sequence_logits
+from compiler.partial_check import PartialCheck, check_partial
 from compiler.recipe import Recipe, check_same_recipe
 from plans.errors import PlanError, RecipeError, RequestError
 from plans.manifest import Manifest, rejects
@@ -53,7 +54,8 @@ class Verification:
 
     `logit_bound` is absolute: it is what the plan cannot talk itself out of. `tolerance` is twice the largest logit
     error (closer logits than that may change places), but at most the bound. `drafters` holds the
-    drafters' greedy runs, `sampled` those at SAMPLED, of which drafters by rejection have none.
+    drafters' greedy runs, `sampled` those at SAMPLED, of which drafters by rejection have none. `partial_kv` is None
+    where no partial arena serves.
     """
 
     prompts: int = 0
@@ -65,19 +67,22 @@ class Verification:
     divergences: list[Divergence] = field(default_factory=list)
     drafters: dict[str, DrafterCheck] = field(default_factory=dict)
     sampled: dict[str, DrafterCheck] = field(default_factory=dict)
+    partial_kv: PartialCheck | None = None
 
     @property
     def passed(self) -> bool:
         tied = all(d.near_tie for d in self.divergences)
         tied &= all(check.passed for check in (*self.drafters.values(), *self.sampled.values()))
-        return self.max_logit_error <= self.logit_bound and tied  # NaN fails
+        exact = self.partial_kv is None or self.partial_kv.passed
+        return self.max_logit_error <= self.logit_bound and tied and exact  # NaN fails
 
     def to_json(self) -> dict[str, object]:
         """JSON has no NaN and no infinity: an error that is not finite is null."""
         error = self.max_logit_error if math.isfinite(self.max_logit_error) else None
         kinds = {"drafters": self.drafters, "sampled": self.sampled}
         checks = {kind: {name: c.to_json() for name, c in found.items()} for kind, found in kinds.items()}
-        return asdict(self) | checks | {"max_logit_error": error, "passed": self.passed}
+        partial = None if self.partial_kv is None else self.partial_kv.to_json()
+        return asdict(self) | checks | {"partial_kv": partial} | {"max_logit_error": error, "passed": self.passed}
 
 
 def verify_plan(
@@ -92,9 +97,10 @@ def verify_plan(
 
     Every position's logits are compared along the plan's own sequence, so one early difference does not
     hide later errors. Every drafter of the plan runs the same prompts, greedily and at SAMPLED, and must give the
-    tokens of plain decoding. `progress` gets pieces of work done, and of how many. Raises
-    `RecipeError` when the recipe names no held-out text, `RequestError` for numbers of prompts or tokens that cannot
-    be run, `PlanError` when the plan was built from something else.
+    tokens of plain decoding. With partial KV they run behind long contexts too, in every mode: lossless must give the
+    tokens of full KV, and how far lossy drifts is reported. `progress` gets pieces of work done, and of how many.
+    Raises `RecipeError` when the recipe names no held-out text, `RequestError` for numbers of prompts or tokens that
+    cannot be run, `PlanError` when the plan was built from something else.
     """
     if prompts < 1:
         raise RequestError(f"prompts is {prompts}; run at least 1.")
@@ -108,7 +114,7 @@ def verify_plan(
         raise RequestError(
             f"new_tokens is {new_tokens}, but the plan's context is {runtime.manifest.target.context}; lower it."
         )
-    pieces = 3 * len(texts)
+    pieces = (3 + (runtime.manifest.partial_kv is not None)) * len(texts)
     encoded = [runtime.tokenizer.encode(text)[-min(longest, 1024) :] for text in texts]
     for index, ids in enumerate(encoded):
         _compare(runtime, decoder, ids, index, new_tokens, result)
@@ -136,6 +142,9 @@ def verify_plan(
     drafters = runtime.manifest.drafters
     result.drafters = compare([d.name for d in drafters], Options(temperature=0.0), len(texts))
     result.sampled = compare([d.name for d in drafters if not rejects([d])], SAMPLED, 2 * len(texts))
+    result.partial_kv = check_partial(
+        session, runtime.manifest, encoded, new_tokens, lambda prompt: progress(3 * len(texts) + prompt, pieces)
+    )
     return result
 
 
@@ -167,7 +176,7 @@ def _compare(
     rows: list[np.ndarray] = []
     generated: list[int] = []
     try:
-        for span in session.stream(ids, max_new_tokens=new_tokens, drafter="none", ignore_eos=True):
+        for span in session.stream(ids, max_new_tokens=new_tokens, drafter="none", partial_kv="off", ignore_eos=True):
             if span.token_ids:
                 rows.append(session.step_logits(0).copy())
                 generated += span.token_ids

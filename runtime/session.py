@@ -227,27 +227,30 @@ class Session:
             if not self._prefill(request, drafting, stats):
                 generation.finish_reason = FinishReason.CANCELLED
             ahead = self._arenas.begin(request, drafter, stats, len(self._tokens), end - len(self._tokens))
-            while generation.finish_reason is None:
-                if _cancelled(request):
-                    generation.finish_reason = FinishReason.CANCELLED
-                    break
-                if ahead is not None and (tentative := ahead.advance(self._tokens, end)):
-                    if request.tentative:
-                        handed_over = perf_counter()
-                        yield Span(tentative, self.text_behind(ahead.tentative), tentative=True)
-                        started += perf_counter() - handed_over
-                    continue
-                span = self._round(request, ahead or drafter, gate, end, generation)
-                if stats.rounds == 1:
-                    stats.ttft_ms, stats.first_span = (perf_counter() - started) * 1000, stats.new_tokens
-                handed_over = perf_counter()
-                try:
+            try:
+                while generation.finish_reason is None:
+                    if _cancelled(request):
+                        generation.finish_reason = FinishReason.CANCELLED
+                        break
+                    drafting_pays = gate is None or gate.drafting
+                    tentative = ahead.advance(self._tokens, end, draft=drafting_pays) if ahead is not None else []
+                    if ahead is None or not tentative:
+                        span = self._round(request, ahead or drafter, gate, end, generation)
+                        if stats.rounds == 1:
+                            stats.ttft_ms, stats.first_span = (perf_counter() - started) * 1000, stats.new_tokens
+                    elif request.tentative:
+                        span = Span(tentative, self.text_behind(ahead.tentative), tentative=True)
+                    else:
+                        continue
+                    handed_over = perf_counter()
                     yield span
-                except GeneratorExit:
-                    self._keep(drafter, wait=False)  # it may be a finaliser that runs while this thread is at the cache
-                    raise
-                started += perf_counter() - handed_over  # the caller's time is not ours
-            self._keep(drafter)
+                    started += perf_counter() - handed_over  # the caller's time is not ours
+            except GeneratorExit:
+                self._keep(
+                    drafter, ahead, wait=False
+                )  # it may be a finaliser that runs while this thread is at the cache
+                raise
+            self._keep(drafter, ahead)
             rest = generation.finish()
             stats.total_ms = (perf_counter() - started) * 1000
             clock.fill(stats)
@@ -255,7 +258,9 @@ class Session:
                 yield rest
             return generation.result()
 
-    def _keep(self, drafter: Drafter | None, *, wait: bool = True) -> None:
+    def _keep(self, drafter: Drafter | None, ahead: PartialDrafter | None, *, wait: bool = True) -> None:
+        if ahead is not None:
+            ahead.take_back()
         if self._memory is not None:
             if drafter is not None and self._followed == self._passes.count:
                 drafter.absorb(self._tokens)  # what the last pass has left
@@ -314,7 +319,7 @@ class Session:
         self, request: Request, drafter: Drafter | None, gate: Gate | None, end: int, generation: GrowingGeneration
     ) -> Span:
         """One round, with the drafter where the gate lets it."""
-        if isinstance(drafter, PartialDrafter):
+        if isinstance(drafter, PartialDrafter) and drafter.tentative:
             began = perf_counter()
             span = self._decode(request, drafter, end, generation)
             drafter.note_confirmed(1000 * (perf_counter() - began))

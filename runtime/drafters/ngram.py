@@ -117,6 +117,7 @@ class NgramDrafter:
 
     def resume(self, tokens: Sequence[int], rows: int, passes: int) -> int:
         """Tokens are all that it reads: every row may stay."""
+        self.suppose(None)
         return rows
 
     def begin(self, tokens: Sequence[int], step: TargetStep, limit: int) -> str | None:

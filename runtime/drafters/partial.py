@@ -52,8 +52,10 @@ class PartialDrafter:
         """Tokens that wait to be confirmed."""
         return self._ahead[self._confirmed :]
 
-    def advance(self, tokens: list[int], end: int) -> list[int]:
+    def advance(self, tokens: list[int], end: int, *, draft: bool) -> list[int]:
         """One pass over the partial arena behind `tokens`, which are confirmed; the tentative tokens that it adds.
+
+        With a draft behind the last one, or without.
 
         None where it is time to confirm: as many wait as pay, the arena is full, one ends the sequence, or it comes to
         `end` tokens.
@@ -66,8 +68,10 @@ class PartialDrafter:
             return []
         if self._inner is not None:
             self._inner.suppose(self._confirmed)
+            if not draft:
+                self._inner.absorb(ahead)
         try:
-            passed = self._passes.decode(arena, ahead, self._inner, room)
+            passed = self._passes.decode(arena, ahead, self._inner if draft else None, room)
         except PlanError as error:
             self._arena.give_up(str(error))
             self.take_back()
@@ -114,7 +118,7 @@ class PartialDrafter:
         """It lives as long as a generation, which is never cut."""
 
     def resume(self, tokens: Sequence[int], rows: int, passes: int) -> int:
-        return rows
+        return rows if self._inner is None else self._inner.resume(tokens, rows, passes)
 
     def begin(self, tokens: Sequence[int], step: TargetStep, limit: int) -> str | None:
         waiting = self.tentative[:limit]

@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 
 import compiler.__main__
 import compiler.identity
+from compiler.partial_check import PartialCheck
 from compiler.verify import LOGIT_BOUND, Divergence, Verification
 from plans.plan import file_sha256
+from tests.conftest import PARTIAL_KV
 
 WEIGHTS = Path("engines") / "onnxruntime-cpu" / "weights.bin"
 
@@ -130,3 +132,29 @@ def test_a_recipe_that_moved_is_asked_for(workplace: Path, capsys: Captured) -> 
     assert verify(workplace) == 2
     assert "model.yaml, which is not there any more; pass --recipe FILE" in capsys.readouterr().err
     assert verify(workplace, "--recipe", workplace / "moved.yaml") == 0
+
+
+def test_partial_kv_is_checked_behind_long_contexts(toy_recipe: Path, tmp_path: Path, capsys: Captured) -> None:
+    folder = shutil.copytree(toy_recipe.parent, tmp_path / "work")
+    recipe = folder / "model.yaml"
+    text = recipe.read_text(encoding="utf-8")
+    recipe.write_text(f"held_out: held_out.jsonl\npartial_kv: {PARTIAL_KV}\n{text}", encoding="utf-8")
+    shutil.rmtree(folder / "plan")
+    assert run("build", recipe, "--out", folder / "plan") == 0
+    capsys.readouterr()
+    assert verify(folder, "--json") == 0
+    found = json.loads(capsys.readouterr().out)["partial_kv"]
+    assert found["context"] == 30 + 64
+    assert found["runs"] == found["lossless_equal_runs"] == 2
+    assert found["partial_rounds"] > 0
+    assert 0 <= found["same"] <= 1
+    assert 0 <= found["agreement"] <= 1
+    assert verify(folder) == 0
+    assert "lossless 2 of 2 runs with the tokens of full KV; lossy drifts: " in capsys.readouterr().out
+
+
+def test_lossless_runs_that_differ_fail() -> None:
+    check = PartialCheck(100, runs=3, lossless_equal_runs=2)
+    assert not Verification(partial_kv=check).passed
+    check.lossless_equal_runs = 3
+    assert Verification(partial_kv=check).passed

@@ -122,6 +122,37 @@ def test_drafts_are_those_of_the_scanning_oracle(
         assert drafted(drafter, limit, root) == expected
 
 
+@given(settings=SETTINGS, turns=st.lists(st.tuples(*[st.lists(st.integers(0, 3), max_size=9)] * 2), max_size=6))
+def test_what_is_supposed_is_a_context_and_nothing_is_learned_from_it(
+    settings: tuple[int, int, int, float], turns: list[tuple[list[int], list[int]]]
+) -> None:
+    """A turn makes tokens certain, then supposes others one after another, which are taken back."""
+    drafter, oracle, certain = NgramDrafter(*settings), ScanningOracle(*settings), list[int]()
+    for tokens, supposed in turns:
+        certain += tokens
+        oracle.extend(tokens)
+        drafter.foresee(certain, 1)
+        for count in range(1, len(supposed) + 1):
+            drafter.suppose(len(certain))
+            ahead = [*certain, *supposed[:count]]
+            oracle.tokens = ahead
+            try:
+                expected = oracle.draft(9)
+            except TieError:
+                return
+            assert drafter.foresee(ahead, 9) == len(expected)
+            assert drafted(drafter, 9) == expected
+        oracle.tokens, oracle.guesses = list(certain), []
+        drafter.truncate(len(certain))
+        drafter.suppose(None)
+        try:
+            expected = oracle.draft(9)
+        except TieError:
+            return
+        drafter.foresee(certain, 9)
+        assert drafted(drafter, 9) == expected
+
+
 @given(steps=st.lists(st.lists(st.integers(0, 3), max_size=12), max_size=6))
 def test_spans_arrays_and_drafting_in_between_make_no_difference(steps: list[list[int]]) -> None:
     whole, parts = NgramDrafter(), NgramDrafter()

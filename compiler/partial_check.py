@@ -1,0 +1,96 @@
+"""What partial KV does to tokens, on held-out text: nothing in lossless mode, and how much in lossy mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain, cycle
+
+from plans.manifest import Manifest
+from plans.partial_kv import PartialMode
+from runtime import Session, Stats
+from runtime.request import Options
+
+_BEHIND = 64  # tokens of context behind the first at which the partial arena serves
+
+
+@dataclass
+class PartialCheck:
+    """Runs behind prompts of `context` tokens, made of the held-out ones, with the plan's first drafter.
+
+    `agreement` is the share of tokens that a pass over the partial arena chose as one over the full arena did, where
+    all before were the same. `same` is the share of lossy mode's tokens before the first that differs from full KV's, a
+    mean over runs. None where the partial arena never served.
+    """
+
+    context: int
+    runs: int = 0
+    tokens: int = 0
+    lossless_equal_runs: int = 0
+    lossy_equal_runs: int = 0
+    agreement: float | None = None
+    same: float | None = None
+    partial_rounds: int = 0
+
+    @property
+    def passed(self) -> bool:
+        return self.lossless_equal_runs == self.runs
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self) | {"passed": self.passed}
+
+
+def check_partial(
+    session: Session,
+    manifest: Manifest,
+    prompts: Sequence[list[int]],
+    new_tokens: int,
+    progress: Callable[[int], None] = lambda done: None,
+) -> PartialCheck | None:
+    """Run every prompt in all three modes. None where the plan has no partial arena, or no context to use it in.
+
+    `progress` gets the number of prompts done.
+    """
+    partial = manifest.partial_kv
+    if partial is None:
+        return None
+    length = max(partial.partial_threshold, partial.front(partial.n_retrieval_blocks)) + _BEHIND
+    if length + new_tokens > manifest.target.context:
+        return None
+    check, parted, agreed = PartialCheck(length), 0, 0
+    shares: list[float] = []
+    for index in range(len(prompts)):
+        tokens = _joined(prompts, index, length)
+
+        def run(mode: PartialMode, tokens: list[int] = tokens) -> tuple[list[int], Stats]:
+            options = Options(max_new_tokens=new_tokens, ignore_eos=True, auto_disable=False, partial_kv=mode)
+            made = session.generate(tokens, whole=True, **options)
+            return made.token_ids, made.stats
+
+        expected, _ = run("off")
+        lossless, stats = run("lossless")
+        lossy, rough = run("lossy")
+        check.runs += 1
+        check.tokens += len(expected)
+        check.lossless_equal_runs += lossless == expected
+        check.lossy_equal_runs += lossy == expected
+        check.partial_rounds += stats.partial_rounds + rough.partial_rounds
+        parted += stats.parted
+        agreed += stats.tentative - stats.retracted
+        first = (i for i, (a, b) in enumerate(zip(expected, lossy, strict=True)) if a != b)
+        shares.append(next(first, len(expected)) / len(expected))
+        progress(index + 1)
+    if check.partial_rounds:
+        check.same = sum(shares) / len(shares)
+        check.agreement = agreed / (agreed + parted) if agreed + parted else None
+    return check
+
+
+def _joined(prompts: Sequence[list[int]], first: int, length: int) -> list[int]:
+    """The last `length` tokens of as many prompts as it takes, from one of them on."""
+    parts: list[list[int]] = []
+    for tokens in cycle([*prompts[first:], *prompts[:first]]):
+        parts.append(tokens)
+        if sum(map(len, parts)) >= length:
+            break
+    return list(chain.from_iterable(parts))[-length:]

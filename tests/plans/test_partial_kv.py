@@ -1,0 +1,105 @@
+"""The layout of a partial arena, and manifests of plans with one that contradict themselves."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plans.partial_kv import PartialKv
+from plugins.reference.partial_kv import candidate_blocks
+from tests.plans.damage import TARGET, Edit, edit, refused
+
+
+@given(
+    block=st.integers(1, 40),
+    sink=st.integers(0, 3),
+    retrieval=st.integers(1, 9),
+    window=st.integers(1, 5),
+    covered=st.integers(0, 3000),
+    budget=st.integers(0, 9),
+)
+def test_the_layout_is_that_of_the_ops(
+    block: int, sink: int, retrieval: int, window: int, covered: int, budget: int
+) -> None:
+    settings = PartialKv(
+        block_size=block, n_sink_blocks=sink, n_retrieval_blocks=retrieval, n_window_blocks=window, n_spec_tokens_buf=7
+    )
+    candidates = candidate_blocks(covered, block, sink, window)
+    assert settings.candidates(covered) == candidates
+    if settings.pays(covered, budget):
+        taken = min(budget, candidates)
+        behind = covered - (sink + candidates) * block
+        assert window * block <= behind < (window + 1) * block
+        assert settings.filled(covered, budget) == (sink + taken) * block + behind
+        if budget <= retrieval:
+            assert settings.filled(covered, budget) + settings.n_spec_tokens_buf <= settings.largest
+    assert settings.largest < settings.capacity(128)
+    assert settings.capacity(128) % 128 == 0
+
+
+def test_the_defaults_are_those_of_the_seed() -> None:
+    settings = PartialKv()
+    assert settings.total_budget == 16 * (2 + 256 + 8) + 128
+    assert not settings.pays(4096, 64)
+    assert settings.pays(4097, 64)
+    assert not settings.pays(4256, 256)  # what would be all of it
+    assert settings.pays(4257, 256)
+
+
+@pytest.fixture
+def plan(long_plan: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(long_plan, tmp_path / "plan")
+
+
+def partial(m: dict[str, Any]) -> dict[str, Any]:
+    return m["partial_kv"]
+
+
+def programs(m: dict[str, Any]) -> dict[str, Any]:
+    return m["targets"][TARGET]["programs"]
+
+
+def buffer(m: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(b for b in m["targets"][TARGET]["buffers"] if b["name"] == name)
+
+
+def bind(m: dict[str, Any], program: str, index: int, parameter: str, to: str) -> None:
+    for bound in ("inputs", "outputs"):
+        stage = programs(m)[program]["stages"][index][bound]
+        if parameter in stage:
+            stage[parameter] = to
+
+
+WRONG: dict[str, tuple[Edit, str]] = {
+    "a buffer below a step": (lambda m: partial(m).update(n_spec_tokens_buf=8), "does not lie between a step of"),
+    "a buffer above a chunk": (lambda m: partial(m).update(n_spec_tokens_buf=17), "and a chunk of 16"),
+    "more than the full arena": (lambda m: partial(m).update(n_retrieval_blocks=500), "more than the full arena has"),
+    "another layout than its buffers": (lambda m: partial(m).update(n_retrieval_blocks=4), "partial.selected"),
+    "no such mode": (lambda m: partial(m).update(mode="fast"), "mode"),
+    "no refresh": (lambda m: programs(m).pop("refresh"), "'refresh' is missing"),
+    "no plain step over it": (lambda m: programs(m).pop("decode_partial"), "'decode_partial' is missing"),
+    "no step of a drafter over it": (lambda m: programs(m).pop("speculate_partial.head"), "speculate_partial.head"),
+    "nothing that confirms": (lambda m: programs(m).pop("verify"), "'verify' is missing"),
+    "a refresh that runs an engine": (
+        lambda m: programs(m)["refresh"].update(stages=programs(m)["prefill"]["stages"]), "must be ops alone"
+    ),
+    "a refresh that writes the full arena": (
+        lambda m: bind(m, "refresh", 2, "partial_kv", "target.bim"), "target.bim"
+    ),
+    "a drafter that writes it": (lambda m: bind(m, "extend.head", 1, "k_cache.0", "partial.k_cache.0"), "partial"),
+    "a short buffer": (lambda m: buffer(m, "partial.key_max").update(shape=[4, 2, 16, 1]), "partial.key_max"),
+    "a window below a chunk": (lambda m: m["models"]["head"].update(window=8), "less than a chunk of 16"),
+    "settings without an arena": (lambda m: m.update(partial_kv=None), "programs.verify: results.counts"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_manifest_that_is_wrong_is_refused_and_the_place_is_named(plan: Path, case: str) -> None:
+    change, named = WRONG[case]
+    edit(plan, change)
+    assert named in refused(plan)

@@ -1,0 +1,79 @@
+"""`tools.bench context` on a toy plan: figures of every mode, a plot, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import tools.bench.__main__ as bench
+from tests.conftest import HELD_OUT
+
+Captured = pytest.CaptureFixture[str]
+SIZES = ("--prompts", str(HELD_OUT), "--threads", "1", "--new", "20", "--reps", "1")
+
+
+def context(plan: Path, *arguments: str) -> int:
+    return bench.main(["context", str(plan), *SIZES, *arguments])
+
+
+def test_a_row_for_every_length_drafter_mode_and_budget(long_plan: Path, capsys: Captured, tmp_path: Path) -> None:
+    plot = tmp_path / "context.svg"
+    arguments = ("--lengths", "5,90", "--drafters", "chain,none", "--budgets", "1,auto")
+    assert context(long_plan, *arguments, "--plot", str(plot), "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    rows = report["rows"]
+    cases = [("off", None), ("lossless", 1), ("lossless", "auto"), ("lossy", 1), ("lossy", "auto")]
+    assert sorted((r["context"], r["drafter"], r["mode"], str(r["budget"])) for r in rows) == sorted(
+        (length, drafter, mode, str(budget))
+        for length in (5, 90)
+        for drafter in ("chain", "none")
+        for mode, budget in cases
+    )
+    for row in rows:
+        served = row["context"] == 90 and row["mode"] != "off"
+        assert (row["partial_rounds"] > 0) == served
+        assert (row["verify_partial_ms"] is not None) == (row["context"] == 90)
+        assert row["verify_full_ms"] > 0
+        assert row["tokens_per_second"] > 0
+        assert 0 <= row["refresh_share"] < 1
+        assert (row["agreement"] is None) == (row["tentative"] == 0)
+        if row["mode"] != "lossy":
+            assert row["same"] == 1.0
+        if row["mode"] == "off":
+            assert row["speedup"] == 1.0
+    assert report["partial_kv"]["n_retrieval_blocks"] == 3
+    assert "<svg" in plot.read_text(encoding="utf-8")
+    assert context(long_plan, "--lengths", "90", "--drafters", "ngram", "--modes", "lossless") == 0
+    assert "lossless" in capsys.readouterr().out
+
+
+def test_times_behind_random_rows_need_no_prefill(long_plan: Path, capsys: Captured) -> None:
+    arguments = ("--lengths", "60,120", "--drafters", "none", "--modes", "off,lossy", "--random-rows", "--json")
+    assert context(long_plan, *arguments) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["random_rows"]
+    assert [(row["context"], row["partial_rounds"] > 0) for row in report["rows"]] == [
+        (60, False), (60, True), (120, False), (120, True),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--modes", "fast"), "--modes names 'fast'; the modes are lossless, lossy, off"),
+        (("--drafters", "other"), "--drafters names 'other'; the plan has"),
+        (("--lengths", "150"), "--lengths has 150; beside --new 20 the context leaves 140"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    long_plan: Path, arguments: tuple[str, ...], said: str, capsys: Captured
+) -> None:
+    assert context(long_plan, *arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_plan_without_partial_kv_is_refused(toy_plan: Path, capsys: Captured) -> None:
+    assert context(toy_plan) == 2
+    assert "has no partial arena; build it with partial_kv.enabled" in capsys.readouterr().err
