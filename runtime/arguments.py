@@ -8,6 +8,7 @@ from pathlib import Path
 
 from plans.console import stderr
 from plans.errors import RequestError
+from plans.partial_kv import PARTIAL_MODES
 from runtime.generation import Generation
 from runtime.prefix_cache import PrefixCacheConfig
 from runtime.request import Options
@@ -51,6 +52,14 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stream-id", type=int, default=0, metavar="N", help="which of the seed's streams of draws")
     parser.add_argument("--drafter", metavar="NAME|none", help="drafter of the plan (default: its first)")
     parser.add_argument(
+        "--partial-kv",
+        choices=PARTIAL_MODES,
+        help="behind long contexts, where the plan has a partial arena (its mode)",
+    )
+    parser.add_argument(
+        "--partial-budget", type=_budget, metavar="N|auto", help="blocks that it retrieves (as many as it has room for)"
+    )
+    parser.add_argument(
         "--keep-drafting", action="store_true", help="draft even while that costs more than it brings, by the clock"
     )
     parser.add_argument(
@@ -59,6 +68,10 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         help="for debugging drafters with acceptance: rejection: draw a rejected token's replacement from the target's "
         "own distribution, which is wrong",
     )
+
+
+def _budget(text: str) -> int | str:
+    return text if text == "auto" else int(text)
 
 
 def read_options(arguments: argparse.Namespace) -> Options:
@@ -78,6 +91,10 @@ def read_options(arguments: argparse.Namespace) -> Options:
     )
     if arguments.drafter is not None:
         options["drafter"] = arguments.drafter
+    if arguments.partial_kv is not None:
+        options["partial_kv"] = arguments.partial_kv
+    if arguments.partial_budget is not None:
+        options["partial_budget"] = arguments.partial_budget
     return options
 
 

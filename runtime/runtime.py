@@ -238,7 +238,9 @@ class Runtime:
     def stream(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> GenerationStream:
         """The same, a span of tokens and text per step; nothing is held until the first one is asked for."""
         manifest = self.manifest
-        request = check_options(options, [d.name for d in manifest.drafters], manifest.text.eos_token_ids)
+        request = check_options(
+            options, [d.name for d in manifest.drafters], manifest.text.eos_token_ids, manifest.partial_kv
+        )
         ids = prepare_prompt(prompt, (), request.stop, self.tokenizer, manifest.target).ids
         return GenerationStream(self._run(ids, options))
 

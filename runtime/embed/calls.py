@@ -51,10 +51,10 @@ FINISHED = {FinishReason.STOP: 0, FinishReason.LENGTH: 1, FinishReason.CANCELLED
 OPEN_OPTIONS: dict[str, type] = {
     "target": str, "threads": int, "verify": bool, "cuda_graphs": bool, "prefix_cache_tokens": int,
 }  # fmt: skip
-INTEGERS = ("max_new_tokens", "top_k", "seed", "stream_id")
+INTEGERS = ("max_new_tokens", "top_k", "seed", "stream_id", "partial_budget")
 DOUBLES = ("temperature", "top_p")
 BOOLEANS = ("ignore_eos", "auto_disable", "skip_sample_adjustment")
-TEXTS = ("drafter", "filter_order")
+TEXTS = ("drafter", "filter_order", "partial_kv")
 TEXT_LISTS = ("stop",)
 INTEGER_LISTS = ("eos_token_ids",)
 OF_A_BRANCH = (

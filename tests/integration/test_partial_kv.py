@@ -299,9 +299,25 @@ def test_a_broken_arena_is_said_once_and_full_kv_goes_on(
         assert "goes on with full KV: a stage fails" in caplog.text
 
 
+def test_budgets_change_what_is_retrieved_and_no_token(long: Runtime) -> None:
+    tokens = prompt(8, 120)
+    expected = long.generate(tokens, max_new_tokens=30, partial_kv="off", ignore_eos=True).token_ids
+    seen = set()
+    for budget in (1, 2, 3, "auto", None):
+        found = long.generate(tokens, max_new_tokens=30, partial_budget=budget, drafter="chain", ignore_eos=True)
+        assert found.token_ids == expected
+        seen.add(found.stats.retrieved)
+        assert isinstance(budget, str) or found.stats.retrieved == (budget or 3)
+        assert found.stats.to_json()["agreement"] == found.stats.agreement
+    assert {1, 2, 3} <= seen
+
+
 def test_what_cannot_be_asked_for(long: Runtime, toy: Runtime) -> None:
     with pytest.raises(RequestError, match="partial_kv is 'fast'; pass one of lossless, lossy, off"):
         long.generate("x", partial_kv="fast")  # type: ignore[arg-type]
+    for wrong in (0, 4, "all", True):
+        with pytest.raises(RequestError, match=r"partial_budget is .*; pass auto, or 1 to 3 blocks"):
+            long.generate("x", partial_budget=wrong)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match=r"has no partial arena; build it with partial_kv\.enabled"):
         toy.generate("x", partial_kv="lossy")
     assert toy.generate("x", partial_kv="off", max_new_tokens=2).stats.partial_mode == "off"
