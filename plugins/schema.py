@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
+from plans import names
+
 Dim = int | str
 ANY_FLOAT = "float32 | float16 | bfloat16"  # model precision: what an op only moves, or computes in
 
@@ -71,3 +73,26 @@ class OpSchema:
         """Every tensor once: the inputs, then the outputs that are not inputs."""
         taken = {spec.name for spec in self.inputs}
         return self.inputs + tuple(spec for spec in self.outputs if spec.name not in taken)
+
+
+INTEGER = "int64"
+CAPACITY = "capacity"  # slots of an arena
+
+
+def per_new_token(name: str) -> TensorSpec:
+    """An integer for each new token of a step."""
+    return TensorSpec(name, INTEGER, (names.NEW,))
+
+
+def per_row(name: str) -> TensorSpec:
+    """An integer for each row."""
+    return TensorSpec(name, INTEGER, (names.ROWS,))
+
+
+def one(name: str) -> TensorSpec:
+    """One integer."""
+    return TensorSpec(name, INTEGER, (1,))
+
+
+ROW_SPLITS = TensorSpec(names.ROW_SPLITS, INTEGER, (names.ROW_EDGES,))
+"""Which row owns which new tokens."""

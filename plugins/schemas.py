@@ -8,47 +8,45 @@ The first line of a `doc` says what the op does; its rule, readable, is the func
 from __future__ import annotations
 
 from plans import names
-from plugins.schema import ANY_FLOAT, AttributeSpec, OpSchema, Purpose, Reduction, TensorSpec
+from plugins.arena_schemas import BLOCK_SELECT, BLOCK_SUMMARY, KV_GATHER, PARTIAL_KV_GATHER
+from plugins.schema import (
+    ANY_FLOAT,
+    CAPACITY,
+    INTEGER,
+    ROW_SPLITS,
+    AttributeSpec,
+    OpSchema,
+    Purpose,
+    TensorSpec,
+    one,
+    per_new_token,
+    per_row,
+)
 
-_INT = "int64"
 _SLOTS = "B"  # sampling slots, one per branch
 _VOCABULARY = "V"
-_CAPACITY = "capacity"
-
-
-def _per_new_token(name: str) -> TensorSpec:
-    return TensorSpec(name, _INT, (names.NEW,))
-
-
-def _per_row(name: str) -> TensorSpec:
-    return TensorSpec(name, _INT, (names.ROWS,))
-
-
-def _one(name: str) -> TensorSpec:
-    return TensorSpec(name, _INT, (1,))
 
 
 _CHOICE_INPUTS = (
     TensorSpec(names.LOGITS_OUT, "float32", (names.LOGITS, _VOCABULARY)),
-    TensorSpec(names.LOGIT_ROWS, _INT, (names.LOGITS,)),
-    _per_new_token(names.POSITIONS),
-    _per_new_token(names.BRANCH),
+    TensorSpec(names.LOGIT_ROWS, INTEGER, (names.LOGITS,)),
+    per_new_token(names.POSITIONS),
+    per_new_token(names.BRANCH),
     TensorSpec(names.TEMPERATURE, "float64", (_SLOTS,)),
-    TensorSpec(names.TOP_K, _INT, (_SLOTS,)),
+    TensorSpec(names.TOP_K, INTEGER, (_SLOTS,)),
     TensorSpec(names.TOP_P, "float64", (_SLOTS,)),
-    TensorSpec(names.FILTER_ORDER, _INT, (_SLOTS,)),
+    TensorSpec(names.FILTER_ORDER, INTEGER, (_SLOTS,)),
     TensorSpec(names.SEED, "uint64", (_SLOTS,)),
-    TensorSpec(names.STREAM, _INT, (_SLOTS,)),
+    TensorSpec(names.STREAM, INTEGER, (_SLOTS,)),
 )
-_ROW_SPLITS = TensorSpec(names.ROW_SPLITS, _INT, (names.ROW_EDGES,))
 _ATTN_BIAS = TensorSpec(names.ATTN_BIAS, "float32", (names.ROWS, 1, names.PLACES, names.VIEW))
-_COMMITTED = TensorSpec(names.COMMITTED, _INT, (names.LOGITS,))
-_TREE_INPUTS = (_per_new_token(names.TOKEN_IDS), _per_new_token(names.PARENT))
+_COMMITTED = TensorSpec(names.COMMITTED, INTEGER, (names.LOGITS,))
+_TREE_INPUTS = (per_new_token(names.TOKEN_IDS), per_new_token(names.PARENT))
 _ACCEPT_OUTPUTS = (
     _COMMITTED,
-    TensorSpec(names.ACCEPTED_COUNT, _INT, ("trees",)),
-    _per_new_token(names.KEPT_ROWS),
-    _one(names.KEPT_COUNT),
+    TensorSpec(names.ACCEPTED_COUNT, INTEGER, ("trees",)),
+    per_new_token(names.KEPT_ROWS),
+    one(names.KEPT_COUNT),
 )
 _PURPOSE = AttributeSpec("purpose", int, int(Purpose.TARGET))
 
@@ -67,11 +65,11 @@ _BIM_MASK = OpSchema(
     Errors: ValueError for extents, splits, past_length, parents or branches out of range, before anything is written.
     Source: DESIGN section 4, "Visibility"; seed 000.""",
     inputs=(
-        TensorSpec(names.BIM, _INT, (names.ROWS, _CAPACITY)),
-        _per_row(names.PAST_LENGTH),
-        _ROW_SPLITS,
-        _per_new_token(names.BRANCH),
-        _per_new_token(names.PARENT),
+        TensorSpec(names.BIM, INTEGER, (names.ROWS, CAPACITY)),
+        per_row(names.PAST_LENGTH),
+        ROW_SPLITS,
+        per_new_token(names.BRANCH),
+        per_new_token(names.PARENT),
     ),
     outputs=(_ATTN_BIAS,),
     extents=(names.NEW, names.VIEW, names.ROWS, names.PLACES),
@@ -140,7 +138,7 @@ _CHAIN_ACCEPT = OpSchema(
         *_CHOICE_INPUTS,
         *_TREE_INPUTS,
         TensorSpec(names.DRAFT_PROBS, "float32", (names.LOGITS, _VOCABULARY)),
-        TensorSpec(names.SKIP_SAMPLE_ADJUSTMENT, _INT, (_SLOTS,)),
+        TensorSpec(names.SKIP_SAMPLE_ADJUSTMENT, INTEGER, (_SLOTS,)),
     ),
     outputs=(*_ACCEPT_OUTPUTS, TensorSpec(names.TRIALS, "float64", (names.LOGITS, 2))),
     extents=(names.NEW, names.LOGITS),
@@ -155,9 +153,9 @@ _DRAWS = OpSchema(
     Errors: ValueError for an unknown purpose.
     Source: DESIGN section 7.""",
     inputs=(
-        TensorSpec(names.TIP_POSITION, _INT, (_SLOTS,)),
+        TensorSpec(names.TIP_POSITION, INTEGER, (_SLOTS,)),
         TensorSpec(names.SEED, "uint64", (_SLOTS,)),
-        TensorSpec(names.STREAM, _INT, (_SLOTS,)),
+        TensorSpec(names.STREAM, INTEGER, (_SLOTS,)),
     ),
     outputs=(TensorSpec(names.DRAWS, "float64", (_SLOTS, "depths")),),
     attributes=(_PURPOSE,),
@@ -173,9 +171,9 @@ _COUPLED_DRAWS = OpSchema(
     drafted is a guess; execution targets without float64 make it too.
     Source: DESIGN section 7.""",
     inputs=(
-        TensorSpec(names.TIP_POSITION, _INT, (_SLOTS,)),
+        TensorSpec(names.TIP_POSITION, INTEGER, (_SLOTS,)),
         TensorSpec(names.SEED, "uint64", (_SLOTS,)),
-        TensorSpec(names.STREAM, _INT, (_SLOTS,)),
+        TensorSpec(names.STREAM, INTEGER, (_SLOTS,)),
         TensorSpec(names.TEMPERATURE, "float64", (_SLOTS,)),
         TensorSpec(names.TOP_P, "float64", (_SLOTS,)),
     ),
@@ -186,120 +184,7 @@ _COUPLED_DRAWS = OpSchema(
     ),
 )
 
-_KV = TensorSpec(names.KV, ANY_FLOAT, ("planes", names.ROWS, "heads", _CAPACITY, "head_dim"))
-
-_KV_GATHER = OpSchema(
-    name="KvGather",
-    version=1,
-    doc="""Compact slots of a KV arena in place.
-
-    source[:source_count] are new tokens of the step; row_splits says, as in BimMask, which row owns which.
-    For i = 0 .. source_count-1, one after another, with r the row of source[i], in every plane and head of that row:
-    slot source_base[r] + (source[i] - row_splits[r]) -> slot destination[r] + (entries before i that r owns).
-    Tokens that ascend within a row and slots that do not lie below their destinations arrive whole. Slots that stay
-    where they are cost nothing.
-    Errors: ValueError for splits, tokens behind the last split, and slots outside the arena, before anything is moved.
-    Source: DESIGN section 5.""",
-    inputs=(
-        _KV,
-        _per_new_token("source"),
-        _one("source_count"),
-        _ROW_SPLITS,
-        _per_row("source_base"),
-        _per_row("destination"),
-    ),
-    outputs=(_KV,),
-    extents=(names.ROWS,),
-)
-
-_ONE_ROW = ("planes", 1, "heads", _CAPACITY, "head_dim")
-_SUMMARY = ("layers", "heads", "head_dim", "blocks")
-_RETRIEVED = ("layers", "heads", "retrieval")
-_KEY_MAX = TensorSpec(names.KEY_MAX, "float32", _SUMMARY)
-_KEY_MIN = TensorSpec(names.KEY_MIN, "float32", _SUMMARY)
-_PARTIAL_LAYOUT = (
-    AttributeSpec("block_size", int),
-    AttributeSpec("sink_blocks", int),
-    AttributeSpec("window_blocks", int),
-)
-
-_BLOCK_SUMMARY = OpSchema(
-    name="BlockSummary",
-    version=1,
-    doc="""The largest and smallest key of each block of tokens, element by element, of all layers and heads.
-
-    Of the covered[0] tokens of an arena with one row, the first sink_blocks * block_size are the sink. The window is
-    the last window_blocks whole blocks and what has begun behind them: it starts on the grid of blocks, no token
-    falling between. Blocks between the two, counted from the sink's end, are candidates: block b is of the tokens from
-    (sink_blocks + b) * block_size on. Those from summarised[0] on are summarised, the others stay as they are. Planes
-    of kv are K and V of each layer in turn.
-    Errors: ValueError for counts out of range and more candidates than there is room for, before anything is written.
-    Source: DESIGN section 8; seed 004; arXiv 2512.02337.""",
-    inputs=(
-        TensorSpec(names.KV, ANY_FLOAT, _ONE_ROW),
-        _one(names.COVERED),
-        _one(names.SUMMARISED),
-        _KEY_MAX,
-        _KEY_MIN,
-    ),
-    outputs=(_KEY_MAX, _KEY_MIN),
-    attributes=_PARTIAL_LAYOUT,
-)
-
-_BLOCK_SELECT = OpSchema(
-    name="BlockSelect",
-    version=1,
-    doc="""The blocks that matter most to the last accepted tokens, of each layer and key head.
-
-    Candidates are those of BlockSummary. Of the tokens kept_rows[:kept_count] of the step the last most_queries are
-    asked, by the queries of all query heads that share a key head: a query q scores a block by
-    max(q . key_max, q . key_min), in float32, summed in the order of a head's elements. Scores of one block become one
-    by reduction: 0 the largest, 1 the mean, 2 the mean over the last token's alone. A score that is no number is the
-    lowest. The budget[0] best blocks are selected, of equals the lower one first, and listed ascending; -1 behind them.
-    Errors: ValueError for counts and rows out of range, before anything is written.
-    Source: DESIGN section 8; FEATURES row 33; seed 004; arXiv 2512.02337 (equations 1 to 3).""",
-    inputs=(
-        TensorSpec(names.QUERIES, "float32", ("layers", names.NEW, "num_heads * head_dim")),
-        _per_new_token(names.KEPT_ROWS),
-        _one(names.KEPT_COUNT),
-        _KEY_MAX,
-        _KEY_MIN,
-        _one(names.COVERED),
-        _one(names.BUDGET),
-    ),
-    outputs=(TensorSpec(names.SELECTED, _INT, _RETRIEVED),),
-    attributes=(
-        *_PARTIAL_LAYOUT,
-        AttributeSpec("reduction", int, int(Reduction.MAX)),
-        AttributeSpec("most_queries", int, 8),
-    ),
-)
-
-_RESIDENT = TensorSpec(names.RESIDENT, _INT, _RETRIEVED)
-_PARTIAL_KV = TensorSpec("partial_kv", ANY_FLOAT, ("planes", 1, "heads", "partial_capacity", "head_dim"))
-
-_PARTIAL_KV_GATHER = OpSchema(
-    name="PartialKvGather",
-    version=1,
-    doc="""Fill the front of a small arena from the full one: sink, selected blocks, window, one behind another.
-
-    Sink, window and blocks are those of BlockSummary, of covered[0] tokens; `selected` is as BlockSelect leaves it, the
-    same number of blocks for every layer and head. `resident` says which block lies in each place of the retrieval
-    already (-1: none): it is not copied again, and follows.
-    Errors: ValueError for counts and blocks out of range, and too little room, before anything is moved.
-    Source: DESIGN section 8; FEATURES rows 31 and 33.""",
-    inputs=(
-        TensorSpec(names.KV, ANY_FLOAT, _ONE_ROW),
-        _one(names.COVERED),
-        TensorSpec(names.SELECTED, _INT, _RETRIEVED),
-        _PARTIAL_KV,
-        _RESIDENT,
-    ),
-    outputs=(_PARTIAL_KV, _RESIDENT),
-    attributes=_PARTIAL_LAYOUT,
-)
-
-_CACHE = (names.ROWS, "kv_num_heads", _CAPACITY, "head_dim")
+_CACHE = (names.ROWS, "kv_num_heads", CAPACITY, "head_dim")
 _QUERY_WIDTH = "num_heads * head_dim"
 _KEY_WIDTH = "kv_num_heads * head_dim"
 
@@ -319,8 +204,8 @@ _BRANCH_ATTENTION = OpSchema(
         TensorSpec("k_cache", ANY_FLOAT, _CACHE),
         TensorSpec("v_cache", ANY_FLOAT, _CACHE),
         _ATTN_BIAS,
-        _per_row(names.PAST_LENGTH),
-        _ROW_SPLITS,
+        per_row(names.PAST_LENGTH),
+        ROW_SPLITS,
     ),
     outputs=(
         TensorSpec("out", ANY_FLOAT, (1, names.NEW, _QUERY_WIDTH)),
@@ -347,11 +232,11 @@ _DRAFT_SAMPLE = OpSchema(
         TensorSpec("logits", "float32", ("trees", "nodes", _VOCABULARY)),
         TensorSpec(names.DRAWS, "float64", ("trees",)),
         TensorSpec(names.TEMPERATURE, "float64", ("trees",)),
-        TensorSpec(names.TOP_K, _INT, ("trees",)),
+        TensorSpec(names.TOP_K, INTEGER, ("trees",)),
         TensorSpec(names.TOP_P, "float64", ("trees",)),
     ),
     outputs=(
-        TensorSpec("token", _INT, ("trees", "nodes")),
+        TensorSpec("token", INTEGER, ("trees", "nodes")),
         TensorSpec("probability", "float32", ("trees", "nodes", _VOCABULARY)),
     ),
 )
@@ -381,13 +266,13 @@ _TREE_EXPAND = OpSchema(
         TensorSpec("score", "float32", _FRONTIER),
         TensorSpec(names.DRAWS, "float32", ("trees",)),
         TensorSpec(names.TEMPERATURE, "float32", ("trees",)),
-        TensorSpec("top_k_filter", _INT, ("trees",)),
+        TensorSpec("top_k_filter", INTEGER, ("trees",)),
         TensorSpec(names.TOP_P, "float32", ("trees",)),
     ),
     outputs=(
-        TensorSpec("token", _INT, _CANDIDATES),
+        TensorSpec("token", INTEGER, _CANDIDATES),
         TensorSpec("candidate_score", "float32", _CANDIDATES),
-        TensorSpec("frontier", _INT, ("trees", "top_k")),
+        TensorSpec("frontier", INTEGER, ("trees", "top_k")),
     ),
     attributes=(AttributeSpec("top_k", int), AttributeSpec("spread", float), AttributeSpec("doubt", float)),
 )
@@ -405,16 +290,16 @@ _TREE_RERANK = OpSchema(
     ops, or the CUDA kernel.
     Source: DESIGN section 7; EAGLE-2 (arXiv 2406.16858).""",
     inputs=(
-        TensorSpec("candidate_token", _INT, _CANDIDATES),
+        TensorSpec("candidate_token", INTEGER, _CANDIDATES),
         TensorSpec("candidate_score", "float32", _CANDIDATES),
-        TensorSpec("candidate_parent", _INT, _CANDIDATES),
-        TensorSpec("candidate_depth", _INT, ("candidates",)),
+        TensorSpec("candidate_parent", INTEGER, _CANDIDATES),
+        TensorSpec("candidate_depth", INTEGER, ("candidates",)),
     ),
     outputs=(
-        TensorSpec("candidate", _INT, _NODES),
-        TensorSpec("token", _INT, _NODES),
-        TensorSpec("parent", _INT, _NODES),
-        TensorSpec("depth", _INT, _NODES),
+        TensorSpec("candidate", INTEGER, _NODES),
+        TensorSpec("token", INTEGER, _NODES),
+        TensorSpec("parent", INTEGER, _NODES),
+        TensorSpec("depth", INTEGER, _NODES),
         TensorSpec("score", "float32", _NODES),
     ),
     attributes=(AttributeSpec("nodes", int),),
@@ -429,10 +314,10 @@ SCHEMAS: dict[str, OpSchema] = {
         _CHAIN_ACCEPT,
         _DRAWS,
         _COUPLED_DRAWS,
-        _KV_GATHER,
-        _BLOCK_SUMMARY,
-        _BLOCK_SELECT,
-        _PARTIAL_KV_GATHER,
+        KV_GATHER,
+        BLOCK_SUMMARY,
+        BLOCK_SELECT,
+        PARTIAL_KV_GATHER,
         _BRANCH_ATTENTION,
         _DRAFT_SAMPLE,
         _TREE_EXPAND,

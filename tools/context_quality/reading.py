@@ -16,7 +16,7 @@ from compiler.models.config import DecoderConfig
 from compiler.models.decoder import Decoder
 from compiler.models.eager import CausalExecution
 from compiler.models.rope import rope_tables
-from tools.context_quality.questions import Question
+from tools.context_quality.questions import Context
 
 _ROWS = 2048  # of logits at once
 
@@ -41,8 +41,8 @@ def token_losses(model: Decoder, config: DecoderConfig, sequences: Tensor) -> Te
 def short_losses(model: Decoder, config: DecoderConfig, document: Tensor, window: int, batch: int = 8) -> Tensor:
     """Nats of every token but the first of `document` `[length]`, behind less than `window` tokens: `[length - 1]`.
 
-    Windows begin at every half of one, and each says what the tokens of its second half cost; the first, all. Behind
-    the first half, every token has at least half a window before it.
+    Windows (of even length) begin at every half of one, and each says what the tokens of its second half cost, the
+    first one all. So the tokens behind the first half window have at least half a window before them.
     """
     half = window // 2
     starts = range(0, max(1, len(document) - half), half)
@@ -55,19 +55,23 @@ def short_losses(model: Decoder, config: DecoderConfig, document: Tensor, window
 
 
 @torch.no_grad()
-def answered(
-    model: Decoder, config: DecoderConfig, context: Sequence[int], questions: Sequence[Question]
-) -> list[bool]:
-    """For each question behind the context, whether every token of its answer is the likeliest one."""
-    kept = _KeepingExecution(config, len(context))
-    model.hidden(torch.tensor(context), kept)
-    right = []
-    for question in questions:
-        ids = torch.tensor([*question.asked, *question.answer])
-        hidden, _ = model.hidden(ids, _BehindExecution(config, kept.rows, len(context), len(ids)))
-        first = len(question.asked)
-        right.append(bool((model.logits(hidden[first - 1 : -1]).argmax(-1) == ids[first:]).all()))
-    return right
+def answers(model: Decoder, config: DecoderConfig, context: Context) -> list[int | None]:
+    """Behind the context, whose answer each question gets: the index of the question that it belongs to, or None.
+
+    An answer is given where each of its tokens is the likeliest one behind those before it.
+    """
+    kept = _KeepingExecution(config, len(context.ids))
+    model.hidden(torch.tensor(context.ids), kept)
+
+    def given(asked: list[int], answer: list[int]) -> bool:
+        ids = torch.tensor([*asked, *answer])
+        hidden, _ = model.hidden(ids, _BehindExecution(config, kept.rows, len(context.ids), len(ids)))
+        return torch.equal(model.logits(hidden[len(asked) - 1 : -1]).argmax(-1), ids[len(asked) :])
+
+    return [
+        next((place for place, other in enumerate(context.questions) if given(question.asked, other.answer)), None)
+        for question in context.questions
+    ]
 
 
 class _KeepingExecution(CausalExecution):

@@ -69,8 +69,8 @@ class BlockSummary {
           float high = engine::to_float(tokens[d]), low = high;
           for (i64 t = 1; t < layout_.block_size; ++t) {
             const float key = engine::to_float(tokens[t * head_dim_ + d]);
-            high = std::max(high, key);
-            low = std::min(low, key);
+            high = key > high || key != key ? key : high;  // what is no number stays
+            low = key < low || key != key ? key : low;
           }
           most[d * blocks_ + block] = high;
           least[d * blocks_ + block] = low;

@@ -24,8 +24,8 @@ OUTRIDER_KERNEL outrider_block_summary(const char* kv, const i64* covered, const
       float low = high;
       for (i64 t = 1; t < block_size; ++t) {
         const float key = element_at(kv, first + t * head_dim + d, element);
-        high = high < key ? key : high;
-        low = key < low ? key : low;
+        high = key > high || key != key ? key : high;  // what is no number stays
+        low = key < low || key != key ? key : low;
       }
       const i64 to = (of * head_dim + d) * blocks + block;
       key_max[to] = high;

@@ -1,0 +1,132 @@
+"""Ops that move rows of an arena, or choose which: what they take and give, as `schemas.py` has it for the others."""
+
+from __future__ import annotations
+
+from plans import names
+from plugins.schema import (
+    ANY_FLOAT,
+    CAPACITY,
+    INTEGER,
+    ROW_SPLITS,
+    AttributeSpec,
+    OpSchema,
+    Reduction,
+    TensorSpec,
+    one,
+    per_new_token,
+    per_row,
+)
+
+_KV = TensorSpec(names.KV, ANY_FLOAT, ("planes", names.ROWS, "heads", CAPACITY, "head_dim"))
+
+KV_GATHER = OpSchema(
+    name="KvGather",
+    version=1,
+    doc="""Compact slots of a KV arena in place.
+
+    source[:source_count] are new tokens of the step; row_splits says, as in BimMask, which row owns which.
+    For i = 0 .. source_count-1, one after another, with r the row of source[i], in every plane and head of that row:
+    slot source_base[r] + (source[i] - row_splits[r]) -> slot destination[r] + (entries before i that r owns).
+    Tokens that ascend within a row and slots that do not lie below their destinations arrive whole. Slots that stay
+    where they are cost nothing.
+    Errors: ValueError for splits, tokens behind the last split, and slots outside the arena, before anything is moved.
+    Source: DESIGN section 5.""",
+    inputs=(
+        _KV,
+        per_new_token("source"),
+        one("source_count"),
+        ROW_SPLITS,
+        per_row("source_base"),
+        per_row("destination"),
+    ),
+    outputs=(_KV,),
+    extents=(names.ROWS,),
+)
+
+_ONE_ROW = ("planes", 1, "heads", CAPACITY, "head_dim")
+_SUMMARY = ("layers", "heads", "head_dim", "blocks")
+_RETRIEVED = ("layers", "heads", "retrieval")
+_KEY_MAX = TensorSpec(names.KEY_MAX, "float32", _SUMMARY)
+_KEY_MIN = TensorSpec(names.KEY_MIN, "float32", _SUMMARY)
+_PARTIAL_LAYOUT = (
+    AttributeSpec("block_size", int),
+    AttributeSpec("sink_blocks", int),
+    AttributeSpec("window_blocks", int),
+)
+
+BLOCK_SUMMARY = OpSchema(
+    name="BlockSummary",
+    version=1,
+    doc="""The largest and smallest key of each block of tokens, element by element, of all layers and heads.
+
+    Of the covered[0] tokens of an arena with one row, the first sink_blocks * block_size are the sink. The window is
+    the last window_blocks whole blocks and what has begun behind them: it starts on the grid of blocks, no token
+    falling between. Blocks between the two, counted from the sink's end, are candidates: block b is of the tokens from
+    (sink_blocks + b) * block_size on. Those from summarised[0] on are summarised, the others stay as they are. Planes
+    of kv are K and V of each layer in turn.
+    Errors: ValueError for counts out of range and more candidates than there is room for, before anything is written.
+    Source: DESIGN section 8; seed 004; arXiv 2512.02337.""",
+    inputs=(
+        TensorSpec(names.KV, ANY_FLOAT, _ONE_ROW),
+        one(names.COVERED),
+        one(names.SUMMARISED),
+        _KEY_MAX,
+        _KEY_MIN,
+    ),
+    outputs=(_KEY_MAX, _KEY_MIN),
+    attributes=_PARTIAL_LAYOUT,
+)
+
+BLOCK_SELECT = OpSchema(
+    name="BlockSelect",
+    version=1,
+    doc="""The blocks that matter most to the last accepted tokens, of each layer and key head.
+
+    Candidates are those of BlockSummary. Of the tokens kept_rows[:kept_count] of the step the last most_queries are
+    asked, by the queries of all query heads that share a key head: a query q scores a block by
+    max(q . key_max, q . key_min), in float32, summed in the order of a head's elements. Scores of one block become one
+    by reduction: 0 the largest, 1 the mean, 2 the mean over the last token's alone. A score that is no number
+    counts as float32's lowest. The budget[0] best blocks are selected, of equals the lower one first, and listed
+    ascending; -1 behind them. Queries of a layer lie from its plane's start on, tokens one behind another.
+    Errors: ValueError for counts and rows out of range, before anything is written.
+    Source: DESIGN section 8; FEATURES row 33; seed 004; arXiv 2512.02337 (equations 1 to 3).""",
+    inputs=(
+        TensorSpec(names.QUERIES, "float32", ("layers", names.NEW, "num_heads * head_dim")),
+        per_new_token(names.KEPT_ROWS),
+        one(names.KEPT_COUNT),
+        _KEY_MAX,
+        _KEY_MIN,
+        one(names.COVERED),
+        one(names.BUDGET),
+    ),
+    outputs=(TensorSpec(names.SELECTED, INTEGER, _RETRIEVED),),
+    attributes=(
+        *_PARTIAL_LAYOUT,
+        AttributeSpec("reduction", int, int(Reduction.MAX)),
+        AttributeSpec("most_queries", int, 8),
+    ),
+)
+
+_RESIDENT = TensorSpec(names.RESIDENT, INTEGER, _RETRIEVED)
+_PARTIAL_KV = TensorSpec("partial_kv", ANY_FLOAT, ("planes", 1, "heads", "partial_capacity", "head_dim"))
+
+PARTIAL_KV_GATHER = OpSchema(
+    name="PartialKvGather",
+    version=1,
+    doc="""Fill the front of a small arena from the full one: sink, selected blocks, window, one behind another.
+
+    Sink, window and blocks are those of BlockSummary, of covered[0] tokens; `selected` is as BlockSelect leaves it, the
+    same number of blocks for every layer and head. `resident` says which block lies in each place of the retrieval
+    already (-1: none): it is not copied again, and follows.
+    Errors: ValueError for counts and blocks out of range, and too little room, before anything is moved.
+    Source: DESIGN section 8; FEATURES rows 31 and 33.""",
+    inputs=(
+        TensorSpec(names.KV, ANY_FLOAT, _ONE_ROW),
+        one(names.COVERED),
+        TensorSpec(names.SELECTED, INTEGER, _RETRIEVED),
+        _PARTIAL_KV,
+        _RESIDENT,
+    ),
+    outputs=(_PARTIAL_KV, _RESIDENT),
+    attributes=_PARTIAL_LAYOUT,
+)
