@@ -18,6 +18,9 @@ from plugins.schemas import SCHEMAS
 CAPACITIES = {"N": 6, "T": 40, "M": 5, "V": 11, "B": 2, "trees": 3, "capacity": 32, "planes": 2, "heads": 2}
 CAPACITIES |= {"head_dim": 4, "R": 3, "E": 4, "S": 6}
 CAPACITIES |= {"depths": 5}
+CAPACITIES |= {"layers": 1, "blocks": 9, "retrieval": 3, "partial_capacity": 20, "num_heads * head_dim": 16}
+LAYOUT = {"block_size": 2, "sink_blocks": 1, "window_blocks": 1}
+ATTRIBUTES = dict.fromkeys(("BlockSummary", "BlockSelect", "PartialKvGather"), LAYOUT)
 GRAPH_OPS = ("BranchAttention", "DraftSample", "TreeExpand", "TreeRerank")
 KERNELS = [name for name in SCHEMAS if name not in GRAPH_OPS]
 BOUND_TENSORS = [(name, spec.name) for name in KERNELS for spec in SCHEMAS[name].tensors]
@@ -38,7 +41,17 @@ def arrays_of(op_name):
         arrays["logit_rows"][:] = np.arange(CAPACITIES["M"])
     if "row_splits" in arrays:
         arrays["row_splits"][1:] = CAPACITIES["N"]
+    if "covered" in arrays:
+        arrays["covered"][0] = 7
+    if "selected" in arrays:
+        arrays["selected"][:] = -1
+    if "queries" in arrays:
+        arrays["kept_count"][0] = 2
     return arrays
+
+
+def create(op_name, arrays):
+    return native.create(op_name, arrays, ATTRIBUTES.get(op_name))
 
 
 def extents_of(op_name):
@@ -47,7 +60,7 @@ def extents_of(op_name):
 
 @pytest.mark.parametrize("op_name", KERNELS)
 def test_every_op_binds_by_its_schema_and_runs(op_name):
-    native.create(op_name, arrays_of(op_name))(*extents_of(op_name))
+    create(op_name, arrays_of(op_name))(*extents_of(op_name))
 
 
 @pytest.mark.parametrize(("op_name", "tensor"), BOUND_TENSORS)
@@ -56,7 +69,7 @@ def test_a_wrong_dtype_is_refused_by_name(op_name, tensor):
     found = arrays[tensor].dtype
     arrays[tensor] = arrays[tensor].astype("int16")
     with pytest.raises(TypeError, match=f"{op_name}: tensor '{tensor}' must be .*{found}.*; found int16"):
-        native.create(op_name, arrays)
+        create(op_name, arrays)
 
 
 @pytest.mark.parametrize(("op_name", "tensor"), BOUND_TENSORS)
@@ -65,7 +78,7 @@ def test_a_wrong_rank_is_refused_by_name(op_name, tensor):
     arrays[tensor] = arrays[tensor][None]
     found = re.escape(", ".join(str(size) for size in arrays[tensor].shape))
     with pytest.raises(ValueError, match=f"{op_name}: tensor '{tensor}' must be .*; found .*{found}"):
-        native.create(op_name, arrays)
+        create(op_name, arrays)
 
 
 @pytest.mark.parametrize(("op_name", "tensor"), BOUND_TENSORS)
@@ -79,7 +92,7 @@ def test_sizes_that_contradict_the_schema_are_refused(op_name, tensor):
         pytest.skip("no size of this tensor is tied to another")
     arrays[tensor] = np.zeros([size + 1 for size in arrays[tensor].shape], arrays[tensor].dtype)
     with pytest.raises(ValueError, match=f"{op_name}: tensor '.*' must be"):
-        native.create(op_name, arrays)
+        create(op_name, arrays)
 
 
 @pytest.mark.parametrize(("op_name", "tensor"), BOUND_TENSORS)
@@ -90,7 +103,7 @@ def test_arrays_with_gaps_are_refused(op_name, tensor):
         pytest.skip("a single element has no gaps")
     arrays[tensor] = np.zeros((*shape, 2), arrays[tensor].dtype)[..., 0]
     with pytest.raises(ValueError, match=f"'{tensor}' .* gaps"):
-        native.create(op_name, arrays)
+        create(op_name, arrays)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +113,7 @@ def test_read_only_outputs_are_refused(op_name, tensor):
     arrays = arrays_of(op_name)
     arrays[tensor].flags.writeable = False
     with pytest.raises(ValueError, match=f"'{tensor}' .* read-only"):
-        native.create(op_name, arrays)
+        create(op_name, arrays)
 
 
 def test_read_only_inputs_are_fine():
@@ -128,7 +141,7 @@ def test_the_sizes_bound_so_far_are_in_the_sentence():
 def test_row_splits_have_one_edge_more_than_there_are_rows(op_name, edges):
     arrays = arrays_of(op_name) | {"row_splits": np.zeros(edges, np.int64)}
     with pytest.raises(ValueError, match=rf"{op_name}: tensor 'row_splits' .* int64 \[E=4\]; found int64 \[{edges}\]"):
-        native.create(op_name, arrays)
+        create(op_name, arrays)
 
 
 def test_names_are_checked():
@@ -149,7 +162,7 @@ def test_names_are_checked():
 
 @pytest.mark.parametrize("op_name", KERNELS)
 def test_calls_with_the_wrong_number_or_kind_of_extents_are_refused(op_name):
-    op = native.create(op_name, arrays_of(op_name))
+    op = create(op_name, arrays_of(op_name))
     with pytest.raises(TypeError):
         op(*extents_of(op_name), 1)
     with pytest.raises(TypeError):
@@ -163,7 +176,7 @@ def test_a_bound_op_keeps_its_arrays_alive_and_calls_allocate_nothing(op_name):
         arrays["temperature"][:], arrays["top_p"][:], arrays["top_k"][:] = 0.8, 0.9, 4
     watched = arrays["attn_bias"] if op_name == "BimMask" else next(iter(arrays.values()))
     references = sys.getrefcount(watched)
-    op, extents = native.create(op_name, arrays), extents_of(op_name)
+    op, extents = create(op_name, arrays), extents_of(op_name)
     assert sys.getrefcount(watched) == references + 1
     op(*extents)
     tracemalloc.start()
@@ -213,7 +226,7 @@ def test_a_missing_extension_says_what_to_do(tmp_path):
     """A copy of the sources without the extension, as in a checkout that was never installed."""
     source = Path(plugins.__file__).parent
     (tmp_path / "plugins").mkdir()
-    for name in ("__init__.py", "native.py", "schema.py", "schemas.py"):
+    for name in ("__init__.py", "native.py", "schema.py", "schemas.py", "arena_schemas.py"):
         (tmp_path / "plugins" / name).write_text((source / name).read_text())
     script = (
         "import sys; sys.meta_path[:] = [f for f in sys.meta_path if isinstance(f, type)]; "  # no editable install
