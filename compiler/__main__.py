@@ -206,7 +206,9 @@ def _verify(options: argparse.Namespace) -> int:
                         f"{p.drafted_token}, margin {p.margin:.2e} (tolerance {result.tolerance:.2e})"
                     )
         partial = result.partial_kv
-        if partial is not None:
+        if partial is not None and partial.runs == 0:
+            stdout.print(f"partial KV was not checked: contexts of {partial.context} tokens leave no room for the run")
+        elif partial is not None:
             stdout.print(
                 f"partial KV, behind {partial.context} tokens: lossless {partial.lossless_equal_runs} of "
                 f"{partial.runs} runs with the tokens of full KV; lossy drifts: {_share(partial.agreement)} of tokens "

@@ -47,7 +47,7 @@ def check_partial(
     new_tokens: int,
     progress: Callable[[int], None] = lambda done: None,
 ) -> PartialCheck | None:
-    """Run every prompt in all three modes. None where the plan has no partial arena, or no context to use it in.
+    """Run every prompt in all three modes: none where no context is left to use it in. None without a partial arena.
 
     `progress` gets the number of prompts done.
     """
@@ -55,9 +55,9 @@ def check_partial(
     if partial is None:
         return None
     length = max(partial.partial_threshold, partial.front(partial.n_retrieval_blocks)) + _BEHIND
-    if length + new_tokens > manifest.target.context:
-        return None
     check, parted, agreed = PartialCheck(length), 0, 0
+    if length + new_tokens > manifest.target.context:
+        return check
     shares: list[float] = []
     for index in range(len(prompts)):
         tokens = _joined(prompts, index, length)
@@ -76,7 +76,7 @@ def check_partial(
         check.lossy_equal_runs += lossy == expected
         check.partial_rounds += stats.partial_rounds + rough.partial_rounds
         parted += stats.parted
-        agreed += stats.tentative - stats.retracted
+        agreed += stats.agreed
         first = (i for i, (a, b) in enumerate(zip(expected, lossy, strict=True)) if a != b)
         shares.append(next(first, len(expected)) / len(expected))
         progress(index + 1)

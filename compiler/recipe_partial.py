@@ -19,7 +19,11 @@ class PartialKvSection(Section):
     n_retrieval_blocks: int = Field(256, ge=1, description="most blocks fetched from the middle, for each key head")
     n_window_blocks: int = Field(8, ge=1, description="last blocks, always kept")
     n_spec_tokens_buf: int = Field(
-        128, ge=2, le=255, description="tokens behind the window: those of steps since the arena was filled, and drafts"
+        128,
+        ge=2,
+        le=255,
+        description="tokens behind the window: those of steps since the arena was filled, and drafts; one pass over "
+        "the full arena takes them all, with logits",
     )
     partial_threshold: int = Field(4096, ge=0, description="tokens of context up to which the full arena is used")
     full_refresh_interval: int = Field(32, ge=1, description="most steps between two passes over the full arena")
@@ -40,6 +44,8 @@ class PartialKvSection(Section):
         """What a plan keeps of it."""
         return PartialKv(**self.model_dump(exclude={"enabled", "n_draft_window_tokens"})) if self.enabled else None
 
-    def drafters_keep(self) -> tuple[int, int]:
-        """Rows of the beginning and of the end that drafters' arenas keep; 0 and 0, all, where it is not enabled."""
-        return (self.n_sink_blocks * self.block_size, self.n_draft_window_tokens) if self.enabled else (0, 0)
+    def drafters_keep(self, context: int) -> tuple[int, int]:
+        """Rows of the beginning and of the end that drafters' arenas keep; 0 and 0, all, where it is not enabled, or
+        they have room for the context."""
+        sink, window = self.n_sink_blocks * self.block_size, self.n_draft_window_tokens
+        return (sink, window) if self.enabled and sink + 2 * window < context else (0, 0)

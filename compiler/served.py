@@ -67,6 +67,12 @@ def check_partial(recipe: Recipe, geometry: Geometry, drafters: Sequence[Drafter
             f"is {waiting}, but what waits there goes into one pass over the full arena, which takes at most "
             f"capacity.prefill_chunk, {chunk}; lower it, or raise that",
         )
+    if max(partial.partial_threshold, 1) >= geometry.context:
+        raise recipe.error(
+            ("partial_kv", "partial_threshold"),
+            f"is {partial.partial_threshold}, and no context of the plan is longer than {geometry.context}; lower it, "
+            "or raise capacity.context",
+        )
     if partial.largest > geometry.capacity:
         raise recipe.error(
             ("partial_kv", "n_retrieval_blocks"),

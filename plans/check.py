@@ -11,6 +11,7 @@ from math import prod
 
 from plans import names
 from plans.buffers import DType, Tensor
+from plans.check_partial import arena_problems, partial_problems, refresh_problems
 from plans.manifest import (
     Buckets,
     Drafter,
@@ -61,23 +62,10 @@ def problems(manifest: Manifest) -> Iterator[str]:
             yield f"drafters.{ngram.name}: {ngram.otherwise!r} is no drafter with an engine and coupled acceptance"
     partial = manifest.partial_kv
     if partial is not None:
-        yield from (f"partial_kv: {problem}" for problem in _partial(partial, manifest))
+        yield from (f"partial_kv: {problem}" for problem in partial_problems(partial, manifest))
     for name, target in manifest.targets.items():
         for problem in _target(target, manifest.models, manifest.drafters, partial):
             yield f"targets.{name}.{problem}"
-
-
-def _partial(partial: PartialKv, manifest: Manifest) -> Iterator[str]:
-    target, step = manifest.target, 2 + longest_draft(manifest.drafters)
-    if target.branches > 1 or rejects(manifest.drafters):
-        yield "is for one branch, and for drafters whose acceptance is coupled"
-    if not step <= partial.n_spec_tokens_buf <= target.prefill_chunk:
-        yield (
-            f"a buffer of {partial.n_spec_tokens_buf} tokens does not lie between a step of {step} and a chunk of "
-            f"{target.prefill_chunk}"
-        )
-    if partial.largest > target.capacity:
-        yield f"{partial.largest} tokens are more than the full arena has, {target.capacity}"
 
 
 def _drafter(drafter: GraphDrafter, models: Mapping[str, Geometry]) -> Iterator[str]:
@@ -142,14 +130,17 @@ def _target(
     for name, engine in target.engines.items():
         for problem in _engine(engine):
             yield f"engines.{name}: {problem}"
-    resolver = _Names(memory, target, {d.name for d in drafters if isinstance(d, NgramDrafter)})
+    resolver = _Names(memory, target, {d.name for d in drafters if isinstance(d, NgramDrafter)}, partial)
     speculative = {names.speculate(drafter.name) for drafter in drafters}
     several = models[names.TARGET].branches > 1
     if several or partial is not None:
         speculative.add(names.VERIFY)
     plain = {names.DECODE}
+    small: set[str] = set()
     if partial is not None:
-        speculative |= {names.partial(names.speculate(drafter.name)) for drafter in drafters}
+        small = {names.partial(names.speculate(drafter.name)) for drafter in drafters}
+        speculative |= small
+        small.add(names.partial(names.DECODE))
         plain.add(names.partial(names.DECODE))
     required = speculative | plain | {names.PREFILL, names.BEAM} | {names.extend(name) for name in graphs}
     required |= {names.draft(name) for name, drafter in graphs.items() if several or drafter.entropy is not None}
@@ -167,7 +158,7 @@ def _target(
         if name not in target.programs:
             yield f"programs: {name!r} is missing"
     for name, program in target.programs.items():
-        kind = _Kind(name in speculative, name in plain, name in compacting)
+        kind = _Kind(name in speculative, name in plain, name in compacting, name in small)
         for problem in resolver.program(program, name, kind):
             yield f"programs.{name}: {problem}"
 
@@ -263,29 +254,30 @@ def _engine(engine: Engine) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a program must be: one that speculates, one that commits a token, one that moves rows."""
+    """What a program must be: one that speculates, commits a token, or moves rows; over the small arena."""
 
     speculative: bool
     plain: bool
     compacting: bool
+    small: bool = False
 
 
 class _Names:
     """What a stage may name: memory, engines and drafters of one execution target."""
 
-    def __init__(self, memory: Memory, target: TargetPlan, drafters: set[str]) -> None:
-        self._memory, self._target, self._drafters = memory, target, drafters
+    def __init__(self, memory: Memory, target: TargetPlan, drafters: set[str], partial: PartialKv | None) -> None:
+        self._memory, self._target, self._drafters, self._partial = memory, target, drafters, partial
 
     def program(self, program: Program, name: str, kind: _Kind) -> Iterator[str]:
         for index, stage in enumerate(program.stages):
-            for problem in self._stage(stage, first=index == 0):
+            for problem in (*self._stage(stage, first=index == 0), *arena_problems(stage, name, kind.small)):
                 yield f"stage {index}, {stage.run!r}: {problem}"
         if kind.compacting:
             if [stage.run for stage in program.stages] != ["KvGather"] or program.results is not None:
                 yield "must be KvGather alone, without results: it moves rows that are there"
         elif name == names.REFRESH:
-            if any(stage.kind is not StageKind.OP for stage in program.stages) or program.results is not None:
-                yield "must be ops alone, without results: it copies rows that are there"
+            assert self._partial is not None, "a program that is required"
+            yield from refresh_problems(program, self._partial)
         elif all(stage.kind is not StageKind.ENGINE for stage in program.stages):
             yield "runs no engine"
         if name == names.BEAM and (len(program.stages) > 1 or program.results is not None):
@@ -324,8 +316,9 @@ class _Names:
             for tensor in tensors:
                 memory = self._memory[bound[tensor.name]]
                 sizes = dict(symbols)
-                if names.CAPACITY in tensor.shape and len(tensor.shape) == len(memory.shape):
-                    sizes[names.CAPACITY] = int(memory.shape[tensor.shape.index(names.CAPACITY)])
+                if names.CAPACITY in tensor.shape:
+                    place = tensor.shape.index(names.CAPACITY)
+                    sizes[names.CAPACITY] = int(memory.shape[place]) if place < len(memory.shape) else 0
                 if tensor.dtype is not memory.dtype or not _fits(tensor.resolve(sizes), memory.shape):
                     yield f"{tensor.name!r} is {_spell(tensor)}, its buffer {memory.name!r} {_spell(memory)}"
         for output, source in engine.aliases.items():

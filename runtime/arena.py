@@ -9,6 +9,7 @@ from plans import names
 from runtime.buffers import Buffers
 from runtime.step import Step
 
+BRANCH = 0  # of a session, which has one
 EMPTY = -2  # a slot that belongs to no branch
 SHARED = -1  # one that all branches see
 

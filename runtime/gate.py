@@ -5,6 +5,11 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
+
+from plans.manifest import Manifest, rejects
+from runtime.request import Request
+from runtime.sampling import SamplingParams
 
 _LOG = logging.getLogger("outrider")
 
@@ -86,6 +91,28 @@ class Gate:
         self._resting = self._rest
         self._ratios.clear()
         self._rest = min(2 * self._rest, LONGEST_REST)
+
+
+class Gates:
+    """The gates of a session's drafters, each for the way of sampling of its last generation."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        # By rejection, which draws decide depends on what was drafted: tokens must not depend on the clock.
+        self._gated = {d.name for d in manifest.drafters if not rejects([d])}
+        self._gates: dict[str, tuple[SamplingParams, Gate]] = {}
+
+    def of(self, request: Request) -> Gate | None:
+        """The gate of the request's drafter: the one before, if that was for the same sampling.
+
+        In lossy mode tokens depend on where rounds end, and so on what was drafted: there is none.
+        """
+        name, sampling = request.drafter, request.sampling
+        if name not in self._gated or not request.auto_disable or request.partial_kv == "lossy":
+            return None
+        unseeded = replace(sampling, seed=0, stream=0)
+        if name not in self._gates or self._gates[name][0] != unseeded:
+            self._gates[name] = unseeded, Gate(name)
+        return self._gates[name][1]
 
 
 def _median(values: Sequence[float]) -> float:

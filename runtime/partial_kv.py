@@ -13,11 +13,11 @@ import numpy as np
 from plans import names
 from plans.errors import PlanError
 from plans.partial_kv import PartialKv
-from runtime.arena import SlotMap
+from runtime.arena import BRANCH, SlotMap
 from runtime.buffers import Buffers
 from runtime.program import Program
 from runtime.step import TargetStep
-from runtime.target_pass import BRANCH, Passed, TargetArena
+from runtime.target_pass import Passed, TargetArena
 
 _LOG = logging.getLogger("outrider")
 
@@ -64,8 +64,11 @@ class PartialArena(TargetArena):
         """Whether it pays to fill it from so many rows of the full arena."""
         return not self.broken and self.settings.pays(rows, self.budget)
 
-    def fill(self, rows: int, passed: Passed) -> None:
-        """Take the full arena's first `rows` rows, the blocks chosen by the queries of what a pass over it has kept."""
+    def fill(self, rows: int, passed: Passed) -> bool:
+        """Take the full arena's first `rows` rows, the blocks chosen by the queries of what a pass over it has kept.
+
+        Returns whether that went well.
+        """
         if passed.program.kept is None:
             self._kept_rows[: passed.pending] = np.arange(passed.pending)
             self._kept_count[0] = passed.pending
@@ -76,11 +79,12 @@ class PartialArena(TargetArena):
             self._refresh.run()
         except PlanError as error:
             self.give_up(str(error))
-            return
+            return False
         self._summarised[0] = max(int(self._summarised[0]), settings.candidates(rows))
         self._front = settings.filled(rows, self.budget)
         self.slots.restore(self._front, BRANCH, rows - self._front)  # of which only the last position is asked for
         self._steps = 0
+        return True
 
     def note_step(self) -> None:
         """A step has run here, and its rows were committed."""

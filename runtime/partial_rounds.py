@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plans import names
-from plans.errors import RequestError
+from plans.errors import PlanError, RequestError
 from plans.manifest import Manifest, longest_draft
 from plans.partial_kv import PartialMode
 from runtime.arena import SlotMap
@@ -41,10 +41,18 @@ class Arenas:
             raise RequestError("The plan has no partial arena; build it with partial_kv.enabled.")
         return self._partial
 
-    def of_round(self, mode: PartialMode, tokens: int) -> TargetArena:
-        """Where the next round of a sequence of so many tokens runs."""
+    def decode(
+        self, mode: PartialMode, tokens: list[int], drafter: Drafter | None, room: int
+    ) -> tuple[TargetArena, Passed]:
+        """The pass of a round, as `TargetPasses.decode`, and where it ran: what fails over the partial arena does so
+        once, and runs over the full one."""
         partial = self._partial
-        return partial if partial is not None and mode == "lossy" and partial.ready(tokens) else self._full
+        if partial is not None and mode == "lossy" and partial.ready(len(tokens)):
+            try:
+                return partial, self._passes.decode(partial, tokens, drafter, room)
+            except PlanError as error:
+                partial.give_up(str(error))
+        return self._full, self._passes.decode(self._full, tokens, drafter, room)
 
     def ran(self, arena: TargetArena, passed: Passed, mode: PartialMode, stats: Stats) -> None:
         """A round has run over `arena`, and its rows were committed: a full one says what the partial arena holds."""
@@ -57,8 +65,7 @@ class Arenas:
             stats.partial_ms += passed.ms
             return
         partial.budget = self._budget.blocks
-        if partial.wanted(arena.known):
-            partial.fill(arena.known, passed)
+        if partial.wanted(arena.known) and partial.fill(arena.known, passed):
             stats.refreshes += 1
             stats.retrieved = partial.budget
 

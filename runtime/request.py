@@ -28,15 +28,16 @@ class Options(TypedDict, total=False):
       by rejection, tokens depend on what was drafted too, and so on what the session has seen.
     - `skip_sample_adjustment` (False): for debugging drafters with `acceptance: rejection`; see `SamplingParams`.
     - `auto_disable` (True): decode plainly while drafts cost more than they bring, by the clock. Tokens stay the same;
-      drafters with `acceptance: rejection`, whose tokens would not, are never disabled.
+      drafters with `acceptance: rejection`, and lossy partial KV, whose tokens would not, are never disabled.
     - `on_round`: called with a `trace.Round` after each round, before its span is given out.
     - `logprobs` (None): report each token's log-probability and this many of the most probable (0 to 20).
     - `cancel`: a `threading.Event`; once set, the generation ends before its next step.
     - `partial_kv`: behind long contexts, where the plan has a partial arena: "lossless", whose tokens are those of
       "off"; "lossy", whose tokens are not; default: the plan's.
     - `partial_budget`: blocks of 16 tokens, or as many as the plan says, that the partial arena retrieves; "auto": as
-      many as context, room and agreement make sensible; default: as many as the plan has room for.
-    - `tentative` (False): give out spans of tokens that are not confirmed yet, marked, in lossless mode.
+      many as context, room and, in lossless mode, agreement make sensible; default: as many as there is room for.
+    - `tentative` (False): give out spans of tokens that are not confirmed yet, marked, in lossless mode. Their text is
+      that of all that waits, without end tokens; stop strings are looked for in confirmed text.
     - `constraint`: a fresh `constraint.Constraint`, whose form the text keeps to; decoding is then plain.
     """
 
@@ -125,6 +126,11 @@ def check_options(
             f"partial_kv is {mode!r}, and the plan has no partial arena; build it with partial_kv.enabled."
         )
     budget, most = options.get("partial_budget"), 1 if partial is None else partial.n_retrieval_blocks
+    if partial is None and (budget is not None or options.get("tentative")):
+        name = "tentative" if budget is None else "partial_budget"
+        raise RequestError(f"{name} is given, and the plan has no partial arena; build it with partial_kv.enabled.")
+    if constraint is not None and mode not in (None, "off"):
+        raise RequestError(f"partial_kv is {mode!r}, and a constraint goes with full KV alone; leave one of them out.")
     counted = isinstance(budget, int) and not isinstance(budget, bool) and 1 <= budget <= most
     if budget not in (None, "auto") and not counted:
         raise RequestError(f"partial_budget is {budget!r}; pass auto, or 1 to {most} blocks.")

@@ -177,7 +177,9 @@ class Runtime:
 
     def _ask(self, prompt: str | Sequence[int], options: Options) -> BranchRequest:
         manifest = self.manifest
-        request = check_options(options, [d.name for d in manifest.drafters], manifest.text.eos_token_ids)
+        request = check_options(
+            options, [d.name for d in manifest.drafters], manifest.text.eos_token_ids, manifest.partial_kv
+        )
         if request.on_round is not None:
             raise RequestError("on_round watches the rounds of one sequence; requests that share passes have none.")
         ids = prepare_prompt(prompt, (), request.stop, self.tokenizer, manifest.target).ids

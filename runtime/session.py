@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from time import perf_counter
 from typing import Unpack
 
@@ -19,24 +18,24 @@ from numpy.typing import NDArray
 
 from plans import names
 from plans.errors import RequestError
-from plans.manifest import Manifest, rejects
-from runtime.arena import SlotMap
+from plans.manifest import Manifest
+from runtime.arena import BRANCH, SlotMap
 from runtime.assembly import Loaded, assemble
 from runtime.buffers import Buffers
 from runtime.drafters import Drafter
-from runtime.drafters.partial import PartialDrafter
+from runtime.drafters.partial import PartialDrafter, waiting
 from runtime.exclusive import Exclusive
-from runtime.gate import Gate
+from runtime.gate import Gate, Gates
 from runtime.generation import FinishReason, Generation, GenerationStream, GrowingGeneration, Span
 from runtime.partial_rounds import Arenas
 from runtime.prefix_cache import PrefixCache
 from runtime.program import Program
 from runtime.prompt import Prompt, prepare_prompt
 from runtime.request import Options, Request, check_options
-from runtime.sampling import SamplingParams, likeliest, logprobs
+from runtime.sampling import likeliest, logprobs
 from runtime.session_memory import SessionMemory
 from runtime.stats import StageClock, Stats
-from runtime.target_pass import BRANCH, TargetPasses
+from runtime.target_pass import TargetPasses
 from runtime.text_stream import TextStream
 from runtime.trace import read_round
 
@@ -63,9 +62,7 @@ class Session:
         self._passes = TargetPasses(self._step, self._programs)
         self._arenas = Arenas(manifest, parts, self._slots, self._passes)
         self._memory = None if cache is None else SessionMemory(cache, self._buffers, self._slots, parts.by_engine)
-        # By rejection, which draws decide depends on what was drafted: tokens must not depend on the clock.
-        self._gated = {d.name for d in manifest.drafters if not rejects([d])}
-        self._gates: dict[str, tuple[SamplingParams, Gate]] = {}
+        self._gates = Gates(manifest)
         self._followed = 0  # the last pass that a drafter has followed
         self._tokens: list[int] = []
         self._changes = 0  # counts what may make a prepared prompt out of date
@@ -214,7 +211,7 @@ class Session:
             clock = self.stage_clock()
             generation = GrowingGeneration(request, prepared.text, stats)
             self._buffers.set_sampling(BRANCH, request.sampling)
-            drafter, gate = self._drafters.get(request.drafter or ""), self._gate(request)
+            drafter, gate = self._drafters.get(request.drafter or ""), self._gates.of(request)
             if self._memory is not None:
                 stats.cached_tokens = self._memory.recall(self._tokens)
             drafting = None if gate is not None and gate.resting else drafter
@@ -227,30 +224,39 @@ class Session:
             if not self._prefill(request, drafting, stats):
                 generation.finish_reason = FinishReason.CANCELLED
             ahead = self._arenas.begin(request, drafter, stats, len(self._tokens), end - len(self._tokens))
+            asleep = gate is not None and gate.resting
             try:
                 while generation.finish_reason is None:
                     if _cancelled(request):
                         generation.finish_reason = FinishReason.CANCELLED
                         break
-                    drafting_pays = gate is None or gate.drafting
-                    tentative = ahead.advance(self._tokens, end, draft=drafting_pays) if ahead is not None else []
+                    if gate is not None and drafter is not None and asleep != gate.resting and not waiting(ahead):
+                        if asleep:  # what it missed is computed once more
+                            self._slots.truncate(drafter.resume(self._tokens, self._slots.length, self._passes.count))
+                            self._prefill(request, drafter, stats)
+                        asleep = not asleep
+                    tentative = [] if ahead is None else ahead.advance(self._tokens, end, gate, asleep=asleep)
                     if ahead is None or not tentative:
-                        span = self._round(request, ahead or drafter, gate, end, generation)
+                        span = self._round(request, drafter, ahead, gate, end, generation)
                         if stats.rounds == 1:
                             stats.ttft_ms, stats.first_span = (perf_counter() - started) * 1000, stats.new_tokens
                     elif request.tentative:
-                        span = Span(tentative, self.text_behind(ahead.tentative), tentative=True)
+                        shown = [token for token in ahead.tentative if token not in request.eos_token_ids]
+                        span = Span(tentative, self.text_behind(shown), tentative=True)
                     else:
                         continue
                     handed_over = perf_counter()
                     yield span
                     started += perf_counter() - handed_over  # the caller's time is not ours
-            except GeneratorExit:
-                self._keep(
-                    drafter, ahead, wait=False
-                )  # it may be a finaliser that runs while this thread is at the cache
+            except BaseException as error:
+                if ahead is not None:
+                    ahead.take_back()
+                if isinstance(error, GeneratorExit):
+                    self._keep(drafter, wait=False)  # it may be a finaliser that runs while this thread is at the cache
                 raise
-            self._keep(drafter, ahead)
+            if ahead is not None:
+                ahead.take_back()
+            self._keep(drafter)
             rest = generation.finish()
             stats.total_ms = (perf_counter() - started) * 1000
             clock.fill(stats)
@@ -258,9 +264,7 @@ class Session:
                 yield rest
             return generation.result()
 
-    def _keep(self, drafter: Drafter | None, ahead: PartialDrafter | None, *, wait: bool = True) -> None:
-        if ahead is not None:
-            ahead.take_back()
+    def _keep(self, drafter: Drafter | None, *, wait: bool = True) -> None:
         if self._memory is not None:
             if drafter is not None and self._followed == self._passes.count:
                 drafter.absorb(self._tokens)  # what the last pass has left
@@ -305,40 +309,32 @@ class Session:
             stats.prefill_passes += 1
         return True
 
-    def _gate(self, request: Request) -> Gate | None:
-        """The gate of the request's drafter: the one before, if that was for the same sampling."""
-        name, sampling = request.drafter, request.sampling
-        if name not in self._gated or not request.auto_disable:
-            return None
-        unseeded = replace(sampling, seed=0, stream=0)
-        if name not in self._gates or self._gates[name][0] != unseeded:
-            self._gates[name] = unseeded, Gate(name)
-        return self._gates[name][1]
-
     def _round(
-        self, request: Request, drafter: Drafter | None, gate: Gate | None, end: int, generation: GrowingGeneration
+        self,
+        request: Request,
+        drafter: Drafter | None,
+        ahead: PartialDrafter | None,
+        gate: Gate | None,
+        end: int,
+        generation: GrowingGeneration,
     ) -> Span:
-        """One round, with the drafter where the gate lets it."""
-        if isinstance(drafter, PartialDrafter) and drafter.tentative:
-            began = perf_counter()
-            span = self._decode(request, drafter, end, generation)
-            drafter.note_confirmed(1000 * (perf_counter() - began))
+        """One round: what runs `ahead` has its tokens confirmed, or the drafter drafts where the gate lets it."""
+        began = perf_counter()
+        if ahead is not None and ahead.tentative:
+            span = self._decode(request, ahead, end, generation)
+            ahead.note_confirmed(1000 * (perf_counter() - began))
             return span
         if drafter is None or gate is None:
             return self._decode(request, drafter, end, generation)
-        arena = self._arenas.of_round(request.partial_kv, len(self._tokens))
-        settled = len(self._tokens) - arena.known == 1  # a round that also catches up tells nothing
+        settled = len(self._tokens) - self._slots.length == 1  # a round that also catches up tells nothing
         drafting, resting = gate.drafting, gate.resting
         if not drafting and not resting:
             drafter.absorb(self._tokens)  # not in the time of a plain round
-        began = perf_counter()
+            began = perf_counter()
         span = self._decode(request, None if resting else drafter, end, generation, draft=drafting)
         generation.stats.plain_rounds += not drafting
         if settled:
             gate.note(perf_counter() - began, len(span.token_ids))
-        if resting and not gate.resting and generation.finish_reason is None:  # what it missed is computed once more
-            self._slots.truncate(drafter.resume(self._tokens, self._slots.length, self._passes.count))
-            self._prefill(request, drafter, generation.stats)
         return span
 
     def _decode(
@@ -349,9 +345,8 @@ class Session:
         Without `draft`, the drafter has absorbed what the last pass left, and follows this one.
         """
         step, tokens = self._step, self._tokens
-        arena = self._arenas.of_round(request.partial_kv, len(tokens))
         room = end - len(tokens)
-        passed = self._passes.decode(arena, tokens, drafter if draft else None, room)
+        arena, passed = self._arenas.decode(request.partial_kv, tokens, drafter if draft else None, room)
         program, chosen, count = passed.program, passed.chosen, passed.count
         if request.constraint is not None:
             position = int(step.positions[passed.pending - 1])

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from plans import names
 from plans.errors import RequestError
-from runtime.arena import SlotMap
+from runtime.arena import BRANCH, SlotMap
 from runtime.arena_rows import ArenaRows
 from runtime.buffers import Buffers
 from runtime.drafters.graph import EngineDrafter
-from runtime.drafters.kept_rows import BRANCH
 from runtime.prefix_cache import PrefixCache
 
 

@@ -33,7 +33,8 @@ class Stats:
     refreshes: int = 0  # times that it was filled from the full one
     retrieved: int = 0  # blocks that were fetched for each key head, the last time
     tentative: int = 0  # tokens of those passes that had to be confirmed
-    retracted: int = 0  # of those, taken back
+    agreed: int = 0  # of those, confirmed
+    retracted: int = 0  # of those, taken back as they or one before differed; the others were never looked at
     parted: int = 0  # times that some were
     rounds_by_accepted: list[int] = field(default_factory=list)  # rounds with a draft, by how much of it was accepted
     first_span: int = 0  # tokens committed by the first round
@@ -64,8 +65,7 @@ class Stats:
     def agreement(self) -> float | None:
         """Share of tokens that the partial arena gave as the full one does, where those before them did; lossless mode
         knows it."""
-        agreed = self.tentative - self.retracted
-        return agreed / (agreed + self.parted) if self.tentative else None
+        return self.agreed / (self.agreed + self.parted) if self.agreed + self.parted else None
 
     @property
     def tokens_per_verify(self) -> float:

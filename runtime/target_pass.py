@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from plans import names
-from runtime.arena import SlotMap
+from runtime.arena import BRANCH, SlotMap
 from runtime.drafters import Drafter
 from runtime.program import Program
 from runtime.step import TargetStep
 
-BRANCH, TREE = 0, 0  # a session is one branch, and a step one tree
+TREE = 0  # of a session's step, which has one
 
 
 class TargetArena:
@@ -60,6 +60,7 @@ class TargetPasses:
     def __init__(self, step: TargetStep, programs: Mapping[str, Program]) -> None:
         self.step, self._programs = step, programs
         self.count = 0
+        self.committed = 0  # tokens that the last `decode` has chosen, whether there was room for them or not
 
     def run(self, name: str) -> Program:
         """Run a program of the target on the step as it is laid out."""
@@ -87,5 +88,6 @@ class TargetPasses:
         program = self.run(arena.program(name))
         assert program.tokens is not None
         count = 1 if program.counts is None else int(program.counts[TREE])
+        self.committed = count
         chosen: list[int] = program.tokens[: min(count, room)].tolist()
         return Passed(start, len(pending), program, chosen, count, 1000 * (perf_counter() - began))

@@ -19,6 +19,9 @@ class Drafter(Protocol):
 
         resume, then per target pass: (begin | absorb), the pass, follow
 
+    What runs ahead says `suppose(length)` before passes whose tokens may be taken back, and `truncate(length)` and
+    `suppose(None)` when they are.
+
     and `observe` for each token committed in between, where `filler_top_k` asks for it.
     """
 
@@ -49,7 +52,8 @@ class Drafter(Protocol):
         """The sequence now has `length` tokens, those before them unchanged."""
 
     def suppose(self, length: int | None) -> None:
-        """Tokens from `length` on are not certain: nothing is learned from them. None: they are gone again."""
+        """Tokens from `length` on are not certain: nothing is learned from them. None: they are gone
+        again, and what was seen of them."""
 
     def resume(self, tokens: Sequence[int], rows: int, passes: int) -> int:
         """A generation with this drafter begins at `tokens`; how many of the target's `rows` may stay for it.

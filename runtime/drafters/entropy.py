@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from plans import names
 from plans.manifest import EntropyGamma, Geometry, GraphDrafter
+from runtime.arena import BRANCH
 from runtime.buffers import Buffers
 from runtime.drafters.graph import EngineDrafter
-from runtime.drafters.kept_rows import BRANCH
 from runtime.program import Program
 from runtime.step import DraftStep, TargetStep
 

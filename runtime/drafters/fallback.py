@@ -45,6 +45,7 @@ class Fallback:
 
     def truncate(self, length: int) -> None:
         self._first.truncate(length)
+        self._then.truncate(length)
 
     def suppose(self, length: int | None) -> None:
         self._first.suppose(length)

@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 
 from plans import names
 from plans.manifest import Geometry, GraphDrafter
+from runtime.arena import BRANCH
 from runtime.buffers import Buffers
-from runtime.drafters.kept_rows import BRANCH, KeptRows
+from runtime.drafters.kept_rows import KeptRows
 from runtime.program import Program
 from runtime.step import DraftStep, TargetStep
 
@@ -52,6 +53,7 @@ class EngineDrafter:
         self._first, self._rows = 0, np.zeros(0, np.int64)
         self._passes = 0
         self._drafting = False
+        self._supposing = False
 
     def rounds(self, length: int, step: TargetStep) -> Iterator[tuple[str, tuple[str, ...]]]:
         end, models = length - self._paired, (names.TARGET, self._name)
@@ -85,11 +87,15 @@ class EngineDrafter:
                 yield fed
 
     def truncate(self, length: int) -> None:
+        self._drafting = False
         self.kept.truncate(max(length - self._paired, 0))
         self._rows = self._rows[: max(length - self._first, 0)]
 
     def suppose(self, length: int | None) -> None:
-        """It learns nothing: rows of tokens that are gone are cut off by `truncate`."""
+        """Features of what was supposed are none; its rows `truncate` cuts off."""
+        if length is None and self._supposing:
+            self._rows = self._rows[:0]
+        self._supposing = length is not None
 
     def resume(self, tokens: Sequence[int], rows: int, passes: int) -> int:
         self._drafting = False
@@ -99,11 +105,12 @@ class EngineDrafter:
         if passes != self._passes:
             self._rows = self._rows[:0]
         known = self._first <= self.kept.end and self._first + len(self._rows) >= rows
-        if not known and self.kept.window:  # its rows reach back so far only in any case
+        if not known and self.kept.too_far(rows):  # computing what it missed would cost more than it is worth
             self.kept.skip_to(rows)
         return rows if known else min(rows, self.kept.end)
 
     def begin(self, tokens: Sequence[int], step: TargetStep, limit: int) -> str | None:
+        self._drafting = False
         nodes = self._tree.nodes
         if not self._lay_out(tokens, step, nodes):
             return None
@@ -114,6 +121,7 @@ class EngineDrafter:
         return names.speculate(self._name)
 
     def absorb(self, tokens: Sequence[int]) -> None:
+        self._drafting = False  # a draft whose pass came to no end
         if self._paired and self._feed(tokens, min(len(tokens) - 1, self._first + len(self._rows))):
             self._extend.run()
             self._slots.commit(self._step.new_tokens, kept=None)
@@ -170,7 +178,8 @@ class EngineDrafter:
                 return True
             self._extend.run()
             self._slots.commit(count, kept=None)
-            first += count
+            kept.pass_over(len(tokens), end)
+            first = kept.end
 
 
 class _TreeRows:

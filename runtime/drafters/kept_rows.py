@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from plans import names
 from plans.manifest import Geometry
-from runtime.arena import SlotMap
+from runtime.arena import BRANCH, SlotMap
 from runtime.arena_rows import ArenaRows
 from runtime.buffers import Buffers
 from runtime.step import Step
 
-BRANCH = 0  # a session is one branch
+_FEW = 16  # rows
 
 
 class KeptRows:
@@ -70,6 +70,11 @@ class KeptRows:
             self._front = min(self.slots.length, self._sink)
         self.slots.truncate(self._front)
         self._dropped = end - self._front
+
+    def too_far(self, rows: int) -> bool:
+        """Whether row `rows` lies so far behind the last one that those between are better dropped: of a sequence that
+        the arena could not hold whole, and not just a few."""
+        return bool(self.window) and rows > self._room and rows - self.end > _FEW
 
     def pass_over(self, length: int, end: int) -> None:
         """The sequence has `length` tokens: rows up to number `end` that will be dropped need not be computed."""

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from plans import names
 from plans.errors import PlanError
 from runtime.drafters.base import Drafter
+from runtime.gate import Gate
 from runtime.partial_kv import PartialArena
 from runtime.partial_policy import Budget, Interval
 from runtime.stats import Stats
@@ -22,12 +23,15 @@ from runtime.target_pass import TargetPasses
 
 
 class PartialDrafter:
-    """One generation's. `inner` drafts for both arenas; None: steps of one token."""
+    """One generation's. `inner` drafts for passes over the partial arena; None: they are of one token.
+
+    A drafter for rounds that confirm; where nothing waits, rounds have the inner one.
+    """
 
     filler_top_k = 0
     entropy = None
     trials = None
-    scores: NDArray[np.float32] | None = None
+    scores = None
 
     def __init__(
         self,
@@ -41,37 +45,40 @@ class PartialDrafter:
     ) -> None:
         self._inner, self._arena, self._passes = inner, arena, passes
         self._interval, self._budget, self._stats, self._ends = interval, budget, stats, ends
+        self._awake: Drafter | None = inner  # the inner one, where it follows what happens
         self._ahead: list[int] = []  # the sequence with tentative tokens behind it
         self._confirmed = 0  # tokens of it that are not
         self._over = False  # a tentative token ends the sequence
+        self._begun = False  # a pass has caught up with what the inner drafter lacked
         self._checking = 0  # tentative tokens that the running round confirms
-        self._agreed = 0  # of those, that it has
 
     @property
     def tentative(self) -> list[int]:
         """Tokens that wait to be confirmed."""
         return self._ahead[self._confirmed :]
 
-    def advance(self, tokens: list[int], end: int, *, draft: bool) -> list[int]:
+    def advance(self, tokens: list[int], end: int, gate: Gate | None, *, asleep: bool) -> list[int]:
         """One pass over the partial arena behind `tokens`, which are confirmed; the tentative tokens that it adds.
 
-        With a draft behind the last one, or without.
+        The inner drafter drafts where the `gate` lets it; one that is `asleep` does not follow either.
 
         None where it is time to confirm: as many wait as pay, the arena is full, one ends the sequence, or it comes to
         `end` tokens.
         """
         self._follow_confirmed(tokens)
         arena, ahead = self._arena, self._ahead
-        waiting = len(ahead) - self._confirmed
-        room = min(end - 1 - len(ahead), self._passes.step.max_nodes - waiting)
-        if self._over or room < 1 or waiting >= self._interval.length or not arena.ready(len(ahead)):
+        waits = len(ahead) - self._confirmed
+        room = min(end - 1 - len(ahead), self._passes.step.max_nodes - waits)
+        if self._over or room < 1 or waits >= self._interval.length or not arena.ready(len(ahead)):
             return []
-        if self._inner is not None:
-            self._inner.suppose(self._confirmed)
-            if not draft:
-                self._inner.absorb(ahead)
+        inner = self._awake = None if asleep else self._inner
+        drafting = gate is None or gate.drafting
+        if inner is not None:
+            inner.suppose(self._confirmed)
+            if not drafting:
+                inner.absorb(ahead)
         try:
-            passed = self._passes.decode(arena, ahead, self._inner if draft else None, room)
+            passed = self._passes.decode(arena, ahead, inner if drafting else None, room)
         except PlanError as error:
             self._arena.give_up(str(error))
             self.take_back()
@@ -83,9 +90,13 @@ class PartialDrafter:
         rows = passed.rows(len(chosen))
         arena.slots.commit(rows, passed.program.kept)
         arena.note_step()
-        if self._inner is not None:
-            self._inner.follow(passed.start, rows, passed.program.kept, self._passes.count)
-        self._interval.note_pass(passed.ms, len(chosen))
+        if inner is not None:
+            inner.follow(passed.start, rows, passed.program.kept, self._passes.count)
+        if self._begun:
+            self._interval.note_pass(passed.ms, len(chosen))
+            if gate is not None:
+                gate.note(passed.ms / 1000, len(chosen))
+        self._begun = True
         stats = self._stats
         stats.partial_rounds += 1
         stats.partial_ms += passed.ms
@@ -99,9 +110,12 @@ class PartialDrafter:
             self._confirmed = len(tokens)
 
     def take_back(self) -> None:
-        """Forget what is tentative."""
-        if self._inner is not None and len(self._ahead) > self._confirmed:
-            self._inner.truncate(self._confirmed)
+        """Forget what is tentative, and all that came of it."""
+        if len(self._ahead) > self._confirmed:
+            self._arena.truncate(self._confirmed)
+            if self._awake is not None:
+                self._awake.truncate(self._confirmed)
+        if self._inner is not None:
             self._inner.suppose(None)
         del self._ahead[self._confirmed :]
         self._over = False
@@ -118,44 +132,45 @@ class PartialDrafter:
         """It lives as long as a generation, which is never cut."""
 
     def resume(self, tokens: Sequence[int], rows: int, passes: int) -> int:
-        return rows if self._inner is None else self._inner.resume(tokens, rows, passes)
+        return rows
 
     def begin(self, tokens: Sequence[int], step: TargetStep, limit: int) -> str | None:
+        """The tentative tokens as a chain behind the tip; they are a draft now, and nothing else any more."""
         waiting = self.tentative[:limit]
-        self._checking = len(waiting)
-        if not waiting:
-            if self._inner is None:
-                return None
-            program = self._inner.begin(tokens, step, limit)
-            self.scores = self._inner.scores
-            return program
-        self.scores = None
+        self.take_back()
         root, count = step.new_tokens - 1, len(waiting)
+        self._checking = count
         step.token_ids[root + 1 : root + 1 + count] = waiting
         step.parent[root + 1 : root + 1 + count] = np.arange(root, root + count)
         step.append_nodes(count)
         return names.VERIFY
 
     def absorb(self, tokens: Sequence[int]) -> None:
-        if self._inner is not None and not self.tentative:
-            self._inner.absorb(tokens)
+        """There is no room for a draft, and so for no token but the next: nothing waits."""
+        self.take_back()
 
     def observe(self, index: int, likely: NDArray[np.int64]) -> None:
         """What was likely is not learned from here."""
 
     def follow(self, start: int, rows: int, kept: NDArray[np.int64] | None, passes: int) -> None:
-        """Tentative tokens are confirmed, or taken back from the first that differs: the features are true ones now."""
-        self.take_back()
-        self._agreed = min(rows - 1, self._checking)
-        if self._inner is not None:
-            self._inner.follow(start, rows, kept, passes)
+        """Tokens are confirmed: features are true ones now."""
+        if self._awake is not None:
+            self._awake.follow(start, rows, kept, passes)
 
     def note_confirmed(self, ms: float) -> None:
-        """The round over the full arena, which may have confirmed tokens, took so long."""
-        if not self._checking:
+        """A round over the full arena that confirms tokens took so long."""
+        checked, agreed = self._checking, min(self._passes.committed - 1, self._checking)
+        if not checked:
             return
-        self._interval.note_confirmed(ms, self._checking, self._agreed)
-        self._budget.note_confirmed(self._checking, self._agreed)
-        self._stats.retracted += self._checking - self._agreed
-        self._stats.parted += self._agreed < self._checking
+        self._interval.note_confirmed(ms, checked, agreed)
+        self._budget.note_confirmed(checked, agreed)
+        stats = self._stats
+        stats.agreed += agreed
+        stats.retracted += checked - agreed
+        stats.parted += agreed < checked
         self._checking = 0
+
+
+def waiting(ahead: PartialDrafter | None) -> bool:
+    """Whether tokens wait to be confirmed."""
+    return ahead is not None and bool(ahead.tentative)

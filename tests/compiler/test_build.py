@@ -361,7 +361,7 @@ ENABLED = "partial_kv.enabled=true"
             r"n_spec_tokens_buf is 17, but what waits there .* at most capacity\.prefill_chunk, 16; lower it",
         ),
         (
-            ["partial_kv.n_spec_tokens_buf=16", CHAINS],
+            ["partial_kv.n_spec_tokens_buf=16", "partial_kv.partial_threshold=90", CHAINS],
             r"n_retrieval_blocks is 256, which makes 4287 tokens .* more than the full arena's 384; lower it",
         ),
         (
@@ -369,9 +369,14 @@ ENABLED = "partial_kv.enabled=true"
                 "partial_kv.n_spec_tokens_buf=16",
                 "partial_kv.n_retrieval_blocks=2",
                 "partial_kv.n_draft_window_tokens=15",
+                "partial_kv.partial_threshold=90",
                 CHAINS,
             ],
             r"n_draft_window_tokens is 15, less than capacity\.prefill_chunk, 16",
+        ),
+        (
+            ["partial_kv.n_spec_tokens_buf=16", CHAINS],
+            r"partial_threshold is 4096, and no context of the plan is longer than 160; lower it",
         ),
         (["partial_kv.reduction=median"], r"partial_kv\.reduction"),
         (["drafters=[{name: partial, kind: ngram}]"], r"is 'partial', which means its small arena"),

@@ -86,10 +86,30 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "no step of a drafter over it": (lambda m: programs(m).pop("speculate_partial.head"), "speculate_partial.head"),
     "nothing that confirms": (lambda m: programs(m).pop("verify"), "'verify' is missing"),
     "a refresh that runs an engine": (
-        lambda m: programs(m)["refresh"].update(stages=programs(m)["prefill"]["stages"]), "must be ops alone"
+        lambda m: programs(m)["refresh"].update(stages=programs(m)["prefill"]["stages"]), "must be BlockSummary, "
     ),
     "a refresh that writes the full arena": (
         lambda m: bind(m, "refresh", 2, "partial_kv", "target.bim"), "target.bim"
+    ),
+    "a refresh that reads another arena": (
+        lambda m: bind(m, "refresh", 2, "kv", "partial.kv"), "PartialKvGather binds 'kv' to 'partial.kv'"
+    ),
+    "a refresh of another layout": (
+        lambda m: programs(m)["refresh"]["stages"][1]["attributes"].update(block_size=2), "other attributes"
+    ),
+    "plain decoding over it": (
+        lambda m: [bind(m, "decode", 1, t, "partial.k_cache.0") for t in ("k_cache.0", "k_cache.0_out")],
+        "runs over the arena of 'target'"
+    ),
+    "a small step over the full one": (
+        lambda m: [bind(m, "decode_partial", 1, t, "target.v_cache.1") for t in ("v_cache.1", "v_cache.1_out")],
+        "runs over the arena of 'partial'"
+    ),
+    "the mask of another arena": (
+        lambda m: bind(m, "decode_partial", 0, "bim", "target.bim"), "runs over the arena of 'partial'"
+    ),
+    "a free size where no arena is": (
+        lambda m: m["targets"][TARGET]["engines"]["target"]["inputs"][0].update(shape=[1, 2, "C"]), "is "
     ),
     "a drafter that writes it": (lambda m: bind(m, "extend.head", 1, "k_cache.0", "partial.k_cache.0"), "partial"),
     "a short buffer": (lambda m: buffer(m, "partial.key_max").update(shape=[4, 2, 16, 1]), "partial.key_max"),

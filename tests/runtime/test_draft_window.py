@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from plans import names
 from plans.manifest import Geometry
-from runtime.drafters.kept_rows import BRANCH, KeptRows
+from runtime.arena import BRANCH
+from runtime.drafters.kept_rows import KeptRows
 
 SINK, WINDOW, MODEL = 3, 5, "drafter"
 ROOM = SINK + 2 * WINDOW

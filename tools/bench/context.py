@@ -91,6 +91,7 @@ def measure_context(options: argparse.Namespace) -> dict[str, Any]:
         **identity_columns(runtime, options),
         "partial_kv": manifest.partial_kv.model_dump(),
         "new": options.new,
+        "verified": len(_chain(runtime, prompts[0])[1]),
         "prompts": len(prompts),
         "random_rows": options.random_rows,
         "rows": rows,
@@ -123,8 +124,7 @@ def _verify_ms(
     session: Session, tokens: list[int], runtime: Runtime, options: argparse.Namespace
 ) -> dict[str, float | None]:
     """Milliseconds of a pass over the tip and a chain behind it, over either arena; None where it is not in use."""
-    host = next((d.name for d in runtime.manifest.drafters if isinstance(d, NgramDrafter)), "none")
-    chain = [] if host == "none" else tokens[:_CHAIN]
+    host, chain = _chain(runtime, tokens)
     lossless = Options(max_new_tokens=2, drafter="none", partial_kv="lossless", ignore_eos=True)
     made = session.generate(tokens, whole=True, **lossless)
     ms: dict[str, float | None] = {}
@@ -133,6 +133,12 @@ def _verify_ms(
         times = [session.rehearse(chain, host, partial=partial) for _ in range(2 + 5 * options.reps) if in_use]
         ms[arena] = median(times[2:]) if times else None  # the first ones find cold caches
     return ms
+
+
+def _chain(runtime: Runtime, tokens: list[int]) -> tuple[str, list[int]]:
+    """What is verified behind the tip, and the drafter whose round that is: n-grams', or without them the tip alone."""
+    host = next((d.name for d in runtime.manifest.drafters if isinstance(d, NgramDrafter)), "none")
+    return host, [] if host == "none" else tokens[:_CHAIN]
 
 
 def _same(expected: list[int], found: list[int]) -> float:
@@ -147,8 +153,8 @@ def _row(
     runs: Sequence[Stats], plain: Sequence[Stats] | None, verify: Sequence[dict[str, float | None]], same: list[float]
 ) -> dict[str, Any]:
     rates = [stats.decode_tokens_per_second for stats in runs]
-    decoding = sum(stats.total_ms - stats.ttft_ms for stats in runs)
-    checked = sum(stats.tentative - stats.retracted + stats.parted for stats in runs)
+    whole = sum(stats.total_ms for stats in runs)
+    agreed, parted = sum(stats.agreed for stats in runs), sum(stats.parted for stats in runs)
     refreshing = sum(stats.stage_ms.get(stage, 0.0) for stats in runs for stage in _REFRESHING)
     passes = sum(stats.rounds for stats in runs)
 
@@ -165,12 +171,12 @@ def _row(
         "rounds": passes,
         "partial_rounds": sum(stats.partial_rounds for stats in runs),
         "retrieved": max(stats.retrieved for stats in runs),
-        "agreement": (checked - sum(stats.parted for stats in runs)) / checked if checked else None,
+        "agreement": agreed / (agreed + parted) if agreed + parted else None,
         "tentative": sum(stats.tentative for stats in runs),
         "retracted": sum(stats.retracted for stats in runs),
         "refreshes": sum(stats.refreshes for stats in runs),
-        "refresh_share": refreshing / decoding,
-        "full_share": 1 - sum(stats.partial_ms for stats in runs) / decoding,
+        "refresh_share": refreshing / whole,
+        "full_share": 1 - sum(stats.partial_ms for stats in runs) / whole,
         "same": median(same),
         "runs": len(runs),
     }
@@ -184,10 +190,10 @@ def print_context(report: dict[str, Any], console: Console) -> None:
     )
     rows = "rows of random numbers; " if report["random_rows"] else ""
     console.print(
-        f"{rows}{report['prompts']} prompts, {report['new']} new tokens, medians of {report['reps']} runs; verify: "
-        f"a pass over the tip and {_CHAIN} tokens behind it, over either arena; off: speedup over mode off; a verify: "
-        "tokens a round; back: tentative tokens that were taken back; fill: share of the time that filling the partial "
-        "arena takes; same: tokens before the first that differs"
+        f"{rows}{report['prompts']} prompts, {report['new']} new tokens, medians of {report['reps']} runs\n"
+        f"full, partial ms: a pass over the tip and {report['verified']} tokens behind it, over either arena; off: "
+        "speedup over mode off;\na verify: tokens a round; agreed: see --help; back: tentative tokens that were taken "
+        "back; fill: time that filling the partial arena takes; same: tokens before the first that differs from mode off"
     )
     table = Table(box=None, pad_edge=False)
     heads = (

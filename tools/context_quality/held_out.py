@@ -40,7 +40,9 @@ def documents(
     """
     stream = [token for e in tokenizer.encode_batch([f.text for f in files]) for token in (*e.ids, *end)]
     if length > len(stream):
-        raise RequestError(f"--lengths has {length}; the held-out files have {len(stream)} tokens in all.")
+        raise RequestError(
+            f"--lengths has {length}; the held-out files have {len(stream)} tokens in all; pass shorter ones."
+        )
     starts = [place * len(stream) // count for place in range(count)]
     return [(stream[start:] + stream[:start])[:length] for start in starts]
 

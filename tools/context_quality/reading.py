@@ -29,8 +29,8 @@ def token_losses(model: Decoder, config: DecoderConfig, sequences: Tensor) -> Te
     """
     batch, length = sequences.shape
     hidden, _ = model.hidden(sequences.reshape(-1), CausalExecution(config, batch, length))
-    read = hidden.view(batch, length, -1)[:, :-1].flatten(0, 1).split(_ROWS)
-    wanted = sequences[:, 1:].reshape(-1).split(_ROWS)
+    read = torch.split(hidden.view(batch, length, -1)[:, :-1].flatten(0, 1), _ROWS)
+    wanted = torch.split(sequences[:, 1:].flatten(), _ROWS)
     losses = [
         F.cross_entropy(model.logits(h).float(), ids, reduction="none") for h, ids in zip(read, wanted, strict=True)
     ]
