@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 _LENGTHS = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_KNOWN = 2  # rounds, or confirmations, that say something
+_CYCLES = 16  # confirmations before a plain round
+_REST, _LONGEST_REST = 16, 256  # plain rounds
 _FADING = 0.9  # weight of what was measured before, a confirmation later
 
 
 class Interval:
-    """Of tokens that wait to be confirmed: as many as bring most tokens a second.
+    """Of tokens that wait to be confirmed: as many as bring most tokens a second; none while rounds over the full arena
+    alone bring more.
 
     With `a` the share of tokens that agree, `n` that wait become (1 - a^(n+1)) / (1 - a) in the mean. They cost passes
     over the partial arena and one over the full one, whose time grows with n.
@@ -18,12 +22,31 @@ class Interval:
         self._agreed, self._parted = 30.0, 1.0  # tokens
         self._small_ms, self._small_tokens = 0.0, 0.0
         self._full = [0.0] * 5  # sums of 1, n, n^2, ms, n ms over confirmations
+        self._plain_ms, self._plain_tokens, self._plain_rounds = 0.0, 0.0, 0
+        self._cycles = 0  # confirmations since the last plain round
+        self._tried = 0  # confirmations since running ahead began, or began again
+        self._resting, self._rest = 0, _REST  # plain rounds to come before it is tried again
         self.length = min(16, self._lengths[-1])
 
     @property
     def agreement(self) -> float:
         """Share of tokens that agree with the full arena, where those before them do."""
         return self._agreed / (self._agreed + self._parted)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether to run ahead now: not before plain rounds have been measured, and again once in a while."""
+        return self._plain_rounds >= _KNOWN and not self._resting and self._cycles < _CYCLES
+
+    def note_plain(self, ms: float, tokens: int) -> None:
+        """A round over the full arena alone brought so many tokens."""
+        self._plain_ms = _FADING * self._plain_ms + ms
+        self._plain_tokens = _FADING * self._plain_tokens + tokens
+        self._plain_rounds += 1
+        self._cycles = 0
+        if self._resting:
+            self._resting -= 1
+            self._tried = 0
 
     def note_pass(self, ms: float, tokens: int) -> None:
         """A pass over the partial arena brought so many tokens."""
@@ -38,6 +61,14 @@ class Interval:
             _FADING * old + new for old, new in zip(self._full, (1, waited, waited**2, ms, waited * ms), strict=True)
         ]
         self.length = max(self._lengths, key=self._tokens_per_ms)
+        self._cycles += 1
+        self._tried += 1
+        if self._tried < _KNOWN or not self._plain_ms:
+            return
+        if self._tokens_per_ms(self.length) < self._plain_tokens / self._plain_ms:
+            self._resting, self._rest = self._rest, min(2 * self._rest, _LONGEST_REST)
+        else:
+            self._rest = _REST
 
     def _tokens_per_ms(self, length: int) -> float:
         agreement = min(self.agreement, 0.9999)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial as partial_of
+
 from plans import names
 from plans.errors import PlanError, RequestError
 from plans.manifest import Manifest, longest_draft
@@ -15,6 +17,8 @@ from runtime.partial_policy import Budget, Interval
 from runtime.request import Request
 from runtime.stats import Stats
 from runtime.target_pass import Passed, TargetArena, TargetPasses
+
+_ALIKE = 1.5  # contexts whose lengths have no larger quotient cost about the same
 
 
 class Arenas:
@@ -30,8 +34,9 @@ class Arenas:
         if manifest.partial_kv is not None:
             refresh, longest = parts.programs[names.REFRESH], longest_draft(manifest.drafters)
             self._partial = PartialArena(manifest.partial_kv, parts.buffers, parts.step, refresh, longest)
-        self._interval = Interval(parts.step.max_nodes)
+        self._interval, self._measured_at = Interval(parts.step.max_nodes), 0  # tokens of context
         self._budget = Budget(1, 1, 0, 0)  # of the generation
+        self._last: Passed | None = None  # over the full arena, whose queries are there still
 
     def either(self, *, partial: bool) -> TargetArena:
         """One of the two. Raises `RequestError` for a partial arena where the plan has none."""
@@ -64,10 +69,20 @@ class Arenas:
             stats.partial_rounds += 1
             stats.partial_ms += passed.ms
             return
+        self._last = passed
+        if mode == "lossy":
+            self._fill(stats)
+
+    def _fill(self, stats: Stats) -> None:
+        """Fill the partial arena, unless it stands for the same: the last pass was one over the full arena."""
+        partial, rows = self._partial, self._full.known
+        if partial is None or self._last is None or partial.known == rows:
+            return
         partial.budget = self._budget.blocks
-        if partial.wanted(arena.known) and partial.fill(arena.known, passed):
+        if partial.wanted(rows) and partial.fill(rows, self._last):
             stats.refreshes += 1
             stats.retrieved = partial.budget
+        self._last = None
 
     def begin(
         self, request: Request, drafter: Drafter | None, stats: Stats, tokens: int, room: int
@@ -85,8 +100,13 @@ class Arenas:
         self._budget = Budget(most, fixed, tokens // settings.block_size, room)
         if request.partial_kv != "lossless":
             return None
-        ends = request.eos_token_ids
-        return PartialDrafter(drafter, partial, self._passes, self._interval, self._budget, stats, ends)
+        self._last = None
+        if not self._measured_at / _ALIKE <= tokens <= self._measured_at * _ALIKE:
+            self._interval, self._measured_at = Interval(self._passes.step.max_nodes), tokens
+        ends, fill, always = request.eos_token_ids, partial_of(self._fill, stats), not request.auto_disable
+        return PartialDrafter(
+            drafter, partial, self._passes, self._interval, self._budget, stats, ends, fill, always=always
+        )
 
     def truncate(self, length: int) -> None:
         """The sequence now has `length` tokens, those before them unchanged."""

@@ -309,6 +309,10 @@ class Session:
             stats.prefill_passes += 1
         return True
 
+    def _wake(self, request: Request, drafter: Drafter, stats: Stats) -> None:
+        self._slots.truncate(drafter.resume(self._tokens, self._slots.length, self._passes.count))
+        self._prefill(request, drafter, stats)
+
     def _round(
         self,
         request: Request,
@@ -324,17 +328,18 @@ class Session:
             span = self._decode(request, ahead, end, generation)
             ahead.note_confirmed(1000 * (perf_counter() - began))
             return span
-        if drafter is None or gate is None:
-            return self._decode(request, drafter, end, generation)
         settled = len(self._tokens) - self._slots.length == 1  # a round that also catches up tells nothing
-        drafting, resting = gate.drafting, gate.resting
-        if not drafting and not resting:
+        drafting, resting = gate is None or gate.drafting, gate is not None and gate.resting
+        if drafter is not None and not drafting and not resting:
             drafter.absorb(self._tokens)  # not in the time of a plain round
             began = perf_counter()
         span = self._decode(request, None if resting else drafter, end, generation, draft=drafting)
+        spent, tokens = perf_counter() - began, len(span.token_ids)
         generation.stats.plain_rounds += not drafting
-        if settled:
-            gate.note(perf_counter() - began, len(span.token_ids))
+        if settled and gate is not None:
+            gate.note(spent, tokens)
+        if settled and drafting and ahead is not None:
+            ahead.note_plain(1000 * spent, tokens)
         return span
 
     def _decode(

@@ -6,7 +6,8 @@ all of them as a chain behind the tip and accepts by the rule of all drafts: wha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,9 +43,14 @@ class PartialDrafter:
         budget: Budget,
         stats: Stats,
         ends: Collection[int],
+        fill: Callable[[], None],
+        *,
+        always: bool,
     ) -> None:
+        """`fill` has the partial arena take over what the full one holds. `always`: whether it pays or not."""
         self._inner, self._arena, self._passes = inner, arena, passes
-        self._interval, self._budget, self._stats, self._ends = interval, budget, stats, ends
+        self._interval, self._budget, self._stats, self._ends, self._fill = interval, budget, stats, ends, fill
+        self._always, self._fill_ms = always, 0.0
         self._awake: Drafter | None = inner  # the inner one, where it follows what happens
         self._ahead: list[int] = []  # the sequence with tentative tokens behind it
         self._confirmed = 0  # tokens of it that are not
@@ -69,7 +75,18 @@ class PartialDrafter:
         arena, ahead = self._arena, self._ahead
         waits = len(ahead) - self._confirmed
         room = min(end - 1 - len(ahead), self._passes.step.max_nodes - waits)
-        if self._over or room < 1 or waits >= self._interval.length or not arena.ready(len(ahead)):
+        if (
+            self._over
+            or room < 1
+            or waits >= self._interval.length
+            or not (waits or self._always or self._interval.ahead)
+        ):
+            return []
+        if not waits:
+            began = perf_counter()
+            self._fill()
+            self._fill_ms = 1000 * (perf_counter() - began)
+        if not arena.ready(len(ahead)):
             return []
         inner = self._awake = None if asleep else self._inner
         drafting = gate is None or gate.drafting
@@ -157,12 +174,16 @@ class PartialDrafter:
         if self._awake is not None:
             self._awake.follow(start, rows, kept, passes)
 
+    def note_plain(self, ms: float, tokens: int) -> None:
+        """A round over the full arena, with the inner drafter, took so long."""
+        self._interval.note_plain(ms, tokens)
+
     def note_confirmed(self, ms: float) -> None:
         """A round over the full arena that confirms tokens took so long."""
         checked, agreed = self._checking, min(self._passes.committed - 1, self._checking)
         if not checked:
             return
-        self._interval.note_confirmed(ms, checked, agreed)
+        self._interval.note_confirmed(ms + self._fill_ms, checked, agreed)
         self._budget.note_confirmed(checked, agreed)
         stats = self._stats
         stats.agreed += agreed

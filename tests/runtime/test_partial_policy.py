@@ -28,6 +28,23 @@ def test_a_dear_full_pass_and_good_agreement_make_it_long() -> None:
     assert settled(0.95, 2.0, 20.0, 1.0) < settled(0.999, 2.0, 20.0, 1.0)
 
 
+def test_it_runs_ahead_while_that_brings_more_than_rounds_alone() -> None:
+    for plain_ms, pays in ((200.0, True), (5.0, False)):
+        interval, ran = Interval(64), 0
+        assert not interval.ahead  # before it knows what rounds cost
+        for _ in range(400):
+            if not interval.ahead:
+                interval.note_plain(plain_ms, 3)
+                continue
+            ran += 1
+            for _ in range(4):
+                interval.note_pass(4.0, 4)
+            interval.note_confirmed(100.0, interval.length, interval.length)
+        assert (ran > 300) == pays
+        assert ran > 1  # it is tried again
+        assert pays or ran < 60
+
+
 def test_it_keeps_to_what_there_is_room_for() -> None:
     for most in (1, 3, 5, 20):
         assert 1 <= settled(0.99, 1.0, 50.0, 1.0, most) <= most

@@ -11,7 +11,7 @@ import tools.bench.__main__ as bench
 from tests.conftest import HELD_OUT
 
 Captured = pytest.CaptureFixture[str]
-SIZES = ("--prompts", str(HELD_OUT), "--threads", "1", "--new", "20", "--reps", "1")
+SIZES = ("--prompts", str(HELD_OUT), "--threads", "1", "--new", "20", "--reps", "1", "--keep-drafting")
 
 
 def context(plan: Path, *arguments: str) -> int:

@@ -103,6 +103,11 @@ def _parser() -> argparse.ArgumentParser:
         "--sampling", type=read_sampling, default=GREEDY, metavar="greedy|KEY=VALUE,...", help="as of latency"
     )
     context.add_argument(
+        "--keep-drafting",
+        action="store_true",
+        help="draft, and run ahead, even where the runtime sees that it does not pay",
+    )
+    context.add_argument(
         "--random-rows", action="store_true", help="keys and values of random numbers: no prefill, times alone"
     )
     context.add_argument("--threads", type=int, default=0, help="0: the backend chooses")

@@ -114,7 +114,7 @@ def _run(
         partial_kv=mode,  # type: ignore[typeddict-item]
         partial_budget=budget,
         ignore_eos=True,
-        auto_disable=False,
+        auto_disable=not options.keep_drafting,
     )
     made = session.generate(tokens, whole=True, **settings)
     return made.token_ids, made.stats
@@ -125,8 +125,8 @@ def _verify_ms(
 ) -> dict[str, float | None]:
     """Milliseconds of a pass over the tip and a chain behind it, over either arena; None where it is not in use."""
     host, chain = _chain(runtime, tokens)
-    lossless = Options(max_new_tokens=2, drafter="none", partial_kv="lossless", ignore_eos=True)
-    made = session.generate(tokens, whole=True, **lossless)
+    one = Options(max_new_tokens=1, drafter="none", partial_kv="lossy", ignore_eos=True)  # it fills the partial arena
+    made = session.generate(tokens, whole=True, **one)
     ms: dict[str, float | None] = {}
     for arena, partial in (("full", False), ("partial", True)):
         in_use = not partial or made.stats.refreshes > 0
@@ -193,7 +193,8 @@ def print_context(report: dict[str, Any], console: Console) -> None:
         f"{rows}{report['prompts']} prompts, {report['new']} new tokens, medians of {report['reps']} runs\n"
         f"full, partial ms: a pass over the tip and {report['verified']} tokens behind it, over either arena; off: "
         "speedup over mode off;\na verify: tokens a round; agreed: see --help; back: tentative tokens that were taken "
-        "back; fill: time that filling the partial arena takes; same: tokens before the first that differs from mode off"
+        "back;\nfill: time that filling the partial arena takes; same: tokens before the first that differs from mode "
+        "off"
     )
     table = Table(box=None, pad_edge=False)
     heads = (
