@@ -90,6 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     context.add_argument("plan", type=Path, help="folder of the plan")
     context.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
+    context.add_argument(
+        "--task", metavar="NAME", help="contexts made of the prompts of one task alone (default: of all)"
+    )
     context.add_argument("--lengths", type=_lengths, metavar="N,...", help="tokens of context (1024 to 32768)")
     context.add_argument("--modes", type=lambda text: text.split(","), metavar="MODE,...", help="(default: all three)")
     context.add_argument("--drafters", metavar="NAME,...", help="of the plan, or none (default: all of the plan)")
@@ -113,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     context.add_argument("--threads", type=int, default=0, help="0: the backend chooses")
     context.add_argument("--json", action="store_true", help="print one JSON object")
     context.add_argument("--plot", type=Path, metavar="FILE", help="draw it as well, such as context.svg")
-    context.set_defaults(command=_context, task=None)
+    context.set_defaults(command=_context)
     startup = commands.add_parser(
         "startup",
         help="from nothing to the first token",

@@ -46,7 +46,9 @@ def measure_context(options: argparse.Namespace) -> dict[str, Any]:
     if options.random_rows:
         cache = PrefixCacheConfig(max_cached_tokens=max(lengths) + 16, memory_bytes=2**40, enable_auto_eviction=False)
     runtime = Runtime.load(options.plan, threads=options.threads, prefix_cache=cache)
-    held_out = [runtime.tokenizer.encode(prompt.text) for prompt in choose_prompts(options.plan, options.prompts)]
+    held_out = [
+        runtime.tokenizer.encode(prompt.text) for prompt in choose_prompts(options.plan, options.prompts, options.task)
+    ]
     prompts = cut_prompts(held_out, max(lengths), room)[: options.count]
     budgets = options.budgets or [None]
     cases = [
