@@ -11,7 +11,7 @@ from plans.partial_kv import PartialMode
 from runtime import Session, Stats
 from runtime.request import Options
 
-_BEHIND = 64  # tokens of context behind the first at which the partial arena serves
+_TIMES = 2  # contexts are so much longer than the first at which the partial arena serves
 
 
 @dataclass
@@ -54,9 +54,10 @@ def check_partial(
     partial = manifest.partial_kv
     if partial is None:
         return None
-    length = max(partial.partial_threshold, partial.front(partial.n_retrieval_blocks)) + _BEHIND
+    served = max(partial.partial_threshold, partial.front(partial.n_retrieval_blocks))
+    length = min(_TIMES * served, manifest.target.context - new_tokens)
     check, parted, agreed = PartialCheck(length), 0, 0
-    if length + new_tokens > manifest.target.context:
+    if length <= served:
         return check
     shares: list[float] = []
     for index in range(len(prompts)):

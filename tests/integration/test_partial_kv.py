@@ -365,6 +365,25 @@ def test_rows_of_drafters_are_those_of_a_session_without_tentative_tokens(long: 
         np.testing.assert_array_equal(ours[number], theirs[number], err_msg=str(number))
 
 
+def test_a_drafter_reads_no_more_of_a_long_prompt_than_it_keeps(long: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, runs = long.session(), list[int]()
+    program = session.programs[names.extend("chain")]
+    run = program.run
+    monkeypatch.setattr(program, "run", lambda: (runs.append(1), run())[1])
+    session.generate(prompt(2, 140), max_new_tokens=8, drafter="chain", ignore_eos=True)
+    assert 1 <= len(runs) <= 3  # chunks of 16: the sink's, and what the window of 20 lacks; the whole prompt has nine
+
+
+def test_a_head_that_missed_a_little_of_a_short_text_has_it_computed(long: Runtime) -> None:
+    session = long.session()
+    session.generate(prompt(2, 25), max_new_tokens=5, drafter="head", partial_kv="off", ignore_eos=True)
+    session.generate([], max_new_tokens=3, drafter="none", partial_kv="off", ignore_eos=True)
+    session.generate([], max_new_tokens=3, drafter="head", partial_kv="off", ignore_eos=True)
+    held = held_rows(session, "head")
+    assert list(held) == list(range(len(held)))
+    assert len(held) >= 33
+
+
 def test_an_error_of_a_watcher_leaves_a_session_that_goes_on(long: Runtime) -> None:
     for drafter in ("chain", "head", "mixed", "ngram", "bushy"):
         tokens, session = prompt(1, 75), long.session()

@@ -144,7 +144,7 @@ def test_partial_kv_is_checked_behind_long_contexts(toy_recipe: Path, tmp_path: 
     capsys.readouterr()
     assert verify(folder, "--json") == 0
     found = json.loads(capsys.readouterr().out)["partial_kv"]
-    assert found["context"] == 30 + 64
+    assert found["context"] == 2 * 30
     assert found["runs"] == found["lossless_equal_runs"] == 2
     assert found["partial_rounds"] > 0
     assert 0 <= found["same"] <= 1
