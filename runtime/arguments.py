@@ -71,6 +71,8 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
 
 
 def _budget(text: str) -> int | str:
+    if text != "auto" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"is {text!r}; pass a number of blocks, or auto")
     return text if text == "auto" else int(text)
 
 

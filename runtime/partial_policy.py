@@ -7,6 +7,7 @@ _KNOWN = 2  # rounds, or confirmations, that say something
 _CYCLES = 16  # confirmations before a plain round
 _REST, _LONGEST_REST = 16, 256  # plain rounds
 _FADING = 0.9  # weight of what was measured before, a confirmation later
+_FADING_PASS = 0.98  # and a pass later: there are several to a confirmation
 
 
 class Interval:
@@ -50,8 +51,8 @@ class Interval:
 
     def note_pass(self, ms: float, tokens: int) -> None:
         """A pass over the partial arena brought so many tokens."""
-        self._small_ms = 0.98 * self._small_ms + ms
-        self._small_tokens = 0.98 * self._small_tokens + tokens
+        self._small_ms = _FADING_PASS * self._small_ms + ms
+        self._small_tokens = _FADING_PASS * self._small_tokens + tokens
 
     def note_confirmed(self, ms: float, waited: int, agreed: int) -> None:
         """A pass over the full arena has confirmed `agreed` of `waited` tokens."""

@@ -27,12 +27,12 @@ from runtime.drafters.partial import PartialDrafter, waiting
 from runtime.exclusive import Exclusive
 from runtime.gate import Gate, Gates
 from runtime.generation import FinishReason, Generation, GenerationStream, GrowingGeneration, Span
-from runtime.partial_rounds import Arenas
 from runtime.prefix_cache import PrefixCache
 from runtime.program import Program
 from runtime.prompt import Prompt, prepare_prompt
 from runtime.request import Options, Request, check_options
 from runtime.sampling import likeliest, logprobs
+from runtime.session_arenas import SessionArenas
 from runtime.session_memory import SessionMemory
 from runtime.stats import StageClock, Stats
 from runtime.target_pass import TargetPasses
@@ -60,7 +60,7 @@ class Session:
         self._host_drafters = parts.on_host
         self._slots = SlotMap(names.TARGET, self._buffers, self._step)
         self._passes = TargetPasses(self._step, self._programs)
-        self._arenas = Arenas(manifest, parts, self._slots, self._passes)
+        self._arenas = SessionArenas(manifest, parts, self._slots, self._passes)
         self._memory = None if cache is None else SessionMemory(cache, self._buffers, self._slots, parts.by_engine)
         self._gates = Gates(manifest)
         self._followed = 0  # the last pass that a drafter has followed
@@ -231,9 +231,8 @@ class Session:
                         generation.finish_reason = FinishReason.CANCELLED
                         break
                     if gate is not None and drafter is not None and asleep != gate.resting and not waiting(ahead):
-                        if asleep:  # what it missed is computed once more
-                            self._slots.truncate(drafter.resume(self._tokens, self._slots.length, self._passes.count))
-                            self._prefill(request, drafter, stats)
+                        if asleep:
+                            self._wake(request, drafter, stats)
                         asleep = not asleep
                     tentative = [] if ahead is None else ahead.advance(self._tokens, end, gate, asleep=asleep)
                     if ahead is None or not tentative:
@@ -310,6 +309,7 @@ class Session:
         return True
 
     def _wake(self, request: Request, drafter: Drafter, stats: Stats) -> None:
+        """A drafter whose gate had it rest follows again: what it missed is computed once more."""
         self._slots.truncate(drafter.resume(self._tokens, self._slots.length, self._passes.count))
         self._prefill(request, drafter, stats)
 

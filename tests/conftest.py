@@ -18,6 +18,7 @@ from compiler.build import build
 from compiler.recipe import load_recipe
 from plans.plan import Plan
 from runtime import Runtime
+from runtime.partial_policy import Interval
 from tests.compiler.eagle3_heads import write_eagle3
 from tests.plugins.emulator import Emulator
 from tests.plugins.tensorrt_stand_in import StandIn
@@ -131,6 +132,17 @@ def long_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     out = tmp_path_factory.mktemp("long") / "plan"
     build(load_recipe(toy_recipe, [f"partial_kv={PARTIAL_KV}"]), toy_recipe, out)
     return out
+
+
+@pytest.fixture(scope="session")
+def long(long_plan: Path) -> Runtime:
+    return Runtime.load(long_plan, threads=1)
+
+
+@pytest.fixture
+def run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it pays or not: on the toy, whose arenas cost the same, the clock would soon say that it does not."""
+    monkeypatch.setattr(Interval, "ahead", property(lambda self: True))
 
 
 @pytest.fixture(scope="session")

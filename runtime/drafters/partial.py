@@ -66,10 +66,8 @@ class PartialDrafter:
     def advance(self, tokens: list[int], end: int, gate: Gate | None, *, asleep: bool) -> list[int]:
         """One pass over the partial arena behind `tokens`, which are confirmed; the tentative tokens that it adds.
 
-        The inner drafter drafts where the `gate` lets it; one that is `asleep` does not follow either.
-
-        None where it is time to confirm: as many wait as pay, the arena is full, one ends the sequence, or it comes to
-        `end` tokens.
+        The inner drafter drafts where the `gate` lets it; one that is `asleep` does not follow either. Empty where it
+        is time to confirm: as many wait as pay, the arena is full, one ends the sequence, or it comes to `end` tokens.
         """
         self._follow_confirmed(tokens)
         arena, ahead = self._arena, self._ahead

@@ -21,7 +21,7 @@ from runtime.target_pass import Passed, TargetArena, TargetPasses
 _ALIKE = 1.5  # contexts whose lengths have no larger quotient cost about the same
 
 
-class Arenas:
+class SessionArenas:
     """The arenas of a session's target. Without a partial one in the plan, all rounds run over the full one.
 
     `lossy`: rounds over the partial arena commit tokens; now and then one over the full arena gives rows to all of
