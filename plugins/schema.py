@@ -8,6 +8,8 @@ from enum import IntEnum
 from plans import names
 
 Dim = int | str
+INTEGER = "int64"
+CAPACITY = "capacity"  # slots of an arena
 ANY_FLOAT = "float32 | float16 | bfloat16"  # model precision: what an op only moves, or computes in
 
 
@@ -73,10 +75,6 @@ class OpSchema:
         """Every tensor once: the inputs, then the outputs that are not inputs."""
         taken = {spec.name for spec in self.inputs}
         return self.inputs + tuple(spec for spec in self.outputs if spec.name not in taken)
-
-
-INTEGER = "int64"
-CAPACITY = "capacity"  # slots of an arena
 
 
 def per_new_token(name: str) -> TensorSpec:

@@ -26,7 +26,6 @@ from plugins.schema import (
 _SLOTS = "B"  # sampling slots, one per branch
 _VOCABULARY = "V"
 
-
 _CHOICE_INPUTS = (
     TensorSpec(names.LOGITS_OUT, "float32", (names.LOGITS, _VOCABULARY)),
     TensorSpec(names.LOGIT_ROWS, INTEGER, (names.LOGITS,)),

@@ -24,12 +24,12 @@ from plans.console import progress_bar
 from plans.errors import OutriderError, RequestError
 from runtime import BranchStats, Runtime
 from runtime.branch_request import MODES
-from tools.arguments import at_least_1
+from tools.arguments import at_least_1, counts, drafters_named
 from tools.bench.identity import identity_columns
 from tools.bench.machine import describe_run
 from tools.bench.prompts import choose_prompts, cut_prompts
 from tools.bench.sampling import GREEDY
-from tools.output import figure, print_report
+from tools.output import figure, print_head, print_report
 
 ALONE = "one by one"
 _OPENING = 12  # tokens that a branch begins with
@@ -42,11 +42,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """
     runtime = Runtime.load(options.plan, threads=options.threads)
     geometry = runtime.manifest.target
-    known = ["none", *(drafter.name for drafter in runtime.manifest.drafters)]
-    drafters = known if options.drafters is None else options.drafters.split(",")
-    for name in drafters:
-        if name not in known:
-            raise RequestError(f"--drafters names {name!r}; the plan has {', '.join(known)}.")
+    drafters = drafters_named(options.drafters, (drafter.name for drafter in runtime.manifest.drafters))
     if geometry.branches < 2:
         raise RequestError("The plan serves one branch; build it with capacity.branches of 2 to 16.")
     counts = options.branches or [count for count in (1, 2, 4, 8, 16) if count <= geometry.branches]
@@ -168,11 +164,7 @@ def _several(prompts: Sequence[list[int]]) -> Iterator[list[int]]:
 
 
 def print_table(report: dict[str, Any], console: Console) -> None:
-    machine = report["machine"]
-    console.print(
-        f"{report['device']}, {machine['cores']} cores, {report['threads']} threads; {report['target']} "
-        f"({report['target_version']}), {report['dtype']}; commit {report['git_sha']}, plan {report['identity'][:12]}"
-    )
+    print_head(report, console)
     console.print(
         f"branches of {report['new_tokens']} tokens, greedy; medians of {report['reps']} runs, modes alternating, the "
         "prefix computed in each"
@@ -204,15 +196,11 @@ def print_table(report: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
-def _counts(text: str) -> list[int]:
-    return [at_least_1(word.strip()) for word in text.split(",")]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.modes", description=__doc__.partition("\n\n")[2])
     parser.add_argument("plan", type=Path, help="folder of a plan with several branches")
-    parser.add_argument("--branches", type=_counts, metavar="N,...", help="1 to 16 (default 1, 2, 4 ... of the plan)")
-    parser.add_argument("--prefix", type=_counts, default=[1000], metavar="N,...", help="tokens that all share (1000)")
+    parser.add_argument("--branches", type=counts, metavar="N,...", help="1 to 16 (default 1, 2, 4 ... of the plan)")
+    parser.add_argument("--prefix", type=counts, default=[1000], metavar="N,...", help="tokens that all share (1000)")
     parser.add_argument("--drafters", metavar="NAME,...", help="of the plan, or none (default: none and all)")
     parser.add_argument("--new", type=at_least_1, default=128, help="tokens of each branch (default 128)")
     parser.add_argument("--reps", type=at_least_1, default=3, help="runs of each mode (default 3)")

@@ -7,9 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from plans.console import print_json, stdout
 from plans.errors import OutriderError
+
+_NAMES = ("drafter", "mode", "what", "scaling")  # columns that are no figures
 
 
 def figure(value: float | None, form: str, unit: str = "") -> str:
@@ -24,6 +27,23 @@ def print_report(report: dict[str, Any], as_json: bool, print_table: Callable[[d
     else:
         print_table(report, stdout)
     return 0
+
+
+def print_head(report: dict[str, Any], console: Console) -> None:
+    """What a report of `identity_columns` was measured with, and where."""
+    machine = report["machine"]
+    console.print(
+        f"{report['device']}, {machine['cores']} cores, {report['threads']} threads; {report['target']} "
+        f"({report['target_version']}), {report['dtype']}; commit {report['git_sha']}, plan {report['identity'][:12]}"
+    )
+
+
+def make_table(*heads: str) -> Table:
+    """A table without lines: names on the left, figures on the right."""
+    table = Table(box=None, pad_edge=False)
+    for head in heads:
+        table.add_column(head, justify="left" if head in _NAMES else "right", no_wrap=True)
+    return table
 
 
 @contextmanager

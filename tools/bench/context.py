@@ -8,7 +8,6 @@ from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from plans.console import progress_bar
 from plans.errors import RequestError
@@ -17,11 +16,12 @@ from plans.partial_kv import PARTIAL_MODES
 from plans.plan import read_manifest
 from runtime import PrefixCacheConfig, Runtime, Session, Stats
 from runtime.request import Options
+from tools.arguments import drafters_named
 from tools.bench.identity import identity_columns
 from tools.bench.prompts import choose_prompts, cut_prompts, room_for_prompts
 from tools.bench.random_rows import RandomRows
 from tools.bench.sampling import as_options
-from tools.output import figure
+from tools.output import figure, make_table, print_head
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 OFF = "off"
@@ -37,7 +37,8 @@ def measure_context(options: argparse.Namespace) -> dict[str, Any]:
     modes = options.modes or list(PARTIAL_MODES)
     if wrong := [mode for mode in modes if mode not in PARTIAL_MODES]:
         raise RequestError(f"--modes names {wrong[0]!r}; the modes are {', '.join(PARTIAL_MODES)}.")
-    drafters = _drafters(options, [drafter.name for drafter in manifest.drafters])
+    known = [drafter.name for drafter in manifest.drafters]
+    drafters = known if options.drafters is None else drafters_named(options.drafters, known)
     room = room_for_prompts(manifest.target.context, options.new)
     lengths = list(options.lengths or dict.fromkeys(min(length, room) for length in LENGTHS))
     if max(lengths) > room:
@@ -98,13 +99,6 @@ def measure_context(options: argparse.Namespace) -> dict[str, Any]:
         "random_rows": options.random_rows,
         "rows": rows,
     }
-
-
-def _drafters(options: argparse.Namespace, known: Sequence[str]) -> list[str]:
-    asked = [*known] if options.drafters is None else options.drafters.split(",")
-    if wrong := [name for name in asked if name not in ("none", *known)]:
-        raise RequestError(f"--drafters names {wrong[0]!r}; the plan has {', '.join((*known, 'none'))}.")
-    return asked
 
 
 def _run(
@@ -185,11 +179,7 @@ def _row(
 
 
 def print_context(report: dict[str, Any], console: Console) -> None:
-    machine = report["machine"]
-    console.print(
-        f"{report['device']}, {machine['cores']} cores, {report['threads']} threads; {report['target']} "
-        f"({report['target_version']}), {report['dtype']}; commit {report['git_sha']}, plan {report['identity'][:12]}"
-    )
+    print_head(report, console)
     rows = "rows of random numbers; " if report["random_rows"] else ""
     console.print(
         f"{rows}{report['prompts']} prompts, {report['new']} new tokens, medians of {report['reps']} runs\n"
@@ -198,13 +188,10 @@ def print_context(report: dict[str, Any], console: Console) -> None:
         "back;\nfill: time that filling the partial arena takes; same: tokens before the first that differs from mode "
         "off"
     )
-    table = Table(box=None, pad_edge=False)
-    heads = (
+    table = make_table(
         "context", "drafter", "mode", "blocks", "full", "partial ms", "tokens/s", "off", "a verify", "agreed", "back",
         "fill", "same",
     )  # fmt: skip
-    for head in heads:
-        table.add_column(head, justify="left" if head in ("drafter", "mode") else "right", no_wrap=True)
     for row in report["rows"]:
         table.add_row(
             str(row["context"]), row["drafter"], row["mode"],

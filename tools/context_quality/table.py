@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.context_quality.figures import RULES, Row, guessed
-from tools.output import figure
+from tools.output import figure, make_table
 
 
 def print_table(report: dict[str, Any], console: Console) -> None:
@@ -40,7 +40,7 @@ def print_table(report: dict[str, Any], console: Console) -> None:
 
 
 def _loss_table(loss: dict[str, list[Row]]) -> Table:
-    table = _table("length", "scaling", "tokens", "loss", "short", "difference", "+-")
+    table = make_table("length", "scaling", "tokens", "loss", "short", "difference", "+-")
     for name, rows in loss.items():
         for row in rows:
             table.add_row(
@@ -57,7 +57,9 @@ def _loss_table(loss: dict[str, list[Row]]) -> Table:
 
 def _retrieval_table(retrieval: dict[str, list[Row]]) -> Table:
     depths = [each["depth"] for each in next(iter(retrieval.values()))[0]["by_depth"]]
-    table = _table("length", "scaling", "questions", "any needle", "right", *(f"at {depth:.0%}" for depth in depths))
+    table = make_table(
+        "length", "scaling", "questions", "any needle", "right", *(f"at {depth:.0%}" for depth in depths)
+    )
     for name, rows in retrieval.items():
         for row in rows:
             table.add_row(
@@ -68,13 +70,6 @@ def _retrieval_table(retrieval: dict[str, list[Row]]) -> Table:
                 f"{row['right']} ({row['accuracy']:.0%})",
                 *(f"{each['right'] / each['questions']:.0%}" for each in row["by_depth"]),
             )
-    return table
-
-
-def _table(*heads: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for head in heads:
-        table.add_column(head, justify="left" if head == "scaling" else "right", no_wrap=True)
     return table
 
 

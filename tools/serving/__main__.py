@@ -13,17 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from plans.errors import OutriderError
-from tools.arguments import at_least_1
+from tools.arguments import at_least_1, counts
 from tools.bench.machine import describe_run
 from tools.bench.sampling import GREEDY
 from tools.output import print_report
 from tools.serving.hits import measure_hits, print_hits
 from tools.serving.load import measure_load, print_load
 from tools.serving.soak import measure_soak, print_soak
-
-
-def _counts(text: str) -> list[int]:
-    return [at_least_1(word.strip()) for word in text.split(",")]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,12 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "hits", parents=[shared], help="time to the first token of prompts that are partly known"
     )
     hits.add_argument("--length", type=at_least_1, default=1500, help="tokens of a prompt (1500)")
-    hits.add_argument("--shares", type=_counts, default=[50, 90], metavar="N,...", help="per cent known (50,90)")
+    hits.add_argument("--shares", type=counts, default=[50, 90], metavar="N,...", help="per cent known (50,90)")
     hits.add_argument("--new", type=at_least_1, default=16, help="tokens that follow (16)")
     hits.add_argument("--count", type=at_least_1, default=6, help="prompts (6)")
     hits.set_defaults(measure=measure_hits, show=print_hits, reps=1)
     load = commands.add_parser("load", parents=[shared], help="requests at once against one after another")
-    load.add_argument("--at-once", type=_counts, metavar="N,...", help="requests at once (default: as many as can be)")
+    load.add_argument("--at-once", type=counts, metavar="N,...", help="requests at once (default: as many as can be)")
     load.add_argument("--waves", type=at_least_1, default=3, help="requests for each that is served at once (3)")
     load.add_argument("--length", type=at_least_1, default=200, help="tokens of a prompt (200)")
     load.add_argument("--new", type=at_least_1, default=128, help="tokens of an answer (128)")

@@ -12,7 +12,8 @@ from rich.console import Console
 from plans.console import progress_bar
 from runtime import Generation, PrefixCacheConfig, Runtime
 from tools.bench.identity import identity_columns
-from tools.serving.common import choose_drafters, load_runtime, make_table, print_head, prompts_of
+from tools.output import make_table, print_head
+from tools.serving.common import choose_drafters, load_runtime, prompts_of
 
 
 def measure_hits(options: argparse.Namespace) -> dict[str, Any]:

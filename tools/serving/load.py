@@ -16,8 +16,8 @@ from plans.errors import RequestError
 from runtime import Runtime
 from runtime.branch_request import MODES
 from tools.bench.identity import identity_columns
-from tools.output import figure
-from tools.serving.common import choose_drafters, load_runtime, make_table, print_head, prompts_of
+from tools.output import figure, make_table, print_head
+from tools.serving.common import choose_drafters, load_runtime, prompts_of
 
 
 def measure_load(options: argparse.Namespace) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def measure_load(options: argparse.Namespace) -> dict[str, Any]:
     at_once = options.at_once or [geometry.branches]
     modes = [mode for mode in MODES if mode != "batching" or geometry.rows > 1]
     texts = prompts_of(probe, options, options.length)
-    runtimes = {mode: load_runtime(options, mode) for mode in modes}
+    runtimes: dict[str, Runtime] = {mode: load_runtime(options, mode) for mode in modes}
     if options.compare_overlap:  # where the text of a pass is made out before the next one begins
         runtimes |= {f"{mode}, text first": load_runtime(options, mode, overlap=False) for mode in modes}
     rows = []

@@ -15,7 +15,8 @@ from plans.console import progress_bar
 from plans.errors import OutriderError, RequestError
 from runtime import Handle, PrefixCacheConfig
 from tools.bench.identity import identity_columns
-from tools.serving.common import choose_drafters, load_runtime, make_table, print_head, prompts_of
+from tools.output import make_table, print_head
+from tools.serving.common import choose_drafters, load_runtime, prompts_of
 
 SECONDS = 60.0  # of a minute
 

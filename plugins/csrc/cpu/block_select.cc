@@ -6,11 +6,11 @@
 #include <string>
 #include <vector>
 
-#include "../partial_kv.h"
 #include "binder.h"
 #include "clones.h"
 #include "gil.h"
 #include "ops.h"
+#include "partial_layout.h"
 #include "refuse.h"
 
 namespace outrider {

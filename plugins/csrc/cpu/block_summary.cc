@@ -5,10 +5,10 @@
 #include <string>
 
 #include "../onnxruntime/convert.h"
-#include "../partial_kv.h"
 #include "binder.h"
 #include "gil.h"
 #include "ops.h"
+#include "partial_layout.h"
 #include "refuse.h"
 
 namespace outrider {
@@ -91,12 +91,6 @@ class BlockSummary {
 };
 
 }  // namespace
-
-void check_layout(const char* op, const PartialLayout& layout) {
-  check_value(op, "block_size", 0, layout.block_size, 1, 1 << 20);
-  check_value(op, "sink_blocks", 0, layout.sink_blocks, 0, 1 << 20);
-  check_value(op, "window_blocks", 0, layout.window_blocks, 1, 1 << 20);
-}
 
 void register_block_summary(nb::module_& module) {
   nb::class_<BlockSummary>(module, "BlockSummary")

@@ -3,8 +3,6 @@
 
 #include <nanobind/nanobind.h>
 
-#include "../partial_kv.h"
-
 namespace outrider {
 
 void register_bim_mask(nanobind::module_& module);
@@ -18,8 +16,5 @@ void register_block_select(nanobind::module_& module);
 void register_partial_kv_gather(nanobind::module_& module);
 void register_choice_parts(nanobind::module_& module);
 void register_ngrams(nanobind::module_& module);
-
-// Refuses a layout of partial KV that is none.
-void check_layout(const char* op, const PartialLayout& layout);
 
 }  // namespace outrider

@@ -5,10 +5,10 @@
 #include <cstring>
 #include <string>
 
-#include "../partial_kv.h"
 #include "binder.h"
 #include "gil.h"
 #include "ops.h"
+#include "partial_layout.h"
 #include "refuse.h"
 
 namespace outrider {
