@@ -38,6 +38,11 @@ from plugins.native import folder
 CPU_DOMAIN = "outrider.cpu"
 """The domain of ops that only this library has."""
 
+THREADS = "outrider.threads"
+"""An entry of a session's configuration that the library reads when it is registered: how many threads the session has.
+
+Attention cuts its work by them. Without it, as many as the machine has.
+"""
 
 _VERSION = 2  # of the ops, as the built library counts them
 

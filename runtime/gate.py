@@ -30,7 +30,8 @@ class Gate:
 
     Rounds of both kinds are measured side by side: what counts is the median of their ratios, since a machine's
     hiccups, and its faster and slower hours, are no property of a drafter. The choice changes when tokens come, never
-    which (of drafters that the target's own draws accept). What it has learned holds for one way of sampling.
+    which (of drafters that the target's own draws accept). What it has learned holds for one way of sampling. A window
+    is of rounds over one arena: they cost different times.
     """
 
     def __init__(self, drafter: str) -> None:
@@ -41,6 +42,7 @@ class Gate:
         self._burst: list[float] = []  # seconds of the plain rounds behind the window
         self._ratios: deque[float] = deque(maxlen=KEPT)  # of plain rounds to drafting ones
         self._lost = False  # the window before
+        self._partial = False  # the arena of the window's rounds
         self._resting = 0  # plain rounds still to come
         self._rest = REST
 
@@ -54,14 +56,21 @@ class Gate:
         """Whether drafting has been ended, and is not being tried again yet."""
         return self._resting > 0
 
-    def note(self, seconds: float, tokens: int) -> None:
-        """A round took `seconds` and committed `tokens`; it drafted if `drafting` was true before the call."""
+    def note(self, seconds: float, tokens: int, *, partial: bool = False) -> None:
+        """A round, over the `partial` arena or the full one, took `seconds` and committed `tokens`; it drafted if
+        `drafting` was true before the call."""
         if self._resting:
             self._resting -= 1
-        elif self.drafting:
+            return
+        drafted = self.drafting
+        if partial != self._partial:
+            self._partial = partial
+            self._ratios.clear()
+            self._forget_window()
+        if drafted:
             self._seconds.append(seconds)
             self._tokens.append(tokens)
-        else:
+        elif self._seconds:
             self._burst.append(seconds)
             if len(self._burst) == BURST:
                 self._judge()
@@ -75,9 +84,7 @@ class Gate:
     def _judge(self) -> None:
         self._ratios.append(_median(self._burst[1:]) / max(_median(self._seconds), _TINY))
         gain = self.gain()
-        self._tokens.clear()
-        self._seconds.clear()
-        self._burst.clear()
+        self._forget_window()
         if gain >= LEAST_GAIN:
             self._lost, self._rest = False, REST
             self._window = min(2 * self._window, LONGEST_WINDOW)
@@ -91,6 +98,11 @@ class Gate:
         self._resting = self._rest
         self._ratios.clear()
         self._rest = min(2 * self._rest, LONGEST_REST)
+
+    def _forget_window(self) -> None:
+        self._tokens.clear()
+        self._seconds.clear()
+        self._burst.clear()
 
 
 class Gates:

@@ -24,7 +24,8 @@ class Span:
     """What one step committed. `text` holds whole characters only and may lag behind `token_ids`.
 
     A `tentative` one is not committed, and may never be: its tokens come behind those of earlier tentative spans, its
-    text is that of all of them, and the next span that is not tentative takes their place.
+    text is what will be shown behind the text of spans so far if all of them stay and none follows, and the next span
+    that is not tentative takes their place.
     """
 
     token_ids: list[int]
@@ -128,6 +129,12 @@ class GrowingGeneration:
         self._token_ids += tokens[:kept]
         self._shown.append(pushed.text)
         return Span(tokens[:kept], pushed.text)
+
+    def preview(self, tokens: list[int]) -> str:
+        """The text that is still to be shown if `tokens` are what comes, up to an end token or a stop string."""
+        ends = self._request.eos_token_ids
+        kept = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
+        return self._text.preview(tokens[:kept])
 
     def finish(self) -> Span:
         """The text that was held back; it may complete a stop string after all."""

@@ -51,8 +51,8 @@ class PartialArena(TargetArena):
 
     @property
     def room(self) -> int:
-        """Tokens for which there is room in the buffer."""
-        return self.settings.n_spec_tokens_buf - (self.slots.length - self._front)
+        """Tokens for which there is room in the buffer; there is none before it was filled."""
+        return self.settings.n_spec_tokens_buf - (self.slots.length - self._front) if self._front else 0
 
     def ready(self, tokens: int) -> bool:
         """Whether the next step of a sequence of so many tokens may run here: only its tip lacks a row, and there is

@@ -343,10 +343,11 @@ def _since(began: float) -> float:
 
 
 def row_shapes(plan: TargetPlan) -> dict[str, RowShape]:
-    """What the rows of each model of a plan are, by the arenas that its sessions have."""
+    """What the rows of each model of a plan are, by the arenas that its sessions have: but for the partial one, whose
+    rows are the target's."""
     shapes, ending = {}, f".{names.KV}"
     for buffer in plan.buffers:
-        if buffer.name.endswith(ending):
+        if buffer.name.endswith(ending) and buffer.name != names.of(names.PARTIAL, names.KV):
             planes, _, heads, _, size = buffer_shape(plan, buffer)
             shapes[buffer.name.removesuffix(ending)] = RowShape(planes, heads, size, buffer.dtype.numpy)
     return shapes

@@ -38,7 +38,7 @@ class Options(TypedDict, total=False):
     - `partial_budget`: blocks of 16 tokens, or as many as the plan says, that the partial arena retrieves; "auto": as
       many as context, room and, in lossless mode, agreement make sensible; default: as many as there is room for.
     - `tentative` (False): give out spans of tokens that are not confirmed yet, marked, in lossless mode. Their text is
-      that of all that waits, without end tokens; stop strings are looked for in confirmed text.
+      what is still to be shown if all that waits is confirmed and nothing follows.
     - `constraint`: a fresh `constraint.Constraint`, whose form the text keeps to; decoding is then plain.
     """
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial as partial_of
 from time import perf_counter
 from typing import Unpack
 
@@ -51,13 +52,8 @@ class Session:
         self._tokenizer, self._geometry = loaded.tokenizer, manifest.target
         self._limits = loaded.plan.symbols[names.TARGET]
         parts = assemble(loaded)
-        self._buffers, self._step, self._programs, self._drafters = (
-            parts.buffers,
-            parts.step,
-            parts.programs,
-            parts.drafters,
-        )
-        self._host_drafters = parts.on_host
+        self._buffers, self._step, self._programs = parts.buffers, parts.step, parts.programs
+        self._drafters, self._host_drafters = parts.drafters, parts.on_host
         self._slots = SlotMap(names.TARGET, self._buffers, self._step)
         self._passes = TargetPasses(self._step, self._programs)
         self._arenas = SessionArenas(manifest, parts, self._slots, self._passes)
@@ -223,7 +219,8 @@ class Session:
             end = min(self._geometry.context, len(self._tokens) + request.max_new_tokens)
             if not self._prefill(request, drafting, stats):
                 generation.finish_reason = FinishReason.CANCELLED
-            ahead = self._arenas.begin(request, drafter, stats, len(self._tokens), end - len(self._tokens))
+            wake = partial_of(self._wake, request, drafter, stats)
+            ahead = self._arenas.begin(request, drafter, stats, len(self._tokens), end - len(self._tokens), wake)
             asleep = gate is not None and gate.resting
             try:
                 while generation.finish_reason is None:
@@ -232,7 +229,7 @@ class Session:
                         break
                     if gate is not None and drafter is not None and asleep != gate.resting and not waiting(ahead):
                         if asleep:
-                            self._wake(request, drafter, stats)
+                            wake()
                         asleep = not asleep
                     tentative = [] if ahead is None else ahead.advance(self._tokens, end, gate, asleep=asleep)
                     if ahead is None or not tentative:
@@ -240,8 +237,7 @@ class Session:
                         if stats.rounds == 1:
                             stats.ttft_ms, stats.first_span = (perf_counter() - started) * 1000, stats.new_tokens
                     elif request.tentative:
-                        shown = [token for token in ahead.tentative if token not in request.eos_token_ids]
-                        span = Span(tentative, self.text_behind(shown), tentative=True)
+                        span = Span(tentative, generation.preview(ahead.tentative), tentative=True)
                     else:
                         continue
                     handed_over = perf_counter()
@@ -308,8 +304,10 @@ class Session:
             stats.prefill_passes += 1
         return True
 
-    def _wake(self, request: Request, drafter: Drafter, stats: Stats) -> None:
-        """A drafter whose gate had it rest follows again: what it missed is computed once more."""
+    def _wake(self, request: Request, drafter: Drafter | None, stats: Stats) -> None:
+        """A drafter that did not follow what happened does again: what it missed is computed once more."""
+        if drafter is None:
+            return
         self._slots.truncate(drafter.resume(self._tokens, self._slots.length, self._passes.count))
         self._prefill(request, drafter, stats)
 
@@ -336,10 +334,10 @@ class Session:
         span = self._decode(request, None if resting else drafter, end, generation, draft=drafting)
         spent, tokens = perf_counter() - began, len(span.token_ids)
         generation.stats.plain_rounds += not drafting
-        if settled and gate is not None:
+        if settled and gate is not None and (ahead is None or ahead.steady):
             gate.note(spent, tokens)
-        if settled and drafting and ahead is not None:
-            ahead.note_plain(1000 * spent, tokens)
+        if ahead is not None:
+            ahead.note_plain(1000 * spent, tokens, settled=settled and (drafting or resting))
         return span
 
     def _decode(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial as partial_of
 
 from plans import names
@@ -15,10 +17,20 @@ from runtime.drafters.partial import PartialDrafter
 from runtime.partial_kv import PartialArena
 from runtime.partial_policy import Budget, Interval
 from runtime.request import Request
+from runtime.sampling import SamplingParams
 from runtime.stats import Stats
 from runtime.target_pass import Passed, TargetArena, TargetPasses
 
 _ALIKE = 1.5  # contexts whose lengths have no larger quotient cost about the same
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What runs ahead has cost and brought, sampling so, behind so many tokens."""
+
+    interval: Interval
+    sampling: SamplingParams
+    tokens: int
 
 
 class SessionArenas:
@@ -34,9 +46,10 @@ class SessionArenas:
         if manifest.partial_kv is not None:
             refresh, longest = parts.programs[names.REFRESH], longest_draft(manifest.drafters)
             self._partial = PartialArena(manifest.partial_kv, parts.buffers, parts.step, refresh, longest)
-        self._interval, self._measured_at = Interval(parts.step.max_nodes), 0  # tokens of context
+        self._measured: dict[tuple[object, object], _Measured] = {}  # by drafter, and the budget that was asked for
         self._budget = Budget(1, 1, 0, 0)  # of the generation
-        self._last: Passed | None = None  # over the full arena, whose queries are there still
+        self._wake: Callable[[], None] = lambda: None  # its drafter, whose last pass came to nothing
+        self._last: tuple[Passed, int] | None = None  # over the full arena, the `count`-th
 
     def either(self, *, partial: bool) -> TargetArena:
         """One of the two. Raises `RequestError` for a partial arena where the plan has none."""
@@ -57,6 +70,7 @@ class SessionArenas:
                 return partial, self._passes.decode(partial, tokens, drafter, room)
             except PlanError as error:
                 partial.give_up(str(error))
+                self._wake()
         return self._full, self._passes.decode(self._full, tokens, drafter, room)
 
     def ran(self, arena: TargetArena, passed: Passed, mode: PartialMode, stats: Stats) -> None:
@@ -69,25 +83,32 @@ class SessionArenas:
             stats.partial_rounds += 1
             stats.partial_ms += passed.ms
             return
-        self._last = passed
+        self._last = passed, self._passes.count
         if mode == "lossy":
             self._fill(stats)
 
     def _fill(self, stats: Stats) -> None:
-        """Fill the partial arena, unless it stands for the same: the last pass was one over the full arena."""
-        partial, rows = self._partial, self._full.known
-        if partial is None or self._last is None or partial.known == rows:
+        """Fill the partial arena, unless it stands for the same, by the queries of a round over the full one: where
+        that was the last pass, they are there still."""
+        partial, rows, last = self._partial, self._full.known, self._last
+        if partial is None or last is None or partial.known == rows:
             return
+        self._last = None
         partial.budget = self._budget.blocks
-        if partial.wanted(rows) and partial.fill(rows, self._last):
+        if last[1] == self._passes.count and partial.wanted(rows) and partial.fill(rows, last[0]):
             stats.refreshes += 1
             stats.retrieved = partial.budget
-        self._last = None
 
     def begin(
-        self, request: Request, drafter: Drafter | None, stats: Stats, tokens: int, room: int
+        self,
+        request: Request,
+        drafter: Drafter | None,
+        stats: Stats,
+        tokens: int,
+        room: int,
+        wake: Callable[[], None],
     ) -> PartialDrafter | None:
-        """A generation behind so many tokens, with room for as many more, begins.
+        """A generation behind so many tokens, with room for as many more, begins; `wake` has its drafter follow again.
 
         Returns what runs ahead of the full arena in it, where that is asked for.
         """
@@ -101,12 +122,27 @@ class SessionArenas:
         if request.partial_kv != "lossless":
             return None
         self._last = None
-        if not self._measured_at / _ALIKE <= tokens <= self._measured_at * _ALIKE:
-            self._interval, self._measured_at = Interval(self._passes.step.max_nodes), tokens
-        ends, fill, always = request.eos_token_ids, partial_of(self._fill, stats), not request.auto_disable
+        interval, ends, fill = self._interval(request, tokens), request.eos_token_ids, partial_of(self._fill, stats)
         return PartialDrafter(
-            drafter, partial, self._passes, self._interval, self._budget, stats, ends, fill, always=always
+            drafter,
+            partial,
+            self._passes,
+            interval,
+            self._budget,
+            stats,
+            ends,
+            fill,
+            wake,
+            always=not request.auto_disable,
         )
+
+    def _interval(self, request: Request, tokens: int) -> Interval:
+        """What was measured with the drafter and budget, if that was for the same sampling behind a context alike."""
+        key, unseeded = (request.drafter, request.partial_budget), replace(request.sampling, seed=0, stream=0)
+        known = self._measured.get(key)
+        if known is None or known.sampling != unseeded or not known.tokens / _ALIKE <= tokens <= known.tokens * _ALIKE:
+            known = self._measured[key] = _Measured(Interval(self._passes.step.max_nodes), unseeded, tokens)
+        return known.interval
 
     def truncate(self, length: int) -> None:
         """The sequence now has `length` tokens, those before them unchanged."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 from collections import deque
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -84,6 +85,16 @@ class TextStream:
         shown = self._stops.push(self._detokenizer.finish())
         return shown + self._stops.flush()
 
+    def preview(self, token_ids: TokenIds) -> str:
+        """The text that `push` of these tokens and `finish` would return. Changes nothing."""
+        detokenizer, stops = self._detokenizer, self._stops
+        self._detokenizer, self._stops = copy(detokenizer), copy(stops)
+        try:
+            shown = self.push(token_ids).text
+            return shown + self.finish()
+        finally:
+            self._detokenizer, self._stops = detokenizer, stops
+
 
 class _Detokenizer(Protocol):
     """Token ids in, text that will not change out."""
@@ -91,6 +102,8 @@ class _Detokenizer(Protocol):
     def push(self, token_id: int) -> str: ...
 
     def finish(self) -> str: ...
+
+    def __copy__(self) -> _Detokenizer: ...
 
 
 class _ByteLevelText:
@@ -101,6 +114,13 @@ class _ByteLevelText:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         for token_id in context:
             self.push(token_id)
+
+    def __copy__(self) -> _ByteLevelText:
+        other = object.__new__(_ByteLevelText)
+        other._token_bytes = self._token_bytes
+        other._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        other._utf8.setstate(self._utf8.getstate())
+        return other
 
     def push(self, token_id: int) -> str:
         return self._utf8.decode(self._token_bytes(token_id))
@@ -122,6 +142,11 @@ class _PieceText:
         settled, unfinished = _split_unfinished(tokenizer, context)
         self._begun = tokenizer.decode(settled) != ""
         self._pending = unfinished
+
+    def __copy__(self) -> _PieceText:
+        other = object.__new__(_PieceText)
+        other._tokenizer, other._begun, other._pending = self._tokenizer, self._begun, list(self._pending)
+        return other
 
     def push(self, token_id: int) -> str:
         if self._tokenizer.is_skipped(token_id):

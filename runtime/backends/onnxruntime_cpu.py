@@ -18,7 +18,7 @@ from plans import names
 from plans.buffers import DType, Tensor
 from plans.errors import PlanError
 from plans.manifest import Engine, TargetPlan
-from plugins.onnxruntime_ops import cpu_library
+from plugins.onnxruntime_ops import THREADS, cpu_library
 from runtime.backends.base import BoundEngine, LoadedEngine
 from runtime.buffers import Buffers
 
@@ -57,10 +57,12 @@ class OnnxRuntimeCpu:
 
     def _options(self, engine: Engine) -> ort.SessionOptions:
         options = ort.SessionOptions()
-        options.register_custom_ops_library(str(cpu_library()))
         options.log_severity_level = 3  # warnings about our own graphs help no user; errors are raised
         small, drafts = engine.weight_bytes <= CACHED_BYTES, any(t.name == names.TREE_TOKEN_IDS for t in engine.outputs)
-        options.intra_op_num_threads = 1 if small and drafts else self._threads
+        threads = options.intra_op_num_threads = 1 if small and drafts else self._threads
+        if threads:
+            options.add_session_config_entry(THREADS, str(threads))
+        options.register_custom_ops_library(str(cpu_library()))
         if drafts:
             options.add_session_config_entry("session.force_spinning_stop", "1")
         else:

@@ -44,19 +44,22 @@ class PartialDrafter:
         stats: Stats,
         ends: Collection[int],
         fill: Callable[[], None],
+        wake: Callable[[], None],
         *,
         always: bool,
     ) -> None:
-        """`fill` has the partial arena take over what the full one holds. `always`: whether it pays or not."""
+        """`fill` has the partial arena take over what the full one holds; `wake` has the inner drafter follow again.
+        `always`: whether it pays or not."""
         self._inner, self._arena, self._passes = inner, arena, passes
         self._interval, self._budget, self._stats, self._ends, self._fill = interval, budget, stats, ends, fill
-        self._always, self._fill_ms = always, 0.0
+        self._wake, self._always, self._fill_ms = wake, always, 0.0
         self._awake: Drafter | None = inner  # the inner one, where it follows what happens
         self._ahead: list[int] = []  # the sequence with tentative tokens behind it
         self._confirmed = 0  # tokens of it that are not
         self._over = False  # a tentative token ends the sequence
         self._begun = False  # a pass has caught up with what the inner drafter lacked
         self._checking = 0  # tentative tokens that the running round confirms
+        self.steady = True  # the round before this one ran over the full arena too, and confirmed nothing
 
     @property
     def tentative(self) -> list[int]:
@@ -97,10 +100,13 @@ class PartialDrafter:
         except PlanError as error:
             self._arena.give_up(str(error))
             self.take_back()
+            if inner is not None:
+                self._wake()
             return []
         stop = next((i + 1 for i, token in enumerate(passed.chosen) if token in self._ends), None)
         self._over = stop is not None
         chosen = passed.chosen[:stop]
+        self.steady = False
         ahead += chosen
         rows = passed.rows(len(chosen))
         arena.slots.commit(rows, passed.program.kept)
@@ -109,8 +115,8 @@ class PartialDrafter:
             inner.follow(passed.start, rows, passed.program.kept, self._passes.count)
         if self._begun:
             self._interval.note_pass(passed.ms, len(chosen))
-            if gate is not None:
-                gate.note(passed.ms / 1000, len(chosen))
+            if gate is not None and asleep == gate.resting:
+                gate.note(passed.ms / 1000, len(chosen), partial=True)
         self._begun = True
         stats = self._stats
         stats.partial_rounds += 1
@@ -172,9 +178,11 @@ class PartialDrafter:
         if self._awake is not None:
             self._awake.follow(start, rows, kept, passes)
 
-    def note_plain(self, ms: float, tokens: int) -> None:
-        """A round over the full arena, with the inner drafter, took so long."""
-        self._interval.note_plain(ms, tokens)
+    def note_plain(self, ms: float, tokens: int, *, settled: bool) -> None:
+        """A round over the full arena that confirmed nothing took so long; a `settled` one tells what they cost."""
+        self.steady = True
+        if settled:
+            self._interval.note_plain(ms, tokens)
 
     def note_confirmed(self, ms: float) -> None:
         """A round over the full arena that confirms tokens took so long."""

@@ -52,6 +52,7 @@ OPEN_OPTIONS: dict[str, type] = {
     "target": str, "threads": int, "verify": bool, "cuda_graphs": bool, "prefix_cache_tokens": int,
 }  # fmt: skip
 INTEGERS = ("max_new_tokens", "top_k", "seed", "stream_id", "partial_budget")
+AUTO = -1  # of partial_budget
 DOUBLES = ("temperature", "top_p")
 BOOLEANS = ("ignore_eos", "auto_disable", "skip_sample_adjustment")
 TEXTS = ("drafter", "filter_order", "partial_kv")
@@ -226,7 +227,8 @@ class Calls:
 
     def _set(self, params: int, key: Any, length: int, keys: tuple[str, ...], kind: str, value: object) -> None:
         options = self._handles.get(Kind.PARAMS, params)
-        options[self._key(key, length, keys, f"{kind} options are set")] = value
+        name = self._key(key, length, keys, f"{kind} options are set")
+        options[name] = "auto" if (name, value) == ("partial_budget", AUTO) else value
 
     def _add(self, params: int, key: Any, length: int, keys: tuple[str, ...], value: object) -> None:
         options = self._handles.get(Kind.PARAMS, params)

@@ -152,7 +152,7 @@ def test_lossless_mode_changes_no_token(long: Runtime, drafter: str) -> None:
 @SEVERAL
 @given(data=st.data())
 def test_lossless_sessions_are_those_of_full_kv(long: Runtime, data: st.DataObject) -> None:
-    """Turns, cuts, limits, end tokens, stop strings, cancellations, other drafters and modes in between."""
+    """Turns, cuts, limits, end tokens, stop strings, cancellations, budgets, other drafters and modes in between."""
     lossless, full = long.session(), long.session()
     for turn in range(data.draw(st.integers(1, 4))):
         if turn:
@@ -171,13 +171,21 @@ def test_lossless_sessions_are_those_of_full_kv(long: Runtime, data: st.DataObje
             "eos_token_ids": data.draw(st.sampled_from([[0], list(range(0, 300, 23)), []])),
             "stop": data.draw(st.sampled_from([[], ["e"], [" the"]])),
             "auto_disable": data.draw(st.booleans()),
+            "partial_budget": data.draw(st.sampled_from([None, 1, 2, "auto"])),
+            "tentative": data.draw(st.booleans()),
         }
+        if data.draw(st.integers(0, 4)) == 0:  # a lossy turn leaves tokens of its own
+            lossless.generate(fresh, partial_kv="lossy", **options)  # type: ignore[arg-type]
+            full.generate(lossless.token_ids[:159], whole=True, max_new_tokens=1, partial_kv="off", ignore_eos=True)
+            for session in (lossless, full):
+                session.truncate(min(len(lossless.token_ids), len(full.token_ids)) - 1)
+            continue
         mode = data.draw(st.sampled_from(["lossless", "lossless", "off"]))
         spans = data.draw(st.integers(1, 30))
         found, expected = [], []
         for session, tokens, kind in ((lossless, found, mode), (full, expected, "off")):
             for span in session.stream(fresh, partial_kv=kind, **options):  # type: ignore[arg-type]
-                tokens += span.token_ids
+                tokens += [] if span.tentative else span.token_ids
                 if len(tokens) >= spans:
                     break
         least = min(len(found), len(expected))
@@ -223,7 +231,7 @@ def test_tentative_spans_come_before_what_is_confirmed(long: Runtime) -> None:
         if span.tentative:
             waiting += span.token_ids
             shown += 1
-            assert span.text == session.text_behind(waiting)
+            assert span.text == session.text_behind(waiting)  # as nothing is held back
             assert session.token_ids == tokens + found
             continue
         agreed = next(
@@ -234,6 +242,30 @@ def test_tentative_spans_come_before_what_is_confirmed(long: Runtime) -> None:
     assert found == stream.result.token_ids == plain.token_ids
     assert shown == stream.result.stats.partial_rounds > 0
     assert not any(span.tentative for span in long.session().stream(tokens, max_new_tokens=40, drafter="chain"))
+
+
+@pytest.mark.parametrize("mode", ["lossless", "lossy"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "chain"])
+def test_an_arena_that_was_never_filled_serves_nobody(long: Runtime, drafter: str, mode: str) -> None:
+    """A prompt of one token has no rows: as few as an arena that stands for nothing."""
+    session = long.session()
+    options = {"max_new_tokens": 10, "drafter": drafter, "ignore_eos": True, "auto_disable": False}
+    for token in range(1, 6):
+        session.reset()
+        found = session.generate([token], partial_kv=mode, **options)  # type: ignore[arg-type]
+        assert found.stats.partial_rounds == 0
+        assert found.token_ids == long.session().generate([token], partial_kv="off", **options).token_ids  # type: ignore[arg-type]
+
+
+def test_a_resting_drafter_does_not_keep_a_session_from_running_ahead(
+    long: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # what is ahead is up to the policy
+    monkeypatch.setattr("runtime.partial_policy.Interval._tokens_per_ms", lambda _, length: 1e9 * length)
+    monkeypatch.setattr("runtime.gate.Gate.resting", True)
+    monkeypatch.setattr("runtime.gate.Gate.drafting", False)
+    stats = long.session().generate(prompt(1, 60), max_new_tokens=60, drafter="chain", ignore_eos=True).stats
+    assert stats.partial_rounds > 10
 
 
 # The other mode, and what does not go.
@@ -270,6 +302,27 @@ def test_the_prefix_cache_serves_lossless_sessions(long_plan: Path) -> None:
         assert found.stats.partial_rounds > 0
 
 
+def test_what_a_prefix_cache_keeps_are_no_copies(long_plan: Path) -> None:
+    runtime = Runtime.load(long_plan, threads=1, prefix_cache=PrefixCacheConfig())
+    assert runtime.prefix_cache is not None
+    assert set(runtime.prefix_cache.shapes) == {names.TARGET, "head", "chain", "bushy", "sure"}
+
+
+def test_what_was_measured_holds_for_a_drafter_a_budget_and_a_way_of_sampling(long: Runtime) -> None:
+    session, seen = long.session(), []
+    for options in (
+        {"drafter": "chain"},
+        {"drafter": "chain", "seed": 5, "stream_id": 2},
+        {"drafter": "ngram"},
+        {"drafter": "chain", "partial_budget": 1},
+        {"drafter": "chain"},
+        {"drafter": "chain", "temperature": 0.5},
+    ):
+        session.generate(prompt(1, 60), whole=True, max_new_tokens=40, ignore_eos=True, **options)  # type: ignore[arg-type]
+        seen.append(session._arenas._measured[options["drafter"], options.get("partial_budget")].interval)
+    assert [seen.index(interval) for interval in seen] == [0, 0, 2, 3, 0, 5]
+
+
 @pytest.mark.parametrize("mode", ["lossless", "lossy"])
 def test_a_broken_arena_is_said_once_and_full_kv_goes_on(
     long: Runtime, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, mode: str
@@ -291,6 +344,25 @@ def test_a_broken_arena_is_said_once_and_full_kv_goes_on(
                 assert found.token_ids == expected
         assert len(caplog.records) == 1
         assert "goes on with full KV: a stage fails" in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["lossless", "lossy"])
+@pytest.mark.parametrize("drafter", ["head", "chain", "mixed"])
+def test_drafters_go_on_where_the_arena_breaks(
+    long: Runtime, monkeypatch: pytest.MonkeyPatch, drafter: str, mode: str
+) -> None:
+    tokens, session = prompt(1, 75), long.session()
+    options = {"max_new_tokens": 60, "drafter": drafter, "ignore_eos": True, "auto_disable": False}
+    expected = long.session().generate(tokens, partial_kv="off", **options)  # type: ignore[arg-type]
+
+    def fail() -> None:
+        raise PlanError("a stage fails")
+
+    for program in {names.partial(name) for name in session.programs} & set(session.programs):
+        monkeypatch.setattr(session.programs[program], "run", fail)
+    found = session.generate(tokens, partial_kv=mode, **options)  # type: ignore[arg-type]
+    assert found.token_ids == expected.token_ids
+    assert found.stats.drafted > 0.7 * expected.stats.drafted
 
 
 def test_budgets_change_what_is_retrieved_and_no_token(long: Runtime) -> None:

@@ -9,6 +9,7 @@ import pytest
 from plans import names
 from plans.buffers import DType, Tensor
 from plans.manifest import Engine
+from plugins.onnxruntime_ops import THREADS
 from runtime.backends.onnxruntime_cpu import CACHED_BYTES, OnnxRuntimeCpu
 
 
@@ -35,6 +36,7 @@ def test_threads(case: Case) -> None:
     engine = Engine(file="engines/x.onnx", inputs=(), outputs=outputs, weight_bytes=case.weight_bytes)
     options = OnnxRuntimeCpu(case.threads)._options(engine)
     assert options.intra_op_num_threads == case.expected
+    assert options.get_session_config_entry(THREADS) == str(case.expected) if case.expected else True
     if case.spins:
         assert options.get_session_config_entry("session.intra_op.spin_duration_us") == "2000"
     else:

@@ -87,6 +87,18 @@ def test_drafts_that_begin_to_pay_come_back() -> None:
     assert found[-500:].count(False) <= 4 * BURST
 
 
+def test_a_window_is_of_rounds_over_one_arena() -> None:
+    """Rounds over the partial arena are four times as fast: a window of both would say so of drafts."""
+    gate, ratios = Gate("a"), set()
+    for index in range(40 * LONGEST_WINDOW):
+        drafting, small = gate.drafting, index % (2 * LONGEST_WINDOW + 11) < LONGEST_WINDOW
+        gate.note((1.2 if drafting else 1.0) / (4 if small else 1), 2 if drafting else 1, partial=small)
+        assert not gate.resting
+        ratios |= set(gate._ratios)
+    assert ratios
+    assert all(0.83 < ratio < 0.84 for ratio in ratios)
+
+
 def test_a_hiccup_does_not_stop_drafts() -> None:
     gate = Gate("a")
     for index in range(1000):

@@ -132,6 +132,23 @@ def test_streamed_text_is_the_decoded_text_cut_at_the_first_stop_string(
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
+@given(data=st.data(), stops=STOPS, pushed=st.integers(0, 9))
+def test_a_preview_is_what_would_be_shown_and_changes_nothing(
+    kind: str, data: st.DataObject, stops: list[str], pushed: int
+) -> None:
+    tokenizer = TOKENIZERS[kind]()
+    ids = data.draw(token_lists(tokenizer))
+    text_stream = TextStream(tokenizer, (), stops)
+    shown = text_stream.push(ids[:pushed]).text
+    if text_stream.stopped is not None:
+        return
+    for end in (len(ids), pushed, (pushed + len(ids)) // 2):
+        expected, _ = cut(tokenizer.decode(ids[: max(end, pushed)]), stops)
+        assert shown + text_stream.preview(ids[pushed:end]) == expected
+    assert shown + text_stream.push(ids[pushed:]).text + text_stream.finish() == cut(tokenizer.decode(ids), stops)[0]
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
 @given(data=st.data(), stops=STOPS)
 def test_a_stop_is_reported_at_the_token_that_completes_it(kind: str, data: st.DataObject, stops: list[str]) -> None:
     """With the counted tokens the stop string is there; with one token less it is not, or not for sure."""

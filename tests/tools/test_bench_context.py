@@ -43,10 +43,15 @@ def test_a_row_for_every_length_drafter_mode_and_budget(long_plan: Path, capsys:
             assert row["same"] == 1.0
         if row["mode"] == "off":
             assert row["speedup"] == 1.0
+        assert row["speedup_least"] <= row["speedup"] <= row["speedup_most"]
     assert report["partial_kv"]["n_retrieval_blocks"] == 3
     assert "<svg" in plot.read_text(encoding="utf-8")
     assert context(long_plan, "--lengths", "90", "--drafters", "ngram", "--modes", "lossless") == 0
     assert "lossless" in capsys.readouterr().out
+    assert context(long_plan, "--lengths", "90", "--drafters", "ngram", "--modes", "lossy", "--json") == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["same"] is None  # there is nothing to compare it with
+    assert row["speedup"] is None
 
 
 def test_times_behind_random_rows_need_no_prefill(long_plan: Path, capsys: Captured) -> None:

@@ -75,20 +75,23 @@ def measure_context(options: argparse.Namespace) -> dict[str, Any]:
                     RandomRows().insert(runtime.prefix_cache, tokens)
                 verify[length].append(_verify_ms(session, tokens, runtime, options))
                 done += 1
-                for _ in range(options.reps):
-                    expected: dict[str, list[int]] = {}
-                    for mode, drafter, budget in cases:
+                for rep in range(options.reps):
+                    made: dict[tuple[Any, ...], list[int]] = {}
+                    for mode, drafter, budget in cases[
+                        :: -1 if rep % 2 else 1
+                    ]:  # what comes later has a warmer machine
                         progress(done, total, f"{length} tokens of context, {drafter}, {mode}")
-                        tokens_of, stats = _run(session, tokens, mode, drafter, budget, options)
-                        key = (length, drafter, mode, budget)
-                        found.setdefault(key, []).append(stats)
-                        expected.setdefault(drafter, tokens_of)
-                        first_differences.setdefault(key, []).append(_same(expected[drafter], tokens_of))
+                        made[mode, drafter, budget], stats = _run(session, tokens, mode, drafter, budget, options)
+                        found.setdefault((length, drafter, mode, budget), []).append(stats)
                         done += 1
+                    for (mode, drafter, budget), tokens_of in made.items():
+                        if (expected := made.get((OFF, drafter, None))) is not None:
+                            same = first_differences.setdefault((length, drafter, mode, budget), [])
+                            same.append(_same(expected, tokens_of))
     rows = []
     for (length, drafter, mode, budget), runs in found.items():
         plain = found.get((length, drafter, OFF, None))
-        row = _row(runs, plain, verify[length], first_differences[length, drafter, mode, budget])
+        row = _row(runs, plain, verify[length], first_differences.get((length, drafter, mode, budget), []))
         rows.append({"context": length, "drafter": drafter, "mode": mode, "budget": budget, **row})
     return {
         **identity_columns(runtime, options),
@@ -153,6 +156,7 @@ def _row(
     agreed, parted = sum(stats.agreed for stats in runs), sum(stats.parted for stats in runs)
     refreshing = sum(stats.stage_ms.get(stage, 0.0) for stats in runs for stage in _REFRESHING)
     passes = sum(stats.rounds for stats in runs)
+    speedups = [a / p.decode_tokens_per_second for a, p in zip(rates, plain, strict=True)] if plain else []
 
     def of(arena: str) -> float | None:
         times = [ms for each in verify if (ms := each[arena]) is not None]
@@ -162,7 +166,9 @@ def _row(
         "verify_full_ms": of("full"),
         "verify_partial_ms": of("partial"),
         "tokens_per_second": median(rates),
-        "speedup": median(a / p.decode_tokens_per_second for a, p in zip(rates, plain, strict=True)) if plain else None,
+        "speedup": median(speedups) if speedups else None,
+        "speedup_least": min(speedups, default=None),
+        "speedup_most": max(speedups, default=None),
         "tokens_per_verify": sum(stats.new_tokens for stats in runs) / passes,
         "rounds": passes,
         "partial_rounds": sum(stats.partial_rounds for stats in runs),
@@ -173,7 +179,7 @@ def _row(
         "refreshes": sum(stats.refreshes for stats in runs),
         "refresh_share": refreshing / whole,
         "full_share": 1 - sum(stats.partial_ms for stats in runs) / whole,
-        "same": median(same),
+        "same": median(same) if same else None,
         "runs": len(runs),
     }
 
@@ -182,23 +188,26 @@ def print_context(report: dict[str, Any], console: Console) -> None:
     print_head(report, console)
     rows = "rows of random numbers; " if report["random_rows"] else ""
     console.print(
-        f"{rows}{report['prompts']} prompts, {report['new']} new tokens, medians of {report['reps']} runs\n"
+        f"{rows}{report['prompts']} prompts, {report['new']} new tokens, {report['sampling']}, medians of "
+        f"{report['reps']} runs\n"
         f"full, partial ms: a pass over the tip and {report['verified']} tokens behind it, over either arena; off: "
-        "speedup over mode off;\na verify: tokens a round; agreed: see --help; back: tentative tokens that were taken "
-        "back;\nfill: time that filling the partial arena takes; same: tokens before the first that differs from mode "
-        "off"
+        "speedup over mode off, and its least and most;\na verify: tokens a round; agreed: see --help; back: tentative "
+        "tokens that were taken back;\nfill: time that filling the partial arena takes; same: tokens before the first "
+        "that differs from mode off"
     )
     table = make_table(
-        "context", "drafter", "mode", "blocks", "full", "partial ms", "tokens/s", "off", "a verify", "agreed", "back",
-        "fill", "same",
+        "context", "drafter", "mode", "blocks", "full", "partial ms", "tokens/s", "off", "from - to", "a verify",
+        "agreed", "back", "fill", "same",
     )  # fmt: skip
     for row in report["rows"]:
         table.add_row(
             str(row["context"]), row["drafter"], row["mode"],
             f"{row['retrieved'] or '-'}{' auto' if row['budget'] == 'auto' else ''}",
             figure(row["verify_full_ms"], ".1f"), figure(row["verify_partial_ms"], ".1f"),
-            f"{row['tokens_per_second']:.0f}", figure(row["speedup"], ".2f", "x"), f"{row['tokens_per_verify']:.1f}",
+            f"{row['tokens_per_second']:.0f}", figure(row["speedup"], ".2f", "x"),
+            "-" if row["speedup"] is None else f"{row['speedup_least']:.2f} - {row['speedup_most']:.2f}",
+            f"{row['tokens_per_verify']:.1f}",
             figure(row["agreement"], ".1%"), f"{row['retracted']}/{row['tentative']}" if row["tentative"] else "-",
-            f"{row['refresh_share']:.1%}", f"{row['same']:.0%}",
+            f"{row['refresh_share']:.1%}", figure(row["same"], ".0%"),
         )  # fmt: skip
     console.print(table)

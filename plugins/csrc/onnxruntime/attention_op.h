@@ -87,12 +87,11 @@ class BranchAttentionOp {
     const std::int64_t out[] = {1, in.tokens, query_size}, queries[] = {in.tokens, query_size};
     const Outputs to{run.output<Cached>(kOut, out), arena(run, cache, kKeyCache, kKeyCacheOut),
                      arena(run, cache, kValueCache, kValueCacheOut), run.output<float>(kQueries, queries)};
-    const char* refused = branch_attention<Cached>(
-        shape, in, to,
-        [](const void* on, void (*body)(void*, std::size_t), std::size_t count, void* state) {
-          static_cast<const Run*>(on)->parallel_for(body, count, state);
-        },
-        &run);
+    const Parallel parallel{[](const void* on, void (*body)(void*, std::size_t), std::size_t count, void* state) {
+                              static_cast<const Run*>(on)->parallel_for(body, count, state);
+                            },
+                            &run, run.threads()};
+    const char* refused = branch_attention<Cached>(shape, in, to, parallel);
     if (refused != nullptr) run.refuse(refused);
   }
 

@@ -20,9 +20,6 @@ constexpr int kMaxHead = 1024;
 // Multiply-adds below which waking other threads costs more than they bring.
 constexpr double kAlone = 100e3;
 
-// Larger tiles read keys less often, as long as there are so many of them for threads to share.
-constexpr std::int64_t kTiles = 8;
-
 struct TokenTile {
   std::int64_t row, first;
   int tokens;
@@ -43,10 +40,16 @@ struct Job {
   const Workspace& space;
   std::atomic<bool>& failed;  // for want of memory: nothing may be thrown past other threads' work
   float *query, *out;  // [N, heads, head_dim]: ready queries; the op's output, or where it is rounded from
-  std::int64_t tokens_per_tile, head_parts;
+  std::int64_t head_parts;
 
   std::int64_t row_start(std::int64_t row) const { return in.row_splits == nullptr ? 0 : in.row_splits[row]; }
 };
+
+// Tokens of a tile, at most: all that have room, as every tile reads all keys, but every thread should have one.
+std::int64_t tokens_per_tile(const Shape& shape, std::int64_t tokens, int threads) {
+  const std::int64_t room = std::max(1, kRows / (shape.heads / shape.kv_heads));
+  return std::clamp<std::int64_t>((tokens * shape.kv_heads + threads - 1) / threads, 1, room);
+}
 
 // One head of one token: normed, and rotated by its position, as floats.
 template <class Cached>
@@ -178,8 +181,7 @@ const char* refusal(const Shape& shape, const Inputs& in) {
 }  // namespace
 
 template <class Cached>
-const char* branch_attention(const Shape& shape, const Inputs& in, const Outputs& to, ParallelFor parallel,
-                             const void* on) {
+const char* branch_attention(const Shape& shape, const Inputs& in, const Outputs& to, const Parallel& parallel) {
   if (const char* reason = refusal(shape, in)) return reason;
   thread_local Workspace space;
   const int group = shape.heads / shape.kv_heads;
@@ -203,18 +205,22 @@ const char* branch_attention(const Shape& shape, const Inputs& in, const Outputs
                   failed,
                   queries,
                   out,
-                  std::clamp<std::int64_t>(in.tokens * shape.kv_heads / kTiles, 1, std::max(1, kRows / group)),
                   (group + kRows - 1) / kRows};
 
   space.tiles.clear();
+  const std::int64_t most = tokens_per_tile(shape, in.tokens, parallel.threads);
   for (std::int64_t row = 0; row < in.rows; ++row) {
+    std::int64_t first = job.row_start(row);
     const std::int64_t end = in.row_splits == nullptr ? in.tokens : in.row_splits[row + 1];
-    for (std::int64_t first = job.row_start(row); first < end; first += job.tokens_per_tile)
-      space.tiles.push_back({row, first, static_cast<int>(std::min(job.tokens_per_tile, end - first))});
+    for (std::int64_t left = (end - first + most - 1) / most; left > 0; --left) {  // all of about one size
+      const std::int64_t tokens = (end - first + left - 1) / left;
+      space.tiles.push_back({row, first, static_cast<int>(tokens)});
+      first += tokens;
+    }
   }
 
   const auto each = [&](void (*body)(void*, std::size_t) noexcept, std::size_t count, double work) {
-    if (count > 1 && work > kAlone) return parallel(on, body, count, &job);
+    if (count > 1 && work > kAlone) return parallel.run(parallel.on, body, count, &job);
     for (std::size_t i = 0; i < count; ++i) body(&job, i);
   };
   const double per_token = static_cast<double>(shape.heads) * shape.head_dim;
@@ -227,8 +233,8 @@ const char* branch_attention(const Shape& shape, const Inputs& in, const Outputs
   return nullptr;
 }
 
-template const char* branch_attention<float>(const Shape&, const Inputs&, const Outputs&, ParallelFor, const void*);
-template const char* branch_attention<Half>(const Shape&, const Inputs&, const Outputs&, ParallelFor, const void*);
-template const char* branch_attention<BFloat16>(const Shape&, const Inputs&, const Outputs&, ParallelFor, const void*);
+template const char* branch_attention<float>(const Shape&, const Inputs&, const Outputs&, const Parallel&);
+template const char* branch_attention<Half>(const Shape&, const Inputs&, const Outputs&, const Parallel&);
+template const char* branch_attention<BFloat16>(const Shape&, const Inputs&, const Outputs&, const Parallel&);
 
 }  // namespace outrider::engine

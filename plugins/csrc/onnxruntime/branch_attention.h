@@ -33,12 +33,15 @@ struct Outputs {
   float* queries;                    // [N, heads * head_dim], normed and rotated; null: nobody asks
 };
 
-// Runs `body(state, i)` for i < count, on several threads if it likes, and returns when all are done.
-using ParallelFor = void (*)(const void* on, void (*body)(void*, std::size_t), std::size_t count, void* state);
+// `run` calls `body(state, i)` for i < count, on `threads` threads, and returns when all are done.
+struct Parallel {
+  void (*run)(const void* on, void (*body)(void*, std::size_t), std::size_t count, void* state);
+  const void* on;
+  int threads;
+};
 
 // Null, or what is wrong with the inputs; nothing is written then.
 template <class Cached>
-const char* branch_attention(const Shape& shape, const Inputs& in, const Outputs& out, ParallelFor parallel,
-                             const void* on);
+const char* branch_attention(const Shape& shape, const Inputs& in, const Outputs& out, const Parallel& parallel);
 
 }  // namespace outrider::engine

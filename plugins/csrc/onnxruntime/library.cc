@@ -1,4 +1,10 @@
 // Our ops inside of ONNX Runtime's engines on the CPU: a library that it loads by path, for sessions that ask for it.
+#include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <thread>
+
 #include "onnxruntime/attention_op.h"
 #include "onnxruntime/drafting_ops.h"
 #include "onnxruntime/gated_unit_op.h"
@@ -9,6 +15,44 @@
 #define OUTRIDER_EXPORT __attribute__((visibility("default")))
 #endif
 
+namespace outrider::engine {
+namespace {
+
+constexpr const char* kThreads = "outrider.threads";
+
+// The ops of sessions with so many threads. They live as long as this library: nobody says when the last session ends.
+struct Domain {
+  Domain(const OrtApi& api, int threads)
+      : attention32(threads), attention16(threads), attention_brain16(threads), expand(threads), rerank(threads),
+        gated(threads) {
+    check(api.CreateCustomOpDomain("outrider.cpu", &domain));
+    const OrtCustomOp* const ops[] = {&attention32, &attention16, &attention_brain16, &expand, &rerank, &gated};
+    for (const OrtCustomOp* op : ops) check(api.CustomOpDomain_Add(domain, op));
+  }
+
+  const Op<BranchAttentionOp<float, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT>> attention32;
+  const Op<BranchAttentionOp<Half, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16>> attention16;
+  const Op<BranchAttentionOp<BFloat16, ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16>> attention_brain16;
+  const Op<TreeExpandOp> expand;
+  const Op<TreeRerankOp> rerank;
+  const Op<SwiGluOp> gated;
+  OrtCustomOpDomain* domain = nullptr;
+};
+
+// What the session says, or as many as the machine has.
+int threads_of(const OrtApi& api, const OrtSessionOptions* options) {
+  int known = 0;
+  check(api.HasSessionConfigEntry(options, kThreads, &known));
+  char text[16] = {};
+  std::size_t size = sizeof(text);
+  if (known != 0) check(api.GetSessionConfigEntry(options, kThreads, text, &size));
+  const int threads = std::atoi(text);
+  return threads > 0 ? threads : std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+}
+
+}  // namespace
+}  // namespace outrider::engine
+
 // Counts changes of what the ops are; plugins/onnxruntime_ops.py wants the same.
 extern "C" OUTRIDER_EXPORT int outrider_cpu_ops_version() { return 2; }
 
@@ -16,23 +60,13 @@ extern "C" OUTRIDER_EXPORT int outrider_cpu_ops_version() { return 2; }
 extern "C" OUTRIDER_EXPORT OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options,
                                                                      const OrtApiBase* base) {
   using namespace outrider::engine;
-  static const Op<BranchAttentionOp<float, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT>> attention32;
-  static const Op<BranchAttentionOp<Half, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16>> attention16;
-  static const Op<BranchAttentionOp<BFloat16, ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16>> attention_brain16;
-  static const Op<TreeExpandOp> expand;
-  static const Op<TreeRerankOp> rerank;
-  static const Op<SwiGluOp> gated;
-  static const OrtCustomOp* const ops[] = {&attention32, &attention16, &attention_brain16, &expand, &rerank,
-                                            &gated};
   const OrtApi* api = base->GetApi(ORT_API_VERSION);
   if (api == nullptr) return nullptr;  // an ONNX Runtime older than the header: it then knows no such op, and says so
   return guarded(*api, [&] {
-    static OrtCustomOpDomain* const domain = [&] {  // lives as long as this library, like the ops
-      OrtCustomOpDomain* made = nullptr;
-      check(api->CreateCustomOpDomain("outrider.cpu", &made));
-      for (const OrtCustomOp* op : ops) check(api->CustomOpDomain_Add(made, op));
-      return made;
-    }();
-    check(api->AddCustomOpDomain(options, domain));
+    static std::mutex mutex;
+    static auto& domains = *new std::map<int, Domain>;  // sessions may outlive what is destroyed at exit
+    const int threads = threads_of(*api, options);
+    const std::lock_guard<std::mutex> alone(mutex);
+    check(api->AddCustomOpDomain(options, domains.try_emplace(threads, *api, threads).first->second.domain));
   });
 }

@@ -33,7 +33,8 @@ OrtStatus* guarded(const OrtApi& api, Body&& body) noexcept {
 // The inputs, outputs and attributes of one run of an op, which is called `name` in errors.
 class Run {
  public:
-  Run(const OrtApi& api, OrtKernelContext* context, const char* name) : api_(api), context_(context), name_(name) {}
+  Run(const OrtApi& api, OrtKernelContext* context, const char* name, int threads)
+      : api_(api), context_(context), name_(name), threads_(threads) {}
 
   [[noreturn]] void refuse(const std::string& why) const {
     throw Failed{api_.CreateStatus(ORT_INVALID_ARGUMENT, (std::string(name_) + ": " + why).c_str())};
@@ -91,6 +92,9 @@ class Run {
     check(api_.KernelContext_ParallelFor(context_, body, count, 0, state));
   }
 
+  // How many those are.
+  int threads() const { return threads_; }
+
  private:
   void* memory(OrtValue* value) const {
     void* data = nullptr;
@@ -101,6 +105,7 @@ class Run {
   const OrtApi& api_;
   OrtKernelContext* context_;
   const char* name_;
+  int threads_;
 };
 
 inline std::int64_t int_attribute(const OrtApi& api, const OrtKernelInfo* info, const char* name) {
@@ -115,17 +120,20 @@ inline float float_attribute(const OrtApi& api, const OrtKernelInfo* info, const
   return value;
 }
 
-// A kernel as ONNX Runtime's table of functions. `Kernel` has: kName, kInputs, kOutputs, of
-// which kRequired are always there; input_type(i),
-// output_type(i), is_optional(i); a constructor from (api, info); and compute(const Run&).
+// A kernel as ONNX Runtime's table of functions, for sessions of so many threads. `Kernel` has: kName, kInputs, kOutputs,
+// of which kRequired are always there; input_type(i), output_type(i), is_optional(i); a constructor from (api, info); and
+// compute(const Run&).
 template <class Kernel>
 struct Op : OrtCustomOp {
   struct Instance {
     const OrtApi& api;
     Kernel kernel;
+    int threads;
   };
 
-  Op() : OrtCustomOp{} {
+  int threads;
+
+  explicit Op(int threads) : OrtCustomOp{}, threads(threads) {
     version = ORT_API_VERSION;
     GetName = [](const OrtCustomOp*) { return Kernel::kName; };
     GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return "CPUExecutionProvider"; };
@@ -140,12 +148,15 @@ struct Op : OrtCustomOp {
       return index < Kernel::kRequired ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
     };
     GetInputMemoryType = [](const OrtCustomOp*, std::size_t) { return OrtMemTypeDefault; };
-    CreateKernelV2 = [](const OrtCustomOp*, const OrtApi* api, const OrtKernelInfo* info, void** kernel) -> OrtStatus* {
-      return guarded(*api, [&] { *kernel = new Instance{*api, Kernel(*api, info)}; });
+    CreateKernelV2 = [](const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info,
+                        void** kernel) -> OrtStatus* {
+      return guarded(*api, [&] {
+        *kernel = new Instance{*api, Kernel(*api, info), static_cast<const Op*>(op)->threads};
+      });
     };
     KernelComputeV2 = [](void* kernel, OrtKernelContext* context) -> OrtStatus* {
       auto& self = *static_cast<Instance*>(kernel);
-      return guarded(self.api, [&] { self.kernel.compute(Run(self.api, context, Kernel::kName)); });
+      return guarded(self.api, [&] { self.kernel.compute(Run(self.api, context, Kernel::kName, self.threads)); });
     };
     KernelDestroy = [](void* kernel) { delete static_cast<Instance*>(kernel); };
     GetStartVersion = [](const OrtCustomOp*) { return 1; };

@@ -226,6 +226,10 @@ def test_branches_say_what_they_say_in_python(
     assert found == "".join(f"{generation.text}\0" for generation in expected)
 
 
+def test_partial_kv_is_asked_for(library: Path, long_plan: Path, tmp_path: Path) -> None:
+    assert passes(compiled("long.c", library, tmp_path), long_plan) == "ok\n"
+
+
 def test_exceptions_of_a_callback_end_there(library: Path, toy_plan: Path, branch_plan: Path, tmp_path: Path) -> None:
     assert passes(compiled("throwing.cc", library, tmp_path), toy_plan, branch_plan) == "ok\n"
 
