@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from compiler.recipe_section import Section
-from plans.partial_kv import PartialKv, PartialMode, Reduce
+from plans.partial_kv import PartialBudget, PartialKv, PartialMode, Reduce
 
 
 class PartialKvSection(Section):
@@ -33,6 +33,11 @@ class PartialKvSection(Section):
     )
     n_draft_window_tokens: int = Field(
         1024, ge=1, description="tokens of a drafter's window: its arena keeps the sink and the last ones"
+    )
+    budget: PartialBudget | None = Field(
+        None,
+        description="blocks fetched for requests that do not say how many: a number, auto, or as many as there is room "
+        "for",
     )
     mode: PartialMode = Field(
         "lossless",

@@ -67,6 +67,12 @@ def check_partial(recipe: Recipe, geometry: Geometry, drafters: Sequence[Drafter
             f"is {waiting}, but what waits there goes into one pass over the full arena, which takes at most "
             f"capacity.prefill_chunk, {chunk}; lower it, or raise that",
         )
+    if isinstance(partial.budget, int) and partial.budget > partial.n_retrieval_blocks:
+        raise recipe.error(
+            ("partial_kv", "budget"),
+            f"is {partial.budget}, but partial_kv.n_retrieval_blocks leaves room for {partial.n_retrieval_blocks}; "
+            "lower it, or raise that",
+        )
     if max(partial.partial_threshold, 1) >= geometry.context:
         raise recipe.error(
             ("partial_kv", "partial_threshold"),

@@ -23,6 +23,8 @@ def partial_problems(partial: PartialKv, manifest: Manifest) -> Iterator[str]:
             f"a buffer of {partial.n_spec_tokens_buf} tokens does not lie between a step of {step} and a chunk of "
             f"{target.prefill_chunk}"
         )
+    if isinstance(partial.budget, int) and partial.budget > partial.n_retrieval_blocks:
+        yield f"{partial.budget} blocks are more than there is room for, {partial.n_retrieval_blocks}"
     if partial.largest > target.capacity:
         yield f"{partial.largest} tokens are more than the full arena has, {target.capacity}"
 

@@ -11,6 +11,7 @@ from plans.buffers import LARGEST_SIZE, Strict
 Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
 Count = Annotated[int, Field(ge=0, le=LARGEST_SIZE)]
 
+PartialBudget = Annotated[int, Field(ge=1, le=LARGEST_SIZE)] | Literal["auto"]
 Reduce = Literal["max", "mean", "last"]
 PartialMode = Literal["lossless", "lossy", "off"]
 PARTIAL_MODES: tuple[PartialMode, ...] = get_args(PartialMode)
@@ -20,8 +21,9 @@ class PartialKv(Strict):
     """A small arena, sink | retrieval | window | buffer, in which steps behind a long context are verified.
 
     The buffer has room for `n_spec_tokens_buf` tokens behind the window; the arena is used where more than
-    `partial_threshold` tokens have rows, and filled anew after at most `full_refresh_interval` steps. `mode` is that of
-    requests that do not say theirs.
+    `partial_threshold` tokens have rows, and filled anew after at most `full_refresh_interval` steps. `mode` and
+    `budget`, blocks that are retrieved (None: as many as there is room for), are those of requests that do not say
+    theirs.
     """
 
     block_size: Size = 16
@@ -33,6 +35,7 @@ class PartialKv(Strict):
     full_refresh_interval: Size = 32
     reduction: Reduce = "max"
     most_queries: Size = 8
+    budget: PartialBudget | None = None
     mode: PartialMode = "lossless"
 
     @property

@@ -57,7 +57,7 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         help="behind long contexts, where the plan has a partial arena (its mode)",
     )
     parser.add_argument(
-        "--partial-budget", type=_budget, metavar="N|auto", help="blocks that it retrieves (as many as it has room for)"
+        "--partial-budget", type=_budget, metavar="N|auto", help="blocks that it retrieves (its budget)"
     )
     parser.add_argument(
         "--keep-drafting", action="store_true", help="draft even while that costs more than it brings, by the clock"

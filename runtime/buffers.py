@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from plans import names
 from plans.check import buffer_shape, session_bytes
@@ -17,6 +18,8 @@ from plugins import native
 from runtime.sampling import SamplingParams
 
 Call = Callable[[], None]
+
+_LINE = 64  # bytes
 
 
 class Exchange(Protocol):
@@ -60,7 +63,7 @@ class Buffers:
     def __init__(self, plan: TargetPlan) -> None:
         try:
             self.arrays: dict[str, NDArray[Any]] = {
-                buffer.name: np.zeros(buffer_shape(plan, buffer), buffer.dtype.numpy) for buffer in plan.buffers
+                buffer.name: _zeros(buffer_shape(plan, buffer), buffer.dtype.numpy) for buffer in plan.buffers
             }
         except MemoryError:
             raise PlanError(
@@ -106,3 +109,11 @@ class Buffers:
         """Fill a branch's sampling slot."""
         for name, value in params.slots().items():
             self.arrays[name][branch] = value
+
+
+def _zeros(shape: Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
+    """Zeros that begin where a cache line does: else every vector that a kernel reads lies in two."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.zeros(size + _LINE, np.uint8)
+    start = -memory.ctypes.data % _LINE
+    return memory[start : start + size].view(dtype).reshape(shape)

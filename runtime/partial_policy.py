@@ -15,14 +15,17 @@ class Interval:
     alone bring more.
 
     With `a` the share of tokens that agree, `n` that wait become (1 - a^(n+1)) / (1 - a) in the mean. They cost passes
-    over the partial arena and one over the full one, whose time grows with n.
+    over the partial arena and one over the full one, whose time grows with n. A round over the full arena alone would
+    bring what a pass over the partial one does (texts have easy and hard stretches), or what such rounds last brought,
+    if that is more.
     """
 
     def __init__(self, most: int) -> None:
         self._lengths = [length for length in _LENGTHS if length <= most] or [most]
         self._agreed, self._parted = 30.0, 1.0  # tokens
-        self._small_ms, self._small_tokens = 0.0, 0.0
+        self._small = [0.0] * 4  # sums of 1, ms, tokens, drafted tokens over passes over the partial arena
         self._full = [0.0] * 5  # sums of 1, n, n^2, ms, n ms over confirmations
+        self._fill_ms = 0.0  # sum over them
         self._plain_ms, self._plain_tokens, self._plain_rounds = 0.0, 0.0, 0
         self._cycles = 0  # confirmations since the last plain round
         self._tried = 0  # confirmations since running ahead began, or began again
@@ -49,24 +52,23 @@ class Interval:
             self._resting -= 1
             self._tried = 0
 
-    def note_pass(self, ms: float, tokens: int) -> None:
-        """A pass over the partial arena brought so many tokens."""
-        self._small_ms = _FADING_PASS * self._small_ms + ms
-        self._small_tokens = _FADING_PASS * self._small_tokens + tokens
+    def note_pass(self, ms: float, tokens: int, drafted: int) -> None:
+        """A pass over the partial arena brought so many tokens, of `drafted` ones and one more."""
+        self._small = _faded(self._small, _FADING_PASS, (1, ms, tokens, drafted))
 
-    def note_confirmed(self, ms: float, waited: int, agreed: int) -> None:
-        """A pass over the full arena has confirmed `agreed` of `waited` tokens."""
+    def note_confirmed(self, ms: float, waited: int, agreed: int, fill_ms: float) -> None:
+        """A pass over the full arena has confirmed `agreed` of `waited` tokens; filling the partial one before took
+        `fill_ms`."""
         self._agreed = _FADING * self._agreed + agreed
         self._parted = _FADING * self._parted + (agreed < waited)
-        self._full = [
-            _FADING * old + new for old, new in zip(self._full, (1, waited, waited**2, ms, waited * ms), strict=True)
-        ]
+        self._full = _faded(self._full, _FADING, (1, waited, waited**2, ms, waited * ms))
+        self._fill_ms = _FADING * self._fill_ms + fill_ms
         self.length = max(self._lengths, key=self._tokens_per_ms)
         self._cycles += 1
         self._tried += 1
         if self._tried < _KNOWN or not self._plain_ms:
             return
-        if self._tokens_per_ms(self.length) < self._plain_tokens / self._plain_ms:
+        if self._tokens_per_ms(self.length) < self._alone_per_ms():
             self._resting, self._rest = self._rest, min(2 * self._rest, _LONGEST_REST)
         else:
             self._rest = _REST
@@ -74,16 +76,27 @@ class Interval:
     def _tokens_per_ms(self, length: int) -> float:
         agreement = min(self.agreement, 0.9999)
         tokens = (1 - agreement ** (length + 1)) / (1 - agreement)
-        small = length * self._small_ms / self._small_tokens if self._small_tokens else 0.0
-        return tokens / (small + self._full_ms(length))
+        _, ms, brought, _ = self._small
+        small = length * ms / brought if brought else 0.0
+        return tokens / (small + self._full_ms(length) + self._fill_ms / self._full[0])
 
-    def _full_ms(self, length: int) -> float:
+    def _alone_per_ms(self) -> float:
+        """Tokens that rounds over the full arena alone would bring."""
+        passes, _, brought, drafted = self._small
+        now = brought / passes / self._full_ms(drafted / passes) if passes else 0.0
+        return max(now, self._plain_tokens / self._plain_ms)
+
+    def _full_ms(self, length: float) -> float:
         count, n, squares, ms, products = self._full
         spread = count * squares - n * n
         if spread < 1e-6 * squares * count:  # always the same length: in proportion
             return ms / count * (length + 1) / (n / count + 1)
         slope = max(0.0, (count * products - n * ms) / spread)
         return max(1e-3, (ms - slope * n) / count + slope * length)
+
+
+def _faded(sums: list[float], by: float, new: tuple[float, ...]) -> list[float]:
+    return [by * old + more for old, more in zip(sums, new, strict=True)]
 
 
 class Budget:

@@ -36,7 +36,7 @@ class Options(TypedDict, total=False):
     - `partial_kv`: behind long contexts, where the plan has a partial arena: "lossless", whose tokens are those of
       "off"; "lossy", whose tokens are not; default: the plan's.
     - `partial_budget`: blocks of 16 tokens, or as many as the plan says, that the partial arena retrieves; "auto": as
-      many as context, room and, in lossless mode, agreement make sensible; default: as many as there is room for.
+      many as context, room and, in lossless mode, agreement make sensible; default: the plan's.
     - `tentative` (False): give out spans of tokens that are not confirmed yet, marked, in lossless mode. Their text is
       what is still to be shown if all that waits is confirmed and nothing follows.
     - `constraint`: a fresh `constraint.Constraint`, whose form the text keeps to; decoding is then plain.
@@ -137,6 +137,8 @@ def check_options(
         raise RequestError(f"partial_budget is {budget!r}; pass auto, or 1 to {most} blocks.")
     if partial is None or constraint is not None:
         mode = "off"
+    if partial is not None and budget is None:
+        budget = partial.budget
     return Request(
         max_new_tokens=max_new_tokens,
         sampling=SamplingParams(

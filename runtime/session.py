@@ -337,7 +337,9 @@ class Session:
         if settled and gate is not None and (ahead is None or ahead.steady):
             gate.note(spent, tokens)
         if ahead is not None:
-            ahead.note_plain(1000 * spent, tokens, settled=settled and (drafting or resting))
+            ahead.note_plain(
+                1000 * spent, tokens, settled=settled and (drafting or resting) and generation.stats.rounds > 1
+            )
         return span
 
     def _decode(

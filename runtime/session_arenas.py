@@ -112,10 +112,10 @@ class SessionArenas:
 
         Returns what runs ahead of the full arena in it, where that is asked for.
         """
-        partial, asked = self._partial, request.partial_budget
+        partial = self._partial
         if partial is None:
             return None
-        settings = partial.settings
+        settings, asked = partial.settings, request.partial_budget
         most = settings.n_retrieval_blocks
         fixed = None if asked == "auto" else most if asked is None else asked
         self._budget = Budget(most, fixed, tokens // settings.block_size, room)

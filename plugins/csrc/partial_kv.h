@@ -21,9 +21,6 @@ struct PartialLayout {
   OUTRIDER_HD i64 first(i64 block) const { return (sink_blocks + block) * block_size; }
 };
 
-// Whether block `i` of score `a` goes before block `j` of score `b`: the higher score, of equals the lower block.
-OUTRIDER_HD inline bool goes_before(float a, i64 i, float b, i64 j) { return a > b || (a == b && i < j); }
-
 // A score that is no number is worth nothing.
 OUTRIDER_HD inline float worth(float score) { return score == score ? score : -3.402823466e38f; }
 

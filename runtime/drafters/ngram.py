@@ -116,8 +116,9 @@ class NgramDrafter:
         self._likely = {index: likely for index, likely in self._likely.items() if index < length}
 
     def resume(self, tokens: Sequence[int], rows: int, passes: int) -> int:
-        """Tokens are all that it reads: every row may stay."""
+        """Tokens are all that it reads: every row may stay. They are counted now: no round is to seem so slow."""
         self.suppose(None)
+        self._catch_up(tokens)
         return rows
 
     def begin(self, tokens: Sequence[int], step: TargetStep, limit: int) -> str | None:

@@ -114,7 +114,7 @@ class PartialDrafter:
         if inner is not None:
             inner.follow(passed.start, rows, passed.program.kept, self._passes.count)
         if self._begun:
-            self._interval.note_pass(passed.ms, len(chosen))
+            self._interval.note_pass(passed.ms, len(chosen), self._passes.step.drafted)
             if gate is not None and asleep == gate.resting:
                 gate.note(passed.ms / 1000, len(chosen), partial=True)
         self._begun = True
@@ -179,7 +179,8 @@ class PartialDrafter:
             self._awake.follow(start, rows, kept, passes)
 
     def note_plain(self, ms: float, tokens: int, *, settled: bool) -> None:
-        """A round over the full arena that confirmed nothing took so long; a `settled` one tells what they cost."""
+        """A round over the full arena that confirmed nothing took so long; a `settled` one, which the first is
+        not, tells what they cost."""
         self.steady = True
         if settled:
             self._interval.note_plain(ms, tokens)
@@ -189,7 +190,7 @@ class PartialDrafter:
         checked, agreed = self._checking, min(self._passes.committed - 1, self._checking)
         if not checked:
             return
-        self._interval.note_confirmed(ms + self._fill_ms, checked, agreed)
+        self._interval.note_confirmed(ms, checked, agreed, self._fill_ms)
         self._budget.note_confirmed(checked, agreed)
         stats = self._stats
         stats.agreed += agreed

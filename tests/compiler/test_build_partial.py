@@ -49,6 +49,10 @@ ENABLED = "partial_kv.enabled=true"
             ["partial_kv.n_spec_tokens_buf=16", CHAINS],
             r"partial_threshold is 4096, and no context of the plan is longer than 160; lower it",
         ),
+        (
+            ["partial_kv.n_spec_tokens_buf=16", "partial_kv.n_retrieval_blocks=2", "partial_kv.budget=3", CHAINS],
+            r"budget is 3, but partial_kv\.n_retrieval_blocks leaves room for 2; lower it",
+        ),
         (["partial_kv.reduction=median"], r"partial_kv\.reduction"),
         (["drafters=[{name: partial, kind: ngram}]"], r"is 'partial', which means its small arena"),
     ],

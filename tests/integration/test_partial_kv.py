@@ -17,6 +17,7 @@ from plans import names
 from plans.errors import PlanError, RequestError
 from plugins.reference import block_select, block_summary, partial_kv_gather
 from runtime import PrefixCacheConfig, Runtime
+from runtime.request import check_options
 from runtime.session import Session
 from tests.conftest import TOY_DRAFTERS
 from tests.integration.long_context import prompt
@@ -376,6 +377,13 @@ def test_budgets_change_what_is_retrieved_and_no_token(long: Runtime) -> None:
         assert isinstance(budget, str) or found.stats.retrieved == (budget or 3)
         assert found.stats.to_json()["agreement"] == found.stats.agreement
     assert {1, 2, 3} <= seen
+
+
+def test_the_plans_budget_is_that_of_requests_that_do_not_say(long: Runtime) -> None:
+    for budget in (None, 2, "auto"):
+        plans = long.manifest.partial_kv.model_copy(update={"budget": budget})  # type: ignore[union-attr]
+        assert check_options({}, (), (), plans).partial_budget == budget
+        assert check_options({"partial_budget": 1}, (), (), plans).partial_budget == 1
 
 
 def test_what_cannot_be_asked_for(long: Runtime, toy: Runtime) -> None:

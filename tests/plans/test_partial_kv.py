@@ -80,6 +80,7 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "a buffer above a chunk": (lambda m: partial(m).update(n_spec_tokens_buf=17), "and a chunk of 16"),
     "more than the full arena": (lambda m: partial(m).update(n_retrieval_blocks=500), "more than the full arena has"),
     "another layout than its buffers": (lambda m: partial(m).update(n_retrieval_blocks=4), "partial.selected"),
+    "a budget without room": (lambda m: partial(m).update(budget=9), "9 blocks are more than there is room for, 3"),
     "no such mode": (lambda m: partial(m).update(mode="fast"), "mode"),
     "no refresh": (lambda m: programs(m).pop("refresh"), "'refresh' is missing"),
     "no plain step over it": (lambda m: programs(m).pop("decode_partial"), "'decode_partial' is missing"),

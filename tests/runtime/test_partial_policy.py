@@ -13,11 +13,11 @@ def settled(agreement: float, small_ms: float, fixed_ms: float, each_ms: float, 
     for _ in range(200):
         waited = interval.length
         for _ in range(max(1, waited // 4)):
-            interval.note_pass(small_ms, 4)
+            interval.note_pass(small_ms, 4, 4)
         debt += (1 - agreement) * waited
         parted = debt >= 1
         debt -= parted
-        interval.note_confirmed(fixed_ms + each_ms * (waited + 1), waited, waited // 2 if parted else waited)
+        interval.note_confirmed(fixed_ms + each_ms * (waited + 1), waited, waited // 2 if parted else waited, 0.0)
     return interval.length
 
 
@@ -38,11 +38,26 @@ def test_it_runs_ahead_while_that_brings_more_than_rounds_alone() -> None:
                 continue
             ran += 1
             for _ in range(4):
-                interval.note_pass(4.0, 4)
-            interval.note_confirmed(100.0, interval.length, interval.length)
+                interval.note_pass(4.0, 4, 4)
+            interval.note_confirmed(100.0, interval.length, interval.length, 0.0)
         assert (ran > 300) == pays
         assert ran > 1  # it is tried again
         assert pays or ran < 60
+
+
+def test_a_stretch_where_drafts_alone_bring_as_much_is_noticed() -> None:
+    """Passes bring twenty tokens: a round over the full arena would too, and save the passes."""
+    for brought, rests in ((3, False), (20, True)):
+        interval = Interval(64)
+        for _ in range(2):
+            interval.note_plain(30.0, 3)  # what such rounds brought before
+        for _ in range(4):
+            passes = max(1, interval.length // brought)
+            for _ in range(passes):
+                interval.note_pass(8.0, brought, brought)
+            waited = passes * brought
+            interval.note_confirmed(20.0 + 1.5 * waited, waited, waited, 8.0)
+        assert interval.ahead != rests
 
 
 def test_it_keeps_to_what_there_is_room_for() -> None:
@@ -53,8 +68,8 @@ def test_it_keeps_to_what_there_is_room_for() -> None:
 def test_agreement_is_the_share_of_tokens_that_were_like_those_of_the_full_arena() -> None:
     interval = Interval(64)
     for _ in range(300):
-        interval.note_pass(1.0, 4)
-        interval.note_confirmed(10.0, 10, 9)
+        interval.note_pass(1.0, 4, 4)
+        interval.note_confirmed(10.0, 10, 9, 0.0)
     assert interval.agreement == pytest.approx(0.9, abs=0.01)  # nine agree, then one differs
 
 

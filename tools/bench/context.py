@@ -190,14 +190,14 @@ def print_context(report: dict[str, Any], console: Console) -> None:
     console.print(
         f"{rows}{report['prompts']} prompts, {report['new']} new tokens, {report['sampling']}, medians of "
         f"{report['reps']} runs\n"
-        f"full, partial ms: a pass over the tip and {report['verified']} tokens behind it, over either arena; off: "
+        f"full, partial: ms of a pass over the tip and {report['verified']} tokens behind it, over either arena; off: "
         "speedup over mode off, and its least and most;\na verify: tokens a round; agreed: see --help; back: tentative "
         "tokens that were taken back;\nfill: time that filling the partial arena takes; same: tokens before the first "
         "that differs from mode off"
     )
     table = make_table(
-        "context", "drafter", "mode", "blocks", "full", "partial ms", "tokens/s", "off", "from - to", "a verify",
-        "agreed", "back", "fill", "same",
+        "context", "drafter", "mode", "blocks", "full", "partial", "tokens/s", "off", "from-to", "a verify", "agreed",
+        "back", "fill", "same",
     )  # fmt: skip
     for row in report["rows"]:
         table.add_row(
@@ -205,7 +205,7 @@ def print_context(report: dict[str, Any], console: Console) -> None:
             f"{row['retrieved'] or '-'}{' auto' if row['budget'] == 'auto' else ''}",
             figure(row["verify_full_ms"], ".1f"), figure(row["verify_partial_ms"], ".1f"),
             f"{row['tokens_per_second']:.0f}", figure(row["speedup"], ".2f", "x"),
-            "-" if row["speedup"] is None else f"{row['speedup_least']:.2f} - {row['speedup_most']:.2f}",
+            "-" if row["speedup"] is None else f"{row['speedup_least']:.2f}-{row['speedup_most']:.2f}",
             f"{row['tokens_per_verify']:.1f}",
             figure(row["agreement"], ".1%"), f"{row['retracted']}/{row['tentative']}" if row["tentative"] else "-",
             f"{row['refresh_share']:.1%}", figure(row["same"], ".0%"),

@@ -3,9 +3,11 @@
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
+#include <functional>
 #include <string>
 #include <vector>
 
+#include "../rank_key.h"
 #include "binder.h"
 #include "clones.h"
 #include "gil.h"
@@ -22,24 +24,16 @@ namespace {
 constexpr const char* kOp = "BlockSelect";
 constexpr i64 kStrip = 64;  // blocks whose scores by one query are in registers together
 
-// The scores of `blocks` blocks (at most kStrip) by one query; `stride` from one element of a summary to the next.
+// The scores of a strip's blocks by one query, by summaries `[head_dim, kStrip]`.
 OUTRIDER_CLONES void score_strip(const float* query, const float* key_max, const float* key_min, i64 head_dim,
-                                 i64 stride, i64 blocks, float* to) {
+                                 float* to) {
   float high[kStrip] = {}, low[kStrip] = {};
-  if (blocks == kStrip) {
-    for (i64 d = 0; d < head_dim; ++d)
-      for (i64 b = 0; b < kStrip; ++b) {
-        high[b] += query[d] * key_max[d * stride + b];
-        low[b] += query[d] * key_min[d * stride + b];
-      }
-  } else {
-    for (i64 d = 0; d < head_dim; ++d)
-      for (i64 b = 0; b < blocks; ++b) {
-        high[b] += query[d] * key_max[d * stride + b];
-        low[b] += query[d] * key_min[d * stride + b];
-      }
-  }
-  for (i64 b = 0; b < blocks; ++b) {
+  for (i64 d = 0; d < head_dim; ++d)
+    for (i64 b = 0; b < kStrip; ++b) {
+      high[b] += query[d] * key_max[d * kStrip + b];
+      low[b] += query[d] * key_min[d * kStrip + b];
+    }
+  for (i64 b = 0; b < kStrip; ++b) {
     const float h = worth(high[b]), l = worth(low[b]);
     to[b] = h > l ? h : l;
   }
@@ -76,7 +70,8 @@ class BlockSelect {
       refuse(kOp, "queries are " + std::to_string(width_) + " wide, no multiple of the key heads' width.");
     arrays_ = binder.take_arrays();
     score_.resize(static_cast<size_t>(blocks_));
-    order_.resize(static_cast<size_t>(blocks_));
+    ranks_.resize(static_cast<size_t>(blocks_));
+    strips_.resize(static_cast<size_t>(2 * head_dim_ * kStrip));
   }
 
   void call() {
@@ -108,15 +103,20 @@ class BlockSelect {
     const float* most = key_max_ + of * head_dim_ * blocks_;
     const float* least = key_min_ + of * head_dim_ * blocks_;
     const i64 first = std::max<i64>(0, kept_count_[0] - most_);
+    float *const strip_most = strips_.data(), *const strip_least = strip_most + head_dim_ * kStrip;
     float strip[kStrip];
     for (i64 start = 0; start < candidates; start += kStrip) {
       const i64 blocks = std::min(kStrip, candidates - start);
+      for (i64 d = 0; d < head_dim_; ++d) {  // every query reads it: side by side, it stays in the fastest cache
+        std::copy_n(most + d * blocks_ + start, blocks, strip_most + d * kStrip);
+        std::copy_n(least + d * blocks_ + start, blocks, strip_least + d * kStrip);
+      }
       float* score = score_.data() + start;
       bool begun = false;
       for (i64 i = first; i < kept_count_[0]; ++i) {
         const float* queries = queries_ + (layer * new_ + kept_rows_[i]) * width_ + head * group_ * head_dim_;
         for (i64 g = 0; g < group_; ++g) {
-          score_strip(queries + g * head_dim_, most + start, least + start, head_dim_, blocks_, blocks, strip);
+          score_strip(queries + g * head_dim_, strip_most, strip_least, head_dim_, strip);
           for (i64 b = 0; b < blocks; ++b) {
             if (!begun)
               score[b] = strip[b];
@@ -132,12 +132,9 @@ class BlockSelect {
   }
 
   void select(i64 candidates, i64 count, i64* to) {
-    for (i64 b = 0; b < candidates; ++b) order_[b] = b;
-    const auto end = order_.begin() + candidates;
-    std::nth_element(order_.begin(), order_.begin() + count, end, [&](i64 i, i64 j) {
-      return goes_before(worth(score_[i]), i, worth(score_[j]), j);
-    });
-    std::copy_n(order_.begin(), count, to);
+    for (i64 b = 0; b < candidates; ++b) ranks_[b] = rank_key(worth(score_[b]), b);
+    std::nth_element(ranks_.begin(), ranks_.begin() + count, ranks_.begin() + candidates, std::greater<>());
+    std::transform(ranks_.begin(), ranks_.begin() + count, to, index_of);
     std::sort(to, to + count);
   }
 
@@ -148,7 +145,8 @@ class BlockSelect {
   i64* selected_;
   i64 layers_, heads_, head_dim_, blocks_, retrieval_, new_, width_, group_;
   std::vector<float> score_;
-  std::vector<i64> order_;
+  std::vector<u64> ranks_;
+  std::vector<float> strips_;  // summaries of a strip's blocks, the largest keys and the least
   std::vector<nb::object> arrays_;
 };
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <string>
+#include <vector>
 
 #include "../onnxruntime/convert.h"
 #include "binder.h"
@@ -18,6 +19,7 @@ namespace nb = nanobind;
 namespace {
 
 constexpr const char* kOp = "BlockSummary";
+constexpr i64 kStrip = 16;  // blocks whose summaries are written together: a cache line of each element
 
 class BlockSummary {
  public:
@@ -40,6 +42,8 @@ class BlockSummary {
     head_dim_ = binder.size_of("head_dim");
     blocks_ = binder.size_of("blocks");
     arrays_ = binder.take_arrays();
+    high_.resize(static_cast<size_t>(kStrip * head_dim_));
+    low_.resize(high_.size());
   }
 
   void call() {
@@ -57,26 +61,37 @@ class BlockSummary {
 
  private:
   template <class Key>
-  void summarise(i64 first, i64 end) const {
+  void summarise(i64 first, i64 end) {
     for (i64 of = 0; of < layers_ * heads_; ++of) {
       const i64 layer = of / heads_, head = of % heads_;
       const Key* keys = static_cast<const Key*>(kv_) + (2 * layer * heads_ + head) * capacity_ * head_dim_;
       float* most = key_max_ + of * head_dim_ * blocks_;
       float* least = key_min_ + of * head_dim_ * blocks_;
-      for (i64 block = first; block < end; ++block) {
-        const Key* tokens = keys + layout_.first(block) * head_dim_;
-        for (i64 d = 0; d < head_dim_; ++d) {
-          float high = engine::to_float(tokens[d]), low = high;
-          for (i64 t = 1; t < layout_.block_size; ++t) {
-            const float key = engine::to_float(tokens[t * head_dim_ + d]);
-            high = key > high || key != key ? key : high;  // what is no number stays
-            low = key < low || key != key ? key : low;
+      for (i64 start = first; start < end; start += kStrip) {
+        const i64 count = std::min(kStrip, end - start);
+        for (i64 b = 0; b < count; ++b)
+          extremes(keys + layout_.first(start + b) * head_dim_, high_.data() + b * head_dim_,
+                   low_.data() + b * head_dim_);
+        for (i64 d = 0; d < head_dim_; ++d)
+          for (i64 b = 0; b < count; ++b) {
+            most[d * blocks_ + start + b] = high_[b * head_dim_ + d];
+            least[d * blocks_ + start + b] = low_[b * head_dim_ + d];
           }
-          most[d * blocks_ + block] = high;
-          least[d * blocks_ + block] = low;
-        }
       }
     }
+  }
+
+  // Of a block's keys, element by element. What is no number stays.
+  template <class Key>
+  void extremes(const Key* keys, float* __restrict high, float* __restrict low) const {
+    for (i64 d = 0; d < head_dim_; ++d) high[d] = low[d] = engine::to_float(keys[d]);
+    for (i64 t = 1; t < layout_.block_size; ++t)
+      for (i64 d = 0; d < head_dim_; ++d) {
+        const float key = engine::to_float(keys[t * head_dim_ + d]);
+        const bool none = key != key;
+        high[d] = none | (key > high[d]) ? key : high[d];
+        low[d] = none | (key < low[d]) ? key : low[d];
+      }
   }
 
   PartialLayout layout_;
@@ -87,6 +102,7 @@ class BlockSummary {
   const i64* covered_;
   const i64* summarised_;
   i64 layers_, heads_, capacity_, head_dim_, blocks_;
+  std::vector<float> high_, low_;  // of a strip's blocks, `[kStrip, head_dim]`
   std::vector<nb::object> arrays_;
 };
 

@@ -38,11 +38,11 @@ inline int lowest_bit(std::uint32_t bits) {  // of some
 template <class Lanes, class Cached>
 std::int64_t find_pieces(const Tile<Cached>& tile, Scratch& scratch) {
   std::int64_t count = 0;
-  std::int32_t* lists = scratch.lists(tile.tokens * tile.view);
+  std::int32_t* lists = scratch.lists.room(tile.tokens * tile.view);
   std::int64_t from[kRows], to[kRows];  // of each token's list, what no piece has yet
   for (int t = 0; t < tile.tokens; ++t) from[t] = to[t] = t * tile.view;
   const auto close_lists = [&] {
-    Piece* pieces = scratch.pieces(count + tile.tokens);
+    Piece* pieces = scratch.pieces.room(count + tile.tokens);
     for (int t = 0; t < tile.tokens; ++t) {
       if (from[t] == to[t]) continue;
       pieces[count++] = {from[t], to[t] - from[t], t};
@@ -54,7 +54,7 @@ std::int64_t find_pieces(const Tile<Cached>& tile, Scratch& scratch) {
   const auto close_shared = [&](std::int64_t key) {
     if (shared == 0) return;
     close_lists();
-    scratch.pieces(count + 1)[count] = {key - shared, shared, kEveryone};
+    scratch.pieces.room(count + 1)[count] = {key - shared, shared, kEveryone};
     ++count;
     shared = 0;
   };
@@ -209,10 +209,10 @@ void over_pieces(const Tile<Cached>& tile, Scratch& scratch, std::int64_t pieces
     by_fours(first, rows, [&](auto constant, int r) { body(constant, r, vectors, count); });
     for (int r = first; r < first + rows; ++r) cursors[r] += count;
   };
-  const Piece* piece = scratch.pieces(pieces);
+  const Piece* piece = scratch.pieces.room(pieces);
   for (const Piece* end = piece + pieces; piece != end; ++piece) {
     if (piece->token != kEveryone) {
-      const Listed<Cached> vectors{arena, scratch.lists(0) + piece->first, tile.head_dim};
+      const Listed<Cached> vectors{arena, scratch.lists.room(0) + piece->first, tile.head_dim};
       step(piece->token * heads, heads, vectors, piece->count);
       continue;
     }
@@ -227,7 +227,7 @@ template <class Lanes, class Cached>
 void attend(const Tile<Cached>& tile, Scratch& scratch) {
   const std::int64_t pieces = find_pieces<Lanes>(tile, scratch);
   const std::int64_t stride = (tile.view + 2 * Lanes::kWidth - 1) / Lanes::kWidth * Lanes::kWidth;
-  float* scores = scratch.scores(stride * tile.rows);
+  float* scores = scratch.scores.room(stride * tile.rows);
   float* end[kRows];
   for (int r = 0; r < tile.rows; ++r) end[r] = scores + r * stride;
   over_pieces(tile, scratch, pieces, tile.keys, end, [&](auto rows, int r, const auto& keys, std::int64_t count) {

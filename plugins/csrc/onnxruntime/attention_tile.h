@@ -21,25 +21,29 @@ struct Piece {
 
 constexpr std::int32_t kEveryone = -1;
 
-// Memory of a thread, which only grows. Nothing of it is inline: the kernels are built for instruction sets that a
-// machine may lack, and a linker keeps one copy of an inline function, whichever it meets first.
-class Scratch {
+// Memory of a thread, which only grows, and begins where a cache line does: a vector is read from one line then.
+// Nothing of it is inline: the kernels are built for instruction sets that a machine may lack, and a linker keeps one
+// copy of an inline function, whichever it meets first.
+template <class T>
+class Memory {
  public:
-  Scratch() = default;
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  ~Scratch();
+  Memory() = default;
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  ~Memory();
 
-  // Room for `count` of each; what was written stays.
-  Piece* pieces(std::int64_t count);
-  std::int32_t* lists(std::int64_t count);
-  float* scores(std::int64_t count);
+  // Room for `count`; what was written stays.
+  T* room(std::int64_t count);
 
  private:
-  Piece* pieces_ = nullptr;
-  std::int32_t* lists_ = nullptr;
-  float* scores_ = nullptr;
-  std::int64_t piece_count_ = 0, list_count_ = 0, score_count_ = 0;
+  T* first_ = nullptr;
+  std::int64_t count_ = 0;
+};
+
+struct Scratch {
+  Memory<Piece> pieces;
+  Memory<std::int32_t> lists;
+  Memory<float> scores;
 };
 
 // The queries of a few neighbouring tokens and of a few heads that share one key/value head; a token's are neighbours.

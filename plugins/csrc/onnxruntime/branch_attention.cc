@@ -28,7 +28,7 @@ struct TokenTile {
 // Memory of the calling thread, which only grows.
 struct Workspace {
   std::vector<TokenTile> tiles;
-  std::vector<float> query, out;
+  Memory<float> query, out;
 };
 
 template <class Cached>
@@ -185,17 +185,10 @@ const char* branch_attention(const Shape& shape, const Inputs& in, const Outputs
   if (const char* reason = refusal(shape, in)) return reason;
   thread_local Workspace space;
   const int group = shape.heads / shape.kv_heads;
-  const std::size_t size = static_cast<std::size_t>(in.tokens) * shape.heads * shape.head_dim;
-  float* queries = to.queries;
-  if (queries == nullptr) {
-    if (space.query.size() < size) space.query.resize(size);
-    queries = space.query.data();
-  }
+  const std::int64_t size = in.tokens * shape.heads * shape.head_dim;
+  float* queries = to.queries == nullptr ? space.query.room(size) : to.queries;
   auto* out = static_cast<float*>(to.out);
-  if constexpr (!std::is_same_v<Cached, float>) {
-    if (space.out.size() < size) space.out.resize(size);
-    out = space.out.data();
-  }
+  if constexpr (!std::is_same_v<Cached, float>) out = space.out.room(size);
   std::atomic<bool> failed = false;
   Job<Cached> job{shape,
                   in,
@@ -229,7 +222,7 @@ const char* branch_attention(const Shape& shape, const Inputs& in, const Outputs
        2.0 * per_token * static_cast<double>(in.tokens) * static_cast<double>(in.view));
   if (failed) throw std::bad_alloc();
   if constexpr (!std::is_same_v<Cached, float>)
-    for (std::size_t i = 0; i < size; ++i) static_cast<Cached*>(to.out)[i] = from_float<Cached>(out[i]);
+    for (std::int64_t i = 0; i < size; ++i) static_cast<Cached*>(to.out)[i] = from_float<Cached>(out[i]);
   return nullptr;
 }
 

@@ -1,40 +1,32 @@
 #include "onnxruntime/kernels.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <new>
 
 namespace outrider::engine {
 
-Scratch::~Scratch() {
-  std::free(pieces_);
-  std::free(lists_);
-  std::free(scores_);
+constexpr std::align_val_t kLine{64};
+
+template <class T>
+Memory<T>::~Memory() {
+  ::operator delete(first_, kLine);
 }
 
 template <class T>
-static void grow(T*& memory, std::int64_t& have, std::int64_t count) {
-  if (count <= have) return;
-  count = count < 2 * have ? 2 * have : count;
-  void* more = std::realloc(static_cast<void*>(memory), static_cast<std::size_t>(count) * sizeof(T));
-  if (more == nullptr) throw std::bad_alloc();
-  memory = static_cast<T*>(more);
-  have = count;
+T* Memory<T>::room(std::int64_t count) {
+  if (count <= count_) return first_;
+  count = std::max(count, 2 * count_);
+  T* more = static_cast<T*>(::operator new(static_cast<std::size_t>(count) * sizeof(T), kLine));
+  std::copy_n(first_, count_, more);
+  ::operator delete(first_, kLine);
+  count_ = count;
+  return first_ = more;
 }
 
-Piece* Scratch::pieces(std::int64_t count) {
-  grow(pieces_, piece_count_, count);
-  return pieces_;
-}
-
-std::int32_t* Scratch::lists(std::int64_t count) {
-  grow(lists_, list_count_, count);
-  return lists_;
-}
-
-float* Scratch::scores(std::int64_t count) {
-  grow(scores_, score_count_, count);
-  return scores_;
-}
+template class Memory<Piece>;
+template class Memory<std::int32_t>;
+template class Memory<float>;
 
 // What a machine has, or fewer lanes where OUTRIDER_CPU_LANES says so: the bits of a lesser machine, on a better one.
 static int lanes_here() {
