@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import tools.bench.__main__ as bench
+from plans import names
+from runtime.target_pass import TargetPasses
 from tests.conftest import HELD_OUT
 
 Captured = pytest.CaptureFixture[str]
@@ -54,11 +56,17 @@ def test_a_row_for_every_length_drafter_mode_and_budget(long_plan: Path, capsys:
     assert row["speedup"] is None
 
 
-def test_times_behind_random_rows_need_no_prefill(long_plan: Path, capsys: Captured) -> None:
+def test_times_behind_random_rows_need_no_prefill(
+    long_plan: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran, run = set(), TargetPasses.run
+    monkeypatch.setattr(TargetPasses, "run", lambda self, name: (ran.add(name), run(self, name))[1])
     arguments = ("--lengths", "60,120", "--drafters", "none", "--modes", "off,lossy", "--random-rows", "--json")
     assert context(long_plan, *arguments) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["random_rows"]
+    assert ran
+    assert names.PREFILL not in ran
     assert [(row["context"], row["partial_rounds"] > 0) for row in report["rows"]] == [
         (60, False), (60, True), (120, False), (120, True),
     ]  # fmt: skip

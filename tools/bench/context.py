@@ -72,6 +72,7 @@ def measure_context(options: argparse.Namespace) -> dict[str, Any]:
                 if options.random_rows:
                     assert runtime.prefix_cache is not None
                     session = runtime.session()
+                    runtime.prefix_cache.clear()  # it has room for one length
                     RandomRows().insert(runtime.prefix_cache, tokens)
                 verify[length].append(_verify_ms(session, tokens, runtime, options))
                 done += 1
