@@ -41,7 +41,7 @@ CPU_DOMAIN = "outrider.cpu"
 THREADS = "outrider.threads"
 """An entry of a session's configuration that the library reads when it is registered: how many threads the session has.
 
-Attention cuts its work by them. Without it, as many as the machine has.
+Attention cuts its work by them. Without it, as if there were one for every processor of the machine.
 """
 
 _VERSION = 2  # of the ops, as the built library counts them

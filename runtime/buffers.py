@@ -112,7 +112,7 @@ class Buffers:
 
 
 def _zeros(shape: Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
-    """Zeros that begin where a cache line does: else every vector that a kernel reads lies in two."""
+    """Zeros that begin where a cache line does: else a kernel's widest vectors lie in two each."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.zeros(size + _LINE, np.uint8)
     start = -memory.ctypes.data % _LINE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from plans.manifest import Manifest, rejects
 from runtime.request import Request
@@ -37,19 +37,16 @@ class Gate:
     def __init__(self, drafter: str) -> None:
         self._drafter = drafter
         self._window = WINDOW
-        self._tokens: list[int] = []  # of the window's drafting rounds
-        self._seconds: list[float] = []
-        self._burst: list[float] = []  # seconds of the plain rounds behind the window
-        self._ratios: deque[float] = deque(maxlen=KEPT)  # of plain rounds to drafting ones
+        self._watches = _Watch(), _Watch()  # over the full arena, and over the partial one
+        self._watch = self._watches[0]  # of the last round that was noted
         self._lost = False  # the window before
-        self._partial = False  # the arena of the window's rounds
         self._resting = 0  # plain rounds still to come
         self._rest = REST
 
     @property
     def drafting(self) -> bool:
         """Whether the next round is to draft."""
-        return self._resting == 0 and len(self._seconds) < self._window
+        return self._resting == 0 and len(self._watch.seconds) < self._window
 
     @property
     def resting(self) -> bool:
@@ -63,28 +60,24 @@ class Gate:
             self._resting -= 1
             return
         drafted = self.drafting
-        if partial != self._partial:
-            self._partial = partial
-            self._ratios.clear()
-            self._forget_window()
-        if drafted:
-            self._seconds.append(seconds)
-            self._tokens.append(tokens)
-        elif self._seconds:
-            self._burst.append(seconds)
-            if len(self._burst) == BURST:
-                self._judge()
+        watch = self._watch = self._watches[partial]
+        full = len(watch.seconds) >= self._window
+        if drafted and not full:
+            watch.seconds.append(seconds)
+            watch.tokens.append(tokens)
+        elif full and not drafted:
+            watch.burst.append(seconds)
+            if len(watch.burst) == BURST:
+                self._judge(watch)
 
     def gain(self) -> float:
         """Plain seconds a token over drafted seconds a token, from the rounds at hand; 1 while there are none."""
-        if not self._ratios or not self._tokens:
-            return 1.0
-        return _median(self._ratios) * sum(self._tokens) / len(self._tokens)
+        return self._watch.gain()
 
-    def _judge(self) -> None:
-        self._ratios.append(_median(self._burst[1:]) / max(_median(self._seconds), _TINY))
-        gain = self.gain()
-        self._forget_window()
+    def _judge(self, watch: _Watch) -> None:
+        watch.ratios.append(_median(watch.burst[1:]) / max(_median(watch.seconds), _TINY))
+        gain = watch.gain()
+        watch.forget_window()
         if gain >= LEAST_GAIN:
             self._lost, self._rest = False, REST
             self._window = min(2 * self._window, LONGEST_WINDOW)
@@ -96,13 +89,30 @@ class Gate:
         _LOG.info("drafter %s: gain %.2f, decoding plainly for %d rounds", self._drafter, gain, self._rest)
         self._lost = True  # so that a probe has one window
         self._resting = self._rest
-        self._ratios.clear()
+        for each in self._watches:
+            each.forget_window()
+            each.ratios.clear()
         self._rest = min(2 * self._rest, LONGEST_REST)
 
-    def _forget_window(self) -> None:
-        self._tokens.clear()
-        self._seconds.clear()
-        self._burst.clear()
+
+@dataclass
+class _Watch:
+    """What rounds over one arena have cost and brought."""
+
+    tokens: list[int] = field(default_factory=list)  # of the window's drafting rounds
+    seconds: list[float] = field(default_factory=list)
+    burst: list[float] = field(default_factory=list)  # seconds of the plain rounds behind the window
+    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))  # of plain rounds to drafting ones
+
+    def gain(self) -> float:
+        if not self.ratios or not self.tokens:
+            return 1.0
+        return _median(self.ratios) * sum(self.tokens) / len(self.tokens)
+
+    def forget_window(self) -> None:
+        self.tokens.clear()
+        self.seconds.clear()
+        self.burst.clear()
 
 
 class Gates:

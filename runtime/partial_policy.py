@@ -26,7 +26,8 @@ class Interval:
         self._small = [0.0] * 4  # sums of 1, ms, tokens, drafted tokens over passes over the partial arena
         self._full = [0.0] * 5  # sums of 1, n, n^2, ms, n ms over confirmations
         self._fill_ms = 0.0  # sum over them
-        self._plain_ms, self._plain_tokens, self._plain_rounds = 0.0, 0.0, 0
+        self._plain = [0.0] * 3  # sums of 1, ms, tokens over plain rounds
+        self._plain_rounds = 0
         self._cycles = 0  # confirmations since the last plain round
         self._tried = 0  # confirmations since running ahead began, or began again
         self._resting, self._rest = 0, _REST  # plain rounds to come before it is tried again
@@ -44,8 +45,7 @@ class Interval:
 
     def note_plain(self, ms: float, tokens: int) -> None:
         """A round over the full arena alone brought so many tokens."""
-        self._plain_ms = _FADING * self._plain_ms + ms
-        self._plain_tokens = _FADING * self._plain_tokens + tokens
+        self._plain = _faded(self._plain, _FADING, (1, ms, tokens))
         self._plain_rounds += 1
         self._cycles = 0
         if self._resting:
@@ -66,7 +66,7 @@ class Interval:
         self.length = max(self._lengths, key=self._tokens_per_ms)
         self._cycles += 1
         self._tried += 1
-        if self._tried < _KNOWN or not self._plain_ms:
+        if self._tried < _KNOWN or not self._plain_rounds:
             return
         if self._tokens_per_ms(self.length) < self._alone_per_ms():
             self._resting, self._rest = self._rest, min(2 * self._rest, _LONGEST_REST)
@@ -83,13 +83,14 @@ class Interval:
     def _alone_per_ms(self) -> float:
         """Tokens that rounds over the full arena alone would bring."""
         passes, _, brought, drafted = self._small
-        now = brought / passes / self._full_ms(drafted / passes) if passes else 0.0
-        return max(now, self._plain_tokens / self._plain_ms)
+        rounds, plain_ms, plain_tokens = self._plain
+        now = brought / passes / max(self._full_ms(drafted / passes), plain_ms / rounds) if passes else 0.0
+        return max(now, plain_tokens / plain_ms)
 
     def _full_ms(self, length: float) -> float:
         count, n, squares, ms, products = self._full
         spread = count * squares - n * n
-        if spread < 1e-6 * squares * count:  # always the same length: in proportion
+        if spread < 1e-6 * squares * count:  # always the same length: in proportion, so that others are tried
             return ms / count * (length + 1) / (n / count + 1)
         slope = max(0.0, (count * products - n * ms) / spread)
         return max(1e-3, (ms - slope * n) / count + slope * length)

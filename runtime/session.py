@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial as partial_of
 from time import perf_counter
 from typing import Unpack
 
@@ -219,8 +218,7 @@ class Session:
             end = min(self._geometry.context, len(self._tokens) + request.max_new_tokens)
             if not self._prefill(request, drafting, stats):
                 generation.finish_reason = FinishReason.CANCELLED
-            wake = partial_of(self._wake, request, drafter, stats)
-            ahead = self._arenas.begin(request, drafter, stats, len(self._tokens), end - len(self._tokens), wake)
+            ahead = self._arenas.begin(request, drafter, stats, len(self._tokens), end - len(self._tokens))
             asleep = gate is not None and gate.resting
             try:
                 while generation.finish_reason is None:
@@ -229,9 +227,13 @@ class Session:
                         break
                     if gate is not None and drafter is not None and asleep != gate.resting and not waiting(ahead):
                         if asleep:
-                            wake()
+                            self._wake(request, drafter, stats)
                         asleep = not asleep
+                        continue
                     tentative = [] if ahead is None else ahead.advance(self._tokens, end, gate, asleep=asleep)
+                    if drafter is not None and ahead is not None and ahead.has_missed():
+                        self._wake(request, drafter, stats)
+                        continue
                     if ahead is None or not tentative:
                         span = self._round(request, drafter, ahead, gate, end, generation)
                         if stats.rounds == 1:
@@ -304,10 +306,8 @@ class Session:
             stats.prefill_passes += 1
         return True
 
-    def _wake(self, request: Request, drafter: Drafter | None, stats: Stats) -> None:
-        """A drafter that did not follow what happened does again: what it missed is computed once more."""
-        if drafter is None:
-            return
+    def _wake(self, request: Request, drafter: Drafter, stats: Stats) -> None:
+        """A drafter follows again: what it missed is computed once more, unless the request is cancelled meanwhile."""
         self._slots.truncate(drafter.resume(self._tokens, self._slots.length, self._passes.count))
         self._prefill(request, drafter, stats)
 

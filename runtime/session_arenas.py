@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial as partial_of
 
@@ -48,7 +47,6 @@ class SessionArenas:
             self._partial = PartialArena(manifest.partial_kv, parts.buffers, parts.step, refresh, longest)
         self._measured: dict[tuple[object, object], _Measured] = {}  # by drafter, and the budget that was asked for
         self._budget = Budget(1, 1, 0, 0)  # of the generation
-        self._wake: Callable[[], None] = lambda: None  # its drafter, whose last pass came to nothing
         self._last: tuple[Passed, int] | None = None  # over the full arena, the `count`-th
 
     def either(self, *, partial: bool) -> TargetArena:
@@ -70,7 +68,6 @@ class SessionArenas:
                 return partial, self._passes.decode(partial, tokens, drafter, room)
             except PlanError as error:
                 partial.give_up(str(error))
-                self._wake()
         return self._full, self._passes.decode(self._full, tokens, drafter, room)
 
     def ran(self, arena: TargetArena, passed: Passed, mode: PartialMode, stats: Stats) -> None:
@@ -91,7 +88,7 @@ class SessionArenas:
         """Fill the partial arena, unless it stands for the same, by the queries of a round over the full one: where
         that was the last pass, they are there still."""
         partial, rows, last = self._partial, self._full.known, self._last
-        if partial is None or last is None or partial.known == rows:
+        if partial is None or last is None or (partial.known == rows and partial.budget == self._budget.blocks):
             return
         self._last = None
         partial.budget = self._budget.blocks
@@ -100,15 +97,9 @@ class SessionArenas:
             stats.retrieved = partial.budget
 
     def begin(
-        self,
-        request: Request,
-        drafter: Drafter | None,
-        stats: Stats,
-        tokens: int,
-        room: int,
-        wake: Callable[[], None],
+        self, request: Request, drafter: Drafter | None, stats: Stats, tokens: int, room: int
     ) -> PartialDrafter | None:
-        """A generation behind so many tokens, with room for as many more, begins; `wake` has its drafter follow again.
+        """A generation behind so many tokens, with room for as many more, begins.
 
         Returns what runs ahead of the full arena in it, where that is asked for.
         """
@@ -132,7 +123,6 @@ class SessionArenas:
             stats,
             ends,
             fill,
-            wake,
             always=not request.auto_disable,
         )
 

@@ -44,21 +44,20 @@ class PartialDrafter:
         stats: Stats,
         ends: Collection[int],
         fill: Callable[[], None],
-        wake: Callable[[], None],
         *,
         always: bool,
     ) -> None:
-        """`fill` has the partial arena take over what the full one holds; `wake` has the inner drafter follow again.
-        `always`: whether it pays or not."""
+        """`fill` has the partial arena take over what the full one holds. `always`: whether it pays or not."""
         self._inner, self._arena, self._passes = inner, arena, passes
         self._interval, self._budget, self._stats, self._ends, self._fill = interval, budget, stats, ends, fill
-        self._wake, self._always, self._fill_ms = wake, always, 0.0
+        self._always, self._fill_ms = always, 0.0
         self._awake: Drafter | None = inner  # the inner one, where it follows what happens
         self._ahead: list[int] = []  # the sequence with tentative tokens behind it
         self._confirmed = 0  # tokens of it that are not
         self._over = False  # a tentative token ends the sequence
         self._begun = False  # a pass has caught up with what the inner drafter lacked
         self._checking = 0  # tentative tokens that the running round confirms
+        self._missed = False  # the inner drafter has: its pass came to nothing
         self.steady = True  # the round before this one ran over the full arena too, and confirmed nothing
 
     @property
@@ -100,8 +99,7 @@ class PartialDrafter:
         except PlanError as error:
             self._arena.give_up(str(error))
             self.take_back()
-            if inner is not None:
-                self._wake()
+            self._missed = inner is not None
             return []
         stop = next((i + 1 for i, token in enumerate(passed.chosen) if token in self._ends), None)
         self._over = stop is not None
@@ -123,6 +121,11 @@ class PartialDrafter:
         stats.partial_ms += passed.ms
         stats.tentative += len(chosen)
         return chosen
+
+    def has_missed(self) -> bool:
+        """Whether the inner drafter has to be woken, as its last pass came to nothing; said once."""
+        missed, self._missed = self._missed, False
+        return missed
 
     def _follow_confirmed(self, tokens: list[int]) -> None:
         """The sequence without tentative tokens may have grown since."""

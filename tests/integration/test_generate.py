@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from plans.errors import RequestError
-from runtime import FinishReason, Runtime
+from runtime import FinishReason, Runtime, Session
 from runtime.request import Options
 from tests.conftest import TOY_DRAFTERS
 
@@ -208,6 +208,26 @@ def test_truncating_to_a_length_that_is_not_there_is_refused(toy: Runtime, lengt
 def test_a_prompt_that_is_neither_text_nor_ids_gets_a_sentence(toy: Runtime, prompt) -> None:
     with pytest.raises(RequestError, match=r"[Tt]oken ids"):
         toy.generate(prompt)
+
+
+def test_a_cancellation_while_a_drafter_catches_up_ends_the_generation(
+    toy: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head that rested has more to compute again than a step takes."""
+    cancel, rests = threading.Event(), [True]
+    monkeypatch.setattr("runtime.gate.Gate.resting", property(lambda _: rests[0]))
+    monkeypatch.setattr("runtime.gate.Gate.drafting", property(lambda _: not rests[0]))
+    wake = Session._wake
+    monkeypatch.setattr(Session, "_wake", lambda self, *asked: (cancel.set(), wake(self, *asked))[1])
+    session, found = toy.session(), list[int]()
+    stream = session.stream(range(1, 9), drafter="head", max_new_tokens=100, ignore_eos=True, cancel=cancel)
+    for span in stream:
+        found += span.token_ids
+        rests[0] = len(found) < 60
+    assert stream.result.finish_reason is FinishReason.CANCELLED
+    assert 60 <= len(found) < 90
+    expected = toy.session().generate([*range(1, 9), *found], max_new_tokens=10, drafter="none", ignore_eos=True)
+    assert session.generate([], max_new_tokens=10, drafter="none", ignore_eos=True).token_ids == expected.token_ids
 
 
 def test_a_cancellation_taken_back_during_prefill_still_ends_the_generation(toy: Runtime) -> None:

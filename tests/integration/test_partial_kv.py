@@ -367,11 +367,13 @@ def test_drafters_go_on_where_the_arena_breaks(
 
 
 def test_budgets_change_what_is_retrieved_and_no_token(long: Runtime) -> None:
-    tokens = prompt(8, 120)
+    tokens, session = prompt(8, 120), long.session()
     expected = long.generate(tokens, max_new_tokens=30, partial_kv="off", ignore_eos=True).token_ids
     seen = set()
     for budget in (1, 2, 3, "auto", None):
-        found = long.generate(tokens, max_new_tokens=30, partial_budget=budget, drafter="chain", ignore_eos=True)
+        found = session.generate(
+            tokens, whole=True, max_new_tokens=30, partial_budget=budget, drafter="chain", ignore_eos=True
+        )
         assert found.token_ids == expected
         seen.add(found.stats.retrieved)
         assert isinstance(budget, str) or found.stats.retrieved == (budget or 3)

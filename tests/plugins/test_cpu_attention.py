@@ -58,7 +58,8 @@ def session(
     model = helper.make_model(graph, opset_imports=opsets, ir_version=11)
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
-    options.add_session_config_entry(THREADS, str(threads))
+    if threads != 2:  # then it is as many as the machine has
+        options.add_session_config_entry(THREADS, str(threads))
     options.log_severity_level = 4
     options.register_custom_ops_library(str(cpu_library()))
     return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

@@ -36,7 +36,11 @@ def test_threads(case: Case) -> None:
     engine = Engine(file="engines/x.onnx", inputs=(), outputs=outputs, weight_bytes=case.weight_bytes)
     options = OnnxRuntimeCpu(case.threads)._options(engine)
     assert options.intra_op_num_threads == case.expected
-    assert options.get_session_config_entry(THREADS) == str(case.expected) if case.expected else True
+    if case.expected:
+        assert options.get_session_config_entry(THREADS) == str(case.expected)
+    else:
+        with pytest.raises(RuntimeError):
+            options.get_session_config_entry(THREADS)
     if case.spins:
         assert options.get_session_config_entry("session.intra_op.spin_duration_us") == "2000"
     else:

@@ -94,9 +94,20 @@ def test_a_window_is_of_rounds_over_one_arena() -> None:
         drafting, small = gate.drafting, index % (2 * LONGEST_WINDOW + 11) < LONGEST_WINDOW
         gate.note((1.2 if drafting else 1.0) / (4 if small else 1), 2 if drafting else 1, partial=small)
         assert not gate.resting
-        ratios |= set(gate._ratios)
+        ratios |= set(gate._watch.ratios)
     assert ratios
     assert all(0.83 < ratio < 0.84 for ratio in ratios)
+
+
+def test_rounds_over_another_arena_in_between_do_not_keep_it_from_judging() -> None:
+    gate = Gate("a")
+    run(gate, 4 * (LONGEST_WINDOW + BURST), plain=1.0, drafted=1.2, tokens=2.0)
+    rested = 0
+    for index in range(20000):
+        drafting, small = gate.drafting, index % (LONGEST_WINDOW - 1) < 6
+        gate.note((4.0 if drafting else 1.0) / (4 if small else 1), 1, partial=small)
+        rested += gate.resting
+    assert rested > 15000
 
 
 def test_a_hiccup_does_not_stop_drafts() -> None:

@@ -65,6 +65,20 @@ def test_it_keeps_to_what_there_is_room_for() -> None:
         assert 1 <= settled(0.99, 1.0, 50.0, 1.0, most) <= most
 
 
+def test_a_dear_full_arena_is_run_ahead_of_without_drafts_and_with_little_room() -> None:
+    for most in (4, 5, 6, 16):
+        interval, ran = Interval(most), 0
+        for _ in range(600):
+            if not interval.ahead:
+                interval.note_plain(30.0, 1)
+                continue
+            ran += 1
+            for _ in range(interval.length):
+                interval.note_pass(2.4, 1, 0)
+            interval.note_confirmed(30.0 + 0.5 * interval.length, interval.length, interval.length, 1.0)
+        assert ran > 500
+
+
 def test_agreement_is_the_share_of_tokens_that_were_like_those_of_the_full_arena() -> None:
     interval = Interval(64)
     for _ in range(300):

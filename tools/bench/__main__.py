@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     context.add_argument("--modes", type=lambda text: text.split(","), metavar="MODE,...", help="(default: all three)")
     context.add_argument("--drafters", metavar="NAME,...", help="of the plan, or none (default: all of the plan)")
     context.add_argument(
-        "--budgets", type=_budgets, metavar="N|auto,...", help="blocks to retrieve (default: as many as there is room)"
+        "--budgets", type=_budgets, metavar="N|auto,...", help="blocks to retrieve (default: the plan's)"
     )
     context.add_argument("--count", type=at_least_1, default=1, help="prompts (default 1)")
     context.add_argument("--new", type=at_least_1, default=128, help="tokens to generate (default 128)")

@@ -60,7 +60,7 @@ def measure_context(options: argparse.Namespace) -> dict[str, Any]:
     ]
     found: dict[tuple[Any, ...], list[Stats]] = {}
     first_differences: dict[tuple[Any, ...], list[float]] = {}
-    verify: dict[int, list[dict[str, float | None]]] = {length: [] for length in lengths}
+    verify: dict[int, list[dict[Any, float | None]]] = {length: [] for length in lengths}
     with progress_bar("measuring") as progress:
         total = len(prompts) * len(lengths) * (1 + len(cases) * options.reps)
         done = 0
@@ -74,13 +74,12 @@ def measure_context(options: argparse.Namespace) -> dict[str, Any]:
                     session = runtime.session()
                     runtime.prefix_cache.clear()  # it has room for one length
                     RandomRows().insert(runtime.prefix_cache, tokens)
-                verify[length].append(_verify_ms(session, tokens, runtime, options))
+                verify[length].append(_verify_ms(session, tokens, runtime, options, budgets))
                 done += 1
                 for rep in range(options.reps):
                     made: dict[tuple[Any, ...], list[int]] = {}
-                    for mode, drafter, budget in cases[
-                        :: -1 if rep % 2 else 1
-                    ]:  # what comes later has a warmer machine
+                    order = cases[::-1] if rep % 2 else cases  # what comes later has a warmer machine
+                    for mode, drafter, budget in order:
                         progress(done, total, f"{length} tokens of context, {drafter}, {mode}")
                         made[mode, drafter, budget], stats = _run(session, tokens, mode, drafter, budget, options)
                         found.setdefault((length, drafter, mode, budget), []).append(stats)
@@ -92,7 +91,10 @@ def measure_context(options: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for (length, drafter, mode, budget), runs in found.items():
         plain = found.get((length, drafter, OFF, None))
-        row = _row(runs, plain, verify[length], first_differences.get((length, drafter, mode, budget), []))
+        passes = {"full": [ms[OFF] for ms in verify[length]]}
+        if mode != OFF:
+            passes["partial"] = [ms[budget] for ms in verify[length]]
+        row = _row(runs, plain, passes, first_differences.get((length, drafter, mode, budget), []))
         rows.append({"context": length, "drafter": drafter, "mode": mode, "budget": budget, **row})
     return {
         **identity_columns(runtime, options),
@@ -121,17 +123,22 @@ def _run(
 
 
 def _verify_ms(
-    session: Session, tokens: list[int], runtime: Runtime, options: argparse.Namespace
-) -> dict[str, float | None]:
-    """Milliseconds of a pass over the tip and a chain behind it, over either arena; None where it is not in use."""
+    session: Session, tokens: list[int], runtime: Runtime, options: argparse.Namespace, budgets: Sequence[Any]
+) -> dict[Any, float | None]:
+    """Milliseconds of a pass over the tip and a chain behind it: over the full arena, as that of `OFF`, and over the
+    partial one by budget; None where it is not in use."""
     host, chain = _chain(runtime, tokens)
-    one = Options(max_new_tokens=1, drafter="none", partial_kv="lossy", ignore_eos=True)  # it fills the partial arena
-    made = session.generate(tokens, whole=True, **one)
-    ms: dict[str, float | None] = {}
-    for arena, partial in (("full", False), ("partial", True)):
-        in_use = not partial or made.stats.refreshes > 0
-        times = [session.rehearse(chain, host, partial=partial) for _ in range(2 + 5 * options.reps) if in_use]
-        ms[arena] = median(times[2:]) if times else None  # the first ones find cold caches
+    ms: dict[Any, float | None] = {}
+    for budget in (OFF, *budgets):
+        one = Options(max_new_tokens=1, drafter="none", ignore_eos=True)
+        if budget != OFF:  # it fills the partial arena
+            one |= Options(partial_kv="lossy", partial_budget=budget)
+        session.generate(tokens, whole=True, **one)
+        try:
+            times = [session.rehearse(chain, host, partial=budget != OFF) for _ in range(2 + 5 * options.reps)]
+            ms[budget] = median(times[2:])  # the first ones find cold caches
+        except RequestError:  # the partial arena stands for nothing
+            ms[budget] = None
     return ms
 
 
@@ -150,7 +157,10 @@ def _same(expected: list[int], found: list[int]) -> float:
 
 
 def _row(
-    runs: Sequence[Stats], plain: Sequence[Stats] | None, verify: Sequence[dict[str, float | None]], same: list[float]
+    runs: Sequence[Stats],
+    plain: Sequence[Stats] | None,
+    verify: dict[str, list[float | None]],
+    same: list[float],
 ) -> dict[str, Any]:
     rates = [stats.decode_tokens_per_second for stats in runs]
     whole = sum(stats.total_ms for stats in runs)
@@ -160,7 +170,7 @@ def _row(
     speedups = [a / p.decode_tokens_per_second for a, p in zip(rates, plain, strict=True)] if plain else []
 
     def of(arena: str) -> float | None:
-        times = [ms for each in verify if (ms := each[arena]) is not None]
+        times = [ms for ms in verify.get(arena, []) if ms is not None]
         return median(times) if times else None
 
     return {

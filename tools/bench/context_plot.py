@@ -19,9 +19,14 @@ def write_plot(report: dict[str, Any], path: Path) -> None:
     with matplotlib.rc_context({"font.size": 9, "axes.grid": True, "grid.color": "#d0d0d0"}):
         figure = Figure(figsize=(9, 4), layout="constrained")
         verify, speed = figure.subplots(1, 2)
-        for key, name, marker in (("verify_full_ms", "full arena", "o"), ("verify_partial_ms", "partial arena", "s")):
-            points = sorted({(row["context"], row[key]) for row in rows if row[key] is not None})
-            verify.plot([x for x, _ in points], [y for _, y in points], marker=marker, label=name)
+        arenas = [("verify_full_ms", "full arena", rows)]
+        for budget in dict.fromkeys(row["budget"] for row in rows):
+            name = "partial arena" + ("" if budget is None else f", {budget} blocks")
+            arenas.append(("verify_partial_ms", name, [row for row in rows if row["budget"] == budget]))
+        for place, (key, name, mine) in enumerate(arenas):
+            points = sorted({(row["context"], row[key]) for row in mine if row[key] is not None})
+            if points:
+                verify.plot([x for x, _ in points], [y for _, y in points], marker=_MARKERS[place % 8], label=name)
         verify.set_ylabel("a verify pass, ms")
         lines = list(dict.fromkeys((row["drafter"], row["mode"], row["budget"]) for row in rows))
         for place, line in enumerate(lines):

@@ -19,7 +19,7 @@ namespace nb = nanobind;
 namespace {
 
 constexpr const char* kOp = "BlockSummary";
-constexpr i64 kStrip = 16;  // blocks whose summaries are written together: a cache line of each element
+constexpr i64 kStrip = 16;  // blocks whose summaries are written together: neighbours, of each element
 
 class BlockSummary {
  public:

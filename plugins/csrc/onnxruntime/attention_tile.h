@@ -21,7 +21,7 @@ struct Piece {
 
 constexpr std::int32_t kEveryone = -1;
 
-// Memory of a thread, which only grows, and begins where a cache line does: a vector is read from one line then.
+// Memory of a thread, which only grows, and begins where a cache line does: the widest vectors are read from one.
 // Nothing of it is inline: the kernels are built for instruction sets that a machine may lack, and a linker keeps one
 // copy of an inline function, whichever it meets first.
 template <class T>

@@ -39,7 +39,7 @@ struct Domain {
   OrtCustomOpDomain* domain = nullptr;
 };
 
-// What the session says, or as many as the machine has.
+// What the session says, or as many as the machine has processors, which may be more than it will have.
 int threads_of(const OrtApi& api, const OrtSessionOptions* options) {
   int known = 0;
   check(api.HasSessionConfigEntry(options, kThreads, &known));

@@ -92,7 +92,7 @@ class Run {
     check(api_.KernelContext_ParallelFor(context_, body, count, 0, state));
   }
 
-  // How many those are.
+  // How many those are, or where the session did not say, the machine's processors.
   int threads() const { return threads_; }
 
  private:
