@@ -84,8 +84,10 @@ class Interval:
         """Tokens that rounds over the full arena alone would bring."""
         passes, _, brought, drafted = self._small
         rounds, plain_ms, plain_tokens = self._plain
-        now = brought / passes / max(self._full_ms(drafted / passes), plain_ms / rounds) if passes else 0.0
-        return max(now, plain_tokens / plain_ms)
+        if not passes:
+            return plain_tokens / plain_ms
+        ms = max(self._full_ms(drafted / passes), plain_ms / rounds / 2)  # a line through few points may end anywhere
+        return max(brought / passes / ms, plain_tokens / plain_ms)
 
     def _full_ms(self, length: float) -> float:
         count, n, squares, ms, products = self._full
