@@ -381,6 +381,14 @@ def test_budgets_change_what_is_retrieved_and_no_token(long: Runtime) -> None:
     assert {1, 2, 3} <= seen
 
 
+def test_another_budget_fills_the_arena_anew(long: Runtime) -> None:
+    session, tokens = long.session(), prompt(8, 120)
+    for budget in (1, 3, 2):
+        options = {"max_new_tokens": 1, "drafter": "none", "partial_kv": "lossy", "ignore_eos": True}
+        found = session.generate(tokens, whole=True, partial_budget=budget, **options)  # type: ignore[arg-type]
+        assert found.stats.retrieved == budget
+
+
 def test_the_plans_budget_is_that_of_requests_that_do_not_say(long: Runtime) -> None:
     for budget in (None, 2, "auto"):
         plans = long.manifest.partial_kv.model_copy(update={"budget": budget})  # type: ignore[union-attr]
