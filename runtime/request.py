@@ -28,8 +28,8 @@ class Options(TypedDict, total=False):
       by rejection, tokens depend on what was drafted too, and so on what the session has seen.
     - `skip_sample_adjustment` (False): for debugging drafters with `acceptance: rejection`; see `SamplingParams`.
     - `auto_disable` (True): decode plainly while drafts cost more than they bring, by the clock, and run ahead of the
-      full arena (`partial_kv`) only while that pays. Tokens stay the same;
-      drafters with `acceptance: rejection`, and lossy partial KV, whose tokens would not, are never disabled.
+      full arena (`partial_kv`) only while that pays. Tokens stay the same; drafters with `acceptance: rejection`, and
+      lossy partial KV, whose tokens would not, are never disabled.
     - `on_round`: called with a `trace.Round` after each round, before its span is given out.
     - `logprobs` (None): report each token's log-probability and this many of the most probable (0 to 20).
     - `cancel`: a `threading.Event`; once set, the generation ends before its next step.
