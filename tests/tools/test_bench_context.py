@@ -76,6 +76,7 @@ def test_times_behind_random_rows_need_no_prefill(
     ("arguments", "said"),
     [
         (("--modes", "fast"), "--modes names 'fast'; the modes are lossless, lossy, off"),
+        (("--budgets", "1,4"), "--budgets has 4; the plan has room for 3 blocks"),
         (("--drafters", "other"), "--drafters names 'other'; the plan has"),
         (("--lengths", "150"), "--lengths has 150; beside --new 20 the context leaves 140"),
     ],

@@ -37,6 +37,9 @@ def measure_context(options: argparse.Namespace) -> dict[str, Any]:
     modes = options.modes or list(PARTIAL_MODES)
     if wrong := [mode for mode in modes if mode not in PARTIAL_MODES]:
         raise RequestError(f"--modes names {wrong[0]!r}; the modes are {', '.join(PARTIAL_MODES)}.")
+    most = manifest.partial_kv.n_retrieval_blocks
+    if large := [budget for budget in options.budgets or [] if budget != "auto" and budget > most]:
+        raise RequestError(f"--budgets has {large[0]}; the plan has room for {most} blocks.")
     known = [drafter.name for drafter in manifest.drafters]
     drafters = known if options.drafters is None else drafters_named(options.drafters, known)
     room = room_for_prompts(manifest.target.context, options.new)
