@@ -6,7 +6,6 @@ copied one by one into their final type and layout: the peak is the model and on
 
 from __future__ import annotations
 
-import json
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from compiler.models.config import WeightType
+from compiler.models.config import WeightType, read_json
+from compiler.models.quantization import refuse_quantized_tensors
 from plans.errors import CheckpointError
 
 SINGLE, INDEX, PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
@@ -100,6 +100,7 @@ class Weights:
         if just that tensor is missing.
         """
         config, found, allowed = self.path / "config.json", self.found, {**wanted, **(optional or {})}
+        refuse_quantized_tensors(((name, stored.dtype) for name, stored in found.items()), self.source)
         missing = [name for name in wanted if name not in found]
         unexpected = [name for name in found if name not in allowed]
         if missing:
@@ -168,11 +169,7 @@ def _listed(path: Path) -> dict[str, Path] | None:
     index, single = path / INDEX, path / SINGLE
     if not index.exists():
         return None
-    try:
-        content = json.loads(index.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{index} cannot be read as JSON: {error}") from None
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: 'weight_map' must map tensor names to file names, found {weight_map!r}")
     listed = {name: path / _shard_name(index, name, shard) for name, shard in weight_map.items()}
@@ -207,6 +204,11 @@ def _single(path: Path, pickled: bool) -> Path:
         raise CheckpointError(
             f"{path} holds {others[0]} but no {SINGLE}; pickled weights are not read: "
             "save the model again with transformers' save_pretrained"
+        )
+    if (file := next(path.glob("*.gguf"), None)) is not None:
+        raise CheckpointError(
+            f"{path} holds {file.name} but no {SINGLE}; GGUF files are not supported yet: give the checkpoint that it "
+            "was made from"
         )
     raise CheckpointError(f"{path} holds neither {SINGLE} nor {INDEX}; download the weights of the checkpoint")
 

@@ -13,7 +13,8 @@ class Family:
     """One `model_type` of Hugging Face.
 
     A flag that is None follows the checkpoint's `attention_bias`. `weights` maps a parameter name of
-    `models.decoder.Decoder` (`{i}` is the layer) to the tensor's name in the checkpoint.
+    `models.decoder.Decoder` (`{i}` is the layer) to the tensor's name in the checkpoint. `window` is what an absent
+    `sliding_window` means, for families whose attention has one unless config.json says null; None for the others.
     """
 
     name: str
@@ -21,6 +22,7 @@ class Family:
     output_bias: bool | None
     qk_norm: bool
     tie_embeddings: bool
+    window: int | None = None
     weights: dict[str, str] = field(default_factory=dict)
 
 
@@ -50,6 +52,15 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         Family("llama", qkv_bias=None, output_bias=None, qk_norm=False, tie_embeddings=False, weights=_WEIGHTS),
+        Family(
+            "mistral",
+            qkv_bias=False,
+            output_bias=False,
+            qk_norm=False,
+            tie_embeddings=False,
+            window=4096,
+            weights=_WEIGHTS,
+        ),
         Family("qwen2", qkv_bias=True, output_bias=False, qk_norm=False, tie_embeddings=False, weights=_WEIGHTS),
         Family("qwen3", qkv_bias=None, output_bias=None, qk_norm=True, tie_embeddings=False, weights=_WEIGHTS),
     )

@@ -37,8 +37,10 @@ class RopeScaling:
     def from_huggingface(cls, parameters: Mapping[str, Any]) -> RopeScaling:
         """From a `rope_scaling` / `rope_parameters` object. Raises `ValueError` with the key at fault."""
         values = {key: value for key, value in parameters.items() if value is not None}
-        kind = values.pop("rope_type", values.pop("type", "default"))
-        values.pop("type", None)
+        older = values.pop("type", None)
+        kind = values.pop("rope_type", older or "default")
+        if older not in (None, kind):
+            raise ValueError(f"rope scaling's 'rope_type' is {kind!r} and its older spelling 'type' is {older!r}")
         if kind not in KINDS:
             raise ValueError(f"rope scaling {kind!r} is not supported; known kinds: {', '.join(KINDS)}")
         known = {f.name for f in fields(cls)} - {"kind"}

@@ -162,15 +162,25 @@ def test_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; known families: llama, qwen2, qwen3"),
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; known families: llama, mistral, qwen2, qwen3"),
         ({"hidden_size": "32"}, "hidden_size must be a positive integer, found '32'"),
         ({"head_dim": 7}, "head_dim is 7"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
-        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a positive number, found 'small'"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number above 0 and of at most 1, found 'small'"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number above 0 and of at most 1, found nan"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps must be a number above 0 and of at most 1, found inf"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; at most 1024 can be compiled"),
+        ({"hidden_size": 10**30}, "hidden_size is 1000000000000000000000000000000; at most"),
+        ({"max_position_embeddings": 2**40}, "max_position_embeddings is 1099511627776; at most"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false, found 'no'"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 'sliding_attention'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"use_sliding_window": True}, "sliding-window"),
-        ({"rope_parameters": [1]}, "rope scaling must be a JSON object, found [1]"),
-        ({"rope_parameters": {"rope_theta": None}}, "rope_theta must be a positive number, found None"),
+        ({"rope_parameters": [1]}, "rope_parameters must be a JSON object, found [1]"),
+        (
+            {"rope_parameters": {"rope_theta": None}},
+            "rope_theta must be a number above 0 and of at most 1e+15, found None",
+        ),
     ],
 )
 def test_wrong_config_names_the_key(
@@ -181,10 +191,88 @@ def test_wrong_config_names_the_key(
     refused(tmp_path, str(tmp_path / "config.json"), sentence)
 
 
-def test_wrong_end_token_names_the_file(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
+@pytest.mark.parametrize("end", ["</s>", 97, [1, -1], True])
+def test_wrong_end_token_names_the_file(end: object, tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
     make_checkpoint()
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
-    refused(tmp_path, "generation_config.json: eos_token_id must be one token id or a list of them, found '</s>'")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    sentence = f"eos_token_id must be one token id or a list of them, from 0 to 96, found {end!r}"
+    refused(tmp_path, f"{tmp_path / 'generation_config.json'}: {sentence}")
+
+
+def test_deeply_nested_json_is_refused(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
+    make_checkpoint()
+    (tmp_path / "config.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+    refused(tmp_path, f"{tmp_path / 'config.json'} cannot be read as JSON: it is nested too deeply")
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "a GPTQ checkpoint"),
+        ({"quantization_config": {"quant_method": "awq", "version": "gemm"}}, "an AWQ checkpoint"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "an FP8 checkpoint"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "a compressed-tensors checkpoint"),
+        ({"quantization_config": {"quant_method": "new-one"}}, "a new-one checkpoint"),
+        ({"quantization_config": {"bits": 4}}, "a quantised checkpoint"),
+    ],
+)
+def test_quantised_checkpoint_is_named_by_its_config(
+    settings: dict[str, object], kind: str, tmp_path: Path, make_checkpoint: MakeCheckpoint
+) -> None:
+    make_checkpoint()
+    change_config(tmp_path, **settings)
+    refused(tmp_path, f"{tmp_path / 'config.json'}: this is {kind}", "not supported yet; give the checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("suffixes", "kind"),
+    [
+        (("qweight", "qzeros", "scales", "g_idx"), "a GPTQ checkpoint"),
+        (("qweight", "qzeros", "scales"), "an AWQ or GPTQ checkpoint"),
+        (("weight_packed", "weight_scale"), "a compressed-tensors checkpoint"),
+        (("weight", "weight.absmax"), "a bitsandbytes checkpoint"),
+    ],
+)
+def test_quantised_checkpoint_is_named_by_its_tensors(
+    suffixes: tuple[str, ...], kind: str, tmp_path: Path, make_checkpoint: MakeCheckpoint
+) -> None:
+    """Older tools keep their settings in a file of their own, and config.json says nothing."""
+    make_checkpoint()
+    stem = GATE.removesuffix("weight")
+
+    def quantise(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[GATE]
+        tensors.update({stem + suffix: torch.zeros(4, dtype=torch.int32) for suffix in suffixes})
+
+    change(tmp_path, quantise)
+    refused(tmp_path, f"{tmp_path / FILE}: this is {kind} by its tensors", "not supported yet")
+
+
+def test_fp8_checkpoint_is_named_by_its_tensors(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
+    make_checkpoint()
+    change(tmp_path, lambda tensors: tensors.update({GATE: tensors[GATE].to(torch.float8_e4m3fn)}))
+    refused(tmp_path, f"{tmp_path / FILE}: this is an FP8 checkpoint by its tensors")
+
+
+def test_gguf_is_named(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
+    make_checkpoint()
+    (tmp_path / FILE).rename(tmp_path / "model-q4_0.gguf")
+    refused(tmp_path, "model-q4_0.gguf", "GGUF files are not supported yet")
+
+
+@pytest.mark.parametrize(
+    ("written", "said"), [(4096, "sliding_window is 4096;"), (None, "sliding_window is 4096 (the key is absent")]
+)
+def test_mistral_with_a_window_is_refused(
+    written: int | None, said: str, tmp_path: Path, make_checkpoint: MakeCheckpoint
+) -> None:
+    """transformers reads an absent key as 4096."""
+    make_checkpoint("mistral", sliding_window=4096)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["sliding_window"]
+    config |= {} if written is None else {"sliding_window": written}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refused(tmp_path, said, "whose sliding_window is null")
 
 
 class TestSharded:

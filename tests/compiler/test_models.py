@@ -35,6 +35,8 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "llama-one-kv-head": ("llama", {"num_key_value_heads": 1}),
     "llama-linear": ("llama", {"rope_parameters": {"rope_theta": 10000.0, **LINEAR}}),
     "llama-llama3": ("llama", {"rope_parameters": {"rope_theta": 5000.0, **LLAMA3}}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-wide-heads": ("mistral", {"sliding_window": None, "head_dim": 12, "tie_word_embeddings": True}),
     "qwen2": ("qwen2", {"rms_norm_eps": 1e-5}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2-yarn": ("qwen2", {"rope_parameters": {"rope_theta": 10000.0, **YARN}}),

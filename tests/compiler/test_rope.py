@@ -41,28 +41,28 @@ SCALINGS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
-@pytest.mark.parametrize("name", SCALINGS)
-def test_tables_equal_transformers(name: str, spelling: str, tmp_path: Path) -> None:
-    raw = {
-        "model_type": "qwen3",
-        "vocab_size": 10,
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "max_position_embeddings": POSITIONS,
-    }
-    if spelling == "rope_parameters":
-        raw["rope_parameters"] = SCALINGS[name] | {"rope_theta": THETA}
-    else:
-        raw |= {"rope_theta": THETA, "rope_scaling": None if name == "default" else SCALINGS[name]}
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    config = read_config(tmp_path)
+SIZES: dict[str, object] = {
+    "model_type": "qwen3",
+    "vocab_size": 10,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": POSITIONS,
+}
+
+
+def write_config(folder: Path, **keys: object) -> None:
+    (folder / "config.json").write_text(json.dumps(SIZES | keys))
+
+
+def compare_with_transformers(folder: Path) -> None:
+    """The tables of the config.json in `folder` are those of transformers, at every position."""
+    config = read_config(folder)
     cos, sin = rope_tables(config.rope_theta, config.head_dim, POSITIONS, config.rope_scaling)
-    oracle = Qwen3RotaryEmbedding(Qwen3Config.from_pretrained(tmp_path))
+    oracle = Qwen3RotaryEmbedding(Qwen3Config.from_pretrained(folder))
 
     expected_cos, expected_sin = oracle(torch.zeros(1), torch.arange(POSITIONS)[None])
     assert cos.dtype == sin.dtype == np.float32
@@ -73,6 +73,76 @@ def test_tables_equal_transformers(name: str, spelling: str, tmp_path: Path) -> 
     # The first positions hold the frequencies and the magnitude themselves.
     np.testing.assert_allclose(cos[:2], expected_cos[0, :2, :32].numpy(), rtol=1e-6)
     np.testing.assert_allclose(sin[:2], expected_sin[0, :2, :32].numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_tables_equal_transformers(name: str, spelling: str, tmp_path: Path) -> None:
+    if spelling == "rope_parameters":
+        write_config(tmp_path, rope_parameters=SCALINGS[name] | {"rope_theta": THETA})
+    else:
+        write_config(tmp_path, rope_theta=THETA, rope_scaling=None if name == "default" else SCALINGS[name])
+    compare_with_transformers(tmp_path)
+
+
+PLAIN = {"rope_type": "default", "rope_theta": THETA}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"rope_parameters": {"rope_type": "default"}},
+        {"rope_parameters": PLAIN, "rope_scaling": None},
+        {"rope_parameters": PLAIN, "rope_scaling": {}},
+        {"rope_parameters": PLAIN, "rope_theta": THETA},
+        {"rope_parameters": YARN | {"rope_theta": THETA}, "rope_scaling": YARN | {"rope_theta": THETA}},
+        {"rope_parameters": YARN | {"rope_theta": THETA}, "rope_scaling": YARN, "rope_theta": THETA},
+        {"rope_parameters": YARN, "rope_scaling": YARN},
+        {"rope_parameters": None, "rope_scaling": YARN | {"rope_theta": THETA}},
+        {"rope_theta": THETA, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+        {
+            "rope_theta": THETA,
+            "rope_scaling": {"rope_type": "yarn", "factor": 2.0},
+            "original_max_position_embeddings": 512,
+        },
+        {"rope_parameters": PLAIN | {"partial_rotary_factor": 1.0}},
+    ],
+)
+def test_keys_that_agree_are_read_as_by_transformers(keys: dict[str, object], tmp_path: Path) -> None:
+    write_config(tmp_path, **keys)
+    compare_with_transformers(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"rope_parameters": PLAIN, "rope_scaling": YARN}, "rope_parameters and rope_scaling contradict each other"),
+        ({"rope_parameters": PLAIN, "rope_scaling": {"rope_type": "default"}}, "move all keys into rope_parameters"),
+        ({"rope_parameters": PLAIN, "rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not supported"),
+        (
+            {"rope_parameters": PLAIN, "rope_scaling": YARN | {"rope_theta": 1e4}},
+            "rope_parameters.rope_theta is 500000 and rope_scaling.rope_theta is 10000; remove the wrong one",
+        ),
+        ({"rope_parameters": PLAIN, "rope_theta": 1e4}, "is 500000 and rope_theta is 10000; remove the wrong one"),
+        ({"rope_scaling": {"rope_type": "linear", "type": "yarn", "factor": 2.0}}, "its older spelling 'type' is"),
+        (
+            {"rope_scaling": YARN, "original_max_position_embeddings": 64},
+            "original_max_position_embeddings is 64 and rope_scaling.original_max_position_embeddings is 512",
+        ),
+        ({"rope_scaling": ["yarn"]}, "rope_scaling must be a JSON object, found ['yarn']"),
+        ({"rope_parameters": {"full_attention": PLAIN}}, "unknown key 'full_attention'"),
+        ({"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}}, "unknown key 'partial_rotary_factor'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; only whole heads can be rotated"),
+        ({"rope_theta": float("nan")}, "rope_theta must be a number above 0"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(keys: dict[str, object], sentence: str, tmp_path: Path) -> None:
+    write_config(tmp_path, **keys)
+    with pytest.raises(CheckpointError) as refused:
+        read_config(tmp_path)
+    assert str(tmp_path / "config.json") in str(refused.value)
+    assert sentence in str(refused.value)
 
 
 def test_llama_spelling_with_type_is_read(tmp_path: Path) -> None:
