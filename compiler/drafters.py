@@ -15,12 +15,12 @@ from compiler.eagle3_checkpoint import load_eagle3, read_eagle3_config
 from compiler.models.config import DecoderConfig, WeightType, read_config
 from compiler.models.decoder import Decoder
 from compiler.models.drafting import DecoderDraft, Eagle3Draft
-from compiler.models.eagle3 import Eagle3Config
+from compiler.models.eagle3_config import Eagle3Config
 from compiler.recipe import Recipe
 from compiler.recipe_drafters import Eagle3Section, EntropySection, GraphSection, ModelSection, NgramSection
 from compiler.recipe_rope import positions_served
 from plans.errors import CheckpointError
-from plans.manifest import Drafter, EntropyGamma, Geometry, GraphDrafter, NgramDrafter, Tree
+from plans.manifest import Drafter, EntropyGamma, Geometry, GraphDrafter, NgramDrafter, Taps, Tree
 
 CHAIN = 4
 
@@ -48,6 +48,7 @@ class GraphSource:
             entropy=EntropyGamma(gamma_min=adaptive.min, gamma_max=adaptive.max, beta=adaptive.beta)
             if isinstance(adaptive, EntropySection)
             else None,
+            taps=Taps(**self.config.taps._asdict()) if isinstance(self.config, Eagle3Config) else None,
         )
 
     def geometry(self, target: Geometry) -> Geometry:
@@ -93,7 +94,7 @@ def read_sources(recipe: Recipe, target: DecoderConfig) -> list[GraphSource]:
                     ("drafters", index, "aux_layers"),
                     f"is {list(taps_given)}; name three different layers from 0 to {target.num_layers - 1}",
                 )
-            config = read_eagle3_config(path, target, rope_theta=section.rope_theta, aux_layers=taps_given)
+            config = read_eagle3_config(path, target, section.overrides)
             size = config.draft_vocab_size
         else:
             config = read_config(path, section.scaling)
@@ -157,13 +158,7 @@ def load(recipe: Recipe, source: GraphSource, target: Decoder, dtype: WeightType
     """The drafter's model in `dtype`, which is the type of `target`, ready for `export_draft`."""
     path, section = recipe.drafter_path(source.section), source.section
     if isinstance(section, Eagle3Section):
-        head = load_eagle3(
-            path,
-            target.config,
-            dtype,
-            rope_theta=section.rope_theta,
-            aux_layers=section.aux_layers,
-        )
+        head = load_eagle3(path, target.config, dtype, section.overrides)
         return Eagle3Draft(head, target.embedding)
     return DecoderDraft(load_decoder(path, dtype, section.scaling))
 

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from compiler.eagle3_taps import read_taps
 from compiler.models.config import DecoderConfig, Reader, WeightType, read_json, read_rope, refuse_unsupported
-from compiler.models.eagle3 import TAPS, Eagle3Config, Eagle3Head
+from compiler.models.eagle3 import Eagle3Head
+from compiler.models.eagle3_config import TAPS, Eagle3Config, Eagle3Overrides, Taps
 from compiler.weights import Slot, Weights, check_folder, slots
 from plans.errors import CheckpointError
 
@@ -26,8 +28,6 @@ EMBEDDING, Q_PROJ, K_PROJ = (
 )
 # The vocabulary map. Draft token i is target token i + d2t[i]; t2d marks the target tokens that have a draft token.
 D2T, T2D = "d2t", "t2d"
-MIN_LAYERS = 7
-"""Layers a target needs for the three default taps to be distinct."""
 
 _NAMES = {
     "embedding": EMBEDDING,
@@ -48,34 +48,24 @@ _NAMES = {
 }
 
 
-def read_eagle3_config(
-    path: Path,
-    target: DecoderConfig,
-    *,
-    rope_theta: float | None = None,
-    aux_layers: tuple[int, int, int] | None = None,
-) -> Eagle3Config:
+def read_eagle3_config(path: Path, target: DecoderConfig, given: Eagle3Overrides | None = None) -> Eagle3Config:
     """The geometry of the head in the checkpoint folder `path`, checked against `target` and against all headers.
 
-    `rope_theta` wins over the checkpoint's own, which wins over 10000: EAGLE and AngelSlim trained with 10000
-    whatever their config.json says, SpecForge with what it says. So do `aux_layers`. Raises `CheckpointError`.
+    What the recipe has `given` wins. Without a `rope_theta` anywhere it is 10000: EAGLE and AngelSlim trained with
+    10000 whatever their config.json says, SpecForge with what it says. Raises `CheckpointError`.
     """
-    return _examine(path, target, rope_theta, aux_layers).config
+    return _examine(path, target, given or Eagle3Overrides()).config
 
 
 def load_eagle3(
-    path: Path,
-    target_config: DecoderConfig,
-    dtype: WeightType = "float32",
-    rope_theta: float | None = None,
-    aux_layers: tuple[int, int, int] | None = None,
+    path: Path, target_config: DecoderConfig, dtype: WeightType = "float32", given: Eagle3Overrides | None = None
 ) -> Eagle3Head:
     """Load the head with all weights in `dtype`, on the CPU, frozen and in eval mode.
 
     Projections are transposed to `[in, out]`; `embedding` is None where the target's serves. Raises
     `CheckpointError` naming the file, the key, what was expected and what was found.
     """
-    head = _examine(path, target_config, rope_theta, aux_layers)
+    head = _examine(path, target_config, given or Eagle3Overrides())
     values: dict[str, Tensor] = head.stored.fill(head.wanted, dtype)
     head.module.load_state_dict(values | {"target_ids": head.target_ids}, assign=True)
     return head.module.requires_grad_(False).eval()
@@ -91,14 +81,16 @@ class _Head(NamedTuple):
     target_ids: Tensor
 
 
-def _examine(
-    path: Path, target: DecoderConfig, rope_theta: float | None, aux_layers: tuple[int, int, int] | None
-) -> _Head:
+def _examine(path: Path, target: DecoderConfig, given: Eagle3Overrides) -> _Head:
     check_folder(path)
-    raw = read_json(path / "config.json")
+    file = path / "config.json"
+    raw = read_json(file)
     stored = Weights(path, pickled=True)
-    taps = _aux_layers(path / "config.json", raw, target) if aux_layers is None else aux_layers
-    config = _read_config(path / "config.json", raw, stored, target, rope_theta, taps)
+    if given.aux_layers is None:
+        taps = read_taps(file, raw, target.num_layers)
+    else:
+        taps = Taps(given.aux_layers, "aux_layers of the recipe")
+    config = _read_config(file, raw, stored, target, given, taps)
     with torch.device("meta"):
         module = Eagle3Head(config)
     wanted = slots(module, _NAMES.__getitem__)
@@ -115,8 +107,8 @@ def _read_config(
     raw: dict[str, Any],
     stored: Weights,
     target: DecoderConfig,
-    rope_theta: float | None,
-    aux_layers: tuple[int, int, int],
+    given: Eagle3Overrides,
+    taps: Taps,
 ) -> Eagle3Config:
     refuse_unsupported(raw, file)
     get = Reader(raw, file)
@@ -142,13 +134,13 @@ def _read_config(
         head_dim=head_dim,
         draft_vocab_size=draft_vocab,
         vocab_size=vocab,
-        rms_norm_eps=get.number("rms_norm_eps", 1e-6),
-        rope_theta=theta if rope_theta is None else rope_theta,
+        rms_norm_eps=get.number("rms_norm_eps", 1e-6, most=1.0),
+        rope_theta=theta if given.rope_theta is None else given.rope_theta,
         rope_scaling=scaling,
         own_embedding=own_embedding,
         fc_norm=get.boolean("fc_norm", any(name.startswith("fc_norm.") for name in stored.found)),
-        norm_output=get.boolean("norm_output", False),
-        aux_layers=aux_layers,
+        norm_output=get.boolean("norm_output", False) if given.norm_output is None else given.norm_output,
+        taps=taps,
     )
 
 
@@ -211,43 +203,6 @@ def _rows(stored: Weights, name: str) -> int | None:
     """Rows of a matrix of the checkpoint; None where there is no such matrix."""
     found = stored.found.get(name)
     return found.shape[0] if found is not None and len(found.shape) == 2 else None
-
-
-def _aux_layers(file: Path, raw: dict[str, Any], target: DecoderConfig) -> tuple[int, int, int]:
-    """The default taps, or those named by config.json: layers whose *outgoing* streams count, so one lower than ours.
-
-    SpecForge names them in `eagle_config`, vLLM's converter and AngelSlim at the top.
-    """
-    layers = target.num_layers
-    nested = raw.get("eagle_config") or {}
-    if not isinstance(nested, dict):
-        raise CheckpointError(f"{file}: eagle_config must be a JSON object, found {nested!r}")
-    spelled = (
-        ("eagle_config.eagle_aux_hidden_state_layer_ids", nested.get("eagle_aux_hidden_state_layer_ids")),
-        ("eagle_aux_hidden_state_layer_ids", raw.get("eagle_aux_hidden_state_layer_ids")),
-        ("aux_hidden_states_layer_ids", raw.get("aux_hidden_states_layer_ids")),
-    )
-    named = [(key, ids) for key, ids in spelled if ids is not None]
-    for key, ids in named[:1]:
-        for other, others in named[1:]:
-            if others != ids:
-                raise CheckpointError(
-                    f"{file}: {key} is {ids!r} and {other} is {others!r}; remove the wrong one, or set aux_layers in "
-                    "the recipe"
-                )
-        whole = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
-        if not whole or len(set(ids)) != TAPS or len(ids) != TAPS or not all(0 <= i < layers - 1 for i in ids):
-            raise CheckpointError(
-                f"{file}: {key} must be {TAPS} different layers from 0 to {layers - 2} of the target, found {ids!r}"
-            )
-        low, middle, high = (i + 1 for i in ids)
-        return low, middle, high
-    if layers < MIN_LAYERS:
-        raise CheckpointError(
-            f"{file}: the target has {layers} layers, but three distinct default taps need {MIN_LAYERS}; "
-            "name others in the recipe's aux_layers"
-        )
-    return 2, layers // 2, layers - 3
 
 
 def _target_ids(stored: Weights, config: Eagle3Config) -> Tensor:

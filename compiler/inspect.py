@@ -84,6 +84,9 @@ def print_description(description: dict[str, Any], console: Console) -> None:
         console.print(f"built in {build['seconds']:.1f} s{memory}, on {build['processor']}{taken}")
     for drafter in description["drafters"]:
         console.print(f"drafter {drafter['name']}: {drafter}")
+        if taps := drafter.get("taps"):
+            layers = ", ".join(map(str, taps["layers"]))
+            console.print(f"  reads the residual streams that enter the target's layers {layers}: {taps['reason']}")
     for name, target in description["targets"].items():
         console.print(f"\n[bold]{name}[/bold]  {target['session_bytes'] / 1e6:.1f} MB of buffers per session")
         for program, stages in target["programs"].items():

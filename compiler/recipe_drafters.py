@@ -16,6 +16,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from compiler.models.eagle3_config import Eagle3Overrides
 from compiler.models.rope import RopeScaling
 from compiler.recipe_rope import RopeScalingSection
 from compiler.recipe_section import Name, Section, WrittenPath
@@ -108,8 +109,18 @@ class Eagle3Section(Section):
         None,
         strict=False,
         description="layers of the target whose incoming hidden states the head reads, in place of those its "
-        "config.json names: projects count them differently",
+        "config.json names: projects count them differently, and `inspect` shows which are read and why",
     )
+    norm_output: bool | None = Field(
+        None,
+        description="replaces the checkpoint's norm_output; false for heads that SpecForge trained with "
+        "norm_output: true between July and September 2026, as plain EAGLE3",
+    )
+
+    @property
+    def overrides(self) -> Eagle3Overrides:
+        """What replaces keys of the head's config.json."""
+        return Eagle3Overrides(self.rope_theta, self.aux_layers, self.norm_output)
 
 
 class EntropySection(Section):

@@ -94,6 +94,14 @@ class EntropyGamma(Strict):
     beta: float
 
 
+class Taps(Strict):
+    """The target's layers whose incoming residual streams an EAGLE3 head reads, and what said so. For the reader: the
+    engines have them built in."""
+
+    layers: tuple[Count, Count, Count]
+    reason: str
+
+
 class GraphDrafter(Strict):
     """A drafter that is an engine of its name, with an arena of its own: the model of its name.
 
@@ -106,6 +114,7 @@ class GraphDrafter(Strict):
     tree: Tree
     acceptance: Literal["coupled", "rejection"] = "coupled"
     entropy: EntropyGamma | None = None
+    taps: Taps | None = None
 
     @property
     def longest(self) -> int:

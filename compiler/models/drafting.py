@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from compiler.models.config import DecoderConfig
 from compiler.models.decoder import Decoder, Execution
-from compiler.models.eagle3 import Eagle3Config, Eagle3Head
+from compiler.models.eagle3 import Eagle3Head
+from compiler.models.eagle3_config import Eagle3Config
 
 
 class DecoderDraft(nn.Module):

@@ -8,59 +8,12 @@ rotation and attention to an `Execution`. Source: EAGLE-3 (arXiv 2503.01840); FE
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compiler.models.decoder import Execution, Linear, RmsNorm
-from compiler.models.rope import RopeScaling
-
-TAPS = 3
-"""Residual streams of the target that make one feature."""
-
-
-@dataclass(frozen=True)
-class Eagle3Config:
-    """Geometry of one draft head. `hidden_size` is its own width H, `target_hidden_size` the target's, Ht.
-
-    `aux_layers` are the target's layers whose incoming residual streams make the feature, in the order in which they
-    are concatenated (transformers' `hidden_states` at those indices). `fc_norm`: each stream is normed before `fc`.
-    `norm_output`: what is fed back is h after the final norm, not before it (EAGLE 3.1, arXiv 2605.09992).
-    """
-
-    hidden_size: int
-    target_hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    draft_vocab_size: int
-    vocab_size: int
-    rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling
-    own_embedding: bool
-    fc_norm: bool
-    norm_output: bool
-    aux_layers: tuple[int, int, int]
-
-    @property
-    def num_layers(self) -> int:
-        return 1
-
-    @property
-    def query_size(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        return self.num_kv_heads * self.head_dim
-
-    @property
-    def feature_size(self) -> int:
-        return TAPS * self.target_hidden_size
+from compiler.models.eagle3_config import TAPS, Eagle3Config
 
 
 class Eagle3Head(nn.Module):

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiler.eagle3_checkpoint import load_eagle3
-from compiler.models.eagle3 import Eagle3Config
+from compiler.models.eagle3_config import Eagle3Config
 from compiler.models.rope import rope_tables
 
 from .eagle3_heads import LAYOUTS, K, Layout, O, Q, V, target_config, write_eagle3

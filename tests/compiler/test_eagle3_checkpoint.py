@@ -14,7 +14,7 @@ from torch import Tensor
 from compiler.checkpoint import checkpoint_hashes
 from compiler.eagle3_checkpoint import load_eagle3, read_eagle3_config
 from compiler.models.config import WeightType
-from compiler.models.eagle3 import Eagle3Config
+from compiler.models.eagle3_config import Eagle3Config, Eagle3Overrides, Taps
 from compiler.models.rope import RopeScaling
 from plans.errors import CheckpointError
 
@@ -49,11 +49,11 @@ def test_geometry_is_read_from_config_and_shapes(layout: Layout, tmp_path: Path)
         vocab_size=60,
         rms_norm_eps=1e-5,
         rope_theta=5e5,
-        rope_scaling=RopeScaling(original_max_position_embeddings=256),
+        rope_scaling=RopeScaling(),
         own_embedding=True,
         fc_norm=False,
         norm_output=False,
-        aux_layers=(2, 6, 9),
+        taps=Taps((2, 6, 9), "EAGLE3's default: config.json names none"),
     )
 
 
@@ -63,8 +63,8 @@ def test_rope_theta_is_the_callers_then_the_checkpoints_then_ten_thousand(tmp_pa
     assert read_eagle3_config(tmp_path, target).rope_theta == 10000
     write_eagle3(tmp_path, rope_theta=1e6)
     assert read_eagle3_config(tmp_path, target).rope_theta == 1e6
-    assert read_eagle3_config(tmp_path, target, rope_theta=5e5).rope_theta == 5e5
-    assert load_eagle3(tmp_path, target, rope_theta=5e5).config.rope_theta == 5e5
+    assert read_eagle3_config(tmp_path, target, Eagle3Overrides(rope_theta=5e5)).rope_theta == 5e5
+    assert load_eagle3(tmp_path, target, given=Eagle3Overrides(rope_theta=5e5)).config.rope_theta == 5e5
 
 
 @pytest.mark.parametrize("absent", [(), ("t2d",), ("d2t",)])
@@ -264,8 +264,8 @@ def test_target_embedding_of_another_width_cannot_stand_in(tmp_path: Path) -> No
         ({"fc_norm": "yes"}, "fc_norm must be true or false, found 'yes'"),
         ({"fc_norm": True}, "tensor 'fc_norm.0.weight', 'fc_norm.1.weight', 'fc_norm.2.weight' is missing"),
         ({"norm_output": 1}, "norm_output must be true or false, found 1"),
-        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a positive number, found 'small'"),
-        ({"rope_theta": -1}, "rope_theta must be a positive number, found -1"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number above 0 and of at most 1, found 'small'"),
+        ({"rope_theta": -1}, "rope_theta must be a number above 0 and of at most 1e+15, found -1"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"use_sliding_window": True}, "sliding-window"),
@@ -276,6 +276,20 @@ def test_wrong_config_names_the_key(values: dict[str, object], sentence: str, tm
     write_eagle3(tmp_path)
     change_config(tmp_path, **values)
     refused(tmp_path, str(tmp_path), sentence)
+
+
+def test_recipe_overrides_the_feedback_that_the_config_claims(tmp_path: Path) -> None:
+    write_eagle3(tmp_path, norm_output=True)
+    assert read_eagle3_config(tmp_path, target_config()).norm_output
+    plain = Eagle3Overrides(norm_output=False)
+    assert not read_eagle3_config(tmp_path, target_config(), plain).norm_output
+    assert not load_eagle3(tmp_path, target_config(), given=plain).config.norm_output
+
+
+def test_quantised_head_is_named(tmp_path: Path) -> None:
+    write_eagle3(tmp_path)
+    change_config(tmp_path, quantization_config={"quant_method": "awq"})
+    refused(tmp_path, "config.json: this is an AWQ checkpoint", "not supported yet")
 
 
 def test_norms_that_the_config_denies(tmp_path: Path) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from compiler.eagle3_checkpoint import load_eagle3, read_eagle3_config
+from compiler.inspect import describe, print_description
+from compiler.models.eagle3_config import Eagle3Overrides
 
 from .eagle3_heads import (
     LAYOUTS,
@@ -25,15 +29,49 @@ def test_default_taps_of_a_target(layers: int, taps: tuple[int, ...], tmp_path: 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_named_taps_are_the_streams_behind_those_layers(layout: Layout, tmp_path: Path) -> None:
+def test_ids_of_layers_whose_output_is_read_are_one_lower(layout: Layout, tmp_path: Path) -> None:
     """What SpecForge names by default for 94 layers, [1, 46, 90], is the default of FEATURES, [2, 47, 91]."""
     target = target_config(layers=94)
     write_eagle3(tmp_path, layout=layout)
     default = read_eagle3_config(tmp_path, target).aux_layers
     write_eagle3(tmp_path, layout=layout, aux_layer_ids=[1, 46, 90])
     assert read_eagle3_config(tmp_path, target).aux_layers == default == (2, 47, 91)
-    write_eagle3(tmp_path, layout=layout, aux_layer_ids=[2, 0, 1])
+
+
+def test_angelslims_ids_are_always_one_lower(tmp_path: Path) -> None:
+    write_eagle3(tmp_path, layout="angelslim", aux_layer_ids=[2, 0, 1])
     assert read_eagle3_config(tmp_path, target_config(layers=4)).aux_layers == (3, 1, 2)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("ids", [[2, 4, 5], [0, 3, 7], [5, 1, 2]])
+def test_ids_that_do_not_begin_with_1_are_indices_of_hidden_states(
+    ids: list[int], nested: bool, tmp_path: Path
+) -> None:
+    """As vLLM, speculators and TorchSpec write them."""
+    write_eagle3(tmp_path)
+    named = {"eagle_aux_hidden_state_layer_ids": ids}
+    change_config(tmp_path, **({"eagle_config": named} if nested else named))
+    taps = read_eagle3_config(tmp_path, target_config(layers=8)).taps
+    assert list(taps.layers) == ids
+    assert f"eagle_aux_hidden_state_layer_ids {ids}, first id not 1: indices of hidden_states" in taps.reason
+
+
+def test_both_spellings_of_the_same_layers(tmp_path: Path) -> None:
+    """AngelSlim writes both."""
+    write_eagle3(tmp_path)
+    change_config(tmp_path, aux_hidden_states_layer_ids=[1, 3, 4], eagle_aux_hidden_state_layer_ids=[2, 4, 5])
+    assert read_eagle3_config(tmp_path, target_config(layers=8)).aux_layers == (2, 4, 5)
+
+
+def test_the_reason_is_in_the_plan_and_shown(tmp_path: Path, toy_plan: Path, reference_plan: Path) -> None:
+    shown = [describe(plan) for plan in (toy_plan, reference_plan)]
+    taps = [next(d["taps"] for d in each["drafters"] if d["kind"] == "eagle3") for each in shown]
+    assert (taps[0]["layers"], taps[1]["layers"]) == ((0, 1, 2), (2, 4, 5))
+    console = Console(file=StringIO(), width=400)
+    print_description(shown[1], console)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "2, 4, 5: eagle_config.eagle_aux_hidden_state_layer_ids [1, 3, 4], first id 1: layers whose" in printed
 
 
 @pytest.mark.parametrize("layers", [1, 4, 6])
@@ -47,11 +85,13 @@ def test_target_with_too_few_layers_for_three_taps(layers: int, tmp_path: Path) 
     )
 
 
-@pytest.mark.parametrize("ids", [[0, 1], [0, 1, 1], [-1, 2, 3], [1, 3, 7], [1, 3, "5"], [1, 3, 5.0], 3, [True, 2, 3]])
+@pytest.mark.parametrize(
+    "ids", [[0, 1], [0, 1, 1], [-1, 2, 3], [1, 3, 7], [2, 3, 8], [1, 3, "5"], [1, 3, 5.0], 3, [True, 2, 3]]
+)
 @pytest.mark.parametrize("layout", ["specforge", "angelslim"])
 def test_wrong_taps(ids: list[int], layout: Layout, tmp_path: Path) -> None:
     write_eagle3(tmp_path, layout=layout, aux_layer_ids=ids)
-    refused(tmp_path, "layer_ids must be 3 different layers from 0 to 6 of the target", f"found {ids!r}")
+    refused(tmp_path, "layer_ids must be 3 different layers from 0 to", f"found {ids!r}")
 
 
 def test_taps_at_the_top_under_the_nested_name(tmp_path: Path) -> None:
@@ -63,10 +103,17 @@ def test_taps_at_the_top_under_the_nested_name(tmp_path: Path) -> None:
 def test_taps_that_contradict_each_other(tmp_path: Path) -> None:
     write_eagle3(tmp_path, layout="specforge", aux_layer_ids=[1, 2, 3])
     change_config(tmp_path, aux_hidden_states_layer_ids=[1, 2, 4])
-    refused(tmp_path, "is [1, 2, 3] and aux_hidden_states_layer_ids is [1, 2, 4]", "aux_layers")
+    refused(
+        tmp_path,
+        "is [1, 2, 3], streams [2, 3, 4], and aux_hidden_states_layer_ids is [1, 2, 4], streams [2, 3, 5]",
+        "set aux_layers in the recipe",
+    )
+    change_config(tmp_path, aux_hidden_states_layer_ids=None, eagle_aux_hidden_state_layer_ids=[2, 3, 5])
+    refused(tmp_path, "eagle_aux_hidden_state_layer_ids is [2, 3, 5], streams [2, 3, 5]")
 
 
 def test_given_taps_win(tmp_path: Path) -> None:
     write_eagle3(tmp_path, aux_layer_ids=[1, 2, 3])
-    assert read_eagle3_config(tmp_path, target_config(), aux_layers=(1, 4, 6)).aux_layers == (1, 4, 6)
-    assert load_eagle3(tmp_path, target_config(), aux_layers=(1, 4, 6)).config.aux_layers == (1, 4, 6)
+    given = Eagle3Overrides(aux_layers=(1, 4, 6))
+    assert read_eagle3_config(tmp_path, target_config(), given).taps == ((1, 4, 6), "aux_layers of the recipe")
+    assert load_eagle3(tmp_path, target_config(), given=given).config.aux_layers == (1, 4, 6)

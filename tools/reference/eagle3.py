@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from compiler.eagle3_checkpoint import load_eagle3
+from compiler.eagle3_taps import default_taps
 from compiler.models.config import DecoderConfig
-from compiler.models.eagle3 import Eagle3Config, Eagle3Head
+from compiler.models.eagle3 import Eagle3Head
+from compiler.models.eagle3_config import Eagle3Config
 from compiler.models.rope import RopeScaling
 from tools.reference.acceptance import Drafts, measure
 from tools.reference.drafter import MUON_LR, Lessons, principal_axes, teach
@@ -52,7 +54,7 @@ class HeadGeometry:
             own_embedding=self.hidden != target.hidden_size,
             fc_norm=self.fc_norm,
             norm_output=self.norm_output,
-            aux_layers=(2, target.num_layers // 2, target.num_layers - 3),
+            taps=default_taps(target.num_layers),
         )
 
 

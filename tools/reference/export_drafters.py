@@ -86,8 +86,9 @@ def write_eagle3(head: Eagle3Head, max_positions: int, folder: Path) -> None:
         "attention_bias": False,
         "tie_word_embeddings": False,
         "fc_norm": c.fc_norm,
-        "norm_output": c.norm_output,
-        # Layers whose outgoing streams count: one lower than those whose incoming ones do.
+        # Absent where it is off: some versions of SpecForge read false as no norm before lm_head.
+        **({"norm_output": True} if c.norm_output else {}),
+        # Layers whose outgoing streams count: one lower than those whose incoming ones do. The first is 1.
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in c.aux_layers]},
         "dtype": "bfloat16",
     }

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from compiler.models.eagle3 import Eagle3Config, Eagle3Head
+from compiler.models.eagle3 import Eagle3Head
+from compiler.models.eagle3_config import Eagle3Config
 from compiler.models.rope import rope_tables
 
 RECOMPUTED = 512

@@ -1,0 +1,72 @@
+"""Geometry of an EAGLE3 draft head, and what a recipe may say of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from compiler.models.rope import RopeScaling
+
+TAPS = 3
+"""Residual streams of the target that make one feature."""
+
+
+class Taps(NamedTuple):
+    """The target's layers whose incoming residual streams make a head's feature (transformers' `hidden_states` at
+    those indices), in the order in which they are concatenated, and what said so."""
+
+    layers: tuple[int, int, int]
+    reason: str
+
+
+class Eagle3Overrides(NamedTuple):
+    """What a recipe says of a head in place of its config.json; None leaves it to the checkpoint."""
+
+    rope_theta: float | None = None
+    aux_layers: tuple[int, int, int] | None = None
+    norm_output: bool | None = None
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """Geometry of one draft head. `hidden_size` is its own width H, `target_hidden_size` the target's, Ht.
+
+    `fc_norm`: each stream is normed before `fc`. `norm_output`: what is fed back is h after the final norm, not before
+    it (EAGLE 3.1, arXiv 2605.09992).
+    """
+
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    draft_vocab_size: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling
+    own_embedding: bool
+    fc_norm: bool
+    norm_output: bool
+    taps: Taps
+
+    @property
+    def aux_layers(self) -> tuple[int, int, int]:
+        return self.taps.layers
+
+    @property
+    def num_layers(self) -> int:
+        return 1
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def feature_size(self) -> int:
+        return TAPS * self.target_hidden_size
