@@ -37,7 +37,11 @@ def check_served(recipe: Recipe) -> None:
     for index, target in enumerate(recipe.targets):
         if isinstance(target, OnnxRuntimeCpuSection) and recipe.dtype(target) != "float32":
             where = ("target", "dtype") if target.dtype is None else ("targets", index, "dtype")
-            raise recipe.error(where, f"is {recipe.dtype(target)}; onnxruntime-cpu computes in float32, set it to that")
+            raise recipe.error(
+                where,
+                f"is {recipe.dtype(target)}; onnxruntime-cpu computes in float32: set it to float32 (a checkpoint in "
+                "any of the types is read), and give the dtype to the sections of other targets, which may have their own",
+            )
         if isinstance(target, TensorRtRtxSection):
             for place, drafter in enumerate(recipe.drafters):
                 if not isinstance(drafter, NgramSection) and drafter.acceptance == "rejection":

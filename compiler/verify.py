@@ -1,4 +1,5 @@
-"""Compare a built plan with PyTorch on held-out text, and every drafter's runs with plain decoding."""
+"""Compare a built plan with its checkpoint in PyTorch (`oracle.py`) on held-out text, and every drafter's runs with
+plain decoding."""
 
 from __future__ import annotations
 
@@ -10,12 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from compiler.agreement import EXACT, DrafterCheck, compare_drafters
-from compiler.checkpoint import load_decoder
 from compiler.drafters import source_hashes
 from compiler.held_out import read_prompts
 from compiler.identity import plan_identity
-from compiler.models.decoder import Decoder
-from compiler.models.eager import sequence_logits
+from compiler.oracle import Oracle, OracleChoice, load_oracle
 from compiler.partial_check import PartialCheck, check_partial
 from compiler.recipe import Recipe, check_same_recipe
 from plans.errors import PlanError, RecipeError, RequestError
@@ -50,7 +49,7 @@ class Divergence:
 
 @dataclass
 class Verification:
-    """What was measured, and the verdict.
+    """What was measured against which `oracle`, and the verdict.
 
     `logit_bound` is absolute: it is what the plan cannot talk itself out of. `tolerance` is twice the largest logit
     error (closer logits than that may change places), but at most the bound. `drafters` holds the
@@ -58,6 +57,7 @@ class Verification:
     where no partial arena serves.
     """
 
+    oracle: str = ""
     prompts: int = 0
     tokens: int = 0
     max_logit_error: float = 0.0
@@ -91,24 +91,26 @@ def verify_plan(
     *,
     prompts: int = 8,
     new_tokens: int = 64,
+    oracle: OracleChoice = "auto",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Verification:
-    """Run `prompts` held-out prompts for `new_tokens` greedy tokens on the plan and in PyTorch.
+    """Run `prompts` held-out prompts for `new_tokens` greedy tokens on the plan and on the `oracle`.
 
     Every position's logits are compared along the plan's own sequence, so one early difference does not
     hide later errors. Every drafter of the plan runs the same prompts, greedily and at SAMPLED, and must give the
     tokens of plain decoding. With partial KV they run behind long contexts too, in every mode: lossless must give the
     tokens of full KV, and how far lossy drifts is reported. `progress` gets pieces of work done, and of how many.
     Raises `RecipeError` when the recipe names no held-out text, `RequestError` for numbers of prompts or tokens that
-    cannot be run, `PlanError` when the plan was built from something else.
+    cannot be run or an oracle that is not installed, `CheckpointError` where the oracle cannot load the checkpoint,
+    `PlanError` when the plan was built from something else.
     """
     if prompts < 1:
         raise RequestError(f"prompts is {prompts}; run at least 1.")
     texts = _prompts(recipe)[:prompts]
     check_same_source(recipe, plan, read_manifest(plan))
     runtime = Runtime.load(plan)
-    decoder = load_decoder(recipe.checkpoint_path, "float32", recipe.rope_scaling)
-    result = Verification(prompts=len(texts))
+    model = load_oracle(recipe, oracle)
+    result = Verification(oracle=model.name, prompts=len(texts))
     longest = runtime.manifest.target.context - new_tokens - 1
     if longest < 1:
         raise RequestError(
@@ -117,7 +119,7 @@ def verify_plan(
     pieces = (3 + (runtime.manifest.partial_kv is not None)) * len(texts)
     encoded = [runtime.tokenizer.encode(text)[-min(longest, 1024) :] for text in texts]
     for index, ids in enumerate(encoded):
-        _compare(runtime, decoder, ids, index, new_tokens, result)
+        _compare(runtime, model, ids, index, new_tokens, result)
         progress(index + 1, pieces)
     result.tolerance = min(result.logit_bound, 2 * result.max_logit_error)  # in this order, NaN gives the bound
     result.divergences = [replace(d, near_tie=d.margin <= result.tolerance) for d in result.divergences]
@@ -170,7 +172,7 @@ def _prompts(recipe: Recipe) -> list[str]:
 
 
 def _compare(
-    runtime: Runtime, decoder: Decoder, ids: list[int], prompt: int, new_tokens: int, result: Verification
+    runtime: Runtime, oracle: Oracle, ids: list[int], prompt: int, new_tokens: int, result: Verification
 ) -> None:
     session = runtime.session()
     rows: list[np.ndarray] = []
@@ -185,7 +187,7 @@ def _compare(
             raise
         result.max_logit_error = math.nan
         return
-    expected = sequence_logits(decoder, ids + generated[:-1])[len(ids) - 1 :]
+    expected = oracle.logits(ids + generated[:-1], len(generated))
     error = np.abs(np.stack(rows) - expected.numpy())
     result.tokens += len(generated)
     result.max_logit_error = float(np.maximum(result.max_logit_error, error.max()))  # NaN stays

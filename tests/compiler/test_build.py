@@ -238,7 +238,9 @@ def test_half_precision_on_the_cpu_is_refused_with_its_line(workplace: Path) -> 
     text = recipe.read_text(encoding="utf-8").replace("checkpoint: target\n", "checkpoint: target\n  dtype: float16\n")
     recipe.write_text(text, encoding="utf-8")
     line = text.splitlines().index("  dtype: float16") + 1
-    with pytest.raises(RecipeError, match="float32") as caught:
+    with pytest.raises(
+        RecipeError, match="is float16; onnxruntime-cpu computes in float32: set it to float32"
+    ) as caught:
         rebuild(workplace)
     assert f"model.yaml:{line}" in str(caught.value)
     assert "target.dtype" in str(caught.value)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 import compiler.__main__
 import compiler.identity
+import compiler.models.config
+import compiler.oracle
+from compiler.models.rope import RopeScaling
 from compiler.partial_check import PartialCheck
 from compiler.verify import LOGIT_BOUND, Divergence, Verification
 from plans.plan import file_sha256
@@ -51,6 +56,79 @@ def put_weights(plan: Path, values: np.ndarray) -> None:
 
 def weights_of(plan: Path) -> np.ndarray:
     return np.fromfile(plan / WEIGHTS, np.float32)
+
+
+@pytest.fixture
+def stretched(toy_recipe: Path, tmp_path: Path) -> Path:
+    """The toy without drafters, its checkpoint stretched by YaRN."""
+    folder = tmp_path / "stretched"
+    shutil.copytree(toy_recipe.parent / "target", folder / "target")
+    shutil.copyfile(toy_recipe.parent / "held_out.jsonl", folder / "held_out.jsonl")
+    capacity = "{context: 160, prefill_chunk: 16}"
+    (folder / "model.yaml").write_text(
+        f"name: stretched\nheld_out: held_out.jsonl\ntarget: {{checkpoint: target}}\ncapacity: {capacity}\n"
+    )
+    return folder
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def test_a_key_of_the_checkpoint_that_the_build_misread_shows(
+    stretched: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """Our own decoder misreads it as the build did; transformers does not."""
+    config = json.loads((stretched / "target" / "config.json").read_text(encoding="utf-8"))
+    config["rope_parameters"] = YARN | {"rope_theta": 10000.0}
+    (stretched / "target" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with monkeypatch.context() as misread:
+        misread.setattr(compiler.models.config, "_scaling", lambda *_: RopeScaling())
+        assert run("build", stretched / "model.yaml", "--out", stretched / "plan") == 0
+        assert verify(stretched, "--oracle", "decoder") == 0
+    capsys.readouterr()
+    assert verify(stretched, "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["oracle"] == f"transformers {version('transformers')}"
+    assert found["max_logit_error"] > LOGIT_BOUND
+
+
+def test_a_scaling_that_the_recipe_replaces_goes_to_the_oracle(stretched: Path, capsys: Captured) -> None:
+    override = f"target.rope_scaling={json.dumps(YARN)}"
+    assert run("build", stretched / "model.yaml", "--out", stretched / "plan", "--set", override) == 0
+    capsys.readouterr()
+    assert verify(stretched, "--set", override) == 0
+    assert f"against transformers {version('transformers')}: 2 prompts, 24 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("installed", "said"), [(None, "transformers is not installed"), ("4.57.1", "transformers 4.57.1 is older than 5")]
+)
+def test_without_transformers_our_own_decoder_serves_and_that_is_said(
+    installed: str | None, said: str, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    def installed_version(_: str) -> str:
+        if installed is None:
+            raise PackageNotFoundError
+        return installed
+
+    monkeypatch.setattr(compiler.oracle, "version", installed_version)
+    assert verify(workplace) == 0
+    assert f"against Outrider's own decoder in PyTorch {torch.__version__} ({said}" in capsys.readouterr().out
+    assert verify(workplace, "--oracle", "transformers") == 2
+    assert f"oracle transformers is asked for, and {said}" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_transformers_cannot_load_is_said_with_the_way_out(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("an unknown key")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
+    assert verify(workplace) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "cannot be loaded by transformers" in said
+    assert "(ValueError: an unknown key); --oracle decoder compares with our own decoder instead" in said
 
 
 def test_exchanged_weights_fail(workplace: Path, capsys: Captured) -> None:

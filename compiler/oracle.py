@@ -1,0 +1,118 @@
+"""What `compiler verify` holds a plan against: the checkpoint run by transformers, else by our own decoder.
+
+transformers reads config.json on its own, so that a key that we misread shows. Our decoder shares that reading with
+the plan: with it, `verify` looks at export, lowering and runtime alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from compiler.checkpoint import load_decoder
+from compiler.models.config import read_config
+from compiler.models.eager import sequence_logits
+from compiler.recipe import Recipe
+from plans.errors import CheckpointError, RequestError
+
+OracleChoice = Literal["auto", "transformers", "decoder"]
+ORACLES: tuple[OracleChoice, ...] = ("auto", "transformers", "decoder")
+_OLDEST = 5
+"""Version of transformers from which on `rope_parameters` are read."""
+
+
+class Oracle(Protocol):
+    """A model in PyTorch on the CPU, in float32. `name` says which one, for the reader."""
+
+    name: str
+
+    def logits(self, token_ids: list[int], last: int) -> Tensor:
+        """Logits f32 `[last, vocab]` of the last positions of one sequence."""
+        ...
+
+
+def load_oracle(recipe: Recipe, choice: OracleChoice = "auto") -> Oracle:
+    """The oracle of the recipe's target, its rotary scaling replaced where the recipe says so.
+
+    "auto" is transformers where a version that will do is installed. Raises `RequestError` where the one asked for is
+    not there, `CheckpointError` where it cannot load the checkpoint.
+    """
+    installed, lacking = _transformers()
+    if choice == "transformers" and lacking:
+        raise RequestError(f"The oracle transformers is asked for, and {lacking}.")
+    if choice == "decoder" or lacking:
+        return _OwnDecoder(recipe, lacking if choice == "auto" else "")
+    return _Transformers(recipe, installed)
+
+
+class _OwnDecoder:
+    def __init__(self, recipe: Recipe, why: str) -> None:
+        self.name = f"Outrider's own decoder in PyTorch {torch.__version__}" + (f" ({why})" if why else "")
+        self._decoder = load_decoder(recipe.checkpoint_path, "float32", recipe.rope_scaling)
+
+    def logits(self, token_ids: list[int], last: int) -> Tensor:
+        return sequence_logits(self._decoder, token_ids)[-last:]
+
+
+class _Transformers:
+    def __init__(self, recipe: Recipe, installed: str) -> None:
+        transformers: Any = import_module("transformers")
+        self.name = f"transformers {installed}"
+        path = recipe.checkpoint_path
+        with _quiet():
+            try:
+                self._model = transformers.AutoModelForCausalLM.from_pretrained(
+                    path, dtype=torch.float32, local_files_only=True, trust_remote_code=False, **_rope(recipe)
+                ).eval()
+            except Exception as error:  # whatever its loaders raise
+                raise CheckpointError(
+                    f"{path} cannot be loaded by {self.name} ({type(error).__name__}: {error}); --oracle decoder "
+                    "compares with our own decoder instead"
+                ) from error
+
+    @torch.no_grad()
+    def logits(self, token_ids: list[int], last: int) -> Tensor:
+        found = self._model(torch.tensor([token_ids]), use_cache=False, logits_to_keep=last)
+        logits: Tensor = found.logits[0].float()
+        return logits
+
+
+def _rope(recipe: Recipe) -> dict[str, object]:
+    """What the recipe replaces, in transformers' spelling: a scaling goes with its base."""
+    section = recipe.target.rope_scaling
+    if section is None:
+        return {}
+    theta = read_config(recipe.checkpoint_path, recipe.rope_scaling).rope_theta
+    return {"rope_parameters": section.model_dump(exclude_none=True) | {"rope_theta": theta}}
+
+
+def _transformers() -> tuple[str, str]:
+    """The installed version, and what keeps it from being used, as a clause; one of them is empty."""
+    try:
+        installed = version("transformers")
+    except PackageNotFoundError:
+        return "", 'transformers is not installed; `pip install "transformers>=5"` adds it'
+    if int(installed.partition(".")[0]) < _OLDEST:
+        return "", f"transformers {installed} is older than {_OLDEST}"
+    return installed, ""
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' progress bars and warnings, which are not about the plan."""
+    logging: Any = import_module("transformers.utils.logging")
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()
