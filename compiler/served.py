@@ -40,7 +40,7 @@ def check_served(recipe: Recipe) -> None:
             raise recipe.error(
                 where,
                 f"is {recipe.dtype(target)}; onnxruntime-cpu computes in float32: set it to float32 (a checkpoint in "
-                "any of the types is read), and give the dtype to the sections of other targets, which may have their own",
+                "any of the types is read), and give other targets a dtype of their own in their sections",
             )
         if isinstance(target, TensorRtRtxSection):
             for place, drafter in enumerate(recipe.drafters):
