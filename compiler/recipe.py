@@ -49,7 +49,7 @@ class TargetSection(Section):
 class CapacitySection(Section):
     """What a session can hold. Every buffer is allocated once, in these sizes."""
 
-    context: int = Field(ge=2, description="tokens of the longest sequence, prompt and output together")
+    context: int = Field(ge=2, le=2**23, description="tokens of the longest sequence, prompt and output together")
     branches: int = Field(1, ge=1, le=16, description="independent continuations at once")
     batching: bool = Field(
         False, description="a row of the arena for every branch as well, so that they can run in batching mode"
@@ -87,7 +87,7 @@ class SkeletonSection(Section):
     tools: tuple[ToolName, ...] = Field((), strict=False, description="tools that a point may ask for")
     most_points: int = Field(16, ge=1, le=16, description="points of the longest outline")
     direct: bool = Field(True, description="whether an answer may be given without an outline")
-    outline_tokens: int = Field(384, ge=1, description="tokens of the longest outline")
+    outline_tokens: int = Field(384, ge=1, le=2**23, description="tokens of the longest outline")
     branch: str = Field(
         "{outline}\n{point}\n",
         description="what a point's branch begins with behind the question: {outline}, and {point}, its line",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from compiler.recipe_section import Section
+from plans.buffers import LARGEST_SIZE
 from plans.partial_kv import PartialBudget, PartialKv, PartialMode, Reduce
 
 
@@ -15,9 +16,11 @@ class PartialKvSection(Section):
     block_size: int = Field(
         16, ge=1, le=256, description="tokens of a block: keys are summarised and fetched by blocks"
     )
-    n_sink_blocks: int = Field(2, ge=0, description="blocks of the very beginning, always kept")
-    n_retrieval_blocks: int = Field(256, ge=1, description="most blocks fetched from the middle, for each key head")
-    n_window_blocks: int = Field(8, ge=1, description="last blocks, always kept")
+    n_sink_blocks: int = Field(2, ge=0, le=LARGEST_SIZE, description="blocks of the very beginning, always kept")
+    n_retrieval_blocks: int = Field(
+        256, ge=1, le=LARGEST_SIZE, description="most blocks fetched from the middle, for each key head"
+    )
+    n_window_blocks: int = Field(8, ge=1, le=LARGEST_SIZE, description="last blocks, always kept")
     n_spec_tokens_buf: int = Field(
         128,
         ge=2,
@@ -25,14 +28,21 @@ class PartialKvSection(Section):
         description="tokens behind the window: those of steps since the arena was filled, and drafts; one pass over "
         "the full arena takes them all, with logits",
     )
-    partial_threshold: int = Field(4096, ge=0, description="tokens of context up to which the full arena is used")
-    full_refresh_interval: int = Field(32, ge=1, description="most steps between two passes over the full arena")
+    partial_threshold: int = Field(
+        4096, ge=0, le=LARGEST_SIZE, description="tokens of context up to which the full arena is used"
+    )
+    full_refresh_interval: int = Field(
+        32, ge=1, le=LARGEST_SIZE, description="most steps between two passes over the full arena"
+    )
     reduction: Reduce = Field("max", description="how scores of a block by several queries become one: max, mean, last")
     most_queries: int = Field(
         8, ge=1, le=256, description="accepted tokens, the last ones, whose queries choose blocks"
     )
     n_draft_window_tokens: int = Field(
-        1024, ge=1, description="tokens of a drafter's window: its arena keeps the sink and the last ones"
+        1024,
+        ge=1,
+        le=LARGEST_SIZE,
+        description="tokens of a drafter's window: its arena keeps the sink and the last ones",
     )
     budget: PartialBudget | None = Field(
         None,

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from compiler.models.families import FAMILIES, Family
 from compiler.models.quantization import refuse_quantized_config
-from compiler.models.rope import RopeScaling
+from compiler.models.rope import MOST_ROPE, RopeScaling
 from plans.errors import CheckpointError
 
 WeightType = Literal["float32", "float16", "bfloat16"]
@@ -133,7 +133,7 @@ class Reader:
             raise CheckpointError(f"{self._path}: {key} is {value}; at most {most} can be compiled")
         return value
 
-    def number(self, key: str, default: float, *, most: float = 1e15) -> float:
+    def number(self, key: str, default: float, *, most: float = MOST_ROPE) -> float:
         value = self._raw.get(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= most:
             raise CheckpointError(

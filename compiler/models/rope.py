@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 KINDS = ("default", "linear", "llama3", "yarn")
+MOST_ROPE = 1e12
+"""Largest number of a rotary setting, the base included: far above any in use, far below what float32 loses."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,9 @@ def _check_value(key: str, value: object) -> None:
             raise ValueError(f"rope scaling's {key!r} must be true or false, found {value!r}")
         return
     wanted = int if key == "original_max_position_embeddings" else int | float
-    if not isinstance(value, wanted) or isinstance(value, bool) or not 0 <= value < math.inf:
+    if not isinstance(value, wanted) or isinstance(value, bool) or not 0 <= value <= MOST_ROPE:
         noun = "an integer" if wanted is int else "a number"
-        raise ValueError(f"rope scaling's {key!r} must be {noun} of at least 0, found {value!r}")
+        raise ValueError(f"rope scaling's {key!r} must be {noun} from 0 to {MOST_ROPE:g}, found {value!r}")
     if value == 0 and key in ("factor", "beta_fast", "beta_slow"):
         raise ValueError(f"rope scaling's {key!r} must be greater than 0")
 

@@ -265,7 +265,7 @@ def test_target_embedding_of_another_width_cannot_stand_in(tmp_path: Path) -> No
         ({"fc_norm": True}, "tensor 'fc_norm.0.weight', 'fc_norm.1.weight', 'fc_norm.2.weight' is missing"),
         ({"norm_output": 1}, "norm_output must be true or false, found 1"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number above 0 and of at most 1, found 'small'"),
-        ({"rope_theta": -1}, "rope_theta must be a number above 0 and of at most 1e+15, found -1"),
+        ({"rope_theta": -1}, "rope_theta must be a number above 0 and of at most 1e+12, found -1"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"use_sliding_window": True}, "sliding-window"),

@@ -265,6 +265,35 @@ def test_wrong_override_is_named(override: str, sentence: str, recipe_file: Path
     assert sentence in refusal(recipe_file, FULL, override)
 
 
+def test_every_whole_number_of_a_recipe_has_a_largest_value() -> None:
+    """So that a slip of the hand is a sentence, and neither an endless build nor a number that no plan can hold."""
+    by_another_key = {"CapacitySection.prefill_chunk", "NgramSection.min_context"}
+    numbers = Recipe.model_json_schema()["$defs"]
+    unbounded = [
+        f"{section}.{name}"
+        for section, schema in numbers.items()
+        for name, field in schema.get("properties", {}).items()
+        for option in field.get("anyOf", [field])
+        if option.get("type") == "integer" and "maximum" not in option
+    ]
+    assert {name for name in unbounded if not name.startswith("RopeScaling")} == by_another_key
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("capacity.context=1000000000", "capacity.context must be at most 8388608, found 1000000000"),
+        ("partial_kv={n_sink_blocks: 1000000000}", "partial_kv.n_sink_blocks must be at most 16777216"),
+        (
+            "target.rope_scaling={rope_type: linear, factor: 1e300}",
+            "'factor' must be a number from 0 to 1e+12, found 1e+300",
+        ),
+    ],
+)
+def test_numbers_that_no_plan_can_hold_are_refused(override: str, sentence: str, recipe_file: Path) -> None:
+    assert sentence in refusal(recipe_file, SHORT, override)
+
+
 class TestCapacity:
     @pytest.fixture
     def config(self, tmp_path: Path) -> DecoderConfig:

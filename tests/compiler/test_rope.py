@@ -158,7 +158,8 @@ def test_llama_spelling_with_type_is_read(tmp_path: Path) -> None:
     [
         ({"rope_type": "dynamic", "factor": 2.0}, "'dynamic' is not supported; known kinds: default, linear"),
         ({"rope_type": "linear"}, "needs a 'factor'"),
-        ({"rope_type": "linear", "factor": "4"}, "'factor' must be a number of at least 0, found '4'"),
+        ({"rope_type": "linear", "factor": "4"}, "'factor' must be a number from 0 to 1e+12, found '4'"),
+        ({"rope_type": "linear", "factor": 1e300}, "'factor' must be a number from 0 to 1e+12, found 1e+300"),
         ({"rope_type": "linear", "factor": 0}, "'factor' must be greater than 0"),
         ({"rope_type": "linear", "factor": 2.0, "short_factor": [1]}, "unknown key 'short_factor'; known keys"),
         ({"rope_type": "linear", "factor": 2.0, "kind": "yarn"}, "unknown key 'kind'"),
