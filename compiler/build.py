@@ -31,7 +31,7 @@ from compiler.recipe_targets import (
     TensorRtSection,
 )
 from compiler.served import check_partial, check_served
-from compiler.text import write_tokenizer
+from compiler.text import read_text
 from plans import names
 from plans.buffers import DType, Tensor
 from plans.build_record import BuildRecord, write_build_record
@@ -100,6 +100,7 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
     if old is not None and old.manifest.identity == identity:
         progress(1, 1, "unchanged: the plan is up to date")
         return Built(_with_source(old, source, place), ("plan",))
+    text = read_text(recipe.checkpoint_path, config)
 
     geometry = _geometry(recipe, config, sources)
     listed = drafters.manifest_drafters(recipe, sources)
@@ -138,7 +139,7 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
                 around = _Around(listed, buffers[kind])
                 engines[kind] = _write_engines(recipe, sections[kind], exported, around, limits, root, steps)
         steps.begin("writing the plan")
-        text = write_tokenizer(recipe.checkpoint_path, root / "tokenizer", config)
+        text.write(root / "tokenizer")
         manifest = Manifest(
             format_version=FORMAT_VERSION,
             name=recipe.name,
@@ -146,7 +147,7 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
             recipe=recipe.resolved(),
             source=source,
             models={names.TARGET: geometry} | {s.section.name: s.geometry(geometry) for s in sources},
-            text=text,
+            text=text.text,
             partial_kv=partial,
             skeleton=Skeleton() if recipe.skeleton is None else Skeleton(**recipe.skeleton.model_dump()),
             drafters=listed,

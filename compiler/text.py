@@ -1,68 +1,108 @@
-"""The tokenizer's files and facts, from a checkpoint into a plan."""
+"""The tokenizer's files and facts, from a checkpoint into a plan.
+
+They are checked as the runtime will read them, before anything that takes long.
+"""
 
 from __future__ import annotations
 
-import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
-from compiler.models.config import DecoderConfig
-from plans.errors import CheckpointError
+from compiler.models.config import DecoderConfig, read_json
+from plans.chat_template import ChatTemplate
+from plans.errors import CheckpointError, OutriderError, PlanError
 from plans.manifest import Text
+from plans.tokenizer import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, Tokenizer
+
+_SETTINGS = "tokenizer_config.json"
+_PROBES = (
+    [{"role": "user", "content": "Hello."}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello."}],
+)
+"""Conversations of which a chat template must render one. Some templates ask for a system message, others refuse it."""
 
 
-def write_tokenizer(checkpoint: Path, folder: Path, config: DecoderConfig) -> Text:
-    """Copy `tokenizer.json` and the chat template (from either place Hugging Face keeps it) into `folder`.
+@dataclass(frozen=True)
+class CheckpointText:
+    """A tokenizer that was found good: its file, the chat template where there is one, and what a plan says of it."""
 
-    Raises `CheckpointError` for a tokenizer that is missing, unreadable, or larger than the model's vocabulary.
+    tokenizer: Path
+    template: str | None
+    text: Text
+
+    def write(self, folder: Path) -> None:
+        """Copy the files into `folder`, which is made."""
+        folder.mkdir(parents=True)
+        shutil.copyfile(self.tokenizer, folder / TOKENIZER_FILE)
+        if self.template is not None:
+            (folder / CHAT_TEMPLATE_FILE).write_text(self.template, encoding="utf-8")
+
+
+def read_text(checkpoint: Path, config: DecoderConfig) -> CheckpointText:
+    """The tokenizer of a checkpoint folder, with the chat template from either place Hugging Face keeps it.
+
+    Raises `CheckpointError` for a tokenizer that is missing, unreadable, larger than the model's vocabulary, or whose
+    text cannot be streamed, and for a chat template that is no Jinja or renders no plain conversation.
     """
-    tokenizer = checkpoint / "tokenizer.json"
-    if not tokenizer.is_file():
+    file = checkpoint / TOKENIZER_FILE
+    if not file.is_file():
         raise CheckpointError(
-            f"{tokenizer} does not exist; a plan carries the tokenizer, save it with `tokenizer.save_pretrained`"
+            f"{file} does not exist; a plan carries the tokenizer, save it with `tokenizer.save_pretrained`"
         )
     try:
-        size = Tokenizer.from_file(str(tokenizer)).get_vocab_size()
-    except Exception as error:  # the library raises bare Exceptions
-        raise CheckpointError(f"{tokenizer} cannot be read: {error}") from None
-    if size > config.vocab_size:
+        tokenizer = Tokenizer.read(file)
+    except PlanError as error:
+        raise CheckpointError(f"{error}; give a checkpoint with another tokenizer.json") from None
+    if tokenizer.vocab_size > config.vocab_size:
         raise CheckpointError(
-            f"{tokenizer} has {size} tokens, the model {config.vocab_size}; they do not belong together"
+            f"{file} has {tokenizer.vocab_size} tokens, the model {config.vocab_size}; they do not belong together"
         )
-    folder.mkdir(parents=True)
-    shutil.copyfile(tokenizer, folder / "tokenizer.json")
-    settings = _settings(checkpoint / "tokenizer_config.json")
-    template = _template(checkpoint, settings)
-    if template is not None:
-        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    return Text(
+    settings = read_json(checkpoint / _SETTINGS) if (checkpoint / _SETTINGS).is_file() else {}
+    text = Text(
         eos_token_ids=config.eos_token_ids,
         bos_token=_token(settings.get("bos_token")),
         eos_token=_token(settings.get("eos_token")),
     )
+    source, template = _template(checkpoint, settings)
+    if template is not None:
+        _check_template(template, str(source), text)
+    return CheckpointText(file, template, text)
 
 
-def _settings(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
-    return settings if isinstance(settings, dict) else {}
-
-
-def _template(checkpoint: Path, settings: dict[str, Any]) -> str | None:
-    file = checkpoint / "chat_template.jinja"
+def _template(checkpoint: Path, settings: dict[str, Any]) -> tuple[Path, str | None]:
+    """The chat template and the file that holds it."""
+    file = checkpoint / CHAT_TEMPLATE_FILE
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file, file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{file} cannot be read as UTF-8 text: {error}") from None
     template = settings.get("chat_template")
     if isinstance(template, list):  # several named templates: the one for plain chats
-        template = next((t["template"] for t in template if t.get("name") == "default"), None)
-    return template if isinstance(template, str) else None
+        named = [each for each in template if isinstance(each, dict)]
+        template = next((each.get("template") for each in named if each.get("name") == "default"), None)
+    return checkpoint / _SETTINGS, template if isinstance(template, str) else None
+
+
+def _check_template(template: str, source: str, text: Text) -> None:
+    """Raise `CheckpointError` unless the template renders a plain conversation."""
+    advice = "correct it, or remove it: the plan then continues prompts, and has no chat"
+    try:
+        chat = ChatTemplate(template, source=source, bos_token=text.bos_token, eos_token=text.eos_token)
+    except PlanError as error:
+        raise CheckpointError(f"{error}; {advice}") from None
+    failures: list[OutriderError] = []
+    for messages in _PROBES:
+        try:
+            chat.render(messages, True, {})
+            return
+        except OutriderError as error:
+            failures.append(error)
+    raise CheckpointError(
+        f"{str(failures[0]).rstrip('.')}; a plain question was tried. For a build: {advice}"
+    ) from None
 
 
 def _token(value: Any) -> str | None:

@@ -9,6 +9,7 @@ from time import perf_counter
 
 from plans import names
 from plans.manifest import GraphDrafter, Manifest, NgramDrafter, TargetPlan
+from plans.tokenizer import Tokenizer
 from runtime.backends.base import Backend, LoadedEngine
 from runtime.buffers import Buffers
 from runtime.drafters import Drafter, Fallback, make_host_drafter
@@ -18,7 +19,6 @@ from runtime.program import Program
 from runtime.rehearsal import rehearse
 from runtime.sampling import SamplingParams
 from runtime.step import DraftStep, Step, TargetStep
-from runtime.tokenizer import Tokenizer
 
 _LOG = logging.getLogger("outrider")
 

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from plans import names
 from plans.errors import RequestError
 from plans.step_buffers import sampling_buffers
+from plans.tokenizer import Tokenizer
 from plugins import native
 from runtime.grammar import DEAD, Grammar
 from runtime.sampling import SamplingParams
-from runtime.tokenizer import Tokenizer
 
 
 class Vocabulary:

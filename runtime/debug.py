@@ -7,7 +7,7 @@ import logging
 from rich.console import Console
 from rich.text import Text
 
-from runtime.tokenizer import Tokenizer
+from plans.tokenizer import Tokenizer
 from runtime.trace import Node, Round
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from plans.errors import RequestError
 from plans.manifest import Geometry
+from plans.tokenizer import Tokenizer, as_ids
 from runtime.text_stream import CONTEXT_TOKENS, TextStream
-from runtime.tokenizer import Tokenizer, as_ids
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from plans.errors import BusyError, RequestError
 from plans.machine import processor
 from plans.manifest import Manifest
 from plans.plan import Plan, open_plan
+from plans.tokenizer import Tokenizer
 from runtime.assembly import Loaded
 from runtime.backends import BACKENDS, Chosen, choose_target
 from runtime.backends.base import Settings
@@ -33,7 +34,6 @@ from runtime.radix_tree import common_length
 from runtime.request import Options, check_options
 from runtime.scheduler import Scheduler, SchedulerConfig, SchedulerStats
 from runtime.session import Session
-from runtime.tokenizer import Tokenizer
 
 MAX_IDLE = 4  # sessions kept for one-off generations; each holds its buffers
 MAX_THREADS = 1024

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from plans.errors import RequestError
-from runtime.tokenizer import TokenIds, Tokenizer, as_ids
+from plans.tokenizer import TokenIds, Tokenizer, as_ids
 
 # How far back into the context a stream looks: an unfinished character is at most 3 tokens that print, and what lies
 # between (special tokens at the end of a chat prompt) is short.

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from time import time
 from typing import Any
 
+from plans.tokenizer import Tokenizer
 from runtime.generation import FinishReason, Generation, Span
 from runtime.runtime import Runtime
 from runtime.sampling import TokenLogprob
-from runtime.tokenizer import Tokenizer
 
 _REASONS = {
     FinishReason.STOP: "stop",

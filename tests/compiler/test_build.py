@@ -246,13 +246,69 @@ def test_half_precision_on_the_cpu_is_refused_with_its_line(workplace: Path) -> 
     assert "target.dtype" in str(caught.value)
 
 
-def test_a_checkpoint_without_a_tokenizer_is_refused(workplace: Path) -> None:
+@pytest.fixture
+def no_export(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        pytest.fail("the checkpoint was exported before its text was checked")
+
+    monkeypatch.setattr(compiler.build, "_export", fail)
+
+
+@pytest.mark.usefixtures("no_export")
+def test_a_checkpoint_without_a_tokenizer_is_refused_before_anything_takes_long(workplace: Path) -> None:
     (workplace / "target" / "tokenizer.json").unlink()
     before = snapshot(workplace / "plan")
-    with pytest.raises(Exception, match=r"tokenizer\.json does not exist"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json does not exist"):
         rebuild(workplace)
     assert snapshot(workplace / "plan") == before
     assert leftovers(workplace) == []
+
+
+@pytest.mark.parametrize("content", ["{}", "not json", '{"model": {"type": "BPE"}}'])
+@pytest.mark.usefixtures("no_export")
+def test_a_tokenizer_that_cannot_be_read_is_refused(content: str, workplace: Path) -> None:
+    (workplace / "target" / "tokenizer.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"target/tokenizer\.json is not a tokenizer .* give a checkpoint with"):
+        rebuild(workplace)
+
+
+@pytest.mark.usefixtures("no_export")
+def test_a_tokenizer_that_cannot_be_streamed_is_refused(workplace: Path) -> None:
+    path = workplace / "target" / "tokenizer.json"
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    tokenizer["decoder"] = {"type": "CTC", "pad_token": "<pad>", "word_delimiter_token": "|", "cleanup": True}
+    path.write_text(json.dumps(tokenizer), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"has the decoder CTC, and text cannot be streamed .* give a checkpoint"):
+        rebuild(workplace)
+
+
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [
+        ("{% if %}", "tokenizer_config.json, line 1, is not a Jinja template: "),
+        ("{{ messages[0].contents.text }}", "failed on these messages (UndefinedError: "),
+        ("{{ raise_exception('never') }}", "refuses these messages: never"),
+        ("{% include 'other' %}", "includes 'other'"),
+        ("{{ messages.append(1) }}", "does what the sandbox forbids"),
+    ],
+)
+@pytest.mark.usefixtures("no_export")
+def test_a_chat_template_that_renders_no_question_is_refused(template: str, sentence: str, workplace: Path) -> None:
+    path = workplace / "target" / "tokenizer_config.json"
+    path.write_text(json.dumps({"chat_template": template}), encoding="utf-8")
+    with pytest.raises(CheckpointError) as refused:
+        rebuild(workplace)
+    assert sentence in str(refused.value)
+    assert str(path) in str(refused.value)
+    assert "correct it, or remove it: the plan then continues prompts, and has no chat" in str(refused.value)
+
+
+@pytest.mark.parametrize("asked", ["system", "user"])
+def test_a_chat_template_may_ask_for_a_system_message_or_refuse_it(asked: str, workplace: Path) -> None:
+    template = "{% if messages[0].role != '" + asked + "' %}{{ raise_exception('no') }}{% endif %}hi"
+    (workplace / "target" / "chat_template.jinja").write_text(template, encoding="utf-8")
+    built, _ = rebuild(workplace)
+    assert (built.plan.root / "tokenizer" / "chat_template.jinja").read_text(encoding="utf-8") == template
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(workplace: Path) -> None:

@@ -19,9 +19,9 @@ from compiler.build import build
 from compiler.held_out import read_prompts
 from compiler.recipe import Recipe, load_recipe
 from compiler.verify import verify_plan
+from plans.tokenizer import Tokenizer
 from runtime import Runtime
 from runtime.request import Options
-from runtime.tokenizer import Tokenizer
 from tests.conftest import HELD_OUT, REFERENCE_RECIPE
 
 SAMPLINGS = {

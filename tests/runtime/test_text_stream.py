@@ -14,8 +14,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as LibraryTokenizer
 
 from plans.errors import RequestError
+from plans.tokenizer import Tokenizer
 from runtime.text_stream import TextStream
-from runtime.tokenizer import Tokenizer
 
 CORPUS = ["the end of the world, 日本語 and wörld, 😀😀 emoji! <|stop|> User: hello\n\nUser: end"] * 4
 

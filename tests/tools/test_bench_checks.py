@@ -15,7 +15,7 @@ import pytest
 
 from plans.errors import RequestError
 from plans.plan import read_manifest
-from runtime.tokenizer import Tokenizer
+from plans.tokenizer import Tokenizer
 from tests.cpu_session import cpu_session
 from tools.bench import __main__ as bench
 from tools.bench import latency, threads, variants

@@ -18,9 +18,9 @@ from rich.console import Console
 from plans.console import progress_bar
 from plans.errors import OutriderError
 from plans.plan import read_manifest
+from plans.tokenizer import Tokenizer
 from runtime.backends import choose_target
 from runtime.embed.build import build
-from runtime.tokenizer import Tokenizer
 from tools.bench.prompts import choose_prompts, encode_prompts
 from tools.bench.threads import threads_used
 

@@ -13,11 +13,11 @@ from plans.console import progress_bar
 from plans.machine import peak_rss_bytes
 from plans.manifest import Manifest
 from plans.plan import read_manifest
+from plans.tokenizer import Tokenizer
 from runtime import Runtime, Session, Stats
 from runtime.backends import choose_target
 from runtime.request import Options
 from runtime.runtime import check_threads
-from runtime.tokenizer import Tokenizer
 from tools.bench.identity import identity_columns, plan_columns
 from tools.bench.prompts import Prompts, choose_prompts, cut_prompts, encode_prompts, room_for_prompts
 from tools.bench.rows import OPENING, Divergence, Mode, Run, first_tokens, summary, variant_columns

@@ -12,7 +12,7 @@ from pathlib import Path
 from compiler.held_out import Prompt, read_tasks
 from compiler.recipe import source_recipe
 from plans.errors import RequestError
-from runtime.tokenizer import Tokenizer
+from plans.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

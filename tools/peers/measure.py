@@ -14,8 +14,8 @@ from compiler.weights import check_folder
 from plans.console import progress_bar, stderr
 from plans.errors import OutriderError
 from plans.plan import read_manifest
+from plans.tokenizer import Tokenizer
 from runtime.runtime import check_threads
-from runtime.tokenizer import Tokenizer
 from tools.bench.machine import available_cores
 from tools.bench.prompts import choose_prompts, encode_prompts
 from tools.bench.rows import Divergence

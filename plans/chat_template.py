@@ -40,9 +40,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(text)
         except TemplateSyntaxError as error:
-            raise PlanError(
-                f"{source}, line {error.lineno}, is not a Jinja template: {error}. Build the plan again."
-            ) from error
+            raise PlanError(f"{source}, line {error.lineno}, is not a Jinja template: {error}") from error
 
     def render(
         self,

@@ -18,8 +18,8 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
+from plans.chat_template import ChatTemplate, check_text
 from plans.errors import PlanError, RequestError
-from runtime.chat_template import ChatTemplate, check_text
 
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
@@ -68,20 +68,27 @@ class Tokenizer:
         `bos_token` and `eos_token` are the texts that the chat template may print under these names; None leaves
         the name undefined. Raises PlanError for a file that is missing, unreadable or wrong.
         """
-        path = folder / TOKENIZER_FILE
+        template_path = folder / CHAT_TEMPLATE_FILE
+        template = None
         try:
-            tokenizer = tokenizers.Tokenizer.from_str(_read(path))
+            if template_path.exists():
+                template = ChatTemplate(
+                    _read(template_path), source=str(template_path), bos_token=bos_token, eos_token=eos_token
+                )
+            return cls.read(folder / TOKENIZER_FILE, template)
+        except PlanError as error:
+            raise PlanError(f"{error}. {_REPAIR}") from error
+
+    @classmethod
+    def read(cls, file: Path, chat_template: ChatTemplate | None = None) -> Tokenizer:
+        """The tokenizer in a `tokenizer.json`. Raises PlanError where it cannot be read, or not streamed exactly."""
+        try:
+            tokenizer = tokenizers.Tokenizer.from_str(_read(file))
         except PlanError:
             raise
         except Exception as error:  # the library raises plain Exception
-            raise PlanError(f"{path} is not a tokenizer that can be read: {error}. {_REPAIR}") from error
-        template_path = folder / CHAT_TEMPLATE_FILE
-        template = None
-        if template_path.exists():
-            template = ChatTemplate(
-                _read(template_path), source=str(template_path), bos_token=bos_token, eos_token=eos_token
-            )
-        return cls(tokenizer, template, source=str(path))
+            raise PlanError(f"{file} is not a tokenizer that can be read: {error}") from error
+        return cls(tokenizer, chat_template, source=str(file))
 
     @property
     def vocab_size(self) -> int:
@@ -181,7 +188,7 @@ class Tokenizer:
                 text = self.decode([token_id])
                 if text.isascii() and text.isalnum():
                     return token_id, len(text)
-        raise PlanError(f"{self._source} has no token that prints a letter or a digit. {_REPAIR}")
+        raise PlanError(f"{self._source} has no token that prints a letter or a digit")
 
 
 def as_ids(token_ids: TokenIds) -> list[int]:
@@ -207,7 +214,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path} cannot be read as UTF-8 text: {error}. {_REPAIR}") from error
+        raise PlanError(f"{path} cannot be read as UTF-8 text: {error}") from error
 
 
 def _flat_decoder(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
@@ -239,9 +246,7 @@ def _is_byte_level(decoder: list[dict[str, Any]], source: str) -> bool:
         if not local:
             raise PlanError(
                 f"{source} has the decoder {' + '.join(kinds)}, and text cannot be streamed exactly through {kind} "
-                "there. Outrider serves ByteLevel decoders and those made of "
-                + ", ".join(sorted(_LOCAL_DECODERS))
-                + "."
+                "there. Outrider serves ByteLevel decoders and those made of " + ", ".join(sorted(_LOCAL_DECODERS))
             )
     return False
 

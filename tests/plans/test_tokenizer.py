@@ -10,9 +10,9 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from plans.chat_template import ChatTemplate
 from plans.errors import PlanError, RequestError
-from runtime.chat_template import ChatTemplate
-from runtime.tokenizer import Tokenizer
+from plans.tokenizer import Tokenizer
 
 CHATML = """{%- for message in messages %}
     {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
