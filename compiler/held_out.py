@@ -41,7 +41,7 @@ def _prompt(line: str, place: str) -> Prompt:
     try:
         row = json.loads(line)
         prompt, task = row["prompt"], row.get("task")
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         prompt = task = None
     if not isinstance(prompt, str) or not prompt:
         raise RecipeError(f'{place}: every line must be a JSON object with a text under "prompt".')

@@ -22,6 +22,7 @@ def test_texts_and_tasks(tmp_path: Path) -> None:
     [
         ("[]", 'must be a JSON object with a text under "prompt"'),
         ('{"prompt": ""}', 'must be a JSON object with a text under "prompt"'),
+        ("[" * 100_000, 'must be a JSON object with a text under "prompt"'),
         ("{", 'must be a JSON object with a text under "prompt"'),
         ('{"prompt": "a", "task": 3}', '"task" must be a name; correct it, or leave it out'),
         ('{"prompt": "a", "task": ""}', '"task" must be a name'),
