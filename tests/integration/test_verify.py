@@ -59,14 +59,14 @@ def weights_of(plan: Path) -> np.ndarray:
 
 
 @pytest.fixture
-def stretched(toy_recipe: Path, tmp_path: Path) -> Path:
-    """The toy without drafters, its checkpoint stretched by YaRN."""
-    folder = tmp_path / "stretched"
+def plain_toy(toy_recipe: Path, tmp_path: Path) -> Path:
+    """A recipe of the toy without drafters, to change its checkpoint or its scaling."""
+    folder = tmp_path / "plain"
     shutil.copytree(toy_recipe.parent / "target", folder / "target")
     shutil.copyfile(toy_recipe.parent / "held_out.jsonl", folder / "held_out.jsonl")
     capacity = "{context: 160, prefill_chunk: 16}"
     (folder / "model.yaml").write_text(
-        f"name: stretched\nheld_out: held_out.jsonl\ntarget: {{checkpoint: target}}\ncapacity: {capacity}\n"
+        f"name: plain\nheld_out: held_out.jsonl\ntarget: {{checkpoint: target}}\ncapacity: {capacity}\n"
     )
     return folder
 
@@ -75,29 +75,44 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 def test_a_key_of_the_checkpoint_that_the_build_misread_shows(
-    stretched: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+    plain_toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     """Our own decoder misreads it as the build did; transformers does not."""
-    config = json.loads((stretched / "target" / "config.json").read_text(encoding="utf-8"))
+    config = json.loads((plain_toy / "target" / "config.json").read_text(encoding="utf-8"))
     config["rope_parameters"] = YARN | {"rope_theta": 10000.0}
-    (stretched / "target" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (plain_toy / "target" / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with monkeypatch.context() as misread:
         misread.setattr(compiler.models.config, "_scaling", lambda *_: RopeScaling())
-        assert run("build", stretched / "model.yaml", "--out", stretched / "plan") == 0
-        assert verify(stretched, "--oracle", "decoder") == 0
+        assert run("build", plain_toy / "model.yaml", "--out", plain_toy / "plan") == 0
+        assert verify(plain_toy, "--oracle", "decoder") == 0
     capsys.readouterr()
-    assert verify(stretched, "--json") == 1
+    assert verify(plain_toy, "--json") == 1
     found = json.loads(capsys.readouterr().out)
     assert found["oracle"] == f"transformers {version('transformers')}"
     assert found["max_logit_error"] > LOGIT_BOUND
 
 
-def test_a_scaling_that_the_recipe_replaces_goes_to_the_oracle(stretched: Path, capsys: Captured) -> None:
+def test_a_scaling_that_the_recipe_replaces_goes_to_the_oracle(plain_toy: Path, capsys: Captured) -> None:
     override = f"target.rope_scaling={json.dumps(YARN)}"
-    assert run("build", stretched / "model.yaml", "--out", stretched / "plan", "--set", override) == 0
+    assert run("build", plain_toy / "model.yaml", "--out", plain_toy / "plan", "--set", override) == 0
     capsys.readouterr()
-    assert verify(stretched, "--set", override) == 0
+    assert verify(plain_toy, "--set", override) == 0
     assert f"against transformers {version('transformers')}: 2 prompts, 24 tokens" in capsys.readouterr().out
+
+
+def test_mistral_without_a_window_gives_the_tokens_of_transformers(plain_toy: Path, capsys: Captured) -> None:
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=256, sliding_window=None, initializer_range=0.35,
+    )  # fmt: skip
+    transformers.MistralForCausalLM(config).save_pretrained(plain_toy / "target")
+    assert run("build", plain_toy / "model.yaml", "--out", plain_toy / "plan") == 0
+    capsys.readouterr()
+    assert verify(plain_toy, "--json", "--oracle", "transformers") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["equal_runs"] == 2
+    assert found["max_logit_error"] < 1e-4
 
 
 @pytest.mark.parametrize(
