@@ -22,7 +22,6 @@ from compiler.recipe import Recipe
 from plans.errors import CheckpointError, RequestError
 
 OracleChoice = Literal["auto", "transformers", "decoder"]
-ORACLES: tuple[OracleChoice, ...] = ("auto", "transformers", "decoder")
 _OLDEST = 5
 """Version of transformers from which on `rope_parameters` are read."""
 
