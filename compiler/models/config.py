@@ -167,8 +167,9 @@ def read_rope(
     theta = Reader(parameters, path) if "rope_theta" in parameters else get
     rest = {key: value for key, value in parameters.items() if key != "rope_theta"}
     rest.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings"))
+    base = theta.number("rope_theta", 10000.0)
     try:
-        return theta.number("rope_theta", 10000.0), replacement or RopeScaling.from_huggingface(rest)
+        return base, replacement or RopeScaling.from_huggingface(rest)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from None
 
