@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from plans.errors import PlanError
 from plans.plan import open_plan
 from runtime import Runtime
-from tests.plans.damage import ENGINE, TARGET, TEMPLATE, TOKENIZER, WEIGHTS, edit, list_again, refused
+from tests.plans.damage import ENGINE, TARGET, TEMPLATE, TOKENIZER, WEIGHTS, edit, list_again, refused, sign_again
 
 # Files.
 
@@ -137,7 +138,26 @@ def test_text_that_is_no_manifest_is_refused_in_a_short_sentence(plan: Path, tex
 
 def test_a_plan_of_another_version_is_refused_with_what_to_do(plan: Path) -> None:
     edit(plan, lambda m: m.update(format_version=1))
-    assert "has format version 1, this runtime reads 7; build the plan with this version" in refused(plan)
+    assert "has format version 1, this runtime reads 8; build the plan with this version" in refused(plan)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_plan_json_that_was_edited_by_hand_is_refused(plan: Path, verify: bool) -> None:
+    path = plan / "plan.json"
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    manifest["text"]["eos_token_ids"] = [5]
+    path.write_text(json.dumps(manifest), encoding="utf-8")
+    with pytest.raises(PlanError, match=r"plan\.json was changed after the build: .* build the plan again"):
+        Runtime.load(plan, verify=verify)
+    del manifest["digest"]
+    path.write_text(json.dumps(manifest), encoding="utf-8")
+    assert "was changed after the build" in refused(plan)
+
+
+def test_the_layout_of_plan_json_says_nothing(plan: Path) -> None:
+    path = plan / "plan.json"
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")), indent=7), encoding="utf-8")
+    open_plan(plan)
 
 
 def test_a_deeply_nested_recipe_is_refused_or_read(plan: Path) -> None:
@@ -146,6 +166,7 @@ def test_a_deeply_nested_recipe_is_refused_or_read(plan: Path) -> None:
         nested = '{"deep":' + "[" * depth + "]" * depth + ","
         (plan / "plan.json").write_text(text.replace('"recipe":{', '"recipe":' + nested, 1).replace(
             '"recipe": {', '"recipe": ' + nested, 1), encoding="utf-8")  # fmt: skip
+        sign_again(plan)
         try:
             open_plan(plan)
         except PlanError:
@@ -249,6 +270,7 @@ def test_random_edits_of_the_manifest_are_refused_or_harmless(plan: Path, toy_pl
             case "copy":
                 changed[place:place] = changed[place : place + data.draw(st.integers(1, 200))]
     (plan / "plan.json").write_bytes(changed)
+    sign_again(plan)
     try:
         runtime = Runtime.load(plan)
         assert len(runtime.generate([5, 6], max_new_tokens=3, ignore_eos=True).token_ids) == 3
