@@ -44,8 +44,10 @@ class Plan:
 def open_plan(root: Path, *, verify: bool = True) -> Plan:
     """Read `plan.json` and check it and the folder: no file too many or too few, sizes, with `verify` hashes.
 
-    Raises `PlanError`; the message names the file, what is wrong and what to do.
+    Where links lead to `root`, the plan is the one that it leads to now, whatever it leads to later. Raises
+    `PlanError`; the message names the file, what is wrong and what to do.
     """
+    root = _followed(root)
     manifest = read_manifest(root)
     try:
         for entry in manifest.files:
@@ -60,6 +62,15 @@ def manifest_json(content: Mapping[str, Any]) -> str:
     """The text of `plan.json` for these fields of a manifest, as JSON values, with the digest that loading checks."""
     fields = {key: value for key, value in content.items() if key != _DIGEST}
     return json.dumps(fields | {_DIGEST: _digest_of(_canonical(fields))}, indent=1)
+
+
+def _followed(root: Path) -> Path:
+    """Where links on the way to `root` lead; `root` as it was given where there are none, for messages."""
+    try:
+        place = root.resolve(strict=root.is_symlink())
+    except (OSError, RuntimeError) as error:
+        raise PlanError(f"{root} is a link that leads nowhere ({error}); point it to the folder of a plan") from None
+    return root if place == root.absolute() else place
 
 
 def read_manifest(root: Path) -> Manifest:
@@ -114,7 +125,10 @@ def inside(root: Path, relative: str) -> Path:
     except (OSError, RuntimeError):  # a link to itself
         stays = False
     if not stays:
-        raise PlanError(f"{path} leads out of the plan through a link; do not use this plan")
+        raise PlanError(
+            f"{path} leads out of the plan through a link. The folder itself may be a link, what is in it may not: "
+            "copy the plan with `cp -rL`, where you trust what it leads to, or build it again"
+        )
     return path
 
 

@@ -71,6 +71,25 @@ def test_a_chat_template_taken_off_the_list_is_not_read(plan: Path) -> None:
     assert TEMPLATE in refused(plan)
 
 
+def test_a_link_to_the_plan_is_followed_to_where_it_leads_when_the_plan_is_opened(plan: Path, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    plan.rename(tmp_path / "store" / "abc")
+    (tmp_path / "plans").symlink_to("store")
+    current = tmp_path / "current"
+    current.symlink_to("plans/abc")
+    assert Runtime.load(current).generate([5, 6], max_new_tokens=1, ignore_eos=True).token_ids
+    opened, through = open_plan(current), open_plan(tmp_path / "plans" / "abc")
+    current.unlink()
+    current.symlink_to("plans/def")  # another plan is current while the first one is being loaded
+    (tmp_path / "plans").unlink()
+    assert opened.file(TOKENIZER).is_file()
+    assert through.file(TOKENIZER).is_file()
+    assert "leads nowhere" in refused(current)
+    current.unlink()
+    current.symlink_to(current)
+    assert "leads nowhere" in refused(current)
+
+
 def test_a_linked_folder_is_refused(plan: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (plan / "engines" / TARGET / "more").symlink_to(tmp_path / "elsewhere")
