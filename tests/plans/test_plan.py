@@ -253,11 +253,14 @@ def test_a_tokenizer_that_is_none_is_refused(plan: Path, text: str) -> None:
     assert TOKENIZER in refused(plan)
 
 
-@pytest.mark.parametrize("text", ["{% for m in messages %}", "{{", "{% endif %}"])
-def test_a_chat_template_with_a_mistake_is_refused(plan: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["{% for m in messages %}", "{{", "{% endif %}", "{% break %}", "{{ " + "(" * 5000])
+def test_a_chat_template_with_a_mistake_is_refused_with_what_helps(plan: Path, text: str) -> None:
     (plan / TEMPLATE).write_text(text, encoding="utf-8")
     list_again(plan)
-    assert TEMPLATE in refused(plan)
+    sentence = refused(plan)
+    assert str(plan / TEMPLATE) in sentence
+    assert "build the plan again from a checkpoint whose template renders" in sentence
+    assert ".." not in sentence.replace(str(plan), "")
 
 
 @pytest.mark.parametrize("text", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}"])
