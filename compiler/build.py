@@ -50,7 +50,7 @@ from plans.manifest import (
     rejects,
 )
 from plans.partial_kv import PartialKv
-from plans.plan import MANIFEST, Plan, file_sha256, open_plan
+from plans.plan import MANIFEST, Plan, file_sha256, manifest_json, open_plan
 from plans.step_buffers import drafter_buffers, partial_buffers, sampling_buffers, status_buffers, target_buffers
 from plugins.cuda.compile import compile_kernels
 
@@ -378,7 +378,7 @@ def _list_files(root: Path) -> tuple[PlanFile, ...]:
 
 def _write_manifest(manifest: Manifest, root: Path) -> Path:
     path = root / MANIFEST
-    path.write_text(manifest.model_dump_json(indent=1), encoding="utf-8")
+    path.write_text(manifest_json(manifest.model_dump(mode="json")), encoding="utf-8")
     return path
 
 

@@ -152,6 +152,8 @@ class RecipeSource:
         except yaml.MarkedYAMLError as error:
             line = f":{error.problem_mark.line + 1}" if error.problem_mark and place is None else ""
             raise RecipeError(f"{where}{line}: is not valid YAML: {error.problem or error.context}") from None
+        except RecipeError:
+            raise
         except (yaml.YAMLError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise RecipeError(f"{where}: is not valid YAML: {reason}") from None

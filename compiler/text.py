@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from compiler.models.config import DecoderConfig, read_json
-from plans.chat_template import ChatTemplate
+from plans.chat_template import REPAIR, ChatTemplate
 from plans.errors import CheckpointError, OutriderError, PlanError
 from plans.manifest import Text
 from plans.tokenizer import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, Tokenizer
@@ -88,11 +88,10 @@ def _template(checkpoint: Path, settings: dict[str, Any]) -> tuple[Path, str | N
 
 def _check_template(template: str, source: str, text: Text) -> None:
     """Raise `CheckpointError` unless the template renders a plain conversation."""
-    advice = "correct it, or remove it: the plan then continues prompts, and has no chat"
     try:
         chat = ChatTemplate(template, source=source, bos_token=text.bos_token, eos_token=text.eos_token)
     except PlanError as error:
-        raise CheckpointError(f"{error}; {advice}") from None
+        raise CheckpointError(str(error)) from None
     failures: list[OutriderError] = []
     for messages in _PROBES:
         try:

@@ -16,6 +16,11 @@ from jinja2.utils import Namespace
 
 from plans.errors import PlanError, RequestError
 
+REPAIR = (
+    "It is the checkpoint's own (chat_template.jinja, or chat_template in tokenizer_config.json): correct it there, or "
+    "remove it, so that the plan continues prompts and has no chat, and build again."
+)
+
 
 class ChatTemplate:
     """A model's chat template: a Jinja program that turns messages into a prompt, run in a sandbox.
@@ -26,7 +31,11 @@ class ChatTemplate:
     """
 
     def __init__(self, text: str, *, source: str, bos_token: str | None = None, eos_token: str | None = None) -> None:
-        """Compile a template; `source` names it in errors. Raises PlanError where it is no Jinja."""
+        """Compile a template; `source` names it in errors. Raises PlanError where it is no Jinja.
+
+        A plan with such a template does not load, for completions neither: whoever serves it finds the fault at once,
+        and not at the first chat.
+        """
         self._source = source
         special_tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._special_tokens = {name: token for name, token in special_tokens.items() if token is not None}
@@ -39,8 +48,10 @@ class ChatTemplate:
         environment.globals["namespace"] = _PublicNamespace
         try:
             self._template = environment.from_string(text)
-        except TemplateSyntaxError as error:
-            raise PlanError(f"{source}, line {error.lineno}, is not a Jinja template: {error}") from error
+        except Exception as error:  # Jinja compiles to Python, which has errors of its own for what it refuses
+            line = f", line {error.lineno}," if isinstance(error, TemplateSyntaxError) else ""
+            said = str(error).rstrip(".")
+            raise PlanError(f"{source}{line} is not a Jinja template: {said}. {REPAIR}") from error
 
     def render(
         self,
@@ -57,10 +68,12 @@ class ChatTemplate:
             raise RequestError(f"The chat template {self._source} refuses these messages: {error}") from error
         except TemplateNotFound as error:
             raise PlanError(
-                f"The chat template {self._source} includes {error.name!r}; a plan's template stands alone."
+                f"The chat template {self._source} includes {error.name!r}, and a plan's template stands alone. {REPAIR}"
             ) from error
         except SecurityError as error:
-            raise PlanError(f"The chat template {self._source} does what the sandbox forbids: {error}.") from error
+            raise PlanError(
+                f"The chat template {self._source} does what the sandbox forbids: {str(error).rstrip('.')}. {REPAIR}"
+            ) from error
         except Exception as error:  # a template is a program: it can fail in any way a program can
             kind = type(error).__name__
             raise RequestError(

@@ -1,4 +1,8 @@
-"""Every error a user can cause. Each message says what was wrong, where, and what to do."""
+"""Every error a user can cause. Each message says what was wrong, where, and what to do.
+
+A wrong argument is a `ValueError` too, and a wrong moment a `RuntimeError`, as Python's own are. Code of ours that
+catches a `ValueError` around a call that may raise one of these lets these pass first.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,11 @@ class OutriderError(Exception):
     """Base of the errors that commands print as one sentence (exit status 2)."""
 
 
-class RecipeError(OutriderError):
+class RecipeError(OutriderError, ValueError):
     """The recipe is wrong: the message names the file, the line and the key."""
 
 
-class CheckpointError(OutriderError):
+class CheckpointError(OutriderError, ValueError):
     """A checkpoint is missing, incomplete or of an unsupported kind."""
 
 
@@ -19,12 +23,12 @@ class PlanError(OutriderError):
     """A plan cannot be built, read or trusted."""
 
 
-class RequestError(OutriderError):
+class RequestError(OutriderError, ValueError):
     """A call to the runtime carries a value that cannot be served."""
 
 
-class BusyError(RequestError):
-    """A session is asked for something while it generates."""
+class BusyError(OutriderError, RuntimeError):
+    """A call comes while it cannot be served: the session generates, the queue is full, or the runtime was closed."""
 
 
 class EmbedError(OutriderError):

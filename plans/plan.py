@@ -6,8 +6,10 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -17,6 +19,7 @@ from plans.errors import PlanError
 from plans.manifest import FORMAT_VERSION, Manifest, PlanFile
 
 MANIFEST = "plan.json"
+_DIGEST = "digest"  # the key of `plan.json` that no field of the manifest is: sha256 of all the others
 _LARGEST_MANIFEST = 16 * 2**20  # bytes
 # Names of letters, digits and `_.-`, at most 100 long each: the same file on every system, never a drive or a stream.
 _PLAIN = re.compile(r"[A-Za-z0-9_.-]{1,100}(/[A-Za-z0-9_.-]{1,100}){0,9}\Z")
@@ -41,8 +44,10 @@ class Plan:
 def open_plan(root: Path, *, verify: bool = True) -> Plan:
     """Read `plan.json` and check it and the folder: no file too many or too few, sizes, with `verify` hashes.
 
-    Raises `PlanError`; the message names the file, what is wrong and what to do.
+    Where links lead to `root`, the plan is the one that it leads to now, whatever it leads to later. Raises
+    `PlanError`; the message names the file, what is wrong and what to do.
     """
+    root = _followed(root)
     manifest = read_manifest(root)
     try:
         for entry in manifest.files:
@@ -53,8 +58,23 @@ def open_plan(root: Path, *, verify: bool = True) -> Plan:
     return Plan(root, manifest)
 
 
+def manifest_json(content: Mapping[str, Any]) -> str:
+    """The text of `plan.json` for these fields of a manifest, as JSON values, with the digest that loading checks."""
+    fields = {key: value for key, value in content.items() if key != _DIGEST}
+    return json.dumps(fields | {_DIGEST: _digest_of(_canonical(fields))}, indent=1)
+
+
+def _followed(root: Path) -> Path:
+    """Where links on the way to `root` lead; `root` as it was given where there are none, for messages."""
+    try:
+        place = root.resolve(strict=root.is_symlink())
+    except (OSError, RuntimeError) as error:
+        raise PlanError(f"{root} is a link that leads nowhere ({error}); point it to the folder of a plan") from None
+    return root if place == root.absolute() else place
+
+
 def read_manifest(root: Path) -> Manifest:
-    """Parse and validate `plan.json` alone."""
+    """Parse `plan.json` alone, check its digest and validate it. Raises `PlanError` as `open_plan`."""
     path = root / MANIFEST
     if not path.is_file():
         raise PlanError(f"{root} is not a plan: it has no {MANIFEST}; build one with `python -m compiler build`")
@@ -70,6 +90,15 @@ def read_manifest(root: Path) -> Manifest:
         raise PlanError(
             f"{path} has format version {_brief(version)}, this runtime reads {FORMAT_VERSION}; "
             "build the plan with this version of outrider"
+        )
+    digest = raw.pop(_DIGEST, None)
+    try:
+        text = _canonical(raw)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{path} cannot be read as JSON ({error}); build the plan again") from None
+    if digest != _digest_of(text):
+        raise PlanError(
+            f"{path} was changed after the build: its {_DIGEST} is not that of its content; build the plan again"
         )
     try:
         manifest = Manifest.model_validate_json(text)
@@ -96,7 +125,10 @@ def inside(root: Path, relative: str) -> Path:
     except (OSError, RuntimeError):  # a link to itself
         stays = False
     if not stays:
-        raise PlanError(f"{path} leads out of the plan through a link; do not use this plan")
+        raise PlanError(
+            f"{path} leads out of the plan through a link. The folder itself may be a link, what is in it may not: "
+            "copy the plan with `cp -rL`, where you trust what it leads to, or build it again"
+        )
     return path
 
 
@@ -118,6 +150,16 @@ def _check_nothing_else(root: Path, listed: set[str]) -> None:
             path = here / name
             if path.relative_to(root).as_posix() not in listed:
                 raise PlanError(f"{path} is not in the file list of {MANIFEST}; remove it, or build the plan again")
+
+
+def _canonical(fields: Mapping[str, Any]) -> str:
+    """The same text for the same values in the same order, however the file lays them out. Programs and tables are
+    read in their order, so that it counts."""
+    return json.dumps(fields, separators=(",", ":"))
+
+
+def _digest_of(canonical: str) -> str:
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def _brief(value: object) -> str:

@@ -69,18 +69,18 @@ class Tokenizer:
         the name undefined. Raises PlanError for a file that is missing, unreadable or wrong.
         """
         template_path = folder / CHAT_TEMPLATE_FILE
-        template = None
         try:
-            if template_path.exists():
-                template = ChatTemplate(
-                    _read(template_path), source=str(template_path), bos_token=bos_token, eos_token=eos_token
-                )
-            return cls.read(folder / TOKENIZER_FILE, template)
+            text = _read(template_path) if template_path.exists() else None
+            tokenizer = cls.read(folder / TOKENIZER_FILE)
         except PlanError as error:
             raise PlanError(f"{error}. {_REPAIR}") from error
+        if text is not None:
+            source = str(template_path)
+            tokenizer._chat_template = ChatTemplate(text, source=source, bos_token=bos_token, eos_token=eos_token)
+        return tokenizer
 
     @classmethod
-    def read(cls, file: Path, chat_template: ChatTemplate | None = None) -> Tokenizer:
+    def read(cls, file: Path) -> Tokenizer:
         """The tokenizer in a `tokenizer.json`. Raises PlanError where it cannot be read, or not streamed exactly."""
         try:
             tokenizer = tokenizers.Tokenizer.from_str(_read(file))
@@ -88,7 +88,7 @@ class Tokenizer:
             raise
         except Exception as error:  # the library raises plain Exception
             raise PlanError(f"{file} is not a tokenizer that can be read: {error}") from error
-        return cls(tokenizer, chat_template, source=str(file))
+        return cls(tokenizer, source=str(file))
 
     @property
     def vocab_size(self) -> int:

@@ -1,5 +1,6 @@
 """Plan to tokens: `Runtime.load(plan).generate(prompt)`. No PyTorch, no compiler."""
 
+from plans.errors import BusyError, EmbedError, OutriderError, PlanError, RequestError
 from runtime.beam_search import BeamResult
 from runtime.branch_stream import BranchSpan, BranchStats, BranchStream
 from runtime.generation import FinishReason, Generation, GenerationStream, Span
@@ -16,13 +17,18 @@ __all__ = [
     "BranchSpan",
     "BranchStats",
     "BranchStream",
+    "BusyError",
+    "EmbedError",
     "FinishReason",
     "Generation",
     "GenerationStream",
     "Handle",
+    "OutriderError",
+    "PlanError",
     "PrefixCache",
     "PrefixCacheConfig",
     "PrefixCacheStats",
+    "RequestError",
     "Runtime",
     "SchedulerConfig",
     "SchedulerStats",

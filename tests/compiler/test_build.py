@@ -300,7 +300,7 @@ def test_a_chat_template_that_renders_no_question_is_refused(template: str, sent
         rebuild(workplace)
     assert sentence in str(refused.value)
     assert str(path) in str(refused.value)
-    assert "correct it, or remove it: the plan then continues prompts, and has no chat" in str(refused.value)
+    assert "correct it there, or remove it, so that the plan continues prompts and has no chat" in str(refused.value)
 
 
 @pytest.mark.parametrize("asked", ["system", "user"])

@@ -30,6 +30,7 @@ def refused(path: Path, *parts: str, dtype: WeightType = "float32") -> None:
         load_decoder(path, dtype)
     for part in parts:
         assert part in str(error.value)
+    assert str(error.value).count("config.json: ") <= 1
 
 
 def change(path: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:

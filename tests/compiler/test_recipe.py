@@ -197,6 +197,7 @@ def test_wrong_recipe_names_line_and_key(old: str, new: str, sentence: str, reci
     assert FULL.count(old) >= 1
     message = refusal(recipe_file, FULL.replace(old, new, 1) if old != "kind: ngram\n" else _last(old, new))
     assert sentence in message
+    assert message.count("FILE") == 1
     assert "\n" not in message
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from plans.errors import RequestError
-from runtime import FinishReason, Runtime, Session
+from runtime import BusyError, FinishReason, OutriderError, PlanError, RequestError, Runtime, Session
 from runtime.request import Options
 from tests.conftest import TOY_DRAFTERS
 
@@ -113,8 +113,25 @@ def test_a_session_refuses_a_second_generation_while_one_runs(toy: Runtime) -> N
     session = toy.session()
     stream = session.stream(PROMPT, max_new_tokens=5)
     next(iter(stream))
-    with pytest.raises(RequestError, match="generating already"):
+    with pytest.raises(BusyError, match="generating already"):
         session.generate("more")
+
+
+def test_errors_come_from_the_package_and_are_those_that_python_would_raise(toy: Runtime, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="top_p is 2"):
+        toy.generate(PROMPT, top_p=2)
+    session = toy.session()
+    stream = session.stream(PROMPT)
+    next(stream)
+    with pytest.raises(RuntimeError, match="generating already"):
+        session.generate(PROMPT)
+    stream.close()
+    with pytest.raises(OutriderError, match="is not a plan") as caught:
+        Runtime.load(tmp_path)
+    assert type(caught.value) is PlanError
+    assert not isinstance(caught.value, ValueError)  # a file is no argument
+    assert issubclass(RequestError, OutriderError)
+    assert not issubclass(BusyError, ValueError)  # the same call may be served later
 
 
 def test_sessions_in_threads_do_not_disturb_each_other(toy: Runtime) -> None:

@@ -20,8 +20,8 @@ import compiler.oracle
 from compiler.models.rope import RopeScaling
 from compiler.partial_check import PartialCheck
 from compiler.verify import LOGIT_BOUND, Divergence, Verification
-from plans.plan import file_sha256
 from tests.conftest import PARTIAL_KV
+from tests.plans.damage import list_again
 
 WEIGHTS = Path("engines") / "onnxruntime-cpu" / "weights.bin"
 
@@ -48,10 +48,7 @@ def verify(workplace: Path, *options: object) -> int:
 def put_weights(plan: Path, values: np.ndarray) -> None:
     """Other weights under a plan's own hashes: nothing but running it can tell."""
     (plan / WEIGHTS).write_bytes(values.tobytes())
-    manifest = json.loads((plan / "plan.json").read_text(encoding="utf-8"))
-    (entry,) = (entry for entry in manifest["files"] if entry["path"] == WEIGHTS.as_posix())
-    entry["sha256"] = file_sha256(plan / WEIGHTS)
-    (plan / "plan.json").write_text(json.dumps(manifest), encoding="utf-8")
+    list_again(plan)
 
 
 def weights_of(plan: Path) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from plans.errors import PlanError
 from plans.plan import open_plan
 from runtime import Runtime
-from tests.plans.damage import ENGINE, TARGET, TEMPLATE, TOKENIZER, WEIGHTS, edit, list_again, refused
+from tests.plans.damage import ENGINE, TARGET, TEMPLATE, TOKENIZER, WEIGHTS, edit, list_again, refused, sign_again
 
 # Files.
 
@@ -68,6 +69,25 @@ def test_a_file_that_is_not_listed_is_refused(plan: Path, name: str) -> None:
 def test_a_chat_template_taken_off_the_list_is_not_read(plan: Path) -> None:
     edit(plan, lambda m: m.update(files=[f for f in m["files"] if f["path"] != TEMPLATE]))
     assert TEMPLATE in refused(plan)
+
+
+def test_a_link_to_the_plan_is_followed_to_where_it_leads_when_the_plan_is_opened(plan: Path, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    plan.rename(tmp_path / "store" / "abc")
+    (tmp_path / "plans").symlink_to("store")
+    current = tmp_path / "current"
+    current.symlink_to("plans/abc")
+    assert Runtime.load(current).generate([5, 6], max_new_tokens=1, ignore_eos=True).token_ids
+    opened, through = open_plan(current), open_plan(tmp_path / "plans" / "abc")
+    current.unlink()
+    current.symlink_to("plans/def")  # another plan is current while the first one is being loaded
+    (tmp_path / "plans").unlink()
+    assert opened.file(TOKENIZER).is_file()
+    assert through.file(TOKENIZER).is_file()
+    assert "leads nowhere" in refused(current)
+    current.unlink()
+    current.symlink_to(current)
+    assert "leads nowhere" in refused(current)
 
 
 def test_a_linked_folder_is_refused(plan: Path, tmp_path: Path) -> None:
@@ -137,7 +157,26 @@ def test_text_that_is_no_manifest_is_refused_in_a_short_sentence(plan: Path, tex
 
 def test_a_plan_of_another_version_is_refused_with_what_to_do(plan: Path) -> None:
     edit(plan, lambda m: m.update(format_version=1))
-    assert "has format version 1, this runtime reads 7; build the plan with this version" in refused(plan)
+    assert "has format version 1, this runtime reads 8; build the plan with this version" in refused(plan)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_plan_json_that_was_edited_by_hand_is_refused(plan: Path, verify: bool) -> None:
+    path = plan / "plan.json"
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    manifest["text"]["eos_token_ids"] = [5]
+    path.write_text(json.dumps(manifest), encoding="utf-8")
+    with pytest.raises(PlanError, match=r"plan\.json was changed after the build: .* build the plan again"):
+        Runtime.load(plan, verify=verify)
+    del manifest["digest"]
+    path.write_text(json.dumps(manifest), encoding="utf-8")
+    assert "was changed after the build" in refused(plan)
+
+
+def test_the_layout_of_plan_json_says_nothing(plan: Path) -> None:
+    path = plan / "plan.json"
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")), indent=7), encoding="utf-8")
+    open_plan(plan)
 
 
 def test_a_deeply_nested_recipe_is_refused_or_read(plan: Path) -> None:
@@ -146,6 +185,7 @@ def test_a_deeply_nested_recipe_is_refused_or_read(plan: Path) -> None:
         nested = '{"deep":' + "[" * depth + "]" * depth + ","
         (plan / "plan.json").write_text(text.replace('"recipe":{', '"recipe":' + nested, 1).replace(
             '"recipe": {', '"recipe": ' + nested, 1), encoding="utf-8")  # fmt: skip
+        sign_again(plan)
         try:
             open_plan(plan)
         except PlanError:
@@ -213,11 +253,14 @@ def test_a_tokenizer_that_is_none_is_refused(plan: Path, text: str) -> None:
     assert TOKENIZER in refused(plan)
 
 
-@pytest.mark.parametrize("text", ["{% for m in messages %}", "{{", "{% endif %}"])
-def test_a_chat_template_with_a_mistake_is_refused(plan: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["{% for m in messages %}", "{{", "{% endif %}", "{% break %}", "{{ " + "(" * 5000])
+def test_a_chat_template_with_a_mistake_is_refused_with_what_helps(plan: Path, text: str) -> None:
     (plan / TEMPLATE).write_text(text, encoding="utf-8")
     list_again(plan)
-    assert TEMPLATE in refused(plan)
+    sentence = refused(plan)
+    assert str(plan / TEMPLATE) in sentence
+    assert "build the plan again from a checkpoint whose template renders" in sentence
+    assert ".." not in sentence.replace(str(plan), "")
 
 
 @pytest.mark.parametrize("text", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}"])
@@ -249,6 +292,7 @@ def test_random_edits_of_the_manifest_are_refused_or_harmless(plan: Path, toy_pl
             case "copy":
                 changed[place:place] = changed[place : place + data.draw(st.integers(1, 200))]
     (plan / "plan.json").write_bytes(changed)
+    sign_again(plan)
     try:
         runtime = Runtime.load(plan)
         assert len(runtime.generate([5, 6], max_new_tokens=3, ignore_eos=True).token_ids) == 3
