@@ -18,6 +18,7 @@ from runtime.branch_stream import BranchStats
 from runtime.constraint import Constraint, Vocabulary
 from runtime.generation import FinishReason, Generation
 from runtime.outline import END, PLAN, Outline, OutlineError, Point, outline_grammar, parse_outline
+from runtime.prompt import chat_prompt
 from runtime.request import Options
 from runtime.runtime import Runtime
 
@@ -98,7 +99,7 @@ class Skeleton:
         system = self._settings.system if system is None else system
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": question})
-        prefix = runtime.tokenizer.encode(runtime.tokenizer.apply_chat_template(messages), add_special_tokens=False)
+        prefix = chat_prompt(messages, runtime.tokenizer, runtime.manifest.target)
         own = {
             "max_new_tokens": self._settings.outline_tokens,
             "constraint": Constraint(self._vocabulary),
