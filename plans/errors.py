@@ -27,5 +27,9 @@ class BusyError(RequestError):
     """A session is asked for something while it generates."""
 
 
+class ClosedError(BusyError):
+    """A runtime that was closed is asked for something."""
+
+
 class EmbedError(OutriderError):
     """The C library cannot be built here."""

@@ -199,17 +199,8 @@ class _Serving:
 
     def _submit(self, asked: CompletionAsked | ChatAsked) -> list[Handle]:
         """Every choice of every prompt. Texts are encoded here, once each, in a thread that is not the loop's."""
-        handles: list[Handle] = []
-        try:
-            for prompt, options in self._wanted(asked):
-                for own in options:
-                    handle = self._runtime.submit(prompt, priority=asked.priority, deadline=asked.deadline, **own)
-                    handles.append(handle)
-        except BaseException:
-            for handle in handles:
-                handle.cancel()
-            raise
-        return handles
+        wanted = [(ids, own) for ids, options in self._wanted(asked) for own in options]
+        return self._runtime.submit_all(wanted, priority=asked.priority, deadline=asked.deadline)
 
     def _wanted(self, asked: CompletionAsked | ChatAsked) -> Iterator[tuple[list[int], list[Options]]]:
         """Token ids of each prompt, and the options of its choices."""
