@@ -99,9 +99,7 @@ def _check_template(template: str, source: str, text: Text) -> None:
             return
         except OutriderError as error:
             failures.append(error)
-    raise CheckpointError(
-        f"{str(failures[0]).rstrip('.')}; a plain question was tried. For a build: {advice}"
-    ) from None
+    raise CheckpointError(f"A plain question cannot be asked. {str(failures[0]).removesuffix(REPAIR)} {REPAIR}")
 
 
 def _token(value: Any) -> str | None:

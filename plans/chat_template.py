@@ -68,7 +68,8 @@ class ChatTemplate:
             raise RequestError(f"The chat template {self._source} refuses these messages: {error}") from error
         except TemplateNotFound as error:
             raise PlanError(
-                f"The chat template {self._source} includes {error.name!r}, and a plan's template stands alone. {REPAIR}"
+                f"The chat template {self._source} includes {error.name!r}, and a plan's template stands alone. "
+                f"{REPAIR}"
             ) from error
         except SecurityError as error:
             raise PlanError(

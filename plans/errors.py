@@ -31,5 +31,9 @@ class BusyError(OutriderError, RuntimeError):
     """A call comes while it cannot be served: the session generates, the queue is full, or the runtime was closed."""
 
 
+class ClosedError(BusyError):
+    """A runtime that was closed is asked for something."""
+
+
 class EmbedError(OutriderError):
     """The C library cannot be built here."""

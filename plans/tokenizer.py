@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from plans.chat_template import ChatTemplate, check_text
 from plans.errors import PlanError, RequestError
+from plans.text_bound import bound_of
 
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
@@ -60,6 +61,7 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}  # by token id, at most the vocabulary
         self._pieces: dict[int, str] = {}  # the same
         self._anchor, self._anchor_length = (0, 0) if self._byte_level else self._find_anchor()
+        self._bound = bound_of(tokenizer, set(_BYTE_OF))
 
     @classmethod
     def load(cls, folder: Path, *, bos_token: str | None = None, eos_token: str | None = None) -> Tokenizer:
@@ -101,10 +103,16 @@ class Tokenizer:
         With `add_special_tokens` the tokenizer's own post-processor may add tokens around the text (Llama: the
         beginning-of-sequence token; Qwen: none); nothing else ever does. Pass False for a text rendered by
         `apply_chat_template`, which spells its special tokens out. Special tokens spelled in the text are encoded as
-        such in both cases. Raises RequestError for what is not text.
+        such in both cases. Takes seconds for a text of megabytes: ask `least_tokens` first whether it can be of use.
+        Raises RequestError for what is not text.
         """
         check_text(text, "The prompt")
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        # Unlike `encode`, the library's batches let other threads of Python run, and leave out offsets.
+        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+    def least_tokens(self, text: str) -> int:
+        """Tokens that `text` becomes at least, known without encoding it; 0 where nothing is known."""
+        return self._bound.least_tokens(text)
 
     def decode(self, token_ids: TokenIds, *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are not valid UTF-8 become U+FFFD, ids without a token become nothing.

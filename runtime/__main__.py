@@ -13,6 +13,7 @@ from runtime.beam_search import BeamOptions, BeamResult, EarlyStopping
 from runtime.branch_command import add_branches
 from runtime.debug import RoundPrinter, log_to
 from runtime.generation import Generation
+from runtime.prompt import chat_prompt
 from runtime.server.command import add_serve
 from runtime.skeleton_command import add_skeleton
 
@@ -182,8 +183,8 @@ def _chat(arguments: argparse.Namespace) -> int:
         if not line.strip():
             return 0
         messages.append({"role": "user", "content": line})
-        prompt = runtime.tokenizer.encode(runtime.tokenizer.apply_chat_template(messages), add_special_tokens=False)
         try:
+            prompt = chat_prompt(messages, runtime.tokenizer, runtime.manifest.target)
             stream = session.stream(prompt, whole=True, **read_options(arguments))
         except RequestError as error:  # such as a turn too long: the conversation goes on without it
             report_error(error)

@@ -41,7 +41,9 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, default=0, help="keep the k most probable tokens; 0 is off")
     parser.add_argument("--top-p", type=float, default=1.0, help="keep the most probable tokens up to p; 1 is off")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; up to 16 times"
+    )
     parser.add_argument("--ignore-eos", action="store_true", help="go on past end tokens")
     parser.add_argument(
         "--filter-order",

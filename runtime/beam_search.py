@@ -144,7 +144,9 @@ class _Settings:
             length_penalty=float(penalty),
             early_stopping=early_stopping,
             num_return=num_return,
-            request=check_options(shared, [], session.manifest.text.eos_token_ids),
+            request=check_options(
+                shared, [], session.manifest.text.eos_token_ids, vocab_size=session.manifest.target.vocab_size
+            ),
             context=session.manifest.target.context,
             slots=session.limits[names.VIEW],
         )

@@ -77,7 +77,12 @@ def check_branches(
                 raise RequestError("on_round watches the rounds of one sequence; branches have none of their own.")
             if merged.get("constraint") is not None and "constraint" not in own:
                 raise RequestError("constraint is of one text; pass one in the mapping of each branch.")
-            request = check_options(merged, [d.name for d in manifest.drafters], manifest.text.eos_token_ids)
+            request = check_options(
+                merged,
+                [d.name for d in manifest.drafters],
+                manifest.text.eos_token_ids,
+                vocab_size=geometry.vocab_size,
+            )
             if "stream_id" not in own:
                 sampling = replace(request.sampling, stream=request.sampling.stream + place)
                 request = replace(request, sampling=sampling)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from plans.chat_template import check_text
 from plans.errors import RequestError
 from plans.manifest import Geometry
 from plans.tokenizer import Tokenizer, as_ids
@@ -28,7 +29,8 @@ def prepare_prompt(
     Raises RequestError naming what is wrong and the limits.
     """
     if isinstance(prompt, str):
-        ids = tokenizer.encode(prompt, add_special_tokens=not present) if prompt else []
+        opening = not present
+        ids = encode_prompt(prompt, tokenizer, geometry, len(present), add_special_tokens=opening) if prompt else []
     else:
         ids = as_ids(prompt)
     wrong = next((i for i in ids if not 0 <= i < geometry.vocab_size), None)
@@ -38,8 +40,37 @@ def prepare_prompt(
     if total == 0:
         raise RequestError("The prompt is empty; there is nothing to continue. Pass text or token ids.")
     if total >= geometry.context:
-        raise RequestError(
-            f"The sequence would have {total} tokens before any is generated; the plan's context is "
-            f"{geometry.context}. Shorten the prompt, or build the plan with a larger capacity.context."
-        )
+        raise _too_long(str(total), geometry)
     return Prompt(ids, TextStream(tokenizer, [*present[-CONTEXT_TOKENS:], *ids], stop))
+
+
+def encode_prompt(
+    text: str, tokenizer: Tokenizer, geometry: Geometry, behind: int = 0, *, add_special_tokens: bool = False
+) -> list[int]:
+    """Token ids of `text`, which is to stand behind as many tokens as `behind` says.
+
+    A text whose bytes alone show that it cannot fit the context is refused before it is encoded, which takes seconds
+    for megabytes. No text that fits is. Raises RequestError.
+    """
+    check_text(text, "The prompt")
+    least = behind + tokenizer.least_tokens(text)
+    if least >= geometry.context:
+        raise _too_long(f"at least {least}", geometry)
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+def chat_prompt(messages: Sequence[Mapping[str, object]], tokenizer: Tokenizer, geometry: Geometry) -> list[int]:
+    """Token ids of a conversation, through the plan's chat template. Raises RequestError as `encode_prompt`."""
+    if len(messages) >= geometry.context:  # a template may take a time that grows with their square
+        raise RequestError(
+            f"The conversation has {len(messages)} messages, each of a token or more; the plan's context is "
+            f"{geometry.context}. Leave messages out."
+        )
+    return encode_prompt(tokenizer.apply_chat_template(messages), tokenizer, geometry)
+
+
+def _too_long(tokens: str, geometry: Geometry) -> RequestError:
+    return RequestError(
+        f"The sequence would have {tokens} tokens before any is generated; the plan's context is "
+        f"{geometry.context}. Shorten the prompt, or build the plan with a larger capacity.context."
+    )

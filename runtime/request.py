@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal, TypedDict
 
+from plans.chat_template import check_text
 from plans.errors import RequestError
 from plans.partial_kv import PARTIAL_MODES, PartialKv, PartialMode
 from runtime.constraint import Constraint
@@ -14,6 +16,8 @@ from runtime.sampling import FilterOrder, SamplingParams
 from runtime.trace import Watcher
 
 MAX_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_STOP_BYTES = 1000
 
 
 class Options(TypedDict, total=False):
@@ -22,8 +26,8 @@ class Options(TypedDict, total=False):
     - `max_new_tokens` (128): most tokens to generate; the context's end comes first where it is nearer.
     - `temperature` (0, greedy), `top_k` (0, off), `top_p` (1, off), `seed` (0), `stream_id` (0), `filter_order`:
       see `sampling.SamplingParams`; `stream_id` is its `stream`.
-    - `stop`: texts that end the generation; they are not part of its text.
-    - `eos_token_ids`: end tokens, in place of the plan's; `ignore_eos` (False): go on past them.
+    - `stop`: texts that end the generation, at most 16 of at most 1,000 bytes; they are not part of its text.
+    - `eos_token_ids`: end tokens of the vocabulary, in place of the plan's; `ignore_eos` (False): go on past them.
     - `drafter`: name of a drafter of the plan, "none" for plain decoding; default: the plan's first. Of a drafter
       by rejection, tokens depend on what was drafted too, and so on what the session has seen.
     - `skip_sample_adjustment` (False): for debugging drafters with `acceptance: rejection`; see `SamplingParams`.
@@ -84,9 +88,16 @@ class Request:
 
 
 def check_options(
-    options: Options, drafters: Sequence[str], eos_token_ids: Sequence[int], partial: PartialKv | None = None
+    options: Options,
+    drafters: Sequence[str],
+    eos_token_ids: Sequence[int],
+    partial: PartialKv | None = None,
+    vocab_size: int | None = None,
 ) -> Request:
-    """Turn keyword arguments into a `Request`; raises RequestError naming the option and its limits."""
+    """Turn keyword arguments into a `Request`; raises RequestError naming the option and its limits.
+
+    Without `vocab_size`, end tokens that the caller names may be any numbers.
+    """
     unknown = sorted(set(options) - set(Options.__annotations__))
     if unknown:
         raise RequestError(f"Unknown option {unknown[0]!r}; the options are {', '.join(Options.__annotations__)}.")
@@ -100,14 +111,14 @@ def check_options(
     drafter = options.get("drafter") or (drafters[0] if drafters else "none")
     if drafter != "none" and drafter not in drafters:
         raise RequestError(f"The plan has no drafter {drafter!r}; it has {', '.join([*drafters, 'none'])}.")
-    stop = options.get("stop", ())
-    if isinstance(stop, str):
-        stop = (stop,)
+    stop = check_stops(options.get("stop", ()))
     ends = options.get("eos_token_ids", eos_token_ids)
-    if not isinstance(ends, Iterable) or any(type(end) is not int for end in ends):
+    if not isinstance(ends, Collection) or any(type(end) is not int for end in ends):
         raise RequestError(f"eos_token_ids is {ends!r}; pass a list of token ids.")
-    if not isinstance(stop, Iterable):
-        raise RequestError(f"stop is {stop!r}; pass a list of texts.")
+    if vocab_size is not None and (wrong := [end for end in ends if not 0 <= end < vocab_size]):
+        raise RequestError(
+            f"eos_token_ids holds {wrong[0]}, which is not in the vocabulary; ids go from 0 to {vocab_size - 1}."
+        )
     on_round = options.get("on_round")
     if on_round is not None and not callable(on_round):
         raise RequestError(f"on_round is a {type(on_round).__name__}; pass a function of one `Round`.")
@@ -150,7 +161,7 @@ def check_options(
             filter_order=options.get("filter_order", "temperature_first"),
             skip_sample_adjustment=bool(options.get("skip_sample_adjustment", False)),
         ),
-        stop=tuple(stop),
+        stop=stop,
         eos_token_ids=frozenset() if options.get("ignore_eos", False) else frozenset(ends),
         drafter=None if drafter == "none" or constraint is not None else drafter,
         auto_disable=bool(options.get("auto_disable", True)),
@@ -162,3 +173,21 @@ def check_options(
         partial_budget=budget,
         tentative=bool(options.get("tentative", False)),
     )
+
+
+def check_stops(stop: object) -> tuple[str, ...]:
+    """Stop strings as a caller passes them: one text, or several. Raises RequestError naming the one that is wrong."""
+    given = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(given, Iterable) or isinstance(given, bytes | Mapping):
+        raise RequestError(f"stop is {stop!r}; pass a list of texts.")
+    stops = tuple(islice(given, MAX_STOPS + 1))
+    if len(stops) > MAX_STOPS:
+        raise RequestError(f"stop holds more than {MAX_STOPS} texts; pass at most {MAX_STOPS}.")
+    for place, text in enumerate(stops):
+        if not isinstance(text, str) or not text:
+            raise RequestError(f"stop[{place}] is {text!r}; pass a text of at least one character.")
+        check_text(text, f"stop[{place}]")
+        size = len(text.encode())
+        if size > MAX_STOP_BYTES:
+            raise RequestError(f"stop[{place}] has {size} bytes; pass a text of at most {MAX_STOP_BYTES}.")
+    return stops

@@ -13,7 +13,7 @@ from typing import Unpack, cast, overload
 import numpy as np
 import onnxruntime
 
-from plans.errors import BusyError, RequestError
+from plans.errors import ClosedError, RequestError
 from plans.machine import processor
 from plans.manifest import Manifest
 from plans.plan import Plan, open_plan
@@ -148,7 +148,7 @@ class Runtime:
         handles: list[Handle] = []
         try:
             for each in asked:
-                handles.append(self._serve().submit(each, wait=True))  # noqa: PERF401  those before one that fails
+                handles += self._serve().submit([each], wait=True)  # those before one that fails stay known
             return [handle.result() for handle in handles]
         finally:
             for handle in handles:
@@ -160,25 +160,42 @@ class Runtime:
         *,
         priority: int = 0,
         deadline: float | None = None,
+        client: str | None = None,
         **options: Unpack[Options],
     ) -> Handle:
         """Have `prompt` served beside others, in a thread of the runtime's own: a pass serves all that live.
 
         Those of a higher `priority` begin first. A request that is not over `deadline` seconds from now ends with what
-        it has. Needs a plan of several branches. Tokens are those that `generate` gives. Drafters are never put aside,
-        and there are no rounds to watch. Raises RequestError, and BusyError where too many wait.
+        it has. `client` names who asks, where each may have a share of the queue. Needs a plan of several branches.
+        Tokens are those that `generate` gives. Drafters are never put aside, and there are no rounds to watch. Raises
+        RequestError, BusyError where too many wait, and ClosedError once the runtime is closed.
         """
+        return self.submit_all([(prompt, options)], priority=priority, deadline=deadline, client=client)[0]
+
+    def submit_all(
+        self,
+        asked: Sequence[tuple[str | Sequence[int], Options]],
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+        client: str | None = None,
+    ) -> list[Handle]:
+        """Submit several prompts, each with options of its own, all of them or none; see `submit`."""
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise RequestError(f"priority is {priority!r}; pass a whole number, 0 for the usual one.")
         if deadline is not None and not (isinstance(deadline, int | float) and deadline > 0):
             raise RequestError(f"deadline is {deadline!r}; pass seconds from now, more than 0.")
-        asked = self._ask(prompt, options)
-        return self._serve().submit(asked, priority, deadline)
+        requests = [self._ask(prompt, options) for prompt, options in asked]
+        return self._serve().submit(requests, priority, deadline, client=client)
 
     def _ask(self, prompt: str | Sequence[int], options: Options) -> BranchRequest:
         manifest = self.manifest
         request = check_options(
-            options, [d.name for d in manifest.drafters], manifest.text.eos_token_ids, manifest.partial_kv
+            options,
+            [d.name for d in manifest.drafters],
+            manifest.text.eos_token_ids,
+            manifest.partial_kv,
+            manifest.target.vocab_size,
         )
         if request.on_round is not None:
             raise RequestError("on_round watches the rounds of one sequence; requests that share passes have none.")
@@ -188,7 +205,7 @@ class Runtime:
     def _serve(self) -> Scheduler:
         with self._making:
             if self._closed:
-                raise BusyError("The runtime takes no more requests: it was closed.")
+                raise ClosedError("The runtime takes no more requests: it was closed.")
             if self._scheduler is None:
                 self._scheduler = Scheduler(self.loaded, self._scheduler_config, self.prefix_cache)
             return self._scheduler
@@ -241,7 +258,11 @@ class Runtime:
         """The same, a span of tokens and text per step; nothing is held until the first one is asked for."""
         manifest = self.manifest
         request = check_options(
-            options, [d.name for d in manifest.drafters], manifest.text.eos_token_ids, manifest.partial_kv
+            options,
+            [d.name for d in manifest.drafters],
+            manifest.text.eos_token_ids,
+            manifest.partial_kv,
+            manifest.target.vocab_size,
         )
         ids = prepare_prompt(prompt, (), request.stop, self.tokenizer, manifest.target).ids
         return GenerationStream(self._run(ids, options))

@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from time import monotonic, perf_counter
 
-from plans.errors import BusyError, OutriderError, PlanError, RequestError
+from plans.errors import BusyError, ClosedError, OutriderError, PlanError, RequestError
 from runtime.assembly import Loaded
-from runtime.branch_request import BranchRequest, Mode
+from runtime.branch_request import MODES, BranchRequest, Mode
 from runtime.branch_run import BranchRunner, Committed, Running
 from runtime.branch_stream import BranchSpan, BranchStats
 from runtime.generation import FinishReason, Generation
@@ -37,7 +37,8 @@ _IDLE = 10.0  # seconds after which the thread of a scheduler without work ends;
 class SchedulerConfig:
     """How requests are served.
 
-    `max_running` at once (default: as many as the plan has branches), `max_waiting` before more are refused. At most
+    `max_running` at once (default: as many as the plan has branches), `max_waiting` before more are refused, and
+    `max_waiting_per_client` of those of one client, where requests name theirs (default: all of them). At most
     `prefill_tokens` of prompts go into a pass in which others decode: what one may delay the others by (default: the
     plan's chunk). `mode` is that of branches (default: a row each, where the plan has them). With `overlap`, the text
     of a pass is made out, searched for stop strings and handed on while the next pass runs.
@@ -48,12 +49,18 @@ class SchedulerConfig:
     prefill_tokens: int | None = None
     mode: Mode | None = None
     overlap: bool = True
+    max_waiting_per_client: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_running", "max_waiting", "prefill_tokens"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise RequestError(f"{name} is {value!r}; pass a whole number of at least 1.")
+        for name in ("max_running", "max_waiting", "prefill_tokens", "max_waiting_per_client"):
+            value, optional = getattr(self, name), name != "max_waiting"
+            if (value is None and optional) or (type(value) is int and value >= 1):
+                continue
+            raise RequestError(f"{name} is {value!r}; pass a whole number of at least 1.")
+        if self.mode is not None and self.mode not in MODES:
+            raise RequestError(f"mode is {self.mode!r}; choose one of {', '.join(MODES)}.")
+        if not isinstance(self.overlap, bool):
+            raise RequestError(f"overlap is {self.overlap!r}; pass True or False.")
 
 
 @dataclass
@@ -98,6 +105,7 @@ class _Request:
     deadline: float | None
     cancel: threading.Event = field(compare=False)  # its own, which the caller's sets too
     given: threading.Event | None = field(compare=False)
+    client: str | None = None
     spans: int = 0
     queued_ms: float = 0.0
 
@@ -151,44 +159,88 @@ class Scheduler:
         _SCHEDULERS.add(self)
 
     def submit(
-        self, asked: BranchRequest, priority: int = 0, deadline: float | None = None, *, wait: bool = False
-    ) -> Handle:
-        """Have a request served: those of a higher `priority` begin first, of equal ones who came first.
+        self,
+        asked: Sequence[BranchRequest],
+        priority: int = 0,
+        deadline: float | None = None,
+        *,
+        client: str | None = None,
+        wait: bool = False,
+    ) -> list[Handle]:
+        """Have requests served: those of a higher `priority` begin first, of equal ones who came first.
 
-        `deadline` is in seconds from now: what it has by then is its result. With `wait`, it waits for a place in the
-        queue. Raises BusyError where too many wait, or the scheduler is closed, and RequestError for a constraint that
-        another request has.
+        `deadline` is in seconds from now: what they have by then is their result. `client` names who asks. With `wait`,
+        they wait for places in the queue. All are taken, or none. Raises BusyError where too many wait, ClosedError
+        where the scheduler is closed, and RequestError for a constraint that another request has.
         """
-        cancel, given, constraint = threading.Event(), asked.request.cancel, asked.request.constraint
-        asked = replace(asked, request=replace(asked.request, cancel=cancel))
+        until = None if deadline is None else monotonic() + deadline
+        with self._changed:
+            if wait:
+                self._changed.wait_for(lambda: self._closed or self._room(client) >= len(asked))
+            if self._closed:
+                raise ClosedError("The runtime takes no more requests: it was closed.")
+            self._check_constraints(asked)
+            self._check_room(len(asked), client)
+            made = [self._made(each, -priority, until, client) for each in asked]
+            for request in made:
+                heapq.heappush(self._waiting, request)
+            self._stats.submitted += len(made)
+            if self._thread is None:
+                self._start()
+            self._changed.notify_all()
+        return [request.handle for request in made]
+
+    def _made(self, asked: BranchRequest, rank: int, until: float | None, client: str | None) -> _Request:
+        """The request with an event of its own that ends it."""
+        cancel, given = threading.Event(), asked.request.cancel
 
         def end() -> None:
             cancel.set()
             with self._changed:
                 self._changed.notify_all()
 
-        handle = Handle(end)
-        now = perf_counter()
-        with self._changed:
-            if wait:
-                self._changed.wait_for(lambda: self._closed or len(self._waiting) < self.config.max_waiting)
-            others = [*self._waiting, *self._by_place.values()]
-            if constraint is not None and any(each.asked.request.constraint is constraint for each in others):
+        asked = replace(asked, request=replace(asked.request, cancel=cancel))
+        place = rank, next(self._numbers)
+        return _Request(place, asked, Handle(end), perf_counter(), until, cancel, given, client)
+
+    def _room(self, client: str | None) -> int:
+        """How many more requests of `client` are taken: those that can begin at once, and those that may wait."""
+        config = self.config
+        free = self._most - len(self._by_place)
+        room = config.max_waiting - len(self._waiting)
+        if client is not None and config.max_waiting_per_client is not None:
+            room = min(room, config.max_waiting_per_client - self._waiting_of(client))
+        return room + free
+
+    def _waiting_of(self, client: str) -> int:
+        return sum(each.client == client for each in self._waiting)
+
+    def _check_room(self, count: int, client: str | None) -> None:
+        config = self.config
+        most = min(config.max_waiting, config.max_waiting_per_client or config.max_waiting) + self._most
+        if count > most:
+            raise RequestError(f"{count} requests are made at once, and at most {most} can be; make fewer at a time.")
+        if count <= self._room(client):
+            return
+        self._stats.refused += count
+        if client is not None and count <= self._room(None):
+            raise BusyError(
+                f"Too many requests of this client wait: {self._waiting_of(client)} already, and its share of the "
+                f"queue is {config.max_waiting_per_client}; {count} more are not taken now. Try again later."
+            )
+        raise BusyError(
+            f"The queue is full: {len(self._waiting)} requests wait already, and {count} more are not taken now. "
+            "Try again later."
+        )
+
+    def _check_constraints(self, asked: Sequence[BranchRequest]) -> None:
+        others = [*self._waiting, *self._by_place.values()]
+        taken = [each.asked.request.constraint for each in others]
+        for each in asked:
+            own = each.request.constraint
+            if own is not None and any(own is other for other in taken):
                 raise RequestError("Two requests have one constraint; make one for each.")
-            if self._closed:
-                raise BusyError("The runtime takes no more requests: it was closed.")
-            if len(self._waiting) >= self.config.max_waiting:
-                self._stats.refused += 1
-                raise BusyError(f"The queue is full: {len(self._waiting)} requests wait already; try again later.")
-            rank = -priority, next(self._numbers)
-            until = None if deadline is None else monotonic() + deadline
-            request = _Request(rank, asked, handle, now, until, cancel, given)
-            heapq.heappush(self._waiting, request)
-            self._stats.submitted += 1
-            if self._thread is None:
-                self._start()
-            self._changed.notify_all()
-        return handle
+            taken.append(own)
 
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._work, name="outrider-scheduler", daemon=True)

@@ -116,7 +116,13 @@ class Session:
         Raises RequestError, before anything changes, for a prompt or an option that cannot be served.
         """
         manifest = self._manifest
-        request = check_options(options, list(self._drafters), manifest.text.eos_token_ids, manifest.partial_kv)
+        request = check_options(
+            options,
+            list(self._drafters),
+            manifest.text.eos_token_ids,
+            manifest.partial_kv,
+            manifest.target.vocab_size,
+        )
         prepared = self._prepare(prompt, whole, request)
         return GenerationStream(self._run(prompt, whole, request, prepared, self._changes))
 

@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 from typing import Unpack, cast
 
 from plans import manifest
+from plans.errors import RequestError
 from runtime.branch_request import Mode
 from runtime.branch_stream import BranchStats
 from runtime.constraint import Constraint, Vocabulary
 from runtime.generation import FinishReason, Generation
 from runtime.outline import END, PLAN, Outline, OutlineError, Point, outline_grammar, parse_outline
-from runtime.request import Options
+from runtime.prompt import chat_prompt
+from runtime.request import MAX_STOPS, Options, check_stops
 from runtime.runtime import Runtime
 
 
@@ -95,10 +97,13 @@ class Skeleton:
         `max_new_tokens` is that of a point. Raises RequestError, and OutlineError for an outline without sense.
         """
         runtime = self._runtime
+        stop = check_stops(options.get("stop", ()))
+        if len(stop) == MAX_STOPS:  # behind them comes the points' own
+            raise RequestError(f"stop holds {len(stop)} texts; a skeleton takes at most {MAX_STOPS - 1}.")
         system = self._settings.system if system is None else system
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": question})
-        prefix = runtime.tokenizer.encode(runtime.tokenizer.apply_chat_template(messages), add_special_tokens=False)
+        prefix = chat_prompt(messages, runtime.tokenizer, runtime.manifest.target)
         own = {
             "max_new_tokens": self._settings.outline_tokens,
             "constraint": Constraint(self._vocabulary),
@@ -118,8 +123,7 @@ class Skeleton:
         points = answer.outline.points
         if points:
             branches = [self._branch(prefix[-1:], answer.outline, point) for point in points]
-            stop = options.get("stop") or ()
-            ended = cast(Options, {**options, "stop": [*([stop] if isinstance(stop, str) else stop), END]})
+            ended = cast(Options, {**options, "stop": [*stop, END]})
             writing = runtime.stream_branches(prefix[:-1], branches, mode=mode, max_parallel=max_parallel, **ended)
             for each in writing:
                 yield Said(each.branch, each.span.text, each.result is not None)

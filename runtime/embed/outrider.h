@@ -135,7 +135,7 @@ OUTRIDER_API outrider_status outrider_params_set_bool(outrider_params *params, c
                                                       int32_t value);
 OUTRIDER_API outrider_status outrider_params_set_text(outrider_params *params, const char *key, size_t key_length,
                                                       const char *value, size_t value_length);
-/* Adds to a list: "stop", texts before which a generation ends. */
+/* Adds to a list: "stop", texts before which a generation ends, at most 16 of at most 1,000 bytes. */
 OUTRIDER_API outrider_status outrider_params_add_text(outrider_params *params, const char *key, size_t key_length,
                                                       const char *value, size_t value_length);
 /* Adds to a list: "eos_token_ids", tokens that end a generation, in place of the plan's own. */

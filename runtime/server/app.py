@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from plans.errors import BusyError, OutriderError, RequestError
 from runtime.generation import Generation, Span
 from runtime.handle import Handle
+from runtime.prompt import chat_prompt, encode_prompt
 from runtime.request import Options
 from runtime.runtime import Runtime
 from runtime.server.answers import Answer, error_body
@@ -31,6 +32,7 @@ from runtime.server.asked import ChatAsked, CompletionAsked
 from runtime.server.metrics import Metrics
 
 _LOG = logging.getLogger("outrider")
+_PREPARING = 4  # requests whose prompts are encoded at once: a large one takes a core, and memory
 _GONE = 0.25  # seconds between looks whether a client is still there that waits for the whole answer
 
 
@@ -117,19 +119,14 @@ def make_app(runtime: Runtime, config: ServerConfig) -> FastAPI:
     async def completions(asked: CompletionAsked, request: Request) -> Response:
         serving.check_model(asked.model)
         asked.check()
-        options = asked.options(asked.max_tokens, asked.logprobs)
         answer = Answer("cmpl", "text_completion", "text_completion", config.model, runtime, chat=False)
-        wanted = [(prompt, own) for prompt in asked.prompts for own in options]
-        return await serving.answer(request, answer, wanted, asked)
+        return await serving.answer(request, answer, asked)
 
     @app.post("/v1/chat/completions")
     async def chat(asked: ChatAsked, request: Request) -> Response:
         serving.check_model(asked.model)
-        prompt = await run_in_threadpool(_chat_prompt, runtime, asked)
-        limit = max(1, runtime.manifest.target.context - len(prompt)) if asked.limit is None else asked.limit
-        options = asked.options(limit, (asked.top_logprobs or 0) if asked.logprobs else None)
         answer = Answer("chatcmpl", "chat.completion", "chat.completion.chunk", config.model, runtime, chat=True)
-        return await serving.answer(request, answer, [(prompt, own) for own in options], asked)
+        return await serving.answer(request, answer, asked)
 
     return app
 
@@ -163,11 +160,6 @@ class _Guard:
         return None
 
 
-def _chat_prompt(runtime: Runtime, asked: ChatAsked) -> list[int]:
-    text = runtime.tokenizer.apply_chat_template([message.plain() for message in asked.messages])
-    return runtime.tokenizer.encode(text, add_special_tokens=False)
-
-
 def _model(name: str, created: int) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": created, "owned_by": "outrider"}
 
@@ -186,43 +178,44 @@ class _Serving:
 
     def __init__(self, runtime: Runtime, config: ServerConfig, metrics: Metrics) -> None:
         self._runtime, self._config, self._metrics = runtime, config, metrics
+        self._preparing = asyncio.Semaphore(_PREPARING)
 
     def check_model(self, name: str) -> None:
         if name != self._config.model:
             message = f"There is no model {name!r}; this server has {self._config.model!r}."
             raise ApiError(404, message, "invalid_request_error", "model_not_found")
 
-    async def answer(
-        self,
-        request: Request,
-        answer: Answer,
-        wanted: list[tuple[str | list[int], Options]],
-        asked: CompletionAsked | ChatAsked,
-    ) -> Response:
+    async def answer(self, request: Request, answer: Answer, asked: CompletionAsked | ChatAsked) -> Response:
         began = perf_counter()
-        handles = await run_in_threadpool(self._submit, wanted, asked)
+        async with self._preparing:
+            handles = await run_in_threadpool(self._submit, asked)
         logprobs = asked.logprobs is not None and asked.logprobs is not False
-        prompts = len(wanted) // asked.n
+        prompts = len(handles) // asked.n
         if asked.stream:
             events = self._events(answer, handles, prompts, logprobs, asked.include_usage, began)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         found = await self._whole(request, handles, began)
         return JSONResponse(answer.whole(found, prompts, logprobs))
 
-    def _submit(
-        self, wanted: list[tuple[str | list[int], Options]], asked: CompletionAsked | ChatAsked
-    ) -> list[Handle]:
-        handles: list[Handle] = []
-        try:
-            for prompt, options in wanted:
-                handles.append(
-                    self._runtime.submit(prompt, priority=asked.priority, deadline=asked.deadline, **options)
-                )
-        except BaseException:
-            for handle in handles:
-                handle.cancel()
-            raise
-        return handles
+    def _submit(self, asked: CompletionAsked | ChatAsked) -> list[Handle]:
+        """Every choice of every prompt. Texts are encoded here, once each, in a thread that is not the loop's."""
+        wanted = [(ids, own) for ids, options in self._wanted(asked) for own in options]
+        return self._runtime.submit_all(wanted, priority=asked.priority, deadline=asked.deadline)
+
+    def _wanted(self, asked: CompletionAsked | ChatAsked) -> Iterator[tuple[list[int], list[Options]]]:
+        """Token ids of each prompt, and the options of its choices."""
+        tokenizer, geometry = self._runtime.tokenizer, self._runtime.manifest.target
+        if isinstance(asked, ChatAsked):
+            ids = chat_prompt([message.plain() for message in asked.messages], tokenizer, geometry)
+            limit = max(1, geometry.context - len(ids)) if asked.limit is None else asked.limit
+            yield ids, asked.options(limit, (asked.top_logprobs or 0) if asked.logprobs else None)
+            return
+        options = asked.options(asked.max_tokens, asked.logprobs)
+        for prompt in asked.prompts:
+            if isinstance(prompt, str):
+                yield encode_prompt(prompt, tokenizer, geometry, add_special_tokens=True), options
+            else:
+                yield prompt, options
 
     async def _whole(self, request: Request, handles: list[Handle], began: float) -> list[Generation]:
         waiting = asyncio.gather(*handles)

@@ -156,6 +156,7 @@ def test_a_plan_without_drafters_has_room_for_beams(toy: Runtime) -> None:
         ("x", {"early_stopping": 1}, "early_stopping is 1"),
         ("x", {"max_new_tokens": 0}, "max_new_tokens"),
         ("x", {"eos_token_ids": 5}, "eos_token_ids"),
+        ("x", {"eos_token_ids": [300]}, "eos_token_ids holds 300"),
         ("x", {"cancel": True}, "threading.Event"),
         ("x", {"temperature": 1.0}, "Unknown option 'temperature'"),
         ("x", {}, "at most 64 new tokens"),

@@ -178,7 +178,13 @@ def test_logprobs_are_those_of_the_whole_sequence(toy: Runtime, toy_recipe, draf
         ("x", {"drafter": "eagle9"}, ", ".join([*TOY_DRAFTERS, "none"])),
         ("x", {"stop": [""]}, "stop"),
         ("x", {"stop": 5}, "stop"),
+        ("x", {"stop": ["a", 5]}, r"stop\[1\] is 5; pass a text"),
+        ("x", {"stop": ["a", "\ud83d"]}, r"stop\[1\] holds half a character"),
+        ("x", {"stop": ["a"] * 17}, "stop holds more than 16 texts"),
+        ("x", {"stop": ["é" * 501]}, r"stop\[0\] has 1002 bytes; pass a text of at most 1000"),
         ("x", {"eos_token_ids": 5}, "eos_token_ids"),
+        ("x", {"eos_token_ids": [10**9]}, "eos_token_ids holds 1000000000, .* ids go from 0 to 299"),
+        ("x", {"eos_token_ids": [3, -1]}, "eos_token_ids holds -1"),
         ("x", {"logprobs": 21}, "logprobs"),
         ("x", {"logprobs": "2"}, "logprobs"),
         ("x", {"top_q": 1}, "top_q"),
@@ -194,6 +200,10 @@ def test_a_wrong_request_gets_a_sentence_and_changes_nothing(toy: Runtime, promp
         session.generate(prompt, **options)
     if prompt != "":
         assert session.token_ids == toy.tokenizer.encode("y") + before.token_ids
+
+
+def test_as_many_stop_strings_as_are_allowed(toy: Runtime) -> None:
+    assert toy.generate("x", max_new_tokens=3, stop=["é" * 500] * 16, ignore_eos=True).stats.new_tokens == 3
 
 
 def test_two_streams_made_before_either_runs_both_see_the_present_sequence(toy: Runtime) -> None:

@@ -226,6 +226,14 @@ def test_what_cannot_be_served_is_refused_at_once(serving: Runtime, toy: Runtime
         Runtime.load(branch_plan, scheduler=SchedulerConfig(max_running=17)).submit([5])
     with pytest.raises(RequestError, match="prefill_tokens is 0"):
         SchedulerConfig(prefill_tokens=0)
+    with pytest.raises(RequestError, match="mode is 'x'; choose one of in-one-sequence, batching"):
+        SchedulerConfig(mode="x")  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="max_waiting is None"):
+        SchedulerConfig(max_waiting=None)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="max_waiting_per_client is True"):
+        SchedulerConfig(max_waiting_per_client=True)
+    with pytest.raises(RequestError, match="overlap is 1"):
+        SchedulerConfig(overlap=1)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="prefill_tokens is 17; the plan's passes take at most 16"):
         Runtime.load(branch_plan, scheduler=SchedulerConfig(prefill_tokens=17)).submit([5])
 

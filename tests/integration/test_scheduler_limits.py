@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from plans.errors import BusyError, PlanError
+from plans.errors import BusyError, PlanError, RequestError
 from runtime import Runtime, SchedulerConfig
 from runtime.branch_run import BranchRunner
 from runtime.program import Program
@@ -56,6 +56,36 @@ def test_too_many_who_wait_are_refused(branch_plan: Path) -> None:
     assert runtime.scheduler_stats.refused == 1
     assert not runtime.close(drain=False, timeout=60) or all(handle.done for handle in [running, *waiting])
     assert {handle.result(60).finish_reason.value for handle in [running, *waiting]} == {"cancelled"}
+
+
+def test_a_client_has_a_share_of_the_queue(branch_plan: Path) -> None:
+    config = SchedulerConfig(max_running=1, max_waiting=4, max_waiting_per_client=2)
+    runtime = Runtime.load(branch_plan, threads=1, scheduler=config)
+    running = runtime.submit([5], max_new_tokens=150, drafter="none", ignore_eos=True)
+    next(iter(running))
+    taken = [runtime.submit([6], client="a") for _ in range(2)]
+    with pytest.raises(BusyError, match="Too many requests of this client wait: 2 already, and its share of the queue"):
+        runtime.submit([7], client="a")
+    taken.append(runtime.submit([7], client="b"))
+    with pytest.raises(BusyError, match="The queue is full: 3 requests wait already, and 2 more are not taken now"):
+        runtime.submit_all([([7], {}), ([8], {})], client="c")
+    assert runtime.scheduler_stats.waiting == 3  # of several, all are taken or none
+    with pytest.raises(RequestError, match="4 requests are made at once, and at most 3 can be"):
+        runtime.submit_all([([7], {})] * 4, client="c")
+    taken.append(runtime.submit([7]))
+    with pytest.raises(BusyError, match="The queue is full: 4 requests"):
+        runtime.submit([8])
+    assert runtime.scheduler_stats.refused == 4
+    running.cancel()
+    assert runtime.close(timeout=60)
+    assert all(handle.done for handle in taken)
+
+
+def test_as_many_as_can_begin_at_once_need_no_queue(branch_plan: Path) -> None:
+    runtime = Runtime.load(branch_plan, threads=1, scheduler=SchedulerConfig(max_running=3, max_waiting=1))
+    handles = runtime.submit_all([([5, place], {"max_new_tokens": 2}) for place in range(4)])
+    assert [handle.result(60).stats.new_tokens > 0 for handle in handles] == [True] * 4
+    assert runtime.close(timeout=60)
 
 
 def test_a_list_may_be_longer_than_the_queue(branch_plan: Path, alone: Runtime) -> None:

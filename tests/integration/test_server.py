@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import openai
 import pytest
 import uvicorn
 
+from plans.tokenizer import Tokenizer
 from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
 from runtime.__main__ import main
 from runtime.branch_run import BranchRunner
@@ -50,6 +52,10 @@ def listening(runtime: Runtime, **config: Any) -> Iterator[str]:
         assert not thread.is_alive()
 
 
+def client_of(address: str, key: str = "-") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0)
+
+
 @pytest.fixture(scope="module")
 def alone(branch_plan: Path) -> Runtime:
     return Runtime.load(branch_plan, threads=1)
@@ -68,7 +74,7 @@ def address(runtime: Runtime) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def client(address: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as found:
+    with client_of(address, KEY) as found:
         yield found
 
 
@@ -255,11 +261,54 @@ def test_models_keys_and_limits(client: openai.OpenAI, address: str) -> None:
     with pytest.raises(openai.NotFoundError, match="no model 'other'"):
         client.completions.create(model="other", prompt="x")
     with pytest.raises(openai.AuthenticationError, match="API key"):
-        openai.OpenAI(base_url=f"{address}/v1", api_key="wrong", max_retries=0).models.list()
+        client_of(address, "wrong").models.list()
     with pytest.raises(openai.APIStatusError, match="at most 20000"):
         client.completions.create(model="toy", prompt="x" * 30_000)
     status, body = get(f"{address}/v1/completions", {"Authorization": f"Bearer {KEY}"}, b"{")
     assert (status, json.loads(body)["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_encoded(
+    branch_plan: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> list[int]:
+        raise AssertionError("it was encoded")
+
+    monkeypatch.setattr(Tokenizer, "encode", never)
+    text = "word " * 180_000
+    with listening(Runtime.load(branch_plan, threads=1)) as address, client_of(address) as client:
+        for ask in (
+            lambda: client.completions.create(model="toy", prompt=text),
+            lambda: client.chat.completions.create(model="toy", messages=[{"role": "user", "content": text}]),
+            lambda: client.chat.completions.create(model="toy", messages=[{"role": "user", "content": ""}] * 160),
+        ):
+            with pytest.raises(openai.BadRequestError, match="the plan's context is 160") as caught:
+                ask()
+            assert caught.value.code == "context_length_exceeded"
+
+
+def test_others_are_answered_while_a_prompt_is_encoded(
+    client: openai.OpenAI, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, encoded = threading.Event(), threading.Event(), list[str]()
+    original = Tokenizer.encode
+
+    def slowly(self: Tokenizer, text: str, **more: Any) -> list[int]:
+        encoded.append(text)
+        begun.set()
+        assert go_on.wait(20)
+        return original(self, text, **more)
+
+    monkeypatch.setattr(Tokenizer, "encode", slowly)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(client.completions.create, model="toy", prompt="import os", n=3, max_tokens=2)
+        try:
+            assert begun.wait(20)
+            assert get(f"{address}/health") == (200, '{"status":"ok"}')
+        finally:
+            go_on.set()
+        assert len(asked.result(20).choices) == 3
+    assert encoded == ["import os"]  # once for all its choices
 
 
 def test_health_and_metrics(client: openai.OpenAI, address: str, runtime: Runtime) -> None:
@@ -287,7 +336,7 @@ def test_a_full_queue_is_told(branch_plan: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(BranchRunner, "advance", slowly)
     handles = [busy.submit([5], max_new_tokens=150, drafter="none", ignore_eos=True)]
     next(iter(handles[0]))
-    with listening(busy) as address, openai.OpenAI(base_url=f"{address}/v1", api_key="-", max_retries=0) as client:
+    with listening(busy) as address, client_of(address) as client:
         stuck = busy.submit([6], max_new_tokens=1)
         with pytest.raises(openai.RateLimitError, match="queue is full"):
             client.completions.create(model="toy", prompt="x")
@@ -321,7 +370,7 @@ def test_the_command_serves_until_it_is_told_to_end_and_keeps_its_cache(branch_p
                     break
                 assert time.monotonic() < until
                 time.sleep(0.05)
-            with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="-", max_retries=0) as client:
+            with client_of(f"http://127.0.0.1:{port}") as client:
                 found = client.completions.create(model="toy", prompt=[7, 8, 9] * 10, max_tokens=3)
             assert found.usage is not None
             assert found.usage.prompt_tokens_details is not None

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from plans.errors import RequestError
 from plans.manifest import Skeleton as Settings
 from runtime import Runtime, skeleton_command
 from runtime.__main__ import main
@@ -83,6 +84,11 @@ def test_stops_of_a_caller_are_added_to_the_end_of_a_point(runtime: Runtime, mon
             if answer.points:
                 break
         assert stops[-1] == expected
+
+
+def test_a_skeleton_leaves_room_for_its_own_stop(branch_plan: Path) -> None:
+    with pytest.raises(RequestError, match="stop holds 16 texts; a skeleton takes at most 15"):
+        Skeleton(Runtime.load(branch_plan, threads=1)).answer(QUESTION, stop=["a"] * 16)
 
 
 def test_the_command_prints_outline_and_points(branch_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,129 @@
+"""The least number of tokens of a text, against what texts become; Unicode's own data for the normal forms."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import unicodedata
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.runtime.test_tokenizer import byte_level, pieces
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as LibraryTokenizer
+
+from plans.errors import RequestError
+from plans.text_bound import _NORMAL_FORM
+from plans.tokenizer import Tokenizer
+from runtime import Runtime
+
+
+def normalized() -> LibraryTokenizer:
+    tokenizer = byte_level()
+    shorter = normalizers.Replace("hello", "o")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase(), shorter])
+    return tokenizer
+
+
+def swallowing_blanks() -> LibraryTokenizer:
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens([AddedToken("<|end|>", rstrip=True, lstrip=True)])
+    return tokenizer
+
+
+def falling_back() -> LibraryTokenizer:
+    listed = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a"]
+    vocabulary = {piece: place for place, piece in enumerate(listed)}
+    tokenizer = LibraryTokenizer(
+        models.BPE(vocab=vocabulary, merges=[("▁", "a")], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+BOUNDED = {
+    "bytes": byte_level(),
+    "normal forms": normalized(),
+    "blanks vanish": swallowing_blanks(),
+    "byte fallback": falling_back(),
+    "an unknown token a character": pieces(None),
+}
+TEXTS = st.lists(
+    st.one_of(
+        st.text(max_size=8),
+        st.sampled_from([" hello", "<|end|>", "   ", "\u212b", "\u212a", "\uac01", "a\u0323\u0307", "日本語"]),
+    ),
+    max_size=12,
+).map("".join)
+
+
+@pytest.mark.parametrize("kind", BOUNDED)
+@settings(deadline=None)
+@given(text=TEXTS, times=st.integers(1, 40))
+def test_no_text_has_fewer_tokens_than_its_bytes_say(kind: str, text: str, times: int) -> None:
+    tokenizer = Tokenizer(BOUNDED[kind])
+    for each in (text * times, unicodedata.normalize("NFD", text) * times):
+        assert tokenizer.least_tokens(each) <= len(tokenizer.encode(each, add_special_tokens=False))
+
+
+@pytest.mark.parametrize("kind", BOUNDED)
+def test_long_texts_have_many_tokens_for_sure(kind: str) -> None:
+    assert Tokenizer(BOUNDED[kind]).least_tokens("word " * 100_000) > 100
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFKC", "NFD", "NFKD"])
+def test_normal_forms_shrink_a_text_by_no_more_than_is_allowed_for(form: str) -> None:
+    sources: dict[str, int] = {}  # of a part: bytes of the longest character that becomes it
+    for code in range(sys.maxunicode + 1):
+        if not 0xD800 <= code < 0xE000:
+            part = unicodedata.normalize(form.replace("C", "D"), chr(code))
+            if len(part) == 1:
+                sources[part] = max(sources.get(part, 0), len(chr(code).encode()))
+    for code in range(sys.maxunicode + 1):
+        if 0xD800 <= code < 0xE000 or unicodedata.normalize(form, chr(code)) != chr(code):
+            continue
+        parts = unicodedata.normalize("NFD", chr(code)) if form.endswith("C") else chr(code)
+        assert sum(sources[part] for part in parts) <= _NORMAL_FORM * len(chr(code).encode())
+
+
+def without_bound() -> list[LibraryTokenizer]:
+    words = LibraryTokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    fused = pieces(None)
+    fused.model = models.BPE(vocab=fused.get_vocab(), merges=[], unk_token="<unk>", fuse_unk=True)
+    dropping = pieces(None)
+    dropping.model = models.BPE(vocab=dropping.get_vocab(), merges=[])
+    erasing, removing = byte_level(), byte_level()
+    erasing.normalizer = normalizers.Replace(Regex(" +"), " ")
+    removing.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split("o", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    return [words, fused, dropping, erasing, removing]
+
+
+@pytest.mark.parametrize("library", without_bound())
+def test_where_text_may_vanish_without_limit_nothing_is_said(library: LibraryTokenizer) -> None:
+    if library.decoder is None:
+        library.decoder = decoders.Fuse()
+    assert Tokenizer(library).least_tokens("word " * 100_000) == 0
+
+
+def test_a_text_of_megabytes_is_refused_before_it_is_encoded(toy: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object, **__: object) -> list[int]:
+        raise AssertionError("it was encoded")
+
+    monkeypatch.setattr(Tokenizer, "encode", never)
+    with pytest.raises(RequestError, match=r"at least \d+ tokens before any is generated; the plan's context is"):
+        toy.generate("x" * 20_000_000)
+
+
+def test_other_threads_run_while_a_text_is_encoded() -> None:
+    tokenizer, turns = Tokenizer(byte_level()), 0
+    thread = threading.Thread(target=tokenizer.encode, args=("hello world, again " * 30_000,))
+    thread.start()
+    while thread.is_alive():
+        turns += 1
+        time.sleep(0.001)
+    assert turns > 10
