@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports, which take a second
+    from plans.process import begin
+
+    begin()
+
 import argparse
 import sys
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from plans.arguments import Parser, at_least_1, number
 from plans.console import guarded, print_json, progress_bar, stderr, stdout
 from plans.errors import OutriderError
 
@@ -18,9 +24,9 @@ _OURS = ("compiler", "plans", "plugins", "runtime")
 _SHOWN = 10  # tokens that differ, in the text of verify
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
-    return guarded(lambda: _run(options))
+def main(arguments: list[str] | None = None, called: str = "python -m compiler") -> int:
+    """Run a command; `called` is what the user typed before its name."""
+    return guarded(lambda: _run(_parser(called).parse_args(arguments)))
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -34,11 +40,11 @@ def _run(options: argparse.Namespace) -> int:
         ) from None
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m compiler",
+def _parser(called: str) -> Parser:
+    parser = Parser(
+        prog=called,
         description="Compile a recipe (model.yaml) into a plan, and look at plans.",
-        epilog="example: python -m compiler build plans/recipes/reference.yaml --out build/reference",
+        epilog=f"example: {called} build plans/recipes/reference.yaml --out build/reference",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -70,8 +76,8 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("plan", type=Path, help="folder of the plan")
     verify.add_argument("--recipe", type=Path, help="the recipe (default: where the plan was built from)")
     _add_set(verify)
-    verify.add_argument("--prompts", type=int, default=8, help="held-out prompts to run (default 8)")
-    verify.add_argument("--new-tokens", type=int, default=64, help="greedy tokens per prompt (default 64)")
+    verify.add_argument("--prompts", type=at_least_1, default=8, help="held-out prompts to run (default 8)")
+    verify.add_argument("--new-tokens", type=at_least_1, default=64, help="greedy tokens per prompt (default 64)")
     verify.add_argument(
         "--oracle", choices=("auto", "transformers", "decoder"), default="auto",
         help="what runs the checkpoint: transformers, or Outrider's own decoder, which reads config.json as the build "
@@ -79,11 +85,11 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     verify.add_argument("--json", action="store_true", help="print one JSON object")
     verify.set_defaults(command=_verify)
-    _add_tune(commands)
+    _add_tune(commands, called)
     return parser
 
 
-def _add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_tune(commands: argparse._SubParsersAction[Parser], called: str) -> None:
     tune = commands.add_parser(
         "tune",
         help="choose a draft tree for this machine",
@@ -93,17 +99,17 @@ def _add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "few trees are then built and timed against plain decoding. Prints the table behind the choice, and writes "
         "a copy of the recipe with the chosen tree and a PNG of the table beside it.",
         epilog="Takes minutes, and room for two plans in the folder for temporary files (TMPDIR). Leave the machine "
-        "alone meanwhile. example: python -m compiler tune build/reference --drafter eagle3, then "
-        "python -m compiler build plans/recipes/reference.tuned.yaml",
+        f"alone meanwhile. example: {called} tune build/reference --drafter eagle3, then "
+        f"{called} build plans/recipes/reference.tuned.yaml",
     )
     tune.add_argument("plan", type=Path, help="folder of the plan")
     tune.add_argument("--drafter", metavar="NAME", help="the drafter to tune (default: the plan's first with a tree)")
     tune.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
-    tune.add_argument("--count", type=int, default=8, help="prompts to run (default 8)")
-    tune.add_argument("--new", type=int, default=128, help="tokens per prompt (default 128)")
+    tune.add_argument("--count", type=at_least_1, default=8, help="prompts to run (default 8)")
+    tune.add_argument("--new", type=at_least_1, default=128, help="tokens per prompt (default 128)")
     tune.add_argument(
         "--temperature",
-        type=float,
+        type=number(0),
         default=0.0,
         help="of the runs (default 0, greedy): choose the one that will be used",
     )

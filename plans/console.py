@@ -1,12 +1,13 @@
-"""What every command does alike: JSON or text on stdout, progress on stderr, one sentence and status 2 on mistakes."""
+"""What every command does alike: JSON or text on stdout, progress on stderr, one sentence and a status on mistakes."""
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import perf_counter
 from typing import Protocol
 
@@ -15,15 +16,24 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from plans.errors import OutriderError
+from plans.errors import OutputError, OutriderError
+from plans.process import INTERRUPTED, interruptible
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to `guarded`, which knows it of every other way to print too."""
+        raise  # what is being handled
+
 
 stderr = Console(stderr=True, highlight=False)
-stdout = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)
+stdout = _Console(highlight=False, soft_wrap=True, width=None if sys.stdout and sys.stdout.isatty() else 120)
 
 
 def print_json(value: object) -> None:
-    """One object on stdout at once (a reader may wait for it), and nothing else."""
-    print(json.dumps(value, ensure_ascii=False), flush=True)
+    """One object on stdout at once (a reader may wait for it), and nothing else; where that is not UTF-8, in ASCII."""
+    unicode = codecs.lookup(getattr(sys.stdout, "encoding", None) or "utf-8").name == "utf-8"
+    print(json.dumps(value, ensure_ascii=not unicode), flush=True)
 
 
 class Update(Protocol):
@@ -82,20 +92,39 @@ def _duration(seconds: float) -> str:
 
 
 def report_error(error: OutriderError) -> None:
-    """A user's mistake, on stderr."""
-    stderr.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
+    """A user's mistake, on stderr; the exit status tells of it as well, should that not be written."""
+    with suppress(OSError):
+        stderr.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
 
 
 def guarded(command: Callable[[], int]) -> int:
-    """Run a command; a user's mistake becomes one sentence and status 2, an interrupt status 130."""
+    """Run a command, from reading its arguments on; the exit status.
+
+    A user's mistake becomes one sentence and status 2, output that cannot be written one and status 1, an interrupt
+    status 130.
+    """
     try:
-        return command()
+        with interruptible():
+            try:
+                return command()
+            finally:
+                if sys.stdout is not None:
+                    sys.stdout.flush()
+    except OutputError as error:
+        report_error(error)
+        _discard_output()
+        return 1
     except OutriderError as error:
         report_error(error)
         return 2
     except KeyboardInterrupt:
         stderr.print("interrupted")
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:  # the reader of our output left, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 0
+
+
+def _discard_output() -> None:
+    """What is left in the buffer, which Python would try to write once more at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -11,6 +11,14 @@ class OutriderError(Exception):
     """Base of the errors that commands print as one sentence (exit status 2)."""
 
 
+class UsageError(OutriderError):
+    """A command line is wrong: the message names the option, and the command whose help explains it."""
+
+
+class OutputError(OutriderError):
+    """Standard output cannot be written (exit status 1)."""
+
+
 class RecipeError(OutriderError, ValueError):
     """The recipe is wrong: the message names the file, the line and the key."""
 

@@ -1,16 +1,38 @@
-"""Plan to tokens: `Runtime.load(plan).generate(prompt)`. No PyTorch, no compiler."""
+"""Plan to tokens: `Runtime.load(plan).generate(prompt)`. No PyTorch, no compiler.
+
+What is named here is imported when it is asked for: `python -m runtime` imports this first, and must be able to end
+quietly on Ctrl-C while the rest is imported.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from plans.errors import BusyError, EmbedError, OutriderError, PlanError, RequestError
-from runtime.beam_search import BeamResult
-from runtime.branch_stream import BranchSpan, BranchStats, BranchStream
-from runtime.generation import FinishReason, Generation, GenerationStream, Span
-from runtime.handle import Handle
-from runtime.prefix_cache import PrefixCache, PrefixCacheConfig
-from runtime.prefix_stats import PrefixCacheStats
-from runtime.runtime import Runtime
-from runtime.scheduler import SchedulerConfig, SchedulerStats
-from runtime.session import Session
-from runtime.stats import Stats
+
+if TYPE_CHECKING:
+    from runtime.beam_search import BeamResult
+    from runtime.branch_stream import BranchSpan, BranchStats, BranchStream
+    from runtime.generation import FinishReason, Generation, GenerationStream, Span
+    from runtime.handle import Handle
+    from runtime.prefix_cache import PrefixCache, PrefixCacheConfig
+    from runtime.prefix_stats import PrefixCacheStats
+    from runtime.runtime import Runtime
+    from runtime.scheduler import SchedulerConfig, SchedulerStats
+    from runtime.session import Session
+    from runtime.stats import Stats
+
+_MODULES = {
+    "beam_search": ("BeamResult",),
+    "branch_stream": ("BranchSpan", "BranchStats", "BranchStream"),
+    "generation": ("FinishReason", "Generation", "GenerationStream", "Span"),
+    "handle": ("Handle",),
+    "prefix_cache": ("PrefixCache", "PrefixCacheConfig"),
+    "prefix_stats": ("PrefixCacheStats",),
+    "runtime": ("Runtime",),
+    "scheduler": ("SchedulerConfig", "SchedulerStats"),
+    "session": ("Session",),
+    "stats": ("Stats",),
+}
 
 __all__ = [
     "BeamResult",
@@ -36,3 +58,16 @@ __all__ = [
     "Span",
     "Stats",
 ]
+
+
+def __getattr__(name: str) -> object:
+    for module, names in _MODULES.items():
+        if name in names:
+            found: object = getattr(import_module(f"runtime.{module}"), name)
+            globals()[name] = found
+            return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports, which take a second
+    from plans.process import begin
+
+    begin()
+
 import argparse
 import sys
 from pathlib import Path
 
+from plans.arguments import Parser, at_least_0, at_least_1, number
 from plans.console import guarded, print_json, report_error, stderr
 from plans.errors import RequestError
 from runtime.arguments import add_prompt, add_shared, generation_json, load, read_options, read_prompt
@@ -24,16 +30,20 @@ _WITH_BEAMS = {
 }  # fmt: skip
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
-    return guarded(lambda: int(options.command(options)))
+def main(arguments: list[str] | None = None, called: str = "python -m runtime") -> int:
+    """Run a command; `called` is what the user typed before its name."""
+    return guarded(lambda: _run(_parser(called).parse_args(arguments)))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m runtime",
+def _run(options: argparse.Namespace) -> int:
+    return int(options.command(options))
+
+
+def _parser(called: str) -> Parser:
+    parser = Parser(
+        prog=called,
         description="Generate text from a plan.",
-        epilog='example: python -m runtime generate build/reference --prompt "def main():" --stream',
+        epilog=f'example: {called} generate build/reference --prompt "def main():" --stream',
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     generate = commands.add_parser(
@@ -56,11 +66,15 @@ def _parser() -> argparse.ArgumentParser:
         "the entropy that chose the length; r and p/q decide by rejection. Lengths chosen and drafting that is stopped "
         "because it does not pay are told as well",
     )
-    generate.add_argument("--logprobs", type=int, metavar="N", help="with --json: log-probabilities, and the N best")
+    generate.add_argument(
+        "--logprobs", type=at_least_0, metavar="N", help="with --json: log-probabilities, and the N best"
+    )
     beams = generate.add_argument_group("beam search", "A baseline that follows several continuations at once.")
-    beams.add_argument("--beams", type=int, metavar="N", help="search with N beams; --json prints beams and stats")
     beams.add_argument(
-        "--length-penalty", type=float, metavar="X", help="score: log-probability / tokens ** X (default 1)"
+        "--beams", type=at_least_1, metavar="N", help="search with N beams; --json prints beams and stats"
+    )
+    beams.add_argument(
+        "--length-penalty", type=number(), metavar="X", help="score: log-probability / tokens ** X (default 1)"
     )
     beams.add_argument(
         "--early-stopping",
@@ -68,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         help="once N have ended: end (true), or go on while a live beam scores better as it is (false, the "
         "default), or could at any length (never)",
     )
-    beams.add_argument("--num-return", type=int, metavar="N", help="print the N best (default 1)")
+    beams.add_argument("--num-return", type=at_least_1, metavar="N", help="print the N best (default 1)")
     generate.set_defaults(command=_generate, parser=generate)
 
     add_branches(commands)
@@ -180,6 +194,8 @@ def _chat(arguments: argparse.Namespace) -> int:
             line = input("" if arguments.json else "> ")
         except EOFError:
             return 0
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError(f"standard input cannot be read as {sys.stdin.encoding} text: {error}") from None
         if not line.strip():
             return 0
         messages.append({"role": "user", "content": line})

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 
+from plans.arguments import at_least_0, at_least_1, number, whole_number
 from plans.console import stderr
 from plans.errors import RequestError
 from plans.partial_kv import PARTIAL_MODES
@@ -22,7 +24,7 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", help="execution target (default: the best this machine drives)")
     parser.add_argument(
         "--threads",
-        type=int,
+        type=at_least_0,
         default=0,
         help="CPU threads of the target and of large drafters; 0 lets the backend choose",
     )
@@ -36,11 +38,13 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
 def add_shared(parser: argparse.ArgumentParser) -> None:
     """The plan, where it runs, and how tokens are chosen."""
     add_machine(parser)
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="most tokens to generate (default 128)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    parser.add_argument("--top-k", type=int, default=0, help="keep the k most probable tokens; 0 is off")
-    parser.add_argument("--top-p", type=float, default=1.0, help="keep the most probable tokens up to p; 1 is off")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the draws")
+    parser.add_argument("--max-new-tokens", type=at_least_1, default=128, help="most tokens to generate (default 128)")
+    parser.add_argument("--temperature", type=number(0), default=0.0, help="0 is greedy (default)")
+    parser.add_argument("--top-k", type=at_least_0, default=0, help="keep the k most probable tokens; 0 is off")
+    parser.add_argument(
+        "--top-p", type=number(most=1, above=0), default=1.0, help="keep the most probable tokens up to p; 1 is off"
+    )
+    parser.add_argument("--seed", type=whole_number(0, 2**64 - 1), default=0, help="seed of the draws")
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end before this text; up to 16 times"
     )
@@ -51,7 +55,9 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         default="temperature_first",
         help="temperature before top-k and top-p (default), or after them",
     )
-    parser.add_argument("--stream-id", type=int, default=0, metavar="N", help="which of the seed's streams of draws")
+    parser.add_argument(
+        "--stream-id", type=at_least_0, default=0, metavar="N", help="which of the seed's streams of draws"
+    )
     parser.add_argument("--drafter", metavar="NAME|none", help="drafter of the plan (default: its first)")
     parser.add_argument(
         "--partial-kv",
@@ -143,6 +149,8 @@ def read_prompt(arguments: argparse.Namespace) -> str | list[int]:
             ) from None
     try:
         if str(arguments.prompt_file) == "-":
+            if isinstance(sys.stdin, TextIOWrapper):
+                sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # as files are read, whatever the locale says
             return sys.stdin.read()
         return str(arguments.prompt_file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from plans.arguments import at_least_1
 from plans.console import print_json, stderr, stdout
 from plans.errors import RequestError
 from runtime.arguments import add_prompt, add_shared, generation_json, load, read_options, read_prompt
@@ -29,12 +30,16 @@ def add_branches(commands: Any) -> None:
     asked.add_argument(
         "--branch", action="append", metavar="TEXT", help="what a branch begins with behind the prompt; repeatable"
     )
-    asked.add_argument("--n", type=int, metavar="N", help="so many samples of the prompt; pass a --temperature too")
+    asked.add_argument(
+        "--n", type=at_least_1, metavar="N", help="so many samples of the prompt; pass a --temperature too"
+    )
     parser.add_argument(
         "--mode", choices=MODES, default=MODES[0],
         help="all in one row of the arena (default), or a row each; the tokens are the same",
     )  # fmt: skip
-    parser.add_argument("--max-parallel", type=int, metavar="N", help="branches at once (default: as many as can be)")
+    parser.add_argument(
+        "--max-parallel", type=at_least_1, metavar="N", help="branches at once (default: as many as can be)"
+    )
     parser.add_argument(
         "--stream",
         action="store_true",

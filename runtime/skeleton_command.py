@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from plans.arguments import at_least_1
 from plans.console import print_json, stderr, stdout
 from runtime.arguments import add_shared, generation_json, load, read_options
 from runtime.branch_request import MODES
@@ -20,13 +21,15 @@ def add_skeleton(commands: Any) -> None:
         description="Outline the answer to a question, in a form that decoding keeps to, then write all points of the "
         "outline as branches. On a terminal they are shown side by side as they grow. --max-new-tokens is that of a "
         "point. The plan must serve several branches, and its model know the form.",
-        epilog='example: python -m runtime skeleton build/branches --question "Read and write WAVE files."',
+        epilog='example: %(prog)s build/branches --question "Read and write WAVE files."',
     )
     add_shared(parser)
     parser.add_argument("--question", required=True, help="what is to be answered")
     parser.add_argument("--system", help="a system message (default: the recipe's)")
     parser.add_argument("--mode", choices=MODES, default=MODES[0], help="as of branches")
-    parser.add_argument("--max-parallel", type=int, metavar="N", help="points at once (default: as many as can be)")
+    parser.add_argument(
+        "--max-parallel", type=at_least_1, metavar="N", help="points at once (default: as many as can be)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object: outline, points, text, stats")
     parser.set_defaults(command=_skeleton)
 

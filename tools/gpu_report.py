@@ -8,6 +8,11 @@ Markdown file, with date, machine and command, anew after every step. `tools/gpu
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports, which take a second
+    from plans.process import begin
+
+    begin()
+
 import argparse
 import json
 import subprocess
@@ -19,7 +24,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from plans.console import stdout
+from plans.arguments import Parser, at_least_1
+from plans.console import guarded, stdout
 from plans.errors import OutriderError
 from runtime.backends.cuda_driver import architecture, call, device_name, driver
 from tools.gpu_figures import SHAPES, copy_speed, reference_rows, shape_rows
@@ -99,22 +105,33 @@ def _table(
     return [f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *filled)] + [""]
 
 
-def main(given: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(given: list[str] | None = None) -> int:
+    return guarded(lambda: _run(sys.argv[1:] if given is None else given))
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="python -m tools.gpu_report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "tools" / "results", help="folder of the two files")
     parser.add_argument("--shapes", default="1b", help=f"of {', '.join(SHAPES)}, with commas; empty for none")
     parser.add_argument("--dtypes", default="bfloat16", help="of the shapes: bfloat16, float16, or both with a comma")
-    parser.add_argument("--prompts", type=int, default=8, help="held-out prompts on the reference plan (default 8)")
-    parser.add_argument("--new", type=int, default=128, help="tokens of each run (default 128)")
-    arguments = parser.parse_args(given)
+    parser.add_argument(
+        "--prompts", type=at_least_1, default=8, help="held-out prompts on the reference plan (default 8)"
+    )
+    parser.add_argument("--new", type=at_least_1, default=128, help="tokens of each run (default 128)")
+    return parser
+
+
+def _run(given: list[str]) -> int:
+    arguments = _parser().parse_args(given)
     try:
         driver()
     except OutriderError as error:
-        print(f"no report: {error}", file=sys.stderr)
-        sys.exit(2)
+        raise OutriderError(f"no report: {error}") from None
     report: dict[str, Any] = {
         "date": str(date.today()),
-        "command": "python -m tools.gpu_report " + " ".join(sys.argv[1:] if given is None else given),
+        "command": "python -m tools.gpu_report " + " ".join(given),
         "gpu": device_name(),
         "architecture": architecture(),
         "driver": call("cuDriverGetVersion"),
@@ -146,9 +163,8 @@ def main(given: list[str] | None = None) -> None:
             take = partial(shape_rows, name, Path(folder), copies, arguments.new, dtypes)
             save(f"model {name}", "shapes", take)
     stdout.print(path.with_suffix(".md").read_text(encoding="utf-8"))
-    if report["errors"] or report["tests"].get("status", 1):
-        sys.exit(1)
+    return 1 if report["errors"] or report["tests"].get("status", 1) else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,6 +8,11 @@ medians of paired ratios.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports, which take a second
+    from plans.process import begin
+
+    begin()
+
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,11 +25,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from plans.console import progress_bar
-from plans.errors import OutriderError, RequestError
+from plans.arguments import Parser, at_least_0, at_least_1, counts
+from plans.console import guarded, progress_bar
+from plans.errors import RequestError
 from runtime import BranchStats, Runtime
 from runtime.branch_request import MODES
-from tools.arguments import at_least_1, counts, drafters_named
+from tools.arguments import drafters_named
 from tools.bench.identity import identity_columns
 from tools.bench.machine import describe_run
 from tools.bench.prompts import choose_prompts, cut_prompts
@@ -196,8 +202,17 @@ def print_table(report: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.modes", description=__doc__.partition("\n\n")[2])
+def main(arguments: Sequence[str] | None = None, called: str = "python -m tools.modes") -> int:
+    """Run the measurement; `called` is what the user typed before its arguments."""
+    return guarded(lambda: _run(_parser(called).parse_args(arguments)))
+
+
+def _run(options: argparse.Namespace) -> int:
+    return print_report({**describe_run(), **measure(options)}, options.json, print_table)
+
+
+def _parser(called: str) -> Parser:
+    parser = Parser(prog=called, description=__doc__.partition("\n\n")[2])
     parser.add_argument("plan", type=Path, help="folder of a plan with several branches")
     parser.add_argument("--branches", type=counts, metavar="N,...", help="1 to 16 (default 1, 2, 4 ... of the plan)")
     parser.add_argument("--prefix", type=counts, default=[1000], metavar="N,...", help="tokens that all share (1000)")
@@ -205,15 +220,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--new", type=at_least_1, default=128, help="tokens of each branch (default 128)")
     parser.add_argument("--reps", type=at_least_1, default=3, help="runs of each mode (default 3)")
     parser.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
-    parser.add_argument("--threads", type=int, default=0, help="0: the backend chooses")
+    parser.add_argument("--threads", type=at_least_0, default=0, help="0: the backend chooses")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(sampling=GREEDY, task=None)
-    options = parser.parse_args(arguments)
-    try:
-        return print_report({**describe_run(), **measure(options)}, options.json, print_table)
-    except OutriderError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return parser
 
 
 if __name__ == "__main__":

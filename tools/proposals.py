@@ -12,6 +12,11 @@ of which the last is what plans use (`compiler/export/draft_graph.py` holds its 
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports, which take a second
+    from plans.process import begin
+
+    begin()
+
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -26,9 +31,8 @@ from torch import Tensor
 from compiler.checkpoint import load_decoder
 from compiler.eagle3_checkpoint import load_eagle3
 from compiler.export.draft_graph import DOUBT, SPREAD
-from plans.console import print_json, stdout
-from plans.errors import OutriderError
-from tools.arguments import at_least_1
+from plans.arguments import Parser, at_least_1, number
+from plans.console import guarded, print_json, stdout
 from tools.reference.acceptance import Drafts, continue_prompts, read_prompts
 from tools.reference.draft_model import model_drafts
 from tools.reference.eagle3 import head_drafts
@@ -104,23 +108,22 @@ def rows(found: Places) -> Iterator[tuple[str, list[float]]]:
         yield f"window {spread} {doubt}{mark}", found.hits(found.window(spread, doubt))
 
 
-def main(given: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(given: list[str] | None = None) -> int:
+    return guarded(lambda: measure(_parser().parse_args(given)))
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="python -m tools.proposals", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", type=Path, default=Path("plans/reference"), help="folder of target, eagle3, model")
-    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--temperature", type=number(most=100, above=0), default=0.7)
     parser.add_argument("--prompts", type=at_least_1, default=24, help="held-out prompts to continue (default 24)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    arguments = parser.parse_args(given)
-    if not 0 < arguments.temperature <= 100:
-        parser.error("--temperature must be above 0, at most 100")
-    try:
-        measure(arguments)
-    except OutriderError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    return parser
 
 
-def measure(arguments: argparse.Namespace) -> None:
+def measure(arguments: argparse.Namespace) -> int:
     folder: Path = arguments.models
     teacher = Teacher.load(folder / "target", "cpu")
     head = load_eagle3(folder / "eagle3", teacher.model.config)
@@ -146,7 +149,8 @@ def measure(arguments: argparse.Namespace) -> None:
         stdout.print(table)
     if arguments.json:
         print_json(report)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

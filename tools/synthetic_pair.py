@@ -12,6 +12,11 @@ it, so that the state keeps changing: the figures that are printed count repeate
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports, which take a second
+    from plans.process import begin
+
+    begin()
+
 import argparse
 import json
 import math
@@ -22,9 +27,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from plans.arguments import Parser, at_least_0, at_least_1, number
 from plans.console import guarded, print_json, progress_bar, stdout
 from plans.errors import OutriderError
-from tools.arguments import at_least_1
 from tools.reference.prompts import read_completions
 
 if TYPE_CHECKING:
@@ -287,26 +292,23 @@ def _count(text: str) -> int:
     """A number of parameters, such as 150m, 1.5m or 2000000."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmb]?)", text.lower())
     if match is None or float(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters; write it like 10m, 40m or 150m")
+        raise argparse.ArgumentTypeError(f"is {text!r}; pass a number of parameters, such as 10m, 40m or 150m")
     return round(float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}[match[2]])
 
 
 def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = 0.0
-    if not 0 < share < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number between 0 and 1")
+    share = number(most=1, above=0)(text)
+    if share == 1:
+        raise argparse.ArgumentTypeError(f"is {text!r}; pass a number between 0 and 1")
     return share
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m tools.synthetic_pair",
         description="Write a random Qwen3 target, a draft model made of its first layers, a byte-level tokenizer and "
         "the recipe of the pair, for measuring speculation at sizes where weights dominate.",
-        epilog="example: python -m tools.synthetic_pair --params 150m --out build/synthetic-150m, then "
+        epilog="example: %(prog)s --params 150m --out build/synthetic-150m, then "
         "python -m compiler build build/synthetic-150m/model.yaml --out build/synthetic-150m/plan",
     )
     parser.add_argument("--params", type=_count, required=True, help="the target's parameters: 10m, 40m, 150m ...")
@@ -316,14 +318,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--agreement", type=_share, default=0.62, help="how often the draft model is to be right (default 0.62)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the weights (default 0)")
+    parser.add_argument("--seed", type=at_least_0, default=0, help="of the weights (default 0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
-    return guarded(lambda: _run(options))
+    return guarded(lambda: _run(_parser().parse_args(arguments)))
 
 
 def _run(options: argparse.Namespace) -> int:

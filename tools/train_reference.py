@@ -12,6 +12,11 @@ schedule; a run that is stopped resumes from its checkpoint. CPU: start it with
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports, which take a second
+    from plans.process import begin
+
+    begin()
+
 import argparse
 import sys
 from dataclasses import fields, replace
@@ -20,7 +25,8 @@ from typing import TypeVar
 
 import torch
 
-from plans.errors import OutriderError
+from plans.arguments import Parser, at_least_1, number
+from plans.console import guarded
 from tools.reference.corpus import read_standard_library
 from tools.reference.draft_model import ModelGeometry, train_model
 from tools.reference.drafter import prepare
@@ -39,6 +45,7 @@ Geometry = TypeVar("Geometry", HeadGeometry, ModelGeometry)
 
 
 def train(arguments: argparse.Namespace) -> None:
+    """Train what the arguments name, with what they say of it."""
     part = arguments.part
     minutes = MINUTES[part] if arguments.minutes is None else arguments.minutes
     shares = SHARES if part == ALL else {part: 1.0}
@@ -64,14 +71,18 @@ def _geometry(kind: type[Geometry], arguments: argparse.Namespace) -> Geometry:
     return kind(**{name: value for name, value in given.items() if value is not None})
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def _parser() -> Parser:
+    parser = Parser(
+        prog="python -m tools.train_reference",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("part", nargs="?", choices=PARTS, default=TARGET, help="what to train (default: the target)")
     minutes = "training time in all (default 100; 60 for a drafter, 220 for all)"
-    parser.add_argument("--minutes", type=float, help=minutes)
+    parser.add_argument("--minutes", type=number(above=0), help=minutes)
     parser.add_argument("--work", type=Path, default=Path("build/reference-training"), help="checkpoint folder")
     parser.add_argument("--out", type=Path, default=Path("plans/reference"), help="where the models are written")
-    parser.add_argument("--save-minutes", type=float, default=10, help="minutes between checkpoints")
+    parser.add_argument("--save-minutes", type=number(above=0), default=10, help="minutes between checkpoints")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--library", type=Path, help="standard library to read, such as /usr/lib/python3.11 (default: this Python's)"
@@ -81,13 +92,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     drafter = parser.add_argument_group("drafters")
     drafter.add_argument("--name", help="folder in --out and checkpoint in --work (default: the part)")
-    drafter.add_argument("--step-tokens", type=int, help="tokens of a step (default 4096 on a CPU, 32768 on a GPU)")
+    drafter.add_argument(
+        "--step-tokens", type=at_least_1, help="tokens of a step (default 4096 on a CPU, 32768 on a GPU)"
+    )
     for size in SIZES:
         default = getattr(HeadGeometry, size)
-        drafter.add_argument(f"--{size.replace('_', '-')}", type=int, metavar="N", help=f"default {default}")
-    drafter.add_argument("--layers", type=int, metavar="N", help="of the draft model (default 1)")
-    drafter.add_argument("--draft-vocab", type=int, metavar="N", help="tokens of the head (default 1536)")
-    drafter.add_argument("--unroll", type=int, default=5, metavar="N", help="steps of the head in training (default 5)")
+        drafter.add_argument(f"--{size.replace('_', '-')}", type=at_least_1, metavar="N", help=f"default {default}")
+    drafter.add_argument("--layers", type=at_least_1, metavar="N", help="of the draft model (default 1)")
+    drafter.add_argument("--draft-vocab", type=at_least_1, metavar="N", help="tokens of the head (default 1536)")
+    drafter.add_argument(
+        "--unroll", type=at_least_1, default=5, metavar="N", help="steps of the head in training (default 5)"
+    )
     switch = argparse.BooleanOptionalAction
     drafter.add_argument("--fc-norm", action=switch, help="the head norms each feature stream (default: yes)")
     drafter.add_argument(
@@ -96,12 +111,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(given: list[str] | None = None) -> None:
+def main(given: list[str] | None = None) -> int:
+    return guarded(lambda: _run(given))
+
+
+def _run(given: list[str] | None) -> int:
     parser = _parser()
     arguments = parser.parse_args(given)
     if arguments.lists_only:
         write_lists(read_standard_library(arguments.library), arguments.out)
-        return
+        return 0
     if arguments.name and arguments.part not in (HEAD, MODEL):
         parser.error(f"--name goes with {HEAD} or {MODEL}: the other parts write to fixed places")
     given_sizes = [o for o in (*SIZES, "draft_vocab", "layers", "step_tokens") if getattr(arguments, o) is not None]
@@ -110,12 +129,9 @@ def main(given: list[str] | None = None) -> None:
     arguments.device_name = (
         torch.cuda.get_device_name() if arguments.device == "cuda" else f"{torch.get_num_threads()} CPU threads"
     )
-    try:
-        train(arguments)
-    except OutriderError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    train(arguments)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from plans.arguments import at_least_0, at_least_1, whole_number
 from plans.console import stderr
 from plans.errors import RequestError
 from runtime.arguments import add_machine, load
@@ -26,30 +27,40 @@ def add_serve(commands: Any) -> None:
         "/v1/models, and /health and /metrics (Prometheus). Requests share passes and what was computed of earlier "
         "ones; each has the tokens that it would have alone. The plan must serve several branches "
         "(capacity.branches). Needs the extra `serve`.",
-        epilog="example: python -m runtime serve build/branches --port 8000",
+        epilog="example: %(prog)s build/branches --port 8000",
     )
     add_machine(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine)")
-    parser.add_argument("--port", type=int, default=8000, help="port (default 8000; 0: any that is free)")
+    parser.add_argument(
+        "--port", type=whole_number(0, 65535), default=8000, help="port (default 8000; 0: any that is free)"
+    )
     parser.add_argument(
         "--api-key", help=f"key that clients must send (default: what {_KEY} holds; without either, anybody is served)"
     )
     parser.add_argument("--model-name", help="the name that clients ask for (default: the plan's)")
-    parser.add_argument("--max-running", type=int, metavar="N", help="requests at once (default: as many as can be)")
-    parser.add_argument("--max-waiting", type=int, default=1024, metavar="N", help="before more are refused (1024)")
+    parser.add_argument(
+        "--max-running", type=at_least_1, metavar="N", help="requests at once (default: as many as can be)"
+    )
+    parser.add_argument(
+        "--max-waiting", type=at_least_1, default=1024, metavar="N", help="before more are refused (1024)"
+    )
     parser.add_argument(
         "--prefill-tokens",
-        type=int,
+        type=at_least_1,
         metavar="N",
         help="most tokens of prompts in a pass in which others decode: what a newcomer may delay them by (default: the "
         "plan's prefill_chunk)",
     )
     parser.add_argument("--mode", choices=MODES, help="of branches (default: a row each, where the plan has them)")
     parser.add_argument(
-        "--cache-tokens", type=int, default=65536, metavar="N", help="prefix cache: most tokens (65536)"
+        "--cache-tokens", type=at_least_1, default=65536, metavar="N", help="prefix cache: most tokens (65536)"
     )
     parser.add_argument(
-        "--cache-bytes", type=int, default=2**30, metavar="N", help="prefix cache: most memory (1 GiB), taken at once"
+        "--cache-bytes",
+        type=at_least_1,
+        default=2**30,
+        metavar="N",
+        help="prefix cache: most memory (1 GiB), taken at once",
     )
     parser.add_argument(
         "--cache-file",
@@ -59,10 +70,14 @@ def add_serve(commands: Any) -> None:
     )
     parser.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt anew")
     parser.add_argument(
-        "--max-body-bytes", type=int, default=2**20, metavar="N", help="larger bodies are refused (1 MiB)"
+        "--max-body-bytes", type=at_least_1, default=2**20, metavar="N", help="larger bodies are refused (1 MiB)"
     )
     parser.add_argument(
-        "--drain-seconds", type=int, default=30, metavar="N", help="for requests to end, once the server is to (30)"
+        "--drain-seconds",
+        type=at_least_0,
+        default=30,
+        metavar="N",
+        help="for requests to end, once the server is to (30)",
     )
     parser.set_defaults(command=_serve)
 

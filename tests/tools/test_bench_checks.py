@@ -53,7 +53,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl cannot be read as UTF-8 text"),
         (["--task", "chat"], "--task is 'chat', but"),
         (["--target", "tensorrt"], "tensorrt"),
-        (["--threads", "-3"], "threads is -3; pass a whole number from 0"),
+        (["--threads", "-3"], "--threads is '-3'; pass a whole number of at least 0"),
         (["--new", "160"], "--new is 160, but the plan's context is 160; pass at most 159."),
         (["--new", "100"], "Prompt 3 (task long), counted from 0, has "),
         (["--new", "100"], "tokens, but 1 to 60 fit into the plan's context of 160 beside --new 100"),

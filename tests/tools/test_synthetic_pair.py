@@ -95,8 +95,8 @@ def test_the_command_prints_one_object(tmp_path: Path, capsys: Captured, monkeyp
         assert json.loads(capsys.readouterr().out) == {"recipe": "x"}
         assert asked.pop() == (number, Path("o"), None, 0)
     for wrong in (["--params", "0m"], ["--params", "big"], ["--params", "1m", "--agreement", "1"]):
-        with pytest.raises(SystemExit):
-            synthetic_pair.main([*wrong, "--out", "o"])
+        assert synthetic_pair.main([*wrong, "--out", "o"]) == 2
+        assert wrong[-2] in capsys.readouterr().err
 
 
 def test_what_cannot_be_made_is_refused_in_a_sentence(tmp_path: Path, capsys: Captured) -> None:

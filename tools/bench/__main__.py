@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports, which take a second
+    from plans.process import begin
+
+    begin()
+
 import argparse
 import shlex
 import sys
 from pathlib import Path
 
+from plans.arguments import Parser, at_least_0, at_least_1
 from plans.console import guarded, stderr
 from plans.errors import OutriderError
 from plans.plan import read_manifest
-from tools.arguments import at_least_1
 from tools.bench.machine import describe_run
 from tools.bench.sampling import GREEDY, read_sampling
 from tools.bench.shapes import choose_drafters, read_depths, read_trees, takes_trees
@@ -21,20 +26,20 @@ TREES = ("1/1/3", "1/3/5", "2/3/8", "2/6/12", "3/6/16", "own")  # of 2 to 15 dra
 _TREE = "draft trees of drafters that have one: each TOP_K/DEPTH/NODES, as a recipe's tree; own is the plan's"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    options = _parser().parse_args(arguments)
-    options.typed = shlex.join(["python", "-m", "tools.bench", *arguments])
-    return guarded(lambda: _run(options))
+def main(arguments: list[str] | None = None, called: str = "python -m tools.bench") -> int:
+    """Run a measurement; `called` is what the user typed before its name."""
+    return guarded(lambda: _run(sys.argv[1:] if arguments is None else arguments, called))
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(arguments: list[str], called: str) -> int:
+    options = _parser(called).parse_args(arguments)
+    options.typed = f"{called} {shlex.join(arguments)}"
     with optional_packages("benchmark"):
         return int(options.command(options))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
+def _parser(called: str) -> Parser:
+    parser = Parser(prog=called, description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     latency = commands.add_parser(
         "latency",
@@ -43,8 +48,8 @@ def _parser() -> argparse.ArgumentParser:
         "tokens/s, paired speedup, tokens per verify, milliseconds a round by stage, what of a round no engine "
         "accounts for (host gap), and whether the tokens are the same. With --tree or --depth, drafters run once for "
         "each shape of draft, in a temporary plan built for it.",
-        epilog="examples: python -m tools.bench latency build/reference --drafters ngram,eagle3 "
-        "--sampling temperature=0.7; python -m tools.bench latency build/reference --drafters eagle3 "
+        epilog="examples: %(prog)s build/reference --drafters ngram,eagle3 "
+        "--sampling temperature=0.7; %(prog)s build/reference --drafters eagle3 "
         "--tree own,2/3/6 --report build/report",
     )
     _add_measuring(latency, count=12)
@@ -63,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         "plan of all trees is built first (temporary; a minute or so for each tree of a small drafter). Plain decoding "
         "is measured anew at every length, and speedups are over that. Drafters always draft, as with latency's "
         "--keep-drafting.",
-        epilog="example: python -m tools.bench sweep build/reference --drafters eagle3 --prompt-len 64,512 "
+        epilog="example: %(prog)s build/reference --drafters eagle3 --prompt-len 64,512 "
         "--tree 1/3/5,2/3/8,2/6/10 --report build/report",
     )
     _add_measuring(sweep, count=4)
@@ -86,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         "contexts of several lengths with drafters in every mode (off, lossless, lossy), in turn in one process. "
         "Agreement is the share of tokens that the partial arena gives as the full one does, where those before them "
         "did, as lossless mode finds it; same is the share of tokens before the first that differs from mode off.",
-        epilog="example: python -m tools.bench context build/long --drafters eagle3 --budgets 64,256,auto",
+        epilog="example: %(prog)s build/long --drafters eagle3 --budgets 64,256,auto",
     )
     context.add_argument("plan", type=Path, help="folder of the plan")
     context.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
@@ -113,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     context.add_argument(
         "--random-rows", action="store_true", help="keys and values of random numbers: no prefill, times alone"
     )
-    context.add_argument("--threads", type=int, default=0, help="0: the backend chooses")
+    context.add_argument("--threads", type=at_least_0, default=0, help="0: the backend chooses")
     context.add_argument("--json", action="store_true", help="print one JSON object")
     context.add_argument("--plot", type=Path, metavar="FILE", help="draw it as well, such as context.svg")
     context.set_defaults(command=_context)
@@ -125,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     startup.add_argument("plan", type=Path)
     startup.add_argument("--reps", type=at_least_1, default=5, help="processes to start (default 5)")
-    startup.add_argument("--threads", type=int, default=0, help="0: the backend chooses")
+    startup.add_argument("--threads", type=at_least_0, default=0, help="0: the backend chooses")
     startup.add_argument("--json", action="store_true")
     startup.set_defaults(command=_startup)
 
@@ -198,7 +203,7 @@ def _add_measuring(command: argparse.ArgumentParser, count: int) -> None:
         "always draft; only on onnxruntime-cpu. Overwriting the logits costs about 1 %% of a round, which stays in the "
         "figures",
     )  # fmt: skip
-    command.add_argument("--threads", type=int, default=0, help="0: the backend chooses")
+    command.add_argument("--threads", type=at_least_0, default=0, help="0: the backend chooses")
     command.add_argument("--target", help="execution target (default: the best that this machine drives)")
     command.add_argument("--recipe", type=Path, help="for --tree and --depth: the recipe (default: the plan's own)")
     command.add_argument(

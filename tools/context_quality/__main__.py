@@ -16,13 +16,18 @@ Last comes the length from which on the model is out of its depth, by a rule tha
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports, which take a second
+    from plans.process import begin
+
+    begin()
+
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from plans.arguments import Parser, at_least_1, counts
 from plans.console import guarded
-from tools.arguments import at_least_1
 from tools.bench.machine import describe_run
 from tools.context_quality.measure import MOST_CONTEXTS, measure
 from tools.context_quality.table import print_table
@@ -30,21 +35,24 @@ from tools.output import print_report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
-    return guarded(lambda: print_report({**describe_run(), **measure(options)}, options.json, print_table))
+    return guarded(lambda: _run(_parser().parse_args(arguments)))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _run(options: argparse.Namespace) -> int:
+    return print_report({**describe_run(), **measure(options)}, options.json, print_table)
+
+
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m tools.context_quality",
         description=__doc__.partition("\n\n")[2],
-        epilog="example: python -m tools.context_quality plans/recipes/reference-long.yaml --lengths 4096,8192,16384",
+        epilog="example: %(prog)s plans/recipes/reference-long.yaml --lengths 4096,8192,16384",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("recipe", type=Path, help="the recipe, a YAML file; no plan is needed")
     parser.add_argument(
         "--lengths",
-        type=_lengths,
+        type=counts,
         metavar="N,...",
         help="in tokens (default: 1024, doubled up to the recipe's context)",
     )
@@ -65,10 +73,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
-
-
-def _lengths(text: str) -> list[int]:
-    return [at_least_1(word.strip()) for word in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports, which take a second
+    from plans.process import begin
+
+    begin()
+
 import argparse
 import sys
 from pathlib import Path
 
+from plans.arguments import Parser, at_least_0, at_least_1
 from plans.console import guarded
-from tools.arguments import at_least_1
 from tools.bench.machine import describe_run
 from tools.output import optional_packages, print_report
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
-    return guarded(lambda: _run(options))
+def main(arguments: list[str] | None = None, called: str = "python -m tools.peers") -> int:
+    """Run the comparison; `called` is what the user typed before its arguments."""
+    return guarded(lambda: _run(_parser(called).parse_args(arguments)))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.peers",
+def _parser(called: str) -> Parser:
+    parser = Parser(
+        prog=called,
         description="Generate from the same prompts with Outrider (plain decoding, and every drafter of the plan), "
         "transformers (plain, assisted by a draft model, prompt lookup) and onnxruntime-genai (plain, n-gram lookup, "
         "draft model): fp32, greedy, batch 1, the same number of threads, end tokens ignored. Every engine has a "
         "process of its own, in which its model is loaded once; one generates at a time, in turn, once the others "
         "use no CPU. Prints ratios of pairs, ours to theirs, whether the tokens are the same, and what is missing "
         "and why.",
-        epilog="example: python -m tools.peers plans/reference/target --draft plans/reference/model "
-        "--plan build/reference",
+        epilog="example: %(prog)s plans/reference/target --draft plans/reference/model --plan build/reference",
     )
     parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="folder of a Hugging Face checkpoint")
     parser.add_argument(
@@ -45,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--new", type=at_least_1, default=128, help="tokens to generate (default 128)")
     parser.add_argument("--reps", type=at_least_1, default=3, help="runs of each prompt and mode (default 3)")
     parser.add_argument(
-        "--threads", type=int, default=0, help="of every engine; 0: as many as there are cores (default)"
+        "--threads", type=at_least_0, default=0, help="of every engine; 0: as many as there are cores (default)"
     )
     parser.add_argument(
         "--work", type=Path, default=Path("build"), metavar="DIR",

@@ -7,13 +7,18 @@ decodes waits for a pass. `soak`: mixed requests from several threads for minute
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports, which take a second
+    from plans.process import begin
+
+    begin()
+
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from plans.errors import OutriderError
-from tools.arguments import at_least_1, counts
+from plans.arguments import Parser, at_least_0, at_least_1, counts, number, whole_number
+from plans.console import guarded
 from tools.bench.machine import describe_run
 from tools.bench.sampling import GREEDY
 from tools.output import print_report
@@ -22,20 +27,33 @@ from tools.serving.load import measure_load, print_load
 from tools.serving.soak import measure_soak, print_soak
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.serving", description=__doc__.partition("\n\n")[2])
+def main(arguments: Sequence[str] | None = None, called: str = "python -m tools.serving") -> int:
+    """Run a measurement; `called` is what the user typed before its name."""
+    return guarded(lambda: _run(_parser(called).parse_args(arguments)))
+
+
+def _run(options: argparse.Namespace) -> int:
+    return print_report({**describe_run(), **options.measure(options)}, options.json, options.show)
+
+
+def _shares(text: str) -> list[int]:
+    return [whole_number(1, 100)(word.strip()) for word in text.split(",")]
+
+
+def _parser(called: str) -> Parser:
+    parser = Parser(prog=called, description=__doc__.partition("\n\n")[2])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    shared = argparse.ArgumentParser(add_help=False)
+    shared = Parser(add_help=False)
     shared.add_argument("plan", type=Path, help="folder of a plan")
     shared.add_argument("--drafters", metavar="NAME,...", help="of the plan, or none (default: none and all)")
     shared.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
-    shared.add_argument("--threads", type=int, default=0, help="0: the backend chooses")
+    shared.add_argument("--threads", type=at_least_0, default=0, help="0: the backend chooses")
     shared.add_argument("--json", action="store_true", help="print one JSON object")
     hits = commands.add_parser(
         "hits", parents=[shared], help="time to the first token of prompts that are partly known"
     )
     hits.add_argument("--length", type=at_least_1, default=1500, help="tokens of a prompt (1500)")
-    hits.add_argument("--shares", type=counts, default=[50, 90], metavar="N,...", help="per cent known (50,90)")
+    hits.add_argument("--shares", type=_shares, default=[50, 90], metavar="N,...", help="per cent known (50,90)")
     hits.add_argument("--new", type=at_least_1, default=16, help="tokens that follow (16)")
     hits.add_argument("--count", type=at_least_1, default=6, help="prompts (6)")
     hits.set_defaults(measure=measure_hits, show=print_hits, reps=1)
@@ -54,15 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     soak.add_argument("--clients", type=at_least_1, default=24, help="threads that submit (24)")
     soak.add_argument("--length", type=at_least_1, default=600, help="most tokens of a prompt (600)")
     soak.add_argument("--new", type=at_least_1, default=100, help="most tokens of an answer (100)")
-    soak.add_argument("--every", type=float, default=5.0, help="seconds between looks at memory (5)")
+    soak.add_argument("--every", type=number(above=0), default=5.0, help="seconds between looks at memory (5)")
     soak.set_defaults(measure=measure_soak, show=print_soak, reps=1)
     parser.set_defaults(sampling=GREEDY, task=None)
-    options = parser.parse_args(arguments)
-    try:
-        return print_report({**describe_run(), **options.measure(options)}, options.json, options.show)
-    except OutriderError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return parser
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from plans.console import progress_bar
-from plans.errors import OutriderError, RequestError
+from plans.errors import BusyError, OutriderError, RequestError
 from runtime import Handle, PrefixCacheConfig
 from tools.bench.identity import identity_columns
 from tools.output import make_table, print_head
@@ -28,13 +28,13 @@ def measure_soak(options: argparse.Namespace) -> dict[str, Any]:
     drafters = choose_drafters(runtime, options)
     texts = prompts_of(runtime, options, options.length)
     counts = dict.fromkeys(("finished", "cancelled", "deadline", "failed", "compared", "differing"), 0)
-    comparing = threading.Lock()
+    comparing, stopped = threading.Lock(), threading.Event()
     lock, until, began = threading.Lock(), monotonic() + SECONDS * options.minutes, monotonic()
     memory: list[dict[str, float]] = []
 
     def client(seed: int) -> None:
         draw = random.Random(seed)
-        while monotonic() < until:
+        while monotonic() < until and not stopped.is_set():
             text = texts[draw.randrange(len(texts))]
             prompt = [*text[: draw.randrange(1, len(text))], draw.randrange(100)]
             own: dict[str, Any] = {
@@ -43,7 +43,10 @@ def measure_soak(options: argparse.Namespace) -> dict[str, Any]:
                 "temperature": draw.choice([0.0, 0.8]),
                 "seed": draw.randrange(1000),
             }
-            handle = runtime.submit(prompt, deadline=draw.choice([None, None, None, 0.2, 30.0]), **own)
+            try:
+                handle = runtime.submit(prompt, deadline=draw.choice([None, None, None, 0.2, 30.0]), **own)
+            except BusyError:  # an interrupt has closed the runtime
+                return
             what = _use(handle, draw.random() < 0.2, draw.randrange(20))
             with lock:
                 counts[what] += 1
@@ -57,19 +60,24 @@ def measure_soak(options: argparse.Namespace) -> dict[str, Any]:
     clients = [threading.Thread(target=client, args=(seed,), daemon=True) for seed in range(options.clients)]
     for thread in clients:
         thread.start()
-    with progress_bar("soaking") as progress:
-        while any(thread.is_alive() for thread in clients):
-            memory.append({"minutes": (monotonic() - began) / 60, "rss_mb": _resident_bytes() / 1e6})
-            spent = min(int(monotonic() - began), int(SECONDS * options.minutes))
-            with lock:
-                progress(
-                    spent,
-                    int(SECONDS * options.minutes),
-                    f"{sum(counts.values())} requests, {memory[-1]['rss_mb']:.0f} MB",
-                )
-            for thread in clients:
-                thread.join(options.every / len(clients))
-    runtime.close()
+    try:
+        with progress_bar("soaking") as progress:
+            while any(thread.is_alive() for thread in clients):
+                memory.append({"minutes": (monotonic() - began) / 60, "rss_mb": _resident_bytes() / 1e6})
+                spent = min(int(monotonic() - began), int(SECONDS * options.minutes))
+                with lock:
+                    progress(
+                        spent,
+                        int(SECONDS * options.minutes),
+                        f"{sum(counts.values())} requests, {memory[-1]['rss_mb']:.0f} MB",
+                    )
+                for thread in clients:
+                    thread.join(options.every / len(clients))
+    finally:  # an interrupt too: threads that still compute while Python ends would crash it
+        stopped.set()
+        runtime.close(drain=False)
+        for thread in clients:
+            thread.join()
     assert runtime.prefix_cache is not None
     runtime.prefix_cache.check()
     settled = [each["rss_mb"] for each in memory[len(memory) // 4 :]]

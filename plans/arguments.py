@@ -1,0 +1,87 @@
+"""Command lines, for every command alike: a parser that refuses in one sentence, and types of numbers."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from plans.errors import UsageError
+
+_INT64_MAX = 2**63 - 1
+
+
+class Parser(argparse.ArgumentParser):
+    """An `ArgumentParser` that raises `UsageError`, a sentence and where its help is, in place of printing its usage.
+
+    Arguments are read as UTF-8 whatever the locale says.
+    """
+
+    def error(self, message: str) -> NoReturn:
+        """Raise `UsageError`. argparse writes "argument --count: is '0'; ...", of which the option alone is kept."""
+        said = re.sub(
+            r"^argument ([^ ]+): (is )?", lambda found: f"{found[1]} is " if found[2] else f"{found[1]}: ", message
+        )
+        raise UsageError(f"{said.rstrip('.')}; see {self.prog} --help")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As the base class, with arguments that are UTF-8 and were read in another encoding read again."""
+        given = sys.argv[1:] if args is None else args
+        return super().parse_known_args([_as_utf8(word) for word in given], namespace)
+
+
+def _as_utf8(word: str) -> str:
+    """What the user typed. Bytes that the locale's encoding does not know are in `word` as lone surrogates."""
+    with suppress(UnicodeError):
+        return os.fsencode(word).decode("utf-8")
+    return word
+
+
+def whole_number(least: int = 0, most: int = _INT64_MAX) -> Callable[[str], int]:
+    """A type for `add_argument`: whole numbers from `least` to `most`, without a sign."""
+    limits = f"of at least {least}" if most == _INT64_MAX else f"from {least} to {most}"
+
+    def read(text: str) -> int:
+        plain = text.isascii() and text.isdigit() and len(text) <= 20
+        if not plain or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"is {_shortened(text)}; pass a whole number {limits}")
+        return int(text)
+
+    return read
+
+
+def number(least: float = -math.inf, most: float = math.inf, *, above: float = -math.inf) -> Callable[[str], float]:
+    """A type for `add_argument`: finite numbers from `least`, or from behind `above`, to `most`."""
+    limits = [f"above {above:g}"] if above > -math.inf else [f"of at least {least:g}"] if least > -math.inf else []
+    limits += [f"at most {most:g}"] if most < math.inf else []
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and least <= value <= most and value > above):
+            raise argparse.ArgumentTypeError(
+                f"is {_shortened(text)}; pass {' '.join(('a number', ', '.join(limits))).strip()}"
+            )
+        return value
+
+    return read
+
+
+at_least_0 = whole_number(0)
+at_least_1 = whole_number(1)
+
+
+def counts(text: str) -> list[int]:
+    """A type for `add_argument`: whole numbers of at least 1 with commas between them, each once."""
+    return list(dict.fromkeys(at_least_1(word.strip()) for word in text.split(",")))
+
+
+def _shortened(text: str) -> str:
+    return repr(text) if len(text) <= 40 else f"{text[:40]!r}..."

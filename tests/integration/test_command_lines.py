@@ -1,0 +1,75 @@
+"""What the parsers of all commands have in common."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from importlib import import_module
+
+import pytest
+
+from plans.arguments import Parser
+from plans.errors import UsageError
+
+OF_SEVERAL = ("compiler", "runtime", "tools.bench", "tools.serving")
+MODULES = {
+    **{f"{package}.__main__": f"python -m {package}" for package in (*OF_SEVERAL, "tools.peers")},
+    "tools.modes": "python -m tools.modes",
+    "tools.context_quality.__main__": None,
+    "tools.proposals": None,
+    "tools.synthetic_pair": None,
+    "tools.train_reference": None,
+    "tools.gpu_report": None,
+}
+NEGATIVE = {"--length-penalty"}  # options that may be below 0
+
+
+def parsers(module: str, called: str | None) -> Iterator[Parser]:
+    """The parser of a module, and those of its commands."""
+    make = import_module(module)._parser
+    waiting = [make() if called is None else make(called)]
+    while waiting:
+        parser = waiting.pop()
+        yield parser
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                waiting += action.choices.values()
+
+
+def is_number(action: argparse.Action, text: str) -> bool:
+    try:
+        return callable(action.type) and isinstance(action.type(text), int | float)
+    except argparse.ArgumentTypeError:
+        return False
+
+
+@pytest.mark.parametrize(("module", "called"), MODULES.items())
+def test_every_number_is_refused_where_it_is_none_or_below_0(module: str, called: str | None) -> None:
+    found = 0
+    for parser in parsers(module, called):
+        for action in parser._actions:
+            assert action.type not in (int, float), f"{parser.prog} {action.option_strings}: any number is taken"
+            if not action.option_strings or not any(is_number(action, text) for text in ("7", "0.5")):
+                continue
+            found += 1
+            option = action.option_strings[-1]
+            for wrong in ("nan", "-1", "1e999", ""):
+                if (option, wrong) in {(negative, "-1") for negative in NEGATIVE}:
+                    continue
+                # The option is refused before what is required is missed.
+                with pytest.raises(UsageError, match=f"{option} is .*; see {parser.prog} --help"):
+                    parser.parse_args([f"{option}={wrong}"])
+    assert found
+
+
+@pytest.mark.parametrize(("module", "called"), MODULES.items())
+def test_help_is_printed_for_every_command_and_names_it(
+    module: str, called: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for parser in parsers(module, called):
+        with pytest.raises(SystemExit) as ended:
+            parser.parse_args(["--help"])
+        assert ended.value.code == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert text.startswith(f"usage: {parser.prog}")
+        assert "%(prog)s" not in text

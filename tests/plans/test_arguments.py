@@ -1,0 +1,68 @@
+"""Command lines: numbers that are refused, and how."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import pytest
+
+from plans.arguments import Parser, at_least_0, at_least_1, counts, number, whole_number
+from plans.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "value"),
+    [
+        (at_least_0, "0", 0), (at_least_1, "12", 12), (whole_number(0, 2**64 - 1), str(2**64 - 1), 2**64 - 1),
+        (number(0), "0", 0.0), (number(above=0), "1e-3", 0.001), (number(), "-2.5", -2.5), (counts, "8, 1,8", [8, 1]),
+    ],
+)  # fmt: skip
+def test_numbers_within_their_limits_are_read(read, text: str, value: object) -> None:
+    assert read(text) == value
+
+
+@pytest.mark.parametrize(
+    ("read", "texts"),
+    [
+        (at_least_0, ["-1", "", " ", "1.5", "+1", "1_0", "٣", "x", "9" * 5000, str(2**63)]),
+        (at_least_1, ["0", "-0"]),
+        (whole_number(0, 65535), ["65536"]),
+        (number(0), ["-0.1", "nan", "inf", "-inf", "", "x"]),
+        (number(most=1, above=0), ["0", "1.01", "nan"]),
+        (number(), ["nan", "inf"]),
+        (counts, ["", "1,,2", "1,0", "1,x"]),
+    ],
+)
+def test_numbers_beyond_their_limits_are_refused_with_the_limits(read, texts: list[str]) -> None:
+    for text in texts:
+        with pytest.raises(argparse.ArgumentTypeError, match=r"^is '.*; pass a (whole )?number"):
+            read(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--count", "0"], "--count is '0'; pass a whole number of at least 1; see some tool --help"),
+        (["--count"], "--count: expected one argument; see some tool --help"),
+        (["--mode", "c"], "--mode: invalid choice: 'c' (choose from 'a', 'b'); see some tool --help"),
+        (["--other"], "unrecognized arguments: --other; see some tool --help"),
+        (["--share", "2"], "--share is '2'; pass a number above 0, at most 1; see some tool --help"),
+    ],
+)
+def test_a_wrong_command_line_is_one_sentence_and_where_help_is(arguments: list[str], sentence: str) -> None:
+    parser = Parser(prog="some tool")
+    parser.add_argument("--count", type=at_least_1)
+    parser.add_argument("--share", type=number(most=1, above=0))
+    parser.add_argument("--mode", choices=("a", "b"))
+    with pytest.raises(UsageError) as refused:
+        parser.parse_args(arguments)
+    assert str(refused.value) == sentence
+
+
+def test_arguments_are_utf_8_in_every_locale() -> None:
+    parser = Parser()
+    parser.add_argument("text")
+    for typed in ("plain", "café", "café".encode().decode("ascii", "surrogateescape")):
+        assert parser.parse_args([typed]).text == os.fsdecode(typed.encode("utf-8", "surrogateescape"))
+    assert parser.parse_args(["\udce9"]).text == "\udce9"  # no UTF-8 either: whoever reads the text says so
