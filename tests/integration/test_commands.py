@@ -101,7 +101,7 @@ def test_verify_compares_with_pytorch_and_exits_with_the_verdict(toy_plan: Path,
     assert "held_out" in refused(capsys, compiler.__main__.main(arguments))
     found = run_json(capsys, compiler.__main__.main, *arguments, "--recipe", recipe, "--json")
     assert set(found) == {
-        "prompts", "tokens", "max_logit_error", "logit_bound", "tolerance", "equal_runs", "divergences", "drafters",
+        "oracle", "prompts", "tokens", "max_logit_error", "logit_bound", "tolerance", "equal_runs", "divergences", "drafters",
         "sampled", "partial_kv", "passed",
     }  # fmt: skip
     assert (found["prompts"], found["tokens"], found["passed"]) == (2, 24, True)

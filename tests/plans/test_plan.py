@@ -259,7 +259,7 @@ def test_a_chat_template_with_a_mistake_is_refused_with_what_helps(plan: Path, t
     list_again(plan)
     sentence = refused(plan)
     assert str(plan / TEMPLATE) in sentence
-    assert "build the plan again from a checkpoint whose template renders" in sentence
+    assert "correct it there, or remove it, so that the plan continues prompts and has no chat" in sentence
     assert ".." not in sentence.replace(str(plan), "")
 
 

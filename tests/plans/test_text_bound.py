@@ -10,7 +10,6 @@ import unicodedata
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.runtime.test_tokenizer import byte_level, pieces
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
 
@@ -18,6 +17,7 @@ from plans.errors import RequestError
 from plans.text_bound import _NORMAL_FORM
 from plans.tokenizer import Tokenizer
 from runtime import Runtime
+from tests.plans.test_tokenizer import byte_level, pieces
 
 
 def normalized() -> LibraryTokenizer:
