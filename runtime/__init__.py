@@ -7,7 +7,8 @@ from runtime.handle import Handle
 from runtime.prefix_cache import PrefixCache, PrefixCacheConfig
 from runtime.prefix_stats import PrefixCacheStats
 from runtime.runtime import Runtime
-from runtime.scheduler import SchedulerConfig, SchedulerStats
+from runtime.scheduler import SchedulerConfig
+from runtime.scheduler_stats import SchedulerStats
 from runtime.session import Session
 from runtime.stats import Stats
 
