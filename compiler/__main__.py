@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from plans.arguments import Parser, at_least_1, number
 from plans.console import guarded, print_json, progress_bar, stderr, stdout
 from plans.errors import OutriderError
+from plans.extras import install
 
 if TYPE_CHECKING:
     from compiler.recipe import Recipe
@@ -36,7 +37,7 @@ def _run(options: argparse.Namespace) -> int:
         if error.name is None or error.name.partition(".")[0] in _OURS:
             raise
         raise OutriderError(
-            f"The compiler needs {error.name}, which is not installed; run `pip install 'outrider[compiler]'`."
+            f"The compiler needs {error.name}, which is not installed; {install('compiler')}."
         ) from None
 
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from runtime.prefix_cache import PrefixCache, PrefixCacheConfig
     from runtime.prefix_stats import PrefixCacheStats
     from runtime.runtime import Runtime
-    from runtime.scheduler import SchedulerConfig, SchedulerStats
+    from runtime.scheduler import SchedulerConfig
+    from runtime.scheduler_stats import SchedulerStats
     from runtime.session import Session
     from runtime.stats import Stats
 
@@ -29,7 +30,8 @@ _MODULES = {
     "prefix_cache": ("PrefixCache", "PrefixCacheConfig"),
     "prefix_stats": ("PrefixCacheStats",),
     "runtime": ("Runtime",),
-    "scheduler": ("SchedulerConfig", "SchedulerStats"),
+    "scheduler": ("SchedulerConfig",),
+    "scheduler_stats": ("SchedulerStats",),
     "session": ("Session",),
     "stats": ("Stats",),
 }

@@ -10,6 +10,7 @@ from typing import Literal, TypedDict
 
 from plans.chat_template import check_text
 from plans.errors import RequestError
+from plans.manifest import Manifest
 from plans.partial_kv import PARTIAL_MODES, PartialKv, PartialMode
 from runtime.constraint import Constraint
 from runtime.sampling import FilterOrder, SamplingParams
@@ -172,6 +173,17 @@ def check_options(
         partial_kv=mode or ("off" if partial is None else partial.mode),
         partial_budget=budget,
         tentative=bool(options.get("tentative", False)),
+    )
+
+
+def check_request(options: Options, manifest: Manifest) -> Request:
+    """The same for one sequence of a plan, with all that the plan has. Raises RequestError."""
+    return check_options(
+        options,
+        [drafter.name for drafter in manifest.drafters],
+        manifest.text.eos_token_ids,
+        manifest.partial_kv,
+        manifest.target.vocab_size,
     )
 
 

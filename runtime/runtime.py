@@ -31,8 +31,9 @@ from runtime.prefix_cache import PrefixCache, PrefixCacheConfig, row_shapes
 from runtime.prefix_file import load_prefix_cache, save_prefix_cache
 from runtime.prompt import prepare_prompt
 from runtime.radix_tree import common_length
-from runtime.request import Options, check_options
-from runtime.scheduler import Scheduler, SchedulerConfig, SchedulerStats
+from runtime.request import Options, check_request
+from runtime.scheduler import Scheduler, SchedulerConfig
+from runtime.scheduler_stats import SchedulerStats
 from runtime.session import Session
 
 MAX_IDLE = 4  # sessions kept for one-off generations; each holds its buffers
@@ -190,13 +191,7 @@ class Runtime:
 
     def _ask(self, prompt: str | Sequence[int], options: Options) -> BranchRequest:
         manifest = self.manifest
-        request = check_options(
-            options,
-            [d.name for d in manifest.drafters],
-            manifest.text.eos_token_ids,
-            manifest.partial_kv,
-            manifest.target.vocab_size,
-        )
+        request = check_request(options, manifest)
         if request.on_round is not None:
             raise RequestError("on_round watches the rounds of one sequence; requests that share passes have none.")
         ids = prepare_prompt(prompt, (), request.stop, self.tokenizer, manifest.target).ids
@@ -257,13 +252,7 @@ class Runtime:
     def stream(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> GenerationStream:
         """The same, a span of tokens and text per step; nothing is held until the first one is asked for."""
         manifest = self.manifest
-        request = check_options(
-            options,
-            [d.name for d in manifest.drafters],
-            manifest.text.eos_token_ids,
-            manifest.partial_kv,
-            manifest.target.vocab_size,
-        )
+        request = check_request(options, manifest)
         ids = prepare_prompt(prompt, (), request.stop, self.tokenizer, manifest.target).ids
         return GenerationStream(self._run(ids, options))
 

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from time import monotonic, perf_counter
 
@@ -27,6 +27,7 @@ from runtime.branch_stream import BranchSpan, BranchStats
 from runtime.generation import FinishReason, Generation
 from runtime.handle import Handle
 from runtime.prefix_cache import PrefixCache
+from runtime.scheduler_stats import SchedulerStats
 from runtime.stats import Stats
 
 _LOG = logging.getLogger("outrider")
@@ -61,37 +62,6 @@ class SchedulerConfig:
             raise RequestError(f"mode is {self.mode!r}; choose one of {', '.join(MODES)}.")
         if not isinstance(self.overlap, bool):
             raise RequestError(f"overlap is {self.overlap!r}; pass True or False.")
-
-
-@dataclass
-class SchedulerStats:
-    """Counts since the scheduler was made, and what there is now."""
-
-    submitted: int = 0
-    refused: int = 0  # as too many were waiting
-    finished: int = 0  # whatever the reason
-    failed: int = 0  # by an error
-    waiting: int = 0
-    running: int = 0
-    rounds: int = 0
-    prompt_tokens: int = 0  # of all requests that began
-    reused_tokens: int = 0  # of those, not computed again
-    new_tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    busy_ms: float = 0.0  # of passes and what belongs to them
-    longest_round_ms: float = 0.0
-    queued_ms: float = 0.0  # summed over requests that began
-    ttft_ms: float = 0.0  # summed over requests that have tokens, from their submission
-
-    @property
-    def tokens_per_verify(self) -> float:
-        """New tokens / passes: of all requests that a pass served."""
-        return self.new_tokens / self.rounds if self.rounds else 0.0
-
-    def to_json(self) -> dict[str, object]:
-        """All counts, with stable keys."""
-        return asdict(self) | {"tokens_per_verify": self.tokens_per_verify}
 
 
 @dataclass(order=True)

@@ -30,7 +30,7 @@ from runtime.generation import FinishReason, Generation, GenerationStream, Growi
 from runtime.prefix_cache import PrefixCache
 from runtime.program import Program
 from runtime.prompt import Prompt, prepare_prompt
-from runtime.request import Options, Request, check_options
+from runtime.request import Options, Request, check_options, check_request
 from runtime.sampling import likeliest, logprobs
 from runtime.session_arenas import SessionArenas
 from runtime.session_memory import SessionMemory
@@ -116,13 +116,7 @@ class Session:
         Raises RequestError, before anything changes, for a prompt or an option that cannot be served.
         """
         manifest = self._manifest
-        request = check_options(
-            options,
-            list(self._drafters),
-            manifest.text.eos_token_ids,
-            manifest.partial_kv,
-            manifest.target.vocab_size,
-        )
+        request = check_request(options, manifest)
         prepared = self._prepare(prompt, whole, request)
         return GenerationStream(self._run(prompt, whole, request, prepared, self._changes))
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from compiler.recipe_targets import TensorRtRtxSection, TensorRtSection
 from plans.errors import PlanError
+from plans.extras import install
 from plugins.tensorrt import register_plugins
 
 OLDEST = (10, 15)  # of TensorRT: the first with cache updates in place
@@ -133,8 +134,8 @@ def load(package: str, title: str, extra: str) -> Any:
         return importlib.import_module(package)
     except ImportError as error:
         raise PlanError(
-            f"the target {extra} needs {title}, which cannot be loaded ({error}); run "
-            f"`pip install 'outrider[{extra}]'`, or leave the target out"
+            f"the target {extra} needs {title}, which cannot be loaded ({error}); "
+            f"{install(extra)}, or leave the target out"
         ) from None
 
 
@@ -144,7 +145,7 @@ def load_tensorrt() -> Any:
     if tuple(int(part) for part in trt.__version__.split(".")[:2]) < OLDEST:
         raise PlanError(
             f"the target tensorrt needs TensorRT {'.'.join(map(str, OLDEST))} or later, and {trt.__version__} is here; "
-            "run `pip install -U 'outrider[tensorrt]'`, or leave the target out"
+            f"{install('tensorrt', upgrade=True)}, or leave the target out"
         )
     return trt
 

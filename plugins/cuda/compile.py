@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from plans.errors import PlanError
+from plans.extras import install
 
 SOURCES = Path(__file__).resolve().parent.parent / "csrc"
-_INSTALL = "run `pip install 'outrider[gpu]'`"
 
 
 def compile_kernels(architecture: str) -> bytes:
@@ -18,7 +18,7 @@ def compile_kernels(architecture: str) -> bytes:
     try:
         from cuda.core import Program, ProgramOptions
     except ImportError as error:
-        raise PlanError(f"our ops are compiled by NVRTC, which cannot be loaded ({error}); {_INSTALL}") from None
+        raise PlanError(f"our ops are compiled by NVRTC, which cannot be loaded ({error}); {install('gpu')}") from None
 
     options = ProgramOptions(
         arch=architecture,
@@ -30,7 +30,7 @@ def compile_kernels(architecture: str) -> bytes:
         code = Program((SOURCES / "cuda" / "kernels.cu").read_text(encoding="utf-8"), "c++", options).compile("cubin")
     except Exception as error:  # of NVRTC, whose log is the message, or of whoever looks for its library
         raise PlanError(
-            f"our ops cannot be compiled for {architecture}: {error}; if NVRTC is missing, {_INSTALL}"
+            f"our ops cannot be compiled for {architecture}: {error}; if NVRTC is missing, {install('gpu')}"
         ) from None
     cubin = bytes(code.code)
     if not cubin:

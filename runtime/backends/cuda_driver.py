@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from plans.errors import PlanError
+from plans.extras import install
 
 
 @cache
@@ -25,7 +26,7 @@ def driver() -> Any:
     try:
         from cuda.bindings import driver as cuda
     except ImportError as error:
-        raise PlanError(f"cuda-bindings cannot be loaded ({error}); run `pip install 'outrider[gpu]'`") from None
+        raise PlanError(f"cuda-bindings cannot be loaded ({error}); {install('gpu')}") from None
     try:
         (code,) = cuda.cuInit(0)
     except Exception as error:  # of the loader, which finds no driver library

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from plans.errors import PlanError
+from plans.extras import install
 from plans.manifest import Engine, TargetPlan
 from plugins.tensorrt.log import make_log
 from runtime.backends import base
@@ -42,7 +43,7 @@ def reason_against(library: Library, plan: TargetPlan) -> str | None:
     try:
         trt = importlib.import_module(library.package)
     except ImportError as error:
-        return f"{library.title} cannot be loaded ({error}); run `pip install 'outrider[{library.extra}]'`"
+        return f"{library.title} cannot be loaded ({error}); {install(library.extra)}"
     own_version = f"{library.package} {trt.__version__}"
     for name, engine in plan.engines.items():
         if not may_load(engine, own_version):

@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from plans.errors import EmbedError
+from plans.extras import install
 
 SOURCES = Path(__file__).resolve().parent
 LIBRARY, LINK = "liboutrider.so.0", "liboutrider.so"
@@ -143,7 +144,7 @@ def _build_bridge(compilers: _Compilers, work: Path) -> None:
     try:
         from cffi import FFI
     except ImportError as error:
-        raise EmbedError(f"the library is built with cffi ({error}); run `pip install 'outrider[embed]'`") from None
+        raise EmbedError(f"the library is built with cffi ({error}); {install('embed')}") from None
     if not sysconfig.get_config_var("Py_ENABLE_SHARED"):
         raise EmbedError(
             f"{sys.executable} was built without a shared library, which a C program needs; use a Python that was "

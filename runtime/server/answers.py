@@ -16,7 +16,7 @@ _REASONS = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
     FinishReason.DEADLINE: "length",  # cut off, though not by a number of tokens
-    FinishReason.CANCELLED: "stop",
+    FinishReason.CANCELLED: "length",  # cut off by the server's end; nobody reads an answer that its client cancelled
 }
 
 

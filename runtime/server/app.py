@@ -6,9 +6,10 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from time import perf_counter, time
 from typing import Any
@@ -21,8 +22,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from plans.errors import BusyError, OutriderError, RequestError
-from runtime.generation import Generation, Span
+from plans.errors import BusyError, ClosedError, OutriderError, RequestError
+from runtime.generation import FinishReason, Generation, Span
 from runtime.handle import Handle
 from runtime.prompt import chat_prompt, encode_prompt
 from runtime.request import Options
@@ -30,7 +31,10 @@ from runtime.runtime import Runtime
 from runtime.server.answers import Answer, error_body
 from runtime.server.asked import ChatAsked, CompletionAsked
 from runtime.server.metrics import Metrics
+from runtime.server.refusals import refusal
 
+_COMPLETIONS = "/v1/completions"
+_DONE = "data: [DONE]\n\n"
 _LOG = logging.getLogger("outrider")
 _PREPARING = 4  # requests whose prompts are encoded at once: a large one takes a core, and memory
 _GONE = 0.25  # seconds between looks whether a client is still there that waits for the whole answer
@@ -38,17 +42,40 @@ _GONE = 0.25  # seconds between looks whether a client is still there that waits
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """`model` is the name that clients ask for. Bodies of more than `max_body_bytes` are refused.
+    """`model` is the name that clients ask for, `api_key` the key that they send, or several that count.
+
+    Refused are bodies of more than `max_body_bytes`, and requests for more than `max_choices`: prompts times `n`.
 
     When the application shuts down, requests have `drain_seconds` to end, and `cache_file` gets what the prefix cache
     holds then. Servers that wait for connections before that need a limit of their own.
     """
 
     model: str
-    api_key: str | None = None
+    api_key: str | Sequence[str] | None = None
     max_body_bytes: int = 2**20
     drain_seconds: float = 30.0
     cache_file: Path | None = None
+    max_choices: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("max_body_bytes", "max_choices"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise RequestError(f"{name} is {value!r}; pass a whole number of at least 1.")
+        if type(self.drain_seconds) not in (int, float) or not 0 <= self.drain_seconds < inf:
+            raise RequestError(f"drain_seconds is {self.drain_seconds!r}; pass a number of seconds of at least 0.")
+        for key in self.api_keys:
+            if not key or key != key.strip() or not (key.isascii() and key.isprintable()):
+                raise RequestError(
+                    "An API key is empty, begins or ends with a blank, or has characters that a header cannot hold; "
+                    "make it of ASCII's letters, digits and signs."
+                )
+
+    @property
+    def api_keys(self) -> tuple[str, ...]:
+        if self.api_key is None:
+            return ()
+        return (self.api_key,) if isinstance(self.api_key, str) else tuple(self.api_key)
 
 
 class ApiError(Exception):
@@ -61,7 +88,10 @@ class ApiError(Exception):
 
 def make_app(runtime: Runtime, config: ServerConfig) -> FastAPI:
     """The application. When it shuts down, requests are finished for some seconds, then cancelled."""
-    created, metrics = int(time()), Metrics(runtime)
+    metrics, context = Metrics(runtime), runtime.manifest.target.context
+    # The context's length under the names that clients read: vLLM's, and that of OpenRouter.
+    about = {"id": config.model, "object": "model", "created": int(time()), "owned_by": "outrider"}
+    about |= {"max_model_len": context, "context_length": context}
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -87,14 +117,15 @@ def make_app(runtime: Runtime, config: ServerConfig) -> FastAPI:
         return JSONResponse(told.body, told.status)
 
     @app.exception_handler(HTTPException)
-    async def http_error(_: Request, error: HTTPException) -> JSONResponse:
-        return JSONResponse(error_body(str(error.detail), "invalid_request_error"), error.status_code)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        body = error_body(_sentence(request, error), "invalid_request_error")
+        return JSONResponse(body, error.status_code, error.headers)
 
     @app.exception_handler(RequestValidationError)
-    async def wrong_body(_: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"][1:]) or "the body"
-        return JSONResponse(error_body(f"{where}: {first['msg']}", "invalid_request_error"), 400)
+    async def wrong_body(request: Request, error: RequestValidationError) -> JSONResponse:
+        model = CompletionAsked if request.url.path == _COMPLETIONS else ChatAsked
+        message = refusal(error.errors(), error.body, model)
+        return JSONResponse(error_body(message, "invalid_request_error"), 400)
 
     app.add_middleware(_Guard, config=config)
 
@@ -108,23 +139,20 @@ def make_app(runtime: Runtime, config: ServerConfig) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(config.model, created)]}
+        return {"object": "list", "data": [about]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         serving.check_model(name)
-        return _model(config.model, created)
+        return about
 
-    @app.post("/v1/completions")
+    @app.post(_COMPLETIONS)
     async def completions(asked: CompletionAsked, request: Request) -> Response:
-        serving.check_model(asked.model)
-        asked.check()
         answer = Answer("cmpl", "text_completion", "text_completion", config.model, runtime, chat=False)
         return await serving.answer(request, answer, asked)
 
     @app.post("/v1/chat/completions")
     async def chat(asked: ChatAsked, request: Request) -> Response:
-        serving.check_model(asked.model)
         answer = Answer("chatcmpl", "chat.completion", "chat.completion.chunk", config.model, runtime, chat=True)
         return await serving.answer(request, answer, asked)
 
@@ -139,16 +167,19 @@ class _Guard:
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app, self._config = app, config
+        self._keys = [key.encode() for key in config.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refused = self._refuse(Request(scope)) if scope["type"] == "http" else None
         await (refused or self._app)(scope, receive, send)
 
     def _refuse(self, request: Request) -> Response | None:
-        key, most = self._config.api_key, self._config.max_body_bytes
-        if request.url.path.startswith("/v1/") and key is not None:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ")
-            if not secrets.compare_digest(given.encode(), key.encode()):
+        most = self._config.max_body_bytes
+        if request.url.path.startswith("/v1/") and self._keys:
+            given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+            right = [secrets.compare_digest(given, key) for key in self._keys]  # all, so that none takes less time
+            request.state.client = f"key {right.index(True)}" if any(right) else None
+            if not any(right):
                 wrong = error_body("The API key is missing or wrong.", "authentication_error", "invalid_api_key")
                 return JSONResponse(wrong, 401)
         length = request.headers.get("content-length", "")
@@ -160,17 +191,41 @@ class _Guard:
         return None
 
 
-def _model(name: str, created: int) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": created, "owned_by": "outrider"}
+def _sentence(request: Request, error: HTTPException) -> str:
+    """What the frameworks say in two words."""
+    method, path = request.method, request.url.path
+    if error.status_code == 404:
+        return f"There is nothing at {path}; this server has /v1/completions, /v1/chat/completions and /v1/models."
+    if error.status_code == 405:
+        return f"{path} cannot be asked by {method}; use {(error.headers or {}).get('Allow', 'another method')}."
+    if error.status_code == 400:
+        return "The body cannot be read as JSON: it is no UTF-8 text, or nested too deeply. Send a JSON object."
+    return str(error.detail)
 
 
 def _told(error: OutriderError) -> ApiError:
+    if isinstance(error, ClosedError):
+        return _shutting_down("the request was not begun")
     if isinstance(error, BusyError):
         return ApiError(429, str(error), "rate_limit_error", "too_many_requests")
     if isinstance(error, RequestError):
         code = "context_length_exceeded" if "the plan's context is" in str(error) else None
         return ApiError(400, str(error), "invalid_request_error", code)
     return ApiError(500, str(error), "server_error")
+
+
+def _shutting_down(what: str) -> ApiError:
+    return ApiError(
+        503, f"The server is shutting down: {what}. Send the request again later.", "server_error", "shutting_down"
+    )
+
+
+def _cut_off(found: Sequence[Generation]) -> ApiError | None:
+    """What a client is told whose answer the server's end has cut off."""
+    tokens = sum(each.stats.new_tokens for each in found)
+    if any(each.finish_reason is FinishReason.CANCELLED for each in found):
+        return _shutting_down(f"the answer was cut off after {tokens} tokens")
+    return None
 
 
 class _Serving:
@@ -187,8 +242,10 @@ class _Serving:
 
     async def answer(self, request: Request, answer: Answer, asked: CompletionAsked | ChatAsked) -> Response:
         began = perf_counter()
+        self.check_model(asked.model)
+        asked.check()
         async with self._preparing:
-            handles = await run_in_threadpool(self._submit, asked)
+            handles = await run_in_threadpool(self._submit, asked, getattr(request.state, "client", None))
         logprobs = asked.logprobs is not None and asked.logprobs is not False
         prompts = len(handles) // asked.n
         if asked.stream:
@@ -197,10 +254,16 @@ class _Serving:
         found = await self._whole(request, handles, began)
         return JSONResponse(answer.whole(found, prompts, logprobs))
 
-    def _submit(self, asked: CompletionAsked | ChatAsked) -> list[Handle]:
+    def _submit(self, asked: CompletionAsked | ChatAsked, client: str | None) -> list[Handle]:
         """Every choice of every prompt. Texts are encoded here, once each, in a thread that is not the loop's."""
+        prompts, most = 1 if isinstance(asked, ChatAsked) else len(asked.prompts), self._config.max_choices
+        if prompts * asked.n > most:
+            raise RequestError(
+                f"The request asks for {prompts * asked.n} choices (prompts: {prompts}, n: {asked.n}); this server "
+                f"takes at most {most} in a request. Send fewer prompts at a time, or a smaller n."
+            )
         wanted = [(ids, own) for ids, options in self._wanted(asked) for own in options]
-        return self._runtime.submit_all(wanted, priority=asked.priority, deadline=asked.deadline)
+        return self._runtime.submit_all(wanted, priority=asked.priority, deadline=asked.deadline, client=client)
 
     def _wanted(self, asked: CompletionAsked | ChatAsked) -> Iterator[tuple[list[int], list[Options]]]:
         """Token ids of each prompt, and the options of its choices."""
@@ -230,6 +293,8 @@ class _Serving:
             waiting.cancel()
             with suppress(asyncio.CancelledError, OutriderError):
                 await waiting
+        if cut := _cut_off(found):
+            raise cut
         for each in found:
             self._metrics.ttft.observe((each.stats.queued_ms + each.stats.ttft_ms) / 1000)
         self._metrics.duration.observe(perf_counter() - began)
@@ -265,12 +330,16 @@ class _Serving:
                     self._metrics.ttft.observe(perf_counter() - began)
                 yield _event(answer.piece(index, span, offsets[index], logprobs))
                 offsets[index] += len(span.text)
+            found = [await handle for handle in handles]
             if with_usage:
-                yield _event(answer.usage([await handle for handle in handles], prompts))
-            yield "data: [DONE]\n\n"
+                yield _event(answer.usage(found, prompts))
+            if cut := _cut_off(found):
+                yield _event(cut.body)
+            yield _DONE
             self._metrics.duration.observe(perf_counter() - began)
         except OutriderError as error:  # the answer has begun: the error is its last event
             yield _event(_told(error).body)
+            yield _DONE
         finally:
             for handle in handles:
                 handle.cancel()

@@ -7,62 +7,75 @@ OpenAI's API reference, `/v1/completions` and `/v1/chat/completions`.
 from __future__ import annotations
 
 import secrets
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
 from plans.errors import RequestError
-from runtime.request import MAX_LOGPROBS, Options
+from runtime.request import MAX_LOGPROBS, MAX_STOPS, Options
+from runtime.server.refusals import shown
 
-MOST_PROMPTS = 64
 MOST_CHOICES = 16
-_NO_PENALTY = "penalties are not served; leave it at 0"
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    include_usage: bool = False
+class _FirstFault(FailFast):
+    """Ends a list's check at its first fault: a body may have a hundred thousand. Hashed by Python, in a union."""
+
+    def __hash__(self) -> int:
+        return hash(self.fail_fast)
 
 
-class _Asked(BaseModel):
-    """What both kinds of request have. `top_k`, `drafter`, `ignore_eos`, `priority` and `deadline` are ours."""
+_FIRST_FAULT = _FirstFault()
 
-    model_config = ConfigDict(extra="forbid")
 
-    model: str
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
-    n: int = Field(1, ge=1, le=MOST_CHOICES)
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[str, float] | None = None
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    store: bool | None = None
+class _Body(BaseModel):
+    """An object whose values have the very types they are to have, and which has no other keys."""
 
-    top_k: int = 0
-    drafter: str | None = None
-    ignore_eos: bool = False
-    priority: int = 0
-    deadline: float | None = Field(None, gt=0)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    @field_validator("presence_penalty", "frequency_penalty")
+    @model_validator(mode="before")
     @classmethod
-    def _no_penalty(cls, value: float) -> float:
-        if value:
-            raise ValueError(_NO_PENALTY)
-        return value
+    def _one_unknown_key(cls, given: object) -> object:
+        """Leave one key of those that are not known: one is enough to be refused."""
+        if not isinstance(given, dict) or given.keys() <= cls.model_fields.keys():
+            return given
+        unknown = next(key for key in given if key not in cls.model_fields)
+        return {key: value for key, value in given.items() if key in cls.model_fields or key == unknown}
 
-    @field_validator("logit_bias")
-    @classmethod
-    def _no_bias(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        if value:
-            raise ValueError("biases are not served; leave it out")
-        return value
+
+class StreamOptions(_Body):
+    include_usage: bool = Field(False, description="true or false")
+
+
+class _Asked(_Body):
+    """What both kinds of request have. `top_k`, `drafter`, `ignore_eos`, `priority` and `deadline` are ours.
+
+    A field's description says what to pass; `refusals.py` tells it to a client that passed something else.
+    """
+
+    model: str = Field(description="the name of the model as text; GET /v1/models lists it")
+    temperature: float = Field(1.0, ge=0, le=2, description="a number from 0 to 2")
+    top_p: float = Field(1.0, gt=0, le=1, description="a number above 0 and at most 1")
+    n: int = Field(1, ge=1, le=MOST_CHOICES, description=f"a whole number from 1 to {MOST_CHOICES}")
+    stop: Any = Field(None, description=f"a text, or a list of at most {MAX_STOPS} texts")  # checked as an option
+    seed: int | None = Field(None, description="a whole number")
+    stream: bool = Field(False, description="true or false")
+    stream_options: StreamOptions | None = Field(None, description='an object such as {"include_usage": true}')
+    presence_penalty: float = Field(0.0, ge=0, le=0, description="0, as penalties are not served")
+    frequency_penalty: float = Field(0.0, ge=0, le=0, description="0, as penalties are not served")
+    logit_bias: dict[str, Any] | None = Field(None, max_length=0, description="none, as biases are not served")
+    user: str | None = Field(None, description="a text")
+    metadata: dict[str, Any] | None = Field(None, description="an object")
+    store: bool | None = Field(None, description="true or false")
+
+    top_k: int = Field(0, description="a whole number of at least 0")
+    drafter: str | None = Field(None, description="the name of a drafter, or none")
+    ignore_eos: bool = Field(False, description="true or false")
+    priority: int = Field(0, description="a whole number")
+    deadline: float | None = Field(None, gt=0, description="a number of seconds above 0")
+
+    def check(self) -> None:
+        """Raise RequestError for what is not served, and for options that do not go together."""
 
     @property
     def include_usage(self) -> bool:
@@ -71,13 +84,12 @@ class _Asked(BaseModel):
     def options(self, limit: int | None, logprobs: int | None) -> list[Options]:
         """Options of every choice: one seed, a stream of draws each. Without a seed, one is drawn."""
         seed = secrets.randbits(63) if self.seed is None else self.seed % 2**64
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         options = Options(
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
             seed=seed,
-            stop=stop,
+            stop=() if self.stop is None else self.stop,
             ignore_eos=self.ignore_eos,
             logprobs=logprobs,
         )
@@ -91,15 +103,16 @@ class _Asked(BaseModel):
 class CompletionAsked(_Asked):
     """`POST /v1/completions`."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
-    max_tokens: int = Field(16, ge=1)
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    echo: bool = False
-    best_of: int | None = None
-    suffix: str | None = None
+    prompt: Any = Field(description="text, token ids, or a list of either")  # which `prompts` checks
+    max_tokens: int = Field(16, ge=1, description="a whole number of at least 1")
+    logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description=f"a whole number from 0 to {MAX_LOGPROBS}, or null"
+    )
+    echo: bool = Field(False, description="true or false")
+    best_of: int | None = Field(None, description="a whole number, that of n")
+    suffix: str | None = Field(None, description="a text")
 
     def check(self) -> None:
-        """Raise RequestError for what is not served."""
         if self.echo:
             raise RequestError("echo is not served; the prompt is known to who sent it.")
         if self.best_of not in (None, self.n):
@@ -109,46 +122,66 @@ class CompletionAsked(_Asked):
 
     @property
     def prompts(self) -> list[str | list[int]]:
+        """Texts and token ids; whether these are tokens is for the runtime to say. Raises RequestError."""
         given: Any = self.prompt
-        found = [given] if isinstance(given, str) or not given or isinstance(given[0], int) else list(given)
-        if not 1 <= len(found) <= MOST_PROMPTS or not all(found):
-            raise RequestError(f"prompt holds {len(found)} prompts; pass 1 to {MOST_PROMPTS}, none of them empty.")
-        return found
+        several = isinstance(given, list) and not (given and type(given[0]) is int)
+        found = given if several else [given]
+        if not found:
+            raise RequestError("prompt is an empty list; pass text, token ids, or a list of either.")
+        for place, each in enumerate(found):
+            where = f"prompt[{place}]" if several else "prompt"
+            if not isinstance(each, str | list):
+                raise RequestError(f"{where} is {shown(each)}; pass text, token ids, or a list of either.")
+            if not each:
+                raise RequestError(f"{where} is empty; pass a text of at least one character, or token ids.")
+        return list(found)
 
 
-class Part(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    type: Literal["text"]
-    text: str
+class Part(_Body):
+    type: Literal["text"] = Field(description='"text", as other parts are not served')
+    text: str = Field(description="a text")
 
 
-class Message(BaseModel):
+class Message(_Body):
     """A message; its parts are texts."""
 
-    model_config = ConfigDict(extra="forbid")
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
-    name: str | None = None
+    role: Literal["system", "developer", "user", "assistant"] = Field(
+        description='"system", "developer", "user" or "assistant"'
+    )
+    content: str | Annotated[list[Part], _FIRST_FAULT] = Field(
+        description='a text, or a list of parts such as {"type": "text", "text": "..."}'
+    )
+    name: str | None = Field(None, description="a text")
 
     def plain(self) -> dict[str, object]:
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
-class ResponseFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    type: Literal["text"]
+class ResponseFormat(_Body):
+    type: Literal["text"] = Field(description='"text", as other forms are not served')
 
 
 class ChatAsked(_Asked):
     """`POST /v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    response_format: ResponseFormat | None = None
+    messages: Annotated[list[Message], _FIRST_FAULT] = Field(
+        min_length=1, description='a list of at least one message such as {"role": "user", "content": "..."}'
+    )
+    max_tokens: int | None = Field(None, ge=1, description="a whole number of at least 1")
+    max_completion_tokens: int | None = Field(None, ge=1, description="a whole number of at least 1")
+    logprobs: bool | None = Field(None, description="true or false")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description=f"a whole number from 0 to {MAX_LOGPROBS}"
+    )
+    response_format: ResponseFormat | None = Field(None, description='an object such as {"type": "text"}')
+
+    def check(self) -> None:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError(
+                f"top_logprobs is {self.top_logprobs}, and logprobs is not true; "
+                "add logprobs: true, or leave top_logprobs out."
+            )
 
     @property
     def limit(self) -> int | None:

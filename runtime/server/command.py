@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
+import socket
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from plans.arguments import at_least_0, at_least_1, whole_number
+from plans.arguments import at_least_1, number, whole_number
 from plans.console import stderr
 from plans.errors import RequestError
+from plans.extras import install
 from runtime.arguments import add_machine, load
 from runtime.branch_request import MODES
 from runtime.prefix_cache import PrefixCacheConfig
 from runtime.scheduler import SchedulerConfig
 
+_BACKLOG = 2048  # connections that wait to be taken: as many as uvicorn's
+_CUTTING = 5.0  # seconds for those who run to hear that they are cut off, at the end of their pass
 _KEY = "OUTRIDER_API_KEY"
 
 
@@ -35,7 +42,14 @@ def add_serve(commands: Any) -> None:
         "--port", type=whole_number(0, 65535), default=8000, help="port (default 8000; 0: any that is free)"
     )
     parser.add_argument(
-        "--api-key", help=f"key that clients must send (default: what {_KEY} holds; without either, anybody is served)"
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help=f"key that clients must send; given several times, each counts (default: what {_KEY} holds; without any, "
+        "anybody is served)",
+    )
+    parser.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="more keys, one a line; lines that begin with # are none"
     )
     parser.add_argument("--model-name", help="the name that clients ask for (default: the plan's)")
     parser.add_argument(
@@ -43,6 +57,19 @@ def add_serve(commands: Any) -> None:
     )
     parser.add_argument(
         "--max-waiting", type=at_least_1, default=1024, metavar="N", help="before more are refused (1024)"
+    )
+    parser.add_argument(
+        "--max-waiting-per-key",
+        type=at_least_1,
+        metavar="N",
+        help="of those who wait, those of one API key (default: with several keys half of --max-waiting, else all)",
+    )
+    parser.add_argument(
+        "--max-choices",
+        type=at_least_1,
+        default=64,
+        metavar="N",
+        help="most choices of one request: prompts times n (64)",
     )
     parser.add_argument(
         "--prefill-tokens",
@@ -74,50 +101,130 @@ def add_serve(commands: Any) -> None:
     )
     parser.add_argument(
         "--drain-seconds",
-        type=at_least_0,
+        type=number(0),
         default=30,
         metavar="N",
-        help="for requests to end, once the server is to (30)",
+        help="for requests to end, once the server is to (30); those that have not are cut off, and told so",
+    )
+    parser.add_argument(
+        "--head-seconds",
+        type=number(above=0),
+        default=10,
+        metavar="N",
+        help="for a request's head to come (10), else it is closed",
+    )
+    parser.add_argument(
+        "--body-seconds", type=number(above=0), default=60, metavar="N", help="the same for its body (60)"
+    )
+    parser.add_argument(
+        "--idle-seconds",
+        type=number(above=0),
+        default=15,
+        metavar="N",
+        help="that a connection may idle between requests (15)",
+    )
+    parser.add_argument(
+        "--max-connections",
+        type=at_least_1,
+        default=1024,
+        metavar="N",
+        help="open connections, before more are refused (1024)",
     )
     parser.set_defaults(command=_serve)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
     try:
-        import uvicorn
-
         from runtime.server.app import ServerConfig, make_app
+        from runtime.server.connections import Limits, server_of
     except ModuleNotFoundError as error:
-        raise RequestError(
-            f"The server needs {error.name}, which is not installed; run `pip install 'outrider[serve]'`."
-        ) from None
+        raise RequestError(f"The server needs {error.name}, which is not installed; {install('serve')}.") from None
     file = arguments.cache_file
     if file is not None and arguments.no_prefix_cache:
         raise RequestError("--cache-file is of the prefix cache; leave --no-prefix-cache out, or the file.")
-    cache = None
-    if not arguments.no_prefix_cache:
-        cache = PrefixCacheConfig(max_cached_tokens=arguments.cache_tokens, memory_bytes=arguments.cache_bytes)
-    scheduler = SchedulerConfig(arguments.max_running, arguments.max_waiting, arguments.prefill_tokens, arguments.mode)
-    runtime = load(arguments, cache, scheduler)
-    runtime.start()
-    if file is not None and file.exists():
-        stderr.print(f"{runtime.load_prefix_cache(file)} tokens of earlier prompts are warm", style="dim")
+    # All that can be wrong with options is found before the plan is loaded, which takes a while.
+    limits = Limits(arguments.head_seconds, arguments.body_seconds, arguments.idle_seconds, arguments.max_connections)
+    keys = _keys(arguments)
     config = ServerConfig(
-        model=arguments.model_name or runtime.manifest.name,
-        api_key=arguments.api_key or os.environ.get(_KEY) or None,
+        model=arguments.model_name or "",
+        api_key=keys,
         max_body_bytes=arguments.max_body_bytes,
         drain_seconds=arguments.drain_seconds,
         cache_file=file,
+        max_choices=arguments.max_choices,
     )
-    server = uvicorn.Config(
-        make_app(runtime, config),
-        host=arguments.host,
-        port=arguments.port,
-        log_level="warning",
-        timeout_graceful_shutdown=arguments.drain_seconds,
+    cache = None
+    if not arguments.no_prefix_cache:
+        cache = PrefixCacheConfig(max_cached_tokens=arguments.cache_tokens, memory_bytes=arguments.cache_bytes)
+    share = arguments.max_waiting_per_key
+    if share is None and len(keys) > 1:
+        share = max(1, arguments.max_waiting // 2)
+    scheduler = SchedulerConfig(
+        arguments.max_running,
+        arguments.max_waiting,
+        arguments.prefill_tokens,
+        arguments.mode,
+        max_waiting_per_client=share,
     )
-    bound = server.bind_socket()  # it says why, and ends, where it cannot
-    address = f"http://{arguments.host}:{bound.getsockname()[1]}"
-    stderr.print(f"serving {config.model!r} at {address}", style="dim", soft_wrap=True)
-    uvicorn.Server(server).run([bound])
+    with bound_socket(arguments.host, arguments.port) as bound:
+        runtime = load(arguments, cache, scheduler)
+        runtime.start()
+        if file is not None and file.exists():
+            stderr.print(f"{runtime.load_prefix_cache(file)} tokens of earlier prompts are warm", style="dim")
+        config = replace(config, model=config.model or runtime.manifest.name)
+        try:
+            bound.listen(_BACKLOG)
+        except OSError as error:  # another program was bound to the port too, and listened first
+            raise RequestError(_why_not(arguments.host, arguments.port, error)) from None
+        host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
+        address = f"http://{host}:{bound.getsockname()[1]}"
+        stderr.print(f"serving {config.model!r} at {address}", style="dim", soft_wrap=True)
+        end = partial(runtime.close, drain=False, timeout=_CUTTING)
+        server_of(make_app(runtime, config), limits, config.drain_seconds, end).run([bound])
     return 0
+
+
+def _keys(arguments: argparse.Namespace) -> list[str]:
+    """API keys of the command line, and of its file; without either, that of the environment."""
+    keys = list(arguments.api_key or ())
+    if arguments.api_key_file is not None:
+        try:
+            lines = arguments.api_key_file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError(f"--api-key-file {arguments.api_key_file} cannot be read: {error}") from None
+        held = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        if not held:
+            raise RequestError(f"--api-key-file {arguments.api_key_file} holds no key; write one a line.")
+        keys += held
+    if not keys and os.environ.get(_KEY):
+        keys = [os.environ[_KEY]]
+    return list(dict.fromkeys(keys))
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket at an address of this machine, which listens to nobody yet. Raises RequestError where it cannot be."""
+    if not 0 <= port <= 65535:
+        raise RequestError(f"--port is {port}; pass a whole number from 0 (any that is free) to 65535.")
+    if not host:
+        raise RequestError("--host is empty; pass an address, such as 127.0.0.1, or 0.0.0.0 for all of this machine.")
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except (OSError, UnicodeError) as error:
+        bound.close()
+        raise RequestError(_why_not(host, port, error)) from None
+    return bound
+
+
+def _why_not(host: str, port: int, error: Exception) -> str:
+    if isinstance(error, socket.gaierror | UnicodeError):
+        return f"--host is {host!r}, which is no address that this machine can look up; pass one of its own."
+    number = error.errno if isinstance(error, OSError) else None
+    if number == errno.EADDRINUSE:
+        return f"Another program listens at port {port} of {host} already; pass another --port, or 0 for any."
+    if number == errno.EADDRNOTAVAIL:
+        return f"--host is {host!r}, which is no address of this machine; pass one of its own, such as 127.0.0.1."
+    if number == errno.EACCES:
+        return f"Port {port} is reserved to the system's administrator; pass a --port from 1024 on."
+    return f"The server cannot listen at port {port} of {host}: {error}; pass another --host or --port."

@@ -304,7 +304,7 @@ def test_a_machine_that_cannot_build_says_so_at_once(toy_recipe: Path, tmp_path:
         assert begun == []
 
     monkeypatch.setitem(sys.modules, TENSORRT, None)
-    refused(r"needs TensorRT, which cannot be loaded .* run `pip install 'outrider\[tensorrt\]'`, or leave the target")
+    refused(r"needs TensorRT, which cannot be loaded .* run `pip install '\.\[tensorrt\]'` at .*, or leave the target")
     assert "TensorRT cannot be loaded" in str(driver.reason_against(driver.TENSORRT, TargetPlan.model_construct()))
     package = stand_in_tensorrt(trt)
     monkeypatch.setitem(sys.modules, TENSORRT, package)

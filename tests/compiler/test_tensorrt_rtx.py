@@ -137,7 +137,7 @@ def test_rejection_is_refused(toy_recipe: Path, tmp_path: Path) -> None:
 
 def test_a_missing_library_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
-    with pytest.raises(PlanError, match=r"pip install 'outrider\[tensorrt-rtx\]'"):
+    with pytest.raises(PlanError, match=r"pip install '\.\[tensorrt-rtx\]'"):
         RtxLibrary(TensorRtRtxSection(kind=RTX))
 
 

@@ -82,4 +82,4 @@ def test_an_installed_runtime_alone_gives_the_same_tokens(toy: Runtime, toy_plan
     refused = run([python, "-m", "compiler", "build", toy_plan.parent / "model.yaml"], outside)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "Traceback" not in refused.stderr
-    assert "outrider[compiler]" in refused.stderr
+    assert "pip install '.[compiler]'" in refused.stderr

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
+import re
 import signal
 import socket
 import subprocess
@@ -14,30 +17,33 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-import uvicorn
 
+from plans.errors import RequestError
 from plans.tokenizer import Tokenizer
 from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
 from runtime.__main__ import main
 from runtime.branch_run import BranchRunner
 from runtime.server.app import ServerConfig, make_app
+from runtime.server.command import bound_socket
+from runtime.server.connections import Limits, server_of
 
 KEY = "a key"
 
 
 @contextmanager
-def listening(runtime: Runtime, **config: Any) -> Iterator[str]:
+def listening(runtime: Runtime, limits: Limits | None = None, drain_seconds: float = 5, **config: Any) -> Iterator[str]:
     """A server of its own for a while; its address."""
     runtime.start()
-    bound = socket.socket()
-    bound.bind(("127.0.0.1", 0))
-    app = make_app(runtime, ServerConfig("toy", drain_seconds=5, **config))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    bound = bound_socket("127.0.0.1", 0)
+    app = make_app(runtime, ServerConfig("toy", drain_seconds=drain_seconds, **config))
+    end = partial(runtime.close, drain=False, timeout=20)
+    server = server_of(app, limits or Limits(), drain_seconds, end)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
     until = time.monotonic() + 20
@@ -204,16 +210,8 @@ def test_without_a_seed_samples_differ(client: openai.OpenAI) -> None:
     assert len(texts) > 1
 
 
-def test_a_client_that_goes_cancels_its_request(
-    client: openai.OpenAI, runtime: Runtime, address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = BranchRunner.advance
-
-    def slowly(self: BranchRunner, *arguments: Any) -> Any:
-        time.sleep(0.05)
-        return original(self, *arguments)
-
-    monkeypatch.setattr(BranchRunner, "advance", slowly)
+@pytest.mark.usefixtures("slow_passes")
+def test_a_client_that_goes_cancels_its_request(client: openai.OpenAI, runtime: Runtime) -> None:
     settle(runtime)
     before = runtime.scheduler_stats
     own: dict[str, Any] = {"model": "toy", "prompt": [5], "max_tokens": 140, "temperature": 0}
@@ -237,14 +235,22 @@ def test_a_client_that_goes_cancels_its_request(
     ("own", "words"),
     [
         ({"prompt": "x", "echo": True}, "echo is not served"),
-        ({"prompt": "x", "presence_penalty": 1.0}, "presence_penalty"),
+        ({"prompt": "x", "presence_penalty": 1.0}, "presence_penalty is 1.0; pass 0, as penalties are not served"),
         ({"prompt": "x", "temperature": 3}, "temperature"),
-        ({"prompt": "x", "n": 99}, "n: "),
-        ({"prompt": []}, "1 to 64"),
-        ({"prompt": ["x", ""]}, "none of them empty"),
+        ({"prompt": "x", "n": 99}, "n is 99; pass a whole number from 1 to 16"),
+        ({"prompt": "x", "max_tokens": True}, "max_tokens is true; pass a whole number of at least 1"),
+        ({"prompt": "x", "stream": 1}, "stream is 1; pass true or false"),
+        ({"prompt": "x", "logit_bias": {"5": 1}}, "logit_bias is an object; pass none, as biases are not served"),
+        ({"prompt": "x", "stop": ["a"] * 17}, "stop holds more than 16 texts"),
+        ({"prompt": "x", "stop": {"a": 1}}, "stop is .*; pass a list of texts"),
+        ({"prompt": []}, "prompt is an empty list"),
+        ({"prompt": [""]}, r"prompt\[0\] is empty; pass a text of at least one character"),
+        ({"prompt": ["x", 5]}, r"prompt\[1\] is 5; pass text, token ids"),
+        ({"prompt": None}, "prompt is null; pass text"),
+        ({"prompt": ["x"] * 9, "n": 8}, r"asks for 72 choices \(prompts: 9, n: 8\); this server takes at most 64"),
         ({"prompt": [99999]}, "Token id 99999"),
         ({"prompt": [5] * 200}, "context is 160"),
-        ({"prompt": "x", "extra_body": {"heat": 1}}, "heat"),
+        ({"prompt": "x", "extra_body": {"heat": 1}}, "^.*heat is no key that this server knows; leave it out"),
         ({"prompt": "x", "extra_body": {"drafter": "oracle"}}, "oracle"),
     ],
 )
@@ -255,17 +261,67 @@ def test_what_cannot_be_served_is_said(client: openai.OpenAI, own: dict[str, Any
     assert (caught.value.code == "context_length_exceeded") == ("context" in words)
 
 
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ({"messages": []}, "messages is .*; pass a list of at least one message"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, r'messages\[0\].role is "tool"; pass "system"'),
+        ({"messages": [{"role": "user"}]}, r"messages\[0\].content is missing; pass a text, or a list of parts"),
+        ({"messages": [{"role": "user", "content": 5}]}, r"messages\[0\].content is 5; pass a text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            r'messages\[0\].content\[0\].type is "image_url"; pass "text", as other parts are not served',
+        ),
+        ({"top_logprobs": 2}, "top_logprobs is 2, and logprobs is not true; add logprobs"),
+        ({"response_format": {"type": "json_object"}}, 'response_format.type is "json_object"; pass "text"'),
+    ],
+)
+def test_of_a_chat_it_is_said_too(client: openai.OpenAI, own: dict[str, Any], words: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=words):
+        client.chat.completions.create(**{"model": "toy", "messages": [{"role": "user", "content": "x"}], **own})
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "words"),
+    [
+        (b"{", "application/json", "The body is not JSON: .* at character 2"),
+        (b"[" * 15_000, "application/json", "The body cannot be read as JSON"),
+        (b'"\xff"', "application/json", "no UTF-8 text"),
+        (b"[]", "application/json", r"The body is \[\]; send a JSON object"),
+        (b"{}", "text/plain", "send it with the header Content-Type: application/json"),
+        (b"", "application/json", "The body is empty"),
+        (b'{"model": "toy"}', "application/json", "prompt is missing; pass text, token ids, or a list of either"),
+    ],
+)
+def test_bodies_that_are_none_are_refused(address: str, data: bytes, kind: str, words: str) -> None:
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": kind}
+    status, body = get(f"{address}/v1/completions", headers, data)
+    assert status == 400
+    assert re.search(words, json.loads(body)["error"]["message"])
+
+
+def test_paths_that_are_none_are_named(address: str) -> None:
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    for path, data, words in (
+        ("/v1/embeddings", b"{}", "There is nothing at /v1/embeddings; this server has /v1/completions"),
+        ("/v1/completions", None, "/v1/completions cannot be asked by GET; use POST"),
+    ):
+        status, body = get(f"{address}{path}", headers, data)
+        assert status in (404, 405)
+        assert words in json.loads(body)["error"]["message"]
+
+
 def test_models_keys_and_limits(client: openai.OpenAI, address: str) -> None:
     assert [model.id for model in client.models.list()] == ["toy"]
-    assert client.models.retrieve("toy").owned_by == "outrider"
+    model = client.models.retrieve("toy").model_dump()
+    assert model["owned_by"] == "outrider"
+    assert (model["max_model_len"], model["context_length"]) == (160, 160)
     with pytest.raises(openai.NotFoundError, match="no model 'other'"):
         client.completions.create(model="other", prompt="x")
     with pytest.raises(openai.AuthenticationError, match="API key"):
         client_of(address, "wrong").models.list()
     with pytest.raises(openai.APIStatusError, match="at most 20000"):
         client.completions.create(model="toy", prompt="x" * 30_000)
-    status, body = get(f"{address}/v1/completions", {"Authorization": f"Bearer {KEY}"}, b"{")
-    assert (status, json.loads(body)["error"]["type"]) == (400, "invalid_request_error")
 
 
 def test_a_prompt_that_cannot_fit_is_refused_before_it_is_encoded(
@@ -325,8 +381,9 @@ def test_health_and_metrics(client: openai.OpenAI, address: str, runtime: Runtim
     assert float(figures["outrider_time_to_first_token_seconds_count"]) > 0
 
 
-def test_a_full_queue_is_told(branch_plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    busy = Runtime.load(branch_plan, threads=1, scheduler=SchedulerConfig(max_running=1, max_waiting=1))
+@pytest.fixture
+def slow_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """150 tokens take 8 s, or longer."""
     original = BranchRunner.advance
 
     def slowly(self: BranchRunner, *arguments: Any) -> Any:
@@ -334,7 +391,15 @@ def test_a_full_queue_is_told(branch_plan: Path, monkeypatch: pytest.MonkeyPatch
         return original(self, *arguments)
 
     monkeypatch.setattr(BranchRunner, "advance", slowly)
-    handles = [busy.submit([5], max_new_tokens=150, drafter="none", ignore_eos=True)]
+
+
+LONG: dict[str, Any] = {"max_new_tokens": 150, "drafter": "none", "ignore_eos": True}
+
+
+@pytest.mark.usefixtures("slow_passes")
+def test_a_full_queue_is_told(branch_plan: Path) -> None:
+    busy = Runtime.load(branch_plan, threads=1, scheduler=SchedulerConfig(max_running=1, max_waiting=1))
+    handles = [busy.submit([5], **LONG)]
     next(iter(handles[0]))
     with listening(busy) as address, client_of(address) as client:
         stuck = busy.submit([6], max_new_tokens=1)
@@ -346,8 +411,65 @@ def test_a_full_queue_is_told(branch_plan: Path, monkeypatch: pytest.MonkeyPatch
         busy.submit([5])
 
 
+@pytest.mark.usefixtures("slow_passes")
+def test_a_key_has_a_share_of_the_queue(branch_plan: Path) -> None:
+    config = SchedulerConfig(max_running=1, max_waiting=8, max_waiting_per_client=2)
+    busy = Runtime.load(branch_plan, threads=1, scheduler=config)
+    first = busy.submit([5], **LONG)
+    next(iter(first))
+    own: dict[str, Any] = {"model": "toy", "prompt": "x", "max_tokens": 1}
+    with listening(busy, api_key=["one", "two"]) as address:
+        with client_of(address, "one") as one, client_of(address, "two") as two, ThreadPoolExecutor(2) as pool:
+            waiting = [pool.submit(one.completions.create, n=2, **own)]
+            until = time.monotonic() + 20
+            while busy.scheduler_stats.waiting < 2:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            with pytest.raises(openai.RateLimitError, match=r"of this client wait: 2 already, and its share .* is 2"):
+                one.completions.create(**own)
+            waiting.append(pool.submit(two.completions.create, **own))
+            while busy.scheduler_stats.waiting < 3:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            first.cancel()
+            assert [len(each.result(60).choices) for each in waiting] == [2, 1]
+        with pytest.raises(openai.AuthenticationError, match="API key"):
+            client_of(address, "three").models.list()
+
+
+@pytest.mark.usefixtures("slow_passes")
+def test_what_the_end_cuts_off_is_told_so(branch_plan: Path, caplog: pytest.LogCaptureFixture) -> None:
+    runtime = Runtime.load(branch_plan, threads=1, scheduler=SchedulerConfig(max_running=2))
+    own = {"model": "toy", "prompt": [5], "max_tokens": 150, "ignore_eos": True, "drafter": "none"}
+    headers = {"Content-Type": "application/json"}
+    told = logging.getLogger("uvicorn.error")
+    with ThreadPoolExecutor(3) as pool:
+        with listening(runtime, drain_seconds=0.2) as address:
+            told.addHandler(caplog.handler)
+            path = f"{address}/v1/completions"
+            asked = [
+                pool.submit(get, path, headers, json.dumps({**own, "stream": stream}).encode())
+                for stream in (True, False, False)
+            ]
+            until = time.monotonic() + 20
+            while runtime.scheduler_stats.running < 2 or not runtime.scheduler_stats.waiting:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+        told.removeHandler(caplog.handler)
+    streamed, *whole = [each.result(20) for each in asked]
+    assert streamed[0] == 200
+    events = streamed[1].removesuffix("\n\n").split("\n\n")
+    assert events[-1] == "data: [DONE]"
+    assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "shutting_down"
+    assert json.loads(events[-3].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+    for status, body in whole:
+        assert status == 503
+        assert re.search(r"shutting down: .* cut off after \d+ tokens", json.loads(body)["error"]["message"])
+    assert not caplog.records
+
+
 def test_a_plan_of_one_branch_is_refused(toy_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", str(toy_plan)]) == 2
+    assert main(["serve", str(toy_plan), "--port", "0"]) == 2
     assert "capacity.branches" in capsys.readouterr().err
     assert main(["serve", str(toy_plan), "--cache-file", "x", "--no-prefix-cache"]) == 2
     assert "--cache-file is of the prefix cache" in capsys.readouterr().err
@@ -378,9 +500,121 @@ def test_the_command_serves_until_it_is_told_to_end_and_keeps_its_cache(branch_p
         finally:
             server.send_signal(signal.SIGTERM)
             _, said = server.communicate(timeout=30)
+        assert server.returncode == 0
         assert kept.exists()
         assert "serving 'toy'" in said
         assert ("are warm" in said) == bool(start)
+
+
+@pytest.mark.parametrize(
+    ("sent", "answered"),
+    [
+        ("", b""),
+        ("GET /health HTTP/1.1\r\nHost: x\r\n", b"The request's head has not come within 0.3 s"),
+        (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 9\r\n\r\n{{",
+            b"The request's body has not come within 0.4 s",
+        ),
+        ("GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{", b'{"status":"ok"}'),
+        ("GET /health HTTP/1.1\r\nHost: x\r\n\r\n", b'{"status":"ok"}'),
+        ("GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET", b'{"status":"ok"}'),
+    ],
+    ids=["nothing", "half a head", "half a body", "an answer before the body", "idle", "half a second head"],
+)
+def test_connections_that_wait_are_closed(impatient: str, sent: str, answered: bytes) -> None:
+    host, port = impatient.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as plain:
+        plain.sendall(sent.encode())
+        found = b"".join(iter(lambda: plain.recv(4096), b""))  # until it is closed
+    assert found.endswith(answered) if answered.startswith(b"{") else answered in found
+    assert found.startswith(b"HTTP/1.1 ") == bool(answered)
+    assert (b" 408 " in found) == (b"has not come" in answered)
+    assert get(f"{impatient}/health") == (200, '{"status":"ok"}')
+
+
+def test_a_head_that_trickles_in_is_not_waited_for(impatient: str) -> None:
+    host, port = impatient.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=0.05) as plain:
+        plain.sendall(b"GET /health HTTP/1.1\r\nX: ")
+        for _ in range(400):
+            with suppress(TimeoutError):
+                assert b" 408 " in plain.recv(4096)
+                return
+            plain.sendall(b"x")
+    raise AssertionError("it was waited for")
+
+
+@pytest.fixture(scope="module")
+def impatient(branch_plan: Path) -> Iterator[str]:
+    with listening(Runtime.load(branch_plan, threads=1), Limits(0.3, 0.4, 0.2), api_key=KEY) as address:
+        yield address
+
+
+def test_too_many_connections_are_told(branch_plan: Path) -> None:
+    with listening(Runtime.load(branch_plan, threads=1), Limits(connections=2)) as address:
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))), socket.create_connection((host, int(port))):
+            status, body = get(f"{address}/health")
+            assert (status, json.loads(body)["error"]["message"]) == (
+                503,
+                "Too many connections are open; try again later.",
+            )
+        until = time.monotonic() + 20
+        while get(f"{address}/health")[0] != 200:
+            assert time.monotonic() < until
+
+
+def test_the_command_says_what_is_wrong_with_its_options_before_it_loads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OUTRIDER_API_KEY", raising=False)
+    empty, latin = tmp_path / "empty", tmp_path / "latin"
+    empty.write_text("# none\n\n")
+    latin.write_text("schl\u00fcssel\n", encoding="utf-8")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for option, value, words in (
+            ("--port", "70000", "--port is 70000; pass a whole number from 0"),
+            ("--port", "-1", "--port is -1"),
+            ("--port", str(port), f"listens at port {port} of 127.0.0.1 already; pass another --port"),
+            ("--host", "", "--host is empty"),
+            ("--host", "no.such.host.invalid", "no address that this machine can look up"),
+            ("--host", "a" * 70, "no address that this machine can look up"),
+            ("--host", "192.0.2.1", "no address of this machine"),
+            ("--max-body-bytes", "-1", "max_body_bytes is -1"),
+            ("--max-choices", "0", "max_choices is 0"),
+            ("--drain-seconds", "-1", "drain_seconds is -1"),
+            ("--drain-seconds", "nan", "drain_seconds is nan"),
+            ("--head-seconds", "0", "head_seconds is 0"),
+            ("--body-seconds", "inf", "body_seconds is inf"),
+            ("--idle-seconds", "-3", "idle_seconds is -3"),
+            ("--max-connections", "0", "connections is 0"),
+            ("--max-running", "0", "max_running is 0"),
+            ("--max-waiting", "-1", "max_waiting is -1"),
+            ("--max-waiting-per-key", "0", "max_waiting_per_client is 0"),
+            ("--prefill-tokens", "0", "prefill_tokens is 0"),
+            ("--cache-tokens", "-5", "max_cached_tokens is -5"),
+            ("--cache-bytes", "0", "memory_bytes is 0"),
+            ("--threads", "-1", "threads is -1"),
+            ("--api-key", "", "An API key is empty"),
+            ("--api-key-file", str(tmp_path / "none"), "cannot be read"),
+            ("--api-key-file", str(empty), "holds no key; write one a line"),
+            ("--api-key-file", str(latin), "characters that a header cannot hold"),
+        ):
+            more = [] if option == "--port" else ["--port", "0"]
+            assert main(["serve", str(tmp_path / "no plan"), option, value, *more]) == 2, option
+            assert words in capsys.readouterr().err
+
+
+def test_a_port_may_be_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "bind", refused)
+    with pytest.raises(RequestError, match=r"Port 80 is reserved .* pass a --port from 1024 on"):
+        bound_socket("127.0.0.1", 80)
 
 
 def test_bodies_without_a_length_are_refused(address: str) -> None:
@@ -389,6 +623,3 @@ def test_bodies_without_a_length_are_refused(address: str) -> None:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
         plain.sendall(f"{head}Content-Length: 10\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
         assert b" 4" in plain.recv(200)
-    status, body = get(f"{address}/v1/completions", {"Authorization": f"Bearer {KEY}"}, b"[" * 15_000)
-    assert status == 400
-    assert "error" in json.loads(body)
