@@ -203,8 +203,6 @@ def _keys(arguments: argparse.Namespace) -> list[str]:
 
 def bound_socket(host: str, port: int) -> socket.socket:
     """A socket at an address of this machine, which listens to nobody yet. Raises RequestError where it cannot be."""
-    if not 0 <= port <= 65535:
-        raise RequestError(f"--port is {port}; pass a whole number from 0 (any that is free) to 65535.")
     if not host:
         raise RequestError("--host is empty; pass an address, such as 127.0.0.1, or 0.0.0.0 for all of this machine.")
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
