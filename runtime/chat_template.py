@@ -68,7 +68,7 @@ class ChatTemplate:
             raise RequestError(f"The chat template {self._source} refuses these messages: {error}") from error
         except TemplateNotFound as error:
             raise PlanError(
-                f"The chat template {self._source} includes {error.name!r}, and a plan's template stands alone. {_REPAIR}"
+                f"The chat template {self._source} includes {error.name!r}; a plan's template stands alone. {_REPAIR}"
             ) from error
         except SecurityError as error:
             raise PlanError(

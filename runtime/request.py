@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, TypedDict
 
 from plans.errors import RequestError
+from plans.manifest import Manifest
 from plans.partial_kv import PARTIAL_MODES, PartialKv, PartialMode
 from runtime.constraint import Constraint
 from runtime.sampling import FilterOrder, SamplingParams
@@ -82,6 +83,23 @@ class Request:
     partial_budget: int | Literal["auto"] | None = None
     tentative: bool = False
 
+    @property
+    def cancelled(self) -> bool:
+        """Whether the caller has cancelled it."""
+        return self.cancel is not None and self.cancel.is_set()
+
+
+def options_of(manifest: Manifest, options: Options) -> Request:
+    """Keyword arguments of a generation on a plan, checked; raises RequestError."""
+    drafters = [drafter.name for drafter in manifest.drafters]
+    return check_options(options, drafters, manifest.text.eos_token_ids, manifest.partial_kv)
+
+
+def check_fresh(constraint: Constraint | None) -> None:
+    """Raise RequestError for a constraint that has followed a text."""
+    if constraint is not None and constraint.begun:
+        raise RequestError("constraint has followed a text already; make one for each generation.")
+
 
 def check_options(
     options: Options, drafters: Sequence[str], eos_token_ids: Sequence[int], partial: PartialKv | None = None
@@ -117,8 +135,7 @@ def check_options(
     constraint = options.get("constraint")
     if constraint is not None and not isinstance(constraint, Constraint):
         raise RequestError(f"constraint is a {type(constraint).__name__}; pass a Constraint.")
-    if constraint is not None and constraint.begun:
-        raise RequestError("constraint has followed a text already; make one for each generation.")
+    check_fresh(constraint)
     mode = options.get("partial_kv")
     if mode is not None and mode not in PARTIAL_MODES:
         raise RequestError(f"partial_kv is {mode!r}; pass one of {', '.join(PARTIAL_MODES)}.")
