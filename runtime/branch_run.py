@@ -57,6 +57,11 @@ class Running:
     def branch(self) -> Branch:
         return self.asking.branch
 
+    @property
+    def decoding(self) -> bool:
+        """Whether its beginning has been computed."""
+        return len(self.branch.pending) == 1
+
 
 @dataclass
 class Committed:
@@ -166,7 +171,7 @@ class BranchRunner:
             self._state.restore_prefix(stats.reused_tokens)
         computed = stats.reused_tokens
         while rows := self._state.prepare_prefix(self._geometry.prefill_chunk):
-            if all(map(_cancelled, asked)):
+            if all(each.request.cancelled for each in asked):
                 break
             self._prefill.run()
             stats.prefill_passes += 1
@@ -177,7 +182,7 @@ class BranchRunner:
         waiting = deque(sorted(enumerate(asked), key=lambda each: -each[1].predicted_tokens))
         running: list[Running] = []
         while waiting or running:
-            for place, each in [(place, each) for place, each in waiting if _cancelled(each)]:
+            for place, each in [(place, each) for place, each in waiting if each.request.cancelled]:
                 waiting.remove((place, each))
                 untouched = Stats(prompt_tokens=len(prefix) + len(each.token_ids))
                 yield BranchSpan(place, Span([], ""), Generation("", [], FinishReason.CANCELLED, untouched))
@@ -256,7 +261,7 @@ class BranchRunner:
         stats.most_alive = max(stats.most_alive, len(running))
         found = []
         for each in running:
-            if _cancelled(each.asked) and not each.over:
+            if each.asked.request.cancelled and not each.over:
                 each.reason = FinishReason.CANCELLED
                 found.append(Committed(each, [], reason=each.reason))
         self.settle(running)
@@ -375,11 +380,6 @@ class BranchRunner:
         generation.stats.total_ms = (self._now() - each.began) * 1000
         span = Span(span.token_ids, span.text + rest.text, span.logprobs)
         return BranchSpan(each.place, span, generation.result())
-
-
-def _cancelled(asked: BranchRequest) -> bool:
-    cancel = asked.request.cancel
-    return cancel is not None and cancel.is_set()
 
 
 def _left(branch: Branch) -> int:

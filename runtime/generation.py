@@ -45,13 +45,17 @@ class Generation:
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
+Run = Generator[Span | None, None, Generation]
+"""A generation pass by pass: a span, or None behind a pass over a part of the prompt alone."""
+
+
 class GenerationStream:
     """Iterate for spans; `result` is the whole generation once iteration has ended.
 
     Closing it, or leaving it unfinished, ends the generation; the session keeps what was committed.
     """
 
-    def __init__(self, run: Generator[Span, None, Generation]) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
         self._result: Generation | None = None
         self._error: Exception | None = None
@@ -61,7 +65,9 @@ class GenerationStream:
 
     def __next__(self) -> Span:
         try:
-            return next(self._run)
+            while (span := next(self._run)) is None:
+                pass
+            return span
         except StopIteration as end:
             self._result = end.value or self._result  # an exhausted generator returns None
             raise StopIteration from None

@@ -87,6 +87,17 @@ class Request:
     partial_budget: int | Literal["auto"] | None = None
     tentative: bool = False
 
+    @property
+    def cancelled(self) -> bool:
+        """Whether the caller has cancelled it."""
+        return self.cancel is not None and self.cancel.is_set()
+
+
+def check_fresh(constraint: Constraint | None) -> None:
+    """Raise RequestError for a constraint that has followed a text."""
+    if constraint is not None and constraint.begun:
+        raise RequestError("constraint has followed a text already; make one for each generation.")
+
 
 def check_options(
     options: Options,
@@ -129,8 +140,7 @@ def check_options(
     constraint = options.get("constraint")
     if constraint is not None and not isinstance(constraint, Constraint):
         raise RequestError(f"constraint is a {type(constraint).__name__}; pass a Constraint.")
-    if constraint is not None and constraint.begun:
-        raise RequestError("constraint has followed a text already; make one for each generation.")
+    check_fresh(constraint)
     mode = options.get("partial_kv")
     if mode is not None and mode not in PARTIAL_MODES:
         raise RequestError(f"partial_kv is {mode!r}; pass one of {', '.join(PARTIAL_MODES)}.")

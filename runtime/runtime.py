@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Unpack, cast, overload
@@ -25,18 +24,17 @@ from runtime.beam_search import BeamOptions, BeamResult, beam_search
 from runtime.branch_request import MODES, BranchPrompt, BranchRequest, Mode, check_branches
 from runtime.branch_run import BranchRunner
 from runtime.branch_stream import BranchSpan, BranchStats, BranchStream
-from runtime.generation import Generation, GenerationStream, Span
+from runtime.generation import Generation, GenerationStream
 from runtime.handle import Handle
 from runtime.prefix_cache import PrefixCache, PrefixCacheConfig, row_shapes
 from runtime.prefix_file import load_prefix_cache, save_prefix_cache
 from runtime.prompt import prepare_prompt
-from runtime.radix_tree import common_length
 from runtime.request import Options, check_request
 from runtime.scheduler import Scheduler, SchedulerConfig
 from runtime.scheduler_stats import SchedulerStats
 from runtime.session import Session
+from runtime.session_pool import SessionPool
 
-MAX_IDLE = 4  # sessions kept for one-off generations; each holds its buffers
 MAX_THREADS = 1024
 
 
@@ -78,8 +76,7 @@ class Runtime:
         self._scheduler: Scheduler | None = None
         self._making, self._closed = threading.Lock(), False
         self._idle_runners: dict[Mode, deque[BranchRunner]] = {mode: deque(maxlen=1) for mode in MODES}
-        # The first session resolves every program, so that a wrong plan is found here and not at the first prompt.
-        self._idle = deque([self.session()], maxlen=MAX_IDLE)  # a deque needs no lock, not even in a finaliser
+        self._sessions = SessionPool(self.loaded, self.prefix_cache)
 
     @classmethod
     def load(
@@ -135,14 +132,12 @@ class Runtime:
     ) -> Generation | list[Generation]:
         """Generate from `prompt` (text or token ids) on a sequence of its own, or from each of a list of prompts.
 
-        Several are served at once, where the plan has branches, with the tokens that each would get alone. Raises
-        RequestError, before anything runs.
+        Several are served at once, or one after another where the plan has one branch, with the tokens that each would
+        get alone. Raises RequestError, before anything runs.
         """
         if _is_one(prompt):
             return self.stream(cast("str | Sequence[int]", prompt), **options).result
         prompts = cast("Sequence[str | Sequence[int]]", prompt)
-        if self.manifest.target.branches < 2:
-            return [stream.result for stream in [self.stream(each, **options) for each in prompts]]
         if options.get("constraint") is not None:
             raise RequestError("constraint is of one text; submit each prompt with one of its own.")
         asked = [self._ask(each, options) for each in prompts]
@@ -164,12 +159,13 @@ class Runtime:
         client: str | None = None,
         **options: Unpack[Options],
     ) -> Handle:
-        """Have `prompt` served beside others, in a thread of the runtime's own: a pass serves all that live.
+        """Have `prompt` served beside others, in a thread of the runtime's own.
 
         Those of a higher `priority` begin first. A request that is not over `deadline` seconds from now ends with what
-        it has. `client` names who asks, where each may have a share of the queue. Needs a plan of several branches.
-        Tokens are those that `generate` gives. Drafters are never put aside, and there are no rounds to watch. Raises
-        RequestError, BusyError where too many wait, and ClosedError once the runtime is closed.
+        it has. `client` names who asks, where each may have a share of the queue. Tokens are those that `generate`
+        gives. On a plan of several branches a pass serves all that live; drafters are then never put aside, and there
+        are no rounds to watch. A plan of one branch serves one request at a time. Raises RequestError, BusyError where
+        too many wait, and ClosedError once the runtime is closed.
         """
         return self.submit_all([(prompt, options)], priority=priority, deadline=deadline, client=client)[0]
 
@@ -192,7 +188,7 @@ class Runtime:
     def _ask(self, prompt: str | Sequence[int], options: Options) -> BranchRequest:
         manifest = self.manifest
         request = check_request(options, manifest)
-        if request.on_round is not None:
+        if request.on_round is not None and manifest.target.branches > 1:
             raise RequestError("on_round watches the rounds of one sequence; requests that share passes have none.")
         ids = prepare_prompt(prompt, (), request.stop, self.tokenizer, manifest.target).ids
         return BranchRequest(ids, request, request.max_new_tokens)
@@ -202,7 +198,7 @@ class Runtime:
             if self._closed:
                 raise ClosedError("The runtime takes no more requests: it was closed.")
             if self._scheduler is None:
-                self._scheduler = Scheduler(self.loaded, self._scheduler_config, self.prefix_cache)
+                self._scheduler = Scheduler(self.loaded, self._sessions, self._scheduler_config, self.prefix_cache)
             return self._scheduler
 
     def save_prefix_cache(self, path: str | PathLike[str]) -> int:
@@ -254,7 +250,7 @@ class Runtime:
         manifest = self.manifest
         request = check_request(options, manifest)
         ids = prepare_prompt(prompt, (), request.stop, self.tokenizer, manifest.target).ids
-        return GenerationStream(self._run(ids, options))
+        return GenerationStream(self._sessions.run(ids, request))
 
     def generate_branches(
         self,
@@ -328,42 +324,8 @@ class Runtime:
 
     def beam_search(self, prompt: str | Sequence[int], **options: Unpack[BeamOptions]) -> list[BeamResult]:
         """The most probable continuations of `prompt` that beam search finds, best first. Raises RequestError."""
-        with self._idle_session() as session:
+        with self._sessions.borrow() as session:
             return beam_search(session, prompt, **options)
-
-    def _run(self, ids: list[int], options: Options) -> Generator[Span, None, Generation]:
-        with self._idle_session(ids) as session:
-            inner = session.stream(ids, whole=True, **options)
-            try:
-                yield from inner
-                return inner.result
-            finally:
-                inner.close()
-
-    @contextmanager
-    def _idle_session(self, ids: Sequence[int] = ()) -> Iterator[Session]:
-        """A session that was used before, so that one-off generations do not allocate an arena each.
-
-        It is empty; with a prefix cache it may have a sequence, of those that are idle the one most like `ids`.
-        """
-        try:
-            session = self._idle.pop() if self.prefix_cache is None else self._most_alike(ids)
-        except (IndexError, ValueError):  # ValueError: another thread has taken it meanwhile
-            session = self.session()
-        try:
-            yield session
-        finally:
-            if self.prefix_cache is None or not ids:
-                session.reset()
-            self._idle.append(session)  # the oldest idle one goes where there are too many
-
-    def _most_alike(self, ids: Sequence[int]) -> Session:
-        idle = list(self._idle)
-        session = idle[max(range(len(idle)), key=lambda place: (common_length(idle[place].token_ids, ids), place))]
-        self._idle.remove(session)
-        if not ids:
-            session.reset()
-        return session
 
 
 def _is_one(prompt: object) -> bool:

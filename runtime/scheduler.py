@@ -1,8 +1,8 @@
 """Many requests on one runtime: one thread serves them all, a pass for all that live (FEATURES rows 26 to 30).
 
 A request waits until there is a place and room for all that it may come to; then its prompt is computed a part in every
-pass, beside the decoding of the others, and it decodes like a branch behind no prefix. Tokens are those that it would
-have alone.
+pass, beside the decoding of the others, and it decodes like a branch behind no prefix. A plan of one branch serves one
+request at a time, on a session. Tokens are those that it would have alone.
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from time import monotonic, perf_counter
+from typing import Any
 
 from plans.errors import BusyError, ClosedError, OutriderError, PlanError, RequestError
 from runtime.assembly import Loaded
 from runtime.branch_request import MODES, BranchRequest, Mode
-from runtime.branch_run import BranchRunner, Committed, Running
+from runtime.branch_run import BranchRunner
 from runtime.branch_stream import BranchSpan, BranchStats
 from runtime.generation import FinishReason, Generation
 from runtime.handle import Handle
 from runtime.prefix_cache import PrefixCache
+from runtime.runner import Committed, Runner, Runs
 from runtime.scheduler_stats import SchedulerStats
+from runtime.session_pool import SessionPool
+from runtime.session_runner import SessionRunner
 from runtime.stats import Stats
 
 _LOG = logging.getLogger("outrider")
@@ -76,7 +80,7 @@ class _Request:
     cancel: threading.Event = field(compare=False)  # its own, which the caller's sets too
     given: threading.Event | None = field(compare=False)
     client: str | None = None
-    spans: int = 0
+    begun: bool = False  # whether it has tokens
     queued_ms: float = 0.0
 
     @property
@@ -98,10 +102,15 @@ class _Request:
 class Scheduler:
     """Safe under threads. `submit` from any of them; the work is done in one of its own, while there is any."""
 
-    def __init__(self, loaded: Loaded, config: SchedulerConfig | None = None, cache: PrefixCache | None = None) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        sessions: SessionPool,
+        config: SchedulerConfig | None = None,
+        cache: PrefixCache | None = None,
+    ) -> None:
+        """`sessions` are for plans of one branch. Raises RequestError for what the plan cannot serve."""
         geometry = loaded.manifest.target
-        if geometry.branches < 2:
-            raise RequestError("The plan serves one request at a time; build it with capacity.branches of 2 to 16.")
         self.config = config = config or SchedulerConfig()
         if (config.max_running or 0) > geometry.branches:
             raise RequestError(f"max_running is {config.max_running}; the plan serves at most {geometry.branches}.")
@@ -112,14 +121,18 @@ class Scheduler:
         mode: Mode = config.mode or ("batching" if geometry.rows > 1 else "in-one-sequence")
         if mode == "batching" and geometry.rows < 2:
             raise RequestError("The plan has one row for all; build it with capacity.batching for mode batching.")
-        self._runner = BranchRunner(loaded, mode, cache=cache)
-        self._runner.rehearse()
+        self._runner: Runner[Any, Any]  # what it makes of requests goes back to it alone
+        if geometry.branches < 2:
+            self._runner = SessionRunner(sessions)
+        else:
+            branches = self._runner = BranchRunner(loaded, mode, cache=cache)
+            branches.rehearse()
         self._most = config.max_running or geometry.branches
         self._drafters: set[str | None] = {drafter.name for drafter in loaded.manifest.drafters}
         self._numbers = count()
         self._changed = threading.Condition()
         self._waiting: list[_Request] = []
-        self._running: list[Running] = []
+        self._running: list[Runs] = []
         self._by_place: dict[int, _Request] = {}
         self._stats = SchedulerStats()
         self._round_stats = BranchStats()
@@ -277,7 +290,7 @@ class Scheduler:
             self._catch_up()
             return
         began = perf_counter()
-        decoding = any(len(each.branch.pending) == 1 for each in self._running)
+        decoding = any(each.decoding for each in self._running)
         chunk = self.config.prefill_tokens if decoding else None
         committed = self._runner.advance(self._running, self._round_stats, chunk)
         self._catch_up()
@@ -290,7 +303,7 @@ class Scheduler:
         spent = (perf_counter() - began) * 1000
         with self._changed:
             stats = self._stats
-            stats.rounds += 1
+            stats.rounds = self._round_stats.rounds
             stats.busy_ms += spent
             stats.longest_round_ms = max(stats.longest_round_ms, spent)
 
@@ -315,8 +328,8 @@ class Scheduler:
             self._changed.notify_all()
         for each in over:
             reason = FinishReason.DEADLINE if each.late and not each.cancelled else FinishReason.CANCELLED
-            queued = (perf_counter() - each.submitted) * 1000
-            stats = Stats(prompt_tokens=len(each.asked.token_ids), queued_ms=queued, total_ms=queued)
+            each.queued_ms = (perf_counter() - each.submitted) * 1000
+            stats = Stats(prompt_tokens=len(each.asked.token_ids), total_ms=each.queued_ms)
             self._end(each, Generation("", [], reason, stats))
         for each in late:
             each.cancel.set()
@@ -331,23 +344,19 @@ class Scheduler:
                 self._by_place[request.place] = request
                 self._changed.notify_all()
             request.queued_ms = (perf_counter() - request.submitted) * 1000
-            running = self._runner.admit(request.place, request.asked)
-            self._running.append(running)
-            own = running.generation.stats
-            own.queued_ms = request.queued_ms
+            self._running.append(self._runner.admit(request.place, request.asked))
             with self._changed:
-                self._stats.queued_ms += own.queued_ms
-                self._stats.prompt_tokens += own.prompt_tokens
-                self._stats.reused_tokens += own.reused_tokens
+                self._stats.queued_ms += request.queued_ms
+                self._stats.prompt_tokens += len(request.asked.token_ids)
 
     def _deliver(self, span: BranchSpan) -> None:
         request = self._by_place[span.branch]
-        tokens = len(span.span.token_ids)
+        tokens = 0 if span.span.tentative else len(span.span.token_ids)
         with self._changed:
             self._stats.new_tokens += tokens
-            if tokens and not request.spans:
+            if tokens and not request.begun:
                 self._stats.ttft_ms += (perf_counter() - request.submitted) * 1000
-        request.spans += 1
+        request.begun |= tokens > 0
         if span.span.token_ids or span.span.text:
             request.handle.push(span.span)
         if span.result is None and span.error is None:
@@ -363,6 +372,8 @@ class Scheduler:
             self._stats.finished += 1
             self._stats.failed += error is not None
             if result is not None:
+                result.stats.queued_ms = request.queued_ms
+                self._stats.reused_tokens += result.stats.reused_tokens
                 self._stats.drafted += result.stats.drafted
                 self._stats.accepted += result.stats.accepted
         request.handle.end(result, error)

@@ -17,7 +17,7 @@ class SchedulerStats:
     running: int = 0
     rounds: int = 0
     prompt_tokens: int = 0  # of all requests that began
-    reused_tokens: int = 0  # of those, not computed again
+    reused_tokens: int = 0  # of prompts of requests that are over, not computed again
     new_tokens: int = 0
     drafted: int = 0
     accepted: int = 0

@@ -26,11 +26,12 @@ from runtime.drafters import Drafter
 from runtime.drafters.partial import PartialDrafter, waiting
 from runtime.exclusive import Exclusive
 from runtime.gate import Gate, Gates
-from runtime.generation import FinishReason, Generation, GenerationStream, GrowingGeneration, Span
+from runtime.generation import FinishReason, Generation, GenerationStream, GrowingGeneration, Run, Span
 from runtime.prefix_cache import PrefixCache
 from runtime.program import Program
 from runtime.prompt import Prompt, prepare_prompt
-from runtime.request import Options, Request, check_options, check_request
+from runtime.radix_tree import common_length
+from runtime.request import Options, Request, check_fresh, check_options, check_request
 from runtime.sampling import likeliest, logprobs
 from runtime.session_arenas import SessionArenas
 from runtime.session_memory import SessionMemory
@@ -62,7 +63,7 @@ class Session:
         self._tokens: list[int] = []
         self._changes = 0  # counts what may make a prepared prompt out of date
         self._chosen_by: tuple[int, NDArray[np.int64] | None] = (0, None)  # the last step's tip, and its kept rows
-        self._busy = threading.Lock()
+        self._exclusive = Exclusive(threading.Lock())
 
     @property
     def token_ids(self) -> list[int]:
@@ -96,7 +97,7 @@ class Session:
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens. Raises RequestError for a length the sequence does not have."""
-        with self._exclusive():
+        with self._exclusive:
             if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= len(self._tokens):
                 raise RequestError(f"length is {length!r}; pass a whole number from 0 to {len(self._tokens)}.")
             self._truncate(length)
@@ -115,10 +116,11 @@ class Session:
         With `whole`, `prompt` is the whole sequence: rows are kept as far as it agrees with the present one.
         Raises RequestError, before anything changes, for a prompt or an option that cannot be served.
         """
-        manifest = self._manifest
-        request = check_request(options, manifest)
-        prepared = self._prepare(prompt, whole, request)
-        return GenerationStream(self._run(prompt, whole, request, prepared, self._changes))
+        return GenerationStream(self.run(prompt, check_request(options, self._manifest), whole=whole))
+
+    def run(self, prompt: str | Sequence[int], request: Request, *, whole: bool = False) -> Run:
+        """The same of options that were checked, pass by pass."""
+        return self._run(prompt, whole, request, self._prepare(prompt, whole, request), self._changes)
 
     def rehearse(self, chain: Sequence[int], drafter: str, *, partial: bool = False) -> float:
         """Milliseconds of the target's part of a round: over the tip and a `chain` of drafted tokens behind it.
@@ -130,7 +132,7 @@ class Session:
         check_options(Options(drafter=drafter), list(self._drafters), ())
         if drafter != "none" and drafter not in self._host_drafters:
             raise RequestError(f"The drafter {drafter!r} drafts in an engine of its own; name an n-gram drafter.")
-        with self._exclusive():
+        with self._exclusive:
             step, arena, tokens = self._step, self._arenas.either(partial=partial), self._tokens
             slots, most = arena.slots, min(step.max_nodes, self._geometry.context - len(tokens), arena.room - 1)
             if len(tokens) - arena.known != 1 or len(chain) > most:
@@ -153,7 +155,7 @@ class Session:
         At the end the sequence is what it was, with the prompt if that was read, and the stages' times are in `stats`.
         Raises RequestError as `stream`.
         """
-        with self._exclusive():
+        with self._exclusive:
             clock = self.stage_clock()
             yield self._prepare(prompt, False, request)
             clock.fill(stats)
@@ -163,9 +165,11 @@ class Session:
         self._changes += 1
         self._place(prompt.ids, whole=False)
         stats.prompt_tokens, stats.reused_tokens = len(self._tokens), self._slots.length
-        if not self._prefill(request, None, stats):
-            return None
+        for _ in self._prefill(request, None, stats):
+            pass
         start = self._slots.length
+        if len(self._tokens) - start > self._geometry.prefill_chunk:
+            return None
         pending = self._tokens[start:]
         self._step.begin_target(start, self._slots.next_position(), pending, BRANCH, logits=True)
         self._passes.run(names.PREFILL)
@@ -193,10 +197,9 @@ class Session:
         present = [] if whole else self._tokens
         return prepare_prompt(prompt, present, request.stop, self._tokenizer, self._geometry)
 
-    def _run(
-        self, prompt: str | Sequence[int], whole: bool, request: Request, prepared: Prompt, changes: int
-    ) -> Generator[Span, None, Generation]:
-        with self._exclusive():
+    def _run(self, prompt: str | Sequence[int], whole: bool, request: Request, prepared: Prompt, changes: int) -> Run:
+        with self._exclusive:
+            check_fresh(request.constraint)  # again: another generation may have had it since
             if changes != self._changes:  # the session was used between the call and the first span
                 prepared = self._prepare(prompt, whole, request)
             self._changes += 1
@@ -216,23 +219,23 @@ class Session:
             if self._memory is not None:
                 self._memory.note_reused(stats.reused_tokens)
             end = min(self._geometry.context, len(self._tokens) + request.max_new_tokens)
-            if not self._prefill(request, drafting, stats):
+            if not (yield from self._prefill(request, drafting, stats)):
                 generation.finish_reason = FinishReason.CANCELLED
             ahead = self._arenas.begin(request, drafter, stats, len(self._tokens), end - len(self._tokens))
             asleep = gate is not None and gate.resting
             try:
                 while generation.finish_reason is None:
-                    if _cancelled(request):
+                    if request.cancelled:
                         generation.finish_reason = FinishReason.CANCELLED
                         break
                     if gate is not None and drafter is not None and asleep != gate.resting and not waiting(ahead):
                         if asleep:
-                            self._wake(request, drafter, stats)
+                            yield from self._wake(request, drafter, stats)
                         asleep = not asleep
                         continue
                     tentative = [] if ahead is None else ahead.advance(self._tokens, end, gate, asleep=asleep)
                     if drafter is not None and ahead is not None and ahead.has_missed():
-                        self._wake(request, drafter, stats)
+                        yield from self._wake(request, drafter, stats)
                         continue
                     if ahead is None or not tentative:
                         span = self._round(request, drafter, ahead, gate, end, generation)
@@ -270,10 +273,7 @@ class Session:
     def _place(self, ids: list[int], whole: bool) -> None:
         """Make the sequence what is to be continued; at least the tip stays without a row."""
         if whole:
-            shared = next(
-                (i for i, (a, b) in enumerate(zip(self._tokens, ids, strict=False)) if a != b),
-                min(len(self._tokens), len(ids)),
-            )
+            shared = common_length(self._tokens, ids)
             self._truncate(shared)
             ids = ids[shared:]
         self._tokens += ids
@@ -287,11 +287,11 @@ class Session:
         for drafter in self._drafters.values():
             drafter.truncate(length)
 
-    def _prefill(self, request: Request, drafter: Drafter | None, stats: Stats) -> bool:
-        """Give rows to all but the last chunk of pending tokens; False if it was cancelled before."""
+    def _prefill(self, request: Request, drafter: Drafter | None, stats: Stats) -> Generator[None, None, bool]:
+        """Give rows to all but the last chunk of pending tokens, a pass at a time; False if it was cancelled before."""
         chunk = self._geometry.prefill_chunk
         while len(self._tokens) - self._slots.length > chunk:
-            if _cancelled(request):
+            if request.cancelled:
                 return False
             start = self._slots.length
             pending = self._tokens[start : start + chunk]
@@ -304,12 +304,13 @@ class Session:
                 drafter.follow(start, chunk, None, self._passes.count)
                 self._followed = self._passes.count
             stats.prefill_passes += 1
+            yield
         return True
 
-    def _wake(self, request: Request, drafter: Drafter, stats: Stats) -> None:
+    def _wake(self, request: Request, drafter: Drafter, stats: Stats) -> Generator[None, None, None]:
         """A drafter follows again: what it missed is computed once more, unless the request is cancelled meanwhile."""
         self._slots.truncate(drafter.resume(self._tokens, self._slots.length, self._passes.count))
-        self._prefill(request, drafter, stats)
+        yield from self._prefill(request, drafter, stats)
 
     def _round(
         self,
@@ -391,10 +392,3 @@ class Session:
     def _logits(self, start: int, stop: int) -> NDArray[np.float32]:
         rows: NDArray[np.float32] = self._buffers.rows(names.TARGET, names.LOGITS_OUT, start, stop)
         return rows
-
-    def _exclusive(self) -> Exclusive:
-        return Exclusive(self._busy)
-
-
-def _cancelled(request: Request) -> bool:
-    return request.cancel is not None and request.cancel.is_set()

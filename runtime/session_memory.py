@@ -23,7 +23,7 @@ class SessionMemory:
         if buffers.exchange is not None:
             raise RequestError(
                 "A prefix cache keeps rows in the host's memory, and this execution target has them on a device; load "
-                "the plan without prefix_cache."
+                "the plan without prefix_cache (a server: with --no-prefix-cache)."
             )
         self._cache, self._slots, self._drafters = cache, slots, drafters
         self._rows = ArenaRows(buffers.of(names.TARGET, names.KV)[:, 0])

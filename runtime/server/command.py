@@ -31,9 +31,9 @@ def add_serve(commands: Any) -> None:
         "serve",
         help="serve the plan over HTTP",
         description="Serve the plan as OpenAI's clients know it: /v1/completions, /v1/chat/completions, streaming too, "
-        "/v1/models, and /health and /metrics (Prometheus). Requests share passes and what was computed of earlier "
-        "ones; each has the tokens that it would have alone. The plan must serve several branches "
-        "(capacity.branches). Needs the extra `serve`.",
+        "/v1/models, and /health and /metrics (Prometheus). What was computed of earlier requests is used again, "
+        "and each has the tokens that it would have alone. Where the plan serves several branches (capacity.branches), "
+        "requests share passes; a plan of one branch serves one request at a time. Needs the extra `serve`.",
         epilog="example: %(prog)s build/branches --port 8000",
     )
     add_machine(parser)

@@ -11,6 +11,8 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from runtime import BusyError, FinishReason, OutriderError, PlanError, RequestError, Runtime, Session
+from runtime.constraint import Constraint, Vocabulary
+from runtime.grammar import Grammar, one_of, repeat
 from runtime.request import Options
 from tests.conftest import TOY_DRAFTERS
 
@@ -276,11 +278,22 @@ def test_a_cancellation_taken_back_during_prefill_still_ends_the_generation(toy:
     assert rest.token_ids == toy.generate(prompt, max_new_tokens=10, ignore_eos=True).token_ids
 
 
-def test_streams_that_are_never_read_hold_nothing(toy_plan) -> None:
+def test_a_form_that_two_streams_share_ends_the_second(toy: Runtime) -> None:
+    """Both were made before either began."""
+    grammar = Grammar(repeat(one_of(range(0x20, 0x7F))))
+    constraint = Constraint(Vocabulary(grammar, toy.tokenizer, toy.manifest.target.vocab_size, [0]))
+    session = toy.session()
+    first, second = (session.stream([5], constraint=constraint, max_new_tokens=4) for _ in range(2))
+    assert len(first.result.token_ids) == 4
+    with pytest.raises(RequestError, match="has followed a text already"):
+        next(second)
+    assert len(session.token_ids) == 5
+
+
+def test_streams_that_are_never_read_hold_nothing(toy_plan, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime.load(toy_plan)
-    made = []
-    session = runtime.session
-    runtime.session = lambda: made.append(1) or session()  # type: ignore[method-assign]
+    made: list[object] = []
+    monkeypatch.setattr("runtime.session_pool.Session", lambda *parts: made.append(1) or Session(*parts))
     for _ in range(3):
         runtime.stream("x").close()
         runtime.stream("x")

@@ -33,7 +33,7 @@ def kept(toy_plan: Path) -> Iterator[Runtime]:
 def forget(runtime: Runtime) -> None:
     assert runtime.prefix_cache is not None
     runtime.prefix_cache.clear()
-    for session in runtime._idle:
+    for session in runtime._sessions.idle:
         session.reset()
 
 
@@ -77,7 +77,7 @@ def test_what_is_resident_is_used_where_it_lies(kept: Runtime, toy: Runtime) -> 
         assert found.token_ids == toy.generate(prompt, **options).token_ids
         if prompt is not PROMPT:
             held = kept.session()  # so that the next one-off generation finds another session
-            kept._idle.append(held)
+            kept._sessions.idle.append(held)
     assert found.stats.reused_tokens == 40
     assert found.stats.cached_tokens == 0
 
@@ -87,7 +87,7 @@ def test_rows_of_any_drafter_serve_any_other(kept: Runtime, toy: Runtime) -> Non
         for second in DRAFTERS:
             forget(kept)
             kept.generate(PROMPT[:50], max_new_tokens=4, drafter=first, ignore_eos=True)
-            for session in kept._idle:
+            for session in kept._sessions.idle:
                 session.reset()
             options = {"max_new_tokens": 10, "drafter": second, "temperature": 0.9, "seed": 3, "auto_disable": False}
             warm, cold = kept.generate(PROMPT, **options), toy.generate(PROMPT, **options)

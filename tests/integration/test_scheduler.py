@@ -178,11 +178,10 @@ def test_handles_are_awaited_and_iterated_in_an_event_loop(serving: Runtime, alo
     assert found == expected
 
 
-def test_a_list_of_prompts(serving: Runtime, alone: Runtime, toy: Runtime) -> None:
+def test_a_list_of_prompts(serving: Runtime, alone: Runtime) -> None:
     prompts: list[Any] = ["import os", "def main", [5, 6, 7]]
     expected = [alone.generate(prompt, max_new_tokens=7).token_ids for prompt in prompts]
     assert [found.token_ids for found in serving.generate(prompts, max_new_tokens=7)] == expected
-    assert len(toy.generate(["a", "b"], max_new_tokens=2)) == 2  # a plan of one branch: one after another
     with pytest.raises(RequestError, match="Token id 999"):
         serving.generate([[5], [999]])
 
@@ -210,7 +209,7 @@ def test_who_matters_more_begins_first(branch_plan: Path, monkeypatch: pytest.Mo
     assert runtime.close(timeout=60)
 
 
-def test_what_cannot_be_served_is_refused_at_once(serving: Runtime, toy: Runtime, branch_plan: Path) -> None:
+def test_what_cannot_be_served_is_refused_at_once(serving: Runtime, branch_plan: Path) -> None:
     context = serving.manifest.target.context
     with pytest.raises(RequestError, match=f"context is {context}"):
         serving.submit([5] * (context + 1))
@@ -220,8 +219,6 @@ def test_what_cannot_be_served_is_refused_at_once(serving: Runtime, toy: Runtime
         serving.submit([5], deadline=0)
     with pytest.raises(RequestError, match="on_round"):
         serving.submit([5], on_round=print)  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match=r"capacity\.branches"):
-        toy.submit([5])
     with pytest.raises(RequestError, match="max_running is 17"):
         Runtime.load(branch_plan, scheduler=SchedulerConfig(max_running=17)).submit([5])
     with pytest.raises(RequestError, match="prefill_tokens is 0"):

@@ -137,6 +137,33 @@ def test_a_stream_is_the_same_in_pieces(client: openai.OpenAI, alone: Runtime, d
     assert len({event.id for event in events}) == 1
 
 
+def test_a_plan_of_one_branch_is_served_a_request_at_a_time(toy_plan: Path, toy: Runtime) -> None:
+    """Completions of several choices, chats and streams of several clients at once; acceptance, cache and metrics."""
+    served = Runtime.load(toy_plan, threads=1, prefix_cache=PrefixCacheConfig(max_cached_tokens=4096))
+    with listening(served) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
+        own: dict[str, Any] = {"model": "toy", "prompt": "import os\n", "max_tokens": 9, "temperature": 0.8, "seed": 5}
+        found = client.completions.create(n=2, **own, extra_body={"ignore_eos": True, "drafter": "sure"})
+        expected = [
+            toy.generate("import os\n", max_new_tokens=9, temperature=0.8, seed=5, stream_id=choice, ignore_eos=True)
+            for choice in range(2)
+        ]
+        assert [choice.text for choice in found.choices] == [each.text for each in expected]
+        streams = [
+            client.completions.create(stream=True, **own | {"seed": seed}, extra_body={"ignore_eos": True})
+            for seed in (5, 5)
+        ]
+        for stream in streams:
+            assert "".join(event.choices[0].text for event in stream) == expected[0].text
+        messages: list[Any] = [{"role": "user", "content": "hello"}]
+        chat = client.chat.completions.create(model="toy", messages=messages, temperature=0, max_completion_tokens=6)
+        prompt = toy.tokenizer.encode(toy.tokenizer.apply_chat_template(messages), add_special_tokens=False)
+        assert chat.choices[0].message.content == toy.generate(prompt, max_new_tokens=6).text
+        assert chat.usage is not None
+        _, metrics = get(f"{url}/metrics")
+        assert "outrider_requests_finished_total 5.0" in metrics
+        assert "outrider_requests_failed_total 0.0" in metrics
+
+
 def test_several_prompts_and_choices(client: openai.OpenAI, alone: Runtime) -> None:
     prompts = ["import os", "def main"]
     found = client.completions.create(

@@ -1,0 +1,257 @@
+"""Plans of one branch are served too, a request at a time, each with the tokens that `generate` gives."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compiler.build import build
+from compiler.recipe import load_recipe
+from runtime import BusyError, PlanError, PrefixCacheConfig, RequestError, Runtime, SchedulerConfig
+from runtime.constraint import Constraint, Vocabulary
+from runtime.grammar import Grammar, one_of, repeat
+from runtime.program import Program
+from runtime.session_runner import SessionRunner
+from tests.conftest import TOY_DRAFTERS
+
+PROMPT = [(37 * i) % 299 + 1 for i in range(50)]  # four chunks
+
+
+@pytest.fixture(scope="module")
+def serving(toy_plan: Path) -> Iterator[Runtime]:
+    runtime = Runtime.load(toy_plan, threads=1)
+    yield runtime
+    assert runtime.close(timeout=60)
+    assert len(runtime._sessions.idle) == 1  # all requests had the session that loading made
+    with pytest.raises(BusyError, match="closed"):
+        runtime.submit([1])
+
+
+class Gate:
+    """Holds what runs before each pass, until it lets some through."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._passes, self.reached = threading.Semaphore(0), threading.Event()
+        advance = SessionRunner.advance
+
+        def gated(runner: SessionRunner, *arguments: Any) -> Any:
+            self.reached.set()
+            assert self._passes.acquire(timeout=60)
+            return advance(runner, *arguments)
+
+        monkeypatch.setattr(SessionRunner, "advance", gated)
+
+    def let(self, passes: int) -> None:
+        self._passes.release(passes)
+
+    def open(self) -> None:
+        self._passes.release(10_000)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def printable(toy: Runtime) -> Vocabulary:
+    grammar = Grammar(repeat(one_of(range(0x20, 0x7F))))
+    return Vocabulary(grammar, toy.tokenizer, toy.manifest.target.vocab_size, [0])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("drafter", ["none", *TOY_DRAFTERS])
+def test_tokens_are_those_of_generate(serving: Runtime, toy: Runtime, drafter: str, temperature: float) -> None:
+    options: dict[str, Any] = {"drafter": drafter, "temperature": temperature, "seed": 3, "max_new_tokens": 30}
+    expected = toy.generate(PROMPT, logprobs=2, **options)
+    handle = serving.submit(PROMPT, logprobs=2, **options)
+    found = handle.result(60)
+    assert (found.token_ids, found.text, found.logprobs) == (expected.token_ids, expected.text, expected.logprobs)
+    assert found.finish_reason == expected.finish_reason
+    assert [token for span in handle for token in span.token_ids] == found.token_ids
+    assert "".join(span.text for span in handle) == found.text
+
+
+def test_tokens_of_rejection_are_those_of_generate(toy_recipe: Path, tmp_path: Path) -> None:
+    chain = "drafters=[{name: chain, kind: model, checkpoint: drafter, gamma: 4, acceptance: rejection}]"
+    build(load_recipe(toy_recipe, [chain]), toy_recipe, tmp_path / "plan")
+    runtime = Runtime.load(tmp_path / "plan", threads=1)
+    for seed in range(3):
+        options: dict[str, Any] = {"temperature": 1.0, "seed": seed, "max_new_tokens": 30, "ignore_eos": True}
+        expected = runtime.generate(PROMPT, **options)
+        found = runtime.submit(PROMPT, **options).result(60)
+        assert found.token_ids == expected.token_ids
+        assert found.stats.drafted == expected.stats.drafted > 0
+    assert runtime.close(timeout=60)
+
+
+@pytest.mark.parametrize("mode", ["lossless", "lossy"])
+@pytest.mark.usefixtures("run_ahead")
+def test_partial_kv_and_tentative_spans(long_plan: Path, long: Runtime, mode: Any) -> None:
+    runtime = Runtime.load(long_plan, threads=1)
+    options: dict[str, Any] = {"partial_kv": mode, "max_new_tokens": 40, "ignore_eos": True, "drafter": "none"}
+    expected = long.generate(PROMPT, **options)
+    handle = runtime.submit(PROMPT, tentative=mode == "lossless", **options)
+    assert handle.result(60).token_ids == expected.token_ids
+    assert [token for span in handle if not span.tentative for token in span.token_ids] == expected.token_ids
+    assert any(span.tentative for span in handle) == (mode == "lossless")
+    assert runtime.scheduler_stats.new_tokens == 40
+    assert runtime.close(timeout=60)
+
+
+def test_stops_and_rounds(serving: Runtime, toy: Runtime) -> None:
+    whole = toy.generate([5, 6], max_new_tokens=30, ignore_eos=True).text
+    stop = next(character for character in whole[1:] if character.isprintable() and character != "\ufffd")
+    stopped = serving.submit([5, 6], max_new_tokens=30, stop=[stop], ignore_eos=True).result(60)
+    assert (stopped.text, stopped.finish_reason.value) == (whole[: whole.index(stop)], "stop")
+    rounds: list[object] = []
+    watched = serving.submit(PROMPT, max_new_tokens=6, on_round=rounds.append).result(60)
+    assert len(rounds) == watched.stats.rounds
+
+
+def test_a_form_is_of_one_request(serving: Runtime, toy: Runtime, printable: Vocabulary) -> None:
+    constraint = Constraint(printable)
+    formed = serving.submit([5], constraint=constraint, max_new_tokens=8).result(60)
+    assert formed.token_ids == toy.generate([5], constraint=Constraint(printable), max_new_tokens=8).token_ids
+    with pytest.raises(RequestError, match="has followed a text already"):
+        serving.submit([5], constraint=constraint)
+    with pytest.raises(RequestError, match="constraint is of one text"):
+        serving.generate([[5], [6]], constraint=Constraint(printable))
+
+
+def test_a_form_that_cannot_go_on_fails_its_request_alone(
+    serving: Runtime, toy: Runtime, printable: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> int:
+        raise RequestError("There is no token.")
+
+    monkeypatch.setattr(Constraint, "choose", fails)
+    handles = [serving.submit([7], constraint=Constraint(printable)), serving.submit([5, 6], max_new_tokens=9)]
+    with pytest.raises(RequestError, match="There is no token"):
+        handles[0].result(60)
+    assert handles[1].result(60).token_ids == toy.generate([5, 6], max_new_tokens=9).token_ids
+
+
+def test_requests_run_one_after_another(serving: Runtime, toy: Runtime, gate: Gate) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 10, "ignore_eos": True, "drafter": "none"}
+    first = serving.submit([5, 1], **options)
+    assert gate.reached.wait(60)
+    second, third = (serving.submit([5, place], priority=place, **options) for place in (2, 3))
+    stats = serving.scheduler_stats
+    assert (stats.running, stats.waiting) == (1, 2)
+    gate.open()
+    for place, handle in enumerate((first, second, third), 1):
+        assert handle.result(60).token_ids == toy.generate([5, place], **options).token_ids
+    assert third.result().stats.queued_ms < second.result().stats.queued_ms  # it matters more
+
+
+def test_a_list_of_prompts(serving: Runtime, toy: Runtime) -> None:
+    prompts: list[Any] = ["import os", "def main", [5, 6, 7]]
+    expected = [toy.generate(prompt, max_new_tokens=7).token_ids for prompt in prompts]
+    assert [found.token_ids for found in serving.generate(prompts, max_new_tokens=7)] == expected
+
+
+def test_cancelling_in_the_queue_in_a_prompt_and_in_flight(serving: Runtime, toy: Runtime, gate: Gate) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 30, "ignore_eos": True, "drafter": "none"}
+    event = threading.Event()
+    running = serving.submit(PROMPT, **options)
+    assert gate.reached.wait(60)
+    queued, other = serving.submit([5], **options), serving.submit([6], cancel=event, **options)
+    queued.cancel()
+    event.set()
+    gate.let(1)  # one chunk of the prompt that runs
+    assert queued.result(60).finish_reason == "cancelled"
+    assert other.result(60).finish_reason == "cancelled"
+    assert not running.done
+    running.cancel()
+    gate.open()
+    ended = running.result(60)
+    assert (ended.finish_reason, ended.token_ids, ended.stats.prefill_passes) == ("cancelled", [], 1)
+    again, expected = serving.submit(PROMPT, **options), toy.generate(PROMPT, **options).token_ids
+    next(iter(again))
+    again.cancel()
+    found = again.result(60).token_ids
+    assert found == expected[: len(found)]
+    assert serving.submit(PROMPT, **options).result(60).token_ids == expected
+
+
+def test_a_deadline_ends_a_request_in_the_queue_in_a_prompt_and_in_flight(
+    serving: Runtime, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("runtime.scheduler.monotonic", lambda: now[0])
+    running = serving.submit(PROMPT, deadline=10.0, ignore_eos=True)
+    assert gate.reached.wait(60)
+    queued = serving.submit([5], deadline=5.0)
+    now[0] = 6.0
+    gate.let(1)
+    assert queued.result(60).finish_reason == "deadline"  # while the other's prompt is computed
+    now[0] = 11.0
+    gate.let(2)
+    assert (running.result(60).finish_reason, running.result().token_ids) == ("deadline", [])
+    late = serving.submit([5], deadline=10.0, max_new_tokens=100, drafter="none", ignore_eos=True)
+    gate.let(3)
+    for _ in zip(range(3), late, strict=False):
+        pass
+    now[0] = 30.0
+    gate.open()
+    found = late.result(60)
+    assert found.finish_reason == "deadline"
+    assert 3 <= len(found.token_ids) <= 4
+
+
+def test_a_round_that_fails_fails_its_request_alone(
+    serving: Runtime, toy: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, calls = Program.run, 0
+
+    def failing(self: Program) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise PlanError("the engine fell over")
+        original(self)
+
+    monkeypatch.setattr(Program, "run", failing)
+    broken = serving.submit([7, 8], max_new_tokens=50, drafter="none", ignore_eos=True)
+    other = serving.submit([5, 6], max_new_tokens=9)
+    with pytest.raises(PlanError, match="fell over"):
+        broken.result(60)
+    assert sum(len(span.token_ids) for span in broken._spans) == 3
+    assert other.result(60).token_ids == toy.generate([5, 6], max_new_tokens=9).token_ids
+
+
+def test_counts(toy_plan: Path) -> None:
+    cache = PrefixCacheConfig(max_cached_tokens=4096, min_prefix_length=1)
+    runtime = Runtime.load(toy_plan, threads=1, prefix_cache=cache)
+    options: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True, "drafter": "none"}
+    results = runtime.generate([PROMPT] * 3, **options)
+    stats = runtime.scheduler_stats
+    assert (stats.submitted, stats.finished, stats.failed, stats.waiting, stats.running) == (3, 3, 0, 0, 0)
+    assert (stats.new_tokens, stats.prompt_tokens) == (18, 150)
+    assert stats.reused_tokens == sum(result.stats.reused_tokens for result in results) >= 98
+    assert stats.rounds == sum(result.stats.rounds + result.stats.prefill_passes for result in results)
+    assert runtime.close(timeout=60)
+    assert runtime.prefix_cache is not None
+    assert runtime.prefix_cache.in_use == 0
+
+
+def test_what_a_plan_of_one_branch_cannot_do_is_refused(toy_plan: Path) -> None:
+    with pytest.raises(RequestError, match="max_running is 2; the plan serves at most 1"):
+        Runtime.load(toy_plan, scheduler=SchedulerConfig(max_running=2)).submit([5])
+    with pytest.raises(RequestError, match=r"capacity\.batching"):
+        Runtime.load(toy_plan, scheduler=SchedulerConfig(mode="batching")).start()
+
+
+def test_closing_without_draining_cancels(toy_plan: Path, gate: Gate) -> None:
+    runtime = Runtime.load(toy_plan, threads=1)
+    handles = [runtime.submit(PROMPT, ignore_eos=True) for _ in range(3)]
+    assert gate.reached.wait(60)
+    assert not runtime.close(drain=False, timeout=0.01)
+    gate.open()
+    assert {handle.result(60).finish_reason.value for handle in handles} == {"cancelled"}
+    assert runtime.close(timeout=60)
