@@ -551,7 +551,7 @@ def impatient(branch_plan: Path) -> Iterator[str]:
 
 
 def test_too_many_connections_are_told(branch_plan: Path) -> None:
-    with listening(Runtime.load(branch_plan, threads=1), Limits(connections=2)) as address:
+    with listening(Runtime.load(branch_plan, threads=1), Limits(max_connections=2)) as address:
         host, port = address.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))), socket.create_connection((host, int(port))):
             status, body = get(f"{address}/health")
@@ -590,10 +590,11 @@ def test_the_command_says_what_is_wrong_with_its_options_before_it_loads(
             ("--head-seconds", "0", "head_seconds is 0"),
             ("--body-seconds", "inf", "body_seconds is inf"),
             ("--idle-seconds", "-3", "idle_seconds is -3"),
-            ("--max-connections", "0", "connections is 0"),
+            ("--max-connections", "0", "max_connections is 0"),
             ("--max-running", "0", "max_running is 0"),
             ("--max-waiting", "-1", "max_waiting is -1"),
-            ("--max-waiting-per-key", "0", "max_waiting_per_client is 0"),
+            ("--max-waiting-per-key", "0", "--max-waiting-per-key is 0; pass a whole number of at least 1"),
+            ("--max-waiting-per-key", "5", "shares the queue among API keys; pass --api-key, or leave it out"),
             ("--prefill-tokens", "0", "prefill_tokens is 0"),
             ("--cache-tokens", "-5", "max_cached_tokens is -5"),
             ("--cache-bytes", "0", "memory_bytes is 0"),
