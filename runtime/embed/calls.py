@@ -381,9 +381,9 @@ def _json_object(given: str, name: str, keys: Collection[str]) -> dict[str, Any]
     try:
         value = json.loads(given)
     except (ValueError, RecursionError) as error:
-        raise InvalidArgumentError(f"{name} are not JSON: {error}") from None
+        raise InvalidArgumentError(f"{name} must be a JSON object, and is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise InvalidArgumentError(f'{name} are a JSON object, such as {{"{next(iter(keys))}": ...}}')
+        raise InvalidArgumentError(f'{name} must be a JSON object, such as {{"{next(iter(keys))}": ...}}')
     _check_keys(value, keys)
     return value
 

@@ -38,15 +38,15 @@ class Limits:
     head_seconds: float = 10.0
     body_seconds: float = 60.0
     idle_seconds: float = 15.0
-    connections: int = 1024
+    max_connections: int = 1024
 
     def __post_init__(self) -> None:
         for name in ("head_seconds", "body_seconds", "idle_seconds"):
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0 < value < inf:
                 raise RequestError(f"{name} is {value!r}; pass a number of seconds above 0.")
-        if type(self.connections) is not int or self.connections < 1:
-            raise RequestError(f"connections is {self.connections!r}; pass a whole number of at least 1.")
+        if type(self.max_connections) is not int or self.max_connections < 1:
+            raise RequestError(f"max_connections is {self.max_connections!r}; pass a whole number of at least 1.")
 
 
 def server_of(app: ASGIApp, limits: Limits, drain_seconds: float, end: Callable[[], object]) -> uvicorn.Server:
@@ -74,7 +74,7 @@ class _TimedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self.limits.connections:
+        if len(self.connections) > self.limits.max_connections:
             self.app = _refuse_connection
         self._watch()
 

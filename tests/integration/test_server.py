@@ -578,7 +578,7 @@ def impatient(branch_plan: Path) -> Iterator[str]:
 
 
 def test_too_many_connections_are_told(branch_plan: Path) -> None:
-    with listening(Runtime.load(branch_plan, threads=1), Limits(connections=2)) as address:
+    with listening(Runtime.load(branch_plan, threads=1), Limits(max_connections=2)) as address:
         host, port = address.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))), socket.create_connection((host, int(port))):
             status, body = get(f"{address}/health")
@@ -625,6 +625,7 @@ def test_the_command_says_what_is_wrong_with_its_options_before_it_loads(
             ("--cache-tokens", "-5", "--cache-tokens is '-5'; pass a"),
             ("--cache-bytes", "0", "--cache-bytes is '0'; pass a"),
             ("--threads", "-1", "--threads is '-1'; pass a"),
+            ("--max-waiting-per-key", "5", "shares the queue among API keys; pass --api-key, or leave it out"),
             ("--api-key", "", "An API key is empty"),
             ("--api-key-file", str(tmp_path / "none"), "cannot be read"),
             ("--api-key-file", str(empty), "holds no key; write one a line"),

@@ -75,7 +75,7 @@ int main(int count, char **words) {
   refuse(runtime, "{\"prompt\": {}, \"n\": 2}", OUTRIDER_REQUEST, "");
   refuse(runtime, "{\"prompt\": \"a\", \"n\": 2, \"max_parallel\": 99}", OUTRIDER_REQUEST, "max_parallel is 99");
   refuse(runtime, "{\"prompt\": \"a\", \"m\": 2}", OUTRIDER_INVALID_ARGUMENT, "no option 'm'");
-  refuse(runtime, "[1]", OUTRIDER_INVALID_ARGUMENT, "JSON object");
+  refuse(runtime, "[1]", OUTRIDER_INVALID_ARGUMENT, "request must be a JSON object");
   refuse(runtime, "{", OUTRIDER_INVALID_ARGUMENT, "not JSON");
   refuse((outrider_runtime *)params, three, OUTRIDER_INVALID_HANDLE, "one of a params");
   EXPECT_OK(outrider_branches_destroy(NULL));

@@ -76,6 +76,13 @@ static void arguments(const char *plan) {
   EXPECT_OK(outrider_params_set_double(params, "temperature", 11, 0.0));
   EXPECT_OK(outrider_params_set_text(params, "drafter", 7, "nobody", 6));
   EXPECT_FAILURE(outrider_generate(session, "a", 1, params, NULL, NULL, &result), OUTRIDER_REQUEST, "nobody");
+  EXPECT_OK(outrider_params_set_text(params, "drafter", 7, "none", 4));
+  EXPECT_OK(outrider_params_add_int(params, "eos_token_ids", 13, 1000000000));
+  EXPECT_FAILURE(outrider_generate(session, "a", 1, params, NULL, NULL, &result), OUTRIDER_REQUEST, "1000000000");
+  for (int i = 0; i < 17; ++i) {
+    EXPECT_OK(outrider_params_add_text(params, "stop", 4, "a", 1));
+  }
+  EXPECT_FAILURE(outrider_generate(session, "a", 1, params, NULL, NULL, &result), OUTRIDER_REQUEST, "more than 16");
   EXPECT(result == NULL);
   EXPECT_OK(outrider_params_destroy(params));
   EXPECT_FAILURE(outrider_params_set_double(params, "top_p", 5, 1.0), OUTRIDER_INVALID_HANDLE, "destroyed");
