@@ -495,19 +495,21 @@ def test_what_the_end_cuts_off_is_told_so(branch_plan: Path, caplog: pytest.LogC
     assert not caplog.records
 
 
-def test_a_plan_of_one_branch_is_refused(toy_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", str(toy_plan), "--port", "0"]) == 2
-    assert "capacity.branches" in capsys.readouterr().err
+def test_options_that_exclude_each_other_are_refused(toy_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", str(toy_plan), "--cache-file", "x", "--no-prefix-cache"]) == 2
     assert "--cache-file is of the prefix cache" in capsys.readouterr().err
 
 
-def test_the_command_serves_until_it_is_told_to_end_and_keeps_its_cache(branch_plan: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("plan", ["branch_plan", "toy_plan"])
+def test_the_command_serves_until_it_is_told_to_end_and_keeps_its_cache(
+    plan: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     kept = tmp_path / "kept"
-    command = [sys.executable, "-m", "runtime", "serve", str(branch_plan), "--port", str(port), "--threads", "1"]
+    command = [sys.executable, "-m", "runtime", "serve", str(request.getfixturevalue(plan))]
+    command += ["--port", str(port), "--threads", "1"]
     command += ["--cache-file", str(kept), "--cache-tokens", "4096", "--model-name", "toy", "--drain-seconds", "2"]
     for start in range(2):
         server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
