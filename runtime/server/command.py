@@ -157,8 +157,6 @@ def _serve(arguments: argparse.Namespace) -> int:
     if not arguments.no_prefix_cache:
         cache = PrefixCacheConfig(max_cached_tokens=arguments.cache_tokens, memory_bytes=arguments.cache_bytes)
     share = arguments.max_waiting_per_key
-    if share is not None and share < 1:
-        raise RequestError(f"--max-waiting-per-key is {share}; pass a whole number of at least 1.")
     if share is not None and not keys:
         raise RequestError("--max-waiting-per-key shares the queue among API keys; pass --api-key, or leave it out.")
     if share is None and len(keys) > 1:
