@@ -20,6 +20,7 @@ from compiler.models.config import read_config
 from compiler.models.eager import sequence_logits
 from compiler.recipe import Recipe
 from plans.errors import CheckpointError, RequestError
+from plans.extras import install
 
 OracleChoice = Literal["auto", "transformers", "decoder"]
 _OLDEST = 5
@@ -96,7 +97,7 @@ def _transformers() -> tuple[str, str]:
     try:
         installed = version("transformers")
     except PackageNotFoundError:
-        return "", 'transformers is not installed; `pip install "transformers>=5"` adds it'
+        return "", f"transformers is not installed; {install('verify')}"
     if int(installed.partition(".")[0]) < _OLDEST:
         return "", f"transformers {installed} is older than {_OLDEST}"
     return installed, ""

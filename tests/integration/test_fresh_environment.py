@@ -38,9 +38,9 @@ print(json.dumps({
 """
 
 
-def run(command: list[str | Path], folder: Path) -> subprocess.CompletedProcess[str]:
+def run(command: list[str | Path], folder: Path, **added: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+    return subprocess.run(command, cwd=folder, env=environment | added, capture_output=True, text=True, timeout=900)
 
 
 def test_an_installed_runtime_alone_gives_the_same_tokens(toy: Runtime, toy_plan: Path, tmp_path: Path) -> None:
@@ -83,3 +83,17 @@ def test_an_installed_runtime_alone_gives_the_same_tokens(toy: Runtime, toy_plan
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "Traceback" not in refused.stderr
     assert "pip install '.[compiler]'" in refused.stderr
+
+    # The console command, among modules of the user's with our names.
+    for name in ("compiler", "plans", "plugins", "runtime", "tools"):
+        (outside / f"{name}.py").write_text("raise SystemExit('the user's')", encoding="utf-8")
+    outrider = tmp_path / "venv" / "bin" / "outrider"
+    for path in ({}, {"PYTHONPATH": "."}):
+        ended = run([outrider, *command[3:]], outside, **path)
+        assert ended.returncode == 0, ended.stderr
+        assert json.loads(ended.stdout)["token_ids"] == toy.generate(PROMPT, max_new_tokens=8).token_ids
+    measured = run([outrider, "bench", "startup", toy_plan, "--reps", "1", "--json"], outside, PYTHONPATH=".")
+    assert measured.returncode == 0, measured.stderr  # its child processes find ours too
+    refused = run([outrider, "build", toy_plan.parent / "model.yaml"], outside, PYTHONPATH=".")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "which is not installed" in refused.stderr

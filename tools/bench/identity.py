@@ -65,6 +65,8 @@ def _version(manifest: Manifest, target: str) -> str:
 
 def git_sha() -> str | None:
     """Of the checkout that measures, with -dirty where its files are others; None outside of one."""
+    if not (_ROOT / ".git").exists():  # installed, perhaps below somebody else's repository
+        return None
     command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -24,7 +24,16 @@ def convert_for_genai(checkpoint: Path, work: Path) -> Path:
     unfinished = work / f".{folder.name}.building"
     shutil.rmtree(unfinished, ignore_errors=True)
     work.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(checkpoint), "-o", str(unfinished)]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "onnxruntime_genai.models.builder",
+        "-i",
+        str(checkpoint),
+        "-o",
+        str(unfinished),
+    ]
     with stderr.status(f"converting {checkpoint} with onnxruntime-genai's builder"):
         ended = subprocess.run([*command, "-p", "fp32", "-e", "cpu"], capture_output=True, text=True, errors="replace")
     if ended.returncode:

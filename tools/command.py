@@ -1,0 +1,103 @@
+"""The commands of `outrider`: what each is, and which module runs it. Only that module is imported."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.metadata import version
+
+from outrider_command import OURS
+from plans.console import guarded
+from plans.errors import OutriderError, UsageError
+from plans.extras import install
+
+CALLED = "outrider"
+
+
+@dataclass(frozen=True)
+class Command:
+    """`module` has `main(arguments, called)`, where `called` is what the user typed before the arguments.
+
+    With `of_several`, the command's own name is the first of the arguments.
+    """
+
+    module: str
+    help: str
+    of_several: bool = False
+
+
+COMPILER, RUNTIME = "compiler.__main__", "runtime.__main__"
+
+GROUPS: dict[str, dict[str, Command]] = {
+    "compile": {
+        "build": Command(COMPILER, "recipe to plan", of_several=True),
+        "inspect": Command(COMPILER, "what a plan holds", of_several=True),
+        "verify": Command(COMPILER, "compare a plan with its checkpoint in transformers", of_several=True),
+        "tune": Command(COMPILER, "choose a draft tree for this machine", of_several=True),
+    },
+    "run": {
+        "generate": Command(RUNTIME, "continue a prompt", of_several=True),
+        "branches": Command(RUNTIME, "continue a prompt in several ways at once", of_several=True),
+        "skeleton": Command(RUNTIME, "outline an answer, then write its points at once", of_several=True),
+        "chat": Command(RUNTIME, "talk with the model", of_several=True),
+        "serve": Command(RUNTIME, "serve the plan over HTTP", of_several=True),
+        "embed": Command(RUNTIME, "build the C library", of_several=True),
+    },
+    "measure": {
+        "bench": Command("tools.bench.__main__", "drafters, draft trees, long contexts and start-up, by the clock"),
+        "modes": Command("tools.modes", "branches in one sequence, in batching, and one after another"),
+        "serving": Command("tools.serving.__main__", "what a prefix cache and shared passes bring"),
+        "peers": Command("tools.peers.__main__", "against transformers and onnxruntime-genai"),
+    },
+}
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command that `arguments`, or the process's own, name; the exit status."""
+    return guarded(lambda: _run(list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def _run(arguments: list[str]) -> int:
+    name = arguments[0] if arguments else "--help"
+    if name in ("--help", "-h"):
+        print(_help())
+        return 0
+    if name == "--version":
+        print(f"{CALLED} {version(CALLED)}")
+        return 0
+    if name not in COMMANDS:
+        raise UsageError(_unknown(name))
+    command = COMMANDS[name]
+    try:
+        module = import_module(command.module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] in OURS:
+            raise
+        raise OutriderError(
+            f"{CALLED} {name} needs {error.name}, which is not installed; {install('compiler')}."
+        ) from None
+    if command.of_several:
+        return int(module.main(arguments, CALLED))
+    return int(module.main(arguments[1:], f"{CALLED} {name}"))
+
+
+def _help() -> str:
+    lines = [f"usage: {CALLED} COMMAND ...", "", "Compiles large language models into plans, and decodes plans."]
+    width = max(map(len, COMMANDS))
+    for group, commands in GROUPS.items():
+        lines += ["", f"{group}:", *(f"  {name:{width}}  {command.help}" for name, command in commands.items())]
+    return "\n".join(
+        [*lines, "", f"{CALLED} COMMAND --help says what each takes, and {CALLED} --version which this is."]
+    )
+
+
+def _unknown(name: str) -> str:
+    if name.startswith("-"):
+        return f"{name} stands before a command; see {CALLED} --help"
+    close = get_close_matches(name, COMMANDS, n=1)
+    meant = f"did you mean {close[0]}? See" if close else f"it has {', '.join(COMMANDS)}; see"
+    return f"{CALLED} has no command {name!r}; {meant} {CALLED} --help"
