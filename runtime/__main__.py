@@ -171,6 +171,7 @@ def _given(arguments: argparse.Namespace, options: set[str]) -> list[str]:
 
 def _chat(arguments: argparse.Namespace) -> int:
     runtime = load(arguments)
+    runtime.tokenizer.check_chat()
     session = runtime.session()
     session.stream([0], whole=True, **read_options(arguments)).close()  # wrong options end the command, not a turn
     messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
@@ -182,9 +183,8 @@ def _chat(arguments: argparse.Namespace) -> int:
         if not line.strip():
             return 0
         messages.append({"role": "user", "content": line})
-        prompt = runtime.tokenizer.encode(runtime.tokenizer.apply_chat_template(messages), add_special_tokens=False)
         try:
-            stream = session.stream(prompt, whole=True, **read_options(arguments))
+            stream = session.stream(messages=messages, **read_options(arguments))
         except RequestError as error:  # such as a turn too long: the conversation goes on without it
             report_error(error)
             messages.pop()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from plans.errors import RequestError
 from plans.manifest import Geometry
 from runtime.text_stream import CONTEXT_TOKENS, TextStream
 from runtime.tokenizer import Tokenizer, as_ids
+
+Messages = Sequence[Mapping[str, object]]
+"""A conversation: mappings of `role` and `content`, and what else the plan's chat template knows."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,21 @@ class Prompt:
 
     ids: list[int]
     text: TextStream
+
+
+def choose_prompt(
+    prompt: str | Sequence[int] | None, messages: Messages | None, tokenizer: Tokenizer
+) -> str | Sequence[int]:
+    """The one that was passed: `prompt`, or what `messages` become by the plan's chat template.
+
+    Raises RequestError for both or none, for messages that are no conversation, and where the plan has no template.
+    """
+    if prompt is not None and messages is None:
+        return prompt
+    if messages is not None and prompt is None:
+        return tokenizer.encode_chat(messages)
+    given = "neither was given" if prompt is None else "both were given"
+    raise RequestError(f"Pass a prompt, as text or token ids, or messages: exactly one of the two; {given}.")
 
 
 def prepare_prompt(

@@ -98,7 +98,7 @@ class Skeleton:
         system = self._settings.system if system is None else system
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": question})
-        prefix = runtime.tokenizer.encode(runtime.tokenizer.apply_chat_template(messages), add_special_tokens=False)
+        prefix = runtime.tokenizer.encode_chat(messages)
         own = {
             "max_new_tokens": self._settings.outline_tokens,
             "constraint": Constraint(self._vocabulary),

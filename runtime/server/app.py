@@ -164,8 +164,7 @@ class _Guard:
 
 
 def _chat_prompt(runtime: Runtime, asked: ChatAsked) -> list[int]:
-    text = runtime.tokenizer.apply_chat_template([message.plain() for message in asked.messages])
-    return runtime.tokenizer.encode(text, add_special_tokens=False)
+    return runtime.tokenizer.encode_chat([message.plain() for message in asked.messages])
 
 
 def _model(name: str, created: int) -> dict[str, Any]:
