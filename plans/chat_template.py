@@ -143,6 +143,10 @@ def _plain_messages(messages: object) -> list[object]:
     for place, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RequestError(f'messages[{place}] must be a mapping with a text under "role".')
+        content = message.get("content")
+        if (content is None and not message.get("tool_calls")) or isinstance(content, bool | int | float | Mapping):
+            found = f"is {content!r}" if "content" in message else "is missing"
+            raise RequestError(f'messages[{place}]: "content" {found}; pass its text.')
     return [_plain_data(message, f"messages[{place}]") for place, message in enumerate(messages)]
 
 

@@ -139,12 +139,16 @@ class Tokenizer:
         RequestError without a template, for messages that are no conversation or that the template refuses, and
         PlanError for a template that does what it may not.
         """
+        return self.check_chat().render(messages, add_generation_prompt, variables or {})
+
+    def check_chat(self) -> ChatTemplate:
+        """The chat template. Raises RequestError where the plan has none."""
         if self._chat_template is None:
             raise RequestError(
                 f"The plan has no chat template ({CHAT_TEMPLATE_FILE} beside {self._source}), so messages cannot be "
                 "turned into a prompt. Pass the prompt as text, or build the plan from a checkpoint with a template."
             )
-        return self._chat_template.render(messages, add_generation_prompt, variables or {})
+        return self._chat_template
 
     # What one token adds to a text.
 

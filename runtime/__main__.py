@@ -19,7 +19,6 @@ from runtime.beam_search import BeamOptions, BeamResult, EarlyStopping
 from runtime.branch_command import add_branches
 from runtime.debug import RoundPrinter, log_to
 from runtime.generation import Generation
-from runtime.prompt import chat_prompt
 from runtime.server.command import add_serve
 from runtime.skeleton_command import add_skeleton
 
@@ -186,6 +185,7 @@ def _given(arguments: argparse.Namespace, options: set[str]) -> list[str]:
 
 def _chat(arguments: argparse.Namespace) -> int:
     runtime = load(arguments)
+    runtime.tokenizer.check_chat()
     session = runtime.session()
     session.stream([0], whole=True, **read_options(arguments)).close()  # wrong options end the command, not a turn
     messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
@@ -200,8 +200,7 @@ def _chat(arguments: argparse.Namespace) -> int:
             return 0
         messages.append({"role": "user", "content": line})
         try:
-            prompt = chat_prompt(messages, runtime.tokenizer, runtime.manifest.target)
-            stream = session.stream(prompt, whole=True, **read_options(arguments))
+            stream = session.stream(messages=messages, **read_options(arguments))
         except RequestError as error:  # such as a turn too long: the conversation goes on without it
             report_error(error)
             messages.pop()

@@ -11,6 +11,9 @@ from plans.manifest import Geometry
 from plans.tokenizer import Tokenizer, as_ids
 from runtime.text_stream import CONTEXT_TOKENS, TextStream
 
+Messages = Sequence[Mapping[str, object]]
+"""A conversation: mappings of `role` and `content`, and what else the plan's chat template knows."""
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -18,6 +21,22 @@ class Prompt:
 
     ids: list[int]
     text: TextStream
+
+
+def choose_prompt(
+    prompt: str | Sequence[int] | None, messages: Messages | None, tokenizer: Tokenizer, geometry: Geometry
+) -> str | Sequence[int]:
+    """The one that was passed: `prompt`, or what `messages` become by the plan's chat template.
+
+    Raises RequestError for both or none, for messages that are no conversation or do not fit the context, and where the
+    plan has no template.
+    """
+    if prompt is not None and messages is None:
+        return prompt
+    if messages is not None and prompt is None:
+        return chat_prompt(messages, tokenizer, geometry)
+    given = "neither was given" if prompt is None else "both were given"
+    raise RequestError(f"Pass a prompt, as text or token ids, or messages: exactly one of the two; {given}.")
 
 
 def prepare_prompt(
@@ -59,9 +78,11 @@ def encode_prompt(
     return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
-def chat_prompt(messages: Sequence[Mapping[str, object]], tokenizer: Tokenizer, geometry: Geometry) -> list[int]:
+def chat_prompt(messages: Messages, tokenizer: Tokenizer, geometry: Geometry) -> list[int]:
     """Token ids of a conversation, through the plan's chat template. Raises RequestError as `encode_prompt`."""
-    if len(messages) >= geometry.context:  # a template may take a time that grows with their square
+    if (
+        isinstance(messages, Sequence) and len(messages) >= geometry.context
+    ):  # a template may take a time that grows with their square
         raise RequestError(
             f"The conversation has {len(messages)} messages, each of a token or more; the plan's context is "
             f"{geometry.context}. Leave messages out."

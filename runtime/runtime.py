@@ -28,8 +28,8 @@ from runtime.generation import Generation, GenerationStream
 from runtime.handle import Handle
 from runtime.prefix_cache import PrefixCache, PrefixCacheConfig, row_shapes
 from runtime.prefix_file import load_prefix_cache, save_prefix_cache
-from runtime.prompt import prepare_prompt
-from runtime.request import Options, check_request
+from runtime.prompt import Messages, choose_prompt, prepare_prompt
+from runtime.request import Options, Request, check_request
 from runtime.scheduler import Scheduler, SchedulerConfig
 from runtime.scheduler_stats import SchedulerStats
 from runtime.session import Session
@@ -119,7 +119,7 @@ class Runtime:
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts, and one prompt
-        self, prompt: str | Sequence[int], **options: Unpack[Options]
+        self, prompt: str | Sequence[int] | None = None, *, messages: Messages | None = None, **options: Unpack[Options]
     ) -> Generation: ...
 
     @overload
@@ -128,15 +128,22 @@ class Runtime:
     ) -> list[Generation]: ...
 
     def generate(
-        self, prompt: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]], **options: Unpack[Options]
+        self,
+        prompt: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]] | None = None,
+        *,
+        messages: Messages | None = None,
+        **options: Unpack[Options],
     ) -> Generation | list[Generation]:
         """Generate from `prompt` (text or token ids) on a sequence of its own, or from each of a list of prompts.
+
+        In place of a prompt, `messages` are a conversation, such as `[{"role": "user", "content": "..."}]`: the plan's
+        chat template makes a prompt of them, and what is generated is the next message.
 
         Several are served at once, or one after another where the plan has one branch, with the tokens that each would
         get alone. Raises RequestError, before anything runs.
         """
-        if _is_one(prompt):
-            return self.stream(cast("str | Sequence[int]", prompt), **options).result
+        if messages is not None or _is_one(prompt):
+            return self.stream(cast("str | Sequence[int] | None", prompt), messages=messages, **options).result
         prompts = cast("Sequence[str | Sequence[int]]", prompt)
         if options.get("constraint") is not None:
             raise RequestError("constraint is of one text; submit each prompt with one of its own.")
@@ -152,14 +159,15 @@ class Runtime:
 
     def submit(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | None = None,
         *,
+        messages: Messages | None = None,
         priority: int = 0,
         deadline: float | None = None,
         client: str | None = None,
         **options: Unpack[Options],
     ) -> Handle:
-        """Have `prompt` served beside others, in a thread of the runtime's own.
+        """Have `prompt`, or `messages` as of `generate`, served beside others, in a thread of the runtime's own.
 
         Those of a higher `priority` begin first. A request that is not over `deadline` seconds from now ends with what
         it has. `client` names who asks, where each may have a share of the queue. Tokens are those that `generate`
@@ -167,7 +175,8 @@ class Runtime:
         are no rounds to watch. A plan of one branch serves one request at a time. Raises RequestError, BusyError where
         too many wait, and ClosedError once the runtime is closed.
         """
-        return self.submit_all([(prompt, options)], priority=priority, deadline=deadline, client=client)[0]
+        chosen = self._choose(prompt, messages)
+        return self.submit_all([(chosen, options)], priority=priority, deadline=deadline, client=client)[0]
 
     def submit_all(
         self,
@@ -186,12 +195,18 @@ class Runtime:
         return self._serve().submit(requests, priority, deadline, client=client)
 
     def _ask(self, prompt: str | Sequence[int], options: Options) -> BranchRequest:
-        manifest = self.manifest
-        request = check_request(options, manifest)
-        if request.on_round is not None and manifest.target.branches > 1:
+        ids, request = self._check(prompt, options)
+        if request.on_round is not None and self.manifest.target.branches > 1:
             raise RequestError("on_round watches the rounds of one sequence; requests that share passes have none.")
-        ids = prepare_prompt(prompt, (), request.stop, self.tokenizer, manifest.target).ids
         return BranchRequest(ids, request, request.max_new_tokens)
+
+    def _check(self, prompt: str | Sequence[int], options: Options) -> tuple[list[int], Request]:
+        """What a sequence of its own begins with, and how it goes on. Raises RequestError."""
+        request = check_request(options, self.manifest)
+        return prepare_prompt(prompt, (), request.stop, self.tokenizer, self.manifest.target).ids, request
+
+    def _choose(self, prompt: str | Sequence[int] | None, messages: Messages | None) -> str | Sequence[int]:
+        return choose_prompt(prompt, messages, self.tokenizer, self.manifest.target)
 
     def _serve(self) -> Scheduler:
         with self._making:
@@ -245,12 +260,11 @@ class Runtime:
             scheduler = self._scheduler
         return True if scheduler is None else scheduler.close(drain=drain, timeout=timeout)
 
-    def stream(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> GenerationStream:
-        """The same, a span of tokens and text per step; nothing is held until the first one is asked for."""
-        manifest = self.manifest
-        request = check_request(options, manifest)
-        ids = prepare_prompt(prompt, (), request.stop, self.tokenizer, manifest.target).ids
-        return GenerationStream(self._sessions.run(ids, request))
+    def stream(
+        self, prompt: str | Sequence[int] | None = None, *, messages: Messages | None = None, **options: Unpack[Options]
+    ) -> GenerationStream:
+        """As `generate`, a span of tokens and text per step; nothing is held until the first one is asked for."""
+        return GenerationStream(self._sessions.run(*self._check(self._choose(prompt, messages), options)))
 
     def generate_branches(
         self,

@@ -29,7 +29,7 @@ from runtime.gate import Gate, Gates
 from runtime.generation import FinishReason, Generation, GenerationStream, GrowingGeneration, Run, Span
 from runtime.prefix_cache import PrefixCache
 from runtime.program import Program
-from runtime.prompt import Prompt, prepare_prompt
+from runtime.prompt import Messages, Prompt, choose_prompt, prepare_prompt
 from runtime.radix_tree import common_length
 from runtime.request import Options, Request, check_fresh, check_options, check_request
 from runtime.sampling import likeliest, logprobs
@@ -103,23 +103,36 @@ class Session:
             self._truncate(length)
 
     def generate(
-        self, prompt: str | Sequence[int] = "", *, whole: bool = False, **options: Unpack[Options]
+        self,
+        prompt: str | Sequence[int] | None = None,
+        *,
+        messages: Messages | None = None,
+        whole: bool = False,
+        **options: Unpack[Options],
     ) -> Generation:
         """Append `prompt` to the sequence and generate; see `stream`."""
-        return self.stream(prompt, whole=whole, **options).result
+        return self.stream(prompt, messages=messages, whole=whole, **options).result
 
     def stream(
-        self, prompt: str | Sequence[int] = "", *, whole: bool = False, **options: Unpack[Options]
+        self,
+        prompt: str | Sequence[int] | None = None,
+        *,
+        messages: Messages | None = None,
+        whole: bool = False,
+        **options: Unpack[Options],
     ) -> GenerationStream:
-        """Append `prompt` (text or token ids) to the sequence and generate, a span a step.
+        """Append `prompt` (text or token ids; without one the text goes on) and generate, a span a step.
 
-        With `whole`, `prompt` is the whole sequence: rows are kept as far as it agrees with the present one.
-        Raises RequestError, before anything changes, for a prompt or an option that cannot be served.
+        With `whole` it is the whole sequence, as `messages` are the whole conversation: rows are kept as far as it
+        agrees with the present one. Raises RequestError, before anything changes, for what cannot be served.
         """
-        return GenerationStream(self.run(prompt, check_request(options, self._manifest), whole=whole))
+        request = check_request(options, self._manifest)
+        prompt = "" if prompt is None and messages is None else prompt
+        chosen = choose_prompt(prompt, messages, self._tokenizer, self._geometry)
+        return GenerationStream(self.run(chosen, request, whole=whole or messages is not None))
 
     def run(self, prompt: str | Sequence[int], request: Request, *, whole: bool = False) -> Run:
-        """The same of options that were checked, pass by pass."""
+        """Generate as `stream`, by checked options: a span a pass, None behind a pass over a part of a prompt."""
         return self._run(prompt, whole, request, self._prepare(prompt, whole, request), self._changes)
 
     def rehearse(self, chain: Sequence[int], drafter: str, *, partial: bool = False) -> float:
@@ -133,20 +146,15 @@ class Session:
         if drafter != "none" and drafter not in self._host_drafters:
             raise RequestError(f"The drafter {drafter!r} drafts in an engine of its own; name an n-gram drafter.")
         with self._exclusive:
-            step, arena, tokens = self._step, self._arenas.either(partial=partial), self._tokens
-            slots, most = arena.slots, min(step.max_nodes, self._geometry.context - len(tokens), arena.room - 1)
+            arena, tokens = self._arenas.either(partial=partial), self._tokens
+            most = min(self._step.max_nodes, self._geometry.context - len(tokens), arena.room - 1)
             if len(tokens) - arena.known != 1 or len(chain) > most:
                 raise RequestError(
                     f"The sequence has {len(tokens)} tokens, {arena.known} of them with rows, and room for a chain of "
                     f"{max(most, 0)}, but {len(chain)} are to follow; generate first, or pass fewer."
                 )
-            step.begin_target(slots.length, slots.next_position(), tokens[-1:], BRANCH, logits=True)
-            step.token_ids[1 : 1 + len(chain)] = chain
-            step.parent[1 : 1 + len(chain)] = range(len(chain))
-            step.append_nodes(len(chain))
-            started = perf_counter()
-            self._passes.run(arena.program(names.DECODE if drafter == "none" else names.speculate(drafter)))
-            return 1000 * (perf_counter() - started)
+            name = names.DECODE if drafter == "none" else names.speculate(drafter)
+            return self._passes.rehearse(arena, tokens[-1], chain, name)
 
     @contextmanager
     def exploring(self, prompt: str | Sequence[int], request: Request, stats: Stats) -> Iterator[Prompt]:
@@ -194,8 +202,7 @@ class Session:
         return text.push(token_ids).text + text.finish()
 
     def _prepare(self, prompt: str | Sequence[int], whole: bool, request: Request) -> Prompt:
-        present = [] if whole else self._tokens
-        return prepare_prompt(prompt, present, request.stop, self._tokenizer, self._geometry)
+        return prepare_prompt(prompt, [] if whole else self._tokens, request.stop, self._tokenizer, self._geometry)
 
     def _run(self, prompt: str | Sequence[int], whole: bool, request: Request, prepared: Prompt, changes: int) -> Run:
         with self._exclusive:
@@ -273,9 +280,8 @@ class Session:
     def _place(self, ids: list[int], whole: bool) -> None:
         """Make the sequence what is to be continued; at least the tip stays without a row."""
         if whole:
-            shared = common_length(self._tokens, ids)
-            self._truncate(shared)
-            ids = ids[shared:]
+            self._truncate(common_length(self._tokens, ids))
+            ids = ids[len(self._tokens) :]
         self._tokens += ids
         self._slots.truncate(len(self._tokens) - 1)
 

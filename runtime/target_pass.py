@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -68,6 +68,17 @@ class TargetPasses:
         program = self._programs[name]
         program.run()
         return program
+
+    def rehearse(self, arena: TargetArena, tip: int, chain: Sequence[int], name: str) -> float:
+        """Milliseconds of a program over the tip and a `chain` of drafted tokens behind it; nothing is committed."""
+        step, slots = self.step, arena.slots
+        step.begin_target(slots.length, slots.next_position(), [tip], BRANCH, logits=True)
+        step.token_ids[1 : 1 + len(chain)] = chain
+        step.parent[1 : 1 + len(chain)] = range(len(chain))
+        step.append_nodes(len(chain))
+        began = perf_counter()
+        self.run(arena.program(name))
+        return 1000 * (perf_counter() - began)
 
     def decode(self, arena: TargetArena, tokens: list[int], drafter: Drafter | None, room: int) -> Passed:
         """Feed what lacks rows, with a draft behind it, where at most `room` tokens may come.

@@ -342,6 +342,13 @@ def test_chat_with_a_wrong_option_ends_with_one_sentence(
     refused(capsys, status)
 
 
+def test_chat_with_a_plan_without_a_template_ends_with_one_sentence(
+    toy: Runtime, toy_plan: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toy.tokenizer, "_chat_template", None)
+    assert "no chat template" in refused(capsys, chat(monkeypatch, toy, toy_plan, "hi\nmore\n"))
+
+
 # As processes: what only a real one shows.
 
 

@@ -239,6 +239,73 @@ def test_a_prompt_that_is_neither_text_nor_ids_gets_a_sentence(toy: Runtime, pro
         toy.generate(prompt)
 
 
+CONVERSATION = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+
+
+def test_messages_are_the_chat_template_s_prompt(toy: Runtime) -> None:
+    text = "system: be brief\nuser: hello\nassistant:"
+    ids = toy.tokenizer.encode(text, add_special_tokens=False)
+    expected = toy.generate(ids, max_new_tokens=12, ignore_eos=True)
+    options = Options(max_new_tokens=12, ignore_eos=True)
+    assert toy.generate(messages=CONVERSATION, **options).token_ids == expected.token_ids
+    assert toy.submit(messages=CONVERSATION, **options).result(60).token_ids == expected.token_ids
+    stream = toy.stream(messages=tuple(CONVERSATION), **options)
+    assert [token for span in stream for token in span.token_ids] == expected.token_ids
+
+
+def test_a_session_takes_the_whole_conversation_and_computes_what_is_new(toy: Runtime) -> None:
+    options = Options(max_new_tokens=6, ignore_eos=True)
+    session = toy.session()
+    first = session.generate(messages=CONVERSATION, **options)
+    longer = [*CONVERSATION, {"role": "assistant", "content": first.text}, {"role": "user", "content": "more"}]
+    found = session.stream(messages=longer, **options).result
+    assert found.token_ids == toy.generate(messages=longer, **options).token_ids
+    assert found.stats.reused_tokens >= first.stats.prompt_tokens - 1
+    assert session.generate(messages=CONVERSATION, **options).token_ids == first.token_ids
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({}, "exactly one of the two; neither was given"),
+        ({"prompt": "x", "messages": CONVERSATION}, "exactly one of the two; both were given"),
+        ({"prompt": ["x", "y"], "messages": CONVERSATION}, "both were given"),
+        ({"messages": []}, "at least one message.* not empty"),
+        ({"messages": "hello"}, "list of at least one message.* not str"),
+        ({"messages": {"role": "user", "content": "x"}}, "not dict"),
+        ({"messages": ["hello"]}, r"messages\[0\] must be a mapping with a text under \"role\""),
+        ({"messages": [{"content": "x"}]}, r"messages\[0\] must be a mapping with a text under \"role\""),
+        ({"messages": [*CONVERSATION, {"role": "user", "contents": "x"}]}, r'messages\[2\]: "content" is missing'),
+        ({"messages": [{"role": "user", "content": None}]}, r'messages\[0\]: "content" is None; pass its text'),
+        ({"messages": [{"role": "user", "content": 5}]}, r'messages\[0\]: "content" is 5'),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, r"messages\[0\]\.content holds half a character"),
+        ({"messages": [{"role": "user", "content": "x" * 999}]}, "context is 160"),
+        ({"messages": CONVERSATION, "top_p": 2}, "top_p"),
+    ],
+)
+def test_wrong_messages_get_a_sentence(toy: Runtime, arguments, said: str) -> None:
+    for call in (toy.generate, toy.stream, toy.submit):
+        if isinstance(arguments.get("prompt"), list) and call is not toy.generate:
+            continue
+        with pytest.raises(RequestError, match=said):
+            call(**arguments)
+    session = toy.session()
+    session.generate("y", max_new_tokens=3, ignore_eos=True)
+    before = session.token_ids
+    if arguments:  # without any, a session goes on
+        with pytest.raises(RequestError, match=said):
+            session.generate(**arguments)
+    assert session.token_ids == before
+
+
+def test_a_plan_without_a_template_has_no_messages(toy: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toy.tokenizer, "_chat_template", None)
+    for call in (toy.generate, toy.submit, toy.session().stream):
+        with pytest.raises(RequestError, match="The plan has no chat template"):
+            call(messages=CONVERSATION)  # type: ignore[operator]
+    assert toy.generate(PROMPT, max_new_tokens=1, ignore_eos=True).token_ids
+
+
 def test_a_cancellation_while_a_drafter_catches_up_ends_the_generation(
     toy: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
