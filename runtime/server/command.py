@@ -13,6 +13,7 @@ from plans.errors import RequestError
 from runtime.arguments import add_machine, load
 from runtime.branch_request import MODES
 from runtime.prefix_cache import PrefixCacheConfig
+from runtime.prefix_file import check_folder
 from runtime.scheduler import SchedulerConfig
 
 _KEY = "OUTRIDER_API_KEY"
@@ -94,6 +95,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     file = arguments.cache_file
     if file is not None and arguments.no_prefix_cache:
         raise RequestError("--cache-file is of the prefix cache; leave --no-prefix-cache out, or the file.")
+    if file is not None:
+        check_folder(file)  # now, not when the server ends
     cache = None
     if not arguments.no_prefix_cache:
         cache = PrefixCacheConfig(max_cached_tokens=arguments.cache_tokens, memory_bytes=arguments.cache_bytes)

@@ -302,6 +302,8 @@ def test_a_plan_of_one_branch_is_refused(toy_plan: Path, capsys: pytest.CaptureF
     assert "capacity.branches" in capsys.readouterr().err
     assert main(["serve", str(toy_plan), "--cache-file", "x", "--no-prefix-cache"]) == 2
     assert "--cache-file is of the prefix cache" in capsys.readouterr().err
+    assert main(["serve", str(toy_plan), "--cache-file", "no/where/kept"]) == 2  # before the server has run for days
+    assert "there is no folder no/where" in capsys.readouterr().err
 
 
 def test_the_command_serves_until_it_is_told_to_end_and_keeps_its_cache(branch_plan: Path, tmp_path: Path) -> None:
