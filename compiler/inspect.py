@@ -82,11 +82,17 @@ def print_description(description: dict[str, Any], console: Console) -> None:
         memory = "" if peak is None else f", at most {peak / 1e6:.0f} MB of memory"
         taken = f"; engines taken over: {reused}" if reused else ""
         console.print(f"built in {build['seconds']:.1f} s{memory}, on {build['processor']}{taken}")
+    if description["drafters"]:
+        table = Table("drafter", "kind", "drafts", "acceptance", "settings", box=None, pad_edge=False)
+        for drafter in description["drafters"]:
+            table.add_row(drafter["name"], drafter["kind"], *_drafter_cells(drafter))
+        console.print(table)
     for drafter in description["drafters"]:
-        console.print(f"drafter {drafter['name']}: {drafter}")
         if taps := drafter.get("taps"):
             layers = ", ".join(map(str, taps["layers"]))
-            console.print(f"  reads the residual streams that enter the target's layers {layers}: {taps['reason']}")
+            console.print(
+                f"{drafter['name']} reads the residual streams that enter the target's layers {layers}: {taps['reason']}"
+            )
     for name, target in description["targets"].items():
         console.print(f"\n[bold]{name}[/bold]  {target['session_bytes'] / 1e6:.1f} MB of buffers per session")
         for program, stages in target["programs"].items():
@@ -111,3 +117,23 @@ def print_description(description: dict[str, Any], console: Console) -> None:
             declined = "; ".join(f"{count}x {reason}" for reason, count in report["declined"].items()) or "-"
             table.add_row(report["engine"], report["rule"], str(report["applied"]), declined)
         console.print(table)
+
+
+def _drafter_cells(drafter: dict[str, Any]) -> tuple[str, str, str]:
+    """What a drafter drafts, how that is accepted, and its other settings."""
+    if drafter["kind"] == "ngram":
+        settings = f"looks up {drafter['min_context']} to {drafter['max_context']} tokens"
+        settings += f", min_confidence {drafter['min_confidence']:g}"
+        if drafter["filler_top_k"]:
+            settings += f", filler_top_k {drafter['filler_top_k']}"
+        if drafter["otherwise"] is not None:
+            settings += f", below {drafter['least']} tokens {drafter['otherwise']} drafts"
+        return f"chains of up to {drafter['max_draft']}", "coupled", settings
+    tree, entropy = drafter["tree"], drafter["entropy"]
+    if entropy is not None:
+        drafts = f"chains of {entropy['gamma_min']} to {entropy['gamma_max']}"
+        return drafts, drafter["acceptance"], f"as long as it is sure, beta {entropy['beta']:g}"
+    if tree["top_k"] == 1:
+        return f"chains of {tree['nodes'] - 1}", drafter["acceptance"], ""
+    drafts = f"trees of {tree['nodes']} nodes"
+    return drafts, drafter["acceptance"], f"top_k {tree['top_k']}, depth {tree['depth']}"

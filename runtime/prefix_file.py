@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from plans import names
-from plans.errors import PlanError
+from plans.errors import PlanError, RequestError
 from runtime.arena_rows import ArenaRows
 from runtime.page_pool import RowShape
 from runtime.prefix_cache import PrefixCache
@@ -62,9 +62,12 @@ class _Header(_Strict):
 
 
 def save_prefix_cache(cache: PrefixCache, path: Path, bound_to: Mapping[str, str]) -> int:
-    """Write all that the cache holds to `path`, in one step; how many tokens that is."""
+    """Write all that the cache holds to `path`, in one step; how many tokens that is.
+
+    Raises RequestError where `path` is in no folder.
+    """
+    check_folder(path)
     edges, pieces = cache.export()
-    path.parent.mkdir(parents=True, exist_ok=True)
     header = _Header(
         bound_to=dict(bound_to),
         shapes=_described(cache.shapes),
@@ -88,6 +91,15 @@ def save_prefix_cache(cache: PrefixCache, path: Path, bound_to: Mapping[str, str
             Path(file.name).unlink(missing_ok=True)
             raise
     return sum(len(edge.tokens) for edge in header.edges)
+
+
+def check_folder(path: Path) -> None:
+    """Raise RequestError unless a file at `path` could be saved in a folder that is there."""
+    if not path.parent.is_dir():
+        raise RequestError(
+            f"The prefix cache cannot be saved to {path}: there is no folder {path.parent}. Make it, or name another "
+            "file."
+        )
 
 
 def load_prefix_cache(cache: PrefixCache, path: Path, bound_to: Mapping[str, str]) -> int:

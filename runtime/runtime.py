@@ -217,7 +217,10 @@ class Runtime:
             return self._scheduler
 
     def save_prefix_cache(self, path: str | PathLike[str]) -> int:
-        """Write what the prefix cache holds to a file; how many tokens that is. Raises RequestError without a cache."""
+        """Write what the prefix cache holds to a file; how many tokens that is.
+
+        Raises RequestError without a cache, and where the file's folder does not exist.
+        """
         return save_prefix_cache(self._cache(), Path(path), self._bound_to())
 
     def load_prefix_cache(self, path: str | PathLike[str]) -> int:

@@ -101,7 +101,7 @@ def make_app(runtime: Runtime, config: ServerConfig) -> FastAPI:
         if config.cache_file is not None:
             try:
                 await run_in_threadpool(runtime.save_prefix_cache, config.cache_file)
-            except OSError as error:
+            except (OSError, OutriderError) as error:
                 _LOG.error("the prefix cache cannot be saved: %s", error)
 
     app = FastAPI(title="Outrider", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)

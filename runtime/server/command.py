@@ -18,6 +18,7 @@ from plans.extras import install
 from runtime.arguments import add_machine, load
 from runtime.branch_request import MODES
 from runtime.prefix_cache import PrefixCacheConfig
+from runtime.prefix_file import check_folder
 from runtime.scheduler import SchedulerConfig
 
 _BACKLOG = 2048  # connections that wait to be taken: as many as uvicorn's
@@ -142,6 +143,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     file = arguments.cache_file
     if file is not None and arguments.no_prefix_cache:
         raise RequestError("--cache-file is of the prefix cache; leave --no-prefix-cache out, or the file.")
+    if file is not None:
+        check_folder(file)  # now, not when the server ends
     # All that can be wrong with options is found before the plan is loaded, which takes a while.
     limits = Limits(arguments.head_seconds, arguments.body_seconds, arguments.idle_seconds, arguments.max_connections)
     keys = _keys(arguments)

@@ -498,6 +498,8 @@ def test_what_the_end_cuts_off_is_told_so(branch_plan: Path, caplog: pytest.LogC
 def test_options_that_exclude_each_other_are_refused(toy_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", str(toy_plan), "--cache-file", "x", "--no-prefix-cache"]) == 2
     assert "--cache-file is of the prefix cache" in capsys.readouterr().err
+    assert main(["serve", str(toy_plan), "--cache-file", "no/where/kept"]) == 2  # before the server has run for days
+    assert "there is no folder no/where" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("plan", ["branch_plan", "toy_plan"])

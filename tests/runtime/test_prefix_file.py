@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plans.errors import PlanError
+from plans.errors import PlanError, RequestError
 from runtime.page_pool import PAGE
 from runtime.prefix_cache import PrefixCache
 from runtime.prefix_file import load_prefix_cache, save_prefix_cache
@@ -125,3 +125,9 @@ def test_a_save_that_fails_leaves_what_was_there(saved: Path, monkeypatch: pytes
         save_prefix_cache(cache(), saved, BOUND)
     assert saved.read_bytes() == before
     assert list(saved.parent.iterdir()) == [saved]
+
+
+def test_a_file_in_no_folder_is_refused_and_makes_none(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=f"there is no folder {tmp_path / 'no' / 'where'}. Make it"):
+        save_prefix_cache(cache(), tmp_path / "no" / "where" / "kept", BOUND)
+    assert list(tmp_path.iterdir()) == []
