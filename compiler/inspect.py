@@ -91,7 +91,8 @@ def print_description(description: dict[str, Any], console: Console) -> None:
         if taps := drafter.get("taps"):
             layers = ", ".join(map(str, taps["layers"]))
             console.print(
-                f"{drafter['name']} reads the residual streams that enter the target's layers {layers}: {taps['reason']}"
+                f"{drafter['name']} reads the residual streams that enter the target's layers {layers}: "
+                f"{taps['reason']}"
             )
     for name, target in description["targets"].items():
         console.print(f"\n[bold]{name}[/bold]  {target['session_bytes'] / 1e6:.1f} MB of buffers per session")
