@@ -15,7 +15,7 @@ from transformers import Qwen3ForCausalLM
 import runtime.__main__
 from compiler.programs import symbol_limits
 from plans import names
-from plans.errors import RequestError
+from plans.errors import BusyError, RequestError
 from runtime import BeamResult, FinishReason, Runtime
 from runtime.beam_search import EarlyStopping, beam_search
 
@@ -218,7 +218,7 @@ def test_a_session_that_generates_refuses_a_search(toy: Runtime) -> None:
     session = toy.session()
     stream = session.stream(PROMPT, max_new_tokens=5)
     next(stream)
-    with pytest.raises(RequestError, match="generating already"):
+    with pytest.raises(BusyError, match="generating already"):
         beam_search(session, "more", max_new_tokens=5)
     stream.close()
 
