@@ -1,4 +1,4 @@
-"""`python -m compiler build | inspect | verify | tune`."""
+"""`python -m compiler build | inspect | verify | tune | recipe`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,12 @@ def _parser(called: str) -> Parser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    build = commands.add_parser("build", help="recipe to plan", description="Build the plan of a recipe.")
+    build = commands.add_parser(
+        "build",
+        help="recipe to plan",
+        description="Build the plan of a recipe.",
+        epilog=f"{called} recipe prints every key that a recipe may have, and what --set may override.",
+    )
     build.add_argument("recipe", type=Path, help="the recipe, a YAML file")
     build.add_argument("--out", type=Path, help="folder of the plan (default: build/NAME)")
     build.add_argument(
@@ -87,6 +92,18 @@ def _parser(called: str) -> Parser:
     verify.add_argument("--json", action="store_true", help="print one JSON object")
     verify.set_defaults(command=_verify)
     _add_tune(commands, called)
+    recipe = commands.add_parser(
+        "recipe",
+        help="the keys of a recipe",
+        description="Print the keys that a recipe (model.yaml) may have, with their types, defaults and meaning.",
+        epilog="examples: %(prog)s drafters.eagle3; %(prog)s capacity.context; %(prog)s --json > recipe.schema.json",
+    )
+    asked = recipe.add_mutually_exclusive_group()
+    asked.add_argument(
+        "key", nargs="?", help="one mapping or key alone, such as capacity, drafters.ngram or target.rope_scaling"
+    )
+    asked.add_argument("--json", action="store_true", help="print the JSON schema, for editors that check YAML by one")
+    recipe.set_defaults(command=_recipe)
     return parser
 
 
@@ -232,6 +249,19 @@ def _verify(options: argparse.Namespace) -> int:
             )
         stdout.print(f"the plan {'agrees' if result.passed else 'does NOT agree'} with its checkpoint")
     return 0 if result.passed else 1
+
+
+def _recipe(options: argparse.Namespace) -> int:
+    from compiler.recipe_keys import NOTE, choose_keys, print_keys, recipe_keys, recipe_schema
+
+    if options.json:
+        print_json(recipe_schema())
+    elif options.key is not None:
+        print_keys(choose_keys(options.key), stdout)
+    else:
+        print_keys(recipe_keys(), stdout)
+        stdout.print(NOTE, markup=False)
+    return 0
 
 
 def _share(value: float | None) -> str:

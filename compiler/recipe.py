@@ -1,4 +1,7 @@
-"""The recipe: what to compile, and for what. The fields here are the documentation of `model.yaml`."""
+"""The recipe: what to compile, and for what. The fields here are the documentation of `model.yaml`.
+
+`recipe_keys.py` prints them.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +84,7 @@ class CapacitySection(Section):
 
 
 class SkeletonSection(Section):
-    """How `python -m runtime skeleton` outlines an answer, and begins the branches of its points."""
+    """How `outrider skeleton` outlines an answer, and begins the branches of its points."""
 
     system: str | None = Field(None, description="a system message before every question")
     tools: tuple[ToolName, ...] = Field((), strict=False, description="tools that a point may ask for")
@@ -102,7 +105,7 @@ class SkeletonSection(Section):
 
 
 class Recipe(Section):
-    """One `model.yaml`. Paths in it are relative to the file; `checkpoint_path` and `held_out_path` are absolute."""
+    """One `model.yaml`: what to compile, and for what. Paths in it are relative to the file."""
 
     name: Name = Field(description="name of the plan: small letters, digits, and -_. after the first")
     target: TargetSection = Field(description="the model whose output counts")
@@ -118,7 +121,7 @@ class Recipe(Section):
     partial_kv: PartialKvSection = Field(
         default_factory=lambda: PartialKvSection(), description="verifying in a small arena behind long contexts"
     )
-    skeleton: SkeletonSection | None = Field(None, description="how answers are outlined; default: as documented there")
+    skeleton: SkeletonSection | None = Field(None, description="how answers are outlined; without it, by the defaults")
     held_out: WrittenPath | None = Field(
         None,
         description='JSONL file of {"prompt": ...} that verify measures with, relative to the recipe',

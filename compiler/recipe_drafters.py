@@ -82,6 +82,9 @@ class TreeSection(Section):
 AUTO_TREE = {"top_k": 3, "depth": 2, "nodes": 8}  # a CPU verifies few nodes cheaply: 8 cost 1.1 to 1.8 times one
 
 
+_TREE = TreeSection | Literal["auto"]  # as a recipe may have it
+
+
 def _chosen_tree(written: object) -> object:
     if isinstance(written, str) and written != "auto":
         raise PydanticCustomError("tree", "must be {top_k, depth, nodes}, or auto")
@@ -94,8 +97,10 @@ class Eagle3Section(Section):
     name: Name = Field(description="what requests call the drafter: small letters, digits, and -_. after the first")
     kind: Literal["eagle3"] = Field(description="the kind of drafter")
     checkpoint: WrittenPath = Field(description="folder of the head's checkpoint, relative to the recipe")
-    tree: Annotated[TreeSection, BeforeValidator(_chosen_tree)] = Field(
-        default_factory=lambda: TreeSection(**AUTO_TREE), description="{top_k, depth, nodes}, or auto"
+    tree: Annotated[TreeSection, BeforeValidator(_chosen_tree, json_schema_input_type=_TREE)] = Field(
+        default_factory=lambda: TreeSection(**AUTO_TREE),
+        description="{top_k, depth, nodes}, or auto",
+        json_schema_extra={"default": "auto"},
     )
     acceptance: Literal["coupled", "rejection"] = Field(
         "coupled",
@@ -163,7 +168,7 @@ class ModelSection(Section):
         description="drafts a chain of this many tokens, and takes as much longer to build; {min, max, beta}: of as "
         "many as it is sure of",
     )
-    tree: Annotated[TreeSection | None, BeforeValidator(_chosen_tree)] = Field(
+    tree: Annotated[TreeSection | None, BeforeValidator(_chosen_tree, json_schema_input_type=_TREE | None)] = Field(
         None, description="drafts a tree instead: {top_k, depth, nodes}, or auto; with neither, a chain of 4"
     )
     rope_scaling: RopeScalingSection | None = Field(None, description="replaces the checkpoint's own rotary scaling")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from pydantic import Field, model_validator
+from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from compiler.models.config import DecoderConfig
@@ -12,22 +13,41 @@ from compiler.models.rope import RopeScaling
 from compiler.recipe_section import Section
 
 
+def _shown(name: str) -> JsonDict:
+    """What becomes of a key that is left out, for the schema."""
+    return {"default": getattr(RopeScaling, name)}
+
+
 class RopeScalingSection(Section):
-    """Rotary scaling in Hugging Face's names. What is left out takes the default of `models.rope.RopeScaling`."""
+    """Rotary scaling in Hugging Face's names."""
 
     rope_type: Literal["default", "linear", "llama3", "yarn"] = Field(description="the kind of scaling")
     factor: float | None = Field(None, description="how many times longer the context becomes")
     original_max_position_embeddings: int | None = Field(
         None, description="tokens of the context the model was trained on; llama3 and yarn need it"
     )
-    low_freq_factor: float | None = Field(None, description="llama3: slower frequencies are divided by the factor")
-    high_freq_factor: float | None = Field(None, description="llama3: faster frequencies are kept")
-    beta_fast: float | None = Field(None, description="yarn: rotations from which a dimension is kept")
-    beta_slow: float | None = Field(None, description="yarn: rotations below which a dimension is interpolated")
+    low_freq_factor: float | None = Field(
+        None,
+        description="llama3: slower frequencies are divided by the factor",
+        json_schema_extra=_shown("low_freq_factor"),
+    )
+    high_freq_factor: float | None = Field(
+        None, description="llama3: faster frequencies are kept", json_schema_extra=_shown("high_freq_factor")
+    )
+    beta_fast: float | None = Field(
+        None, description="yarn: rotations from which a dimension is kept", json_schema_extra=_shown("beta_fast")
+    )
+    beta_slow: float | None = Field(
+        None,
+        description="yarn: rotations below which a dimension is interpolated",
+        json_schema_extra=_shown("beta_slow"),
+    )
     attention_factor: float | None = Field(None, description="yarn: scales the tables; by default from the factor")
     mscale: float | None = Field(None, description="yarn: with mscale_all_dim, replaces the default attention factor")
     mscale_all_dim: float | None = Field(None, description="yarn: see mscale")
-    truncate: bool | None = Field(None, description="yarn: round the bounds of the ramp to whole dimensions")
+    truncate: bool | None = Field(
+        None, description="yarn: round the bounds of the ramp to whole dimensions", json_schema_extra=_shown("truncate")
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> RopeScalingSection:

@@ -17,7 +17,7 @@ def _printable(written: str) -> str:
     return written
 
 
-WrittenPath = Annotated[str, Field(min_length=1), AfterValidator(_printable)]
+WrittenPath = Annotated[str, Field(min_length=1, json_schema_extra={"format": "path"}), AfterValidator(_printable)]
 """A path as the recipe has it: absolute, under `~`, or relative to the recipe."""
 
 

@@ -104,7 +104,11 @@ def _spelled_out(written: object) -> object:
 
 
 TargetBuild = OnnxRuntimeCpuSection | OnnxRuntimeCudaSection | TensorRtRtxSection | TensorRtSection
-TargetEntry = Annotated[Annotated[TargetBuild, Field(discriminator="kind")], BeforeValidator(_spelled_out)]
+Kind = Literal["onnxruntime-cpu", "onnxruntime-cuda", "tensorrt-rtx", "tensorrt"]
+TargetEntry = Annotated[
+    Annotated[TargetBuild, Field(discriminator="kind")],
+    BeforeValidator(_spelled_out, json_schema_input_type=Annotated[TargetBuild, Field(discriminator="kind")] | Kind),
+]
 """A section, or its kind alone."""
 
 _KERNELS = ("nvidia-cuda-nvrtc",)

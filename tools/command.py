@@ -37,6 +37,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "inspect": Command(COMPILER, "what a plan holds", of_several=True),
         "verify": Command(COMPILER, "compare a plan with its checkpoint in transformers", of_several=True),
         "tune": Command(COMPILER, "choose a draft tree for this machine", of_several=True),
+        "recipe": Command(COMPILER, "the keys of a recipe", of_several=True),
     },
     "run": {
         "generate": Command(RUNTIME, "continue a prompt", of_several=True),

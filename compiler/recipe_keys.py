@@ -1,0 +1,206 @@
+"""`compiler recipe`: the keys of a recipe with types, defaults and meaning, read off the models that check one.
+
+The models' JSON schema is what is walked: editors that know it complete and check `model.yaml` by the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from compiler.recipe import Recipe
+from plans.errors import UsageError
+
+TOP = "recipe"
+NOTE = (
+    "drafters.KIND and targets.KIND are entries of these lists, of that kind. --set names entries by their place: "
+    "drafters[0].max_draft=4."
+)
+_REF = "#/$defs/"
+
+Schema = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a mapping: `type` and `default` are written for the reader."""
+
+    name: str
+    type: str
+    default: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """A mapping of a recipe. `paths` are where it may stand, `drafters.ngram` being a drafter of that kind."""
+
+    paths: tuple[str, ...]
+    meaning: str
+    keys: tuple[Key, ...] = field(repr=False)
+
+
+def recipe_schema() -> dict[str, Any]:
+    """The JSON schema (draft 2020-12) of `model.yaml`."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema()}
+
+
+def recipe_keys() -> list[Mapped]:
+    """Every mapping of a recipe, the recipe itself first, each behind the one that holds it."""
+    return list(_Walk(recipe_schema()).found.values())
+
+
+def choose_keys(wanted: str) -> list[Mapped]:
+    """The mapping at `wanted`, such as `drafters.ngram`, with those in it, or one key, such as `capacity.context`.
+
+    Indices as of `--set` may be there. Raises `UsageError` for what is no key.
+    """
+    path = re.sub(r"\[\d*\]", "", wanted)
+    everything = recipe_keys()
+    if chosen := [m for m in everything if any(f"{p}.".startswith(f"{path}.") for p in m.paths)]:
+        return chosen
+    for mapping in everything:
+        for key in mapping.keys:
+            if path in _spelled(mapping, key):
+                chosen.append(replace(mapping, keys=(key,)))
+                break
+    if not chosen:
+        known = [s for m in everything for s in (*m.paths, *(s for key in m.keys for s in _spelled(m, key)))]
+        close = get_close_matches(path, known, n=1)
+        raise UsageError(
+            f"a recipe has no key {wanted!r}; "
+            + (f"did you mean {close[0]}?" if close else "leave it out to see all that there are")
+        )
+    return chosen
+
+
+def print_keys(mappings: list[Mapped], console: Console) -> None:
+    for mapping in mappings:
+        console.print(Text(f"{', '.join(mapping.paths)}", style="bold"), soft_wrap=False)
+        console.print(Text(mapping.meaning), soft_wrap=False)
+        table = Table("  key", "type", "default", "meaning", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for key in mapping.keys:
+            table.add_row(*map(Text, (f"  {key.name}", key.type, key.default, key.meaning)))
+        table.columns[0].no_wrap = True
+        console.print(table, soft_wrap=False)
+        console.print()
+
+
+def _spelled(mapping: Mapped, key: Key) -> Iterator[str]:
+    """How a user may write the path of a key: with the kind of a drafter or target, or as in the file, without."""
+    for path in mapping.paths:
+        if path == TOP:
+            yield key.name
+            continue
+        yield f"{path}.{key.name}"
+        yield re.sub(r"^(drafters|targets)\.[^.]+", r"\1", path) + f".{key.name}"
+
+
+class _Walk:
+    """The mappings of a schema, found depth first."""
+
+    def __init__(self, schema: Schema) -> None:
+        self._defs: Mapping[str, Schema] = schema["$defs"]
+        self.found: dict[str, Mapped] = {}
+        self._add(TOP, TOP, schema)
+
+    def _add(self, name: str, path: str, schema: Schema) -> None:
+        if (known := self.found.get(name)) is not None:
+            self.found[name] = replace(known, paths=(*known.paths, path))
+        else:
+            self.found[name] = Mapped(
+                (path,), " ".join(schema["description"].split()), ()
+            )  # its place is before its own
+            keys = tuple(self._key(n, s, n in schema.get("required", ())) for n, s in schema["properties"].items())
+            self.found[name] = replace(self.found[name], keys=keys)
+        for key, inner in schema["properties"].items():
+            below = key if path == TOP else f"{path}.{key}"
+            within = list(_references(inner))
+            for reference in within:
+                section = self._defs[reference]
+                kind = section["properties"].get("kind", {}).get("const")
+                self._add(reference, f"{below}.{kind}" if kind and len(within) > 1 else below, section)
+
+    def _key(self, name: str, schema: Schema, required: bool) -> Key:
+        if required:
+            default = "required"
+        elif "default" in schema:
+            default = _written(schema["default"])
+        else:
+            default = "its defaults" if "$ref" in schema else "see meaning"
+        return Key(name, _type(schema), default, schema["description"])
+
+
+def _references(schema: Schema) -> Iterator[str]:
+    """The mappings that a value may be, or a list's values."""
+    if "$ref" in schema:
+        yield schema["$ref"].removeprefix(_REF)
+    for inner in _choices(schema):
+        yield from _references(inner)
+    if "items" in schema:
+        yield from _references(schema["items"])
+
+
+def _choices(schema: Schema) -> list[Schema]:
+    return [inner for word in ("anyOf", "oneOf") for inner in schema.get(word, ())]
+
+
+def _type(schema: Schema) -> str:
+    """In words."""
+    if choices := _choices(schema):
+        return " or ".join(dict.fromkeys(_type(s) for s in choices if s.get("type") != "null"))
+    if "$ref" in schema:
+        return "mapping"
+    if "const" in schema:
+        return str(schema["const"])
+    if "enum" in schema:
+        return " | ".join(map(str, schema["enum"]))
+    match schema["type"]:
+        case "array" if "prefixItems" in schema:
+            return f"list of {len(schema['prefixItems'])}: {_type(schema['prefixItems'][0])}"
+        case "array":
+            return f"list of: {_type(schema['items'])}"
+        case "string":
+            return str(schema.get("format", "name" if "pattern" in schema else "text"))
+        case "boolean":
+            return "true | false"
+        case "integer":
+            return f"whole number{_limits(schema)}"
+        case "number":
+            return f"number{_limits(schema)}"
+        case other:
+            raise NotImplementedError(f"a type of JSON schema without words: {other}")
+
+
+def _limits(schema: Schema) -> str:
+    words = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "exclusiveMaximum": "below"}
+    said = [f"{word} {_figure(schema[limit])}" for limit, word in words.items() if limit in schema]
+    return "".join(f" {part}" for part in said)
+
+
+def _figure(limit: float) -> str:
+    return str(int(limit)) if limit == int(limit) else str(limit)
+
+
+def _written(value: object) -> str:
+    """A default as a recipe would have it."""
+    match value:
+        case None:
+            return "not set"
+        case bool():
+            return str(value).lower()
+        case list():
+            return f"[{', '.join(map(_written, value))}]"
+        case {"kind": kind, **others} if all(other is None for other in others.values()):
+            return str(kind)
+        case str():
+            return value if value.isprintable() and "{" not in value else repr(value)
+        case _:
+            return str(value)
