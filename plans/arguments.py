@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from plans.errors import UsageError
@@ -27,12 +28,22 @@ class Parser(argparse.ArgumentParser):
         said = re.sub(
             r"^argument ([^ ]+): (is )?", lambda found: f"{found[1]} is " if found[2] else f"{found[1]}: ", message
         )
-        raise UsageError(f"{said.rstrip('.')}; see {self.prog} --help")
+        joined = f"{said} See" if said.endswith("?") else f"{said.rstrip('.')}; see"
+        raise UsageError(f"{joined} {self.prog} --help")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As the base class, with arguments that are UTF-8 and were read in another encoding read again."""
+        """As the base class, with arguments that are UTF-8 and were read in another encoding read again.
+
+        Raises `UsageError` for those that are not known: a command's own parser does, so that its help is named.
+        """
         given = sys.argv[1:] if args is None else args
-        return super().parse_known_args([_as_utf8(word) for word in given], namespace)
+        known, others = super().parse_known_args([_as_utf8(word) for word in given], namespace)
+        if others:
+            first = others[0].partition("=")[0]
+            close = get_close_matches(first, self._option_string_actions, n=1) if first.startswith("-") else []
+            meant = f"; did you mean {close[0]}?" if close else ""
+            self.error(f"there is no argument {_shortened(others[0])}{meant}")
+        return known, others
 
 
 def _as_utf8(word: str) -> str:

@@ -46,7 +46,9 @@ def test_numbers_beyond_their_limits_are_refused_with_the_limits(read, texts: li
         (["--count", "0"], "--count is '0'; pass a whole number of at least 1; see some tool --help"),
         (["--count"], "--count: expected one argument; see some tool --help"),
         (["--mode", "c"], "--mode: invalid choice: 'c' (choose from 'a', 'b'); see some tool --help"),
-        (["--other"], "unrecognized arguments: --other; see some tool --help"),
+        (["--zzz"], "there is no argument '--zzz'; see some tool --help"),
+        (["--cuont=2"], "there is no argument '--cuont=2'; did you mean --count? See some tool --help"),
+        (["more"], "there is no argument 'more'; see some tool --help"),
         (["--share", "2"], "--share is '2'; pass a number above 0, at most 1; see some tool --help"),
     ],
 )

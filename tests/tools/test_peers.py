@@ -101,7 +101,7 @@ def test_mistakes_are_sentences(workplace: Path, capsys: Captured) -> None:
         (("--new", "200"), "--new is 200, but the plan's context is 160; pass at most 159."),
         (("--new", "155"), "Prompt 0, counted from 0, has "),
         (("--new", "155"), "tokens, but 1 to 5 fit into the plan's context of 160 beside --new 155"),
-        (("--threads", "-1"), "threads is -1; pass a whole number from 0"),
+        (("--threads", "-1"), "--threads is '-1'; pass a whole number of at least 0"),
         (("--draft", str(workplace / "away")), "away is not a folder; give the folder that holds config.json"),
         (("--task", "chat"), "--task is 'chat', but"),
     ]:
