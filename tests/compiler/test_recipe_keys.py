@@ -50,7 +50,7 @@ def test_every_field_of_every_section_is_described_and_printed(section: type[Sec
 
 def test_types_and_defaults_are_written_as_a_recipe_has_them() -> None:
     for path, words in (
-        ("capacity.context", "whole number from 2 required"),
+        ("capacity.context", "whole number from 2 to 8388608 required"),
         ("capacity.branches", "whole number from 1 to 16 1"),
         ("capacity.prefill_chunk", "whole number from 1 see meaning"),
         ("drafters.ngram.min_confidence", "number from 0 to 1 0.3"),

@@ -155,7 +155,7 @@ def test_the_number_of_nodes_is_the_one_that_costs_least_a_token() -> None:
             "no drafter 'short' with a tree (kinds eagle3 and model); it has ngram (ngram), short",
         ),
         (["--drafter", "oracle"], "no drafter 'oracle' with a tree"),
-        (["--count", "0"], "count is 0"),
+        (["--count", "0"], "--count is '0'; pass a whole number"),
         (["--new", "31"], "from 32 to 158 new tokens"),
         (["--new", "159"], "context is 160"),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),

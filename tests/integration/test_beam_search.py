@@ -274,7 +274,7 @@ def test_the_commands_json_has_stable_keys(generate, toy: Runtime, capsys: pytes
         (["--length-penalty", "1"], "--length-penalty is an option of beam search"),
         (["--early-stopping", "true"], "--early-stopping is an option"),
         (["--num-return", "2"], "--num-return is an option"),
-        (["--beams", "0"], "beams is 0"),
+        (["--beams", "0"], "--beams is '0'; pass a whole number"),
         (["--beams", "40"], "from 1 to 12"),
     ],
 )
