@@ -88,7 +88,7 @@ def test_a_package_that_a_command_lacks_is_named_with_what_to_do(
     assert command.main(["modes", "plan"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "outrider modes needs yaml" in said
-    assert 'pip install ".[compiler]"' in said
+    assert "pip install '.[compiler]'" in said
 
 
 def test_the_command_starts_without_what_it_does_not_need() -> None:
