@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import random
 import threading
+from collections.abc import Sequence
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 from rich.console import Console
@@ -71,8 +72,7 @@ def measure_soak(options: argparse.Namespace) -> dict[str, Any]:
                         int(SECONDS * options.minutes),
                         f"{sum(counts.values())} requests, {memory[-1]['rss_mb']:.0f} MB",
                     )
-                for thread in clients:
-                    thread.join(options.every / len(clients))
+                _wait(clients, options.every)
     finally:  # an interrupt too: threads that still compute while Python ends would crash it
         stopped.set()
         runtime.close(drain=False)
@@ -92,6 +92,13 @@ def measure_soak(options: argparse.Namespace) -> dict[str, Any]:
         "scheduler": runtime.scheduler_stats.to_json(),
         "cache": runtime.prefix_cache.get_stats().to_json(),
     }
+
+
+def _wait(clients: Sequence[threading.Thread], seconds: float) -> None:
+    """For so long, or until all have ended. An interrupted `join` would take a thread that runs for one that ended."""
+    until = monotonic() + seconds
+    while monotonic() < until and any(thread.is_alive() for thread in clients):
+        sleep(min(seconds, 0.1))
 
 
 def _use(handle: Handle, cancels: bool, spans: int) -> str:
