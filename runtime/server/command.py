@@ -21,7 +21,6 @@ from runtime.prefix_cache import PrefixCacheConfig
 from runtime.prefix_file import check_folder
 from runtime.scheduler import SchedulerConfig
 
-_BACKLOG = 2048  # connections that wait to be taken: as many as uvicorn's
 _CUTTING = 5.0  # seconds for those who run to hear that they are cut off, at the end of their pass
 _KEY = "OUTRIDER_API_KEY"
 
@@ -118,6 +117,13 @@ def add_serve(commands: Any) -> None:
         "--body-seconds", type=number(above=0), default=60, metavar="N", help="the same for its body (60)"
     )
     parser.add_argument(
+        "--send-seconds",
+        type=number(above=0),
+        default=60,
+        metavar="N",
+        help="that a client may read nothing of an answer that waits for it (60)",
+    )
+    parser.add_argument(
         "--idle-seconds",
         type=number(above=0),
         default=15,
@@ -127,9 +133,8 @@ def add_serve(commands: Any) -> None:
     parser.add_argument(
         "--max-connections",
         type=at_least_1,
-        default=1024,
         metavar="N",
-        help="open connections, before more are refused (1024)",
+        help="open connections, before more are refused (1024, or fewer where the process may not open so many files)",
     )
     parser.set_defaults(command=_serve)
 
@@ -137,7 +142,7 @@ def add_serve(commands: Any) -> None:
 def _serve(arguments: argparse.Namespace) -> int:
     try:
         from runtime.server.app import ServerConfig, make_app
-        from runtime.server.connections import Limits, server_of
+        from runtime.server.connections import Limits, most_connections, server_of
     except ModuleNotFoundError as error:
         raise RequestError(f"The server needs {error.name}, which is not installed; {install('serve')}.") from None
     file = arguments.cache_file
@@ -146,7 +151,13 @@ def _serve(arguments: argparse.Namespace) -> int:
     if file is not None:
         check_folder(file)  # now, not when the server ends
     # All that can be wrong with options is found before the plan is loaded, which takes a while.
-    limits = Limits(arguments.head_seconds, arguments.body_seconds, arguments.idle_seconds, arguments.max_connections)
+    limits = Limits(
+        arguments.head_seconds,
+        arguments.body_seconds,
+        arguments.send_seconds,
+        arguments.idle_seconds,
+        most_connections(arguments.max_connections),
+    )
     keys = _keys(arguments)
     config = ServerConfig(
         model=arguments.model_name or "",
@@ -178,9 +189,12 @@ def _serve(arguments: argparse.Namespace) -> int:
             stderr.print(f"{runtime.load_prefix_cache(file)} tokens of earlier prompts are warm", style="dim")
         config = replace(config, model=config.model or runtime.manifest.name)
         try:
-            bound.listen(_BACKLOG)
+            bound.listen()
         except OSError as error:  # another program was bound to the port too, and listened first
             raise RequestError(_why_not(arguments.host, arguments.port, error)) from None
+        if arguments.max_connections is None and limits.max_connections < Limits.max_connections:
+            few = f"at most {limits.max_connections} connections at once, as this process may open few files"
+            stderr.print(few, style="dim", soft_wrap=True)
         host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
         address = f"http://{host}:{bound.getsockname()[1]}"
         stderr.print(f"serving {config.model!r} at {address}", style="dim", soft_wrap=True)

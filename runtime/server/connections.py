@@ -1,7 +1,8 @@
 """Connections under limits of time and number, and their end: what uvicorn leaves to whoever listens.
 
-uvicorn closes a connection that is idle behind an answer, and no other: one that sends its request a byte a minute, or
-nothing at all, would stay for ever.
+uvicorn closes a connection that is idle behind an answer, and no other: one that sends its request a byte a minute,
+nothing at all, or reads nothing of its answer, would stay for ever. And it takes connections until the process can open
+no file more.
 """
 
 from __future__ import annotations
@@ -28,25 +29,59 @@ from plans.errors import RequestError
 from runtime.server.answers import error_body
 
 _LAST_WORDS = 3.0  # seconds for the ends of answers that were cut off to reach their clients
+_WAITING = 2048  # connections that the system keeps until they are taken: as many as uvicorn has it keep
+_AT_ONCE = 16  # of them, those that the event loop takes before it does anything else
+_TOLD = 16  # above the most that may be open: those that are told so. More are closed without a word
+_OTHER_FILES = 128  # open files of the process itself, and of connections that are being closed
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds that a connection has for the head of a request and then for its body, and may idle between two requests;
-    and how many connections may be open."""
+    """Seconds that a connection has for the head of a request and then for its body, may read nothing of an answer, and
+    may idle between two requests; and how many connections may be open."""
 
     head_seconds: float = 10.0
     body_seconds: float = 60.0
+    send_seconds: float = 60.0
     idle_seconds: float = 15.0
     max_connections: int = 1024
 
     def __post_init__(self) -> None:
-        for name in ("head_seconds", "body_seconds", "idle_seconds"):
+        for name in ("head_seconds", "body_seconds", "send_seconds", "idle_seconds"):
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0 < value < inf:
                 raise RequestError(f"{name} is {value!r}; pass a number of seconds above 0.")
         if type(self.max_connections) is not int or self.max_connections < 1:
             raise RequestError(f"max_connections is {self.max_connections!r}; pass a whole number of at least 1.")
+
+
+def most_connections(asked: int | None = None) -> int:
+    """`asked`, or the default of `Limits` and at most as many as this process may open files for, besides its own.
+
+    Its limit of open files is raised where the system lets it. Raises RequestError where that is not enough.
+    """
+    wanted = Limits.max_connections if asked is None else asked
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows, which has no such limit
+        return wanted
+    files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    needed = wanted + _TOLD + _OTHER_FILES
+    if files != unlimited and files < needed:
+        raised = needed if most_files == unlimited else min(needed, most_files)
+        with suppress(OSError, ValueError):  # macOS has a lower limit than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (raised, most_files))
+            files = raised
+    if files == unlimited or files >= needed:
+        return wanted
+    possible = files - _TOLD - _OTHER_FILES
+    if possible < 1 or asked is not None:
+        raise RequestError(
+            f"{wanted} connections need {needed} open files, and this process may open {files}; raise that with "
+            f"`ulimit -n {needed}`" + (f", or pass --max-connections {possible}." if possible >= 1 else ".")
+        )
+    return possible
 
 
 def server_of(app: ASGIApp, limits: Limits, drain_seconds: float, end: Callable[[], object]) -> uvicorn.Server:
@@ -57,7 +92,7 @@ def server_of(app: ASGIApp, limits: Limits, drain_seconds: float, end: Callable[
         pass
 
     Protocol.limits = limits
-    config = uvicorn.Config(app, http=Protocol, ws="none", log_level="warning", access_log=False)
+    config = uvicorn.Config(app, http=Protocol, ws="none", log_level="warning", access_log=False, backlog=_AT_ONCE)
     config.timeout_keep_alive = limits.idle_seconds  # type: ignore[assignment]  # the event loop takes fractions too
     return _Server(config, drain_seconds, end)
 
@@ -71,11 +106,17 @@ class _TimedProtocol(H11Protocol):
     limits: Limits
     _timer: asyncio.TimerHandle | None = None
     _awaited: object = None  # a state of h11's: IDLE for a head, SEND_BODY for a body
+    _sending: asyncio.TimerHandle | None = None  # runs while bytes wait for the client to read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self.limits.max_connections:
+        above = len(self.connections) - self.limits.max_connections
+        if above > _TOLD:
+            transport.abort()
+            return
+        if above > 0:
             self.app = _refuse_connection
+        transport.set_write_buffer_limits(high=0)  # so that writing pauses wherever bytes wait
         self._watch()
 
     def data_received(self, data: bytes) -> None:
@@ -91,7 +132,35 @@ class _TimedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()
+        self._stop_sending()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_sending()
+
+    def _await_reading(self) -> None:
+        """Begin to wait for the client to read, which it may do slowly."""
+        left = self.transport.get_write_buffer_size()
+        self._sending = self.loop.call_later(self.limits.send_seconds, self._has_it_read, left)
+
+    def _has_it_read(self, before: int) -> None:
+        if self.transport.get_write_buffer_size() < before:
+            self._await_reading()
+        else:
+            self.transport.abort()  # closing would wait until what is left is read
+
+    def _stop_sending(self) -> None:
+        if self._sending is not None:
+            self._sending.cancel()
+            self._sending = None
+
+    def _should_upgrade(self) -> bool:
+        return False  # nothing here is asked by WebSocket; uvicorn would log an advice to install a package
 
     def _stop(self) -> None:
         if self._timer is not None:
@@ -143,6 +212,11 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._drain_seconds, self._end = drain_seconds, end
         self._hurried = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for bound in sockets or ():  # asyncio takes as many at once as it has the system keep
+            bound.listen(_WAITING)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:

@@ -23,6 +23,7 @@ from typing import Any
 
 import openai
 import pytest
+import uvicorn
 
 from plans.errors import RequestError
 from plans.tokenizer import Tokenizer
@@ -39,11 +40,20 @@ KEY = "a key"
 @contextmanager
 def listening(runtime: Runtime, limits: Limits | None = None, drain_seconds: float = 5, **config: Any) -> Iterator[str]:
     """A server of its own for a while; its address."""
-    runtime.start()
     bound = bound_socket("127.0.0.1", 0)
+    with serving(runtime, bound, limits or Limits(), drain_seconds, **config):
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+
+
+@contextmanager
+def serving(
+    runtime: Runtime, bound: socket.socket, limits: Limits, drain_seconds: float = 5, **config: Any
+) -> Iterator[uvicorn.Server]:
+    """The same at a socket."""
+    runtime.start()
     app = make_app(runtime, ServerConfig("toy", drain_seconds=drain_seconds, **config))
     end = partial(runtime.close, drain=False, timeout=20)
-    server = server_of(app, limits or Limits(), drain_seconds, end)
+    server = server_of(app, limits, drain_seconds, end)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
     until = time.monotonic() + 20
@@ -51,7 +61,7 @@ def listening(runtime: Runtime, limits: Limits | None = None, drain_seconds: flo
         assert time.monotonic() < until
         time.sleep(0.01)
     try:
-        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+        yield server
     finally:
         server.should_exit = True
         thread.join(20)
@@ -577,7 +587,7 @@ def test_a_head_that_trickles_in_is_not_waited_for(impatient: str) -> None:
 
 @pytest.fixture(scope="module")
 def impatient(branch_plan: Path) -> Iterator[str]:
-    with listening(Runtime.load(branch_plan, threads=1), Limits(0.3, 0.4, 0.2), api_key=KEY) as address:
+    with listening(Runtime.load(branch_plan, threads=1), Limits(0.3, 0.4, idle_seconds=0.2), api_key=KEY) as address:
         yield address
 
 
@@ -593,6 +603,86 @@ def test_too_many_connections_are_told(branch_plan: Path) -> None:
         until = time.monotonic() + 20
         while get(f"{address}/health")[0] != 200:
             assert time.monotonic() < until
+
+
+def test_a_client_that_reads_nothing_is_left(branch_plan: Path) -> None:
+    bound = bound_socket("127.0.0.1", 0)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # what waits, waits in the server
+    asked = {"model": "toy", "prompt": [5], "max_tokens": 100, "ignore_eos": True, "stream": True, "logprobs": 5}
+    body = json.dumps(asked | {"n": 16}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    with (
+        serving(Runtime.load(branch_plan, threads=1), bound, Limits(send_seconds=0.3)) as server,
+        socket.socket() as deaf,
+    ):
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        deaf.settimeout(20)
+        deaf.connect(bound.getsockname())
+        deaf.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+        begun = until = time.monotonic() + 20
+        while not server.server_state.connections:
+            assert time.monotonic() < begun
+            time.sleep(0.01)
+        while server.server_state.connections:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        with suppress(ConnectionResetError):
+            read = b"".join(iter(lambda: deaf.recv(4096), b""))
+            assert read.startswith(b"HTTP/1.1 200")
+            assert b"[DONE]" not in read
+
+
+def test_a_client_that_reads_slowly_has_all_of_its_answer(branch_plan: Path) -> None:
+    bound = bound_socket("127.0.0.1", 0)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    with serving(Runtime.load(branch_plan, threads=1), bound, Limits(send_seconds=0.5)), socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        slow.settimeout(20)
+        slow.connect(bound.getsockname())
+        slow.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        read, began = b"", time.monotonic()
+        while piece := slow.recv(500):
+            read += piece
+            time.sleep(0.1)
+        length = int(re.search(rb"content-length: (\d+)", read)[1])  # type: ignore[index]
+        assert len(read.partition(b"\r\n\r\n")[2]) == length
+        assert time.monotonic() - began > 0.5  # longer than a client that reads nothing has
+
+
+def test_more_connections_than_open_files(branch_plan: Path) -> None:
+    """Two hundred open files, and three hundred clients that say nothing: those that are too many are closed."""
+    command = [sys.executable, "-m", "runtime", "serve", str(branch_plan), "--threads", "1", "--port", "0"]
+    limited = ["bash", "-c", 'ulimit -n 200 && exec "$@"', "bash", *command, "--head-seconds", "2"]
+    with subprocess.Popen(limited, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        told = server.stderr.readline() + server.stderr.readline()
+        address = re.search(r"http://127\.0\.0\.1:(\d+)", told)
+        assert address is not None, told
+        try:
+            silent = [socket.create_connection(("127.0.0.1", int(address[1])), timeout=20) for _ in range(300)]
+            until = time.monotonic() + 30
+            while True:
+                with suppress(OSError):
+                    if get(f"{address[0]}/health")[0] == 200:
+                        break
+                assert time.monotonic() < until
+                time.sleep(0.1)
+            for client in silent:
+                client.close()
+            server.send_signal(signal.SIGTERM)
+            _, said = server.communicate(timeout=30)
+        finally:
+            server.kill()  # nothing to one that has ended
+        assert server.returncode == 0
+    assert "at most 56 connections at once" in told
+    assert said == ""
+
+
+def test_an_upgrade_is_not_begun(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    asked = urllib.request.Request(f"{address}/health", headers={"Connection": "Upgrade", "Upgrade": "websocket"})
+    with urllib.request.urlopen(asked, timeout=20) as answer:
+        assert answer.status == 200
+    assert not caplog.records
 
 
 def test_the_command_says_what_is_wrong_with_its_options_before_it_loads(
@@ -620,8 +710,10 @@ def test_the_command_says_what_is_wrong_with_its_options_before_it_loads(
             ("--drain-seconds", "nan", "--drain-seconds is 'nan'; pass a"),
             ("--head-seconds", "0", "--head-seconds is '0'; pass a"),
             ("--body-seconds", "inf", "--body-seconds is 'inf'; pass a"),
+            ("--send-seconds", "0", "--send-seconds is '0'; pass a"),
             ("--idle-seconds", "-3", "--idle-seconds is '-3'; pass a"),
             ("--max-connections", "0", "--max-connections is '0'; pass a"),
+            ("--max-connections", str(2**40), "open files, and this process may open"),
             ("--max-running", "0", "--max-running is '0'; pass a"),
             ("--max-waiting", "-1", "--max-waiting is '-1'; pass a"),
             ("--max-waiting-per-key", "0", "--max-waiting-per-key is '0'; pass a"),
