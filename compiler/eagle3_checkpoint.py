@@ -134,7 +134,7 @@ def _read_config(
         head_dim=head_dim,
         draft_vocab_size=draft_vocab,
         vocab_size=vocab,
-        rms_norm_eps=get.number("rms_norm_eps", 1e-6, most=1.0),
+        rms_norm_eps=get.rms_norm_eps(),
         rope_theta=theta if given.rope_theta is None else given.rope_theta,
         rope_scaling=scaling,
         own_embedding=own_embedding,

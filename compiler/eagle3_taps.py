@@ -8,6 +8,7 @@ rule of SGLang's pull request 25454. Accepted tokens hardly tell the two apart.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +20,32 @@ MIN_LAYERS = 7
 
 _BY_FIRST_ID = "eagle_aux_hidden_state_layer_ids"
 _BEHIND = "aux_hidden_states_layer_ids"
+_SIMILAR = re.compile(r"aux_hidden_states?_layer")
 
 
 def read_taps(file: Path, raw: dict[str, Any], layers: int) -> Taps:
     """The taps that the head's config.json, `raw` of `file`, names for a target of so many layers, or the default.
 
-    Raises `CheckpointError` where a key names no three layers, or two keys name different ones.
+    Raises `CheckpointError` where a key names no three layers, two keys name different ones, or a key that seems to
+    name some is spelled as none of those that are known.
     """
     nested = raw.get("eagle_config") or {}
     if not isinstance(nested, dict):
         raise CheckpointError(f"{file}: eagle_config must be a JSON object, found {nested!r}")
-    spelled = (
-        (f"eagle_config.{_BY_FIRST_ID}", nested.get(_BY_FIRST_ID)),
-        (_BY_FIRST_ID, raw.get(_BY_FIRST_ID)),
-        (_BEHIND, raw.get(_BEHIND)),
-    )
-    named = [(key, ids, _read(file, key, ids, layers)) for key, ids in spelled if ids is not None]
+    places = (("eagle_config.", nested), ("", raw))
+    named = [
+        (place + key, keys[key], _read(file, place + key, keys[key], layers))
+        for key in (_BY_FIRST_ID, _BEHIND)
+        for place, keys in places
+        if keys.get(key) is not None
+    ]
+    for place, keys in places:
+        other = next((key for key in keys if _SIMILAR.search(key) and key not in (_BY_FIRST_ID, _BEHIND)), None)
+        if other is not None and keys[other] is not None:
+            raise CheckpointError(
+                f"{file}: {place}{other} is read by no project that is known here; call it {_BY_FIRST_ID} or "
+                f"{_BEHIND}, or set aux_layers in the recipe and remove it"
+            )
     if named:
         key, ids, taps = named[0]
         for other, others, read in named[1:]:
@@ -59,7 +70,8 @@ def default_taps(layers: int) -> Taps:
 
 def _read(file: Path, key: str, ids: object, layers: int) -> Taps:
     numbers = [i for i in ids if isinstance(i, int) and not isinstance(i, bool)] if isinstance(ids, list) else []
-    behind = key == _BEHIND or numbers[:1] == [1]
+    always_behind = key.endswith(f".{_BEHIND}") or key == _BEHIND
+    behind = always_behind or numbers[:1] == [1]
     most = layers - 1 - behind
     whole = isinstance(ids, list) and len(ids) == len(set(numbers)) == TAPS
     if not whole or not all(0 <= i <= most for i in numbers):
@@ -68,7 +80,7 @@ def _read(file: Path, key: str, ids: object, layers: int) -> Taps:
         )
     if not behind:
         why = "first id not 1: indices of hidden_states, as vLLM, speculators and TorchSpec write them"
-    elif key == _BEHIND:
+    elif always_behind:
         why = "layers whose output is read, as AngelSlim writes them: one more each"
     else:
         why = "first id 1: layers whose output is read, as SpecForge writes them: one more each"

@@ -17,7 +17,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from compiler.models.eagle3_config import Eagle3Overrides
-from compiler.models.rope import MOST_ROPE, RopeScaling
+from compiler.models.rope import LEAST_ROPE_THETA, MOST_ROPE_THETA, RopeScaling
 from compiler.recipe_rope import RopeScalingSection
 from compiler.recipe_section import Name, Section, WrittenPath
 from plans.manifest import EntropyGamma, Tree
@@ -109,8 +109,8 @@ class Eagle3Section(Section):
     )
     rope_theta: float | None = Field(
         None,
-        gt=0,
-        le=MOST_ROPE,
+        ge=LEAST_ROPE_THETA,
+        le=MOST_ROPE_THETA,
         description="replaces the checkpoint's base; heads of EAGLE and AngelSlim are trained with 10000",
     )
     aux_layers: tuple[int, int, int] | None = Field(

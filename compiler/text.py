@@ -72,18 +72,31 @@ def read_text(checkpoint: Path, config: DecoderConfig) -> CheckpointText:
 
 
 def _template(checkpoint: Path, settings: dict[str, Any]) -> tuple[Path, str | None]:
-    """The chat template and the file that holds it."""
+    """The chat template and the file that holds it. Raises `CheckpointError` for one that cannot be told."""
     file = checkpoint / CHAT_TEMPLATE_FILE
     if file.is_file():
         try:
             return file, file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{file} cannot be read as UTF-8 text: {error}") from None
+    file = checkpoint / _SETTINGS
     template = settings.get("chat_template")
-    if isinstance(template, list):  # several named templates: the one for plain chats
+    if isinstance(template, list) and template:  # several named templates: the one for plain chats
         named = [each for each in template if isinstance(each, dict)]
-        template = next((each.get("template") for each in named if each.get("name") == "default"), None)
-    return checkpoint / _SETTINGS, template if isinstance(template, str) else None
+        default = [each.get("template") for each in named if each.get("name") == "default"]
+        if not default:
+            names = ", ".join(str(each.get("name")) for each in named) or "nothing"
+            raise CheckpointError(
+                f"{file}: chat_template is a list without a template named 'default', which plain chats take; it "
+                f"names {names}. Name one of them 'default', or remove the key for a plan without chat"
+            )
+        template = default[0]
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(
+            f"{file}: chat_template must be a text, or a list of objects with a name and a template; found "
+            f"{template!r:.60}"
+        )
+    return file, template
 
 
 def _check_template(template: str, source: str, text: Text) -> None:

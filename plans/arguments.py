@@ -6,7 +6,6 @@ import argparse
 import math
 import os
 import re
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from difflib import get_close_matches
@@ -20,8 +19,18 @@ _INT64_MAX = 2**63 - 1
 class Parser(argparse.ArgumentParser):
     """An `ArgumentParser` that raises `UsageError`, a sentence and where its help is, in place of printing its usage.
 
-    Arguments are read as UTF-8 whatever the locale says.
+    Texts, which are arguments without a `type`, are read as UTF-8 whatever the locale says. Paths stay as they are.
     """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.register("type", None, _as_utf8)
+
+    def add_subparsers(self, **options: Any) -> Any:
+        """As the base class; a command's words are read by its own parser."""
+        commands = super().add_subparsers(**options)
+        commands.type = str
+        return commands
 
     def error(self, message: str) -> NoReturn:
         """Raise `UsageError`. argparse writes "argument --count: is '0'; ...", of which the option alone is kept."""
@@ -32,12 +41,8 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{joined} {self.prog} --help")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As the base class, with arguments that are UTF-8 and were read in another encoding read again.
-
-        Raises `UsageError` for those that are not known: a command's own parser does, so that its help is named.
-        """
-        given = sys.argv[1:] if args is None else args
-        known, others = super().parse_known_args([_as_utf8(word) for word in given], namespace)
+        """Raise `UsageError` for what is not known: a command's own parser does, so that its help is named."""
+        known, others = super().parse_known_args(args, namespace)
         if others:
             first = others[0].partition("=")[0]
             close = get_close_matches(first, self._option_string_actions, n=1) if first.startswith("-") else []

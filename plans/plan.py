@@ -66,19 +66,25 @@ def manifest_json(content: Mapping[str, Any]) -> str:
 
 def _followed(root: Path) -> Path:
     """Where links on the way to `root` lead; `root` as it was given where there are none, for messages."""
+    is_link = False
     try:
-        place = root.resolve(strict=root.is_symlink())
-    except (OSError, RuntimeError) as error:
-        raise PlanError(f"{root} is a link that leads nowhere ({error}); point it to the folder of a plan") from None
+        is_link = root.is_symlink()
+        place = root.resolve(strict=is_link)
+    except (OSError, RuntimeError, ValueError) as error:
+        if is_link:
+            raise PlanError(
+                f"{root} is a link that leads nowhere ({error}); point it to the folder of a plan"
+            ) from None
+        raise PlanError(f"{_brief(str(root))} cannot be read ({error}); pass the folder of a plan") from None
     return root if place == root.absolute() else place
 
 
 def read_manifest(root: Path) -> Manifest:
     """Parse `plan.json` alone, check its digest and validate it. Raises `PlanError` as `open_plan`."""
     path = root / MANIFEST
-    if not path.is_file():
-        raise PlanError(f"{root} is not a plan: it has no {MANIFEST}; build one with `python -m compiler build`")
     try:
+        if not path.is_file():
+            raise PlanError(f"{root} is not a plan: it has no {MANIFEST}; build one with `outrider build`")
         if path.stat().st_size > _LARGEST_MANIFEST:
             raise PlanError(f"{path} is larger than any plan's; build the plan again")
         text = path.read_text(encoding="utf-8")

@@ -44,7 +44,7 @@ class TextBound:
 def bound_of(tokenizer: tokenizers.Tokenizer, alphabet: set[str]) -> TextBound:
     """What is known of a tokenizer; `alphabet` are the characters that stand for bytes in a byte-level vocabulary."""
     parts = [*_parts(tokenizer.normalizer, "normalizers"), *_parts(tokenizer.pre_tokenizer, "pretokenizers")]
-    factor, blanks_vanish = 1, False
+    factor, blanks_vanish, blanks_appear = 1, False, False
     for part in parts:
         kind = part["type"]
         removes = kind in _CUTTING and part["behavior"] == "Removed"
@@ -57,6 +57,7 @@ def bound_of(tokenizer: tokenizers.Tokenizer, alphabet: set[str]) -> TextBound:
             if not (found and put):  # an expression may match any number of characters
                 return TextBound(None)
             factor *= max(1, -(-len(found.encode()) // len(put.encode())))
+            blanks_appear |= any(character.isspace() for character in put)
         elif kind in _DROP_BLANKS or kind == "Strip":
             blanks_vanish = True
         elif removes or kind not in {*_EXACT, *_CUTTING, "Prepend"}:
@@ -64,6 +65,8 @@ def bound_of(tokenizer: tokenizers.Tokenizer, alphabet: set[str]) -> TextBound:
     added = tokenizer.get_added_tokens_decoder().values()
     blanks_vanish |= any(token.lstrip or token.rstrip for token in added)
     byte_level = any(part["type"] == "ByteLevel" for part in parts)
+    if blanks_vanish and blanks_appear:  # what is no white space yet may vanish too
+        return TextBound(None)
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     if not _is_complete(tokenizer.model, vocabulary, alphabet if byte_level else None):
         return TextBound(None)
@@ -88,7 +91,8 @@ def _is_complete(model: models.Model, vocabulary: dict[str, int], alphabet: set[
     """Whether no text is without a token, and no two unknown characters share one."""
     if not isinstance(model, models.BPE):
         return False  # WordPiece, WordLevel and Unigram have one token for an unknown word of any length
-    if alphabet is not None and alphabet <= vocabulary.keys():
+    spelled_alike = not (model.continuing_subword_prefix or model.end_of_word_suffix)  # wherever a byte stands
+    if alphabet is not None and alphabet <= vocabulary.keys() and spelled_alike:
         return True
     if model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
         return True

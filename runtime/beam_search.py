@@ -251,7 +251,7 @@ def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
     if not np.isfinite(highest).all():
         raise PlanError(
             "The target's logits are no distribution: their maximum is no number. The plan's engine is at fault: run "
-            "`python -m compiler verify` on the plan."
+            "`outrider verify` on the plan."
         )
     rows: NDArray[np.float64] = logits.astype(np.float64) - highest
     rows -= np.log(np.exp(rows).sum(axis=1, keepdims=True))

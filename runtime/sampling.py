@@ -101,7 +101,7 @@ def logprobs(logits: NDArray[np.float32], token_id: int, top: int = 0) -> TokenL
     if not math.isfinite(highest):
         raise PlanError(
             f"The target's logits are no distribution: their maximum is {highest}. "
-            "The plan's engine is at fault: run `python -m compiler verify` on the plan."
+            "The plan's engine is at fault: run `outrider verify` on the plan."
         )
     row = logits.astype(np.float64) - highest  # first: the rest then keeps its digits, however large the logits are
     row -= math.log(np.exp(row).sum())

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from compiler.models.families import FAMILIES, Family
 from compiler.models.quantization import refuse_quantized_config
-from compiler.models.rope import MOST_ROPE, RopeScaling
+from compiler.models.rope import LEAST_ROPE_THETA, MOST_ROPE_THETA, RopeScaling
 from plans.errors import CheckpointError
 
 WeightType = Literal["float32", "float16", "bfloat16"]
@@ -84,7 +84,9 @@ def read_config(checkpoint: Path, rope_scaling: RopeScaling | None = None) -> De
     hidden_size = get.integer("hidden_size")
     num_heads = get.integer("num_attention_heads")
     rope_theta, scaling = read_rope(raw, path, get, rope_scaling)
-    head_dim = get.integer("head_dim") if raw.get("head_dim") is not None else hidden_size // num_heads
+    head_dim = hidden_size // num_heads if family.head_dim is None else family.head_dim
+    if raw.get("head_dim") is not None:
+        head_dim = get.integer("head_dim")
     bias = get.boolean("attention_bias", False)
     vocab_size = get.integer("vocab_size")
     config = DecoderConfig(
@@ -96,7 +98,7 @@ def read_config(checkpoint: Path, rope_scaling: RopeScaling | None = None) -> De
         num_heads=num_heads,
         num_kv_heads=get.integer("num_key_value_heads", num_heads),
         head_dim=head_dim,
-        rms_norm_eps=get.number("rms_norm_eps", 1e-6, most=1.0),
+        rms_norm_eps=get.rms_norm_eps(),
         rope_theta=rope_theta,
         rope_scaling=scaling,
         max_positions=get.integer("max_position_embeddings", 2048),
@@ -133,13 +135,19 @@ class Reader:
             raise CheckpointError(f"{self._path}: {key} is {value}; at most {most} can be compiled")
         return value
 
-    def number(self, key: str, default: float, *, most: float = MOST_ROPE) -> float:
+    def number(self, key: str, default: float, *, least: float, most: float) -> float:
         value = self._raw.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= most:
-            raise CheckpointError(
-                f"{self._path}: {key} must be a number above 0 and of at most {most:g}, found {value!r}"
-            )
+        if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
+            raise CheckpointError(f"{self._path}: {key} must be a number from {least:g} to {most:g}, found {value!r}")
         return float(value)
+
+    def rope_theta(self, default: float) -> float:
+        """The base of the rotary frequencies."""
+        return self.number("rope_theta", default, least=LEAST_ROPE_THETA, most=MOST_ROPE_THETA)
+
+    def rms_norm_eps(self) -> float:
+        """What is added to a mean of squares, in float32."""
+        return self.number("rms_norm_eps", 1e-6, least=1e-30, most=1.0)
 
     def boolean(self, key: str, default: bool) -> bool:
         value = self._raw.get(key)
@@ -236,8 +244,8 @@ def read_rope(
 def _rope_theta(given: Mapping[str, dict[str, Any]], path: Path, get: Reader) -> float:
     """The base that every place gives that gives one; where none does, ROPE_THETA."""
     named = {f"{key}.rope_theta": Reader(v, path) for key, v in given.items() if "rope_theta" in v}
-    bases = {place: read.number("rope_theta", 1.0) for place, read in named.items()}
-    bases["rope_theta"] = get.number("rope_theta", next(iter(bases.values()), ROPE_THETA))
+    bases = {place: read.rope_theta(ROPE_THETA) for place, read in named.items()}
+    bases["rope_theta"] = get.rope_theta(next(iter(bases.values()), ROPE_THETA))
     (first, base), *others = bases.items()
     for place, other in others:
         if other != base:

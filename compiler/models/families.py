@@ -13,8 +13,9 @@ class Family:
     """One `model_type` of Hugging Face.
 
     A flag that is None follows the checkpoint's `attention_bias`. `weights` maps a parameter name of
-    `models.decoder.Decoder` (`{i}` is the layer) to the tensor's name in the checkpoint. `window` is what an absent
-    `sliding_window` means, for families whose attention has one unless config.json says null; None for the others.
+    `models.decoder.Decoder` (`{i}` is the layer) to the tensor's name in the checkpoint. `head_dim` is what an absent
+    `head_dim` means; None: the hidden size shared among the heads. `window` is what an absent `sliding_window` means,
+    for families whose attention has one unless config.json says null; None for the others.
     """
 
     name: str
@@ -22,6 +23,7 @@ class Family:
     output_bias: bool | None
     qk_norm: bool
     tie_embeddings: bool
+    head_dim: int | None = None
     window: int | None = None
     weights: dict[str, str] = field(default_factory=dict)
 
@@ -62,6 +64,14 @@ FAMILIES: dict[str, Family] = {
             weights=_WEIGHTS,
         ),
         Family("qwen2", qkv_bias=True, output_bias=False, qk_norm=False, tie_embeddings=False, weights=_WEIGHTS),
-        Family("qwen3", qkv_bias=None, output_bias=None, qk_norm=True, tie_embeddings=False, weights=_WEIGHTS),
+        Family(
+            "qwen3",
+            qkv_bias=None,
+            output_bias=None,
+            qk_norm=True,
+            tie_embeddings=False,
+            head_dim=128,
+            weights=_WEIGHTS,
+        ),
     )
 }

@@ -15,8 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 KINDS = ("default", "linear", "llama3", "yarn")
-MOST_ROPE = 1e12
-"""Largest number of a rotary setting, the base included: far above any in use, far below what float32 loses."""
+LEAST_ROPE_THETA, MOST_ROPE_THETA = 1.001, 1e12
+"""Bases that are read: frequencies must fall from one dimension to the next, and stay numbers of float32."""
+_LEAST = {"factor": 1e-6, "beta_fast": 1e-6, "beta_slow": 1e-6, "attention_factor": 1e-6}
+_MOST = {"factor": 1e12, "original_max_position_embeddings": 1e12}
+_MOST_ELSE = 1e6
+_LEAST_BAND = 1e-6  # between llama3's two factors
+"""Limits of the other settings, far from any in use: within them every table holds numbers."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class RopeScaling:
         if kind != "default" and "factor" not in values:
             raise ValueError(f"rope scaling {kind!r} needs a 'factor'")
         scaling = cls(kind=kind, **values)
-        if scaling.high_freq_factor <= scaling.low_freq_factor:
+        if scaling.high_freq_factor - scaling.low_freq_factor < _LEAST_BAND:
             raise ValueError("rope scaling's 'high_freq_factor' must be greater than 'low_freq_factor'")
         if kind in ("llama3", "yarn") and scaling.original_max_position_embeddings <= 0:
             raise ValueError(f"rope scaling {kind!r} needs 'original_max_position_embeddings'")
@@ -67,11 +72,10 @@ def _check_value(key: str, value: object) -> None:
             raise ValueError(f"rope scaling's {key!r} must be true or false, found {value!r}")
         return
     wanted = int if key == "original_max_position_embeddings" else int | float
-    if not isinstance(value, wanted) or isinstance(value, bool) or not 0 <= value <= MOST_ROPE:
+    least, most = _LEAST.get(key, 0), _MOST.get(key, _MOST_ELSE)
+    if not isinstance(value, wanted) or isinstance(value, bool) or not least <= value <= most:
         noun = "an integer" if wanted is int else "a number"
-        raise ValueError(f"rope scaling's {key!r} must be {noun} from 0 to {MOST_ROPE:g}, found {value!r}")
-    if value == 0 and key in ("factor", "beta_fast", "beta_slow"):
-        raise ValueError(f"rope scaling's {key!r} must be greater than 0")
+        raise ValueError(f"rope scaling's {key!r} must be {noun} from {least:g} to {most:g}, found {value!r:.60}")
 
 
 def rope_tables(

@@ -358,7 +358,7 @@ class Calls:
     def _path(self, data: Any, length: int) -> Path:
         path = self._text(data, length, "plan")
         if not path or "\0" in path:
-            raise InvalidArgumentError("plan is no path; pass the folder that `python -m compiler build` has made")
+            raise InvalidArgumentError("plan is no path; pass the folder that `outrider build` has made")
         return Path(path)
 
 

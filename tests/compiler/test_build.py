@@ -303,6 +303,25 @@ def test_a_chat_template_that_renders_no_question_is_refused(template: str, sent
     assert "correct it there, or remove it, so that the plan continues prompts and has no chat" in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        (17, "must be a text, or a list of objects with a name and a template; found 17"),
+        ({}, "found {}"),
+        ([], r"found \[\]"),
+        ([{"name": "default", "template": 5}], "found 5"),
+        ([{"name": "tools", "template": "x"}], "without a template named 'default', .* it names tools"),
+        (["x"], "without a template named 'default'"),
+    ],
+)
+@pytest.mark.usefixtures("no_export")
+def test_a_chat_template_that_cannot_be_told_is_refused(written: object, words: str, workplace: Path) -> None:
+    path = workplace / "target" / "tokenizer_config.json"
+    path.write_text(json.dumps({"chat_template": written}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=f"tokenizer_config.json: chat_template .*{words}"):
+        rebuild(workplace)
+
+
 @pytest.mark.parametrize("asked", ["system", "user"])
 def test_a_chat_template_may_ask_for_a_system_message_or_refuse_it(asked: str, workplace: Path) -> None:
     template = "{% if messages[0].role != '" + asked + "' %}{{ raise_exception('no') }}{% endif %}hi"

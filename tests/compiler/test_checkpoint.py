@@ -167,9 +167,9 @@ def test_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
         ({"hidden_size": "32"}, "hidden_size must be a positive integer, found '32'"),
         ({"head_dim": 7}, "head_dim is 7"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
-        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number above 0 and of at most 1, found 'small'"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number above 0 and of at most 1, found nan"),
-        ({"rms_norm_eps": float("inf")}, "rms_norm_eps must be a number above 0 and of at most 1, found inf"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number from 1e-30 to 1, found 'small'"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number from 1e-30 to 1, found nan"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps must be a number from 1e-30 to 1, found inf"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; at most 1024 can be compiled"),
         ({"hidden_size": 10**30}, "hidden_size is 1000000000000000000000000000000; at most"),
         ({"max_position_embeddings": 2**33}, "max_position_embeddings is 8589934592; at most"),
@@ -180,7 +180,7 @@ def test_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
         ({"rope_parameters": [1]}, "rope_parameters must be a JSON object, found [1]"),
         (
             {"rope_parameters": {"rope_theta": None}},
-            "rope_theta must be a number above 0 and of at most 1e+12, found None",
+            "rope_theta must be a number from 1.001 to 1e+12, found None",
         ),
     ],
 )

@@ -57,6 +57,24 @@ def test_ids_that_do_not_begin_with_1_are_indices_of_hidden_states(
     assert f"eagle_aux_hidden_state_layer_ids {ids}, first id not 1: indices of hidden_states" in taps.reason
 
 
+def test_angelslims_key_may_be_nested(tmp_path: Path) -> None:
+    write_eagle3(tmp_path)
+    change_config(tmp_path, eagle_config={"aux_hidden_states_layer_ids": [2, 4, 5], "use_aux_hidden_state": True})
+    taps = read_eagle3_config(tmp_path, target_config(layers=8)).taps
+    assert taps.layers == (3, 5, 6)
+    assert taps.reason.startswith("eagle_config.aux_hidden_states_layer_ids [2, 4, 5], layers whose output is read")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("key", ["aux_hidden_state_layer_ids", "eagle_aux_hidden_states_layer_ids"])
+def test_a_key_that_only_seems_to_name_taps_is_refused(key: str, nested: bool, tmp_path: Path) -> None:
+    write_eagle3(tmp_path)
+    change_config(tmp_path, **({"eagle_config": {key: [1, 3, 4]}} if nested else {key: [1, 3, 4]}))
+    refused(tmp_path, f"{key} is read by no project that is known here", "set aux_layers in the recipe")
+    given = Eagle3Overrides(aux_layers=(1, 4, 6))
+    assert read_eagle3_config(tmp_path, target_config(), given).aux_layers == (1, 4, 6)
+
+
 def test_both_spellings_of_the_same_layers(tmp_path: Path) -> None:
     """AngelSlim writes both."""
     write_eagle3(tmp_path)

@@ -8,12 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from compiler.models.config import read_config
-from compiler.models.rope import RopeScaling, rope_tables
+from compiler.models.rope import LEAST_ROPE_THETA, MOST_ROPE_THETA, RopeScaling, rope_tables
 from plans.errors import CheckpointError
 
 POSITIONS, THETA = 4096, 500000.0
@@ -134,7 +136,11 @@ def test_keys_that_agree_are_read_as_by_transformers(keys: dict[str, object], tm
         ({"rope_parameters": {"full_attention": PLAIN}}, "unknown key 'full_attention'"),
         ({"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}}, "unknown key 'partial_rotary_factor'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; only whole heads can be rotated"),
-        ({"rope_theta": float("nan")}, "rope_theta must be a number above 0"),
+        ({"rope_theta": float("nan")}, "rope_theta must be a number from 1.001 to 1e+12, found nan"),
+        ({"rope_parameters": YARN | {"rope_theta": 1.0}}, "rope_theta must be a number from 1.001 to 1e+12, found 1.0"),
+        ({"rope_theta": 1e-50}, "rope_theta must be a number from 1.001"),
+        ({"rope_parameters": PLAIN | {"rope_theta": 1e300}}, "rope_theta must be a number from 1.001"),
+        ({"rms_norm_eps": 1e-60}, "rms_norm_eps must be a number from 1e-30 to 1, found 1e-60"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(keys: dict[str, object], sentence: str, tmp_path: Path) -> None:
@@ -158,9 +164,15 @@ def test_llama_spelling_with_type_is_read(tmp_path: Path) -> None:
     [
         ({"rope_type": "dynamic", "factor": 2.0}, "'dynamic' is not supported; known kinds: default, linear"),
         ({"rope_type": "linear"}, "needs a 'factor'"),
-        ({"rope_type": "linear", "factor": "4"}, "'factor' must be a number from 0 to 1e+12, found '4'"),
-        ({"rope_type": "linear", "factor": 1e300}, "'factor' must be a number from 0 to 1e+12, found 1e+300"),
-        ({"rope_type": "linear", "factor": 0}, "'factor' must be greater than 0"),
+        ({"rope_type": "linear", "factor": "4"}, "'factor' must be a number from 1e-06 to 1e+12, found '4'"),
+        ({"rope_type": "linear", "factor": 1e300}, "'factor' must be a number from 1e-06 to 1e+12, found 1e+300"),
+        ({"rope_type": "linear", "factor": 0}, "'factor' must be a number from 1e-06"),
+        ({"rope_type": "linear", "factor": 1e-300}, "'factor' must be a number from 1e-06"),
+        (SCALINGS["llama3"] | {"factor": 1e-44}, "'factor' must be a number from 1e-06"),
+        (YARN | {"attention_factor": 1e12}, "'attention_factor' must be a number from 1e-06 to 1e+06"),
+        (YARN | {"attention_factor": 0}, "'attention_factor' must be a number from 1e-06 to 1e+06"),
+        (YARN | {"beta_slow": 1e-300}, "'beta_slow' must be a number from 1e-06 to 1e+06"),
+        (YARN | {"beta_fast": 10**4000}, "'beta_fast' must be a number from 1e-06 to 1e+06, found "),
         ({"rope_type": "linear", "factor": 2.0, "short_factor": [1]}, "unknown key 'short_factor'; known keys"),
         ({"rope_type": "linear", "factor": 2.0, "kind": "yarn"}, "unknown key 'kind'"),
         (YARN | {"truncate": 1}, "'truncate' must be true or false, found 1"),
@@ -173,6 +185,43 @@ def test_wrong_scaling_is_refused(scaling: dict[str, object], sentence: str) -> 
     with pytest.raises(ValueError, match="rope scaling") as refused:
         RopeScaling.from_huggingface(scaling)
     assert sentence in str(refused.value)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    theta=st.sampled_from([LEAST_ROPE_THETA, 10000.0, MOST_ROPE_THETA]),
+    kind=st.sampled_from(["linear", "llama3", "yarn"]),
+    numbers=st.fixed_dictionaries(
+        {
+            "factor": st.sampled_from([1e-6, 1.0, 1e12]),
+            "original_max_position_embeddings": st.sampled_from([1, 10**12]),
+        },
+        optional={
+            "low_freq_factor": st.sampled_from([0, 1e-300, 9e5]),
+            "high_freq_factor": st.sampled_from([1e-299, 1e-6, 1e6]),
+            "beta_fast": st.sampled_from([1e-6, 1e6]),
+            "beta_slow": st.sampled_from([1e-6, 1e6]),
+            "attention_factor": st.sampled_from([1e-6, 1e6]),
+            "mscale": st.sampled_from([0, 1e-300, 1e6]),
+            "mscale_all_dim": st.sampled_from([0, 1e-300, 1e6]),
+            "truncate": st.booleans(),
+        },
+    ),
+)
+def test_every_setting_that_is_read_gives_numbers(theta: float, kind: str, numbers: dict[str, float]) -> None:
+    """At the limits of each, and far inside."""
+    try:
+        scaling = RopeScaling.from_huggingface({"rope_type": kind, **numbers})
+    except ValueError as refused:
+        assert "greater than 'low_freq_factor'" in str(refused)  # noqa: PT017
+        return
+    for table in rope_tables(theta, 128, 4096, scaling):
+        assert np.isfinite(table).all()
+
+
+def test_qwen3_heads_are_128_wide_where_nothing_says_so(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in SIZES.items() if k != "head_dim"}))
+    assert read_config(tmp_path).head_dim == Qwen3Config.from_pretrained(tmp_path).head_dim == 128
 
 
 def test_unsupported_scaling_of_a_checkpoint_names_the_file_and_can_be_replaced(tmp_path: Path) -> None:

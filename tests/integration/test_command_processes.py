@@ -80,6 +80,14 @@ def test_a_locale_without_accents_takes_and_prints_them(toy_plan: Path, tmp_path
     assert printed.stdout == expected["text"].encode("ascii", "backslashreplace").decode() + "\n"
 
 
+def test_a_locale_without_accents_finds_folders_with_them(toy_plan: Path, tmp_path: Path) -> None:
+    (tmp_path / "é").symlink_to(toy_plan)
+    found = run(["compiler", "inspect", tmp_path / "é", "--json"], **ASCII)
+    assert (found.returncode, found.stderr) == (0, "")
+    missing = run(["compiler", "inspect", tmp_path / "è"], **ASCII)
+    assert (missing.returncode, len(missing.stderr.splitlines())) == (2, 1)
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_an_interrupt_while_importing_ends_the_command_quietly(module: str, tmp_path: Path) -> None:
     """rich, which all import, is one here that interrupts whoever imports it."""

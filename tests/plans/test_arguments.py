@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 
 import pytest
 
@@ -62,9 +63,14 @@ def test_a_wrong_command_line_is_one_sentence_and_where_help_is(arguments: list[
     assert str(refused.value) == sentence
 
 
-def test_arguments_are_utf_8_in_every_locale() -> None:
+def test_texts_are_utf_8_in_every_locale_and_paths_are_what_the_system_has() -> None:
     parser = Parser()
     parser.add_argument("text")
+    parser.add_argument_group("files").add_argument("--plan", type=Path)
+    parser.add_argument_group("texts").add_argument("--stop", action="append")
+    typed = "café".encode().decode("ascii", "surrogateescape")
+    found = parser.parse_args([typed, "--plan", typed, "--stop", typed, f"--stop={typed}"])
+    assert (found.text, found.plan, found.stop) == ("café", Path(typed), ["café", "café"])
     for typed in ("plain", "café", "café".encode().decode("ascii", "surrogateescape")):
         assert parser.parse_args([typed]).text == os.fsdecode(typed.encode("utf-8", "surrogateescape"))
     assert parser.parse_args(["\udce9"]).text == "\udce9"  # no UTF-8 either: whoever reads the text says so

@@ -90,6 +90,11 @@ def test_a_link_to_the_plan_is_followed_to_where_it_leads_when_the_plan_is_opene
     assert "leads nowhere" in refused(current)
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b"])
+def test_a_path_that_cannot_be_one_is_refused(tmp_path: Path, name: str) -> None:
+    assert "cannot be read" in refused(tmp_path / name)
+
+
 def test_a_linked_folder_is_refused(plan: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (plan / "engines" / TARGET / "more").symlink_to(tmp_path / "elsewhere")
@@ -97,10 +102,10 @@ def test_a_linked_folder_is_refused(plan: Path, tmp_path: Path) -> None:
 
 
 def test_no_folder_and_an_empty_folder_are_no_plans(tmp_path: Path) -> None:
-    assert "compiler build" in refused(tmp_path)
-    assert "compiler build" in refused(tmp_path / "none")
+    assert "outrider build" in refused(tmp_path)
+    assert "outrider build" in refused(tmp_path / "none")
     (tmp_path / "file").write_text("x")
-    assert "compiler build" in refused(tmp_path / "file")
+    assert "outrider build" in refused(tmp_path / "file")
 
 
 # Paths of the file list.

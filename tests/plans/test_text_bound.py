@@ -100,7 +100,11 @@ def without_bound() -> list[LibraryTokenizer]:
     removing.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split("o", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    return [words, fused, dropping, erasing, removing]
+    blanking = byte_level()  # letters become blanks, which are then dropped
+    blanking.normalizer = normalizers.Sequence([normalizers.Replace("d", " "), normalizers.Strip()])
+    prefixed = byte_level()  # a byte inside a word has no token
+    prefixed.model = models.BPE(vocab=prefixed.get_vocab(), merges=[], continuing_subword_prefix="##")
+    return [words, fused, dropping, erasing, removing, blanking, prefixed]
 
 
 @pytest.mark.parametrize("library", without_bound())

@@ -50,6 +50,17 @@ def test_load(branch_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "batching, text first" in printed
 
 
+def test_load_of_a_plan_that_serves_one_at_a_time(toy_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--length", "40", "--new", "6", "--reps", "1", "--waves", "2", "--at-once", "1,3", "--drafters", "ngram")
+    rows = report(capsys, "load", str(toy_plan), *sizes)["rows"]
+    assert [(row["at_once"], row["mode"], row["same_tokens"]) for row in rows] == [  # type: ignore[attr-defined]
+        (1, "one by one", True),
+        (1, "one at a time", True),
+        (3, "one by one", True),
+        (3, "one at a time", True),
+    ]
+
+
 def test_soak(branch_plan: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tools.serving.soak.SECONDS", 2.0)
     sizes = ("--minutes", "1", "--clients", "6", "--length", "60", "--new", "12", "--every", "0.2")
@@ -60,7 +71,5 @@ def test_soak(branch_plan: Path, capsys: pytest.CaptureFixture[str], monkeypatch
 
 
 def test_what_cannot_be_measured_is_refused(toy_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert serving.main(["load", str(toy_plan), *PROMPTS]) == 2
-    assert "capacity.branches" in capsys.readouterr().err
     assert serving.main(["hits", str(toy_plan), "--drafters", "oracle", *PROMPTS]) == 2
     assert "--drafters names 'oracle'" in capsys.readouterr().err

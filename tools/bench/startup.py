@@ -75,9 +75,7 @@ def _run(plan: Path, threads: int) -> tuple[float, ...]:
     process_ms = (perf_counter() - started) * 1000
     if ended.returncode:
         said = ended.stderr.strip().splitlines() or [f"exit status {ended.returncode}"]
-        raise OutriderError(
-            f"{plan} cannot be started in a fresh process ({said[-1]}); try `python -m runtime generate`."
-        )
+        raise OutriderError(f"{plan} cannot be started in a fresh process ({said[-1]}); try `outrider generate`.")
     found = json.loads(ended.stdout)
     if isinstance(found, str):
         raise OutriderError(found)

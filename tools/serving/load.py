@@ -12,7 +12,6 @@ from typing import Any
 from rich.console import Console
 
 from plans.console import progress_bar
-from plans.errors import RequestError
 from runtime import Runtime
 from runtime.branch_request import MODES
 from tools.bench.identity import identity_columns
@@ -24,14 +23,14 @@ def measure_load(options: argparse.Namespace) -> dict[str, Any]:
     """A row for every drafter, mode and number of requests at once."""
     probe = load_runtime(options)
     geometry, drafters = probe.manifest.target, choose_drafters(probe, options)
-    if geometry.branches < 2:
-        raise RequestError("The plan serves one request at a time; build it with capacity.branches of 2 to 16.")
     at_once = options.at_once or [geometry.branches]
-    modes = [mode for mode in MODES if mode != "batching" or geometry.rows > 1]
+    modes: dict[str, str | None] = {mode: mode for mode in MODES if mode != "batching" or geometry.rows > 1}
+    if geometry.branches == 1:
+        modes = {"one at a time": None}
     texts = prompts_of(probe, options, options.length)
-    runtimes: dict[str, Runtime] = {mode: load_runtime(options, mode) for mode in modes}
+    runtimes: dict[str, Runtime] = {name: load_runtime(options, mode) for name, mode in modes.items()}
     if options.compare_overlap:  # where the text of a pass is made out before the next one begins
-        runtimes |= {f"{mode}, text first": load_runtime(options, mode, overlap=False) for mode in modes}
+        runtimes |= {f"{name}, text first": load_runtime(options, mode, overlap=False) for name, mode in modes.items()}
     rows = []
     cases = [(drafter, count) for drafter in drafters for count in at_once]
     with progress_bar("measuring") as progress:
