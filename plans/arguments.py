@@ -6,7 +6,8 @@ import argparse
 import math
 import os
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any, NoReturn
@@ -24,6 +25,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self._given: list[str] = []
         self.register("type", None, _as_utf8)
 
     def add_subparsers(self, **options: Any) -> Any:
@@ -33,22 +35,46 @@ class Parser(argparse.ArgumentParser):
         return commands
 
     def error(self, message: str) -> NoReturn:
-        """Raise `UsageError`. argparse writes "argument --count: is '0'; ...", of which the option alone is kept."""
+        """Raise `UsageError` with what argparse says, and the nearest of what may have been meant.
+
+        Of "argument --count: is '0'; ..." the option alone is kept. An argument that is not known is named before those
+        that are missing, as it was to be one of them.
+        """
         said = re.sub(
             r"^argument ([^ ]+): (is )?", lambda found: f"{found[1]} is " if found[2] else f"{found[1]}: ", message
         )
+        choice = re.match(r"^([^ ]+): invalid choice: '(.*)' \(choose from (.*)\)$", said, re.DOTALL)
+        if choice is not None:
+            known = re.findall(r"[^\s',]+", choice[3])
+            said = f"{choice[1]} is {_shortened(choice[2])}; choose from {', '.join(known)}{_meant(choice[2], known)}"
+        unknown = [word for word in self._given if word.startswith("--") and not self._begins_an_option(word)]
+        if "required" in said and unknown:
+            said = self._unknown(unknown[0])
         joined = f"{said} See" if said.endswith("?") else f"{said.rstrip('.')}; see"
         raise UsageError(f"{joined} {self.prog} --help")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Raise `UsageError` for what is not known: a command's own parser does, so that its help is named."""
-        known, others = super().parse_known_args(args, namespace)
+        self._given = list(sys.argv[1:] if args is None else args)
+        known, others = super().parse_known_args(self._given, namespace)
         if others:
-            first = others[0].partition("=")[0]
-            close = get_close_matches(first, self._option_string_actions, n=1) if first.startswith("-") else []
-            meant = f"; did you mean {close[0]}?" if close else ""
-            self.error(f"there is no argument {_shortened(others[0])}{meant}")
+            self.error(self._unknown(others[0]))
         return known, others
+
+    def _begins_an_option(self, word: str) -> bool:
+        """Whether an option begins with `word`."""
+        name = word.partition("=")[0]
+        return any(option.startswith(name) for option in self._option_string_actions)
+
+    def _unknown(self, word: str) -> str:
+        name = word.partition("=")[0]
+        meant = _meant(name, self._option_string_actions) if name.startswith("-") else ""
+        return f"there is no argument {_shortened(word)}{meant}"
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    close = get_close_matches(word, known, n=1, cutoff=0.75)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _as_utf8(word: str) -> str:

@@ -21,7 +21,9 @@ _REASONS = {
 
 
 def error_body(message: str, kind: str, code: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    """As OpenAI's. Half a character, which a message may repeat of what was sent, is written as its escape."""
+    told = message.encode("utf-8", "backslashreplace").decode("utf-8")
+    return {"error": {"message": told, "type": kind, "param": None, "code": code}}
 
 
 def _usage(found: Sequence[Generation], prompts: int) -> dict[str, Any]:

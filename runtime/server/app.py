@@ -199,7 +199,9 @@ def _sentence(request: Request, error: HTTPException) -> str:
     if error.status_code == 405:
         return f"{path} cannot be asked by {method}; use {(error.headers or {}).get('Allow', 'another method')}."
     if error.status_code == 400:
-        return "The body cannot be read as JSON: it is no UTF-8 text, or nested too deeply. Send a JSON object."
+        why = {UnicodeDecodeError: "it is no UTF-8 text", RecursionError: "it is nested too deeply"}
+        reason = why.get(type(error.__cause__), "it has a number of too many digits")
+        return f"The body cannot be read as JSON: {reason}. Send a JSON object."
     return str(error.detail)
 
 

@@ -36,11 +36,13 @@ class _Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _one_unknown_key(cls, given: object) -> object:
-        """Leave one key of those that are not known: one is enough to be refused."""
+        """Leave one key of those that are not known: one is enough to be refused. Half a character in it, which
+        Pydantic does not take, becomes its escape."""
         if not isinstance(given, dict) or given.keys() <= cls.model_fields.keys():
             return given
         unknown = next(key for key in given if key not in cls.model_fields)
-        return {key: value for key, value in given.items() if key in cls.model_fields or key == unknown}
+        known = {key: value for key, value in given.items() if key in cls.model_fields}
+        return known | {unknown.encode("utf-8", "backslashreplace").decode("utf-8"): given[unknown]}
 
 
 class StreamOptions(_Body):

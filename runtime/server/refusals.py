@@ -55,13 +55,15 @@ def _located(loc: Sequence[str | int], kind: str, body: object) -> tuple[list[st
         if inside or (isinstance(value, list) and isinstance(part, int) and part < len(value)):
             value = value[part]
             path.append(part)
-    if kind == "missing":
+    if kind == "missing" or (kind == "extra_forbidden" and path[-1:] != [loc[-1]]):
         path.append(loc[-1])
     return path, value
 
 
 def _spelled(path: Sequence[str | int]) -> str:
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+    """`messages[0].content`; of a long key its beginning."""
+    names = (part if isinstance(part, int) or len(part) <= _LONGEST else f"{part[:_LONGEST]}..." for part in path)
+    return "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names).removeprefix(".")
 
 
 def _description(model: type[BaseModel], path: Sequence[str | int]) -> str | None:

@@ -322,8 +322,16 @@ def test_of_a_chat_it_is_said_too(client: openai.OpenAI, own: dict[str, Any], wo
     ("data", "kind", "words"),
     [
         (b"{", "application/json", "The body is not JSON: .* at character 2"),
-        (b"[" * 15_000, "application/json", "The body cannot be read as JSON"),
-        (b'"\xff"', "application/json", "no UTF-8 text"),
+        (b"[" * 15_000, "application/json", "The body cannot be read as JSON: it is nested too deeply"),
+        (b'"\xff"', "application/json", "The body cannot be read as JSON: it is no UTF-8 text"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "application/json", "it has a number of too many digits"),
+        (b'{"model": "toy", "prompt": "x", "\\ud800": 1}', "application/json", r"\\ud800 is no key that"),
+        (b'{"model": "toy", "prompt": "x", "seed": "\\ud800"}', "application/json", r'seed is "\\ud800"; pass a whole'),
+        (
+            b'{"model": "toy", "prompt": "x", "' + b"k" * 5000 + b'": 1}',
+            "application/json",
+            "^k{60}[.]{3} is no key that",
+        ),
         (b"[]", "application/json", r"The body is \[\]; send a JSON object"),
         (b"{}", "text/plain", "send it with the header Content-Type: application/json"),
         (b"", "application/json", "The body is empty"),
@@ -341,6 +349,7 @@ def test_paths_that_are_none_are_named(address: str) -> None:
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     for path, data, words in (
         ("/v1/embeddings", b"{}", "There is nothing at /v1/embeddings; this server has /v1/completions"),
+        ("/v1/completions", b'{"model": "\\ud800", "prompt": "x"}', r"There is no model '\ud800'"),
         ("/v1/completions", None, "/v1/completions cannot be asked by GET; use POST"),
     ):
         status, body = get(f"{address}{path}", headers, data)
