@@ -79,7 +79,7 @@ def test_a_mistyped_option_is_named_before_what_is_missing() -> None:
         ),
         (["p", "ask"], "one of the arguments --prompt --prompt-file is required; see some tool plan ask --help"),
         (["p"], "the following arguments are required: COMMAND; see some tool --help"),
-        (["p", "aks"], "COMMAND is 'aks'; choose from ask; did you mean ask? See some tool --help"),
+        (["p", "asks"], "COMMAND is 'asks'; choose from ask; did you mean ask? See some tool --help"),
     ):
         with pytest.raises(UsageError) as refused:
             parser.parse_args(given)
