@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from runtime.branch_stream import BranchSpan, BranchStats, BranchStream
     from runtime.generation import FinishReason, Generation, GenerationStream, Span
     from runtime.handle import Handle
-    from runtime.prefix_cache import PrefixCache, PrefixCacheConfig
-    from runtime.prefix_stats import PrefixCacheStats
+    from runtime.prefix_cache.cache import PrefixCache, PrefixCacheConfig
+    from runtime.prefix_cache.stats import PrefixCacheStats
     from runtime.runtime import Runtime
     from runtime.scheduler import SchedulerConfig
     from runtime.scheduler_stats import SchedulerStats
@@ -27,8 +27,8 @@ _MODULES = {
     "branch_stream": ("BranchSpan", "BranchStats", "BranchStream"),
     "generation": ("FinishReason", "Generation", "GenerationStream", "Span"),
     "handle": ("Handle",),
-    "prefix_cache": ("PrefixCache", "PrefixCacheConfig"),
-    "prefix_stats": ("PrefixCacheStats",),
+    "prefix_cache.cache": ("PrefixCache", "PrefixCacheConfig"),
+    "prefix_cache.stats": ("PrefixCacheStats",),
     "runtime": ("Runtime",),
     "scheduler": ("SchedulerConfig",),
     "scheduler_stats": ("SchedulerStats",),

@@ -14,13 +14,13 @@ from pathlib import Path
 from plans.arguments import Parser, at_least_0, at_least_1, number
 from plans.console import guarded, print_json, report_error, stderr
 from plans.errors import RequestError
-from runtime.arguments import add_prompt, add_shared, generation_json, load, read_options, read_prompt
 from runtime.beam_search import BeamOptions, BeamResult, EarlyStopping
-from runtime.branch_command import add_branches
-from runtime.debug import RoundPrinter, log_to
+from runtime.cli.arguments import add_prompt, add_shared, generation_json, load, read_options, read_prompt
+from runtime.cli.branches import add_branches
+from runtime.cli.debug import RoundPrinter, log_to
+from runtime.cli.skeleton import add_skeleton
 from runtime.generation import Generation
 from runtime.server.command import add_serve
-from runtime.skeleton_command import add_skeleton
 
 _EARLY_STOPPING: dict[str, EarlyStopping] = {"false": False, "true": True, "never": "never"}
 _OF_BEAMS = {"length_penalty", "early_stopping", "num_return"}

@@ -11,8 +11,8 @@ import numpy as np
 from plans.errors import RequestError
 from plans.manifest import Manifest
 from plans.tokenizer import Tokenizer
-from runtime.prompt import prepare_prompt
 from runtime.request import Options, Request, check_options
+from runtime.text.prompt import prepare_prompt
 
 Mode = Literal["in-one-sequence", "batching"]
 MODES: tuple[Mode, ...] = get_args(Mode)

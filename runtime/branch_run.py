@@ -18,20 +18,20 @@ from numpy.typing import NDArray
 from plans import names
 from plans.errors import RequestError
 from plans.manifest import GraphDrafter
-from runtime.assembly import Loaded, assemble
-from runtime.branch_arena import BranchArena
-from runtime.branch_drafting import Asking, BranchDrafting
-from runtime.branch_memory import BranchMemory
 from runtime.branch_request import BranchRequest, Mode
 from runtime.branch_stream import BranchSpan, BranchStats
-from runtime.branches import Branch, BranchState
+from runtime.drafters.branch_drafting import Asking, BranchDrafting
 from runtime.drafters.branches import EngineBranches
+from runtime.execution.assembly import Loaded, assemble
 from runtime.generation import FinishReason, Generation, GrowingGeneration, Span
-from runtime.prefix_cache import PrefixCache
+from runtime.kv.branch_arena import BranchArena
+from runtime.kv.branches import Branch, BranchState
+from runtime.prefix_cache.branch_memory import BranchMemory
+from runtime.prefix_cache.cache import PrefixCache
 from runtime.request import Options, check_options
 from runtime.sampling import TokenLogprob, likeliest, logprobs
 from runtime.stats import StageClock, Stats, Stopwatch
-from runtime.text_stream import TextStream
+from runtime.text.stream import TextStream
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ from enum import StrEnum
 from runtime.request import Request
 from runtime.sampling import TokenLogprob
 from runtime.stats import Stats
-from runtime.text_stream import TextStream
+from runtime.text.stream import TextStream
 
 
 class FinishReason(StrEnum):

@@ -12,8 +12,8 @@ from plans.chat_template import check_text
 from plans.errors import RequestError
 from plans.manifest import Manifest
 from plans.partial_kv import PARTIAL_MODES, PartialKv, PartialMode
-from runtime.constraint import Constraint
 from runtime.sampling import FilterOrder, SamplingParams
+from runtime.text.constraint import Constraint
 from runtime.trace import Watcher
 
 MAX_LOGPROBS = 20

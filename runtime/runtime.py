@@ -17,23 +17,23 @@ from plans.machine import processor
 from plans.manifest import Manifest
 from plans.plan import Plan, open_plan
 from plans.tokenizer import Tokenizer
-from runtime.assembly import Loaded
 from runtime.backends import BACKENDS, Chosen, choose_target
 from runtime.backends.base import Settings
 from runtime.beam_search import BeamOptions, BeamResult, beam_search
 from runtime.branch_request import MODES, BranchPrompt, BranchRequest, Mode, check_branches
 from runtime.branch_run import BranchRunner
 from runtime.branch_stream import BranchSpan, BranchStats, BranchStream
+from runtime.execution.assembly import Loaded
 from runtime.generation import Generation, GenerationStream
 from runtime.handle import Handle
-from runtime.prefix_cache import PrefixCache, PrefixCacheConfig, row_shapes
-from runtime.prefix_file import load_prefix_cache, save_prefix_cache
-from runtime.prompt import Messages, choose_prompt, prepare_prompt
+from runtime.prefix_cache.cache import PrefixCache, PrefixCacheConfig, row_shapes
+from runtime.prefix_cache.file import load_prefix_cache, save_prefix_cache
 from runtime.request import Options, Request, check_request
 from runtime.scheduler import Scheduler, SchedulerConfig
 from runtime.scheduler_stats import SchedulerStats
 from runtime.session import Session
 from runtime.session_pool import SessionPool
+from runtime.text.prompt import Messages, choose_prompt, prepare_prompt
 
 MAX_THREADS = 1024
 

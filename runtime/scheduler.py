@@ -21,13 +21,13 @@ from time import monotonic, perf_counter
 from typing import Any
 
 from plans.errors import BusyError, ClosedError, OutriderError, PlanError, RequestError
-from runtime.assembly import Loaded
 from runtime.branch_request import MODES, BranchRequest, Mode
 from runtime.branch_run import BranchRunner
 from runtime.branch_stream import BranchSpan, BranchStats
+from runtime.execution.assembly import Loaded
 from runtime.generation import FinishReason, Generation
 from runtime.handle import Handle
-from runtime.prefix_cache import PrefixCache
+from runtime.prefix_cache.cache import PrefixCache
 from runtime.runner import Committed, Runner, Runs
 from runtime.scheduler_stats import SchedulerStats
 from runtime.session_pool import SessionPool

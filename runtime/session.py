@@ -19,25 +19,25 @@ from numpy.typing import NDArray
 from plans import names
 from plans.errors import RequestError
 from plans.manifest import Manifest
-from runtime.arena import BRANCH, SlotMap
-from runtime.assembly import Loaded, assemble
-from runtime.buffers import Buffers
 from runtime.drafters import Drafter
+from runtime.drafters.adaptive import Gate, Gates
 from runtime.drafters.partial import PartialDrafter, waiting
 from runtime.exclusive import Exclusive
-from runtime.gate import Gate, Gates
+from runtime.execution.assembly import Loaded, assemble
+from runtime.execution.buffers import Buffers
+from runtime.execution.program import Program
+from runtime.execution.target_pass import TargetPasses
 from runtime.generation import FinishReason, Generation, GenerationStream, GrowingGeneration, Run, Span
-from runtime.prefix_cache import PrefixCache
-from runtime.program import Program
-from runtime.prompt import Messages, Prompt, choose_prompt, prepare_prompt
-from runtime.radix_tree import common_length
+from runtime.kv.session_arenas import SessionArenas
+from runtime.kv.slots import BRANCH, SlotMap
+from runtime.prefix_cache.cache import PrefixCache
+from runtime.prefix_cache.radix_tree import common_length
+from runtime.prefix_cache.session_memory import SessionMemory
 from runtime.request import Options, Request, check_fresh, check_options, check_request
 from runtime.sampling import likeliest, logprobs
-from runtime.session_arenas import SessionArenas
-from runtime.session_memory import SessionMemory
 from runtime.stats import StageClock, Stats
-from runtime.target_pass import TargetPasses
-from runtime.text_stream import TextStream
+from runtime.text.prompt import Messages, Prompt, choose_prompt, prepare_prompt
+from runtime.text.stream import TextStream
 from runtime.trace import read_round
 
 

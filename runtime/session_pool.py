@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from runtime.assembly import Loaded
+from runtime.execution.assembly import Loaded
 from runtime.generation import Run
-from runtime.prefix_cache import PrefixCache
-from runtime.radix_tree import common_length
+from runtime.prefix_cache.cache import PrefixCache
+from runtime.prefix_cache.radix_tree import common_length
 from runtime.request import Request
 from runtime.session import Session
 

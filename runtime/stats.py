@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Protocol
 
-from runtime.program import Program
+from runtime.execution.program import Program
 
 
 @dataclass

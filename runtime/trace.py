@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.drafters.base import Drafter
-from runtime.step import TargetStep
+from runtime.execution.step import TargetStep
 
 
 @dataclass(frozen=True)

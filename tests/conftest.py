@@ -18,7 +18,7 @@ from compiler.build import build
 from compiler.recipe import load_recipe
 from plans.plan import Plan
 from runtime import Runtime
-from runtime.partial_policy import Interval
+from runtime.kv.partial_policy import Interval
 from tests.compiler.eagle3_heads import write_eagle3
 from tests.plugins.emulator import Emulator
 from tests.plugins.tensorrt_stand_in import StandIn

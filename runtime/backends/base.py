@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from plans.manifest import Engine, TargetPlan
-from runtime.buffers import Buffers
+from runtime.execution.buffers import Buffers
 
 
 class BoundEngine(Protocol):

@@ -22,7 +22,7 @@ from plugins.cuda import DeviceOp
 from plugins.cuda.launches import FAULTS, STATUS
 from runtime.backends.cuda_driver import Pinned
 from runtime.backends.recorder import Recorder
-from runtime.buffers import Buffers, Call
+from runtime.execution.buffers import Buffers, Call
 
 _ALIGNMENT = 256  # bytes: what kernels may assume of an address
 LARGE = frozenset({names.KV, names.ATTN_BIAS, names.LOGITS_OUT, names.FEATURES, names.DRAFT_PROBS})

@@ -20,7 +20,7 @@ from plans.errors import PlanError
 from plans.manifest import Engine, TargetPlan
 from plugins.onnxruntime_ops import THREADS, cpu_library
 from runtime.backends.base import BoundEngine, LoadedEngine
-from runtime.buffers import Buffers
+from runtime.execution.buffers import Buffers
 
 Array = NDArray[Any]
 

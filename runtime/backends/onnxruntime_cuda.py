@@ -26,7 +26,7 @@ from runtime.backends.base import BoundEngine, LoadedEngine, Settings
 from runtime.backends.cuda_driver import CudaDevice, architecture, fitting_kernels
 from runtime.backends.device import DeviceBuffers
 from runtime.backends.one_thread import OneThread
-from runtime.buffers import Buffers
+from runtime.execution.buffers import Buffers
 
 _PROVIDER = "CUDAExecutionProvider"
 _BFLOAT16 = 16  # ONNX's number of the type, which NumPy lacks

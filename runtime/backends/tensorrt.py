@@ -20,7 +20,7 @@ from runtime.backends.base import LoadedEngine, Settings
 from runtime.backends.cuda_driver import CudaDevice, architecture, device_name, fitting_kernels
 from runtime.backends.device import DeviceBuffers
 from runtime.backends.tensorrt_context import BoundEngine, ContextMaker
-from runtime.buffers import Buffers
+from runtime.execution.buffers import Buffers
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.step import TargetStep
+from runtime.execution.step import TargetStep
 
 
 class Drafter(Protocol):

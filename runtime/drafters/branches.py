@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from plans import names
 from plans.manifest import Geometry, GraphDrafter
-from runtime.arena_rows import ArenaRows
-from runtime.branch_arena import BranchArena
-from runtime.branches import Branch, Draft
-from runtime.buffers import Buffers
-from runtime.program import Program
+from runtime.execution.buffers import Buffers
+from runtime.execution.program import Program
+from runtime.execution.step import DraftStep
+from runtime.kv.arena_rows import ArenaRows
+from runtime.kv.branch_arena import BranchArena
+from runtime.kv.branches import Branch, Draft
 from runtime.stats import Stopwatch
-from runtime.step import DraftStep
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from plans import names
 from plans.manifest import EntropyGamma, Geometry, GraphDrafter
-from runtime.arena import BRANCH
-from runtime.buffers import Buffers
 from runtime.drafters.graph import EngineDrafter
-from runtime.program import Program
-from runtime.step import DraftStep, TargetStep
+from runtime.execution.buffers import Buffers
+from runtime.execution.program import Program
+from runtime.execution.step import DraftStep, TargetStep
+from runtime.kv.slots import BRANCH
 
 _LOG = logging.getLogger("outrider")
 

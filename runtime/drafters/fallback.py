@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from runtime.drafters.base import Drafter, HostDrafter
 from runtime.drafters.graph import EngineDrafter
-from runtime.step import TargetStep
+from runtime.execution.step import TargetStep
 
 
 class Fallback:

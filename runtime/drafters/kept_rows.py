@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from plans import names
 from plans.manifest import Geometry
-from runtime.arena import BRANCH, SlotMap
-from runtime.arena_rows import ArenaRows
-from runtime.buffers import Buffers
-from runtime.step import Step
+from runtime.execution.buffers import Buffers
+from runtime.execution.step import Step
+from runtime.kv.arena_rows import ArenaRows
+from runtime.kv.slots import BRANCH, SlotMap
 
 _FEW = 16  # rows
 

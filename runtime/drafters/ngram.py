@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from plans import names
 from plans.errors import PlanError
 from plugins.native import Ngrams
-from runtime.step import TargetStep
+from runtime.execution.step import TargetStep
 
 MAX_CONTEXT = 16
 

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from plans import names
 from plans.errors import PlanError
+from runtime.drafters.adaptive import Gate
 from runtime.drafters.base import Drafter
-from runtime.gate import Gate
-from runtime.partial_kv import PartialArena
-from runtime.partial_policy import Budget, Interval
+from runtime.execution.step import TargetStep
+from runtime.execution.target_pass import TargetPasses
+from runtime.kv.partial import PartialArena
+from runtime.kv.partial_policy import Budget, Interval
 from runtime.stats import Stats
-from runtime.step import TargetStep
-from runtime.target_pass import TargetPasses
 
 
 class PartialDrafter:

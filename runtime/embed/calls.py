@@ -18,7 +18,7 @@ from plans.plan import open_plan
 from runtime.backends import reason_against
 from runtime.embed.handles import Handles, InvalidArgumentError, InvalidHandleError, Kind
 from runtime.generation import FinishReason, Generation
-from runtime.prefix_cache import PrefixCacheConfig
+from runtime.prefix_cache.cache import PrefixCacheConfig
 from runtime.request import Options
 from runtime.runtime import Runtime
 from runtime.session import Session

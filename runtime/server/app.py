@@ -25,13 +25,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from plans.errors import BusyError, ClosedError, OutriderError, RequestError
 from runtime.generation import FinishReason, Generation, Span
 from runtime.handle import Handle
-from runtime.prompt import chat_prompt, encode_prompt
 from runtime.request import Options
 from runtime.runtime import Runtime
 from runtime.server.answers import Answer, error_body
 from runtime.server.asked import ChatAsked, CompletionAsked
 from runtime.server.metrics import Metrics
 from runtime.server.refusals import refusal
+from runtime.text.prompt import chat_prompt, encode_prompt
 
 _COMPLETIONS = "/v1/completions"
 _DONE = "data: [DONE]\n\n"

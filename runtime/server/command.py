@@ -15,10 +15,10 @@ from plans.arguments import at_least_1, number, whole_number
 from plans.console import stderr
 from plans.errors import RequestError
 from plans.extras import install
-from runtime.arguments import add_machine, load
 from runtime.branch_request import MODES
-from runtime.prefix_cache import PrefixCacheConfig
-from runtime.prefix_file import check_folder
+from runtime.cli.arguments import add_machine, load
+from runtime.prefix_cache.cache import PrefixCacheConfig
+from runtime.prefix_cache.file import check_folder
 from runtime.scheduler import SchedulerConfig
 
 _CUTTING = 5.0  # seconds for those who run to hear that they are cut off, at the end of their pass

@@ -19,8 +19,8 @@ from plans.plan import open_plan
 from plugins.reference import bim_mask
 from runtime.backends.base import LoadedEngine
 from runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
-from runtime.buffers import Buffers
-from runtime.step import TargetStep
+from runtime.execution.buffers import Buffers
+from runtime.execution.step import TargetStep
 
 TOKENS = [(37 * i) % 299 + 1 for i in range(48)]
 Logits = NDArray[np.float32]

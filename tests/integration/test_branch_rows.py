@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from runtime import PrefixCacheConfig, Runtime, branch_arena
 from runtime import runtime as runtime_module
-from runtime.arena import EMPTY, SHARED
-from runtime.branch_arena import BranchArena
 from runtime.branch_request import MODES
 from runtime.branch_run import BranchRunner
 from runtime.branch_stream import BranchStats
-from runtime.branches import BranchState
 from runtime.drafters.branches import EngineBranches
-from runtime.program import Program
+from runtime.execution.program import Program
+from runtime.kv.branch_arena import BranchArena
+from runtime.kv.branches import BranchState
+from runtime.kv.slots import EMPTY, SHARED
 from tests.integration.test_branches import BRANCH, DRAFTERS, alone
 
 

@@ -19,7 +19,7 @@ from plans import names
 from runtime import Runtime
 from runtime import runtime as runtime_module
 from runtime.branch_run import BranchRunner
-from runtime.step import NOBODY
+from runtime.execution.step import NOBODY
 from tests.integration.test_branches import BRANCH
 
 LAYOUTS = {"in-one-sequence": ("in-one-sequence", False), "batching": ("batching", False), "padded": ("batching", True)}

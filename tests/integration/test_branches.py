@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from plans.errors import RequestError
 from runtime import Runtime
-from runtime.branch_arena import BranchArena
 from runtime.branch_request import MODES
-from runtime.branches import BranchState
-from runtime.constraint import Constraint, Vocabulary
-from runtime.grammar import Grammar, one_of, repeat
+from runtime.kv.branch_arena import BranchArena
+from runtime.kv.branches import BranchState
+from runtime.text.constraint import Constraint, Vocabulary
+from runtime.text.grammar import Grammar, one_of, repeat
 
 DRAFTERS = ["none", "ngram", "short", "chain", "bushy", "head", "mixed"]
 TOKENS = st.lists(st.integers(1, 299), min_size=1, max_size=24)

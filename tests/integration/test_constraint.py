@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from plans.errors import RequestError
 from runtime import Runtime
-from runtime.constraint import Constraint, Vocabulary
-from runtime.grammar import DEAD, Grammar, choice, literal, one_of, repeat, sequence
-from runtime.outline import outline_grammar, parse_outline
+from runtime.skeleton.outline import outline_grammar, parse_outline
+from runtime.text.constraint import Constraint, Vocabulary
+from runtime.text.grammar import DEAD, Grammar, choice, literal, one_of, repeat, sequence
 
 
 def vocabulary_of(runtime: Runtime, grammar: Grammar) -> Vocabulary:

@@ -11,9 +11,9 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from runtime import BusyError, FinishReason, OutriderError, PlanError, RequestError, Runtime, Session
-from runtime.constraint import Constraint, Vocabulary
-from runtime.grammar import Grammar, one_of, repeat
 from runtime.request import Options
+from runtime.text.constraint import Constraint, Vocabulary
+from runtime.text.grammar import Grammar, one_of, repeat
 from tests.conftest import TOY_DRAFTERS
 
 PROMPT = "def add(a, b):\n"
@@ -311,8 +311,8 @@ def test_a_cancellation_while_a_drafter_catches_up_ends_the_generation(
 ) -> None:
     """A head that rested has more to compute again than a step takes."""
     cancel, rests = threading.Event(), [True]
-    monkeypatch.setattr("runtime.gate.Gate.resting", property(lambda _: rests[0]))
-    monkeypatch.setattr("runtime.gate.Gate.drafting", property(lambda _: not rests[0]))
+    monkeypatch.setattr("runtime.drafters.adaptive.Gate.resting", property(lambda _: rests[0]))
+    monkeypatch.setattr("runtime.drafters.adaptive.Gate.drafting", property(lambda _: not rests[0]))
     wake = Session._wake
     monkeypatch.setattr(Session, "_wake", lambda self, *asked: (cancel.set(), wake(self, *asked))[1])
     session, found = toy.session(), list[int]()

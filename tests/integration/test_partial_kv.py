@@ -261,9 +261,9 @@ def test_a_resting_drafter_does_not_keep_a_session_from_running_ahead(
     long: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()  # what is ahead is up to the policy
-    monkeypatch.setattr("runtime.partial_policy.Interval._tokens_per_ms", lambda _, length: 1e9 * length)
-    monkeypatch.setattr("runtime.gate.Gate.resting", True)
-    monkeypatch.setattr("runtime.gate.Gate.drafting", False)
+    monkeypatch.setattr("runtime.kv.partial_policy.Interval._tokens_per_ms", lambda _, length: 1e9 * length)
+    monkeypatch.setattr("runtime.drafters.adaptive.Gate.resting", True)
+    monkeypatch.setattr("runtime.drafters.adaptive.Gate.drafting", False)
     stats = long.session().generate(prompt(1, 60), max_new_tokens=60, drafter="chain", ignore_eos=True).stats
     assert stats.partial_rounds > 10
 

@@ -17,8 +17,8 @@ from plans.errors import BusyError, RequestError
 from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
 from runtime.branch_request import MODES, BranchRequest
 from runtime.branch_run import BranchRunner, Running
-from runtime.constraint import Constraint, Vocabulary
-from runtime.grammar import Grammar, one_of, repeat
+from runtime.text.constraint import Constraint, Vocabulary
+from runtime.text.grammar import Grammar, one_of, repeat
 
 DRAFTERS = ["none", "ngram", "short", "chain", "bushy", "head", "mixed"]
 KEEP = PrefixCacheConfig(max_cached_tokens=4096, min_prefix_length=1)

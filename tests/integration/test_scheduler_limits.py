@@ -14,7 +14,7 @@ import pytest
 from plans.errors import BusyError, PlanError, RequestError
 from runtime import Runtime, SchedulerConfig
 from runtime.branch_run import BranchRunner
-from runtime.program import Program
+from runtime.execution.program import Program
 from tests.integration.test_scheduler import KEEP, assert_nothing_is_left
 
 

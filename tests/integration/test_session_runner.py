@@ -12,10 +12,10 @@ import pytest
 from compiler.build import build
 from compiler.recipe import load_recipe
 from runtime import BusyError, PlanError, PrefixCacheConfig, RequestError, Runtime, SchedulerConfig
-from runtime.constraint import Constraint, Vocabulary
-from runtime.grammar import Grammar, one_of, repeat
-from runtime.program import Program
+from runtime.execution.program import Program
 from runtime.session_runner import SessionRunner
+from runtime.text.constraint import Constraint, Vocabulary
+from runtime.text.grammar import Grammar, one_of, repeat
 from tests.conftest import TOY_DRAFTERS
 
 PROMPT = [(37 * i) % 299 + 1 for i in range(50)]  # four chunks

@@ -13,9 +13,9 @@ from plans.errors import RequestError
 from plans.manifest import Skeleton as Settings
 from runtime import Runtime, skeleton_command
 from runtime.__main__ import main
-from runtime.constraint import Constraint, Vocabulary
-from runtime.outline import END, outline_grammar, parse_outline
-from runtime.skeleton import Skeleton, titles
+from runtime.skeleton.outline import END, outline_grammar, parse_outline
+from runtime.skeleton.skeleton import Skeleton, titles
+from runtime.text.constraint import Constraint, Vocabulary
 
 QUESTION = "a module that reads files"
 BRANCH = "{point}: {outline}"

@@ -109,9 +109,9 @@ def test_an_error_of_a_watcher_leaves_a_session_that_goes_on(long: Runtime) -> N
 @pytest.mark.parametrize("drafter", ["chain", "head", "short", "mixed"])
 def test_a_gate_that_rests_changes_no_token(long: Runtime, drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bursts and rests come in the middle of what waits as well."""
-    monkeypatch.setattr("runtime.gate.WINDOW", 3)
-    monkeypatch.setattr("runtime.gate.REST", 4)
-    monkeypatch.setattr("runtime.gate.LONGEST_REST", 8)
+    monkeypatch.setattr("runtime.drafters.adaptive.WINDOW", 3)
+    monkeypatch.setattr("runtime.drafters.adaptive.REST", 4)
+    monkeypatch.setattr("runtime.drafters.adaptive.LONGEST_REST", 8)
     for seed in range(4):
         session = long.session()
         for _ in range(2):

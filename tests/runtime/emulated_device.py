@@ -25,7 +25,7 @@ from runtime.backends.cuda_driver import Pinned
 from runtime.backends.device import DeviceBuffers
 from runtime.backends.one_thread import OneThread
 from runtime.backends.onnxruntime_cuda import DeviceEngine
-from runtime.buffers import Buffers
+from runtime.execution.buffers import Buffers
 from tests.plugins.emulator import Emulator
 
 

@@ -26,7 +26,7 @@ from plans.manifest import Engine, TargetPlan
 from runtime.backends.base import BoundEngine, LoadedEngine
 from runtime.backends.device import DeviceBuffers
 from runtime.backends.tensorrt_context import shape_of
-from runtime.buffers import Buffers
+from runtime.execution.buffers import Buffers
 from tests.plugins.tensorrt_stand_in import ALL, StandIn
 from tests.runtime.emulated_device import EmulatedDevice
 

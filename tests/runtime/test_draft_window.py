@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from plans import names
 from plans.manifest import Geometry
-from runtime.arena import BRANCH
 from runtime.drafters.kept_rows import KeptRows
+from runtime.kv.slots import BRANCH
 
 SINK, WINDOW, MODEL = 3, 5, "drafter"
 ROOM = SINK + 2 * WINDOW

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from runtime.gate import BURST, LONGEST_REST, LONGEST_WINDOW, REST, WINDOW, Gate
+from runtime.drafters.adaptive import BURST, LONGEST_REST, LONGEST_WINDOW, REST, WINDOW, Gate
 
 
 def run(gate: Gate, rounds: int, *, plain: float, drafted: float, tokens: float) -> list[bool]:

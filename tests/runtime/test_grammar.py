@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.constraint import Vocabulary
-from runtime.grammar import DEAD, Grammar, Piece, choice, literal, one_of, repeat, sequence
-from runtime.outline import OutlineError, outline_grammar, parse_outline
+from runtime.skeleton.outline import OutlineError, outline_grammar, parse_outline
+from runtime.text.constraint import Vocabulary
+from runtime.text.grammar import DEAD, Grammar, Piece, choice, literal, one_of, repeat, sequence
 
 # Forms, and the regular expressions that say the same.
 

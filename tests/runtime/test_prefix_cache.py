@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from plans.errors import RequestError
-from runtime.arena_rows import ArenaRows
-from runtime.page_pool import PAGE, PagePool, RowShape
-from runtime.prefix_cache import PrefixCache, PrefixCacheConfig
+from runtime.kv.arena_rows import ArenaRows
+from runtime.prefix_cache.cache import PrefixCache, PrefixCacheConfig
+from runtime.prefix_cache.page_pool import PAGE, PagePool, RowShape
 
 SHAPES = {"target": RowShape(2, 1, 3, np.float32), "head": RowShape(2, 1, 2, np.float32)}
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plans.errors import PlanError, RequestError
-from runtime.page_pool import PAGE
-from runtime.prefix_cache import PrefixCache
-from runtime.prefix_file import load_prefix_cache, save_prefix_cache
+from runtime.prefix_cache.cache import PrefixCache
+from runtime.prefix_cache.file import load_prefix_cache, save_prefix_cache
+from runtime.prefix_cache.page_pool import PAGE
 from tests.runtime.test_prefix_cache import cache, check_rows, insert
 
 BOUND = {"plan": "abc", "processor": "one"}

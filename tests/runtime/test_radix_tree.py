@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from runtime.radix_tree import Match, Node, RadixTree, common_length
+from runtime.prefix_cache.radix_tree import Match, Node, RadixTree, common_length
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as LibraryTokenizer
 
 from plans.errors import RequestError
 from plans.tokenizer import Tokenizer
-from runtime.text_stream import TextStream
+from runtime.text.stream import TextStream
 
 CORPUS = ["the end of the world, 日本語 and wörld, 😀😀 emoji! <|stop|> User: hello\n\nUser: end"] * 4
 

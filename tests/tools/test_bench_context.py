@@ -9,7 +9,7 @@ import pytest
 
 import tools.bench.__main__ as bench
 from plans import names
-from runtime.target_pass import TargetPasses
+from runtime.execution.target_pass import TargetPasses
 from tests.conftest import HELD_OUT
 
 Captured = pytest.CaptureFixture[str]

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plans import names
-from runtime.arena_rows import ArenaRows
-from runtime.prefix_cache import PrefixCache
+from runtime.kv.arena_rows import ArenaRows
+from runtime.prefix_cache.cache import PrefixCache
 
 
 class RandomRows(ArenaRows):

@@ -19,7 +19,7 @@ from plans import names
 from plans.errors import RequestError
 from runtime import Runtime, Session
 from runtime.backends.base import BoundEngine, LoadedEngine
-from runtime.buffers import Buffers
+from runtime.execution.buffers import Buffers
 from tools.bench.machine import CPU
 
 _CERTAIN = np.float32(1e30)  # beside it, nothing else has any weight, at any temperature

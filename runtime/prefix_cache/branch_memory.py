@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from plans import names
-from runtime.branch_arena import BranchArena
-from runtime.branch_drafting import Asking
+from runtime.drafters.branch_drafting import Asking
 from runtime.drafters.branches import EngineBranches
-from runtime.prefix_cache import PrefixCache
-from runtime.radix_tree import common_length
+from runtime.kv.branch_arena import BranchArena
+from runtime.prefix_cache.cache import PrefixCache
+from runtime.prefix_cache.radix_tree import common_length
 
 
 class BranchMemory:

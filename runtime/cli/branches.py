@@ -8,11 +8,11 @@ from typing import Any
 from plans.arguments import at_least_1
 from plans.console import print_json, stderr, stdout
 from plans.errors import RequestError
-from runtime.arguments import add_prompt, add_shared, generation_json, load, read_options, read_prompt
 from runtime.branch_request import MODES
 from runtime.branch_stream import BranchStats, BranchStream
+from runtime.cli.arguments import add_prompt, add_shared, generation_json, load, read_options, read_prompt
+from runtime.cli.side_by_side import SideBySide
 from runtime.generation import Generation
-from runtime.side_by_side import SideBySide
 
 
 def add_branches(commands: Any) -> None:

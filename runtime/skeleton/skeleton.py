@@ -16,12 +16,12 @@ from plans import manifest
 from plans.errors import RequestError
 from runtime.branch_request import Mode
 from runtime.branch_stream import BranchStats
-from runtime.constraint import Constraint, Vocabulary
 from runtime.generation import FinishReason, Generation
-from runtime.outline import END, PLAN, Outline, OutlineError, Point, outline_grammar, parse_outline
-from runtime.prompt import chat_prompt
 from runtime.request import MAX_STOPS, Options, check_stops
 from runtime.runtime import Runtime
+from runtime.skeleton.outline import END, PLAN, Outline, OutlineError, Point, outline_grammar, parse_outline
+from runtime.text.constraint import Constraint, Vocabulary
+from runtime.text.prompt import chat_prompt
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from plans.errors import RequestError
 from plans.step_buffers import sampling_buffers
 from plans.tokenizer import Tokenizer
 from plugins import native
-from runtime.grammar import DEAD, Grammar
 from runtime.sampling import SamplingParams
+from runtime.text.grammar import DEAD, Grammar
 
 
 class Vocabulary:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from plans import names
 from plans.manifest import Buckets, Geometry, GraphDrafter
-from runtime.buffers import Buffers
+from runtime.execution.buffers import Buffers
 
 _NEW, _VIEW, _LOGITS, _ROWS, _EDGES, _PLACES, _FEATURED, _TIPS, _GROWN = range(len(names.SYMBOLS))
 NOBODY = 2**32  # a number that no branch has

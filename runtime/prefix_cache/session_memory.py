@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from plans import names
 from plans.errors import RequestError
-from runtime.arena import BRANCH, SlotMap
-from runtime.arena_rows import ArenaRows
-from runtime.buffers import Buffers
 from runtime.drafters.graph import EngineDrafter
-from runtime.prefix_cache import PrefixCache
+from runtime.execution.buffers import Buffers
+from runtime.kv.arena_rows import ArenaRows
+from runtime.kv.slots import BRANCH, SlotMap
+from runtime.prefix_cache.cache import PrefixCache
 
 
 class SessionMemory:

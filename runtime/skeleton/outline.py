@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plans.errors import OutriderError
-from runtime.grammar import Grammar, Piece, choice, literal, one_of, repeat, sequence
+from runtime.text.grammar import Grammar, Piece, choice, literal, one_of, repeat, sequence
 
 PLAN, DIRECT, END = "[PLAN]", "[DIRECT]", "[END]"
 MOST_POINTS = 16

@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plans import names
-from runtime.alignment import Alignment, AlignmentState
-from runtime.arena import EMPTY, SHARED, SlotMap
-from runtime.arena_rows import ArenaRows
-from runtime.buffers import Buffers
-from runtime.program import Program
-from runtime.step import NOBODY, Step
+from runtime.execution.buffers import Buffers
+from runtime.execution.program import Program
+from runtime.execution.step import NOBODY, Step
+from runtime.kv.alignment import Alignment, AlignmentState
+from runtime.kv.arena_rows import ArenaRows
+from runtime.kv.slots import EMPTY, SHARED, SlotMap
 
 # Dead slots are worth a compaction where there are so many, and as many as live ones of branches: what is moved is then
 # never more than what was appended since.

@@ -21,9 +21,9 @@ from plans.manifest import Program as ProgramData
 from plans.manifest import Stage, StageKind
 from plugins.schemas import SCHEMAS
 from runtime.backends.base import LoadedEngine
-from runtime.buffers import Buffers, Call, Exchange
 from runtime.drafters.base import HostDrafter
-from runtime.step import Step, TargetStep
+from runtime.execution.buffers import Buffers, Call, Exchange
+from runtime.execution.step import Step, TargetStep
 
 _T = TypeVar("_T")
 

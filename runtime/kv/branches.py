@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.branch_arena import BranchArena
-from runtime.step import TargetStep
+from runtime.execution.step import TargetStep
+from runtime.kv.branch_arena import BranchArena
 
 
 @dataclass

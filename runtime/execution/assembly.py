@@ -11,14 +11,14 @@ from plans import names
 from plans.manifest import GraphDrafter, Manifest, NgramDrafter, TargetPlan
 from plans.tokenizer import Tokenizer
 from runtime.backends.base import Backend, LoadedEngine
-from runtime.buffers import Buffers
 from runtime.drafters import Drafter, Fallback, make_host_drafter
 from runtime.drafters.entropy import EntropyChain
 from runtime.drafters.graph import EngineDrafter
-from runtime.program import Program
-from runtime.rehearsal import rehearse
+from runtime.execution.buffers import Buffers
+from runtime.execution.program import Program
+from runtime.execution.step import DraftStep, Step, TargetStep
+from runtime.execution.warmup import rehearse
 from runtime.sampling import SamplingParams
-from runtime.step import DraftStep, Step, TargetStep
 
 _LOG = logging.getLogger("outrider")
 

@@ -12,7 +12,7 @@ from plans.console import stderr
 from plans.errors import RequestError
 from plans.partial_kv import PARTIAL_MODES
 from runtime.generation import Generation
-from runtime.prefix_cache import PrefixCacheConfig
+from runtime.prefix_cache.cache import PrefixCacheConfig
 from runtime.request import Options
 from runtime.runtime import Runtime
 from runtime.scheduler import SchedulerConfig

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from plans import names
-from runtime.arena import BRANCH, SlotMap
 from runtime.drafters import Drafter
-from runtime.program import Program
-from runtime.step import TargetStep
+from runtime.execution.program import Program
+from runtime.execution.step import TargetStep
+from runtime.kv.slots import BRANCH, SlotMap
 
 TREE = 0  # of a session's step, which has one
 

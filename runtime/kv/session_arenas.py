@@ -9,16 +9,16 @@ from plans import names
 from plans.errors import PlanError, RequestError
 from plans.manifest import Manifest, longest_draft
 from plans.partial_kv import PartialMode
-from runtime.arena import SlotMap
-from runtime.assembly import Assembly
 from runtime.drafters import Drafter
 from runtime.drafters.partial import PartialDrafter
-from runtime.partial_kv import PartialArena
-from runtime.partial_policy import Budget, Interval
+from runtime.execution.assembly import Assembly
+from runtime.execution.target_pass import Passed, TargetArena, TargetPasses
+from runtime.kv.partial import PartialArena
+from runtime.kv.partial_policy import Budget, Interval
+from runtime.kv.slots import SlotMap
 from runtime.request import Request
 from runtime.sampling import SamplingParams
 from runtime.stats import Stats
-from runtime.target_pass import Passed, TargetArena, TargetPasses
 
 _ALIKE = 1.5  # contexts whose lengths have no larger quotient cost about the same
 

@@ -19,10 +19,10 @@ from plans import names
 from plans.check import buffer_shape
 from plans.errors import RequestError
 from plans.manifest import TargetPlan
-from runtime.arena_rows import ArenaRows
-from runtime.page_pool import PAGE, PagePool, PageRun, RowShape
-from runtime.prefix_stats import PrefixCacheStats
-from runtime.radix_tree import Match, Node, RadixTree, TreeStats
+from runtime.kv.arena_rows import ArenaRows
+from runtime.prefix_cache.page_pool import PAGE, PagePool, PageRun, RowShape
+from runtime.prefix_cache.radix_tree import Match, Node, RadixTree, TreeStats
+from runtime.prefix_cache.stats import PrefixCacheStats
 
 
 @dataclass(frozen=True)

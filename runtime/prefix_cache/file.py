@@ -25,9 +25,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from plans import names
 from plans.errors import PlanError, RequestError
-from runtime.arena_rows import ArenaRows
-from runtime.page_pool import RowShape
-from runtime.prefix_cache import PrefixCache
+from runtime.kv.arena_rows import ArenaRows
+from runtime.prefix_cache.cache import PrefixCache
+from runtime.prefix_cache.page_pool import RowShape
 
 _MAGIC = b"OUTRPFX1"
 _START = 48  # of the header

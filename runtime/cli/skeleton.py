@@ -7,10 +7,10 @@ from typing import Any
 
 from plans.arguments import at_least_1
 from plans.console import print_json, stderr, stdout
-from runtime.arguments import add_shared, generation_json, load, read_options
 from runtime.branch_request import MODES
-from runtime.side_by_side import SideBySide
-from runtime.skeleton import Answer, Said, Skeleton, titles
+from runtime.cli.arguments import add_shared, generation_json, load, read_options
+from runtime.cli.side_by_side import SideBySide
+from runtime.skeleton.skeleton import Answer, Said, Skeleton, titles
 
 
 def add_skeleton(commands: Any) -> None:

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plans.manifest import Drafter, GraphDrafter, NgramDrafter
-from runtime.branch_arena import BranchArena
-from runtime.branches import Branch, Draft
 from runtime.drafters import HostDrafter, make_host_drafter
 from runtime.drafters.branches import EngineBranches, Tree
+from runtime.kv.branch_arena import BranchArena
+from runtime.kv.branches import Branch, Draft
 
 # A node that is less likely to be accepted than this costs a pass that many branches share more than it brings.
 _WORTH = log(0.2)

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plans import names
-from runtime.buffers import Buffers
-from runtime.step import Step
+from runtime.execution.buffers import Buffers
+from runtime.execution.step import Step
 
 BRANCH = 0  # of a session, which has one
 EMPTY = -2  # a slot that belongs to no branch

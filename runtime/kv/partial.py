@@ -13,11 +13,11 @@ import numpy as np
 from plans import names
 from plans.errors import PlanError
 from plans.partial_kv import PartialKv
-from runtime.arena import BRANCH, SlotMap
-from runtime.buffers import Buffers
-from runtime.program import Program
-from runtime.step import TargetStep
-from runtime.target_pass import Passed, TargetArena
+from runtime.execution.buffers import Buffers
+from runtime.execution.program import Program
+from runtime.execution.step import TargetStep
+from runtime.execution.target_pass import Passed, TargetArena
+from runtime.kv.slots import BRANCH, SlotMap
 
 _LOG = logging.getLogger("outrider")
 

@@ -10,8 +10,8 @@ from itertools import islice
 
 from plans import names
 from runtime.drafters.base import Drafter
-from runtime.program import Program
-from runtime.step import Step, TargetStep
+from runtime.execution.program import Program
+from runtime.execution.step import Step, TargetStep
 
 _BY = [names.SYMBOLS.index(symbol) for symbol in (names.NEW, names.VIEW)]  # what makes a round large
 

@@ -9,7 +9,7 @@ from plans.chat_template import check_text
 from plans.errors import RequestError
 from plans.manifest import Geometry
 from plans.tokenizer import Tokenizer, as_ids
-from runtime.text_stream import CONTEXT_TOKENS, TextStream
+from runtime.text.stream import CONTEXT_TOKENS, TextStream
 
 Messages = Sequence[Mapping[str, object]]
 """A conversation: mappings of `role` and `content`, and what else the plan's chat template knows."""

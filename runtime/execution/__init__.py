@@ -1,0 +1,1 @@
+"""A plan's programs, run on a session's buffers."""

@@ -1,0 +1,1 @@
+"""KV of earlier sequences, found by their tokens."""

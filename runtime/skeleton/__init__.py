@@ -1,0 +1,1 @@
+"""Skeleton-of-thought: an outline, then its points as branches."""

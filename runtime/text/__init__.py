@@ -1,0 +1,1 @@
+"""Prompts to tokens, tokens to text, and constrained decoding."""
