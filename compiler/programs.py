@@ -165,7 +165,7 @@ def emit_programs(
 
 
 def _over_partial(program: Program) -> Program:
-    """The same stages; those of the target read and write the partial arena and its slot map."""
+    """The same stages; those of the target read and write the partial arena and its slot table."""
     own = {names.of(names.TARGET, tensor): names.of(names.PARTIAL, tensor) for tensor in (names.KV, names.BIM)}
 
     def moved(bound: Mapping[str, str]) -> dict[str, str]:

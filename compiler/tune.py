@@ -291,9 +291,9 @@ def _verify_costs(bench: _Bench, session: Session, ids: list[int], most: int) ->
     chain = np.resize(session.token_ids, most).tolist()
     spent: NDArray[np.float64] = np.zeros((1 + _VERIFY_REPEATS, 1 + most))
     for row in spent:
-        row[0] = session.rehearse([], _PLAIN)
+        row[0] = session.time_round([], _PLAIN)
         for nodes in range(1, 1 + most):
-            row[nodes] = session.rehearse(chain[: nodes - 1], _PROBE)
+            row[nodes] = session.time_round(chain[: nodes - 1], _PROBE)
     session.reset()
     plain_ms, *verify_ms = np.median(spent[1:], axis=0).tolist()  # the first row warmed up
     return plain_ms, verify_ms

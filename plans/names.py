@@ -36,7 +36,7 @@ ROW_SPLITS = "row_splits"  # int64 [E], which row owns which new tokens
 LOGIT_ROWS = "logit_rows"  # int64 [M], new tokens whose logits are wanted, ascending
 FREE_BIAS = "free_bias"  # int64 [1], 1: the step runs under an `attn_bias` that the host has written
 
-# A model's arena and its slot map.
+# A model's arena and its slot table.
 KV = "kv"  # [2 * layers, R, kv_heads, capacity, head_dim], K and V planes alternating
 BIM = "bim"  # int64 [R, capacity]
 SLOT_POSITIONS = "slot_positions"  # int64 [R, capacity], position of each slot's token

@@ -3,7 +3,7 @@
 What surprises: `tokenizers` can decode a list, but its `DecodeStream` cannot be trusted with a stream (it fails or
 drops text when bytes are not valid UTF-8, and its cost grows with them). So this file also answers what ONE token
 adds to a text (`token_bytes`, `continuation`), for the decoders where that question has an exact answer, and
-refuses the others when the plan is loaded. `text_stream.py` builds on those answers.
+refuses the others when the plan is loaded. `runtime/text/stream.py` builds on those answers.
 """
 
 from __future__ import annotations

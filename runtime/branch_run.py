@@ -115,7 +115,7 @@ class BranchRunner:
         self._paused = 0.0  # seconds that the caller had
         self._kept_count = self._buffers.of(names.TARGET, names.KEPT_COUNT)
 
-    def rehearse(self) -> None:
+    def warm_up(self) -> None:
         """Run a pass of as many branches as there can be, so that no later one waits for memory to be handed out."""
         memory, self._memory = self._memory, None
         request = check_options(Options(max_new_tokens=1, drafter="none", ignore_eos=True), [], ())

@@ -126,7 +126,7 @@ class Scheduler:
             self._runner = SessionRunner(sessions)
         else:
             branches = self._runner = BranchRunner(loaded, mode, cache=cache)
-            branches.rehearse()
+            branches.warm_up()
         self._most = config.max_running or geometry.branches
         self._drafters: set[str | None] = {drafter.name for drafter in loaded.manifest.drafters}
         self._numbers = count()

@@ -1,6 +1,6 @@
 """One sequence on one runtime: its tokens, its KV rows, and the loop that grows both.
 
-State between steps: `tokens` (all committed, the last is the tip) and the slot map's `length` < tokens
+State between steps: `tokens` (all committed, the last is the tip) and the slot table's `length` < tokens
 that have KV rows. A step feeds the tokens that lack rows, so prefill, decoding, speculation, and going on
 after any cut are the same loop.
 """
@@ -20,7 +20,7 @@ from plans import names
 from plans.errors import RequestError
 from plans.manifest import Manifest
 from runtime.drafters import Drafter
-from runtime.drafters.adaptive import Gate, Gates
+from runtime.drafters.adaptive import AdaptiveSpeculation, AdaptiveSpeculations
 from runtime.drafters.partial import PartialDrafter, waiting
 from runtime.exclusive import Exclusive
 from runtime.execution.assembly import Loaded, assemble
@@ -29,7 +29,7 @@ from runtime.execution.program import Program
 from runtime.execution.target_pass import TargetPasses
 from runtime.generation import FinishReason, Generation, GenerationStream, GrowingGeneration, Run, Span
 from runtime.kv.session_arenas import SessionArenas
-from runtime.kv.slots import BRANCH, SlotMap
+from runtime.kv.slots import BRANCH, SlotTable
 from runtime.prefix_cache.cache import PrefixCache
 from runtime.prefix_cache.radix_tree import common_length
 from runtime.prefix_cache.session_memory import SessionMemory
@@ -54,11 +54,11 @@ class Session:
         parts = assemble(loaded)
         self._buffers, self._step, self._programs = parts.buffers, parts.step, parts.programs
         self._drafters, self._host_drafters = parts.drafters, parts.on_host
-        self._slots = SlotMap(names.TARGET, self._buffers, self._step)
+        self._slots = SlotTable(names.TARGET, self._buffers, self._step)
         self._passes = TargetPasses(self._step, self._programs)
         self._arenas = SessionArenas(manifest, parts, self._slots, self._passes)
         self._memory = None if cache is None else SessionMemory(cache, self._buffers, self._slots, parts.by_engine)
-        self._gates = Gates(manifest)
+        self._adaptive = AdaptiveSpeculations(manifest)
         self._followed = 0  # the last pass that a drafter has followed
         self._tokens: list[int] = []
         self._changes = 0  # counts what may make a prepared prompt out of date
@@ -135,7 +135,7 @@ class Session:
         """Generate as `stream`, by checked options: a span a pass, None behind a pass over a part of a prompt."""
         return self._run(prompt, whole, request, self._prepare(prompt, whole, request), self._changes)
 
-    def rehearse(self, chain: Sequence[int], drafter: str, *, partial: bool = False) -> float:
+    def time_round(self, chain: Sequence[int], drafter: str, *, partial: bool = False) -> float:
         """Milliseconds of the target's part of a round: over the tip and a `chain` of drafted tokens behind it.
 
         `drafter` is one that the host runs, whose round it is, or "none" for a round without a chain; with `partial`
@@ -154,7 +154,7 @@ class Session:
                     f"{max(most, 0)}, but {len(chain)} are to follow; generate first, or pass fewer."
                 )
             name = names.DECODE if drafter == "none" else names.speculate(drafter)
-            return self._passes.rehearse(arena, tokens[-1], chain, name)
+            return self._passes.time_round(arena, tokens[-1], chain, name)
 
     @contextmanager
     def exploring(self, prompt: str | Sequence[int], request: Request, stats: Stats) -> Iterator[Prompt]:
@@ -216,10 +216,10 @@ class Session:
             clock = self.stage_clock()
             generation = GrowingGeneration(request, prepared.text, stats)
             self._buffers.set_sampling(BRANCH, request.sampling)
-            drafter, gate = self._drafters.get(request.drafter or ""), self._gates.of(request)
+            drafter, adaptive = self._drafters.get(request.drafter or ""), self._adaptive.of(request)
             if self._memory is not None:
                 stats.cached_tokens = self._memory.recall(self._tokens)
-            drafting = None if gate is not None and gate.resting else drafter
+            drafting = None if adaptive is not None and adaptive.disabled else drafter
             if drafting is not None:
                 self._slots.truncate(drafting.resume(self._tokens, self._slots.length, self._passes.count))
             stats.reused_tokens = self._slots.length
@@ -229,23 +229,24 @@ class Session:
             if not (yield from self._prefill(request, drafting, stats)):
                 generation.finish_reason = FinishReason.CANCELLED
             ahead = self._arenas.begin(request, drafter, stats, len(self._tokens), end - len(self._tokens))
-            asleep = gate is not None and gate.resting
+            disabled = adaptive is not None and adaptive.disabled
             try:
                 while generation.finish_reason is None:
                     if request.cancelled:
                         generation.finish_reason = FinishReason.CANCELLED
                         break
-                    if gate is not None and drafter is not None and asleep != gate.resting and not waiting(ahead):
-                        if asleep:
-                            yield from self._wake(request, drafter, stats)
-                        asleep = not asleep
+                    switched = adaptive is not None and disabled != adaptive.disabled
+                    if drafter is not None and switched and not waiting(ahead):
+                        if disabled:
+                            yield from self._enable(request, drafter, stats)
+                        disabled = not disabled
                         continue
-                    tentative = [] if ahead is None else ahead.advance(self._tokens, end, gate, asleep=asleep)
+                    tentative = [] if ahead is None else ahead.advance(self._tokens, end, adaptive, disabled=disabled)
                     if drafter is not None and ahead is not None and ahead.has_missed():
-                        yield from self._wake(request, drafter, stats)
+                        yield from self._enable(request, drafter, stats)
                         continue
                     if ahead is None or not tentative:
-                        span = self._round(request, drafter, ahead, gate, end, generation)
+                        span = self._round(request, drafter, ahead, adaptive, end, generation)
                         if stats.rounds == 1:
                             stats.ttft_ms, stats.first_span = (perf_counter() - started) * 1000, stats.new_tokens
                     elif request.tentative:
@@ -313,7 +314,7 @@ class Session:
             yield
         return True
 
-    def _wake(self, request: Request, drafter: Drafter, stats: Stats) -> Generator[None, None, None]:
+    def _enable(self, request: Request, drafter: Drafter, stats: Stats) -> Generator[None, None, None]:
         """A drafter follows again: what it missed is computed once more, unless the request is cancelled meanwhile."""
         self._slots.truncate(drafter.resume(self._tokens, self._slots.length, self._passes.count))
         yield from self._prefill(request, drafter, stats)
@@ -323,29 +324,29 @@ class Session:
         request: Request,
         drafter: Drafter | None,
         ahead: PartialDrafter | None,
-        gate: Gate | None,
+        adaptive: AdaptiveSpeculation | None,
         end: int,
         generation: GrowingGeneration,
     ) -> Span:
-        """One round: what runs `ahead` has its tokens confirmed, or the drafter drafts where the gate lets it."""
+        """One round: what runs `ahead` has its tokens confirmed, or the drafter drafts where `adaptive` lets it."""
         began = perf_counter()
         if ahead is not None and ahead.tentative:
             span = self._decode(request, ahead, end, generation)
             ahead.note_confirmed(1000 * (perf_counter() - began))
             return span
         settled = len(self._tokens) - self._slots.length == 1  # a round that also catches up tells nothing
-        drafting, resting = gate is None or gate.drafting, gate is not None and gate.resting
-        if drafter is not None and not drafting and not resting:
+        drafting, disabled = adaptive is None or adaptive.drafting, adaptive is not None and adaptive.disabled
+        if drafter is not None and not drafting and not disabled:
             drafter.absorb(self._tokens)  # not in the time of a plain round
             began = perf_counter()
-        span = self._decode(request, None if resting else drafter, end, generation, draft=drafting)
+        span = self._decode(request, None if disabled else drafter, end, generation, draft=drafting)
         spent, tokens = perf_counter() - began, len(span.token_ids)
         generation.stats.plain_rounds += not drafting
-        if settled and gate is not None and (ahead is None or ahead.steady):
-            gate.note(spent, tokens)
+        if settled and adaptive is not None and (ahead is None or ahead.steady):
+            adaptive.note(spent, tokens)
         if ahead is not None:
             ahead.note_plain(
-                1000 * spent, tokens, settled=settled and (drafting or resting) and generation.stats.rounds > 1
+                1000 * spent, tokens, settled=settled and (drafting or disabled) and generation.stats.rounds > 1
             )
         return span
 

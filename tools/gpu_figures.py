@@ -158,7 +158,7 @@ def verify_times(session: Session, chains: Iterable[int], repeats: int = 9) -> d
     times = {}
     for length in chains:
         with suppress(OutriderError):  # the plan's drafts are shorter
-            runs = [session.rehearse([0] * length, drafter if length else "none") for _ in range(1 + repeats)]
+            runs = [session.time_round([0] * length, drafter if length else "none") for _ in range(1 + repeats)]
             times[1 + length] = median(runs[1:])
     return times
 

@@ -1,7 +1,7 @@
 """ONNX Runtime on an NVIDIA GPU: engines on the session's stream and buffers, our ops' kernels between them.
 
 Its CUDA sessions cannot be recorded inside a caller's graph capture. They record themselves, once for every id that a
-run is given: here one for each size of step that is rehearsed. Recordings belong to the thread that made them, so that
+run is given: here one for each size of step of the warm-up. Recordings belong to the thread that made them, so that
 all runs come from one. (Replaying, they wait for the device, up to 1.31 at least:
 https://github.com/microsoft/onnxruntime/pull/28686.)
 """

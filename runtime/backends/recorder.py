@@ -1,4 +1,4 @@
-"""Stretches of device work that are enqueued by one launch: recorded as CUDA graphs while a session rehearses."""
+"""Stretches of device work that are enqueued by one launch: recorded as CUDA graphs during a session's warm-up."""
 
 from __future__ import annotations
 

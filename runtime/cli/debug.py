@@ -12,7 +12,7 @@ from runtime.trace import Node, Round
 
 
 def log_to(console: Console) -> None:
-    """Print what drafters and gates decide, the log `outrider`, on `console`."""
+    """Print what drafters and adaptive speculation decide, the log `outrider`, on `console`."""
     logger = logging.getLogger("outrider")
     logger.setLevel(logging.DEBUG)
     logger.addHandler(_ConsoleHandler(console))

@@ -1,4 +1,4 @@
-"""Whether drafting pays, by the clock: a session decodes plainly while it does not."""
+"""Adaptive speculation: a drafter is disabled while a token costs more with its drafts than without, by the clock."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ BURST = 4  # plain rounds behind a window, of which the first, on which caches a
 KEPT = 3  # bursts that count, each against the window before it
 LEAST_GAIN = 1.0  # two windows in a row below it end drafting
 CLEAR_LOSS = 0.7  # and so does one below this
-REST = 64  # plain rounds before the first probe, doubled after each that fails
-LONGEST_REST = 1024
+DISABLED_ROUNDS = 64  # plain rounds before the first probe, doubled after each that fails
+MOST_DISABLED_ROUNDS = 1024
 
 _TINY = 1e-9  # seconds
 
 
-class Gate:
-    """Lets a session draft while a token costs less with drafts than without.
+class AdaptiveSpeculation:
+    """Enables one drafter while a token costs less with its drafts than without them, and disables it otherwise.
 
     Rounds of both kinds are measured side by side: what counts is the median of their ratios, since a machine's
     hiccups, and its faster and slower hours, are no property of a drafter. The choice changes when tokens come, never
@@ -40,24 +40,24 @@ class Gate:
         self._watches = _Watch(), _Watch()  # over the full arena, and over the partial one
         self._watch = self._watches[0]  # of the last round that was noted
         self._lost = False  # the window before
-        self._resting = 0  # plain rounds still to come
-        self._rest = REST
+        self._disabled_rounds = 0  # plain rounds still to come
+        self._next_disabled = DISABLED_ROUNDS
 
     @property
     def drafting(self) -> bool:
         """Whether the next round is to draft."""
-        return self._resting == 0 and len(self._watch.seconds) < self._window
+        return self._disabled_rounds == 0 and len(self._watch.seconds) < self._window
 
     @property
-    def resting(self) -> bool:
-        """Whether drafting has been ended, and is not being tried again yet."""
-        return self._resting > 0
+    def disabled(self) -> bool:
+        """Whether the drafter is disabled: it drafts again once the plain rounds to come have passed."""
+        return self._disabled_rounds > 0
 
     def note(self, seconds: float, tokens: int, *, partial: bool = False) -> None:
         """A round, over the `partial` arena or the full one, took `seconds` and committed `tokens`; it drafted if
         `drafting` was true before the call."""
-        if self._resting:
-            self._resting -= 1
+        if self._disabled_rounds:
+            self._disabled_rounds -= 1
             return
         drafted = self.drafting
         watch = self._watch = self._watches[partial]
@@ -79,20 +79,20 @@ class Gate:
         gain = watch.gain()
         watch.forget_window()
         if gain >= LEAST_GAIN:
-            self._lost, self._rest = False, REST
+            self._lost, self._next_disabled = False, DISABLED_ROUNDS
             self._window = min(2 * self._window, LONGEST_WINDOW)
             return
         self._window = WINDOW
         if not self._lost and gain >= CLEAR_LOSS:
             self._lost = True
             return
-        _LOG.info("drafter %s: gain %.2f, decoding plainly for %d rounds", self._drafter, gain, self._rest)
+        _LOG.info("drafter %s: gain %.2f, decoding plainly for %d rounds", self._drafter, gain, self._next_disabled)
         self._lost = True  # so that a probe has one window
-        self._resting = self._rest
+        self._disabled_rounds = self._next_disabled
         for each in self._watches:
             each.forget_window()
             each.ratios.clear()
-        self._rest = min(2 * self._rest, LONGEST_REST)
+        self._next_disabled = min(2 * self._next_disabled, MOST_DISABLED_ROUNDS)
 
 
 @dataclass
@@ -115,26 +115,27 @@ class _Watch:
         self.burst.clear()
 
 
-class Gates:
-    """The gates of a session's drafters, each for the way of sampling of its last generation."""
+class AdaptiveSpeculations:
+    """One for each drafter of a session, kept from generation to generation while these sample alike."""
 
     def __init__(self, manifest: Manifest) -> None:
         # By rejection, which draws decide depends on what was drafted: tokens must not depend on the clock.
-        self._gated = {d.name for d in manifest.drafters if not rejects([d])}
-        self._gates: dict[str, tuple[SamplingParams, Gate]] = {}
+        self._measured = {d.name for d in manifest.drafters if not rejects([d])}
+        self._adaptive: dict[str, tuple[SamplingParams, AdaptiveSpeculation]] = {}
 
-    def of(self, request: Request) -> Gate | None:
-        """The gate of the request's drafter: the one before, if that was for the same sampling.
+    def of(self, request: Request) -> AdaptiveSpeculation | None:
+        """That of the request's drafter, with what it has learned if that was for the same sampling.
 
-        In lossy mode tokens depend on where rounds end, and so on what was drafted: there is none.
+        None where speculation is not adaptive: switched off, or in lossy mode, where tokens depend on where rounds end,
+        and so on what was drafted.
         """
         name, sampling = request.drafter, request.sampling
-        if name not in self._gated or not request.auto_disable or request.partial_kv == "lossy":
+        if name not in self._measured or not request.auto_disable or request.partial_kv == "lossy":
             return None
         unseeded = replace(sampling, seed=0, stream=0)
-        if name not in self._gates or self._gates[name][0] != unseeded:
-            self._gates[name] = unseeded, Gate(name)
-        return self._gates[name][1]
+        if name not in self._adaptive or self._adaptive[name][0] != unseeded:
+            self._adaptive[name] = unseeded, AdaptiveSpeculation(name)
+        return self._adaptive[name][1]
 
 
 def _median(values: Sequence[float]) -> float:

@@ -76,7 +76,7 @@ class EntropyChain(EngineDrafter):
             yield names.draft(self._name), (self._name,)
         for nodes in range(self._nodes, 1, -1):
             if length < self._room and length - 1 + nodes <= step.largest_view:
-                step.begin_rehearsed(length, nodes - 1)
+                step.begin_warmup(length, nodes - 1)
                 yield names.speculate(self._name), (names.TARGET,)
 
     def resume(self, tokens: Sequence[int], rows: int, passes: int) -> int:

@@ -58,7 +58,7 @@ class EngineDrafter:
     def rounds(self, length: int, step: TargetStep) -> Iterator[tuple[str, tuple[str, ...]]]:
         end, models = length - self._paired, (names.TARGET, self._name)
         if length < self._room and length - 1 + self._tree.nodes <= step.largest_view:
-            step.begin_rehearsed(length)
+            step.begin_warmup(length)
             for _ in self._feeds(end):
                 step.expect_tree(self._tree.nodes)
                 yield names.speculate(self._name), models

@@ -9,7 +9,7 @@ from plans.manifest import Geometry
 from runtime.execution.buffers import Buffers
 from runtime.execution.step import Step
 from runtime.kv.arena_rows import ArenaRows
-from runtime.kv.slots import BRANCH, SlotMap
+from runtime.kv.slots import BRANCH, SlotTable
 
 _FEW = 16  # rows
 
@@ -22,7 +22,7 @@ class KeptRows:
     """
 
     def __init__(self, model: str, geometry: Geometry, buffers: Buffers, step: Step, lead: int) -> None:
-        self.slots = SlotMap(model, buffers, step)
+        self.slots = SlotTable(model, buffers, step)
         self._model, self._buffers, self._lead = model, buffers, lead
         self._kv = buffers.of(model, names.KV)[:, 0]
         self._sink, self.window = geometry.sink, geometry.window

@@ -99,7 +99,7 @@ class NgramDrafter:
         assert step.buckets is not None
         for size in reversed(step.buckets.new):
             if size <= 1 + min(self._max_draft, step.max_nodes) and length - 1 + size <= step.largest_view:
-                step.begin_rehearsed(length, size - 1)
+                step.begin_warmup(length, size - 1)
                 yield names.speculate(self._name), (names.TARGET,)
 
     def suppose(self, length: int | None) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from plans import names
 from plans.errors import PlanError
-from runtime.drafters.adaptive import Gate
+from runtime.drafters.adaptive import AdaptiveSpeculation
 from runtime.drafters.base import Drafter
 from runtime.execution.step import TargetStep
 from runtime.execution.target_pass import TargetPasses
@@ -51,7 +51,7 @@ class PartialDrafter:
         self._inner, self._arena, self._passes = inner, arena, passes
         self._interval, self._budget, self._stats, self._ends, self._fill = interval, budget, stats, ends, fill
         self._always, self._fill_ms = always, 0.0
-        self._awake: Drafter | None = inner  # the inner one, where it follows what happens
+        self._enabled: Drafter | None = inner  # the inner one, where it follows what happens
         self._ahead: list[int] = []  # the sequence with tentative tokens behind it
         self._confirmed = 0  # tokens of it that are not
         self._over = False  # a tentative token ends the sequence
@@ -65,11 +65,14 @@ class PartialDrafter:
         """Tokens that wait to be confirmed."""
         return self._ahead[self._confirmed :]
 
-    def advance(self, tokens: list[int], end: int, gate: Gate | None, *, asleep: bool) -> list[int]:
+    def advance(
+        self, tokens: list[int], end: int, adaptive: AdaptiveSpeculation | None, *, disabled: bool
+    ) -> list[int]:
         """One pass over the partial arena behind `tokens`, which are confirmed; the tentative tokens that it adds.
 
-        The inner drafter drafts where the `gate` lets it; one that is `asleep` does not follow either. Empty where it
-        is time to confirm: as many wait as pay, the arena is full, one ends the sequence, or it comes to `end` tokens.
+        The inner drafter drafts where `adaptive` speculation lets it; a `disabled` one does not follow either. Empty
+        where it is time to confirm: as many wait as pay, the arena is full, one ends the sequence, or it comes to `end`
+        tokens.
         """
         self._follow_confirmed(tokens)
         arena, ahead = self._arena, self._ahead
@@ -88,8 +91,8 @@ class PartialDrafter:
             self._fill_ms = 1000 * (perf_counter() - began)
         if not arena.ready(len(ahead)):
             return []
-        inner = self._awake = None if asleep else self._inner
-        drafting = gate is None or gate.drafting
+        inner = self._enabled = None if disabled else self._inner
+        drafting = adaptive is None or adaptive.drafting
         if inner is not None:
             inner.suppose(self._confirmed)
             if not drafting:
@@ -113,8 +116,8 @@ class PartialDrafter:
             inner.follow(passed.start, rows, passed.program.kept, self._passes.count)
         if self._begun:
             self._interval.note_pass(passed.ms, len(chosen), self._passes.step.drafted)
-            if gate is not None and asleep == gate.resting:
-                gate.note(passed.ms / 1000, len(chosen), partial=True)
+            if adaptive is not None and disabled == adaptive.disabled:
+                adaptive.note(passed.ms / 1000, len(chosen), partial=True)
         self._begun = True
         stats = self._stats
         stats.partial_rounds += 1
@@ -137,8 +140,8 @@ class PartialDrafter:
         """Forget what is tentative, and all that came of it."""
         if len(self._ahead) > self._confirmed:
             self._arena.truncate(self._confirmed)
-            if self._awake is not None:
-                self._awake.truncate(self._confirmed)
+            if self._enabled is not None:
+                self._enabled.truncate(self._confirmed)
         if self._inner is not None:
             self._inner.suppose(None)
         del self._ahead[self._confirmed :]
@@ -178,8 +181,8 @@ class PartialDrafter:
 
     def follow(self, start: int, rows: int, kept: NDArray[np.int64] | None, passes: int) -> None:
         """Tokens are confirmed: features are true ones now."""
-        if self._awake is not None:
-            self._awake.follow(start, rows, kept, passes)
+        if self._enabled is not None:
+            self._enabled.follow(start, rows, kept, passes)
 
     def note_plain(self, ms: float, tokens: int, *, settled: bool) -> None:
         """A round over the full arena that confirmed nothing took so long; a `settled` one, which the first is

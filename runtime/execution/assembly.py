@@ -17,7 +17,7 @@ from runtime.drafters.graph import EngineDrafter
 from runtime.execution.buffers import Buffers
 from runtime.execution.program import Program
 from runtime.execution.step import DraftStep, Step, TargetStep
-from runtime.execution.warmup import rehearse
+from runtime.execution.warmup import warm_up
 from runtime.sampling import SamplingParams
 
 _LOG = logging.getLogger("outrider")
@@ -51,7 +51,7 @@ class Assembly:
 
 
 def assemble(loaded: Loaded) -> Assembly:
-    """Allocate and resolve everything; where a device records, all rounds are rehearsed. Raises `PlanError`."""
+    """Allocate and resolve everything; where a device records, all rounds are warmed up. Raises `PlanError`."""
     manifest, plan, engines = loaded.manifest, loaded.plan, loaded.engines
     buffers = loaded.backend.buffers(plan)
     limits, buckets = plan.symbols, plan.buckets
@@ -89,6 +89,6 @@ def assemble(loaded: Loaded) -> Assembly:
         buffers.set_sampling(0, SamplingParams())
         started = perf_counter()
         with buffers.exchange.recording():
-            rounds = rehearse(manifest.target.context, steps, drafters, programs)
-        _LOG.info("rehearsed %d rounds in %.1f s", rounds, perf_counter() - started)
+            rounds = warm_up(manifest.target.context, steps, drafters, programs)
+        _LOG.info("warmed up %d rounds in %.1f s", rounds, perf_counter() - started)
     return Assembly(buffers, step, programs, drafters, by_engine, own, frozenset(host))

@@ -229,7 +229,7 @@ class TargetStep(Step):
         self.logit_rows[self.sizes[_LOGITS]] = index
         self.sizes[_LOGITS] += 1
 
-    def begin_rehearsed(self, length: int, drafted: int = 0) -> None:
+    def begin_warmup(self, length: int, drafted: int = 0) -> None:
         """A step of tokens 0: the tip, the last of `length` tokens, and a chain of `drafted` nodes."""
         self.begin_target(length - 1, length - 1, [0], 0, logits=True)
         if drafted:

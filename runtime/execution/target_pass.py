@@ -10,7 +10,7 @@ from plans import names
 from runtime.drafters import Drafter
 from runtime.execution.program import Program
 from runtime.execution.step import TargetStep
-from runtime.kv.slots import BRANCH, SlotMap
+from runtime.kv.slots import BRANCH, SlotTable
 
 TREE = 0  # of a session's step, which has one
 
@@ -18,7 +18,7 @@ TREE = 0  # of a session's step, which has one
 class TargetArena:
     """The rows of a sequence, in order: all of them. `known` counts the tokens that have some, `room` those to come."""
 
-    def __init__(self, slots: SlotMap, most: int) -> None:
+    def __init__(self, slots: SlotTable, most: int) -> None:
         self.slots, self._most_rows = slots, most
 
     @property
@@ -69,7 +69,7 @@ class TargetPasses:
         program.run()
         return program
 
-    def rehearse(self, arena: TargetArena, tip: int, chain: Sequence[int], name: str) -> float:
+    def time_round(self, arena: TargetArena, tip: int, chain: Sequence[int], name: str) -> float:
         """Milliseconds of a program over the tip and a `chain` of drafted tokens behind it; nothing is committed."""
         step, slots = self.step, arena.slots
         step.begin_target(slots.length, slots.next_position(), [tip], BRANCH, logits=True)

@@ -1,6 +1,6 @@
 """What a device records is recorded before the first prompt: every size of round that decoding comes to, largest first.
 
-Prompts are not rehearsed: their passes are long, and few are of one size.
+Prompts are not warmed up: their passes are long, and few are of one size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from runtime.execution.step import Step, TargetStep
 _BY = [names.SYMBOLS.index(symbol) for symbol in (names.NEW, names.VIEW)]  # what makes a round large
 
 
-def rehearse(
+def warm_up(
     context: int, steps: Mapping[str, Step], drafters: Mapping[str, Drafter], programs: Mapping[str, Program]
 ) -> int:
     """Run every round once, for a sequence that is empty and may come to `context` tokens; how many there are.
@@ -41,7 +41,7 @@ def _rounds(length: int, step: TargetStep, drafters: Mapping[str, Drafter]) -> I
     """Lay out every round where the sequence has `length` tokens; its program, and the models whose sizes it has."""
     for drafter in drafters.values():
         yield from drafter.rounds(length, step)
-    step.begin_rehearsed(length)
+    step.begin_warmup(length)
     yield names.DECODE, (names.TARGET,)
 
 

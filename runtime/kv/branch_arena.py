@@ -21,7 +21,7 @@ from runtime.execution.program import Program
 from runtime.execution.step import NOBODY, Step
 from runtime.kv.alignment import Alignment, AlignmentState
 from runtime.kv.arena_rows import ArenaRows
-from runtime.kv.slots import EMPTY, SHARED, SlotMap
+from runtime.kv.slots import EMPTY, SHARED, SlotTable
 
 # Dead slots are worth a compaction where there are so many, and as many as live ones of branches: what is moved is then
 # never more than what was appended since.
@@ -29,7 +29,7 @@ _MANY_DEAD = 64
 
 
 class BranchArena:
-    """The slot maps of a model's arena, `rows` of them: one, or one for each branch. A branch has a number.
+    """The slot tables of a model's arena, `rows` of them: one, or one for each branch. A branch has a number.
 
     A step: `begin`, `append` for what each branch adds, rows in ascending order (`row_of`), the pass, `commit`.
     """
@@ -39,7 +39,7 @@ class BranchArena:
     ) -> None:
         self._model, self._buffers, self._step, self._compact = model, buffers, step, compact
         self._pooled = rows == 1
-        self._maps = [SlotMap(model, buffers, step, row) for row in range(rows)]
+        self._maps = [SlotTable(model, buffers, step, row) for row in range(rows)]
         self._source = buffers.of(model, names.KEPT_ROWS)
         self._source_count = buffers.of(model, names.KEPT_COUNT)
         self._move_to = buffers.of(model, names.MOVE_TO)
@@ -237,7 +237,7 @@ class BranchArena:
         self.peak_slots = max(self.peak_slots, sum(slots.length for slots in self._maps))
 
 
-def _moves(slots: SlotMap, reach: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
+def _moves(slots: SlotTable, reach: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
     """Live rows behind dead slots, ascending, in parts that lie within `reach` slots, and where each part goes."""
     alive = np.flatnonzero(slots.owners != EMPTY)
     to = int(np.argmax(alive != np.arange(len(alive)))) if len(alive) and alive[-1] >= len(alive) else len(alive)

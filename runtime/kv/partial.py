@@ -17,7 +17,7 @@ from runtime.execution.buffers import Buffers
 from runtime.execution.program import Program
 from runtime.execution.step import TargetStep
 from runtime.execution.target_pass import Passed, TargetArena
-from runtime.kv.slots import BRANCH, SlotMap
+from runtime.kv.slots import BRANCH, SlotTable
 
 _LOG = logging.getLogger("outrider")
 
@@ -28,7 +28,7 @@ class PartialArena(TargetArena):
     def __init__(
         self, settings: PartialKv, buffers: Buffers, step: TargetStep, refresh: Program, longest_draft: int
     ) -> None:
-        super().__init__(SlotMap(names.PARTIAL, buffers, step), settings.largest)
+        super().__init__(SlotTable(names.PARTIAL, buffers, step), settings.largest)
         self.settings, self._refresh = settings, refresh
         self._most = 1 + longest_draft  # tokens of a step
         self._kept_rows = buffers.of(names.TARGET, names.KEPT_ROWS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 _LENGTHS = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _KNOWN = 2  # rounds, or confirmations, that say something
 _CYCLES = 16  # confirmations before a plain round
-_REST, _LONGEST_REST = 16, 256  # plain rounds
+_DISABLED_ROUNDS, _MOST_DISABLED_ROUNDS = 16, 256  # plain rounds
 _FADING = 0.9  # weight of what was measured before, a confirmation later
 _FADING_PASS = 0.98  # and a pass later: there are several to a confirmation
 
@@ -30,7 +30,8 @@ class Interval:
         self._plain_rounds = 0
         self._cycles = 0  # confirmations since the last plain round
         self._tried = 0  # confirmations since running ahead began, or began again
-        self._resting, self._rest = 0, _REST  # plain rounds to come before it is tried again
+        self._disabled_rounds = 0  # plain rounds to come before it is tried again
+        self._next_disabled = _DISABLED_ROUNDS
         self.length = min(16, self._lengths[-1])
 
     @property
@@ -41,15 +42,15 @@ class Interval:
     @property
     def ahead(self) -> bool:
         """Whether to run ahead now: not before plain rounds have been measured, and again once in a while."""
-        return self._plain_rounds >= _KNOWN and not self._resting and self._cycles < _CYCLES
+        return self._plain_rounds >= _KNOWN and not self._disabled_rounds and self._cycles < _CYCLES
 
     def note_plain(self, ms: float, tokens: int) -> None:
         """A round over the full arena alone brought so many tokens."""
         self._plain = _faded(self._plain, _FADING, (1, ms, tokens))
         self._plain_rounds += 1
         self._cycles = 0
-        if self._resting:
-            self._resting -= 1
+        if self._disabled_rounds:
+            self._disabled_rounds -= 1
             self._tried = 0
 
     def note_pass(self, ms: float, tokens: int, drafted: int) -> None:
@@ -69,9 +70,10 @@ class Interval:
         if self._tried < _KNOWN or not self._plain_rounds:
             return
         if self._tokens_per_ms(self.length) < self._alone_per_ms():
-            self._resting, self._rest = self._rest, min(2 * self._rest, _LONGEST_REST)
+            self._disabled_rounds = self._next_disabled
+            self._next_disabled = min(2 * self._next_disabled, _MOST_DISABLED_ROUNDS)
         else:
-            self._rest = _REST
+            self._next_disabled = _DISABLED_ROUNDS
 
     def _tokens_per_ms(self, length: int) -> float:
         agreement = min(self.agreement, 0.9999)

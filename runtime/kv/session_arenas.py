@@ -15,7 +15,7 @@ from runtime.execution.assembly import Assembly
 from runtime.execution.target_pass import Passed, TargetArena, TargetPasses
 from runtime.kv.partial import PartialArena
 from runtime.kv.partial_policy import Budget, Interval
-from runtime.kv.slots import SlotMap
+from runtime.kv.slots import SlotTable
 from runtime.request import Request
 from runtime.sampling import SamplingParams
 from runtime.stats import Stats
@@ -39,7 +39,7 @@ class SessionArenas:
     them, and fills it anew. `lossless`: rounds run over the full arena; passes over the partial one draft for them.
     """
 
-    def __init__(self, manifest: Manifest, parts: Assembly, slots: SlotMap, passes: TargetPasses) -> None:
+    def __init__(self, manifest: Manifest, parts: Assembly, slots: SlotTable, passes: TargetPasses) -> None:
         self._full, self._passes = TargetArena(slots, parts.step.largest_view), passes
         self._partial: PartialArena | None = None
         if manifest.partial_kv is not None:

@@ -1,4 +1,4 @@
-"""The slot map of a model's arena: which branch and position each committed row belongs to."""
+"""The slot table of a model's arena: which branch and position each committed row belongs to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EMPTY = -2  # a slot that belongs to no branch
 SHARED = -1  # one that all branches see
 
 
-class SlotMap:
+class SlotTable:
     """Slots [0, length) of one row of the arena are committed; those behind them hold garbage that nothing reads.
 
     Owner of `length`, and of that row of its model's buffers `bim` and `slot_positions`.
@@ -57,7 +57,7 @@ class SlotMap:
             self._bim[start:stop] = owner
         self.length = stop
 
-    def copy(self, other: SlotMap, length: int) -> None:
+    def copy(self, other: SlotTable, length: int) -> None:
         """Take over the first slots of another row, which have been copied here."""
         self._bim[:length] = other._bim[:length]
         self._positions[:length] = other._positions[:length]

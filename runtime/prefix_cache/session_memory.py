@@ -9,7 +9,7 @@ from plans.errors import RequestError
 from runtime.drafters.graph import EngineDrafter
 from runtime.execution.buffers import Buffers
 from runtime.kv.arena_rows import ArenaRows
-from runtime.kv.slots import BRANCH, SlotMap
+from runtime.kv.slots import BRANCH, SlotTable
 from runtime.prefix_cache.cache import PrefixCache
 
 
@@ -17,7 +17,7 @@ class SessionMemory:
     """Rows of a session's target and of its drafters with an arena, whoever of these was asked."""
 
     def __init__(
-        self, cache: PrefixCache, buffers: Buffers, slots: SlotMap, drafters: Mapping[str, EngineDrafter]
+        self, cache: PrefixCache, buffers: Buffers, slots: SlotTable, drafters: Mapping[str, EngineDrafter]
     ) -> None:
         """Raises RequestError where rows lie on a device."""
         if buffers.exchange is not None:

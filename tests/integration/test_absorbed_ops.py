@@ -26,7 +26,7 @@ from plans.manifest import StageKind
 from plans.plan import Plan
 from runtime import Runtime
 from runtime.backends import BACKENDS, Driver
-from runtime.execution.warmup import rehearse
+from runtime.execution.warmup import warm_up
 from runtime.request import Options
 from tests.conftest import TOY_DRAFTERS, TOY_RECIPE
 from tests.plugins.emulator import Emulator
@@ -194,7 +194,7 @@ def test_a_round_is_one_launch_of_an_engine_for_each_model_and_the_rows_that_mov
     """All rounds of a head are recorded here; what a round without a draft takes is one engine."""
     device = backend.device
     monkeypatch.setattr(backend, "records", True)
-    monkeypatch.setattr("runtime.execution.assembly.rehearse", lambda context, steps, drafters, programs: rehearse(
+    monkeypatch.setattr("runtime.execution.assembly.warm_up", lambda context, steps, drafters, programs: warm_up(
         context, steps, {"head": drafters["head"]}, programs
     ))  # fmt: skip
     session = runtime.session()

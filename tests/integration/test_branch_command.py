@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from runtime import Runtime, branch_command
+from runtime import Runtime
 from runtime.__main__ import main
+from runtime.cli import branches as branch_command
 
 Captured = pytest.CaptureFixture[str]
 OPTIONS = ("--max-new-tokens", "9", "--ignore-eos", "--threads", "1", "--drafter", "head")

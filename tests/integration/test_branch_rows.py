@@ -10,13 +10,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runtime import PrefixCacheConfig, Runtime, branch_arena
+from runtime import PrefixCacheConfig, Runtime
 from runtime import runtime as runtime_module
 from runtime.branch_request import MODES
 from runtime.branch_run import BranchRunner
 from runtime.branch_stream import BranchStats
 from runtime.drafters.branches import EngineBranches
 from runtime.execution.program import Program
+from runtime.kv import branch_arena
 from runtime.kv.branch_arena import BranchArena
 from runtime.kv.branches import BranchState
 from runtime.kv.slots import EMPTY, SHARED

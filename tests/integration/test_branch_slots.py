@@ -1,8 +1,8 @@
 """Which slots each query of a run of branches sees, against the definition in plain Python.
 
 The oracle keeps what every slot of the arena holds by following the moves alone: what passes append, gather, copy and
-compact. It never looks at the slot maps. A query must then see exactly the prefix, what its branch has said before, its
-own chain or path of drafted nodes, and itself: each once, and nothing else.
+compact. It never looks at the slot tables. A query must then see exactly the prefix, what its branch has said before,
+its own chain or path of drafted nodes, and itself: each once, and nothing else.
 """
 
 from __future__ import annotations

@@ -309,12 +309,12 @@ def test_a_plan_without_a_template_has_no_messages(toy: Runtime, monkeypatch: py
 def test_a_cancellation_while_a_drafter_catches_up_ends_the_generation(
     toy: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A head that rested has more to compute again than a step takes."""
+    """A head that was disabled has more to compute again than a step takes."""
     cancel, rests = threading.Event(), [True]
-    monkeypatch.setattr("runtime.drafters.adaptive.Gate.resting", property(lambda _: rests[0]))
-    monkeypatch.setattr("runtime.drafters.adaptive.Gate.drafting", property(lambda _: not rests[0]))
-    wake = Session._wake
-    monkeypatch.setattr(Session, "_wake", lambda self, *asked: (cancel.set(), wake(self, *asked))[1])
+    monkeypatch.setattr("runtime.drafters.adaptive.AdaptiveSpeculation.disabled", property(lambda _: rests[0]))
+    monkeypatch.setattr("runtime.drafters.adaptive.AdaptiveSpeculation.drafting", property(lambda _: not rests[0]))
+    wake = Session._enable
+    monkeypatch.setattr(Session, "_enable", lambda self, *asked: (cancel.set(), wake(self, *asked))[1])
     session, found = toy.session(), list[int]()
     stream = session.stream(range(1, 9), drafter="head", max_new_tokens=100, ignore_eos=True, cancel=cancel)
     for span in stream:
@@ -385,7 +385,7 @@ def test_a_failed_stream_says_so_and_the_session_goes_on(toy: Runtime, monkeypat
     stream = session.stream(PROMPT, max_new_tokens=30, ignore_eos=True)
     seen = list(next(stream).token_ids)
     with monkeypatch.context() as patch:
-        patch.setattr("runtime.session.SlotMap.commit", lambda *_, **__: 1 / 0)
+        patch.setattr("runtime.session.SlotTable.commit", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             list(stream)
     with pytest.raises(RuntimeError, match="failed"):

@@ -262,8 +262,8 @@ def test_a_resting_drafter_does_not_keep_a_session_from_running_ahead(
 ) -> None:
     monkeypatch.undo()  # what is ahead is up to the policy
     monkeypatch.setattr("runtime.kv.partial_policy.Interval._tokens_per_ms", lambda _, length: 1e9 * length)
-    monkeypatch.setattr("runtime.drafters.adaptive.Gate.resting", True)
-    monkeypatch.setattr("runtime.drafters.adaptive.Gate.drafting", False)
+    monkeypatch.setattr("runtime.drafters.adaptive.AdaptiveSpeculation.disabled", True)
+    monkeypatch.setattr("runtime.drafters.adaptive.AdaptiveSpeculation.drafting", False)
     stats = long.session().generate(prompt(1, 60), max_new_tokens=60, drafter="chain", ignore_eos=True).stats
     assert stats.partial_rounds > 10
 

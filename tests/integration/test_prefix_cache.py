@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from plans import names
 from plans.errors import RequestError
-from runtime import PrefixCacheConfig, Runtime, Session, gate
+from runtime import PrefixCacheConfig, Runtime, Session
+from runtime.drafters import adaptive
 
 DRAFTERS = ["none", "ngram", "short", "chain", "bushy", "head", "mixed", "sure"]
 PROMPT = [(37 * i) % 299 + 1 for i in range(60)]
@@ -183,9 +184,9 @@ def test_rows_are_right_whenever_a_drafter_rests(
     kept: Runtime, toy: Runtime, drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is kept while the clock has put a drafter aside is what it would have had."""
-    monkeypatch.setattr(gate, "WINDOW", 2)
-    monkeypatch.setattr(gate, "CLEAR_LOSS", 1e9)  # the first judgement ends drafting
-    monkeypatch.setattr(gate, "REST", 3)
+    monkeypatch.setattr(adaptive, "WINDOW", 2)
+    monkeypatch.setattr(adaptive, "CLEAR_LOSS", 1e9)  # the first judgement ends drafting
+    monkeypatch.setattr(adaptive, "DISABLED_ROUNDS", 3)
     options = {"drafter": drafter, "ignore_eos": True}
     model = "head" if drafter == "mixed" else drafter
     for new in range(2, 20):

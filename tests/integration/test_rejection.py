@@ -18,7 +18,7 @@ from compiler.recipe import load_recipe
 from plans.errors import RecipeError
 from runtime import Runtime
 from runtime.cli.debug import RoundPrinter
-from runtime.drafters.adaptive import Gate
+from runtime.drafters.adaptive import AdaptiveSpeculation
 from runtime.request import Options
 from runtime.trace import Round
 from tests.plugins.drawn_pairs import one_in_a_thousand
@@ -132,7 +132,7 @@ def test_a_nucleus_of_one_token_is_greedy(runtime: Runtime, drafter: str) -> Non
 
 def test_tokens_do_not_depend_on_the_clock(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which draws decide depends on what was drafted, so drafting goes on even where it never pays."""
-    monkeypatch.setattr(Gate, "gain", lambda self: 0.5)
+    monkeypatch.setattr(AdaptiveSpeculation, "gain", lambda self: 0.5)
     monkeypatch.setattr("runtime.drafters.adaptive.WINDOW", 4)
     monkeypatch.setattr("runtime.drafters.adaptive.BURST", 2)
     options = Options(max_new_tokens=100, temperature=1.0, seed=3, ignore_eos=True)

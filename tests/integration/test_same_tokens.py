@@ -17,7 +17,7 @@ from compiler.held_out import read_prompts
 from compiler.recipe import load_recipe
 from compiler.verify import LOGIT_BOUND
 from runtime import Runtime
-from runtime.drafters.adaptive import Gate
+from runtime.drafters.adaptive import AdaptiveSpeculation
 from runtime.request import Options
 from runtime.trace import Round
 from tests.conftest import HELD_OUT, TOY_DRAFTERS
@@ -104,10 +104,10 @@ def test_drafting_that_does_not_pay_is_put_aside_and_tried_again(
     toy: Runtime, drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the clock says: here, that it never pays."""
-    monkeypatch.setattr(Gate, "gain", lambda self: 0.5)
+    monkeypatch.setattr(AdaptiveSpeculation, "gain", lambda self: 0.5)
     monkeypatch.setattr("runtime.drafters.adaptive.WINDOW", 4)
     monkeypatch.setattr("runtime.drafters.adaptive.BURST", 2)
-    monkeypatch.setattr("runtime.drafters.adaptive.REST", 5)
+    monkeypatch.setattr("runtime.drafters.adaptive.DISABLED_ROUNDS", 5)
     options = Options(max_new_tokens=100, temperature=1.0, seed=4, ignore_eos=True)
     plain = toy.generate([5, 6, 7] * 9, drafter="none", **options)
     drafted = toy.session().generate([5, 6, 7] * 9, drafter=drafter, **options)
@@ -119,21 +119,21 @@ def test_drafting_that_does_not_pay_is_put_aside_and_tried_again(
 def test_what_a_gate_has_learned_is_forgotten_with_another_sampling(
     toy: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Gate, "gain", lambda self: 0.5)
+    monkeypatch.setattr(AdaptiveSpeculation, "gain", lambda self: 0.5)
     monkeypatch.setattr("runtime.drafters.adaptive.WINDOW", 4)
-    monkeypatch.setattr("runtime.drafters.adaptive.REST", 500)
+    monkeypatch.setattr("runtime.drafters.adaptive.DISABLED_ROUNDS", 500)
     monkeypatch.setattr("runtime.drafters.adaptive.BURST", 2)
     session, options = toy.session(), Options(drafter="chain", ignore_eos=True)
     session.generate([5, 6, 7], temperature=1.0, max_new_tokens=60, **options)
-    resting = session.generate(temperature=1.0, seed=5, max_new_tokens=20, **options).stats
-    assert resting.plain_rounds == resting.rounds
+    disabled = session.generate(temperature=1.0, seed=5, max_new_tokens=20, **options).stats
+    assert disabled.plain_rounds == disabled.rounds
     assert session.generate(temperature=0.0, max_new_tokens=20, **options).stats.drafted > 0
 
 
 def test_a_head_that_rests_costs_no_recomputing(toy: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Gate, "gain", lambda self: 0.5)
+    monkeypatch.setattr(AdaptiveSpeculation, "gain", lambda self: 0.5)
     monkeypatch.setattr("runtime.drafters.adaptive.WINDOW", 4)
-    monkeypatch.setattr("runtime.drafters.adaptive.REST", 500)
+    monkeypatch.setattr("runtime.drafters.adaptive.DISABLED_ROUNDS", 500)
     monkeypatch.setattr("runtime.drafters.adaptive.BURST", 2)
     session, options = toy.session(), Options(drafter="head", ignore_eos=True)
     session.generate([5, 6, 7], max_new_tokens=60, **options)

@@ -205,7 +205,7 @@ def test_who_matters_more_begins_first(branch_plan: Path, monkeypatch: pytest.Mo
     assert not first.done
     for handle in handles:
         handle.result(60)
-    assert order[-5:] == [5, 13, 11, 12, 10]  # before them, its rehearsal
+    assert order[-5:] == [5, 13, 11, 12, 10]  # before them, its warm-up
     assert runtime.close(timeout=60)
 
 

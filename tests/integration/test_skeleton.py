@@ -11,8 +11,9 @@ from rich.console import Console
 
 from plans.errors import RequestError
 from plans.manifest import Skeleton as Settings
-from runtime import Runtime, skeleton_command
+from runtime import Runtime
 from runtime.__main__ import main
+from runtime.cli import skeleton as skeleton_command
 from runtime.skeleton.outline import END, outline_grammar, parse_outline
 from runtime.skeleton.skeleton import Skeleton, titles
 from runtime.text.constraint import Constraint, Vocabulary

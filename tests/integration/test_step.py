@@ -64,13 +64,13 @@ def test_plain_decoding_binds_again_only_where_the_view_grows(
     assert bound == ["attn_bias"]  # once, where 128 keys become 256
 
 
-def test_a_rehearsal_leaves_the_sequence_as_it_is(toy: Runtime) -> None:
+def test_timing_a_round_leaves_the_sequence_as_it_is(toy: Runtime) -> None:
     session, options = toy.session(), Options(max_new_tokens=20, ignore_eos=True, drafter="none")
     prompt = [5, 6, 7]
     expected = toy.generate(prompt, **options | Options(max_new_tokens=40)).token_ids
     first = session.generate(prompt, **options).token_ids
-    assert session.rehearse([], "none") > 0
-    assert session.rehearse([1, 2, 3], "ngram") > 0
+    assert session.time_round([], "none") > 0
+    assert session.time_round([1, 2, 3], "ngram") > 0
     assert first + session.generate(**options).token_ids == expected
 
 
@@ -82,10 +82,10 @@ def test_a_rehearsal_leaves_the_sequence_as_it_is(toy: Runtime) -> None:
         ([1] * 100, "ngram", "room for a chain of"),
     ],
 )
-def test_what_cannot_be_rehearsed_is_refused(toy: Runtime, chain: list[int], drafter: str, said: str) -> None:
+def test_a_round_that_cannot_be_timed_is_refused(toy: Runtime, chain: list[int], drafter: str, said: str) -> None:
     session = toy.session()
     session.generate([5, 6, 7], max_new_tokens=3, drafter="none")
     with pytest.raises(RequestError, match=said):
-        session.rehearse(chain, drafter)
+        session.time_round(chain, drafter)
     with pytest.raises(RequestError, match="tokens, 0 of them with rows"):
-        toy.session().rehearse([], "none")
+        toy.session().time_round([], "none")

@@ -133,7 +133,7 @@ def test_what_is_recorded_has_a_context_that_nothing_else_touches() -> None:
         for sizes in (TREE, TREE, ONE, ONE):  # each plainly, then recorded
             run(sizes)
         library.recording = False
-        run(TREE)  # of a round that was not rehearsed
+        run(TREE)  # of a round that was not warmed up
     assert library.made == 4
     for number, new in ((3, 9), (4, 1)):
         mine = [call[1:] for call in calls if call[0] == number]
