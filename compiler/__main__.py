@@ -58,8 +58,8 @@ def _parser(called: str) -> Parser:
     build.add_argument("recipe", type=Path, help="the recipe, a YAML file")
     build.add_argument("--out", type=Path, help="folder of the plan (default: build/NAME)")
     build.add_argument(
-        "--target", action="append", default=[], metavar="NAME", dest="targets",
-        help="execution target to build for, in place of the recipe's; may be repeated",
+        "--backend", action="append", default=[], metavar="NAME", dest="backends",
+        help="backend to build for, in place of the recipe's; may be repeated",
     )  # fmt: skip
     _add_set(build)
     build.add_argument("--json", action="store_true", help="print one JSON object")
@@ -150,7 +150,7 @@ def _build(options: argparse.Namespace) -> int:
 
     started = perf_counter()
     recipe = load_recipe(options.recipe, options.overrides)
-    recipe = recipe.for_targets(options.targets) if options.targets else recipe
+    recipe = recipe.for_backends(options.backends) if options.backends else recipe
     out: Path = options.out or Path("build") / recipe.name
     with progress_bar("building") as bar:
         from compiler.build import build
@@ -165,7 +165,7 @@ def _build(options: argparse.Namespace) -> int:
                 "plan": str(out),
                 "identity": manifest.identity,
                 "reused": list(built.reused),
-                "targets": list(manifest.targets),
+                "backends": list(manifest.backends),
                 "bytes": size,
                 "seconds": round(seconds, 3),
             }

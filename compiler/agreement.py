@@ -18,7 +18,7 @@ from runtime import Generation, Session
 from runtime.request import Options, check_options
 
 EXACT = frozenset({"onnxruntime-cpu"})
-"""Execution targets on which a draft's tokens have the very logits of plain decoding."""
+"""Backends on which a draft's tokens have the very logits of plain decoding."""
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from compiler.models.config import DecoderConfig, WeightType, read_config
 from compiler.place import Place
 from compiler.programs import cache_views, drafter_limits, emit_programs, query_views, stages_around, symbol_limits
 from compiler.recipe import Recipe, check_capacity
-from compiler.recipe_targets import (
+from compiler.recipe_backends import (
     PACKAGES,
-    TargetBuild,
+    BackendBuild,
     TensorRtRtxSection,
     TensorRtSection,
 )
@@ -38,6 +38,7 @@ from plans.build_record import BuildRecord, write_build_record
 from plans.machine import peak_rss_bytes, processor
 from plans.manifest import (
     FORMAT_VERSION,
+    BackendPlan,
     Drafter,
     Engine,
     Geometry,
@@ -46,7 +47,6 @@ from plans.manifest import (
     PlanFile,
     RuleReport,
     Skeleton,
-    TargetPlan,
     rejects,
 )
 from plans.partial_kv import PartialKv
@@ -62,7 +62,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Engines:
-    """A target's engines by name, what lowering did to them, and the files of our ops' kernels by architecture."""
+    """A backend's engines by name, what lowering did to them, and the files of our ops' kernels by architecture."""
 
     engines: dict[str, Engine]
     reports: tuple[RuleReport, ...]
@@ -71,7 +71,7 @@ class Engines:
 
 @dataclass(frozen=True)
 class Built:
-    """A finished build. `reused` names what an earlier build of the same place gave: "plan" or targets."""
+    """A finished build. `reused` names what an earlier build of the same place gave: "plan" or backends."""
 
     plan: Plan
     reused: tuple[str, ...]
@@ -90,8 +90,8 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
     place = Place(out)
     old = place.plan()
     source = _relative(recipe_path, place.folder)
-    sections = {target.kind: target for target in recipe.targets}
-    machine = {kind: facts_of_machine(target) for kind, target in sections.items()}
+    sections = {backend.kind: backend for backend in recipe.backends}
+    machine = {kind: facts_of_machine(backend) for kind, backend in sections.items()}
     tools = tool_versions(package for kind in sections for package in PACKAGES[kind])
     tools |= {name: fact for facts in machine.values() for name, fact in facts.items()}
     sources = drafters.read_sources(recipe, config)
@@ -109,30 +109,30 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
         check_partial(recipe, geometry, listed, partial)
     limits = _limits(geometry, sources, listed, partial)
     buffers = {
-        kind: _buffers(target, recipe.dtype(target), geometry, sources, listed, partial)
-        for kind, target in sections.items()
+        kind: _buffers(backend, recipe.dtype(backend), geometry, sources, listed, partial)
+        for kind, backend in sections.items()
     }
     keys = {
         kind: engines_key(
             checkpoints,
-            _engine_shape(recipe, target, geometry, sources, limits),
+            _engine_shape(recipe, backend, geometry, sources, limits),
             tool_versions(PACKAGES[kind]) | machine[kind],
         )
-        for kind, target in sections.items()
+        for kind, backend in sections.items()
     }
-    there = old.manifest.targets if old is not None else {}
+    there = old.manifest.backends if old is not None else {}
     kept = {t: there[t] for t, key in keys.items() if t in there and there[t].engines_key == key}
     stale = [kind for kind in sections if kind not in kept]
     dtypes = list(dict.fromkeys(recipe.dtype(sections[kind]) for kind in stale))
     steps = _Steps(progress, len(kept) + (2 + len(sources)) * len(dtypes) + (1 + len(sources)) * len(stale) + 1)
     with place.workplace() as root:
         engines: dict[str, Engines] = {}
-        for target, plan in kept.items():
-            steps.begin(f"{target}: engines unchanged, taken from the plan that is there")
-            shutil.copytree(place.folder / "engines" / target, root / "engines" / target)
+        for backend, plan in kept.items():
+            steps.begin(f"{backend}: engines unchanged, taken from the plan that is there")
+            shutil.copytree(place.folder / "engines" / backend, root / "engines" / backend)
             for file in plan.kernels.values():
                 _copy(place.folder / file, root / file)
-            engines[target] = Engines(plan.engines, plan.lowering, plan.kernels)
+            engines[backend] = Engines(plan.engines, plan.lowering, plan.kernels)
         for dtype in dtypes:
             exported = _export(recipe, dtype, geometry, sources, steps)
             for kind in (kind for kind in stale if recipe.dtype(sections[kind]) == dtype):
@@ -151,8 +151,8 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
             partial_kv=partial,
             skeleton=Skeleton() if recipe.skeleton is None else Skeleton(**recipe.skeleton.model_dump()),
             drafters=listed,
-            targets={
-                t: _target_plan(engines[t], keys[t], limits, geometry, sources, listed, buffers[t], partial)
+            backends={
+                t: _backend_plan(engines[t], keys[t], limits, geometry, sources, listed, buffers[t], partial)
                 for t in sections
             },
             tools=tools,
@@ -226,18 +226,18 @@ def _limits(
 
 def _engine_shape(
     recipe: Recipe,
-    target: TargetBuild,
+    backend: BackendBuild,
     geometry: Geometry,
     sources: Sequence[GraphSource],
     limits: Mapping[str, Mapping[str, int]],
 ) -> dict[str, object]:
-    """What a target's engines depend on beside weights and tools. Engines of ONNX Runtime take any size of step."""
+    """What a backend's engines depend on beside weights and tools. Engines of ONNX Runtime take any size of step."""
     scaling = recipe.target.rope_scaling
     return {
-        "target": target.model_dump(mode="json", exclude={"timing_cache"}),
-        "limits": limits if isinstance(target, TensorRtRtxSection | TensorRtSection) else None,
+        "backend": backend.model_dump(mode="json", exclude={"timing_cache"}),
+        "limits": limits if isinstance(backend, TensorRtRtxSection | TensorRtSection) else None,
         "capacity": geometry.capacity,
-        "dtype": recipe.dtype(target),
+        "dtype": recipe.dtype(backend),
         "rope_scaling": None if scaling is None else scaling.model_dump(exclude_none=True),
         "drafters": [
             [source.drafter.model_dump(), source.geometry(geometry).capacity, repr(source.config)] for source in sources
@@ -275,53 +275,53 @@ def _export(
 
 def _write_engines(
     recipe: Recipe,
-    target: TargetBuild,
+    backend: BackendBuild,
     graphs: Mapping[str, ir.Model],
     around: _Around,
     limits: Mapping[str, Mapping[str, int]],
     root: Path,
     steps: _Steps,
 ) -> Engines:
-    """Lower copies of the graphs for one execution target, and write its engines and kernels."""
-    place = root / "engines" / target.kind
+    """Lower copies of the graphs for one backend, and write its engines and kernels."""
+    place = root / "engines" / backend.kind
     place.mkdir(parents=True)
-    cache = recipe.timing_cache_path(target)
-    folder = open_folder(target, place, lambda text: steps.detail(f"{target.kind}: {text}"), cache)
+    cache = recipe.timing_cache_path(backend)
+    folder = open_folder(backend, place, lambda text: steps.detail(f"{backend.kind}: {text}"), cache)
     engines: dict[str, Engine] = {}
     reports: list[RuleReport] = []
     for name, graph in graphs.items():
-        steps.begin(f"{target.kind}: lowering {name} and writing its engine")
+        steps.begin(f"{backend.kind}: lowering {name} and writing its engine")
         own = graph.clone()
         held = around.take_into(own, name) if folder.takes_ops(graph) else ()
         arenas = 1 + (recipe.partial_kv.enabled and name == names.TARGET)
-        reports += lower(name, own, target.kind, rows=limits[name][names.ROWS], arenas=arenas)
+        reports += lower(name, own, backend.kind, rows=limits[name][names.ROWS], arenas=arenas)
         engines[name] = folder.write(name, own, limits[name]).model_copy(update={"holds": held})
     folder.close()
-    return Engines(engines, tuple(reports), _compile_kernels(target, root, steps))
+    return Engines(engines, tuple(reports), _compile_kernels(backend, root, steps))
 
 
 def _buffers(
-    target: TargetBuild,
+    backend: BackendBuild,
     dtype: WeightType,
     geometry: Geometry,
     sources: Sequence[GraphSource],
     listed: Sequence[Drafter],
     partial: PartialKv | None,
 ) -> tuple[Tensor, ...]:
-    """What a session of an execution target has; its arenas are of the weights' type."""
+    """What a session of a backend has; its arenas are of the weights' type."""
     kv = DType(dtype)
     buffers = [
         *target_buffers(geometry, kv, rejection=rejects(listed)),
         *(() if partial is None else partial_buffers(geometry, partial, kv)),
         *sampling_buffers(geometry.branches),
-        *(status_buffers() if isinstance(target, TensorRtSection) else ()),
+        *(status_buffers() if isinstance(backend, TensorRtSection) else ()),
     ]
     for source in sources:
         buffers += drafter_buffers(source.drafter, source.geometry(geometry), geometry, kv)
     return tuple(buffers)
 
 
-def _target_plan(
+def _backend_plan(
     built: Engines,
     key: str,
     limits: dict[str, dict[str, int]],
@@ -330,7 +330,7 @@ def _target_plan(
     listed: Sequence[Drafter],
     buffers: tuple[Tensor, ...],
     partial: PartialKv | None,
-) -> TargetPlan:
+) -> BackendPlan:
     """The engines with the buffers and programs that run them."""
     engines = built.engines
     views = cache_views(names.TARGET, geometry)
@@ -338,7 +338,7 @@ def _target_plan(
         views |= cache_views(names.PARTIAL, geometry) | query_views(geometry)
     for source in sources:
         views |= cache_views(source.section.name, source.geometry(geometry))
-    return TargetPlan(
+    return BackendPlan(
         engines=engines,
         engines_key=key,
         buffers=buffers,
@@ -351,14 +351,14 @@ def _target_plan(
     )
 
 
-def _compile_kernels(target: TargetBuild, root: Path, steps: _Steps) -> dict[str, str]:
-    """Our ops' kernels for the devices of a target, by architecture; targets of one plan share them."""
+def _compile_kernels(backend: BackendBuild, root: Path, steps: _Steps) -> dict[str, str]:
+    """Our ops' kernels for the devices of a backend, by architecture; backends of one plan share them."""
     files: dict[str, str] = {}
-    for architecture in kernel_architectures(target):
+    for architecture in kernel_architectures(backend):
         files[architecture] = f"kernels/{architecture}.cubin"
         path = root / files[architecture]
         if not path.exists():
-            steps.detail(f"{target.kind}: compiling the ops for {architecture}")
+            steps.detail(f"{backend.kind}: compiling the ops for {architecture}")
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(compile_kernels(architecture))
     return files

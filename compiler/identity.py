@@ -20,7 +20,7 @@ _SOURCES = ("compiler", "plans", "plugins")
 def tool_versions(packages: Iterable[str] = ()) -> dict[str, str]:
     """Versions of everything that shapes an engine, and a digest of the compiler's own source.
 
-    `packages` are those that one execution target needs; one that is missing has the version "".
+    `packages` are those that one backend needs; one that is missing has the version "".
     """
     # A local part ("2.13.0+cpu") tells where a package runs, and graphs are made alike everywhere.
     versions = {name: importlib.metadata.version(name).partition("+")[0] for name in _PACKAGES}

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from plans.build_record import read_build_record
 from plans.check import session_bytes
-from plans.manifest import Engine, TargetPlan
+from plans.manifest import BackendPlan, Engine
 from plans.plan import Plan, open_plan
 
 
@@ -26,7 +26,7 @@ def describe(path: Path) -> dict[str, Any]:
         "format_version": manifest.format_version,
         "models": {name: geometry.model_dump() for name, geometry in manifest.models.items()},
         "drafters": [d.model_dump() for d in manifest.drafters],
-        "targets": {name: _target(plan, target) for name, target in manifest.targets.items()},
+        "backends": {name: _backend(plan, backend) for name, backend in manifest.backends.items()},
         "tools": manifest.tools,
         "build": None if record is None else record.model_dump(),
         "bytes": sum(f.size for f in manifest.files),
@@ -34,16 +34,17 @@ def describe(path: Path) -> dict[str, Any]:
     }
 
 
-def _target(plan: Plan, target: TargetPlan) -> dict[str, Any]:
+def _backend(plan: Plan, backend: BackendPlan) -> dict[str, Any]:
     return {
         "programs": {
-            name: [f"{stage.kind}:{stage.run}" for stage in program.stages] for name, program in target.programs.items()
+            name: [f"{stage.kind}:{stage.run}" for stage in program.stages]
+            for name, program in backend.programs.items()
         },
-        "symbols": target.symbols,
-        "session_bytes": session_bytes(target),
-        "engines": {name: _engine(plan, engine) for name, engine in target.engines.items()},
-        "kernels": target.kernels,
-        "lowering": [report.model_dump() for report in target.lowering],
+        "symbols": backend.symbols,
+        "session_bytes": session_bytes(backend),
+        "engines": {name: _engine(plan, engine) for name, engine in backend.engines.items()},
+        "kernels": backend.kernels,
+        "lowering": [report.model_dump() for report in backend.lowering],
     }
 
 
@@ -94,11 +95,11 @@ def print_description(description: dict[str, Any], console: Console) -> None:
                 f"{drafter['name']} reads the residual streams that enter the target's layers {layers}: "
                 f"{taps['reason']}"
             )
-    for name, target in description["targets"].items():
-        console.print(f"\n[bold]{name}[/bold]  {target['session_bytes'] / 1e6:.1f} MB of buffers per session")
-        for program, stages in target["programs"].items():
+    for name, backend in description["backends"].items():
+        console.print(f"\n[bold]{name}[/bold]  {backend['session_bytes'] / 1e6:.1f} MB of buffers per session")
+        for program, stages in backend["programs"].items():
             console.print(f"  {program}: {' -> '.join(stages)}")
-        for engine, facts in target["engines"].items():
+        for engine, facts in backend["engines"].items():
             console.print(f"  engine {engine} ({facts['file']}): {sum(facts['ops'].values())} nodes")
             if "builder" in facts:
                 later = " (or loaded by a later one)" if facts["version_compatible"] else ""
@@ -111,10 +112,10 @@ def print_description(description: dict[str, Any], console: Console) -> None:
             for profile in facts.get("profiles", ()):
                 console.print("    profile: " + ", ".join(f"{s} {a} to {b}" for s, (a, b) in profile.items()))
             console.print("    " + ", ".join(f"{op} {count}" for op, count in facts["ops"].items()))
-        if target["kernels"]:
-            console.print(f"  our ops compiled for {', '.join(target['kernels'])}")
+        if backend["kernels"]:
+            console.print(f"  our ops compiled for {', '.join(backend['kernels'])}")
         table = Table("engine", "rule", "applied", "declined", box=None, pad_edge=False)
-        for report in target["lowering"]:
+        for report in backend["lowering"]:
             declined = "; ".join(f"{count}x {reason}" for reason, count in report["declined"].items()) or "-"
             table.add_row(report["engine"], report["rule"], str(report["applied"]), declined)
         console.print(table)

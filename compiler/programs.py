@@ -88,7 +88,7 @@ def query_views(geometry: Geometry) -> dict[str, View]:
 
 
 def stages_around(model: str, drafter: GraphDrafter | None = None) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
-    """The ops before the engine of `model` and behind it that an execution target may have inside: what accepts trees
+    """The ops before the engine of `model` and behind it that a backend may have inside: what accepts trees
     also samples, a tree of one node. `drafter` is the one whose model it is; None for the target.
     """
     mask = _op("BimMask", model)

@@ -23,19 +23,19 @@ from pydantic_core import PydanticCustomError
 
 from compiler.models.config import DecoderConfig, WeightType
 from compiler.models.rope import RopeScaling
+from compiler.recipe_backends import DEFAULT_BACKENDS, BackendBuild, BackendEntry, TensorRtSection, choose_backends
 from compiler.recipe_drafters import DrafterSection, GraphSection, NgramSection
 from compiler.recipe_partial import PartialKvSection
 from compiler.recipe_rope import RopeScalingSection, positions_served
 from compiler.recipe_section import Name, Section, WrittenPath
 from compiler.recipe_source import Location, RecipeSource
-from compiler.recipe_targets import DEFAULT_TARGETS, TargetBuild, TargetEntry, TensorRtSection, choose_targets
 from plans import names
 from plans.errors import PlanError, RecipeError
 from plans.manifest import Manifest, is_branch_template
 from plans.plan import read_manifest
 
 # Paths: their contents are hashed, and held-out text is in no plan. And which engines stand beside the one that runs.
-_MAY_DIFFER = re.compile(r"target\.checkpoint|drafters\[\d+\]\.checkpoint|held_out|targets\[.*")
+_MAY_DIFFER = re.compile(r"target\.checkpoint|drafters\[\d+\]\.checkpoint|held_out|backends\[.*")
 
 
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
@@ -113,10 +113,10 @@ class Recipe(Section):
         (), strict=False, description="what proposes tokens; the first is the default; may be empty"
     )
     capacity: CapacitySection = Field(description="what a session can hold")
-    targets: tuple[TargetEntry, ...] = Field(
-        DEFAULT_TARGETS,
+    backends: tuple[BackendEntry, ...] = Field(
+        DEFAULT_BACKENDS,
         strict=False,
-        description="execution targets to build engines for: names, or {kind: NAME, ...} with options",
+        description="backends to build engines for: names, or {kind: NAME, ...} with options",
     )
     partial_kv: PartialKvSection = Field(
         default_factory=lambda: PartialKvSection(), description="verifying in a small arena behind long contexts"
@@ -150,17 +150,17 @@ class Recipe(Section):
                 )
         return drafters
 
-    @field_validator("targets")
+    @field_validator("backends")
     @classmethod
-    def _distinct_targets(cls, targets: tuple[TargetBuild, ...]) -> tuple[TargetBuild, ...]:
-        if not targets:
+    def _distinct_backends(cls, backends: tuple[BackendBuild, ...]) -> tuple[BackendBuild, ...]:
+        if not backends:
             raise PydanticCustomError("target", "must have at least 1 entry, found []")
-        kinds = [target.kind for target in targets]
+        kinds = [backend.kind for backend in backends]
         for index, kind in enumerate(kinds):
             if kind in kinds[:index]:
                 context = {"target": kind, "at": (index,)}
                 raise PydanticCustomError("target", "repeats '{target}'; keep one of them", context)
-        return targets
+        return backends
 
     @property
     def path(self) -> Path:
@@ -181,18 +181,18 @@ class Recipe(Section):
         """The file of held-out prompts, absolute."""
         return None if self.held_out is None else self._absolute(self.held_out)
 
-    def timing_cache_path(self, target: TargetBuild) -> Path | None:
-        """The file of an execution target's timing cache, absolute; None where it keeps none."""
-        written = target.timing_cache if isinstance(target, TensorRtSection) else None
+    def timing_cache_path(self, backend: BackendBuild) -> Path | None:
+        """The file of a backend's timing cache, absolute; None where it keeps none."""
+        written = backend.timing_cache if isinstance(backend, TensorRtSection) else None
         return None if written is None else self._absolute(written)
 
-    def for_targets(self, kinds: Sequence[str]) -> Recipe:
-        """The same recipe for other execution targets. Raises `RecipeError` for what is no target."""
-        return self.model_copy(update={"targets": choose_targets(self.targets, kinds)})
+    def for_backends(self, kinds: Sequence[str]) -> Recipe:
+        """The same recipe for other backends. Raises `RecipeError` for what is no backend."""
+        return self.model_copy(update={"backends": choose_backends(self.backends, kinds)})
 
-    def dtype(self, target: TargetBuild) -> WeightType:
-        """The type of the weights for an execution target."""
-        return target.dtype or self.target.dtype
+    def dtype(self, backend: BackendBuild) -> WeightType:
+        """The type of the weights for a backend."""
+        return backend.dtype or self.target.dtype
 
     @property
     def rope_scaling(self) -> RopeScaling | None:
@@ -212,8 +212,8 @@ class Recipe(Section):
                 drafter["checkpoint"] = _portable(drafter["checkpoint"])
         if not self.partial_kv.enabled:
             del values["partial_kv"]  # its settings say nothing then
-        for target in values["targets"]:
-            target.pop("timing_cache", None)  # it tells how long kernels take, not what they compute
+        for backend in values["backends"]:
+            backend.pop("timing_cache", None)  # it tells how long kernels take, not what they compute
         if self.held_out is not None:
             values["held_out"] = _portable(self.held_out)
         return values
@@ -247,11 +247,11 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
             raise recipe.error(
                 ("drafters", index, "checkpoint"), f"names {folder}, which is not a folder; correct the path"
             )
-    for index, target in enumerate(recipe.targets):
-        cache = recipe.timing_cache_path(target)
+    for index, backend in enumerate(recipe.backends):
+        cache = recipe.timing_cache_path(backend)
         if cache is not None and (cache.is_dir() or not cache.parent.is_dir()):
             raise recipe.error(
-                ("targets", index, "timing_cache"),
+                ("backends", index, "timing_cache"),
                 f"names {cache}, which can be no file; name one in a folder that is there",
             )
     if recipe.held_out_path is not None and not recipe.held_out_path.is_file():

@@ -103,7 +103,7 @@ def _path_edits(top: yaml.Node | None, old: Path, new: Path) -> Iterator[_Edit]:
         return
     sections = [value for key, _, value in _items(top) if key == "target"]
     paths = [value for key, _, value in _items(top) if key == "held_out"]
-    sections += [*_entries(top, "drafters"), *_entries(top, "targets")]
+    sections += [*_entries(top, "drafters"), *_entries(top, "backends")]
     paths += [v for section in sections for key, _, v in _items(section) if key in ("checkpoint", "timing_cache")]
     for value in paths:
         written = os.path.expanduser(value.value)

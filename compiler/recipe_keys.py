@@ -20,7 +20,7 @@ from plans.errors import UsageError
 
 TOP = "recipe"
 NOTE = (
-    "drafters.KIND and targets.KIND are entries of these lists, of that kind. --set names entries by their place: "
+    "drafters.KIND and backends.KIND are entries of these lists, of that kind. --set names entries by their place: "
     "drafters[0].max_draft=4."
 )
 _REF = "#/$defs/"
@@ -100,7 +100,7 @@ def _spelled(mapping: Mapped, key: Key) -> Iterator[str]:
             yield key.name
             continue
         yield f"{path}.{key.name}"
-        yield re.sub(r"^(drafters|targets)\.[^.]+", r"\1", path) + f".{key.name}"
+        yield re.sub(r"^(drafters|backends)\.[^.]+", r"\1", path) + f".{key.name}"
 
 
 class _Walk:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from compiler.recipe import Recipe
+from compiler.recipe_backends import OnnxRuntimeCpuSection, TensorRtRtxSection
 from compiler.recipe_drafters import EntropySection, ModelSection, NgramSection
-from compiler.recipe_targets import OnnxRuntimeCpuSection, TensorRtRtxSection
 from plans.manifest import Drafter, Geometry, longest_draft
 from plans.partial_kv import PartialKv
 
@@ -28,21 +28,21 @@ def check_served(recipe: Recipe) -> None:
             raise recipe.error(
                 ("drafters", index, key), f"{what}, which serves one branch; capacity.branches is {several}"
             )
-        if any(not isinstance(target, OnnxRuntimeCpuSection) for target in recipe.targets):
-            says = "targets other than onnxruntime-cpu serve one branch for now"
+        if any(not isinstance(backend, OnnxRuntimeCpuSection) for backend in recipe.backends):
+            says = "backends other than onnxruntime-cpu serve one branch for now"
         if says is not None:
             raise recipe.error(("capacity", "branches"), f"is {several}; {says}, set it to 1")
     if recipe.partial_kv.enabled:
         _check_beside_partial(recipe)
-    for index, target in enumerate(recipe.targets):
-        if isinstance(target, OnnxRuntimeCpuSection) and recipe.dtype(target) != "float32":
-            where = ("target", "dtype") if target.dtype is None else ("targets", index, "dtype")
+    for index, backend in enumerate(recipe.backends):
+        if isinstance(backend, OnnxRuntimeCpuSection) and recipe.dtype(backend) != "float32":
+            where = ("target", "dtype") if backend.dtype is None else ("backends", index, "dtype")
             raise recipe.error(
                 where,
-                f"is {recipe.dtype(target)}; onnxruntime-cpu computes in float32: set it to float32 (a checkpoint in "
-                "any of the types is read), and give other targets a dtype of their own in their sections",
+                f"is {recipe.dtype(backend)}; onnxruntime-cpu computes in float32: set it to float32 (a checkpoint in "
+                "any of the types is read), and give other backends a dtype of their own in their sections",
             )
-        if isinstance(target, TensorRtRtxSection):
+        if isinstance(backend, TensorRtRtxSection):
             for place, drafter in enumerate(recipe.drafters):
                 if not isinstance(drafter, NgramSection) and drafter.acceptance == "rejection":
                     raise recipe.error(
@@ -111,8 +111,8 @@ def _check_beside_partial(recipe: Recipe) -> None:
                 "is rejection, by which tokens depend on what was drafted and where it was verified; partial_kv needs "
                 "coupled",
             )
-    for index, target in enumerate(recipe.targets):
-        if not isinstance(target, OnnxRuntimeCpuSection):
+    for index, backend in enumerate(recipe.backends):
+        if not isinstance(backend, OnnxRuntimeCpuSection):
             raise recipe.error(
-                ("targets", index), f"is {target.kind}; partial_kv runs on onnxruntime-cpu for now: leave one out"
+                ("backends", index), f"is {backend.kind}; partial_kv runs on onnxruntime-cpu for now: leave one out"
             )

@@ -34,7 +34,7 @@ from plans.errors import RequestError
 from plans.manifest import GraphDrafter, Manifest, Tree
 from plans.plan import read_manifest
 from runtime import Generation, Runtime, Session
-from runtime.backends import choose_target
+from runtime.backends import choose_backend
 from runtime.request import Options
 from runtime.trace import Round, Watcher
 
@@ -65,19 +65,19 @@ class Search:
 @dataclass(frozen=True)
 class Origin:
     """Where trees to try come from: the recipe read from `path` with `overrides`, and its drafter's section; and the
-    execution target that they are tried on."""
+    backend that they are tried on."""
 
     path: Path
     overrides: tuple[str, ...]
     section: GraphSection
-    target: str
+    backend: str
 
     def recipe(self, trees: Sequence[Tree], nodes: int) -> Recipe:
         """The recipe with this drafter alone, once for each tree and by the name of it; and the probe of `nodes`."""
         listed = [reshaped(self.section, name_of(tree), tree) for tree in trees]
         listed.append({"name": _PROBE, "kind": "ngram", "max_draft": nodes - 1})
         recipe = load_recipe(self.path, [*self.overrides, f"drafters={json.dumps(listed, ensure_ascii=False)}"])
-        return recipe.for_targets([self.target])
+        return recipe.for_backends([self.backend])
 
 
 def name_of(tree: Tree) -> str:
@@ -119,7 +119,7 @@ def tune_plan(
     known = manifest.models[settings.name].vocab_size
     widest = 1 if section.acceptance == "rejection" else known  # rejection goes with chains
     search = replace(search, top_ks=tuple(k for k in search.top_ks if k <= widest))
-    origin = Origin(recipe.path, tuple(overrides), section, choose_target(manifest.targets, None).target)
+    origin = Origin(recipe.path, tuple(overrides), section, choose_backend(manifest.backends, None).backend)
     bench = _Bench(origin, search, texts, new_tokens, temperature, context, progress)
     found = Tuning(str(plan), manifest.identity, settings.name, len(texts), new_tokens, temperature)
     _estimate(found, bench, search)

@@ -137,7 +137,7 @@ def verify_plan(
             names,
             options | limit,
             result.tolerance,
-            exact=runtime.target in EXACT,
+            exact=runtime.backend in EXACT,
             progress=report,
         )
 

@@ -19,7 +19,7 @@ _LARGEST = 2**16  # bytes
 class BuildRecord(Strict):
     """`peak_rss_bytes` is that of the process that built, from its start; None where the system does not tell.
 
-    `reused` names the execution targets whose engines an earlier build gave.
+    `reused` names the backends whose engines an earlier build gave.
     """
 
     seconds: float

@@ -13,6 +13,7 @@ from plans import names
 from plans.buffers import DType, Tensor
 from plans.check_partial import arena_problems, partial_problems, refresh_problems
 from plans.manifest import (
+    BackendPlan,
     Buckets,
     Drafter,
     Engine,
@@ -23,7 +24,6 @@ from plans.manifest import (
     Program,
     Stage,
     StageKind,
-    TargetPlan,
     longest_draft,
     rejects,
 )
@@ -63,13 +63,13 @@ def problems(manifest: Manifest) -> Iterator[str]:
     partial = manifest.partial_kv
     if partial is not None:
         yield from (f"partial_kv: {problem}" for problem in partial_problems(partial, manifest))
-    for name, target in manifest.targets.items():
-        for problem in _target(target, manifest.models, manifest.drafters, partial):
-            yield f"targets.{name}.{problem}"
+    for name, backend in manifest.backends.items():
+        for problem in _backend(backend, manifest.models, manifest.drafters, partial):
+            yield f"backends.{name}.{problem}"
 
 
 def _drafter(drafter: GraphDrafter, models: Mapping[str, Geometry]) -> Iterator[str]:
-    tree, own, target = drafter.tree, models[drafter.name], models[names.TARGET]
+    tree, own, backend = drafter.tree, models[drafter.name], models[names.TARGET]
     where = f"drafters.{drafter.name}"
     if tree.nodes > LARGEST_TREE or tree.nodes - 1 > tree.candidates or tree.top_k > own.vocab_size:
         yield f"{where}.tree: {tree.nodes} nodes, {tree.top_k} children each and {tree.depth} levels are no tree"
@@ -81,56 +81,56 @@ def _drafter(drafter: GraphDrafter, models: Mapping[str, Geometry]) -> Iterator[
             yield f"{where}: chains as long as it is sure are a model's that drafts one token at a time"
         if not (entropy.gamma_min <= entropy.gamma_max < LARGEST_TREE and 0 <= entropy.beta < 1):
             yield f"{where}.entropy: {entropy.gamma_min} to {entropy.gamma_max} tokens are no limits"
-    if drafter.kind == "eagle3" and not target.feature_size:
+    if drafter.kind == "eagle3" and not backend.feature_size:
         yield f"{where}: reads features, and the target gives none"
-    if (own.context, own.prefill_chunk) != (target.context, target.prefill_chunk):
+    if (own.context, own.prefill_chunk) != (backend.context, backend.prefill_chunk):
         yield f"models.{drafter.name}: context and prefill_chunk are not the target's"
     if own.window and not own.prefill_chunk <= own.window:
         yield f"models.{drafter.name}: a window of {own.window} rows is less than a chunk of {own.prefill_chunk}"
 
 
-def buffer_shape(target: TargetPlan, buffer: Tensor) -> tuple[int, ...]:
+def buffer_shape(backend: BackendPlan, buffer: Tensor) -> tuple[int, ...]:
     """The largest shape of a buffer; its symbols are those of the model that owns it."""
-    return buffer.resolve(target.symbols.get(buffer.name.rpartition(".")[0], {}))
+    return buffer.resolve(backend.symbols.get(buffer.name.rpartition(".")[0], {}))
 
 
-def session_bytes(target: TargetPlan) -> int:
+def session_bytes(backend: BackendPlan) -> int:
     """What the buffers of one session take."""
-    return sum(prod(buffer_shape(target, buffer)) * buffer.dtype.itemsize for buffer in target.buffers)
+    return sum(prod(buffer_shape(backend, buffer)) * buffer.dtype.itemsize for buffer in backend.buffers)
 
 
-def _target(
-    target: TargetPlan, models: Mapping[str, Geometry], drafters: Sequence[Drafter], partial: PartialKv | None
+def _backend(
+    backend: BackendPlan, models: Mapping[str, Geometry], drafters: Sequence[Drafter], partial: PartialKv | None
 ) -> Iterator[str]:
-    if set(target.symbols) != set(models):
-        yield f"symbols: are of {', '.join(sorted(target.symbols))}, the models are {', '.join(sorted(models))}"
+    if set(backend.symbols) != set(models):
+        yield f"symbols: are of {', '.join(sorted(backend.symbols))}, the models are {', '.join(sorted(models))}"
         return
     graphs = {drafter.name: drafter for drafter in drafters if isinstance(drafter, GraphDrafter)}
     for model, geometry in models.items():
         least = partial.n_spec_tokens_buf if partial is not None else 0
-        for problem in _symbols(target.symbols[model], geometry, graphs.get(model), drafters, least):
+        for problem in _symbols(backend.symbols[model], geometry, graphs.get(model), drafters, least):
             yield f"symbols.{model}{problem}"
-    for model, buckets in target.buckets.items():
-        yield from (f"buckets.{model}.{problem}" for problem in _buckets(buckets, target.symbols.get(model, {})))
+    for model, buckets in backend.buckets.items():
+        yield from (f"buckets.{model}.{problem}" for problem in _buckets(buckets, backend.symbols.get(model, {})))
     found: dict[str, Tensor] = {}
-    for problem in _buffers(target, models, graphs, partial, found):
+    for problem in _buffers(backend, models, graphs, partial, found):
         yield problem
         if not found:
             return
     memory = {
-        name: Tensor(name=name, dtype=buffer.dtype, shape=buffer_shape(target, buffer))
+        name: Tensor(name=name, dtype=buffer.dtype, shape=buffer_shape(backend, buffer))
         for name, buffer in found.items()
     }
-    for name, view in target.views.items():
+    for name, view in backend.views.items():
         whole = memory.get(view.buffer)
         if name in memory or whole is None or len(whole.shape) < 2 or view.plane >= int(whole.shape[0]):
             yield f"views.{name}: is no plane of a buffer ({view.buffer!r}, plane {view.plane})"
             return
         memory[name] = Tensor(name=name, dtype=whole.dtype, shape=whole.shape[1:])
-    for name, engine in target.engines.items():
+    for name, engine in backend.engines.items():
         for problem in _engine(engine):
             yield f"engines.{name}: {problem}"
-    resolver = _Names(memory, target, {d.name for d in drafters if isinstance(d, NgramDrafter)}, partial)
+    resolver = _Names(memory, backend, {d.name for d in drafters if isinstance(d, NgramDrafter)}, partial)
     speculative = {names.speculate(drafter.name) for drafter in drafters}
     several = models[names.TARGET].branches > 1
     if several or partial is not None:
@@ -147,7 +147,7 @@ def _target(
     compacting = {
         names.compact(name)
         for name, drafter in graphs.items()
-        if several or (drafter.compacts and name in target.engines and target.engines[name].keeps_levels)
+        if several or (drafter.compacts and name in backend.engines and backend.engines[name].keeps_levels)
     }
     if several:
         compacting.add(names.compact(names.TARGET))
@@ -155,9 +155,9 @@ def _target(
     if partial is not None:
         required.add(names.REFRESH)
     for name in sorted(required):
-        if name not in target.programs:
+        if name not in backend.programs:
             yield f"programs: {name!r} is missing"
-    for name, program in target.programs.items():
+    for name, program in backend.programs.items():
         kind = _Kind(name in speculative, name in plain, name in compacting, name in small)
         for problem in resolver.program(program, name, kind):
             yield f"programs.{name}: {problem}"
@@ -206,23 +206,23 @@ def _buckets(buckets: Buckets, symbols: Mapping[str, int]) -> Iterator[str]:
 
 
 def _buffers(
-    target: TargetPlan,
+    backend: BackendPlan,
     models: Mapping[str, Geometry],
     graphs: Mapping[str, GraphDrafter],
     partial: PartialKv | None,
     found: dict[str, Tensor],
 ) -> Iterator[str]:
-    for buffer in target.buffers:
+    for buffer in backend.buffers:
         if buffer.name in found:
             yield f"buffers: {buffer.name!r} is there twice"
-        symbols = target.symbols.get(buffer.name.rpartition(".")[0], {})
+        symbols = backend.symbols.get(buffer.name.rpartition(".")[0], {})
         unknown = [d for d in buffer.shape if isinstance(d, str) and d not in symbols]
         if unknown:
             found.clear()
             yield f"buffers: {buffer.name!r} has the unknown symbol {unknown[0]!r}"
             return
         found[buffer.name] = buffer
-    total = session_bytes(target)
+    total = session_bytes(backend)
     if total > LARGEST_SESSION:
         yield f"buffers: are {total} bytes together, more than the {LARGEST_SESSION} a session may have"
     needed: list[Tensor] = []
@@ -263,10 +263,10 @@ class _Kind:
 
 
 class _Names:
-    """What a stage may name: memory, engines and drafters of one execution target."""
+    """What a stage may name: memory, engines and drafters of one backend."""
 
-    def __init__(self, memory: Memory, target: TargetPlan, drafters: set[str], partial: PartialKv | None) -> None:
-        self._memory, self._target, self._drafters, self._partial = memory, target, drafters, partial
+    def __init__(self, memory: Memory, backend: BackendPlan, drafters: set[str], partial: PartialKv | None) -> None:
+        self._memory, self._backend, self._drafters, self._partial = memory, backend, drafters, partial
 
     def program(self, program: Program, name: str, kind: _Kind) -> Iterator[str]:
         for index, stage in enumerate(program.stages):
@@ -285,7 +285,7 @@ class _Names:
         yield from self._results(program, kind)
 
     def _stage(self, stage: Stage, first: bool) -> Iterator[str]:
-        if stage.model not in self._target.symbols:
+        if stage.model not in self._backend.symbols:
             yield f"runs for the model {stage.model!r}, which the plan lacks"
             return
         for parameter, buffer in (*stage.inputs.items(), *stage.outputs.items()):
@@ -295,20 +295,20 @@ class _Names:
             if stage.inputs.get(parameter, buffer) != buffer:
                 yield f"{parameter!r} is bound to two buffers"
         for buffer in stage.outputs.values():
-            if buffer not in self._target.views and not _writes(stage, *buffer.rpartition(".")[::2]):
+            if buffer not in self._backend.views and not _writes(stage, *buffer.rpartition(".")[::2]):
                 yield f"writes {buffer!r}, which only the host may write"
         if stage.kind is StageKind.DRAFT:
             if stage.run not in self._drafters:
                 yield "the plan has no drafter of this name"
             elif not first or stage.model != names.TARGET:
                 yield "drafts, but is not the first stage, for the target"
-        elif stage.kind is StageKind.ENGINE and stage.run not in self._target.engines:
+        elif stage.kind is StageKind.ENGINE and stage.run not in self._backend.engines:
             yield "the plan has no engine of this name"
         elif stage.kind is StageKind.ENGINE:
-            yield from self._engine_stage(stage, self._target.engines[stage.run])
+            yield from self._engine_stage(stage, self._backend.engines[stage.run])
 
     def _engine_stage(self, stage: Stage, engine: Engine) -> Iterator[str]:
-        symbols = self._target.symbols[stage.model]
+        symbols = self._backend.symbols[stage.model]
         for bound, tensors in ((stage.inputs, engine.inputs), (stage.outputs, engine.outputs)):
             if set(bound) != {tensor.name for tensor in tensors}:
                 yield "does not bind the engine's inputs and outputs, each once"

@@ -13,7 +13,7 @@ from plans import names
 from plans.buffers import LARGEST_SIZE, Strict, Tensor
 from plans.partial_kv import PartialKv
 
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 
 Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
 Count = Annotated[int, Field(ge=0, le=LARGEST_SIZE)]
@@ -255,8 +255,8 @@ class Buckets(Strict):
     view: Annotated[tuple[Size, ...], Field(min_length=1)]
 
 
-class TargetPlan(Strict):
-    """Everything for one execution target."""
+class BackendPlan(Strict):
+    """Everything for one backend."""
 
     engines: dict[str, Engine]
     engines_key: str = Field(description="Hash of all that the engines depend on; equal keys, equal engines.")
@@ -318,7 +318,7 @@ class Manifest(Strict):
     drafters: tuple[Drafter, ...]
     skeleton: Skeleton = Skeleton()
     partial_kv: PartialKv | None = Field(None, description="Absent: steps are always verified in the full arena.")
-    targets: dict[str, TargetPlan]
+    backends: dict[str, BackendPlan]
     tools: dict[str, str]
     files: tuple[PlanFile, ...]
 

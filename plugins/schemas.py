@@ -167,7 +167,7 @@ _COUPLED_DRAWS = OpSchema(
 
     draws[b, d] = uniform(seed[b], stream[b], tip_position[b] + 1 + d, Purpose.TARGET), draft_temperature[b] =
     temperature[b] and draft_top_p[b] = top_p[b], each rounded to the nearest float32: a draw may become 1. What is
-    drafted is a guess; execution targets without float64 make it too.
+    drafted is a guess; backends without float64 make it too.
     Source: DESIGN section 7.""",
     inputs=(
         TensorSpec(names.TIP_POSITION, INTEGER, (_SLOTS,)),

@@ -17,7 +17,7 @@ from plans.machine import processor
 from plans.manifest import Manifest
 from plans.plan import Plan, open_plan
 from plans.tokenizer import Tokenizer
-from runtime.backends import BACKENDS, Chosen, choose_target
+from runtime.backends import BACKENDS, Chosen, choose_backend
 from runtime.backends.base import Settings
 from runtime.beam_search import BeamOptions, BeamResult, beam_search
 from runtime.branch_request import MODES, BranchPrompt, BranchRequest, Mode, check_branches
@@ -49,7 +49,7 @@ def check_threads(threads: int) -> None:
 class Runtime:
     """A plan in memory: engines and tokenizer, shared by any number of sessions.
 
-    `target` is the execution target that runs, `passed_over` says why better ones of the plan do not.
+    `backend` is the one that runs, `passed_over` says why better ones of the plan do not.
 
     Safe to use from several threads. `Runtime.load` is the way to make one.
     """
@@ -62,16 +62,16 @@ class Runtime:
         prefix_cache: PrefixCacheConfig | None = None,
         scheduler: SchedulerConfig | None = None,
     ) -> None:
-        self._plan, self.target, self.passed_over = plan, chosen.target, chosen.passed_over
-        target_plan = plan.manifest.targets[self.target]
-        backend = BACKENDS[self.target].make(target_plan, settings)
-        engines = {name: backend.load(plan.file(engine.file), engine) for name, engine in target_plan.engines.items()}
+        self._plan, self.backend, self.passed_over = plan, chosen.backend, chosen.passed_over
+        backend_plan = plan.manifest.backends[self.backend]
+        driver = BACKENDS[self.backend].make(backend_plan, settings)
+        engines = {name: driver.load(plan.file(engine.file), engine) for name, engine in backend_plan.engines.items()}
         text = plan.manifest.text
         self.tokenizer = Tokenizer.load(plan.root / "tokenizer", bos_token=text.bos_token, eos_token=text.eos_token)
-        self.loaded = Loaded(plan.manifest, target_plan, backend, engines, self.tokenizer)
+        self.loaded = Loaded(plan.manifest, backend_plan, driver, engines, self.tokenizer)
         self.prefix_cache = None
         if prefix_cache is not None:
-            self.prefix_cache = PrefixCache(row_shapes(target_plan), prefix_cache)
+            self.prefix_cache = PrefixCache(row_shapes(backend_plan), prefix_cache)
         self._scheduler_config = scheduler or SchedulerConfig()
         self._scheduler: Scheduler | None = None
         self._making, self._closed = threading.Lock(), False
@@ -83,14 +83,14 @@ class Runtime:
         cls,
         plan: str | PathLike[str],
         *,
-        target: str | None = None,
+        backend: str | None = None,
         threads: int = 0,
         verify: bool = True,
         cuda_graphs: bool = True,
         prefix_cache: PrefixCacheConfig | None = None,
         scheduler: SchedulerConfig | None = None,
     ) -> Runtime:
-        """Open the plan folder `plan` and load its engines for `target` (default: the best this machine drives).
+        """Open the plan folder `plan` and load its engines for `backend` (default: the best this machine drives).
 
         `threads` are those of the target and of large drafters; 0 lets the backend choose. `verify=False` skips the
         sha256 of the files (sizes are still checked). On a GPU every session first records the rounds that it will
@@ -103,7 +103,7 @@ class Runtime:
         opened = open_plan(Path(plan), verify=verify)
         return cls(
             opened,
-            choose_target(opened.manifest.targets, target),
+            choose_backend(opened.manifest.backends, backend),
             Settings(threads, cuda_graphs),
             prefix_cache,
             scheduler,
@@ -239,7 +239,7 @@ class Runtime:
     def _bound_to(self) -> dict[str, str]:
         return {
             "plan": self.manifest.identity,
-            "execution target": self.target,
+            "backend": self.backend,
             "version of ONNX Runtime": onnxruntime.__version__,
             "processor": processor(),
         }

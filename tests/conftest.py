@@ -184,5 +184,5 @@ def plugin_shells(tmp_path_factory: pytest.TempPathFactory) -> StandIn:
 def cuda_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Plan:
     """The toy's plan for the CPU and for ONNX Runtime on a GPU."""
     out = tmp_path_factory.mktemp("cuda") / "plan"
-    targets = "targets=[onnxruntime-cpu, {kind: onnxruntime-cuda, compute_capabilities: [sm_80, sm_90]}]"
+    targets = "backends=[onnxruntime-cpu, {kind: onnxruntime-cuda, compute_capabilities: [sm_80, sm_90]}]"
     return build(load_recipe(toy_recipe, [targets]), toy_recipe, out).plan

@@ -27,7 +27,7 @@ from runtime.stats import Stats
 
 RECIPE = Path(__file__).resolve().parent.parent / "plans" / "recipes" / "reference.yaml"
 CPU = "onnxruntime-cpu"
-GPU_TARGETS = ("onnxruntime-cuda", "tensorrt-rtx", "tensorrt")
+GPU_BACKENDS = ("onnxruntime-cuda", "tensorrt-rtx", "tensorrt")
 _COPY, _COPIES = 1 << 30, 20  # bytes, and how often
 _LAUNCHES = 200  # of an op, for its time
 _CHAINS = (0, 1, 3, 7, 15, 31, 63)  # drafted tokens behind the tip
@@ -176,14 +176,14 @@ def plan_rows(
             find_parting(judge, ids, options, plain, found)
             for ids, plain, (_, found) in zip(prompts, expected, runs, strict=True)
         ]
-        row: dict[str, Any] = {"target": runtime.target, "cuda_graphs": graphs, "drafter": drafter}
+        row: dict[str, Any] = {"backend": runtime.backend, "cuda_graphs": graphs, "drafter": drafter}
         for figure in ("tokens_per_second", "tokens_per_verify", "round_ms", "device_ms", "host_ms", "opening_ms"):
             row[figure] = median(figures[figure] for figures, _ in runs)
         row["stage_ms"] = runs[-1][0]["stage_ms"]
         buffers = session.buffers
         if isinstance(buffers, DeviceBuffers):
             program = names.DECODE if drafter == "none" else names.speculate(drafter)
-            stages = runtime.manifest.targets[runtime.target].programs[program]
+            stages = runtime.manifest.backends[runtime.backend].programs[program]
             row["op_ms"] = op_times(session, buffers.device, program, stages)
             row["ops_share"] = sum(row["op_ms"].values()) / row["round_ms"]
             if graphs:
@@ -194,22 +194,22 @@ def plan_rows(
 
 
 def reference_rows(folder: Path, prompts: int, new: int) -> list[dict[str, Any]]:
-    """The reference plan on every target, with and without graphs; tokens against plain decoding on the CPU."""
+    """The reference plan on every backend, with and without graphs; tokens against plain decoding on the CPU."""
     recipe = load_recipe(RECIPE)
     assert recipe.held_out_path is not None
-    build(recipe.for_targets([CPU]), RECIPE, folder / CPU)
+    build(recipe.for_backends([CPU]), RECIPE, folder / CPU)
     cpu = Runtime.load(folder / CPU)
     ids = [cpu.tokenizer.encode(text) for text in read_prompts(recipe.held_out_path)[:prompts]]
     options = Options(max_new_tokens=new, ignore_eos=True, drafter="none")
     expected = [cpu.generate(prompt, **options).token_ids for prompt in ids]
     rows = list(plan_rows(cpu, False, ids, new, expected, cpu.session()))
-    for target, graphs in product(GPU_TARGETS, (True, False)):
+    for backend, graphs in product(GPU_BACKENDS, (True, False)):
         try:
-            build(recipe.for_targets([target]), RECIPE, folder / target)
-            runtime = Runtime.load(folder / target, target=target, cuda_graphs=graphs)
+            build(recipe.for_backends([backend]), RECIPE, folder / backend)
+            runtime = Runtime.load(folder / backend, backend=backend, cuda_graphs=graphs)
             rows += plan_rows(runtime, graphs, ids, new, expected, cpu.session())
         except OutriderError as error:
-            rows.append({"target": target, "cuda_graphs": graphs, "error": str(error)})
+            rows.append({"backend": backend, "cuda_graphs": graphs, "error": str(error)})
     return rows
 
 
@@ -240,19 +240,19 @@ def write_random_llama(shape: Shape, folder: Path) -> int:
 
 
 def shape_rows(name: str, folder: Path, copies: float, new: int, dtypes: Iterable[str]) -> list[dict[str, Any]]:
-    """A random model at batch 1 on every target of a GPU: plain decoding and its share of the copy speed, speculation
+    """A random model at batch 1 on every backend of a GPU: plain decoding and its share of the copy speed, speculation
     with n-grams, and what a round over more tokens costs."""
     checkpoint = folder / name
     weights = write_random_llama(SHAPES[name], checkpoint)
     rows = []
-    for target, dtype in product(GPU_TARGETS, dtypes):
-        path, plan = folder / f"{name}.yaml", folder / f"{name}-{target}-{dtype}"
+    for backend, dtype in product(GPU_BACKENDS, dtypes):
+        path, plan = folder / f"{name}.yaml", folder / f"{name}-{backend}-{dtype}"
         try:
             own = architecture()
             path.write_text(
                 f"name: random-{name}\ntarget: {{checkpoint: {checkpoint}, dtype: {dtype}}}\n"
                 f"drafters: [{{name: ngram, kind: ngram, max_draft: {_CHAINS[-1]}}}]\ncapacity: {{context: 2048}}\n"
-                f"targets: [{{kind: {target}, compute_capabilities: [{own}]}}]\n"
+                f"backends: [{{kind: {backend}, compute_capabilities: [{own}]}}]\n"
             )
             started = perf_counter()
             build(load_recipe(path), path, plan)
@@ -260,14 +260,14 @@ def shape_rows(name: str, folder: Path, copies: float, new: int, dtypes: Iterabl
             for graphs in (True, False):
                 row = {
                     "model": name,
-                    "target": target,
+                    "backend": backend,
                     "dtype": dtype,
                     "cuda_graphs": graphs,
                     "weights_gb": weights / 1e9,
                 }
                 rows.append(row | {"build_seconds": built} | shape_figures(plan, weights, copies, new, graphs))
         except OutriderError as error:
-            rows.append({"model": name, "target": target, "dtype": dtype, "error": str(error)})
+            rows.append({"model": name, "backend": backend, "dtype": dtype, "error": str(error)})
     return rows
 
 
@@ -277,12 +277,12 @@ def shape_figures(plan: Path, weights: int, copies: float, new: int, graphs: boo
     runtime = Runtime.load(plan, verify=False, cuda_graphs=graphs)
     loaded = perf_counter() - started
     session = runtime.session()
-    assert isinstance(session.buffers, DeviceBuffers), "this is a target of a GPU"
+    assert isinstance(session.buffers, DeviceBuffers), "this is a backend of a GPU"
     prompt = [(37 * i) % 1000 + 1 for i in range(128)]
     ngram, _ = decode(session, prompt, "ngram", new)
     speculate = names.speculate("ngram")
     ops = op_times(
-        session, session.buffers.device, speculate, runtime.manifest.targets[runtime.target].programs[speculate]
+        session, session.buffers.device, speculate, runtime.manifest.backends[runtime.backend].programs[speculate]
     )
     plain = sorted((decode(session, prompt, "none", new)[0] for _ in range(3)), key=lambda row: row["round_ms"])[1]
     read = weights * plain["tokens_per_second"] / 1e9

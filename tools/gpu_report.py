@@ -1,6 +1,6 @@
 """What this machine's GPU shows: `python -m tools.gpu_report [--out tools/results] [--shapes 1b,8b]`.
 
-In order: the tests marked `gpu`; the speed of copies on the device; the reference plan on every target that runs here,
+In order: the tests marked `gpu`; the speed of copies on the device; the reference plan on every backend that runs here,
 with every drafter, with and without CUDA graphs, its tokens against the CPU's; random Llama-shaped models, whose share
 of the copy speed says how near plain decoding comes to reading the weights once a token. Writes one JSON and one
 Markdown file, with date, machine and command, anew after every step. `tools/gpu_figures.py` says what each figure is.
@@ -57,11 +57,11 @@ def markdown(report: dict[str, Any]) -> str:
         "",
     ]
     reference = (
-        "target", "graphs", "drafter", "tokens/s", "tokens/verify", "round ms", "device ms", "host ms", "launches",
+        "backend", "graphs", "drafter", "tokens/s", "tokens/verify", "round ms", "device ms", "host ms", "launches",
         "ops", "same runs", "margins",
     )  # fmt: skip
     shapes = (
-        "model", "target", "dtype", "graphs", "tokens/s", "round ms", "host", "launches", "ops", "read GB/s",
+        "model", "backend", "dtype", "graphs", "tokens/s", "round ms", "host", "launches", "ops", "read GB/s",
         "of copies' GB/s", "n-grams: tokens/s", "n-grams: tokens/verify", "ms by tokens of a round",
     )  # fmt: skip
     lines += _table(reference, _reference_cells, report["reference"])
@@ -72,7 +72,7 @@ def markdown(report: dict[str, Any]) -> str:
 def _reference_cells(row: dict[str, Any]) -> list[str]:
     margins = ", ".join(f"{parting['margin']:.1e}" for parting in row["partings"])
     return [
-        row["target"], _yes(row["cuda_graphs"]), row["drafter"], f"{row['tokens_per_second']:.0f}",
+        row["backend"], _yes(row["cuda_graphs"]), row["drafter"], f"{row['tokens_per_second']:.0f}",
         f"{row['tokens_per_verify']:.2f}", f"{row['round_ms']:.3f}", f"{row['device_ms']:.3f}",
         f"{row['host_ms']:.3f}", str(row.get("launches", "")),
         f"{row['ops_share']:.1%}" if "ops_share" in row else "", f"{row['same_runs']} of {row['runs']}", margins,
@@ -82,7 +82,7 @@ def _reference_cells(row: dict[str, Any]) -> list[str]:
 def _shape_cells(row: dict[str, Any]) -> list[str]:
     verify = ", ".join(f"{tokens}: {ms:.2f}" for tokens, ms in row["verify_ms"].items())
     return [
-        row["model"], row["target"], row["dtype"], _yes(row["cuda_graphs"]), f"{row['tokens_per_second']:.1f}",
+        row["model"], row["backend"], row["dtype"], _yes(row["cuda_graphs"]), f"{row['tokens_per_second']:.1f}",
         f"{row['round_ms']:.2f}", f"{row['host_share']:.1%}", str(row["launches"] or ""), f"{row['ops_share']:.1%}",
         f"{row['read_gb_per_second']:.0f}",
         f"{row['share_of_copy']:.0%}", f"{row['ngram']['tokens_per_second']:.1f}",

@@ -34,7 +34,7 @@ def print_head(report: dict[str, Any], console: Console) -> None:
     machine = report["machine"]
     console.print(
         f"{report['device']}, {machine['cores']} cores, {report['threads']} threads; {report['target']} "
-        f"({report['target_version']}), {report['dtype']}; commit {report['git_sha']}, plan {report['identity'][:12]}"
+        f"({report['backend_version']}), {report['dtype']}; commit {report['git_sha']}, plan {report['identity'][:12]}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Writing what an execution target loads: a class for each builder."""
+"""Writing what a backend loads: a class for each builder."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import onnx_ir as ir
 from compiler.engines.front_end import FrontEnd
 from compiler.engines.onnxruntime import OnnxRuntimeEngines
 from compiler.engines.report import Report
-from compiler.recipe_targets import OnnxRuntimeCpuSection, TargetBuild, TensorRtRtxSection, TensorRtSection
+from compiler.recipe_backends import BackendBuild, OnnxRuntimeCpuSection, TensorRtRtxSection, TensorRtSection
 from plans.manifest import Engine
 
 
 class EngineFolder(Protocol):
-    """The engines of one execution target on their way into a folder of the plan."""
+    """The engines of one backend on their way into a folder of the plan."""
 
     def takes_ops(self, model: ir.Model) -> bool:
         """Whether the engine of an exported graph may have the ops around it inside."""
@@ -31,42 +31,42 @@ class EngineFolder(Protocol):
         """Called once, behind the last engine."""
 
 
-def open_folder(target: TargetBuild, folder: Path, report: Report, timing_cache: Path | None = None) -> EngineFolder:
-    """The writer for an execution target. Raises `PlanError` where its library is missing.
+def open_folder(backend: BackendBuild, folder: Path, report: Report, timing_cache: Path | None = None) -> EngineFolder:
+    """The writer for a backend. Raises `PlanError` where its library is missing.
 
     `timing_cache` is a file of how long kernels took, for those that time them.
     """
     # Libraries of builders are large, and extras.
-    if isinstance(target, TensorRtSection):
+    if isinstance(backend, TensorRtSection):
         from compiler.engines.tensorrt import TensorRtEngines
         from compiler.engines.tensorrt_library import TensorRtLibrary
 
-        return TensorRtEngines(folder, TensorRtLibrary(target, timing_cache), report, _front_end(target))
-    if isinstance(target, TensorRtRtxSection):
+        return TensorRtEngines(folder, TensorRtLibrary(backend, timing_cache), report, _front_end(backend))
+    if isinstance(backend, TensorRtRtxSection):
         from compiler.engines.tensorrt import TensorRtEngines
         from compiler.engines.tensorrt_library import RtxLibrary
 
-        return TensorRtEngines(folder, RtxLibrary(target), report, _front_end(target))
+        return TensorRtEngines(folder, RtxLibrary(backend), report, _front_end(backend))
     return OnnxRuntimeEngines(folder)
 
 
-def _front_end(target: TensorRtSection | TensorRtRtxSection) -> Callable[[Any, Any], FrontEnd] | None:
-    if target.frontend == "onnx":
+def _front_end(backend: TensorRtSection | TensorRtRtxSection) -> Callable[[Any, Any], FrontEnd] | None:
+    if backend.frontend == "onnx":
         return None
     from compiler.engines.torch_front import TorchFront
 
     return TorchFront
 
 
-def facts_of_machine(target: TargetBuild) -> dict[str, str]:
-    """What of this machine is in a target's engines. Raises `PlanError` where they cannot be built here."""
+def facts_of_machine(backend: BackendBuild) -> dict[str, str]:
+    """What of this machine is in a backend's engines. Raises `PlanError` where they cannot be built here."""
     facts = {}
-    if isinstance(target, TensorRtSection | TensorRtRtxSection) and target.frontend == "torch-tensorrt":
+    if isinstance(backend, TensorRtSection | TensorRtRtxSection) and backend.frontend == "torch-tensorrt":
         from compiler.engines.torch_tensorrt import installed_version
 
-        library = "tensorrt" if isinstance(target, TensorRtSection) else "tensorrt_rtx"
-        facts[f"{target.kind} frontend"] = installed_version(library)
-    if isinstance(target, TensorRtSection):
+        library = "tensorrt" if isinstance(backend, TensorRtSection) else "tensorrt_rtx"
+        facts[f"{backend.kind} frontend"] = installed_version(library)
+    if isinstance(backend, TensorRtSection):
         from compiler.engines.tensorrt_library import gpu_here, load_tensorrt
 
         load_tensorrt()
@@ -75,12 +75,12 @@ def facts_of_machine(target: TargetBuild) -> dict[str, str]:
     return facts
 
 
-def kernel_architectures(target: TargetBuild) -> tuple[str, ...]:
-    """The GPUs that ops beside a target's engines are compiled for: with TensorRT, this machine's is one."""
-    if isinstance(target, OnnxRuntimeCpuSection):
+def kernel_architectures(backend: BackendBuild) -> tuple[str, ...]:
+    """The GPUs that ops beside a backend's engines are compiled for: with TensorRT, this machine's is one."""
+    if isinstance(backend, OnnxRuntimeCpuSection):
         return ()
-    if isinstance(target, TensorRtSection):
+    if isinstance(backend, TensorRtSection):
         from compiler.engines.tensorrt_library import gpu_here
 
-        return tuple(dict.fromkeys((*target.compute_capabilities, gpu_here().architecture)))
-    return target.compute_capabilities
+        return tuple(dict.fromkeys((*backend.compute_capabilities, gpu_here().architecture)))
+    return backend.compute_capabilities

@@ -1,4 +1,4 @@
-"""Engines for ONNX Runtime: one `.onnx` file each, their large weights in a file that all of a target's share."""
+"""Engines for ONNX Runtime: one `.onnx` file each, their large weights in a file that all of a backend's share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plans.manifest import Engine
 
 
 class OnnxRuntimeEngines:
-    """Writes the engines of one execution target into `folder`."""
+    """Writes the engines of one backend into `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

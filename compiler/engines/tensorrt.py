@@ -47,7 +47,7 @@ def profiles_of(limits: Mapping[str, int]) -> tuple[Profile, ...]:
 
 
 class TensorRtEngines:
-    """Writes the engines of one execution target into `folder`; `report` is told what the builder does.
+    """Writes the engines of one backend into `folder`; `report` is told what the builder does.
 
     `wanted`, a front end made of the library's package and a log, reads the graphs that it does not decline; the
     parser those, and all of them without it.

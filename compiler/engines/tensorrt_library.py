@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from compiler.recipe_targets import TensorRtRtxSection, TensorRtSection
+from compiler.recipe_backends import TensorRtRtxSection, TensorRtSection
 from plans.errors import PlanError
 from plans.extras import install
 from plugins.tensorrt import register_plugins
@@ -43,12 +43,12 @@ class RtxLibrary:
 
     plugins = False
 
-    def __init__(self, target: TensorRtRtxSection) -> None:
-        self._target, self.workspace_mb = target, target.workspace_mb
+    def __init__(self, backend: TensorRtRtxSection) -> None:
+        self._backend, self.workspace_mb = backend, backend.workspace_mb
         self.trt = load("tensorrt_rtx", "TensorRT for RTX", "tensorrt-rtx")
 
     def configure(self, config: Any) -> None:
-        trt, capabilities = self.trt, self._target.compute_capabilities
+        trt, capabilities = self.trt, self._backend.compute_capabilities
         config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # else a step cannot be captured in a CUDA graph
         config.num_compute_capabilities = len(capabilities)
         for index, capability in enumerate(capabilities):
@@ -58,7 +58,7 @@ class RtxLibrary:
         """It times nothing: engines are finished where they run."""
 
     def provenance(self) -> dict[str, Any]:
-        return {"builder": f"tensorrt_rtx {self.trt.__version__}", "devices": self._target.compute_capabilities}
+        return {"builder": f"tensorrt_rtx {self.trt.__version__}", "devices": self._backend.compute_capabilities}
 
 
 @dataclass(frozen=True)
@@ -78,22 +78,22 @@ class TensorRtLibrary:
 
     plugins = True
 
-    def __init__(self, target: TensorRtSection, timing_cache: Path | None) -> None:
-        self._target, self._path, self.workspace_mb = target, timing_cache, target.workspace_mb
+    def __init__(self, backend: TensorRtSection, timing_cache: Path | None) -> None:
+        self._backend, self._path, self.workspace_mb = backend, timing_cache, backend.workspace_mb
         self.trt = load_tensorrt()
         self._gpu = gpu_here()
         try:
             register_plugins()
         except ImportError as error:
-            raise PlanError(f"the target tensorrt cannot be built: {error}") from None
+            raise PlanError(f"the backend tensorrt cannot be built: {error}") from None
 
     def configure(self, config: Any) -> None:
-        trt, target = self.trt, self._target
-        if target.version_compatible:
+        trt, backend = self.trt, self._backend
+        if backend.version_compatible:
             config.set_flag(trt.BuilderFlag.VERSION_COMPATIBLE)
             config.set_flag(trt.BuilderFlag.EXCLUDE_LEAN_RUNTIME)
         levels = trt.HardwareCompatibilityLevel.__members__
-        config.hardware_compatibility_level = levels[target.hardware_compatibility.upper()]
+        config.hardware_compatibility_level = levels[backend.hardware_compatibility.upper()]
         if self._path is not None:
             try:
                 known = self._path.read_bytes() if self._path.exists() else b""
@@ -119,10 +119,10 @@ class TensorRtLibrary:
             written.unlink(missing_ok=True)
 
     def provenance(self) -> dict[str, Any]:
-        level = self._target.hardware_compatibility
+        level = self._backend.hardware_compatibility
         return {
             "builder": f"tensorrt {self.trt.__version__}",
-            "version_compatible": self._target.version_compatible,
+            "version_compatible": self._backend.version_compatible,
             "devices": ("sm_80+",) if level == "ampere_plus" else (self._gpu.architecture,),
             "gpu": self._gpu.name if level == "none" else None,
         }
@@ -134,8 +134,8 @@ def load(package: str, title: str, extra: str) -> Any:
         return importlib.import_module(package)
     except ImportError as error:
         raise PlanError(
-            f"the target {extra} needs {title}, which cannot be loaded ({error}); "
-            f"{install(extra)}, or leave the target out"
+            f"the backend {extra} needs {title}, which cannot be loaded ({error}); "
+            f"{install(extra)}, or leave the backend out"
         ) from None
 
 
@@ -144,8 +144,8 @@ def load_tensorrt() -> Any:
     trt = load("tensorrt", "TensorRT", "tensorrt")
     if tuple(int(part) for part in trt.__version__.split(".")[:2]) < OLDEST:
         raise PlanError(
-            f"the target tensorrt needs TensorRT {'.'.join(map(str, OLDEST))} or later, and {trt.__version__} is here; "
-            f"{install('tensorrt', upgrade=True)}, or leave the target out"
+            f"the backend tensorrt needs TensorRT {'.'.join(map(str, OLDEST))} or later; {trt.__version__} is here. "
+            f"{install('tensorrt', upgrade=True)}, or leave the backend out"
         )
     return trt
 
@@ -160,6 +160,6 @@ def gpu_here() -> Gpu:
         return Gpu(str(device.name), f"sm_{major}{minor}")
     except Exception as error:  # of the package, which may be missing, its loader, which may find no driver, or that
         raise PlanError(
-            "the target tensorrt is built on the GPU that is to run it, and here is none that can be used "
-            f"({' '.join(str(error).split())}); build there, or leave the target out"
+            "the backend tensorrt is built on the GPU that is to run it, and here is none that can be used "
+            f"({' '.join(str(error).split())}); build there, or leave the backend out"
         ) from None

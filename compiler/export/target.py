@@ -1,6 +1,6 @@
 """The target graph of DESIGN section 4: new tokens of any number of rows, over a KV arena, to logits and features.
 
-BranchAttention is one node, rows may be several: `lowering` makes the graph an execution target's own.
+BranchAttention is one node, rows may be several: `lowering` makes the graph a backend's own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Making the exported graph an execution target's own."""
+"""Making the exported graph a backend's own."""
 
 from __future__ import annotations
 

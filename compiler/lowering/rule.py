@@ -15,7 +15,7 @@ from plans.manifest import RuleReport
 
 @dataclass
 class Lowering:
-    """One engine's graph on its way to one execution target. Rules share values through `shared`."""
+    """One engine's graph on its way to one backend. Rules share values through `shared`."""
 
     engine: str
     model: ir.Model

@@ -1,4 +1,4 @@
-"""Execution targets the runtime can drive, best first."""
+"""Backends the runtime can drive, best first."""
 
 from __future__ import annotations
 
@@ -6,50 +6,50 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from plans.errors import PlanError
-from plans.manifest import TargetPlan
+from plans.manifest import BackendPlan
 from runtime.backends.base import Backend, Settings
 from runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
 
 
 @dataclass(frozen=True)
 class Driver:
-    """How an execution target is driven: `reason` says why this machine cannot, or None."""
+    """How a backend is driven: `reason` says why this machine cannot, or None."""
 
-    reason: Callable[[TargetPlan], str | None]
-    make: Callable[[TargetPlan, Settings], Backend]
+    reason: Callable[[BackendPlan], str | None]
+    make: Callable[[BackendPlan, Settings], Backend]
 
 
-def _cuda_reason(plan: TargetPlan) -> str | None:
+def _cuda_reason(plan: BackendPlan) -> str | None:
     from runtime.backends import onnxruntime_cuda
 
     return onnxruntime_cuda.reason_against(plan)
 
 
-def _make_cuda(plan: TargetPlan, settings: Settings) -> Backend:
+def _make_cuda(plan: BackendPlan, settings: Settings) -> Backend:
     from runtime.backends.onnxruntime_cuda import OnnxRuntimeCuda
 
     return OnnxRuntimeCuda(plan, settings)
 
 
-def _tensorrt_reason(plan: TargetPlan) -> str | None:
+def _tensorrt_reason(plan: BackendPlan) -> str | None:
     from runtime.backends import tensorrt
 
     return tensorrt.reason_against(tensorrt.TENSORRT, plan)
 
 
-def _make_tensorrt(plan: TargetPlan, settings: Settings) -> Backend:
+def _make_tensorrt(plan: BackendPlan, settings: Settings) -> Backend:
     from runtime.backends import tensorrt
 
     return tensorrt.TensorRt(tensorrt.TENSORRT, plan, settings)
 
 
-def _rtx_reason(plan: TargetPlan) -> str | None:
+def _rtx_reason(plan: BackendPlan) -> str | None:
     from runtime.backends import tensorrt
 
     return tensorrt.reason_against(tensorrt.RTX, plan)
 
 
-def _make_rtx(plan: TargetPlan, settings: Settings) -> Backend:
+def _make_rtx(plan: BackendPlan, settings: Settings) -> Backend:
     from runtime.backends import tensorrt
 
     return tensorrt.TensorRt(tensorrt.RTX, plan, settings)
@@ -65,22 +65,22 @@ BACKENDS: dict[str, Driver] = {
 
 @dataclass(frozen=True)
 class Chosen:
-    """The execution target to run, and why each better one of the plan was passed over."""
+    """The backend to run, and why each better one of the plan was passed over."""
 
-    target: str
+    backend: str
     passed_over: dict[str, str]
 
 
-def choose_target(available: Mapping[str, TargetPlan], wanted: str | None) -> Chosen:
-    """The wanted target, or the best that the plan has and this machine can run. Raises `PlanError` for none."""
+def choose_backend(available: Mapping[str, BackendPlan], wanted: str | None) -> Chosen:
+    """The wanted one, or the best that the plan has and this machine can run. Raises `PlanError` for none."""
     if wanted is not None:
         if wanted not in available:
-            raise PlanError(f"the plan has no target {wanted!r}; it holds {', '.join(available)}")
+            raise PlanError(f"the plan has no backend {wanted!r}; it holds {', '.join(available)}")
         if reason := reason_against(wanted, available[wanted]):
-            raise PlanError(f"the target {wanted!r} cannot run here: {reason}")
+            raise PlanError(f"the backend {wanted!r} cannot run here: {reason}")
         return Chosen(wanted, {})
     if not available:
-        raise PlanError("the plan holds no execution target; build it again")
+        raise PlanError("the plan holds no backend; build it again")
     order = [*(name for name in BACKENDS if name in available), *(name for name in available if name not in BACKENDS)]
     passed_over: dict[str, str] = {}
     for name in order:
@@ -88,11 +88,11 @@ def choose_target(available: Mapping[str, TargetPlan], wanted: str | None) -> Ch
             return Chosen(name, passed_over)
         passed_over[name] = reason
     told = "; ".join(f"{name}: {reason}" for name, reason in passed_over.items())
-    raise PlanError(f"no execution target of the plan can run here: {told}")
+    raise PlanError(f"no backend of the plan can run here: {told}")
 
 
-def reason_against(name: str, plan: TargetPlan) -> str | None:
-    """Why this machine cannot run the target `name`; None where it can."""
+def reason_against(name: str, plan: BackendPlan) -> str | None:
+    """Why this machine cannot run the backend `name`; None where it can."""
     if name not in BACKENDS:
         return f"this runtime does not drive it; it drives {', '.join(BACKENDS)}"
     return BACKENDS[name].reason(plan)

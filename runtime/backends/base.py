@@ -1,4 +1,4 @@
-"""What the runtime asks of an execution target. The step loop knows nothing else about one."""
+"""What the runtime asks of a backend. The step loop knows nothing else about one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from plans.manifest import Engine, TargetPlan
+from plans.manifest import BackendPlan, Engine
 from runtime.execution.buffers import Buffers
 
 
@@ -34,10 +34,10 @@ class Settings:
 
 
 class Backend(Protocol):
-    """One execution target."""
+    """One backend."""
 
     def load(self, path: Path, engine: Engine) -> LoadedEngine:
         """Load the engine file at `path`. Raises `PlanError` when it cannot be loaded here."""
 
-    def buffers(self, plan: TargetPlan) -> Buffers:
-        """The buffers of a new session, where this target's stages reach them. Raises `PlanError` for no memory."""
+    def buffers(self, plan: BackendPlan) -> Buffers:
+        """The buffers of a new session, where this backend's stages reach them. Raises `PlanError` for no memory."""

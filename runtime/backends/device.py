@@ -16,7 +16,7 @@ from plans import names
 from plans.buffers import DType, Tensor
 from plans.check import buffer_shape, session_bytes
 from plans.errors import PlanError
-from plans.manifest import Stage, StageKind, TargetPlan
+from plans.manifest import BackendPlan, Stage, StageKind
 from plugins import native
 from plugins.cuda import DeviceOp
 from plugins.cuda.launches import FAULTS, STATUS
@@ -100,7 +100,7 @@ class Layout:
     size: int
 
 
-def lay_out(plan: TargetPlan) -> Layout:
+def lay_out(plan: BackendPlan) -> Layout:
     """All buffers whose tensors are not LARGE, one behind another; last those that no stage knows."""
     read = {name for stage in _stages(plan) for name in stage.inputs.values()}
     written = {name for stage in _stages(plan) for name in stage.outputs.values()}
@@ -121,7 +121,7 @@ def lay_out(plan: TargetPlan) -> Layout:
     return Layout(offsets, status, slice(0, ends[1]), slice(ends[0], ends[2]), end)
 
 
-def _stages(plan: TargetPlan) -> Iterator[Stage]:
+def _stages(plan: BackendPlan) -> Iterator[Stage]:
     """Those that run on the device."""
     for program in plan.programs.values():
         yield from (stage for stage in program.stages if stage.kind is not StageKind.DRAFT)
@@ -135,7 +135,7 @@ class DeviceBuffers(Buffers):
     """Programs work on `memory`; `arrays` are the pinned twins of the small buffers, and host rows of large ones."""
 
     def __init__(
-        self, plan: TargetPlan, device: Device, *, records: bool = True, records_engines: bool = False
+        self, plan: BackendPlan, device: Device, *, records: bool = True, records_engines: bool = False
     ) -> None:
         self.device = device
         self._addresses = list[int]()
@@ -157,7 +157,7 @@ class DeviceBuffers(Buffers):
             made = device.mark()
         device.wait_for(made)
 
-    def _make(self, plan: TargetPlan, layout: Layout) -> None:
+    def _make(self, plan: BackendPlan, layout: Layout) -> None:
         device, self._layout = self.device, layout
         self._block, self._twin = self.allocate(layout.size), device.pinned(layout.size)
         self._status_address = self._block + layout.status

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from plans import names
 from plans.buffers import DType, Tensor
 from plans.errors import PlanError
-from plans.manifest import Engine, TargetPlan
+from plans.manifest import BackendPlan, Engine
 from plugins.onnxruntime_ops import THREADS, cpu_library
 from runtime.backends.base import BoundEngine, LoadedEngine
 from runtime.execution.buffers import Buffers
@@ -52,7 +52,7 @@ class OnnxRuntimeCpu:
         _check_signature(path, "outputs", session.get_outputs(), engine.outputs)
         return _LoadedEngine(session, engine)
 
-    def buffers(self, plan: TargetPlan) -> Buffers:
+    def buffers(self, plan: BackendPlan) -> Buffers:
         return Buffers(plan)
 
     def _options(self, engine: Engine) -> ort.SessionOptions:

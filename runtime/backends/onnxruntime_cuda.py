@@ -21,7 +21,7 @@ import onnxruntime as ort
 from plans import names
 from plans.buffers import DType, Tensor
 from plans.errors import PlanError
-from plans.manifest import Engine, TargetPlan
+from plans.manifest import BackendPlan, Engine
 from runtime.backends.base import BoundEngine, LoadedEngine, Settings
 from runtime.backends.cuda_driver import CudaDevice, architecture, fitting_kernels
 from runtime.backends.device import DeviceBuffers
@@ -37,8 +37,8 @@ _LOG = logging.getLogger("outrider")
 _Ready = tuple[ort.IOBinding, ort.RunOptions]
 
 
-def reason_against(plan: TargetPlan) -> str | None:
-    """Why this machine cannot run the target; None where it can."""
+def reason_against(plan: BackendPlan) -> str | None:
+    """Why this machine cannot run the backend; None where it can."""
     if _PROVIDER not in ort.get_available_providers():
         return f"this onnxruntime {ort.__version__} has no {_PROVIDER}; install onnxruntime-gpu in its place"
     try:
@@ -53,7 +53,7 @@ def reason_against(plan: TargetPlan) -> str | None:
 class OnnxRuntimeCuda:
     """One device and one stream for all sessions, on which engines and ops run in order."""
 
-    def __init__(self, plan: TargetPlan, settings: Settings) -> None:
+    def __init__(self, plan: BackendPlan, settings: Settings) -> None:
         self._thread = OneThread() if settings.cuda_graphs else None
         self._device = CudaDevice()
         own = architecture()
@@ -63,7 +63,7 @@ class OnnxRuntimeCuda:
         self._cubin: str | None = plan.kernels[fitting]
 
     def load(self, path: Path, engine: Engine) -> LoadedEngine:
-        if self._cubin is not None:  # the plan is where its engines are: engines/TARGET/FILE
+        if self._cubin is not None:  # the plan is where its engines are: engines/BACKEND/FILE
             self._device.load_kernels(path.parent.parent.parent / self._cubin)
             self._cubin = None
         place = ("cuda", self._device.ordinal)
@@ -89,7 +89,7 @@ class OnnxRuntimeCuda:
             provider["enable_cuda_graph"] = "1"
         return ort.InferenceSession(str(path), options, providers=[(_PROVIDER, provider)])
 
-    def buffers(self, plan: TargetPlan) -> Buffers:
+    def buffers(self, plan: BackendPlan) -> Buffers:
         return DeviceBuffers(plan, self._device, records=self._thread is not None)
 
 

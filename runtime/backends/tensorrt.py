@@ -13,7 +13,7 @@ from typing import Any
 
 from plans.errors import PlanError
 from plans.extras import install
-from plans.manifest import Engine, TargetPlan
+from plans.manifest import BackendPlan, Engine
 from plugins.tensorrt.log import make_log
 from runtime.backends import base
 from runtime.backends.base import LoadedEngine, Settings
@@ -38,8 +38,8 @@ RTX = Library("tensorrt_rtx", "TensorRT for RTX", "tensorrt-rtx", jit=True)
 TENSORRT = Library("tensorrt", "TensorRT", "tensorrt", jit=False)
 
 
-def reason_against(library: Library, plan: TargetPlan) -> str | None:
-    """Why this machine cannot run the target; None where it can."""
+def reason_against(library: Library, plan: BackendPlan) -> str | None:
+    """Why this machine cannot run the backend; None where it can."""
     try:
         trt = importlib.import_module(library.package)
     except ImportError as error:
@@ -83,7 +83,7 @@ def runs_on(own: str, device: str) -> bool:
 class TensorRt:
     """One device and one stream for all sessions."""
 
-    def __init__(self, library: Library, plan: TargetPlan, settings: Settings) -> None:
+    def __init__(self, library: Library, plan: BackendPlan, settings: Settings) -> None:
         self._library, self._records = library, settings.cuda_graphs
         self._trt = importlib.import_module(library.package)
         self._device = CudaDevice()
@@ -94,7 +94,7 @@ class TensorRt:
         self.activations = 0  # bytes of scratch memory that any engine needs
 
     def load(self, path: Path, engine: Engine) -> LoadedEngine:
-        if self._cubin is not None:  # the plan is where its engines are: engines/TARGET/FILE
+        if self._cubin is not None:  # the plan is where its engines are: engines/BACKEND/FILE
             self._device.load_kernels(path.parent.parent.parent / self._cubin)
             self._cubin = None
         own_version = f"{self._library.package} {self._trt.__version__}"
@@ -113,7 +113,7 @@ class TensorRt:
         self.activations = max(self.activations, maker.activations)
         return _LoadedEngine(maker, self)
 
-    def buffers(self, plan: TargetPlan) -> Buffers:
+    def buffers(self, plan: BackendPlan) -> Buffers:
         return DeviceBuffers(plan, self._device, records=self._records, records_engines=True)
 
     def _older(self, engine: Engine) -> Any:

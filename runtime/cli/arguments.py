@@ -21,7 +21,7 @@ from runtime.scheduler import SchedulerConfig
 def add_machine(parser: argparse.ArgumentParser) -> None:
     """The plan, and where it runs."""
     parser.add_argument("plan", type=Path, help="folder of the plan")
-    parser.add_argument("--target", help="execution target (default: the best this machine drives)")
+    parser.add_argument("--backend", help="backend (default: the best this machine drives)")
     parser.add_argument(
         "--threads",
         type=at_least_0,
@@ -113,18 +113,18 @@ def load(
     prefix_cache: PrefixCacheConfig | None = None,
     scheduler: SchedulerConfig | None = None,
 ) -> Runtime:
-    """The plan, loaded; on standard error, why better execution targets were passed over."""
+    """The plan, loaded; on standard error, why better backends were passed over."""
     with stderr.status(f"loading {arguments.plan}"):
         runtime = Runtime.load(
             arguments.plan,
-            target=arguments.target,
+            backend=arguments.backend,
             threads=arguments.threads,
             cuda_graphs=not arguments.no_cuda_graphs,
             prefix_cache=prefix_cache,
             scheduler=scheduler,
         )
-    for target, reason in runtime.passed_over.items():
-        stderr.print(f"runs on {runtime.target}, not on {target}: {reason}", style="dim", soft_wrap=True)
+    for backend, reason in runtime.passed_over.items():
+        stderr.print(f"runs on {runtime.backend}, not on {backend}: {reason}", style="dim", soft_wrap=True)
     return runtime
 
 

@@ -49,7 +49,7 @@ STATUS: tuple[tuple[type[BaseException], Status], ...] = (
 )
 FINISHED = {FinishReason.STOP: 0, FinishReason.LENGTH: 1, FinishReason.CANCELLED: 2, FinishReason.DEADLINE: 2}
 OPEN_OPTIONS: dict[str, type] = {
-    "target": str, "threads": int, "verify": bool, "cuda_graphs": bool, "prefix_cache_tokens": int,
+    "backend": str, "threads": int, "verify": bool, "cuda_graphs": bool, "prefix_cache_tokens": int,
 }  # fmt: skip
 INTEGERS = ("max_new_tokens", "top_k", "seed", "stream_id", "partial_budget")
 AUTO = -1  # of partial_budget
@@ -164,14 +164,14 @@ class Calls:
             mode="json", include={"name", "identity", "format_version", "models", "text", "drafters", "tools"}
         )
         described["bytes"] = sum(file.size for file in manifest.files)
-        described["targets"] = {
+        described["backends"] = {
             name: {
-                "session_bytes": session_bytes(target),
-                "symbols": target.symbols,
-                "engines": sorted(target.engines),
-                "cannot_run": reason_against(name, target),
+                "session_bytes": session_bytes(backend),
+                "symbols": backend.symbols,
+                "engines": sorted(backend.engines),
+                "cannot_run": reason_against(name, backend),
             }
-            for name, target in manifest.targets.items()
+            for name, backend in manifest.backends.items()
         }
         out[0] = self._handles.add(Kind.TEXT, self._bytes(json.dumps(described)))
 

@@ -87,7 +87,7 @@ OUTRIDER_API outrider_status outrider_plan_inspect(const char *plan, size_t plan
 OUTRIDER_API outrider_status outrider_text_get(const outrider_text *text, const char **data, size_t *length);
 OUTRIDER_API outrider_status outrider_text_destroy(outrider_text *text);
 
-/* Loads the plan in folder `plan`. `options`, a JSON object or nothing: "target" (the execution target's name; default:
+/* Loads the plan in folder `plan`. `options`, a JSON object or nothing: "backend" (its name; default:
  * the best that runs here), "threads" (0: the backend chooses), "verify" (false: skip the files' sha256), "cuda_graphs",
  * "prefix_cache_tokens" (what is kept of all sessions for all sessions, in 1 GiB at most; 0, the default: nothing).
  */

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from plans import names
-from plans.manifest import GraphDrafter, Manifest, NgramDrafter, TargetPlan
+from plans.manifest import BackendPlan, GraphDrafter, Manifest, NgramDrafter
 from plans.tokenizer import Tokenizer
 from runtime.backends.base import Backend, LoadedEngine
 from runtime.drafters import Drafter, Fallback, make_host_drafter
@@ -25,10 +25,10 @@ _LOG = logging.getLogger("outrider")
 
 @dataclass(frozen=True)
 class Loaded:
-    """A plan in memory for one execution target: what all of its sessions share."""
+    """A plan in memory for one backend: what all of its sessions share."""
 
     manifest: Manifest
-    plan: TargetPlan
+    plan: BackendPlan
     backend: Backend
     engines: Mapping[str, LoadedEngine]
     tokenizer: Tokenizer

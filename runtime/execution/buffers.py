@@ -13,7 +13,7 @@ from numpy.typing import DTypeLike, NDArray
 from plans import names
 from plans.check import buffer_shape, session_bytes
 from plans.errors import PlanError
-from plans.manifest import TargetPlan
+from plans.manifest import BackendPlan
 from plugins import native
 from runtime.sampling import SamplingParams
 
@@ -60,7 +60,7 @@ class Buffers:
 
     exchange: Exchange | None = None
 
-    def __init__(self, plan: TargetPlan) -> None:
+    def __init__(self, plan: BackendPlan) -> None:
         try:
             self.arrays: dict[str, NDArray[Any]] = {
                 buffer.name: _zeros(buffer_shape(plan, buffer), buffer.dtype.numpy) for buffer in plan.buffers

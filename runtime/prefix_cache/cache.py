@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from plans import names
 from plans.check import buffer_shape
 from plans.errors import RequestError
-from plans.manifest import TargetPlan
+from plans.manifest import BackendPlan
 from runtime.kv.arena_rows import ArenaRows
 from runtime.prefix_cache.page_pool import PAGE, PagePool, PageRun, RowShape
 from runtime.prefix_cache.radix_tree import Match, Node, RadixTree, TreeStats
@@ -342,7 +342,7 @@ def _since(began: float) -> float:
     return 1000 * (perf_counter() - began)
 
 
-def row_shapes(plan: TargetPlan) -> dict[str, RowShape]:
+def row_shapes(plan: BackendPlan) -> dict[str, RowShape]:
     """What the rows of each model of a plan are, by the arenas that its sessions have: but for the partial one, whose
     rows are the target's."""
     shapes, ending = {}, f".{names.KV}"

@@ -22,7 +22,7 @@ class SessionMemory:
         """Raises RequestError where rows lie on a device."""
         if buffers.exchange is not None:
             raise RequestError(
-                "A prefix cache keeps rows in the host's memory, and this execution target has them on a device; load "
+                "A prefix cache keeps rows in the host's memory, and this backend has them on a device; load "
                 "the plan without prefix_cache (a server: with --no-prefix-cache)."
             )
         self._cache, self._slots, self._drafters = cache, slots, drafters

@@ -29,9 +29,9 @@ def test_views_of_8k_keys() -> None:
 
 
 def test_a_plan_has_them_where_devices_record(cuda_plan: Plan, toy_plan: Path) -> None:
-    targets = cuda_plan.manifest.targets
+    targets = cuda_plan.manifest.backends
     assert targets["onnxruntime-cpu"].buckets == {}
-    assert not json.loads((toy_plan / "plan.json").read_text())["targets"]["onnxruntime-cpu"]["buckets"]
+    assert not json.loads((toy_plan / "plan.json").read_text())["backends"]["onnxruntime-cpu"]["buckets"]
     buckets = targets["onnxruntime-cuda"].buckets
     # The tip, and behind it n-grams of up to 2 and 6 tokens, chains of 4 and of 1 to 6, trees of 8 and 11.
     assert buckets["target"].new == (1, 2, 3, 4, 5, 6, 7, 9, 12)

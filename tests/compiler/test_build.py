@@ -22,7 +22,7 @@ from plans.errors import CheckpointError, PlanError, RecipeError
 from plans.plan import open_plan, read_manifest
 from runtime import Runtime
 
-TARGET = "onnxruntime-cpu"
+BACKEND = "onnxruntime-cpu"
 RECIPE = """\
 name: light
 target:
@@ -84,11 +84,11 @@ def test_changed_drafter_settings_take_the_engines_over(workplace: Path, monkeyp
     monkeypatch.setattr(compiler.build, "load_decoder", None)  # a weight that is read would be a mistake
     built, said = rebuild(workplace, "drafters[0].max_draft=19")
     after = built.plan.manifest
-    assert built.reused == (TARGET,)
+    assert built.reused == (BACKEND,)
     assert any("engines unchanged" in text for text in said)
     assert after.identity != before.identity
-    assert after.targets[TARGET].engines == before.targets[TARGET].engines
-    assert after.targets[TARGET].symbols["target"]["M"] == 20
+    assert after.backends[BACKEND].engines == before.backends[BACKEND].engines
+    assert after.backends[BACKEND].symbols["target"]["M"] == 20
     assert Runtime.load(workplace / "plan").generate("import", max_new_tokens=3).token_ids
     assert leftovers(workplace) == []
 
@@ -105,7 +105,7 @@ def test_engines_are_built_anew_only_for_what_they_depend_on(workplace: Path, ov
     before = open_plan(workplace / "plan").manifest
     built, _ = rebuild(workplace, override)
     assert built.plan.manifest.identity != before.identity
-    assert built.reused == ((TARGET,) if kept else ())
+    assert built.reused == ((BACKEND,) if kept else ())
 
 
 def test_changed_weights_build_anew(workplace: Path) -> None:
@@ -119,7 +119,7 @@ def test_changed_weights_build_anew(workplace: Path) -> None:
     after = built.plan.manifest
     assert built.reused == ()
     assert after.identity != before.identity
-    assert after.targets[TARGET].engines_key != before.targets[TARGET].engines_key
+    assert after.backends[BACKEND].engines_key != before.backends[BACKEND].engines_key
     assert Runtime.load(workplace / "plan").generate("import", max_new_tokens=8, ignore_eos=True).token_ids != old
 
 
@@ -128,13 +128,13 @@ def test_a_changed_chat_template_keeps_the_engines(workplace: Path) -> None:
     settings = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps(settings | {"chat_template": "{{ messages[0].content }}"}), encoding="utf-8")
     built, _ = rebuild(workplace)
-    assert built.reused == (TARGET,)
+    assert built.reused == (BACKEND,)
     runtime = Runtime.load(workplace / "plan")
     assert runtime.tokenizer.apply_chat_template([{"role": "user", "content": "hi"}]) == "hi"
 
 
 def test_a_damaged_plan_is_built_anew(workplace: Path) -> None:
-    weights = workplace / "plan" / "engines" / TARGET / "weights.bin"
+    weights = workplace / "plan" / "engines" / BACKEND / "weights.bin"
     weights.write_bytes(bytes(weights.stat().st_size))
     built, _ = rebuild(workplace)
     assert built.reused == ()
@@ -172,7 +172,7 @@ def test_a_build_records_what_it_took(workplace: Path) -> None:
     assert record is not None
     assert record.seconds > 0
     assert record.peak_rss_bytes is None or record.peak_rss_bytes > 2**20
-    assert record.reused == (TARGET,)
+    assert record.reused == (BACKEND,)
     assert record.model_dump() == describe(workplace / "plan")["build"]
     path = workplace / "plan" / "build.json"
     path.write_text("[]")
@@ -404,7 +404,7 @@ def test_local_parts_of_versions_are_no_part_of_the_identity(monkeypatch: pytest
             r"drafters\[0\]\.acceptance is rejection, which serves one branch; capacity\.branches is 4",
         ),
         (
-            ["capacity.branches=4", "drafters=[]", "targets=[tensorrt-rtx]"],
+            ["capacity.branches=4", "drafters=[]", "backends=[tensorrt-rtx]"],
             r"capacity\.branches is 4; targets other than onnxruntime-cpu serve one branch",
         ),
     ],

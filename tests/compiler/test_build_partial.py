@@ -22,7 +22,7 @@ ENABLED = "partial_kv.enabled=true"
             ["drafters=[{name: a, kind: model, checkpoint: drafter, acceptance: rejection}]"],
             r"drafters\[0\]\.acceptance is rejection, by which tokens depend on what was drafted",
         ),
-        (["targets=[tensorrt-rtx]", CHAINS], r"targets\[0\] is tensorrt-rtx; partial_kv runs on onnxruntime-cpu"),
+        (["backends=[tensorrt-rtx]", CHAINS], r"backends\[0\] is tensorrt-rtx; partial_kv runs on onnxruntime-cpu"),
         (
             ["partial_kv.n_spec_tokens_buf=7", CHAINS],
             r"n_spec_tokens_buf is 7, but a step .* has up to 7 tokens, and one more must fit; raise it to 8 or more",

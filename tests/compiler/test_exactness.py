@@ -31,7 +31,7 @@ class Feeder:
 
     def __init__(self, toy_plan, engine: LoadedEngine) -> None:
         manifest = open_plan(toy_plan, verify=False).manifest
-        plan = manifest.targets["onnxruntime-cpu"]
+        plan = manifest.backends["onnxruntime-cpu"]
         # Room for logits of every token of a step, which no plan of one tip needs.
         logits = {names.of(names.TARGET, name) for name in (names.LOGIT_ROWS, names.LOGITS_OUT)}
         buffers = tuple(
@@ -90,7 +90,7 @@ class Feeder:
 @pytest.fixture(scope="module")
 def feeder(toy_plan) -> Feeder:
     plan = open_plan(toy_plan, verify=False)
-    engine = plan.manifest.targets["onnxruntime-cpu"].engines["target"]
+    engine = plan.manifest.backends["onnxruntime-cpu"].engines["target"]
     return Feeder(toy_plan, OnnxRuntimeCpu().load(plan.file(engine.file), engine))
 
 
@@ -147,7 +147,7 @@ def test_a_node_of_a_tree_has_the_bits_of_its_path_alone(feeder: Feeder, past: i
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_the_number_of_threads_does_not_change_a_bit(toy_plan, one_by_one: Logits, threads: int) -> None:
     plan = open_plan(toy_plan, verify=False)
-    engine = plan.manifest.targets["onnxruntime-cpu"].engines["target"]
+    engine = plan.manifest.backends["onnxruntime-cpu"].engines["target"]
     other = Feeder(toy_plan, OnnxRuntimeCpu(threads).load(plan.file(engine.file), engine))
     for size in (1, 16):
         np.testing.assert_array_equal(other.chunks([size]).view(np.uint32), one_by_one.view(np.uint32))

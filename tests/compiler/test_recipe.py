@@ -31,7 +31,7 @@ capacity:
   context: 4096
   branches: 4
   prefill_chunk: 128
-targets: [onnxruntime-cpu]
+backends: [onnxruntime-cpu]
 held_out: ../held_out.jsonl
 """
 SHORT = "name: short\ntarget:\n  checkpoint: ../model\ncapacity:\n  context: 512\n"
@@ -75,7 +75,7 @@ def test_a_short_context_shortens_the_default_chunk(recipe_file: Path) -> None:
 def test_defaults(recipe_file: Path) -> None:
     recipe = load(recipe_file, SHORT)
     assert recipe.drafters == ()
-    assert [target.kind for target in recipe.targets] == ["onnxruntime-cpu"]
+    assert [target.kind for target in recipe.backends] == ["onnxruntime-cpu"]
     assert recipe.target.dtype == "float32"
     assert (recipe.capacity.branches, recipe.capacity.prefill_chunk) == (1, 256)
     assert recipe.held_out_path is None
@@ -89,7 +89,7 @@ def test_resolved_is_json_with_defaults_and_without_absolute_paths(recipe_file: 
         "target": {"checkpoint": "../model", "dtype": "float32"},
         "drafters": [],
         "capacity": {"context": 512, "branches": 1, "batching": False, "prefill_chunk": 256},
-        "targets": [{"kind": "onnxruntime-cpu"}],
+        "backends": [{"kind": "onnxruntime-cpu"}],
     }  # fmt: skip
     absolute = load(recipe_file, FULL.replace("../", f"{tmp_path}/"))
     assert absolute.checkpoint_path == tmp_path / "model"
@@ -157,27 +157,27 @@ def test_a_recipe_cannot_be_changed(recipe_file: Path) -> None:
         ("held_out:", "skeleton: {tools: ['<a>']}\nheld_out:", "FILE:16: skeleton.tools[0] must match"),
         ("name: reference", "name: Big Model", "FILE:1: name must match ^[a-z0-9][a-z0-9_.-]*$, found 'Big Model'"),
         ("name: reference", "name: ..", "FILE:1: name must match"),
-        ("[onnxruntime-cpu]", "[cpu]", "FILE:15: targets[0].kind must be one of 'onnxruntime-cpu', 'onnxruntime-cu"),
-        ("[onnxruntime-cpu]", "[3]", "FILE:15: targets[0] must be a mapping of keys to values, found 3"),
+        ("[onnxruntime-cpu]", "[cpu]", "FILE:15: backends[0].kind must be one of 'onnxruntime-cpu', 'onnxruntime-cu"),
+        ("[onnxruntime-cpu]", "[3]", "FILE:15: backends[0] must be a mapping of keys to values, found 3"),
         (
             "[onnxruntime-cpu]", "[{kind: tensorrt-rtx, compute_capabilities: [sm_90]}]",
-            "FILE:15: targets[0].compute_capabilities[0] must be 'sm_75', 'sm_80', 'sm_86', 'sm_89', 'sm_120' or",
+            "FILE:15: backends[0].compute_capabilities[0] must be 'sm_75', 'sm_80', 'sm_86', 'sm_89', 'sm_120' or",
         ),
         (
             "[onnxruntime-cpu]", "[{kind: tensorrt-rtx, compute_capabilities: [sm_80, sm_80]}]",
-            "FILE:15: targets[0].compute_capabilities[1] repeats 'sm_80'; keep one of them",
+            "FILE:15: backends[0].compute_capabilities[1] repeats 'sm_80'; keep one of them",
         ),
         (
             "[onnxruntime-cpu]", "[{kind: tensorrt, hardware_compatibility: all}]",
-            "FILE:15: targets[0].hardware_compatibility must be 'none', 'same_compute_capability' or 'ampere_plus'",
+            "FILE:15: backends[0].hardware_compatibility must be 'none', 'same_compute_capability' or 'ampere_plus'",
         ),
         (
             "[onnxruntime-cpu]", "[{kind: tensorrt, version_compatible: 1}]",
-            "FILE:15: targets[0].version_compatible must be",
+            "FILE:15: backends[0].version_compatible must be",
         ),
         ("[onnxruntime-cpu]", "[{kind: tensorrt, timing_cache: a/b}]", "a/b, which can be no file; name one in"),
-        ("[onnxruntime-cpu]", "[]", "FILE:15: targets must have at least 1 entry, found []"),
-        ("[onnxruntime-cpu]", "onnxruntime-cpu", "FILE:15: targets must be a list, found 'onnxruntime-cpu'"),
+        ("[onnxruntime-cpu]", "[]", "FILE:15: backends must have at least 1 entry, found []"),
+        ("[onnxruntime-cpu]", "onnxruntime-cpu", "FILE:15: backends must be a list, found 'onnxruntime-cpu'"),
         ("../model", "../modle", "/modle, which is not a folder; correct the path"),
         ("../model", '"a\\0b"', "FILE:3: target.checkpoint holds a character that cannot be printed; correct the path"),
         ("../model", "''", "FILE:3: target.checkpoint must not be empty"),

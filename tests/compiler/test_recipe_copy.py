@@ -115,10 +115,10 @@ def test_a_chain_stays_a_chain(folder: Path, before: str, after: str) -> None:
 def test_paths_lead_to_the_same_files_from_another_folder(folder: Path) -> None:
     path = recipe(folder, "  - {name: d, kind: model, checkpoint: models/drafter}\n")
     out = folder / "elsewhere" / "copy.yaml"
-    path.write_text(path.read_text() + "targets: [onnxruntime-cpu, {kind: tensorrt, timing_cache: kernels.cache}]\n")
+    path.write_text(path.read_text() + "backends: [onnxruntime-cpu, {kind: tensorrt, timing_cache: kernels.cache}]\n")
     RecipeCopy(path, out, "d").write(TREE)
     old, new = load_recipe(path), load_recipe(out)
-    caches = [r.timing_cache_path(target) for r in (old, new) for target in r.targets]
+    caches = [r.timing_cache_path(target) for r in (old, new) for target in r.backends]
     assert caches == 2 * [None, folder / "recipes" / "kernels.cache"]
     assert new.checkpoint_path == old.checkpoint_path
     assert new.held_out_path == old.held_out_path

@@ -58,13 +58,13 @@ def test_types_and_defaults_are_written_as_a_recipe_has_them() -> None:
         ("drafters.eagle3.tree", "drafters.eagle3.tree, drafters.model.tree"),
         ("drafters.eagle3.aux_layers", "list of 3: whole number not set"),
         ("drafters.model.gamma", "max whole number from 1 to 64 required"),
-        ("targets", "list of: sm_75 | sm_80"),
-        ("targets.tensorrt.workspace_mb", "whole number from 1 to 1048576 1024"),
+        ("backends", "list of: sm_75 | sm_80"),
+        ("backends.tensorrt.workspace_mb", "whole number from 1 to 1048576 1024"),
         ("partial_kv.budget", "or auto not set"),
         ("partial_kv", "enabled true | false false"),
         ("target.rope_scaling.beta_fast", "number 32.0"),
         ("recipe", "targets list of: mapping or onnxruntime-cpu"),
-        ("targets.tensorrt.version_compatible", "true | false false"),
+        ("backends.tensorrt.version_compatible", "true | false false"),
     ):
         assert words in printed(path), path
 
@@ -93,7 +93,7 @@ def test_the_json_schema_knows_what_recipes_have(capsys: Captured) -> None:
     schema = json.loads(capsys.readouterr().out)
     assert schema == json.loads(json.dumps(recipe_schema()))
     assert set(schema["properties"]) == set(Recipe.model_fields)
-    entries = json.dumps(schema["properties"]["targets"]["items"])
+    entries = json.dumps(schema["properties"]["backends"]["items"])
     assert all(kind in entries for kind in ("tensorrt-rtx", "onnxruntime-cuda"))
     assert "auto" in json.dumps(schema["$defs"]["Eagle3Section"]["properties"]["tree"])
     texts = [TOY_RECIPE, *(p.read_text(encoding="utf-8") for p in (REPOSITORY / "plans" / "recipes").glob("*.yaml"))]

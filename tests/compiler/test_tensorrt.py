@@ -21,10 +21,10 @@ from compiler.engines.tensorrt_library import Gpu, TensorRtLibrary
 from compiler.engines.tensorrt_network import carry_bits
 from compiler.inspect import describe, print_description
 from compiler.recipe import load_recipe
-from compiler.recipe_targets import PACKAGES, TensorRtSection
+from compiler.recipe_backends import PACKAGES, TensorRtSection
 from plans import names
 from plans.errors import PlanError, RecipeError
-from plans.manifest import Engine, TargetPlan
+from plans.manifest import BackendPlan, Engine
 from plans.plan import Plan
 from plugins.schemas import SCHEMAS
 from runtime.backends import BACKENDS
@@ -62,7 +62,7 @@ def install(patch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture(scope="module")
 def built(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Plan:
     """A plan of engines that were really built, their plugins replaced."""
-    recipe = load_recipe(toy_recipe, [f"targets=[{TENSORRT}]", f"drafters=[{HEAD}, {DRAWN}]"])
+    recipe = load_recipe(toy_recipe, [f"backends=[{TENSORRT}]", f"drafters=[{HEAD}, {DRAWN}]"])
     with pytest.MonkeyPatch.context() as patch:
         package = install(patch)
         plan = build(recipe, toy_recipe, tmp_path_factory.mktemp("tensorrt") / "plan").plan
@@ -71,7 +71,7 @@ def built(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Plan:
 
 
 def test_engines_take_and_give_what_the_ops_did(built: Plan) -> None:
-    plan = built.manifest.targets[TENSORRT]
+    plan = built.manifest.backends[TENSORRT]
     target, head = plan.engines["target"], plan.engines["head"]
     assert target.holds == ("BimMask", "TreeAccept")
     assert head.holds == ("CoupledDraws", "BimMask")
@@ -87,7 +87,7 @@ def test_engines_take_and_give_what_the_ops_did(built: Plan) -> None:
 
 
 def test_engines_say_who_built_them_and_where(built: Plan) -> None:
-    for engine in built.manifest.targets[TENSORRT].engines.values():
+    for engine in built.manifest.backends[TENSORRT].engines.values():
         assert (engine.builder, engine.version_compatible) == (f"tensorrt {VERSION}", False)
         assert (engine.devices, engine.gpu) == (("sm_90",), "NVIDIA H100")
         assert engine.aliases
@@ -100,13 +100,13 @@ def test_engines_say_who_built_them_and_where(built: Plan) -> None:
 def test_ops_beside_engines_are_compiled_for_this_gpu_too(
     library: Any, toy_recipe: Path, built: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert set(built.manifest.targets[TENSORRT].kernels) == {"sm_80", "sm_90", "sm_100", "sm_120"}
+    assert set(built.manifest.backends[TENSORRT].kernels) == {"sm_80", "sm_90", "sm_100", "sm_120"}
     monkeypatch.setattr(tensorrt_library, "gpu_here", lambda: Gpu("NVIDIA T4", "sm_75"))
     assert kernel_architectures(TensorRtSection(kind=TENSORRT, compute_capabilities=("sm_80",))) == ("sm_80", "sm_75")
 
 
 def test_every_op_of_a_plans_graphs_is_a_plugin(built: Plan) -> None:
-    reports = {(r.engine, r.rule): r for r in built.manifest.targets[TENSORRT].lowering}
+    reports = {(r.engine, r.rule): r for r in built.manifest.backends[TENSORRT].lowering}
     assert reports["target", "PluginNodes"].applied == 2  # mask and acceptance
     assert reports["head", "PluginNodes"].applied == 2 + 2 + 1  # draws and mask, two levels, the tree
     assert reports["drawn", "PluginNodes"].applied == 2 + 2  # draws and mask, two tokens
@@ -117,7 +117,7 @@ def test_every_op_of_a_plans_graphs_is_a_plugin(built: Plan) -> None:
 
 def test_inspect_tells_what_an_engine_holds_and_who_may_run_it(built: Plan) -> None:
     description = describe(built.root)
-    target = description["targets"][TENSORRT]["engines"]["target"]
+    target = description["backends"][TENSORRT]["engines"]["target"]
     assert (target["holds"], target["gpu"]) == (["BimMask", "TreeAccept"], "NVIDIA H100")
     console = Console(record=True, width=200)
     print_description(description, console)
@@ -206,11 +206,11 @@ def test_a_timing_cache_of_another_version_or_gpu_is_refused(library: Any, tmp_p
 
 
 def test_a_cache_is_no_part_of_a_plan(library: Any, toy_recipe: Path) -> None:
-    options = f"targets=[{{kind: {TENSORRT}, timing_cache: kernels.cache}}]"
-    with_cache, without = (load_recipe(toy_recipe, [target]) for target in (options, f"targets=[{TENSORRT}]"))
+    options = f"backends=[{{kind: {TENSORRT}, timing_cache: kernels.cache}}]"
+    with_cache, without = (load_recipe(toy_recipe, [target]) for target in (options, f"backends=[{TENSORRT}]"))
     assert with_cache.resolved() == without.resolved()
-    assert with_cache.timing_cache_path(with_cache.targets[0]) == toy_recipe.parent.resolve() / "kernels.cache"
-    with pytest.raises(RecipeError, match=r"targets\[0\]\.timing_cache names .*/nowhere/x, which can be no file"):
+    assert with_cache.timing_cache_path(with_cache.backends[0]) == toy_recipe.parent.resolve() / "kernels.cache"
+    with pytest.raises(RecipeError, match=r"backends\[0\]\.timing_cache names .*/nowhere/x, which can be no file"):
         load_recipe(toy_recipe, [options.replace("kernels.cache", "nowhere/x")])
 
 
@@ -240,18 +240,18 @@ def here(library: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return library
 
 
-def reason(plan: TargetPlan, **changes: Any) -> str | None:
+def reason(plan: BackendPlan, **changes: Any) -> str | None:
     engines = {name: engine.model_copy(update=changes) for name, engine in plan.engines.items()}
     return driver.reason_against(driver.TENSORRT, plan.model_copy(update={"engines": engines}))
 
 
 def test_the_machine_of_the_build_runs_it(built: Plan, here: Any) -> None:
-    assert reason(built.manifest.targets[TENSORRT]) is None
+    assert reason(built.manifest.backends[TENSORRT]) is None
     assert next(iter(BACKENDS)) == TENSORRT
 
 
 def test_another_gpu_is_refused_by_name(built: Plan, here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = built.manifest.targets[TENSORRT]
+    plan = built.manifest.backends[TENSORRT]
     monkeypatch.setattr(driver, "device_name", lambda: "NVIDIA H200")
     assert "the GPU is NVIDIA H200, and the engine 'target' was built on NVIDIA H100" in str(reason(plan))
     assert reason(plan, gpu=None) is None
@@ -277,7 +277,7 @@ def test_another_gpu_is_refused_by_name(built: Plan, here: Any, monkeypatch: pyt
     ],
 )
 def test_another_version_is_refused(built: Plan, here: Any, built_by: str, compatible: bool, loads: bool) -> None:
-    said = reason(built.manifest.targets[TENSORRT], builder=built_by, version_compatible=compatible)
+    said = reason(built.manifest.backends[TENSORRT], builder=built_by, version_compatible=compatible)
     assert (said is None) == loads
     if not loads:
         assert f"was built by {built_by}, and tensorrt {VERSION} is here; build the plan again" in str(said)
@@ -295,7 +295,7 @@ def test_an_older_engine_needs_its_lean_runtime() -> None:
 
 
 def test_a_machine_that_cannot_build_says_so_at_once(toy_recipe: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    recipe = load_recipe(toy_recipe, [f"targets=[{TENSORRT}]", "drafters=[]"])
+    recipe = load_recipe(toy_recipe, [f"backends=[{TENSORRT}]", "drafters=[]"])
     begun: list[str] = []
 
     def refused(sentence: str) -> None:
@@ -305,7 +305,7 @@ def test_a_machine_that_cannot_build_says_so_at_once(toy_recipe: Path, tmp_path:
 
     monkeypatch.setitem(sys.modules, TENSORRT, None)
     refused(r"needs TensorRT, which cannot be loaded .* run `pip install '\.\[tensorrt\]'` at .*, or leave the target")
-    assert "TensorRT cannot be loaded" in str(driver.reason_against(driver.TENSORRT, TargetPlan.model_construct()))
+    assert "TensorRT cannot be loaded" in str(driver.reason_against(driver.TENSORRT, BackendPlan.model_construct()))
     package = stand_in_tensorrt(trt)
     monkeypatch.setitem(sys.modules, TENSORRT, package)
     package.__version__ = "10.9.0.34"

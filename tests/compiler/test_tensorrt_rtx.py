@@ -24,7 +24,7 @@ from compiler.engines.tensorrt_library import RtxLibrary
 from compiler.export import export_target
 from compiler.lowering import lower
 from compiler.recipe import load_recipe
-from compiler.recipe_targets import TensorRtRtxSection
+from compiler.recipe_backends import TensorRtRtxSection
 from plans import names
 from plans.errors import PlanError, RecipeError
 from plans.manifest import Engine, Manifest, Profile, Range
@@ -44,13 +44,13 @@ LIMITS = {"N": 100, "T": 1280, "M": 9, "F": 100, "R": 1, "E": 2, "S": 100}
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     """The plan of the command in the README."""
     out = tmp_path_factory.mktemp("rtx") / "plan"
-    arguments = ["build", str(REFERENCE_RECIPE), "--target", RTX, "--out", str(out)]
+    arguments = ["build", str(REFERENCE_RECIPE), "--backend", RTX, "--out", str(out)]
     assert compiler.__main__.main(arguments) == 0
     return open_plan(out).manifest
 
 
 def test_every_model_of_the_reference_has_an_engine(reference: Manifest) -> None:
-    plan = reference.targets[RTX]
+    plan = reference.backends[RTX]
     assert set(plan.engines) == {"target", "model", "eagle3"}
     for name, engine in plan.engines.items():
         caches = 2 * reference.models[name].layers
@@ -64,7 +64,7 @@ def test_every_model_of_the_reference_has_an_engine(reference: Manifest) -> None
 
 
 def test_profiles_cover_every_step(reference: Manifest) -> None:
-    plan = reference.targets[RTX]
+    plan = reference.backends[RTX]
     for name, engine in plan.engines.items():
         limits = plan.symbols[name]
         few, many = (profile.symbols for profile in engine.profiles)
@@ -86,8 +86,8 @@ def test_ranges_of_new_tokens(most: int, ranges: list[tuple[int, int]]) -> None:
 def test_types_and_devices_of_the_recipe(dtype: str, toy_recipe: Path, tmp_path: Path) -> None:
     options = f"{{kind: {RTX}, dtype: {dtype}, compute_capabilities: [sm_89]}}"
     head = "{name: head, kind: eagle3, checkpoint: head, tree: {top_k: 2, depth: 1, nodes: 4}}"
-    recipe = load_recipe(toy_recipe, [f"targets=[{options}]", f"drafters=[{head}]"])
-    plan = build(recipe, toy_recipe, tmp_path / "plan").plan.manifest.targets[RTX]
+    recipe = load_recipe(toy_recipe, [f"backends=[{options}]", f"drafters=[{head}]"])
+    plan = build(recipe, toy_recipe, tmp_path / "plan").plan.manifest.backends[RTX]
     for engine in plan.engines.values():
         assert engine.devices == ("sm_89",)
         assert {t.dtype.value for t in engine.inputs if "cache" in t.name} == {dtype}
@@ -98,8 +98,8 @@ def test_types_and_devices_of_the_recipe(dtype: str, toy_recipe: Path, tmp_path:
 
 def test_why_a_machine_cannot_run_the_plan(toy_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = f"{{kind: {RTX}, compute_capabilities: [sm_80]}}"
-    recipe = load_recipe(toy_recipe, [f"targets=[{options}]", "drafters=[]"])
-    plan = build(recipe, toy_recipe, tmp_path / "plan").plan.manifest.targets[RTX]
+    recipe = load_recipe(toy_recipe, [f"backends=[{options}]", "drafters=[]"])
+    plan = build(recipe, toy_recipe, tmp_path / "plan").plan.manifest.backends[RTX]
     if driver.reason_against(driver.RTX, plan) is not None:  # else this machine can
         with pytest.raises(PlanError, match=f"can run here: {RTX}: "):
             Runtime.load(tmp_path / "plan")
@@ -130,7 +130,7 @@ def test_a_step_runs_in_the_profile_that_holds_its_new_tokens() -> None:
 
 def test_rejection_is_refused(toy_recipe: Path, tmp_path: Path) -> None:
     drafter = "{name: a, kind: model, checkpoint: drafter, gamma: 2, acceptance: rejection}"
-    recipe = load_recipe(toy_recipe, [f"targets=[{RTX}]", f"drafters=[{drafter}]"])
+    recipe = load_recipe(toy_recipe, [f"backends=[{RTX}]", f"drafters=[{drafter}]"])
     with pytest.raises(RecipeError, match=r"drafters\[0\]\.acceptance is rejection, which sums in float64"):
         build(recipe, toy_recipe, tmp_path / "plan")
 

@@ -25,7 +25,7 @@ from compiler.lowering import lower
 from compiler.models.drafting import DecoderDraft
 from compiler.models.eager import sequence_logits
 from compiler.recipe import load_recipe
-from compiler.recipe_targets import TensorRtRtxSection
+from compiler.recipe_backends import TensorRtRtxSection
 from plans import names
 from plans.errors import PlanError
 from plans.manifest import Tree
@@ -123,9 +123,9 @@ def test_engines_of_every_type_are_built(dtype: str, front: Any, toy_recipe: Pat
     section = f"{{kind: {RTX}, dtype: {dtype}, compute_capabilities: [sm_89], frontend: torch-tensorrt}}"
     head = "{name: head, kind: eagle3, checkpoint: head, tree: {top_k: 2, depth: 1, nodes: 4}}"
     drafters = head if dtype == "float32" else ""
-    recipe = load_recipe(toy_recipe, [f"targets=[{section}]", f"drafters=[{drafters}]"])
+    recipe = load_recipe(toy_recipe, [f"backends=[{section}]", f"drafters=[{drafters}]"])
     plan = build(recipe, toy_recipe, tmp_path / "plan").plan.manifest
-    engines = plan.targets[RTX].engines
+    engines = plan.backends[RTX].engines
     assert engines["target"].front_end == front.name
     caches = 2 * plan.models["target"].layers
     assert engines["target"].layers["KV_CACHE_UPDATE"] == caches
@@ -135,7 +135,7 @@ def test_engines_of_every_type_are_built(dtype: str, front: Any, toy_recipe: Pat
     if drafters:
         declined = f"onnx: {front.name} has no converter of tree_expand, tree_rerank"
         assert engines["head"].front_end == declined
-    shown = describe(tmp_path / "plan")["targets"][RTX]["engines"]["target"]
+    shown = describe(tmp_path / "plan")["backends"][RTX]["engines"]["target"]
     assert shown["front_end"] == front.name
 
 
@@ -216,7 +216,7 @@ def test_a_missing_wheel_is_named_before_anything_is_exported(
     toy_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_tensorrt, "_WHEELS", {"tensorrt_rtx": "torch-tensorrt-none"})
-    recipe = load_recipe(toy_recipe, [f"targets=[{{kind: {RTX}, frontend: torch-tensorrt}}]"])
+    recipe = load_recipe(toy_recipe, [f"backends=[{{kind: {RTX}, frontend: torch-tensorrt}}]"])
     said: list[str] = []
     with pytest.raises(PlanError, match="needs torch-tensorrt-none, which is not installed; run `pip install"):
         build(recipe, toy_recipe, tmp_path / "plan", lambda done, total, text: said.append(text))

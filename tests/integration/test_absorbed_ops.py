@@ -19,7 +19,7 @@ import yaml
 import compiler.build
 from compiler.engines import EngineFolder
 from compiler.recipe import load_recipe
-from compiler.recipe_targets import TargetBuild
+from compiler.recipe_backends import BackendBuild
 from plans import names
 from plans.errors import PlanError
 from plans.manifest import StageKind
@@ -50,10 +50,10 @@ def plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Plan:
 
 
 def build_plan(toy_recipe: Path, drafters: list[dict[str, Any]], out: Path, **options: bool) -> Plan:
-    recipe = load_recipe(toy_recipe, [f"targets=[{CPU}, {TENSORRT}]", f"drafters={json.dumps(drafters)}"])
+    recipe = load_recipe(toy_recipe, [f"backends=[{CPU}, {TENSORRT}]", f"drafters={json.dumps(drafters)}"])
     open_folder = compiler.build.open_folder
 
-    def opened(target: TargetBuild, folder: Path, *others: Any) -> EngineFolder:
+    def opened(target: BackendBuild, folder: Path, *others: Any) -> EngineFolder:
         if target.kind != TENSORRT:
             return open_folder(target, folder, *others)
         return GraphsInPlaceOfEngines(folder, **options)
@@ -67,7 +67,7 @@ def build_plan(toy_recipe: Path, drafters: list[dict[str, Any]], out: Path, **op
 
 @pytest.fixture(scope="module")
 def cpu(plan: Plan) -> Runtime:
-    return Runtime.load(plan.root, target=CPU, threads=1)
+    return Runtime.load(plan.root, backend=CPU, threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def backend(emulator: Emulator, plugin_shells: StandIn) -> EmulatedTensorRt:
 @pytest.fixture
 def runtime(plan: Plan, backend: EmulatedTensorRt, monkeypatch: pytest.MonkeyPatch) -> Runtime:
     monkeypatch.setitem(BACKENDS, TENSORRT, Driver(lambda target: None, lambda target, settings: backend))
-    return Runtime.load(plan.root, target=TENSORRT)
+    return Runtime.load(plan.root, backend=TENSORRT)
 
 
 def fill_arena(session: Any, number: float) -> None:
@@ -89,7 +89,7 @@ def fill_arena(session: Any, number: float) -> None:
 
 
 def test_programs_keep_engines_and_what_works_in_place(plan: Plan) -> None:
-    programs = plan.manifest.targets[TENSORRT].programs
+    programs = plan.manifest.backends[TENSORRT].programs
     ran = {name: [(stage.kind, stage.run) for stage in program.stages] for name, program in programs.items()}
     engine, op = StageKind.ENGINE, StageKind.OP
     assert ran[names.PREFILL] == ran[names.DECODE] == ran[names.BEAM] == [(engine, "target")]
@@ -102,7 +102,7 @@ def test_programs_keep_engines_and_what_works_in_place(plan: Plan) -> None:
 
 
 def test_whether_an_engine_could_accept_is_asked_where_a_program_goes_by_it(plan: Plan) -> None:
-    programs = plan.manifest.targets[TENSORRT].programs
+    programs = plan.manifest.backends[TENSORRT].programs
     told = {
         name: stage.outputs[names.STATUS]
         for name, program in programs.items()
@@ -143,14 +143,14 @@ def test_a_target_engine_may_leave_the_ops_around_it_outside(
     head = next(d for d in yaml.safe_load(TOY_RECIPE)["drafters"] if d["name"] == "head")
     plan = build_plan(toy_recipe, [head], tmp_path / "plan", targets_alone=True)
     ran = [
-        (stage.kind, stage.run) for stage in plan.manifest.targets[TENSORRT].programs[names.speculate("head")].stages
+        (stage.kind, stage.run) for stage in plan.manifest.backends[TENSORRT].programs[names.speculate("head")].stages
     ]
     engine, op = StageKind.ENGINE, StageKind.OP
     assert ran[0] == (engine, "head")
     assert ran[1:3] == [(op, "BimMask"), (engine, "target")]
     assert (op, "TreeAccept") in ran
     monkeypatch.setitem(BACKENDS, TENSORRT, Driver(lambda target: None, lambda target, settings: backend))
-    runtime = Runtime.load(plan.root, target=TENSORRT)
+    runtime = Runtime.load(plan.root, backend=TENSORRT)
     options = Options(temperature=0.9, seed=5, max_new_tokens=14, ignore_eos=True, auto_disable=False)
     expected = cpu.generate(PROMPT, drafter="none", **options).token_ids
     for drafter in ("none", "head"):

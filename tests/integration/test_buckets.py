@@ -26,7 +26,7 @@ def bucketed(toy_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> Runtim
 
     def change(manifest: dict[str, Any]) -> None:
         buckets = Buckets(new=NEW, view=VIEWS).model_dump(mode="json")
-        manifest["targets"]["onnxruntime-cpu"]["buckets"] = {"target": buckets}
+        manifest["backends"]["onnxruntime-cpu"]["buckets"] = {"target": buckets}
 
     edit(plan, change)
     return Runtime.load(plan, threads=1)

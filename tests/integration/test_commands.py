@@ -50,7 +50,7 @@ def test_build_prints_a_line_and_the_same_as_json(toy_recipe: Path, toy_plan: Pa
     assert "reused: plan" in printed.out
     assert "unchanged" in printed.err
     found = run_json(capsys, compiler.__main__.main, "build", toy_recipe, "--out", toy_plan, "--json")
-    assert set(found) == {"plan", "identity", "reused", "targets", "bytes", "seconds"}
+    assert set(found) == {"plan", "identity", "reused", "backends", "bytes", "seconds"}
     assert found["reused"] == ["plan"]
     assert found["identity"] == json.loads((toy_plan / "plan.json").read_text(encoding="utf-8"))["identity"]
 
@@ -91,10 +91,10 @@ def test_inspect_shows_geometry_programs_ops_and_rules(toy_plan: Path, capsys: C
         assert cells in " ".join(text.split())
     found = run_json(capsys, compiler.__main__.main, "inspect", toy_plan, "--json")
     assert set(found) == {
-        "name", "identity", "format_version", "models", "drafters", "targets", "tools", "build", "bytes",
+        "name", "identity", "format_version", "models", "drafters", "backends", "tools", "build", "bytes",
         "files",
     }  # fmt: skip
-    target = found["targets"]["onnxruntime-cpu"]
+    target = found["backends"]["onnxruntime-cpu"]
     assert set(target) == {"programs", "symbols", "session_bytes", "engines", "kernels", "lowering"}
     assert target["programs"]["decode"] == ["op:BimMask", "engine:target", "op:Sample"]
     assert target["engines"]["target"]["ops"]["outrider.cpu.BranchAttention"] == 4
@@ -272,7 +272,7 @@ def test_a_missing_plan_an_unknown_target_and_threads_below_0_are_refused(
     for command in (["generate", "--prompt", "x"], ["chat"]):
         assert "is not a plan" in refused(capsys, main([command[0], str(tmp_path / "none"), *command[1:]]))
     arguments = ["generate", str(toy_plan), "--prompt", "x"]
-    assert "onnxruntime-cpu" in refused(capsys, main([*arguments, "--target", "tensorrt"]))
+    assert "onnxruntime-cpu" in refused(capsys, main([*arguments, "--backend", "tensorrt"]))
     assert "--threads is '-1'" in refused(capsys, main([*arguments, "--threads", "-1"]))
 
 

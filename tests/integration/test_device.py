@@ -12,7 +12,7 @@ from plans import names
 from plans.errors import PlanError
 from plans.plan import Plan
 from runtime import Runtime
-from runtime.backends import BACKENDS, Driver, choose_target, onnxruntime_cuda
+from runtime.backends import BACKENDS, Driver, choose_backend, onnxruntime_cuda
 from runtime.backends.cuda_driver import fitting_kernels
 from runtime.backends.device import LARGE, lay_out
 from runtime.request import Options
@@ -42,7 +42,7 @@ def loaded(plan: Plan, backend: EmulatedBackend, monkeypatch: pytest.MonkeyPatch
 
 
 def test_it_is_preferred_where_it_can_run(runtime: Runtime) -> None:
-    assert (runtime.target, runtime.passed_over) == (CUDA, {})
+    assert (runtime.backend, runtime.passed_over) == (CUDA, {})
 
 
 @pytest.mark.parametrize("drafter", ["none", *TOY_DRAFTERS])
@@ -149,13 +149,13 @@ def test_logits_that_are_not_numbers_are_an_error_and_the_session_goes_on(runtim
 
 
 def test_without_a_gpu_the_reason_is_told(cuda_plan: Plan) -> None:
-    targets = cuda_plan.manifest.targets
+    targets = cuda_plan.manifest.backends
     reason = onnxruntime_cuda.reason_against(targets[CUDA])
     assert reason is not None
-    chosen = choose_target(targets, None)
-    assert (chosen.target, chosen.passed_over) == ("onnxruntime-cpu", {CUDA: reason})
+    chosen = choose_backend(targets, None)
+    assert (chosen.backend, chosen.passed_over) == ("onnxruntime-cpu", {CUDA: reason})
     with pytest.raises(PlanError, match="cannot run here"):
-        choose_target(targets, CUDA)
+        choose_backend(targets, CUDA)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Sessions on a real GPU, on every execution target that runs there: `pytest -m gpu`."""
+"""Sessions on a real GPU, on every backend that runs there: `pytest -m gpu`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def target(request: pytest.FixtureRequest) -> str:
 def plan(target: str, toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The toy for this GPU. Skipped where it has none of the target's, with the reason."""
     try:
-        override = f"targets=[{{kind: {target}, compute_capabilities: [{architecture()}]}}]"
+        override = f"backends=[{{kind: {target}, compute_capabilities: [{architecture()}]}}]"
         return build(
             load_recipe(toy_recipe, [override]), toy_recipe, tmp_path_factory.mktemp(target) / "plan"
         ).plan.root
@@ -43,7 +43,7 @@ def plan(target: str, toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory
 @pytest.fixture(scope="module", params=[True, False], ids=["graphs", "kernel by kernel"])
 def gpu(request: pytest.FixtureRequest, plan: Path, target: str) -> Runtime:
     try:
-        return Runtime.load(plan, target=target, cuda_graphs=request.param)
+        return Runtime.load(plan, backend=target, cuda_graphs=request.param)
     except PlanError as error:
         if "cannot run here" in str(error):
             pytest.skip(str(error))
@@ -66,7 +66,7 @@ def test_tokens_are_those_of_the_cpu(gpu: Runtime, toy: Runtime, drafter: str, s
 
 def test_graphs_change_no_token(plan: Path, target: str, gpu: Runtime) -> None:
     """The same kernels in the same order give the same bits."""
-    other = Runtime.load(plan, target=target, cuda_graphs=False)
+    other = Runtime.load(plan, backend=target, cuda_graphs=False)
     for drafter in ("none", *TOY_DRAFTERS):
         options = Options(
             max_new_tokens=60, ignore_eos=True, auto_disable=False, drafter=drafter, temperature=0.9, seed=1

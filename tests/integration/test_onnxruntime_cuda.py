@@ -29,18 +29,18 @@ CUDA = "onnxruntime-cuda"
 
 
 def test_the_plan_has_our_ops_for_every_architecture(cuda_plan: Plan) -> None:
-    target = cuda_plan.manifest.targets[CUDA]
+    target = cuda_plan.manifest.backends[CUDA]
     assert set(target.kernels) == {"sm_80", "sm_90"}
     listed = {file.path for file in cuda_plan.manifest.files}
     for file in target.kernels.values():
         assert file in listed
         cubin = cuda_plan.file(file).read_bytes()
         assert all(launch.kernel.encode() in cubin for launch in LAUNCHES.values())
-    assert cuda_plan.manifest.targets["onnxruntime-cpu"].kernels == {}
+    assert cuda_plan.manifest.backends["onnxruntime-cpu"].kernels == {}
 
 
 def test_engines_hold_standard_ops_and_functions_alone(cuda_plan: Plan) -> None:
-    for engine in cuda_plan.manifest.targets[CUDA].engines.values():
+    for engine in cuda_plan.manifest.backends[CUDA].engines.values():
         model = onnx.load(cuda_plan.file(engine.file), load_external_data=False)
         functions = {(function.domain, function.name) for function in model.functions}
         assert {(node.domain, node.op_type) for node in model.graph.node if node.domain} <= functions
@@ -50,7 +50,7 @@ def test_engines_hold_standard_ops_and_functions_alone(cuda_plan: Plan) -> None:
 def test_every_drafter_gives_the_tokens_of_plain_decoding(cuda_plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """And plain decoding those of the CPU's engines: near ties allowed, since other kernels compute other bits."""
     monkeypatch.setitem(BACKENDS, CUDA, BACKENDS["onnxruntime-cpu"])
-    runtime, reference = (Runtime.load(cuda_plan.root, target=target) for target in (CUDA, "onnxruntime-cpu"))
+    runtime, reference = (Runtime.load(cuda_plan.root, backend=target) for target in (CUDA, "onnxruntime-cpu"))
     prompt = [(37 * i) % 299 + 1 for i in range(40)]
     for options in (Options(temperature=0.0), Options(temperature=0.8, seed=4)):
         options |= Options(max_new_tokens=60, ignore_eos=True)
@@ -62,17 +62,17 @@ def test_every_drafter_gives_the_tokens_of_plain_decoding(cuda_plan: Plan, monke
 
 def test_a_second_build_keeps_kernels_and_engines(cuda_plan: Plan, toy_recipe: Path, tmp_path: Path) -> None:
     place = shutil.copytree(cuda_plan.root, tmp_path / "plan")
-    again = load_recipe(toy_recipe, [f"targets=[{{kind: {CUDA}, compute_capabilities: [sm_80, sm_90]}}]"])
+    again = load_recipe(toy_recipe, [f"backends=[{{kind: {CUDA}, compute_capabilities: [sm_80, sm_90]}}]"])
     built = build(again, toy_recipe, place)
     assert built.reused == (CUDA,)
-    target = built.plan.manifest.targets[CUDA]
+    target = built.plan.manifest.backends[CUDA]
     assert set(target.kernels) == {"sm_80", "sm_90"}
     assert built.plan.file(target.kernels["sm_90"]).stat().st_size > 0
 
 
 def test_a_runtime_that_cannot_drive_it_says_so(cuda_plan: Plan) -> None:
     with pytest.raises(PlanError, match=CUDA):
-        Runtime.load(cuda_plan.root, target=CUDA)
+        Runtime.load(cuda_plan.root, backend=CUDA)
 
 
 def test_levels_that_leave_no_rows_behind_give_the_same_tokens(
@@ -81,7 +81,7 @@ def test_levels_that_leave_no_rows_behind_give_the_same_tokens(
     """As TensorRT has them: a drafter feeds again what was accepted."""
     monkeypatch.setitem(lowering.RULES, CUDA, lowering.RULES["tensorrt-rtx"])
     monkeypatch.setitem(BACKENDS, CUDA, BACKENDS["onnxruntime-cpu"])
-    targets = f"targets=[{{kind: {CUDA}, compute_capabilities: [sm_80]}}]"
+    targets = f"backends=[{{kind: {CUDA}, compute_capabilities: [sm_80]}}]"
     runtime = Runtime.load(build(load_recipe(toy_recipe, [targets]), toy_recipe, tmp_path / "plan").plan.root)
     prompt = [(37 * i) % 299 + 1 for i in range(40)]
     for options in (Options(temperature=0.0), Options(temperature=0.8, seed=4)):

@@ -212,7 +212,7 @@ class Full(EmulatedDevice):
 
 def test_half_a_session_is_given_back_where_memory_ends(cuda_plan: Plan, emulator: Emulator) -> None:
     device = Full(emulator)
-    plan = cuda_plan.manifest.targets[CUDA]
+    plan = cuda_plan.manifest.backends[CUDA]
     for _ in range(3):
         device.left = 3
         with pytest.raises(PlanError, match=r"needs 0\.0 GB on the GPU and on the host.*OUT_OF_MEMORY.*capacity"):

@@ -15,9 +15,9 @@ from plans.plan import file_sha256, manifest_json
 from runtime import Runtime
 
 Edit = Callable[[dict[str, Any]], object]
-TARGET = "onnxruntime-cpu"
-ENGINE = f"engines/{TARGET}/target.onnx"
-WEIGHTS = f"engines/{TARGET}/weights.bin"
+BACKEND = "onnxruntime-cpu"
+ENGINE = f"engines/{BACKEND}/target.onnx"
+WEIGHTS = f"engines/{BACKEND}/weights.bin"
 TOKENIZER = "tokenizer/tokenizer.json"
 TEMPLATE = "tokenizer/chat_template.jinja"
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.plans.damage import TARGET, Edit, edit, refused
+from tests.plans.damage import BACKEND, Edit, edit, refused
 
 # plan.json as data. Every case names what the sentence must name.
 
 
-def target(m: dict[str, Any]) -> dict[str, Any]:
-    return m["targets"][TARGET]
+def backend(m: dict[str, Any]) -> dict[str, Any]:
+    return m["backends"][BACKEND]
 
 
 def model(m: dict[str, Any]) -> dict[str, Any]:
@@ -22,19 +22,19 @@ def model(m: dict[str, Any]) -> dict[str, Any]:
 
 
 def symbols(m: dict[str, Any]) -> dict[str, Any]:
-    return target(m)["symbols"]["target"]
+    return backend(m)["symbols"]["target"]
 
 
 def stage(m: dict[str, Any], program: str, index: int) -> dict[str, Any]:
-    return target(m)["programs"][program]["stages"][index]
+    return backend(m)["programs"][program]["stages"][index]
 
 
 def tensor(m: dict[str, Any], name: str) -> dict[str, Any]:
-    return next(b for b in target(m)["buffers"] if b["name"] == f"target.{name}")
+    return next(b for b in backend(m)["buffers"] if b["name"] == f"target.{name}")
 
 
 def engine(m: dict[str, Any]) -> dict[str, Any]:
-    return target(m)["engines"]["target"]
+    return backend(m)["engines"]["target"]
 
 
 def rename_buffer(m: dict[str, Any], old: str, new: str) -> None:
@@ -50,10 +50,10 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "a number as text": (lambda m: model(m).update(layers="2"), "models.target.layers"),
     "a number as a fraction": (lambda m: model(m).update(layers=2.0), "models.target.layers"),
     "a number as a truth": (lambda m: model(m).update(branches=True), "models.target.branches"),
-    "null for a table": (lambda m: m.update(targets=None), "targets"),
-    "a list for a table": (lambda m: m.update(targets=[]), "targets"),
-    "no target": (lambda m: m.update(targets={}), "holds"),
-    "an unknown target": (lambda m: m.update(targets={"cuda": target(m)}), "cuda"),
+    "null for a table": (lambda m: m.update(backends=None), "backends"),
+    "a list for a table": (lambda m: m.update(backends=[]), "backends"),
+    "no backend": (lambda m: m.update(backends={}), "holds"),
+    "an unknown backend": (lambda m: m.update(backends={"cuda": backend(m)}), "cuda"),
     "a hash of the wrong length": (lambda m: m["files"][0].update(sha256="00"), "sha256"),
     "an identity that is no hash": (lambda m: m.update(identity="x"), "identity"),
     "a negative size of a file": (lambda m: m["files"][0].update(size=-1), "size"),
@@ -75,15 +75,15 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "a tree with more nodes than it grows": (lambda m: m["drafters"][2]["tree"].update(nodes=7), "chain.tree"),
     "a head without features": (lambda m: model(m).update(feature_size=0), "features"),
     "a tree without a program to keep its rows": (
-        lambda m: target(m)["programs"].pop("compact.bushy"), "compact.bushy",
+        lambda m: backend(m)["programs"].pop("compact.bushy"), "compact.bushy",
     ),
     "a program to keep rows that runs an engine": (
-        lambda m: target(m)["programs"]["compact.bushy"]["stages"].append(stage(m, "extend.bushy", 1)), "compact.bushy",
+        lambda m: backend(m)["programs"]["compact.bushy"]["stages"].append(stage(m, "extend.bushy", 1)), "compact.bushy",
     ),
     "a program to keep rows that does nothing": (
-        lambda m: target(m)["programs"]["compact.bushy"].update(stages=[]), "compact.bushy",
+        lambda m: backend(m)["programs"]["compact.bushy"].update(stages=[]), "compact.bushy",
     ),
-    "a drafter without a program to extend it": (lambda m: target(m)["programs"].pop("extend.head"), "extend.head"),
+    "a drafter without a program to extend it": (lambda m: backend(m)["programs"].pop("extend.head"), "extend.head"),
     "more branches than slots": (lambda m: model(m).update(branches=2), "symbols.target.F"),
     "two drafters of one name": (lambda m: m["drafters"][1].update(name="ngram"), "ngram"),
     "no such drafter behind n-grams": (lambda m: m["drafters"][0].update(otherwise="oracle"), "'oracle' is no drafter"),
@@ -94,16 +94,16 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "a draft longer than its buffers": (lambda m: m["drafters"][0].update(max_draft=2**24), "draft"),
     "a draft of absurd length": (lambda m: m["drafters"][0].update(max_draft=10**15), "max_draft"),
     "a drafter with contexts in the wrong order": (lambda m: m["drafters"][0].update(min_context=9), "min_context"),
-    "a drafter without a program": (lambda m: target(m)["programs"].pop("speculate.short"), "speculate.short"),
-    "no decode program": (lambda m: target(m)["programs"].pop("decode"), "decode"),
-    "no beam program": (lambda m: target(m)["programs"].pop("beam"), "beam"),
+    "a drafter without a program": (lambda m: backend(m)["programs"].pop("speculate.short"), "speculate.short"),
+    "no decode program": (lambda m: backend(m)["programs"].pop("decode"), "decode"),
+    "no beam program": (lambda m: backend(m)["programs"].pop("beam"), "beam"),
     "a beam program that masks": (
-        lambda m: target(m)["programs"]["beam"]["stages"].insert(0, stage(m, "decode", MASK)), "programs.beam",
+        lambda m: backend(m)["programs"]["beam"]["stages"].insert(0, stage(m, "decode", MASK)), "programs.beam",
     ),
     "a beam program with results": (
-        lambda m: target(m)["programs"]["beam"].update(results={"tokens": "target.committed"}), "programs.beam",
+        lambda m: backend(m)["programs"]["beam"].update(results={"tokens": "target.committed"}), "programs.beam",
     ),
-    "no prefill program": (lambda m: target(m)["programs"].pop("prefill"), "prefill"),
+    "no prefill program": (lambda m: backend(m)["programs"].pop("prefill"), "prefill"),
     "an unknown symbol in a buffer": (lambda m: tensor(m, "token_ids").update(shape=["Q"]), "token_ids"),
     "a symbol that is no letter": (lambda m: tensor(m, "token_ids").update(shape=["NN"]), "buffers"),
     "a symbol without a size": (lambda m: symbols(m).pop("M"), "symbols"),
@@ -114,10 +114,10 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "steps of absurd length": (lambda m: symbols(m).update(N=2**24), "symbols.target.N"),
     "trees of absurd size": (lambda m: symbols(m).update(N=2**24, M=2**23), "symbols.target.M"),
     "a buffer of terabytes": (
-        lambda m: target(m)["buffers"].append({"name": "x", "dtype": "float64", "shape": [2**24, 2**24]}), "bytes",
+        lambda m: backend(m)["buffers"].append({"name": "x", "dtype": "float64", "shape": [2**24, 2**24]}), "bytes",
     ),
     "a buffer of more bytes than 64 bits count": (
-        lambda m: target(m)["buffers"].append({"name": "x", "dtype": "float64", "shape": [2**24] * 40}), "bytes",
+        lambda m: backend(m)["buffers"].append({"name": "x", "dtype": "float64", "shape": [2**24] * 40}), "bytes",
     ),
     "a negative dimension": (lambda m: tensor(m, "kv").update(shape=[4, 1, 2, -384, 16]), "buffers"),
     "a dimension of 0": (lambda m: tensor(m, "kv").update(shape=[4, 1, 2, 0, 16]), "buffers"),
@@ -127,14 +127,14 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "an arena of whole numbers": (lambda m: tensor(m, "kv").update(dtype="int64"), "k_cache.0"),
     "an arena of half precision": (lambda m: tensor(m, "kv").update(dtype="float16"), "k_cache.0"),
     "a missing buffer": (lambda m: rename_buffer(m, "logits", "target.other"), "logits"),
-    "a buffer twice": (lambda m: target(m)["buffers"].append(tensor(m, "bim")), "twice"),
-    "a view of an unknown buffer": (lambda m: target(m)["views"]["target.k_cache.0"].update(buffer="x"), "k_cache.0"),
-    "a view beyond its buffer": (lambda m: target(m)["views"]["target.k_cache.0"].update(plane=8), "k_cache.0"),
-    "a view before its buffer": (lambda m: target(m)["views"]["target.k_cache.0"].update(plane=-1), "plane"),
+    "a buffer twice": (lambda m: backend(m)["buffers"].append(tensor(m, "bim")), "twice"),
+    "a view of an unknown buffer": (lambda m: backend(m)["views"]["target.k_cache.0"].update(buffer="x"), "k_cache.0"),
+    "a view beyond its buffer": (lambda m: backend(m)["views"]["target.k_cache.0"].update(plane=8), "k_cache.0"),
+    "a view before its buffer": (lambda m: backend(m)["views"]["target.k_cache.0"].update(plane=-1), "plane"),
     "a view with a buffer's name": (
-        lambda m: target(m)["views"].update({"target.bim": {"buffer": "target.kv", "plane": 0}}), "bim",
+        lambda m: backend(m)["views"].update({"target.bim": {"buffer": "target.kv", "plane": 0}}), "bim",
     ),
-    "a missing view": (lambda m: target(m)["views"].pop("target.v_cache.1"), "v_cache.1"),
+    "a missing view": (lambda m: backend(m)["views"].pop("target.v_cache.1"), "v_cache.1"),
     "an unknown buffer in a stage": (lambda m: stage(m, "decode", MASK)["inputs"].update(bim="nowhere"), "nowhere"),
     "an unknown op": (lambda m: stage(m, "decode", MASK).update(run="os.system"), "os.system"),
     "an op that stands in graphs only": (lambda m: stage(m, "decode", MASK).update(run="BranchAttention"), "Branch"),
@@ -176,7 +176,7 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "an engine tensor the graph lacks": (
         lambda m: (engine(m)["inputs"].append({"name": "bim", "dtype": "int64", "shape": [1, 384]}),
                    [p["stages"][i]["inputs"].update(bim="target.bim")
-                    for p in target(m)["programs"].values()
+                    for p in backend(m)["programs"].values()
                     for i, s in enumerate(p["stages"]) if s["run"] == "target"]), "target.onnx",
     ),
     "an engine tensor with another symbol": (
@@ -186,42 +186,42 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "an engine of an unknown symbol": (
         lambda m: next(t for t in engine(m)["inputs"] if t["name"] == "token_ids").update(shape=["Q"]), "token_ids",
     ),
-    "results nowhere": (lambda m: target(m)["programs"]["decode"]["results"].update(tokens="x"), "results"),
+    "results nowhere": (lambda m: backend(m)["programs"]["decode"]["results"].update(tokens="x"), "results"),
     "results that no stage writes": (
-        lambda m: target(m)["programs"]["decode"]["results"].update(tokens="target.bim"), "results",
+        lambda m: backend(m)["programs"]["decode"]["results"].update(tokens="target.bim"), "results",
     ),
-    "no results": (lambda m: target(m)["programs"]["decode"].update(results=None), "results"),
+    "no results": (lambda m: backend(m)["programs"]["decode"].update(results=None), "results"),
     "counts where nothing is counted": (
-        lambda m: target(m)["programs"]["decode"]["results"].update(counts="target.accepted_count"), "counts",
+        lambda m: backend(m)["programs"]["decode"]["results"].update(counts="target.accepted_count"), "counts",
     ),
     "no counts where trees are": (
-        lambda m: target(m)["programs"]["speculate.ngram"]["results"].update(counts=None), "counts",
+        lambda m: backend(m)["programs"]["speculate.ngram"]["results"].update(counts=None), "counts",
     ),
     "counts of another kind": (
-        lambda m: target(m)["programs"]["speculate.ngram"]["results"].update(counts="target.kept_count"), "results",
+        lambda m: backend(m)["programs"]["speculate.ngram"]["results"].update(counts="target.kept_count"), "results",
     ),
     "two drafting stages": (
-        lambda m: target(m)["programs"]["speculate.ngram"]["stages"].insert(1, stage(m, "speculate.ngram", 0)),
+        lambda m: backend(m)["programs"]["speculate.ngram"]["stages"].insert(1, stage(m, "speculate.ngram", 0)),
         "first stage",
     ),
     "a stage that writes what the host owns": (
         lambda m: stage(m, "speculate.ngram", 3)["outputs"].update(kept_count="target.past_length"), "past_length",
     ),
-    "a program without an engine": (lambda m: target(m)["programs"]["prefill"].update(stages=[]), "prefill"),
+    "a program without an engine": (lambda m: backend(m)["programs"]["prefill"].update(stages=[]), "prefill"),
     "a stage for an unknown model": (lambda m: stage(m, "decode", MASK).update(model="draft"), "draft"),
     "no target model": (lambda m: m["models"].clear(), "target"),
     "a model without buffers": (lambda m: m["models"].update(draft=model(m)), "models"),
     "buckets of no model": (
-        lambda m: target(m).update(buckets={"other": {"new": [1], "view": [256]}}), "buckets.other.new: the plan",
+        lambda m: backend(m).update(buckets={"other": {"new": [1], "view": [256]}}), "buckets.other.new: the plan",
     ),
     "buckets that do not ascend": (
-        lambda m: target(m).update(buckets={"target": {"new": [2, 1], "view": [256]}}), "buckets.target.new: 2, 1",
+        lambda m: backend(m).update(buckets={"target": {"new": [2, 1], "view": [256]}}), "buckets.target.new: 2, 1",
     ),
     "buckets that are too large": (
-        lambda m: target(m).update(buckets={"target": {"new": [1, 4000], "view": [256]}}), "at most 2",
+        lambda m: backend(m).update(buckets={"target": {"new": [1, 4000], "view": [256]}}), "at most 2",
     ),
     "buckets without the largest view": (
-        lambda m: target(m).update(buckets={"target": {"new": [1], "view": [128]}}), "the largest view, 256",
+        lambda m: backend(m).update(buckets={"target": {"new": [1], "view": [128]}}), "the largest view, 256",
     ),
     "more rows than one": (lambda m: symbols(m).update(R=2), "rows"),
 }  # fmt: skip

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from plans.partial_kv import PartialKv
 from plugins.reference.partial_kv import candidate_blocks
-from tests.plans.damage import TARGET, Edit, edit, refused
+from tests.plans.damage import BACKEND, Edit, edit, refused
 
 
 @given(
@@ -61,11 +61,11 @@ def partial(m: dict[str, Any]) -> dict[str, Any]:
 
 
 def programs(m: dict[str, Any]) -> dict[str, Any]:
-    return m["targets"][TARGET]["programs"]
+    return m["backends"][BACKEND]["programs"]
 
 
 def buffer(m: dict[str, Any], name: str) -> dict[str, Any]:
-    return next(b for b in m["targets"][TARGET]["buffers"] if b["name"] == name)
+    return next(b for b in m["backends"][BACKEND]["buffers"] if b["name"] == name)
 
 
 def bind(m: dict[str, Any], program: str, index: int, parameter: str, to: str) -> None:
@@ -110,7 +110,7 @@ WRONG: dict[str, tuple[Edit, str]] = {
         lambda m: bind(m, "decode_partial", 0, "bim", "target.bim"), "runs over the arena of 'partial'"
     ),
     "a free size where no arena is": (
-        lambda m: m["targets"][TARGET]["engines"]["target"]["inputs"][0].update(shape=[1, 2, "C"]), "is "
+        lambda m: m["backends"][BACKEND]["engines"]["target"]["inputs"][0].update(shape=[1, 2, "C"]), "is "
     ),
     "a drafter that writes it": (lambda m: bind(m, "extend.head", 1, "k_cache.0", "partial.k_cache.0"), "partial"),
     "a short buffer": (lambda m: buffer(m, "partial.key_max").update(shape=[4, 2, 16, 1]), "partial.key_max"),

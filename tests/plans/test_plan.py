@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from plans.errors import PlanError
 from plans.plan import open_plan
 from runtime import Runtime
-from tests.plans.damage import ENGINE, TARGET, TEMPLATE, TOKENIZER, WEIGHTS, edit, list_again, refused, sign_again
+from tests.plans.damage import BACKEND, ENGINE, TEMPLATE, TOKENIZER, WEIGHTS, edit, list_again, refused, sign_again
 
 # Files.
 
@@ -60,7 +60,7 @@ def test_a_folder_in_the_place_of_a_file_is_refused(plan: Path) -> None:
     assert "missing" in refused(plan)
 
 
-@pytest.mark.parametrize("name", ["tokenizer/added.txt", f"engines/{TARGET}/.hidden", "extra.json"])
+@pytest.mark.parametrize("name", ["tokenizer/added.txt", f"engines/{BACKEND}/.hidden", "extra.json"])
 def test_a_file_that_is_not_listed_is_refused(plan: Path, name: str) -> None:
     (plan / name).write_text("x")
     assert name in refused(plan)
@@ -97,7 +97,7 @@ def test_a_path_that_cannot_be_one_is_refused(tmp_path: Path, name: str) -> None
 
 def test_a_linked_folder_is_refused(plan: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
-    (plan / "engines" / TARGET / "more").symlink_to(tmp_path / "elsewhere")
+    (plan / "engines" / BACKEND / "more").symlink_to(tmp_path / "elsewhere")
     assert "more" in refused(plan)
 
 
@@ -137,7 +137,7 @@ def test_a_link_out_of_the_plan_or_to_itself_is_refused(plan: Path, destination:
 
 
 def test_an_engine_that_is_not_listed_is_refused(plan: Path) -> None:
-    edit(plan, lambda m: m["targets"][TARGET]["engines"]["target"].update(file="engines/other.onnx"))
+    edit(plan, lambda m: m["backends"][BACKEND]["engines"]["target"].update(file="engines/other.onnx"))
     assert "engines/other.onnx" in refused(plan)
 
 
@@ -162,7 +162,7 @@ def test_text_that_is_no_manifest_is_refused_in_a_short_sentence(plan: Path, tex
 
 def test_a_plan_of_another_version_is_refused_with_what_to_do(plan: Path) -> None:
     edit(plan, lambda m: m.update(format_version=1))
-    assert "has format version 1, this runtime reads 8; build the plan with this version" in refused(plan)
+    assert "has format version 1, this runtime reads 9; build the plan with this version" in refused(plan)
 
 
 @pytest.mark.parametrize("verify", [True, False])

@@ -19,7 +19,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from plans.manifest import Engine, TargetPlan
+from plans.manifest import BackendPlan, Engine
 from runtime.backends.base import BoundEngine, LoadedEngine
 from runtime.backends.cuda_driver import Pinned
 from runtime.backends.device import DeviceBuffers
@@ -157,7 +157,7 @@ class EmulatedBackend:
         own = OneThread() if self._records and not self._records_engines else None  # as ONNX Runtime records itself
         return _Enqueued(DeviceEngine(session, engine, ("cpu", 0), own), self._device)
 
-    def buffers(self, plan: TargetPlan) -> Buffers:
+    def buffers(self, plan: BackendPlan) -> Buffers:
         return DeviceBuffers(plan, self._device, records=self._records, records_engines=self._records_engines)
 
 

@@ -22,7 +22,7 @@ from onnx.reference.op_run import OpRun
 from compiler.engines.onnx_file import WeightFile, describe_engine, write_graph
 from compiler.engines.tensorrt_network import carry_bits
 from plans.buffers import Tensor
-from plans.manifest import Engine, TargetPlan
+from plans.manifest import BackendPlan, Engine
 from runtime.backends.base import BoundEngine, LoadedEngine
 from runtime.backends.device import DeviceBuffers
 from runtime.backends.tensorrt_context import shape_of
@@ -68,7 +68,7 @@ class EmulatedTensorRt:
         onnx.load_external_data_for_model(model, str(path.parent))
         return _Loaded(self, path.stem, ReferenceEvaluator(model, new_ops=self._ops), engine)
 
-    def buffers(self, plan: TargetPlan) -> Buffers:
+    def buffers(self, plan: BackendPlan) -> Buffers:
         return DeviceBuffers(plan, self.device, records=self.records, records_engines=True)
 
     def enqueue(self, name: str, work: Any) -> None:

@@ -61,7 +61,7 @@ def latency(workplace: Path, capsys: Captured):
 
 
 ROW_KEYS = {
-    "git_sha", "identity", "target", "target_version", "device", "threads", "dtype", "sampling", "reps", "task",
+    "git_sha", "identity", "backend", "backend_version", "device", "threads", "dtype", "sampling", "reps", "task",
     "auto_disable",
     "drafter", "kind", "tree", "nodes", "depth", "acceptance", "otherwise", "synthetic_accept", "prompts",
     "prompts_sha256", "prompt_tokens", "new_tokens",

@@ -52,7 +52,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl cannot be read as UTF-8 text"),
         (["--task", "chat"], "--task is 'chat', but"),
-        (["--target", "tensorrt"], "tensorrt"),
+        (["--backend", "tensorrt"], "tensorrt"),
         (["--threads", "-3"], "--threads is '-3'; pass a whole number of at least 0"),
         (["--new", "160"], "--new is 160, but the plan's context is 160; pass at most 159."),
         (["--new", "100"], "Prompt 3 (task long), counted from 0, has "),
@@ -73,7 +73,7 @@ def test_what_cannot_be_measured_is_said_before_a_plan_is_built(
 def test_synthetic_acceptance_is_refused_before_a_plan_is_built(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    monkeypatch.setattr(latency, "choose_target", lambda *_: argparse.Namespace(target="tensorrt"))
+    monkeypatch.setattr(latency, "choose_backend", lambda *_: argparse.Namespace(backend="tensorrt"))
     arguments = ["--prompts", str(workplace / "tasks.jsonl"), "--tree", "2/1/4", "--synthetic-accept", "1"]
     assert bench.main(["latency", str(workplace / "plan"), *arguments]) == 2
     assert "--synthetic-accept changes logits on the host" in capsys.readouterr().err
@@ -142,7 +142,7 @@ def test_threads_that_the_backend_chose_are_counted(monkeypatch: pytest.MonkeyPa
 @pytest.mark.skipif(not threads._TASKS.is_dir(), reason="the system lists no threads")
 def test_a_session_has_as_many_threads_as_are_counted(toy_plan: Path) -> None:
     before = len(os.listdir(threads._TASKS))
-    engine = read_manifest(toy_plan).targets["onnxruntime-cpu"].engines["target"]
+    engine = read_manifest(toy_plan).backends["onnxruntime-cpu"].engines["target"]
     session = cpu_session(toy_plan / engine.file)
     assert session.get_inputs()
     assert threads_used("onnxruntime-cpu", 0) == 1 + len(os.listdir(threads._TASKS)) - before

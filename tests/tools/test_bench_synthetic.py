@@ -68,9 +68,9 @@ def test_the_runtime_and_plain_decoding_stay_as_they_are(toy: Runtime) -> None:
     assert toy.session().generate(PROMPT, drafter="bushy", **options).token_ids == expected
 
 
-def test_targets_without_logits_on_the_host_are_refused(toy: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toy, "target", "tensorrt")
-    with pytest.raises(RequestError, match=r"where tensorrt has none; pass --target onnxruntime-cpu"):
+def test_backends_without_logits_on_the_host_are_refused(toy: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toy, "backend", "tensorrt")
+    with pytest.raises(RequestError, match=r"where tensorrt has none; pass --backend onnxruntime-cpu"):
         forced_session(toy, 2)
 
 

@@ -17,13 +17,13 @@ from tests.runtime.emulated_device import EmulatedBackend, EmulatedDevice
 from tools import gpu_figures, gpu_report
 
 ROW: dict[str, Any] = {
-    "target": "onnxruntime-cuda", "cuda_graphs": True, "drafter": "none", "tokens_per_second": 1234.5,
+    "backend": "onnxruntime-cuda", "cuda_graphs": True, "drafter": "none", "tokens_per_second": 1234.5,
     "tokens_per_verify": 1.0, "round_ms": 0.81, "device_ms": 0.76, "host_ms": 0.05, "launches": 3, "ops_share": 0.021,
     "same_runs": 7, "runs": 8,
     "partings": [{"index": 3, "margin": 2e-6}],
 }  # fmt: skip
 SHAPE: dict[str, Any] = {
-    "model": "1b", "target": "onnxruntime-cuda", "dtype": "bfloat16", "cuda_graphs": False, "weights_gb": 2.3,
+    "model": "1b", "backend": "onnxruntime-cuda", "dtype": "bfloat16", "cuda_graphs": False, "weights_gb": 2.3,
     "tokens_per_second": 600.0, "round_ms": 1.6, "host_share": 0.04, "launches": None, "ops_share": 0.012,
     "read_gb_per_second": 1380.0,
     "share_of_copy": 0.69, "verify_ms": {1: 1.6, 64: 2.0},
@@ -32,8 +32,8 @@ SHAPE: dict[str, Any] = {
 REPORT: dict[str, Any] = {
     "gpu": "a GPU", "date": "2026-01-02", "command": "python -m tools.gpu_report", "driver": 13000,
     "architecture": "sm_90", "copy_gb_s": 4000.0, "tests": {"summary": "9 passed"}, "errors": ["model 8b: no memory"],
-    "reference": [ROW, {"target": "tensorrt-rtx", "cuda_graphs": True, "error": "no library"}],
-    "shapes": [SHAPE, {"model": "1b", "target": "tensorrt-rtx", "dtype": "bfloat16", "error": "no library"}],
+    "reference": [ROW, {"backend": "tensorrt-rtx", "cuda_graphs": True, "error": "no library"}],
+    "shapes": [SHAPE, {"model": "1b", "backend": "tensorrt-rtx", "dtype": "bfloat16", "error": "no library"}],
 }  # fmt: skip
 
 
@@ -64,7 +64,7 @@ def test_figures_of_a_plan_on_an_emulated_device(
     rows = {row["drafter"]: row for row in gpu_figures.plan_rows(runtime, False, prompts, 24, wrong, toy.session())}
     assert list(rows) == ["none", *TOY_DRAFTERS]
     for row in rows.values():
-        assert (row["target"], row["runs"], row["same_runs"]) == ("onnxruntime-cuda", 2, 1)
+        assert (row["backend"], row["runs"], row["same_runs"]) == ("onnxruntime-cuda", 2, 1)
         assert row["partings"][0]["index"] == 4
         assert row["tokens_per_second"] > 0
         assert 0 <= row["host_ms"] <= row["round_ms"]

@@ -204,7 +204,7 @@ def _add_measuring(command: argparse.ArgumentParser, count: int) -> None:
         "figures",
     )  # fmt: skip
     command.add_argument("--threads", type=at_least_0, default=0, help="0: the backend chooses")
-    command.add_argument("--target", help="execution target (default: the best that this machine drives)")
+    command.add_argument("--backend", help="backend (default: the best that this machine drives)")
     command.add_argument("--recipe", type=Path, help="for --tree and --depth: the recipe (default: the plan's own)")
     command.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",

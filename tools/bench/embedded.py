@@ -19,7 +19,7 @@ from plans.console import progress_bar
 from plans.errors import OutriderError
 from plans.plan import read_manifest
 from plans.tokenizer import Tokenizer
-from runtime.backends import choose_target
+from runtime.backends import choose_backend
 from runtime.embed.build import build
 from tools.bench.prompts import choose_prompts, encode_prompts
 from tools.bench.threads import threads_used
@@ -74,7 +74,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "plan": str(options.plan),
         "identity": manifest.identity,
-        "threads": threads_used(choose_target(manifest.targets, None).target, 0),
+        "threads": threads_used(choose_backend(manifest.backends, None).backend, 0),
         "prompts_sha256": prompts.sha256,
         "prompt_tokens": len(prompts.ids[0]),
         "new_tokens": options.new,

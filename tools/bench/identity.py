@@ -24,14 +24,14 @@ _ROOT = Path(__file__).resolve().parent.parent.parent
 def identity_columns(runtime: Runtime, options: argparse.Namespace) -> dict[str, Any]:
     """Of the commit, the plan and the settings that all rows of a run share."""
     manifest = runtime.manifest
-    engine = manifest.targets[runtime.target].engines[names.TARGET]
+    engine = manifest.backends[runtime.backend].engines[names.TARGET]
     return {
         "git_sha": git_sha(),
         "identity": manifest.identity,
-        "target": runtime.target,
-        "target_version": _version(manifest, runtime.target),
-        "device": _device(runtime.target),
-        "threads": threads_used(runtime.target, options.threads),
+        "backend": runtime.backend,
+        "backend_version": _version(manifest, runtime.backend),
+        "device": _device(runtime.backend),
+        "threads": threads_used(runtime.backend, options.threads),
         "dtype": str(next(t.dtype for t in engine.inputs if t.name == names.k_cache(0))),
         "sampling": name_sampling(options.sampling),
         "reps": options.reps,
@@ -49,17 +49,17 @@ def plan_columns(plan: Path, manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _device(target: str) -> str:
-    if target == CPU:
+def _device(backend: str) -> str:
+    if backend == CPU:
         return processor()
     from runtime.backends.cuda_driver import device_name
 
     return device_name()
 
 
-def _version(manifest: Manifest, target: str) -> str:
+def _version(manifest: Manifest, backend: str) -> str:
     """What built the target's engines, or, where anything may load them, what runs them here."""
-    builders = {engine.builder for engine in manifest.targets[target].engines.values() if engine.builder}
+    builders = {engine.builder for engine in manifest.backends[backend].engines.values() if engine.builder}
     return ", ".join(sorted(builders)) or f"onnxruntime {onnxruntime.__version__}"
 
 

@@ -15,7 +15,7 @@ from plans.manifest import Manifest
 from plans.plan import read_manifest
 from plans.tokenizer import Tokenizer
 from runtime import Runtime, Session, Stats
-from runtime.backends import choose_target
+from runtime.backends import choose_backend
 from runtime.request import Options
 from runtime.runtime import check_threads
 from tools.bench.identity import identity_columns, plan_columns
@@ -39,9 +39,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """
     check_threads(options.threads)
     manifest = read_manifest(options.plan)
-    target = choose_target(manifest.targets, options.target).target
+    backend = choose_backend(manifest.backends, options.backend).backend
     if options.synthetic_accept is not None:
-        check_can_force(target)
+        check_can_force(backend)
     groups = _prompts(options, manifest)
     with plan_to_measure(options) as (plan, variants):
         return _measure(options, plan, variants, groups)
@@ -51,7 +51,7 @@ def _measure(
     options: argparse.Namespace, plan: Path, variants: Sequence[Variant], groups: Sequence[Prompts]
 ) -> dict[str, Any]:
     started = perf_counter()
-    runtime = Runtime.load(plan, target=options.target, threads=options.threads)
+    runtime = Runtime.load(plan, backend=options.backend, threads=options.threads)
     load_ms = (perf_counter() - started) * 1000
     forced = options.synthetic_accept
     auto_disable = not options.keep_drafting and forced is None

@@ -12,7 +12,7 @@ import onnxruntime
 from plans.machine import processor
 
 CPU = "onnxruntime-cpu"
-"""The execution target whose logits are on the host, and whose threads are ours to choose."""
+"""The backend whose logits are on the host, and whose threads are ours to choose."""
 
 
 def describe_run() -> dict[str, Any]:

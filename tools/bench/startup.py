@@ -17,7 +17,7 @@ from rich.table import Table
 from plans.console import progress_bar
 from plans.errors import OutriderError
 from plans.plan import read_manifest
-from runtime.backends import choose_target
+from runtime.backends import choose_backend
 from runtime.runtime import check_threads
 from tools.bench.threads import threads_used
 
@@ -52,7 +52,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Medians over `reps` processes after one that warms the file cache; times in milliseconds."""
     check_threads(options.threads)
     manifest = read_manifest(options.plan)
-    threads = threads_used(choose_target(manifest.targets, None).target, options.threads)
+    threads = threads_used(choose_backend(manifest.backends, None).backend, options.threads)
     rows: list[tuple[float, ...]] = []
     with progress_bar("measuring") as progress:
         for repetition in range(options.reps + 1):

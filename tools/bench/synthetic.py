@@ -25,11 +25,11 @@ from tools.bench.machine import CPU
 _CERTAIN = np.float32(1e30)  # beside it, nothing else has any weight, at any temperature
 
 
-def check_can_force(target: str) -> None:
-    """Raise `RequestError` for an execution target whose logits are not on the host."""
-    if target != CPU:
+def check_can_force(backend: str) -> None:
+    """Raise `RequestError` for a backend whose logits are not on the host."""
+    if backend != CPU:
         raise RequestError(
-            f"--synthetic-accept changes logits on the host, where {target} has none; pass --target {CPU}."
+            f"--synthetic-accept changes logits on the host, where {backend} has none; pass --backend {CPU}."
         )
 
 
@@ -38,7 +38,7 @@ def forced_session(runtime: Runtime, length: int) -> Session:
 
     Raises as `check_can_force`.
     """
-    check_can_force(runtime.target)
+    check_can_force(runtime.backend)
     engines = runtime.loaded.engines
     forced = {**engines, names.TARGET: _ForcedEngine(engines[names.TARGET], length)}
     return Session(replace(runtime.loaded, engines=forced))

@@ -17,13 +17,13 @@ _IDENTITY = bytes.fromhex(
 )
 
 
-def threads_used(target: str, asked: int) -> int | None:
+def threads_used(backend: str, asked: int) -> int | None:
     """`asked`, or, where that is 0, what ONNX Runtime chooses here: one thread per physical core. None on a GPU.
 
     It tells nobody how many it started, and it counts cores that this process may not run on, so the threads of a
     session are counted; where the system does not list them, the cores that this process may use.
     """
-    if target != CPU:
+    if backend != CPU:
         return None
     if asked:
         return asked

@@ -24,7 +24,7 @@ from plans.console import stderr
 from plans.errors import OutriderError
 from plans.manifest import Drafter, Manifest
 from plans.plan import read_manifest
-from runtime.backends import choose_target
+from runtime.backends import choose_backend
 from tools.bench.shapes import PLAIN_DECODING, Shape, Variant, choose_drafters, choose_shapes, own_shape
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
@@ -67,9 +67,9 @@ def _build(
     listed += [sections[str(name)].model_dump(mode="json", exclude_none=True) for name in sorted(map(str, behind))]
     overrides = [*options.overrides, f"drafters={json.dumps(listed, ensure_ascii=False)}"]
     load_recipe(recipe.path, overrides)
-    target = choose_target(manifest.targets, options.target).target
+    backend = choose_backend(manifest.backends, options.backend).backend
     command = [sys.executable, "-m", "compiler", "build", str(recipe.path.resolve()), "--out", str(out), "--json"]
-    command += ["--target", target, *(word for override in overrides for word in ("--set", override))]
+    command += ["--backend", backend, *(word for override in overrides for word in ("--set", override))]
     title = f"building a plan of {len(listed)} drafts"
     with stderr.status(title) as status:
 

@@ -13,7 +13,7 @@ from compiler.models.config import read_config
 from compiler.recipe import load_recipe, source_recipe
 from plans.console import progress_bar, stderr
 from plans.errors import PlanError
-from tools.peers.with_outrider import TARGET
+from tools.peers.with_outrider import BACKEND
 
 _HELD_OUT = Path(__file__).resolve().parent.parent.parent / "plans" / "reference" / "held_out.jsonl"
 _CONTEXT = 4096  # or the model's, where that is less
@@ -23,9 +23,9 @@ _GAMMA = 4
 def check_plan(plan: Path, checkpoint: Path) -> None:
     """Raise `PlanError` unless the plan was built from the checkpoint as it is now, in float32 for the CPU."""
     recipe = source_recipe(plan, option="no --plan, and one is built from the checkpoint")
-    found = next((target for target in recipe.targets if target.kind == TARGET), None)
+    found = next((backend for backend in recipe.backends if backend.kind == BACKEND), None)
     if found is None or recipe.dtype(found) != "float32":
-        raise PlanError(f"{plan} holds no float32 engines for {TARGET}; leave out --plan, and one is built")
+        raise PlanError(f"{plan} holds no float32 engines for {BACKEND}; leave out --plan, and one is built")
     source = recipe.checkpoint_path
     if source.resolve() != checkpoint.resolve() and checkpoint_hashes(source) != checkpoint_hashes(checkpoint):
         raise PlanError(f"{plan} was built from {source}, whose files differ from those of {checkpoint}; pass that one")
@@ -42,7 +42,7 @@ def build_plan(checkpoint: Path, draft: Path | None, work: Path) -> Path:
         "target": {"checkpoint": str(checkpoint), "dtype": "float32"},
         "drafters": drafters,
         "capacity": {"context": min(read_config(checkpoint).max_positions, _CONTEXT)},
-        "targets": [TARGET],
+        "backends": [BACKEND],
         "held_out": str(_HELD_OUT),
     }
     folder = work / f"peers-{digest(recipe)[:12]}"

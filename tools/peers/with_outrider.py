@@ -9,13 +9,13 @@ from runtime import Runtime
 from runtime.request import Options
 from tools.peers.engine import Clock, Generated, Settings
 
-TARGET = "onnxruntime-cpu"
+BACKEND = "onnxruntime-cpu"
 PLAIN = "none"
 
 
 class Outrider:
     def __init__(self, settings: Settings) -> None:
-        runtime = Runtime.load(settings.plan, target=TARGET, threads=settings.threads)
+        runtime = Runtime.load(settings.plan, backend=BACKEND, threads=settings.threads)
         self.version = f"onnxruntime {onnxruntime.__version__}"
         self.modes = (PLAIN, *(drafter.name for drafter in runtime.manifest.drafters))
         self.missing: dict[str, str] = {}

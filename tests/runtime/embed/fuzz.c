@@ -52,7 +52,7 @@ static void told(outrider_status status) {
 }
 
 static void options(const char *plan, long times) {
-  static const char *const given[] = {"{\"threads\": 1}", "{\"target\": \"onnxruntime-cpu\", \"verify\": false}",
+  static const char *const given[] = {"{\"threads\": 1}", "{\"backend\": \"onnxruntime-cpu\", \"verify\": false}",
                                       "{\"cuda_graphs\": true, \"threads\": 2}"};
   static const char *const keys[] = {"max_new_tokens", "temperature", "stop", "drafter", "seed", "eos_token_ids"};
   outrider_params *params = NULL;

@@ -1,4 +1,4 @@
-"""The execution targets of a recipe: what to build engines for, and how."""
+"""The backends of a recipe: what to build engines for, and how."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def distinct_capabilities(given: tuple[str, ...]) -> tuple[str, ...]:
     return given
 
 
-_DTYPE = Field(None, description="type of the weights for this target, in place of target.dtype")
+_DTYPE = Field(None, description="type of the weights for this backend, in place of target.dtype")
 _FRONTEND = "what reads graphs: TensorRT's parser, or Torch-TensorRT, which leaves those of drafts to the parser"
 _WORKSPACE = Field(1024, ge=1, le=2**20, description="MB that an engine may use beside weights and KV")
 
@@ -38,14 +38,14 @@ _WORKSPACE = Field(1024, ge=1, le=2**20, description="MB that an engine may use 
 class OnnxRuntimeCpuSection(Section):
     """ONNX Runtime on the CPU: the embedded default, which runs everywhere. Computes in float32."""
 
-    kind: Literal["onnxruntime-cpu"] = Field(description="the execution target")
+    kind: Literal["onnxruntime-cpu"] = Field(description="the backend")
     dtype: WeightType | None = _DTYPE
 
 
 class OnnxRuntimeCudaSection(Section):
     """ONNX Runtime on an NVIDIA GPU. The engines are the same for every GPU; our own ops are compiled for each."""
 
-    kind: Literal["onnxruntime-cuda"] = Field(description="the execution target")
+    kind: Literal["onnxruntime-cuda"] = Field(description="the backend")
     dtype: WeightType | None = _DTYPE
     compute_capabilities: tuple[CudaCapability, ...] = Field(
         ("sm_80", "sm_90", "sm_120"), strict=False, description="GPUs that our own ops are compiled for"
@@ -57,7 +57,7 @@ class OnnxRuntimeCudaSection(Section):
 class TensorRtRtxSection(Section):
     """TensorRT for RTX: engines are built without a GPU, and finished by the user's on its first run."""
 
-    kind: Literal["tensorrt-rtx"] = Field(description="the execution target")
+    kind: Literal["tensorrt-rtx"] = Field(description="the backend")
     dtype: WeightType | None = _DTYPE
     compute_capabilities: tuple[RtxCapability, ...] = Field(
         ("sm_80", "sm_86", "sm_89", "sm_120"),
@@ -73,7 +73,7 @@ class TensorRtRtxSection(Section):
 class TensorRtSection(Section):
     """TensorRT: engines with our ops inside, built and timed on the GPU that is to run them."""
 
-    kind: Literal["tensorrt"] = Field(description="the execution target")
+    kind: Literal["tensorrt"] = Field(description="the backend")
     dtype: WeightType | None = _DTYPE
     compute_capabilities: tuple[CudaCapability, ...] = Field(
         ("sm_80", "sm_90", "sm_100", "sm_120"),
@@ -99,15 +99,15 @@ class TensorRtSection(Section):
 
 
 def _spelled_out(written: object) -> object:
-    """A target's name alone stands for its section with defaults."""
+    """A backend's name alone stands for its section with defaults."""
     return {"kind": written} if isinstance(written, str) else written
 
 
-TargetBuild = OnnxRuntimeCpuSection | OnnxRuntimeCudaSection | TensorRtRtxSection | TensorRtSection
+BackendBuild = OnnxRuntimeCpuSection | OnnxRuntimeCudaSection | TensorRtRtxSection | TensorRtSection
 Kind = Literal["onnxruntime-cpu", "onnxruntime-cuda", "tensorrt-rtx", "tensorrt"]
-TargetEntry = Annotated[
-    Annotated[TargetBuild, Field(discriminator="kind")],
-    BeforeValidator(_spelled_out, json_schema_input_type=Annotated[TargetBuild, Field(discriminator="kind")] | Kind),
+BackendEntry = Annotated[
+    Annotated[BackendBuild, Field(discriminator="kind")],
+    BeforeValidator(_spelled_out, json_schema_input_type=Annotated[BackendBuild, Field(discriminator="kind")] | Kind),
 ]
 """A section, or its kind alone."""
 
@@ -118,20 +118,20 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "tensorrt-rtx": ("tensorrt_rtx", *_KERNELS),
     "tensorrt": ("tensorrt", *_KERNELS),
 }
-"""Distributions that shape a target's engines, beside those that every target needs."""
+"""Distributions that shape a backend's engines, beside those that every backend needs."""
 
 KINDS = tuple(PACKAGES)
 
-DEFAULT_TARGETS: tuple[TargetBuild, ...] = (OnnxRuntimeCpuSection(kind="onnxruntime-cpu"),)
+DEFAULT_BACKENDS: tuple[BackendBuild, ...] = (OnnxRuntimeCpuSection(kind="onnxruntime-cpu"),)
 
 
-def choose_targets(listed: Sequence[TargetBuild], kinds: Sequence[str]) -> tuple[TargetBuild, ...]:
-    """The sections of `kinds`: as `listed`, else with their defaults. Raises `RecipeError` for what is no target."""
+def choose_backends(listed: Sequence[BackendBuild], kinds: Sequence[str]) -> tuple[BackendBuild, ...]:
+    """The sections of `kinds`: as `listed`, else with their defaults. Raises `RecipeError` for what is no backend."""
     for kind in kinds:
         if kind not in KINDS:
-            raise RecipeError(f"there is no execution target {kind!r}; choose from {', '.join(KINDS)}")
-    own: dict[str, TargetBuild] = {section.kind: section for section in listed}
+            raise RecipeError(f"there is no backend {kind!r}; choose from {', '.join(KINDS)}")
+    own: dict[str, BackendBuild] = {section.kind: section for section in listed}
     return tuple(own.get(kind) or _ENTRY.validate_python(kind) for kind in dict.fromkeys(kinds))
 
 
-_ENTRY: TypeAdapter[TargetBuild] = TypeAdapter(TargetEntry)
+_ENTRY: TypeAdapter[BackendBuild] = TypeAdapter(BackendEntry)
