@@ -78,7 +78,8 @@ WRONG: dict[str, tuple[Edit, str]] = {
         lambda m: backend(m)["programs"].pop("compact.bushy"), "compact.bushy",
     ),
     "a program to keep rows that runs an engine": (
-        lambda m: backend(m)["programs"]["compact.bushy"]["stages"].append(stage(m, "extend.bushy", 1)), "compact.bushy",
+        lambda m: backend(m)["programs"]["compact.bushy"]["stages"].append(stage(m, "extend.bushy", 1)),
+        "compact.bushy",
     ),
     "a program to keep rows that does nothing": (
         lambda m: backend(m)["programs"]["compact.bushy"].update(stages=[]), "compact.bushy",
