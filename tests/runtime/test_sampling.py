@@ -86,5 +86,5 @@ def test_ids_outside_the_row_are_refused(token: int, top: int) -> None:
 
 @pytest.mark.parametrize("bad", [[np.nan, 0], [np.inf, 0], [-np.inf, -np.inf]])
 def test_logits_that_are_no_distribution_are_a_plan_error(bad: list[float]) -> None:
-    with pytest.raises(PlanError, match="compiler verify"):
+    with pytest.raises(PlanError, match="outrider verify"):
         logprobs(np.array(bad, np.float32), 0)
