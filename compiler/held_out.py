@@ -1,4 +1,4 @@
-"""Held-out prompts: the text that `compiler verify`, the benchmark and the tests measure with."""
+"""Held-out prompts: the text that `outrider verify`, the benchmark and the tests measure with."""
 
 from __future__ import annotations
 

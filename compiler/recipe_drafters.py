@@ -61,7 +61,7 @@ class NgramSection(Section):
 
 
 class TreeSection(Section):
-    """A draft tree's shape. On a CPU small trees pay; `compiler tune` measures which."""
+    """A draft tree's shape. On a CPU small trees pay; `outrider tune` measures which."""
 
     top_k: int = Field(ge=1, le=32, description="children of a node, and nodes that each level expands")
     depth: int = Field(ge=0, le=32, description="levels behind the root's children")

@@ -311,7 +311,7 @@ class Manifest(Strict):
     format_version: int
     name: str
     identity: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    recipe: dict[str, Any] = Field(description="The resolved recipe, which `compiler verify` compares.")
+    recipe: dict[str, Any] = Field(description="The resolved recipe, which `outrider verify` compares.")
     source: str = Field(description="Where the recipe lay, relative to the plan; no part of the identity.")
     models: dict[str, Geometry] = Field(description="`target`, and every drafter that has an arena.")
     text: Text

@@ -21,8 +21,6 @@ ALLOWED = {
     "runtime": {"runtime", "plans", "plugins"},
     "tools": OURS - {"tests"},
 }
-# They measure what plans give, so they run them.
-EXCEPTIONS = {(f"compiler/{name}.py", "runtime") for name in ("verify", "agreement", "partial_check", "tune")}
 # Build-time libraries, and where alone they may be imported. `plugins.onnx_ops` serves the compiler.
 HEAVY = {"torch", "onnx", "onnx_ir", "onnxscript", "safetensors", "transformers", "yaml"}
 GRAPH_OPS, HEAVY_OF_GRAPH_OPS = "plugins/onnx_ops/", {"onnx"}
@@ -56,14 +54,9 @@ def test_imports_follow_the_arrows(package: str) -> None:
         f"{relative(path)} imports {module}"
         for path in sources(package)
         for module in imports(path)
-        if top(module) in OURS - ALLOWED[package] and (relative(path), top(module)) not in EXCEPTIONS
+        if top(module) in OURS - ALLOWED[package]
     ]
     assert turned == []
-
-
-def test_every_exception_is_still_needed() -> None:
-    for path, package in EXCEPTIONS:
-        assert package in {top(module) for module in imports(REPOSITORY / path)}
 
 
 @pytest.mark.parametrize("package", ["plans", "plugins", "runtime"])

@@ -35,8 +35,8 @@ GROUPS: dict[str, dict[str, Command]] = {
     "compile": {
         "build": Command(COMPILER, "recipe to plan", of_several=True),
         "inspect": Command(COMPILER, "what a plan holds", of_several=True),
-        "verify": Command(COMPILER, "compare a plan with its checkpoint in transformers", of_several=True),
-        "tune": Command(COMPILER, "choose a draft tree for this machine", of_several=True),
+        "verify": Command("tools.verify.__main__", "compare a plan with its checkpoint in transformers"),
+        "tune": Command("tools.tune.__main__", "choose a draft tree for this machine"),
         "recipe": Command(COMPILER, "the keys of a recipe", of_several=True),
     },
     "run": {

@@ -12,7 +12,6 @@ from time import perf_counter
 from typing import Any
 from unittest.mock import patch
 
-from compiler.agreement import find_parting
 from compiler.build import build
 from compiler.held_out import read_prompts
 from compiler.recipe import load_recipe
@@ -24,6 +23,7 @@ from runtime.backends.cuda_driver import CudaDevice, architecture
 from runtime.backends.device import Device, DeviceBuffers
 from runtime.request import Options
 from runtime.stats import Stats
+from tools.verify.agreement import find_parting
 
 RECIPE = Path(__file__).resolve().parent.parent / "plans" / "recipes" / "reference.yaml"
 CPU = "onnxruntime-cpu"

@@ -9,8 +9,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from outrider_command import OURS
 from plans.console import print_json, stdout
 from plans.errors import OutriderError
+from plans.extras import install
 
 _NAMES = ("drafter", "mode", "what", "scaling")  # columns that are no figures
 
@@ -33,7 +35,7 @@ def print_head(report: dict[str, Any], console: Console) -> None:
     """What a report of `identity_columns` was measured with, and where."""
     machine = report["machine"]
     console.print(
-        f"{report['device']}, {machine['cores']} cores, {report['threads']} threads; {report['target']} "
+        f"{report['device']}, {machine['cores']} cores, {report['threads']} threads; {report['backend']} "
         f"({report['backend_version']}), {report['dtype']}; commit {report['git_sha']}, plan {report['identity'][:12]}"
     )
 
@@ -52,6 +54,8 @@ def optional_packages(what: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] in OURS:
+            raise
         raise OutriderError(
-            f"This {what} needs {error.name}, which is not installed; run `pip install -e '.[compiler,dev]'`."
+            f"This {what} needs {error.name}, which is not installed; {install('compiler,dev')}."
         ) from None

@@ -1,4 +1,4 @@
-"""The decoder run in PyTorch over whole sequences: training, and the oracle of `compiler verify`."""
+"""The decoder run in PyTorch over whole sequences: training, and the oracle of `outrider verify`."""
 
 from __future__ import annotations
 

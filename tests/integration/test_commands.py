@@ -14,6 +14,7 @@ import pytest
 
 import compiler.__main__
 import runtime.__main__
+import tools.verify.__main__
 from plans.manifest import longest_draft
 from runtime import Runtime
 from tests.conftest import REPOSITORY, TOY_DRAFTERS
@@ -102,13 +103,13 @@ def test_inspect_shows_geometry_programs_ops_and_rules(toy_plan: Path, capsys: C
 
 
 def test_verify_compares_with_pytorch_and_exits_with_the_verdict(toy_plan: Path, capsys: Captured) -> None:
-    arguments = ["verify", str(toy_plan), "--prompts", "2", "--new-tokens", "12"]
+    arguments = [str(toy_plan), "--prompts", "2", "--new-tokens", "12"]
     held_out = toy_plan.parent / "held_out.jsonl"
     recipe = toy_plan.parent / "with_held_out.yaml"
     text = (toy_plan.parent / "model.yaml").read_text(encoding="utf-8")
     recipe.write_text(f"held_out: {held_out.name}\n{text}", encoding="utf-8")
-    assert "held_out" in refused(capsys, compiler.__main__.main(arguments))
-    found = run_json(capsys, compiler.__main__.main, *arguments, "--recipe", recipe, "--json")
+    assert "held_out" in refused(capsys, tools.verify.__main__.main(arguments))
+    found = run_json(capsys, tools.verify.__main__.main, *arguments, "--recipe", recipe, "--json")
     assert set(found) == {
         "oracle", "prompts", "tokens", "max_logit_error", "logit_bound", "tolerance", "equal_runs", "divergences",
         "drafters", "sampled", "partial_kv", "passed",
@@ -122,7 +123,7 @@ def test_verify_compares_with_pytorch_and_exits_with_the_verdict(toy_plan: Path,
     assert 0 < found["max_logit_error"] < 1e-4
     assert found["tolerance"] == 2 * found["max_logit_error"]
     assert found["logit_bound"] == 1e-3
-    assert compiler.__main__.main([*arguments, "--recipe", str(recipe)]) == 0
+    assert tools.verify.__main__.main([*arguments, "--recipe", str(recipe)]) == 0
     text = capsys.readouterr().out
     assert "2 prompts, 24 tokens" in text
     assert "(at most 1e-03)" in text
@@ -146,7 +147,7 @@ def test_verify_refuses_numbers_it_cannot_run(
     text = (toy_plan.parent / "model.yaml").read_text(encoding="utf-8")
     text = text.replace("checkpoint: ", f"checkpoint: {toy_plan.parent}/")
     recipe.write_text(f"held_out: {toy_plan.parent / 'held_out.jsonl'}\n{text}", encoding="utf-8")
-    assert said in refused(capsys, compiler.__main__.main(["verify", str(toy_plan), "--recipe", str(recipe), *options]))
+    assert said in refused(capsys, tools.verify.__main__.main([str(toy_plan), "--recipe", str(recipe), *options]))
 
 
 def test_compiler_commands_refuse_with_one_sentence(toy_recipe: Path, tmp_path: Path, capsys: Captured) -> None:
@@ -161,8 +162,8 @@ def test_compiler_commands_refuse_with_one_sentence(toy_recipe: Path, tmp_path: 
     assert "branchs" in sentence
     assert "capacity.context" in refused(capsys, main(["build", str(toy_recipe), "--set", "capacity.context=much"]))
     assert "no_such" in refused(capsys, main(["build", str(toy_recipe), "--set", "no_such=1"]))
-    for command in ("inspect", "verify"):
-        assert "is not a plan" in refused(capsys, main([command, str(tmp_path)]))
+    assert "is not a plan" in refused(capsys, main(["inspect", str(tmp_path)]))
+    assert "is not a plan" in refused(capsys, tools.verify.__main__.main([str(tmp_path)]))
 
 
 # generate

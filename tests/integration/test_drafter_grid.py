@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from compiler.agreement import compare_drafters
 from compiler.build import build
 from compiler.held_out import read_prompts
 from compiler.recipe import Recipe, load_recipe
-from compiler.verify import verify_plan
 from plans.tokenizer import Tokenizer
 from runtime import Runtime
 from runtime.request import Options
 from tests.conftest import HELD_OUT, REFERENCE_RECIPE
+from tools.verify.agreement import compare_drafters
+from tools.verify.verification import verify_plan
 
 SAMPLINGS = {
     "greedy": Options(temperature=0.0),

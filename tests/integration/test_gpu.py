@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from compiler.agreement import find_parting
 from compiler.build import build
 from compiler.recipe import load_recipe
 from plans.errors import OutriderError, PlanError
@@ -16,6 +15,7 @@ from runtime import Runtime
 from runtime.backends.cuda_driver import architecture, call
 from runtime.request import Options
 from tests.conftest import TOY_DRAFTERS
+from tools.verify.agreement import find_parting
 
 pytestmark = pytest.mark.gpu
 

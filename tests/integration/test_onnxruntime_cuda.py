@@ -12,7 +12,6 @@ import onnx
 import pytest
 
 import compiler.lowering as lowering
-from compiler.agreement import compare_drafters
 from compiler.build import build
 from compiler.recipe import load_recipe
 from plans.errors import PlanError
@@ -22,6 +21,7 @@ from runtime import Runtime
 from runtime.backends import BACKENDS
 from runtime.request import Options
 from tests.conftest import TOY_DRAFTERS
+from tools.verify.agreement import compare_drafters
 
 pytest.importorskip("cuda.core")
 

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers.processors import TemplateProcessing
 
-from compiler.agreement import compare_drafters
 from compiler.build import build
 from compiler.held_out import read_prompts
 from compiler.recipe import load_recipe
-from compiler.verify import LOGIT_BOUND
 from runtime import Runtime
 from runtime.drafters.adaptive import AdaptiveSpeculation
 from runtime.request import Options
 from runtime.trace import Round
 from tests.conftest import HELD_OUT, TOY_DRAFTERS
+from tools.verify.agreement import compare_drafters
+from tools.verify.verification import LOGIT_BOUND
 
 SAMPLINGS = (
     Options(temperature=0.0),

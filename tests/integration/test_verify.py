@@ -1,4 +1,4 @@
-"""`compiler verify` fails where it should: other weights, NaN, another recipe, another checkpoint."""
+"""`outrider verify` fails where it should: other weights, NaN, another recipe, another checkpoint."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from safetensors.torch import load_file, save_file
 import compiler.__main__
 import compiler.identity
 import compiler.models.config
-import compiler.oracle
+import tools.verify.__main__
+import tools.verify.oracle
 from compiler.models.rope import RopeScaling
-from compiler.partial_check import PartialCheck
-from compiler.verify import LOGIT_BOUND, Divergence, Verification
 from tests.conftest import PARTIAL_KV
 from tests.plans.damage import list_again
+from tools.verify.partial_check import PartialCheck
+from tools.verify.verification import LOGIT_BOUND, Divergence, Verification
 
 WEIGHTS = Path("engines") / "onnxruntime-cpu" / "weights.bin"
 
@@ -42,7 +43,8 @@ def run(*arguments: object) -> int:
 
 
 def verify(workplace: Path, *options: object) -> int:
-    return run("verify", workplace / "plan", "--prompts", 2, "--new-tokens", 12, *options)
+    arguments = (workplace / "plan", "--prompts", 2, "--new-tokens", 12, *options)
+    return tools.verify.__main__.main([str(a) for a in arguments])
 
 
 def put_weights(plan: Path, values: np.ndarray) -> None:
@@ -123,7 +125,7 @@ def test_without_transformers_our_own_decoder_serves_and_that_is_said(
             raise PackageNotFoundError
         return installed
 
-    monkeypatch.setattr(compiler.oracle, "version", installed_version)
+    monkeypatch.setattr(tools.verify.oracle, "version", installed_version)
     assert verify(workplace) == 0
     assert f"against Outrider's own decoder in PyTorch {torch.__version__} ({said}" in capsys.readouterr().out
     assert verify(workplace, "--oracle", "transformers") == 2

@@ -94,7 +94,7 @@ def test_lists_only_writes_the_whole_hash_of_every_file_and_the_prompts(tmp_path
 
 
 def test_prompts_have_the_form_of_their_task_and_the_first_are_completions(reference: Runtime) -> None:
-    """`compiler verify` and `tune` take the first few, whose figures the repository keeps."""
+    """`outrider verify` and `tune` take the first few, whose figures the repository keeps."""
     rows = [json.loads(line) for line in (REFERENCE / "held_out.jsonl").read_text(encoding="utf-8").splitlines()]
     assert (REFERENCE / "held_out.jsonl").stat().st_size < 300_000
     assert [row["task"] for row in rows] == sorted(row["task"] for row in rows)  # completion, docstring, long

@@ -8,7 +8,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from compiler.agreement import find_parting
 from plans.console import progress_bar
 from plans.machine import peak_rss_bytes
 from plans.manifest import Manifest
@@ -27,6 +26,7 @@ from tools.bench.synthetic import check_can_force, forced_session
 from tools.bench.tasks import by_task
 from tools.bench.time_left import Step, TimeLeft, guess_work
 from tools.bench.variants import plan_to_measure
+from tools.verify.agreement import find_parting
 
 Begin = Callable[[Mode, int, str], None]
 """A run of a mode behind the prompt of an index begins; the text says which one."""

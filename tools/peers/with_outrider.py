@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import onnxruntime
 
-from compiler.agreement import find_parting
 from runtime import Runtime
 from runtime.request import Options
 from tools.peers.engine import Clock, Generated, Settings
+from tools.verify.agreement import find_parting
 
 BACKEND = "onnxruntime-cpu"
 PLAIN = "none"

@@ -1,4 +1,4 @@
-"""Held-out prompts by task: what `compiler verify`, `compiler tune` and the benchmark continue."""
+"""Held-out prompts by task: what `outrider verify`, `outrider tune` and the benchmark continue."""
 
 from __future__ import annotations
 

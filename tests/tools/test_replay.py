@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from compiler.replay import DraftedTree, acceptance_by_depth, acceptance_by_rank, largest, tokens_per_verify
 from plans.manifest import Tree
 from tests.compiler.test_draft_graph import grow
+from tools.tune.replay import DraftedTree, acceptance_by_depth, acceptance_by_rank, largest, tokens_per_verify
 
 VOCABULARY = 9
 Nodes = list[tuple[int, int, int, float, int]]  # token, parent node, depth, score, row

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import numpy as np
 
-from compiler.agreement import EXACT, DrafterCheck, compare_drafters
 from compiler.drafters import source_hashes
 from compiler.held_out import read_prompts
 from compiler.identity import plan_identity
-from compiler.oracle import Oracle, OracleChoice, load_oracle
-from compiler.partial_check import PartialCheck, check_partial
 from compiler.recipe import Recipe, check_same_recipe
 from plans.errors import PlanError, RecipeError, RequestError
 from plans.manifest import Manifest, rejects
 from plans.plan import read_manifest
 from runtime import Runtime
 from runtime.request import Options
+from tools.verify.agreement import EXACT, DrafterCheck, compare_drafters
+from tools.verify.oracle import Oracle, OracleChoice, load_oracle
+from tools.verify.partial_check import PartialCheck, check_partial
 
 LOGIT_BOUND = 1e-3
 """Largest difference of two logits (of some tens, fp32) that order of summation explains.

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from compiler.agreement import DrafterCheck, Parting, compare_drafters, margin
 from plugins.reference import Sampling, choice
 from plugins.reference.choice import filtered_weights
 from plugins.schema import FilterOrder
 from runtime import Generation, Runtime
 from runtime.request import Options
 from tests.conftest import TOY_DRAFTERS
+from tools.verify.agreement import DrafterCheck, Parting, compare_drafters, margin
 
 LOGITS = st.lists(st.integers(-400, 400).map(lambda hundredths: hundredths / 100), min_size=5, max_size=5, unique=True)
 SAMPLINGS = st.builds(

@@ -27,9 +27,6 @@ from compiler.build import build
 from compiler.held_out import read_prompts
 from compiler.recipe import Recipe, load_recipe
 from compiler.recipe_drafters import GraphSection, NgramSection, reshaped
-from compiler.replay import DraftedTree, acceptance_by_depth, acceptance_by_rank, largest, tokens_per_verify
-from compiler.tune_table import Estimate, Timed, Tuning
-from compiler.verify import check_same_source
 from plans.errors import RequestError
 from plans.manifest import GraphDrafter, Manifest, Tree
 from plans.plan import read_manifest
@@ -37,6 +34,9 @@ from runtime import Generation, Runtime, Session
 from runtime.backends import choose_backend
 from runtime.request import Options
 from runtime.trace import Round, Watcher
+from tools.tune.replay import DraftedTree, acceptance_by_depth, acceptance_by_rank, largest, tokens_per_verify
+from tools.tune.table import Estimate, Timed, Tuning
+from tools.verify.verification import check_same_source
 
 Progress = Callable[[int, int, str], None]
 

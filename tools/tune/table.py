@@ -52,7 +52,7 @@ class Timed(Shape):
 
 @dataclass
 class Tuning:
-    """What `compiler.tune` measured, in milliseconds, and what follows from it.
+    """What `tools.tune.search` measured, in milliseconds, and what follows from it.
 
     `context`: tokens behind which verifying was timed. `plain_ms`: a plain pass of the target; `verify_ms[i]`: one with
     i + 1 nodes; `draft_ms[top_k][depth]`: the drafter's engine; `host_ms`: what the host adds to a round;

@@ -13,17 +13,17 @@ import pytest
 from rich.console import Console
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import compiler.__main__
-from compiler import tune
+import tools.tune.__main__
 from compiler.build import build
 from compiler.recipe import load_recipe
 from compiler.recipe_drafters import ModelSection, NgramSection
-from compiler.replay import tokens_per_verify
-from compiler.tune import Search
-from compiler.tune_table import Estimate, Timed, Tuning, draw_tuning, print_tuning
 from plans.manifest import Tree
 from runtime import Runtime
 from runtime.trace import Node, Round
+from tools.tune import search as tune
+from tools.tune.replay import tokens_per_verify
+from tools.tune.search import Search
+from tools.tune.table import Estimate, Timed, Tuning, draw_tuning, print_tuning
 
 Captured = pytest.CaptureFixture[str]
 
@@ -67,8 +67,8 @@ def test_the_command_measures_chooses_and_writes(
 ) -> None:
     monkeypatch.setattr(tune, "Search", lambda: SMALL)
     out = tmp_path / "tuned.yaml"
-    arguments = ["tune", str(shallow_plan), "--new", "16", "--count", "2", "--out", str(out), "--json"]
-    assert compiler.__main__.main(arguments) == 0
+    arguments = [str(shallow_plan), "--new", "16", "--count", "2", "--out", str(out), "--json"]
+    assert tools.tune.__main__.main(arguments) == 0
     printed = capsys.readouterr()
     assert "tuning: " in printed.err
     found = json.loads(printed.out)
@@ -171,7 +171,7 @@ def test_what_cannot_be_tuned_is_refused_in_a_sentence(
     toy_plan: Path, capsys: Captured, arguments: list[str], said: str
 ) -> None:
     recipe = str(toy_plan.parent / "model.yaml")
-    assert compiler.__main__.main(["tune", str(toy_plan), *(recipe if a == "RECIPE" else a for a in arguments)]) == 2
+    assert tools.tune.__main__.main([str(toy_plan), *(recipe if a == "RECIPE" else a for a in arguments)]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "Traceback" not in printed.err

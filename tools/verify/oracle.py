@@ -1,4 +1,4 @@
-"""What `compiler verify` holds a plan against: the checkpoint run by transformers, else by our own decoder.
+"""What `outrider verify` holds a plan against: the checkpoint run by transformers, else by our own decoder.
 
 transformers reads config.json on its own, so that a key that we misread shows. Our decoder shares that reading with
 the plan: with it, `verify` looks at export, lowering and runtime alone.

@@ -1,0 +1,1 @@
+"""Which draft tree pays on this machine: `python -m tools.tune`."""

@@ -1,0 +1,98 @@
+"""Choose the draft tree of a plan's drafter for this machine: `python -m tools.tune PLAN [--drafter NAME] [--json]`."""
+
+from __future__ import annotations
+
+if __name__ == "__main__":  # before the imports, which take a second
+    from plans.process import begin
+
+    begin()
+
+import argparse
+import sys
+from pathlib import Path
+
+from compiler.arguments import add_recipe, recipe_of
+from plans.arguments import Parser, at_least_1, number
+from plans.console import guarded, print_json, progress_bar, stderr, stdout
+from tools.output import optional_packages
+
+
+def main(arguments: list[str] | None = None, called: str = "python -m tools.tune") -> int:
+    """Run the command; `called` is what the user typed before the arguments."""
+    return guarded(lambda: _run(_parser(called).parse_args(arguments)))
+
+
+def _run(options: argparse.Namespace) -> int:
+    with optional_packages("command"):
+        return _tune(options)
+
+
+def _parser(called: str) -> Parser:
+    parser = Parser(
+        prog=called,
+        description="Choose the draft tree of an EAGLE3 head or a draft model for this machine. A wider, deeper tree "
+        "has more tokens accepted and costs more to draft and to verify; where that pays is measured: the target's "
+        "pass by nodes, the drafter's by top_k and depth, and what held-out prompts accept of wide trees. The best "
+        "few trees are then built and timed against plain decoding. Prints the table behind the choice, and writes "
+        "a copy of the recipe with the chosen tree and a PNG of the table beside it.",
+        epilog="Takes minutes, and room for two plans in the folder for temporary files (TMPDIR). Leave the machine "
+        f"alone meanwhile. example: {called} build/reference --drafter eagle3, then "
+        "outrider build plans/recipes/reference.tuned.yaml",
+    )
+    parser.add_argument("plan", type=Path, help="folder of the plan")
+    parser.add_argument("--drafter", metavar="NAME", help="the drafter to tune (default: the plan's first with a tree)")
+    parser.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
+    parser.add_argument("--count", type=at_least_1, default=8, help="prompts to run (default 8)")
+    parser.add_argument("--new", type=at_least_1, default=128, help="tokens per prompt (default 128)")
+    parser.add_argument(
+        "--temperature",
+        type=number(0),
+        default=0.0,
+        help="of the runs (default 0, greedy): choose the one that will be used",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="where the copy is written (default: NAME.tuned.yaml beside the recipe)"
+    )
+    add_recipe(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from compiler.recipe_copy import RecipeCopy
+    from plans.plan import read_manifest
+    from tools.tune.search import tunable, tune_plan
+    from tools.tune.table import draw_tuning, print_tuning
+
+    drafter = tunable(read_manifest(options.plan), options.drafter).name
+    recipe = recipe_of(options)
+    out: Path = options.out or recipe.path.with_name(f"{recipe.path.stem}.tuned.yaml")
+    copy = RecipeCopy(recipe.path, out, drafter)
+    with progress_bar("tuning") as progress:
+        found = tune_plan(
+            recipe,
+            options.plan,
+            drafter=drafter,
+            prompts=options.prompts,
+            count=options.count,
+            new_tokens=options.new,
+            temperature=options.temperature,
+            overrides=options.overrides,
+            progress=progress,
+        )
+    picture = out.with_suffix(".png")
+    drawn = draw_tuning(found, picture)
+    if not options.json:
+        print_tuning(found, stdout)
+    copy.write(found.chosen.tree)
+    if options.json:
+        print_json(found.to_json() | {"recipe": str(out), "png": str(picture) if drawn else None})
+    else:
+        stdout.print(f"\nwrote {out}{f' and {picture}' if drawn else ''}")
+    if not drawn:
+        stderr.print("no picture was drawn: matplotlib is not installed (`pip install matplotlib`)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Whether a plan says what its checkpoint says: `python -m tools.verify`."""

@@ -1,0 +1,113 @@
+"""Compare a plan with its checkpoint: `python -m tools.verify PLAN [--oracle auto|transformers|decoder] [--json]`."""
+
+from __future__ import annotations
+
+if __name__ == "__main__":  # before the imports, which take a second
+    from plans.process import begin
+
+    begin()
+
+import argparse
+import sys
+from pathlib import Path
+
+from compiler.arguments import add_recipe, recipe_of
+from plans.arguments import Parser, at_least_1
+from plans.console import guarded, print_json, progress_bar, stdout
+from tools.output import optional_packages
+
+_SHOWN = 10  # tokens that differ, in the text
+
+
+def main(arguments: list[str] | None = None, called: str = "python -m tools.verify") -> int:
+    """Run the command; `called` is what the user typed before the arguments."""
+    return guarded(lambda: _run(_parser(called).parse_args(arguments)))
+
+
+def _run(options: argparse.Namespace) -> int:
+    with optional_packages("command"):
+        return _verify(options)
+
+
+def _parser(called: str) -> Parser:
+    parser = Parser(
+        prog=called,
+        description="Compare a plan with its checkpoint, run by transformers in float32, on the recipe's held-out "
+        "text: logits, greedy tokens, near ties. Every drafter's tokens are compared with those of plain decoding. "
+        "Exit status 1 if a logit is further off than rounding explains, or a token differs where it is no near tie.",
+        epilog=f"example: {called} build/reference --prompts 2",
+    )
+    parser.add_argument("plan", type=Path, help="folder of the plan")
+    add_recipe(parser)
+    parser.add_argument("--prompts", type=at_least_1, default=8, help="held-out prompts to run (default 8)")
+    parser.add_argument("--new-tokens", type=at_least_1, default=64, help="greedy tokens per prompt (default 64)")
+    parser.add_argument(
+        "--oracle", choices=("auto", "transformers", "decoder"), default="auto",
+        help="what runs the checkpoint: transformers, or Outrider's own decoder, which reads config.json as the build "
+        "did (default: transformers where it is installed)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from tools.verify.verification import verify_plan
+
+    recipe = recipe_of(options)
+    with progress_bar("verifying prompts") as progress:
+        result = verify_plan(
+            recipe,
+            options.plan,
+            prompts=options.prompts,
+            new_tokens=options.new_tokens,
+            oracle=options.oracle,
+            progress=lambda done, total: progress(done, total, ""),
+        )
+    if options.json:
+        print_json(result.to_json())
+    else:
+        stdout.print(
+            f"against {result.oracle}: {result.prompts} prompts, {result.tokens} tokens, largest logit error "
+            f"{result.max_logit_error:.2e} (at most {result.logit_bound:.0e}), {result.equal_runs} runs with equal "
+            "greedy tokens"
+        )
+        for d in result.divergences[:_SHOWN]:
+            kind = "near tie" if d.near_tie else "DIFFERENT"
+            stdout.print(
+                f"  prompt {d.prompt}, token {d.index}: {kind}, plan {d.plan_token}, oracle {d.torch_token}, "
+                f"margin {d.margin:.2e} (tolerance {result.tolerance:.2e})"
+            )
+        if len(result.divergences) > _SHOWN:
+            stdout.print(f"  and {len(result.divergences) - _SHOWN} more (--json lists all)")
+        for how, checks in (("greedy", result.drafters), ("sampled", result.sampled)):
+            for name, check in checks.items():
+                stdout.print(
+                    f"drafter {name}, {how}: {check.tokens_per_verify:.2f} tokens per verify, {check.equal_runs} runs "
+                    "with the tokens of plain decoding"
+                )
+                for p in check.partings[:_SHOWN]:
+                    kind = "near tie" if p.near_tie else "DIFFERENT"
+                    stdout.print(
+                        f"  prompt {p.prompt}, token {p.index}: {kind}, plain {p.plain_token}, drafted "
+                        f"{p.drafted_token}, margin {p.margin:.2e} (tolerance {result.tolerance:.2e})"
+                    )
+        partial = result.partial_kv
+        if partial is not None and partial.runs == 0:
+            stdout.print(f"partial KV was not checked: contexts of {partial.context} tokens leave no room for the run")
+        elif partial is not None:
+            stdout.print(
+                f"partial KV, behind {partial.context} tokens: lossless {partial.lossless_equal_runs} of "
+                f"{partial.runs} runs with the tokens of full KV; lossy drifts: {_share(partial.agreement)} of tokens "
+                f"as with full KV where those before are, {partial.lossy_equal_runs} runs the same, "
+                f"{_share(partial.same)} of tokens before the first that differs"
+            )
+        stdout.print(f"the plan {'agrees' if result.passed else 'does NOT agree'} with its checkpoint")
+    return 0 if result.passed else 1
+
+
+def _share(value: float | None) -> str:
+    return "no" if value is None else f"{value:.1%}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
