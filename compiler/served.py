@@ -47,7 +47,7 @@ def check_served(recipe: Recipe) -> None:
                 if not isinstance(drafter, NgramSection) and drafter.acceptance == "rejection":
                     raise recipe.error(
                         ("drafters", place, "acceptance"),
-                        "is rejection, which sums in float64, and TensorRT has none; leave it coupled, or the target "
+                        "is rejection, which sums in float64, and TensorRT has none; leave it coupled, or the backend "
                         "tensorrt-rtx out",
                     )
 

@@ -93,7 +93,7 @@ class BranchRunner:
         compact = programs[names.compact(names.TARGET)]
         self._arena = BranchArena(names.TARGET, self._buffers, self._step, compact, rows, padded=padded)
         self._state = BranchState(self._arena, self._step, self._geometry.branches)
-        self._watch = Stopwatch()  # of the books of slots, all models
+        self._watch = Stopwatch()  # of the bookkeeping of slots, all models
         with_engines = {
             drafter.name: EngineBranches(
                 drafter,

@@ -37,7 +37,7 @@ class BranchStats:
     total_ms: float = 0.0  # the caller's time between spans left out
     engine_ms: float = 0.0  # inside engine calls, all passes of all models
     stage_ms: dict[str, float] = field(default_factory=dict)
-    state_ms: float = 0.0  # laying out steps and keeping the books of slots, all models
+    state_ms: float = 0.0  # laying out steps and the bookkeeping of slots, all models
     kv_bytes: int = 0  # of committed rows, the most at once of each model
     bytes_copied: int = 0  # of rows: prefixes, accepted nodes that were moved together, live rows over dead ones
     compactions: int = 0  # times that live rows were moved over dead ones

@@ -231,9 +231,10 @@ def write_random_llama(shape: Shape, folder: Path) -> int:
         eos_token_id=0,
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model = LlamaForCausalLM(config)
+    model.bfloat16()
     model.save_pretrained(folder)
-    read = sum(p.numel() for n, p in model.named_parameters() if "embed_tokens" not in n)
+    read: int = sum(p.numel() for n, p in model.named_parameters() if "embed_tokens" not in n)
     tokenizer = RECIPE.parent.parent / "reference" / "target" / "tokenizer.json"
     (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
     return 2 * read

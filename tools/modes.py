@@ -20,7 +20,7 @@ from itertools import cycle
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -29,7 +29,7 @@ from plans.arguments import Parser, at_least_0, at_least_1, counts
 from plans.console import guarded, progress_bar
 from plans.errors import RequestError
 from runtime import BranchStats, Runtime
-from runtime.branch_request import MODES
+from runtime.branch_request import MODES, Mode
 from tools.arguments import drafters_named
 from tools.bench.identity import identity_columns
 from tools.bench.machine import describe_run
@@ -145,7 +145,7 @@ class _Case:
 
     def _together(self, mode: str) -> tuple[float, list[list[int]], BranchStats]:
         started = perf_counter()
-        stream = self._runtime.stream_branches(self._prefix, self._branches, mode=mode, **self._options)
+        stream = self._runtime.stream_branches(self._prefix, self._branches, mode=cast(Mode, mode), **self._options)
         found = [result.token_ids for result in stream.results]
         return (perf_counter() - started) * 1000, found, stream.stats
 

@@ -25,7 +25,7 @@ class BesideThis:
 
 def main() -> int:
     # Before sys.path is searched, and behind what an editable installation has put there, which finds ours as well.
-    sys.meta_path.insert(sys.meta_path.index(PathFinder), BesideThis)  # type: ignore[arg-type]
+    sys.meta_path.insert(sys.meta_path.index(PathFinder), BesideThis)
     from plans.process import begin
 
     begin()

@@ -161,7 +161,8 @@ def draw_target(shape: Shape, seed: int) -> Qwen3ForCausalLM:
         eos_token_id=0,
         bos_token_id=None,
     )
-    model = Qwen3ForCausalLM(config).eval()
+    model = Qwen3ForCausalLM(config)
+    model.eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -188,8 +189,9 @@ def first_layers(target: Qwen3ForCausalLM, layers: int) -> Qwen3ForCausalLM:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     settings = target.config.to_dict() | {"num_hidden_layers": layers}
-    settings["layer_types"] = target.config.layer_types[:layers]
-    draft = Qwen3ForCausalLM(Qwen3Config(**settings)).eval()
+    settings["layer_types"] = (target.config.layer_types or [])[:layers]
+    draft = Qwen3ForCausalLM(Qwen3Config(**settings))
+    draft.eval()
     weights = target.state_dict()
     draft.load_state_dict({name: weights[name] for name in draft.state_dict()}, assign=True)
     return draft

@@ -52,7 +52,7 @@ class EngineBranches:
         rows: int,
         watch: Stopwatch,
     ) -> None:
-        """`watch` has the time that the books of slots take."""
+        """`watch` has the time that the bookkeeping of slots takes."""
         self.name = settings.name
         self.arena = BranchArena(settings.name, buffers, step, compact, rows)
         self._buffers, self._step, self._extend, self._draft = buffers, step, extend, draft

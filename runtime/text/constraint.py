@@ -1,4 +1,4 @@
-"""Generation that keeps to a form: at each token, those of the vocabulary that the text may go on with.
+"""Constrained decoding: at each token, those of the vocabulary that the text may go on with.
 
 Source: FEATURES row 11. Masks are made once for each state of the form that a text comes to, for the whole vocabulary.
 """
@@ -55,7 +55,7 @@ class Vocabulary:
 
 
 class Constraint:
-    """One text that keeps to a form. A generation with it decodes plainly, token by token."""
+    """The constraint of one text. A generation with it decodes plainly, token by token."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary

@@ -63,7 +63,7 @@ def test_types_and_defaults_are_written_as_a_recipe_has_them() -> None:
         ("partial_kv.budget", "or auto not set"),
         ("partial_kv", "enabled true | false false"),
         ("target.rope_scaling.beta_fast", "number 32.0"),
-        ("recipe", "targets list of: mapping or onnxruntime-cpu"),
+        ("recipe", "backends list of: mapping or onnxruntime-cpu"),
         ("backends.tensorrt.version_compatible", "true | false false"),
     ):
         assert words in printed(path), path

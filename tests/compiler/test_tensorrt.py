@@ -304,7 +304,7 @@ def test_a_machine_that_cannot_build_says_so_at_once(toy_recipe: Path, tmp_path:
         assert begun == []
 
     monkeypatch.setitem(sys.modules, TENSORRT, None)
-    refused(r"needs TensorRT, which cannot be loaded .* run `pip install '\.\[tensorrt\]'` at .*, or leave the target")
+    refused(r"needs TensorRT, which cannot be loaded .* run `pip install '\.\[tensorrt\]'` at .*, or leave the backend")
     assert "TensorRT cannot be loaded" in str(driver.reason_against(driver.TENSORRT, BackendPlan.model_construct()))
     package = stand_in_tensorrt(trt)
     monkeypatch.setitem(sys.modules, TENSORRT, package)
@@ -320,5 +320,5 @@ def test_plugins_that_cannot_be_registered_are_an_error(library: Any, monkeypatc
         raise ImportError("plugins are for TensorRT 10.15 or later")
 
     monkeypatch.setattr(tensorrt_library, "register_plugins", register)
-    with pytest.raises(PlanError, match=r"the target tensorrt cannot be built: plugins are for TensorRT 10\.15"):
+    with pytest.raises(PlanError, match=r"the backend tensorrt cannot be built: plugins are for TensorRT 10\.15"):
         TensorRtLibrary(TensorRtSection(kind=TENSORRT), None)

@@ -1,4 +1,4 @@
-"""Generation that keeps to a form: always, at any temperature, and the target's own choices where the form is free."""
+"""Constrained decoding: text of the grammar at any temperature, and the target's own choices where it is free."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Transformers:
         transformers.utils.logging.disable_progress_bar()
         torch.set_num_threads(settings.threads)
         self.version = f"{transformers.__version__}, torch {torch.__version__}"
-        self._model = _load(settings.checkpoint)
+        self._model: Any = _load(settings.checkpoint)  # its `generate` is untyped
         self._assisting: dict[str, dict[str, Any]] = {LOOKUP: {"prompt_lookup_num_tokens": LOOKUP_TOKENS}}
         self.missing = {}
         if settings.draft:
@@ -79,7 +79,8 @@ class _Counting(BaseStreamer):
 
 
 def _load(checkpoint: str) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(Path(checkpoint), dtype=torch.float32).eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(Path(checkpoint), dtype=torch.float32)
+    model.eval()
     model.generation_config.eos_token_id = None  # of two runs of one length, the same work is compared
     model.generation_config.pad_token_id = 0  # without an end token it asks for one, and uses it for batches alone
     return model

@@ -65,7 +65,9 @@ class TaskStream:
 
     def __init__(self, tokenizer: Tokenizer, files: list[SourceFile]) -> None:
         self._tokenizer, self._files = tokenizer, files
-        self._end = tokenizer.token_to_id(END_OF_TEXT)
+        end = tokenizer.token_to_id(END_OF_TEXT)
+        assert end is not None, "the tokenizer was trained with it"
+        self._end = end
         texts = [t for f in files for t in outline_examples(f, lambda s: len(tokenizer.encode(s).ids))]
         self.outlines = [[*e.ids, self._end] for e in tokenizer.encode_batch(texts)]
         self._names = identifiers(files)
