@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports, which take a second
-    from plans.process import begin
+    from commands.process import begin
 
     begin()
 
@@ -12,13 +12,13 @@ import sys
 from pathlib import Path
 from time import perf_counter
 
+from commands.arguments import Parser
+from commands.console import guarded, print_json, progress_bar, stdout
 from compiler.arguments import add_set
-from plans.arguments import Parser
-from plans.console import guarded, print_json, progress_bar, stdout
 from plans.errors import OutriderError
 from plans.extras import install
 
-_OURS = ("compiler", "plans", "plugins", "runtime")
+_OURS = ("commands", "compiler", "plans", "plugins")
 
 
 def main(arguments: list[str] | None = None, called: str = "python -m compiler") -> int:

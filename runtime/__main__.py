@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports, which take a second
-    from plans.process import begin
+    from commands.process import begin
 
     begin()
 
@@ -11,8 +11,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from plans.arguments import Parser, at_least_0, at_least_1, number
-from plans.console import guarded, print_json, report_error, stderr
+from commands.arguments import Parser, at_least_0, at_least_1, number
+from commands.console import guarded, print_json, report_error, stderr
 from plans.errors import RequestError
 from runtime.beam_search import BeamOptions, BeamResult, EarlyStopping
 from runtime.cli.arguments import add_prompt, add_shared, generation_json, load, read_options, read_prompt

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,13 +13,14 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-PACKAGES = ("plans", "plugins", "compiler", "runtime")
+PACKAGES = ("plans", "plugins", "commands", "compiler", "runtime")
 OURS = {*PACKAGES, "tools", "tests"}
 ALLOWED = {
     "plans": {"plans"},
     "plugins": {"plugins", "plans"},
-    "compiler": {"compiler", "plans", "plugins"},
-    "runtime": {"runtime", "plans", "plugins"},
+    "commands": {"commands", "plans"},
+    "compiler": {"compiler", "plans", "plugins", "commands"},
+    "runtime": {"runtime", "plans", "plugins", "commands"},
     "tools": OURS - {"tests"},
 }
 # Build-time libraries, and where alone they may be imported. `plugins.onnx_ops` serves the compiler.
@@ -59,7 +61,14 @@ def test_imports_follow_the_arrows(package: str) -> None:
     assert turned == []
 
 
-@pytest.mark.parametrize("package", ["plans", "plugins", "runtime"])
+@pytest.mark.parametrize("package", ["compiler", "runtime"])
+def test_command_lines_are_known_to_commands_alone(package: str) -> None:
+    users = {relative(p) for p in sources(package) if any(top(module) == "commands" for module in imports(p))}
+    commands = re.compile(rf"{package}/(__main__|arguments|cli/\w+|server/command|embed/command)\.py")
+    assert [path for path in sorted(users) if not commands.fullmatch(path)] == []
+
+
+@pytest.mark.parametrize("package", ["plans", "plugins", "commands", "runtime"])
 def test_build_time_libraries_are_imported_by_the_compiler_alone(package: str) -> None:
     found = [
         f"{relative(path)} imports {module}"

@@ -9,8 +9,8 @@ from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
 
+from commands.console import guarded
 from outrider_command import OURS
-from plans.console import guarded
 from plans.errors import OutriderError, UsageError
 from plans.extras import install
 

@@ -9,7 +9,7 @@ Markdown file, with date, machine and command, anew after every step. `tools/gpu
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports, which take a second
-    from plans.process import begin
+    from commands.process import begin
 
     begin()
 
@@ -24,8 +24,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from plans.arguments import Parser, at_least_1
-from plans.console import guarded, stdout
+from commands.arguments import Parser, at_least_1
+from commands.console import guarded, stdout
 from plans.errors import OutriderError
 from runtime.backends.cuda_driver import architecture, call, device_name, driver
 from tools.gpu_figures import SHAPES, copy_speed, reference_rows, shape_rows

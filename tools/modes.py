@@ -9,7 +9,7 @@ medians of paired ratios.
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports, which take a second
-    from plans.process import begin
+    from commands.process import begin
 
     begin()
 
@@ -25,8 +25,8 @@ from typing import Any, cast
 from rich.console import Console
 from rich.table import Table
 
-from plans.arguments import Parser, at_least_0, at_least_1, counts
-from plans.console import guarded, progress_bar
+from commands.arguments import Parser, at_least_0, at_least_1, counts
+from commands.console import guarded, progress_bar
 from plans.errors import RequestError
 from runtime import BranchStats, Runtime
 from runtime.branch_request import MODES, Mode

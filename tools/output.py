@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from commands.console import print_json, stdout
 from outrider_command import OURS
-from plans.console import print_json, stdout
 from plans.errors import OutriderError
 from plans.extras import install
 

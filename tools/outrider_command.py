@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-OURS = frozenset({"compiler", "plans", "plugins", "runtime", "tools"})
+OURS = frozenset({"commands", "compiler", "plans", "plugins", "runtime", "tools"})
 _HOME = str(Path(__file__).resolve().parent)
 
 
@@ -26,7 +26,7 @@ class BesideThis:
 def main() -> int:
     # Before sys.path is searched, and behind what an editable installation has put there, which finds ours as well.
     sys.meta_path.insert(sys.meta_path.index(PathFinder), BesideThis)
-    from plans.process import begin
+    from commands.process import begin
 
     begin()
     from tools.command import main as run

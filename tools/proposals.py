@@ -13,7 +13,7 @@ of which the last is what plans use (`compiler/export/draft_graph.py` holds its 
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports, which take a second
-    from plans.process import begin
+    from commands.process import begin
 
     begin()
 
@@ -28,11 +28,11 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from commands.arguments import Parser, at_least_1, number
+from commands.console import guarded, print_json, stdout
 from compiler.checkpoint import load_decoder
 from compiler.eagle3_checkpoint import load_eagle3
 from compiler.export.draft_graph import DOUBT, SPREAD
-from plans.arguments import Parser, at_least_1, number
-from plans.console import guarded, print_json, stdout
 from tools.reference.acceptance import Drafts, continue_prompts, read_prompts
 from tools.reference.draft_model import model_drafts
 from tools.reference.eagle3 import head_drafts

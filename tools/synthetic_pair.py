@@ -13,7 +13,7 @@ it, so that the state keeps changing: the figures that are printed count repeate
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports, which take a second
-    from plans.process import begin
+    from commands.process import begin
 
     begin()
 
@@ -27,8 +27,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plans.arguments import Parser, at_least_0, at_least_1, number
-from plans.console import guarded, print_json, progress_bar, stdout
+from commands.arguments import Parser, at_least_0, at_least_1, number
+from commands.console import guarded, print_json, progress_bar, stdout
 from plans.errors import OutriderError
 from tools.reference.prompts import read_completions
 

@@ -13,7 +13,7 @@ schedule; a run that is stopped resumes from its checkpoint. CPU: start it with
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports, which take a second
-    from plans.process import begin
+    from commands.process import begin
 
     begin()
 
@@ -25,8 +25,8 @@ from typing import TypeVar
 
 import torch
 
-from plans.arguments import Parser, at_least_1, number
-from plans.console import guarded
+from commands.arguments import Parser, at_least_1, number
+from commands.console import guarded
 from tools.reference.corpus import read_standard_library
 from tools.reference.draft_model import ModelGeometry, train_model
 from tools.reference.drafter import prepare

@@ -7,8 +7,8 @@ import sys
 from io import TextIOWrapper
 from pathlib import Path
 
-from plans.arguments import at_least_0, at_least_1, number, whole_number
-from plans.console import stderr
+from commands.arguments import at_least_0, at_least_1, number, whole_number
+from commands.console import stderr
 from plans.errors import RequestError
 from plans.partial_kv import PARTIAL_MODES
 from runtime.generation import Generation

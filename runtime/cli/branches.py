@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from plans.arguments import at_least_1
-from plans.console import print_json, stderr, stdout
+from commands.arguments import at_least_1
+from commands.console import print_json, stderr, stdout
 from plans.errors import RequestError
 from runtime.branch_request import MODES
 from runtime.branch_stream import BranchStats, BranchStream

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from plans.arguments import at_least_1
-from plans.console import print_json, stderr, stdout
+from commands.arguments import at_least_1
+from commands.console import print_json, stderr, stdout
 from runtime.branch_request import MODES
 from runtime.cli.arguments import add_shared, generation_json, load, read_options
 from runtime.cli.side_by_side import SideBySide

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from plans.arguments import at_least_1, number, whole_number
-from plans.console import stderr
+from commands.arguments import at_least_1, number, whole_number
+from commands.console import stderr
 from plans.errors import RequestError
 from plans.extras import install
 from runtime.branch_request import MODES

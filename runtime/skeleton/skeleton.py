@@ -1,7 +1,7 @@
 """Skeleton-of-thought: an answer is outlined first, and its points are then written as branches, all at once.
 
-Decoding of the outline is constrained by a grammar (`outline.py`). Behind it the keys and values are cut back to what stands before it, the
-system's words and the question, and every branch goes on from there: the outline again, its point, what it says of it.
+Decoding of the outline is constrained by a grammar (`outline.py`). Its KV is then cut back to what stands before it,
+the system's words and the question, and every branch goes on from there: the outline again, its point, what it says.
 Source: FEATURES rows 8 to 12.
 """
 

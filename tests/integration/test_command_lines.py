@@ -8,7 +8,7 @@ from importlib import import_module
 
 import pytest
 
-from plans.arguments import Parser
+from commands.arguments import Parser
 from plans.errors import UsageError
 
 OF_SEVERAL = ("compiler", "runtime", "tools.bench", "tools.serving")

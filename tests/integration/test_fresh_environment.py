@@ -85,7 +85,7 @@ def test_an_installed_runtime_alone_gives_the_same_tokens(toy: Runtime, toy_plan
     assert "pip install '.[compiler]'" in refused.stderr
 
     # The console command, among modules of the user's with our names.
-    for name in ("compiler", "plans", "plugins", "runtime", "tools"):
+    for name in ("commands", "compiler", "plans", "plugins", "runtime", "tools"):
         (outside / f"{name}.py").write_text("raise SystemExit('the user's')", encoding="utf-8")
     outrider = tmp_path / "venv" / "bin" / "outrider"
     for path in ({}, {"PYTHONPATH": "."}):

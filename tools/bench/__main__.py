@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports, which take a second
-    from plans.process import begin
+    from commands.process import begin
 
     begin()
 
@@ -12,8 +12,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from plans.arguments import Parser, at_least_0, at_least_1
-from plans.console import guarded, stderr
+from commands.arguments import Parser, at_least_0, at_least_1
+from commands.console import guarded, stderr
 from plans.errors import OutriderError
 from plans.plan import read_manifest
 from tools.bench.machine import describe_run

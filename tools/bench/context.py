@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from plans.console import progress_bar
+from commands.console import progress_bar
 from plans.errors import RequestError
 from plans.manifest import NgramDrafter
 from plans.partial_kv import PARTIAL_MODES

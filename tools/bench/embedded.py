@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from plans.console import progress_bar
+from commands.console import progress_bar
 from plans.errors import OutriderError
 from plans.plan import read_manifest
 from plans.tokenizer import Tokenizer

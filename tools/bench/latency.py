@@ -8,7 +8,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from plans.console import progress_bar
+from commands.console import progress_bar
 from plans.machine import peak_rss_bytes
 from plans.manifest import Manifest
 from plans.plan import read_manifest

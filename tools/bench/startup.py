@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from plans.console import progress_bar
+from commands.console import progress_bar
 from plans.errors import OutriderError
 from plans.plan import read_manifest
 from runtime.backends import choose_backend

@@ -18,9 +18,9 @@ from tempfile import TemporaryDirectory
 
 from rich.markup import escape
 
+from commands.console import stderr
 from compiler.recipe import check_same_recipe, load_recipe, source_recipe
 from compiler.recipe_drafters import reshaped
-from plans.console import stderr
 from plans.errors import OutriderError
 from plans.manifest import Drafter, Manifest
 from plans.plan import read_manifest

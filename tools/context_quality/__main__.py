@@ -17,7 +17,7 @@ Last comes the length from which on the model is out of its depth, by a rule tha
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports, which take a second
-    from plans.process import begin
+    from commands.process import begin
 
     begin()
 
@@ -26,8 +26,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from plans.arguments import Parser, at_least_1, counts
-from plans.console import guarded
+from commands.arguments import Parser, at_least_1, counts
+from commands.console import guarded
 from tools.bench.machine import describe_run
 from tools.context_quality.measure import MOST_CONTEXTS, measure
 from tools.context_quality.table import print_table

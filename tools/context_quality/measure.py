@@ -14,11 +14,11 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from commands.console import progress_bar
 from compiler.checkpoint import checkpoint_hashes, load_decoder
 from compiler.models.config import DecoderConfig, read_config
 from compiler.models.decoder import Decoder
 from compiler.recipe import check_capacity, load_recipe
-from plans.console import progress_bar
 from plans.errors import CheckpointError, RequestError
 from plans.machine import peak_rss_bytes
 from tools.bench.identity import git_sha

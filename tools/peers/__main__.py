@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports, which take a second
-    from plans.process import begin
+    from commands.process import begin
 
     begin()
 
@@ -11,8 +11,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from plans.arguments import Parser, at_least_0, at_least_1
-from plans.console import guarded
+from commands.arguments import Parser, at_least_0, at_least_1
+from commands.console import guarded
 from tools.bench.machine import describe_run
 from tools.output import optional_packages, print_report
 

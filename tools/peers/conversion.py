@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from commands.console import stderr
 from compiler.checkpoint import checkpoint_hashes
 from compiler.identity import digest
-from plans.console import stderr
 from plans.errors import OutriderError
 
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
+from commands.console import progress_bar, stderr
 from compiler.weights import check_folder
-from plans.console import progress_bar, stderr
 from plans.errors import OutriderError
 from plans.plan import read_manifest
 from plans.tokenizer import Tokenizer

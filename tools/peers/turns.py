@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import chain, zip_longest
 from time import perf_counter
 
-from plans.console import progress_bar, stderr
+from commands.console import progress_bar, stderr
 from tools.bench.time_left import Step, TimeLeft, guess_work
 from tools.peers.engine import ENGINES, Generated
 from tools.peers.figures import Generation, Mode

@@ -8,7 +8,7 @@ decodes waits for a pass. `soak`: mixed requests from several threads for minute
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports, which take a second
-    from plans.process import begin
+    from commands.process import begin
 
     begin()
 
@@ -17,8 +17,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from plans.arguments import Parser, at_least_0, at_least_1, counts, number, whole_number
-from plans.console import guarded
+from commands.arguments import Parser, at_least_0, at_least_1, counts, number, whole_number
+from commands.console import guarded
 from tools.bench.machine import describe_run
 from tools.bench.sampling import GREEDY
 from tools.output import print_report

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from plans.console import progress_bar
+from commands.console import progress_bar
 from runtime import Generation, PrefixCacheConfig, Runtime
 from tools.bench.identity import identity_columns
 from tools.output import make_table, print_head

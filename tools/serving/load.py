@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from plans.console import progress_bar
+from commands.console import progress_bar
 from runtime import Runtime
 from runtime.branch_request import MODES
 from tools.bench.identity import identity_columns

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from plans.console import progress_bar
+from commands.console import progress_bar
 from plans.errors import BusyError, OutriderError, RequestError
 from runtime import Handle, PrefixCacheConfig
 from tools.bench.identity import identity_columns

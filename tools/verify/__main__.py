@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports, which take a second
-    from plans.process import begin
+    from commands.process import begin
 
     begin()
 
@@ -11,9 +11,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from commands.arguments import Parser, at_least_1
+from commands.console import guarded, print_json, progress_bar, stdout
 from compiler.arguments import add_recipe, recipe_of
-from plans.arguments import Parser, at_least_1
-from plans.console import guarded, print_json, progress_bar, stdout
 from tools.output import optional_packages
 
 _SHOWN = 10  # tokens that differ, in the text

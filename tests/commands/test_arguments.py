@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from plans.arguments import Parser, at_least_0, at_least_1, counts, number, whole_number
+from commands.arguments import Parser, at_least_0, at_least_1, counts, number, whole_number
 from plans.errors import UsageError
 
 
