@@ -46,11 +46,11 @@ from plans.manifest import (
     Manifest,
     PlanFile,
     RuleReport,
-    Skeleton,
     rejects,
 )
 from plans.partial_kv import PartialKv
 from plans.plan import MANIFEST, Plan, file_sha256, manifest_json, open_plan
+from plans.skeleton import SKELETON_FILE, Skeleton
 from plans.step_buffers import drafter_buffers, partial_buffers, sampling_buffers, status_buffers, target_buffers
 from plugins.cuda.compile import compile_kernels
 
@@ -140,6 +140,9 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
                 engines[kind] = _write_engines(recipe, sections[kind], exported, around, limits, root, steps)
         steps.begin("writing the plan")
         text.write(root / "tokenizer")
+        if recipe.skeleton is not None:
+            skeleton = Skeleton(**recipe.skeleton.model_dump())
+            (root / SKELETON_FILE).write_text(skeleton.model_dump_json(indent=1), encoding="utf-8")
         manifest = Manifest(
             format_version=FORMAT_VERSION,
             name=recipe.name,
@@ -149,7 +152,6 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
             models={names.TARGET: geometry} | {s.section.name: s.geometry(geometry) for s in sources},
             text=text.text,
             partial_kv=partial,
-            skeleton=Skeleton() if recipe.skeleton is None else Skeleton(**recipe.skeleton.model_dump()),
             drafters=listed,
             backends={
                 t: _backend_plan(engines[t], keys[t], limits, geometry, sources, listed, buffers[t], partial)

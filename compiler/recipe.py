@@ -31,8 +31,9 @@ from compiler.recipe_section import Name, Section, WrittenPath
 from compiler.recipe_source import Location, RecipeSource
 from plans import names
 from plans.errors import PlanError, RecipeError
-from plans.manifest import Manifest, is_branch_template
+from plans.manifest import Manifest
 from plans.plan import read_manifest
+from plans.skeleton import is_branch_template
 
 # Paths: their contents are hashed, and held-out text is in no plan. And which engines stand beside the one that runs.
 _MAY_DIFFER = re.compile(r"target\.checkpoint|drafters\[\d+\]\.checkpoint|held_out|backends\[.*")

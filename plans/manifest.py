@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import StrEnum
-from string import Formatter
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from plans import names
 from plans.buffers import LARGEST_SIZE, Strict, Tensor
@@ -277,36 +276,6 @@ class PlanFile(Strict):
     size: Annotated[int, Field(ge=0, lt=2**63)]
 
 
-class Skeleton(Strict):
-    """How an answer is outlined and its points written as branches (FEATURES rows 9 to 12).
-
-    `branch` is what a point's branch begins with, behind system and question: `{outline}` and `{point}`, its line.
-    """
-
-    system: str | None = None
-    tools: tuple[str, ...] = ()
-    most_points: Annotated[int, Field(ge=1, le=16)] = 16
-    direct: bool = True
-    outline_tokens: Size = 384
-    branch: str = "{outline}\n{point}\n"
-
-    @field_validator("branch")
-    @classmethod
-    def _can_be_filled(cls, value: str) -> str:
-        if not is_branch_template(value):
-            raise ValueError("is no template of a branch")
-        return value
-
-
-def is_branch_template(text: str) -> bool:
-    """Whether `text` has the field `{point}`, and none but that and `{outline}`, both as they are."""
-    try:
-        fields = [(name, form, change) for _, name, form, change in Formatter().parse(text) if name is not None]
-    except ValueError:
-        return False
-    return ("point", "", None) in fields and set(fields) <= {("point", "", None), ("outline", "", None)}
-
-
 class Manifest(Strict):
     format_version: int
     name: str
@@ -316,7 +285,6 @@ class Manifest(Strict):
     models: dict[str, Geometry] = Field(description="`target`, and every drafter that has an arena.")
     text: Text
     drafters: tuple[Drafter, ...]
-    skeleton: Skeleton = Skeleton()
     partial_kv: PartialKv | None = Field(None, description="Absent: steps are always verified in the full arena.")
     backends: dict[str, BackendPlan]
     tools: dict[str, str]

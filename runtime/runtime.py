@@ -16,6 +16,7 @@ from plans.errors import ClosedError, RequestError
 from plans.machine import processor
 from plans.manifest import Manifest
 from plans.plan import Plan, open_plan
+from plans.skeleton import read_skeleton
 from plans.tokenizer import Tokenizer
 from runtime.backends import BACKENDS, Chosen, choose_backend
 from runtime.backends.base import Settings
@@ -49,7 +50,8 @@ def check_threads(threads: int) -> None:
 class Runtime:
     """A plan in memory: engines and tokenizer, shared by any number of sessions.
 
-    `backend` is the one that runs, `passed_over` says why better ones of the plan do not.
+    `backend` is the one that runs, `passed_over` says why better ones of the plan do not. `outlines` is what
+    the plan says of skeleton-of-thought.
 
     Safe to use from several threads. `Runtime.load` is the way to make one.
     """
@@ -63,6 +65,7 @@ class Runtime:
         scheduler: SchedulerConfig | None = None,
     ) -> None:
         self._plan, self.backend, self.passed_over = plan, chosen.backend, chosen.passed_over
+        self.outlines = read_skeleton(plan)
         backend_plan = plan.manifest.backends[self.backend]
         driver = BACKENDS[self.backend].make(backend_plan, settings)
         engines = {name: driver.load(plan.file(engine.file), engine) for name, engine in backend_plan.engines.items()}

@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Unpack, cast
 
-from plans import manifest
 from plans.errors import RequestError
+from plans.skeleton import Skeleton as Settings
 from runtime.branch_request import Mode
 from runtime.branch_stream import BranchStats
 from runtime.generation import FinishReason, Generation
@@ -57,10 +57,13 @@ class Answer:
 class Skeleton:
     """Answers questions with one plan; the vocabulary's masks are made once."""
 
-    def __init__(self, runtime: Runtime, settings: manifest.Skeleton | None = None) -> None:
-        """`settings` in place of the plan's. Raises `RequestError` for a plan whose tokens are not bytes."""
+    def __init__(self, runtime: Runtime, settings: Settings | None = None) -> None:
+        """`settings` in place of the plan's.
+
+        Raises `RequestError` for a plan whose tokens are not bytes.
+        """
         plan = runtime.manifest
-        self._runtime, self._settings = runtime, plan.skeleton if settings is None else settings
+        self._runtime, self._settings = runtime, runtime.outlines if settings is None else settings
         own = self._settings
         grammar = outline_grammar(own.tools, own.most_points, direct=own.direct)
         self._vocabulary = Vocabulary(grammar, runtime.tokenizer, plan.target.vocab_size, plan.text.eos_token_ids)

@@ -322,6 +322,14 @@ def test_a_chat_template_that_cannot_be_told_is_refused(written: object, words: 
         rebuild(workplace)
 
 
+def test_how_answers_are_outlined_is_a_file_of_the_plan(workplace: Path) -> None:
+    assert not (workplace / "plan" / "skeleton.json").exists()
+    built, _ = rebuild(workplace, "skeleton={most_points: 3, branch: 'To {point}:'}")
+    assert built.reused == (BACKEND,)
+    outlines = Runtime.load(workplace / "plan").outlines
+    assert (outlines.most_points, outlines.branch, outlines.outline_tokens) == (3, "To {point}:", 384)
+
+
 @pytest.mark.parametrize("asked", ["system", "user"])
 def test_a_chat_template_may_ask_for_a_system_message_or_refuse_it(asked: str, workplace: Path) -> None:
     template = "{% if messages[0].role != '" + asked + "' %}{{ raise_exception('no') }}{% endif %}hi"

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from plans.errors import RequestError
-from plans.manifest import Skeleton as Settings
+from plans.skeleton import Skeleton as Settings
 from runtime import Runtime
 from runtime.__main__ import main
 from runtime.cli import skeleton as skeleton_command

@@ -95,6 +95,31 @@ def test_a_path_that_cannot_be_one_is_refused(tmp_path: Path, name: str) -> None
     assert "cannot be read" in refused(tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"most_points": 3, "branch": "{point}"}', None),
+        ("{}", None),
+        ('{"branch": "{outline}"}', "skeleton.json: branch: Value error, is no template of a branch"),
+        ('{"branch": "{point.line}"}', "skeleton.json: branch"),
+        ('{"most_points": 17}', "skeleton.json: most_points"),
+        ('{"color": 1}', "skeleton.json: color"),
+        ("[", "skeleton.json: the file"),
+        ("", "skeleton.json: the file"),
+    ],
+)
+def test_how_answers_are_outlined_is_read_with_the_plan(plan: Path, text: str, said: str | None) -> None:
+    assert Runtime.load(plan).outlines.most_points == 16
+    (plan / "skeleton.json").write_text(text)
+    assert "skeleton.json is not in the file list" in refused(plan)
+    edit(plan, lambda m: m["files"].append({"path": "skeleton.json", "sha256": "", "size": 0}))
+    list_again(plan)
+    if said is None:
+        assert Runtime.load(plan).outlines.most_points in (3, 16)
+    else:
+        assert said in refused(plan)
+
+
 def test_a_linked_folder_is_refused(plan: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (plan / "engines" / BACKEND / "more").symlink_to(tmp_path / "elsewhere")
