@@ -144,8 +144,8 @@ def load_tensorrt() -> Any:
     trt = load("tensorrt", "TensorRT", "tensorrt")
     if tuple(int(part) for part in trt.__version__.split(".")[:2]) < OLDEST:
         raise PlanError(
-            f"the backend tensorrt needs TensorRT {'.'.join(map(str, OLDEST))} or later; {trt.__version__} is here. "
-            f"{install('tensorrt', upgrade=True)}, or leave the backend out"
+            f"the backend tensorrt needs TensorRT {'.'.join(map(str, OLDEST))} or later, and {trt.__version__} is "
+            f"here; {install('tensorrt', upgrade=True)}, or leave the backend out"
         )
     return trt
 
