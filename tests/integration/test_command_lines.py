@@ -13,7 +13,10 @@ from plans.errors import UsageError
 
 OF_SEVERAL = ("compiler", "runtime", "tools.bench", "tools.serving")
 MODULES = {
-    **{f"{package}.__main__": f"python -m {package}" for package in (*OF_SEVERAL, "tools.peers", "tools.verify", "tools.tune")},
+    **{
+        f"{package}.__main__": f"python -m {package}"
+        for package in (*OF_SEVERAL, "tools.peers", "tools.verify", "tools.tune")
+    },
     "tools.modes": "python -m tools.modes",
     "tools.context_quality.__main__": None,
     "tools.proposals": None,
