@@ -107,11 +107,13 @@ def test_an_error_of_a_watcher_leaves_a_session_that_goes_on(long: Runtime) -> N
 
 
 @pytest.mark.parametrize("drafter", ["chain", "head", "short", "mixed"])
-def test_a_gate_that_rests_changes_no_token(long: Runtime, drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bursts and rests come in the middle of what waits as well."""
+def test_a_drafter_that_is_disabled_at_times_changes_no_token(
+    long: Runtime, drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bursts and plain rounds come in the middle of what waits as well."""
     monkeypatch.setattr("runtime.drafters.adaptive.WINDOW", 3)
-    monkeypatch.setattr("runtime.drafters.adaptive.REST", 4)
-    monkeypatch.setattr("runtime.drafters.adaptive.LONGEST_REST", 8)
+    monkeypatch.setattr("runtime.drafters.adaptive.DISABLED_ROUNDS", 4)
+    monkeypatch.setattr("runtime.drafters.adaptive.MOST_DISABLED_ROUNDS", 8)
     for seed in range(4):
         session = long.session()
         for _ in range(2):
