@@ -14,11 +14,8 @@ from time import perf_counter
 
 from commands.arguments import Parser
 from commands.console import guarded, print_json, progress_bar, stdout
+from commands.packages import optional_packages
 from compiler.arguments import add_set
-from plans.errors import OutriderError
-from plans.extras import install
-
-_OURS = ("commands", "compiler", "plans", "plugins")
 
 
 def main(arguments: list[str] | None = None, called: str = "python -m compiler") -> int:
@@ -27,14 +24,8 @@ def main(arguments: list[str] | None = None, called: str = "python -m compiler")
 
 
 def _run(options: argparse.Namespace) -> int:
-    try:
+    with optional_packages("The compiler", "compiler"):
         return int(options.command(options))
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] in _OURS:
-            raise
-        raise OutriderError(
-            f"The compiler needs {error.name}, which is not installed; {install('compiler')}."
-        ) from None
 
 
 def _parser(called: str) -> Parser:

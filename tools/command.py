@@ -10,9 +10,8 @@ from importlib import import_module
 from importlib.metadata import version
 
 from commands.console import guarded
-from outrider_command import OURS
-from plans.errors import OutriderError, UsageError
-from plans.extras import install
+from commands.packages import optional_packages
+from plans.errors import UsageError
 
 CALLED = "outrider"
 
@@ -73,14 +72,8 @@ def _run(arguments: list[str]) -> int:
     if name not in COMMANDS:
         raise UsageError(_unknown(name))
     command = COMMANDS[name]
-    try:
+    with optional_packages(f"{CALLED} {name}", "compiler"):
         module = import_module(command.module)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] in OURS:
-            raise
-        raise OutriderError(
-            f"{CALLED} {name} needs {error.name}, which is not installed; {install('compiler')}."
-        ) from None
     if command.of_several:
         return int(module.main(arguments, CALLED))
     return int(module.main(arguments[1:], f"{CALLED} {name}"))

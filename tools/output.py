@@ -1,18 +1,14 @@
-"""How tools that measure end: what they print, and what they say of a package that is missing."""
+"""What tools that measure print at their end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from commands.console import print_json, stdout
-from outrider_command import OURS
-from plans.errors import OutriderError
-from plans.extras import install
 
 _NAMES = ("drafter", "mode", "what", "scaling")  # columns that are no figures
 
@@ -46,16 +42,3 @@ def make_table(*heads: str) -> Table:
     for head in heads:
         table.add_column(head, justify="left" if head in _NAMES else "right", no_wrap=True)
     return table
-
-
-@contextmanager
-def optional_packages(what: str) -> Iterator[None]:
-    """In here a package that is not installed is an `OutriderError` that says what to install for `what`."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] in OURS:
-            raise
-        raise OutriderError(
-            f"This {what} needs {error.name}, which is not installed; {install('compiler,dev')}."
-        ) from None

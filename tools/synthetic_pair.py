@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 from commands.arguments import Parser, at_least_0, at_least_1, number
 from commands.console import guarded, print_json, progress_bar, stdout
+from commands.packages import optional_packages
 from plans.errors import OutriderError
 from tools.reference.prompts import read_completions
 
@@ -330,21 +331,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    try:
-        with progress_bar("synthetic pair") as progress:
-            made = write_pair(
-                options.params,
-                options.out,
-                layers=options.layers,
-                draft_layers=options.draft_layers,
-                agreement=options.agreement,
-                seed=options.seed,
-                progress=progress,
-            )
-    except ModuleNotFoundError as error:
-        raise OutriderError(
-            f"A synthetic pair needs {error.name}, which is not installed; run `pip install -e '.[compiler,dev]'`."
-        ) from None
+    with optional_packages("A synthetic pair", "compiler,dev"), progress_bar("synthetic pair") as progress:
+        made = write_pair(
+            options.params,
+            options.out,
+            layers=options.layers,
+            draft_layers=options.draft_layers,
+            agreement=options.agreement,
+            seed=options.seed,
+            progress=progress,
+        )
     if options.json:
         print_json(made)
         return 0

@@ -14,12 +14,13 @@ from pathlib import Path
 
 from commands.arguments import Parser, at_least_0, at_least_1
 from commands.console import guarded, stderr
+from commands.packages import optional_packages
 from plans.errors import OutriderError
 from plans.plan import read_manifest
 from tools.bench.machine import describe_run
 from tools.bench.sampling import GREEDY, read_sampling
 from tools.bench.shapes import choose_drafters, read_depths, read_trees, takes_trees
-from tools.output import optional_packages, print_report
+from tools.output import print_report
 
 SWEPT = (64, 256, 1024, 4096)  # tokens of prompts
 TREES = ("1/1/3", "1/3/5", "2/3/8", "2/6/12", "3/6/16", "own")  # of 2 to 15 drafted tokens: what a CPU may pay for
@@ -34,7 +35,7 @@ def main(arguments: list[str] | None = None, called: str = "python -m tools.benc
 def _run(arguments: list[str], called: str) -> int:
     options = _parser(called).parse_args(arguments)
     options.typed = f"{called} {shlex.join(arguments)}"
-    with optional_packages("benchmark"):
+    with optional_packages("This benchmark", "compiler,dev"):
         return int(options.command(options))
 
 

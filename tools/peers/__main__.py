@@ -13,8 +13,9 @@ from pathlib import Path
 
 from commands.arguments import Parser, at_least_0, at_least_1
 from commands.console import guarded
+from commands.packages import optional_packages
 from tools.bench.machine import describe_run
-from tools.output import optional_packages, print_report
+from tools.output import print_report
 
 
 def main(arguments: list[str] | None = None, called: str = "python -m tools.peers") -> int:
@@ -60,7 +61,7 @@ def _parser(called: str) -> Parser:
 
 
 def _run(options: argparse.Namespace) -> int:
-    with optional_packages("comparison"):
+    with optional_packages("This comparison", "compiler,dev"):
         from tools.peers.measure import measure
         from tools.peers.table import print_table
 

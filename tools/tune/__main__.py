@@ -13,8 +13,8 @@ from pathlib import Path
 
 from commands.arguments import Parser, at_least_1, number
 from commands.console import guarded, print_json, progress_bar, stderr, stdout
+from commands.packages import optional_packages
 from compiler.arguments import add_recipe, recipe_of
-from tools.output import optional_packages
 
 
 def main(arguments: list[str] | None = None, called: str = "python -m tools.tune") -> int:
@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None, called: str = "python -m tools.tune
 
 
 def _run(options: argparse.Namespace) -> int:
-    with optional_packages("command"):
+    with optional_packages("The command", "compiler"):
         return _tune(options)
 
 
