@@ -13,8 +13,8 @@ from typing import Any
 
 from commands.arguments import at_least_1, number, whole_number
 from commands.console import stderr
+from commands.packages import optional_packages
 from plans.errors import RequestError
-from plans.extras import install
 from runtime.branch_request import MODES
 from runtime.cli.arguments import add_machine, load
 from runtime.prefix_cache.cache import PrefixCacheConfig
@@ -106,30 +106,15 @@ def add_serve(commands: Any) -> None:
         metavar="N",
         help="for requests to end, once the server is to (30); those that have not are cut off, and told so",
     )
-    parser.add_argument(
-        "--head-seconds",
-        type=number(above=0),
-        default=10,
-        metavar="N",
-        help="for a request's head to come (10), else it is closed",
-    )
-    parser.add_argument(
-        "--body-seconds", type=number(above=0), default=60, metavar="N", help="the same for its body (60)"
-    )
-    parser.add_argument(
-        "--send-seconds",
-        type=number(above=0),
-        default=60,
-        metavar="N",
-        help="that a client may read nothing of an answer that waits for it (60)",
-    )
-    parser.add_argument(
-        "--idle-seconds",
-        type=number(above=0),
-        default=15,
-        metavar="N",
-        help="that a connection may idle between requests (15)",
-    )
+    for what, seconds, meaning in (
+        ("head", 10, "for a request's head to come, else it is closed"),
+        ("body", 60, "the same for its body"),
+        ("send", 60, "that a client may read nothing of an answer that waits for it"),
+        ("idle", 15, "that a connection may idle between requests"),
+    ):
+        parser.add_argument(
+            f"--{what}-seconds", type=number(above=0), default=seconds, metavar="N", help=f"{meaning} ({seconds})"
+        )
     parser.add_argument(
         "--max-connections",
         type=at_least_1,
@@ -140,11 +125,9 @@ def add_serve(commands: Any) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    try:
+    with optional_packages("The server", "serve"):
         from runtime.server.app import ServerConfig, make_app
         from runtime.server.connections import Limits, most_connections, server_of
-    except ModuleNotFoundError as error:
-        raise RequestError(f"The server needs {error.name}, which is not installed; {install('serve')}.") from None
     file = arguments.cache_file
     if file is not None and arguments.no_prefix_cache:
         raise RequestError("--cache-file is of the prefix cache; leave --no-prefix-cache out, or the file.")

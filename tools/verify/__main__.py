@@ -9,12 +9,18 @@ if __name__ == "__main__":  # before the imports, which take a second
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from commands.arguments import Parser, at_least_1
 from commands.console import guarded, print_json, progress_bar, stdout
+from commands.packages import optional_packages
 from compiler.arguments import add_recipe, recipe_of
-from tools.output import optional_packages
+
+if TYPE_CHECKING:
+    from tools.verify.agreement import Parting
+    from tools.verify.verification import Divergence
 
 _SHOWN = 10  # tokens that differ, in the text
 
@@ -25,7 +31,7 @@ def main(arguments: list[str] | None = None, called: str = "python -m tools.veri
 
 
 def _run(options: argparse.Namespace) -> int:
-    with optional_packages("command"):
+    with optional_packages("The command", "compiler"):
         return _verify(options)
 
 
@@ -71,26 +77,16 @@ def _verify(options: argparse.Namespace) -> int:
             f"{result.max_logit_error:.2e} (at most {result.logit_bound:.0e}), {result.equal_runs} runs with equal "
             "greedy tokens"
         )
-        for d in result.divergences[:_SHOWN]:
-            kind = "near tie" if d.near_tie else "DIFFERENT"
-            stdout.print(
-                f"  prompt {d.prompt}, token {d.index}: {kind}, plan {d.plan_token}, oracle {d.torch_token}, "
-                f"margin {d.margin:.2e} (tolerance {result.tolerance:.2e})"
-            )
-        if len(result.divergences) > _SHOWN:
-            stdout.print(f"  and {len(result.divergences) - _SHOWN} more (--json lists all)")
+        tokens = [f"plan {d.plan_token}, oracle {d.torch_token}" for d in result.divergences]
+        _print_differences(result.divergences, tokens, result.tolerance)
         for how, checks in (("greedy", result.drafters), ("sampled", result.sampled)):
             for name, check in checks.items():
                 stdout.print(
                     f"drafter {name}, {how}: {check.tokens_per_verify:.2f} tokens per verify, {check.equal_runs} runs "
                     "with the tokens of plain decoding"
                 )
-                for p in check.partings[:_SHOWN]:
-                    kind = "near tie" if p.near_tie else "DIFFERENT"
-                    stdout.print(
-                        f"  prompt {p.prompt}, token {p.index}: {kind}, plain {p.plain_token}, drafted "
-                        f"{p.drafted_token}, margin {p.margin:.2e} (tolerance {result.tolerance:.2e})"
-                    )
+                tokens = [f"plain {p.plain_token}, drafted {p.drafted_token}" for p in check.partings]
+                _print_differences(check.partings, tokens, result.tolerance)
         partial = result.partial_kv
         if partial is not None and partial.runs == 0:
             stdout.print(f"partial KV was not checked: contexts of {partial.context} tokens leave no room for the run")
@@ -103,6 +99,18 @@ def _verify(options: argparse.Namespace) -> int:
             )
         stdout.print(f"the plan {'agrees' if result.passed else 'does NOT agree'} with its checkpoint")
     return 0 if result.passed else 1
+
+
+def _print_differences(found: Sequence[Divergence | Parting], tokens: Sequence[str], tolerance: float) -> None:
+    """A line for each of the first; `tokens` names the two that differ."""
+    for each, named in zip(found[:_SHOWN], tokens, strict=False):
+        kind = "near tie" if each.near_tie else "DIFFERENT"
+        stdout.print(
+            f"  prompt {each.prompt}, token {each.index}: {kind}, {named}, margin {each.margin:.2e} "
+            f"(tolerance {tolerance:.2e})"
+        )
+    if len(found) > _SHOWN:
+        stdout.print(f"  and {len(found) - _SHOWN} more (--json lists all)")
 
 
 def _share(value: float | None) -> str:
