@@ -155,12 +155,12 @@ class Recipe(Section):
     @classmethod
     def _distinct_backends(cls, backends: tuple[BackendBuild, ...]) -> tuple[BackendBuild, ...]:
         if not backends:
-            raise PydanticCustomError("target", "must have at least 1 entry, found []")
+            raise PydanticCustomError("backend", "must have at least 1 entry, found []")
         kinds = [backend.kind for backend in backends]
         for index, kind in enumerate(kinds):
             if kind in kinds[:index]:
-                context = {"target": kind, "at": (index,)}
-                raise PydanticCustomError("target", "repeats '{target}'; keep one of them", context)
+                context = {"backend": kind, "at": (index,)}
+                raise PydanticCustomError("backend", "repeats '{backend}'; keep one of them", context)
         return backends
 
     @property

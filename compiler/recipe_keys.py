@@ -1,4 +1,4 @@
-"""`compiler recipe`: the keys of a recipe with types, defaults and meaning, read off the models that check one.
+"""`outrider recipe`: the keys of a recipe with types, defaults and meaning, read off the models that check one.
 
 The models' JSON schema is what is walked: editors that know it complete and check `model.yaml` by the same.
 """
@@ -94,7 +94,7 @@ def print_keys(mappings: list[Mapped], console: Console) -> None:
 
 
 def _spelled(mapping: Mapped, key: Key) -> Iterator[str]:
-    """How a user may write the path of a key: with the kind of a drafter or target, or as in the file, without."""
+    """How a user may write the path of a key: with the kind of a drafter or backend, or as in the file, without."""
     for path in mapping.paths:
         if path == TOP:
             yield key.name

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -86,6 +86,15 @@ class RecipeSource:
         found = [self._sentence(error, model) for error in invalid.errors()]
         return RecipeError("\n".join(sentence for _, sentence in sorted(found, key=lambda pair: pair[0])))
 
+    def _beside(self, location: Location) -> Collection[str]:
+        """Keys of the mapping that a key of the file stands in; none for an override, which may mean any of them."""
+        if not self._places.get(location, "").startswith(f"{self.path}:"):
+            return ()
+        mapping: Any = self.values
+        for part in location[:-1]:
+            mapping = mapping[part]
+        return list(mapping)
+
     def _nearest(self, location: Location) -> Location:
         """The location itself, or the nearest around it that is written down; empty where none is."""
         while location and location not in self._places:
@@ -102,7 +111,7 @@ class RecipeSource:
         if error["type"] == "union_tag_invalid":
             clause = f"must be one of {context['expected_tags']}, found {context['tag']!r}"
         elif error["type"] == "extra_forbidden":
-            clause = _unknown(str(key), list(section.model_fields))
+            clause = _unknown(str(key), list(section.model_fields), self._beside(location))
         elif error["type"] in ("missing", "union_tag_not_found"):
             clause = "is missing; add it"
         else:
@@ -231,8 +240,9 @@ def _models(annotation: object) -> list[type[BaseModel]]:
     return [model for argument in get_args(annotation) for model in _models(argument)]
 
 
-def _unknown(key: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(key, known, n=1)
+def _unknown(key: str, known: list[str], beside: Collection[str]) -> str:
+    """`beside` are keys that are there already: none of them was meant."""
+    close = difflib.get_close_matches(key, [each for each in known if each not in beside], n=1)
     guess = f" (did you mean {close[0]!r}?)" if close else ""
     return f"is not a known key{guess}; known keys: {', '.join(known)}"
 

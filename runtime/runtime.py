@@ -50,8 +50,8 @@ def check_threads(threads: int) -> None:
 class Runtime:
     """A plan in memory: engines and tokenizer, shared by any number of sessions.
 
-    `backend` is the one that runs, `passed_over` says why better ones of the plan do not. `outlines` is what
-    the plan says of skeleton-of-thought.
+    `backend` is the one that runs, `passed_over` says why better ones of the plan do not. `skeleton` has the plan's
+    settings of skeleton-of-thought.
 
     Safe to use from several threads. `Runtime.load` is the way to make one.
     """
@@ -65,7 +65,7 @@ class Runtime:
         scheduler: SchedulerConfig | None = None,
     ) -> None:
         self._plan, self.backend, self.passed_over = plan, chosen.backend, chosen.passed_over
-        self.outlines = read_skeleton(plan)
+        self.skeleton = read_skeleton(plan)
         backend_plan = plan.manifest.backends[self.backend]
         driver = BACKENDS[self.backend].make(backend_plan, settings)
         engines = {name: driver.load(plan.file(engine.file), engine) for name, engine in backend_plan.engines.items()}

@@ -63,7 +63,7 @@ class Skeleton:
         Raises `RequestError` for a plan whose tokens are not bytes.
         """
         plan = runtime.manifest
-        self._runtime, self._settings = runtime, runtime.outlines if settings is None else settings
+        self._runtime, self._settings = runtime, runtime.skeleton if settings is None else settings
         own = self._settings
         grammar = outline_grammar(own.tools, own.most_points, direct=own.direct)
         self._vocabulary = Vocabulary(grammar, runtime.tokenizer, plan.target.vocab_size, plan.text.eos_token_ids)

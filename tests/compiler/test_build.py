@@ -326,8 +326,8 @@ def test_how_answers_are_outlined_is_a_file_of_the_plan(workplace: Path) -> None
     assert not (workplace / "plan" / "skeleton.json").exists()
     built, _ = rebuild(workplace, "skeleton={most_points: 3, branch: 'To {point}:'}")
     assert built.reused == (BACKEND,)
-    outlines = Runtime.load(workplace / "plan").outlines
-    assert (outlines.most_points, outlines.branch, outlines.outline_tokens) == (3, "To {point}:", 384)
+    found = Runtime.load(workplace / "plan").skeleton
+    assert (found.most_points, found.branch, found.outline_tokens) == (3, "To {point}:", 384)
 
 
 @pytest.mark.parametrize("asked", ["system", "user"])

@@ -116,6 +116,7 @@ def test_a_recipe_cannot_be_changed(recipe_file: Path) -> None:
         ("dtype: bfloat16", "dtyp: float32", "FILE:4: target.dtyp is not a known key (did you mean 'dtype'?); "),
         ("dtype: bfloat16", "dtyp: float32", "known keys: checkpoint, dtype, rope_scaling"),
         ("name: reference", "name: reference\nzzz: 1", "FILE:2: zzz is not a known key; known keys: name, target"),
+        ("backends: [", "targets: [", "FILE:15: targets is not a known key; known keys: name, target, drafters"),
         ("max_draft: 2", "max_drafts: 2", "FILE:10: drafters[1].max_drafts is not a known key (did you mean 'max"),
         ("factor: 4.0", "factr: 4.0", "FILE:5: target.rope_scaling.factr is not a known key (did you mean 'factor'?)"),
         ("factor: 4.0, ", "", "FILE:5: target.rope_scaling is wrong: rope scaling 'yarn' needs a 'factor'"),

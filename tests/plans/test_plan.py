@@ -109,13 +109,13 @@ def test_a_path_that_cannot_be_one_is_refused(tmp_path: Path, name: str) -> None
     ],
 )
 def test_how_answers_are_outlined_is_read_with_the_plan(plan: Path, text: str, said: str | None) -> None:
-    assert Runtime.load(plan).outlines.most_points == 16
+    assert Runtime.load(plan).skeleton.most_points == 16
     (plan / "skeleton.json").write_text(text)
     assert "skeleton.json is not in the file list" in refused(plan)
     edit(plan, lambda m: m["files"].append({"path": "skeleton.json", "sha256": "", "size": 0}))
     list_again(plan)
     if said is None:
-        assert Runtime.load(plan).outlines.most_points in (3, 16)
+        assert Runtime.load(plan).skeleton.most_points in (3, 16)
     else:
         assert said in refused(plan)
 
