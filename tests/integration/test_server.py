@@ -2,74 +2,24 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import re
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-import uvicorn
 
-from plans.errors import RequestError
 from plans.tokenizer import Tokenizer
 from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
-from runtime.__main__ import main
 from runtime.branch_run import BranchRunner
-from runtime.server.app import ServerConfig, make_app
-from runtime.server.command import bound_socket
-from runtime.server.connections import Limits, server_of
-
-KEY = "a key"
-
-
-@contextmanager
-def listening(runtime: Runtime, limits: Limits | None = None, drain_seconds: float = 5, **config: Any) -> Iterator[str]:
-    """A server of its own for a while; its address."""
-    bound = bound_socket("127.0.0.1", 0)
-    with serving(runtime, bound, limits or Limits(), drain_seconds, **config):
-        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
-
-
-@contextmanager
-def serving(
-    runtime: Runtime, bound: socket.socket, limits: Limits, drain_seconds: float = 5, **config: Any
-) -> Iterator[uvicorn.Server]:
-    """The same at a socket."""
-    runtime.start()
-    app = make_app(runtime, ServerConfig("toy", drain_seconds=drain_seconds, **config))
-    end = partial(runtime.close, drain=False, timeout=20)
-    server = server_of(app, limits, drain_seconds, end)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
-    thread.start()
-    until = time.monotonic() + 20
-    while not server.started:
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    try:
-        yield server
-    finally:
-        server.should_exit = True
-        thread.join(20)
-        assert not thread.is_alive()
-
-
-def client_of(address: str, key: str = "-") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0)
+from tests.integration.served import KEY, client_of, get, listening, settle
 
 
 @pytest.fixture(scope="module")
@@ -92,22 +42,6 @@ def address(runtime: Runtime) -> Iterator[str]:
 def client(address: str) -> Iterator[openai.OpenAI]:
     with client_of(address, KEY) as found:
         yield found
-
-
-def settle(runtime: Runtime) -> None:
-    """Wait until nothing runs."""
-    until = time.monotonic() + 20
-    while runtime.scheduler_stats.running or runtime.scheduler_stats.waiting:
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
-def get(url: str, headers: dict[str, str] | None = None, data: bytes | None = None) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, data, headers or {})) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
 
 
 def test_a_completion_is_what_the_runtime_generates(client: openai.OpenAI, alone: Runtime) -> None:
@@ -512,242 +446,6 @@ def test_what_the_end_cuts_off_is_told_so(branch_plan: Path, caplog: pytest.LogC
         assert status == 503
         assert re.search(r"shutting down: .* cut off after \d+ tokens", json.loads(body)["error"]["message"])
     assert not caplog.records
-
-
-def test_options_that_exclude_each_other_are_refused(toy_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", str(toy_plan), "--cache-file", "x", "--no-prefix-cache"]) == 2
-    assert "--cache-file is of the prefix cache" in capsys.readouterr().err
-    assert main(["serve", str(toy_plan), "--cache-file", "no/where/kept"]) == 2  # before the server has run for days
-    assert "there is no folder no/where" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("plan", ["branch_plan", "toy_plan"])
-def test_the_command_serves_until_it_is_told_to_end_and_keeps_its_cache(
-    plan: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    kept = tmp_path / "kept"
-    command = [sys.executable, "-m", "runtime", "serve", str(request.getfixturevalue(plan))]
-    command += ["--port", str(port), "--threads", "1"]
-    command += ["--cache-file", str(kept), "--cache-tokens", "4096", "--model-name", "toy", "--drain-seconds", "2"]
-    for start in range(2):
-        server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        try:
-            until = time.monotonic() + 60
-            while True:
-                with suppress(OSError):
-                    assert get(f"http://127.0.0.1:{port}/health")[0] == 200
-                    break
-                assert time.monotonic() < until
-                time.sleep(0.05)
-            with client_of(f"http://127.0.0.1:{port}") as client:
-                found = client.completions.create(model="toy", prompt=[7, 8, 9] * 10, max_tokens=3)
-            assert found.usage is not None
-            assert found.usage.prompt_tokens_details is not None
-            assert found.usage.prompt_tokens_details.cached_tokens == (29 if start else 0)
-        finally:
-            server.send_signal(signal.SIGTERM)
-            _, said = server.communicate(timeout=30)
-        assert server.returncode == 0
-        assert kept.exists()
-        assert "serving 'toy'" in said
-        assert ("are warm" in said) == bool(start)
-
-
-@pytest.mark.parametrize(
-    ("sent", "answered"),
-    [
-        ("", b""),
-        ("GET /health HTTP/1.1\r\nHost: x\r\n", b"The request's head has not come within 0.3 s"),
-        (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 9\r\n\r\n{{",
-            b"The request's body has not come within 0.4 s",
-        ),
-        ("GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{", b'{"status":"ok"}'),
-        ("GET /health HTTP/1.1\r\nHost: x\r\n\r\n", b'{"status":"ok"}'),
-        ("GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET", b'{"status":"ok"}'),
-    ],
-    ids=["nothing", "half a head", "half a body", "an answer before the body", "idle", "half a second head"],
-)
-def test_connections_that_wait_are_closed(impatient: str, sent: str, answered: bytes) -> None:
-    host, port = impatient.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as plain:
-        plain.sendall(sent.encode())
-        found = b"".join(iter(lambda: plain.recv(4096), b""))  # until it is closed
-    assert found.endswith(answered) if answered.startswith(b"{") else answered in found
-    assert found.startswith(b"HTTP/1.1 ") == bool(answered)
-    assert (b" 408 " in found) == (b"has not come" in answered)
-    assert get(f"{impatient}/health") == (200, '{"status":"ok"}')
-
-
-def test_a_head_that_trickles_in_is_not_waited_for(impatient: str) -> None:
-    host, port = impatient.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=0.05) as plain:
-        plain.sendall(b"GET /health HTTP/1.1\r\nX: ")
-        for _ in range(400):
-            with suppress(TimeoutError):
-                assert b" 408 " in plain.recv(4096)
-                return
-            plain.sendall(b"x")
-    raise AssertionError("it was waited for")
-
-
-@pytest.fixture(scope="module")
-def impatient(branch_plan: Path) -> Iterator[str]:
-    with listening(Runtime.load(branch_plan, threads=1), Limits(0.3, 0.4, idle_seconds=0.2), api_key=KEY) as address:
-        yield address
-
-
-def test_too_many_connections_are_told(branch_plan: Path) -> None:
-    with listening(Runtime.load(branch_plan, threads=1), Limits(max_connections=2)) as address:
-        host, port = address.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))), socket.create_connection((host, int(port))):
-            status, body = get(f"{address}/health")
-            assert (status, json.loads(body)["error"]["message"]) == (
-                503,
-                "Too many connections are open; try again later.",
-            )
-        until = time.monotonic() + 20
-        while get(f"{address}/health")[0] != 200:
-            assert time.monotonic() < until
-
-
-def test_a_client_that_reads_nothing_is_left(branch_plan: Path) -> None:
-    bound = bound_socket("127.0.0.1", 0)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # what waits, waits in the server
-    asked = {"model": "toy", "prompt": [5], "max_tokens": 100, "ignore_eos": True, "stream": True, "logprobs": 5}
-    body = json.dumps(asked | {"n": 16}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
-    with (
-        serving(Runtime.load(branch_plan, threads=1), bound, Limits(send_seconds=0.3)) as server,
-        socket.socket() as deaf,
-    ):
-        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        deaf.settimeout(20)
-        deaf.connect(bound.getsockname())
-        deaf.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
-        begun = until = time.monotonic() + 20
-        while not server.server_state.connections:
-            assert time.monotonic() < begun
-            time.sleep(0.01)
-        while server.server_state.connections:
-            assert time.monotonic() < until
-            time.sleep(0.01)
-        with suppress(ConnectionResetError):
-            read = b"".join(iter(lambda: deaf.recv(4096), b""))
-            assert read.startswith(b"HTTP/1.1 200")
-            assert b"[DONE]" not in read
-
-
-def test_a_client_that_reads_slowly_has_all_of_its_answer(branch_plan: Path) -> None:
-    bound = bound_socket("127.0.0.1", 0)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    with serving(Runtime.load(branch_plan, threads=1), bound, Limits(send_seconds=0.5)), socket.socket() as slow:
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        slow.settimeout(20)
-        slow.connect(bound.getsockname())
-        slow.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-        read, began = b"", time.monotonic()
-        while piece := slow.recv(500):
-            read += piece
-            time.sleep(0.1)
-        length = int(re.search(rb"content-length: (\d+)", read)[1])  # type: ignore[index]
-        assert len(read.partition(b"\r\n\r\n")[2]) == length
-        assert time.monotonic() - began > 0.5  # longer than a client that reads nothing has
-
-
-def test_more_connections_than_open_files(branch_plan: Path) -> None:
-    """Two hundred open files, and three hundred clients that say nothing: those that are too many are closed."""
-    command = [sys.executable, "-m", "runtime", "serve", str(branch_plan), "--threads", "1", "--port", "0"]
-    limited = ["bash", "-c", 'ulimit -n 200 && exec "$@"', "bash", *command, "--head-seconds", "2"]
-    with subprocess.Popen(limited, stderr=subprocess.PIPE, text=True) as server:
-        assert server.stderr is not None
-        told = server.stderr.readline() + server.stderr.readline()
-        address = re.search(r"http://127\.0\.0\.1:(\d+)", told)
-        assert address is not None, told
-        try:
-            silent = [socket.create_connection(("127.0.0.1", int(address[1])), timeout=20) for _ in range(300)]
-            until = time.monotonic() + 30
-            while True:
-                with suppress(OSError):
-                    if get(f"{address[0]}/health")[0] == 200:
-                        break
-                assert time.monotonic() < until
-                time.sleep(0.1)
-            for client in silent:
-                client.close()
-            server.send_signal(signal.SIGTERM)
-            _, said = server.communicate(timeout=30)
-        finally:
-            server.kill()  # nothing to one that has ended
-        assert server.returncode == 0
-    assert "at most 56 connections at once" in told
-    assert said == ""
-
-
-def test_an_upgrade_is_not_begun(address: str, caplog: pytest.LogCaptureFixture) -> None:
-    asked = urllib.request.Request(f"{address}/health", headers={"Connection": "Upgrade", "Upgrade": "websocket"})
-    with urllib.request.urlopen(asked, timeout=20) as answer:
-        assert answer.status == 200
-    assert not caplog.records
-
-
-def test_the_command_says_what_is_wrong_with_its_options_before_it_loads(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("OUTRIDER_API_KEY", raising=False)
-    empty, latin = tmp_path / "empty", tmp_path / "latin"
-    empty.write_text("# none\n\n")
-    latin.write_text("schl\u00fcssel\n", encoding="utf-8")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        for option, value, words in (
-            ("--port", "70000", "--port is '70000'; pass a whole number from 0 to 65535"),
-            ("--port", "-1", "--port is '-1'; pass a whole number"),
-            ("--port", str(port), f"listens at port {port} of 127.0.0.1 already; pass another --port"),
-            ("--host", "", "--host is empty"),
-            ("--host", "no.such.host.invalid", "no address that this machine can look up"),
-            ("--host", "a" * 70, "no address that this machine can look up"),
-            ("--host", "192.0.2.1", "no address of this machine"),
-            ("--max-body-bytes", "-1", "--max-body-bytes is '-1'; pass a"),
-            ("--max-choices", "0", "--max-choices is '0'; pass a"),
-            ("--drain-seconds", "-1", "--drain-seconds is '-1'; pass a"),
-            ("--drain-seconds", "nan", "--drain-seconds is 'nan'; pass a"),
-            ("--head-seconds", "0", "--head-seconds is '0'; pass a"),
-            ("--body-seconds", "inf", "--body-seconds is 'inf'; pass a"),
-            ("--send-seconds", "0", "--send-seconds is '0'; pass a"),
-            ("--idle-seconds", "-3", "--idle-seconds is '-3'; pass a"),
-            ("--max-connections", "0", "--max-connections is '0'; pass a"),
-            ("--max-connections", str(2**40), "open files, and this process may open"),
-            ("--max-running", "0", "--max-running is '0'; pass a"),
-            ("--max-waiting", "-1", "--max-waiting is '-1'; pass a"),
-            ("--max-waiting-per-key", "0", "--max-waiting-per-key is '0'; pass a"),
-            ("--prefill-tokens", "0", "--prefill-tokens is '0'; pass a"),
-            ("--cache-tokens", "-5", "--cache-tokens is '-5'; pass a"),
-            ("--cache-bytes", "0", "--cache-bytes is '0'; pass a"),
-            ("--threads", "-1", "--threads is '-1'; pass a"),
-            ("--max-waiting-per-key", "5", "shares the queue among API keys; pass --api-key, or leave it out"),
-            ("--api-key", "", "An API key is empty"),
-            ("--api-key-file", str(tmp_path / "none"), "cannot be read"),
-            ("--api-key-file", str(empty), "holds no key; write one a line"),
-            ("--api-key-file", str(latin), "characters that a header cannot hold"),
-        ):
-            more = [] if option == "--port" else ["--port", "0"]
-            assert main(["serve", str(tmp_path / "no plan"), option, value, *more]) == 2, option
-            assert words in capsys.readouterr().err
-
-
-def test_a_port_may_be_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(socket.socket, "bind", refused)
-    with pytest.raises(RequestError, match=r"Port 80 is reserved .* pass a --port from 1024 on"):
-        bound_socket("127.0.0.1", 80)
 
 
 def test_bodies_without_a_length_are_refused(address: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -48,17 +49,20 @@ MESSAGES = [
 ]
 
 
-def byte_level() -> LibraryTokenizer:
+def byte_level(
+    corpus: Sequence[str] = ("hello world, hello again: 日本語 wörld",) * 4, vocab_size: int = 300
+) -> LibraryTokenizer:
+    """A byte-level tokenizer trained on `corpus`."""
     tokenizer = LibraryTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=300,
+        vocab_size=vocab_size,
         special_tokens=["<s>", "</s>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(["hello world, hello again: 日本語 wörld"] * 4, trainer)
+    tokenizer.train_from_iterator(corpus, trainer)
     return tokenizer
 
 

@@ -10,28 +10,20 @@ from functools import cache
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as LibraryTokenizer
 
 from plans.errors import RequestError
 from plans.tokenizer import Tokenizer
 from runtime.text.stream import TextStream
+from tests.plans.test_tokenizer import byte_level as trained
 
 CORPUS = ["the end of the world, 日本語 and wörld, 😀😀 emoji! <|stop|> User: hello\n\nUser: end"] * 4
 
 
 @cache
 def byte_level() -> Tokenizer:
-    library = LibraryTokenizer(models.BPE())
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    library.train_from_iterator(CORPUS, trainer)
+    library = trained(CORPUS, vocab_size=320)
     library.add_tokens([AddedToken("<think>", normalized=False), AddedToken("日 é", normalized=False)])
     return Tokenizer(library)
 

@@ -1,0 +1,117 @@
+"""`outrider serve` as a command: its options, its life, and what it keeps."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from plans.errors import RequestError
+from runtime.__main__ import main
+from runtime.server.command import bound_socket
+from tests.integration.served import client_of, get
+
+
+def test_options_that_exclude_each_other_are_refused(toy_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(toy_plan), "--cache-file", "x", "--no-prefix-cache"]) == 2
+    assert "--cache-file is of the prefix cache" in capsys.readouterr().err
+    assert main(["serve", str(toy_plan), "--cache-file", "no/where/kept"]) == 2  # before the server has run for days
+    assert "there is no folder no/where" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("plan", ["branch_plan", "toy_plan"])
+def test_the_command_serves_until_it_is_told_to_end_and_keeps_its_cache(
+    plan: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    kept = tmp_path / "kept"
+    command = [sys.executable, "-m", "runtime", "serve", str(request.getfixturevalue(plan))]
+    command += ["--port", str(port), "--threads", "1"]
+    command += ["--cache-file", str(kept), "--cache-tokens", "4096", "--model-name", "toy", "--drain-seconds", "2"]
+    for start in range(2):
+        server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        try:
+            until = time.monotonic() + 60
+            while True:
+                with suppress(OSError):
+                    assert get(f"http://127.0.0.1:{port}/health")[0] == 200
+                    break
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            with client_of(f"http://127.0.0.1:{port}") as client:
+                found = client.completions.create(model="toy", prompt=[7, 8, 9] * 10, max_tokens=3)
+            assert found.usage is not None
+            assert found.usage.prompt_tokens_details is not None
+            assert found.usage.prompt_tokens_details.cached_tokens == (29 if start else 0)
+        finally:
+            server.send_signal(signal.SIGTERM)
+            _, said = server.communicate(timeout=30)
+        assert server.returncode == 0
+        assert kept.exists()
+        assert "serving 'toy'" in said
+        assert ("are warm" in said) == bool(start)
+
+
+def test_the_command_says_what_is_wrong_with_its_options_before_it_loads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OUTRIDER_API_KEY", raising=False)
+    empty, latin = tmp_path / "empty", tmp_path / "latin"
+    empty.write_text("# none\n\n")
+    latin.write_text("schl\u00fcssel\n", encoding="utf-8")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for option, value, words in (
+            ("--port", "70000", "--port is '70000'; pass a whole number from 0 to 65535"),
+            ("--port", "-1", "--port is '-1'; pass a whole number"),
+            ("--port", str(port), f"listens at port {port} of 127.0.0.1 already; pass another --port"),
+            ("--host", "", "--host is empty"),
+            ("--host", "no.such.host.invalid", "no address that this machine can look up"),
+            ("--host", "a" * 70, "no address that this machine can look up"),
+            ("--host", "192.0.2.1", "no address of this machine"),
+            ("--max-body-bytes", "-1", "--max-body-bytes is '-1'; pass a"),
+            ("--max-choices", "0", "--max-choices is '0'; pass a"),
+            ("--drain-seconds", "-1", "--drain-seconds is '-1'; pass a"),
+            ("--drain-seconds", "nan", "--drain-seconds is 'nan'; pass a"),
+            ("--head-seconds", "0", "--head-seconds is '0'; pass a"),
+            ("--body-seconds", "inf", "--body-seconds is 'inf'; pass a"),
+            ("--send-seconds", "0", "--send-seconds is '0'; pass a"),
+            ("--idle-seconds", "-3", "--idle-seconds is '-3'; pass a"),
+            ("--max-connections", "0", "--max-connections is '0'; pass a"),
+            ("--max-connections", str(2**40), "open files, and this process may open"),
+            ("--max-running", "0", "--max-running is '0'; pass a"),
+            ("--max-waiting", "-1", "--max-waiting is '-1'; pass a"),
+            ("--max-waiting-per-key", "0", "--max-waiting-per-key is '0'; pass a"),
+            ("--prefill-tokens", "0", "--prefill-tokens is '0'; pass a"),
+            ("--cache-tokens", "-5", "--cache-tokens is '-5'; pass a"),
+            ("--cache-bytes", "0", "--cache-bytes is '0'; pass a"),
+            ("--threads", "-1", "--threads is '-1'; pass a"),
+            ("--max-waiting-per-key", "5", "shares the queue among API keys; pass --api-key, or leave it out"),
+            ("--api-key", "", "An API key is empty"),
+            ("--api-key-file", str(tmp_path / "none"), "cannot be read"),
+            ("--api-key-file", str(empty), "holds no key; write one a line"),
+            ("--api-key-file", str(latin), "characters that a header cannot hold"),
+        ):
+            more = [] if option == "--port" else ["--port", "0"]
+            assert main(["serve", str(tmp_path / "no plan"), option, value, *more]) == 2, option
+            assert words in capsys.readouterr().err
+
+
+def test_a_port_may_be_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "bind", refused)
+    with pytest.raises(RequestError, match=r"Port 80 is reserved .* pass a --port from 1024 on"):
+        bound_socket("127.0.0.1", 80)

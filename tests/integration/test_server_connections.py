@@ -1,0 +1,161 @@
+"""Connections of the server: clients that are slow, silent or too many."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from runtime import Runtime
+from runtime.server.command import bound_socket
+from runtime.server.connections import Limits
+from tests.integration.served import KEY, get, listening, serving
+
+
+@pytest.mark.parametrize(
+    ("sent", "answered"),
+    [
+        ("", b""),
+        ("GET /health HTTP/1.1\r\nHost: x\r\n", b"The request's head has not come within 0.3 s"),
+        (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 9\r\n\r\n{{",
+            b"The request's body has not come within 0.4 s",
+        ),
+        ("GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{", b'{"status":"ok"}'),
+        ("GET /health HTTP/1.1\r\nHost: x\r\n\r\n", b'{"status":"ok"}'),
+        ("GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET", b'{"status":"ok"}'),
+    ],
+    ids=["nothing", "half a head", "half a body", "an answer before the body", "idle", "half a second head"],
+)
+def test_connections_that_wait_are_closed(impatient: str, sent: str, answered: bytes) -> None:
+    host, port = impatient.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as plain:
+        plain.sendall(sent.encode())
+        found = b"".join(iter(lambda: plain.recv(4096), b""))  # until it is closed
+    assert found.endswith(answered) if answered.startswith(b"{") else answered in found
+    assert found.startswith(b"HTTP/1.1 ") == bool(answered)
+    assert (b" 408 " in found) == (b"has not come" in answered)
+    assert get(f"{impatient}/health") == (200, '{"status":"ok"}')
+
+
+def test_a_head_that_trickles_in_is_not_waited_for(impatient: str) -> None:
+    host, port = impatient.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=0.05) as plain:
+        plain.sendall(b"GET /health HTTP/1.1\r\nX: ")
+        for _ in range(400):
+            with suppress(TimeoutError):
+                assert b" 408 " in plain.recv(4096)
+                return
+            plain.sendall(b"x")
+    raise AssertionError("it was waited for")
+
+
+@pytest.fixture(scope="module")
+def impatient(branch_plan: Path) -> Iterator[str]:
+    with listening(Runtime.load(branch_plan, threads=1), Limits(0.3, 0.4, idle_seconds=0.2), api_key=KEY) as address:
+        yield address
+
+
+def test_too_many_connections_are_told(branch_plan: Path) -> None:
+    with listening(Runtime.load(branch_plan, threads=1), Limits(max_connections=2)) as address:
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))), socket.create_connection((host, int(port))):
+            status, body = get(f"{address}/health")
+            assert (status, json.loads(body)["error"]["message"]) == (
+                503,
+                "Too many connections are open; try again later.",
+            )
+        until = time.monotonic() + 20
+        while get(f"{address}/health")[0] != 200:
+            assert time.monotonic() < until
+
+
+def test_a_client_that_reads_nothing_is_left(branch_plan: Path) -> None:
+    bound = bound_socket("127.0.0.1", 0)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # what waits, waits in the server
+    asked = {"model": "toy", "prompt": [5], "max_tokens": 100, "ignore_eos": True, "stream": True, "logprobs": 5}
+    body = json.dumps(asked | {"n": 16}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    with (
+        serving(Runtime.load(branch_plan, threads=1), bound, Limits(send_seconds=0.3)) as server,
+        socket.socket() as deaf,
+    ):
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        deaf.settimeout(20)
+        deaf.connect(bound.getsockname())
+        deaf.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+        begun = until = time.monotonic() + 20
+        while not server.server_state.connections:
+            assert time.monotonic() < begun
+            time.sleep(0.01)
+        while server.server_state.connections:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        with suppress(ConnectionResetError):
+            read = b"".join(iter(lambda: deaf.recv(4096), b""))
+            assert read.startswith(b"HTTP/1.1 200")
+            assert b"[DONE]" not in read
+
+
+def test_a_client_that_reads_slowly_has_all_of_its_answer(branch_plan: Path) -> None:
+    bound = bound_socket("127.0.0.1", 0)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    with serving(Runtime.load(branch_plan, threads=1), bound, Limits(send_seconds=0.5)), socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        slow.settimeout(20)
+        slow.connect(bound.getsockname())
+        slow.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        read, began = b"", time.monotonic()
+        while piece := slow.recv(500):
+            read += piece
+            time.sleep(0.1)
+        length = int(re.search(rb"content-length: (\d+)", read)[1])  # type: ignore[index]
+        assert len(read.partition(b"\r\n\r\n")[2]) == length
+        assert time.monotonic() - began > 0.5  # longer than a client that reads nothing has
+
+
+def test_more_connections_than_open_files(branch_plan: Path) -> None:
+    """Two hundred open files, and three hundred clients that say nothing: those that are too many are closed."""
+    command = [sys.executable, "-m", "runtime", "serve", str(branch_plan), "--threads", "1", "--port", "0"]
+    limited = ["bash", "-c", 'ulimit -n 200 && exec "$@"', "bash", *command, "--head-seconds", "2"]
+    with subprocess.Popen(limited, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        told = server.stderr.readline() + server.stderr.readline()
+        address = re.search(r"http://127\.0\.0\.1:(\d+)", told)
+        assert address is not None, told
+        try:
+            silent = [socket.create_connection(("127.0.0.1", int(address[1])), timeout=20) for _ in range(300)]
+            until = time.monotonic() + 30
+            while True:
+                with suppress(OSError):
+                    if get(f"{address[0]}/health")[0] == 200:
+                        break
+                assert time.monotonic() < until
+                time.sleep(0.1)
+            for client in silent:
+                client.close()
+            server.send_signal(signal.SIGTERM)
+            _, said = server.communicate(timeout=30)
+        finally:
+            server.kill()  # nothing to one that has ended
+        assert server.returncode == 0
+    assert "at most 56 connections at once" in told
+    assert said == ""
+
+
+def test_an_upgrade_is_not_begun(impatient: str, caplog: pytest.LogCaptureFixture) -> None:
+    asked = urllib.request.Request(f"{impatient}/health", headers={"Connection": "Upgrade", "Upgrade": "websocket"})
+    with urllib.request.urlopen(asked, timeout=20) as answer:
+        assert answer.status == 200
+    assert not caplog.records
