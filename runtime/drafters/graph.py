@@ -92,7 +92,7 @@ class EngineDrafter:
         self._rows = self._rows[: max(length - self._first, 0)]
 
     def suppose(self, length: int | None) -> None:
-        """Features of what was supposed are none; its rows `truncate` cuts off."""
+        """Discard target features of retracted tentative tokens; `truncate` drops their KV."""
         if length is None and self._supposing:
             self._rows = self._rows[:0]
         self._supposing = length is not None
