@@ -16,6 +16,7 @@ from plans.manifest import (
     StageKind,
     View,
     longest_draft,
+    rejects,
 )
 from plans.partial_kv import PartialKv
 from plans.step_buffers import sampling_buffers
@@ -103,21 +104,29 @@ def stages_around(model: str, drafter: GraphDrafter | None = None) -> tuple[tupl
 def emit_programs(
     engines: Mapping[str, Engine], drafters: Sequence[Drafter], branches: int, partial: PartialKv | None = None
 ) -> dict[str, Program]:
-    """`prefill`, `decode`, `beam`; one `speculate.NAME` per drafter, one `extend.NAME` where it has an engine.
+    """`prefill`, `decode`, `verify`, `beam`; `extend.NAME` for each drafter with an engine, and what drafts with it.
 
-    Of several branches also `verify`. With partial KV that too, `refresh`, and what commits tokens once more, over the
-    partial arena.
+    `speculate.NAME` is one launch for one sequence: the drafter's engine writes its tree into the target's step, which
+    is verified. `draft.NAME` drafts apart: for several sequences, or a token at a time. `compact.NAME` moves KV of a
+    tree together, or of every model of a plan of several branches over dead slots. With partial KV, what commits
+    tokens is there once more, over the partial cache, and `refresh` fills that.
 
-    What drafts token by token, or for several branches, has a program `draft.NAME` for that; where it is token by token
-    `speculate.NAME` begins with the mask. What keeps rows of a tree has one to move them, `compact.NAME`; so has every
-    model of a plan of several branches, to move rows over dead ones. An engine needs no stages for the ops that it
-    holds. Where it accepts, and the program does not, or by another rule, nobody asks how that went.
+    An engine needs no stages for the ops that it holds. Where it accepts, and the program does not, or by another rule,
+    nobody asks how that went.
     """
     model = names.TARGET
-    (mask,), (accept,) = stages_around(model)
-    accepted = _op("KvGather", model, _ACCEPTED)
+    (mask,), (walk,) = stages_around(model)
     forward = _engine(model, engines[model])
     masked = (*_needed(engines[model], mask), forward)
+    gather = _op("KvGather", model, _ACCEPTED)
+
+    def verify(accept: Stage) -> tuple[Stage, ...]:
+        judged = _needed(engines[model], accept)
+        return (*(_unasked(masked) if judged else masked), *judged, gather)
+
+    by_rejection = _op("ChainAccept", model)  # which serves trees of the other rule as well
+    rejecting = [drafter for drafter in drafters if rejects([drafter])]
+    together = branches > 1 or any(isinstance(d, GraphDrafter) and d.entropy is not None for d in rejecting)
     tokens = names.of(model, names.COMMITTED)
     results = Results(
         tokens=tokens, counts=names.of(model, names.ACCEPTED_COUNT), kept=names.of(model, names.KEPT_ROWS)
@@ -127,39 +136,29 @@ def emit_programs(
         names.DECODE: Program(
             stages=(*masked, *_needed(engines[model], _op("Sample", model))), results=Results(tokens=tokens)
         ),
+        names.VERIFY: Program(stages=verify(by_rejection if rejecting and together else walk), results=results),
         names.BEAM: Program(stages=_unasked((forward,))),
     }
-    if branches > 1 or partial is not None:
-        judged = _needed(engines[model], accept)
-        ran = _unasked(masked) if judged else masked
-        programs[names.VERIFY] = Program(stages=(*ran, *judged, accepted), results=results)
     if branches > 1:
         programs[names.compact(model)] = Program(stages=(_op("KvGather", model, _COMPACT),))
     for drafter in drafters:
-        name, judge = drafter.name, accept
-        if isinstance(drafter, GraphDrafter):
-            engine = engines[name]
-            (draws, own_mask), _ = stages_around(name, drafter)
-            if drafter.acceptance == "rejection":
-                judge = _op("ChainAccept", model)
-            adaptive = drafter.entropy is not None
-            drafting = _engine(name, engine, None if adaptive else names.DRAFTED)
-            own = (*_needed(engine, draws, own_mask), drafting)
-            draft: tuple[Stage, ...] = () if adaptive else own
-            if adaptive or branches > 1:
-                apart = _engine(name, engine)
-                programs[names.draft(name)] = Program(stages=(*_needed(engine, draws, own_mask), apart))
-            programs[names.extend(name)] = Program(stages=(*_needed(engine, own_mask), _engine(name, engine)))
-            if branches > 1 or (drafter.compacts and engine.keeps_levels):
-                programs[names.compact(name)] = Program(stages=(_op("KvGather", name, _COMPACT),))
-        else:
-            draft = (Stage(kind=StageKind.DRAFT, run=name, model=model),)
-        judged = _needed(engines[model], judge)
-        ran = _unasked(masked) if judged else masked
-        programs[names.speculate(name)] = Program(stages=(*draft, *ran, *judged, accepted), results=results)
+        if not isinstance(drafter, GraphDrafter):
+            continue
+        name, engine = drafter.name, engines[drafter.name]
+        (draws, own_mask), _ = stages_around(name, drafter)
+        around, apart = _needed(engine, draws, own_mask), _engine(name, engine)
+        if drafter.entropy is None:
+            into_step = _engine(name, engine, names.DRAFTED)
+            judged = verify(by_rejection if drafter in rejecting else walk)
+            programs[names.speculate(name)] = Program(stages=(*around, into_step, *judged), results=results)
+        if branches > 1 or drafter.entropy is not None:
+            programs[names.draft(name)] = Program(stages=(*around, apart))
+        programs[names.extend(name)] = Program(stages=(*_needed(engine, own_mask), apart))
+        if branches > 1 or (drafter.compacts and engine.keeps_levels):
+            programs[names.compact(name)] = Program(stages=(_op("KvGather", name, _COMPACT),))
     if partial is not None:
-        small = [names.DECODE, *(names.speculate(drafter.name) for drafter in drafters)]
-        programs |= {names.partial(name): _over_partial(programs[name]) for name in small}
+        committing = [name for name, program in programs.items() if program.results is not None]
+        programs |= {names.partial(name): _over_partial(programs[name]) for name in committing}
         programs[names.REFRESH] = _refresh(partial)
     return programs
 

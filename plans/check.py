@@ -130,15 +130,14 @@ def _backend(
     for name, engine in backend.engines.items():
         for problem in _engine(engine):
             yield f"engines.{name}: {problem}"
-    resolver = _Names(memory, backend, {d.name for d in drafters if isinstance(d, NgramDrafter)}, partial)
-    speculative = {names.speculate(drafter.name) for drafter in drafters}
+    resolver = _Names(memory, backend, partial)
+    speculative = {names.speculate(name) for name, drafter in graphs.items() if drafter.entropy is None}
+    speculative.add(names.VERIFY)
     several = models[names.TARGET].branches > 1
-    if several or partial is not None:
-        speculative.add(names.VERIFY)
     plain = {names.DECODE}
     small: set[str] = set()
     if partial is not None:
-        small = {names.partial(names.speculate(drafter.name)) for drafter in drafters}
+        small = {names.partial(name) for name in speculative}
         speculative |= small
         small.add(names.partial(names.DECODE))
         plain.add(names.partial(names.DECODE))
@@ -263,14 +262,14 @@ class _Kind:
 
 
 class _Names:
-    """What a stage may name: memory, engines and drafters of one backend."""
+    """What a stage may name: memory and engines of one backend."""
 
-    def __init__(self, memory: Memory, backend: BackendPlan, drafters: set[str], partial: PartialKv | None) -> None:
-        self._memory, self._backend, self._drafters, self._partial = memory, backend, drafters, partial
+    def __init__(self, memory: Memory, backend: BackendPlan, partial: PartialKv | None) -> None:
+        self._memory, self._backend, self._partial = memory, backend, partial
 
     def program(self, program: Program, name: str, kind: _Kind) -> Iterator[str]:
         for index, stage in enumerate(program.stages):
-            for problem in (*self._stage(stage, first=index == 0), *arena_problems(stage, name, kind.small)):
+            for problem in (*self._stage(stage), *arena_problems(stage, name, kind.small)):
                 yield f"stage {index}, {stage.run!r}: {problem}"
         if kind.compacting:
             if [stage.run for stage in program.stages] != ["KvGather"] or program.results is not None:
@@ -284,7 +283,7 @@ class _Names:
             yield "must be one engine without results: the host writes its bias and reads its logits"
         yield from self._results(program, kind)
 
-    def _stage(self, stage: Stage, first: bool) -> Iterator[str]:
+    def _stage(self, stage: Stage) -> Iterator[str]:
         if stage.model not in self._backend.symbols:
             yield f"runs for the model {stage.model!r}, which the plan lacks"
             return
@@ -297,12 +296,7 @@ class _Names:
         for buffer in stage.outputs.values():
             if buffer not in self._backend.views and not _writes(stage, *buffer.rpartition(".")[::2]):
                 yield f"writes {buffer!r}, which only the host may write"
-        if stage.kind is StageKind.DRAFT:
-            if stage.run not in self._drafters:
-                yield "the plan has no drafter of this name"
-            elif not first or stage.model != names.TARGET:
-                yield "drafts, but is not the first stage, for the target"
-        elif stage.kind is StageKind.ENGINE and stage.run not in self._backend.engines:
+        if stage.kind is StageKind.ENGINE and stage.run not in self._backend.engines:
             yield "the plan has no engine of this name"
         elif stage.kind is StageKind.ENGINE:
             yield from self._engine_stage(stage, self._backend.engines[stage.run])

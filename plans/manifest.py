@@ -12,7 +12,7 @@ from plans import names
 from plans.buffers import LARGEST_SIZE, Strict, Tensor
 from plans.partial_kv import PartialKv
 
-FORMAT_VERSION = 9
+FORMAT_VERSION = 10
 
 Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
 Count = Annotated[int, Field(ge=0, le=LARGEST_SIZE)]
@@ -151,7 +151,6 @@ def rejects(drafters: Iterable[Drafter]) -> bool:
 
 
 class StageKind(StrEnum):
-    DRAFT = "draft"  # a drafter of the runtime writes nodes behind the pending tokens
     OP = "op"  # one of our ops, by schema name
     ENGINE = "engine"  # one of the target's engines, by name
 

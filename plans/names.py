@@ -102,6 +102,7 @@ TOP_P = "top_p"  # f64 [branches], 1 is off
 FILTER_ORDER = "filter_order"  # int64 [branches], 0 temperature first, 1 temperature last
 SEED = "seed"  # uint64 [branches]
 STREAM = "stream"  # int64 [branches]
+BY_REJECTION = "by_rejection"  # int64 [branches], 1: the branch's chain is accepted by rejection
 SKIP_SAMPLE_ADJUSTMENT = "skip_sample_adjustment"  # int64 [branches], 1: rejection draws from p (debugging)
 
 

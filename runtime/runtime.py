@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Generator, Sequence
 from os import PathLike
 from pathlib import Path
@@ -21,11 +20,12 @@ from plans.tokenizer import Tokenizer
 from runtime.backends import BACKENDS, Chosen, choose_backend
 from runtime.backends.base import Settings
 from runtime.beam_search import BeamOptions, BeamResult, beam_search
-from runtime.branch_request import MODES, BranchPrompt, BranchRequest, Mode, check_branches
-from runtime.branch_run import BranchRunner
+from runtime.branch_request import BranchPrompt, BranchRequest, Mode, check_branches
+from runtime.branch_run import run_branches
 from runtime.branch_stream import BranchSpan, BranchStats, BranchStream
+from runtime.engine_pool import EnginePool
 from runtime.execution.assembly import Loaded
-from runtime.generation import Generation, GenerationStream
+from runtime.generation import Generation, GenerationStream, Run
 from runtime.handle import Handle
 from runtime.prefix_cache.cache import PrefixCache, PrefixCacheConfig, row_shapes
 from runtime.prefix_cache.file import load_prefix_cache, save_prefix_cache
@@ -33,7 +33,6 @@ from runtime.request import Options, Request, check_request
 from runtime.scheduler import Scheduler, SchedulerConfig
 from runtime.scheduler_stats import SchedulerStats
 from runtime.session import Session
-from runtime.session_pool import SessionPool
 from runtime.text.prompt import Messages, choose_prompt, prepare_prompt
 
 MAX_THREADS = 1024
@@ -78,8 +77,7 @@ class Runtime:
         self._scheduler_config = scheduler or SchedulerConfig()
         self._scheduler: Scheduler | None = None
         self._making, self._closed = threading.Lock(), False
-        self._idle_runners: dict[Mode, deque[BranchRunner]] = {mode: deque(maxlen=1) for mode in MODES}
-        self._sessions = SessionPool(self.loaded, self.prefix_cache)
+        self.engines = EnginePool(self.loaded, self.prefix_cache)
 
     @classmethod
     def load(
@@ -117,8 +115,8 @@ class Runtime:
         return self._plan.manifest
 
     def session(self) -> Session:
-        """A new, empty sequence with buffers of its own."""
-        return Session(self.loaded, self.prefix_cache)
+        """A new, empty sequence, with an engine to itself from its first use until it is closed."""
+        return Session(self.engines)
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts, and one prompt
@@ -216,7 +214,7 @@ class Runtime:
             if self._closed:
                 raise ClosedError("The runtime takes no more requests: it was closed.")
             if self._scheduler is None:
-                self._scheduler = Scheduler(self.loaded, self._sessions, self._scheduler_config, self.prefix_cache)
+                self._scheduler = Scheduler(self.engines, self._scheduler_config)
             return self._scheduler
 
     def save_prefix_cache(self, path: str | PathLike[str]) -> int:
@@ -270,7 +268,12 @@ class Runtime:
         self, prompt: str | Sequence[int] | None = None, *, messages: Messages | None = None, **options: Unpack[Options]
     ) -> GenerationStream:
         """As `generate`, a span of tokens and text per step; nothing is held until the first one is asked for."""
-        return GenerationStream(self._sessions.run(*self._check(self._choose(prompt, messages), options)))
+        return GenerationStream(self._once(*self._check(self._choose(prompt, messages), options)))
+
+    def _once(self, ids: list[int], request: Request) -> Run:
+        """Generate behind `ids`, a sequence of its own; nothing is held until the first pass is asked for."""
+        with Session(self.engines) as session:
+            return (yield from session.run(ids, request, whole=True))
 
     def generate_branches(
         self,
@@ -333,18 +336,15 @@ class Runtime:
         stats: BranchStats,
         keep_for: Sequence[str],
     ) -> Generator[BranchSpan, None, None]:
+        engine = self.engines.borrow()
         try:
-            runner = self._idle_runners[mode].pop()
-        except IndexError:
-            runner = BranchRunner(self.loaded, mode, cache=self.prefix_cache)
-        try:
-            yield from runner.run(prefix, asked, parallel, stats, keep_for)
+            yield from run_branches(engine, prefix, asked, parallel, mode, stats, keep_for)
         finally:
-            self._idle_runners[mode].append(runner)  # the next run begins afresh, however this one ended
+            self.engines.give_back(engine)  # whoever is next begins afresh, however this run ended
 
     def beam_search(self, prompt: str | Sequence[int], **options: Unpack[BeamOptions]) -> list[BeamResult]:
         """The most probable continuations of `prompt` that beam search finds, best first. Raises RequestError."""
-        with self._sessions.borrow() as session:
+        with Session(self.engines) as session:
             return beam_search(session, prompt, **options)
 
 

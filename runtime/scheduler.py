@@ -1,8 +1,8 @@
 """Many requests on one runtime: one thread serves them all, a pass for all that live (FEATURES rows 26 to 30).
 
-A request waits until there is a place and room for all that it may come to; then its prompt is computed a part in every
-pass, beside the decoding of the others, and it decodes like a branch behind no prefix. A plan of one branch serves one
-request at a time, on a session. Tokens are those that it would have alone.
+A request waits until there is room for all that it may come to; then its prompt is computed a part in every pass,
+beside the decoding of the others. A plan of one branch serves one request at a time. Tokens are those that it would
+have alone.
 """
 
 from __future__ import annotations
@@ -12,26 +12,22 @@ import heapq
 import logging
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Sequence as List
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from time import monotonic, perf_counter
-from typing import Any
 
 from plans.errors import BusyError, ClosedError, OutriderError, PlanError, RequestError
 from runtime.branch_request import MODES, BranchRequest, Mode
-from runtime.branch_run import BranchRunner
-from runtime.branch_stream import BranchSpan, BranchStats
-from runtime.execution.assembly import Loaded
+from runtime.branch_stream import BranchSpan
+from runtime.engine import Engine
+from runtime.engine_pool import EnginePool
 from runtime.generation import FinishReason, Generation
 from runtime.handle import Handle
-from runtime.prefix_cache.cache import PrefixCache
-from runtime.runner import Committed, Runner, Runs
 from runtime.scheduler_stats import SchedulerStats
-from runtime.session_pool import SessionPool
-from runtime.session_runner import SessionRunner
+from runtime.sequence import Committed, Sequence
 from runtime.stats import Stats
 
 _LOG = logging.getLogger("outrider")
@@ -102,15 +98,10 @@ class _Request:
 class Scheduler:
     """Safe under threads. `submit` from any of them; the work is done in one of its own, while there is any."""
 
-    def __init__(
-        self,
-        loaded: Loaded,
-        sessions: SessionPool,
-        config: SchedulerConfig | None = None,
-        cache: PrefixCache | None = None,
-    ) -> None:
-        """`sessions` are for plans of one branch. Raises RequestError for what the plan cannot serve."""
-        geometry = loaded.manifest.target
+    def __init__(self, pool: EnginePool, config: SchedulerConfig | None = None) -> None:
+        """Borrows an engine of the pool while it has work. Raises RequestError for what the plan cannot serve."""
+        manifest = pool.loaded.manifest
+        geometry = manifest.target
         self.config = config = config or SchedulerConfig()
         if (config.max_running or 0) > geometry.branches:
             raise RequestError(f"max_running is {config.max_running}; the plan serves at most {geometry.branches}.")
@@ -121,21 +112,20 @@ class Scheduler:
         mode: Mode = config.mode or ("batching" if geometry.rows > 1 else "in-one-sequence")
         if mode == "batching" and geometry.rows < 2:
             raise RequestError("The plan has one row for all; build it with capacity.batching for mode batching.")
-        self._runner: Runner[Any, Any]  # what it makes of requests goes back to it alone
-        if geometry.branches < 2:
-            self._runner = SessionRunner(sessions)
-        else:
-            branches = self._runner = BranchRunner(loaded, mode, cache=cache)
-            branches.warm_up()
+        self._pool, self._mode = pool, mode
+        self._engine: Engine | None = None
+        if geometry.branches > 1:
+            engine = pool.borrow()
+            engine.warm_up(mode)
+            pool.give_back(engine)
         self._most = config.max_running or geometry.branches
-        self._drafters: set[str | None] = {drafter.name for drafter in loaded.manifest.drafters}
+        self._drafters: set[str | None] = {drafter.name for drafter in manifest.drafters}
         self._numbers = count()
         self._changed = threading.Condition()
         self._waiting: list[_Request] = []
-        self._running: list[Runs] = []
+        self._running: list[Sequence] = []
         self._by_place: dict[int, _Request] = {}
         self._stats = SchedulerStats()
-        self._round_stats = BranchStats()
         self._showing: Future[None] | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -143,7 +133,7 @@ class Scheduler:
 
     def submit(
         self,
-        asked: Sequence[BranchRequest],
+        asked: List[BranchRequest],
         priority: int = 0,
         deadline: float | None = None,
         *,
@@ -216,7 +206,7 @@ class Scheduler:
             "Try again later."
         )
 
-    def _check_constraints(self, asked: Sequence[BranchRequest]) -> None:
+    def _check_constraints(self, asked: List[BranchRequest]) -> None:
         others = [*self._waiting, *self._by_place.values()]
         taken = [each.asked.request.constraint for each in others]
         for each in asked:
@@ -251,23 +241,33 @@ class Scheduler:
     # In the thread.
 
     def _work(self) -> None:
-        fresh = False
         with ThreadPoolExecutor(1, thread_name_prefix="outrider-text") as texts:
             while self._wait():
                 try:
-                    if not fresh:
-                        self._runner.begin([], self._drafters)
-                        fresh = True
-                    self._turn(texts)
+                    self._turn(texts, self._take())
                 except Exception as error:
-                    fresh = False
                     _LOG.exception("a round of the scheduler failed")
                     self._fail(error if isinstance(error, OutriderError) else PlanError(f"A round failed: {error!r}."))
+                    self._let_go()
+            self._let_go()
         with self._changed:
             self._thread = None
             self._changed.notify_all()
             if self._waiting:  # one came while this thread was ending
                 self._start()
+
+    def _take(self) -> Engine:
+        """The engine that serves the requests."""
+        if self._engine is None:
+            self._engine = self._pool.borrow()
+            self._engine.begin([], self._drafters, self._mode)
+        return self._engine
+
+    def _let_go(self) -> None:
+        """Others may have the engine."""
+        if self._engine is not None:
+            self._pool.give_back(self._engine)
+            self._engine = None
 
     def _wait(self) -> bool:
         """Until there is something to do; False where the thread is to end."""
@@ -277,39 +277,38 @@ class Scheduler:
                     return bool(self._waiting)
             return True
 
-    def _turn(self, texts: ThreadPoolExecutor) -> None:
+    def _turn(self, texts: ThreadPoolExecutor, engine: Engine) -> None:
         """One pass, and what goes before it: those who wait no longer, and those who may begin.
 
         Meanwhile the text of the pass before is shown. Who is found to have stopped there has run in this one for
         nothing.
         """
         self._expire()
-        self._runner.settle(self._running)
-        self._admit()
+        engine.settle(self._running)
+        self._admit(engine)
         if not self._running:
             self._catch_up()
             return
         began = perf_counter()
         decoding = any(each.decoding for each in self._running)
-        chunk = self.config.prefill_tokens if decoding else None
-        committed = self._runner.advance(self._running, self._round_stats, chunk)
+        committed = engine.step(self._running, self.config.prefill_tokens if decoding else None)
         self._catch_up()
-        committed = [each for each in committed if not each.running.stopped]
+        committed = [each for each in committed if not each.sequence.stopped]
         if self.config.overlap:
             with suppress(RuntimeError):  # the interpreter ends, and takes no more work
-                self._showing = texts.submit(self._show, committed)
+                self._showing = texts.submit(self._show, engine, committed)
         if self._showing is None:
-            self._show(committed)
+            self._show(engine, committed)
         spent = (perf_counter() - began) * 1000
         with self._changed:
             stats = self._stats
-            stats.rounds = self._round_stats.rounds
+            stats.rounds += 1
             stats.busy_ms += spent
             stats.longest_round_ms = max(stats.longest_round_ms, spent)
 
-    def _show(self, committed: Sequence[Committed]) -> None:
+    def _show(self, engine: Engine, committed: List[Committed]) -> None:
         for each in committed:
-            self._deliver(self._runner.show(each))
+            self._deliver(engine.show(each))
 
     def _catch_up(self) -> None:
         """Until all text is shown."""
@@ -334,17 +333,20 @@ class Scheduler:
         for each in late:
             each.cancel.set()
 
-    def _admit(self) -> None:
+    def _admit(self, engine: Engine) -> None:
         """Begin with those who wait, in their order, as long as there is a place and room."""
         while len(self._running) < self._most:
             with self._changed:
-                if not self._waiting or (self._running and not self._runner.fits(self._waiting[0].asked)):
+                if not self._waiting:
+                    return
+                asked = self._waiting[0].asked
+                if self._running and not engine.fits(len(asked.token_ids), asked.request):
                     return
                 request = heapq.heappop(self._waiting)
                 self._by_place[request.place] = request
                 self._changed.notify_all()
             request.queued_ms = (perf_counter() - request.submitted) * 1000
-            self._running.append(self._runner.admit(request.place, request.asked))
+            self._running.append(engine.admit(request.place, request.asked.token_ids, request.asked.request))
             with self._changed:
                 self._stats.queued_ms += request.queued_ms
                 self._stats.prompt_tokens += len(request.asked.token_ids)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.drafters.base import Drafter
+from runtime.drafters.base import Draft, TreeInPlace
 from runtime.execution.step import TargetStep
 
 
@@ -44,39 +44,56 @@ class Round:
     committed: list[int]
     entropy: float | None
 
+    def cut(self, kept: int) -> Round:
+        """The round, where only the first `kept` of its tokens stay."""
+        if kept == len(self.committed):
+            return self
+        nodes = [replace(node, accepted=node.accepted and node.depth <= kept) for node in self.nodes]
+        return replace(self, nodes=nodes, committed=self.committed[:kept])
+
 
 Watcher = Callable[[Round], None]
 
 
 def read_round(
     step: TargetStep,
-    pending: int,
+    root: int,
+    first: int,
+    drafted: int,
     committed: list[int],
-    accepted: int,
-    kept: NDArray[np.int64] | None,
-    drafter: Drafter | None,
+    accepted: NDArray[np.int64],
+    draft: Draft | TreeInPlace | None,
+    trials: NDArray[np.float64] | None,
 ) -> Round:
-    """The round that has just run; the first `accepted` of `committed` were drafted by `drafter`.
+    """The round of one sequence that has just run: the tip is token `root` of the step, with logits index `first`, and
+    `drafted` nodes stand behind it.
 
-    `kept` lists the step's rows that stay.
+    `accepted` lists those of the step's tokens that were accepted; `trials` are those of ChainAccept, by logits index.
     """
-    scores, trials = (None, None) if drafter is None else (drafter.scores, drafter.trials)
-    tip = pending - 1
-    on_path = set() if kept is None else {int(row) - tip for row in kept[pending : pending + accepted]}
+    scores = None if draft is None else draft.scores
+    in_place = isinstance(draft, TreeInPlace)
+    on_path = set(accepted.tolist())
+
+    def score(node: int) -> float:
+        """Log-probability summed from the tip, which is node 0."""
+        assert scores is not None
+        return float(scores[node]) if in_place else float(scores[node - 1]) if node else 0.0
+
     nodes = []
-    for node in range(1, step.drafted + 1):
-        row = tip + node
-        parent = int(step.parent[row]) - tip
-        draw, ratio = (None, None) if trials is None or np.isnan(trials[node, 0]) else trials[node].tolist()
+    for node in range(1, drafted + 1):
+        token = root + node
+        parent = int(step.parent[token]) - root
+        weighed = trials is not None and not np.isnan(trials[first + node, 0])
+        draw, ratio = trials[first + node].tolist() if trials is not None and weighed else (None, None)
         nodes.append(
             Node(
-                token_id=int(step.token_ids[row]),
+                token_id=int(step.token_ids[token]),
                 parent=parent,
-                depth=int(step.positions[row] - step.positions[tip]),
-                probability=None if scores is None else exp(float(scores[node] - scores[parent])),
-                accepted=node in on_path,
+                depth=int(step.positions[token] - step.positions[root]),
+                probability=None if scores is None else exp(score(node) - score(parent)),
+                accepted=token in on_path,
                 draw=draw,
                 ratio=ratio,
             )
         )
-    return Round(int(step.positions[tip]) + 1, nodes, committed, None if drafter is None else drafter.entropy)
+    return Round(int(step.positions[root]) + 1, nodes, committed, None if draft is None else draft.entropy)

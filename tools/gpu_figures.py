@@ -182,7 +182,8 @@ def plan_rows(
         row["stage_ms"] = runs[-1][0]["stage_ms"]
         buffers = session.buffers
         if isinstance(buffers, DeviceBuffers):
-            program = names.DECODE if drafter == "none" else names.speculate(drafter)
+            fused = names.speculate(drafter)
+            program = names.DECODE if drafter == "none" else fused if fused in session.programs else names.VERIFY
             stages = runtime.manifest.backends[runtime.backend].programs[program]
             row["op_ms"] = op_times(session, buffers.device, program, stages)
             row["ops_share"] = sum(row["op_ms"].values()) / row["round_ms"]
@@ -281,7 +282,7 @@ def shape_figures(plan: Path, weights: int, copies: float, new: int, graphs: boo
     assert isinstance(session.buffers, DeviceBuffers), "this is a backend of a GPU"
     prompt = [(37 * i) % 1000 + 1 for i in range(128)]
     ngram, _ = decode(session, prompt, "ngram", new)
-    speculate = names.speculate("ngram")
+    speculate = names.VERIFY
     ops = op_times(
         session, session.buffers.device, speculate, runtime.manifest.backends[runtime.backend].programs[speculate]
     )

@@ -16,7 +16,7 @@ from plans import names
 from plans.buffers import DType, Tensor
 from plans.check import buffer_shape, session_bytes
 from plans.errors import PlanError
-from plans.manifest import BackendPlan, Stage, StageKind
+from plans.manifest import BackendPlan, Stage
 from plugins import native
 from plugins.cuda import DeviceOp
 from plugins.cuda.launches import FAULTS, STATUS
@@ -124,7 +124,7 @@ def lay_out(plan: BackendPlan) -> Layout:
 def _stages(plan: BackendPlan) -> Iterator[Stage]:
     """Those that run on the device."""
     for program in plan.programs.values():
-        yield from (stage for stage in program.stages if stage.kind is not StageKind.DRAFT)
+        yield from program.stages
 
 
 def _aligned(size: int) -> int:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from plans import manifest
-from runtime.drafters.base import Drafter, HostDrafter
-from runtime.drafters.fallback import Fallback
+from runtime.drafters.base import HostDrafter
 from runtime.drafters.ngram import NgramDrafter
 
-__all__ = ["Drafter", "Fallback", "HostDrafter", "make_host_drafter"]
+__all__ = ["HostDrafter", "make_host_drafter"]
 
 
 def make_host_drafter(settings: manifest.NgramDrafter) -> HostDrafter:

@@ -53,9 +53,12 @@ class AdaptiveSpeculation:
         """Whether the drafter is disabled: it drafts again once the plain rounds to come have passed."""
         return self._disabled_rounds > 0
 
-    def note(self, seconds: float, tokens: int, *, partial: bool = False) -> None:
-        """A round, over the `partial` arena or the full one, took `seconds` and committed `tokens`; it drafted if
-        `drafting` was true before the call."""
+    def note(self, seconds: float, tokens: int, *, others: int = 0, partial: bool = False) -> None:
+        """A round, over the `partial` cache or the full one, took `seconds` and committed `tokens`; it drafted if
+        `drafting` was true before the call.
+
+        `others` are tokens of sequences that shared the pass: what counts is what all of them get from it.
+        """
         if self._disabled_rounds:
             self._disabled_rounds -= 1
             return
@@ -64,7 +67,7 @@ class AdaptiveSpeculation:
         full = len(watch.seconds) >= self._window
         if drafted and not full:
             watch.seconds.append(seconds)
-            watch.tokens.append(tokens)
+            watch.tokens.append((tokens + others) / (1 + others))
         elif full and not drafted:
             watch.burst.append(seconds)
             if len(watch.burst) == BURST:
@@ -99,7 +102,7 @@ class AdaptiveSpeculation:
 class _Watch:
     """What rounds over one arena have cost and brought."""
 
-    tokens: list[int] = field(default_factory=list)  # of the window's drafting rounds
+    tokens: list[float] = field(default_factory=list)  # of the window's drafting rounds, over those of plain ones
     seconds: list[float] = field(default_factory=list)
     burst: list[float] = field(default_factory=list)  # seconds of the plain rounds behind the window
     ratios: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))  # of plain rounds to drafting ones
@@ -116,26 +119,33 @@ class _Watch:
 
 
 class AdaptiveSpeculations:
-    """One for each drafter of a session, kept from generation to generation while these sample alike."""
+    """What was learned of each drafter, kept from generation to generation while these sample alike."""
 
     def __init__(self, manifest: Manifest) -> None:
         # By rejection, which draws decide depends on what was drafted: tokens must not depend on the clock.
         self._measured = {d.name for d in manifest.drafters if not rejects([d])}
-        self._adaptive: dict[str, tuple[SamplingParams, AdaptiveSpeculation]] = {}
+        self._idle: dict[str, tuple[SamplingParams, AdaptiveSpeculation]] = {}
 
-    def of(self, request: Request) -> AdaptiveSpeculation | None:
-        """That of the request's drafter, with what it has learned if that was for the same sampling.
+    def take(self, request: Request) -> AdaptiveSpeculation | None:
+        """That of one sequence, until it is given back, with what was learned if that was for the same sampling.
 
         None where speculation is not adaptive: switched off, or in lossy mode, where tokens depend on where rounds end,
         and so on what was drafted.
         """
-        name, sampling = request.drafter, request.sampling
+        name = request.drafter
         if name not in self._measured or not request.auto_disable or request.partial_kv == "lossy":
             return None
-        unseeded = replace(sampling, seed=0, stream=0)
-        if name not in self._adaptive or self._adaptive[name][0] != unseeded:
-            self._adaptive[name] = unseeded, AdaptiveSpeculation(name)
-        return self._adaptive[name][1]
+        sampling, known = self._idle.pop(name, (None, None))
+        return known if known is not None and sampling == _unseeded(request) else AdaptiveSpeculation(name)
+
+    def give_back(self, request: Request, adaptive: AdaptiveSpeculation | None) -> None:
+        """The sequence is over; the next one goes on from there."""
+        if adaptive is not None and request.drafter is not None:
+            self._idle[request.drafter] = _unseeded(request), adaptive
+
+
+def _unseeded(request: Request) -> SamplingParams:
+    return replace(request.sampling, seed=0, stream=0)
 
 
 def _median(values: Sequence[float]) -> float:

@@ -1,28 +1,59 @@
-"""The contract of drafters: how a session keeps one in step with its sequence."""
+"""What drafters give and take: a draft, and the contract of drafters that run on the host."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.execution.step import TargetStep
+
+@dataclass
+class Draft:
+    """Drafted nodes behind a tip, ancestors first: `parent[i]` is the node that node i hangs from, -1 for the tip.
+
+    `scores` are log-probabilities summed from the tip, a node each, where the drafter knows them; `entropy` is that of
+    the first distribution where it decides the length. `probs` says where the distributions lie that the tokens of a
+    chain were drawn from, for acceptance by rejection: model, buffer and first index.
+    """
+
+    token_ids: Sequence[int] | NDArray[np.int64]
+    parent: Sequence[int] | NDArray[np.int64]
+    scores: Sequence[float] | NDArray[np.float32] | None = None
+    entropy: float | None = None
+    probs: NDArray[np.float32] | None = None
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
 
 
-class Drafter(Protocol):
-    """Proposes tokens for one branch.
+@dataclass
+class TreeInPlace:
+    """A tree of `nodes`, the tip included, that a drafter's engine writes into the target's step itself.
 
-    Ownership: the drafter owns what it knows of the sequence and, where it has one, its arena; nobody else writes
-    them. Whatever it proposes, the output is the target's. The calls of a generation:
+    `program` runs the drafter's engine and verifies; it serves one sequence.
+    """
 
-        resume, then per target pass: (begin | absorb), the pass, follow
+    program: str
+    nodes: int
+    scores: NDArray[np.float32]
 
-    What runs ahead says `suppose(length)` before passes whose tokens may be taken back, and `truncate(length)` and
-    `suppose(None)` when they are.
+    entropy = None
 
-    and `observe` for each token committed in between, where `filler_top_k` asks for it.
+    def __len__(self) -> int:
+        return self.nodes - 1
+
+
+NOTHING = Draft((), ())
+
+
+class HostDrafter(Protocol):
+    """Proposes chains for one sequence, on the host. It owns what it knows of the sequence's tokens.
+
+    Whatever it proposes, the output is the target's. It is told committed tokens; where some are tentative, `suppose`
+    says from which on.
     """
 
     @property
@@ -30,56 +61,20 @@ class Drafter(Protocol):
         """How many of the target's likeliest tokens it wants to see of each token committed; 0 for none."""
 
     @property
-    def scores(self) -> NDArray[np.float32] | None:
-        """Log-probabilities of the last draft's nodes, summed from the tip, node 0; None where it knows none."""
-
-    @property
-    def trials(self) -> NDArray[np.float64] | None:
-        """`(r, p / q)` of the last draft's nodes, NaN where the target did not come to; None where nothing rejects."""
-
-    @property
-    def entropy(self) -> float | None:
-        """Of the last draft's first distribution, over that of the uniform one; None where it decides nothing."""
-
-    def rounds(self, length: int, step: TargetStep) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Lay out every size of round with it that a sequence of `length` tokens may come to, one after another.
-
-        Of each, the name of the program that would run, and the models whose sizes it runs with. Only for devices that
-        record rounds: steps have buckets.
-        """
+    def name(self) -> str:
+        """The drafter's name in the plan."""
 
     def truncate(self, length: int) -> None:
         """The sequence now has `length` tokens, those before them unchanged."""
 
     def suppose(self, length: int | None) -> None:
-        """Tokens from `length` on are not certain: nothing is learned from them. None: they are gone
-        again, and what was seen of them."""
+        """Tokens from `length` on are tentative: nothing is learned from them. None: they were retracted."""
 
-    def resume(self, tokens: Sequence[int], rows: int, passes: int) -> int:
-        """A generation with this drafter begins at `tokens`; how many of the target's `rows` may stay for it.
-
-        The target computes those behind that number again. `passes` counts the target's passes: what those between
-        the last `follow` and now have overwritten is lost.
-        """
-
-    def begin(self, tokens: Sequence[int], step: TargetStep, limit: int) -> str | None:
-        """Prepare to draft at most `limit` tokens (1 or more) behind the tip of `tokens`.
-
-        Returns the program that is to run, None to decode plainly. `step` holds the pending tokens, the tip last.
-        """
-
-    def absorb(self, tokens: Sequence[int]) -> None:
-        """Take in what the last pass left: a pass without this drafter is about to replace it."""
+    def sync(self, tokens: Sequence[int]) -> None:
+        """Take in the tokens that are new."""
 
     def observe(self, index: int, likely: NDArray[np.int64]) -> None:
         """Token `index` of the sequence has been chosen; `likely` are the target's likeliest there, best last."""
-
-    def follow(self, start: int, rows: int, kept: NDArray[np.int64] | None, passes: int) -> None:
-        """A pass has given the sequence `rows` rows from `start` on: the step's first, or those that `kept` lists."""
-
-
-class HostDrafter(Drafter, Protocol):
-    """A drafter that computes on the host, called as a program's first stage."""
 
     def foresee(self, tokens: Sequence[int], limit: int) -> int:
         """How many nodes `draft` would write behind `tokens`."""
@@ -87,8 +82,8 @@ class HostDrafter(Drafter, Protocol):
     def draft(self, limit: int, token_ids: NDArray[np.int64], parent: NDArray[np.int64], root: int) -> int:
         """Write at most `limit` nodes of a draft tree whose root, the tip, is node `root`; return how many.
 
-        `token_ids` and `parent`, int64 [nodes], are the step's arrays, which several trees may share. The nodes go
-        to indices root + 1, root + 2, ...; `parent` holds indices into the same arrays, ancestors come before
-        descendants, and siblings are distinct tokens. Nothing else of the arrays is touched. The caller has
-        room for `limit` nodes behind the root.
+        `token_ids` and `parent`, int64 [nodes], are arrays that several trees may share. The nodes go to indices
+        root + 1, root + 2, ...; `parent` holds indices into the same arrays, ancestors come before descendants, and
+        siblings are distinct tokens. Nothing else of the arrays is touched. The caller has room for `limit` nodes
+        behind the root.
         """

@@ -6,15 +6,13 @@ draft costs microseconds, and pays wherever a text repeats itself (code, summari
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from plans import names
 from plans.errors import PlanError
 from plugins.native import Ngrams
-from runtime.execution.step import TargetStep
 
 MAX_CONTEXT = 16
 
@@ -83,24 +81,13 @@ class NgramDrafter:
         self._ahead = 0  # of these, that contexts have gone over
         self._likely: dict[int, NDArray[np.int64]] = {}  # by index of a token that is not counted yet
 
-    entropy = None
-    trials = None
-
-    @property
-    def scores(self) -> None:
-        """Counts are no probabilities."""
-        return None
-
     @property
     def filler_top_k(self) -> int:
         return self._filler_top_k
 
-    def rounds(self, length: int, step: TargetStep) -> Iterator[tuple[str, tuple[str, ...]]]:
-        assert step.buckets is not None
-        for size in reversed(step.buckets.new):
-            if size <= 1 + min(self._max_draft, step.max_nodes) and length - 1 + size <= step.largest_view:
-                step.begin_warmup(length, size - 1)
-                yield names.speculate(self._name), (names.TARGET,)
+    @property
+    def name(self) -> str:
+        return self._name
 
     def suppose(self, length: int | None) -> None:
         """Contexts may end in tokens from `length` on, which are not counted."""
@@ -115,19 +102,8 @@ class NgramDrafter:
             self.reset()
         self._likely = {index: likely for index, likely in self._likely.items() if index < length}
 
-    def resume(self, tokens: Sequence[int], rows: int, passes: int) -> int:
-        """Tokens are all that it reads: every row may stay. They are counted now: no round is to seem so slow."""
-        self.suppose(None)
-        self._catch_up(tokens)
-        return rows
-
-    def begin(self, tokens: Sequence[int], step: TargetStep, limit: int) -> str | None:
-        """Count the tokens that are new, and let the program's first stage draft."""
-        self._catch_up(tokens)
-        step.draft_limit = limit
-        return names.speculate(self._name)
-
-    def _catch_up(self, tokens: Sequence[int]) -> None:
+    def sync(self, tokens: Sequence[int]) -> None:
+        """Count the tokens that are new; tentative ones may end contexts, and are not counted."""
         certain = len(tokens) if self._certain is None else self._certain
         if self._told < certain:
             self._counts.go_back()
@@ -137,12 +113,6 @@ class NgramDrafter:
             supposed = tokens[self._told + self._ahead :]
             self._counts.go_ahead(list(supposed))
             self._ahead += len(supposed)
-
-    def absorb(self, tokens: Sequence[int]) -> None:
-        """The tokens are all there is to know, and they stay."""
-
-    def follow(self, start: int, rows: int, kept: NDArray[np.int64] | None, passes: int) -> None:
-        """Nothing: what was committed is counted before the next draft."""
 
     def extend(self, token_ids: Sequence[int] | NDArray[np.int64]) -> None:
         """Count each token as the continuation of the contexts before it; it then ends the sequence.
@@ -167,7 +137,7 @@ class NgramDrafter:
             self._likely[index] = likely
 
     def foresee(self, tokens: Sequence[int], limit: int) -> int:
-        self._catch_up(tokens)
+        self.sync(tokens)
         return self._counts.foresee(min(limit, self._max_draft))
 
     def draft(self, limit: int, token_ids: NDArray[np.int64], parent: NDArray[np.int64], root: int) -> int:

@@ -21,9 +21,8 @@ from plans.manifest import Program as ProgramData
 from plans.manifest import Stage, StageKind
 from plugins.schemas import SCHEMAS
 from runtime.backends.base import LoadedEngine
-from runtime.drafters.base import HostDrafter
 from runtime.execution.buffers import Buffers, Call, Exchange
-from runtime.execution.step import Step, TargetStep
+from runtime.execution.step import Step
 
 _T = TypeVar("_T")
 
@@ -38,10 +37,9 @@ class Program:
         buffers: Buffers,
         steps: Mapping[str, Step],
         engines: Mapping[str, LoadedEngine],
-        drafters: Mapping[str, HostDrafter],
     ) -> None:
         self.name = name
-        resolver = _Resolver(name, buffers, steps, engines, drafters)
+        resolver = _Resolver(name, buffers, steps, engines)
         stages = [_Ready(stage.run, stage.kind, resolver.resolve(stage), stage.model) for stage in data.stages]
         self.calls = tuple(stage.call for stage in stages)
         """Every stage of the plan alone: on a device it only enqueues, by who holds the device's lock."""
@@ -81,13 +79,10 @@ class _Ready:
 
 
 def _on_device(stages: list[_Ready], exchange: Exchange, steps: Mapping[str, Step]) -> list[_Ready]:
-    """The stages between a copy there and back, those that can be recorded one behind another in one stretch.
-
-    Drafting on the host comes before the first copy, waiting behind the last.
-    """
-    first = sum(stage.kind is StageKind.DRAFT for stage in stages)
+    """The stages between a copy there and back, those that can be recorded one behind another in one stretch; and
+    waiting behind the last."""
     there, back = _Ready("upload", None, exchange.upload), _Ready("download", None, exchange.download)
-    ready, stretch = stages[:first], list[_Ready]()
+    ready, stretch = list[_Ready](), list[_Ready]()
 
     def close() -> None:
         if stretch:
@@ -97,7 +92,7 @@ def _on_device(stages: list[_Ready], exchange: Exchange, steps: Mapping[str, Ste
             ready.append(_Ready("+".join(stage.name for stage in stretch), kind, call))
             stretch.clear()
 
-    for stage in (there, *stages[first:], back):
+    for stage in (there, *stages, back):
         if stage.kind is StageKind.ENGINE and not exchange.records_engines:
             close()
             ready.append(_Ready(stage.name, stage.kind, exchange.singly(stage.call), stage.model))
@@ -114,16 +109,11 @@ class _Resolver:
         buffers: Buffers,
         steps: Mapping[str, Step],
         engines: Mapping[str, LoadedEngine],
-        drafters: Mapping[str, HostDrafter],
     ) -> None:
-        self._program, self._buffers, self._steps = program, buffers, steps
-        self._engines, self._drafters = engines, drafters
+        self._program, self._buffers, self._steps, self._engines = program, buffers, steps, engines
 
     def resolve(self, stage: Stage) -> Call:
         step = self._find(self._steps, stage.model, "model")
-        if stage.kind is StageKind.DRAFT:
-            assert isinstance(step, TargetStep), "a plan is checked: drafting stages run for the target"
-            return _draft(self._find(self._drafters, stage.run, "drafter"), step)
         bound = {**stage.inputs, **stage.outputs}
         for buffer in bound.values():
             self._find(self._buffers.arrays, buffer, "buffer")
@@ -143,16 +133,6 @@ class _Resolver:
         if key not in table:
             raise PlanError(f"program {self._program!r} names {kind} {key!r}, which the plan lacks; build it again")
         return table[key]
-
-
-def _draft(drafter: HostDrafter, step: TargetStep) -> Call:
-    def stage() -> None:
-        if step.draft_limit > 0:
-            root = step.new_tokens - 1
-            step.append_nodes(drafter.draft(step.draft_limit, step.token_ids, step.parent, root))
-            step.fill_bucket()
-
-    return stage
 
 
 def _with_extents(op: Callable[..., None], sizes: list[int], indices: list[int]) -> Call:

@@ -48,9 +48,10 @@ class Step:
         self._row = 0  # that new tokens go to
 
     def begin(self, past: int, position: int, tokens: list[int], branch: int) -> None:
-        """Lay out `tokens` as a chain behind `past` committed rows, the first at `position`."""
+        """Lay out `tokens` as a chain of one row behind `past` slots, the first at `position`."""
         n = len(tokens)
         self.past_length[0] = past
+        self._row, self.sizes[_ROWS], self.sizes[_EDGES] = 0, 1, 2
         if n == 1:  # the decoding hot path: scalar stores cost a tenth of slice stores
             self.token_ids[0] = tokens[0]
             self.positions[0] = position
@@ -65,8 +66,8 @@ class Step:
             self.branch[:n] = branch
         self._resize(n)
 
-    def begin_branches(self, past: Sequence[int]) -> None:
-        """An empty step behind `past` committed rows of each row of the arena, for `append_chain`."""
+    def begin_rows(self, past: Sequence[int]) -> None:
+        """An empty step behind `past` slots of each row of the cache, for `append_chain`."""
         rows = len(past)
         self.past_length[:rows] = past
         self.row_splits[: rows + 1] = 0
@@ -151,16 +152,20 @@ class DraftStep(Step):
             self._tips = rows.reshape(-1), branches.reshape(-1)
 
     def begin(self, past: int, position: int, tokens: list[int], branch: int) -> None:
+        """As of any step; a tree grows from the last token."""
+        self.reach = self._grown
         super().begin(past, position, tokens, branch)
         if self._tips is not None:
+            self.sizes[_TIPS], self.sizes[_GROWN] = 1, self._nodes
             self._tips[0][0], self._tips[1][0] = len(tokens) - 1, branch
 
-    def begin_branches(self, past: Sequence[int]) -> None:
-        super().begin_branches(past)
+    def begin_rows(self, past: Sequence[int]) -> None:
+        super().begin_rows(past)
         self.grow(())
 
     def begin_grown(self, past: int) -> None:
         """Take the rows that a draft's levels have put behind `past` for the new tokens: for an op that moves them."""
+        self._row, self.sizes[_ROWS], self.sizes[_EDGES] = 0, 1, 2
         self.past_length[0] = past
         self.row_splits[1] = self.reach
 
@@ -181,7 +186,8 @@ class DraftStep(Step):
 
     def grow(self, tips: Sequence[tuple[int, int, int]]) -> None:
         """Trees grow from `(row, index, branch)`, row by row; one with fewer than others has some that nobody reads."""
-        assert self._tips is not None, "a plan of one branch has one tip"
+        if self._tips is None:  # a plan of one branch: the tip is the last token
+            return
         rows = self.sizes[_ROWS]
         each = max(1, *(sum(tip[0] == row for tip in tips) for row in range(rows)))
         at, of = (column[: rows * each].reshape(rows, each) for column in self._tips)
@@ -201,28 +207,19 @@ class TargetStep(Step):
     ) -> None:
         super().__init__(names.TARGET, buffers, geometry, limits, buckets)
         self.max_nodes = limits[names.LOGITS] - 1
-        self.draft_limit = 0
         self.drafted = 0  # nodes of the draft behind the tip; what fills a bucket is not among them
         self.logit_rows = buffers.of(names.TARGET, names.LOGIT_ROWS)
         self._attn_bias = buffers.of(names.TARGET, names.ATTN_BIAS).reshape(-1)
         self._free_bias = buffers.of(names.TARGET, names.FREE_BIAS)
 
-    def begin_target(self, past: int, position: int, tokens: list[int], branch: int, *, logits: bool) -> None:
-        """As `begin`; `logits` asks for those of the last token, the tip.
+    def begin(self, past: int, position: int, tokens: list[int], branch: int) -> None:
+        """As of any step. No logits are asked for (`append_tip`), and no draft follows (`append_nodes`, `expect_tree`)."""
+        self.drafted = self._free_bias[0] = self.sizes[_LOGITS] = 0
+        super().begin(past, position, tokens, branch)
 
-        No draft follows unless `draft_limit` is raised, or `expect_tree` says that an engine writes one.
-        """
-        self.draft_limit = self.drafted = 0
-        self._free_bias[0] = 0
-        self.logit_rows[0] = len(tokens) - 1
-        self.sizes[_LOGITS] = int(logits)
-        self.begin(past, position, tokens, branch)
-
-    def begin_branches(self, past: Sequence[int]) -> None:
-        super().begin_branches(past)
-        self.draft_limit = self.drafted = 0
-        self._free_bias[0] = 0
-        self.sizes[_LOGITS] = 0
+    def begin_rows(self, past: Sequence[int]) -> None:
+        super().begin_rows(past)
+        self.drafted = self._free_bias[0] = self.sizes[_LOGITS] = 0
 
     def append_tip(self, index: int) -> None:
         """Ask for the logits of the last token of a chain that was appended; nodes may follow."""
@@ -231,7 +228,8 @@ class TargetStep(Step):
 
     def begin_warmup(self, length: int, drafted: int = 0) -> None:
         """A step of tokens 0: the tip, the last of `length` tokens, and a chain of `drafted` nodes."""
-        self.begin_target(length - 1, length - 1, [0], 0, logits=True)
+        self.begin(length - 1, length - 1, [0], 0)
+        self.append_tip(0)
         if drafted:
             self.token_ids[1 : 1 + drafted] = 0
             self.parent[1 : 1 + drafted] = self._count[:drafted]
@@ -288,9 +286,10 @@ class TargetStep(Step):
         are seen by all.
         """
         n, keys = len(tokens), past + len(tokens)
-        self.draft_limit = self.drafted = 0
+        self.drafted = 0
         self._free_bias[0] = 1
         self.past_length[0] = past
+        self._row, self.sizes[_ROWS], self.sizes[_EDGES] = 0, 1, 2
         self.token_ids[:n] = tokens
         self.positions[:n] = position
         self.logit_rows[:n] = self._count[:n]

@@ -5,20 +5,22 @@ Prompts are not warmed up: their passes are long, and few are of one size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 
 from plans import names
-from runtime.drafters.base import Drafter
 from runtime.execution.program import Program
 from runtime.execution.step import Step, TargetStep
 
 _BY = [names.SYMBOLS.index(symbol) for symbol in (names.NEW, names.VIEW)]  # what makes a round large
 
 
-def warm_up(
-    context: int, steps: Mapping[str, Step], drafters: Mapping[str, Drafter], programs: Mapping[str, Program]
-) -> int:
+Rounds = Callable[[int, TargetStep], Iterator[tuple[str, tuple[str, ...]]]]
+"""Lays out, one after another, the rounds with a draft that a sequence of so many tokens may come to: of each the name of
+its program, and the models whose sizes it runs with."""
+
+
+def warm_up(context: int, steps: Mapping[str, Step], rounds: Rounds, programs: Mapping[str, Program]) -> int:
     """Run every round once, for a sequence that is empty and may come to `context` tokens; how many there are.
 
     `steps` are those of all models. Slots get garbage, none of it committed.
@@ -27,20 +29,19 @@ def warm_up(
     assert isinstance(target, TargetStep)
     found: dict[tuple[object, ...], tuple[list[int], int, int]] = {}
     for length in _lengths(context, list(steps.values())):
-        for place, (program, models) in enumerate(_rounds(length, target, drafters)):
+        for place, (program, models) in enumerate(_rounds(length, target, rounds)):
             sizes = [tuple(steps[model].sizes) for model in models]
             work = [sum(size[i] for size in sizes) for i in _BY]
             found.setdefault((program, *sizes), (work, length, place))
     for _, length, place in sorted(found.values(), reverse=True):
-        program, _ = next(islice(_rounds(length, target, drafters), place, None))
+        program, _ = next(islice(_rounds(length, target, rounds), place, None))
         programs[program].run()
     return len(found)
 
 
-def _rounds(length: int, step: TargetStep, drafters: Mapping[str, Drafter]) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _rounds(length: int, step: TargetStep, rounds: Rounds) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Lay out every round where the sequence has `length` tokens; its program, and the models whose sizes it has."""
-    for drafter in drafters.values():
-        yield from drafter.rounds(length, step)
+    yield from rounds(length, step)
     step.begin_warmup(length)
     yield names.DECODE, (names.TARGET,)
 

@@ -1,4 +1,4 @@
-"""How far a session runs ahead of the full arena, and how many blocks it retrieves: by what was measured."""
+"""How far a sequence runs ahead of the full cache, and how many blocks it retrieves: by what was measured."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _FADING_PASS = 0.98  # and a pass later: there are several to a confirmation
 
 
 class Interval:
-    """Of tokens that wait to be confirmed: as many as bring most tokens a second; none while rounds over the full arena
+    """Of tokens that wait to be confirmed: as many as bring most tokens a second; none while rounds over the full cache
     alone bring more.
 
     With `a` the share of tokens that agree, `n` that wait become (1 - a^(n+1)) / (1 - a) in the mean. They cost passes
-    over the partial arena and one over the full one, whose time grows with n. A round over the full arena alone would
+    over the partial cache and one over the full one, whose time grows with n. A round over the full cache alone would
     bring what a pass over the partial one does (texts have easy and hard stretches), or what such rounds last brought,
     if that is more.
     """
@@ -23,7 +23,7 @@ class Interval:
     def __init__(self, most: int) -> None:
         self._lengths = [length for length in _LENGTHS if length <= most] or [most]
         self._agreed, self._parted = 30.0, 1.0  # tokens
-        self._small = [0.0] * 4  # sums of 1, ms, tokens, drafted tokens over passes over the partial arena
+        self._small = [0.0] * 4  # sums of 1, ms, tokens, drafted tokens over passes over the partial cache
         self._full = [0.0] * 5  # sums of 1, n, n^2, ms, n ms over confirmations
         self._fill_ms = 0.0  # sum over them
         self._plain = [0.0] * 3  # sums of 1, ms, tokens over plain rounds
@@ -36,7 +36,7 @@ class Interval:
 
     @property
     def agreement(self) -> float:
-        """Share of tokens that agree with the full arena, where those before them do."""
+        """Share of tokens that agree with the full cache, where those before them do."""
         return self._agreed / (self._agreed + self._parted)
 
     @property
@@ -45,7 +45,7 @@ class Interval:
         return self._plain_rounds >= _KNOWN and not self._disabled_rounds and self._cycles < _CYCLES
 
     def note_plain(self, ms: float, tokens: int) -> None:
-        """A round over the full arena alone brought so many tokens."""
+        """A round over the full cache alone brought so many tokens."""
         self._plain = _faded(self._plain, _FADING, (1, ms, tokens))
         self._plain_rounds += 1
         self._cycles = 0
@@ -54,11 +54,11 @@ class Interval:
             self._tried = 0
 
     def note_pass(self, ms: float, tokens: int, drafted: int) -> None:
-        """A pass over the partial arena brought so many tokens, of `drafted` ones and one more."""
+        """A pass over the partial cache brought so many tokens, of `drafted` ones and one more."""
         self._small = _faded(self._small, _FADING_PASS, (1, ms, tokens, drafted))
 
     def note_confirmed(self, ms: float, waited: int, agreed: int, fill_ms: float) -> None:
-        """A pass over the full arena has confirmed `agreed` of `waited` tokens; filling the partial one before took
+        """A pass over the full cache has confirmed `agreed` of `waited` tokens; filling the partial one before took
         `fill_ms`."""
         self._agreed = _FADING * self._agreed + agreed
         self._parted = _FADING * self._parted + (agreed < waited)
@@ -83,7 +83,7 @@ class Interval:
         return tokens / (small + self._full_ms(length) + self._fill_ms / self._full[0])
 
     def _alone_per_ms(self) -> float:
-        """Tokens that rounds over the full arena alone would bring."""
+        """Tokens that rounds over the full cache alone would bring."""
         passes, _, brought, drafted = self._small
         rounds, plain_ms, plain_tokens = self._plain
         if not passes:

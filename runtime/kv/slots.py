@@ -9,7 +9,7 @@ from plans import names
 from runtime.execution.buffers import Buffers
 from runtime.execution.step import Step
 
-BRANCH = 0  # of a session, which has one
+FIRST = 0  # number of a sequence that is the only one
 EMPTY = -2  # a slot that belongs to no branch
 SHARED = -1  # one that all branches see
 
@@ -63,11 +63,20 @@ class SlotTable:
         self._positions[:length] = other._positions[:length]
         self.length = length
 
-    def release(self, branch: int) -> int:
-        """Nobody sees the slots of `branch` any more; how many there were."""
+    def release(self, branch: int, position: int = 0) -> int:
+        """Empty the slots of `branch` from `position` on; how many there were."""
         its = self.owners == branch
+        if position:
+            its &= self._positions[: self.length] >= position
         self.owners[its] = EMPTY
         return int(np.count_nonzero(its))
+
+    def trim(self, least: int) -> int:
+        """Forget empty slots at the end, down to a length of `least`; how many."""
+        used = np.flatnonzero(self._bim[least : self.length] != EMPTY)
+        length = least + (int(used[-1]) + 1 if len(used) else 0)
+        trimmed, self.length = self.length - length, length
+        return trimmed
 
     def pad(self, length: int) -> None:
         """Put slots of nobody behind the last one, up to `length`."""

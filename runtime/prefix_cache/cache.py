@@ -19,7 +19,7 @@ from plans import names
 from plans.check import buffer_shape
 from plans.errors import RequestError
 from plans.manifest import BackendPlan
-from runtime.kv.arena_rows import ArenaRows
+from runtime.kv.token_kv import TokenKv
 from runtime.prefix_cache.page_pool import PAGE, PagePool, PageRun, RowShape
 from runtime.prefix_cache.radix_tree import Match, Node, RadixTree, TreeStats
 from runtime.prefix_cache.stats import PrefixCacheStats
@@ -127,7 +127,7 @@ class PrefixCache:
                 stats.match_ms += _since(began)
         return match
 
-    def read(self, match: PrefixMatch, model: str, start: int, stop: int, to: ArenaRows) -> None:
+    def read(self, match: PrefixMatch, model: str, start: int, stop: int, to: TokenKv) -> None:
         """Copy a model's rows of tokens `[start, stop)`, at most `match.rows[model]`, to where a sequence has them."""
         began = perf_counter()
         assert match.held is not None or start >= stop, "a match is read before it is released"
@@ -160,7 +160,7 @@ class PrefixCache:
 
     # Changing.
 
-    def insert(self, tokens: Sequence[int], rows: Mapping[str, tuple[int, ArenaRows]], *, wait: bool = True) -> int:
+    def insert(self, tokens: Sequence[int], rows: Mapping[str, tuple[int, TokenKv]], *, wait: bool = True) -> int:
         """Keep the rows of `tokens`: of each model those of so many leading ones, the target's of all of them.
 
         Returns how many of the tokens are known now: not all where pages run short that nobody uses. Without `wait`,
@@ -209,9 +209,7 @@ class PrefixCache:
         end = min(wanted, found.length + (len(free) - spare) * PAGE)
         return end if end > found.length else None
 
-    def _add(
-        self, found: Match[PageRun], tokens: list[int], rows: Mapping[str, tuple[int, ArenaRows]]
-    ) -> Node[PageRun]:
+    def _add(self, found: Match[PageRun], tokens: list[int], rows: Mapping[str, tuple[int, TokenKv]]) -> Node[PageRun]:
         start, run = found.length, None
         if len(tokens) > start:
             pages = self._pool.allocate(PageRun.pages_for(len(tokens) - start))
@@ -222,14 +220,12 @@ class PrefixCache:
         self._tree.touch(self._tree.find(tokens))
         return node
 
-    def _complete(self, found: Match[PageRun], rows: Mapping[str, tuple[int, ArenaRows]]) -> None:
+    def _complete(self, found: Match[PageRun], rows: Mapping[str, tuple[int, TokenKv]]) -> None:
         """Give tokens that are known rows of the models that they had none of."""
         for start, run in _runs(found):
             self._fill(run, start, rows, found.length - start)
 
-    def _fill(
-        self, run: PageRun, start: int, rows: Mapping[str, tuple[int, ArenaRows]], most: int | None = None
-    ) -> None:
+    def _fill(self, run: PageRun, start: int, rows: Mapping[str, tuple[int, TokenKv]], most: int | None = None) -> None:
         """Copy what a run, whose first token is `start` of the sequence, lacks of at most its `most` first tokens."""
         length = len(run) if most is None else min(most, len(run))
         for model, (count, source) in rows.items():

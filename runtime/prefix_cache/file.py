@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from plans import names
 from plans.errors import PlanError, RequestError
-from runtime.kv.arena_rows import ArenaRows
+from runtime.kv.token_kv import TokenKv
 from runtime.prefix_cache.cache import PrefixCache
 from runtime.prefix_cache.page_pool import RowShape
 
@@ -184,7 +184,7 @@ def _insert_all(cache: PrefixCache, header: _Header, payload: NDArray[np.uint8])
             path = _path(header, place)
             tokens = [token for each in path for token in header.edges[each].tokens]
             sources = {name: _leading(header, path, rows, name) for name in cache.shapes}
-            found = {name: (each.shape[2], ArenaRows(each)) for name, each in sources.items() if each is not None}
+            found = {name: (each.shape[2], TokenKv(each)) for name, each in sources.items() if each is not None}
             if names.TARGET in found and found[names.TARGET][0] == len(tokens):
                 cache.insert(tokens, found)
     return cache.get_cached_tokens() - before

@@ -26,7 +26,7 @@ from plans.manifest import StageKind
 from plans.plan import Plan
 from runtime import Runtime
 from runtime.backends import BACKENDS, Driver
-from runtime.execution.warmup import warm_up
+from runtime.drafters.drafting import Drafting
 from runtime.request import Options
 from tests.conftest import TOY_DRAFTERS, TOY_RECIPE
 from tests.plugins.emulator import Emulator
@@ -94,7 +94,7 @@ def test_programs_keep_engines_and_what_works_in_place(plan: Plan) -> None:
     engine, op = StageKind.ENGINE, StageKind.OP
     assert ran[names.PREFILL] == ran[names.DECODE] == ran[names.BEAM] == [(engine, "target")]
     assert ran[names.speculate("head")] == [(engine, "head"), (engine, "target"), (op, "KvGather")]
-    assert ran[names.speculate("ngram")] == [(StageKind.DRAFT, "ngram"), (engine, "target"), (op, "KvGather")]
+    assert ran[names.VERIFY] == [(engine, "target"), (op, "KvGather")]
     assert ran[names.extend("head")] == [(engine, "head")]
     judged = [(engine, "drawn"), (engine, "target"), (op, "ChainAccept"), (op, "KvGather")]
     assert ran.pop(names.speculate("drawn")) == judged
@@ -117,11 +117,13 @@ def test_whether_an_engine_could_accept_is_asked_where_a_program_goes_by_it(plan
 def test_logits_that_are_not_numbers_are_no_error_where_no_token_is_chosen(runtime: Runtime) -> None:
     session = runtime.session()
     fill_arena(session, np.nan)
-    session._step.begin_target(3, 3, [5, 6], 0, logits=True)
-    session._programs[names.PREFILL].run()
-    session._programs[names.BEAM].run()
+    step = session.engine.target_step
+    step.begin(3, 3, [5, 6], 0)
+    step.append_tip(1)
+    session.programs[names.PREFILL].run()
+    session.programs[names.BEAM].run()
     with pytest.raises(PlanError, match="contain NaN"):
-        session._programs[names.DECODE].run()
+        session.programs[names.DECODE].run()
 
 
 @pytest.mark.parametrize("drafter", ["none", *TOY_DRAFTERS])
@@ -194,9 +196,8 @@ def test_a_round_is_one_launch_of_an_engine_for_each_model_and_the_rows_that_mov
     """All rounds of a head are recorded here; what a round without a draft takes is one engine."""
     device = backend.device
     monkeypatch.setattr(backend, "records", True)
-    monkeypatch.setattr("runtime.execution.assembly.warm_up", lambda context, steps, drafters, programs: warm_up(
-        context, steps, {"head": drafters["head"]}, programs
-    ))  # fmt: skip
+    monkeypatch.setattr(Drafting, "rounds", lambda self, *asked: self.engines["head"].rounds(*asked))
+    runtime.engines.idle.clear()
     session = runtime.session()
     options = Options(max_new_tokens=30, ignore_eos=True, auto_disable=False, temperature=0.7, seed=2)
     for drafter, launched, ran in (

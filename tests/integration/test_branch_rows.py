@@ -10,16 +10,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from plans import names
 from runtime import PrefixCacheConfig, Runtime
-from runtime import runtime as runtime_module
 from runtime.branch_request import MODES
-from runtime.branch_run import BranchRunner
 from runtime.branch_stream import BranchStats
-from runtime.drafters.branches import EngineBranches
+from runtime.engine import Engine
 from runtime.execution.program import Program
-from runtime.kv import branch_arena
-from runtime.kv.branch_arena import BranchArena
-from runtime.kv.branches import BranchState
+from runtime.kv import cache as cache_module
+from runtime.kv.cache import KvCache
 from runtime.kv.slots import EMPTY, SHARED
 from tests.integration.test_branches import BRANCH, DRAFTERS, alone
 
@@ -32,17 +30,20 @@ def branching(branch_plan: Path) -> Runtime:
 @pytest.mark.parametrize("drafter", ["chain", "head"])
 def test_a_drafter_catches_up_with_long_beginnings_over_dead_rows(branching, drafter, monkeypatch) -> None:
     """Behind rows of a branch that is over, and never beyond the keys that its engine can see."""
-    run, most = EngineBranches._run, 0
+    run, most = Program.run, 0
 
-    def watched(self: EngineBranches, program: Program) -> None:
+    def watched(self: Program) -> None:
         nonlocal most
-        step = self._step
-        reach = step.reach if program is self._draft else 0
-        assert self.arena.length + step.new_tokens + reach <= step.largest_view
-        most = max(most, step.new_tokens)
-        run(self, program)
+        kind, _, name = self.name.partition(".")
+        if name == drafter and kind in ("extend", "draft", "speculate"):
+            (own,) = (engine.drafting.engines[name] for engine in branching.engines.engines)
+            step = own._step
+            reach = 0 if kind == "extend" else step.reach
+            assert own.cache.length + step.new_tokens + reach <= step.largest_view
+            most = max(most, step.new_tokens)
+        run(self)
 
-    monkeypatch.setattr(EngineBranches, "_run", watched)
+    monkeypatch.setattr(Program, "run", watched)
     long = [(11 * i) % 299 + 1 for i in range(150)]
     branches = [
         {"prompt": long[:138], "max_new_tokens": 4, "predicted_tokens": 9},  # there is no room for another beside it
@@ -68,9 +69,9 @@ def test_a_sequence_with_many_dead_slots_is_compacted(branching, monkeypatch) ->
         return stream.stats
 
     compacted = run()
-    monkeypatch.setattr(branch_arena, "_MANY_DEAD", 10**6)
+    monkeypatch.setattr(cache_module, "_MANY_DEAD", 10**6)
     late = run()
-    assert compacted.compactions > late.compactions
+    assert compacted.compactions > 0
     assert compacted.kv_bytes < late.kv_bytes
     g = branching.manifest.target
     slot = 2 * g.layers * g.kv_heads * g.head_dim * 4
@@ -83,27 +84,33 @@ def rectangular(branching, monkeypatch):
     runtime = Runtime.load(branching._plan.root, threads=1)
     shapes = set()
 
-    class Rectangular(BranchRunner):
+    class Rectangular(Engine):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, padded=True, **options)
-            run = self._verify.run
+            for name in (names.DECODE, names.VERIFY):
+                self._check(self.programs[name])
+
+        def _check(self, program: Program) -> None:
+            run = program.run
 
             def checked() -> None:
-                step, rows = self._step, self._arena._used
+                step, rows = self.target_step, self.cache._used
                 counts = np.diff(step.row_splits[: rows + 1])
                 assert len(set(counts)) == 1
                 assert len(set(step.past_length[:rows])) == 1
-                alignment = self._arena.alignment
+                alignment = self.cache.alignment
+                assert alignment is not None
                 assert alignment.cache_length == step.past_length[0]
-                valid = [int((slots.owners != EMPTY).sum()) for slots in self._arena._maps[:rows]]
-                live = sorted(self._state.live)
+                valid = [int((slots.owners != EMPTY).sum()) for slots in self.cache.tables[:rows]]
+                live = sorted(each.number for each in self.sequences)
                 assert [alignment.valid_lengths[row] for row in live] == [valid[row] for row in live]
                 shapes.add((rows, counts[0]))
                 run()
 
-            monkeypatch.setattr(self._verify, "run", checked)
+            monkeypatch.setattr(program, "run", checked)
 
-    monkeypatch.setattr(runtime_module, "BranchRunner", Rectangular)
+    monkeypatch.setattr("runtime.engine_pool.Engine", Rectangular)
+    runtime.engines.idle.clear()
     yield runtime
     assert any(rows > 1 and width > 1 for rows, width in shapes)
 
@@ -127,25 +134,25 @@ def poison(monkeypatch: pytest.MonkeyPatch, spared: list[int] | None) -> None:
 
     Those are the prefix's, and of all live branches; with `spared`, of the one alone whose tokens begin with these.
     """
-    original = BranchArena.begin
-    states: list[BranchState] = []
-    prepare = BranchState.prepare_inputs
+    engines: list[Engine] = []
+    step = Engine.step
 
-    def noted(self: BranchState, *arguments: Any) -> Any:
-        states[:] = [self]
-        return prepare(self, *arguments)
+    def noted(self: Engine, *arguments: Any) -> Any:
+        engines[:] = [self]
+        return step(self, *arguments)
 
-    def begin(self: BranchArena, tokens: Any) -> None:
-        original(self, tokens)
-        kv, live = self._buffers.of(self._model, "kv"), states[0].live if states else {}
-        mine = [n for n, each in live.items() if spared is None or each.tokens[: len(spared)] == spared]
-        for row, slots in enumerate(self._maps):
+    def poisoned(cache: KvCache) -> None:
+        kv, live = cache._buffers.of(cache._model, "kv"), engines[0].sequences if engines else []
+        mine = [each.number for each in live if spared is None or each.tokens[each.shared :][: len(spared)] == spared]
+        for row, slots in enumerate(cache._rows):
             others = ~np.isin(slots.owners, [*mine, SHARED])
             kv[:, row][:, :, np.flatnonzero(others)] = 1e30
             kv[:, row][:, :, slots.length :] = -1e30
 
-    monkeypatch.setattr(BranchState, "prepare_inputs", noted)
-    monkeypatch.setattr(BranchArena, "begin", begin)
+    begin, begin_first = KvCache.begin, KvCache.begin_first
+    monkeypatch.setattr(Engine, "step", noted)
+    monkeypatch.setattr(KvCache, "begin", lambda self, *given: (begin(self, *given), poisoned(self)))
+    monkeypatch.setattr(KvCache, "begin_first", lambda self, *given: (begin_first(self, *given), poisoned(self)))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -158,8 +165,10 @@ def test_nothing_of_others_is_read(branching, mode, monkeypatch) -> None:
     ]
 
     def run() -> list[Any]:
-        branching._idle_runners[mode].clear()  # the prefix is computed again
-        return branching.generate_branches(prefix, branches, mode=mode, max_parallel=4, ignore_eos=True)
+        branching.engines.idle.clear()  # the prefix is computed again
+        return branching.generate_branches(
+            prefix, branches, mode=mode, max_parallel=4, ignore_eos=True, auto_disable=False
+        )
 
     expected = run()
     with monkeypatch.context() as patch:
@@ -172,7 +181,7 @@ def test_nothing_of_others_is_read(branching, mode, monkeypatch) -> None:
             poison(patch, branch["prompt"])
             found = run()[place]
         assert (found.token_ids, found.logprobs) == (expected[place].token_ids, expected[place].logprobs)
-    branching._idle_runners[mode].clear()
+    branching.engines.idle.clear()
 
 
 def test_a_rectangle_never_exceeds_a_step(rectangular, branching) -> None:
@@ -191,19 +200,19 @@ def test_a_prefix_that_sessions_have_computed_is_found(branch_plan, branching, d
     """And the other way round; log-probabilities and drafts are what they are without."""
     runtime = Runtime.load(branch_plan, threads=1, prefix_cache=PrefixCacheConfig(max_cached_tokens=2048))
     prefix, branches = [(29 * i) % 290 + 1 for i in range(50)], [[8, 2], [9, 1], [3]]
-    options = {"drafter": drafter, "max_new_tokens": 15, "logprobs": 2, "ignore_eos": True}
+    options = {"drafter": drafter, "max_new_tokens": 15, "logprobs": 2, "ignore_eos": True, "auto_disable": False}
     expected = branching.generate_branches(prefix, branches, mode=mode, **options)
-    runtime.generate([*prefix[:33], 5], **options, auto_disable=False)
+    runtime.generate([*prefix[:33], 5], **options)
     for kept in (33, 50):
         stream = runtime.stream_branches(prefix, branches, mode=mode, **options)
         for found, other in zip(stream.results, expected, strict=True):
             assert (found.token_ids, found.logprobs) == (other.token_ids, other.logprobs)
             assert (found.stats.drafted, found.stats.accepted) == (other.stats.drafted, other.stats.accepted)
         assert kept - 1 <= stream.stats.cached_tokens <= kept
-        runtime._idle_runners[mode].clear()
+        runtime.engines.idle.clear()
     assert runtime.prefix_cache is not None
     assert runtime.prefix_cache.in_use == 0
     session = runtime.session()
-    found = session.generate([*prefix, 8, 2], **options, auto_disable=False)
+    found = session.generate([*prefix, 8, 2], **options)
     assert found.token_ids == expected[0].token_ids
     assert found.stats.cached_tokens >= len(prefix)

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from plans import names
 from runtime import Runtime
-from runtime import runtime as runtime_module
-from runtime.branch_run import BranchRunner
+from runtime.engine import Engine
 from runtime.execution.step import NOBODY
 from tests.integration.test_branches import BRANCH
 
@@ -28,19 +27,21 @@ LAYOUTS = {"in-one-sequence": ("in-one-sequence", False), "batching": ("batching
 class Oracle:
     """What each slot of the target's arena holds: (whose, place in the sequence), where anything that stays."""
 
-    def __init__(self, runner: BranchRunner) -> None:
-        self.runner, self.passes, self.compactions = runner, 0, 0
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.passes, self.compactions = engine, 0, 0
         self.met: list[Any] = []  # branches: no two have one identity
-        self.slots: list[list[Any]] = [[] for _ in runner._arena._maps]
-        step, buffers = runner._step, runner._buffers
+        self.slots: list[list[Any]] = [[] for _ in engine.cache.tables]
+        step, buffers = engine.target_step, engine.buffers
         self.bias = buffers.of(names.TARGET, names.ATTN_BIAS).reshape(-1)
         self.kept = buffers.of(names.TARGET, names.KEPT_ROWS)
         self.kept_count = buffers.of(names.TARGET, names.KEPT_COUNT)
         self.move_to = buffers.of(names.TARGET, names.MOVE_TO)
         self.step = step
-        self.wrap(runner._prefill, self.prefilled)
-        self.wrap(runner._verify, self.verified)
-        self.wrap(runner._arena._compact, self.compacted)
+        self.wrap(engine.programs[names.PREFILL], self.prefilled)
+        for name, program in engine.programs.items():
+            if name in (names.DECODE, names.VERIFY) or name.startswith("speculate."):
+                self.wrap(program, lambda gathers=name != names.DECODE: self.verified(gathers=gathers))
+        self.wrap(engine.programs[names.compact(names.TARGET)], self.compacted)
         copy = buffers.copy_slots
         buffers.copy_slots = lambda model, source, to, count: self.copied(copy, model, source, to, count)
 
@@ -65,16 +66,19 @@ class Oracle:
         return row, int(self.step.past_length[row] + index - self.step.row_splits[row])
 
     def prefilled(self) -> None:
+        if self.engine.sequences:  # parts of prompts
+            self.verified(gathers=False)
+            return
         for index in range(self.step.new_tokens):
             row, slot = self.place(index)
             assert row == 0
             self.put(row, slot, ("prefix", int(self.step.positions[index])))
 
-    def verified(self) -> None:
+    def verified(self, *, gathers: bool) -> None:
         self.passes += 1
-        step, state = self.step, self.runner._state
-        n, prefix = step.new_tokens, len(state.prefix)
-        owner = dict(state.live)
+        step = self.step
+        n, prefix = step.new_tokens, len(self.engine.prefix)
+        owner = {each.number: each for each in self.engine.sequences}
         self.met += owner.values()
         for index in range(n):  # all rows are there before anybody looks
             self.put(*self.place(index), ("new", index))
@@ -96,9 +100,9 @@ class Oracle:
                 line.append(("new", at))
                 at = int(step.parent[at])
             branch = owner[number]
-            own = [(id(branch), place) for place in range(branch.rows)]
+            own = [(id(branch), place) for place in range(branch.computed - prefix)]
             assert set(holds) == {("prefix", p) for p in range(prefix)} | set(own) | set(line)
-        kept = self.kept[: int(self.kept_count[0])].tolist()
+        kept = self.kept[: int(self.kept_count[0])].tolist() if gathers else list(range(n))
         following = {row: int(step.past_length[row]) for row in range(rows)}
         taken: dict[int, int] = {}
         for index in kept:
@@ -107,7 +111,7 @@ class Oracle:
             what: Any = None
             if number != NOBODY:
                 branch = owner[number]
-                place = branch.rows + taken.get(number, 0)
+                place = branch.computed - prefix + taken.get(number, 0)
                 assert int(step.positions[index]) == prefix + place
                 taken[number] = taken.get(number, 0) + 1
                 what = (id(branch), place)
@@ -136,7 +140,7 @@ def watched(branch_plan):
     for name, (_, padded) in LAYOUTS.items():
         oracles: list[Oracle] = []
 
-        class Watched(BranchRunner):
+        class Watched(Engine):
             def __init__(
                 self, *arguments: Any, padded: bool = padded, oracles: list[Oracle] = oracles, **options: Any
             ) -> None:
@@ -157,7 +161,8 @@ def watched(branch_plan):
 def test_a_query_sees_what_the_definition_says(layout, watched, monkeypatch, prefix, branches, parallel) -> None:
     runtime, runner, oracles = watched[layout]
     with monkeypatch.context() as patch:
-        patch.setattr(runtime_module, "BranchRunner", runner)
+        patch.setattr("runtime.engine_pool.Engine", runner)
+        runtime.engines.idle.clear()
         mode, _ = LAYOUTS[layout]
         found = runtime.generate_branches(prefix, branches, mode=mode, max_parallel=parallel, ignore_eos=True)
     assert len(found) == len(branches)
@@ -170,6 +175,7 @@ def test_and_still_does_when_rows_are_moved(layout, watched, monkeypatch) -> Non
     options = {"drafter": "bushy", "predicted_tokens": 1}  # they begin in this order, each when another is half through
     branches = [{"prompt": [7 + i] * 5, "max_new_tokens": 100 if i else 50, **options} for i in range(6)]
     with monkeypatch.context() as patch:
-        patch.setattr(runtime_module, "BranchRunner", runner)
+        patch.setattr("runtime.engine_pool.Engine", runner)
+        runtime.engines.idle.clear()
         runtime.generate_branches([5] * 20, branches, mode=LAYOUTS[layout][0], max_parallel=2, ignore_eos=True)
     assert oracles[-1].compactions

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from plans.errors import RequestError
 from runtime import Runtime
 from runtime.branch_request import MODES
-from runtime.kv.branch_arena import BranchArena
-from runtime.kv.branches import BranchState
+from runtime.engine import Engine
+from runtime.kv.cache import KvCache
 from runtime.text.constraint import Constraint, Vocabulary
 from runtime.text.grammar import Grammar, one_of, repeat
 
@@ -71,14 +71,14 @@ def test_every_branch_has_the_tokens_that_it_has_alone(branching, prefix, branch
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_sixteen_branches_live_at_once(branching, drafter, mode, monkeypatch) -> None:
     most = 0
-    original = BranchState.prepare_inputs
+    original = Engine.step
 
-    def watched(self: BranchState, *arguments: Any) -> Any:
+    def watched(self: Engine, sequences: Any) -> Any:
         nonlocal most
-        most = max(most, len(self.live))
-        return original(self, *arguments)
+        most = max(most, len(self.sequences))
+        return original(self, sequences)
 
-    monkeypatch.setattr(BranchState, "prepare_inputs", watched)
+    monkeypatch.setattr(Engine, "step", watched)
     branches = [{"prompt": [20 + i, 7], "temperature": 0.7 * (i % 2), "seed": i} for i in range(18)]
     options = {"max_new_tokens": 7, "drafter": drafter, "ignore_eos": True}
     found = branching.generate_branches([5, 6, 7], branches, mode=mode, **options)
@@ -296,15 +296,15 @@ def test_a_plan_of_one_branch_says_so(toy: Runtime) -> None:
 @pytest.mark.parametrize("drafter", ["none", "bushy", "head"])
 def test_dead_slots_are_compacted(branching, drafter, monkeypatch) -> None:
     moved: dict[str, list[int]] = {}
-    original = BranchArena.make_room
+    original = KvCache.make_room
 
-    def watched(self: BranchArena, most: int) -> None:
+    def watched(self: KvCache, most: int) -> None:
         before = self.length
         original(self, most)
         if self.length < before:
             moved.setdefault(self._model, []).append(before - self.length)
 
-    monkeypatch.setattr(BranchArena, "make_room", watched)
+    monkeypatch.setattr(KvCache, "make_room", watched)
     branches = [{"prompt": [7 + i] * 5, "max_new_tokens": 30 + i} for i in range(10)]
     options = {"ignore_eos": True, "drafter": drafter}
     found = branching.generate_branches([5] * 20, branches, max_parallel=3, **options)

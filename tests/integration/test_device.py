@@ -15,6 +15,7 @@ from runtime import Runtime
 from runtime.backends import BACKENDS, Driver, choose_backend, onnxruntime_cuda
 from runtime.backends.cuda_driver import fitting_kernels
 from runtime.backends.device import LARGE, lay_out
+from runtime.engine import Engine
 from runtime.request import Options
 from tests.conftest import TOY_DRAFTERS
 from tests.integration.test_onnxruntime_cuda import CUDA
@@ -121,10 +122,10 @@ def test_large_buffers_stay_on_the_device(runtime: Runtime) -> None:
 def test_memory_is_given_back(runtime: Runtime, device: EmulatedDevice) -> None:
     gc.collect()
     before = len(device._memory)
-    session = runtime.session()
-    logits = session._buffers.rows(names.TARGET, names.LOGITS_OUT, 0, 1)
+    engine = Engine(runtime.loaded)
+    logits = engine.buffers.rows(names.TARGET, names.LOGITS_OUT, 0, 1)
     assert len(device._memory) > before
-    del session
+    del engine
     gc.collect()
     assert len(device._memory) == before + 1  # the array that is still in use
     del logits
@@ -135,7 +136,7 @@ def test_memory_is_given_back(runtime: Runtime, device: EmulatedDevice) -> None:
 def test_logits_that_are_not_numbers_are_an_error_and_the_session_goes_on(runtime: Runtime) -> None:
     session = runtime.session()
     session.generate(PROMPT, max_new_tokens=3, drafter="none", ignore_eos=True)
-    kv = session._buffers.memory[names.of(names.TARGET, names.KV)]
+    kv = session.buffers.memory[names.of(names.TARGET, names.KV)]
     nan = np.full(int(np.prod(kv.shape)), np.nan, np.float32)
     with session.buffers.device.lock():
         session.buffers.device.to_device(kv.address, nan.ctypes.data, nan.nbytes)

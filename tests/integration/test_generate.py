@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from runtime import BusyError, FinishReason, OutriderError, PlanError, RequestError, Runtime, Session
+from runtime import BusyError, FinishReason, OutriderError, PlanError, RequestError, Runtime
+from runtime.engine import Engine
 from runtime.request import Options
 from runtime.text.constraint import Constraint, Vocabulary
 from runtime.text.grammar import Grammar, one_of, repeat
@@ -313,8 +314,8 @@ def test_a_cancellation_while_a_drafter_catches_up_ends_the_generation(
     cancel, rests = threading.Event(), [True]
     monkeypatch.setattr("runtime.drafters.adaptive.AdaptiveSpeculation.disabled", property(lambda _: rests[0]))
     monkeypatch.setattr("runtime.drafters.adaptive.AdaptiveSpeculation.drafting", property(lambda _: not rests[0]))
-    wake = Session._enable
-    monkeypatch.setattr(Session, "_enable", lambda self, *asked: (cancel.set(), wake(self, *asked))[1])
+    switch = Engine._switch
+    monkeypatch.setattr(Engine, "_switch", lambda self, *asked: (cancel.set(), switch(self, *asked))[1])
     session, found = toy.session(), list[int]()
     stream = session.stream(range(1, 9), drafter="head", max_new_tokens=100, ignore_eos=True, cancel=cancel)
     for span in stream:
@@ -360,7 +361,7 @@ def test_a_form_that_two_streams_share_ends_the_second(toy: Runtime) -> None:
 def test_streams_that_are_never_read_hold_nothing(toy_plan, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime.load(toy_plan)
     made: list[object] = []
-    monkeypatch.setattr("runtime.session_pool.Session", lambda *parts: made.append(1) or Session(*parts))
+    monkeypatch.setattr("runtime.engine_pool.Engine", lambda *parts: made.append(1) or Engine(*parts))
     for _ in range(3):
         runtime.stream("x").close()
         runtime.stream("x")
@@ -373,7 +374,8 @@ def test_times_leave_out_what_the_caller_does_between_spans(toy: Runtime, monkey
     options = Options(max_new_tokens=5, drafter="none", ignore_eos=True)
     last = toy.generate(PROMPT, **options).text[-1]
     now = [0.0]
-    monkeypatch.setattr("runtime.session.perf_counter", lambda: now[0])
+    for module in ("session", "engine"):
+        monkeypatch.setattr(f"runtime.{module}.perf_counter", lambda: now[0])
     stream = toy.session().stream(PROMPT, stop=[f"{last} and more"], **options)
     for _ in stream:
         now[0] += 1000.0
@@ -385,7 +387,7 @@ def test_a_failed_stream_says_so_and_the_session_goes_on(toy: Runtime, monkeypat
     stream = session.stream(PROMPT, max_new_tokens=30, ignore_eos=True)
     seen = list(next(stream).token_ids)
     with monkeypatch.context() as patch:
-        patch.setattr("runtime.session.SlotTable.commit", lambda *_, **__: 1 / 0)
+        patch.setattr("runtime.kv.slots.SlotTable.commit", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             list(stream)
     with pytest.raises(RuntimeError, match="failed"):

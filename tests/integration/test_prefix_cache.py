@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,7 @@ def kept(toy_plan: Path) -> Iterator[Runtime]:
 def forget(runtime: Runtime) -> None:
     assert runtime.prefix_cache is not None
     runtime.prefix_cache.clear()
-    for session in runtime._sessions.idle:
-        session.reset()
+    runtime.engines.idle.clear()
 
 
 def said(generation: Any) -> tuple[list[int], list[Any]]:
@@ -64,7 +64,7 @@ def test_every_split_of_a_prompt_gives_what_a_cold_start_gives(kept: Runtime, to
         assert said(warm) == said(cold)
         assert warm.stats.cached_tokens >= min(split, len(PROMPT) - 1)
         assert warm.stats.reused_tokens == warm.stats.cached_tokens - needs_feature
-        for model in ("target", *session._memory._drafters):  # type: ignore[union-attr]
+        for model in ("target", *session.engine.drafting.engines):
             length = len(PROMPT) - 2 if model in (drafter, "head" if drafter == "mixed" else "target") else 0
             np.testing.assert_array_equal(rows(session, model, length), rows(cold_session, model, length))
         kept.prefix_cache.check()  # type: ignore[union-attr]
@@ -72,13 +72,15 @@ def test_every_split_of_a_prompt_gives_what_a_cold_start_gives(kept: Runtime, to
 
 def test_what_is_resident_is_used_where_it_lies(kept: Runtime, toy: Runtime) -> None:
     forget(kept)
-    for prompt in (PROMPT[:40], [9, *PROMPT[:30]], PROMPT):
-        options = {"max_new_tokens": 5, "drafter": "none", "ignore_eos": True}
+    held = []
+    options = {"max_new_tokens": 5, "drafter": "none", "ignore_eos": True}
+    for prompt in (PROMPT[:40], [9, *PROMPT[:30]]):
         found = kept.generate(prompt, **options)
         assert found.token_ids == toy.generate(prompt, **options).token_ids
-        if prompt is not PROMPT:
-            held = kept.session()  # so that the next one-off generation finds another session
-            kept._sessions.idle.append(held)
+        held.append(kept.engines.borrow())  # so that the next one-off generation finds another engine
+    kept.engines.idle = deque(held)
+    found = kept.generate(PROMPT, **options)
+    assert found.token_ids == toy.generate(PROMPT, **options).token_ids
     assert found.stats.reused_tokens == 40
     assert found.stats.cached_tokens == 0
 
@@ -88,8 +90,7 @@ def test_rows_of_any_drafter_serve_any_other(kept: Runtime, toy: Runtime) -> Non
         for second in DRAFTERS:
             forget(kept)
             kept.generate(PROMPT[:50], max_new_tokens=4, drafter=first, ignore_eos=True)
-            for session in kept._sessions.idle:
-                session.reset()
+            kept.engines.idle.clear()
             options = {"max_new_tokens": 10, "drafter": second, "temperature": 0.9, "seed": 3, "auto_disable": False}
             warm, cold = kept.generate(PROMPT, **options), toy.generate(PROMPT, **options)
             assert warm.token_ids == cold.token_ids
@@ -199,7 +200,7 @@ def test_rows_are_right_whenever_a_drafter_rests(
         match = kept.prefix_cache.match(tokens)  # type: ignore[union-attr]
         length = max(0, match.rows.get(model, 0) - (model == "head"))
         fresh = kept.session()
-        fresh._memory.recall([*tokens, 1])  # type: ignore[union-attr]
+        fresh.generate([*tokens, 1], max_new_tokens=1, **options, auto_disable=False)
         other.generate([5], max_new_tokens=1, **options)  # takes in what its last pass has left
         np.testing.assert_array_equal(rows(fresh, model, length), rows(other, model, length))
         kept.prefix_cache.release(match)  # type: ignore[union-attr]

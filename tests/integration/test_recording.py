@@ -17,6 +17,7 @@ from runtime.backends import BACKENDS, Driver, onnxruntime_cuda
 from runtime.backends.device import DeviceBuffers
 from runtime.backends.one_thread import OneThread
 from runtime.backends.recorder import Recorder
+from runtime.engine import Engine
 from runtime.request import Options
 from tests.conftest import TOY_DRAFTERS
 from tests.integration.test_onnxruntime_cuda import CUDA
@@ -133,10 +134,10 @@ def test_graphs_and_memory_of_a_session_are_given_back(cuda_plan: Plan, emulator
     device = EmulatedDevice(emulator)
     runtime = loaded(cuda_plan, device, records=True, records_engines=engines)
     before = device.graphs, len(device._memory)
-    session = runtime.session()
+    engine = Engine(runtime.loaded)
     assert device.graphs > before[0]
-    assert session.generate(PROMPT, max_new_tokens=3).token_ids
-    del session
+    assert runtime.generate(PROMPT, max_new_tokens=3).token_ids
+    del engine
     gc.collect()
     assert (device.graphs, len(device._memory)) == before
 

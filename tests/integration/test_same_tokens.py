@@ -168,10 +168,11 @@ def test_rounds_can_be_watched(toy: Runtime) -> None:
 def test_rows_are_computed_again_only_for_features_that_are_lost(toy: Runtime) -> None:
     prompt = [(37 * i) % 299 + 1 for i in range(50)]
     session = toy.session()
-    session.generate(prompt, drafter="head", max_new_tokens=8, ignore_eos=True)
-    assert session.generate(drafter="head", max_new_tokens=4, ignore_eos=True).stats.reused_tokens == 57
+    options = {"drafter": "head", "ignore_eos": True, "auto_disable": False}
+    session.generate(prompt, max_new_tokens=8, **options)
+    assert session.generate(max_new_tokens=4, **options).stats.reused_tokens == 57
     session.generate(drafter="none", max_new_tokens=6, ignore_eos=True)
-    again = session.generate(drafter="head", max_new_tokens=4, ignore_eos=True)
+    again = session.generate(max_new_tokens=4, **options)
     assert 50 < again.stats.reused_tokens < 62  # plain steps left no features behind them
 
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from plans.errors import BusyError, RequestError
 from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
-from runtime.branch_request import MODES, BranchRequest
-from runtime.branch_run import BranchRunner, Running
+from runtime.branch_request import MODES
+from runtime.engine import Engine
 from runtime.text.constraint import Constraint, Vocabulary
 from runtime.text.grammar import Grammar, one_of, repeat
 
@@ -47,9 +47,9 @@ def assert_nothing_is_left(runtime: Runtime) -> None:
     assert scheduler is not None
     assert not scheduler._running
     assert not scheduler._by_place
-    state = scheduler._runner._state
-    assert not state.live
-    assert len(state.free) == runtime.manifest.target.branches
+    for engine in runtime.engines.engines:
+        assert not engine.sequences
+        assert len(engine._free) == runtime.manifest.target.branches
     if runtime.prefix_cache is not None:
         assert runtime.prefix_cache.in_use == 0
         runtime.prefix_cache.check()
@@ -189,13 +189,13 @@ def test_a_list_of_prompts(serving: Runtime, alone: Runtime) -> None:
 def test_who_matters_more_begins_first(branch_plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime.load(branch_plan, threads=1, scheduler=SchedulerConfig(max_running=1))
     order: list[int] = []
-    admit = BranchRunner.admit
+    admit = Engine.admit
 
-    def noted(self: BranchRunner, place: int, asked: BranchRequest) -> Running:
-        order.append(asked.token_ids[0])
-        return admit(self, place, asked)
+    def noted(self: Engine, place: int, tokens: Any, request: Any) -> Any:
+        order.append(tokens[0])
+        return admit(self, place, tokens, request)
 
-    monkeypatch.setattr(BranchRunner, "admit", noted)
+    monkeypatch.setattr(Engine, "admit", noted)
     first = runtime.submit([5], max_new_tokens=150, drafter="none", ignore_eos=True)
     next(iter(first))
     handles = [
@@ -267,7 +267,7 @@ def test_a_form_is_of_one_request(serving: Runtime) -> None:
 def test_drafts_are_as_good_behind_rows_of_others(branch_plan: Path, drafter: str, mode: Any) -> None:
     """Whatever ran in a row since: trees grow in rows that nobody has, and what they leave is worth nothing."""
     prompts = [[(19 * i + place) % 290 + 1 for i in range(40)] for place in range(6)]
-    options = {"drafter": drafter, "max_new_tokens": 20, "ignore_eos": True}
+    options = {"drafter": drafter, "max_new_tokens": 20, "ignore_eos": True, "auto_disable": False}
 
     def again(runtime: Runtime) -> list[tuple[list[int], int, int, int]]:
         found = [runtime.submit(prompt, **options).result(60) for prompt in prompts]

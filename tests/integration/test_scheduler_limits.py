@@ -13,7 +13,7 @@ import pytest
 
 from plans.errors import BusyError, PlanError, RequestError
 from runtime import Runtime, SchedulerConfig
-from runtime.branch_run import BranchRunner
+from runtime.engine import Engine
 from runtime.execution.program import Program
 from tests.integration.test_scheduler import KEEP, assert_nothing_is_left
 
@@ -32,14 +32,14 @@ def test_deadlines_end_requests_with_what_they_have(branch_plan: Path) -> None:
     running.cancel()
     running.result(60)
     slow = Runtime.load(branch_plan, threads=1)
-    original = BranchRunner.advance
+    original = Engine.step
 
-    def slowly(self: BranchRunner, *arguments: Any) -> Any:
+    def slowly(self: Engine, *arguments: Any) -> Any:
         time.sleep(0.01)
         return original(self, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BranchRunner, "advance", slowly)
+        patch.setattr(Engine, "step", slowly)
         found = slow.submit([5], max_new_tokens=120, drafter="none", ignore_eos=True, deadline=0.1).result(60)
     assert found.finish_reason == "deadline"
     assert 0 < len(found.token_ids) < 120
@@ -117,7 +117,7 @@ def test_a_round_that_fails_fails_those_in_it_alone(branch_plan: Path, alone: Ru
 
     def failing(self: Program) -> None:
         nonlocal calls
-        calls += self.name == "verify"
+        calls += self.name == "decode"
         if calls == 4:
             calls += 1
             raise PlanError("the engine fell over")

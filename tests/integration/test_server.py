@@ -18,7 +18,7 @@ import pytest
 
 from plans.tokenizer import Tokenizer
 from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
-from runtime.branch_run import BranchRunner
+from runtime.engine import Engine
 from tests.integration.served import KEY, client_of, get, listening, settle
 
 
@@ -364,13 +364,13 @@ def test_health_and_metrics(client: openai.OpenAI, address: str, runtime: Runtim
 @pytest.fixture
 def slow_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """150 tokens take 8 s, or longer."""
-    original = BranchRunner.advance
+    original = Engine.step
 
-    def slowly(self: BranchRunner, *arguments: Any) -> Any:
+    def slowly(self: Engine, *arguments: Any) -> Any:
         time.sleep(0.05)
         return original(self, *arguments)
 
-    monkeypatch.setattr(BranchRunner, "advance", slowly)
+    monkeypatch.setattr(Engine, "step", slowly)
 
 
 LONG: dict[str, Any] = {"max_new_tokens": 150, "drafter": "none", "ignore_eos": True}

@@ -37,11 +37,11 @@ def test_after_warm_up_a_step_allocates_no_array(reference: Runtime, drafter: st
 
 def test_buffers_never_move(toy: Runtime) -> None:
     session = toy.session()
-    before = {name: array.ctypes.data for name, array in session._buffers.arrays.items()}
+    before = {name: array.ctypes.data for name, array in session.buffers.arrays.items()}
     session.generate(list(range(1, 60)), max_new_tokens=30)
     session.reset()
     session.generate(list(range(1, 20)), max_new_tokens=30, temperature=1.0, drafter="none")
-    assert {name: array.ctypes.data for name, array in session._buffers.arrays.items()} == before
+    assert {name: array.ctypes.data for name, array in session.buffers.arrays.items()} == before
 
 
 def test_plain_decoding_binds_again_only_where_the_view_grows(
@@ -87,5 +87,5 @@ def test_a_round_that_cannot_be_timed_is_refused(toy: Runtime, chain: list[int],
     session.generate([5, 6, 7], max_new_tokens=3, drafter="none")
     with pytest.raises(RequestError, match=said):
         session.time_round(chain, drafter)
-    with pytest.raises(RequestError, match="tokens, 0 of them with rows"):
+    with pytest.raises(RequestError, match="tokens, 0 of them with KV"):
         toy.session().time_round([], "none")

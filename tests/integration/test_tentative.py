@@ -17,7 +17,8 @@ pytestmark = pytest.mark.usefixtures("run_ahead")
 
 def held_rows(session: Session, drafter: str) -> dict[int, np.ndarray]:
     """Rows of the drafter's arena by their numbers in the sequence."""
-    kept = session._drafters[drafter].kept  # type: ignore[attr-defined]
+    kept = session.engine.drafting.engines[drafter].cache.window
+    assert kept is not None
     kv = session.buffers.of(drafter, names.KV)[:, 0]
     gap = kept._front if kept._dropped else kept.slots.length
     return {slot + kept._dropped * (slot >= gap): kv[:, :, slot].copy() for slot in range(kept.slots.length)}

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from plans import names
 from plans.manifest import Geometry
-from runtime.drafters.kept_rows import KeptRows
-from runtime.kv.slots import BRANCH
+from runtime.kv.slots import FIRST, SlotTable
+from runtime.kv.window import WindowedRow
 
 SINK, WINDOW, MODEL = 3, 5, "drafter"
 ROOM = SINK + 2 * WINDOW
@@ -34,13 +34,14 @@ class Memory:
         slots[:, :, to : to + count] = slots[:, :, first : first + count].copy()
 
 
-def rows(window: int, lead: int) -> tuple[KeptRows, np.ndarray]:
+def rows(window: int, lead: int) -> tuple[WindowedRow, np.ndarray]:
     memory = Memory()
     geometry = Geometry(
         layers=1, heads=1, kv_heads=1, head_dim=1, hidden_size=1, vocab_size=1, context=30, view_bucket=1, capacity=40,
         prefill_chunk=WINDOW, branches=1, sink=SINK if window else 0, window=window,
     )  # fmt: skip
-    kept = KeptRows(MODEL, geometry, memory, None, lead)  # type: ignore[arg-type]
+    slots = SlotTable(MODEL, memory, None)  # type: ignore[arg-type]
+    kept = WindowedRow(MODEL, geometry, memory, slots, lead)  # type: ignore[arg-type]
     return kept, memory.arrays[names.KV][0, 0, 0, :, 0]
 
 
@@ -58,7 +59,7 @@ def test_kept_rows_are_those_of_the_sequence(data: st.DataObject, window: int, l
             assert kept.end == end
             at = kept.slots.length
             slots[at : at + count] = range(end, end + count)
-            kept.slots.restore(count, BRANCH, end)
+            kept.slots.restore(count, FIRST, end)
             there |= set(range(end, end + count))
             end += count
         elif kind == "truncate":
@@ -103,7 +104,7 @@ def test_without_a_window_nothing_is_dropped() -> None:
     kept, slots = rows(0, 1)
     kept.make_room(1000)
     kept.pass_over(10_000, 20)
-    kept.slots.restore(20, BRANCH, 0)
+    kept.slots.restore(20, FIRST, 0)
     assert (kept.end, kept.known, kept.reach) == (20, 21, 21)
     assert len(slots) == 40
     kept.truncate(7)
@@ -114,7 +115,7 @@ def test_what_a_long_prompt_drops_is_not_computed() -> None:
     kept, _ = rows(WINDOW, 0)
     kept.pass_over(25, 5)
     assert kept.end == 0  # the sink is
-    kept.slots.restore(5, BRANCH, 0)
+    kept.slots.restore(5, FIRST, 0)
     kept.pass_over(25, 10)
     assert kept.end == 10
     kept.pass_over(25, 25)

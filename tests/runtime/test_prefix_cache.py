@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from plans.errors import RequestError
-from runtime.kv.arena_rows import ArenaRows
+from runtime.kv.token_kv import TokenKv
 from runtime.prefix_cache.cache import PrefixCache, PrefixCacheConfig
 from runtime.prefix_cache.page_pool import PAGE, PagePool, RowShape
 
@@ -32,9 +32,9 @@ def cache(tokens: int = 400, **options: object) -> PrefixCache:
 
 def insert(kept: PrefixCache, tokens: list[int], head: int | None = None) -> int:
     """With the rows of the target, and the first ones of the head, whose token 0 has none."""
-    rows = {"target": (len(tokens), ArenaRows(rows_of("target", tokens)))}
+    rows = {"target": (len(tokens), TokenKv(rows_of("target", tokens)))}
     if head is not None:
-        rows["head"] = head, ArenaRows(rows_of("head", tokens)[:, :, 1:], lead=1)
+        rows["head"] = head, TokenKv(rows_of("head", tokens)[:, :, 1:], lead=1)
     return kept.insert(tokens, rows)
 
 
@@ -45,7 +45,7 @@ def check_rows(kept: PrefixCache, tokens: list[int]) -> int:
         expected = rows_of(model, tokens)
         found = np.full_like(expected, -1)
         lead = int(model == "head")
-        kept.read(match, model, lead, count, ArenaRows(found[:, :, lead:], lead=lead))
+        kept.read(match, model, lead, count, TokenKv(found[:, :, lead:], lead=lead))
         np.testing.assert_array_equal(found[:, :, lead:count], expected[:, :, lead:count])
     kept.release(match)
     kept.release(match)
@@ -193,7 +193,7 @@ def test_what_is_found_has_the_rows_that_were_kept(lines: list[tuple[list[int], 
         for model, count in match.rows.items():
             expected = rows_of(model, match.matched_prefix)
             found, lead = np.full_like(expected, -1), int(model == "head")
-            kept.read(match, model, lead, count, ArenaRows(found[:, :, lead:], lead=lead))
+            kept.read(match, model, lead, count, TokenKv(found[:, :, lead:], lead=lead))
             np.testing.assert_array_equal(found[:, :, lead:count], expected[:, :, lead:count])
         kept.release(match)
     assert kept.in_use == 0
@@ -218,7 +218,7 @@ def test_100_000_operations_from_many_threads() -> None:
                     match = kept.match(tokens)
                     count = match.rows.get("target", 0)
                     found = np.full((2, 1, len(tokens), 3), -1, np.float32)
-                    kept.read(match, "target", 0, count, ArenaRows(found))
+                    kept.read(match, "target", 0, count, TokenKv(found))
                     np.testing.assert_array_equal(found[:, :, :count], rows_of("target", tokens)[:, :, :count])
                     kept.release(match)
                 elif what < 0.97:

@@ -9,7 +9,7 @@ import pytest
 
 import tools.bench.__main__ as bench
 from plans import names
-from runtime.execution.target_pass import TargetPasses
+from runtime.execution.program import Program
 from tests.conftest import HELD_OUT
 
 Captured = pytest.CaptureFixture[str]
@@ -59,8 +59,8 @@ def test_a_row_for_every_length_drafter_mode_and_budget(long_plan: Path, capsys:
 def test_times_behind_random_rows_need_no_prefill(
     long_plan: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ran, run = set(), TargetPasses.run
-    monkeypatch.setattr(TargetPasses, "run", lambda self, name: (ran.add(name), run(self, name))[1])
+    ran, run = set(), Program.run
+    monkeypatch.setattr(Program, "run", lambda self: (ran.add(self.name), run(self))[1])
     arguments = ("--lengths", "60,120", "--drafters", "none", "--modes", "off,lossy", "--random-rows", "--json")
     assert context(long_plan, *arguments) == 0
     report = json.loads(capsys.readouterr().out)

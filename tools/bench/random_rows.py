@@ -6,11 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plans import names
-from runtime.kv.arena_rows import ArenaRows
+from runtime.kv.token_kv import TokenKv
 from runtime.prefix_cache.cache import PrefixCache
 
 
-class RandomRows(ArenaRows):
+class RandomRows(TokenKv):
     """Rows of any sequence: what comes out behind them means nothing, but costs what it would."""
 
     def __init__(self) -> None:

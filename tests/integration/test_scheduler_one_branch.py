@@ -12,8 +12,8 @@ import pytest
 from compiler.build import build
 from compiler.recipe import load_recipe
 from runtime import BusyError, PlanError, PrefixCacheConfig, RequestError, Runtime, SchedulerConfig
+from runtime.engine import Engine
 from runtime.execution.program import Program
-from runtime.session_runner import SessionRunner
 from runtime.text.constraint import Constraint, Vocabulary
 from runtime.text.grammar import Grammar, one_of, repeat
 from tests.conftest import TOY_DRAFTERS
@@ -26,7 +26,7 @@ def serving(toy_plan: Path) -> Iterator[Runtime]:
     runtime = Runtime.load(toy_plan, threads=1)
     yield runtime
     assert runtime.close(timeout=60)
-    assert len(runtime._sessions.idle) == 1  # all requests had the session that loading made
+    assert len(runtime.engines.engines) == 1  # all requests had the engine that loading made
     with pytest.raises(BusyError, match="closed"):
         runtime.submit([1])
 
@@ -36,14 +36,14 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._passes, self.reached = threading.Semaphore(0), threading.Event()
-        advance = SessionRunner.advance
+        step = Engine.step
 
-        def gated(runner: SessionRunner, *arguments: Any) -> Any:
+        def gated(engine: Engine, *arguments: Any) -> Any:
             self.reached.set()
             assert self._passes.acquire(timeout=60)
-            return advance(runner, *arguments)
+            return step(engine, *arguments)
 
-        monkeypatch.setattr(SessionRunner, "advance", gated)
+        monkeypatch.setattr(Engine, "step", gated)
 
     def let(self, passes: int) -> None:
         self._passes.release(passes)

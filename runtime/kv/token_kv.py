@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class ArenaRows:
+class TokenKv:
     """Rows in a row of an arena: those of tokens `lead` and on lie in order from slot 0, or where `slots` says."""
 
     def __init__(self, kv: NDArray[np.generic], lead: int = 0, slots: NDArray[np.int64] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The rows that a drafter's arena keeps of a sequence: all, or of a long one its beginning and the last ones."""
+"""The KV that a drafter's cache keeps of a long sequence: its beginning and its end."""
 
 from __future__ import annotations
 
@@ -7,28 +7,27 @@ from collections.abc import Iterator
 from plans import names
 from plans.manifest import Geometry
 from runtime.execution.buffers import Buffers
-from runtime.execution.step import Step
-from runtime.kv.arena_rows import ArenaRows
-from runtime.kv.slots import BRANCH, SlotTable
+from runtime.kv.slots import FIRST, SlotTable
+from runtime.kv.token_kv import TokenKv
 
 _FEW = 16  # rows
 
 
-class KeptRows:
+class WindowedRow:
     """Rows are counted in the sequence: `end` is the next one's number. `lead` tokens at the beginning have none.
 
     With a `window`, rows between the sink and the last `window` to twice as many are dropped. Those that are kept lie
     in order from slot 0 on: `_front` of the beginning, and where `_dropped` are missing, those behind the gap.
     """
 
-    def __init__(self, model: str, geometry: Geometry, buffers: Buffers, step: Step, lead: int) -> None:
-        self.slots = SlotTable(model, buffers, step)
+    def __init__(self, model: str, geometry: Geometry, buffers: Buffers, slots: SlotTable, lead: int) -> None:
+        self.slots = slots
         self._model, self._buffers, self._lead = model, buffers, lead
         self._kv = buffers.of(model, names.KV)[:, 0]
         self._sink, self.window = geometry.sink, geometry.window
         self._room = geometry.sink + 2 * geometry.window
         self._front = self._dropped = 0
-        self.leading = ArenaRows(self._kv, lead)  # rows of the beginning, by tokens
+        self.leading = TokenKv(self._kv, lead)  # rows of the beginning, by tokens
 
     @property
     def end(self) -> int:
@@ -81,7 +80,7 @@ class KeptRows:
         if self.window and self.end >= self._sink:
             self.skip_to(min(length - self.window, end))
 
-    def missing(self, known: int) -> Iterator[tuple[int, int, ArenaRows]]:
+    def missing(self, known: int) -> Iterator[tuple[int, int, TokenKv]]:
         """What to copy here so that `known` leading tokens have rows, but for those that a window drops.
 
         First token, the one behind the last, and where their rows go; then `restore`.
@@ -92,15 +91,15 @@ class KeptRows:
             return
         if self.known < self._sink + self._lead:
             yield self.known, self._sink + self._lead, self.leading
-        yield known - self.window, known, ArenaRows(self._kv, self._lead + gap)
+        yield known - self.window, known, TokenKv(self._kv, self._lead + gap)
 
     def restore(self, known: int) -> None:
         """The rows that were `missing` have been copied."""
         gap = self._gap(known)
         behind = known - self._lead - gap - self._sink
         self.slots.truncate(0)
-        self.slots.restore(self._sink + min(behind, 0), BRANCH, 0)
-        self.slots.restore(max(behind, 0), BRANCH, self._sink + gap)
+        self.slots.restore(self._sink + min(behind, 0), FIRST, 0)
+        self.slots.restore(max(behind, 0), FIRST, self._sink + gap)
         self._front, self._dropped = self._sink, gap
 
     def _gap(self, known: int) -> int:

@@ -1,0 +1,281 @@
+"""What proposes tokens for the sequences of a pass, and how the nodes that it verifies are divided among them.
+
+A pass verifies so many nodes. Where more are drafted, every sequence has its share, and what one does not need goes to
+the others; of trees, the nodes that are likeliest of all are taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as List
+from heapq import nlargest
+from math import log
+from time import perf_counter_ns
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plans.manifest import GraphDrafter, NgramDrafter
+from runtime.drafters import HostDrafter, make_host_drafter
+from runtime.drafters.base import NOTHING, Draft, TreeInPlace
+from runtime.drafters.engine import EngineDrafter, chain_rounds
+from runtime.execution.assembly import Assembly, Loaded
+from runtime.execution.step import TargetStep
+from runtime.sequence import Sequence
+from runtime.stats import Stopwatch
+
+# A node that is less likely to be accepted than this costs a pass that many sequences share more than it brings.
+_WORTH = log(0.2)
+
+
+class HostTime:
+    """Time that a host drafter takes, as of a program of one stage."""
+
+    def __init__(self, name: str) -> None:
+        self.stage_names, self.is_engine, self.nanoseconds = (name,), (False,), [0]
+
+
+class Drafting:
+    """The drafters of an engine by name. A round: `propose`, the pass, `commit` for each sequence."""
+
+    def __init__(self, loaded: Loaded, parts: Assembly, watch: Stopwatch) -> None:
+        manifest = loaded.manifest
+        self._settings = {drafter.name: drafter for drafter in manifest.drafters}
+        self.engines = {
+            drafter.name: EngineDrafter(
+                drafter,
+                manifest.models[drafter.name],
+                parts,
+                watch,
+                keeps_levels=loaded.plan.engines[drafter.name].keeps_levels,
+            )
+            for drafter in manifest.drafters
+            if isinstance(drafter, GraphDrafter)
+        }
+        self._step = parts.step
+        self.host_times = {d.name: HostTime(d.name) for d in manifest.drafters if isinstance(d, NgramDrafter)}
+        nodes = parts.step.max_nodes + 1
+        self._chain = np.zeros(nodes, np.int64), np.zeros(nodes, np.int64)
+        self._vocabulary = manifest.target.vocab_size
+        self._prefix_engines: list[EngineDrafter] = []
+
+    # Between runs.
+
+    def begin(self, prefix: List[int], drafters: set[str | None], *, pooled: bool, here: bool) -> None:
+        """Sequences behind `prefix` are to come that ask these drafters, or none; its KV may be `here` already."""
+        asked = self._of(drafters)
+        for engine in self.engines.values():
+            if engine not in asked:
+                engine.arrange(pooled=pooled)
+            elif here:
+                engine.rewind()
+            else:
+                engine.begin(prefix, pooled=pooled)
+        self._prefix_engines = asked if prefix else []
+
+    def has_prefix(self, prefix: List[int], drafters: set[str | None]) -> bool:
+        """Whether the engines of these drafters have the KV of the prefix."""
+        return all(engine.has_prefix(prefix) for engine in self._of(drafters))
+
+    @property
+    def of_prefix(self) -> List[EngineDrafter]:
+        """The engines whose KV of the prefix sequences are to find."""
+        return self._prefix_engines
+
+    def _of(self, drafters: set[str | None]) -> list[EngineDrafter]:
+        asked = {name for drafter in drafters for name in (drafter, self._otherwise(drafter))}
+        return [engine for name, engine in self.engines.items() if name in asked]
+
+    def _otherwise(self, drafter: str | None) -> str | None:
+        settings = self._settings.get(drafter or "")
+        return settings.otherwise if isinstance(settings, NgramDrafter) else None
+
+    # A sequence.
+
+    def attach(self, sequence: Sequence, drafter: str | None) -> None:
+        """`drafter` drafts for the sequence's next generation: n-grams, an engine, or one where the other foresees too
+        little."""
+        settings = self._settings.get(drafter or "")
+        sequence.host = sequence.engine = None
+        if isinstance(settings, NgramDrafter):
+            if settings.name not in sequence.hosts:
+                sequence.hosts[settings.name] = make_host_drafter(settings)
+            sequence.host, sequence.least = sequence.hosts[settings.name], settings.least
+            if settings.otherwise is not None:
+                sequence.engine = self.engines[settings.otherwise]
+        elif isinstance(settings, GraphDrafter):
+            sequence.engine = self.engines[settings.name]
+        if sequence.engine is not None:
+            sequence.engine.open(sequence)
+
+    def resume(self, sequence: Sequence, passes: int) -> int:
+        """The sequence's drafters follow it from now on; how many tokens may keep their KV in the target for them."""
+        if sequence.host is not None:
+            sequence.host.suppose(None)
+            sequence.host.sync(sequence.tokens)  # now: no round is to seem so slow
+        return sequence.computed if sequence.engine is None else sequence.engine.resume(sequence, passes)
+
+    def truncate(self, sequence: Sequence, length: int) -> None:
+        """The sequence now has `length` tokens, those before them unchanged."""
+        for host in sequence.hosts.values():
+            host.truncate(length)
+        for engine in self.engines.values():
+            engine.truncate(sequence, length)
+
+    def close(self, sequence: Sequence) -> None:
+        """The sequence is no more."""
+        for engine in self.engines.values():
+            engine.close(sequence)
+
+    def suppose(self, sequence: Sequence, length: int | None) -> None:
+        """Tokens from `length` on are tentative; None: none are, and those that were have been retracted."""
+        if sequence.host is not None:
+            sequence.host.suppose(length)
+        if sequence.engine is not None:
+            sequence.engine.suppose(sequence, tentative=length is not None)
+
+    # A round.
+
+    def propose(
+        self, live: Mapping[int, tuple[Sequence, int]], following: List[Sequence], past: int | None
+    ) -> Mapping[int, Draft | TreeInPlace]:
+        """Drafts by number for the sequences of a pass, each with the number of nodes that it may use at most: 0 where
+        it does not draft.
+
+        `following` are all whose drafters are enabled: heads take in what those have committed. `past` says behind how
+        many slots the one sequence stands that there is; None where there may be several.
+        """
+        if past is not None:
+            ((sequence, limit),) = live.values()
+            return self._propose_one(sequence, limit, past)
+        chains: dict[int, tuple[HostDrafter, int]] = {}
+        wanting: dict[str, dict[int, int]] = {}
+        for number, (each, limit) in live.items():
+            if limit <= 0:
+                continue
+            if each.host is not None:
+                limit = min(limit, each.reach) if len(live) > 1 else limit
+                foreseen = each.host.foresee(each.tokens, limit)
+                if foreseen >= min(each.least, limit) or each.engine is None:
+                    chains[number] = each.host, foreseen
+                    continue
+            if each.engine is not None:
+                wanting.setdefault(each.engine.name, {})[number] = limit
+        drafts: dict[int, Draft] = {}
+        for engine in self.engines.values():
+            of_engine = [each for each in following if each.engine is engine]
+            if of_engine:
+                drafts |= engine.draft(wanting.get(engine.name, {}), of_engine, self._step)
+        return self._divide(live, chains, drafts)
+
+    def _propose_one(self, sequence: Sequence, limit: int, past: int) -> Mapping[int, Draft | TreeInPlace]:
+        number, host, engine = sequence.number, sequence.host, sequence.engine
+        if sequence.disabled or (host is None and engine is None):
+            return {}
+        if limit > 0 and engine is not None:
+            if host is None or host.foresee(sequence.tokens, limit) < min(sequence.least, limit):
+                tree = self._of_engine(engine, sequence, limit, past)
+                if tree is not None:
+                    return {number: tree}
+        if engine is not None:
+            engine.sync(sequence)
+        if limit > 0 and host is not None:
+            host.sync(sequence.tokens)
+            return {number: self._chain_of(host, limit)}
+        return {}
+
+    def _of_engine(
+        self, engine: EngineDrafter, sequence: Sequence, limit: int, past: int
+    ) -> Draft | TreeInPlace | None:
+        if engine.settings.entropy is None:
+            return engine.draft_in_place(sequence, past, self._step, limit)
+        if past + 1 + engine.settings.longest > self._step.largest_view:
+            return None
+        return engine.draft({sequence.number: limit}, [sequence], self._step).get(sequence.number)
+
+    def _divide(
+        self,
+        live: Mapping[int, tuple[Sequence, int]],
+        chains: Mapping[int, tuple[HostDrafter, int]],
+        drafts: dict[int, Draft],
+    ) -> dict[int, Draft]:
+        """What of it goes into the pass. By rejection, tokens depend on a draft: it is taken whole."""
+        whole = {n: draft for n, draft in drafts.items() if draft.probs is not None}
+        trees = {n: draft for n, draft in drafts.items() if draft.probs is None}
+        nodes = [
+            (float(score), -place, number)
+            for number, tree in trees.items()
+            for place, score in enumerate(tree.scores if tree.scores is not None else ())
+            if score >= _WORTH or len(live) == 1
+        ]
+        wanted = {number: foreseen for number, (_, foreseen) in chains.items()} | dict.fromkeys(trees, 0)
+        for _, _, number in nodes:
+            wanted[number] += 1
+        budget = self._step.max_nodes + 1 - len(live) - sum(map(len, whole.values()))
+        shares = divide(budget, wanted)
+        found = whole | {number: self._chain_of(host, shares[number]) for number, (host, _) in chains.items()}
+        chosen: dict[int, list[int]] = {number: [] for number in trees}
+        for _, place, number in nlargest(sum(shares[number] for number in trees), nodes):
+            chosen[number].append(-place)
+        return found | {number: _part(trees[number], sorted(places)) for number, places in chosen.items()}
+
+    def _chain_of(self, host: HostDrafter, limit: int) -> Draft:
+        began = perf_counter_ns()
+        token_ids, parent = self._chain
+        count = host.draft(limit, token_ids, parent, 0) if limit else 0
+        draft = Draft(token_ids[1 : 1 + count].copy(), parent[1 : 1 + count] - 1) if count else NOTHING
+        self.host_times[host.name].nanoseconds[0] += perf_counter_ns() - began
+        return draft
+
+    def commit(
+        self,
+        sequence: Sequence,
+        start: int,
+        count: int,
+        kept: NDArray[np.int64] | None,
+        draft: Draft | TreeInPlace | None,
+        passes: int,
+    ) -> None:
+        """A pass has given the sequence `count` tokens KV, from `start` on: the first of the step, or those that `kept`
+        lists. It had the nodes of `draft`."""
+        if draft and draft.scores is None:  # the host's
+            accepted = count - 1  # what is rejected costs a pass that many share more than it brings
+            sequence.reach = 2 * sequence.reach if accepted == len(draft) else accepted + 2
+        if sequence.engine is not None and not sequence.disabled:
+            sequence.engine.commit(sequence, start, count, kept, passes)
+
+    # Sizes of rounds, for devices that record them.
+
+    def rounds(self, length: int, step: TargetStep) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Lay out every size of round that a sequence of `length` tokens may come to; see `EngineDrafter.rounds`."""
+        for name, settings in self._settings.items():
+            if isinstance(settings, GraphDrafter):
+                yield from self.engines[name].rounds(length, step)
+                continue
+            yield from chain_rounds(length, step, settings.max_draft)
+            if settings.otherwise is not None:
+                yield from self.engines[settings.otherwise].extensions(length, 1 + step.max_nodes)
+
+
+def _part(tree: Draft, nodes: List[int]) -> Draft:
+    """The draft of some of a tree's nodes, ascending, with whom all of their ancestors are."""
+    place = {-1: -1} | {node: index for index, node in enumerate(nodes)}
+    scores = None if tree.scores is None else [tree.scores[node] for node in nodes]
+    return Draft(
+        [int(tree.token_ids[node]) for node in nodes],
+        [place[int(tree.parent[node])] for node in nodes],
+        scores,
+        tree.entropy,
+    )
+
+
+def divide(budget: int, wanted: Mapping[int, int]) -> dict[int, int]:
+    """Shares of a budget: what is wanted, or where that is too much, as even as can be."""
+    shares = {}
+    left = max(0, budget)
+    for rest, (who, want) in zip(
+        range(len(wanted), 0, -1), sorted(wanted.items(), key=lambda item: item[1]), strict=True
+    ):
+        shares[who] = min(want, left // rest)
+        left -= shares[who]
+    return shares

@@ -1,0 +1,586 @@
+"""A drafter that is an engine with a KV cache of its own, for any number of sequences: an EAGLE3 head or a small decoder.
+
+KV at position i stands for token i (`model`), or for the pair of the target's feature i and token i + 1 (`eagle3`). So
+either can be computed once the target has the KV of token i. Features stay in the target's buffer until its next pass:
+before that, a head takes in what all of its sequences have committed, whoever drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as List
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plans import names
+from plans.manifest import Geometry, GraphDrafter
+from runtime.drafters.base import Draft, TreeInPlace
+from runtime.drafters.entropy import ChainLength
+from runtime.execution.assembly import Assembly
+from runtime.execution.program import Program
+from runtime.execution.step import DraftStep, TargetStep
+from runtime.kv.cache import KvCache
+from runtime.kv.slots import FIRST
+from runtime.kv.token_kv import TokenKv
+from runtime.sequence import Sequence
+from runtime.stats import Stopwatch
+
+_NONE = np.zeros(0, np.int64)
+
+
+@dataclass
+class _State:
+    """What the drafter has of one sequence.
+
+    KV up to position `end`, and where the features of tokens `first` and on lie: `features`, token indices of the
+    target's pass number `passes`.
+    """
+
+    end: int = 0
+    first: int = 0
+    features: NDArray[np.int64] = field(default_factory=lambda: _NONE)
+    passes: int = -1
+    tentative: bool = False
+    grown: bool = False  # a tree grows in the pass that runs
+    chain: int | None = None  # where the KV of a drafted chain begins
+    length: ChainLength | None = None
+
+
+class EngineDrafter:
+    """Owns its KV cache, and what it knows of each sequence, by number. What drafting appends is dropped by length, but
+    for the KV of a draft model's accepted nodes, where one sequence is all that there is."""
+
+    def __init__(
+        self, settings: GraphDrafter, geometry: Geometry, parts: Assembly, watch: Stopwatch, *, keeps_levels: bool
+    ) -> None:
+        """`keeps_levels`: the levels of a draft leave KV in the cache. `watch` has the time of the bookkeeping."""
+        name, buffers, programs = settings.name, parts.buffers, parts.programs
+        self.name, self.settings = name, settings
+        self.paired, self.rejects = settings.kind == "eagle3", settings.acceptance == "rejection"
+        self._tree, self._lead, self._room = settings.tree, int(self.paired), geometry.context
+        self._buffers, self._watch = buffers, watch
+        self._step: DraftStep = parts.draft_steps[name]
+        self._extend = programs[names.extend(name)]
+        self._draft = programs.get(names.draft(name))
+        several = geometry.branches > 1
+        compact = programs.get(names.compact(name))
+        self.cache = KvCache(name, buffers, self._step, geometry, compact if several else None, lead=self._lead)
+        self._keeps_levels = keeps_levels and not self.paired
+        gathers = compact is not None and settings.compacts and keeps_levels
+        self._tree_slots = _TreeSlots(name, buffers.of, self._step, compact) if gathers and compact else None
+        nodes = self._nodes = settings.tree.nodes
+        self._token_ids, self._parent, self._score = (
+            buffers.of(name, each).reshape(-1, nodes)
+            for each in (names.TREE_TOKEN_IDS, names.TREE_PARENT, names.TREE_SCORE)
+        )
+        self._entropy = buffers.of(name, names.DRAFT_ENTROPY).reshape(-1) if settings.entropy is not None else None
+        self._tip_position = buffers.of(name, names.TIP_POSITION)
+        self._feature_rows = buffers.of(name, names.FEATURE_ROWS) if self.paired else None
+        # The feature of a prefix's last token goes into every sequence behind it: it is kept behind the steps' own.
+        self._kept_feature = len(buffers.of(names.TARGET, names.FEATURES)) - 1 if self.paired else 0
+        self._states: dict[int, _State] = {}
+        self._prefix: list[int] = []
+        self._prefix_synced = 0  # tokens of the prefix that `sync_prefix` has seen
+        self.arrange(pooled=True)
+
+    # Between runs, and the prefix.
+
+    def arrange(self, *, pooled: bool) -> None:
+        """Forget everything; sequences share one row of the cache from now on, or have a row each."""
+        self._most_tips = len(self._tip_position) if pooled else 1
+        self.cache.arrange(pooled=pooled)
+        self._states.clear()
+        self._prefix, self._prefix_synced = [], 0
+
+    def has_prefix(self, prefix: List[int]) -> bool:
+        """Whether all that can be known of the prefix has KV here."""
+        return self._prefix == list(prefix) and self._prefix_synced == len(self._prefix)
+
+    def rewind(self) -> None:
+        """Forget all but the prefix."""
+        self.cache.rewind()
+        self._states.clear()
+
+    def begin(self, prefix: List[int], *, pooled: bool) -> None:
+        """Forget everything; sequences behind `prefix` are to come."""
+        self.arrange(pooled=pooled)
+        self._prefix = list(prefix)
+
+    def sync_prefix(self, first: int, count: int) -> None:
+        """A pass has given `count` tokens of the prefix KV, from `first` on: take them in."""
+        end = first + count
+        if self.paired and end == len(self._prefix):
+            feature = names.TARGET, names.FEATURES
+            self._buffers.copy_row((*feature, count - 1), (*feature, self._kept_feature))
+        tokens = self._prefix[first + self._lead : end + self._lead]
+        most = self._step.most
+        for start in range(0, len(tokens), most):
+            part = tokens[start : start + most]
+            self.cache.begin({})
+            if self._feature_rows is not None:
+                self._feature_rows[: len(part)] = np.arange(start, start + len(part))
+            self.cache.append(part, first + start, FIRST)
+            self._extend.run()
+            self.cache.commit_prefix(len(part))
+        self._prefix_synced = end
+
+    def restore_prefix(self, tokens: int) -> None:
+        """The prefix begins with so many tokens whose KV has been copied here."""
+        self._prefix_synced = tokens
+
+    # A sequence.
+
+    def open(self, sequence: Sequence) -> None:
+        """A sequence begins, which may ask this drafter; again changes nothing."""
+        if sequence.number not in self._states:
+            self.cache.open(sequence.number)
+            self._states[sequence.number] = _State(max(0, len(self._prefix) - self._lead))
+
+    def close(self, sequence: Sequence) -> None:
+        """The sequence is no more."""
+        if self._states.pop(sequence.number, None) is not None:
+            self.cache.close(sequence.number)
+
+    def truncate(self, sequence: Sequence, length: int) -> None:
+        """The sequence now has `length` tokens, those before them unchanged."""
+        state = self._states.get(sequence.number)
+        if state is None:
+            return
+        end = max(length - self._lead, 0)
+        if end < state.end:
+            state.end = self.cache.truncate(sequence.number, end)
+        state.grown, state.chain = False, None
+        state.features = state.features[: max(length - state.first, 0)]
+
+    def suppose(self, sequence: Sequence, *, tentative: bool) -> None:
+        """Whether features are of tokens that may be retracted: when they were, discard them."""
+        state = self._states[sequence.number]
+        if state.tentative and not tentative:
+            state.features = state.features[:0]
+        state.tentative = tentative
+
+    def resume(self, sequence: Sequence, passes: int) -> int:
+        """The drafter follows the sequence from now on; how many of its tokens may keep their KV in the target for it.
+
+        Features of those behind are computed again. `passes` counts the target's passes: what others than the last one
+        gave is lost.
+        """
+        self.open(sequence)
+        state, tokens, computed = self._states[sequence.number], sequence.tokens, sequence.computed
+        if state.length is not None:
+            state.length.reset()
+        least = max(len(tokens) - 1 - self._lead, 0)  # the tip is always fed again
+        if state.end > least:
+            state.end = self.cache.truncate(sequence.number, least)
+        state.grown, state.chain = False, None
+        if not self.paired:
+            return computed
+        if passes != state.passes:
+            state.features = state.features[:0]
+        if self._feature_of(sequence, state.end) is not None and state.first + len(state.features) >= computed:
+            return computed
+        window = self.cache.window
+        if window is not None and window.too_far(computed):  # computing it again would cost more than it is worth
+            window.skip_to(computed)
+            state.end = window.end
+        kept = max(state.end, sequence.shared)  # the feature before the first own token is kept
+        return min(computed, kept)
+
+    def known(self, sequence: Sequence) -> int:
+        """Leading tokens of the sequence that have KV here, as far as they can."""
+        state = self._states.get(sequence.number)
+        if state is None:
+            return 0
+        if self.cache.window is not None:
+            return self.cache.window.known
+        return state.end + self._lead if state.end else 0
+
+    def restore(self, sequence: Sequence, known: int) -> list[tuple[int, int, TokenKv]]:
+        """The sequence, behind no prefix, has KV of so many leading tokens from now on.
+
+        Returns what is to be copied for that: the first token, the one behind the last, and where to.
+        """
+        state, window = self._states[sequence.number], self.cache.window
+        reach = window.reach if window is not None else self.known(sequence)
+        if known <= max(reach, self._lead):
+            return []
+        if window is not None:
+            missing = list(window.missing(known))
+            window.restore(known)
+            state.end = window.end
+            return missing
+        first = self.known(sequence)
+        self.cache.restore(sequence.number, state.end, known - self._lead - state.end)
+        state.end = known - self._lead
+        return [(first, known, self.cache.rows_of(sequence.number))]
+
+    def kv_of(self, sequence: Sequence) -> TokenKv:
+        """The KV of the sequence's leading tokens, where it stands behind no prefix."""
+        return self.cache.rows_of(sequence.number) if self.cache.window is None else self.cache.window.leading
+
+    # A round.
+
+    def commit(self, sequence: Sequence, start: int, count: int, kept: NDArray[np.int64] | None, passes: int) -> None:
+        """A pass has given the sequence `count` tokens KV, from `start` on: the first of the step, or those listed."""
+        state = self._states[sequence.number]
+        if state.grown:
+            assert kept is not None, "a draft is accepted by tokens that are listed"
+            fed = self._step.new_tokens
+            self.cache.commit_first(fed, None)
+            stay = self._keep(kept[1:count])
+            self.cache.continue_chain(stay)
+            state.end += fed + stay
+            state.grown = False
+        if state.chain is not None:
+            state.end = self.cache.truncate(sequence.number, min(state.end, state.chain + count - 1))
+            state.chain = None
+        if self.paired:
+            state.first = start
+            state.features = np.arange(count) if kept is None else kept[:count].copy()
+        state.passes = passes
+
+    def _keep(self, path: NDArray[np.int64]) -> int:
+        """How many of the accepted nodes `path` have KV that stays; it then follows the tip's."""
+        if not self._keeps_levels:
+            return 0  # a head's was computed from hidden states of its own, not from the target's features
+        if self._tree_slots is None:
+            return min(len(path), self._tree.depth)  # a chain's is in place, one a level
+        return self._tree_slots.gather(self.cache.length, path)
+
+    def _feature_of(self, sequence: Sequence, index: int) -> int | None:
+        """Where the feature of token `index` lies, None where it is lost or not there yet."""
+        state = self._states[sequence.number]
+        if index == sequence.shared - 1:
+            return self._kept_feature
+        at = index - state.first
+        return int(state.features[at]) if 0 <= at < len(state.features) else None
+
+    def _end(self, sequence: Sequence) -> int:
+        """Up to where KV can be computed now."""
+        if not self.paired:
+            return len(sequence.tokens)
+        state = self._states[sequence.number]
+        end = state.end
+        if end == sequence.shared - 1:
+            end += 1
+        if state.first <= end < state.first + len(state.features):
+            end = state.first + len(state.features)
+        return min(end, len(sequence.tokens) - 1)
+
+    def _lay_out_features(self, sequence: Sequence, first: int, count: int, at: int) -> None:
+        if self._feature_rows is None:
+            return
+        state = self._states[sequence.number]
+        if first == sequence.shared - 1:
+            self._feature_rows[at] = self._kept_feature
+            first, count, at = first + 1, count - 1, at + 1
+        offset = first - state.first
+        self._feature_rows[at : at + count] = state.features[offset : offset + count]
+
+    # One sequence that has row 0 to itself.
+
+    def draft_in_place(self, sequence: Sequence, past: int, step: TargetStep, limit: int) -> TreeInPlace | None:
+        """Prepare a tree that the engine writes into the target's step itself; None where there is no room or start.
+
+        Of a chain at most `limit` nodes are asked for. `step` will hold the tip alone, behind `past` slots.
+        """
+        state, tokens, nodes = self._states[sequence.number], sequence.tokens, self._nodes
+        state.grown = False  # of a pass that came to no end
+        if past + nodes > step.largest_view or len(tokens) >= self._room:
+            return None
+        if not self._feed(sequence, len(tokens) - self._lead):
+            return None
+        self._tip_position[sequence.number] = len(tokens) - 1
+        # The front of a chain is a chain. By rejection, tokens depend on it: then it is whole, as on every backend.
+        cut = self._tree.top_k == 1 and not self.rejects and step.buckets is None
+        state.grown = True
+        return TreeInPlace(names.speculate(self.name), min(nodes, 1 + limit) if cut else nodes, self._score[0])
+
+    def sync(self, sequence: Sequence) -> None:
+        """Take in what the last pass left, before one without this drafter replaces it."""
+        state = self._states[sequence.number]
+        state.grown = False
+        if self.paired and self._feed(sequence, self._end(sequence)):
+            self._extend.run()
+            self._commit_fed(state)
+
+    def _commit_fed(self, state: _State) -> None:
+        self.cache.commit_first(self._step.new_tokens, None)
+        state.end += self._step.new_tokens
+
+    def _feed(self, sequence: Sequence, end: int) -> bool:
+        """Lay out what makes the KV end at `end`; False where nothing does, or features are gone.
+
+        More than a step holds goes in with passes of its own.
+        """
+        state, window, lead = self._states[sequence.number], self.cache.window, self._lead
+        tokens, most = sequence.tokens, self._step.most
+        while True:
+            if window is not None:
+                window.pass_over(len(tokens), end)
+                state.end = window.end
+            first = state.end
+            if first >= end or (self.paired and end > self._end(sequence)):
+                return False
+            count = min(end - first, most)
+            self._lay_out_features(sequence, first, count, 0)
+            if window is not None:
+                window.make_room(count)
+            self.cache.tidy(count + self._step.reach_of(1))
+            self.cache.begin_first(tokens[first + lead : first + lead + count], first, sequence.number)
+            if first + count == end:
+                return True
+            self._extend.run()
+            self._commit_fed(state)
+
+    # Any number of sequences.
+
+    def draft(self, wanting: Mapping[int, int], following: List[Sequence], step: TargetStep) -> dict[int, Draft]:
+        """Drafts by number, behind the tips of the sequences that are `wanting`: at most so many nodes where it draws
+        a token at a time.
+
+        A head takes in what all that are `following` it have committed.
+        """
+        for each in following:
+            self._states[each.number].grown = False
+        tips = {each.number for each in following if each.number in wanting and len(each.tokens) < self._room}
+        waiting = [each for each in following if self.paired or each.number in tips]
+        if not waiting:
+            return {}
+        if self._entropy is not None:
+            return self._draft_chains(waiting, wanting)
+        grown = self._feed_all(waiting, tips)
+        if not grown:
+            return {}
+        self._step.grow(grown)
+        self._run(self._draft)
+        return {number: self._read(tree, wanting[number]) for tree, number in self._trees(grown)}
+
+    def _feed_all(self, waiting: list[Sequence], tips: set[int]) -> list[tuple[int, int, int]]:
+        """Lay out what the sequences lack; more than a step holds goes in with passes of its own.
+
+        Returns the tips that trees grow from, in the step that is laid out: row, index, number. Without any, all of it
+        has run.
+        """
+        waiting = sorted(waiting, key=lambda each: each.number)
+        room = self._step.most + self._step.reach_of(self._most_tips)
+        while True:
+            with self._watch:
+                self.cache.make_room(room)
+                self.cache.begin({each.number: 0 for each in waiting})  # it is ragged, whatever they come to
+                self._step.expect_tips(self._most_tips)
+                grown = self._lay_out(waiting, tips)
+            if grown and not waiting:
+                return grown
+            if self._step.new_tokens:
+                self._run(self._extend)
+            if not waiting:
+                return []
+
+    def _run(self, program: Program | None) -> None:
+        assert program is not None, "a plan of several branches, or of chains drafted token by token, has it"
+        program.run()
+        with self._watch:
+            self.cache.commit()
+
+    def _lay_out(self, waiting: list[Sequence], tips: set[int]) -> list[tuple[int, int, int]]:
+        """Lay out what sequences lack, as many of them as there is room for; they are `waiting` no more."""
+        step, grown = self._step, []
+        while waiting:
+            sequence = waiting[0]
+            number, state = sequence.number, self._states[sequence.number]
+            have, end = state.end, self._end(sequence)
+            count = min(end - have, step.most - step.new_tokens)
+            if count > 0:
+                self._lay_out_features(sequence, have, count, step.new_tokens)
+                tokens = sequence.tokens[have + self._lead : have + self._lead + count]
+                last = self.cache.append(tokens, have, number)
+                state.end = have + count
+                if number in tips and have + count + self._lead == len(sequence.tokens):
+                    grown.append((self.cache.row_of(number), last, number))
+                    self._tip_position[number] = len(sequence.tokens) - 1
+            if have + count < end:
+                break
+            waiting.pop(0)
+        return grown
+
+    def _trees(self, grown: List[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
+        """Index of each tree in the drafter's buffers, and the number of its sequence."""
+        place, row, each = 0, -1, self._step.tips
+        for at, _, number in grown:
+            place = place + 1 if at == row else 0
+            row = at
+            yield row * each + place, number
+
+    def _read(self, tree: int, limit: int) -> Draft:
+        end = self._nodes
+        if self._tree.top_k == 1 and not self.rejects:  # the front of a chain is a chain
+            end = min(end, 1 + limit)
+        probs = self._probs_of(tree) if self.rejects else None
+        return Draft(
+            self._token_ids[tree, 1:end].copy(),
+            self._parent[tree, 1:end] - 1,
+            self._score[tree, 1:end].copy(),
+            probs=probs,
+        )
+
+    def _probs_of(self, tree: int) -> NDArray[np.float32]:
+        """The distributions that a chain's tokens were drawn from, f32 `[nodes - 1, vocab]`."""
+        first = tree * self._nodes
+        return self._buffers.rows(self.name, names.DRAFT_PROBS, first + 1, first + self._nodes).copy()
+
+    def _draft_chains(self, waiting: list[Sequence], wanting: Mapping[int, int]) -> dict[int, Draft]:
+        """Chains a token a run of the engine, each as long as its first distribution says (EGAG, FEATURES row 15)."""
+        settings, by_number = self.settings.entropy, {each.number: each for each in waiting}
+        assert settings is not None
+        assert self._entropy is not None
+        chains: dict[int, tuple[list[int], list[float], list[NDArray[np.float32]]]] = {}
+        left: dict[int, int] = {}
+        entropies: dict[int, float] = {}
+        if self.cache.alone:
+            ((number, sequence),) = by_number.items()
+            if not self._feed(sequence, len(sequence.tokens)):
+                return {}
+            self._tip_position[number] = len(sequence.tokens) - 1
+            grown = [(0, self._step.new_tokens - 1, number)]
+        else:
+            grown = self._feed_all(waiting, set(by_number))
+        while grown:
+            self._step.grow(grown)
+            first = not chains
+            if self.cache.alone and self._draft is not None:
+                self._draft.run()
+                self._commit_fed(self._states[grown[0][2]])
+            else:
+                self._run(self._draft)
+            for tree, number in self._trees(grown):
+                state = self._states[number]
+                if first:
+                    state.chain = state.end
+                    entropies[number] = float(self._entropy[tree])
+                    state.length = state.length or ChainLength(settings)
+                    left[number] = min(state.length.choose(entropies[number]), wanting[number])
+                    chains[number] = [], [], []
+                tokens, scores, probs = chains[number]
+                tokens.append(int(self._token_ids[tree, 1]))
+                scores.append((scores[-1] if scores else 0.0) + float(self._score[tree, 1]))
+                if self.rejects and self.cache.alone:  # the chain will stand right behind the tip
+                    place = names.TARGET, names.DRAFT_PROBS, len(tokens)
+                    self._buffers.copy_row((self.name, names.DRAFT_PROBS, 1), place)
+                elif self.rejects:
+                    probs.append(self._probs_of(tree)[0])
+                left[number] -= 1
+            grown = self._go_on([by_number[number] for number, count in left.items() if count > 0], chains)
+        return {
+            number: Draft(
+                tokens,
+                list(range(-1, len(tokens) - 1)),
+                np.array(scores, np.float32),
+                entropies[number],
+                np.stack(probs) if probs else None,
+            )
+            for number, (tokens, scores, probs) in chains.items()
+        }
+
+    def _go_on(
+        self, chains: List[Sequence], drafted: Mapping[int, tuple[list[int], list[float], list[NDArray[np.float32]]]]
+    ) -> list[tuple[int, int, int]]:
+        """Lay out the last token of each chain that goes on; the tips in that step."""
+        grown: list[tuple[int, int, int]] = []
+        alone = self.cache.alone
+        if not chains:
+            return grown
+        if not alone:
+            self.cache.make_room(len(chains))
+            self.cache.begin({each.number: 0 for each in chains})
+            self._step.expect_tips(self._most_tips)
+        for each in chains:
+            state, token = self._states[each.number], drafted[each.number][0][-1]
+            self._tip_position[each.number] += 1
+            if alone:
+                self.cache.begin_first([token], state.end, each.number)
+                last = 0
+            else:
+                last = self.cache.append([token], state.end, each.number)
+                state.end += 1
+            grown.append((self.cache.row_of(each.number), last, each.number))
+        return grown
+
+    # Sizes of rounds, for devices that record them.
+
+    def rounds(self, length: int, step: TargetStep) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Lay out every size of round with it that a sequence of `length` tokens may come to, one after another.
+
+        Of each, the name of the program that would run, and the models whose sizes it runs with.
+        """
+        if self._entropy is not None:
+            for _ in self._feeds(length):
+                yield names.draft(self.name), (self.name,)
+            yield from chain_rounds(length, step, self.settings.longest)
+            return
+        end, models, nodes = length - self._lead, (names.TARGET, self.name), self._nodes
+        if length < self._room and length - 1 + nodes <= step.largest_view:
+            step.begin_warmup(length)
+            for _ in self._feeds(end):
+                step.expect_tree(nodes)
+                yield names.speculate(self.name), models
+                if self._tree_slots is not None:
+                    yield names.compact(self.name), (self.name,)
+        yield from self.extensions(length, 1)
+
+    def extensions(self, length: int, most: int) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Lay out what a head takes in at rounds without it that commit at most `most` tokens, as `rounds` does.
+
+        A model catches up when it drafts again.
+        """
+        for fed in self._feeds(length - self._lead):
+            if self.paired and fed <= most:
+                yield names.extend(self.name), (self.name,)
+
+    def _feeds(self, end: int) -> Iterator[int]:
+        """Lay out the feeds that make the KV end at `end`, of tokens that are 0."""
+        assert self._step.buckets is not None
+        for fed in reversed(self._step.buckets.new):
+            if fed <= end:
+                if self._feature_rows is not None:
+                    self._feature_rows[:fed] = 0
+                self._step.begin(end - fed, end - fed, [0] * fed, FIRST)
+                self._tip_position[FIRST] = end - 1 + self._lead
+                yield fed
+
+
+def chain_rounds(length: int, step: TargetStep, longest: int) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Lay out every size of round in which the host hangs a chain of at most `longest` nodes behind the tip."""
+    assert step.buckets is not None
+    for size in reversed(step.buckets.new):
+        if size <= 1 + min(longest, step.max_nodes) and length - 1 + size <= step.largest_view:
+            step.begin_warmup(length, size - 1)
+            yield names.VERIFY, (names.TARGET,)
+
+
+class _TreeSlots:
+    """Slots that the levels of a draft model's tree have appended to its cache, of rejected nodes and accepted ones."""
+
+    def __init__(self, name: str, of: object, step: DraftStep, compact: Program) -> None:
+        self._step, self._compact = step, compact
+        self._move_to, self._row, self._kept_rows, self._kept_count = (
+            of(name, each)  # type: ignore[operator]
+            for each in (names.MOVE_TO, names.TREE_ROW, names.KEPT_ROWS, names.KEPT_COUNT)
+        )
+
+    def gather(self, start: int, path: NDArray[np.int64]) -> int:
+        """Move those of the nodes on `path`, which begins at a child of the root, to `start`; return how many.
+
+        Only the last node may have none: levels run whatever has a child. The slots ascend.
+        """
+        count = len(path)
+        if count and self._row[path[-1]] < 0:
+            count -= 1
+        if count and self._row[path[count - 1]] >= count:  # else they are the first ones: in place
+            np.take(self._row, path[:count], out=self._kept_rows[:count], mode="clip")
+            self._kept_count[0], self._move_to[0] = count, start
+            self._step.begin_grown(start)
+            self._compact.run()
+        return count

@@ -1,0 +1,787 @@
+"""The one step loop: propose, lay out, verify, accept, commit, for one sequence or many.
+
+Every pass serves all sequences that it is given: it verifies the drafts of those that decode while it computes the
+prompts of those that have just come. Each has the tokens that it would have alone, by its own seed, stream and limits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Sequence as List
+from contextlib import contextmanager
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plans import names
+from plans.errors import PlanError, RequestError
+from plans.manifest import Manifest, longest_draft
+from runtime.branch_request import Mode
+from runtime.branch_stream import BranchSpan, BranchStats
+from runtime.drafters.adaptive import AdaptiveSpeculations
+from runtime.drafters.base import Draft, TreeInPlace
+from runtime.drafters.drafting import Drafting
+from runtime.execution.assembly import Loaded, assemble
+from runtime.execution.layout import Placed, lay_out, lay_out_one
+from runtime.execution.program import Program
+from runtime.execution.warmup import warm_up
+from runtime.generation import FinishReason, GrowingGeneration, Span
+from runtime.kv.cache import KvCache
+from runtime.kv.partial import PartialCache
+from runtime.kv.partial_policy import Budget
+from runtime.kv.run_ahead import Intervals, RunAhead
+from runtime.prefix_cache.cache import PrefixCache
+from runtime.prefix_cache.client import CacheClient
+from runtime.request import Options, Request, check_options
+from runtime.sampling import SamplingParams, likeliest, logprobs
+from runtime.sequence import Committed, Sequence
+from runtime.stats import StageClock, Stats, Stopwatch
+from runtime.text.stream import TextStream
+from runtime.trace import read_round
+
+_LOG = logging.getLogger("outrider")
+
+
+class Engine:
+    """Buffers, programs, KV caches and drafters for up to as many sequences as the plan has branches.
+
+    Not safe under threads: whoever has borrowed it drives it. `show` alone may run beside the next step.
+    """
+
+    def __init__(self, loaded: Loaded, cache: PrefixCache | None = None, *, padded: bool = False) -> None:
+        """`padded`: rows of a batch are laid out as a rectangle, for engines of the target that need one.
+
+        With `cache`, sequences find what was computed of earlier ones. Raises `PlanError` where the plan's programs
+        cannot be resolved, and `RequestError` for a cache over KV that lies on a device.
+        """
+        parts = assemble(loaded)
+        self.manifest: Manifest = loaded.manifest
+        self._loaded, self._geometry = loaded, loaded.manifest.target
+        self.buffers, self.target_step, self.programs = parts.buffers, parts.step, parts.programs
+        self._watch = Stopwatch()  # of the bookkeeping of slots, all models
+        compact = self.programs.get(names.compact(names.TARGET))
+        self.cache = KvCache(names.TARGET, parts.buffers, parts.step, self._geometry, compact, padded=padded)
+        self.drafting = Drafting(loaded, parts, self._watch)
+        self._small: KvCache | None = None
+        self._partials: list[PartialCache] = []
+        partial = self.manifest.partial_kv
+        if partial is not None:
+            self._small = KvCache(names.PARTIAL, parts.buffers, parts.step, self._geometry)
+            longest, refresh = longest_draft(self.manifest.drafters), self.programs[names.REFRESH]
+            self._partials = [
+                PartialCache(partial, parts.buffers, table, refresh, longest, row)
+                for row, table in enumerate(self._small.tables)
+            ]
+        self.memory = None if cache is None else CacheClient(cache, parts.buffers, self.cache, self.drafting)
+        self._adaptive = AdaptiveSpeculations(self.manifest)
+        self._intervals = Intervals(parts.step.max_nodes)
+        self.mode: Mode = "in-one-sequence"
+        self.prefix: list[int] = []
+        self._prefix_computed = 0
+        self._free: list[int] = []
+        self._live: dict[int, Sequence] = {}  # those that are generated, by number
+        self._open: dict[int, Sequence] = {}  # those that have KV
+        self.passes = 0
+        self.paused = 0.0  # seconds that callers had
+        self._rejecting = {d.name for d in self.manifest.drafters if getattr(d, "acceptance", "") == "rejection"}
+        self.begin()
+        if parts.buffers.exchange is not None and parts.buffers.exchange.records and loaded.plan.buckets:
+            self._record(parts.draft_steps)
+
+    def _record(self, draft_steps: Mapping[str, object]) -> None:
+        """Run every size of round once, so that the device has recorded it before the first prompt."""
+        exchange, started = self.buffers.exchange, perf_counter()
+        assert exchange is not None
+        self.buffers.set_sampling(0, SamplingParams())
+        steps = {names.TARGET: self.target_step, **draft_steps}
+        with exchange.recording():
+            rounds = warm_up(self._geometry.context, steps, self.drafting.rounds, self.programs)  # type: ignore[arg-type]
+        _LOG.info("warmed up %d rounds in %.1f s", rounds, perf_counter() - started)
+
+    # Between runs.
+
+    def begin(
+        self, prefix: List[int] = (), drafters: Collection[str | None] = (), mode: Mode = "in-one-sequence"
+    ) -> bool:
+        """Forget all sequences; those to come stand behind `prefix`, ask these drafters, and share a row or have one
+        each.
+
+        Returns whether the KV of the prefix is here: else `compute_prefix` gives it.
+        """
+        prefix, pooled = list(prefix), mode == "in-one-sequence"
+        here = bool(prefix) and self.mode == mode and self.prefix == prefix and self._prefix_computed == len(prefix)
+        here = here and self.drafting.has_prefix(prefix, set(drafters))
+        if here:
+            self.cache.rewind()
+        else:
+            self.cache.arrange(pooled=pooled)
+            self._prefix_computed = 0
+        self.drafting.begin(prefix, set(drafters), pooled=pooled, here=here)
+        self.mode, self.prefix = mode, prefix
+        self._free = list(range(self._geometry.branches - 1, -1, -1))
+        self._live.clear()
+        self._open.clear()
+        if self._small is not None:
+            self._small.arrange(pooled=pooled)
+            for partial in self._partials:
+                partial.reset()
+        if self.memory is not None:
+            self.memory.forget()
+        self.paused = 0.0
+        return here
+
+    def recall_prefix(self) -> int:
+        """Copy in what the prefix cache knows of a prefix that has just begun; how many tokens that is."""
+        if self.memory is not None:
+            self._prefix_computed = self.memory.recall_prefix(self.prefix)
+        return self._prefix_computed
+
+    def compute_prefix(self) -> Iterator[None]:
+        """Compute what the prefix lacks of KV, a pass at a time; before each of them, the caller may stop."""
+        chunk, prefill = self._geometry.prefill_chunk, self.programs[names.PREFILL]
+        began = self._prefix_computed
+        while tokens := self.prefix[self._prefix_computed : self._prefix_computed + chunk]:
+            yield
+            self.cache.begin({})
+            self.cache.append(tokens, self._prefix_computed, 0)
+            prefill.run()
+            self.passes += 1
+            self.cache.commit_prefix(len(tokens))
+            for drafter in self.drafting.of_prefix:
+                drafter.sync_prefix(self._prefix_computed, len(tokens))
+            self._prefix_computed += len(tokens)
+        if self.memory is not None and self._prefix_computed > began:
+            self.memory.keep_prefix(self.prefix)
+
+    @property
+    def sequences(self) -> List[Sequence]:
+        """Those that have KV here."""
+        return list(self._open.values())
+
+    def now(self) -> float:
+        """Seconds of the engine's own time: callers' is left out."""
+        return perf_counter() - self.paused
+
+    @contextmanager
+    def counting(self, stats: BranchStats) -> Iterator[None]:
+        """What is run meanwhile costs, at the end in `stats`."""
+        clock = self.stage_clock()
+        self._watch.ms = 0.0
+        try:
+            yield
+        finally:
+            clock.fill(stats)
+            caches = [self.cache, *(drafter.cache for drafter in self.drafting.engines.values())]
+            stats.state_ms = self._watch.ms
+            stats.bytes_copied = sum(cache.bytes_copied for cache in caches)
+            stats.compactions = sum(cache.compactions for cache in caches)
+            stats.kv_bytes = sum(cache.peak_slots * cache.slot_bytes for cache in caches)
+
+    def stage_clock(self) -> StageClock:
+        """Times of all stages from now on."""
+        return StageClock([*self.programs.values(), *self.drafting.host_times.values()])
+
+    def warm_up(self, mode: Mode) -> None:
+        """Run a pass of as many sequences as there can be, so that no later one waits for memory to be handed out."""
+        memory, self.memory = self.memory, None
+        request = check_options(Options(max_new_tokens=1, drafter="none", ignore_eos=True), [], ())
+        self.begin(mode=mode)
+        running = [self.admit(number, [0], request) for number in range(self._geometry.branches)]
+        for committed in self.step(running):
+            self.show(committed)
+        self.settle(running)
+        self.memory = memory
+
+    # Sequences.
+
+    def fits(self, tokens: int, request: Request) -> bool:
+        """Whether there is room for one more sequence, of so many tokens behind the prefix, whatever the others come to.
+
+        Capacity is reserved: where a sequence ends never depends on its neighbours. Drafts take what is left.
+        """
+        own = [self._end(len(self.prefix) + tokens, request) - len(self.prefix)]
+        own += [each.end - each.shared for each in self._open.values()]
+        return bool(self._free) and self.cache.holds(own, self._geometry.prefill_chunk)
+
+    def _end(self, tokens: int, request: Request) -> int:
+        return min(self._geometry.context, tokens + request.max_new_tokens)
+
+    def open(self, tokens: List[int] = (), *, number: int | None = None, id: int = 0) -> Sequence:
+        """A sequence of `tokens` behind the prefix; it gets `number`, one that is free, or the lowest."""
+        number = self._free[-1] if number is None else number
+        self._free.remove(number)
+        shared = len(self.prefix)
+        sequence = Sequence(id, number, [*self.prefix, *tokens], shared, shared)
+        self._open[number] = sequence
+        self.cache.open(number)
+        if self._partials:
+            self._partials[self.cache.row_of(number)].reset()
+        return sequence
+
+    def admit(self, id: int, tokens: List[int], request: Request) -> Sequence:
+        """A sequence that fits begins, and is generated; what it says is told by `id`."""
+        number = None
+        if self.memory is not None and not self.prefix:
+            number = self.memory.number_for(tokens, self._free)
+        sequence = self.open(tokens, number=number, id=id)
+        text = TextStream(self._loaded.tokenizer, sequence.tokens, request.stop)
+        self.start(sequence, request, text)
+        return sequence
+
+    def start(self, sequence: Sequence, request: Request, text: TextStream) -> None:
+        """Generate behind the sequence's tokens from now on; what it is generated for ends with `finish`."""
+        tokens = sequence.tokens
+        stats = Stats(prompt_tokens=len(tokens), partial_mode=request.partial_kv)
+        sequence.request, sequence.generation = request, GrowingGeneration(request, text, stats)
+        sequence.began, sequence.rounds, sequence.inserted = self.now(), 0, False
+        sequence.reason = sequence.error = None
+        sequence.stopped = False
+        sequence.end = self._end(len(tokens), request)
+        self.buffers.set_sampling(sequence.number, request.sampling)
+        if names.BY_REJECTION in self.buffers:
+            self.buffers.arrays[names.BY_REJECTION][sequence.number] = request.drafter in self._rejecting
+        sequence.computed = min(sequence.computed, len(tokens) - 1)
+        self._truncate_caches(sequence, sequence.computed)
+        self.drafting.attach(sequence, request.drafter)
+        if self.memory is not None and not self.prefix:
+            stats.cached_tokens = self.memory.recall(sequence)
+        sequence.adaptive = self._adaptive.take(request)
+        sequence.disabled = sequence.adaptive is not None and sequence.adaptive.disabled
+        if not sequence.disabled:
+            self._resume(sequence)
+        stats.reused_tokens = sequence.computed
+        if self.memory is not None and not self.prefix:
+            self.memory.note_reused(stats.reused_tokens)
+        self._live[sequence.number] = sequence
+        self._begin_partial(sequence)
+
+    def _begin_partial(self, sequence: Sequence) -> None:
+        request, tokens = sequence.request, len(sequence.tokens)
+        sequence.partial = sequence.ahead = None
+        sequence.queries = None
+        if not self._partials or request.partial_kv == "off":
+            return
+        partial = sequence.partial = self._partials[self.cache.row_of(sequence.number)]
+        settings, asked = partial.settings, request.partial_budget
+        most = settings.n_retrieval_blocks
+        fixed = None if asked == "auto" else most if asked is None else asked
+        sequence.budget = Budget(most, fixed, tokens // settings.block_size, sequence.end - tokens)
+        if request.partial_kv == "lossless":
+            sequence.ahead = RunAhead(
+                self._intervals.of(request, tokens),
+                sequence.budget,
+                sequence.generation.stats,
+                request.eos_token_ids,
+                always=not request.auto_disable,
+            )
+
+    def _resume(self, sequence: Sequence) -> None:
+        """The sequence's drafters follow it from now on; the target computes again what they have missed."""
+        computed = self.drafting.resume(sequence, self.passes)
+        if computed < sequence.computed:
+            self._truncate_caches(sequence, computed)
+
+    def truncate(self, sequence: Sequence, length: int) -> None:
+        """Keep the first `length` tokens of a sequence."""
+        del sequence.tokens[length:]
+        self._truncate_caches(sequence, min(length, sequence.computed))
+        if self._partials:
+            self._partials[self.cache.row_of(sequence.number)].truncate(length)
+        self.drafting.truncate(sequence, length)
+
+    def _truncate_caches(self, sequence: Sequence, computed: int) -> None:
+        self.cache.truncate(sequence.number, computed)
+        sequence.computed = computed
+
+    def finish(self, sequence: Sequence, *, wait: bool = True) -> None:
+        """The generation is over, for whatever reason; the sequence keeps its tokens and their KV.
+
+        Without `wait`, the prefix cache takes them only where no other thread is at it.
+        """
+        if self._live.pop(sequence.number, None) is None:
+            return
+        self._retract(sequence)
+        self._adaptive.give_back(sequence.request, sequence.adaptive)
+        if self.memory is not None and not self.prefix:
+            if sequence.engine is not None and not sequence.disabled and self.cache.alone:
+                sequence.engine.sync(sequence)  # what the last pass has left
+            self.memory.keep(sequence, wait=wait)
+
+    def release(self, sequence: Sequence) -> None:
+        """The sequence is no more; its slots and its number can be used again."""
+        self.finish(sequence)
+        if self.memory is not None and not self.prefix:
+            self.memory.leave(sequence)
+        del self._open[sequence.number]
+        self._free.append(sequence.number)
+        self._free.sort(reverse=True)
+        self.cache.close(sequence.number)
+        self.drafting.close(sequence)
+
+    def settle(self, running: list[Sequence]) -> None:
+        """Release those that are over; they are `running` no more."""
+        for each in [each for each in running if each.over]:  # once: texts may end meanwhile
+            self.release(each)
+            running.remove(each)
+
+    # A step.
+
+    def step(self, sequences: List[Sequence], chunk: int | None = None) -> list[Committed]:
+        """One round of all: propose, lay out, verify, accept, commit. What it commits of each, as far as tokens tell.
+
+        At most `chunk` tokens of prompts go in (default: as many as a pass takes). Sequences that are over are passed
+        over. Behind a long context, those that read the partial cache have a pass of their own.
+        """
+        chunk = chunk or self._geometry.prefill_chunk
+        found: list[Committed] = []
+        full: list[Sequence] = []
+        small: dict[Sequence, int] = {}
+        for each in sequences:
+            if each.over:
+                continue
+            if each.request.cancelled:
+                each.reason = FinishReason.CANCELLED
+                found.append(Committed(each, [], reason=each.reason))
+                continue
+            if each.adaptive is not None and each.disabled != each.adaptive.disabled and not each.tentative:
+                self._switch(each)
+            room = self._room_ahead(each) if each.partial is not None else 0
+            if room:
+                small[each] = room
+            else:
+                full.append(each)
+        if small:
+            try:
+                found += self._pass(list(small), chunk, small)
+            except PlanError as error:
+                full += self._give_up(small, error)
+        if full:
+            found += self._pass(full, chunk)
+        return found
+
+    def _switch(self, sequence: Sequence) -> None:
+        """Adaptive speculation has disabled the sequence's drafters, or enabled them again."""
+        assert sequence.adaptive is not None
+        sequence.disabled = sequence.adaptive.disabled
+        if not sequence.disabled:
+            self._resume(sequence)
+
+    def _room_ahead(self, sequence: Sequence) -> int:
+        """Most tokens that the sequence's next pass may add over the partial cache; 0 where it reads the full one."""
+        partial, ahead, tokens = sequence.partial, sequence.ahead, len(sequence.tokens)
+        assert partial is not None
+        if self.cache.pooled and not self.cache.alone:
+            return 0
+        if ahead is None:
+            return sequence.end - tokens if partial.ready(tokens) else 0
+        if sequence.confirmed is None and sequence.computed != tokens - 1:
+            return 0
+        waiting = len(sequence.tentative)
+        room = ahead.room(tokens, waiting, sequence.end, self.target_step.max_nodes)
+        if room and not waiting:
+            began = perf_counter()
+            self._fill(sequence)
+            ahead.note_fill(1000 * (perf_counter() - began))
+        return room if room and partial.ready(tokens) else 0
+
+    def _fill(self, sequence: Sequence) -> None:
+        """Fill the sequence's partial cache, unless it stands for the same, by the queries of a pass over the full one:
+        where that was the last pass, they are there still."""
+        partial, budget, stats = sequence.partial, sequence.budget, sequence.generation.stats
+        assert partial is not None
+        assert budget is not None
+        if sequence.queries is None or (partial.computed == sequence.computed and partial.budget == budget.blocks):
+            return
+        (queries, passes), sequence.queries = sequence.queries, None
+        partial.budget = budget.blocks
+        if passes == self.passes and partial.wanted(sequence.computed) and partial.fill(sequence.computed, queries):
+            stats.refreshes += 1
+            stats.retrieved = partial.budget
+
+    def _give_up(self, small: Collection[Sequence], error: PlanError) -> list[Sequence]:
+        """A pass over the partial cache came to nothing: these sequences go on over the full one."""
+        for each in small:
+            assert each.partial is not None
+            each.partial.give_up(str(error))
+            self._retract(each)
+            if each.ahead is not None and not each.disabled:
+                self._resume(each)  # the drafter has missed what the failed pass replaced
+        return list(small)
+
+    def _retract(self, sequence: Sequence) -> None:
+        """Forget the sequence's tentative tokens, and all that came of them."""
+        if sequence.confirmed is None:
+            return
+        confirmed, sequence.confirmed = sequence.confirmed, None
+        if len(sequence.tokens) > confirmed:
+            del sequence.tokens[confirmed:]
+            assert sequence.partial is not None
+            sequence.partial.truncate(confirmed)
+            self.drafting.truncate(sequence, confirmed)
+        self.drafting.suppose(sequence, None)
+        if sequence.ahead is not None:
+            sequence.ahead.over = False
+
+    def _pass(self, live: List[Sequence], chunk: int, small: Mapping[Sequence, int] | None = None) -> list[Committed]:
+        """A pass over the full cache, or over the partial ones of sequences that may add so many tokens there."""
+        step, began = self.target_step, perf_counter()
+        cache = self.cache if small is None or self._small is None else self._small
+        waiting = {each: self._to_confirm(each) for each in live if each.tentative} if small is None else {}
+        starts = {each: self._start(each, small is not None) for each in live}
+        limits = {}
+        for each, start in starts.items():
+            most = min(step.max_nodes, (each.end - len(each.tokens) if small is None else small[each]) - 1)
+            if small is not None and each.ahead is not None and not each.disabled:
+                each.confirmed = len(each.tokens) if each.confirmed is None else each.confirmed
+                self.drafting.suppose(each, each.confirmed)
+            drafts = each.drafting and each not in waiting and len(each.tokens) - start == 1
+            limits[each.number] = each, most if drafts else 0
+        alone = self.cache.alone
+        proposed: Mapping[int, Draft | TreeInPlace] = {}
+        if not waiting or not alone:
+            following = [each for each in self._live.values() if not each.disabled]
+            proposed = self.drafting.propose(limits, following, cache.length if alone else None)
+        proposed = {**proposed, **{each.number: draft for each, draft in waiting.items()}} if waiting else proposed
+        drafted_at = perf_counter()
+        with self._watch:
+            if alone:
+                draft = proposed.get(live[0].number)
+                placed = [lay_out_one(step, cache, live[0], starts[live[0]], chunk, draft)]
+            else:
+                placed = lay_out(step, cache, starts, proposed, chunk)  # type: ignore[arg-type]
+        program = self._choose(placed, proposed, partial=small is not None)
+        self._lay_out_probs(placed, proposed)
+        self.passes += 1
+        program.run()
+        found = self._accept(placed, proposed, waiting, program, cache, small)
+        ended = perf_counter()
+        self._note(placed, found, waiting, small, began, drafted_at, ended)
+        return found
+
+    def _to_confirm(self, sequence: Sequence) -> Draft:
+        """The sequence's tentative tokens as a chain behind its tip; they are a draft now, and nothing else any more."""
+        assert sequence.confirmed is not None
+        limit = min(self.target_step.max_nodes, sequence.end - sequence.confirmed - 1)
+        chain = sequence.tentative[: max(limit, 0)]
+        self._retract(sequence)
+        return Draft(chain, range(-1, len(chain) - 1))
+
+    def _start(self, sequence: Sequence, small: bool) -> int:
+        if not small:
+            return sequence.computed
+        assert sequence.partial is not None
+        return sequence.partial.computed
+
+    def _choose(self, placed: List[Placed], proposed: Mapping[int, Draft | TreeInPlace], *, partial: bool) -> Program:
+        """The program of the step that is laid out."""
+        name = names.VERIFY
+        if all(each.root < 0 for each in placed):
+            return self.programs[names.PREFILL]
+        if not any(each.drafted for each in placed):
+            name = names.DECODE
+        elif len(placed) == 1 and isinstance(tree := proposed.get(placed[0].sequence.number), TreeInPlace):
+            name = tree.program
+        return self.programs[names.partial(name) if partial else name]
+
+    def _lay_out_probs(self, placed: List[Placed], proposed: Mapping[int, Draft | TreeInPlace]) -> None:
+        """Put the distributions that chains were drawn from where acceptance by rejection reads them."""
+        for each in placed:
+            draft = proposed.get(each.sequence.number)
+            if isinstance(draft, Draft) and draft.probs is not None and each.drafted:
+                probs = self.buffers.of(names.TARGET, names.DRAFT_PROBS)
+                probs[each.first + 1 : each.first + 1 + each.drafted] = draft.probs[: each.drafted]
+                self.buffers.send(names.TARGET, names.DRAFT_PROBS, (each.first + 1 + each.drafted) * probs.shape[1])
+
+    def _accept(
+        self,
+        placed: List[Placed],
+        proposed: Mapping[int, Draft | TreeInPlace],
+        waiting: Mapping[Sequence, Draft],
+        program: Program,
+        cache: KvCache,
+        small: Mapping[Sequence, int] | None,
+    ) -> list[Committed]:
+        """Read what the pass has chosen, and commit it: tokens to their sequences, KV to the caches, drafters told."""
+        found: list[Committed] = []
+        alone = self.cache.alone
+        kept = owner = None
+        if not alone and program.kept is not None:
+            kept = program.kept[: int(self.buffers.of(names.TARGET, names.KEPT_COUNT)[0])].copy()
+            owner = self.target_step.branch[kept]
+        for each in placed:
+            sequence = each.sequence
+            if each.root < 0:  # a part of its prompt was fed
+                sequence.generation.stats.prefill_passes += 1
+                taken, mine = each.fed, self._kept_of(each, kept, owner, each.fed)
+            else:
+                count = 1 if program.counts is None else int(program.counts[each.tree])
+                given = each.fed + count - 1
+                mine = (
+                    program.kept[:given]
+                    if alone and program.kept is not None
+                    else self._kept_of(each, kept, owner, given)
+                )
+                committed = self._commit_tokens(each, proposed.get(sequence.number), program, count, mine, small)
+                found.append(committed)
+                taken = each.fed + max(1, len(committed.token_ids)) - 1
+                if small is None and sequence.partial is not None:
+                    listed = np.arange(each.fed) if mine is None else mine.copy()
+                    sequence.queries = listed, self.passes
+            if alone:
+                cache.commit_first(taken, program.kept)
+            if small is None:
+                sequence.computed = each.start + taken
+            draft = None if sequence in waiting else proposed.get(sequence.number)
+            mine = None if mine is None else mine[:taken]
+            self.drafting.commit(sequence, each.start, taken, mine, draft if each.drafted else None, self.passes)
+        if not alone:
+            with self._watch:
+                cache.commit(kept)
+        for each in placed:
+            sequence = each.sequence
+            if sequence.partial is not None:
+                if small is not None:
+                    sequence.partial.note_step()
+                elif sequence.ahead is None and each.root >= 0:
+                    self._fill(sequence)
+            if self.memory is not None and not self.prefix and not alone:
+                if not (sequence.over or sequence.inserted) and sequence.rounds > 1:
+                    self.memory.keep(sequence)  # others may begin alike; its drafter has taken in the prompt by now
+                    sequence.inserted = True
+        return found
+
+    def _kept_of(
+        self, placed: Placed, kept: NDArray[np.int64] | None, owner: NDArray[np.int64] | None, count: int
+    ) -> NDArray[np.int64] | None:
+        """The sequence's tokens of the step whose KV stays; None: its first ones, which are the step's first ones."""
+        if self.cache.alone:
+            return None
+        number = placed.sequence.number
+        if kept is None:
+            return np.flatnonzero(self.target_step.branch[: self.target_step.new_tokens] == number)[:count]
+        assert owner is not None
+        mine: NDArray[np.int64] = kept[owner == number]
+        return mine
+
+    def _commit_tokens(
+        self,
+        placed: Placed,
+        draft: Draft | TreeInPlace | None,
+        program: Program,
+        count: int,
+        mine: NDArray[np.int64] | None,
+        small: Mapping[Sequence, int] | None,
+    ) -> Committed:
+        """The tokens that the target chose behind one tip, as many as stay, are the sequence's."""
+        sequence, tokens = placed.sequence, program.tokens
+        assert tokens is not None, "a program of the target that commits tokens"
+        request = sequence.request
+        tentative = small is not None and sequence.ahead is not None
+        room = small[sequence] if small is not None else sequence.end - len(sequence.tokens)
+        chosen: list[int] = tokens[placed.first : placed.first + min(count, room)].tolist()
+        committed = Committed(sequence, [], drafted=placed.drafted, accepted=count - 1, tentative=tentative)
+        if tentative:
+            assert sequence.ahead is not None
+            if sequence.confirmed is None:
+                sequence.confirmed = len(sequence.tokens)
+            committed.token_ids = sequence.ahead.cut(chosen)
+            sequence.tokens += committed.token_ids
+            return committed
+        if request.constraint is not None:
+            chosen = self._constrained(placed, committed)
+        if chosen:
+            committed.token_ids, committed.reason = sequence.generation.cut(chosen, len(chosen) == room)
+        sequence.reason, sequence.error = committed.reason, committed.error
+        ids = committed.token_ids
+        # Logits indices that the tokens were chosen by: those of the tip and of the accepted nodes.
+        path = (
+            np.zeros(1, np.int64)
+            if mine is None
+            else mine[placed.fed - 1 : placed.fed - 1 + max(1, len(ids))] - placed.root
+        )
+        sequence.chosen_by = path + placed.first
+        host = sequence.host
+        wanted = min(host.filler_top_k, self._geometry.vocab_size) if host is not None else 0
+        if request.logprobs is not None or wanted:
+            for index, token in enumerate(ids):
+                logits = self.logits_of(sequence, index)
+                if request.logprobs is not None:
+                    committed.logprobs.append(logprobs(logits, token, request.logprobs))
+                if host is not None and wanted and not sequence.disabled:
+                    host.observe(len(sequence.tokens) + index, likeliest(logits, wanted)[::-1])
+        if request.on_round is not None:
+            on_path = (
+                np.zeros(0, np.int64) if mine is None else mine[placed.fed : placed.fed + min(len(ids), count - 1)]
+            )
+            trials = self.buffers.of(names.TARGET, names.TRIALS) if request.drafter in self._rejecting else None
+            committed.round = read_round(
+                self.target_step, placed.root, placed.first, placed.drafted, ids, on_path, draft, trials
+            )
+        sequence.tokens += ids
+        sequence.rounds += 1
+        return committed
+
+    def _constrained(self, placed: Placed, committed: Committed) -> list[int]:
+        """The token that a sequence's constraint lets it go on with; none where it cannot, which is its error alone."""
+        sequence = placed.sequence
+        constraint = sequence.request.constraint
+        assert constraint is not None
+        logits = self.logits(placed.first, placed.first + 1)[0]
+        try:
+            position = int(self.target_step.positions[placed.root])
+            token = constraint.choose(logits, position, sequence.request.sampling)
+            constraint.advance(token)
+        except RequestError as error:
+            committed.error = error
+            return []
+        return [token]
+
+    def _note(
+        self,
+        placed: List[Placed],
+        found: List[Committed],
+        waiting: Mapping[Sequence, Draft],
+        small: Mapping[Sequence, int] | None,
+        began: float,
+        drafted_at: float,
+        ended: float,
+    ) -> None:
+        """Tell adaptive speculation and partial KV what the pass cost and brought."""
+        settled = all(each.fed == 1 for each in placed)  # a pass that also catches up tells nothing
+        together = sum(len(each.token_ids) for each in found)
+        by_drafts = any(each.drafted for each in placed)
+        for each in found:
+            sequence, adaptive, ahead = each.sequence, each.sequence.adaptive, each.sequence.ahead
+            if each.error is not None:
+                continue
+            drafting = adaptive is None or adaptive.drafting
+            # What a head takes in before a plain round belongs to the drafts.
+            seconds = ended - (began if drafting or (by_drafts and len(placed) > 1) else drafted_at)
+            tokens, others = len(each.token_ids), together - len(each.token_ids)
+            if each.tentative:
+                assert ahead is not None
+                says = ahead.note_pass(1000 * (ended - began), tokens, each.drafted)
+                if says and adaptive is not None and sequence.disabled == adaptive.disabled:
+                    adaptive.note(ended - began, tokens, others=others, partial=True)
+                continue
+            stats = sequence.generation.stats
+            if small is not None:
+                stats.partial_rounds += 1
+                stats.partial_ms += 1000 * (ended - began)
+            if sequence in waiting:
+                assert ahead is not None
+                checked = len(waiting[sequence])
+                if checked:
+                    ahead.note_confirmed(1000 * (ended - began), checked, min(each.accepted, checked))
+                continue
+            stats.plain_rounds += not drafting
+            if settled and adaptive is not None and (ahead is None or ahead.steady):
+                adaptive.note(seconds, tokens, others=others)
+            if ahead is not None:
+                plain = settled and (drafting or sequence.disabled) and sequence.rounds > 1
+                ahead.note_plain(1000 * seconds, tokens, settled=plain)
+
+    # Logits.
+
+    def logits(self, start: int, stop: int) -> NDArray[np.float32]:
+        """Logits f32 `[stop - start, vocab]` of the last pass: a view until the next one."""
+        rows: NDArray[np.float32] = self.buffers.rows(names.TARGET, names.LOGITS_OUT, start, stop)
+        return rows
+
+    def logits_of(self, sequence: Sequence, index: int) -> NDArray[np.float32]:
+        """Logits f32 `[vocab]` that the `index`-th token of the sequence's last round was chosen by: a view."""
+        assert sequence.chosen_by is not None
+        at = int(sequence.chosen_by[index])
+        logits: NDArray[np.float32] = self.logits(at, at + 1)[0]
+        return logits
+
+    # Passes of their own, of a sequence that is alone.
+
+    def read(self, sequence: Sequence, request: Request, stats: Stats) -> NDArray[np.float32] | None:
+        """Give all of the sequence's tokens KV; logits f32 `[1, vocab]` behind them, None if `request` was cancelled."""
+        step, chunk, tokens = self.target_step, self._geometry.prefill_chunk, sequence.tokens
+        self._truncate_caches(sequence, min(sequence.computed, len(tokens) - 1))
+        stats.prompt_tokens, stats.reused_tokens = len(tokens), sequence.computed
+        while sequence.pending:
+            if sequence.pending > chunk and request.cancelled:
+                return None
+            part = tokens[sequence.computed : sequence.computed + chunk]
+            self.cache.begin_first(part, sequence.computed, sequence.number)
+            if len(part) == sequence.pending:
+                step.append_tip(len(part) - 1)
+            else:
+                stats.prefill_passes += 1
+            self.passes += 1
+            self.programs[names.PREFILL].run()
+            self.cache.commit_first(len(part), None)
+            sequence.computed += len(part)
+        return self.logits(0, 1)
+
+    def look_ahead(
+        self, sequence: Sequence, tokens: list[int], distance: int, visible: NDArray[np.bool_]
+    ) -> NDArray[np.float32]:
+        """Logits of tokens that do not belong to the sequence; see `Session.look_ahead`."""
+        past = sequence.computed + visible.shape[1] - len(tokens)
+        self.target_step.begin_beams(past, sequence.computed + distance - 1, tokens, visible)
+        self.buffers.send(names.TARGET, names.ATTN_BIAS, self.target_step.bias_elements)
+        self.passes += 1
+        self.programs[names.BEAM].run()
+        return self.logits(0, len(tokens))
+
+    def time_round(self, sequence: Sequence, chain: List[int], *, drafts: bool, partial: bool) -> float:
+        """Milliseconds of the target's part of a round; see `Session.time_round`."""
+        cache, start, room = self.cache, sequence.computed, self.cache.room(sequence.number)
+        if partial:
+            if self._small is None:
+                raise RequestError("The plan has no partial cache; build it with partial_kv.enabled.")
+            small = self._partials[self.cache.row_of(sequence.number)]
+            cache, start, room = self._small, small.computed, small.room
+        tokens = sequence.tokens
+        most = min(self.target_step.max_nodes, self._geometry.context - len(tokens), room - 1)
+        if len(tokens) - start != 1 or len(chain) > most:
+            raise RequestError(
+                f"The sequence has {len(tokens)} tokens, {start} of them with KV, and room for a chain of "
+                f"{max(most, 0)}, but {len(chain)} are to follow; generate first, or pass fewer."
+            )
+        draft = Draft(chain, range(-1, len(chain) - 1))
+        lay_out_one(self.target_step, cache, sequence, start, len(tokens), draft)
+        name = names.VERIFY if drafts else names.DECODE
+        began = perf_counter()
+        self.passes += 1
+        self.programs[names.partial(name) if partial else name].run()
+        return 1000 * (perf_counter() - began)
+
+    # What was committed, as text.
+
+    def show(self, committed: Committed) -> BranchSpan:
+        """The text of what was committed, pass by pass; may run beside the next step.
+
+        A stop string in it ends the sequence (`Sequence.stopped`): what a pass has committed since is nothing.
+        """
+        sequence = committed.sequence
+        if committed.error is not None:
+            return BranchSpan(sequence.id, Span([], ""), error=committed.error)
+        generation, span = sequence.generation, Span([], "")
+        if committed.tentative:
+            text = generation.preview(sequence.tentative) if sequence.request.tentative else ""
+            return BranchSpan(sequence.id, Span(committed.token_ids, text, tentative=True))
+        if committed.token_ids:
+            span = generation.show(committed.token_ids, committed.reason, committed.drafted, committed.accepted)
+            if committed.round is not None and sequence.request.on_round is not None:
+                sequence.request.on_round(committed.round.cut(len(span.token_ids)))
+            span.logprobs.extend(committed.logprobs[: len(span.token_ids)])
+            generation.logprobs += span.logprobs
+            own = generation.stats
+            if own.rounds == 1:
+                own.ttft_ms, own.first_span = (self.now() - sequence.began) * 1000, own.new_tokens
+        else:
+            generation.finish_reason = committed.reason
+        if generation.finish_reason is None:
+            return BranchSpan(sequence.id, span)
+        sequence.stopped = True
+        rest = generation.finish()
+        generation.stats.total_ms = (self.now() - sequence.began) * 1000
+        span = Span(span.token_ids, span.text + rest.text, span.logprobs)
+        return BranchSpan(sequence.id, span, generation.result())

@@ -1,0 +1,103 @@
+"""A step of any number of sequences: what they lack KV of, and the nodes drafted behind their tips."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from runtime.drafters.base import NOTHING, Draft, TreeInPlace
+from runtime.execution.step import TargetStep
+from runtime.kv.cache import KvCache
+from runtime.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Placed:
+    """Where a sequence stands in the step: `fed` tokens from `start` of the sequence on, then `drafted` nodes.
+
+    `root` is the token index of its tip, -1 where the step does not come to it; `tree` counts the roots before it, and
+    `first` is its logits index.
+    """
+
+    sequence: Sequence
+    start: int
+    fed: int
+    root: int = -1
+    tree: int = 0
+    first: int = 0
+    drafted: int = 0
+
+
+def lay_out_one(
+    step: TargetStep, cache: KvCache, sequence: Sequence, start: int, chunk: int, draft: Draft | TreeInPlace | None
+) -> Placed:
+    """The step of a sequence that has row 0 to itself: at most `chunk` of its tokens from `start` on, and its draft."""
+    fed = len(sequence.tokens) - start
+    cache.tidy(min(fed, chunk) + (len(draft) if draft is not None else 0))
+    if fed > chunk:
+        cache.begin_first(sequence.tokens[start : start + chunk], start, sequence.number)
+        return Placed(sequence, start, chunk)
+    cache.begin_first(sequence.tokens[start:], start, sequence.number)
+    root = fed - 1
+    step.append_tip(root)
+    if draft is None:
+        return Placed(sequence, start, fed, root)
+    if isinstance(draft, TreeInPlace):
+        step.expect_tree(draft.nodes)
+    elif len(draft):
+        _hang(step, draft, root, len(draft))
+        step.fill_bucket()
+    return Placed(sequence, start, fed, root, drafted=step.drafted)
+
+
+def lay_out(
+    step: TargetStep,
+    cache: KvCache,
+    starts: Mapping[Sequence, int],
+    drafts: Mapping[int, Draft],
+    chunk: int,
+) -> list[Placed]:
+    """The step of several sequences, each from its start on, and of what was drafted for them by their numbers.
+
+    At most `chunk` tokens of prompts go in, and at least one of each sequence: who came first, goes first. Returns the
+    sequences in the order of the step; each has as many nodes as were drafted, or as there is room for.
+    """
+    fed: dict[int, int] = {}
+    by_number = {each.number: each for each in starts}
+    width = cache.width(by_number)
+    for each, start in starts.items():
+        fed[each.number] = min(len(each.tokens) - start, chunk, width)
+        chunk = max(1, chunk - fed[each.number] + 1)
+    chains = {number: fed[number] for number in sorted(fed)}
+    cache.make_room(sum(chains.values()) + sum(map(len, drafts.values())))
+    whole = [
+        number for number, count in chains.items() if starts[by_number[number]] + count == len(by_number[number].tokens)
+    ]
+    nodes = cache.fit(chains, {number: len(drafts.get(number, NOTHING)) for number in whole})
+    cache.begin({number: count + nodes.get(number, 0) for number, count in chains.items()})
+    placed: list[Placed] = []
+    trees = first = 0
+    for number, count in chains.items():
+        sequence = by_number[number]
+        start = starts[sequence]
+        last = cache.append(sequence.tokens[start : start + count], start, number)
+        here = Placed(sequence, start, count)
+        if number in nodes:
+            here.root, here.tree, here.first = last, trees, first
+            here.drafted = nodes[number]
+            step.append_tip(last)
+            if here.drafted:
+                _hang(step, drafts[number], last, here.drafted)
+            trees, first = trees + 1, first + 1 + here.drafted
+        cache.close_row(number)
+        placed.append(here)
+    return placed
+
+
+def _hang(step: TargetStep, draft: Draft, root: int, count: int) -> None:
+    """Lay out the first `count` nodes of a draft behind the tip, the token `root`."""
+    first = root + 1
+    step.token_ids[first : first + count] = draft.token_ids[:count]
+    step.parent[first : first + count] = draft.parent[:count]
+    step.parent[first : first + count] += first
+    step.append_nodes(count)

@@ -1,0 +1,344 @@
+"""The KV cache of one model: which slot holds the KV of which token of which sequence.
+
+Sequences share one row of the cache, or have a row each (`arrange`); nothing but this file asks which it is. In one
+row, slots of all sequences lie interleaved as they came, behind the prefix that all share. Slots of a sequence that is
+over are dead, and live ones are moved over them when room runs short or most are dead. With a row each, every row
+begins with a copy of the prefix.
+
+Rows are ragged. For engines that need a rectangle they can be padded: each row's new tokens on the left, to the longest
+of the step, and its slots to those of the longest row. Padding belongs to no sequence, so that none sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plans import names
+from plans.manifest import Geometry
+from runtime.execution.buffers import Buffers
+from runtime.execution.program import Program
+from runtime.execution.step import NOBODY, Step
+from runtime.kv.alignment import Alignment, AlignmentState
+from runtime.kv.slots import EMPTY, SHARED, SlotTable
+from runtime.kv.token_kv import TokenKv
+from runtime.kv.window import WindowedRow
+
+# Dead slots are worth a compaction where there are so many, and as many as live ones of sequences: what is moved is
+# then never more than what was appended since.
+_MANY_DEAD = 64
+
+
+class KvCache:
+    """The slot tables of a model's KV cache, one for each of its rows. A sequence is known by its number.
+
+    A step: `begin`, `append` for what each sequence adds, rows in ascending order (`row_of`), the pass, `commit`. Of one
+    sequence in row 0, `commit_first` does without the bookkeeping of rows.
+
+    `window` stands for the rows of a drafter whose cache keeps the beginning and the end of its one sequence alone.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        buffers: Buffers,
+        step: Step,
+        geometry: Geometry,
+        compact: Program | None = None,
+        *,
+        lead: int = 0,
+        padded: bool = False,
+    ) -> None:
+        """`compact` moves slots; None where one sequence is all. The first `lead` tokens of a sequence have no KV."""
+        self._model, self._buffers, self._step, self._compact, self._lead = model, buffers, step, compact, lead
+        kv = buffers.of(model, names.KV)
+        self._tables = [SlotTable(model, buffers, step, row) for row in range(kv.shape[1])]
+        self.window: WindowedRow | None = None
+        if geometry.window:
+            self.window = WindowedRow(model, geometry, buffers, self._tables[0], lead)
+        self.slot_bytes = kv[:, 0, :, 0].nbytes
+        self._padded = padded
+        self.alignment: AlignmentState | None = None
+        self._aligned: Alignment | None = None  # of the step
+        self._open: set[int] = set()
+        self.arrange(pooled=True)
+
+    # Between runs.
+
+    def arrange(self, *, pooled: bool) -> None:
+        """Forget everything; sequences share one row from now on, or have a row each."""
+        self._pooled = pooled
+        self._rows = self._tables[:1] if pooled else self._tables
+        self.alignment = AlignmentState(len(self._rows)) if self._padded else None
+        self._prefix = 0
+        self._used = 1  # rows that the step has
+        self._open.clear()
+        for table in self._tables:
+            table.truncate(0)
+        if self.window is not None:
+            self.window.truncate(0)
+        self._begin_counts()
+
+    def rewind(self) -> None:
+        """Forget all but the prefix, which every row that has had a copy keeps."""
+        self._open.clear()
+        for table in self._rows:
+            table.truncate(self._prefix)
+        self._begin_counts()
+        self._note_peak()
+
+    def _begin_counts(self) -> None:
+        self._dead = 0  # slots of sequences that are over, in the one row of all
+        self.bytes_copied = self.peak_slots = self.compactions = 0
+
+    # Room.
+
+    @property
+    def tables(self) -> Sequence[SlotTable]:
+        """Those of all rows that there are."""
+        return self._tables
+
+    @property
+    def pooled(self) -> bool:
+        """Whether sequences share one row."""
+        return self._pooled
+
+    @property
+    def length(self) -> int:
+        """Slots that the fullest row has committed."""
+        return max(table.length for table in self._rows)
+
+    @property
+    def alone(self) -> bool:
+        """Whether one sequence has row 0 to itself, and no other row is in use."""
+        return len(self._open) == 1 and (self._pooled or 0 in self._open) and self.alignment is None
+
+    def row_of(self, number: int) -> int:
+        return 0 if self._pooled else number
+
+    def room(self, number: int) -> int:
+        """Slots that are free in the sequence's row."""
+        return self._step.largest_view - self._rows[self.row_of(number)].length
+
+    def holds(self, ends: Sequence[int], chunk: int) -> bool:
+        """Whether there is room for sequences with so many own tokens at once, each feeding at most `chunk` a step."""
+        room = self._step.largest_view - self._prefix
+        if self.alignment is not None:  # a row is padded to what another feeds
+            room -= chunk
+        return sum(ends) <= room if self._pooled else max(ends) <= room
+
+    def width(self, numbers: Collection[int]) -> int:
+        """Most tokens that each row may add in a step of these: a rectangle of them is all that a step has."""
+        if self.alignment is None or not numbers:
+            return self._step.most
+        return self._step.most // (1 + max(map(self.row_of, numbers)))
+
+    def fit(self, chains: Mapping[int, int], nodes: Mapping[int, int]) -> dict[int, int]:
+        """How many of the nodes drafted for each sequence there is room for, behind chains of all sequences."""
+        view = self._step.largest_view
+        if self._pooled:
+            left = view - self._tables[0].length - sum(chains.values())
+            fitting = {}
+            for number, count in nodes.items():
+                fitting[number] = max(0, min(count, left))
+                left -= fitting[number]
+            return fitting
+        longest = self.length if self.alignment is not None else 0
+        width = self.width(chains)
+        return {
+            number: max(0, min(count, view - max(longest, self._rows[number].length) - chain, width - chain))
+            for number, count in nodes.items()
+            for chain in (chains[number],)
+        }
+
+    def make_room(self, most: int) -> None:
+        """Move live slots over dead ones where a step of `most` might not fit behind them, or many are dead."""
+        step = self._step
+        many = self._dead >= max(_MANY_DEAD, (self._tables[0].length - self._prefix) / 2)
+        for row, table in enumerate(self._rows):
+            if table.length + most <= step.largest_view and not (self._pooled and many):
+                continue
+            if self._compact is None:
+                continue
+            source, count = (self._buffers.of(self._model, name) for name in (names.KEPT_ROWS, names.KEPT_COUNT))
+            for to, slots in _moves(table, len(source)):
+                start = int(slots[0])
+                step.begin_moves(start, int(slots[-1]) + 1 - start, row)
+                source[: len(slots)] = slots - start
+                count[0] = len(slots)
+                self._buffers.of(self._model, names.MOVE_TO)[row] = to
+                self._compact.run()
+                self.bytes_copied += len(slots) * self.slot_bytes
+            self.compactions += table.compact() > 0
+            self._dead = 0
+
+    # A step.
+
+    def begin(self, tokens: Mapping[int, int]) -> None:
+        """An empty step behind all rows, for so many tokens of each of these sequences; none: for the prefix."""
+        self._used = 1 + max(map(self.row_of, tokens), default=0)
+        used = self._rows[: self._used]
+        self._aligned = None
+        if self.alignment is not None and tokens:
+            self.alignment.cache_length = max(table.length for table in used)
+            for table in used:
+                table.pad(self.alignment.cache_length)
+            self._aligned = self.alignment.align([tokens.get(row, 0) for row in range(self._used)])
+        self._step.begin_rows([table.length for table in used])
+        self._pad_rows(0)
+
+    def tidy(self, most: int) -> None:
+        """Make room for a step of `most` slots where there are dead ones."""
+        if self._dead:
+            self.make_room(most)
+
+    def begin_first(self, tokens: list[int], position: int, number: int) -> None:
+        """A step of the next tokens of a sequence that has row 0, and of nothing else."""
+        self._used, self._aligned = 1, None
+        self._step.begin(self._tables[0].length, position, tokens, number)
+
+    def append(self, tokens: Sequence[int], position: int, number: int) -> int:
+        """Lay out the next tokens of a sequence; the index of the last one in the step."""
+        return self._step.append_chain(tokens, position, number, self.row_of(number))
+
+    def close_row(self, number: int) -> None:
+        """The step has all of a sequence's tokens."""
+        if self._aligned is not None:
+            self._pad_rows(self.row_of(number) + 1)
+
+    def _pad_rows(self, first: int) -> None:
+        """Lay out the padding of row `first`, and of those behind it that have nothing else."""
+        if self._aligned is None:
+            return
+        for row in range(first, self._used):
+            self._step.append_padding(int(self._aligned.padding_lengths[row]), row)
+            if self._aligned.valid_lengths[row]:
+                break
+
+    def commit_first(self, count: int, kept: NDArray[np.int64] | None) -> None:
+        """Take `count` tokens of a step of row 0: the first ones, or those that `kept` lists, which were moved there."""
+        table = self._tables[0]
+        if kept is not None and count and int(kept[count - 1]) >= count:
+            moved = np.count_nonzero(kept[:count] != np.arange(count))
+            self.bytes_copied += int(moved) * self.slot_bytes
+        table.commit(count, kept)
+        self.peak_slots = max(self.peak_slots, table.length)
+
+    def commit(self, kept: NDArray[np.int64] | None = None) -> None:
+        """Take the step's tokens, or those that `kept` lists, which have been moved together in their rows."""
+        step = self._step
+        if kept is None:
+            kept = np.arange(step.new_tokens)
+        cuts = np.searchsorted(kept, step.row_splits[: self._used + 1])
+        for row in range(self._used):
+            mine = kept[cuts[row] : cuts[row + 1]]
+            if len(mine):
+                self._rows[row].commit(len(mine), mine)
+                moved = mine != np.arange(step.row_splits[row], step.row_splits[row] + len(mine))
+                self.bytes_copied += int(moved.sum()) * self.slot_bytes
+        if self.alignment is not None and self._aligned is not None:
+            own = np.searchsorted(kept[step.branch[kept] != NOBODY], step.row_splits[: self._used + 1])
+            self.alignment.commit(self._aligned, np.diff(own).tolist())
+            for table in self._rows[: self._used]:
+                table.release(NOBODY)
+        self._note_peak()
+
+    def continue_chain(self, count: int) -> None:
+        """Take `count` slots behind the last one of row 0 that continue its sequence: a draft's levels wrote them."""
+        self._tables[0].continue_chain(count)
+
+    def _note_peak(self) -> None:
+        self.peak_slots = max(self.peak_slots, sum(table.length for table in self._rows))
+
+    # The prefix that all sequences share.
+
+    def commit_prefix(self, count: int) -> None:
+        """The step's `count` tokens were the next ones of the prefix."""
+        self._tables[0].commit(count, kept=None, owner=SHARED)
+        self._prefix = self._tables[0].length
+        self._note_peak()
+
+    def restore_prefix(self, count: int) -> TokenKv:
+        """The prefix begins with so many slots that no step has written; where their KV is to be copied, by tokens."""
+        self._tables[0].restore(count, SHARED, 0)
+        self._prefix = self._tables[0].length
+        self._note_peak()
+        return self.prefix_rows()
+
+    def prefix_rows(self) -> TokenKv:
+        """The prefix's KV by its tokens."""
+        return TokenKv(self._buffers.of(self._model, names.KV)[:, 0], self._lead)
+
+    # Sequences.
+
+    def open(self, number: int) -> None:
+        """A sequence begins; its row has the prefix from now on."""
+        self._open.add(number)
+        row = self.row_of(number)
+        table = self._rows[row]
+        if table.length < self._prefix:
+            self._buffers.copy_slots(self._model, 0, row, self._prefix)
+            table.copy(self._tables[0], self._prefix)
+            self.bytes_copied += self._prefix * self.slot_bytes
+        if self.alignment is not None:
+            self.alignment.open(row, self._prefix)
+
+    def close(self, number: int) -> None:
+        """The sequence is over: no other sees its slots."""
+        self._open.discard(number)
+        if not self._pooled or not self._open:  # nothing of the row is anybody's but the prefix
+            self._rows[self.row_of(number)].truncate(self._prefix)
+            if self._pooled:
+                self._dead = 0
+            if self.window is not None:
+                self.window.truncate(0)
+            if self.alignment is not None:
+                self.alignment.open(self.row_of(number), self._prefix)
+        else:
+            self._dead += self._tables[0].release(number)
+
+    def truncate(self, number: int, end: int) -> int:
+        """Drop the KV of a sequence from position `end` on; where it now ends: in a window's gap, that may be before."""
+        if self.window is not None:
+            self.window.truncate(end)
+            return self.window.end
+        row = self.row_of(number)
+        table = self._rows[row]
+        released = table.release(number, end)
+        if self.alignment is not None:
+            self.alignment.valid_lengths[row] -= released
+        trimmed = table.trim(self._prefix)
+        if self._pooled:
+            self._dead = max(0, self._dead + released - trimmed)
+        return end
+
+    def restore(self, number: int, first: int, count: int) -> None:
+        """A sequence takes `count` slots from position `first` on that no step has written; see `rows_of`."""
+        if self._compact is not None:
+            self.make_room(count)
+        self._rows[self.row_of(number)].restore(count, number, first)
+        self._note_peak()
+
+    def rows_of(self, number: int) -> TokenKv:
+        """The KV of a sequence behind no prefix, by its tokens."""
+        kv = self._buffers.of(self._model, names.KV)
+        if self._pooled and self._compact is not None:  # slots of others may lie between
+            return TokenKv(kv[:, 0], self._lead, np.flatnonzero(self._tables[0].owners == number))
+        return TokenKv(kv[:, self.row_of(number)], self._lead)
+
+    @property
+    def stays(self) -> bool:
+        """Whether a sequence's KV stays where it is when it is over, until another has its number."""
+        return not self._pooled or self._compact is None
+
+
+def _moves(table: SlotTable, reach: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """Live slots behind dead ones, ascending, in parts that lie within `reach` slots, and where each part goes."""
+    alive = np.flatnonzero(table.owners != EMPTY)
+    to = int(np.argmax(alive != np.arange(len(alive)))) if len(alive) and alive[-1] >= len(alive) else len(alive)
+    while to < len(alive):
+        count = int(np.searchsorted(alive, alive[to] + reach)) - to
+        yield to, alive[to : to + count]
+        to += count

@@ -1,0 +1,117 @@
+"""Sequences and the prefix cache: KV that is known is copied in, KV that was computed is kept.
+
+That is the prefix that sequences share, or, where there is none, all that each of them says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+
+from plans import names
+from plans.errors import RequestError
+from runtime.drafters.drafting import Drafting
+from runtime.execution.buffers import Buffers
+from runtime.kv.cache import KvCache
+from runtime.prefix_cache.cache import PrefixCache
+from runtime.prefix_cache.radix_tree import common_length
+from runtime.sequence import Sequence
+
+
+class CacheClient:
+    """KV of an engine's target, and of its drafters with a KV cache."""
+
+    def __init__(self, cache: PrefixCache, buffers: Buffers, target: KvCache, drafting: Drafting) -> None:
+        """Raises RequestError where KV lies on a device."""
+        if buffers.exchange is not None:
+            raise RequestError(
+                "A prefix cache keeps KV in the host's memory, and this backend has it on a device; load "
+                "the plan without prefix_cache (a server: with --no-prefix-cache)."
+            )
+        self._cache, self._target, self._drafting = cache, target, drafting
+        # By number, the tokens whose KV of the target the row of a sequence that is over still holds. A drafter's is
+        # gone: trees grow in all rows up to the last that is asked for, read or not.
+        self._left: dict[int, list[int]] = {}
+
+    # The prefix that all sequences share.
+
+    def recall_prefix(self, prefix: List[int]) -> int:
+        """Give a prefix that has just begun the KV that is known, of the target and of all its drafters; how many
+        tokens have it.
+
+        A head goes on with the feature of a token that is computed: there, one is.
+        """
+        if not prefix:
+            return 0
+        match, drafters = self._cache.match(prefix), self._drafting.of_prefix
+        try:
+            tokens = match.rows.get(names.TARGET, 0)
+            for drafter in drafters:
+                tokens = min(tokens, max(0, match.rows.get(drafter.name, 0) - drafter.paired))
+            if tokens:
+                self._cache.read(match, names.TARGET, 0, tokens, self._target.restore_prefix(tokens))
+                for drafter in drafters:
+                    place = drafter.cache.restore_prefix(tokens)
+                    self._cache.read(match, drafter.name, 0, tokens + drafter.paired, place)
+                    drafter.restore_prefix(tokens)
+        finally:
+            self._cache.release(match)
+        self._cache.note_reused(tokens)
+        return tokens
+
+    def keep_prefix(self, prefix: List[int]) -> None:
+        """Insert a prefix, all of whose KV is there."""
+        kept = {names.TARGET: (len(prefix), self._target.prefix_rows())}
+        for drafter in self._drafting.of_prefix:
+            kept[drafter.name] = len(prefix), drafter.cache.prefix_rows()
+        self._cache.insert(prefix, kept)
+
+    # Sequences behind no prefix.
+
+    def number_for(self, tokens: List[int], free: List[int]) -> int:
+        """Of the free numbers, the one whose row holds the most of `tokens`."""
+        tokens = list(tokens)
+        return max(free, key=lambda number: (common_length(self._left.get(number, []), tokens), -number))
+
+    def recall(self, sequence: Sequence) -> int:
+        """Copy in the KV that the sequence lacks, but for its tip's; how many tokens of the target that was.
+
+        What is in the caches already stays where it is.
+        """
+        tokens, number = sequence.tokens, sequence.number
+        match = self._cache.match(tokens)
+        try:
+            here = max(sequence.computed, common_length(self._left.pop(number, []), tokens))
+            here = min(here, len(tokens) - 1)
+            computed = max(min(match.rows.get(names.TARGET, 0), len(tokens) - 1), here)
+            if computed > sequence.computed:
+                self._target.restore(number, sequence.computed, computed - sequence.computed)
+                self._cache.read(match, names.TARGET, here, computed, self._target.rows_of(number))
+                sequence.computed = computed
+            if sequence.engine is not None:
+                known = min(match.rows.get(sequence.engine.name, 0), len(tokens) - 1)
+                for first, last, place in sequence.engine.restore(sequence, known):
+                    self._cache.read(match, sequence.engine.name, first, last, place)
+        finally:
+            self._cache.release(match)
+        return computed - here
+
+    def note_reused(self, tokens: int) -> None:
+        """So many tokens of a sequence that was recalled are not computed again."""
+        self._cache.note_reused(tokens)
+
+    def keep(self, sequence: Sequence, *, wait: bool = True) -> None:
+        """Insert what the sequence has KV of; without `wait`, only where nobody else is at the cache."""
+        kept = {names.TARGET: (sequence.computed, self._target.rows_of(sequence.number))}
+        for name, drafter in self._drafting.engines.items():
+            if known := drafter.known(sequence):
+                kept[name] = known, drafter.kv_of(sequence)
+        self._cache.insert(sequence.tokens[: sequence.computed], kept, wait=wait)
+
+    def leave(self, sequence: Sequence) -> None:
+        """The sequence is about to be over."""
+        if self._target.stays:
+            self._left[sequence.number] = sequence.tokens[: sequence.computed]
+
+    def forget(self) -> None:
+        """KV that sequences have left in place is worth nothing any more."""
+        self._left.clear()

@@ -1,0 +1,107 @@
+"""A sequence: its tokens, how many of them have KV, what drafts for it, and the request that it is generated for.
+
+A branch, a session's text and a served request are all sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plans.errors import RequestError
+from runtime.drafters.adaptive import AdaptiveSpeculation
+from runtime.drafters.base import HostDrafter
+from runtime.generation import FinishReason, GrowingGeneration
+from runtime.request import Request
+from runtime.sampling import TokenLogprob
+from runtime.trace import Round
+
+if TYPE_CHECKING:
+    from runtime.drafters.engine import EngineDrafter
+    from runtime.kv.partial import PartialCache
+    from runtime.kv.partial_policy import Budget
+    from runtime.kv.run_ahead import RunAhead
+
+
+@dataclass(eq=False)
+class Sequence:
+    """State between steps: `tokens`, the last of which is the tip, and `computed`, how many of them have KV.
+
+    A step feeds the tokens without KV, so that prefill, decoding, speculation and going on after any cut are one loop.
+    `number` is the branch number of its slots and of its sampling settings. The first `shared` tokens are the prefix,
+    whose KV all sequences of the engine share. Where it runs ahead over the partial cache, tokens from `confirmed` on
+    are tentative.
+    """
+
+    id: int
+    number: int
+    tokens: list[int]
+    shared: int = 0
+    computed: int = 0
+    confirmed: int | None = None
+    hosts: dict[str, HostDrafter] = field(default_factory=dict)  # those that have been asked, by name
+
+    # Of the generation that runs; set by `Engine.start`.
+    request: Request = field(init=False)
+    generation: GrowingGeneration = field(init=False)
+    end: int = 0  # most tokens that it may come to
+    host: HostDrafter | None = None
+    engine: EngineDrafter | None = None
+    least: int = 1  # tokens that `host` must foresee, else `engine` drafts
+    reach: int = 8  # nodes that a chain may have in a pass of several, by how much of the last ones was accepted
+    adaptive: AdaptiveSpeculation | None = None
+    disabled: bool = False  # its drafters are, and do not follow what is committed
+    ahead: RunAhead | None = None
+    partial: PartialCache | None = None
+    budget: Budget | None = None  # of blocks that `partial` retrieves
+    queries: tuple[NDArray[np.int64], int] | None = None  # token indices of its last pass over the full cache: which
+    began: float = 0.0  # seconds of the engine's clock
+    rounds: int = 0  # passes that committed something
+    inserted: bool = False  # whether the prefix cache has its beginning
+    reason: FinishReason | None = None  # why its tokens end
+    stopped: bool = False  # whether its text has ended
+    error: RequestError | None = None  # why it cannot go on
+    chosen_by: NDArray[np.int64] | None = None  # logits indices that its last tokens were chosen by
+
+    @property
+    def pending(self) -> int:
+        """Tokens without KV."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def over(self) -> bool:
+        """Whether no step serves it any more."""
+        return self.stopped or self.reason is not None or self.error is not None
+
+    @property
+    def decoding(self) -> bool:
+        """Whether all of its prompt has been computed."""
+        return self.pending <= 1
+
+    @property
+    def drafting(self) -> bool:
+        """Whether adaptive speculation lets its drafters draft in the next round."""
+        return not self.disabled and (self.adaptive is None or self.adaptive.drafting)
+
+    @property
+    def tentative(self) -> list[int]:
+        """Tokens that wait to be confirmed by a pass over the full cache."""
+        return [] if self.confirmed is None else self.tokens[self.confirmed :]
+
+
+@dataclass
+class Committed:
+    """What a pass has committed of a sequence; its text has not been looked at yet."""
+
+    sequence: Sequence
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
+    reason: FinishReason | None = None
+    error: RequestError | None = None
+    tentative: bool = False
+    round: Round | None = None  # for who watches
