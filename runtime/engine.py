@@ -197,7 +197,7 @@ class Engine:
     # Sequences.
 
     def fits(self, tokens: int, request: Request) -> bool:
-        """Whether there is room for one more sequence, of so many tokens behind the prefix, whatever the others come to.
+        """Whether there is room for one more sequence of so many tokens behind the prefix, whatever others come to.
 
         Capacity is reserved: where a sequence ends never depends on its neighbours. Drafts take what is left.
         """
@@ -426,62 +426,70 @@ class Engine:
 
     def _pass(self, live: List[Sequence], chunk: int, small: Mapping[Sequence, int] | None = None) -> list[Committed]:
         """A pass over the full cache, or over the partial ones of sequences that may add so many tokens there."""
-        step, began = self.target_step, perf_counter()
+        step, began, alone = self.target_step, perf_counter(), self.cache.alone
         cache = self.cache if small is None or self._small is None else self._small
-        waiting = {each: self._to_confirm(each) for each in live if each.tentative} if small is None else {}
-        starts = {each: self._start(each, small is not None) for each in live}
-        limits = {}
-        for each, start in starts.items():
-            most = min(step.max_nodes, (each.end - len(each.tokens) if small is None else small[each]) - 1)
-            if small is not None and each.ahead is not None and not each.disabled:
-                each.confirmed = len(each.tokens) if each.confirmed is None else each.confirmed
-                self.drafting.suppose(each, each.confirmed)
-            drafts = each.drafting and each not in waiting and len(each.tokens) - start == 1
-            limits[each.number] = each, most if drafts else 0
-        alone = self.cache.alone
-        proposed: Mapping[int, Draft | TreeInPlace] = {}
-        if not waiting or not alone:
-            following = [each for each in self._live.values() if not each.disabled]
-            proposed = self.drafting.propose(limits, following, cache.length if alone else None)
-        proposed = {**proposed, **{each.number: draft for each, draft in waiting.items()}} if waiting else proposed
-        drafted_at = perf_counter()
-        with self._watch:
-            if alone:
-                draft = proposed.get(live[0].number)
-                placed = [lay_out_one(step, cache, live[0], starts[live[0]], chunk, draft)]
+        waiting: dict[Sequence, Draft] = {}
+        starts: dict[Sequence, int] = {}
+        limits: dict[int, tuple[Sequence, int]] = {}
+        for each in live:
+            if small is None:
+                if each.ahead is not None and each.tentative:
+                    waiting[each] = self._to_confirm(each)
+                start, room = each.computed, each.end - len(each.tokens)
             else:
+                start, room = self._begin_ahead(each), small[each]
+            starts[each] = start
+            drafts = each not in waiting and len(each.tokens) - start == 1 and each.drafting
+            limits[each.number] = each, min(step.max_nodes, room - 1) if drafts else 0
+        proposed: Mapping[int, Draft | TreeInPlace] = {}
+        if not alone:
+            following = [each for each in self._live.values() if not each.disabled]
+            proposed = self.drafting.propose(limits, following)
+        elif not waiting:
+            proposed = self.drafting.propose_one(*limits[live[0].number], cache.length)
+        if waiting:
+            proposed = {**proposed, **{each.number: draft for each, draft in waiting.items()}}
+        drafted_at = perf_counter()
+        if alone:
+            placed = [lay_out_one(step, cache, live[0], starts[live[0]], chunk, proposed.get(live[0].number))]
+        else:
+            with self._watch:
                 placed = lay_out(step, cache, starts, proposed, chunk)  # type: ignore[arg-type]
+        if self._rejecting:
+            self._lay_out_probs(placed, proposed)
         program = self._choose(placed, proposed, partial=small is not None)
-        self._lay_out_probs(placed, proposed)
         self.passes += 1
         program.run()
-        found = self._accept(placed, proposed, waiting, program, cache, small)
-        ended = perf_counter()
-        self._note(placed, found, waiting, small, began, drafted_at, ended)
+        found = self._accept(placed, proposed, waiting, program, cache, small, alone=alone)
+        self._note(placed, found, waiting, small, began, drafted_at, perf_counter())
         return found
 
+    def _begin_ahead(self, sequence: Sequence) -> int:
+        """The sequence's next pass reads the partial cache, and may make tentative tokens; the first token it feeds."""
+        assert sequence.partial is not None
+        if sequence.ahead is not None and not sequence.disabled:
+            sequence.confirmed = len(sequence.tokens) if sequence.confirmed is None else sequence.confirmed
+            self.drafting.suppose(sequence, sequence.confirmed)
+        return sequence.partial.computed
+
     def _to_confirm(self, sequence: Sequence) -> Draft:
-        """The sequence's tentative tokens as a chain behind its tip; they are a draft now, and nothing else any more."""
+        """The sequence's tentative tokens as a chain behind its tip: a draft now, and nothing else any more."""
         assert sequence.confirmed is not None
         limit = min(self.target_step.max_nodes, sequence.end - sequence.confirmed - 1)
         chain = sequence.tentative[: max(limit, 0)]
         self._retract(sequence)
         return Draft(chain, range(-1, len(chain) - 1))
 
-    def _start(self, sequence: Sequence, small: bool) -> int:
-        if not small:
-            return sequence.computed
-        assert sequence.partial is not None
-        return sequence.partial.computed
-
     def _choose(self, placed: List[Placed], proposed: Mapping[int, Draft | TreeInPlace], *, partial: bool) -> Program:
         """The program of the step that is laid out."""
-        name = names.VERIFY
-        if all(each.root < 0 for each in placed):
+        drafted, tips = 0, False
+        for each in placed:
+            drafted += each.drafted
+            tips |= each.root >= 0
+        if not tips:
             return self.programs[names.PREFILL]
-        if not any(each.drafted for each in placed):
-            name = names.DECODE
-        elif len(placed) == 1 and isinstance(tree := proposed.get(placed[0].sequence.number), TreeInPlace):
+        name = names.VERIFY if drafted else names.DECODE
+        if drafted and len(placed) == 1 and isinstance(tree := proposed.get(placed[0].sequence.number), TreeInPlace):
             name = tree.program
         return self.programs[names.partial(name) if partial else name]
 
@@ -502,67 +510,72 @@ class Engine:
         program: Program,
         cache: KvCache,
         small: Mapping[Sequence, int] | None,
+        *,
+        alone: bool,
     ) -> list[Committed]:
         """Read what the pass has chosen, and commit it: tokens to their sequences, KV to the caches, drafters told."""
         found: list[Committed] = []
-        alone = self.cache.alone
-        kept = owner = None
-        if not alone and program.kept is not None:
-            kept = program.kept[: int(self.buffers.of(names.TARGET, names.KEPT_COUNT)[0])].copy()
-            owner = self.target_step.branch[kept]
+        kept = program.kept
+        if not alone and kept is not None:
+            kept = kept[: int(self.buffers.of(names.TARGET, names.KEPT_COUNT)[0])].copy()
         for each in placed:
-            sequence = each.sequence
-            if each.root < 0:  # a part of its prompt was fed
-                sequence.generation.stats.prefill_passes += 1
-                taken, mine = each.fed, self._kept_of(each, kept, owner, each.fed)
-            else:
-                count = 1 if program.counts is None else int(program.counts[each.tree])
-                given = each.fed + count - 1
-                mine = (
-                    program.kept[:given]
-                    if alone and program.kept is not None
-                    else self._kept_of(each, kept, owner, given)
-                )
-                committed = self._commit_tokens(each, proposed.get(sequence.number), program, count, mine, small)
-                found.append(committed)
-                taken = each.fed + max(1, len(committed.token_ids)) - 1
-                if small is None and sequence.partial is not None:
-                    listed = np.arange(each.fed) if mine is None else mine.copy()
-                    sequence.queries = listed, self.passes
+            sequence, draft = each.sequence, proposed.get(each.sequence.number)
+            taken, count = each.fed, 1
+            if each.root >= 0 and program.counts is not None:
+                count = int(program.counts[each.tree])
             if alone:
-                cache.commit_first(taken, program.kept)
+                mine = None if kept is None else kept[: each.fed + count - 1]
+            else:
+                mine = self._kept_of(sequence.number, kept, each.fed)
+            if each.root >= 0:
+                committed = self._commit_tokens(each, draft, program, count, mine, small)
+                found.append(committed)
+                taken += max(1, len(committed.token_ids)) - 1
+                if small is None and sequence.partial is not None:
+                    sequence.queries = np.arange(each.fed) if mine is None else mine.copy(), self.passes
+            else:  # a part of its prompt was fed
+                sequence.generation.stats.prefill_passes += 1
+            if alone:
+                cache.commit_first(taken, kept)
             if small is None:
                 sequence.computed = each.start + taken
-            draft = None if sequence in waiting else proposed.get(sequence.number)
-            mine = None if mine is None else mine[:taken]
-            self.drafting.commit(sequence, each.start, taken, mine, draft if each.drafted else None, self.passes)
+            if sequence.host is not None or sequence.engine is not None:
+                drafted = draft if each.drafted and sequence not in waiting else None
+                mine = None if mine is None else mine[:taken]
+                self.drafting.commit(sequence, each.start, taken, mine, drafted, self.passes)
         if not alone:
             with self._watch:
                 cache.commit(kept)
-        for each in placed:
-            sequence = each.sequence
-            if sequence.partial is not None:
-                if small is not None:
-                    sequence.partial.note_step()
-                elif sequence.ahead is None and each.root >= 0:
-                    self._fill(sequence)
-            if self.memory is not None and not self.prefix and not alone:
-                if not (sequence.over or sequence.inserted) and sequence.rounds > 1:
-                    self.memory.keep(sequence)  # others may begin alike; its drafter has taken in the prompt by now
-                    sequence.inserted = True
+            if self.memory is not None and not self.prefix:
+                self._insert_beginnings(placed)
+        if self._partials:
+            self._fill_partials(placed, small=small is not None)
         return found
 
-    def _kept_of(
-        self, placed: Placed, kept: NDArray[np.int64] | None, owner: NDArray[np.int64] | None, count: int
-    ) -> NDArray[np.int64] | None:
-        """The sequence's tokens of the step whose KV stays; None: its first ones, which are the step's first ones."""
-        if self.cache.alone:
-            return None
-        number = placed.sequence.number
+    def _insert_beginnings(self, placed: List[Placed]) -> None:
+        """Keep the KV of prompts, as others may begin alike; their drafters have taken them in by the second round."""
+        assert self.memory is not None
+        for each in placed:
+            sequence = each.sequence
+            if not (sequence.over or sequence.inserted) and sequence.rounds > 1:
+                self.memory.keep(sequence)
+                sequence.inserted = True
+
+    def _fill_partials(self, placed: List[Placed], *, small: bool) -> None:
+        """Count steps over partial caches; in lossy mode, a pass over the full one fills them."""
+        for each in placed:
+            sequence = each.sequence
+            if sequence.partial is not None and small:
+                sequence.partial.note_step()
+            elif sequence.partial is not None and sequence.ahead is None and each.root >= 0:
+                self._fill(sequence)
+
+    def _kept_of(self, number: int, kept: NDArray[np.int64] | None, fed: int) -> NDArray[np.int64]:
+        """A sequence's tokens of the step whose KV stays; without `kept`, its first `fed` ones."""
+        branch = self.target_step.branch
         if kept is None:
-            return np.flatnonzero(self.target_step.branch[: self.target_step.new_tokens] == number)[:count]
-        assert owner is not None
-        mine: NDArray[np.int64] = kept[owner == number]
+            return np.flatnonzero(branch[: self.target_step.new_tokens] == number)[:fed]
+        mine: NDArray[np.int64] = kept[branch[kept] == number]
         return mine
 
     def _commit_tokens(
@@ -580,7 +593,11 @@ class Engine:
         request = sequence.request
         tentative = small is not None and sequence.ahead is not None
         room = small[sequence] if small is not None else sequence.end - len(sequence.tokens)
-        chosen: list[int] = tokens[placed.first : placed.first + min(count, room)].tolist()
+        chosen: list[int]
+        if count == 1:
+            chosen = [int(tokens[placed.first])]
+        else:
+            chosen = tokens[placed.first : placed.first + min(count, room)].tolist()
         committed = Committed(sequence, [], drafted=placed.drafted, accepted=count - 1, tentative=tentative)
         if tentative:
             assert sequence.ahead is not None
@@ -595,13 +612,7 @@ class Engine:
             committed.token_ids, committed.reason = sequence.generation.cut(chosen, len(chosen) == room)
         sequence.reason, sequence.error = committed.reason, committed.error
         ids = committed.token_ids
-        # Logits indices that the tokens were chosen by: those of the tip and of the accepted nodes.
-        path = (
-            np.zeros(1, np.int64)
-            if mine is None
-            else mine[placed.fed - 1 : placed.fed - 1 + max(1, len(ids))] - placed.root
-        )
-        sequence.chosen_by = path + placed.first
+        sequence.chosen_by = placed, mine
         host = sequence.host
         wanted = min(host.filler_top_k, self._geometry.vocab_size) if host is not None else 0
         if request.logprobs is not None or wanted:
@@ -693,14 +704,16 @@ class Engine:
     def logits_of(self, sequence: Sequence, index: int) -> NDArray[np.float32]:
         """Logits f32 `[vocab]` that the `index`-th token of the sequence's last round was chosen by: a view."""
         assert sequence.chosen_by is not None
-        at = int(sequence.chosen_by[index])
+        placed, mine = sequence.chosen_by
+        node = 0 if mine is None else int(mine[placed.fed - 1 + index]) - placed.root
+        at = placed.first + node
         logits: NDArray[np.float32] = self.logits(at, at + 1)[0]
         return logits
 
     # Passes of their own, of a sequence that is alone.
 
     def read(self, sequence: Sequence, request: Request, stats: Stats) -> NDArray[np.float32] | None:
-        """Give all of the sequence's tokens KV; logits f32 `[1, vocab]` behind them, None if `request` was cancelled."""
+        """Give all of the sequence's tokens KV; logits f32 `[1, vocab]` behind them, None if it was cancelled."""
         step, chunk, tokens = self.target_step, self._geometry.prefill_chunk, sequence.tokens
         self._truncate_caches(sequence, min(sequence.computed, len(tokens) - 1))
         stats.prompt_tokens, stats.reused_tokens = len(tokens), sequence.computed

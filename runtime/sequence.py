@@ -21,6 +21,7 @@ from runtime.trace import Round
 
 if TYPE_CHECKING:
     from runtime.drafters.engine import EngineDrafter
+    from runtime.execution.layout import Placed
     from runtime.kv.partial import PartialCache
     from runtime.kv.partial_policy import Budget
     from runtime.kv.run_ahead import RunAhead
@@ -64,7 +65,7 @@ class Sequence:
     reason: FinishReason | None = None  # why its tokens end
     stopped: bool = False  # whether its text has ended
     error: RequestError | None = None  # why it cannot go on
-    chosen_by: NDArray[np.int64] | None = None  # logits indices that its last tokens were chosen by
+    chosen_by: tuple[Placed, NDArray[np.int64] | None] | None = None  # where its last tokens' logits are
 
     @property
     def pending(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
 from contextlib import contextmanager
 from time import perf_counter
@@ -43,7 +43,7 @@ class Session:
         self._limits = pool.loaded.plan.symbols[names.TARGET]
         self._engine: Engine | None = None
         self._sequence: Sequence | None = None
-        self._return = lambda: None
+        self._return: Callable[[], object] = _nothing
         self._changes = 0  # counts what may make a prepared prompt out of date
         self._exclusive = Exclusive(threading.Lock())
 
@@ -259,3 +259,7 @@ class Session:
         """
         engine, sequence = self._take()
         return engine.look_ahead(sequence, tokens, distance, visible)
+
+
+def _nothing() -> None:
+    """What an engine that was never borrowed needs to be given back."""

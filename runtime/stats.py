@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Protocol
 
-from runtime.execution.program import Program
-
 
 @dataclass
 class Stats:
@@ -111,10 +109,22 @@ class Timed(Protocol):
     stage_ms: dict[str, float]
 
 
+class Stages(Protocol):
+    """What has stages whose times add up: a program, or a drafter on the host."""
+
+    @property
+    def stage_names(self) -> tuple[str, ...]: ...
+
+    @property
+    def is_engine(self) -> tuple[bool, ...]: ...
+
+    nanoseconds: list[int]
+
+
 class StageClock:
     """Stage times of some programs since the clock was made."""
 
-    def __init__(self, programs: Sequence[Program]) -> None:
+    def __init__(self, programs: Sequence[Stages]) -> None:
         self._start = [(program, list(program.nanoseconds)) for program in programs]
 
     def fill(self, stats: Timed) -> None:

@@ -137,17 +137,13 @@ class Drafting:
     # A round.
 
     def propose(
-        self, live: Mapping[int, tuple[Sequence, int]], following: List[Sequence], past: int | None
+        self, live: Mapping[int, tuple[Sequence, int]], following: List[Sequence]
     ) -> Mapping[int, Draft | TreeInPlace]:
         """Drafts by number for the sequences of a pass, each with the number of nodes that it may use at most: 0 where
         it does not draft.
 
-        `following` are all whose drafters are enabled: heads take in what those have committed. `past` says behind how
-        many slots the one sequence stands that there is; None where there may be several.
+        `following` are all whose drafters are enabled: heads take in what those have committed.
         """
-        if past is not None:
-            ((sequence, limit),) = live.values()
-            return self._propose_one(sequence, limit, past)
         chains: dict[int, tuple[HostDrafter, int]] = {}
         wanting: dict[str, dict[int, int]] = {}
         for number, (each, limit) in live.items():
@@ -168,15 +164,16 @@ class Drafting:
                 drafts |= engine.draft(wanting.get(engine.name, {}), of_engine, self._step)
         return self._divide(live, chains, drafts)
 
-    def _propose_one(self, sequence: Sequence, limit: int, past: int) -> Mapping[int, Draft | TreeInPlace]:
+    def propose_one(self, sequence: Sequence, limit: int, past: int) -> Mapping[int, Draft | TreeInPlace]:
+        """The same for the one sequence that there is, which stands behind `past` slots of the cache that is read."""
         number, host, engine = sequence.number, sequence.host, sequence.engine
         if sequence.disabled or (host is None and engine is None):
             return {}
-        if limit > 0 and engine is not None:
-            if host is None or host.foresee(sequence.tokens, limit) < min(sequence.least, limit):
-                tree = self._of_engine(engine, sequence, limit, past)
-                if tree is not None:
-                    return {number: tree}
+        foreseen = 0 if host is None or engine is None else host.foresee(sequence.tokens, limit)
+        if limit > 0 and engine is not None and (host is None or foreseen < min(sequence.least, limit)):
+            tree = self._of_engine(engine, sequence, limit, past)
+            if tree is not None:
+                return {number: tree}
         if engine is not None:
             engine.sync(sequence)
         if limit > 0 and host is not None:

@@ -1,4 +1,4 @@
-"""A drafter that is an engine with a KV cache of its own, for any number of sequences: an EAGLE3 head or a small decoder.
+"""A drafter that is an engine with a KV cache of its own: an EAGLE3 head, or a small decoder.
 
 KV at position i stands for token i (`model`), or for the pair of the target's feature i and token i + 1 (`eagle3`). So
 either can be computed once the target has the KV of token i. Features stay in the target's buffer until its next pass:

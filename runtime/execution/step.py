@@ -213,7 +213,7 @@ class TargetStep(Step):
         self._free_bias = buffers.of(names.TARGET, names.FREE_BIAS)
 
     def begin(self, past: int, position: int, tokens: list[int], branch: int) -> None:
-        """As of any step. No logits are asked for (`append_tip`), and no draft follows (`append_nodes`, `expect_tree`)."""
+        """As of any step; without logits (`append_tip`) or a draft (`append_nodes`, `expect_tree`)."""
         self.drafted = self._free_bias[0] = self.sizes[_LOGITS] = 0
         super().begin(past, position, tokens, branch)
 

@@ -16,8 +16,8 @@ _BY = [names.SYMBOLS.index(symbol) for symbol in (names.NEW, names.VIEW)]  # wha
 
 
 Rounds = Callable[[int, TargetStep], Iterator[tuple[str, tuple[str, ...]]]]
-"""Lays out, one after another, the rounds with a draft that a sequence of so many tokens may come to: of each the name of
-its program, and the models whose sizes it runs with."""
+"""Lays out, one after another, the rounds with a draft that a sequence of so many tokens may come to. Of each: the name
+of its program, and the models whose sizes it runs with."""
 
 
 def warm_up(context: int, steps: Mapping[str, Step], rounds: Rounds, programs: Mapping[str, Program]) -> int:

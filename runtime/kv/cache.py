@@ -34,8 +34,8 @@ _MANY_DEAD = 64
 class KvCache:
     """The slot tables of a model's KV cache, one for each of its rows. A sequence is known by its number.
 
-    A step: `begin`, `append` for what each sequence adds, rows in ascending order (`row_of`), the pass, `commit`. Of one
-    sequence in row 0, `commit_first` does without the bookkeeping of rows.
+    A step: `begin`, `append` for what each sequence adds, rows in ascending order (`row_of`), the pass, `commit`. For
+    one sequence in row 0, `begin_first` and `commit_first` do without the bookkeeping of rows.
 
     `window` stands for the rows of a drafter whose cache keeps the beginning and the end of its one sequence alone.
     """
@@ -218,7 +218,7 @@ class KvCache:
                 break
 
     def commit_first(self, count: int, kept: NDArray[np.int64] | None) -> None:
-        """Take `count` tokens of a step of row 0: the first ones, or those that `kept` lists, which were moved there."""
+        """Take `count` tokens of a step of row 0: its first ones, or those that `kept` lists, moved there."""
         table = self._tables[0]
         if kept is not None and count and int(kept[count - 1]) >= count:
             moved = np.count_nonzero(kept[:count] != np.arange(count))
@@ -300,7 +300,7 @@ class KvCache:
             self._dead += self._tables[0].release(number)
 
     def truncate(self, number: int, end: int) -> int:
-        """Drop the KV of a sequence from position `end` on; where it now ends: in a window's gap, that may be before."""
+        """Drop the KV of a sequence from position `end` on; where it now ends, which a window's gap may make less."""
         if self.window is not None:
             self.window.truncate(end)
             return self.window.end

@@ -19,6 +19,7 @@ from plans import names
 from plans.errors import RequestError
 from runtime import Runtime, Session
 from runtime.backends.base import BoundEngine, LoadedEngine
+from runtime.engine_pool import EnginePool
 from runtime.execution.buffers import Buffers
 from tools.bench.machine import CPU
 
@@ -41,7 +42,7 @@ def forced_session(runtime: Runtime, length: int) -> Session:
     check_can_force(runtime.backend)
     engines = runtime.loaded.engines
     forced = {**engines, names.TARGET: _ForcedEngine(engines[names.TARGET], length)}
-    return Session(replace(runtime.loaded, engines=forced))
+    return Session(EnginePool(replace(runtime.loaded, engines=forced)))
 
 
 @dataclass(frozen=True)
