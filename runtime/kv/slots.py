@@ -107,6 +107,8 @@ class SlotTable:
 
     def continue_chain(self, rows: int) -> None:
         """Take `rows` rows that stand behind the last one and continue it, a position each."""
+        if not rows:
+            return
         start, stop = self.length, self.length + rows
         self._bim[start:stop] = self._bim[start - 1]
         self._positions[start:stop] = np.arange(1, rows + 1) + self._positions[start - 1]
