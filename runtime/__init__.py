@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from runtime.branch_stream import BranchSpan, BranchStats, BranchStream
     from runtime.generation import FinishReason, Generation, GenerationStream, Span
     from runtime.handle import Handle
+    from runtime.memory import MemoryUse
     from runtime.prefix_cache.cache import PrefixCache, PrefixCacheConfig
     from runtime.prefix_cache.stats import PrefixCacheStats
     from runtime.runtime import Runtime
@@ -27,6 +28,7 @@ _MODULES = {
     "branch_stream": ("BranchSpan", "BranchStats", "BranchStream"),
     "generation": ("FinishReason", "Generation", "GenerationStream", "Span"),
     "handle": ("Handle",),
+    "memory": ("MemoryUse",),
     "prefix_cache.cache": ("PrefixCache", "PrefixCacheConfig"),
     "prefix_cache.stats": ("PrefixCacheStats",),
     "runtime": ("Runtime",),
@@ -47,6 +49,7 @@ __all__ = [
     "Generation",
     "GenerationStream",
     "Handle",
+    "MemoryUse",
     "OutriderError",
     "PlanError",
     "PrefixCache",

@@ -73,8 +73,6 @@ def check_branches(
         try:
             own = {name: value for name, value in branch.items() if name not in _NO_OPTIONS}
             merged = cast(Options, {**options, **own})
-            if merged.get("on_round") is not None:
-                raise RequestError("on_round watches the rounds of one sequence; branches have none of their own.")
             if merged.get("constraint") is not None and "constraint" not in own:
                 raise RequestError("constraint is of one text; pass one in the mapping of each branch.")
             request = check_options(

@@ -27,6 +27,7 @@ from runtime.engine_pool import EnginePool
 from runtime.execution.assembly import Loaded
 from runtime.generation import Generation, GenerationStream, Run
 from runtime.handle import Handle
+from runtime.memory import MemoryUse, memory_use
 from runtime.prefix_cache.cache import PrefixCache, PrefixCacheConfig, row_shapes
 from runtime.prefix_cache.file import load_prefix_cache, save_prefix_cache
 from runtime.request import Options, Request, check_request
@@ -172,8 +173,8 @@ class Runtime:
 
         Those of a higher `priority` begin first. A request that is not over `deadline` seconds from now ends with what
         it has. `client` names who asks, where each may have a share of the queue. Tokens are those that `generate`
-        gives. On a plan of several branches a pass serves all that live; drafters are then never put aside, and there
-        are no rounds to watch. A plan of one branch serves one request at a time. Raises RequestError, BusyError where
+        gives. On a plan of several branches a pass serves all that live; a plan of one branch serves one request at a
+        time. `on_round` is called in a thread of the runtime. Raises RequestError, BusyError where
         too many wait, and ClosedError once the runtime is closed.
         """
         chosen = self._choose(prompt, messages)
@@ -197,8 +198,6 @@ class Runtime:
 
     def _ask(self, prompt: str | Sequence[int], options: Options) -> BranchRequest:
         ids, request = self._check(prompt, options)
-        if request.on_round is not None and self.manifest.target.branches > 1:
-            raise RequestError("on_round watches the rounds of one sequence; requests that share passes have none.")
         return BranchRequest(ids, request, request.max_new_tokens)
 
     def _check(self, prompt: str | Sequence[int], options: Options) -> tuple[list[int], Request]:
@@ -216,6 +215,10 @@ class Runtime:
             if self._scheduler is None:
                 self._scheduler = Scheduler(self.engines, self._scheduler_config)
             return self._scheduler
+
+    def memory(self) -> MemoryUse:
+        """What is held now beside the weights, in bytes."""
+        return memory_use(self.loaded.plan, self.engines)
 
     def save_prefix_cache(self, path: str | PathLike[str]) -> int:
         """Write what the prefix cache holds to a file; how many tokens that is.
@@ -306,15 +309,15 @@ class Runtime:
         `max_parallel` branches live at once (default: as many as the plan has); others follow as these end, those
         with the most `predicted_tokens` first (a key of a branch's mapping; default: its `max_new_tokens`).
 
-        A run behind the prompt of the last one of its mode finds its rows, unless it asks drafters with an engine that
-        no branch asked before. `keep_for` names such drafters beforehand.
+        A run behind the prompt of the run before it, in the same mode, finds its KV, unless it asks drafters with an
+        engine that no branch asked before. `keep_for` names such drafters beforehand. A prefix cache finds it whatever
+        has run in between.
 
         In mode "in-one-sequence" all share one row of the arena, and the prompt's rows are there once. In "batching"
         each has a row, with a copy of the prompt's; the plan must have them. Tokens are the same.
 
         Each branch gets the tokens that it would get alone, behind prompt and beginning, with its `stream_id`: that
-        given, plus the branch's place. Drafters are never put aside here, whatever `auto_disable` says, and there are
-        no rounds to watch. Raises RequestError, before anything runs.
+        given, plus the branch's place. Raises RequestError, before anything runs.
         """
         asked = check_branches(self.manifest, self.tokenizer, prompt, branches, n, mode, options)
         most = self.manifest.target.branches

@@ -102,6 +102,11 @@ class PrefixCache:
         self._stats = PrefixCacheStats()
         self._lock = threading.Lock()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the cache has taken."""
+        return self._pool.nbytes
+
     # Looking up.
 
     def match(self, tokens: Sequence[int]) -> PrefixMatch:

@@ -40,6 +40,11 @@ class PagePool:
         }
         self._free = list(range(pages - 1, -1, -1))  # descending: low pages go first, so that runs lie together
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+        return sum(rows.nbytes for rows in self._rows.values())
+
     @staticmethod
     def page_bytes(shapes: Mapping[str, RowShape]) -> int:
         return PAGE * sum(shape.nbytes for shape in shapes.values())

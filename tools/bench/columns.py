@@ -26,7 +26,7 @@ _IDENTIFYING = {
     "dtype": "of keys and values",
     "sampling": "as --sampling takes it",
     "reps": "runs of each prompt",
-    "auto_disable": "whether a drafter is put aside while it does not pay",
+    "auto_disable": "whether a drafter is disabled while it does not pay",
     "drafter": "its name in the user's plan; none is plain decoding",
     "kind": "of drafter",
     "tree": "as --tree takes it; empty for drafts that are no trees",

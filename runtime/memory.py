@@ -1,0 +1,52 @@
+"""What a runtime holds in memory beside its weights, in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+
+from plans import names
+from plans.check import buffer_shape, session_bytes
+from plans.manifest import BackendPlan
+from runtime.engine_pool import EnginePool
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """`engines` sets of buffers of `engine_bytes` each, of which `idle` wait for the next to come; a session that is
+    open has one, and so has every generation that runs. `kv_bytes` says how much of a set the KV cache of each model
+    is. Buffers are zero at first: systems that hand out such pages lazily count less.
+    """
+
+    engines: int
+    idle: int
+    engine_bytes: int
+    prefix_cache_bytes: int
+    kv_bytes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.engines * self.engine_bytes + self.prefix_cache_bytes
+
+    def to_json(self) -> dict[str, object]:
+        """All fields and the total, with stable keys."""
+        return asdict(self) | {"total_bytes": self.total_bytes}
+
+
+def memory_use(plan: BackendPlan, pool: EnginePool) -> MemoryUse:
+    """What there is now."""
+    kv = {}
+    for buffer in plan.buffers:
+        model, _, tensor = buffer.name.rpartition(".")
+        if tensor == names.KV:
+            size = buffer.dtype.itemsize
+            for extent in buffer_shape(plan, buffer):
+                size *= extent
+            kv[model] = size
+    return MemoryUse(
+        engines=len(pool.engines),
+        idle=len(pool.idle),
+        engine_bytes=session_bytes(plan),
+        prefix_cache_bytes=0 if pool.cache is None else pool.cache.nbytes,
+        kv_bytes=kv,
+    )
