@@ -44,6 +44,8 @@ def symbol_limits(geometry: Geometry, drafters: Sequence[Drafter], partial: Part
     """
     tentative = 0 if partial is None else partial.n_spec_tokens_buf
     nodes = max(1 + max(longest_draft(drafters), tentative), _BEAMS, _NODES_OF_A_BRANCH * geometry.branches)
+    # By rejection, tokens depend on a draft: every branch has room for a whole one.
+    nodes = max(nodes, *(geometry.branches * (1 + longest_draft([d])) for d in drafters if rejects([d])), 0)
     grown = max((d.tree.nodes for d in drafters if isinstance(d, GraphDrafter)), default=0) * geometry.branches
     new = max(geometry.prefill_chunk + nodes - 1, grown)
     return _limits(geometry, new, nodes, new + (geometry.branches > 1))

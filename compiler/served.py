@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from compiler.recipe import Recipe
 from compiler.recipe_backends import OnnxRuntimeCpuSection, TensorRtRtxSection
-from compiler.recipe_drafters import EntropySection, ModelSection, NgramSection
+from compiler.recipe_drafters import NgramSection
 from plans.manifest import Drafter, Geometry, longest_draft
 from plans.partial_kv import PartialKv
 
@@ -14,24 +14,11 @@ from plans.partial_kv import PartialKv
 def check_served(recipe: Recipe) -> None:
     """Raises `RecipeError`, naming the first key that asks for it."""
     several = recipe.capacity.branches
-    if several > 1:
-        says = None
-        for index, drafter in enumerate(recipe.drafters):
-            if isinstance(drafter, NgramSection):
-                continue
-            if drafter.acceptance == "rejection":
-                key, what = "acceptance", "is rejection"
-            elif isinstance(drafter, ModelSection) and isinstance(drafter.gamma, EntropySection):
-                key, what = "gamma", "is as long as the drafter is sure"
-            else:
-                continue
-            raise recipe.error(
-                ("drafters", index, key), f"{what}, which serves one branch; capacity.branches is {several}"
-            )
-        if any(not isinstance(backend, OnnxRuntimeCpuSection) for backend in recipe.backends):
-            says = "backends other than onnxruntime-cpu serve one branch for now"
-        if says is not None:
-            raise recipe.error(("capacity", "branches"), f"is {several}; {says}, set it to 1")
+    if several > 1 and any(not isinstance(backend, OnnxRuntimeCpuSection) for backend in recipe.backends):
+        raise recipe.error(
+            ("capacity", "branches"),
+            f"is {several}; backends other than onnxruntime-cpu serve one branch for now, set it to 1",
+        )
     if recipe.partial_kv.enabled:
         _check_beside_partial(recipe)
     for index, backend in enumerate(recipe.backends):

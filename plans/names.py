@@ -80,8 +80,8 @@ TREE_POSITIONS = "tree_positions"  # int64 [nodes], in the target
 TREE_PARENT = "tree_parent"  # int64 [nodes]; -1 at the root
 TREE_SCORE = "tree_score"  # f32 [nodes], log-probability summed from the root
 TREE_ROW = "tree_row"  # int64 [nodes], row of the arena behind the tip's that a level gave the node; -1: none, the root
-DRAFT_PROBS = "draft_probs"  # f32 [M, vocab], what each node's token was drawn from, where rejection asks for it
-DRAFT_ENTROPY = "draft_entropy"  # f32 [1], of the drafter's distribution at the tip, over ln V
+DRAFT_PROBS = "draft_probs"  # f32 [M, vocab], what each node was drawn from, by rejection; [D, vocab], a drafter's
+DRAFT_ENTROPY = "draft_entropy"  # f32 [1] or, of several tips, [R, B]: of the distribution at the tip, over ln V
 TREE = (TREE_TOKEN_IDS, TREE_POSITIONS, TREE_PARENT, TREE_SCORE)
 
 # What stages may write. Everything else is the host's; a drafter's engine writes the target's next step.
@@ -126,7 +126,7 @@ def partial(program: str) -> str:
 
 
 def draft(drafter: str) -> str:
-    """The program that drafts one token with a drafter whose chains are as long as it is sure."""
+    """The program that drafts behind the tips of several sequences, or one token of a chain."""
     return f"draft.{drafter}"
 
 

@@ -69,7 +69,7 @@ def drafter_buffers(drafter: GraphDrafter, geometry: Geometry, target: Geometry,
     tree = {name: DType.FLOAT32 if name == names.TREE_SCORE else DType.INT64 for name in names.TREE}
     table = _step(geometry, kv_dtype) | {name: (dtype, grown) for name, dtype in tree.items()}
     if drafter.acceptance == "rejection":
-        table[names.DRAFT_PROBS] = (DType.FLOAT32, (drafter.tree.nodes, target.vocab_size))
+        table[names.DRAFT_PROBS] = (DType.FLOAT32, (*grown, target.vocab_size))
     several = geometry.branches > 1
     if drafter.compacts:
         table[names.TREE_ROW] = (DType.INT64, grown)
@@ -80,7 +80,7 @@ def drafter_buffers(drafter: GraphDrafter, geometry: Geometry, target: Geometry,
     if several:
         table[names.TIP_ROWS] = table[names.TIP_BRANCH] = (DType.INT64, (names.ROWS, names.TIPS))
     if drafter.entropy is not None:
-        table[names.DRAFT_ENTROPY] = (DType.FLOAT32, (1,))
+        table[names.DRAFT_ENTROPY] = (DType.FLOAT32, (names.ROWS, names.TIPS) if several else (1,))
     table[names.TIP_POSITION] = (DType.INT64, (geometry.branches,))
     coupled = drafter.acceptance == "coupled"
     drawn = DType.FLOAT32 if coupled else DType.FLOAT64
@@ -113,7 +113,7 @@ def _named(model: str, table: _Table) -> tuple[Tensor, ...]:
 
 
 def sampling_buffers(branches: int) -> tuple[Tensor, ...]:
-    """The sampling slots, which every model's draws read."""
+    """The sampling slots, which every model's draws read, and by which rule a branch's drafts are accepted."""
     table = {
         names.TEMPERATURE: DType.FLOAT64,
         names.TOP_K: DType.INT64,
@@ -122,5 +122,6 @@ def sampling_buffers(branches: int) -> tuple[Tensor, ...]:
         names.SEED: DType.UINT64,
         names.STREAM: DType.INT64,
         names.SKIP_SAMPLE_ADJUSTMENT: DType.INT64,
+        names.BY_REJECTION: DType.INT64,
     }
     return tuple(Tensor(name=name, dtype=dtype, shape=(branches,)) for name, dtype in table.items())

@@ -125,6 +125,7 @@ class ChainAccept:
         parent: _Int,
         draft_probs: NDArray[np.float32],
         skip_sample_adjustment: _Int,
+        by_rejection: _Int,
         committed: _Int,
         accepted_count: _Int,
         kept_rows: _Int,

@@ -113,11 +113,12 @@ _TREE_ACCEPT = OpSchema(
 
 _CHAIN_ACCEPT = OpSchema(
     name="ChainAccept",
-    version=2,
+    version=3,
     doc="""Walk each drafted chain by classical speculative sampling: accept by p / q, or correct from the residual.
 
-    Rows stand as in TreeAccept, and every tree is a chain: in logit_rows a drafted node stands right behind its
-    parent. The token x of the node at place i was drawn from q = draft_probs[i] (a root's is not read), q summing to
+    Rows stand as in TreeAccept. That is for trees of branches b whose by_rejection[b] is 1, which are chains: in
+    logit_rows a drafted node stands right behind its parent. Trees of the others are walked as TreeAccept walks them.
+    The token x of the node at place i was drawn from q = draft_probs[i] (a root's is not read), q summing to
     about 1; p is what Sample draws from at the parent, filters included (greedy: all of it at the argmax). Draws are
     those of the token behind the parent, at positions[parent] + 1. With r = uniform(.., Purpose.REJECTION):
     x is accepted iff p(x) > 0 and r q(x) <= p(x), and the walk goes on at its node.
@@ -130,14 +131,15 @@ _CHAIN_ACCEPT = OpSchema(
     Outputs as of TreeAccept, and trials[i] = (r, p(x) / q(x)) of each drafted node at place i that the walk came to,
     NaN elsewhere; p and q in their integer units, so that x is accepted iff r <= p / q but for the last bits of the
     quotient: 0 where p(x) is, else infinite where q(x) is 0.
-    Errors: as TreeAccept, and ValueError for trees that are no chains, drafted tokens outside the vocabulary,
-    draft_probs that are negative, NaN or infinite, and skip_sample_adjustment other than 0 and 1.
+    Errors: as TreeAccept, and ValueError for such trees that are no chains, drafted tokens outside the vocabulary,
+    draft_probs that are negative, NaN or infinite, and skip_sample_adjustment and by_rejection other than 0 and 1.
     Source: DESIGN section 7; seed 001; arXiv 2211.17192 (algorithm 1); arXiv 2302.01318.""",
     inputs=(
         *_CHOICE_INPUTS,
         *_TREE_INPUTS,
         TensorSpec(names.DRAFT_PROBS, "float32", (names.LOGITS, _VOCABULARY)),
         TensorSpec(names.SKIP_SAMPLE_ADJUSTMENT, INTEGER, (_SLOTS,)),
+        TensorSpec(names.BY_REJECTION, INTEGER, (_SLOTS,)),
     ),
     outputs=(*_ACCEPT_OUTPUTS, TensorSpec(names.TRIALS, "float64", (names.LOGITS, 2))),
     extents=(names.NEW, names.LOGITS),

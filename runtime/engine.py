@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from plans import names
 from plans.errors import PlanError, RequestError
-from plans.manifest import Manifest, longest_draft
+from plans.manifest import Manifest, longest_draft, rejects
 from runtime.branch_request import Mode
 from runtime.branch_stream import BranchSpan, BranchStats
 from runtime.drafters.adaptive import AdaptiveSpeculations
@@ -85,7 +85,8 @@ class Engine:
         self._open: dict[int, Sequence] = {}  # those that have KV
         self.passes = 0
         self.paused = 0.0  # seconds that callers had
-        self._rejecting = {d.name for d in self.manifest.drafters if getattr(d, "acceptance", "") == "rejection"}
+        # Drafters accepted by rejection, and how much they draft at most.
+        self._rejecting = {d.name: longest_draft([d]) for d in self.manifest.drafters if rejects([d])}
         self.begin()
         if parts.buffers.exchange is not None and parts.buffers.exchange.records and loaded.plan.buckets:
             self._record(parts.draft_steps)
@@ -199,11 +200,16 @@ class Engine:
     def fits(self, tokens: int, request: Request) -> bool:
         """Whether there is room for one more sequence of so many tokens behind the prefix, whatever others come to.
 
-        Capacity is reserved: where a sequence ends never depends on its neighbours. Drafts take what is left.
+        Capacity is reserved: where a sequence ends never depends on its neighbours. Drafts take what is left, but for
+        those by rejection, which tokens depend on.
         """
-        own = [self._end(len(self.prefix) + tokens, request) - len(self.prefix)]
-        own += [each.end - each.shared for each in self._open.values()]
+        own = [self._end(len(self.prefix) + tokens, request) - len(self.prefix) + self._reserved(request)]
+        own += [each.end - each.shared + self._reserved(each.request) for each in self._open.values()]
         return bool(self._free) and self.cache.holds(own, self._geometry.prefill_chunk)
+
+    def _reserved(self, request: Request) -> int:
+        """Slots for the drafts of a request in the row that all share."""
+        return self._rejecting.get(request.drafter or "", 0) if self.cache.pooled else 0
 
     def _end(self, tokens: int, request: Request) -> int:
         return min(self._geometry.context, tokens + request.max_new_tokens)
@@ -240,8 +246,7 @@ class Engine:
         sequence.stopped = False
         sequence.end = self._end(len(tokens), request)
         self.buffers.set_sampling(sequence.number, request.sampling)
-        if names.BY_REJECTION in self.buffers:
-            self.buffers.arrays[names.BY_REJECTION][sequence.number] = request.drafter in self._rejecting
+        self.buffers.arrays[names.BY_REJECTION][sequence.number] = request.drafter in self._rejecting
         sequence.computed = min(sequence.computed, len(tokens) - 1)
         self._truncate_caches(sequence, sequence.computed)
         self.drafting.attach(sequence, request.drafter)
@@ -440,6 +445,8 @@ class Engine:
                 start, room = self._begin_ahead(each), small[each]
             starts[each] = start
             drafts = each not in waiting and len(each.tokens) - start == 1 and each.drafting
+            if each.rounds == 0 and each.request.drafter in self._rejecting:
+                drafts = False  # whether a prompt was computed, or its KV known, is not to change tokens
             limits[each.number] = each, min(step.max_nodes, room - 1) if drafts else 0
         proposed: Mapping[int, Draft | TreeInPlace] = {}
         if not alone:

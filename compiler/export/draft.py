@@ -41,7 +41,7 @@ def export_draft(
     With several `branches`, the arena may have several rows, and trees grow from the tokens `tip_rows` int64 `[R, B]`,
     as many in each row, by the draws and settings of `tip_branch` int64 `[R, B]`. Outputs are those of one tree after
     another, `[D]` in all, but parents count within a tree, and a row counts from the first of its arena's row. A level
-    takes B * k slots of each row. Neither `rejected` nor `entropy` goes with that.
+    takes B * k slots of each row. `draft_entropy` is `[R, B]`, of each tip.
     """
     drafting: DraftModel = model  # type: ignore[assignment]
     heads, features = drafting.heads, drafting.feature_size
@@ -113,8 +113,8 @@ def export_draft(
         outputs={
             **dict.fromkeys(names.TREE, grown),
             **({names.TREE_ROW: grown} if rows else {}),
-            **({names.DRAFT_PROBS: (tree.nodes, rejected)} if rejected else {}),
-            **({names.DRAFT_ENTROPY: (1,)} if entropy else {}),
+            **({names.DRAFT_PROBS: (*grown, rejected)} if rejected else {}),
+            **({names.DRAFT_ENTROPY: (names.ROWS, names.TIPS) if several else (1,)} if entropy else {}),
             **dict.fromkeys(cache_outputs(heads.num_layers, 1 + tree.depth), cache),
         },
     )

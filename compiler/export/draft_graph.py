@@ -164,7 +164,8 @@ class DraftGraph(nn.Module):
         logits = model.logits(tips.hidden).float()
         token, parent, depth, score, *others = self._chain(tips, logits) if self.rejected else self._tree(tips, logits)
         if self.entropy:
-            others.append(_normalised_entropy(logits))
+            entropy = _normalised_entropy(logits)
+            others.append(entropy.reshape(1) if tip_rows is None else entropy.reshape(tip_rows.shape))
         root = (tips.position + model.lead).unsqueeze(1)
         return (
             _behind_roots(tips.token.unsqueeze(1), token),
@@ -279,28 +280,39 @@ class DraftGraph(nn.Module):
         return _behind_roots(torch.full_like(candidate[:, :1], -1), row_of.gather(1, candidate))
 
     def _chain(self, tips: _Tips, logits: Tensor) -> list[Tensor]:
-        """The same of a chain that is drawn, and what each node was drawn from, f32 `[nodes, vocab]`, the root's 0."""
+        """The same of chains that are drawn; f32 `[n * nodes, vocab]`: what each node was drawn from, 0 for a root."""
         tree, size = self.tree, self.rejected
         model: DraftModel = self.model  # type: ignore[assignment]
         hidden, bias = tips.hidden, tips.bias
+
+        def of_chains(logits: Tensor) -> Tensor:
+            """`[1, n, V]` as `[n, 1, V]`."""
+            return logits if tips.several is None else logits.reshape(-1, 1, logits.shape[2])
+
         tokens: list[Tensor] = []
-        probabilities = [torch.zeros(1, 1, size)]
+        none = torch.zeros(1, 1, size)
+        if tips.several is not None:
+            none = torch.zeros_like(of_chains(logits)[:, :, :1]).expand(-1, -1, size)
+        probabilities = [none]
         for depth in range(tree.nodes - 1):
             if depth:
                 hidden, bias = self._level(tokens[-1], hidden, bias, depth - 1, tips)
                 logits = model.logits(hidden).float()
-            token, probability = draft_sample(logits, tips.draws[:, depth], *tips.filters)
+            token, probability = draft_sample(of_chains(logits), tips.draws[:, depth], *tips.filters)
             tokens.append(token)
             if model.vocabulary is not None:
                 columns = model.vocabulary.reshape(1, 1, -1)
-                probability = torch.zeros(1, 1, size).scatter(2, columns, probability)
+                if tips.several is not None:
+                    columns = columns.expand(token.shape[0], -1, -1)
+                probability = none.scatter(2, columns, probability)
             probabilities.append(probability)
         drawn = torch.cat(tokens, 1)
-        steps = torch.arange(tree.nodes - 1).unsqueeze(0)
-        distributions = torch.cat(probabilities, 1).squeeze(0)
+        steps = torch.arange(tree.nodes - 1).expand(drawn.shape[0], tree.nodes - 1)
+        distributions = torch.cat(probabilities, 1)
         target_ids = self._target_ids(drawn)
-        own = torch.gather(distributions[1:], 1, target_ids.reshape(-1, 1)).reshape(1, -1)
-        return [target_ids, steps, steps + 1, torch.cumsum(torch.log(own), 1), distributions]
+        own = torch.gather(distributions[:, 1:], 2, target_ids.unsqueeze(2)).squeeze(2)
+        scores = torch.cumsum(torch.log(own), 1)
+        return [target_ids, steps, steps + 1, scores, distributions.reshape(-1, size)]
 
     def _level(self, token: Tensor, hidden: Tensor, bias: Tensor, level: int, tips: _Tips) -> tuple[Tensor, Tensor]:
         """Run the frontiers' nodes `[n, k]`; their hidden states, and what each sees, `[n * k, T]`, itself included."""
@@ -334,6 +346,6 @@ def _behind_roots(root: Tensor, nodes: Tensor) -> Tensor:
 
 
 def _normalised_entropy(logits: Tensor) -> Tensor:
-    """`[1, 1, V]` to `[1]`: the entropy of their distribution over that of the uniform one, ln V."""
+    """`[1, n, V]` to `[1, n]`: the entropy of their distributions over that of the uniform one, ln V."""
     log_p = logits.log_softmax(dim=-1)
-    return -(log_p.exp() * log_p).sum(dim=-1).reshape(1) / log(logits.shape[-1])
+    return -(log_p.exp() * log_p).sum(dim=-1) / log(logits.shape[-1])

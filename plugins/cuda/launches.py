@@ -124,8 +124,8 @@ LAUNCHES: dict[str, Launch] = {
     "ChainAccept": Launch(
         kernel="outrider_chain_accept",
         pointers=(
-            *_CHOICE, *_TREE, names.DRAFT_PROBS, names.SKIP_SAMPLE_ADJUSTMENT, *_ACCEPTED, names.TRIALS, "weights",
-            STATUS, "chosen", "next", "weighed", "counter",
+            *_CHOICE, *_TREE, names.DRAFT_PROBS, names.SKIP_SAMPLE_ADJUSTMENT, names.BY_REJECTION, *_ACCEPTED,
+            names.TRIALS, "weights", STATUS, "chosen", "next", "weighed", "counter",
         ),
         numbers=("V", "B", "trees", names.NEW),
         blocks=lambda s: s[names.LOGITS],

@@ -56,8 +56,12 @@ def chain_accept(
     parent: NDArray[np.int64],
     draft_probs: NDArray[np.float32],
     skip_sample_adjustment: NDArray[np.int64],
+    by_rejection: NDArray[np.int64],
 ) -> WeighedChains:
-    """The rule of seed 001 for every chain of the step; shapes as in the schema of ChainAccept."""
+    """The rule of seed 001 for every chain of a branch by rejection, TreeAccept's for the others' trees.
+
+    Shapes as in the schema of ChainAccept.
+    """
     place_of = {row: place for place, row in enumerate(logit_rows.tolist())}
     trials = np.full((len(logit_rows), 2), np.nan)
 
@@ -65,6 +69,9 @@ def chain_accept(
         b, position = int(branch[node]), int(positions[node])
         weights = filtered_weights(logits[place_of[node]], slots.sampling(b))
         u = slots.draw(b, position, Purpose.TARGET)
+        if not by_rejection[b]:
+            token = inverse_cdf(weights, u)
+            return token, next((row for row in place_of if parent[row] == node and token_ids[row] == token), None)
         drafted = next((row for row in place_of if parent[row] == node), None)
         if drafted is None:
             return inverse_cdf(weights, u), None  # the bonus

@@ -161,7 +161,7 @@ class Drafting:
         for engine in self.engines.values():
             of_engine = [each for each in following if each.engine is engine]
             if of_engine:
-                drafts |= engine.draft(wanting.get(engine.name, {}), of_engine, self._step)
+                drafts |= engine.draft(wanting.get(engine.name, {}), of_engine)
         return self._divide(live, chains, drafts)
 
     def propose_one(self, sequence: Sequence, limit: int, past: int) -> Mapping[int, Draft | TreeInPlace]:
@@ -188,7 +188,7 @@ class Drafting:
             return engine.draft_in_place(sequence, past, self._step, limit)
         if past + 1 + engine.settings.longest > self._step.largest_view:
             return None
-        return engine.draft({sequence.number: limit}, [sequence], self._step).get(sequence.number)
+        return engine.draft({sequence.number: limit}, [sequence], in_place=True).get(sequence.number)
 
     def _divide(
         self,

@@ -337,11 +337,14 @@ class EngineDrafter:
 
     # Any number of sequences.
 
-    def draft(self, wanting: Mapping[int, int], following: List[Sequence], step: TargetStep) -> dict[int, Draft]:
+    def draft(
+        self, wanting: Mapping[int, int], following: List[Sequence], *, in_place: bool = False
+    ) -> dict[int, Draft]:
         """Drafts by number, behind the tips of the sequences that are `wanting`: at most so many nodes where it draws
         a token at a time.
 
-        A head takes in what all that are `following` it have committed.
+        A head takes in what all that are `following` it have committed. With `in_place`, the target's step is to hold
+        one tip and its chain alone: what that is drawn from is put where acceptance by rejection reads it.
         """
         for each in following:
             self._states[each.number].grown = False
@@ -350,7 +353,7 @@ class EngineDrafter:
         if not waiting:
             return {}
         if self._entropy is not None:
-            return self._draft_chains(waiting, wanting)
+            return self._draft_chains(waiting, wanting, in_place)
         grown = self._feed_all(waiting, tips)
         if not grown:
             return {}
@@ -431,7 +434,9 @@ class EngineDrafter:
         first = tree * self._nodes
         return self._buffers.rows(self.name, names.DRAFT_PROBS, first + 1, first + self._nodes).copy()
 
-    def _draft_chains(self, waiting: list[Sequence], wanting: Mapping[int, int]) -> dict[int, Draft]:
+    def _draft_chains(
+        self, waiting: list[Sequence], wanting: Mapping[int, int], in_place: bool
+    ) -> dict[int, Draft]:
         """Chains a token a run of the engine, each as long as its first distribution says (EGAG, FEATURES row 15)."""
         settings, by_number = self.settings.entropy, {each.number: each for each in waiting}
         assert settings is not None
@@ -466,7 +471,7 @@ class EngineDrafter:
                 tokens, scores, probs = chains[number]
                 tokens.append(int(self._token_ids[tree, 1]))
                 scores.append((scores[-1] if scores else 0.0) + float(self._score[tree, 1]))
-                if self.rejects and self.cache.alone:  # the chain will stand right behind the tip
+                if self.rejects and in_place:
                     place = names.TARGET, names.DRAFT_PROBS, len(tokens)
                     self._buffers.copy_row((self.name, names.DRAFT_PROBS, 1), place)
                 elif self.rejects:

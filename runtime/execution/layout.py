@@ -73,6 +73,8 @@ def lay_out(
     whole = [
         number for number, count in chains.items() if starts[by_number[number]] + count == len(by_number[number].tokens)
     ]
+    # Who is accepted by rejection has the first choice: room was kept for it.
+    whole.sort(key=lambda number: drafts.get(number, NOTHING).probs is None)
     nodes = cache.fit(chains, {number: len(drafts.get(number, NOTHING)) for number in whole})
     cache.begin({number: count + nodes.get(number, 0) for number, count in chains.items()})
     placed: list[Placed] = []

@@ -406,11 +406,6 @@ def test_local_parts_of_versions_are_no_part_of_the_identity(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["capacity.branches=4"], r"drafters\[3\]\.gamma is as long as the drafter is sure, which serves one branch"),
-        (
-            ["capacity.branches=4", "drafters=[{name: a, kind: model, checkpoint: drafter, acceptance: rejection}]"],
-            r"drafters\[0\]\.acceptance is rejection, which serves one branch; capacity\.branches is 4",
-        ),
         (
             ["capacity.branches=4", "drafters=[]", "backends=[tensorrt-rtx]"],
             r"capacity\.branches is 4; backends other than onnxruntime-cpu serve one branch",

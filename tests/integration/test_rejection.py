@@ -16,7 +16,8 @@ from transformers import Qwen3ForCausalLM
 from compiler.build import build
 from compiler.recipe import load_recipe
 from plans.errors import RecipeError
-from runtime import Runtime
+from runtime import PrefixCacheConfig, Runtime
+from runtime.branch_request import MODES, BranchPrompt, Mode
 from runtime.cli.debug import RoundPrinter
 from runtime.drafters.adaptive import AdaptiveSpeculation
 from runtime.request import Options
@@ -37,6 +38,22 @@ def runtime(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Runti
     out = tmp_path_factory.mktemp("rejection") / "plan"
     build(load_recipe(toy_recipe, [DRAFTERS]), toy_recipe, out)
     return Runtime.load(out, threads=1)
+
+
+@pytest.fixture(scope="module")
+def shared_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same drafters, and two that are coupled, for four sequences."""
+    out = tmp_path_factory.mktemp("rejections") / "plan"
+    coupled = "{name: tree, kind: eagle3, checkpoint: head, tree: {top_k: 3, depth: 2, nodes: 10}}, "
+    coupled += "{name: egag, kind: model, checkpoint: drafter, gamma: {max: 4}}]"
+    capacity = "capacity={context: 160, prefill_chunk: 16, branches: 4, batching: true}"
+    build(load_recipe(toy_recipe, [f"{DRAFTERS[:-1]}, {coupled}", capacity]), toy_recipe, out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def together(shared_plan: Path) -> Runtime:
+    return Runtime.load(shared_plan, threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -76,20 +93,30 @@ def target_weights(
 
 
 def places(
-    runtime: Runtime, oracle: Qwen3ForCausalLM, drafter: str, draws: int, filters: str = "top-k", **options: Any
+    runtime: Runtime,
+    oracle: Qwen3ForCausalLM,
+    drafter: str,
+    draws: int,
+    filters: str = "top-k",
+    branches: int = 1,
+    **options: Any,
 ) -> NDArray[np.float64]:
     """Where each of `draws` tokens lies in [0, 1), if the target's distribution at its place is laid out there.
 
     Likeliest first, and anywhere in the token's own share: uniform if tokens have that distribution, whatever it is.
-    None may lie outside it.
+    None may lie outside it. With several `branches`, so many seeds are drawn together.
     """
     rng, found = np.random.default_rng(0), []
     sampling = FILTERS[filters]
-    for seed in range(draws // RUN):
-        ids = runtime.generate(
-            PROMPT, drafter=drafter, max_new_tokens=RUN, ignore_eos=True, seed=seed, auto_disable=False,
-            **sampling, **options,
-        ).token_ids  # fmt: skip
+    asked = Options(drafter=drafter, max_new_tokens=RUN, ignore_eos=True, auto_disable=False, **sampling, **options)  # type: ignore[misc]
+    runs: list[list[int]] = []
+    for seed in range(0, draws // RUN, branches):
+        if branches == 1:
+            runs.append(runtime.generate(PROMPT, seed=seed, **asked).token_ids)
+            continue
+        seeds: list[BranchPrompt] = [{"prompt": PROMPT[-1:], "seed": seed + i} for i in range(branches)]
+        runs += [each.token_ids for each in runtime.generate_branches(PROMPT[:-1], seeds, **asked)]
+    for ids in runs:
         with torch.no_grad():
             logits = oracle(torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1].double().numpy()
         weights = target_weights(logits, **sampling)
@@ -120,6 +147,44 @@ def test_tokens_have_the_distribution_of_the_target(
     runtime: Runtime, oracle: Qwen3ForCausalLM, drafter: str, draws: int, filters: str
 ) -> None:
     assert chi_square(places(runtime, oracle, drafter, draws, filters)) < one_in_a_thousand(CELLS - 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("drafter", ["classical", "sure", "head"])
+def test_tokens_do_not_depend_on_company(together: Runtime, drafter: str, mode: Mode) -> None:
+    """Chains by rejection beside coupled trees and sequences that do not draft, each as it is alone."""
+    options = Options(max_new_tokens=60, temperature=1.0, seed=11, ignore_eos=True)
+    asked: list[BranchPrompt] = [
+        {"prompt": [9, 8], "drafter": name, "stream_id": 5} for name in ("tree", drafter, "none", drafter, "egag")
+    ]
+    alone = {
+        name: together.generate([*PROMPT, 9, 8], drafter=name, stream_id=5, **options)
+        for name in ("tree", drafter, "none", "egag")
+    }
+    found = together.generate_branches(PROMPT, asked, mode=mode, **options)
+    for each, branch in zip(asked, found, strict=True):
+        assert isinstance(each, dict)
+        assert branch.token_ids == alone[each["drafter"]].token_ids
+    assert found[1].stats.drafted == alone[drafter].stats.drafted
+    assert alone["tree"].token_ids == alone["none"].token_ids == alone["egag"].token_ids != alone[drafter].token_ids
+
+
+@pytest.mark.parametrize("drafter", ["classical", "sure", "head"])
+def test_tokens_do_not_depend_on_what_the_prefix_cache_has(together: Runtime, shared_plan: Path, drafter: str) -> None:
+    options = Options(max_new_tokens=40, temperature=1.0, seed=4, ignore_eos=True, drafter=drafter)
+    expected = together.generate(PROMPT, **options).token_ids
+    cached = Runtime.load(shared_plan, threads=1, prefix_cache=PrefixCacheConfig())
+    for _ in range(3):
+        run = cached.submit(PROMPT, **options).result()
+        assert run.token_ids == expected
+    assert run.stats.reused_tokens >= len(PROMPT) - 2  # a head computes the feature before the tip again
+
+
+@pytest.mark.parametrize(("drafter", "draws"), [("classical", 8_000), ("sure", 4_000), ("head", 3_000)])
+def test_tokens_of_many_sequences_have_the_distribution_of_the_target(
+    together: Runtime, oracle: Qwen3ForCausalLM, drafter: str, draws: int
+) -> None:
+    assert chi_square(places(together, oracle, drafter, draws, branches=4)) < one_in_a_thousand(CELLS - 1)
 
 
 @pytest.mark.parametrize("drafter", ["classical", "sure", "head"])

@@ -130,6 +130,7 @@ def fork(op):
     if op == "ChainAccept":
         tensors["parent"] = np.arange(4) - 1
         tensors |= {"draft_probs": np.full((4, 8), 0.125, np.float32), "skip_sample_adjustment": np.zeros(1, np.int64)}
+        tensors["by_rejection"] = np.ones(1, np.int64)
         outputs["trials"] = np.full((4, 2), float(POISON))
     return tensors, outputs
 

@@ -28,9 +28,11 @@ from tests.plugins.drawn_pairs import (
 CHAIN_INPUTS = ("logits", "logit_rows", "positions", "branch", "token_ids", "parent", "draft_probs")
 
 
-def chain_step(slots, *arrays, skip=None, trees=8):
+def chain_step(slots, *arrays, skip=None, by_rejection=None, trees=8):
+    """By default, all chains are accepted by rejection."""
     tensors = dict(zip(CHAIN_INPUTS, arrays, strict=True))
     tensors["skip_sample_adjustment"] = np.zeros(len(slots.seed), np.int64) if skip is None else np.array(skip)
+    tensors["by_rejection"] = np.ones(len(slots.seed), np.int64) if by_rejection is None else np.array(by_rejection)
     return AcceptStep("ChainAccept", chain_accept, slots, tensors, trees=trees)
 
 
@@ -93,6 +95,34 @@ def test_kernel_equals_reference(data, vocabulary, gamma, slots, logits_rows):
     positions = 2**33 + depth_of(parent)
     step = chain_step(settings_, logits, logit_rows, positions, branch, token_ids, parent, q, skip=skip)
     step.run().assert_equals_reference()
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(data=st.data(), vocabulary=st.sampled_from([2, 5, 65]))
+def test_trees_of_other_branches_are_walked_as_tree_accept_walks_them(data, vocabulary, slots, logits_rows):
+    """Chains of branch 0 stand between trees of others, and each has what it has alone, by its own rule."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    settings_, rules = data.draw(slots(4)), np.array([1, 0, 1, 0])
+    parts = [forest(rng, 1, 2, 6, vocabulary, straight=1.0 if rule else 0.4) for rule in rules]
+    joined, start = {name: [] for name in ("token_ids", "parent", "branch", "logit_rows")}, 0
+    for branch, (token_ids, parent, _, logit_rows) in enumerate(parts):
+        joined["token_ids"].append(token_ids)
+        joined["parent"].append(np.where(parent < 0, -1, parent + start))
+        joined["branch"].append(np.full(len(parent), branch))
+        joined["logit_rows"].append(logit_rows + start)
+        start += len(parent)
+    token_ids, parent, branch, logit_rows = (np.concatenate(each) for each in joined.values())
+    logits = data.draw(logits_rows(len(logit_rows), vocabulary))
+    q = rng.dirichlet(np.ones(vocabulary), len(logit_rows)).astype(np.float32)
+    q[rules[branch[logit_rows]] == 0] = np.nan  # is not read
+    positions = 5 + depth_of(parent)
+    step = chain_step(settings_, logits, logit_rows, positions, branch, token_ids, parent, q, by_rejection=rules).run()
+    step.assert_equals_reference()
+    of_trees = rules[branch[logit_rows]] == 0
+    assert np.isnan(step.trials[of_trees]).all()
+    walked = tree_accept(logits, logit_rows, positions, branch, settings_, token_ids, parent)
+    np.testing.assert_array_equal(step.committed[of_trees], walked.committed[of_trees])
+    np.testing.assert_array_equal(step.accepted_count[[1, 3]], walked.accepted_count[[1, 3]])
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 50}, {"top_p": 0.9}, {"top_p": 0.999, "top_k": 3000}])
@@ -261,12 +291,15 @@ def test_without_the_adjustment_they_have_not(drafter, filters):
 # What is refused.
 
 
-def small_step(*, logit_rows=(0, 1, 2), parent=(-1, 0, 1), tokens=(0, 1, 1), q=0.25, skip=0, trees=2, slots=None):
+def small_step(
+    *, logit_rows=(0, 1, 2), parent=(-1, 0, 1), tokens=(0, 1, 1), q=0.25, skip=0, rule=1, trees=2, slots=None
+):
     logits, zeros = np.zeros((3, 4), np.float32), np.zeros(3, np.int64)
     arrays = (logits, np.array(logit_rows), np.arange(3), zeros, np.array(tokens), np.array(parent))
     probs = np.full((3, 4), 0.25, np.float32)
     probs[2, 3] = q
-    return chain_step(slots or equal_slots(temperature=1.0), *arrays, probs, skip=[skip], trees=trees)
+    slots = slots or equal_slots(temperature=1.0)
+    return chain_step(slots, *arrays, probs, skip=[skip], by_rejection=[rule], trees=trees)
 
 
 @pytest.mark.parametrize(
@@ -287,6 +320,7 @@ def small_step(*, logit_rows=(0, 1, 2), parent=(-1, 0, 1), tokens=(0, 1, 1), q=0
         ({"q": -np.inf}, r"draft_probs\[2, 3\] is -inf"),
         ({"skip": 2}, r"skip_sample_adjustment\[0\] is 2; it must be in 0\.\.1"),
         ({"skip": -1}, r"skip_sample_adjustment\[0\] is -1"),
+        ({"rule": 2}, r"by_rejection\[0\] is 2; it must be in 0\.\.1"),
         ({"slots": equal_slots(temperature=-1.0)}, r"settings of branch 0 cannot be used: temperature"),
     ],
 )

@@ -107,7 +107,9 @@ def test_chain_accept(kernels, data, vocabulary, gamma, slots, logits_rows) -> N
         q[place] *= rng.choice([0.0, 1e-9, 0.5, 1.0])
         if rng.random() < 0.5:
             q[place, chains["token_ids"][row]] = rng.choice([1e-6, 0.3, 1.0])
-    drafted = {"draft_probs": q, "skip_sample_adjustment": rng.integers(0, 2, trees)}
+    drafted = {"draft_probs": q} | {
+        name: rng.integers(0, 2, trees) for name in ("skip_sample_adjustment", "by_rejection")
+    }
     outputs = accept_outputs(new, count, trees) | {"trials": np.full((count, 2), float(POISON))}
     compare(kernels, "ChainAccept", tensors | chains | drafted, outputs, (new, count))
 
@@ -238,7 +240,9 @@ def test_faults_are_those_of_the_cpu(kernels, op, data, vocabulary, nodes, slots
     tensors, outputs = tensors | tree, accept_outputs(new, count, trees)
     if op == "ChainAccept":
         q = rng.dirichlet(np.full(vocabulary, 0.3), count).astype(np.float32)
-        tensors |= {"draft_probs": q, "skip_sample_adjustment": rng.integers(0, 2, trees)}
+        tensors |= {"draft_probs": q} | {
+            name: rng.integers(0, 2, trees) for name in ("skip_sample_adjustment", "by_rejection")
+        }
         outputs |= {"trials": np.full((count, 2), float(POISON))}
     tensors = spoiled(rng, tensors)
     theirs = {name: array.copy() for name, array in outputs.items()}

@@ -78,7 +78,9 @@ def accepting(rng, op, trees, nodes, vocabulary, data, slots, logits_rows):
         tensors |= tree | {"slots": np.zeros(trees, np.int64)}
     if op == "ChainAccept":
         q = rng.dirichlet(np.full(vocabulary, 0.3), count).astype(np.float32)
-        tensors |= {"draft_probs": q, "skip_sample_adjustment": rng.integers(0, 2, trees)}
+        tensors |= {"draft_probs": q} | {
+            name: rng.integers(0, 2, trees) for name in ("skip_sample_adjustment", "by_rejection")
+        }
         outputs |= {"trials": np.full((count, 2), float(POISON))}
     return tensors, outputs, (new, count)
 

@@ -63,27 +63,34 @@ class ChainAccept {
   ChainAccept(nb::object logits, nb::object logit_rows, nb::object positions, nb::object branch,
               nb::object temperature, nb::object top_k, nb::object top_p, nb::object filter_order, nb::object seed,
               nb::object stream, nb::object token_ids, nb::object parent, nb::object draft_probs,
-              nb::object skip_sample_adjustment, nb::object committed, nb::object accepted_count, nb::object kept_rows,
-              nb::object kept_count, nb::object trials)
+              nb::object skip_sample_adjustment, nb::object by_rejection, nb::object committed,
+              nb::object accepted_count, nb::object kept_rows, nb::object kept_count, nb::object trials)
       : binder_(kOp),
         choices_(kOp, binder_, logits, logit_rows, positions, branch, temperature, top_k, top_p, filter_order, seed,
                  stream, kForTarget),
         walk_(kOp, binder_, token_ids, parent, committed, accepted_count, kept_rows, kept_count),
         draft_probs_(binder_.input<float>("draft_probs", draft_probs, {"M", "V"})),
         skip_sample_adjustment_(binder_.input<i64>("skip_sample_adjustment", skip_sample_adjustment, {"B"})),
+        by_rejection_(binder_.input<i64>("by_rejection", by_rejection, {"B"})),
         trials_(binder_.output<double>("trials", trials, {"M", 2})) {}
 
   void call(i64 new_tokens, i64 count) const {
     choices_.check(new_tokens, count);
-    const Trees chains = walk_.trees(choices_.logit_rows(), count, new_tokens);
+    const Trees trees = walk_.trees(choices_.logit_rows(), count, new_tokens);
     const GilReleasedIfLong released(2 * choices_.bytes(count));
     for (i64 place = 0; place < count; ++place) {
       const i64 branch = choices_.branch(place);
       check_value(kOp, "skip_sample_adjustment", branch, skip_sample_adjustment_[branch], 0, 1);
-      if (const i64 parent = parent_place(chains, place); parent >= 0) check_drafted(chains, place, parent);
+      check_value(kOp, "by_rejection", branch, by_rejection_[branch], 0, 1);
+      const i64 parent = parent_place(trees, place);
+      if (parent >= 0 && by_rejection_[choices_.branch(parent)] != 0) check_drafted(trees, place, parent);
     }
     std::fill_n(trials_, 2 * count, std::numeric_limits<double>::quiet_NaN());
-    walk_.run(chains, new_tokens, [&](i64 node, i64 end) { return visit(chains, node, end); });
+    walk_.run(trees, new_tokens, [&](i64 node, i64 end) -> Visit {
+      if (by_rejection_[choices_.branch(node)] != 0) return weigh(trees, node, end);
+      const i64 token = choices_.at(node);
+      return {token, child_holding(trees, node, end, token)};
+    });
   }
 
  private:
@@ -103,7 +110,7 @@ class ChainAccept {
   }
 
   // The rule of seed 001: accept the drafted token when r q <= p, else replace it. A chain's next node is its child.
-  Visit visit(const Trees& chains, i64 node, i64 end) const {
+  Visit weigh(const Trees& chains, i64 node, i64 end) const {
     const i64 drafted = node + 1;
     if (drafted == end) return {choices_.at(node), kNothing};  // the bonus
     const i64 token = chains.token_ids[chains.logit_rows[drafted]];
@@ -129,6 +136,7 @@ class ChainAccept {
   TreeWalk walk_;
   const float* draft_probs_;
   const i64* skip_sample_adjustment_;
+  const i64* by_rejection_;
   double* trials_;
 };
 
@@ -156,11 +164,12 @@ void register_chain_accept(nb::module_& module) {
   nb::class_<ChainAccept>(module, "ChainAccept")
       .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object,
                     nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object,
-                    nb::object, nb::object, nb::object>(),
+                    nb::object, nb::object, nb::object, nb::object>(),
            nb::arg("logits"), nb::arg("logit_rows"), nb::arg("positions"), nb::arg("branch"), nb::arg("temperature"),
            nb::arg("top_k"), nb::arg("top_p"), nb::arg("filter_order"), nb::arg("seed"), nb::arg("stream"),
            nb::arg("token_ids"), nb::arg("parent"), nb::arg("draft_probs"), nb::arg("skip_sample_adjustment"),
-           nb::arg("committed"), nb::arg("accepted_count"), nb::arg("kept_rows"), nb::arg("kept_count"), nb::arg("trials"))
+           nb::arg("by_rejection"), nb::arg("committed"), nb::arg("accepted_count"), nb::arg("kept_rows"),
+           nb::arg("kept_count"), nb::arg("trials"))
       .def("__call__", &ChainAccept::call);
   module.def("residual", &residual_weights, nb::arg("weights"), nb::arg("draft_probs"), nb::arg("out"));
   module.def("accepts", &accepts, nb::arg("r"), nb::arg("p"), nb::arg("q"));

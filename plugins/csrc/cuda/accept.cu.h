@@ -12,6 +12,7 @@
 namespace outrider {
 
 constexpr i64 kNobody = -1;
+constexpr u64 kNotANumber = 0x7ff8000000000000ull;  // the bits of a double
 
 // What stands in place of the token of a node at fault: a number below kNobody.
 OUTRIDER_DEVICE i64 in_place_of_token(i64 fault) { return kNobody - fault; }
@@ -154,7 +155,7 @@ OUTRIDER_KERNEL outrider_tree_accept(const float* logits, const i64* logit_rows,
 // Of every drafted node that the walk came to, r and p / q, which its parent's block weighed; NaN elsewhere.
 OUTRIDER_DEVICE void tell_trials(const Trees& trees, const volatile i64* next, const volatile double* weighed,
                                  double* trials) {
-  for (i64 i = 0; i < 2 * trees.count; ++i) trials[i] = double_of(0x7ff8000000000000ull);
+  for (i64 i = 0; i < 2 * trees.count; ++i) trials[i] = double_of(kNotANumber);
   for (i64 root = 0; root < trees.count; root = end_of_tree(trees, root)) {
     for (i64 node = root; node != kNobody; node = next[node]) {
       const i64 drafted = node + 1;
@@ -169,8 +170,9 @@ OUTRIDER_KERNEL outrider_chain_accept(const float* logits, const i64* logit_rows
                                       const i64* branch, const double* temperature, const i64* top_k,
                                       const double* top_p, const i64* filter_order, const u64* seed, const i64* stream,
                                       const i64* token_ids, const i64* parent, const float* draft_probs,
-                                      const i64* skip_sample_adjustment, i64* committed, i64* accepted_count,
-                                      i64* kept_rows, i64* kept_count, double* trials, u64* scratch, i64* status,
+                                      const i64* skip_sample_adjustment, const i64* by_rejection, i64* committed,
+                                      i64* accepted_count, i64* kept_rows, i64* kept_count, double* trials,
+                                      u64* scratch, i64* status,
                                       i64* chosen, i64* next, double* weighed, u32* counter, i64 vocabulary,
                                       i64 branches, i64 most_trees, i64 new_tokens) {
   const ChoiceStep step = {logits,  logit_rows, positions, branch,   {temperature, top_k, top_p, filter_order, seed, stream},
@@ -179,7 +181,9 @@ OUTRIDER_KERNEL outrider_chain_accept(const float* logits, const i64* logit_rows
   const i64 place = block_index();
   const FilteredRow row = filtered(step, place);
   const i64 drafted = place + 1;
-  const bool has_child = drafted < trees.count && parent_place(trees, drafted) == place;
+  // By the other rule, a node's child is the one that holds the target's choice, and nothing is weighed.
+  const bool weighs = row.fault != kIndexFault && by_rejection[branch[logit_rows[place]]] != 0;
+  const bool has_child = weighs && drafted < trees.count && parent_place(trees, drafted) == place;
   const float* q = draft_probs + drafted * vocabulary;  // the child's
   const i64 proposed = has_child ? token_ids[logit_rows[drafted]] : kNobody;
   i64 fault = row.fault;
@@ -193,7 +197,8 @@ OUTRIDER_KERNEL outrider_chain_accept(const float* logits, const i64* logit_rows
   double ratio = 0.0;
   const u64 r = fault == kNoFault ? uniform_of(step, place, kForRejection) : 0;
   if (fault == kNoFault && !has_child) {
-    token = draw_token(row, uniform_of(step, place, kForTarget));  // the bonus
+    token = draw_token(row, uniform_of(step, place, kForTarget));  // the bonus, or the choice
+    if (!weighs) follows = child_holding(trees, place, end_of_tree(trees, place), token);
   } else if (fault == kNoFault) {
     const double scale = probability_scale(row.total);
     const u64 own = row.weights ? row.weights[proposed] : proposed == row.best ? row.total : 0;
@@ -222,8 +227,8 @@ OUTRIDER_KERNEL outrider_chain_accept(const float* logits, const i64* logit_rows
   if (thread_index() == 0) {
     chosen[place] = token;
     next[place] = follows;
-    weighed[2 * place] = draw_f64(r);
-    weighed[2 * place + 1] = ratio;
+    weighed[2 * place] = has_child ? draw_f64(r) : double_of(kNotANumber);
+    weighed[2 * place + 1] = has_child ? ratio : double_of(kNotANumber);
   }
   if (!last_to_finish(counter)) return;
   const i64 of_step = fault_of_step(chosen, trees.count);
