@@ -123,9 +123,8 @@ def read_sources(recipe: Recipe, target: DecoderConfig) -> list[GraphSource]:
                 ("drafters", index, "tree", "nodes"),
                 f"is {tree.nodes}, but a chain of depth {tree.depth} has {tree.depth + 2}; set it to that",
             )
-        sources.append(
-            GraphSource(index, section, config, tree, *recipe.partial_kv.drafters_keep(recipe.capacity.context))
-        )
+        keeps = recipe.partial_kv.drafters_keep(recipe.capacity.context, recipe.capacity.branches)
+        sources.append(GraphSource(index, section, config, tree, *keeps))
     _check_taps(recipe, sources)
     return sources
 

@@ -26,6 +26,7 @@ from plugins.schemas import SCHEMAS
 _SHARED = {tensor.name for tensor in sampling_buffers(1)}
 _BEAMS = 8  # that every plan serves, whatever its drafters are
 _NODES_OF_A_BRANCH = 8  # its tip and a short draft, where all of a plan's branches live
+_TENTATIVE_OF_A_ROW = 32  # tokens that may wait to be confirmed where there are several rows
 _ACCEPTED = {
     "source": names.KEPT_ROWS,
     "source_count": names.KEPT_COUNT,
@@ -43,7 +44,10 @@ def symbol_limits(geometry: Geometry, drafters: Sequence[Drafter], partial: Part
     beam, so that there is room for some even without drafts.
     """
     tentative = 0 if partial is None else partial.n_spec_tokens_buf
-    nodes = max(1 + max(longest_draft(drafters), tentative), _BEAMS, _NODES_OF_A_BRANCH * geometry.branches)
+    nodes_of_all = geometry.branches * _NODES_OF_A_BRANCH
+    if geometry.rows > 1:  # each may have tokens to confirm
+        nodes_of_all = max(nodes_of_all, geometry.rows * (1 + min(tentative, _TENTATIVE_OF_A_ROW)))
+    nodes = max(1 + max(longest_draft(drafters), tentative), _BEAMS, nodes_of_all)
     # By rejection, tokens depend on a draft: every branch has room for a whole one.
     nodes = max(nodes, *(geometry.branches * (1 + longest_draft([d])) for d in drafters if rejects([d])), 0)
     grown = max((d.tree.nodes for d in drafters if isinstance(d, GraphDrafter)), default=0) * geometry.branches

@@ -42,7 +42,7 @@ class PartialKvSection(Section):
         1024,
         ge=1,
         le=LARGEST_SIZE,
-        description="tokens of a drafter's window: its arena keeps the sink and the last ones",
+        description="tokens of a drafter's window, in plans of one branch: its KV cache keeps the sink and these",
     )
     budget: PartialBudget | None = Field(
         None,
@@ -59,8 +59,8 @@ class PartialKvSection(Section):
         """What a plan keeps of it."""
         return PartialKv(**self.model_dump(exclude={"enabled", "n_draft_window_tokens"})) if self.enabled else None
 
-    def drafters_keep(self, context: int) -> tuple[int, int]:
-        """Rows of the beginning and of the end that drafters' arenas keep; 0 and 0, all, where it is not enabled, or
-        they have room for the context."""
+    def drafters_keep(self, context: int, branches: int) -> tuple[int, int]:
+        """Tokens of the beginning and of the end that drafters' KV caches keep; 0 and 0, all, where it is not enabled,
+        where they have room for the context, and in plans of several branches."""
         sink, window = self.n_sink_blocks * self.block_size, self.n_draft_window_tokens
-        return (sink, window) if self.enabled and sink + 2 * window < context else (0, 0)
+        return (sink, window) if self.enabled and branches == 1 and sink + 2 * window < context else (0, 0)

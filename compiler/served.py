@@ -76,7 +76,7 @@ def check_partial(recipe: Recipe, geometry: Geometry, drafters: Sequence[Drafter
             f"is {partial.n_retrieval_blocks}, which makes {partial.largest} tokens with sink, window and buffer, more "
             f"than the full arena's {geometry.capacity}; lower it, or raise capacity.context",
         )
-    if window < chunk:
+    if geometry.branches == 1 and window < chunk:
         raise recipe.error(
             ("partial_kv", "n_draft_window_tokens"),
             f"is {window}, less than capacity.prefill_chunk, {chunk}, which a drafter takes in at once; raise it",
@@ -85,19 +85,6 @@ def check_partial(recipe: Recipe, geometry: Geometry, drafters: Sequence[Drafter
 
 def _check_beside_partial(recipe: Recipe) -> None:
     """What partial KV asks of the rest of a recipe."""
-    if recipe.capacity.branches > 1:
-        raise recipe.error(
-            ("partial_kv", "enabled"),
-            f"is true, and capacity.branches is {recipe.capacity.branches}; a small arena is of one sequence, and a "
-            "branch would need one of its own: set one of them to the other's default",
-        )
-    for index, drafter in enumerate(recipe.drafters):
-        if not isinstance(drafter, NgramSection) and drafter.acceptance == "rejection":
-            raise recipe.error(
-                ("drafters", index, "acceptance"),
-                "is rejection, by which tokens depend on what was drafted and where it was verified; partial_kv needs "
-                "coupled",
-            )
     for index, backend in enumerate(recipe.backends):
         if not isinstance(backend, OnnxRuntimeCpuSection):
             raise recipe.error(

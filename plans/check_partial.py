@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import get_args
 
 from plans import names
-from plans.manifest import Manifest, Program, Stage, longest_draft, rejects
+from plans.manifest import Manifest, Program, Stage, longest_draft
 from plans.partial_kv import PartialKv, Reduce
 
 _REFRESH = ["BlockSummary", "BlockSelect", "PartialKvGather"]
@@ -16,8 +16,6 @@ _OF_TARGET = (names.KV, names.QUERIES, names.KEPT_ROWS, names.KEPT_COUNT)
 def partial_problems(partial: PartialKv, manifest: Manifest) -> Iterator[str]:
     """Of the settings, beside the rest of the plan."""
     target, step = manifest.target, 2 + longest_draft(manifest.drafters)
-    if target.branches > 1 or rejects(manifest.drafters):
-        yield "is for one branch, and for drafters whose acceptance is coupled"
     if not step <= partial.n_spec_tokens_buf <= target.prefill_chunk:
         yield (
             f"a buffer of {partial.n_spec_tokens_buf} tokens does not lie between a step of {step} and a chunk of "

@@ -44,13 +44,14 @@ PAST_LENGTH = "past_length"  # int64 [R]
 
 # The partial arena: the target's for long contexts (DESIGN section 8). `PARTIAL` owns these; the step is the target's.
 PARTIAL = "partial"
+ROW = "row"  # int64 [1], the row that `refresh` fills; the next ones are of that
 COVERED = "covered"  # int64 [1], tokens of the full arena that it stands for
 SUMMARISED = "summarised"  # int64 [1], blocks that have a summary
-KEY_MAX = "key_max"  # f32 [layers, kv_heads, head_dim, blocks]
+KEY_MAX = "key_max"  # f32 [R, layers, kv_heads, head_dim, blocks]
 KEY_MIN = "key_min"
 BUDGET = "budget"  # int64 [1], blocks to retrieve
 SELECTED = "selected"  # int64 [layers, kv_heads, retrieval], blocks chosen, ascending; -1 behind the last
-RESIDENT = "resident"  # likewise, those that lie in the arena
+RESIDENT = "resident"  # int64 [R, layers, kv_heads, retrieval], those that lie in the arena
 
 # Results of a model's step.
 QUERIES = "queries"  # f32 [layers, N, heads * head_dim], rotated; where a partial arena is filled by them

@@ -49,15 +49,16 @@ def status_buffers() -> tuple[Tensor, ...]:
 def partial_buffers(g: Geometry, partial: PartialKv, kv_dtype: DType) -> tuple[Tensor, ...]:
     """The partial arena with its slot table, summaries of the full one, and the queries that choose from these."""
     integer, capacity = DType.INT64, partial.capacity(g.view_bucket)
-    summary = (DType.FLOAT32, (g.layers, g.kv_heads, g.head_dim, partial.summaries(g.capacity)))
-    chosen = (integer, (g.layers, g.kv_heads, partial.n_retrieval_blocks))
+    summary = (DType.FLOAT32, (g.rows, g.layers, g.kv_heads, g.head_dim, partial.summaries(g.capacity)))
+    chosen = (g.layers, g.kv_heads, partial.n_retrieval_blocks)
     table: _Table = {
-        names.KV: (kv_dtype, (2 * g.layers, 1, g.kv_heads, capacity, g.head_dim)),
-        names.BIM: (integer, (1, capacity)),
-        names.SLOT_POSITIONS: (integer, (1, capacity)),
+        names.KV: (kv_dtype, (2 * g.layers, g.rows, g.kv_heads, capacity, g.head_dim)),
+        names.BIM: (integer, (g.rows, capacity)),
+        names.SLOT_POSITIONS: (integer, (g.rows, capacity)),
         **dict.fromkeys((names.KEY_MAX, names.KEY_MIN), summary),
-        **dict.fromkeys((names.SELECTED, names.RESIDENT), chosen),
-        **dict.fromkeys((names.COVERED, names.SUMMARISED, names.BUDGET), (integer, (1,))),
+        names.SELECTED: (integer, chosen),
+        names.RESIDENT: (integer, (g.rows, *chosen)),
+        **dict.fromkeys((names.ROW, names.COVERED, names.SUMMARISED, names.BUDGET), (integer, (1,))),
     }
     queries: _Table = {names.QUERIES: (DType.FLOAT32, (g.layers, names.NEW, g.heads * g.head_dim))}
     return _named(names.PARTIAL, table) + _named(names.TARGET, queries)

@@ -24,6 +24,7 @@ class BlockSummary:
     def __init__(
         self,
         kv: NDArray[Any],
+        row: _Int,
         covered: _Int,
         summarised: _Int,
         key_max: NDArray[np.float32],
@@ -42,6 +43,7 @@ class BlockSelect:
         kept_count: _Int,
         key_max: NDArray[np.float32],
         key_min: NDArray[np.float32],
+        row: _Int,
         covered: _Int,
         budget: _Int,
         selected: _Int,
@@ -57,6 +59,7 @@ class PartialKvGather:
     def __init__(
         self,
         kv: NDArray[Any],
+        row: _Int,
         covered: _Int,
         selected: _Int,
         partial_kv: NDArray[Any],

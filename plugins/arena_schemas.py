@@ -43,8 +43,7 @@ KV_GATHER = OpSchema(
     extents=(names.ROWS,),
 )
 
-_ONE_ROW = ("planes", 1, "heads", CAPACITY, "head_dim")
-_SUMMARY = ("layers", "heads", "head_dim", "blocks")
+_SUMMARY = (names.ROWS, "layers", "heads", "head_dim", "blocks")
 _RETRIEVED = ("layers", "heads", "retrieval")
 _KEY_MAX = TensorSpec(names.KEY_MAX, "float32", _SUMMARY)
 _KEY_MIN = TensorSpec(names.KEY_MIN, "float32", _SUMMARY)
@@ -56,10 +55,10 @@ _PARTIAL_LAYOUT = (
 
 BLOCK_SUMMARY = OpSchema(
     name="BlockSummary",
-    version=1,
+    version=2,
     doc="""The largest and smallest key of each block of tokens, element by element, of all layers and heads.
 
-    Of the covered[0] tokens of an arena with one row, the first sink_blocks * block_size are the sink. The window is
+    Of the covered[0] tokens of row row[0] of a KV cache, the first sink_blocks * block_size are the sink. The window is
     the last window_blocks whole blocks and what has begun behind them: it starts on the grid of blocks, no token
     falling between. Blocks between the two, counted from the sink's end, are candidates: block b is of the tokens from
     (sink_blocks + b) * block_size on. Those from summarised[0] on are summarised, the others stay as they are. Planes
@@ -67,7 +66,8 @@ BLOCK_SUMMARY = OpSchema(
     Errors: ValueError for counts out of range and more candidates than there is room for, before anything is written.
     Source: DESIGN section 8; seed 004; arXiv 2512.02337.""",
     inputs=(
-        TensorSpec(names.KV, ANY_FLOAT, _ONE_ROW),
+        _KV,
+        one(names.ROW),
         one(names.COVERED),
         one(names.SUMMARISED),
         _KEY_MAX,
@@ -79,11 +79,11 @@ BLOCK_SUMMARY = OpSchema(
 
 BLOCK_SELECT = OpSchema(
     name="BlockSelect",
-    version=1,
+    version=2,
     doc="""The blocks that matter most to the last accepted tokens, of each layer and key head.
 
-    Candidates are those of BlockSummary. Of the tokens kept_rows[:kept_count] of the step the last most_queries are
-    asked, by the queries of all query heads that share a key head: a query q scores a block by
+    Candidates are those of BlockSummary, in row row[0]. Of the tokens kept_rows[:kept_count] of the step the last
+    most_queries are asked, by the queries of all query heads that share a key head: a query q scores a block by
     max(q . key_max, q . key_min), in float32, summed in the order of a head's elements. Scores of one block become one
     by reduction: 0 the largest, 1 the mean, 2 the mean over the last token's alone. A score that is no number
     counts as float32's lowest. The budget[0] best blocks are selected, of equals the lower one first, and listed
@@ -96,6 +96,7 @@ BLOCK_SELECT = OpSchema(
         one(names.KEPT_COUNT),
         _KEY_MAX,
         _KEY_MIN,
+        one(names.ROW),
         one(names.COVERED),
         one(names.BUDGET),
     ),
@@ -107,21 +108,22 @@ BLOCK_SELECT = OpSchema(
     ),
 )
 
-_RESIDENT = TensorSpec(names.RESIDENT, INTEGER, _RETRIEVED)
-_PARTIAL_KV = TensorSpec("partial_kv", ANY_FLOAT, ("planes", 1, "heads", "partial_capacity", "head_dim"))
+_RESIDENT = TensorSpec(names.RESIDENT, INTEGER, (names.ROWS, *_RETRIEVED))
+_PARTIAL_KV = TensorSpec("partial_kv", ANY_FLOAT, ("planes", names.ROWS, "heads", "partial_capacity", "head_dim"))
 
 PARTIAL_KV_GATHER = OpSchema(
     name="PartialKvGather",
-    version=1,
-    doc="""Fill the front of a small arena from the full one: sink, selected blocks, window, one behind another.
+    version=2,
+    doc="""Fill the front of a row of the partial KV cache from that of the full one: sink, chosen blocks, window.
 
-    Sink, window and blocks are those of BlockSummary, of covered[0] tokens; `selected` is as BlockSelect leaves it, the
-    same number of blocks for every layer and head. `resident` says which block lies in each place of the retrieval
-    already (-1: none): it is not copied again, and follows.
+    Sink, window and blocks are those of BlockSummary, of covered[0] tokens of row row[0]; `selected` is as BlockSelect
+    leaves it, the same number of blocks for every layer and head. `resident` says which block lies in each place of the
+    row's retrieval already (-1: none): it is not copied again, and follows.
     Errors: ValueError for counts and blocks out of range, and too little room, before anything is moved.
     Source: DESIGN section 8; FEATURES rows 31 and 33.""",
     inputs=(
-        TensorSpec(names.KV, ANY_FLOAT, _ONE_ROW),
+        _KV,
+        one(names.ROW),
         one(names.COVERED),
         TensorSpec(names.SELECTED, INTEGER, _RETRIEVED),
         _PARTIAL_KV,

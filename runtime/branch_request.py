@@ -11,7 +11,7 @@ import numpy as np
 from plans.errors import RequestError
 from plans.manifest import Manifest
 from plans.tokenizer import Tokenizer
-from runtime.request import Options, Request, check_options
+from runtime.request import Options, Request, check_request
 from runtime.text.prompt import prepare_prompt
 
 Mode = Literal["in-one-sequence", "batching"]
@@ -75,12 +75,7 @@ def check_branches(
             merged = cast(Options, {**options, **own})
             if merged.get("constraint") is not None and "constraint" not in own:
                 raise RequestError("constraint is of one text; pass one in the mapping of each branch.")
-            request = check_options(
-                merged,
-                [d.name for d in manifest.drafters],
-                manifest.text.eos_token_ids,
-                vocab_size=geometry.vocab_size,
-            )
+            request = check_request(merged, manifest, shared=mode == "in-one-sequence")
             if "stream_id" not in own:
                 sampling = replace(request.sampling, stream=request.sampling.stream + place)
                 request = replace(request, sampling=sampling)

@@ -266,7 +266,7 @@ class Engine:
         request, tokens = sequence.request, len(sequence.tokens)
         sequence.partial = sequence.ahead = None
         sequence.queries = None
-        if not self._partials or request.partial_kv == "off":
+        if not self._partials or request.partial_kv == "off" or request.drafter in self._rejecting:
             return
         partial = sequence.partial = self._partials[self.cache.row_of(sequence.number)]
         settings, asked = partial.settings, request.partial_budget
@@ -357,6 +357,9 @@ class Engine:
                 small[each] = room
             else:
                 full.append(each)
+        if any(each.tentative for each in full):  # one pass confirms whatever waits
+            full += [each for each in small if each.tentative]
+            small = {each: room for each, room in small.items() if not each.tentative}
         if small:
             try:
                 found += self._pass(list(small), chunk, small)
@@ -373,18 +376,22 @@ class Engine:
         if not sequence.disabled:
             self._resume(sequence)
 
+    @property
+    def _most_tentative(self) -> int:
+        """Tokens of a sequence that a pass can confirm, whatever it confirms of those in other rows."""
+        rows = 1 if self.cache.pooled else self._geometry.rows
+        return (self.target_step.max_nodes + 1) // rows - 1
+
     def _room_ahead(self, sequence: Sequence) -> int:
         """Most tokens that the sequence's next pass may add over the partial cache; 0 where it reads the full one."""
         partial, ahead, tokens = sequence.partial, sequence.ahead, len(sequence.tokens)
         assert partial is not None
-        if self.cache.pooled and not self.cache.alone:
-            return 0
         if ahead is None:
             return sequence.end - tokens if partial.ready(tokens) else 0
         if sequence.confirmed is None and sequence.computed != tokens - 1:
             return 0
         waiting = len(sequence.tentative)
-        room = ahead.room(tokens, waiting, sequence.end, self.target_step.max_nodes)
+        room = ahead.room(tokens, waiting, sequence.end, self._most_tentative)
         if room and not waiting:
             began = perf_counter()
             self._fill(sequence)
@@ -401,7 +408,11 @@ class Engine:
             return
         (queries, passes), sequence.queries = sequence.queries, None
         partial.budget = budget.blocks
-        if passes == self.passes and partial.wanted(sequence.computed) and partial.fill(sequence.computed, queries):
+        if (
+            passes == self.passes
+            and partial.wanted(sequence.computed)
+            and partial.fill(sequence.computed, queries, sequence.number)
+        ):
             stats.refreshes += 1
             stats.retrieved = partial.budget
 
@@ -451,7 +462,8 @@ class Engine:
         proposed: Mapping[int, Draft | TreeInPlace] = {}
         if not alone:
             following = [each for each in self._live.values() if not each.disabled]
-            proposed = self.drafting.propose(limits, following)
+            nodes = step.max_nodes + 1 - len(live) - sum(map(len, waiting.values()))
+            proposed = self.drafting.propose(limits, following, nodes)
         elif not waiting:
             proposed = self.drafting.propose_one(*limits[live[0].number], cache.length)
         if waiting:
@@ -482,7 +494,7 @@ class Engine:
     def _to_confirm(self, sequence: Sequence) -> Draft:
         """The sequence's tentative tokens as a chain behind its tip: a draft now, and nothing else any more."""
         assert sequence.confirmed is not None
-        limit = min(self.target_step.max_nodes, sequence.end - sequence.confirmed - 1)
+        limit = min(self._most_tentative, sequence.end - sequence.confirmed - 1)
         chain = sequence.tentative[: max(limit, 0)]
         self._retract(sequence)
         return Draft(chain, range(-1, len(chain) - 1))

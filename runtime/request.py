@@ -10,7 +10,7 @@ from typing import Literal, TypedDict
 
 from plans.chat_template import check_text
 from plans.errors import RequestError
-from plans.manifest import Manifest
+from plans.manifest import Manifest, rejects
 from plans.partial_kv import PARTIAL_MODES, PartialKv, PartialMode
 from runtime.sampling import FilterOrder, SamplingParams
 from runtime.text.constraint import Constraint
@@ -105,10 +105,14 @@ def check_options(
     eos_token_ids: Sequence[int],
     partial: PartialKv | None = None,
     vocab_size: int | None = None,
+    *,
+    rejecting: Collection[str] = (),
+    shared: bool = False,
 ) -> Request:
     """Turn keyword arguments into a `Request`; raises RequestError naming the option and its limits.
 
-    Without `vocab_size`, end tokens that the caller names may be any numbers.
+    Without `vocab_size`, end tokens that the caller names may be any numbers. Drafters that are `rejecting` are
+    accepted by rejection. `shared`: others are to stand in the same row of the KV cache.
     """
     unknown = sorted(set(options) - set(Options.__annotations__))
     if unknown:
@@ -152,12 +156,23 @@ def check_options(
     if partial is None and (budget is not None or options.get("tentative")):
         name = "tentative" if budget is None else "partial_budget"
         raise RequestError(f"{name} is given, and the plan has no partial arena; build it with partial_kv.enabled.")
-    if constraint is not None and mode not in (None, "off"):
+    asked = mode not in (None, "off")
+    if asked and constraint is not None:
         raise RequestError(f"partial_kv is {mode!r}, and a constraint goes with full KV alone; leave one of them out.")
+    if asked and drafter in rejecting:
+        raise RequestError(
+            f"partial_kv is {mode!r}, and tokens of the drafter {drafter!r}, which is accepted by rejection, depend on "
+            "where they are verified; ask for another drafter, or leave partial_kv out."
+        )
+    if asked and shared:
+        raise RequestError(
+            f"partial_kv is {mode!r}, and sequences that share a row of the KV cache read all of it; ask for mode "
+            "batching, of a plan with capacity.batching, or leave partial_kv out."
+        )
     counted = isinstance(budget, int) and not isinstance(budget, bool) and 1 <= budget <= most
     if budget not in (None, "auto") and not counted:
         raise RequestError(f"partial_budget is {budget!r}; pass auto, or 1 to {most} blocks.")
-    if partial is None or constraint is not None:
+    if partial is None or constraint is not None or drafter in rejecting or shared:
         mode = "off"
     if partial is not None and budget is None:
         budget = partial.budget
@@ -186,14 +201,16 @@ def check_options(
     )
 
 
-def check_request(options: Options, manifest: Manifest) -> Request:
-    """The same for one sequence of a plan, with all that the plan has. Raises RequestError."""
+def check_request(options: Options, manifest: Manifest, *, shared: bool = False) -> Request:
+    """The same with all that a plan has. Raises RequestError."""
     return check_options(
         options,
         [drafter.name for drafter in manifest.drafters],
         manifest.text.eos_token_ids,
         manifest.partial_kv,
         manifest.target.vocab_size,
+        rejecting=[drafter.name for drafter in manifest.drafters if rejects([drafter])],
+        shared=shared,
     )
 
 

@@ -197,12 +197,16 @@ class Runtime:
         return self._serve().submit(requests, priority, deadline, client=client)
 
     def _ask(self, prompt: str | Sequence[int], options: Options) -> BranchRequest:
-        ids, request = self._check(prompt, options)
+        target = self.manifest.target
+        shared = target.branches > 1 and self._scheduler_config.mode_on(target) == "in-one-sequence"
+        ids, request = self._check(prompt, options, shared=shared)
         return BranchRequest(ids, request, request.max_new_tokens)
 
-    def _check(self, prompt: str | Sequence[int], options: Options) -> tuple[list[int], Request]:
+    def _check(
+        self, prompt: str | Sequence[int], options: Options, *, shared: bool = False
+    ) -> tuple[list[int], Request]:
         """What a sequence of its own begins with, and how it goes on. Raises RequestError."""
-        request = check_request(options, self.manifest)
+        request = check_request(options, self.manifest, shared=shared)
         return prepare_prompt(prompt, (), request.stop, self.tokenizer, self.manifest.target).ids, request
 
     def _choose(self, prompt: str | Sequence[int] | None, messages: Messages | None) -> str | Sequence[int]:

@@ -20,6 +20,7 @@ from itertools import count
 from time import monotonic, perf_counter
 
 from plans.errors import BusyError, ClosedError, OutriderError, PlanError, RequestError
+from plans.manifest import Geometry
 from runtime.branch_request import MODES, BranchRequest, Mode
 from runtime.branch_stream import BranchSpan
 from runtime.engine import Engine
@@ -62,6 +63,10 @@ class SchedulerConfig:
             raise RequestError(f"mode is {self.mode!r}; choose one of {', '.join(MODES)}.")
         if not isinstance(self.overlap, bool):
             raise RequestError(f"overlap is {self.overlap!r}; pass True or False.")
+
+    def mode_on(self, target: Geometry) -> Mode:
+        """How sequences of a plan lie in the KV cache."""
+        return self.mode or ("batching" if target.rows > 1 else "in-one-sequence")
 
 
 @dataclass(order=True)
@@ -109,7 +114,7 @@ class Scheduler:
             raise RequestError(
                 f"prefill_tokens is {config.prefill_tokens}; the plan's passes take at most {geometry.prefill_chunk}."
             )
-        mode: Mode = config.mode or ("batching" if geometry.rows > 1 else "in-one-sequence")
+        mode = config.mode_on(geometry)
         if mode == "batching" and geometry.rows < 2:
             raise RequestError("The plan has one row for all; build it with capacity.batching for mode batching.")
         self._pool, self._mode = pool, mode

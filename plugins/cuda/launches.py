@@ -155,20 +155,20 @@ LAUNCHES: dict[str, Launch] = {
     ),
     "BlockSummary": Launch(
         kernel="outrider_block_summary",
-        pointers=(names.KV, names.COVERED, names.SUMMARISED, names.KEY_MAX, names.KEY_MIN),
-        numbers=("layers", "heads", "capacity", "head_dim", "blocks", "element", *_PARTIAL_LAYOUT),
+        pointers=(names.KV, names.ROW, names.COVERED, names.SUMMARISED, names.KEY_MAX, names.KEY_MIN),
+        numbers=(names.ROWS, "layers", "heads", "capacity", "head_dim", "blocks", "element", *_PARTIAL_LAYOUT),
         blocks=lambda s: s["layers"] * s["heads"] * min(s["blocks"], _SHARES),
         threads=lambda s: min(THREADS, max(32, s["head_dim"])),
     ),
     "BlockSelect": Launch(
         kernel="outrider_block_select",
         pointers=(
-            names.QUERIES, names.KEPT_ROWS, names.KEPT_COUNT, names.KEY_MAX, names.KEY_MIN, names.COVERED, names.BUDGET,
-            names.SELECTED, "scores",
+            names.QUERIES, names.KEPT_ROWS, names.KEPT_COUNT, names.KEY_MAX, names.KEY_MIN, names.ROW, names.COVERED,
+            names.BUDGET, names.SELECTED, "scores",
         ),
         numbers=(
-            "heads", "head_dim", "blocks", "retrieval", names.NEW, "num_heads * head_dim", *_PARTIAL_LAYOUT,
-            "reduction", "most_queries",
+            names.ROWS, "layers", "heads", "head_dim", "blocks", "retrieval", names.NEW, "num_heads * head_dim",
+            *_PARTIAL_LAYOUT, "reduction", "most_queries",
         ),
         blocks=lambda s: s["layers"] * s["heads"],
         threads=lambda s: ROW_THREADS,
@@ -176,8 +176,11 @@ LAUNCHES: dict[str, Launch] = {
     ),
     "PartialKvGather": Launch(
         kernel="outrider_partial_kv_gather",
-        pointers=(names.KV, names.COVERED, names.SELECTED, "partial_kv", names.RESIDENT),
-        numbers=("heads", "capacity", "partial_capacity", "retrieval", *_PARTIAL_LAYOUT, "units", "unit"),
+        pointers=(names.KV, names.ROW, names.COVERED, names.SELECTED, "partial_kv", names.RESIDENT),
+        numbers=(
+            names.ROWS, "layers", "heads", "capacity", "partial_capacity", "retrieval", *_PARTIAL_LAYOUT, "units",
+            "unit",
+        ),
         blocks=lambda s: s["layers"] * s["heads"],
         threads=lambda s: ROW_THREADS,
     ),

@@ -18,6 +18,7 @@ def candidate_blocks(covered: int, block_size: int, sink_blocks: int, window_blo
 
 def block_summary(
     kv: NDArray[Any],
+    row: int,
     covered: int,
     summarised: int,
     key_max: Floats,
@@ -27,11 +28,11 @@ def block_summary(
     sink_blocks: int,
     window_blocks: int,
 ) -> None:
-    """Summarise the keys of blocks `summarised` and on, in place."""
+    """Summarise the keys of blocks `summarised` and on of a row, in place."""
     for block in range(summarised, candidate_blocks(covered, block_size, sink_blocks, window_blocks)):
         first = (sink_blocks + block) * block_size
-        keys = kv[::2, 0, :, first : first + block_size].astype(np.float32)
-        key_max[..., block], key_min[..., block] = keys.max(axis=2), keys.min(axis=2)
+        keys = kv[::2, row, :, first : first + block_size].astype(np.float32)
+        key_max[row, ..., block], key_min[row, ..., block] = keys.max(axis=2), keys.min(axis=2)
 
 
 def block_select(
@@ -39,6 +40,7 @@ def block_select(
     kept_rows: Ints,
     key_max: Floats,
     key_min: Floats,
+    row: int,
     covered: int,
     budget: int,
     retrieval: int,
@@ -50,6 +52,7 @@ def block_select(
     most_queries: int,
 ) -> Ints:
     """Blocks `[layers, kv heads, retrieval]`, ascending, -1 behind the last, for `queries` `[layers, N, width]`."""
+    key_max, key_min = key_max[row], key_min[row]
     layers, heads, head_dim, _ = key_max.shape
     candidates = candidate_blocks(covered, block_size, sink_blocks, window_blocks)
     count = min(budget, candidates)
@@ -60,9 +63,9 @@ def block_select(
             mine = queries[layer, asked].reshape(len(asked), heads, -1, head_dim)[:, head].reshape(-1, head_dim)
             scores = np.stack([_score(q, key_max[layer, head], key_min[layer, head])[:candidates] for q in mine])
             total = scores[0].copy()
-            for row in scores[1:]:
+            for other in scores[1:]:
                 with np.errstate(invalid="ignore", over="ignore"):
-                    total = np.maximum(total, row) if reduction == 0 else total + row
+                    total = np.maximum(total, other) if reduction == 0 else total + other
             best = np.argsort(-_worth(total), kind="stable")[:count]
             chosen[layer, head, :count] = np.sort(best)
     return chosen
@@ -83,6 +86,7 @@ def _worth(score: Floats) -> Floats:
 
 def partial_kv_gather(
     kv: NDArray[Any],
+    row: int,
     covered: int,
     selected: Ints,
     partial_kv: NDArray[Any],
@@ -91,7 +95,7 @@ def partial_kv_gather(
     sink_blocks: int,
     window_blocks: int,
 ) -> int:
-    """Copy sink, selected blocks and window to the front of `partial_kv`, in place; the slots that it then has."""
+    """Copy sink, selected blocks and window of a row to the front of that of `partial_kv`; the slots that fills."""
     sink = sink_blocks * block_size
     window = sink + block_size * candidate_blocks(covered, block_size, sink_blocks, window_blocks)
     count = int((selected[0, 0] >= 0).sum())
@@ -102,5 +106,5 @@ def partial_kv_gather(
         ]
         tokens = np.array([*range(sink), *retrieved, *range(window, covered)], np.int64)
         planes = slice(2 * layer, 2 * layer + 2)
-        partial_kv[planes, 0, head, :filled] = kv[planes, 0, head, tokens]
+        partial_kv[planes, row, head, :filled] = kv[planes, row, head, tokens]
     return filled

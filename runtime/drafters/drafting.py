@@ -137,10 +137,10 @@ class Drafting:
     # A round.
 
     def propose(
-        self, live: Mapping[int, tuple[Sequence, int]], following: List[Sequence]
+        self, live: Mapping[int, tuple[Sequence, int]], following: List[Sequence], nodes: int
     ) -> Mapping[int, Draft | TreeInPlace]:
-        """Drafts by number for the sequences of a pass, each with the number of nodes that it may use at most: 0 where
-        it does not draft.
+        """Drafts by number for the sequences of a pass, `nodes` in all, each with the number of nodes that it may use
+        at most: 0 where it does not draft.
 
         `following` are all whose drafters are enabled: heads take in what those have committed.
         """
@@ -162,7 +162,7 @@ class Drafting:
             of_engine = [each for each in following if each.engine is engine]
             if of_engine:
                 drafts |= engine.draft(wanting.get(engine.name, {}), of_engine)
-        return self._divide(live, chains, drafts)
+        return self._divide(live, chains, drafts, nodes)
 
     def propose_one(self, sequence: Sequence, limit: int, past: int) -> Mapping[int, Draft | TreeInPlace]:
         """The same for the one sequence that there is, which stands behind `past` slots of the cache that is read."""
@@ -195,6 +195,7 @@ class Drafting:
         live: Mapping[int, tuple[Sequence, int]],
         chains: Mapping[int, tuple[HostDrafter, int]],
         drafts: dict[int, Draft],
+        budget: int,
     ) -> dict[int, Draft]:
         """What of it goes into the pass. By rejection, tokens depend on a draft: it is taken whole."""
         whole = {n: draft for n, draft in drafts.items() if draft.probs is not None}
@@ -208,8 +209,7 @@ class Drafting:
         wanted = {number: foreseen for number, (_, foreseen) in chains.items()} | dict.fromkeys(trees, 0)
         for _, _, number in nodes:
             wanted[number] += 1
-        budget = self._step.max_nodes + 1 - len(live) - sum(map(len, whole.values()))
-        shares = divide(budget, wanted)
+        shares = divide(budget - sum(map(len, whole.values())), wanted)
         found = whole | {number: self._chain_of(host, shares[number]) for number, (host, _) in chains.items()}
         chosen: dict[int, list[int]] = {number: [] for number in trees}
         for _, place, number in nlargest(sum(shares[number] for number in trees), nodes):

@@ -434,9 +434,7 @@ class EngineDrafter:
         first = tree * self._nodes
         return self._buffers.rows(self.name, names.DRAFT_PROBS, first + 1, first + self._nodes).copy()
 
-    def _draft_chains(
-        self, waiting: list[Sequence], wanting: Mapping[int, int], in_place: bool
-    ) -> dict[int, Draft]:
+    def _draft_chains(self, waiting: list[Sequence], wanting: Mapping[int, int], in_place: bool) -> dict[int, Draft]:
         """Chains a token a run of the engine, each as long as its first distribution says (EGAG, FEATURES row 15)."""
         settings, by_number = self.settings.entropy, {each.number: each for each in waiting}
         assert settings is not None

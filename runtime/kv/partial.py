@@ -38,16 +38,17 @@ class PartialCache:
         self._most = 1 + longest_draft  # tokens of a step
         self._kept_rows = buffers.of(names.TARGET, names.KEPT_ROWS)
         self._kept_count = buffers.of(names.TARGET, names.KEPT_COUNT)
-        self._covered, self._summarised, self._budget, self._resident = (
-            buffers.of(names.PARTIAL, name) for name in (names.COVERED, names.SUMMARISED, names.BUDGET, names.RESIDENT)
-        )
+        self._asked = tuple(
+            buffers.of(names.PARTIAL, name) for name in (names.ROW, names.COVERED, names.SUMMARISED, names.BUDGET)
+        )  # of `refresh`, whichever row it fills
+        self._resident = buffers.of(names.PARTIAL, names.RESIDENT)[row]
         self.budget = settings.n_retrieval_blocks
         self.reset()
 
     def reset(self) -> None:
         """Another sequence has the row from now on."""
         self._resident.fill(-1)
-        self._summarised[self._row] = 0
+        self._covered = self._summarised = 0  # tokens that it was filled from; blocks of the row that have a summary
         self._steps = 0  # since it was filled
         self.broken = False
         self.forget()
@@ -55,7 +56,7 @@ class PartialCache:
     @property
     def computed(self) -> int:
         """Leading tokens of the sequence that it stands for."""
-        return int(self._covered[self._row]) + self._slots.length - self._front if self._front else 0
+        return self._covered + self._slots.length - self._front if self._front else 0
 
     @property
     def room(self) -> int:
@@ -72,9 +73,9 @@ class PartialCache:
         """Whether it pays to fill it from so many tokens of the full cache."""
         return not self.broken and self.settings.pays(tokens, self.budget)
 
-    def fill(self, tokens: int, queries: NDArray[np.int64]) -> bool:
-        """Take the KV of the sequence's first `tokens`; blocks are chosen by the queries of these tokens of the pass
-        that ran last, over the full cache.
+    def fill(self, tokens: int, queries: NDArray[np.int64], number: int) -> bool:
+        """Take the KV of the first `tokens` of the sequence of this number; blocks are chosen by the queries of these
+        tokens of the pass that ran last, over the full cache.
 
         Returns whether that went well.
         """
@@ -82,15 +83,17 @@ class PartialCache:
         self._kept_count[0] = len(queries)
         self.forget()
         settings = self.settings
-        self._covered[self._row], self._budget[self._row] = tokens, self.budget
+        self._covered = tokens
+        for value, asked in zip((self._row, tokens, self._summarised, self.budget), self._asked, strict=True):
+            asked[0] = value
         try:
             self._refresh.run()
         except PlanError as error:
             self.give_up(str(error))
             return False
-        self._summarised[self._row] = max(int(self._summarised[self._row]), settings.candidates(tokens))
+        self._summarised = max(self._summarised, settings.candidates(tokens))
         self._front = settings.filled(tokens, self.budget)
-        self._slots.restore(self._front, self._row, tokens - self._front)  # the last position alone is asked for
+        self._slots.restore(self._front, number, tokens - self._front)  # the last position alone is asked for
         self._steps = 0
         return True
 
@@ -105,11 +108,9 @@ class PartialCache:
 
     def truncate(self, length: int) -> None:
         """The sequence now has `length` tokens, those before them unchanged."""
-        settings, row = self.settings, self._row
-        self._summarised[row] = min(
-            int(self._summarised[row]), max(0, length // settings.block_size - settings.n_sink_blocks)
-        )
-        if length < self._covered[row]:
+        settings = self.settings
+        self._summarised = min(self._summarised, max(0, length // settings.block_size - settings.n_sink_blocks))
+        if length < self._covered:
             self._resident.fill(-1)
         if length < self.computed:
             self.forget()

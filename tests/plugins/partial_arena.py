@@ -16,7 +16,7 @@ class PartialArena:
 
     def __init__(
         self, *, seed=0, layers=2, heads=2, group=2, head_dim=4, block_size=2, sink_blocks=1, window_blocks=1,
-        retrieval=3, capacity=24, room=None, new=4, dtype="float32", ties=False,
+        retrieval=3, capacity=24, room=None, new=4, rows=2, row=1, dtype="float32", ties=False,
     ):  # fmt: skip
         self.rng = rng = np.random.default_rng(seed)
         self.layout = {"block_size": block_size, "sink_blocks": sink_blocks, "window_blocks": window_blocks}
@@ -26,13 +26,14 @@ class PartialArena:
         def numbers(*shape: int) -> np.ndarray:
             return rng.integers(-2, 3, shape) if ties else rng.normal(size=shape)
 
-        self.kv = numbers(2 * layers, 1, heads, capacity, head_dim).astype(dtype)
+        self.row = np.array([row])
+        self.kv = numbers(2 * layers, rows, heads, capacity, head_dim).astype(dtype)
         room = (sink_blocks + retrieval + window_blocks + 1) * block_size if room is None else room
-        self.partial_kv = np.zeros((2 * layers, 1, heads, room, head_dim), dtype)
-        self.key_max, self.key_min = np.zeros((2, layers, heads, head_dim, blocks), np.float32)
+        self.partial_kv = np.zeros((2 * layers, rows, heads, room, head_dim), dtype)
+        self.key_max, self.key_min = np.zeros((2, rows, layers, heads, head_dim, blocks), np.float32)
         self.queries = numbers(layers, new, heads * group * head_dim).astype(np.float32)
         self.selected = np.full((layers, heads, retrieval), -1)
-        self.resident = np.full((layers, heads, retrieval), -1)
+        self.resident = np.full((rows, layers, heads, retrieval), -1)
         self.kept_rows = np.full(new, -1)
         self.covered, self.summarised, self.budget, self.kept_count = np.zeros((4, 1), np.int64)
 

@@ -59,11 +59,11 @@ def test_summaries(kernels, arena, data, spoiled) -> None:
 @pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16], ids=ELEMENTS[1:])
 def test_every_number_of_two_bytes_is_summarised_as_on_the_cpu(kernels, dtype) -> None:
     arena = PartialArena(layers=1, heads=1, head_dim=256, block_size=1, sink_blocks=0, capacity=257, dtype=dtype)
-    bits(arena.kv)[0, 0, 0, :256] = np.arange(2**16).reshape(256, 256)
+    bits(arena.kv)[0, 1, 0, :256] = np.arange(2**16).reshape(256, 256)
     arena.covered[0] = 257
     compare(kernels, arena, "BlockSummary")
-    expected = arena.kv[0, 0, 0, :256].astype(np.float32)
-    np.testing.assert_array_equal(arena.key_max[0, 0, :, :256], expected.T)
+    expected = arena.kv[0, 1, 0, :256].astype(np.float32)
+    np.testing.assert_array_equal(arena.key_max[1, 0, 0, :, :256], expected.T)
 
 
 @FEW
@@ -120,7 +120,7 @@ def test_gathering(kernels, arena, data, kept) -> None:
         arena.covered[0] = covered
         arena.choose(min(arena.candidates(covered), data.draw(st.integers(0, arena.retrieval))))
         there = arena.rng.random(arena.resident.shape) < kept
-        arena.resident[there] = arena.selected[there]
+        arena.resident[there] = np.broadcast_to(arena.selected, there.shape)[there]
         compare(kernels, arena, "PartialKvGather")
 
 
@@ -130,7 +130,7 @@ def test_gathering_moves_lanes_of_every_width(kernels, dtype, head_dim) -> None:
     arena = PartialArena(head_dim=head_dim, block_size=4, capacity=50, dtype=dtype)
     arena.covered[0] = 50
     arena.choose(3)
-    arena.resident[:, :, 1] = arena.selected[:, :, 1]
+    arena.resident[:, :, :, 1] = arena.selected[:, :, 1]
     compare(kernels, arena, "PartialKvGather")
 
 
@@ -141,6 +141,9 @@ def test_gathering_moves_lanes_of_every_width(kernels, dtype, head_dim) -> None:
         ("BlockSummary", "covered", 0, 25),
         ("BlockSummary", "covered", 0, 2**40),
         ("BlockSummary", "summarised", 0, -1),
+        ("BlockSummary", "row", 0, 2),
+        ("BlockSelect", "row", 0, -1),
+        ("PartialKvGather", "row", 0, 2),
         ("BlockSelect", "covered", 0, -1),
         ("BlockSelect", "covered", 0, 2**40),
         ("BlockSelect", "kept_count", 0, 0),
@@ -179,9 +182,9 @@ def test_a_head_that_selects_otherwise_than_the_first_stays_as_it_is(kernels) ->
     arena.selected[0, 1] = [1, -1, -1]
     arena.resident[:] = -5
     assert kernels.create("PartialKvGather", arena.tensors("PartialKvGather"), arena.layout)() == 0
-    np.testing.assert_array_equal(arena.resident[0, 0], arena.selected[0, 0])
-    assert (arena.resident[0, 1] == -5).all()
-    assert (arena.partial_kv[:, 0, 1] == 0).all()
+    np.testing.assert_array_equal(arena.resident[1, 0, 0], arena.selected[0, 0])
+    assert (arena.resident[1, 0, 1] == -5).all()
+    assert (arena.partial_kv[:, 1, 1] == 0).all()
 
 
 def test_an_arena_that_is_too_small_is_not_filled(kernels) -> None:
@@ -197,7 +200,7 @@ def test_more_candidates_than_there_is_room_for_are_neither_summarised_nor_selec
     arena = PartialArena()
     arena.covered[0], arena.budget[0] = 24, 2
     arena.keep(1)
-    arena.key_max, arena.key_min = np.zeros((2, 2, 2, 4, 9), np.float32)  # of ten
+    arena.key_max, arena.key_min = np.zeros((2, 2, 2, 2, 4, 9), np.float32)  # of ten
     for op in ("BlockSummary", "BlockSelect"):
         assert kernels.create(op, arena.tensors(op), arena.layout)() == 0
     assert (arena.key_max == 0).all()

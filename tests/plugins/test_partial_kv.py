@@ -27,6 +27,8 @@ def arenas(draw, dtypes=("float32", "float16")):
         window_blocks=draw(st.integers(1, 3)),
         retrieval=draw(st.integers(1, 5)),
         capacity=draw(st.sampled_from([24, 97, 330])),
+        rows=(rows := draw(st.integers(1, 3))),
+        row=draw(st.integers(0, rows - 1)),
         dtype=draw(st.sampled_from(dtypes)),
         ties=draw(st.booleans()),
     )
@@ -44,18 +46,19 @@ def test_summaries_grow_block_by_block_and_are_those_of_all_at_once(arena, data,
         op()
         arena.summarised[0] = max(arena.summarised[0], arena.candidates(covered))
     most, least = np.zeros_like(arena.key_max), np.zeros_like(arena.key_min)
-    block_summary(arena.kv, lengths[-1], 0, most, least, **arena.layout)
+    block_summary(arena.kv, arena.row[0], lengths[-1], 0, most, least, **arena.layout)
     np.testing.assert_array_equal(arena.key_max, most)
     np.testing.assert_array_equal(arena.key_min, least)
 
 
 def test_a_summary_is_of_the_keys_between_sink_and_window():
     arena = PartialArena(layers=1, heads=1, head_dim=1, block_size=2, sink_blocks=1, window_blocks=2, capacity=16)
-    arena.kv[0, 0, 0, :, 0] = [9, 9, 3, -4, 5, 6, 7, 7, 9, 9, 9, 9, 9, 9, 9, 9]
+    arena.kv[0, 1, 0, :, 0] = [9, 9, 3, -4, 5, 6, 7, 7, 9, 9, 9, 9, 9, 9, 9, 9]
     arena.covered[0] = 11  # the sink is 0 and 1; the window 6 to 10, two whole blocks and what begins a third
     arena.summary()()
-    assert arena.key_max[0, 0, 0].tolist() == [3, 6, 0, 0, 0]
-    assert arena.key_min[0, 0, 0].tolist() == [-4, 5, 0, 0, 0]
+    assert arena.key_max[1, 0, 0, 0].tolist() == [3, 6, 0, 0, 0]
+    assert arena.key_min[1, 0, 0, 0].tolist() == [-4, 5, 0, 0, 0]
+    assert not arena.key_max[0].any()  # of the other row
 
 
 @EXAMPLES
@@ -76,7 +79,7 @@ def test_selection_is_the_reference(arena, data, reduction, most_queries, spoile
     kept = arena.keep(data.draw(st.integers(1, arena.new)))
     arena.select(reduction, most_queries)()
     expected = block_select(
-        arena.queries, kept, arena.key_max, arena.key_min, covered, budget, arena.retrieval,
+        arena.queries, kept, arena.key_max, arena.key_min, arena.row[0], covered, budget, arena.retrieval,
         **arena.layout, reduction=reduction, most_queries=most_queries,
     )  # fmt: skip
     np.testing.assert_array_equal(arena.selected, expected)
@@ -86,13 +89,13 @@ def test_selection_is_the_reference(arena, data, reduction, most_queries, spoile
 def test_reductions_differ_as_they_say(reduction, chosen):
     arena = PartialArena(layers=1, heads=1, group=1, head_dim=1, block_size=1, sink_blocks=0, window_blocks=1, new=3)
     arena.covered[0] = 4
-    arena.kv[0, 0, 0, :3, 0] = [1, 2, 3]
+    arena.kv[0, 1, 0, :3, 0] = [1, 2, 3]
     arena.summary()()
-    arena.key_max[0, 0, 0, :3] = arena.key_min[0, 0, 0, :3] = [-9, -4, 3]
+    arena.key_max[1, 0, 0, 0, :3] = arena.key_min[1, 0, 0, 0, :3] = [-9, -4, 3]
     arena.queries[0, :, 0] = [-1, 1.5, 0.5]  # 9 4 -3, -13.5 -6 4.5, -4.5 -2 1.5: most 9, sums -9 -4 3, last 1.5
     if reduction == 1:
         arena.queries[0, :, 0] = [-1, 1, 0]
-        arena.key_max[0, 0, 0, :3] = [-9, 5, 3]  # sums 0, 9, 0 where the two summaries of block 1 part
+        arena.key_max[1, 0, 0, 0, :3] = [-9, 5, 3]  # sums 0, 9, 0 where the two summaries of block 1 part
     arena.keep(3)
     arena.budget[0] = 1
     arena.select(reduction, 8)()
@@ -111,14 +114,18 @@ def test_gathering_is_the_reference_and_copies_only_what_is_not_there(arena, dat
         arena.choose(count)
         gather()
         expected = np.zeros_like(arena.partial_kv)
-        filled = partial_kv_gather(arena.kv, covered, arena.selected, expected, **arena.layout)
-        np.testing.assert_array_equal(arena.partial_kv[:, :, :, :filled], expected[:, :, :, :filled])
-        np.testing.assert_array_equal(arena.resident, arena.selected)
+        filled = partial_kv_gather(arena.kv, arena.row[0], covered, arena.selected, expected, **arena.layout)
+        row = arena.row[0]
+        np.testing.assert_array_equal(arena.partial_kv[:, row, :, :filled], expected[:, row, :, :filled])
+        others = np.arange(arena.kv.shape[1]) != row
+        assert not arena.partial_kv[:, others].any()
+        np.testing.assert_array_equal(arena.resident[row], arena.selected)
+        assert (arena.resident[others] == -1).all()
     if arena.selected[0, 0, 0] >= 0:  # what is said to be there is not copied
         first = slice(sink, sink + arena.layout["block_size"])
-        arena.partial_kv[:, :, :, first] = 7
+        arena.partial_kv[:, row, :, first] = 7
         gather()
-        assert (arena.partial_kv[:, :, :, first] == 7).all()
+        assert (arena.partial_kv[:, row, :, first] == 7).all()
 
 
 def test_bfloat16_is_summarised_and_gathered():
@@ -126,11 +133,11 @@ def test_bfloat16_is_summarised_and_gathered():
     arena = PartialArena(layers=1, heads=1, head_dim=2, block_size=2, sink_blocks=1, window_blocks=1, dtype=bfloat16)
     arena.covered[0] = 8
     arena.summary()()
-    keys = arena.kv[0, 0, 0, 2:6].astype(np.float32)
-    np.testing.assert_array_equal(arena.key_max[0, 0, :, :2], keys.reshape(2, 2, 2).max(1).T)
+    keys = arena.kv[0, 1, 0, 2:6].astype(np.float32)
+    np.testing.assert_array_equal(arena.key_max[1, 0, 0, :, :2], keys.reshape(2, 2, 2).max(1).T)
     arena.choose(1)
     arena.gather()()
-    np.testing.assert_array_equal(arena.partial_kv[:, 0, 0, :2], arena.kv[:, 0, 0, :2])
+    np.testing.assert_array_equal(arena.partial_kv[:, 1, 0, :2], arena.kv[:, 1, 0, :2])
 
 
 def _spoil(arena: PartialArena, name: str, index: tuple[int, ...], value: int) -> None:
@@ -142,6 +149,9 @@ def _spoil(arena: PartialArena, name: str, index: tuple[int, ...], value: int) -
     [
         ("summary", ("covered", (0,), 25), r"covered\[0\] is 25; it must be in 0\.\.24"),
         ("summary", ("summarised", (0,), -1), r"summarised\[0\] is -1"),
+        ("summary", ("row", (0,), 2), r"row\[0\] is 2; it must be in 0\.\.1"),
+        ("select", ("row", (0,), -1), r"row\[0\] is -1"),
+        ("gather", ("row", (0,), 2), r"row\[0\] is 2"),
         ("select", ("covered", (0,), -1), r"covered\[0\] is -1"),
         ("select", ("kept_count", (0,), 0), r"kept_count\[0\] is 0; it must be in 1\.\.4"),
         ("select", ("kept_rows", (1,), 4), r"kept_rows\[1\] is 4; it must be in 0\.\.3"),

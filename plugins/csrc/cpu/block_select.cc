@@ -42,7 +42,7 @@ OUTRIDER_CLONES void score_strip(const float* query, const float* key_max, const
 class BlockSelect {
  public:
   BlockSelect(nb::object queries, nb::object kept_rows, nb::object kept_count, nb::object key_max, nb::object key_min,
-              nb::object covered, nb::object budget, nb::object selected, i64 block_size, i64 sink_blocks,
+              nb::object row, nb::object covered, nb::object budget, nb::object selected, i64 block_size, i64 sink_blocks,
               i64 window_blocks, i64 reduction, i64 most_queries)
       : layout_{block_size, sink_blocks, window_blocks}, reduction_(reduction), most_(reduction == kLast ? 1 : most_queries) {
     check_layout(kOp, layout_);
@@ -52,11 +52,13 @@ class BlockSelect {
     queries_ = binder.input<float>("queries", queries, {"layers", "N", "num_heads * head_dim"});
     kept_rows_ = binder.input<i64>("kept_rows", kept_rows, {"N"});
     kept_count_ = binder.input<i64>("kept_count", kept_count, {1});
-    const std::initializer_list<Dim> summary = {"layers", "heads", "head_dim", "blocks"};
+    const std::initializer_list<Dim> summary = {"R", "layers", "heads", "head_dim", "blocks"};
     key_max_ = binder.input<float>("key_max", key_max, summary);
     key_min_ = binder.input<float>("key_min", key_min, summary);
     covered_ = binder.input<i64>("covered", covered, {1});
     budget_ = binder.input<i64>("budget", budget, {1});
+    row_ = binder.input<i64>("row", row, {1});
+    rows_ = binder.size_of("R");
     selected_ = binder.output<i64>("selected", selected, {"layers", "heads", "retrieval"});
     layers_ = binder.size_of("layers");
     heads_ = binder.size_of("heads");
@@ -75,6 +77,7 @@ class BlockSelect {
   }
 
   void call() {
+    check_value(kOp, "row", 0, row_[0], 0, rows_ - 1);
     const i64 candidates = layout_.candidates(std::max<i64>(covered_[0], 0));
     if (covered_[0] < 0 || candidates > blocks_)
       refuse(kOp, "covered[0] is " + std::to_string(covered_[0]) + "; there are " + std::to_string(blocks_) + " blocks.");
@@ -100,8 +103,8 @@ class BlockSelect {
   // The scores of all candidates by one layer's head.
   void score(i64 of, i64 candidates) {
     const i64 layer = of / heads_, head = of % heads_;
-    const float* most = key_max_ + of * head_dim_ * blocks_;
-    const float* least = key_min_ + of * head_dim_ * blocks_;
+    const i64 summaries = (row_[0] * layers_ * heads_ + of) * head_dim_ * blocks_;
+    const float *most = key_max_ + summaries, *least = key_min_ + summaries;
     const i64 first = std::max<i64>(0, kept_count_[0] - most_);
     float *const strip_most = strips_.data(), *const strip_least = strip_most + head_dim_ * kStrip;
     float strip[kStrip];
@@ -141,9 +144,9 @@ class BlockSelect {
   PartialLayout layout_;
   i64 reduction_, most_;
   const float *queries_, *key_max_, *key_min_;
-  const i64 *kept_rows_, *kept_count_, *covered_, *budget_;
+  const i64 *kept_rows_, *kept_count_, *row_, *covered_, *budget_;
   i64* selected_;
-  i64 layers_, heads_, head_dim_, blocks_, retrieval_, new_, width_, group_;
+  i64 rows_, layers_, heads_, head_dim_, blocks_, retrieval_, new_, width_, group_;
   std::vector<float> score_;
   std::vector<u64> ranks_;
   std::vector<float> strips_;  // summaries of a strip's blocks, the largest keys and the least
@@ -154,10 +157,10 @@ class BlockSelect {
 
 void register_block_select(nb::module_& module) {
   nb::class_<BlockSelect>(module, "BlockSelect")
-      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, i64,
-                    i64, i64, i64, i64>(),
+      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object,
+                    nb::object, i64, i64, i64, i64, i64>(),
            nb::arg("queries"), nb::arg("kept_rows"), nb::arg("kept_count"), nb::arg("key_max"), nb::arg("key_min"),
-           nb::arg("covered"), nb::arg("budget"), nb::arg("selected"), nb::arg("block_size"), nb::arg("sink_blocks"),
+           nb::arg("row"), nb::arg("covered"), nb::arg("budget"), nb::arg("selected"), nb::arg("block_size"), nb::arg("sink_blocks"),
            nb::arg("window_blocks"), nb::arg("reduction") = 0, nb::arg("most_queries") = 8)
       .def("__call__", &BlockSelect::call);
 }

@@ -23,20 +23,22 @@ constexpr i64 kStrip = 16;  // blocks whose summaries are written together: neig
 
 class BlockSummary {
  public:
-  BlockSummary(nb::object kv, nb::object covered, nb::object summarised, nb::object key_max, nb::object key_min,
-               i64 block_size, i64 sink_blocks, i64 window_blocks)
+  BlockSummary(nb::object kv, nb::object row, nb::object covered, nb::object summarised, nb::object key_max,
+               nb::object key_min, i64 block_size, i64 sink_blocks, i64 window_blocks)
       : layout_{block_size, sink_blocks, window_blocks} {
     check_layout(kOp, layout_);
     Binder binder(kOp);
-    kv_ = binder.movable("kv", kv, {"planes", 1, "heads", "capacity", "head_dim"});
+    kv_ = binder.movable("kv", kv, {"planes", "R", "heads", "capacity", "head_dim"});
     dtype_ = binder.dtype();
-    const std::initializer_list<Dim> summary = {"layers", "heads", "head_dim", "blocks"};
+    const std::initializer_list<Dim> summary = {"R", "layers", "heads", "head_dim", "blocks"};
     key_max_ = binder.output<float>("key_max", key_max, summary);
     key_min_ = binder.output<float>("key_min", key_min, summary);
+    row_ = binder.input<i64>("row", row, {1});
     covered_ = binder.input<i64>("covered", covered, {1});
     summarised_ = binder.input<i64>("summarised", summarised, {1});
     layers_ = binder.size_of("layers");
     if (binder.size_of("planes") != 2 * layers_) refuse(kOp, "kv must have two planes for each layer.");
+    rows_ = binder.size_of("R");
     heads_ = binder.size_of("heads");
     capacity_ = binder.size_of("capacity");
     head_dim_ = binder.size_of("head_dim");
@@ -47,6 +49,7 @@ class BlockSummary {
   }
 
   void call() {
+    check_value(kOp, "row", 0, row_[0], 0, rows_ - 1);
     check_value(kOp, "covered", 0, covered_[0], 0, capacity_);
     const i64 end = layout_.candidates(covered_[0]);
     check_value(kOp, "summarised", 0, summarised_[0], 0, blocks_);
@@ -64,9 +67,9 @@ class BlockSummary {
   void summarise(i64 first, i64 end) {
     for (i64 of = 0; of < layers_ * heads_; ++of) {
       const i64 layer = of / heads_, head = of % heads_;
-      const Key* keys = static_cast<const Key*>(kv_) + (2 * layer * heads_ + head) * capacity_ * head_dim_;
-      float* most = key_max_ + of * head_dim_ * blocks_;
-      float* least = key_min_ + of * head_dim_ * blocks_;
+      const Key* keys = static_cast<const Key*>(kv_) + ((2 * layer * rows_ + row_[0]) * heads_ + head) * capacity_ * head_dim_;
+      const i64 summaries = (row_[0] * layers_ * heads_ + of) * head_dim_ * blocks_;
+      float *most = key_max_ + summaries, *least = key_min_ + summaries;
       for (i64 start = first; start < end; start += kStrip) {
         const i64 count = std::min(kStrip, end - start);
         for (i64 b = 0; b < count; ++b)
@@ -99,9 +102,10 @@ class BlockSummary {
   std::string dtype_;
   float* key_max_;
   float* key_min_;
+  const i64* row_;
   const i64* covered_;
   const i64* summarised_;
-  i64 layers_, heads_, capacity_, head_dim_, blocks_;
+  i64 rows_, layers_, heads_, capacity_, head_dim_, blocks_;
   std::vector<float> high_, low_;  // of a strip's blocks, `[kStrip, head_dim]`
   std::vector<nb::object> arrays_;
 };
@@ -110,9 +114,9 @@ class BlockSummary {
 
 void register_block_summary(nb::module_& module) {
   nb::class_<BlockSummary>(module, "BlockSummary")
-      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, i64, i64, i64>(), nb::arg("kv"),
-           nb::arg("covered"), nb::arg("summarised"), nb::arg("key_max"), nb::arg("key_min"), nb::arg("block_size"),
-           nb::arg("sink_blocks"), nb::arg("window_blocks"))
+      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, i64, i64, i64>(),
+           nb::arg("kv"), nb::arg("row"), nb::arg("covered"), nb::arg("summarised"), nb::arg("key_max"),
+           nb::arg("key_min"), nb::arg("block_size"), nb::arg("sink_blocks"), nb::arg("window_blocks"))
       .def("__call__", &BlockSummary::call);
 }
 

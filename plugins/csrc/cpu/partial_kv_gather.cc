@@ -21,23 +21,25 @@ constexpr const char* kOp = "PartialKvGather";
 
 class PartialKvGather {
  public:
-  PartialKvGather(nb::object kv, nb::object covered, nb::object selected, nb::object partial_kv, nb::object resident,
+  PartialKvGather(nb::object kv, nb::object row, nb::object covered, nb::object selected, nb::object partial_kv, nb::object resident,
                   i64 block_size, i64 sink_blocks, i64 window_blocks)
       : layout_{block_size, sink_blocks, window_blocks} {
     check_layout(kOp, layout_);
     Binder binder(kOp);
-    kv_ = static_cast<const char*>(binder.movable("kv", kv, {"planes", 1, "heads", "capacity", "head_dim"}));
+    kv_ = static_cast<const char*>(binder.movable("kv", kv, {"planes", "R", "heads", "capacity", "head_dim"}));
     const std::string dtype = binder.dtype();
     partial_ = static_cast<char*>(
-        binder.movable("partial_kv", partial_kv, {"planes", 1, "heads", "partial_capacity", "head_dim"}));
+        binder.movable("partial_kv", partial_kv, {"planes", "R", "heads", "partial_capacity", "head_dim"}));
     if (binder.dtype() != dtype) throw nb::type_error("PartialKvGather: kv and partial_kv differ in dtype.");
     slot_bytes_ = binder.size_of("head_dim") * binder.item_size();
     const std::initializer_list<Dim> places = {"layers", "heads", "retrieval"};
     selected_ = binder.input<i64>("selected", selected, places);
-    resident_ = binder.output<i64>("resident", resident, places);
+    resident_ = binder.output<i64>("resident", resident, {"R", "layers", "heads", "retrieval"});
+    row_ = binder.input<i64>("row", row, {1});
     covered_ = binder.input<i64>("covered", covered, {1});
     layers_ = binder.size_of("layers");
     if (binder.size_of("planes") != 2 * layers_) refuse(kOp, "kv must have two planes for each layer.");
+    rows_ = binder.size_of("R");
     heads_ = binder.size_of("heads");
     capacity_ = binder.size_of("capacity");
     room_ = binder.size_of("partial_capacity");
@@ -46,6 +48,7 @@ class PartialKvGather {
   }
 
   void call() {
+    check_value(kOp, "row", 0, row_[0], 0, rows_ - 1);
     check_value(kOp, "covered", 0, covered_[0], layout_.first(0), capacity_);
     const i64 candidates = layout_.candidates(covered_[0]);
     const i64 count = std::find(selected_, selected_ + retrieval_, i64{-1}) - selected_;
@@ -59,9 +62,9 @@ class PartialKvGather {
     const i64 block = layout_.block_size;
     for (i64 of = 0; of < layers_ * heads_; ++of) {
       const i64* wanted = selected_ + of * retrieval_;
-      i64* there = resident_ + of * retrieval_;
+      i64* there = resident_ + (row_[0] * layers_ * heads_ + of) * retrieval_;
       for (i64 plane = 2 * (of / heads_); plane <= 2 * (of / heads_) + 1; ++plane) {
-        const i64 head = plane * heads_ + of % heads_;
+        const i64 head = (plane * rows_ + row_[0]) * heads_ + of % heads_;
         const char* from = kv_ + head * capacity_ * slot_bytes_;
         char* to = partial_ + head * room_ * slot_bytes_;
         copy(from, 0, to, 0, layout_.sink());
@@ -82,9 +85,9 @@ class PartialKvGather {
   PartialLayout layout_;
   const char* kv_;
   char* partial_;
-  const i64 *selected_, *covered_;
+  const i64 *row_, *selected_, *covered_;
   i64* resident_;
-  i64 slot_bytes_, layers_, heads_, capacity_, room_, retrieval_;
+  i64 slot_bytes_, rows_, layers_, heads_, capacity_, room_, retrieval_;
   std::vector<nb::object> arrays_;
 };
 
@@ -92,8 +95,8 @@ class PartialKvGather {
 
 void register_partial_kv_gather(nb::module_& module) {
   nb::class_<PartialKvGather>(module, "PartialKvGather")
-      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, i64, i64, i64>(), nb::arg("kv"),
-           nb::arg("covered"), nb::arg("selected"), nb::arg("partial_kv"), nb::arg("resident"), nb::arg("block_size"),
+      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, i64, i64, i64>(),
+           nb::arg("kv"), nb::arg("row"), nb::arg("covered"), nb::arg("selected"), nb::arg("partial_kv"), nb::arg("resident"), nb::arg("block_size"),
            nb::arg("sink_blocks"), nb::arg("window_blocks"))
       .def("__call__", &PartialKvGather::call);
 }

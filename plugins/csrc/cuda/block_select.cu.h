@@ -71,8 +71,8 @@ OUTRIDER_DEVICE float score_of(const Asked& asked, const float* most, const floa
 
 // `scores` `[layers, heads, blocks]` is scratch.
 OUTRIDER_KERNEL outrider_block_select(const float* queries, const i64* kept_rows, const i64* kept_count,
-                                      const float* key_max, const float* key_min, const i64* covered, const i64* budget,
-                                      i64* selected, float* scores, i64 heads, i64 head_dim, i64 blocks, i64 retrieval,
+                                      const float* key_max, const float* key_min, const i64* row, const i64* covered,
+                                      const i64* budget, i64* selected, float* scores, i64 rows, i64 layers, i64 heads, i64 head_dim, i64 blocks, i64 retrieval,
                                       i64 new_tokens, i64 width, i64 block_size, i64 sink_blocks, i64 window_blocks,
                                       i64 reduction, i64 most_queries) {
   const PartialLayout layout = {block_size, sink_blocks, window_blocks};
@@ -80,11 +80,12 @@ OUTRIDER_KERNEL outrider_block_select(const float* queries, const i64* kept_rows
   const i64 candidates = layout.candidates(covered[0]);
   const i64 kept = kept_count[0];
   if (covered[0] < 0 || candidates > blocks || kept < 1 || kept > new_tokens) return;
+  if (row[0] < 0 || row[0] >= rows) return;
   if (budget[0] < 0 || budget[0] > retrieval) return;
   const i64 most = reduction == kLast ? 1 : most_queries;
-  const i64 rows = kept < most ? kept : most;
-  const i64* last_rows = kept_rows + kept - rows;
-  for (i64 i = 0; i < rows; ++i) {
+  const i64 asked_rows = kept < most ? kept : most;
+  const i64* last_rows = kept_rows + kept - asked_rows;
+  for (i64 i = 0; i < asked_rows; ++i) {
     if (last_rows[i] < 0 || last_rows[i] >= new_tokens) return;
   }
   const i64 count = budget[0] < candidates ? budget[0] : candidates;
@@ -94,8 +95,8 @@ OUTRIDER_KERNEL outrider_block_select(const float* queries, const i64* kept_rows
   } else if (count > 0) {
     const i64 group = width / (heads * head_dim);
     const float* first = queries + of / heads * new_tokens * width + of % heads * group * head_dim;
-    const Asked asked = {first, last_rows, rows * group, group, width, head_dim};
-    const i64 summaries = of * head_dim * blocks;
+    const Asked asked = {first, last_rows, asked_rows * group, group, width, head_dim};
+    const i64 summaries = (row[0] * layers * heads + of) * head_dim * blocks;
     float* own = scores + of * blocks;
     for (i64 start = 0; start < candidates; start += thread_count()) {
       const i64 i = start + thread_index();

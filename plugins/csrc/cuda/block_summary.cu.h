@@ -7,16 +7,17 @@
 
 namespace outrider {
 
-OUTRIDER_KERNEL outrider_block_summary(const char* kv, const i64* covered, const i64* summarised, float* key_max,
-                                       float* key_min, i64 layers, i64 heads, i64 capacity, i64 head_dim, i64 blocks,
+OUTRIDER_KERNEL outrider_block_summary(const char* kv, const i64* row, const i64* covered, const i64* summarised,
+                                       float* key_max, float* key_min, i64 rows, i64 layers, i64 heads, i64 capacity, i64 head_dim, i64 blocks,
                                        i64 element, i64 block_size, i64 sink_blocks, i64 window_blocks) {
   const PartialLayout layout = {block_size, sink_blocks, window_blocks};
   const i64 of = block_index() % (layers * heads);
   const i64 share = block_index() / (layers * heads);
   const i64 shares = block_count() / (layers * heads);
   const i64 end = layout.candidates(covered[0]);
+  if (row[0] < 0 || row[0] >= rows) return;
   if (covered[0] < 0 || covered[0] > capacity || end > blocks || summarised[0] < 0) return;
-  const i64 keys = (2 * (of / heads) * heads + of % heads) * capacity;
+  const i64 keys = ((2 * (of / heads) * rows + row[0]) * heads + of % heads) * capacity;
   for (i64 block = summarised[0] + share; block < end; block += shares) {
     const i64 first = (keys + layout.first(block)) * head_dim;
     for (i64 d = thread_index(); d < head_dim; d += thread_count()) {
@@ -27,7 +28,7 @@ OUTRIDER_KERNEL outrider_block_summary(const char* kv, const i64* covered, const
         high = key > high || key != key ? key : high;  // what is no number stays
         low = key < low || key != key ? key : low;
       }
-      const i64 to = (of * head_dim + d) * blocks + block;
+      const i64 to = ((row[0] * layers * heads + of) * head_dim + d) * blocks + block;
       key_max[to] = high;
       key_min[to] = low;
     }
