@@ -60,6 +60,8 @@ def problems(manifest: Manifest) -> Iterator[str]:
     for ngram in manifest.drafters:
         if isinstance(ngram, NgramDrafter) and ngram.otherwise not in (None, *coupled):
             yield f"drafters.{ngram.name}: {ngram.otherwise!r} is no drafter with an engine and coupled acceptance"
+        if isinstance(ngram, NgramDrafter) and ngram.min_context > ngram.max_context:
+            yield f"drafters.{ngram.name}: min_context {ngram.min_context} is above max_context {ngram.max_context}"
     partial = manifest.partial_kv
     if partial is not None:
         yield from (f"partial_kv: {problem}" for problem in partial_problems(partial, manifest))

@@ -242,7 +242,7 @@ class Engine:
         stats = Stats(prompt_tokens=len(tokens), partial_mode=request.partial_kv)
         sequence.request, sequence.generation = request, GrowingGeneration(request, text, stats)
         sequence.began, sequence.rounds, sequence.inserted = self.now(), 0, False
-        sequence.reason = sequence.error = None
+        sequence.reason = sequence.error = sequence.chosen_by = None
         sequence.stopped = False
         sequence.end = self._end(len(tokens), request)
         self.buffers.set_sampling(sequence.number, request.sampling)
@@ -722,7 +722,8 @@ class Engine:
 
     def logits_of(self, sequence: Sequence, index: int) -> NDArray[np.float32]:
         """Logits f32 `[vocab]` that the `index`-th token of the sequence's last round was chosen by: a view."""
-        assert sequence.chosen_by is not None
+        if sequence.chosen_by is None:  # its first pass has failed
+            return self.logits(0, 1)[0]
         placed, mine = sequence.chosen_by
         node = 0 if mine is None else int(mine[placed.fed - 1 + index]) - placed.root
         at = placed.first + node

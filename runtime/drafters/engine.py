@@ -7,6 +7,7 @@ before that, a head takes in what all of its sequences have committed, whoever d
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from runtime.sequence import Sequence
 from runtime.stats import Stopwatch
 
 _NONE = np.zeros(0, np.int64)
+
+_LOG = logging.getLogger("outrider")
 
 
 @dataclass
@@ -466,6 +469,14 @@ class EngineDrafter:
                     state.length = state.length or ChainLength(settings)
                     left[number] = min(state.length.choose(entropies[number]), wanting[number])
                     chains[number] = [], [], []
+                    tip = len(by_number[number].tokens)
+                    _LOG.debug(
+                        "drafter %s: position %d, entropy %.3f, gamma %d",
+                        self.name,
+                        tip,
+                        entropies[number],
+                        left[number],
+                    )
                 tokens, scores, probs = chains[number]
                 tokens.append(int(self._token_ids[tree, 1]))
                 scores.append((scores[-1] if scores else 0.0) + float(self._score[tree, 1]))

@@ -268,7 +268,7 @@ def test_a_branch_whose_form_cannot_go_on_is_named(branching, monkeypatch) -> No
         (([1], "abc"), "`branches` is a str"),
         (([1], [5]), "Branch 0: Pass text or a list"),
         (([1], [{"prompt": [2], "stream_id": "x"}]), "Branch 0: stream"),
-        (([1], [{"prompt": [2], "on_round": print}]), "Branch 0: on_round"),
+        (([1], [{"prompt": [2], "on_round": 3}]), "Branch 0: on_round"),
         (([1], [[2], []]), "Branch 1: It begins with nothing"),
         (([1], [[2], [999]]), "Branch 1: Token id 999"),
         (([1], [{"prompt": [2], "predicted_tokens": 0}]), "Branch 0: predicted_tokens is 0"),

@@ -75,7 +75,7 @@ def test_inspect_shows_geometry_programs_ops_and_rules(toy_plan: Path, capsys: C
     for part in (
         "4 layers",
         "context 160",
-        "speculate.short",
+        "speculate.chain",
         "outrider.cpu.BranchAttention 4",
         "FunctionBody",
         "built in ",

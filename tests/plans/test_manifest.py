@@ -93,7 +93,7 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "a draft longer than its buffers": (lambda m: m["drafters"][0].update(max_draft=2**24), "draft"),
     "a draft of absurd length": (lambda m: m["drafters"][0].update(max_draft=10**15), "max_draft"),
     "a drafter with contexts in the wrong order": (lambda m: m["drafters"][0].update(min_context=9), "min_context"),
-    "a drafter without a program": (lambda m: backend(m)["programs"].pop("speculate.short"), "speculate.short"),
+    "a drafter without a program": (lambda m: backend(m)["programs"].pop("speculate.chain"), "speculate.chain"),
     "no decode program": (lambda m: backend(m)["programs"].pop("decode"), "decode"),
     "no beam program": (lambda m: backend(m)["programs"].pop("beam"), "beam"),
     "a beam program that masks": (
@@ -138,7 +138,7 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "an unknown op": (lambda m: stage(m, "decode", MASK).update(run="os.system"), "os.system"),
     "an op that stands in graphs only": (lambda m: stage(m, "decode", MASK).update(run="BranchAttention"), "Branch"),
     "an unknown engine": (lambda m: stage(m, "decode", FORWARD).update(run="draft"), "draft"),
-    "an unknown drafter": (lambda m: stage(m, "speculate.ngram", 0).update(run="oracle"), "oracle"),
+    "an unknown drafter": (lambda m: stage(m, "speculate.chain", 2).update(run="oracle"), "oracle"),
     "an unknown kind of stage": (lambda m: stage(m, "decode", 0).update(kind="python"), "kind"),
     "an op without an input": (lambda m: stage(m, "decode", MASK)["inputs"].pop("bim"), "bim"),
     "an op with a tensor too many": (lambda m: stage(m, "decode", MASK)["inputs"].update(x="target.bim"), "x"),
@@ -159,7 +159,7 @@ WRONG: dict[str, tuple[Edit, str]] = {
         lambda m: stage(m, "decode", SAMPLE).update(attributes={"seed": 1}), "Sample",
     ),
     "a parameter bound twice": (
-        lambda m: stage(m, "speculate.ngram", 4).update(outputs={"source": "target.kv"}), "source",
+        lambda m: stage(m, "verify", 3).update(outputs={"source": "target.kv"}), "source",
     ),
     "an engine without an input": (lambda m: stage(m, "decode", FORWARD)["inputs"].pop("token_ids"), "bind"),
     "an engine on a buffer of another shape": (
@@ -194,17 +194,13 @@ WRONG: dict[str, tuple[Edit, str]] = {
         lambda m: backend(m)["programs"]["decode"]["results"].update(counts="target.accepted_count"), "counts",
     ),
     "no counts where trees are": (
-        lambda m: backend(m)["programs"]["speculate.ngram"]["results"].update(counts=None), "counts",
+        lambda m: backend(m)["programs"]["verify"]["results"].update(counts=None), "counts",
     ),
     "counts of another kind": (
-        lambda m: backend(m)["programs"]["speculate.ngram"]["results"].update(counts="target.kept_count"), "results",
-    ),
-    "two drafting stages": (
-        lambda m: backend(m)["programs"]["speculate.ngram"]["stages"].insert(1, stage(m, "speculate.ngram", 0)),
-        "first stage",
+        lambda m: backend(m)["programs"]["verify"]["results"].update(counts="target.kept_count"), "results",
     ),
     "a stage that writes what the host owns": (
-        lambda m: stage(m, "speculate.ngram", 3)["outputs"].update(kept_count="target.past_length"), "past_length",
+        lambda m: stage(m, "verify", 2)["outputs"].update(kept_count="target.past_length"), "past_length",
     ),
     "a program without an engine": (lambda m: backend(m)["programs"]["prefill"].update(stages=[]), "prefill"),
     "a stage for an unknown model": (lambda m: stage(m, "decode", MASK).update(model="draft"), "draft"),

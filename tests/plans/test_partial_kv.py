@@ -115,7 +115,7 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "a drafter that writes it": (lambda m: bind(m, "extend.head", 1, "k_cache.0", "partial.k_cache.0"), "partial"),
     "a short buffer": (lambda m: buffer(m, "partial.key_max").update(shape=[4, 2, 16, 1]), "partial.key_max"),
     "a window below a chunk": (lambda m: m["models"]["head"].update(window=8), "less than a chunk of 16"),
-    "settings without an arena": (lambda m: m.update(partial_kv=None), "programs.verify: results.counts"),
+    "settings without an arena": (lambda m: m.update(partial_kv=None), "the program runs over the arena of 'target'"),
 }  # fmt: skip
 
 

@@ -1,0 +1,145 @@
+"""Partial KV for the rows of a batch: each has a partial cache of its own, and lossless mode changes no token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from compiler.build import build
+from compiler.recipe import load_recipe
+from plans.errors import RequestError
+from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
+from runtime.branch_request import BranchPrompt
+from runtime.request import Options
+from tests.conftest import PARTIAL_KV, TOY_DRAFTERS
+from tests.integration.long_context import prompt
+
+pytestmark = pytest.mark.usefixtures("run_ahead")
+
+LENGTHS = (75, 40, 60, 20)  # the last one's context grows until partial KV pays
+REJECTING = "{name: classical, kind: model, checkpoint: drafter, gamma: 3, acceptance: rejection}"
+
+
+@pytest.fixture(scope="module")
+def plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("rows") / "plan"
+    recipe = load_recipe(
+        toy_recipe,
+        [f"partial_kv={PARTIAL_KV}", "capacity={context: 160, prefill_chunk: 16, branches: 4, batching: true}"],
+    )
+    build(recipe, toy_recipe, out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def rows(plan: Path) -> Runtime:
+    return Runtime.load(plan, threads=1)
+
+
+def asked(seed: int, length: int, drafter: str = "none") -> Options:
+    return Options(
+        drafter=drafter, temperature=0.9 * (seed % 2), seed=seed, max_new_tokens=150 - length, ignore_eos=True,
+        auto_disable=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def expected(rows: Runtime) -> list[list[int]]:
+    """Tokens of the target alone, over the full cache."""
+    return [
+        rows.generate(prompt(seed, length), partial_kv="off", **asked(seed, length)).token_ids
+        for seed, length in enumerate(LENGTHS)
+    ]
+
+
+@pytest.mark.parametrize("drafter", ["none", *TOY_DRAFTERS])
+def test_lossless_mode_changes_no_token_of_any_row(rows: Runtime, expected: list[list[int]], drafter: str) -> None:
+    requests = [
+        (prompt(seed, length), Options(partial_kv="lossless", **asked(seed, length, drafter)))  # type: ignore[misc]
+        for seed, length in enumerate(LENGTHS)
+    ]
+    for handle, tokens in zip(rows.submit_all(requests), expected, strict=True):
+        found = handle.result()
+        assert found.token_ids == tokens
+        assert found.stats.partial_rounds > found.stats.refreshes > 0
+        assert found.stats.agreed + found.stats.retracted > 0
+
+
+def test_rows_with_and_without_partial_kv_and_every_drafter_share_passes(
+    rows: Runtime, expected: list[list[int]]
+) -> None:
+    for shift in range(4):
+        requests = []
+        for seed, length in enumerate(LENGTHS):
+            drafter = ["head", "ngram", "none", "sure"][(seed + shift) % 4]
+            mode = "off" if (seed + shift) % 3 == 0 else "lossless"
+            requests.append((prompt(seed, length), Options(partial_kv=mode, **asked(seed, length, drafter))))  # type: ignore[misc, typeddict-item]
+        found = [handle.result() for handle in rows.submit_all(requests)]
+        assert [each.token_ids for each in found] == expected
+        assert sum(each.stats.partial_rounds > 0 for each in found) >= 2
+
+
+def test_branches_with_a_row_each_run_ahead(rows: Runtime) -> None:
+    prefix = prompt(5, 50)
+    options = Options(max_new_tokens=60, ignore_eos=True, drafter="chain", temperature=0.8, auto_disable=False)
+    branches: list[BranchPrompt] = [[1], [2], [3]]
+    full = rows.generate_branches(prefix, branches, mode="batching", partial_kv="off", **options)
+    found = rows.generate_branches(prefix, branches, mode="batching", partial_kv="lossless", **options)
+    assert [each.token_ids for each in found] == [each.token_ids for each in full]
+    assert all(each.stats.partial_rounds > 0 for each in found)
+
+
+def test_lossy_rows_read_their_own_partial_caches(rows: Runtime) -> None:
+    """A lossy row has the tokens that it has alone: where nobody drafts and all of its prompt goes in with one chunk
+    behind the others, its blocks are chosen by the same queries."""
+    lengths = (64, 48)
+    alone = [
+        rows.generate(prompt(8, length), partial_kv="lossy", max_new_tokens=50, drafter="none", ignore_eos=True)
+        for length in lengths
+    ]
+    full = [
+        rows.generate(prompt(8, length), partial_kv="off", max_new_tokens=50, drafter="none", ignore_eos=True).token_ids
+        for length in lengths
+    ]
+    found = [
+        rows.submit(prompt(8, length), partial_kv="lossy", max_new_tokens=50, drafter="none", ignore_eos=True)
+        for length in lengths
+    ]
+    for handle, one, whole in zip(found, alone, full, strict=True):
+        result = handle.result()
+        assert result.stats.partial_rounds > result.stats.refreshes > 0
+        assert result.token_ids == one.token_ids != whole
+
+
+def test_rows_with_a_prefix_cache(plan: Path, expected: list[list[int]]) -> None:
+    cached = Runtime.load(plan, threads=1, prefix_cache=PrefixCacheConfig())
+    requests = [(prompt(seed, length), asked(seed, length, "head")) for seed, length in enumerate(LENGTHS)]
+    for _ in range(2):
+        found = [handle.result() for handle in cached.submit_all(requests)]
+        assert [each.token_ids for each in found] == expected
+    assert all(each.stats.reused_tokens >= length - 2 for each, length in zip(found, LENGTHS, strict=True))
+
+
+def test_sequences_that_share_a_row_read_the_full_cache(plan: Path, rows: Runtime, expected: list[list[int]]) -> None:
+    shared = Runtime.load(plan, threads=1, scheduler=SchedulerConfig(mode="in-one-sequence"))
+    with pytest.raises(RequestError, match="partial_kv is 'lossy', and sequences that share a row"):
+        shared.submit(prompt(0, 60), partial_kv="lossy")
+    with pytest.raises(RequestError, match="Branch 0: partial_kv is 'lossless', and sequences that share a row"):
+        rows.generate_branches(prompt(0, 60), [[1]], partial_kv="lossless")
+    found = shared.submit(prompt(0, LENGTHS[0]), **asked(0, LENGTHS[0], "head")).result()
+    assert found.token_ids == expected[0]
+    assert found.stats.partial_rounds == 0
+
+
+def test_drafters_by_rejection_read_the_full_cache(toy_recipe: Path, tmp_path: Path) -> None:
+    build(load_recipe(toy_recipe, [f"partial_kv={PARTIAL_KV}", f"drafters=[{REJECTING}]"]), toy_recipe, tmp_path / "p")
+    runtime = Runtime.load(tmp_path / "p", threads=1)
+    with pytest.raises(RequestError, match="accepted by rejection"):
+        runtime.generate(prompt(0, 60), drafter="classical", partial_kv="lossless")
+    found = runtime.generate(prompt(0, 60), drafter="classical", max_new_tokens=50, ignore_eos=True)
+    assert found.stats.partial_rounds == 0
+    assert found.stats.drafted > 0
+    plain = runtime.generate(prompt(0, 60), drafter="none", max_new_tokens=50, ignore_eos=True)
+    assert plain.stats.partial_rounds > 0
+    assert plain.token_ids == found.token_ids
