@@ -11,8 +11,7 @@ from plans.errors import BusyError, EmbedError, OutriderError, PlanError, Reques
 
 if TYPE_CHECKING:
     from runtime.beam_search import BeamResult
-    from runtime.branch_stream import BranchSpan, BranchStats, BranchStream
-    from runtime.generation import FinishReason, Generation, GenerationStream, Span
+    from runtime.generation import FinishReason, Generation, Span, Stream
     from runtime.handle import Handle
     from runtime.memory import MemoryUse
     from runtime.prefix_cache.cache import PrefixCache, PrefixCacheConfig
@@ -25,8 +24,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "beam_search": ("BeamResult",),
-    "branch_stream": ("BranchSpan", "BranchStats", "BranchStream"),
-    "generation": ("FinishReason", "Generation", "GenerationStream", "Span"),
+    "generation": ("FinishReason", "Generation", "Span", "Stream"),
     "handle": ("Handle",),
     "memory": ("MemoryUse",),
     "prefix_cache.cache": ("PrefixCache", "PrefixCacheConfig"),
@@ -40,14 +38,10 @@ _MODULES = {
 
 __all__ = [
     "BeamResult",
-    "BranchSpan",
-    "BranchStats",
-    "BranchStream",
     "BusyError",
     "EmbedError",
     "FinishReason",
     "Generation",
-    "GenerationStream",
     "Handle",
     "MemoryUse",
     "OutriderError",
@@ -62,6 +56,7 @@ __all__ = [
     "Session",
     "Span",
     "Stats",
+    "Stream",
 ]
 
 

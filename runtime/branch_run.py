@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Sequence
 from time import perf_counter
 
 from plans.errors import RequestError
 from runtime.branch_request import BranchRequest, Mode
-from runtime.branch_stream import BranchSpan, BranchStats
 from runtime.engine import Engine
-from runtime.generation import FinishReason, Generation, Span
+from runtime.generation import FinishReason, Generation, Run, Span
 from runtime.sequence import Sequence as Branch
 from runtime.stats import Stats
 
@@ -21,9 +20,9 @@ def run_branches(
     asked: Sequence[BranchRequest],
     max_parallel: int,
     mode: Mode,
-    stats: BranchStats,
+    stats: Stats,
     keep_for: Collection[str | None] = (),
-) -> Generator[BranchSpan, None, None]:
+) -> Run:
     """Spans as they are committed, of all branches; at most `max_parallel` live at once, and `stats` filled.
 
     Those that are predicted to be the longest begin first, of equal ones in the order given. The KV of the prefix stays
@@ -44,7 +43,8 @@ def run_branches(
             for place, each in [(place, each) for place, each in waiting if each.request.cancelled]:
                 waiting.remove((place, each))
                 untouched = Stats(prompt_tokens=len(prefix) + len(each.token_ids))
-                yield BranchSpan(place, Span([], ""), Generation("", [], FinishReason.CANCELLED, untouched))
+                result = Generation("", [], FinishReason.CANCELLED, untouched)
+                yield Span([], "", sequence=place, result=result)
             while waiting and len(running) < max_parallel:
                 place, each = waiting[0]
                 if running and not engine.fits(len(each.token_ids), each.request):
@@ -57,9 +57,9 @@ def run_branches(
             stats.rounds += 1
             for committed in engine.step(running):
                 span = engine.show(committed)
-                stats.new_tokens += len(span.span.token_ids)
+                stats.new_tokens += 0 if span.tentative else len(span.token_ids)
                 if span.error is not None:
-                    raise RequestError(f"Branch {span.branch}: {span.error}") from None
+                    raise RequestError(f"Branch {span.sequence}: {span.error}") from None
                 handed_over = perf_counter()
                 yield span
                 engine.paused += perf_counter() - handed_over  # the caller's time is not ours

@@ -19,7 +19,6 @@ from plans import names
 from plans.errors import PlanError, RequestError
 from plans.manifest import Manifest, longest_draft, rejects
 from runtime.branch_request import Mode
-from runtime.branch_stream import BranchSpan, BranchStats
 from runtime.drafters.adaptive import AdaptiveSpeculations
 from runtime.drafters.base import Draft, TreeInPlace
 from runtime.drafters.drafting import Drafting
@@ -166,7 +165,7 @@ class Engine:
         return perf_counter() - self.paused
 
     @contextmanager
-    def counting(self, stats: BranchStats) -> Iterator[None]:
+    def counting(self, stats: Stats) -> Iterator[None]:
         """What is run meanwhile costs, at the end in `stats`."""
         clock = self.stage_clock()
         self._watch.ms = 0.0
@@ -481,7 +480,7 @@ class Engine:
         program.run()
         found = self._accept(placed, proposed, waiting, program, cache, small, alone=alone)
         self._note(placed, found, waiting, small, began, drafted_at, perf_counter())
-        return found
+        return [each for each in found if not each.tentative or each.sequence.request.tentative]
 
     def _begin_ahead(self, sequence: Sequence) -> int:
         """The sequence's next pass reads the partial cache, and may make tentative tokens; the first token it feeds."""
@@ -723,7 +722,8 @@ class Engine:
     def logits_of(self, sequence: Sequence, index: int) -> NDArray[np.float32]:
         """Logits f32 `[vocab]` that the `index`-th token of the sequence's last round was chosen by: a view."""
         if sequence.chosen_by is None:  # its first pass has failed
-            return self.logits(0, 1)[0]
+            tip: NDArray[np.float32] = self.logits(0, 1)[0]
+            return tip
         placed, mine = sequence.chosen_by
         node = 0 if mine is None else int(mine[placed.fed - 1 + index]) - placed.root
         at = placed.first + node
@@ -788,33 +788,34 @@ class Engine:
 
     # What was committed, as text.
 
-    def show(self, committed: Committed) -> BranchSpan:
+    def show(self, committed: Committed) -> Span:
         """The text of what was committed, pass by pass; may run beside the next step.
 
         A stop string in it ends the sequence (`Sequence.stopped`): what a pass has committed since is nothing.
         """
         sequence = committed.sequence
         if committed.error is not None:
-            return BranchSpan(sequence.id, Span([], ""), error=committed.error)
-        generation, span = sequence.generation, Span([], "")
+            return Span([], "", sequence=sequence.id, error=committed.error)
+        generation, text = sequence.generation, ""
         if committed.tentative:
             text = generation.preview(sequence.tentative) if sequence.request.tentative else ""
-            return BranchSpan(sequence.id, Span(committed.token_ids, text, tentative=True))
-        if committed.token_ids:
-            span = generation.show(committed.token_ids, committed.reason, committed.drafted, committed.accepted)
+            return Span(committed.token_ids, text, tentative=True, sequence=sequence.id)
+        token_ids, logprobs = committed.token_ids, committed.logprobs
+        if token_ids:
+            kept, text = generation.show(token_ids, committed.reason, committed.drafted, committed.accepted)
+            if kept < len(token_ids):
+                token_ids, logprobs = token_ids[:kept], logprobs[:kept]
             if committed.round is not None and sequence.request.on_round is not None:
-                sequence.request.on_round(committed.round.cut(len(span.token_ids)))
-            span.logprobs.extend(committed.logprobs[: len(span.token_ids)])
-            generation.logprobs += span.logprobs
+                sequence.request.on_round(committed.round.cut(kept))
+            generation.logprobs += logprobs
             own = generation.stats
             if own.rounds == 1:
                 own.ttft_ms, own.first_span = (self.now() - sequence.began) * 1000, own.new_tokens
         else:
             generation.finish_reason = committed.reason
         if generation.finish_reason is None:
-            return BranchSpan(sequence.id, span)
+            return Span(token_ids, text, logprobs, sequence=sequence.id)
         sequence.stopped = True
-        rest = generation.finish()
+        text += generation.finish()
         generation.stats.total_ms = (self.now() - sequence.began) * 1000
-        span = Span(span.token_ids, span.text + rest.text, span.logprobs)
-        return BranchSpan(sequence.id, span, generation.result())
+        return Span(token_ids, text, logprobs, sequence=sequence.id, result=generation.result())

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from time import perf_counter
 
+from plans.errors import RequestError
 from runtime.request import Request
 from runtime.sampling import TokenLogprob
 from runtime.stats import Stats
@@ -20,21 +22,6 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True)
-class Span:
-    """What one step committed. `text` holds whole characters only and may lag behind `token_ids`.
-
-    A `tentative` one is not committed, and may never be: its tokens come behind those of earlier tentative spans, its
-    text is what will be shown behind the text of spans so far if all of them stay and none follows, and the next span
-    that is not tentative takes their place.
-    """
-
-    token_ids: list[int]
-    text: str
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    tentative: bool = False
-
-
-@dataclass(frozen=True)
 class Generation:
     """A finished generation. `token_ids` ends with the end token, if one ended it; `text` leaves it out."""
 
@@ -45,48 +32,88 @@ class Generation:
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
-Run = Generator[Span | None, None, Generation]
-"""A generation pass by pass: a span, or None behind a pass over a part of the prompt alone."""
+@dataclass(frozen=True)
+class Span:
+    """What one step committed of a sequence. `text` holds whole characters only and may lag behind `token_ids`.
 
+    A `tentative` one is not committed, and may never be: its tokens come behind those of earlier tentative spans, its
+    text is what will be shown behind the text of spans so far if all of them stay and none follows, and the next span
+    that is not tentative takes their place.
 
-class GenerationStream:
-    """Iterate for spans; `result` is the whole generation once iteration has ended.
-
-    Closing it, or leaving it unfinished, ends the generation; the session keeps what was committed.
+    `sequence` says of which of those asked for, by its place. With the last one comes the `result`, or the `error` that
+    this sequence could not go on for, which a stream raises.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._result: Generation | None = None
+    token_ids: list[int]
+    text: str
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    tentative: bool = False
+    sequence: int = 0
+    result: Generation | None = None
+    error: RequestError | None = None
+
+
+Run = Generator[Span | None, None, None]
+"""Generations pass by pass: their spans, or None behind a pass over a part of a prompt alone."""
+
+
+class Stream:
+    """Iterate for spans; `result`, or of several sequences `results`, is there once iteration has ended.
+
+    Closing it, or leaving it unfinished, ends the run; a session keeps what was committed.
+    """
+
+    def __init__(self, run: Run, stats: Stats | None = None) -> None:
+        """`stats` are those of a run of several sequences; its time is added here."""
+        self._run, self._stats = run, stats
+        self._found: dict[int, Generation] = {}
+        self._ended = False
         self._error: Exception | None = None
 
     def __iter__(self) -> Iterator[Span]:
         return self
 
     def __next__(self) -> Span:
+        started = perf_counter()
         try:
             while (span := next(self._run)) is None:
                 pass
-            return span
-        except StopIteration as end:
-            self._result = end.value or self._result  # an exhausted generator returns None
-            raise StopIteration from None
+        except StopIteration:
+            self._ended = self._ended or len(self._found) == (1 if self._stats is None else self._stats.sequences)
+            raise
         except Exception as error:
             self._error = error
             raise
+        finally:
+            if self._stats is not None:
+                self._stats.total_ms += (perf_counter() - started) * 1000
+        if span.result is not None:
+            self._found[span.sequence] = span.result
+        return span
 
     def close(self) -> None:
         self._run.close()
 
     @property
-    def result(self) -> Generation:
-        """The generation; runs it to its end first, if need be."""
+    def results(self) -> list[Generation]:
+        """The generations in the order asked for; runs them to their ends first, if need be."""
         for _ in self:
             pass
-        if self._result is None:
-            reason = "failed" if self._error is not None else "was closed"
-            raise RuntimeError(f"The stream {reason} before its generation ended; it has no result.") from self._error
-        return self._result
+        if not self._ended:
+            how = "failed" if self._error is not None else "was closed"
+            raise RuntimeError(f"The stream {how} before its end; it has no result.") from self._error
+        return [self._found[place] for place in sorted(self._found)]
+
+    @property
+    def result(self) -> Generation:
+        """The generation of the only sequence; runs it to its end first, if need be."""
+        (result,) = self.results
+        return result
+
+    @property
+    def stats(self) -> Stats:
+        """Of all sequences; of one alone, once it has ended."""
+        return self.result.stats if self._stats is None else self._stats
 
 
 class GrowingGeneration:
@@ -99,12 +126,6 @@ class GrowingGeneration:
         self.logprobs: list[TokenLogprob] = []
         self.finish_reason: FinishReason | None = None
 
-    def take(self, chosen: list[int], drafted: int, accepted: int, last: bool) -> tuple[Span, int]:
-        """Commit the target's choices of one round up to an end token or a stop string; how many stay."""
-        tokens, reason = self.cut(chosen, last)
-        span = self.show(tokens, reason, drafted, accepted)
-        return span, len(span.token_ids)
-
     def cut(self, chosen: list[int], last: bool) -> tuple[list[int], FinishReason | None]:
         """The target's choices of one round up to an end token, and why it ends there, as far as tokens tell.
 
@@ -116,8 +137,11 @@ class GrowingGeneration:
             return chosen[:kept], FinishReason.STOP
         return chosen, FinishReason.LENGTH if last else None
 
-    def show(self, tokens: list[int], reason: FinishReason | None, drafted: int, accepted: int) -> Span:
-        """Take what `cut` has left of a round, in the order of the rounds: up to a stop string, which ends it too."""
+    def show(self, tokens: list[int], reason: FinishReason | None, drafted: int, accepted: int) -> tuple[int, str]:
+        """Take what `cut` has left of a round, in the order of the rounds: up to a stop string, which ends it too.
+
+        How many tokens stay, and the text that they add.
+        """
         kept = len(tokens)
         pushed = self._text.push(tokens[: kept - (reason is FinishReason.STOP)])
         if pushed.stop is not None:
@@ -134,7 +158,7 @@ class GrowingGeneration:
         stats.new_tokens += kept
         self._token_ids += tokens[:kept]
         self._shown.append(pushed.text)
-        return Span(tokens[:kept], pushed.text)
+        return kept, pushed.text
 
     def preview(self, tokens: list[int]) -> str:
         """The text that is still to be shown if `tokens` are what comes, up to an end token or a stop string."""
@@ -142,13 +166,13 @@ class GrowingGeneration:
         kept = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
         return self._text.preview(tokens[:kept])
 
-    def finish(self) -> Span:
+    def finish(self) -> str:
         """The text that was held back; it may complete a stop string after all."""
         text = self._text.finish()
         self._shown.append(text)
         if self._text.stopped is not None:
             self.finish_reason = FinishReason.STOP
-        return Span([], text)
+        return text
 
     def result(self) -> Generation:
         assert self.finish_reason is not None

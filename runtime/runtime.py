@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Unpack, cast, overload
@@ -22,10 +22,9 @@ from runtime.backends.base import Settings
 from runtime.beam_search import BeamOptions, BeamResult, beam_search
 from runtime.branch_request import BranchPrompt, BranchRequest, Mode, check_branches
 from runtime.branch_run import run_branches
-from runtime.branch_stream import BranchSpan, BranchStats, BranchStream
 from runtime.engine_pool import EnginePool
 from runtime.execution.assembly import Loaded
-from runtime.generation import Generation, GenerationStream, Run
+from runtime.generation import Generation, Run, Stream
 from runtime.handle import Handle
 from runtime.memory import MemoryUse, memory_use
 from runtime.prefix_cache.cache import PrefixCache, PrefixCacheConfig, row_shapes
@@ -34,6 +33,7 @@ from runtime.request import Options, Request, check_request
 from runtime.scheduler import Scheduler, SchedulerConfig
 from runtime.scheduler_stats import SchedulerStats
 from runtime.session import Session
+from runtime.stats import Stats
 from runtime.text.prompt import Messages, choose_prompt, prepare_prompt
 
 MAX_THREADS = 1024
@@ -273,14 +273,14 @@ class Runtime:
 
     def stream(
         self, prompt: str | Sequence[int] | None = None, *, messages: Messages | None = None, **options: Unpack[Options]
-    ) -> GenerationStream:
+    ) -> Stream:
         """As `generate`, a span of tokens and text per step; nothing is held until the first one is asked for."""
-        return GenerationStream(self._once(*self._check(self._choose(prompt, messages), options)))
+        return Stream(self._once(*self._check(self._choose(prompt, messages), options)))
 
     def _once(self, ids: list[int], request: Request) -> Run:
         """Generate behind `ids`, a sequence of its own; nothing is held until the first pass is asked for."""
         with Session(self.engines) as session:
-            return (yield from session.run(ids, request, whole=True))
+            yield from session.run(ids, request, whole=True)
 
     def generate_branches(
         self,
@@ -305,7 +305,7 @@ class Runtime:
         mode: Mode = "in-one-sequence",
         keep_for: Sequence[str] = (),
         **options: Unpack[Options],
-    ) -> BranchStream:
+    ) -> Stream:
         """Continue `prompt` in several branches that share its rows, spans of all of them as they come.
 
         A branch is a text or token ids behind the prompt, or a mapping of `prompt` and options of its own; those
@@ -331,8 +331,8 @@ class Runtime:
         drafters = ["none", *(drafter.name for drafter in self.manifest.drafters)]
         if wrong := [name for name in keep_for if name not in drafters]:
             raise RequestError(f"keep_for names {wrong[0]!r}; the plan has the drafters {', '.join(drafters)}.")
-        stats = BranchStats(branches=len(asked[1]))
-        return BranchStream(self._branches(*asked, parallel, mode, stats, keep_for), stats)
+        stats = Stats(sequences=len(asked[1]))
+        return Stream(self._branches(*asked, parallel, mode, stats, keep_for), stats)
 
     def _branches(
         self,
@@ -340,9 +340,9 @@ class Runtime:
         asked: list[BranchRequest],
         parallel: int,
         mode: Mode,
-        stats: BranchStats,
+        stats: Stats,
         keep_for: Sequence[str],
-    ) -> Generator[BranchSpan, None, None]:
+    ) -> Run:
         engine = self.engines.borrow()
         try:
             yield from run_branches(engine, prefix, asked, parallel, mode, stats, keep_for)

@@ -22,10 +22,9 @@ from time import monotonic, perf_counter
 from plans.errors import BusyError, ClosedError, OutriderError, PlanError, RequestError
 from plans.manifest import Geometry
 from runtime.branch_request import MODES, BranchRequest, Mode
-from runtime.branch_stream import BranchSpan
 from runtime.engine import Engine
 from runtime.engine_pool import EnginePool
-from runtime.generation import FinishReason, Generation
+from runtime.generation import FinishReason, Generation, Span
 from runtime.handle import Handle
 from runtime.scheduler_stats import SchedulerStats
 from runtime.sequence import Committed, Sequence
@@ -356,16 +355,16 @@ class Scheduler:
                 self._stats.queued_ms += request.queued_ms
                 self._stats.prompt_tokens += len(request.asked.token_ids)
 
-    def _deliver(self, span: BranchSpan) -> None:
-        request = self._by_place[span.branch]
-        tokens = 0 if span.span.tentative else len(span.span.token_ids)
+    def _deliver(self, span: Span) -> None:
+        request = self._by_place[span.sequence]
+        tokens = 0 if span.tentative else len(span.token_ids)
         with self._changed:
             self._stats.new_tokens += tokens
             if tokens and not request.begun:
                 self._stats.ttft_ms += (perf_counter() - request.submitted) * 1000
         request.begun |= tokens > 0
-        if span.span.token_ids or span.span.text:
-            request.handle.push(span.span)
+        if span.token_ids or span.text:
+            request.handle.push(span)
         if span.result is None and span.error is None:
             return
         result = span.result

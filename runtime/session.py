@@ -21,7 +21,7 @@ from runtime.engine_pool import EnginePool
 from runtime.exclusive import Exclusive
 from runtime.execution.buffers import Buffers
 from runtime.execution.program import Program
-from runtime.generation import Generation, GenerationStream, Run
+from runtime.generation import Generation, Run, Stream
 from runtime.prefix_cache.radix_tree import common_length
 from runtime.request import Options, Request, check_fresh, check_options, check_request
 from runtime.sequence import Sequence
@@ -142,7 +142,7 @@ class Session:
         messages: Messages | None = None,
         whole: bool = False,
         **options: Unpack[Options],
-    ) -> GenerationStream:
+    ) -> Stream:
         """Append `prompt` (text or token ids; without one the text goes on) and generate, a span a step.
 
         With `whole` it is the whole sequence, as `messages` are the whole conversation: KV is kept as far as it agrees
@@ -151,7 +151,7 @@ class Session:
         request = check_request(options, self._manifest)
         prompt = "" if prompt is None and messages is None else prompt
         chosen = choose_prompt(prompt, messages, self._tokenizer, self._geometry)
-        return GenerationStream(self.run(chosen, request, whole=whole or messages is not None))
+        return Stream(self.run(chosen, request, whole=whole or messages is not None))
 
     def run(self, prompt: str | List[int], request: Request, *, whole: bool = False) -> Run:
         """Generate as `stream`, by checked options: a span a pass, None behind a pass over a part of a prompt."""
@@ -174,17 +174,17 @@ class Session:
             try:
                 while not sequence.over:
                     for committed in engine.step([sequence]):
-                        shown = engine.show(committed)
-                        if shown.error is not None:
-                            raise shown.error
-                        kept = shown.span.token_ids
-                        if len(kept) < len(committed.token_ids):  # a stop string has cut it
-                            engine.truncate(sequence, len(sequence.tokens) - len(committed.token_ids) + len(kept))
-                        if committed.tentative and not request.tentative:
-                            continue
-                        if kept or shown.span.text:
+                        span = engine.show(committed)
+                        if span.error is not None:
+                            raise span.error
+                        dropped = len(committed.token_ids) - len(span.token_ids)
+                        if dropped:  # behind a stop string
+                            engine.truncate(sequence, len(sequence.tokens) - dropped)
+                        if span.result is not None:
+                            clock.fill(span.result.stats)
+                        if span.token_ids or span.text or span.result is not None:
                             handed_over = perf_counter()
-                            yield shown.span
+                            yield span
                             engine.paused += perf_counter() - handed_over  # the caller's time is not ours
                     if not sequence.decoding:
                         yield None
@@ -193,8 +193,6 @@ class Session:
                 raise
             finally:
                 engine.finish(sequence, wait=waiting)
-            clock.fill(sequence.generation.stats)
-            return sequence.generation.result()
 
     @staticmethod
     def _append(engine: Engine, sequence: Sequence, ids: list[int], whole: bool) -> None:

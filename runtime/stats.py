@@ -10,9 +10,10 @@ from typing import Protocol
 
 @dataclass
 class Stats:
-    """Counts and wall-clock times of one generation.
+    """Counts and wall-clock times of one generation, or of a run of several sequences, all together.
 
-    A round is one target pass that commits tokens; a prefill pass is one that only fills the cache.
+    A round is one target pass that commits tokens, of all sequences of a run; a prefill pass is one that only fills the
+    cache. What only a run counts is 0 for one generation.
     """
 
     prompt_tokens: int = 0
@@ -40,6 +41,13 @@ class Stats:
     total_ms: float = 0.0  # to the last one, the caller's time between spans left out
     engine_ms: float = 0.0  # inside engine calls, all passes
     stage_ms: dict[str, float] = field(default_factory=dict)
+    # Of a run of several sequences.
+    sequences: int = 1
+    most_alive: int = 0  # at once
+    state_ms: float = 0.0  # laying out steps and the bookkeeping of slots, all models
+    kv_bytes: int = 0  # of committed slots, the most at once of each model
+    bytes_copied: int = 0  # of slots: prefixes, accepted nodes that were moved together, live slots over dead ones
+    compactions: int = 0  # times that live slots were moved over dead ones
 
     @property
     def acceptance_rate(self) -> float:
@@ -78,6 +86,11 @@ class Stats:
             (self.new_tokens - self.first_span) / seconds if seconds > 0 and self.new_tokens > self.first_span else 0.0
         )
 
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens, of all sequences, by wall clock from the first pass to the last."""
+        return 1000 * self.new_tokens / self.total_ms if self.total_ms else 0.0
+
     def to_json(self) -> dict[str, object]:
         """All fields and rates, with stable keys."""
         return asdict(self) | {
@@ -86,6 +99,7 @@ class Stats:
             "agreement": self.agreement,
             "tokens_per_verify": self.tokens_per_verify,
             "decode_tokens_per_second": self.decode_tokens_per_second,
+            "tokens_per_second": self.tokens_per_second,
         }
 
 

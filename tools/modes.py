@@ -28,7 +28,7 @@ from rich.table import Table
 from commands.arguments import Parser, at_least_0, at_least_1, counts
 from commands.console import guarded, progress_bar
 from plans.errors import RequestError
-from runtime import BranchStats, Runtime
+from runtime import Runtime, Stats
 from runtime.branch_request import MODES, Mode
 from tools.arguments import drafters_named
 from tools.bench.identity import identity_columns
@@ -96,7 +96,7 @@ class _Case:
     def rows(self, modes: Sequence[str], reps: int) -> list[dict[str, Any]]:
         """Figures of every mode, the branches one after another last."""
         ms: dict[str, list[float]] = {mode: [] for mode in (*modes, ALONE)}
-        stats: dict[str, list[BranchStats]] = {mode: [] for mode in modes}
+        stats: dict[str, list[Stats]] = {mode: [] for mode in modes}
         same = dict.fromkeys(ms, True)
         for repetition in range(reps + 1):
             self._prefix = next(self._prefixes)
@@ -118,7 +118,7 @@ class _Case:
         mode: str,
         ms: dict[str, list[float]],
         same: bool,
-        stats: Sequence[BranchStats] | None,
+        stats: Sequence[Stats] | None,
     ) -> dict[str, Any]:
         spent = median(ms[mode])
         row: dict[str, Any] = {
@@ -143,7 +143,7 @@ class _Case:
             row["kv_bytes"], row["bytes_copied"] = stats[0].kv_bytes, stats[0].bytes_copied
         return row
 
-    def _together(self, mode: str) -> tuple[float, list[list[int]], BranchStats]:
+    def _together(self, mode: str) -> tuple[float, list[list[int]], Stats]:
         started = perf_counter()
         stream = self._runtime.stream_branches(self._prefix, self._branches, mode=cast(Mode, mode), **self._options)
         found = [result.token_ids for result in stream.results]
@@ -159,7 +159,7 @@ class _Case:
         return (perf_counter() - started) * 1000, found
 
 
-def _masks(stats: BranchStats) -> float:
+def _masks(stats: Stats) -> float:
     return sum(ms for name, ms in stats.stage_ms.items() if name.startswith("BimMask"))
 
 

@@ -9,10 +9,10 @@ from commands.arguments import at_least_1
 from commands.console import print_json, stderr, stdout
 from plans.errors import RequestError
 from runtime.branch_request import MODES
-from runtime.branch_stream import BranchStats, BranchStream
 from runtime.cli.arguments import add_prompt, add_shared, generation_json, load, read_options, read_prompt
 from runtime.cli.side_by_side import SideBySide
-from runtime.generation import Generation
+from runtime.generation import Generation, Stream
+from runtime.stats import Stats
 
 
 def add_branches(commands: Any) -> None:
@@ -74,17 +74,17 @@ def _branches(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _show(stream: BranchStream, titles: list[str]) -> None:
+def _show(stream: Stream, titles: list[str]) -> None:
     if not stdout.is_terminal:
         for each in stream:
             if each.result is not None:
-                _print(each.branch, titles[each.branch], each.result)
+                _print(each.sequence, titles[each.sequence], each.result)
         return
     with SideBySide(stdout, titles) as view:
         for each in stream:
-            view.add(each.branch, each.span.text)
+            view.add(each.sequence, each.text)
             if each.result is not None:
-                view.end(each.branch, each.result.finish_reason.value)
+                view.end(each.sequence, each.result.finish_reason.value)
 
 
 def _print(number: int, title: str, result: Generation) -> None:
@@ -92,7 +92,7 @@ def _print(number: int, title: str, result: Generation) -> None:
     print(result.text)
 
 
-def _summary(stats: BranchStats) -> str:
+def _summary(stats: Stats) -> str:
     return (
         f"{stats.new_tokens} tokens in {stats.rounds} passes, {stats.tokens_per_second:.0f} tokens/s, "
         f"{stats.kv_bytes / 1e6:.1f} MB of keys and values, {stats.bytes_copied / 1e6:.1f} MB copied"

@@ -117,6 +117,6 @@ def _summary(answer: Answer) -> str:
     outline, points = answer.outline_stats, answer.stats
     return (
         f"outline: {outline.new_tokens} tokens in {outline.total_ms:.0f} ms; points: {points.new_tokens} tokens of "
-        f"{points.branches} branches in {points.total_ms:.0f} ms, {points.tokens_per_second:.0f} tokens/s, "
+        f"{points.sequences} branches in {points.total_ms:.0f} ms, {points.tokens_per_second:.0f} tokens/s, "
         f"{points.reused_tokens} tokens of the prompt kept"
     )

@@ -302,9 +302,9 @@ class Calls:
         stream = loaded.stream_branches(prompt, branches, **asked, **options)
         for each in stream:
             if on_branch:
-                ids, told = self._ffi.new("int64_t[]", each.span.token_ids), self._bytes(each.span.text)
-                if on_branch(user, each.branch, ids, len(each.span.token_ids), told.data, told.length):
-                    (cancels[each.branch] if cancels else together).set()
+                ids, told = self._ffi.new("int64_t[]", each.token_ids), self._bytes(each.text)
+                if on_branch(user, each.sequence, ids, len(each.token_ids), told.data, told.length):
+                    (cancels[each.sequence] if cancels else together).set()
         made = Branches(stream.results, self._bytes(json.dumps(stream.stats.to_json())))
         out[0] = self._handles.add(Kind.BRANCHES, made)
 

@@ -15,11 +15,11 @@ from typing import Unpack, cast
 from plans.errors import RequestError
 from plans.skeleton import Skeleton as Settings
 from runtime.branch_request import Mode
-from runtime.branch_stream import BranchStats
 from runtime.generation import FinishReason, Generation
 from runtime.request import MAX_STOPS, Options, check_stops
 from runtime.runtime import Runtime
 from runtime.skeleton.outline import END, PLAN, Outline, OutlineError, Point, outline_grammar, parse_outline
+from runtime.stats import Stats
 from runtime.text.constraint import Constraint, Vocabulary
 from runtime.text.prompt import chat_prompt
 
@@ -44,8 +44,8 @@ class Answer:
     outline: Outline
     planned: Generation
     points: list[Generation] = field(default_factory=list)
-    outline_stats: BranchStats = field(default_factory=BranchStats)
-    stats: BranchStats = field(default_factory=BranchStats)
+    outline_stats: Stats = field(default_factory=Stats)
+    stats: Stats = field(default_factory=Stats)
 
     @property
     def text(self) -> str:
@@ -120,7 +120,7 @@ class Skeleton:
         )
         for each in planning:
             outline = None if each.result is None else _outline_of(each.result)
-            yield Said(None, each.span.text, outline is not None, outline)
+            yield Said(None, each.text, outline is not None, outline)
         (planned,) = planning.results
         answer = Answer(_outline_of(planned), planned, outline_stats=planning.stats)
         points = answer.outline.points
@@ -129,7 +129,7 @@ class Skeleton:
             ended = cast(Options, {**options, "stop": [*stop, END]})
             writing = runtime.stream_branches(prefix[:-1], branches, mode=mode, max_parallel=max_parallel, **ended)
             for each in writing:
-                yield Said(each.branch, each.span.text, each.result is not None)
+                yield Said(each.sequence, each.text, each.result is not None)
             answer.points, answer.stats = writing.results, writing.stats
         return answer
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from plans import names
 from runtime import PrefixCacheConfig, Runtime
 from runtime.branch_request import MODES
-from runtime.branch_stream import BranchStats
 from runtime.engine import Engine
 from runtime.execution.program import Program
 from runtime.kv import cache as cache_module
 from runtime.kv.cache import KvCache
 from runtime.kv.slots import EMPTY, SHARED
+from runtime.stats import Stats
 from tests.integration.test_branches import BRANCH, DRAFTERS, alone
 
 
@@ -62,7 +62,7 @@ def test_a_sequence_with_many_dead_slots_is_compacted(branching, monkeypatch) ->
     branches = [{"prompt": [9 + i, 3], "max_new_tokens": 8 + 4 * i} for i in range(12)]
     options = {"drafter": "none", "ignore_eos": True}
 
-    def run() -> BranchStats:
+    def run() -> Stats:
         stream = branching.stream_branches([4, 5, 6], branches, max_parallel=4, **options)
         for place, generation in enumerate(stream.results):
             assert generation.token_ids == alone(branching, [4, 5, 6], branches[place], place, **options).token_ids

@@ -164,10 +164,10 @@ def test_a_branch_that_is_cancelled_before_it_begins_is_over_at_once(branching) 
     cancel = threading.Event()
     branches = [{"prompt": [7], "max_new_tokens": 30}, {"prompt": [8], "max_new_tokens": 20, "cancel": cancel}]
     stream = branching.stream_branches([5], branches, max_parallel=1, drafter="none", ignore_eos=True)
-    assert next(stream).branch == 0
+    assert next(stream).sequence == 0
     cancel.set()
     following = next(stream)
-    assert (following.branch, following.result.finish_reason) == (1, "cancelled")
+    assert (following.sequence, following.result.finish_reason) == (1, "cancelled")
     assert [len(result.token_ids) for result in stream.results] == [30, 0]
 
 
@@ -189,7 +189,7 @@ def test_streams_count_on_from_the_one_given(branching) -> None:
 def test_the_longest_begin_first_and_others_follow(branching) -> None:
     branches = [{"prompt": [8 + i], "max_new_tokens": 3 + i % 5, "predicted_tokens": 10 * i} for i in range(1, 7)]
     stream = branching.stream_branches([5, 6], branches, max_parallel=2, ignore_eos=True)
-    seen = list(dict.fromkeys(each.branch for each in stream))
+    seen = list(dict.fromkeys(each.sequence for each in stream))
     assert seen == [5, 4, 3, 2, 1, 0]
     assert stream.stats.most_alive == 2
     assert stream.stats.new_tokens == sum(branch["max_new_tokens"] for branch in branches)
@@ -236,11 +236,11 @@ def test_spans_joined_are_the_text_and_a_cancelled_branch_leaves_the_others(bran
     branches = [[8, 9], {"prompt": [10], "cancel": cancel}, [11]]
     texts, results = ["", "", ""], {}
     for number, each in enumerate(branching.stream_branches([5, 6], branches, max_new_tokens=24, ignore_eos=True)):
-        texts[each.branch] += each.span.text
+        texts[each.sequence] += each.text
         if number == 6:
             cancel.set()
         if each.result is not None:
-            results[each.branch] = each.result
+            results[each.sequence] = each.result
     assert [results[place].text for place in range(3)] == texts
     assert [str(results[place].finish_reason) for place in range(3)] == ["length", "cancelled", "length"]
     for place in (0, 2):
