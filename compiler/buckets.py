@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from compiler.design import PlanDesign
 from plans import names
-from plans.manifest import Buckets, Drafter, Engine, Geometry, GraphDrafter, NgramDrafter
+from plans.manifest import Buckets, Drafter, Engine, GraphDrafter, NgramDrafter
 
 
-def step_buckets(
-    geometry: Geometry,
-    limits: Mapping[str, Mapping[str, int]],
-    drafters: Sequence[Drafter],
-    engines: Mapping[str, Engine],
-) -> dict[str, Buckets]:
+def step_buckets(design: PlanDesign, engines: Mapping[str, Engine]) -> dict[str, Buckets]:
     """By model. Drafts whose size an engine decides have a bucket each; an n-gram's are rounded up."""
-    target = {1}
+    target, limits, drafters = {1}, design.limits, design.drafters
     own: dict[str, Iterable[int]] = {}
     for drafter in drafters:
         if isinstance(drafter, NgramDrafter):
@@ -26,7 +22,7 @@ def step_buckets(
     return {
         model: Buckets(
             new=tuple(size for size in sorted(sizes) if size <= limits[model][names.NEW]),
-            view=view_buckets(geometry.view_bucket, limits[model][names.VIEW]),
+            view=view_buckets(design.target.view_bucket, limits[model][names.VIEW]),
         )
         for model, sizes in {names.TARGET: target, **own}.items()
     }

@@ -4,29 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from compiler.design import PlanDesign
 from plans import names
-from plans.manifest import (
-    Drafter,
-    Engine,
-    Geometry,
-    GraphDrafter,
-    Program,
-    Results,
-    Stage,
-    StageKind,
-    View,
-    longest_draft,
-    rejects,
-)
+from plans.manifest import Engine, GraphDrafter, Program, Results, Stage, StageKind, rejects
 from plans.partial_kv import PartialKv
 from plans.step_buffers import sampling_buffers
 from plugins.schema import Purpose, Reduction
 from plugins.schemas import SCHEMAS
 
 _SHARED = {tensor.name for tensor in sampling_buffers(1)}
-_BEAMS = 8  # that every plan serves, whatever its drafters are
-_NODES_OF_A_BRANCH = 8  # its tip and a short draft, where all of a plan's branches live
-_TENTATIVE_OF_A_ROW = 32  # tokens that may wait to be confirmed where there are several rows
 _ACCEPTED = {
     "source": names.KEPT_ROWS,
     "source_count": names.KEPT_COUNT,
@@ -35,63 +21,6 @@ _ACCEPTED = {
 }
 _CACHES = ("k_cache.", "v_cache.")
 _COMPACT = _ACCEPTED | {"destination": names.MOVE_TO}
-
-
-def symbol_limits(geometry: Geometry, drafters: Sequence[Drafter], partial: PartialKv | None = None) -> dict[str, int]:
-    """Largest step of the target in one row: a full prefill chunk with the longest draft hanging from its end.
-
-    Behind a long context the longest is what waits to be confirmed. A step of beam search wants the logits of every
-    beam, so that there is room for some even without drafts.
-    """
-    tentative = 0 if partial is None else partial.n_spec_tokens_buf
-    nodes_of_all = geometry.branches * _NODES_OF_A_BRANCH
-    if geometry.rows > 1:  # each may have tokens to confirm
-        nodes_of_all = max(nodes_of_all, geometry.rows * (1 + min(tentative, _TENTATIVE_OF_A_ROW)))
-    nodes = max(1 + max(longest_draft(drafters), tentative), _BEAMS, nodes_of_all)
-    # By rejection, tokens depend on a draft: every branch has room for a whole one.
-    nodes = max(nodes, *(geometry.branches * (1 + longest_draft([d])) for d in drafters if rejects([d])), 0)
-    grown = max((d.tree.nodes for d in drafters if isinstance(d, GraphDrafter)), default=0) * geometry.branches
-    new = max(geometry.prefill_chunk + nodes - 1, grown)
-    return _limits(geometry, new, nodes, new + (geometry.branches > 1))
-
-
-def drafter_limits(drafter: GraphDrafter, geometry: Geometry, target: Mapping[str, int]) -> dict[str, int]:
-    """Largest step of a drafter's engine: what a prefill chunk of the target leaves it to take in, or a whole step."""
-    new = geometry.prefill_chunk if geometry.branches == 1 else target[names.NEW]
-    trees = {names.TIPS: geometry.branches, names.GROWN: geometry.branches * drafter.tree.nodes}
-    return _limits(geometry, new, 1, target[names.FEATURED]) | trees
-
-
-def _limits(geometry: Geometry, new: int, picked: int, featured: int) -> dict[str, int]:
-    return {
-        names.NEW: new,
-        names.VIEW: geometry.capacity - geometry.view_bucket,
-        names.LOGITS: picked,
-        names.ROWS: geometry.rows,
-        names.ROW_EDGES: geometry.rows + 1,
-        names.PLACES: new,
-        names.FEATURED: featured,
-        names.TIPS: 1,
-        names.GROWN: 1,
-    }
-
-
-def cache_views(model: str, geometry: Geometry) -> dict[str, View]:
-    """Each layer's K and V are planes of the one `kv` buffer, so that an op moves rows of all at once."""
-    views = {}
-    for layer in range(geometry.layers):
-        for plane, cache in enumerate((names.k_cache(layer), names.v_cache(layer))):
-            views[names.of(model, cache)] = View(buffer=names.of(model, names.KV), plane=2 * layer + plane)
-    return views
-
-
-def query_views(geometry: Geometry) -> dict[str, View]:
-    """Each layer's queries are a plane of one buffer, which is read as a whole."""
-    whole = names.of(names.TARGET, names.QUERIES)
-    return {
-        names.of(names.TARGET, names.queries(layer)): View(buffer=whole, plane=layer)
-        for layer in range(geometry.layers)
-    }
 
 
 def stages_around(model: str, drafter: GraphDrafter | None = None) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
@@ -107,9 +36,7 @@ def stages_around(model: str, drafter: GraphDrafter | None = None) -> tuple[tupl
     return (draws, mask), ()
 
 
-def emit_programs(
-    engines: Mapping[str, Engine], drafters: Sequence[Drafter], branches: int, partial: PartialKv | None = None
-) -> dict[str, Program]:
+def emit_programs(engines: Mapping[str, Engine], design: PlanDesign) -> dict[str, Program]:
     """`prefill`, `decode`, `verify`, `beam`; `extend.NAME` for each drafter with an engine, and what drafts with it.
 
     `speculate.NAME` is one launch for one sequence: the drafter's engine writes its tree into the target's step, which
@@ -120,7 +47,7 @@ def emit_programs(
     An engine needs no stages for the ops that it holds. Where it accepts, and the program does not, or by another rule,
     nobody asks how that went.
     """
-    model = names.TARGET
+    model, drafters, branches, partial = names.TARGET, design.drafters, design.target.branches, design.partial
     (mask,), (walk,) = stages_around(model)
     forward = _engine(model, engines[model])
     masked = (*_needed(engines[model], mask), forward)

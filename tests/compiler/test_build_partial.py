@@ -17,11 +17,6 @@ ENABLED = "partial_kv.enabled=true"
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["capacity.branches=4", CHAINS], r"partial_kv\.enabled is true, and capacity\.branches is 4"),
-        (
-            ["drafters=[{name: a, kind: model, checkpoint: drafter, acceptance: rejection}]"],
-            r"drafters\[0\]\.acceptance is rejection, by which tokens depend on what was drafted",
-        ),
         (["backends=[tensorrt-rtx]", CHAINS], r"backends\[0\] is tensorrt-rtx; partial_kv runs on onnxruntime-cpu"),
         (
             ["partial_kv.n_spec_tokens_buf=7", CHAINS],

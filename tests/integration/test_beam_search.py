@@ -13,7 +13,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 import runtime.__main__
-from compiler.programs import symbol_limits
+from compiler.design import symbol_limits
 from plans import names
 from plans.errors import BusyError, RequestError
 from runtime import BeamResult, FinishReason, Runtime

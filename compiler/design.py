@@ -1,0 +1,259 @@
+"""What a plan comes to, computed once from its recipe before anything is built: drafters, geometry, sizes, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from compiler import drafters
+from compiler.drafters import GraphSource
+from compiler.models.config import DecoderConfig, read_config
+from compiler.recipe import Recipe, check_capacity
+from compiler.recipe_backends import BackendBuild, OnnxRuntimeCpuSection, TensorRtRtxSection, TensorRtSection
+from compiler.recipe_drafters import NgramSection
+from plans import names
+from plans.buffers import DType, Tensor
+from plans.manifest import Drafter, Geometry, GraphDrafter, View, longest_draft, rejects
+from plans.partial_kv import PartialKv
+from plans.step_buffers import drafter_buffers, partial_buffers, sampling_buffers, status_buffers, target_buffers
+
+VIEW_BUCKET = 128  # keys: coarse enough that sizes rarely change, fine enough that masks stay short
+_BEAMS = 8  # that every plan serves, whatever its drafters are
+_NODES_OF_A_BRANCH = 8  # its tip and a short draft, where all of a plan's branches live
+_TENTATIVE_OF_A_ROW = 32  # tokens that may wait to be confirmed where there are several rows
+
+
+@dataclass(frozen=True)
+class PlanDesign:
+    """The parts of a plan that do not depend on its engines. `sources` are the drafters that have one."""
+
+    recipe: Recipe
+    config: DecoderConfig
+    sources: tuple[GraphSource, ...]
+    drafters: tuple[Drafter, ...]
+    target: Geometry
+    partial: PartialKv | None
+
+    @cached_property
+    def models(self) -> dict[str, Geometry]:
+        """Geometry by model, the target first."""
+        return {names.TARGET: self.target} | {each.section.name: each.geometry(self.target) for each in self.sources}
+
+    @cached_property
+    def limits(self) -> dict[str, dict[str, int]]:
+        """By model: the largest value of every symbol."""
+        target = symbol_limits(self.target, self.drafters, self.partial)
+        limits = {names.TARGET: target}
+        for each in self.sources:
+            name = each.section.name
+            limits[name] = drafter_limits(each.drafter, self.models[name], target)
+        return limits
+
+    @cached_property
+    def views(self) -> dict[str, View]:
+        """Parts of buffers that have a name of their own: each layer's K, V and queries."""
+        views: dict[str, View] = {}
+        for model, geometry in self.models.items():
+            views |= cache_views(model, geometry)
+        if self.partial is not None:
+            views |= cache_views(names.PARTIAL, self.target) | query_views(self.target)
+        return views
+
+    def buffers(self, backend: BackendBuild) -> tuple[Tensor, ...]:
+        """What an engine of the runtime has on a backend; its KV caches are of the weights' type."""
+        kv = DType(self.recipe.dtype(backend))
+        buffers = [
+            *target_buffers(self.target, kv, rejection=rejects(self.drafters)),
+            *(() if self.partial is None else partial_buffers(self.target, self.partial, kv)),
+            *sampling_buffers(self.target.branches),
+            *(status_buffers() if isinstance(backend, TensorRtSection) else ()),
+        ]
+        for source in self.sources:
+            buffers += drafter_buffers(source.drafter, self.models[source.section.name], self.target, kv)
+        return tuple(buffers)
+
+    def engine_shape(self, backend: BackendBuild) -> dict[str, object]:
+        """What a backend's engines depend on beside weights and tools. ONNX Runtime's take any size of step."""
+        scaling = self.recipe.target.rope_scaling
+        return {
+            "backend": backend.model_dump(mode="json", exclude={"timing_cache"}),
+            "limits": self.limits if isinstance(backend, TensorRtRtxSection | TensorRtSection) else None,
+            "capacity": self.target.capacity,
+            "dtype": self.recipe.dtype(backend),
+            "rope_scaling": None if scaling is None else scaling.model_dump(exclude_none=True),
+            "drafters": [
+                [each.drafter.model_dump(), self.models[each.section.name].capacity, repr(each.config)]
+                for each in self.sources
+            ],
+            "branches": self.target.branches if self.sources else 1,
+            "rows": self.target.rows,
+            "partial": self.recipe.partial_kv.enabled,
+        }
+
+
+def design_plan(recipe: Recipe) -> PlanDesign:
+    """Read the checkpoints' configurations, and settle what the plan is.
+
+    Raises `CheckpointError`, and `RecipeError` for what no plan can do, naming the key.
+    """
+    config = read_config(recipe.checkpoint_path, recipe.rope_scaling)
+    check_capacity(recipe, config)
+    _check_served(recipe)
+    sources = tuple(drafters.read_sources(recipe, config))
+    listed = drafters.manifest_drafters(recipe, sources)
+    target, partial = _geometry(recipe, config, sources), recipe.partial_kv.settings()
+    if partial is not None:
+        _check_partial(recipe, target, listed, partial)
+    return PlanDesign(recipe, config, sources, listed, target, partial)
+
+
+def _geometry(recipe: Recipe, config: DecoderConfig, sources: Sequence[GraphSource]) -> Geometry:
+    context = recipe.capacity.context
+    rounded = -(-context // VIEW_BUCKET) * VIEW_BUCKET
+    return Geometry(
+        layers=config.num_layers,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        feature_size=config.hidden_size * len(drafters.taps(sources)),
+        context=context,
+        view_bucket=VIEW_BUCKET,
+        capacity=rounded + VIEW_BUCKET,
+        prefill_chunk=recipe.capacity.prefill_chunk,
+        branches=recipe.capacity.branches,
+        rows=recipe.capacity.branches if recipe.capacity.batching else 1,
+    )
+
+
+def symbol_limits(geometry: Geometry, drafters: Sequence[Drafter], partial: PartialKv | None = None) -> dict[str, int]:
+    """Largest step of the target in one row: a full prefill chunk with the longest draft hanging from its end.
+
+    Behind a long context the longest is what waits to be confirmed. A step of beam search wants the logits of every
+    beam, so that there is room for some even without drafts.
+    """
+    tentative = 0 if partial is None else partial.n_spec_tokens_buf
+    nodes_of_all = geometry.branches * _NODES_OF_A_BRANCH
+    if geometry.rows > 1:  # each may have tokens to confirm
+        nodes_of_all = max(nodes_of_all, geometry.rows * (1 + min(tentative, _TENTATIVE_OF_A_ROW)))
+    nodes = max(1 + max(longest_draft(drafters), tentative), _BEAMS, nodes_of_all)
+    # By rejection, tokens depend on a draft: every branch has room for a whole one.
+    nodes = max(nodes, *(geometry.branches * (1 + longest_draft([d])) for d in drafters if rejects([d])), 0)
+    grown = max((d.tree.nodes for d in drafters if isinstance(d, GraphDrafter)), default=0) * geometry.branches
+    new = max(geometry.prefill_chunk + nodes - 1, grown)
+    return _limits(geometry, new, nodes, new + (geometry.branches > 1))
+
+
+def drafter_limits(drafter: GraphDrafter, geometry: Geometry, target: Mapping[str, int]) -> dict[str, int]:
+    """Largest step of a drafter's engine: what a prefill chunk of the target leaves it to take in, or a whole step."""
+    new = geometry.prefill_chunk if geometry.branches == 1 else target[names.NEW]
+    trees = {names.TIPS: geometry.branches, names.GROWN: geometry.branches * drafter.tree.nodes}
+    return _limits(geometry, new, 1, target[names.FEATURED]) | trees
+
+
+def _limits(geometry: Geometry, new: int, picked: int, featured: int) -> dict[str, int]:
+    return {
+        names.NEW: new,
+        names.VIEW: geometry.capacity - geometry.view_bucket,
+        names.LOGITS: picked,
+        names.ROWS: geometry.rows,
+        names.ROW_EDGES: geometry.rows + 1,
+        names.PLACES: new,
+        names.FEATURED: featured,
+        names.TIPS: 1,
+        names.GROWN: 1,
+    }
+
+
+def cache_views(model: str, geometry: Geometry) -> dict[str, View]:
+    """Each layer's K and V are planes of the one `kv` buffer, so that an op moves rows of all at once."""
+    views = {}
+    for layer in range(geometry.layers):
+        for plane, cache in enumerate((names.k_cache(layer), names.v_cache(layer))):
+            views[names.of(model, cache)] = View(buffer=names.of(model, names.KV), plane=2 * layer + plane)
+    return views
+
+
+def query_views(geometry: Geometry) -> dict[str, View]:
+    """Each layer's queries are a plane of one buffer, which is read as a whole."""
+    whole = names.of(names.TARGET, names.QUERIES)
+    return {
+        names.of(names.TARGET, names.queries(layer)): View(buffer=whole, plane=layer)
+        for layer in range(geometry.layers)
+    }
+
+
+def _check_served(recipe: Recipe) -> None:
+    """Raise `RecipeError` for what no plan can do yet, naming the first key that asks for it."""
+    several = recipe.capacity.branches
+    if several > 1 and any(not isinstance(backend, OnnxRuntimeCpuSection) for backend in recipe.backends):
+        raise recipe.error(
+            ("capacity", "branches"),
+            f"is {several}; backends other than onnxruntime-cpu serve one branch for now, set it to 1",
+        )
+    for index, backend in enumerate(recipe.backends):
+        if recipe.partial_kv.enabled and not isinstance(backend, OnnxRuntimeCpuSection):
+            raise recipe.error(
+                ("backends", index), f"is {backend.kind}; partial_kv runs on onnxruntime-cpu for now: leave one out"
+            )
+        if isinstance(backend, OnnxRuntimeCpuSection) and recipe.dtype(backend) != "float32":
+            where = ("target", "dtype") if backend.dtype is None else ("backends", index, "dtype")
+            raise recipe.error(
+                where,
+                f"is {recipe.dtype(backend)}; onnxruntime-cpu computes in float32: set it to float32 (a checkpoint in "
+                "any of the types is read), and give other backends a dtype of their own in their sections",
+            )
+        if isinstance(backend, TensorRtRtxSection):
+            for place, drafter in enumerate(recipe.drafters):
+                if not isinstance(drafter, NgramSection) and drafter.acceptance == "rejection":
+                    raise recipe.error(
+                        ("drafters", place, "acceptance"),
+                        "is rejection, which sums in float64, and TensorRT has none; leave it coupled, or the backend "
+                        "tensorrt-rtx out",
+                    )
+
+
+def _check_partial(recipe: Recipe, geometry: Geometry, drafters: Sequence[Drafter], partial: PartialKv) -> None:
+    """Whether the partial arena is large enough for a step, and no larger than the full one (FEATURES row 36).
+
+    Raises `RecipeError`, naming the key.
+    """
+    step, chunk = 1 + longest_draft(drafters), geometry.prefill_chunk
+    waiting, window = partial.n_spec_tokens_buf, recipe.partial_kv.n_draft_window_tokens
+    if waiting < step + 1:
+        raise recipe.error(
+            ("partial_kv", "n_spec_tokens_buf"),
+            f"is {waiting}, but a step of the plan's drafters has up to {step} tokens, and one more must fit; raise it "
+            f"to {step + 1} or more",
+        )
+    if waiting > chunk:
+        raise recipe.error(
+            ("partial_kv", "n_spec_tokens_buf"),
+            f"is {waiting}, but what waits there goes into one pass over the full arena, which takes at most "
+            f"capacity.prefill_chunk, {chunk}; lower it, or raise that",
+        )
+    if isinstance(partial.budget, int) and partial.budget > partial.n_retrieval_blocks:
+        raise recipe.error(
+            ("partial_kv", "budget"),
+            f"is {partial.budget}, but partial_kv.n_retrieval_blocks leaves room for {partial.n_retrieval_blocks}; "
+            "lower it, or raise that",
+        )
+    if max(partial.partial_threshold, 1) >= geometry.context:
+        raise recipe.error(
+            ("partial_kv", "partial_threshold"),
+            f"is {partial.partial_threshold}, and no context of the plan is longer than {geometry.context}; lower it, "
+            "or raise capacity.context",
+        )
+    if partial.largest > geometry.capacity:
+        raise recipe.error(
+            ("partial_kv", "n_retrieval_blocks"),
+            f"is {partial.n_retrieval_blocks}, which makes {partial.largest} tokens with sink, window and buffer, more "
+            f"than the full arena's {geometry.capacity}; lower it, or raise capacity.context",
+        )
+    if geometry.branches == 1 and window < chunk:
+        raise recipe.error(
+            ("partial_kv", "n_draft_window_tokens"),
+            f"is {window}, less than capacity.prefill_chunk, {chunk}, which a drafter takes in at once; raise it",
+        )
