@@ -8,6 +8,7 @@ from compiler.design import PlanDesign
 from plans import names
 from plans.manifest import Engine, GraphDrafter, Program, Results, Stage, StageKind, rejects
 from plans.partial_kv import PartialKv
+from plans.program_list import program_list
 from plans.step_buffers import sampling_buffers
 from plugins.schema import Purpose, Reduction
 from plugins.schemas import SCHEMAS
@@ -37,12 +38,7 @@ def stages_around(model: str, drafter: GraphDrafter | None = None) -> tuple[tupl
 
 
 def emit_programs(engines: Mapping[str, Engine], design: PlanDesign) -> dict[str, Program]:
-    """`prefill`, `decode`, `verify`, `beam`; `extend.NAME` for each drafter with an engine, and what drafts with it.
-
-    `speculate.NAME` is one launch for one sequence: the drafter's engine writes its tree into the target's step, which
-    is verified. `draft.NAME` drafts apart: for several sequences, or a token at a time. `compact.NAME` moves KV of a
-    tree together, or of every model of a plan of several branches over dead slots. With partial KV, what commits
-    tokens is there once more, over the partial cache, and `refresh` fills that.
+    """Those of `plans.program_list`.
 
     An engine needs no stages for the ops that it holds. Where it accepts, and the program does not, or by another rule,
     nobody asks how that went.
@@ -64,6 +60,7 @@ def emit_programs(engines: Mapping[str, Engine], design: PlanDesign) -> dict[str
     results = Results(
         tokens=tokens, counts=names.of(model, names.ACCEPTED_COUNT), kept=names.of(model, names.KEPT_ROWS)
     )
+    listed = program_list(drafters, branches, engines, partial=partial is not None)
     programs = {
         names.PREFILL: Program(stages=_unasked(masked)),
         names.DECODE: Program(
@@ -72,7 +69,7 @@ def emit_programs(engines: Mapping[str, Engine], design: PlanDesign) -> dict[str
         names.VERIFY: Program(stages=verify(by_rejection if rejecting and together else walk), results=results),
         names.BEAM: Program(stages=_unasked((forward,))),
     }
-    if branches > 1:
+    if names.compact(model) in listed:
         programs[names.compact(model)] = Program(stages=(_op("KvGather", model, _COMPACT),))
     for drafter in drafters:
         if not isinstance(drafter, GraphDrafter):
@@ -80,14 +77,14 @@ def emit_programs(engines: Mapping[str, Engine], design: PlanDesign) -> dict[str
         name, engine = drafter.name, engines[drafter.name]
         (draws, own_mask), _ = stages_around(name, drafter)
         around, apart = _needed(engine, draws, own_mask), _engine(name, engine)
-        if drafter.entropy is None:
+        if names.speculate(name) in listed:
             into_step = _engine(name, engine, names.DRAFTED)
             judged = verify(by_rejection if drafter in rejecting else walk)
             programs[names.speculate(name)] = Program(stages=(*around, into_step, *judged), results=results)
-        if branches > 1 or drafter.entropy is not None:
+        if names.draft(name) in listed:
             programs[names.draft(name)] = Program(stages=(*around, apart))
         programs[names.extend(name)] = Program(stages=(*_needed(engine, own_mask), apart))
-        if branches > 1 or (drafter.compacts and engine.keeps_levels):
+        if names.compact(name) in listed:
             programs[names.compact(name)] = Program(stages=(_op("KvGather", name, _COMPACT),))
     if partial is not None:
         committing = [name for name, program in programs.items() if program.results is not None]

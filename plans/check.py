@@ -6,7 +6,6 @@ Nothing is allocated or loaded before these questions are answered, so that a wr
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 
 from plans import names
@@ -28,6 +27,7 @@ from plans.manifest import (
     rejects,
 )
 from plans.partial_kv import PartialKv
+from plans.program_list import ProgramKind, program_list
 from plans.step_buffers import drafter_buffers, partial_buffers, sampling_buffers, target_buffers
 
 LARGEST_SESSION = 2**40  # bytes of one session's buffers; far above any plan of ours
@@ -133,34 +133,13 @@ def _backend(
         for problem in _engine(engine):
             yield f"engines.{name}: {problem}"
     resolver = _Names(memory, backend, partial)
-    speculative = {names.speculate(name) for name, drafter in graphs.items() if drafter.entropy is None}
-    speculative.add(names.VERIFY)
-    several = models[names.TARGET].branches > 1
-    plain = {names.DECODE}
-    small: set[str] = set()
-    if partial is not None:
-        small = {names.partial(name) for name in speculative}
-        speculative |= small
-        small.add(names.partial(names.DECODE))
-        plain.add(names.partial(names.DECODE))
-    required = speculative | plain | {names.PREFILL, names.BEAM} | {names.extend(name) for name in graphs}
-    required |= {names.draft(name) for name, drafter in graphs.items() if several or drafter.entropy is not None}
-    compacting = {
-        names.compact(name)
-        for name, drafter in graphs.items()
-        if several or (drafter.compacts and name in backend.engines and backend.engines[name].keeps_levels)
-    }
-    if several:
-        compacting.add(names.compact(names.TARGET))
-    required |= compacting
-    if partial is not None:
-        required.add(names.REFRESH)
+    branches = models[names.TARGET].branches
+    required = program_list(drafters, branches, backend.engines, partial=partial is not None)
     for name in sorted(required):
         if name not in backend.programs:
             yield f"programs: {name!r} is missing"
     for name, program in backend.programs.items():
-        kind = _Kind(name in speculative, name in plain, name in compacting, name in small)
-        for problem in resolver.program(program, name, kind):
+        for problem in resolver.program(program, name, required.get(name, ProgramKind())):
             yield f"programs.{name}: {problem}"
 
 
@@ -253,25 +232,15 @@ def _engine(engine: Engine) -> Iterator[str]:
             yield f"the alias of {output!r} to {source!r} names no output and input"
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """What a program must be: one that speculates, commits a token, or moves rows; over the small arena."""
-
-    speculative: bool
-    plain: bool
-    compacting: bool
-    small: bool = False
-
-
 class _Names:
     """What a stage may name: memory and engines of one backend."""
 
     def __init__(self, memory: Memory, backend: BackendPlan, partial: PartialKv | None) -> None:
         self._memory, self._backend, self._partial = memory, backend, partial
 
-    def program(self, program: Program, name: str, kind: _Kind) -> Iterator[str]:
+    def program(self, program: Program, name: str, kind: ProgramKind) -> Iterator[str]:
         for index, stage in enumerate(program.stages):
-            for problem in (*self._stage(stage), *arena_problems(stage, name, kind.small)):
+            for problem in (*self._stage(stage), *arena_problems(stage, name, kind.partial)):
                 yield f"stage {index}, {stage.run!r}: {problem}"
         if kind.compacting:
             if [stage.run for stage in program.stages] != ["KvGather"] or program.results is not None:
@@ -321,7 +290,7 @@ class _Names:
             if stage.outputs[output] != stage.inputs[source]:
                 yield f"{output!r} must be bound to the memory of {source!r}"
 
-    def _results(self, program: Program, kind: _Kind) -> Iterator[str]:
+    def _results(self, program: Program, kind: ProgramKind) -> Iterator[str]:
         results = program.results
         if results is None:
             if kind.plain or kind.speculative:
