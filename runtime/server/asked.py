@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
 from plans.errors import RequestError
+from plans.partial_kv import PARTIAL_MODES, PartialMode
 from runtime.request import MAX_LOGPROBS, MAX_STOPS, Options
 from runtime.server.refusals import shown
 
@@ -50,7 +51,8 @@ class StreamOptions(_Body):
 
 
 class _Asked(_Body):
-    """What both kinds of request have. `top_k`, `drafter`, `ignore_eos`, `priority` and `deadline` are ours.
+    """What both kinds of request have. `top_k`, `drafter`, `partial_kv`, `ignore_eos`, `priority` and `deadline`
+    are ours.
 
     A field's description says what to pass; `refusals.py` tells it to a client that passed something else.
     """
@@ -72,6 +74,7 @@ class _Asked(_Body):
 
     top_k: int = Field(0, description="a whole number of at least 0")
     drafter: str | None = Field(None, description="the name of a drafter, or none")
+    partial_kv: PartialMode | None = Field(None, description=f"one of {', '.join(PARTIAL_MODES)}")
     ignore_eos: bool = Field(False, description="true or false")
     priority: int = Field(0, description="a whole number")
     deadline: float | None = Field(None, gt=0, description="a number of seconds above 0")
@@ -99,6 +102,8 @@ class _Asked(_Body):
             options["max_new_tokens"] = limit
         if self.drafter is not None:
             options["drafter"] = self.drafter
+        if self.partial_kv is not None:
+            options["partial_kv"] = self.partial_kv
         return [Options(**{**options, "stream_id": place}) for place in range(self.n)]
 
 

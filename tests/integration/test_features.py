@@ -1,0 +1,305 @@
+"""Every feature in every way of asking: one sequence, several in one row, and a row each, through each door.
+
+The ways are `generate`, a session, branches in one sequence and with a row each, requests in both modes, and the
+server. Each feature is tried in each of them, several sequences at once where the way has them, beside others that do
+not use it. What single features do beyond that has tests of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from compiler.build import build
+from compiler.recipe import load_recipe
+from plans.errors import RequestError
+from runtime import Generation, PrefixCacheConfig, Runtime, SchedulerConfig
+from runtime.branch_request import Mode
+from runtime.drafters.adaptive import AdaptiveSpeculation
+from runtime.request import Options
+from runtime.text.constraint import Constraint, Vocabulary
+from runtime.text.grammar import Grammar, one_of, repeat
+from tests.conftest import PARTIAL_KV, TOY_DRAFTERS, TOY_RECIPE
+from tests.integration.long_context import prompt
+from tests.integration.served import client_of, listening
+
+REJECTING = "classical"
+DRAFTERS = ["none", *TOY_DRAFTERS]
+WAYS = ["generate", "session", "branches", "branches, rows", "submit", "submit, rows", "server"]
+IN_A_ROW_EACH = ("generate", "session", "branches, rows", "submit, rows", "server")
+PREFIX = prompt(3, 48)
+
+
+@pytest.fixture(scope="module")
+def plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every drafter, rejection, partial KV, four sequences in one row or in a row each."""
+    out = tmp_path_factory.mktemp("features") / "plan"
+    drafters = [line[4:] for line in TOY_RECIPE.splitlines() if line.startswith("  - {")]
+    drafters.append(f"{{name: {REJECTING}, kind: model, checkpoint: drafter, gamma: 3, acceptance: rejection}}")
+    capacity = "capacity={context: 160, prefill_chunk: 16, branches: 4, batching: true}"
+    recipe = load_recipe(toy_recipe, [f"drafters=[{', '.join(drafters)}]", f"partial_kv={PARTIAL_KV}", capacity])
+    build(recipe, toy_recipe, out)
+    return out
+
+
+@dataclass
+class Doors:
+    """One runtime for each mode of requests, and a client of a server."""
+
+    rows: Runtime
+    row: Runtime
+    client: openai.OpenAI
+
+    def ask(self, way: str, asked: list[Options], own: list[list[int]] | None = None) -> list[Generation]:
+        """Generate behind PREFIX and each one's `own` tokens, by different options, all at once where the way can."""
+        own = [[7 + place] for place in range(len(asked))] if own is None else own
+        prompts = [PREFIX + tokens for tokens in own]
+        both = list(zip(prompts, asked, strict=True))
+        match way:
+            case "generate":
+                return [self.rows.generate(ids, **options) for ids, options in both]
+            case "session":
+                found = []
+                for ids, options in both:
+                    with self.rows.session() as session:
+                        found.append(session.generate(ids, **options))
+                return found
+            case "branches" | "branches, rows":
+                mode: Mode = "in-one-sequence" if way == "branches" else "batching"
+                branches = [
+                    {"prompt": tokens, "stream_id": 0, **options} for tokens, options in zip(own, asked, strict=True)
+                ]
+                return self.rows.generate_branches(PREFIX, branches, mode=mode)
+            case "submit" | "submit, rows":
+                runtime = self.row if way == "submit" else self.rows
+                return [handle.result() for handle in runtime.submit_all(both)]
+        raise AssertionError(way)
+
+    def texts(self, way: str, asked: list[Options]) -> list[str]:
+        """The texts alone, of the server as well, whose answers have no tokens."""
+        if way != "server":
+            return [each.text for each in self.ask(way, asked)]
+        found: list[str] = [""] * len(asked)
+
+        def one(place: int, options: Options) -> None:
+            given: dict[str, Any] = dict(options)
+            limit, stop = given.pop("max_new_tokens"), given.pop("stop", None)
+            temperature, seed = given.pop("temperature", 0.0), given.pop("seed", 0)
+            given.pop("auto_disable", None)
+            answer = self.client.completions.create(
+                model="toy", prompt=[*PREFIX, 7 + place], max_tokens=limit, stop=stop, temperature=temperature,
+                seed=seed, extra_body=given,
+            )  # fmt: skip
+            found[place] = answer.choices[0].text
+
+        threads = [threading.Thread(target=one, args=each) for each in enumerate(asked)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+
+@pytest.fixture(scope="module")
+def doors(plan: Path) -> Iterator[Doors]:
+    rows = Runtime.load(plan, threads=1)
+    row = Runtime.load(plan, threads=1, scheduler=SchedulerConfig(mode="in-one-sequence"))
+    served = Runtime.load(plan, threads=1)
+    with listening(served) as address, client_of(address) as client:
+        yield Doors(rows, row, client)
+    rows.close()
+    row.close()
+
+
+def options(**more: Any) -> Options:
+    found = {"max_new_tokens": 40, "ignore_eos": True, "partial_kv": "off", **more}
+    return Options(**found)  # type: ignore[typeddict-item]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_every_drafter_mixed_in_one_pass(doors: Doors, way: str, temperature: float) -> None:
+    plain = options(drafter="none", temperature=temperature, seed=5)
+    expected = doors.texts("generate", [plain] * 4)
+    for shift in range(0, len(DRAFTERS), 2):
+        mixed = [options(**plain | {"drafter": DRAFTERS[(shift + i) % len(DRAFTERS)]}) for i in range(4)]  # type: ignore[misc]
+        assert doors.texts(way, mixed) == expected
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rejection(doors: Doors, way: str) -> None:
+    """Its tokens depend on its drafts, and on nothing else: they are those that it has alone."""
+    drafters = [REJECTING, "head", REJECTING, "none"]
+    asked = [options(drafter=drafter, temperature=1.0, seed=5) for drafter in drafters]
+    assert doors.texts(way, asked) == doors.texts("generate", asked)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "server"])
+def test_adaptive_speculation(doors: Doors, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where drafting does not pay, each sequence's drafter is disabled; the tokens stay."""
+    monkeypatch.setattr(AdaptiveSpeculation, "gain", lambda self: 0.5)
+    monkeypatch.setattr("runtime.drafters.adaptive.WINDOW", 4)
+    monkeypatch.setattr("runtime.drafters.adaptive.BURST", 2)
+    drafters = ["chain", "head", "ngram", "none"]
+    expected = [each.token_ids for each in doors.ask("generate", [options(drafter="none")] * 4)]
+    found = doors.ask(way, [options(drafter=drafter) for drafter in drafters])
+    assert [each.token_ids for each in found] == expected
+    assert all(each.stats.plain_rounds > 0 for each in found[:3])
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "server"])
+def test_constraints(doors: Doors, way: str) -> None:
+    """Digits alone, beside sequences that may say anything."""
+    manifest, tokenizer = doors.rows.manifest, doors.rows.tokenizer
+    vocabulary = Vocabulary(
+        Grammar(repeat(one_of(b"0123456789"))), tokenizer, manifest.target.vocab_size, manifest.text.eos_token_ids
+    )
+    asked = [
+        options(constraint=Constraint(vocabulary) if place % 2 else None, drafter="head", max_new_tokens=12)
+        for place in range(4)
+    ]
+    found = doors.ask(way, asked)
+    assert found[1].text.isdigit()
+    assert found[3].text.isdigit()
+    free = doors.ask("generate", [options(drafter="none", max_new_tokens=12)] * 4)
+    assert [each.token_ids for each in found[::2]] == [each.token_ids for each in free[::2]]
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "server"])
+def test_log_probabilities(doors: Doors, way: str) -> None:
+    asked = [options(logprobs=2 if place % 2 else None, drafter="bushy", max_new_tokens=15) for place in range(4)]
+    expected, found = doors.ask("generate", asked), doors.ask(way, asked)
+    for one, other in zip(expected, found, strict=True):
+        assert one.logprobs == other.logprobs
+    assert [len(each.logprobs) for each in found] == [0, 15, 0, 15]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_stop_strings(doors: Doors, way: str) -> None:
+    whole = doors.texts("generate", [options(drafter="none")] * 4)
+    stops = [text[len(text) // 2 : len(text) // 2 + 2] for text in whole]
+    asked = [
+        options(drafter=drafter, stop=[stop] if place % 2 else [])
+        for place, (drafter, stop) in enumerate(zip(["none", "chain", "ngram", "head"], stops, strict=True))
+    ]
+    expected = [
+        text[: text.index(stop)] if place % 2 else text
+        for place, (text, stop) in enumerate(zip(whole, stops, strict=True))
+    ]
+    assert doors.texts(way, asked) == expected
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "server"])
+def test_cancellation(doors: Doors, way: str) -> None:
+    """One ends after its third round, whoever else is in the passes; the others go on."""
+    cancel = threading.Event()
+    rounds: list[object] = []
+
+    def watch(each: object) -> None:
+        rounds.append(each)
+        if len(rounds) == 3:
+            cancel.set()
+
+    whole = doors.ask("generate", [options(drafter="none")] * 4)
+    asked = [
+        options(drafter="none", **({"cancel": cancel, "on_round": watch} if place == 2 else {})) for place in range(4)
+    ]
+    found = doors.ask(way, asked)
+    assert [each.finish_reason.value for each in found] == ["length", "length", "cancelled", "length"]
+    assert [each.token_ids for each in found if each.finish_reason.value == "length"] == [
+        each.token_ids for place, each in enumerate(whole) if place != 2
+    ]
+    ended = found[2].token_ids
+    assert 3 <= len(ended) <= 5  # a scheduler shows a pass while the next one runs
+    assert ended == whole[2].token_ids[: len(ended)]
+
+
+@pytest.mark.parametrize("way", ["submit", "submit, rows"])
+def test_deadlines(doors: Doors, way: str) -> None:
+    runtime = doors.row if way == "submit" else doors.rows
+    late = runtime.submit(PREFIX, deadline=1e-9, **options())
+    others = [runtime.submit(PREFIX, **options(drafter="chain")) for _ in range(3)]
+    assert late.result().finish_reason.value == "deadline"
+    assert {handle.result().finish_reason.value for handle in others} == {"length"}
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "server"])
+def test_the_prefix_cache(plan: Path, doors: Doors, way: str) -> None:
+    config = PrefixCacheConfig(max_cached_tokens=4096)
+    cached = Doors(
+        Runtime.load(plan, threads=1, prefix_cache=config),
+        Runtime.load(plan, threads=1, prefix_cache=config, scheduler=SchedulerConfig(mode="in-one-sequence")),
+        doors.client,
+    )
+    asked = [options(drafter=drafter) for drafter in ("none", "chain", "head", "ngram")]
+    expected = [each.token_ids for each in doors.ask("generate", [options(drafter="none")] * 4)]
+    for _ in range(2):
+        found = cached.ask(way, asked)
+        assert [each.token_ids for each in found] == expected
+    if way.startswith("branches"):  # which share the prefix, whoever has computed it
+        return
+    assert all(each.stats.reused_tokens >= len(PREFIX) - 1 for each in found)
+
+
+@pytest.mark.parametrize("way", IN_A_ROW_EACH)
+@pytest.mark.usefixtures("run_ahead")
+def test_lossless_partial_kv(doors: Doors, way: str) -> None:
+    drafters = ["none", "chain", "head", "ngram"]
+    asked = [
+        options(drafter=drafter, partial_kv="off" if drafter == "none" else "lossless", max_new_tokens=60)
+        for drafter in drafters
+    ]
+    expected = doors.texts("generate", [options(drafter="none", max_new_tokens=60)] * 4)
+    assert doors.texts(way, asked) == expected
+    if way != "server":
+        assert all(each.stats.partial_rounds > 0 for each in doors.ask(way, asked)[1:])
+
+
+@pytest.mark.parametrize("way", [way for way in IN_A_ROW_EACH if way != "server"])
+def test_lossy_partial_kv(doors: Doors, way: str) -> None:
+    asked = [options(partial_kv="lossy", drafter=drafter, max_new_tokens=60) for drafter in ("none", "chain")]
+    for each in doors.ask(way, asked):
+        assert each.stats.partial_rounds > each.stats.refreshes > 0
+
+
+@pytest.mark.parametrize("way", ["branches", "submit"])
+@pytest.mark.parametrize("mode", ["lossless", "lossy"])
+def test_partial_kv_of_a_shared_row_is_refused_with_the_reason(doors: Doors, way: str, mode: str) -> None:
+    with pytest.raises(RequestError, match="sequences that share a row of the KV cache read all of it"):
+        doors.ask(way, [options(partial_kv=mode)])
+
+
+def test_beam_search_is_of_one_sequence(doors: Doors) -> None:
+    (found,) = doors.rows.beam_search(PREFIX, beams=3, max_new_tokens=8)
+    (greedy,) = doors.rows.beam_search(PREFIX, beams=1, max_new_tokens=8)
+    assert found.score >= greedy.score
+
+
+def test_a_runtime_holds_one_set_of_buffers_for_what_it_serves_one_after_another(plan: Path) -> None:
+    runtime = Runtime.load(plan, threads=1)
+    assert (runtime.memory().engines, runtime.memory().idle) == (1, 1)
+    asked: list[Callable[[], object]] = [
+        lambda: runtime.generate(PREFIX, max_new_tokens=4),
+        lambda: runtime.generate_branches(PREFIX, [[1], [2]], max_new_tokens=4),
+        lambda: runtime.generate_branches(PREFIX, [[1], [2]], mode="batching", max_new_tokens=4),
+        lambda: runtime.beam_search(PREFIX, beams=2, max_new_tokens=4),
+        lambda: runtime.submit(PREFIX, max_new_tokens=4).result(),
+    ]
+    for ask in asked:
+        ask()
+        runtime.close(timeout=20) if ask is asked[-1] else None
+        assert runtime.memory().engines == 1
+    held = runtime.memory()
+    assert held.idle == 1
+    assert held.total_bytes == held.engine_bytes > sum(held.kv_bytes.values()) > 0
+    with runtime.session() as session:
+        session.generate(PREFIX, max_new_tokens=4)
+        assert (runtime.memory().engines, runtime.memory().idle) == (1, 0)
+        runtime.generate(PREFIX, max_new_tokens=4)  # while the session is open
+        assert runtime.memory().engines == 2
