@@ -310,7 +310,8 @@ class DraftGraph(nn.Module):
         steps = torch.arange(tree.nodes - 1).expand(drawn.shape[0], tree.nodes - 1)
         distributions = torch.cat(probabilities, 1)
         target_ids = self._target_ids(drawn)
-        own = torch.gather(distributions[:, 1:], 2, target_ids.unsqueeze(2)).squeeze(2)
+        drafted = distributions[:, 1:].reshape(-1, size)
+        own = torch.gather(drafted, 1, target_ids.reshape(-1, 1)).reshape(target_ids.shape)
         scores = torch.cumsum(torch.log(own), 1)
         return [target_ids, steps, steps + 1, scores, distributions.reshape(-1, size)]
 

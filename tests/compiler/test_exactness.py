@@ -49,7 +49,7 @@ class Feeder:
     def feed(self, tokens: list[int], past: int, view: int) -> Logits:
         """Logits of all of `tokens`, a chain behind `past` rows, of which `view` keys are looked at."""
         step, n = self.step, len(tokens)
-        step.begin_target(past, past, tokens, 0, logits=True)
+        step.begin(past, past, tokens, 0)
         step.logit_rows[:n] = np.arange(n)
         bim, past_length = np.full((1, past), -1, np.int64), np.array([past])
         bias = bim_mask(bim, past_length, np.array([0, n]), step.branch[:n], step.parent[:n], view, n)
@@ -67,7 +67,7 @@ class Feeder:
         depth: list[int] = []
         for parent in parents:
             depth.append(0 if parent < 0 else depth[parent] + 1)
-        step.begin_target(past, past, tokens, 0, logits=True)
+        step.begin(past, past, tokens, 0)
         step.logit_rows[:n], step.parent[:n], step.positions[:n] = np.arange(n), parents, past + np.array(depth)
         bim, past_length, view = np.full((1, past), -1, np.int64), np.array([past]), past + n
         bias = bim_mask(bim, past_length, np.array([0, n]), step.branch[:n], step.parent[:n], view, n)
