@@ -28,9 +28,7 @@ from runtime.execution.program import Program
 from runtime.execution.warmup import warm_up
 from runtime.generation import FinishReason, GrowingGeneration, Span
 from runtime.kv.cache import KvCache
-from runtime.kv.partial import PartialCache
-from runtime.kv.partial_policy import Budget
-from runtime.kv.run_ahead import Intervals, RunAhead
+from runtime.partial_passes import PartialPasses
 from runtime.prefix_cache.cache import PrefixCache
 from runtime.prefix_cache.client import CacheClient
 from runtime.request import Options, Request, check_options
@@ -63,19 +61,10 @@ class Engine:
         compact = self.programs.get(names.compact(names.TARGET))
         self.cache = KvCache(names.TARGET, parts.buffers, parts.step, self._geometry, compact, padded=padded)
         self.drafting = Drafting(loaded, parts, self._watch)
-        self._small: KvCache | None = None
-        self._partials: list[PartialCache] = []
-        partial = self.manifest.partial_kv
-        if partial is not None:
-            self._small = KvCache(names.PARTIAL, parts.buffers, parts.step, self._geometry)
-            longest, refresh = longest_draft(self.manifest.drafters), self.programs[names.REFRESH]
-            self._partials = [
-                PartialCache(partial, parts.buffers, table, refresh, longest, row)
-                for row, table in enumerate(self._small.tables)
-            ]
+        settings = self.manifest.partial_kv
+        self._partial = None if settings is None else PartialPasses(settings, loaded, parts, self.cache, self.drafting)
         self.memory = None if cache is None else CacheClient(cache, parts.buffers, self.cache, self.drafting)
         self._adaptive = AdaptiveSpeculations(self.manifest)
-        self._intervals = Intervals(parts.step.max_nodes)
         self.mode: Mode = "in-one-sequence"
         self.prefix: list[int] = []
         self._prefix_computed = 0
@@ -123,10 +112,8 @@ class Engine:
         self._free = list(range(self._geometry.branches - 1, -1, -1))
         self._live.clear()
         self._open.clear()
-        if self._small is not None:
-            self._small.arrange(pooled=pooled)
-            for partial in self._partials:
-                partial.reset()
+        if self._partial is not None:
+            self._partial.arrange(pooled=pooled)
         if self.memory is not None:
             self.memory.forget()
         self.paused = 0.0
@@ -221,8 +208,8 @@ class Engine:
         sequence = Sequence(id, number, [*self.prefix, *tokens], shared, shared)
         self._open[number] = sequence
         self.cache.open(number)
-        if self._partials:
-            self._partials[self.cache.row_of(number)].reset()
+        if self._partial is not None:
+            self._partial.of(sequence).reset()
         return sequence
 
     def admit(self, id: int, tokens: List[int], request: Request) -> Sequence:
@@ -259,27 +246,8 @@ class Engine:
         if self.memory is not None and not self.prefix:
             self.memory.note_reused(stats.reused_tokens)
         self._live[sequence.number] = sequence
-        self._begin_partial(sequence)
-
-    def _begin_partial(self, sequence: Sequence) -> None:
-        request, tokens = sequence.request, len(sequence.tokens)
-        sequence.partial = sequence.ahead = None
-        sequence.queries = None
-        if not self._partials or request.partial_kv == "off" or request.drafter in self._rejecting:
-            return
-        partial = sequence.partial = self._partials[self.cache.row_of(sequence.number)]
-        settings, asked = partial.settings, request.partial_budget
-        most = settings.n_retrieval_blocks
-        fixed = None if asked == "auto" else most if asked is None else asked
-        sequence.budget = Budget(most, fixed, tokens // settings.block_size, sequence.end - tokens)
-        if request.partial_kv == "lossless":
-            sequence.ahead = RunAhead(
-                self._intervals.of(request, tokens),
-                sequence.budget,
-                sequence.generation.stats,
-                request.eos_token_ids,
-                always=not request.auto_disable,
-            )
+        if self._partial is not None:
+            self._partial.begin(sequence)
 
     def _resume(self, sequence: Sequence) -> None:
         """The sequence's drafters follow it from now on; the target computes again what they have missed."""
@@ -291,8 +259,8 @@ class Engine:
         """Keep the first `length` tokens of a sequence."""
         del sequence.tokens[length:]
         self._truncate_caches(sequence, min(length, sequence.computed))
-        if self._partials:
-            self._partials[self.cache.row_of(sequence.number)].truncate(length)
+        if self._partial is not None:
+            self._partial.of(sequence).truncate(length)
         self.drafting.truncate(sequence, length)
 
     def _truncate_caches(self, sequence: Sequence, computed: int) -> None:
@@ -306,7 +274,8 @@ class Engine:
         """
         if self._live.pop(sequence.number, None) is None:
             return
-        self._retract(sequence)
+        if self._partial is not None:
+            self._partial.retract(sequence)
         self._adaptive.give_back(sequence.request, sequence.adaptive)
         if self.memory is not None and not self.prefix:
             if sequence.engine is not None and not sequence.disabled and self.cache.alone:
@@ -351,19 +320,16 @@ class Engine:
                 continue
             if each.adaptive is not None and each.disabled != each.adaptive.disabled and not each.tentative:
                 self._switch(each)
-            room = self._room_ahead(each) if each.partial is not None else 0
-            if room:
-                small[each] = room
-            else:
-                full.append(each)
-        if any(each.tentative for each in full):  # one pass confirms whatever waits
-            full += [each for each in small if each.tentative]
-            small = {each: room for each, room in small.items() if not each.tentative}
+            full.append(each)
+        if self._partial is not None:
+            full, small = self._partial.divide(full, self.passes)
         if small:
             try:
                 found += self._pass(list(small), chunk, small)
             except PlanError as error:
-                full += self._give_up(small, error)
+                for each in small:
+                    self._give_up(each, error)
+                full += small
         if full:
             found += self._pass(full, chunk)
         return found
@@ -375,84 +341,29 @@ class Engine:
         if not sequence.disabled:
             self._resume(sequence)
 
-    @property
-    def _most_tentative(self) -> int:
-        """Tokens of a sequence that a pass can confirm, whatever it confirms of those in other rows."""
-        rows = 1 if self.cache.pooled else self._geometry.rows
-        return (self.target_step.max_nodes + 1) // rows - 1
-
-    def _room_ahead(self, sequence: Sequence) -> int:
-        """Most tokens that the sequence's next pass may add over the partial cache; 0 where it reads the full one."""
-        partial, ahead, tokens = sequence.partial, sequence.ahead, len(sequence.tokens)
-        assert partial is not None
-        if ahead is None:
-            return sequence.end - tokens if partial.ready(tokens) else 0
-        if sequence.confirmed is None and sequence.computed != tokens - 1:
-            return 0
-        waiting = len(sequence.tentative)
-        room = ahead.room(tokens, waiting, sequence.end, self._most_tentative)
-        if room and not waiting:
-            began = perf_counter()
-            self._fill(sequence)
-            ahead.note_fill(1000 * (perf_counter() - began))
-        return room if room and partial.ready(tokens) else 0
-
-    def _fill(self, sequence: Sequence) -> None:
-        """Fill the sequence's partial cache, unless it stands for the same, by the queries of a pass over the full one:
-        where that was the last pass, they are there still."""
-        partial, budget, stats = sequence.partial, sequence.budget, sequence.generation.stats
-        assert partial is not None
-        assert budget is not None
-        if sequence.queries is None or (partial.computed == sequence.computed and partial.budget == budget.blocks):
-            return
-        (queries, passes), sequence.queries = sequence.queries, None
-        partial.budget = budget.blocks
-        if (
-            passes == self.passes
-            and partial.wanted(sequence.computed)
-            and partial.fill(sequence.computed, queries, sequence.number)
-        ):
-            stats.refreshes += 1
-            stats.retrieved = partial.budget
-
-    def _give_up(self, small: Collection[Sequence], error: PlanError) -> list[Sequence]:
-        """A pass over the partial cache came to nothing: these sequences go on over the full one."""
-        for each in small:
-            assert each.partial is not None
-            each.partial.give_up(str(error))
-            self._retract(each)
-            if each.ahead is not None and not each.disabled:
-                self._resume(each)  # the drafter has missed what the failed pass replaced
-        return list(small)
-
-    def _retract(self, sequence: Sequence) -> None:
-        """Forget the sequence's tentative tokens, and all that came of them."""
-        if sequence.confirmed is None:
-            return
-        confirmed, sequence.confirmed = sequence.confirmed, None
-        if len(sequence.tokens) > confirmed:
-            del sequence.tokens[confirmed:]
-            assert sequence.partial is not None
-            sequence.partial.truncate(confirmed)
-            self.drafting.truncate(sequence, confirmed)
-        self.drafting.suppose(sequence, None)
-        if sequence.ahead is not None:
-            sequence.ahead.over = False
+    def _give_up(self, sequence: Sequence, error: PlanError) -> None:
+        """A pass over the partial cache came to nothing: the sequence goes on over the full one."""
+        assert self._partial is not None
+        self._partial.give_up(sequence, error)
+        if sequence.ahead is not None and not sequence.disabled:
+            self._resume(sequence)  # the drafter has missed what the failed pass replaced
 
     def _pass(self, live: List[Sequence], chunk: int, small: Mapping[Sequence, int] | None = None) -> list[Committed]:
         """A pass over the full cache, or over the partial ones of sequences that may add so many tokens there."""
         step, began, alone = self.target_step, perf_counter(), self.cache.alone
-        cache = self.cache if small is None or self._small is None else self._small
+        partial = self._partial
+        cache = self.cache if small is None or partial is None else partial.cache
         waiting: dict[Sequence, Draft] = {}
         starts: dict[Sequence, int] = {}
         limits: dict[int, tuple[Sequence, int]] = {}
         for each in live:
             if small is None:
-                if each.ahead is not None and each.tentative:
-                    waiting[each] = self._to_confirm(each)
+                if partial is not None and each.ahead is not None and each.tentative:
+                    waiting[each] = partial.to_confirm(each)
                 start, room = each.computed, each.end - len(each.tokens)
             else:
-                start, room = self._begin_ahead(each), small[each]
+                assert partial is not None
+                start, room = partial.begin_ahead(each), small[each]
             starts[each] = start
             drafts = each not in waiting and len(each.tokens) - start == 1 and each.drafting
             if each.rounds == 0 and each.request.drafter in self._rejecting:
@@ -481,22 +392,6 @@ class Engine:
         found = self._accept(placed, proposed, waiting, program, cache, small, alone=alone)
         self._note(placed, found, waiting, small, began, drafted_at, perf_counter())
         return [each for each in found if not each.tentative or each.sequence.request.tentative]
-
-    def _begin_ahead(self, sequence: Sequence) -> int:
-        """The sequence's next pass reads the partial cache, and may make tentative tokens; the first token it feeds."""
-        assert sequence.partial is not None
-        if sequence.ahead is not None and not sequence.disabled:
-            sequence.confirmed = len(sequence.tokens) if sequence.confirmed is None else sequence.confirmed
-            self.drafting.suppose(sequence, sequence.confirmed)
-        return sequence.partial.computed
-
-    def _to_confirm(self, sequence: Sequence) -> Draft:
-        """The sequence's tentative tokens as a chain behind its tip: a draft now, and nothing else any more."""
-        assert sequence.confirmed is not None
-        limit = min(self._most_tentative, sequence.end - sequence.confirmed - 1)
-        chain = sequence.tentative[: max(limit, 0)]
-        self._retract(sequence)
-        return Draft(chain, range(-1, len(chain) - 1))
 
     def _choose(self, placed: List[Placed], proposed: Mapping[int, Draft | TreeInPlace], *, partial: bool) -> Program:
         """The program of the step that is laid out."""
@@ -542,15 +437,13 @@ class Engine:
             if each.root >= 0 and program.counts is not None:
                 count = int(program.counts[each.tree])
             if alone:
-                mine = None if kept is None else kept[: each.fed + count - 1]
+                each.kept = None if kept is None else kept[: each.fed + count - 1]
             else:
-                mine = self._kept_of(sequence.number, kept, each.fed)
+                each.kept = self._kept_of(sequence.number, kept, each.fed)
             if each.root >= 0:
-                committed = self._commit_tokens(each, draft, program, count, mine, small)
+                committed = self._commit_tokens(each, draft, program, count, small)
                 found.append(committed)
                 taken += max(1, len(committed.token_ids)) - 1
-                if small is None and sequence.partial is not None:
-                    sequence.queries = np.arange(each.fed) if mine is None else mine.copy(), self.passes
             else:  # a part of its prompt was fed
                 sequence.generation.stats.prefill_passes += 1
             if alone:
@@ -559,15 +452,14 @@ class Engine:
                 sequence.computed = each.start + taken
             if sequence.host is not None or sequence.engine is not None:
                 drafted = draft if each.drafted and sequence not in waiting else None
-                mine = None if mine is None else mine[:taken]
-                self.drafting.commit(sequence, each.start, taken, mine, drafted, self.passes)
+                self.drafting.commit(each, taken, drafted, self.passes)
         if not alone:
             with self._watch:
                 cache.commit(kept)
             if self.memory is not None and not self.prefix:
                 self._insert_beginnings(placed)
-        if self._partials:
-            self._fill_partials(placed, small=small is not None)
+        if self._partial is not None:
+            self._partial.note_step(placed, self.passes, small=small is not None)
         return found
 
     def _insert_beginnings(self, placed: List[Placed]) -> None:
@@ -578,15 +470,6 @@ class Engine:
             if not (sequence.over or sequence.inserted) and sequence.rounds > 1:
                 self.memory.keep(sequence)
                 sequence.inserted = True
-
-    def _fill_partials(self, placed: List[Placed], *, small: bool) -> None:
-        """Count steps over partial caches; in lossy mode, a pass over the full one fills them."""
-        for each in placed:
-            sequence = each.sequence
-            if sequence.partial is not None and small:
-                sequence.partial.note_step()
-            elif sequence.partial is not None and sequence.ahead is None and each.root >= 0:
-                self._fill(sequence)
 
     def _kept_of(self, number: int, kept: NDArray[np.int64] | None, fed: int) -> NDArray[np.int64]:
         """A sequence's tokens of the step whose KV stays; without `kept`, its first `fed` ones."""
@@ -602,7 +485,6 @@ class Engine:
         draft: Draft | TreeInPlace | None,
         program: Program,
         count: int,
-        mine: NDArray[np.int64] | None,
         small: Mapping[Sequence, int] | None,
     ) -> Committed:
         """The tokens that the target chose behind one tip, as many as stay, are the sequence's."""
@@ -630,7 +512,7 @@ class Engine:
             committed.token_ids, committed.reason = sequence.generation.cut(chosen, len(chosen) == room)
         sequence.reason, sequence.error = committed.reason, committed.error
         ids = committed.token_ids
-        sequence.chosen_by = placed, mine
+        sequence.chosen_by = placed
         host = sequence.host
         wanted = min(host.filler_top_k, self._geometry.vocab_size) if host is not None else 0
         if request.logprobs is not None or wanted:
@@ -641,9 +523,8 @@ class Engine:
                 if host is not None and wanted and not sequence.disabled:
                     host.observe(len(sequence.tokens) + index, likeliest(logits, wanted)[::-1])
         if request.on_round is not None:
-            on_path = (
-                np.zeros(0, np.int64) if mine is None else mine[placed.fed : placed.fed + min(len(ids), count - 1)]
-            )
+            mine = np.zeros(0, np.int64) if placed.kept is None else placed.kept[placed.fed :]
+            on_path = mine[: min(len(ids), count - 1)]
             trials = self.buffers.of(names.TARGET, names.TRIALS) if request.drafter in self._rejecting else None
             committed.round = read_round(
                 self.target_step, placed.root, placed.first, placed.drafted, ids, on_path, draft, trials
@@ -724,8 +605,8 @@ class Engine:
         if sequence.chosen_by is None:  # its first pass has failed
             tip: NDArray[np.float32] = self.logits(0, 1)[0]
             return tip
-        placed, mine = sequence.chosen_by
-        node = 0 if mine is None else int(mine[placed.fed - 1 + index]) - placed.root
+        placed = sequence.chosen_by
+        node = 0 if placed.kept is None else int(placed.kept[placed.fed - 1 + index]) - placed.root
         at = placed.first + node
         logits: NDArray[np.float32] = self.logits(at, at + 1)[0]
         return logits
@@ -767,10 +648,10 @@ class Engine:
         """Milliseconds of the target's part of a round; see `Session.time_round`."""
         cache, start, room = self.cache, sequence.computed, self.cache.room(sequence.number)
         if partial:
-            if self._small is None:
+            if self._partial is None:
                 raise RequestError("The plan has no partial cache; build it with partial_kv.enabled.")
-            small = self._partials[self.cache.row_of(sequence.number)]
-            cache, start, room = self._small, small.computed, small.room
+            row = self._partial.of(sequence)
+            cache, start, room = self._partial.cache, row.computed, row.room
         tokens = sequence.tokens
         most = min(self.target_step.max_nodes, self._geometry.context - len(tokens), room - 1)
         if len(tokens) - start != 1 or len(chain) > most:

@@ -65,7 +65,7 @@ class Sequence:
     reason: FinishReason | None = None  # why its tokens end
     stopped: bool = False  # whether its text has ended
     error: RequestError | None = None  # why it cannot go on
-    chosen_by: tuple[Placed, NDArray[np.int64] | None] | None = None  # where its last tokens' logits are
+    chosen_by: Placed | None = None  # where its last tokens' logits are
 
     @property
     def pending(self) -> int:

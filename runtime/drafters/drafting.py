@@ -13,13 +13,13 @@ from math import log
 from time import perf_counter_ns
 
 import numpy as np
-from numpy.typing import NDArray
 
 from plans.manifest import GraphDrafter, NgramDrafter
 from runtime.drafters import HostDrafter, make_host_drafter
 from runtime.drafters.base import NOTHING, Draft, TreeInPlace
 from runtime.drafters.engine import EngineDrafter, chain_rounds
 from runtime.execution.assembly import Assembly, Loaded
+from runtime.execution.layout import Placed
 from runtime.execution.step import TargetStep
 from runtime.sequence import Sequence
 from runtime.stats import Stopwatch
@@ -224,22 +224,15 @@ class Drafting:
         self.host_times[host.name].nanoseconds[0] += perf_counter_ns() - began
         return draft
 
-    def commit(
-        self,
-        sequence: Sequence,
-        start: int,
-        count: int,
-        kept: NDArray[np.int64] | None,
-        draft: Draft | TreeInPlace | None,
-        passes: int,
-    ) -> None:
-        """A pass has given the sequence `count` tokens KV, from `start` on: the first of the step, or those that `kept`
-        lists. It had the nodes of `draft`."""
+    def commit(self, placed: Placed, count: int, draft: Draft | TreeInPlace | None, passes: int) -> None:
+        """A pass has given `count` tokens of a sequence KV; of what was drafted, it had the nodes of `draft`."""
+        sequence = placed.sequence
         if draft and draft.scores is None:  # the host's
             accepted = count - 1  # what is rejected costs a pass that many share more than it brings
             sequence.reach = 2 * sequence.reach if accepted == len(draft) else accepted + 2
         if sequence.engine is not None and not sequence.disabled:
-            sequence.engine.commit(sequence, start, count, kept, passes)
+            kept = None if placed.kept is None else placed.kept[:count]
+            sequence.engine.commit(sequence, placed.start, count, kept, passes)
 
     # Sizes of rounds, for devices that record them.
 

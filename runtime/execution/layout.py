@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from runtime.drafters.base import NOTHING, Draft, TreeInPlace
 from runtime.execution.step import TargetStep
 from runtime.kv.cache import KvCache
@@ -16,7 +19,7 @@ class Placed:
     """Where a sequence stands in the step: `fed` tokens from `start` of the sequence on, then `drafted` nodes.
 
     `root` is the token index of its tip, -1 where the step does not come to it; `tree` counts the roots before it, and
-    `first` is its logits index.
+    `first` is its logits index. `kept` are the token indices whose KV stays, once the step has run; None: the first.
     """
 
     sequence: Sequence
@@ -26,6 +29,7 @@ class Placed:
     tree: int = 0
     first: int = 0
     drafted: int = 0
+    kept: NDArray[np.int64] | None = None
 
 
 def lay_out_one(

@@ -1,0 +1,177 @@
+"""Which KV cache the next pass of a sequence reads: the full one, or its row of the partial one (DESIGN section 8).
+
+In lossless mode, passes over the partial cache make tentative tokens, which one pass over the full cache confirms or
+retracts; in lossy mode their tokens count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from time import perf_counter
+
+import numpy as np
+
+from plans import names
+from plans.errors import PlanError
+from plans.manifest import Geometry, longest_draft
+from plans.partial_kv import PartialKv
+from runtime.drafters.base import Draft
+from runtime.drafters.drafting import Drafting
+from runtime.execution.assembly import Assembly, Loaded
+from runtime.execution.layout import Placed
+from runtime.kv.cache import KvCache
+from runtime.kv.partial import PartialCache
+from runtime.kv.partial_policy import Budget
+from runtime.kv.run_ahead import Intervals, RunAhead
+from runtime.sequence import Sequence
+
+
+class PartialPasses:
+    """The partial caches of an engine's rows, and what decides when they are read."""
+
+    def __init__(self, settings: PartialKv, loaded: Loaded, parts: Assembly, full: KvCache, drafting: Drafting) -> None:
+        target: Geometry = loaded.manifest.target
+        self._full, self._drafting, self._target, self._step = full, drafting, target, parts.step
+        self.cache = KvCache(names.PARTIAL, parts.buffers, parts.step, target)
+        longest, refresh = longest_draft(loaded.manifest.drafters), parts.programs[names.REFRESH]
+        self._rows = [
+            PartialCache(settings, parts.buffers, table, refresh, longest, row)
+            for row, table in enumerate(self.cache.tables)
+        ]
+        self._intervals = Intervals(parts.step.max_nodes)
+
+    def of(self, sequence: Sequence) -> PartialCache:
+        """The partial cache of the sequence's row."""
+        return self._rows[self._full.row_of(sequence.number)]
+
+    def arrange(self, *, pooled: bool) -> None:
+        """Forget everything, as `KvCache.arrange` does."""
+        self.cache.arrange(pooled=pooled)
+        for each in self._rows:
+            each.reset()
+
+    def begin(self, sequence: Sequence) -> None:
+        """A generation of the sequence begins."""
+        request, tokens = sequence.request, len(sequence.tokens)
+        sequence.partial = sequence.ahead = None
+        sequence.queries = None
+        if request.partial_kv == "off":
+            return
+        partial = sequence.partial = self.of(sequence)
+        settings, asked = partial.settings, request.partial_budget
+        most = settings.n_retrieval_blocks
+        fixed = None if asked == "auto" else most if asked is None else asked
+        sequence.budget = Budget(most, fixed, tokens // settings.block_size, sequence.end - tokens)
+        if request.partial_kv == "lossless":
+            sequence.ahead = RunAhead(
+                self._intervals.of(request, tokens),
+                sequence.budget,
+                sequence.generation.stats,
+                request.eos_token_ids,
+                always=not request.auto_disable,
+            )
+
+    @property
+    def _most_tentative(self) -> int:
+        """Tokens of a sequence that a pass can confirm, whatever it confirms of those in other rows."""
+        rows = 1 if self._full.pooled else self._target.rows
+        return (self._step.max_nodes + 1) // rows - 1
+
+    def divide(self, sequences: Iterable[Sequence], passes: int) -> tuple[list[Sequence], dict[Sequence, int]]:
+        """Those whose next pass reads the full cache, and those that read their partial ones, with the number of tokens
+        that each may add there. `passes` counts the target's.
+
+        One pass over the full cache confirms whatever waits.
+        """
+        full: list[Sequence] = []
+        small: dict[Sequence, int] = {}
+        for each in sequences:
+            if room := self._room(each, passes) if each.partial is not None else 0:
+                small[each] = room
+            else:
+                full.append(each)
+        if any(each.tentative for each in full):
+            full += [each for each in small if each.tentative]
+            small = {each: room for each, room in small.items() if not each.tentative}
+        return full, small
+
+    def _room(self, sequence: Sequence, passes: int) -> int:
+        """Most tokens that the sequence's next pass may add over the partial cache; 0 where it reads the full one."""
+        partial, ahead, tokens = sequence.partial, sequence.ahead, len(sequence.tokens)
+        assert partial is not None
+        if ahead is None:
+            return sequence.end - tokens if partial.ready(tokens) else 0
+        if sequence.confirmed is None and sequence.computed != tokens - 1:
+            return 0
+        waiting = len(sequence.tentative)
+        room = ahead.room(tokens, waiting, sequence.end, self._most_tentative)
+        if room and not waiting:
+            began = perf_counter()
+            self._fill(sequence, passes)
+            ahead.note_fill(1000 * (perf_counter() - began))
+        return room if room and partial.ready(tokens) else 0
+
+    def _fill(self, sequence: Sequence, passes: int) -> None:
+        """Fill the sequence's partial cache, unless it stands for the same, by the queries of a pass over the full one:
+        where that was the last pass, they are there still."""
+        partial, budget, stats = sequence.partial, sequence.budget, sequence.generation.stats
+        assert partial is not None
+        assert budget is not None
+        if sequence.queries is None or (partial.computed == sequence.computed and partial.budget == budget.blocks):
+            return
+        (queries, asked_in), sequence.queries = sequence.queries, None
+        partial.budget = budget.blocks
+        computed = sequence.computed
+        if asked_in == passes and partial.wanted(computed) and partial.fill(computed, queries, sequence.number):
+            stats.refreshes += 1
+            stats.retrieved = partial.budget
+
+    def begin_ahead(self, sequence: Sequence) -> int:
+        """The sequence's next pass reads the partial cache, and may make tentative tokens; the first token it feeds."""
+        assert sequence.partial is not None
+        if sequence.ahead is not None and not sequence.disabled:
+            sequence.confirmed = len(sequence.tokens) if sequence.confirmed is None else sequence.confirmed
+            self._drafting.suppose(sequence, sequence.confirmed)
+        return sequence.partial.computed
+
+    def to_confirm(self, sequence: Sequence) -> Draft:
+        """The sequence's tentative tokens as a chain behind its tip: a draft now, and nothing else any more."""
+        assert sequence.confirmed is not None
+        limit = min(self._most_tentative, sequence.end - sequence.confirmed - 1)
+        chain = sequence.tentative[: max(limit, 0)]
+        self.retract(sequence)
+        return Draft(chain, range(-1, len(chain) - 1))
+
+    def retract(self, sequence: Sequence) -> None:
+        """Forget the sequence's tentative tokens, and all that came of them."""
+        if sequence.confirmed is None:
+            return
+        confirmed, sequence.confirmed = sequence.confirmed, None
+        if len(sequence.tokens) > confirmed:
+            del sequence.tokens[confirmed:]
+            assert sequence.partial is not None
+            sequence.partial.truncate(confirmed)
+            self._drafting.truncate(sequence, confirmed)
+        self._drafting.suppose(sequence, None)
+        if sequence.ahead is not None:
+            sequence.ahead.over = False
+
+    def give_up(self, sequence: Sequence, error: PlanError) -> None:
+        """A pass over the partial cache came to nothing: the sequence goes on over the full one."""
+        assert sequence.partial is not None
+        sequence.partial.give_up(str(error))
+        self.retract(sequence)
+
+    def note_step(self, placed: Iterable[Placed], passes: int, *, small: bool) -> None:
+        """A pass over partial caches, or the full one, was committed: a step there; in lossy mode, what fills them."""
+        for each in placed:
+            sequence = each.sequence
+            if sequence.partial is None:
+                continue
+            if small:
+                sequence.partial.note_step()
+            elif each.root >= 0:
+                mine = each.kept
+                sequence.queries = np.arange(each.fed) if mine is None else mine.copy(), passes
+                if sequence.ahead is None:
+                    self._fill(sequence, passes)
