@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from compiler.build import build
 from compiler.recipe import load_recipe
-from plans.plan import Plan
+from plans.plan import Plan, open_plan
 from runtime import Runtime
 from runtime.kv.partial_policy import Interval
 from tests.compiler.eagle3_heads import write_eagle3
@@ -91,32 +94,51 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session")
-def toy_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("toy")
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """A folder that one of the processes that run the tests makes, and all of them read."""
+    root = factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    with open(root / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (root / f"{name}.made").exists():
+            make(root / name)
+            (root / f"{name}.made").touch()
+    return root / name
+
+
+def _write_toy(folder: Path) -> None:
     write_toy_checkpoint(folder / "target")
     write_toy_checkpoint(folder / "drafter", noise=0.05)
     write_eagle3(folder / "head", target_hidden=32, vocab=300, draft_vocab=120, aux_layer_ids=[0, 1, 2])
     (folder / "model.yaml").write_text(TOY_RECIPE, encoding="utf-8")
     rows = [{"prompt": "import os\nimport sys\n"}, {"prompt": "def main() -> None:\n    return"}]
     (folder / "held_out.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
-    return folder / "model.yaml"
 
 
 @pytest.fixture(scope="session")
-def toy_plan(toy_recipe: Path) -> Path:
-    out = toy_recipe.parent / "plan"
-    build(load_recipe(toy_recipe), toy_recipe, out)
-    return out
+def toy_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_once(tmp_path_factory, "toy", _write_toy) / "model.yaml"
+
+
+@pytest.fixture(scope="session")
+def toy_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_once(tmp_path_factory, "toy-plan", lambda out: build(load_recipe(toy_recipe), toy_recipe, out))
 
 
 @pytest.fixture(scope="session")
 def branch_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan of the toy for sixteen branches, in both modes, with every drafter."""
-    out = tmp_path_factory.mktemp("branches") / "plan"
-    capacity = "{context: 160, prefill_chunk: 16, branches: 16, batching: true}"
-    build(load_recipe(toy_recipe, [f"capacity={capacity}"]), toy_recipe, out)
-    return out
+    recipe = load_recipe(toy_recipe, ["capacity={context: 160, prefill_chunk: 16, branches: 16, batching: true}"])
+    return made_once(tmp_path_factory, "branch-plan", lambda out: build(recipe, toy_recipe, out))
+
+
+REJECTING = {
+    "classical": "{name: classical, kind: model, checkpoint: drafter, gamma: 3, acceptance: rejection}",
+    "classical-egag": "{name: classical-egag, kind: model, checkpoint: drafter, gamma: {max: 4}, "
+    "acceptance: rejection}",
+    "classical-head": "{name: classical-head, kind: eagle3, checkpoint: head, tree: {top_k: 1, depth: 1, nodes: 3}, "
+    "acceptance: rejection}",
+}
 
 
 PARTIAL_KV = (
@@ -128,9 +150,28 @@ PARTIAL_KV = (
 @pytest.fixture(scope="session")
 def long_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan of the toy with partial KV, in force behind 30 tokens, and drafters that keep 20 to 40."""
-    out = tmp_path_factory.mktemp("long") / "plan"
-    build(load_recipe(toy_recipe, [f"partial_kv={PARTIAL_KV}"]), toy_recipe, out)
-    return out
+    recipe = load_recipe(toy_recipe, [f"partial_kv={PARTIAL_KV}"])
+    return made_once(tmp_path_factory, "long-plan", lambda out: build(recipe, toy_recipe, out))
+
+
+@pytest.fixture(scope="session")
+def everything_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every drafter, by rejection as well, partial KV for who asks, four sequences in one row or in a row each."""
+    drafters = [line[4:] for line in TOY_RECIPE.splitlines() if line.startswith("  - {")]
+    recipe = load_recipe(
+        toy_recipe,
+        [
+            f"drafters=[{', '.join([*drafters, *REJECTING.values()])}]",
+            f"partial_kv={PARTIAL_KV[:-1]}, mode: off}}",
+            "capacity={context: 160, prefill_chunk: 16, branches: 4, batching: true}",
+        ],
+    )
+    return made_once(tmp_path_factory, "everything-plan", lambda out: build(recipe, toy_recipe, out))
+
+
+@pytest.fixture(scope="session")
+def everything(everything_plan: Path) -> Runtime:
+    return Runtime.load(everything_plan, threads=1)
 
 
 @pytest.fixture(scope="session")
@@ -150,11 +191,11 @@ def toy(toy_plan: Path) -> Runtime:
 
 
 @pytest.fixture(scope="session")
-def reference_plan() -> Path:
+def reference_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The reference plan, kept in `build/reference`: an unchanged one is not built again."""
     out = REPOSITORY / "build" / "reference"
     out.parent.mkdir(exist_ok=True)
-    build(load_recipe(REFERENCE_RECIPE), REFERENCE_RECIPE, out)
+    made_once(tmp_path_factory, "reference-plan", lambda _: build(load_recipe(REFERENCE_RECIPE), REFERENCE_RECIPE, out))
     return out
 
 
@@ -182,6 +223,6 @@ def plugin_shells(tmp_path_factory: pytest.TempPathFactory) -> StandIn:
 @pytest.fixture(scope="session")
 def cuda_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Plan:
     """The toy's plan for the CPU and for ONNX Runtime on a GPU."""
-    out = tmp_path_factory.mktemp("cuda") / "plan"
     targets = "backends=[onnxruntime-cpu, {kind: onnxruntime-cuda, compute_capabilities: [sm_80, sm_90]}]"
-    return build(load_recipe(toy_recipe, [targets]), toy_recipe, out).plan
+    recipe = load_recipe(toy_recipe, [targets])
+    return open_plan(made_once(tmp_path_factory, "cuda-plan", lambda out: build(recipe, toy_recipe, out)))

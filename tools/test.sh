@@ -16,4 +16,4 @@ ruff check .
 step "mypy"
 mypy
 step "pytest"
-python -m pytest --durations=5 "$@"
+python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations=5 "$@"

@@ -16,8 +16,6 @@ from typing import Any
 import openai
 import pytest
 
-from compiler.build import build
-from compiler.recipe import load_recipe
 from plans.errors import RequestError
 from runtime import Generation, PrefixCacheConfig, Runtime, SchedulerConfig
 from runtime.branch_request import Mode
@@ -25,11 +23,10 @@ from runtime.drafters.adaptive import AdaptiveSpeculation
 from runtime.request import Options
 from runtime.text.constraint import Constraint, Vocabulary
 from runtime.text.grammar import Grammar, one_of, repeat
-from tests.conftest import PARTIAL_KV, TOY_DRAFTERS, TOY_RECIPE
+from tests.conftest import TOY_DRAFTERS
 from tests.integration.long_context import prompt
 from tests.integration.served import client_of, listening
 
-REJECTING = "classical"
 DRAFTERS = ["none", *TOY_DRAFTERS]
 WAYS = ["generate", "session", "branches", "branches, rows", "submit", "submit, rows", "server"]
 IN_A_ROW_EACH = ("generate", "session", "branches, rows", "submit, rows", "server")
@@ -37,15 +34,8 @@ PREFIX = prompt(3, 48)
 
 
 @pytest.fixture(scope="module")
-def plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every drafter, rejection, partial KV, four sequences in one row or in a row each."""
-    out = tmp_path_factory.mktemp("features") / "plan"
-    drafters = [line[4:] for line in TOY_RECIPE.splitlines() if line.startswith("  - {")]
-    drafters.append(f"{{name: {REJECTING}, kind: model, checkpoint: drafter, gamma: 3, acceptance: rejection}}")
-    capacity = "capacity={context: 160, prefill_chunk: 16, branches: 4, batching: true}"
-    recipe = load_recipe(toy_recipe, [f"drafters=[{', '.join(drafters)}]", f"partial_kv={PARTIAL_KV}", capacity])
-    build(recipe, toy_recipe, out)
-    return out
+def plan(everything_plan: Path) -> Path:
+    return everything_plan
 
 
 @dataclass
@@ -118,7 +108,7 @@ def doors(plan: Path) -> Iterator[Doors]:
 
 
 def options(**more: Any) -> Options:
-    found = {"max_new_tokens": 40, "ignore_eos": True, "partial_kv": "off", **more}
+    found = {"max_new_tokens": 40, "ignore_eos": True, **more}
     return Options(**found)  # type: ignore[typeddict-item]
 
 
@@ -135,7 +125,7 @@ def test_every_drafter_mixed_in_one_pass(doors: Doors, way: str, temperature: fl
 @pytest.mark.parametrize("way", WAYS)
 def test_rejection(doors: Doors, way: str) -> None:
     """Its tokens depend on its drafts, and on nothing else: they are those that it has alone."""
-    drafters = [REJECTING, "head", REJECTING, "none"]
+    drafters = ["classical", "classical-egag", "classical-head", "chain"]
     asked = [options(drafter=drafter, temperature=1.0, seed=5) for drafter in drafters]
     assert doors.texts(way, asked) == doors.texts("generate", asked)
 

@@ -6,35 +6,26 @@ from pathlib import Path
 
 import pytest
 
-from compiler.build import build
-from compiler.recipe import load_recipe
 from plans.errors import RequestError
 from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
 from runtime.branch_request import BranchPrompt
 from runtime.request import Options
-from tests.conftest import PARTIAL_KV, TOY_DRAFTERS
+from tests.conftest import TOY_DRAFTERS
 from tests.integration.long_context import prompt
 
 pytestmark = pytest.mark.usefixtures("run_ahead")
 
 LENGTHS = (75, 40, 60, 20)  # the last one's context grows until partial KV pays
-REJECTING = "{name: classical, kind: model, checkpoint: drafter, gamma: 3, acceptance: rejection}"
 
 
 @pytest.fixture(scope="module")
-def plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("rows") / "plan"
-    recipe = load_recipe(
-        toy_recipe,
-        [f"partial_kv={PARTIAL_KV}", "capacity={context: 160, prefill_chunk: 16, branches: 4, batching: true}"],
-    )
-    build(recipe, toy_recipe, out)
-    return out
+def plan(everything_plan: Path) -> Path:
+    return everything_plan
 
 
 @pytest.fixture(scope="module")
-def rows(plan: Path) -> Runtime:
-    return Runtime.load(plan, threads=1)
+def rows(everything: Runtime) -> Runtime:
+    return everything
 
 
 def asked(seed: int, length: int, drafter: str = "none") -> Options:
@@ -114,7 +105,10 @@ def test_lossy_rows_read_their_own_partial_caches(rows: Runtime) -> None:
 
 def test_rows_with_a_prefix_cache(plan: Path, expected: list[list[int]]) -> None:
     cached = Runtime.load(plan, threads=1, prefix_cache=PrefixCacheConfig())
-    requests = [(prompt(seed, length), asked(seed, length, "head")) for seed, length in enumerate(LENGTHS)]
+    requests = [
+        (prompt(seed, length), Options(partial_kv="lossless", **asked(seed, length, "head")))  # type: ignore[misc]
+        for seed, length in enumerate(LENGTHS)
+    ]
     for _ in range(2):
         found = [handle.result() for handle in cached.submit_all(requests)]
         assert [each.token_ids for each in found] == expected
@@ -132,14 +126,14 @@ def test_sequences_that_share_a_row_read_the_full_cache(plan: Path, rows: Runtim
     assert found.stats.partial_rounds == 0
 
 
-def test_drafters_by_rejection_read_the_full_cache(toy_recipe: Path, tmp_path: Path) -> None:
-    build(load_recipe(toy_recipe, [f"partial_kv={PARTIAL_KV}", f"drafters=[{REJECTING}]"]), toy_recipe, tmp_path / "p")
-    runtime = Runtime.load(tmp_path / "p", threads=1)
+def test_drafters_by_rejection_read_the_full_cache(rows: Runtime) -> None:
     with pytest.raises(RequestError, match="accepted by rejection"):
-        runtime.generate(prompt(0, 60), drafter="classical", partial_kv="lossless")
-    found = runtime.generate(prompt(0, 60), drafter="classical", max_new_tokens=50, ignore_eos=True)
+        rows.generate(prompt(0, 60), drafter="classical", partial_kv="lossless")
+    found = rows.generate(prompt(0, 60), drafter="classical", max_new_tokens=50, ignore_eos=True)
     assert found.stats.partial_rounds == 0
     assert found.stats.drafted > 0
-    plain = runtime.generate(prompt(0, 60), drafter="none", max_new_tokens=50, ignore_eos=True)
+    plain = rows.generate(
+        prompt(0, 60), drafter="none", max_new_tokens=50, ignore_eos=True, partial_kv="lossless", auto_disable=False
+    )
     assert plain.stats.partial_rounds > 0
     assert plain.token_ids == found.token_ids

@@ -22,13 +22,9 @@ from runtime.cli.debug import RoundPrinter
 from runtime.drafters.adaptive import AdaptiveSpeculation
 from runtime.request import Options
 from runtime.trace import Round
+from tests.conftest import REJECTING
 from tests.plugins.drawn_pairs import one_in_a_thousand
 
-DRAFTERS = (
-    "drafters=[{name: classical, kind: model, checkpoint: drafter, gamma: 3, acceptance: rejection}, "
-    "{name: sure, kind: model, checkpoint: drafter, gamma: {max: 4}, acceptance: rejection}, "
-    "{name: head, kind: eagle3, checkpoint: head, tree: {top_k: 1, depth: 1, nodes: 3}, acceptance: rejection}]"
-)
 PROMPT = [(37 * i) % 299 + 1 for i in range(40)]
 RUN, TOP_K, CELLS = 100, 12, 40
 
@@ -36,24 +32,8 @@ RUN, TOP_K, CELLS = 100, 12, 40
 @pytest.fixture(scope="module")
 def runtime(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Runtime:
     out = tmp_path_factory.mktemp("rejection") / "plan"
-    build(load_recipe(toy_recipe, [DRAFTERS]), toy_recipe, out)
+    build(load_recipe(toy_recipe, [f"drafters=[{', '.join(REJECTING.values())}]"]), toy_recipe, out)
     return Runtime.load(out, threads=1)
-
-
-@pytest.fixture(scope="module")
-def shared_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same drafters, and two that are coupled, for four sequences."""
-    out = tmp_path_factory.mktemp("rejections") / "plan"
-    coupled = "{name: tree, kind: eagle3, checkpoint: head, tree: {top_k: 3, depth: 2, nodes: 10}}, "
-    coupled += "{name: egag, kind: model, checkpoint: drafter, gamma: {max: 4}}]"
-    capacity = "capacity={context: 160, prefill_chunk: 16, branches: 4, batching: true}"
-    build(load_recipe(toy_recipe, [f"{DRAFTERS[:-1]}, {coupled}", capacity]), toy_recipe, out)
-    return out
-
-
-@pytest.fixture(scope="module")
-def together(shared_plan: Path) -> Runtime:
-    return Runtime.load(shared_plan, threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +45,7 @@ def test_greedy_rejection_gives_the_tokens_of_plain_decoding(runtime: Runtime) -
     """All of p lies on one token: it is accepted or corrected to."""
     options = Options(max_new_tokens=60, ignore_eos=True, auto_disable=False)
     plain = runtime.generate(PROMPT, drafter="none", **options).token_ids
-    for drafter in ("classical", "sure", "head"):
+    for drafter in REJECTING:
         run = runtime.generate(PROMPT, drafter=drafter, **options)
         assert run.token_ids == plain
         assert run.stats.drafted > 0
@@ -104,7 +84,7 @@ def places(
     """Where each of `draws` tokens lies in [0, 1), if the target's distribution at its place is laid out there.
 
     Likeliest first, and anywhere in the token's own share: uniform if tokens have that distribution, whatever it is.
-    None may lie outside it. With several `branches`, so many seeds are drawn together.
+    None may lie outside it. With several `branches`, so many seeds are drawn everything.
     """
     rng, found = np.random.default_rng(0), []
     sampling = FILTERS[filters]
@@ -136,10 +116,10 @@ def chi_square(found: NDArray[np.float64]) -> float:
     ("drafter", "draws", "filters"),
     [
         ("classical", 20_000, "top-k"),
-        ("sure", 10_000, "top-k"),
-        ("head", 5_000, "top-k"),
+        ("classical-egag", 10_000, "top-k"),
+        ("classical-head", 5_000, "top-k"),
         ("classical", 10_000, "top-p"),
-        ("sure", 5_000, "top-p"),
+        ("classical-egag", 5_000, "top-p"),
         ("classical", 5_000, "temperature last"),
     ],
 )
@@ -150,44 +130,48 @@ def test_tokens_have_the_distribution_of_the_target(
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("drafter", ["classical", "sure", "head"])
-def test_tokens_do_not_depend_on_company(together: Runtime, drafter: str, mode: Mode) -> None:
+@pytest.mark.parametrize("drafter", REJECTING)
+def test_tokens_do_not_depend_on_company(everything: Runtime, drafter: str, mode: Mode) -> None:
     """Chains by rejection beside coupled trees and sequences that do not draft, each as it is alone."""
     options = Options(max_new_tokens=60, temperature=1.0, seed=11, ignore_eos=True)
     asked: list[BranchPrompt] = [
-        {"prompt": [9, 8], "drafter": name, "stream_id": 5} for name in ("tree", drafter, "none", drafter, "egag")
+        {"prompt": [9, 8], "drafter": name, "stream_id": 5} for name in ("head", drafter, "none", drafter, "sure")
     ]
     alone = {
-        name: together.generate([*PROMPT, 9, 8], drafter=name, stream_id=5, **options)
-        for name in ("tree", drafter, "none", "egag")
+        name: everything.generate([*PROMPT, 9, 8], drafter=name, stream_id=5, **options)
+        for name in ("head", drafter, "none", "sure")
     }
-    found = together.generate_branches(PROMPT, asked, mode=mode, **options)
+    found = everything.generate_branches(PROMPT, asked, mode=mode, **options)
     for each, branch in zip(asked, found, strict=True):
         assert isinstance(each, dict)
         assert branch.token_ids == alone[each["drafter"]].token_ids
     assert found[1].stats.drafted == alone[drafter].stats.drafted
-    assert alone["tree"].token_ids == alone["none"].token_ids == alone["egag"].token_ids != alone[drafter].token_ids
+    assert alone["head"].token_ids == alone["none"].token_ids == alone["sure"].token_ids != alone[drafter].token_ids
 
 
-@pytest.mark.parametrize("drafter", ["classical", "sure", "head"])
-def test_tokens_do_not_depend_on_what_the_prefix_cache_has(together: Runtime, shared_plan: Path, drafter: str) -> None:
+@pytest.mark.parametrize("drafter", REJECTING)
+def test_tokens_do_not_depend_on_what_the_prefix_cache_has(
+    everything: Runtime, everything_plan: Path, drafter: str
+) -> None:
     options = Options(max_new_tokens=40, temperature=1.0, seed=4, ignore_eos=True, drafter=drafter)
-    expected = together.generate(PROMPT, **options).token_ids
-    cached = Runtime.load(shared_plan, threads=1, prefix_cache=PrefixCacheConfig())
+    expected = everything.generate(PROMPT, **options).token_ids
+    cached = Runtime.load(everything_plan, threads=1, prefix_cache=PrefixCacheConfig())
     for _ in range(3):
         run = cached.submit(PROMPT, **options).result()
         assert run.token_ids == expected
     assert run.stats.reused_tokens >= len(PROMPT) - 2  # a head computes the feature before the tip again
 
 
-@pytest.mark.parametrize(("drafter", "draws"), [("classical", 8_000), ("sure", 4_000), ("head", 3_000)])
+@pytest.mark.parametrize(
+    ("drafter", "draws"), [("classical", 8_000), ("classical-egag", 4_000), ("classical-head", 3_000)]
+)
 def test_tokens_of_many_sequences_have_the_distribution_of_the_target(
-    together: Runtime, oracle: Qwen3ForCausalLM, drafter: str, draws: int
+    everything: Runtime, oracle: Qwen3ForCausalLM, drafter: str, draws: int
 ) -> None:
-    assert chi_square(places(together, oracle, drafter, draws, branches=4)) < one_in_a_thousand(CELLS - 1)
+    assert chi_square(places(everything, oracle, drafter, draws, branches=4)) < one_in_a_thousand(CELLS - 1)
 
 
-@pytest.mark.parametrize("drafter", ["classical", "sure", "head"])
+@pytest.mark.parametrize("drafter", REJECTING)
 def test_a_nucleus_of_one_token_is_greedy(runtime: Runtime, drafter: str) -> None:
     options = Options(max_new_tokens=60, ignore_eos=True, auto_disable=False, drafter=drafter)
     greedy = runtime.generate(PROMPT, temperature=0.0, **options)
@@ -201,7 +185,7 @@ def test_tokens_do_not_depend_on_the_clock(runtime: Runtime, monkeypatch: pytest
     monkeypatch.setattr("runtime.drafters.adaptive.WINDOW", 4)
     monkeypatch.setattr("runtime.drafters.adaptive.BURST", 2)
     options = Options(max_new_tokens=100, temperature=1.0, seed=3, ignore_eos=True)
-    for drafter in ("classical", "sure", "head"):
+    for drafter in REJECTING:
         kept, free = (runtime.generate(PROMPT, drafter=drafter, auto_disable=on, **options) for on in (False, True))
         assert free.token_ids == kept.token_ids
         assert free.stats.plain_rounds == 0
@@ -216,7 +200,7 @@ def test_tokens_of_a_coupled_tree_have_the_distribution_of_the_target(toy: Runti
     assert chi_square(places(toy, oracle, "bushy", 5_000)) < one_in_a_thousand(CELLS - 1)
 
 
-@pytest.mark.parametrize("drafter", ["classical", "sure", "head"])
+@pytest.mark.parametrize("drafter", REJECTING)
 def test_rounds_tell_r_against_p_over_q(runtime: Runtime, drafter: str) -> None:
     rounds: list[Round] = []
     session = runtime.session()
