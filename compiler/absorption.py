@@ -1,7 +1,7 @@
 """Ops that a program's stages run around an engine, taken into the engine's graph, so that one launch is left.
 
 The graph then takes what the ops take and gives what they give, under the names of the buffers: programs lose the
-stages, and no other stage changes. Ops that work in place on an arena stay outside.
+stages, and no other stage changes. Ops that work in place on a KV cache stay outside.
 """
 
 from __future__ import annotations

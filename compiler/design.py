@@ -216,7 +216,7 @@ def _check_served(recipe: Recipe) -> None:
 
 
 def _check_partial(recipe: Recipe, geometry: Geometry, drafters: Sequence[Drafter], partial: PartialKv) -> None:
-    """Whether the partial arena is large enough for a step, and no larger than the full one (FEATURES row 36).
+    """Whether the partial KV cache is large enough for a step, and no larger than the full one (FEATURES row 36).
 
     Raises `RecipeError`, naming the key.
     """
@@ -231,7 +231,7 @@ def _check_partial(recipe: Recipe, geometry: Geometry, drafters: Sequence[Drafte
     if waiting > chunk:
         raise recipe.error(
             ("partial_kv", "n_spec_tokens_buf"),
-            f"is {waiting}, but what waits there goes into one pass over the full arena, which takes at most "
+            f"is {waiting}, but what waits there goes into one pass over the full KV cache, which takes at most "
             f"capacity.prefill_chunk, {chunk}; lower it, or raise that",
         )
     if isinstance(partial.budget, int) and partial.budget > partial.n_retrieval_blocks:
@@ -250,7 +250,7 @@ def _check_partial(recipe: Recipe, geometry: Geometry, drafters: Sequence[Drafte
         raise recipe.error(
             ("partial_kv", "n_retrieval_blocks"),
             f"is {partial.n_retrieval_blocks}, which makes {partial.largest} tokens with sink, window and buffer, more "
-            f"than the full arena's {geometry.capacity}; lower it, or raise capacity.context",
+            f"than the full KV cache's {geometry.capacity}; lower it, or raise capacity.context",
         )
     if geometry.branches == 1 and window < chunk:
         raise recipe.error(

@@ -34,7 +34,7 @@ class GraphSource:
     config: DecoderConfig | Eagle3Config
     tree: Tree
     sink: int = 0
-    window: int = 0  # last rows that its arena keeps, behind those of the sink; 0: all
+    window: int = 0  # last rows that its KV cache keeps, behind those of the sink; 0: all
 
     @property
     def drafter(self) -> GraphDrafter:
@@ -52,7 +52,7 @@ class GraphSource:
         )
 
     def geometry(self, target: Geometry) -> Geometry:
-        """The arena holds the context, or a window of it, and what the tree's levels append behind it."""
+        """The KV cache holds the context, or a window of it, and what the tree's levels append behind it."""
         c, bucket = self.config, target.view_bucket
         held = -(-(self.sink + 2 * self.window) // bucket) * bucket + bucket if self.window else target.capacity
         grown = -(-self.drafter.grown * target.branches // bucket) * bucket

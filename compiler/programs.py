@@ -94,7 +94,7 @@ def emit_programs(engines: Mapping[str, Engine], design: PlanDesign) -> dict[str
 
 
 def _over_partial(program: Program) -> Program:
-    """The same stages; those of the target read and write the partial arena and its slot table."""
+    """The same stages; those of the target read and write the partial KV cache and its slot table."""
     own = {names.of(names.TARGET, tensor): names.of(names.PARTIAL, tensor) for tensor in (names.KV, names.BIM)}
 
     def moved(bound: Mapping[str, str]) -> dict[str, str]:
@@ -117,7 +117,7 @@ def _in_partial(buffer: str) -> str:
 
 
 def _refresh(partial: PartialKv) -> Program:
-    """Summaries of what is new in the full arena, the choice among them, and the rows."""
+    """Summaries of what is new in the full KV cache, the choice among them, and the rows."""
     of_target = {names.KV, names.QUERIES, names.KEPT_ROWS, names.KEPT_COUNT}
     own = {"partial_kv": names.KV}
     layout: dict[str, int | float] = {

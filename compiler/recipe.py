@@ -56,7 +56,7 @@ class CapacitySection(Section):
     context: int = Field(ge=2, le=2**23, description="tokens of the longest sequence, prompt and output together")
     branches: int = Field(1, ge=1, le=16, description="independent continuations at once")
     batching: bool = Field(
-        False, description="a row of the arena for every branch as well, so that they can run in batching mode"
+        False, description="a row of the KV cache for every branch as well, so that they can run in batching mode"
     )
     prefill_chunk: int = Field(
         default_factory=lambda capacity: min(256, capacity.get("context", 256)),
@@ -120,7 +120,7 @@ class Recipe(Section):
         description="backends to build engines for: names, or {kind: NAME, ...} with options",
     )
     partial_kv: PartialKvSection = Field(
-        default_factory=lambda: PartialKvSection(), description="verifying in a small arena behind long contexts"
+        default_factory=lambda: PartialKvSection(), description="verifying in a partial KV cache behind long contexts"
     )
     skeleton: SkeletonSection | None = Field(None, description="how answers are outlined; without it, by the defaults")
     held_out: WrittenPath | None = Field(
@@ -133,7 +133,7 @@ class Recipe(Section):
     @field_validator("drafters")
     @classmethod
     def _distinct_names(cls, drafters: tuple[DrafterSection, ...]) -> tuple[DrafterSection, ...]:
-        taken = {"none": "means no drafter", names.TARGET: "means the target", names.PARTIAL: "means its small arena"}
+        taken = {"none": "means no drafter", names.TARGET: "means the target", names.PARTIAL: "means its partial cache"}
         seen = set(taken)
         for index, drafter in enumerate(drafters):
             if drafter.name in seen:

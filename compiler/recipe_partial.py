@@ -10,7 +10,7 @@ from plans.partial_kv import PartialBudget, PartialKv, PartialMode, Reduce
 
 
 class PartialKvSection(Section):
-    """A small arena of a few blocks of a long context, in which most steps are verified."""
+    """A partial KV cache of a few blocks of a long context, in which most steps are verified."""
 
     enabled: bool = Field(False, description="whether the plan has one")
     block_size: int = Field(
@@ -25,14 +25,14 @@ class PartialKvSection(Section):
         128,
         ge=2,
         le=255,
-        description="tokens behind the window: those of steps since the arena was filled, and drafts; one pass over "
-        "the full arena takes them all, with logits",
+        description="tokens behind the window: those of steps since the KV cache was filled, and drafts; one pass over "
+        "the full KV cache takes them all, with logits",
     )
     partial_threshold: int = Field(
-        4096, ge=0, le=LARGEST_SIZE, description="tokens of context up to which the full arena is used"
+        4096, ge=0, le=LARGEST_SIZE, description="tokens of context up to which the full KV cache is used"
     )
     full_refresh_interval: int = Field(
-        32, ge=1, le=LARGEST_SIZE, description="most steps between two passes over the full arena"
+        32, ge=1, le=LARGEST_SIZE, description="most steps between two passes over the full KV cache"
     )
     reduction: Reduce = Field("max", description="how scores of a block by several queries become one: max, mean, last")
     most_queries: int = Field(
@@ -51,8 +51,8 @@ class PartialKvSection(Section):
     )
     mode: PartialMode = Field(
         "lossless",
-        description="of requests that do not say theirs: lossless, where tokens are checked by the full arena before "
-        "they count; lossy, where they are not; off",
+        description="of requests that do not say theirs: lossless, where tokens are confirmed over the full KV cache "
+        "before they count; lossy, where they are not; off",
     )
 
     def settings(self) -> PartialKv | None:

@@ -1,4 +1,4 @@
-"""Whether a manifest with partial KV agrees with itself: its settings, and which arena each program runs over."""
+"""Whether a manifest with partial KV agrees with itself: its settings, and which KV cache each program runs over."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def partial_problems(partial: PartialKv, manifest: Manifest) -> Iterator[str]:
     if isinstance(partial.budget, int) and partial.budget > partial.n_retrieval_blocks:
         yield f"{partial.budget} blocks are more than there is room for, {partial.n_retrieval_blocks}"
     if partial.largest > target.capacity:
-        yield f"{partial.largest} tokens are more than the full arena has, {target.capacity}"
+        yield f"{partial.largest} tokens are more than the full KV cache has, {target.capacity}"
 
 
 def refresh_problems(program: Program, partial: PartialKv) -> Iterator[str]:
@@ -49,13 +49,13 @@ def refresh_problems(program: Program, partial: PartialKv) -> Iterator[str]:
 
 
 def arena_problems(stage: Stage, program: str, small: bool) -> Iterator[str]:
-    """A program runs over the arena that its name says: the `small` one, or that of the stage's model."""
+    """A program runs over the KV cache that its name says: the `small` one, or that of the stage's model."""
     own = names.PARTIAL if small and stage.model == names.TARGET else stage.model
     for parameter, buffer in (stage.inputs | stage.outputs).items():
         model, tensor = _owner(buffer)
         of_arena = tensor in (names.KV, names.BIM) or tensor.startswith(("k_cache.", "v_cache."))
         if of_arena and model != own and program != names.REFRESH:
-            yield f"{parameter!r} is bound to {buffer!r}, and the program runs over the arena of {own!r}"
+            yield f"{parameter!r} is bound to {buffer!r}, and the program runs over the KV cache of {own!r}"
 
 
 def _owner(buffer: str) -> tuple[str, str]:

@@ -19,7 +19,7 @@ Count = Annotated[int, Field(ge=0, le=LARGEST_SIZE)]
 
 
 class Geometry(Strict):
-    """Sizes of one model, in elements, and of the arena that serves it, in tokens.
+    """Sizes of one model, in elements, and of the KV cache that serves it, in tokens.
 
     `feature_size` is the width of the features that the target gives, 0 where no drafter reads them.
     """
@@ -33,12 +33,12 @@ class Geometry(Strict):
     feature_size: Count = 0
     context: Size = Field(description="Tokens a sequence may hold.")
     view_bucket: Size = Field(description="Keys in view are rounded up to a multiple of this.")
-    capacity: Size = Field(description="Slots of the arena: the context and its headroom.")
+    capacity: Size = Field(description="Slots of the KV cache: the context and its headroom.")
     prefill_chunk: Size = Field(description="Most prompt tokens of one step.")
     branches: Size
-    rows: Size = Field(1, description="Rows of the arena: 1, or one for each branch.")
+    rows: Size = Field(1, description="Rows of the KV cache: 1, or one for each branch.")
     sink: Count = Field(0, description="Of a drafter with a window: rows of the beginning that are kept.")
-    window: Count = Field(0, description="Last rows that a drafter's arena keeps, at least; 0: all.")
+    window: Count = Field(0, description="Last rows that a drafter's KV cache keeps, at least; 0: all.")
 
     @property
     def held(self) -> int:
@@ -102,7 +102,7 @@ class Taps(Strict):
 
 
 class GraphDrafter(Strict):
-    """A drafter that is an engine of its name, with an arena of its own: the model of its name.
+    """A drafter that is an engine of its name, with a KV cache of its own: the model of its name.
 
     `eagle3`: row i pairs the target's feature of token i with token i + 1. `model`: row i is token i. With `entropy`,
     the engine drafts one token (a tree of two nodes), and runs as often as the chain has tokens.
@@ -127,7 +127,7 @@ class GraphDrafter(Strict):
 
     @property
     def grown(self) -> int:
-        """Most rows that drafting appends to its arena behind the tip's."""
+        """Most rows that drafting appends to its KV cache behind the tip's."""
         return self.tree.depth * self.tree.top_k if self.entropy is None else self.entropy.gamma_max - 1
 
     @property
@@ -175,7 +175,7 @@ class Results(Strict):
 
     tokens: str
     counts: str | None = Field(None, description="Committed tokens per tree; absent: one per tree.")
-    kept: str | None = Field(None, description="New tokens that stay, compacted in the arena; absent: all, in place.")
+    kept: str | None = Field(None, description="New tokens whose KV stays, compacted; absent: all, in place.")
 
 
 class Program(Strict):
@@ -222,7 +222,7 @@ class Engine(Strict):
 
     @property
     def keeps_levels(self) -> bool:
-        """Whether the levels of a draft leave rows in the arena: later passes than the first have cache outputs."""
+        """Whether the levels of a draft leave rows in the KV cache: later passes than the first have cache outputs."""
         later = names.cache_output(names.k_cache(0), 1)
         return any(tensor.name == later for tensor in self.outputs)
 
@@ -281,10 +281,10 @@ class Manifest(Strict):
     identity: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     recipe: dict[str, Any] = Field(description="The resolved recipe, which `outrider verify` compares.")
     source: str = Field(description="Where the recipe lay, relative to the plan; no part of the identity.")
-    models: dict[str, Geometry] = Field(description="`target`, and every drafter that has an arena.")
+    models: dict[str, Geometry] = Field(description="`target`, and every drafter that has a KV cache.")
     text: Text
     drafters: tuple[Drafter, ...]
-    partial_kv: PartialKv | None = Field(None, description="Absent: steps are always verified in the full arena.")
+    partial_kv: PartialKv | None = Field(None, description="Absent: steps are always verified in the full KV cache.")
     backends: dict[str, BackendPlan]
     tools: dict[str, str]
     files: tuple[PlanFile, ...]

@@ -15,7 +15,7 @@ PLACES = "S"  # most new tokens of a row; N where there is one row
 FEATURED = "F"  # features that there is room for: one a new token, and of plans of several branches one that is kept
 TIPS = "B"  # tips of each row that a drafter's trees grow from
 GROWN = "D"  # nodes of all these trees, roots included
-CAPACITY = "C"  # slots of the arena that a stage binds: where engines take several, and no size of a step
+CAPACITY = "C"  # slots of the KV cache that a stage binds: where engines take several, and no size of a step
 SYMBOLS = (NEW, VIEW, LOGITS, ROWS, ROW_EDGES, PLACES, FEATURED, TIPS, GROWN)
 
 # Models of a plan. The target is always there; a drafter with weights is another.
@@ -36,25 +36,25 @@ ROW_SPLITS = "row_splits"  # int64 [E], which row owns which new tokens
 LOGIT_ROWS = "logit_rows"  # int64 [M], new tokens whose logits are wanted, ascending
 FREE_BIAS = "free_bias"  # int64 [1], 1: the step runs under an `attn_bias` that the host has written
 
-# A model's arena and its slot table.
+# A model's KV cache and its slot table.
 KV = "kv"  # [2 * layers, R, kv_heads, capacity, head_dim], K and V planes alternating
 BIM = "bim"  # int64 [R, capacity]
 SLOT_POSITIONS = "slot_positions"  # int64 [R, capacity], position of each slot's token
 PAST_LENGTH = "past_length"  # int64 [R]
 
-# The partial arena: the target's for long contexts (DESIGN section 8). `PARTIAL` owns these; the step is the target's.
+# The partial KV cache: the target's for long contexts (DESIGN section 8). The step is the target's.
 PARTIAL = "partial"
 ROW = "row"  # int64 [1], the row that `refresh` fills; the next ones are of that
-COVERED = "covered"  # int64 [1], tokens of the full arena that it stands for
+COVERED = "covered"  # int64 [1], tokens of the full KV cache that it stands for
 SUMMARISED = "summarised"  # int64 [1], blocks that have a summary
 KEY_MAX = "key_max"  # f32 [R, layers, kv_heads, head_dim, blocks]
 KEY_MIN = "key_min"
 BUDGET = "budget"  # int64 [1], blocks to retrieve
 SELECTED = "selected"  # int64 [layers, kv_heads, retrieval], blocks chosen, ascending; -1 behind the last
-RESIDENT = "resident"  # int64 [R, layers, kv_heads, retrieval], those that lie in the arena
+RESIDENT = "resident"  # int64 [R, layers, kv_heads, retrieval], those that lie in the KV cache
 
 # Results of a model's step.
-QUERIES = "queries"  # f32 [layers, N, heads * head_dim], rotated; where a partial arena is filled by them
+QUERIES = "queries"  # f32 [layers, N, heads * head_dim], rotated; where a partial KV cache is filled by them
 ATTN_BIAS = "attn_bias"  # f32 [R, 1, S, T]
 LOGITS_OUT = "logits"  # f32 [M, vocab]
 FEATURES = "features"  # f32 [F, 3 * hidden], residual streams that an EAGLE3 head reads: the first N are the step's
@@ -80,7 +80,7 @@ TREE_TOKEN_IDS = "tree_token_ids"  # int64 [nodes]; node 0, the root, is the tip
 TREE_POSITIONS = "tree_positions"  # int64 [nodes], in the target
 TREE_PARENT = "tree_parent"  # int64 [nodes]; -1 at the root
 TREE_SCORE = "tree_score"  # f32 [nodes], log-probability summed from the root
-TREE_ROW = "tree_row"  # int64 [nodes], row of the arena behind the tip's that a level gave the node; -1: none, the root
+TREE_ROW = "tree_row"  # int64 [nodes], slot behind the tip's that a level gave the node; -1: none, the root
 DRAFT_PROBS = "draft_probs"  # f32 [M, vocab], what each node was drawn from, by rejection; [D, vocab], a drafter's
 DRAFT_ENTROPY = "draft_entropy"  # f32 [1] or, of several tips, [R, B]: of the distribution at the tip, over ln V
 TREE = (TREE_TOKEN_IDS, TREE_POSITIONS, TREE_PARENT, TREE_SCORE)
@@ -92,7 +92,7 @@ STAGE_WRITTEN = frozenset(
     | {STATUS, UNREAD_STATUS, QUERIES}
 )
 PARTIAL_WRITTEN = frozenset({KV, KEY_MAX, KEY_MIN, SELECTED, RESIDENT})
-"""What stages of the target may write of the partial arena."""
+"""What stages of the target may write of the partial KV cache."""
 
 DRAFTED = {TREE_TOKEN_IDS: TOKEN_IDS, TREE_POSITIONS: POSITIONS, TREE_PARENT: PARENT, DRAFT_PROBS: DRAFT_PROBS}
 
@@ -112,7 +112,7 @@ PREFILL = "prefill"
 DECODE = "decode"
 VERIFY = "verify"  # what hangs behind the tips of any number of branches
 BEAM = "beam"  # the target's engine alone, under an `attn_bias` that the host writes
-REFRESH = "refresh"  # fills the partial arena from the full one
+REFRESH = "refresh"  # fills the partial KV cache from the full one
 
 
 def speculate(drafter: str) -> str:
@@ -121,7 +121,7 @@ def speculate(drafter: str) -> str:
 
 
 def partial(program: str) -> str:
-    """The same program over the partial arena."""
+    """The same program over the partial KV cache."""
     name, dot, drafter = program.partition(".")
     return f"{name}_partial{dot}{drafter}"
 
@@ -137,12 +137,12 @@ def compact(drafter: str) -> str:
 
 
 def extend(drafter: str) -> str:
-    """The program that gives a drafter's arena rows, and drafts nothing that is used."""
+    """The program that gives a drafter's KV cache rows, and drafts nothing that is used."""
     return f"extend.{drafter}"
 
 
 def k_cache(layer: int) -> str:
-    """Arena tensor of a layer's keys, `[R, kv_heads, capacity, head_dim]`; the graph's output has `_out` behind."""
+    """KV cache tensor of a layer's keys, `[R, kv_heads, capacity, head_dim]`; the graph's output has `_out` behind."""
     return f"k_cache.{layer}"
 
 

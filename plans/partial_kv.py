@@ -1,4 +1,4 @@
-"""Partial KV for long contexts (DESIGN section 8): its settings, and how its small arena is laid out."""
+"""Partial KV for long contexts (DESIGN section 8): its settings, and how its partial KV cache is laid out."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ PARTIAL_MODES: tuple[PartialMode, ...] = get_args(PartialMode)
 
 
 class PartialKv(Strict):
-    """A small arena, sink | retrieval | window | buffer, in which steps behind a long context are verified.
+    """A partial KV cache, sink | retrieval | window | buffer, in which steps behind a long context are verified.
 
-    The buffer has room for `n_spec_tokens_buf` tokens behind the window; the arena is used where more than
+    The buffer has room for `n_spec_tokens_buf` tokens behind the window; the KV cache is used where more than
     `partial_threshold` tokens have rows, and filled anew after at most `full_refresh_interval` steps. `mode` and
     `budget`, blocks that are retrieved (None: as many as there is room for), are those of requests that do not say
     theirs.
@@ -58,7 +58,7 @@ class PartialKv(Strict):
         return self.total_budget + self.block_size - 1
 
     def capacity(self, view_bucket: int) -> int:
-        """Slots of the arena, with a bucket of headroom."""
+        """Slots of the KV cache, with a bucket of headroom."""
         return (-(-self.largest // view_bucket) + 1) * view_bucket
 
     def candidates(self, covered: int) -> int:
@@ -71,9 +71,9 @@ class PartialKv(Strict):
         return covered - max(0, candidates - budget) * self.block_size
 
     def summaries(self, capacity: int) -> int:
-        """Blocks of a full arena that may ever have a summary."""
+        """Blocks of a full KV cache that may ever have a summary."""
         return max(1, self.candidates(capacity))
 
     def pays(self, covered: int, budget: int) -> bool:
-        """Whether so many tokens are long enough for a small arena (FEATURES row 34)."""
+        """Whether so many tokens are long enough for a partial KV cache (FEATURES row 34)."""
         return covered > self.partial_threshold and covered > self.front(budget)

@@ -15,7 +15,7 @@ _Table = dict[str, tuple[DType, tuple[int | str, ...]]]
 
 
 def target_buffers(geometry: Geometry, kv_dtype: DType, *, rejection: bool) -> tuple[Tensor, ...]:
-    """What the target owns: its step, its arena with the slot table, and its results.
+    """What the target owns: its step, its KV cache with the slot table, and its results.
 
     `rejection`: a drafter's distributions as well, and what became of them.
     """
@@ -47,7 +47,7 @@ def status_buffers() -> tuple[Tensor, ...]:
 
 
 def partial_buffers(g: Geometry, partial: PartialKv, kv_dtype: DType) -> tuple[Tensor, ...]:
-    """The partial arena with its slot table, summaries of the full one, and the queries that choose from these."""
+    """The partial KV cache with its slot table, summaries of the full one, and the queries that choose from these."""
     integer, capacity = DType.INT64, partial.capacity(g.view_bucket)
     summary = (DType.FLOAT32, (g.rows, g.layers, g.kv_heads, g.head_dim, partial.summaries(g.capacity)))
     chosen = (g.layers, g.kv_heads, partial.n_retrieval_blocks)
@@ -65,7 +65,7 @@ def partial_buffers(g: Geometry, partial: PartialKv, kv_dtype: DType) -> tuple[T
 
 
 def drafter_buffers(drafter: GraphDrafter, geometry: Geometry, target: Geometry, kv_dtype: DType) -> tuple[Tensor, ...]:
-    """What a drafter with an engine owns: its step, its arena with the slot table, and a tree of its own."""
+    """What a drafter with an engine owns: its step, its KV cache with the slot table, and a tree of its own."""
     grown = (geometry.branches * drafter.tree.nodes,)
     tree = {name: DType.FLOAT32 if name == names.TREE_SCORE else DType.INT64 for name in names.TREE}
     table = _step(geometry, kv_dtype) | {name: (dtype, grown) for name, dtype in tree.items()}

@@ -1,6 +1,6 @@
 """Our ops inside of ONNX Runtime's engines on the CPU: the library that a session loads, and the domain they stand in.
 
-The library has a kernel for each of float32, float16 and bfloat16 arenas:
+The library has a kernel for each of float32, float16 and bfloat16 KV caches:
 
 `outrider.cpu.BranchAttention(q, k, v, k_cache, v_cache, attn_bias, past_length, row_splits, positions, cos, sin,
 q_norm, k_norm) -> (out, k_cache_out, v_cache_out, queries)`, with attributes `num_heads`, `kv_num_heads`, `scale` and

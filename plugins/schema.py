@@ -9,7 +9,7 @@ from plans import names
 
 Dim = int | str
 INTEGER = "int64"
-CAPACITY = "capacity"  # slots of an arena
+CAPACITY = "capacity"  # slots of a KV cache
 ANY_FLOAT = "float32 | float16 | bfloat16"  # model precision: what an op only moves, or computes in
 
 

@@ -8,7 +8,7 @@ The first line of a `doc` says what the op does; its rule, readable, is the func
 from __future__ import annotations
 
 from plans import names
-from plugins.arena_schemas import BLOCK_SELECT, BLOCK_SUMMARY, KV_GATHER, PARTIAL_KV_GATHER
+from plugins.kv_schemas import BLOCK_SELECT, BLOCK_SUMMARY, KV_GATHER, PARTIAL_KV_GATHER
 from plugins.schema import (
     ANY_FLOAT,
     CAPACITY,

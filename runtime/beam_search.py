@@ -68,7 +68,7 @@ def beam_search(session: Session, prompt: str | Sequence[int], **options: Unpack
 
     Best first, `num_return` of them. A cancelled search returns what it has, with the live beams as they are. Raises
     RequestError, before anything changes, for a prompt or an option that cannot be served, such as more rows than the
-    arena has.
+    KV cache has.
     """
     settings = _Settings.check(options, session)
     request = settings.request
@@ -156,12 +156,12 @@ class _Settings:
         return self.request.cancel is not None and self.request.cancel.is_set()
 
     def most_tokens(self, prompt_tokens: int) -> int:
-        """New tokens up to `max_new_tokens` or the context's end; raises RequestError where the arena is too small."""
+        """New tokens up to `max_new_tokens` or the context's end; raises RequestError where there are too few slots."""
         most = min(self.request.max_new_tokens, self.context - prompt_tokens)
         needed = prompt_tokens + self.beams * (most - 1)  # the last tokens need no rows
         if needed > self.slots:
             raise RequestError(
-                f"{self.beams} beams of {most} new tokens behind {prompt_tokens} need {needed} slots of the arena, and "
+                f"{self.beams} beams of {most} new tokens behind {prompt_tokens} need {needed} KV slots, and "
                 f"the plan's has {self.slots}. Ask for at most {1 + (self.slots - prompt_tokens) // self.beams} new "
                 "tokens or for fewer beams, or build the plan with a larger capacity.context."
             )

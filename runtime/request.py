@@ -33,14 +33,14 @@ class Options(TypedDict, total=False):
       by rejection, tokens depend on what was drafted too, and so on what the session has seen.
     - `skip_sample_adjustment` (False): for debugging drafters with `acceptance: rejection`; see `SamplingParams`.
     - `auto_disable` (True): decode plainly while drafts cost more than they bring, by the clock, and run ahead of the
-      full arena (`partial_kv`) only while that pays. Tokens stay the same; drafters with `acceptance: rejection`, and
-      lossy partial KV, whose tokens would not, are never disabled.
+      full KV cache (`partial_kv`) only while that pays. Tokens stay the same; drafters with `acceptance: rejection`,
+      and lossy partial KV, whose tokens would not, are never disabled.
     - `on_round`: called with a `trace.Round` after each round, before its span is given out.
     - `logprobs` (None): report each token's log-probability and this many of the most probable (0 to 20).
     - `cancel`: a `threading.Event`; once set, the generation ends before its next step.
-    - `partial_kv`: behind long contexts, where the plan has a partial arena: "lossless", whose tokens are those of
+    - `partial_kv`: behind long contexts, where the plan has a partial KV cache: "lossless", whose tokens are those of
       "off"; "lossy", whose tokens are not; default: the plan's.
-    - `partial_budget`: blocks of 16 tokens, or as many as the plan says, that the partial arena retrieves; "auto": as
+    - `partial_budget`: blocks of 16 tokens, or as many as the plan says, that the partial cache retrieves; "auto": as
       many as context, room and, in lossless mode, agreement make sensible; default: the plan's.
     - `tentative` (False): give out spans of tokens that are not confirmed yet, marked, in lossless mode. Their text is
       what is still to be shown if all that waits is confirmed and nothing follows.
@@ -150,12 +150,12 @@ def check_options(
         raise RequestError(f"partial_kv is {mode!r}; pass one of {', '.join(PARTIAL_MODES)}.")
     if partial is None and mode not in (None, "off"):
         raise RequestError(
-            f"partial_kv is {mode!r}, and the plan has no partial arena; build it with partial_kv.enabled."
+            f"partial_kv is {mode!r}, and the plan has no partial KV cache; build it with partial_kv.enabled."
         )
     budget, most = options.get("partial_budget"), 1 if partial is None else partial.n_retrieval_blocks
     if partial is None and (budget is not None or options.get("tentative")):
         name = "tentative" if budget is None else "partial_budget"
-        raise RequestError(f"{name} is given, and the plan has no partial arena; build it with partial_kv.enabled.")
+        raise RequestError(f"{name} is given, and the plan has no partial KV cache; build it with partial_kv.enabled.")
     asked = mode not in (None, "off")
     if asked and constraint is not None:
         raise RequestError(f"partial_kv is {mode!r}, and a constraint goes with full KV alone; leave one of them out.")

@@ -317,7 +317,7 @@ class Runtime:
         engine that no branch asked before. `keep_for` names such drafters beforehand. A prefix cache finds it whatever
         has run in between.
 
-        In mode "in-one-sequence" all share one row of the arena, and the prompt's rows are there once. In "batching"
+        In mode "in-one-sequence" all share one row of the KV cache, and the prompt's rows are there once. In "batching"
         each has a row, with a copy of the prompt's; the plan must have them. Tokens are the same.
 
         Each branch gets the tokens that it would get alone, behind prompt and beginning, with its `stream_id`: that

@@ -27,7 +27,7 @@ class Stats:
     drafted: int = 0  # tokens proposed and evaluated by the target
     accepted: int = 0
     partial_mode: str = "off"  # how steps behind a long context were verified: off, lossless, lossy
-    partial_rounds: int = 0  # passes over the partial arena
+    partial_rounds: int = 0  # passes over the partial KV cache
     partial_ms: float = 0.0  # of those passes, and the drafts for them
     refreshes: int = 0  # times that it was filled from the full one
     retrieved: int = 0  # blocks that were fetched for each key head, the last time
@@ -69,8 +69,8 @@ class Stats:
 
     @property
     def agreement(self) -> float | None:
-        """Share of tokens that the partial arena gave as the full one does, where those before them did; lossless mode
-        knows it."""
+        """Share of tokens that passes over the partial cache gave as those over the full one, where all before them
+        agreed; lossless mode knows it."""
         return self.agreed / (self.agreed + self.parted) if self.agreed + self.parted else None
 
     @property

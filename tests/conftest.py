@@ -181,7 +181,7 @@ def long(long_plan: Path) -> Runtime:
 
 @pytest.fixture
 def run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it pays or not: on the toy, whose arenas cost the same, the clock would soon say that it does not."""
+    """Whether it pays or not: on the toy, whose KV caches cost the same, the clock would soon say that it does not."""
     monkeypatch.setattr(Interval, "ahead", property(lambda self: True))
 
 

@@ -24,7 +24,7 @@ def export_draft(
     rows: bool = False,
     branches: int = 1,
 ) -> ir.Model:
-    """Export a `DraftModel` over an arena of `capacity` slots, one row, for so many `positions` (default: as many).
+    """Export a `DraftModel` over a KV cache of `capacity` slots, one row, for so many `positions` (default: as many).
 
     A head reads `features` of the target's last step; `feature_rows` picks those of the pairs. Outputs:
     `tree_token_ids`, `tree_positions`, `tree_parent` `[nodes]`, the root, which is the tip, first, as the target's
@@ -35,13 +35,13 @@ def export_draft(
     that of the distribution at the tip, over ln V.
 
     With `rows`, of a tree with levels, `tree_row` int64 `[nodes]` says where the levels have put each node: at slot
-    past_length + N + row of the arena. It is -1 for a node that none has run, and for the root, which is the last of
+    past_length + N + row of the KV cache. It is -1 for a node that none has run, and for the root, which is the last of
     the N tokens fed. Frontiers alone are run: whatever has a child has a row, and rows ascend along a path.
 
-    With several `branches`, the arena may have several rows, and trees grow from the tokens `tip_rows` int64 `[R, B]`,
-    as many in each row, by the draws and settings of `tip_branch` int64 `[R, B]`. Outputs are those of one tree after
-    another, `[D]` in all, but parents count within a tree, and a row counts from the first of its arena's row. A level
-    takes B * k slots of each row. `draft_entropy` is `[R, B]`, of each tip.
+    With several `branches`, the KV cache may have several rows, and trees grow from the tokens `tip_rows` int64
+    `[R, B]`, as many in each row, by the draws and settings of `tip_branch` int64 `[R, B]`. Outputs are those of one
+    tree after another, `[D]` in all, but parents count within a tree, and a slot of `tree_row` from the first behind its row. A
+    level takes B * k slots of each row. `draft_entropy` is `[R, B]`, of each tip.
     """
     drafting: DraftModel = model  # type: ignore[assignment]
     heads, features = drafting.heads, drafting.feature_size

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from compiler.export.execution import Arena, GraphExecution, Heads, RopeTables
+from compiler.export.execution import GraphExecution, Heads, KvCaches, RopeTables
 from compiler.export.ops import draft_sample, tree_expand, tree_rerank
 from compiler.models.decoder import Execution
 from plans.manifest import Tree
@@ -64,10 +64,10 @@ class DraftModel(Protocol):
 class _Tips:
     """Where n trees grow from: what is known of their tips, and how a level's n * k nodes lie behind them.
 
-    The nodes of a level are those of the first tree, then of the second ...; rows of the arena have as many trees each.
+    The nodes of a level are those of the first tree, then of the second ...; every row has as many trees.
     """
 
-    arena: Arena
+    caches: KvCaches
     hidden: Tensor  # [1, n, H]
     token: Tensor  # [n]
     position: Tensor  # [n]
@@ -132,18 +132,18 @@ class DraftGraph(nn.Module):
         v_caches: Sequence[Tensor],
     ) -> tuple[Tensor, ...]:
         model: DraftModel = self.model  # type: ignore[assignment]
-        arena = Arena(k_caches, v_caches)
+        caches = KvCaches(k_caches, v_caches)
         fused = None
         if features is not None and feature_rows is not None:
             fused = model.fuse(torch.index_select(features, 0, feature_rows).unsqueeze(0))
         splits = self.splits if row_splits is None else row_splits
-        execution = self._pass(arena, positions.unsqueeze(0), attn_bias, past_length, splits)
+        execution = self._pass(caches, positions.unsqueeze(0), attn_bias, past_length, splits)
         hidden = model.run(token_ids.unsqueeze(0), fused, execution)
         filters = (temperature, top_k, top_p)
         if tip_rows is None or tip_branch is None or row_splits is None:
             start = past_length + token_ids.shape[0]
             tips = _Tips(
-                arena,
+                caches,
                 hidden[:, -1].unsqueeze(1),
                 token_ids[-1].unsqueeze(0),  # not [-1:], whose size is no number
                 positions[-1].unsqueeze(0),
@@ -157,7 +157,7 @@ class DraftGraph(nn.Module):
                 None,
             )
         else:
-            tips = self._tips(arena, hidden, token_ids, positions, row_splits, attn_bias, past_length, tip_rows)
+            tips = self._tips(caches, hidden, token_ids, positions, row_splits, attn_bias, past_length, tip_rows)
             of = tip_branch.reshape(-1)
             drawn = [torch.index_select(each, 0, of) for each in (draws, *filters)]
             tips = replace(tips, draws=drawn[0], filters=(drawn[1], drawn[2], drawn[3]))
@@ -173,12 +173,12 @@ class DraftGraph(nn.Module):
             _behind_roots(torch.full_like(root, -1), parent),
             _behind_roots(torch.zeros_like(score[:, :1]), score),
             *others,
-            *arena.presents,
+            *caches.presents,
         )
 
     def _tips(
         self,
-        arena: Arena,
+        caches: KvCaches,
         hidden: Tensor,
         token_ids: Tensor,
         positions: Tensor,
@@ -196,7 +196,7 @@ class DraftGraph(nn.Module):
         place = tip_rows - row_splits[:-1].unsqueeze(1) + row * attn_bias.shape[2]
         of_tip = torch.arange(rows * width) // k
         return _Tips(
-            arena,
+            caches,
             torch.index_select(hidden, 1, tip),
             torch.index_select(token_ids, 0, tip),
             torch.index_select(positions, 0, tip),
@@ -213,7 +213,7 @@ class DraftGraph(nn.Module):
     def _tree(self, tips: _Tips, logits: Tensor) -> list[Tensor]:
         """Tokens, parents, depths and scores `[n, nodes - 1]` behind the tips, whose logits are `[1, n, V]`.
 
-        Where `rows` asks for it: the arena's row of each node, flat `[n * nodes]`.
+        Where `rows` asks for it: the KV cache's row of each node, flat `[n * nodes]`.
         """
         tree, k, several = self.tree, self.tree.top_k, tips.several
         model: DraftModel = self.model  # type: ignore[assignment]
@@ -266,7 +266,7 @@ class DraftGraph(nn.Module):
         return drafted
 
     def _rows_of(self, candidate: Tensor, expanded: Tensor, tips: _Tips) -> Tensor:
-        """The arena's row of each node, counted from the first level's first, or -1: flat `[n * nodes]`.
+        """The KV cache's row of each node, counted from the first level's first, or -1: flat `[n * nodes]`.
 
         `candidate` `[n, nodes - 1]` says which ones the nodes are, `expanded` `[n, depth * k]` which ones levels ran.
         """
@@ -326,12 +326,12 @@ class DraftGraph(nn.Module):
         else:
             positions = torch.index_select(position, 0, several.of_tip).unsqueeze(0)
             seen = bias.reshape(several.rows, 1, tips.width, bias.shape[1])
-        execution = self._pass(tips.arena, positions, seen, tips.start + behind, tips.splits)
+        execution = self._pass(tips.caches, positions, seen, tips.start + behind, tips.splits)
         return model.run(self._target_ids(token).reshape(1, -1), hidden, execution), bias
 
-    def _pass(self, arena: Arena, positions: Tensor, bias: Tensor, past: Tensor, splits: Tensor) -> GraphExecution:
+    def _pass(self, caches: KvCaches, positions: Tensor, bias: Tensor, past: Tensor, splits: Tensor) -> GraphExecution:
         model: DraftModel = self.model  # type: ignore[assignment]
-        return GraphExecution(model.heads, self.tables, arena, positions, bias, past, splits)
+        return GraphExecution(model.heads, self.tables, caches, positions, bias, past, splits)
 
     def _target_ids(self, token: Tensor) -> Tensor:
         """Draft tokens `[n, m]` as target tokens."""

@@ -1,4 +1,4 @@
-"""Rotation and attention over a KV arena, written as graph ops: what a model asks of its `Execution`."""
+"""Rotation and attention over a KV cache, written as graph ops: what a model asks of its `Execution`."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class RopeTables(nn.Module):
         self.register_buffer("sin", torch.from_numpy(sin).to(dtype))
 
 
-class Arena:
-    """The arena of one graph: its cache inputs, and the outputs that each pass over them leaves.
+class KvCaches:
+    """The KV cache of one graph: its cache inputs, and the outputs that each pass over them leaves.
 
     Every pass reads the graph's inputs and gives outputs of its own, all bound to the same memory: the data that a
     later pass needs orders it behind the earlier one.
@@ -67,13 +67,13 @@ class GraphExecution:
         self,
         heads: Heads,
         tables: RopeTables,
-        arena: Arena,
+        caches: KvCaches,
         positions: Tensor,
         bias: Tensor,
         past: Tensor,
         splits: Tensor,
     ) -> None:
-        self._heads, self._tables, self._arena = heads, tables, arena
+        self._heads, self._tables, self._caches = heads, tables, caches
         self._positions, self._bias, self._past, self._splits = positions, bias, past, splits
         self.queries: list[Tensor] = []  # of each layer, `[1, n, heads * head_dim]`
 
@@ -83,13 +83,13 @@ class GraphExecution:
         return rotated
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        h, arena = self._heads, self._arena
+        h, caches = self._heads, self._caches
         self.queries.append(q)
         out, k_out, v_out = branch_attention(
-            q, k, v, arena.k_caches[layer], arena.v_caches[layer], self._bias, self._past, self._splits,
+            q, k, v, caches.k_caches[layer], caches.v_caches[layer], self._bias, self._past, self._splits,
             h.num_heads, h.num_kv_heads, h.head_dim**-0.5,
         )  # fmt: skip
-        arena.presents += (k_out, v_out)
+        caches.presents += (k_out, v_out)
         attended: Tensor = out
         return attended
 

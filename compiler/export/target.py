@@ -1,4 +1,4 @@
-"""The target graph of DESIGN section 4: new tokens of any number of rows, over a KV arena, to logits and features.
+"""The target graph of DESIGN section 4: new tokens of any number of rows, over a KV cache, to logits and features.
 
 BranchAttention is one node, rows may be several: `lowering` makes the graph a backend's own.
 """
@@ -11,14 +11,14 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
-from compiler.export.execution import Arena, GraphExecution, RopeTables, cache_outputs
+from compiler.export.execution import GraphExecution, KvCaches, RopeTables, cache_outputs
 from compiler.export.tracing import Shape, name_inputs, trace
 from compiler.models.decoder import Decoder
 from plans import names
 
 
 class TargetGraph(nn.Module):
-    """The decoder over a KV arena; its `forward` has the inputs and outputs of DESIGN section 4."""
+    """The decoder over a KV cache; its `forward` has the inputs and outputs of DESIGN section 4."""
 
     def __init__(self, decoder: Decoder, positions: int, taps: Sequence[int], *, queries: bool) -> None:
         super().__init__()
@@ -36,19 +36,19 @@ class TargetGraph(nn.Module):
         k_caches: Sequence[Tensor],
         v_caches: Sequence[Tensor],
     ) -> tuple[Tensor, ...]:
-        arena = Arena(k_caches, v_caches)
+        caches = KvCaches(k_caches, v_caches)
         execution = GraphExecution(
-            self.decoder.config, self.tables, arena, positions.unsqueeze(0), attn_bias, past_length, row_splits
+            self.decoder.config, self.tables, caches, positions.unsqueeze(0), attn_bias, past_length, row_splits
         )
         hidden, tapped = self.decoder.hidden(token_ids.unsqueeze(0), execution, self.taps)
         picked = torch.index_select(hidden, -2, logit_rows).squeeze(0)  # a product of matrices becomes one Gemm
         features = (torch.cat(tapped, -1).squeeze(0).float(),) if tapped else ()
         queries = tuple(q.squeeze(0).float() for q in execution.queries) if self.queries else ()
-        return self.decoder.logits(picked).float(), *features, *arena.presents, *queries
+        return self.decoder.logits(picked).float(), *features, *caches.presents, *queries
 
 
 def export_target(decoder: Decoder, capacity: int, taps: Sequence[int] = (), *, queries: bool = False) -> ir.Model:
-    """Export `decoder` over arenas of `capacity` slots.
+    """Export `decoder` over KV caches of `capacity` slots.
 
     With `taps`, `features` holds the residual streams that enter these layers, side by side (EAGLE3's input).
     With `queries`, so has each layer's `queries.i`, as they are compared with keys.

@@ -36,14 +36,14 @@ RULES: dict[str, tuple[Rule, ...]] = {
 }
 
 
-def lower(engine: str, model: ir.Model, target: str, rows: int, *, arenas: int = 1) -> list[RuleReport]:
-    """Lower `model` in place for `target` with `rows` rows in its arena; of several `arenas`, any is bound."""
+def lower(engine: str, model: ir.Model, target: str, rows: int, *, caches: int = 1) -> list[RuleReport]:
+    """Lower `model` in place for `target` with `rows` rows in its KV cache; of several `KV caches`, any is bound."""
     lowering = Lowering(engine, model, rows)
     reports = apply_rules(lowering, RULES[target])
     _drop_unread(model.graph)
     if rows == 1:
         _fix_single_row(model)
-    if arenas > 1:
+    if caches > 1:
         _free_capacity(model)
     if target == "onnxruntime-cpu":
         model.opset_imports.setdefault("com.microsoft", 1)

@@ -19,8 +19,8 @@ LOWEST = {ir.DataType.FLOAT16: -65504.0, ir.DataType.BFLOAT16: -3.38e38}
 class ScatterAttention(Rule):
     """One row: its tokens are the step's, so the op needs none of its body's ragged indexing.
 
-    ONNX Runtime runs both ops in place on bound buffers, as often as a graph has passes over one arena. The bias takes
-    the model's own type, which is what fused kernels want.
+    ONNX Runtime runs both ops in place on bound buffers, as often as a graph has passes over one KV cache. The bias
+    takes the model's own type, which is what fused kernels want.
     """
 
     def pattern(self, node: ir.Node) -> bool:
@@ -55,7 +55,7 @@ class ScatterAttention(Rule):
     ) -> tuple[ir.Value | None, ir.Value]:
         """`cache` with `new` `[1, kv_heads, S, head_dim]` at slot `past`, and what is in view of that.
 
-        None for a pass that leaves no rows in the arena.
+        None for a pass that leaves no rows in the KV cache.
         """
         present = build.emit("TensorScatter", [cache, new, past], {"axis": -2})
         return present, build.first_slots(present, view)
@@ -70,8 +70,8 @@ class ScatterAttention(Rule):
 class UpdateOnceAttention(ScatterAttention):
     """TensorRT: TensorScatter is its KV cache update, which a graph may have once for each cache.
 
-    Later passes over an arena, the levels of a draft, put their keys and values into a copy of what is in view. Their
-    rows do not reach the arena. Attention in float32, for which TensorRT has no kernel, is written out.
+    Later passes over a KV cache, the levels of a draft, put their keys and values into a copy of what is in view. Their
+    rows do not reach the KV cache. Attention in float32, for which TensorRT has no kernel, is written out.
     """
 
     def attend(

@@ -1,4 +1,4 @@
-// Where the tokens of a full arena stand in a partial one: sink | retrieval | window, in order, the buffer behind them.
+// Where the tokens of a full KV cache stand in a partial one: sink | retrieval | window, in order, the buffer behind them.
 // Blocks are counted from the sink's end; the window begins on their grid, so that no token falls between.
 #pragma once
 
@@ -11,7 +11,7 @@ struct PartialLayout {
 
   OUTRIDER_HD i64 sink() const { return sink_blocks * block_size; }
 
-  // Blocks between sink and window of an arena that has `covered` tokens.
+  // Blocks between sink and window of a KV cache that has `covered` tokens.
   OUTRIDER_HD i64 candidates(i64 covered) const {
     const i64 between = covered / block_size - sink_blocks - window_blocks;
     return between > 0 ? between : 0;

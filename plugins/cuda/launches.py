@@ -19,7 +19,7 @@ from plugins.schemas import SCHEMAS
 THREADS = 256
 ROW_THREADS = 512  # where few blocks read whole rows: as many as a block may have (csrc/cuda/block.h)
 
-ELEMENTS = ("float32", "float16", "bfloat16")  # of an arena, by the numbers that kernels know (csrc/cuda/element.h)
+ELEMENTS = ("float32", "float16", "bfloat16")  # of a KV cache, by the numbers that kernels know (csrc/cuda/element.h)
 _SHARES = 16  # of a head's new blocks: few are new in a step, many at once after a long prompt
 
 Sizes = Mapping[str, int]

@@ -1,4 +1,4 @@
-"""Compact slots of a KV arena in place."""
+"""Compact slots of a KV cache in place."""
 
 from __future__ import annotations
 

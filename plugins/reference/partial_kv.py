@@ -1,4 +1,4 @@
-"""The three ops of partial KV: blocks summarised, chosen, and gathered into a small arena."""
+"""The three ops of partial KV: blocks summarised, chosen, and gathered into a partial KV cache."""
 
 from __future__ import annotations
 

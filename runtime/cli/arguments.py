@@ -62,7 +62,7 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--partial-kv",
         choices=PARTIAL_MODES,
-        help="behind long contexts, where the plan has a partial arena (its mode)",
+        help="behind long contexts, where the plan has a partial KV cache (its mode)",
     )
     parser.add_argument(
         "--partial-budget", type=_budget, metavar="N|auto", help="blocks that it retrieves (its budget)"

@@ -35,7 +35,7 @@ def add_branches(commands: Any) -> None:
     )
     parser.add_argument(
         "--mode", choices=MODES, default=MODES[0],
-        help="all in one row of the arena (default), or a row each; the tokens are the same",
+        help="all in one row of the KV cache (default), or a row each; the tokens are the same",
     )  # fmt: skip
     parser.add_argument(
         "--max-parallel", type=at_least_1, metavar="N", help="branches at once (default: as many as can be)"

@@ -31,13 +31,13 @@ class AdaptiveSpeculation:
     Rounds of both kinds are measured side by side: what counts is the median of their ratios, since a machine's
     hiccups, and its faster and slower hours, are no property of a drafter. The choice changes when tokens come, never
     which (of drafters that the target's own draws accept). What it has learned holds for one way of sampling. A window
-    is of rounds over one arena: they cost different times.
+    is of rounds over one KV cache: they cost different times.
     """
 
     def __init__(self, drafter: str) -> None:
         self._drafter = drafter
         self._window = WINDOW
-        self._watches = _Watch(), _Watch()  # over the full arena, and over the partial one
+        self._watches = _Watch(), _Watch()  # over the full KV cache, and over the partial one
         self._watch = self._watches[0]  # of the last round that was noted
         self._lost = False  # the window before
         self._disabled_rounds = 0  # plain rounds still to come
@@ -100,7 +100,7 @@ class AdaptiveSpeculation:
 
 @dataclass
 class _Watch:
-    """What rounds over one arena have cost and brought."""
+    """What rounds over one KV cache have cost and brought."""
 
     tokens: list[float] = field(default_factory=list)  # of the window's drafting rounds, over those of plain ones
     seconds: list[float] = field(default_factory=list)

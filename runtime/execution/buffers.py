@@ -96,12 +96,12 @@ class Buffers:
         self.of(*to[:2])[to[2]] = self.of(*source[:2])[source[2]]
 
     def copy_slots(self, model: str, source: int, to: int, count: int) -> None:
-        """Copy the first `count` slots of a row of a model's arena to another row."""
+        """Copy the first `count` slots of a row of a model's KV cache to another row."""
         kv = self.of(model, names.KV)
         kv[:, to, :, :count] = kv[:, source, :, :count]
 
     def move_slots(self, model: str, first: int, to: int, count: int) -> None:
-        """Move `count` slots of a model's arena of one row from `first` on to `to`, which lies before it."""
+        """Move `count` slots of a model's KV cache of one row from `first` on to `to`, which lies before it."""
         slots = self.of(model, names.KV)[:, 0]
         slots[:, :, to : to + count] = slots[:, :, first : first + count]
 

@@ -126,7 +126,7 @@ class Step:
         self.sizes[_VIEW] = max(self.sizes[_VIEW], self.view_of(int(self.past_length[row]) + mine))
 
     def view_of(self, rows: int) -> int:
-        """Keys in view of a step behind which the arena has `rows` rows, those of a draft's levels not counted."""
+        """Keys in view of a step behind which the KV cache has `rows` rows, those of a draft's levels not counted."""
         index = bisect_left(self._views, rows + self.reach)
         return self._views[index] if index < len(self._views) else self.largest_view
 

@@ -1,4 +1,4 @@
-"""The slot table of a model's arena: which branch and position each committed row belongs to."""
+"""The slot table of a model's KV cache: which branch and position each committed row belongs to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHARED = -1  # one that all branches see
 
 
 class SlotTable:
-    """Slots [0, length) of one row of the arena are committed; those behind them hold garbage that nothing reads.
+    """Slots [0, length) of one row of the KV cache are committed; those behind them hold garbage that nothing reads.
 
     Owner of `length`, and of that row of its model's buffers `bim` and `slot_positions`.
     """

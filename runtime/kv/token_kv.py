@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 
 class TokenKv:
-    """Rows in a row of an arena: those of tokens `lead` and on lie in order from slot 0, or where `slots` says."""
+    """Rows in a row of a KV cache: those of tokens `lead` and on lie in order from slot 0, or where `slots` says."""
 
     def __init__(self, kv: NDArray[np.generic], lead: int = 0, slots: NDArray[np.int64] | None = None) -> None:
         """`kv` is `[planes, heads, capacity, size]`. With `lead` 1, token 0 has no row: a head's first is of a pair."""

@@ -72,7 +72,7 @@ class WindowedRow:
 
     def too_far(self, rows: int) -> bool:
         """Whether row `rows` lies so far behind the last one that those between are better dropped: of a sequence that
-        the arena could not hold whole, and not just a few."""
+        the KV cache could not hold whole, and not just a few."""
         return bool(self.window) and rows > self._room and rows - self.end > _FEW
 
     def pass_over(self, length: int, end: int) -> None:

@@ -344,8 +344,7 @@ def _since(began: float) -> float:
 
 
 def row_shapes(plan: BackendPlan) -> dict[str, RowShape]:
-    """What the rows of each model of a plan are, by the arenas that its sessions have: but for the partial one, whose
-    rows are the target's."""
+    """What a token's KV is in each model of a plan, by its buffers; the partial cache's is the target's."""
     shapes, ending = {}, f".{names.KV}"
     for buffer in plan.buffers:
         if buffer.name.endswith(ending) and buffer.name != names.of(names.PARTIAL, names.KV):

@@ -96,7 +96,7 @@ def test_changed_drafter_settings_take_the_engines_over(workplace: Path, monkeyp
 @pytest.mark.parametrize(
     ("override", "kept"),
     [
-        ("capacity.context=200", True),  # the same arena: sizes are rounded up
+        ("capacity.context=200", True),  # the same KV cache: sizes are rounded up
         ("capacity.context=256", True),
         ("target.rope_scaling={rope_type: linear, factor: 2.0}", False),
     ],

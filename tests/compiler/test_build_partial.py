@@ -28,7 +28,7 @@ ENABLED = "partial_kv.enabled=true"
         ),
         (
             ["partial_kv.n_spec_tokens_buf=16", "partial_kv.partial_threshold=90", CHAINS],
-            r"n_retrieval_blocks is 256, which makes 4287 tokens .* more than the full arena's 384; lower it",
+            r"n_retrieval_blocks is 256, which makes 4287 tokens .* more than the full KV cache's 384; lower it",
         ),
         (
             [
@@ -49,7 +49,7 @@ ENABLED = "partial_kv.enabled=true"
             r"budget is 3, but partial_kv\.n_retrieval_blocks leaves room for 2; lower it",
         ),
         (["partial_kv.reduction=median"], r"partial_kv\.reduction"),
-        (["drafters=[{name: partial, kind: ngram}]"], r"is 'partial', which means its small arena"),
+        (["drafters=[{name: partial, kind: ngram}]"], r"is 'partial', which means its partial KV cache"),
     ],
 )
 def test_partial_kv_that_no_plan_serves_is_refused_with_the_key(

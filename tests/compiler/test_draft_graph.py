@@ -88,7 +88,7 @@ def grow(log_probs: LogProbs, tree: Tree) -> list[tuple[int, int, int, float, in
 
 
 class DraftEngine:
-    """The lowered graph under ONNX Runtime, on one arena that every pass appends to in place."""
+    """The lowered graph under ONNX Runtime, on one KV cache that every pass appends to in place."""
 
     def __init__(self, model: Any, tree: Tree, folder: Path, *, rows: bool = False, target: str = CPU) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -98,7 +98,7 @@ class DraftEngine:
         self.engine = engines.write("draft", graph, {})
         engines.close()
         self._session = cpu_session(folder / "draft.onnx")
-        self.arena = {
+        self.caches = {
             t.name: np.zeros([int(d) for d in t.shape], np.float32) for t in self.engine.inputs if "cache" in t.name
         }
         self._tree = tree
@@ -123,12 +123,12 @@ class DraftEngine:
             **more,
         }
         binding, outputs = self._session.io_binding(), {}
-        for name, array in {**feeds, **self.arena}.items():
+        for name, array in {**feeds, **self.caches}.items():
             binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         for tensor in self.engine.outputs:
             source = self.engine.aliases.get(tensor.name)
             shape = [int(d) for d in tensor.shape]
-            array = self.arena[source] if source else np.zeros(shape, tensor.dtype.numpy)
+            array = self.caches[source] if source else np.zeros(shape, tensor.dtype.numpy)
             outputs[tensor.name] = array
             binding.bind_output(tensor.name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         self._session.run_with_iobinding(binding)
@@ -182,7 +182,7 @@ def test_the_row_of_a_node_is_that_of_feeding_its_path(decoder: Decoder, tmp_pat
     """But for the last bits, which depend on how many tokens are computed at once."""
     engine = DraftEngine(DecoderDraft(decoder), Tree(top_k=3, depth=4, nodes=25), tmp_path, rows=True)
     found = engine.draft(PROMPT, 0)
-    drafted = {name: cache.copy() for name, cache in engine.arena.items()}
+    drafted = {name: cache.copy() for name, cache in engine.caches.items()}
     paths: list[list[int]] = [[]]
     for token, parent in zip(found[names.TREE_TOKEN_IDS][1:], found[names.TREE_PARENT][1:], strict=True):
         paths.append([*paths[parent], int(token)])
@@ -190,7 +190,7 @@ def test_the_row_of_a_node_is_that_of_feeding_its_path(decoder: Decoder, tmp_pat
     assert {len(path) for path, _ in placed} == {1, 2, 3, 4}
     for path, row in placed:
         engine.draft(PROMPT + path, 0)
-        for name, cache in engine.arena.items():
+        for name, cache in engine.caches.items():
             fed = cache[:, :, len(PROMPT) + len(path) - 1]
             np.testing.assert_allclose(drafted[name][:, :, len(PROMPT) + row], fed, atol=1e-5)
 

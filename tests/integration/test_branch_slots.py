@@ -1,7 +1,7 @@
 """Which slots each query of a run of branches sees, against the definition in plain Python.
 
-The oracle keeps what every slot of the arena holds by following the moves alone: what passes append, gather, copy and
-compact. It never looks at the slot tables. A query must then see exactly the prefix, what its branch has said before,
+The oracle keeps what every slot holds by following the moves alone: what passes append, gather, copy and compact.
+It never looks at the slot tables. A query must then see exactly the prefix, what its branch has said before,
 its own chain or path of drafted nodes, and itself: each once, and nothing else.
 """
 
@@ -25,7 +25,7 @@ LAYOUTS = {"in-one-sequence": ("in-one-sequence", False), "batching": ("batching
 
 
 class Oracle:
-    """What each slot of the target's arena holds: (whose, place in the sequence), where anything that stays."""
+    """What each slot of the target's KV cache holds: (whose, place in the sequence), where anything that stays."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.passes, self.compactions = engine, 0, 0

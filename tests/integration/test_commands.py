@@ -99,7 +99,7 @@ def test_inspect_shows_geometry_programs_ops_and_rules(toy_plan: Path, capsys: C
     assert set(target) == {"programs", "symbols", "session_bytes", "engines", "kernels", "lowering"}
     assert target["programs"]["decode"] == ["op:BimMask", "engine:target", "op:Sample"]
     assert target["engines"]["target"]["ops"]["outrider.cpu.BranchAttention"] == 4
-    assert target["session_bytes"] > 4 * 2 * 384 * 16 * 4  # the arena alone
+    assert target["session_bytes"] > 4 * 2 * 384 * 16 * 4  # the KV cache alone
 
 
 def test_verify_compares_with_pytorch_and_exits_with_the_verdict(toy_plan: Path, capsys: Captured) -> None:

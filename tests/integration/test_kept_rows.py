@@ -22,7 +22,7 @@ def drafter_of(session: Session, name: str) -> EngineDrafter:
     return session.engine.drafting.engines[name]
 
 
-def arena(session: Session, name: str, length: int) -> NDArray[np.float32]:
+def kv_of(session: Session, name: str, length: int) -> NDArray[np.float32]:
     kv: NDArray[np.float32] = session.buffers.of(name, names.KV)[:, :, :, :length]
     return kv
 
@@ -38,7 +38,7 @@ def test_kept_rows_are_those_of_feeding_the_tokens(toy: Runtime, name: str, samp
     assert length >= len(session.token_ids) - 2
     fresh.generate(session.token_ids[:length], drafter=name, max_new_tokens=3, **ALWAYS)
     assert drafter_of(fresh, name).cache.length >= length
-    np.testing.assert_allclose(arena(session, name, length), arena(fresh, name, length), atol=1e-5)
+    np.testing.assert_allclose(kv_of(session, name, length), kv_of(fresh, name, length), atol=1e-5)
     np.testing.assert_array_equal(session.buffers.of(name, names.SLOT_POSITIONS)[0, :length], np.arange(length))
     assert (session.buffers.of(name, names.BIM)[0, :length] == 0).all()
 

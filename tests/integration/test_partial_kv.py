@@ -1,4 +1,4 @@
-"""Partial KV: what the small arena holds, what a pass over it computes, and that lossless mode changes no token."""
+"""Partial KV: what the partial cache holds, what a pass over it computes, and that lossless mode changes no token."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def whole(stats) -> bool:
     return stats.tentative == stats.retracted == 0
 
 
-# What the arena holds, and what is computed over it.
+# What the KV cache holds, and what is computed over it.
 
 
 def lossy_session(long: Runtime, length: int, new: int = 3, drafter: str = "none") -> tuple[Session, list[int]]:
-    """A session whose last round ran over the partial arena."""
+    """A session whose last round ran over the partial KV cache."""
     session = long.session()
     found = session.generate(
         prompt(3, length), max_new_tokens=new, drafter=drafter, partial_kv="lossy", ignore_eos=True, auto_disable=False
@@ -99,7 +99,7 @@ def test_queries_are_those_of_transformers(long: Runtime, toy_recipe: Path, leng
 
 @pytest.mark.parametrize("drafter", ["none", "chain"])
 def test_a_pass_over_the_arena_is_attention_over_what_it_holds(long: Runtime, toy_recipe: Path, drafter: str) -> None:
-    """Transformers, with the arena's rows as its cache, chooses the same tokens and sees the same logits."""
+    """Transformers, with the KV cache's rows as its cache, chooses the same tokens and sees the same logits."""
     length, new = 90, 4
     session, found = lossy_session(long, length, new, drafter)
     model = AutoModelForCausalLM.from_pretrained(toy_recipe.parent / "target", dtype=torch.float32)
@@ -127,7 +127,7 @@ def test_a_pass_over_the_arena_is_attention_over_what_it_holds(long: Runtime, to
 
 
 def pair(long: Runtime, tokens: list[int], **options: object):
-    """The same generation with the full arena alone, and losslessly."""
+    """The same generation with the full KV cache alone, and losslessly."""
     return [long.session().generate(tokens, partial_kv=mode, **options) for mode in ("off", "lossless")]  # type: ignore[arg-type]
 
 
@@ -248,7 +248,7 @@ def test_tentative_spans_come_before_what_is_confirmed(long: Runtime) -> None:
 @pytest.mark.parametrize("mode", ["lossless", "lossy"])
 @pytest.mark.parametrize("drafter", ["none", "ngram", "chain"])
 def test_an_arena_that_was_never_filled_serves_nobody(long: Runtime, drafter: str, mode: str) -> None:
-    """A prompt of one token has no rows: as few as an arena that stands for nothing."""
+    """A prompt of one token has no rows: as few as a KV cache that stands for nothing."""
     session = long.session()
     options = {"max_new_tokens": 10, "drafter": drafter, "ignore_eos": True, "auto_disable": False}
     for token in range(1, 6):
@@ -283,7 +283,7 @@ def test_lossy_mode_is_repeatable_and_says_so(long: Runtime) -> None:
 
 
 def test_lossy_sessions_go_on_exactly_where_the_full_arena_serves(long: Runtime) -> None:
-    """What a lossy generation has left is a sequence like any other: its rows in the full arena are true ones."""
+    """What a lossy generation has left is a sequence like any other: its rows in the full KV cache are true ones."""
     session = long.session()
     session.generate(prompt(1, 75), max_new_tokens=30, drafter="chain", partial_kv="lossy", ignore_eos=True)
     so_far = session.token_ids
@@ -358,8 +358,8 @@ def test_what_cannot_be_asked_for(long: Runtime, toy: Runtime) -> None:
         with pytest.raises(RequestError, match=r"partial_budget is .*; pass auto, or 1 to 3 blocks"):
             long.generate("x", partial_budget=wrong)  # type: ignore[arg-type]
     for option in ({"partial_budget": 1}, {"tentative": True}):
-        with pytest.raises(RequestError, match=r"is given, and the plan has no partial arena"):
+        with pytest.raises(RequestError, match=r"is given, and the plan has no partial KV cache"):
             toy.generate("x", **option)  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match=r"has no partial arena; build it with partial_kv\.enabled"):
+    with pytest.raises(RequestError, match=r"has no partial KV cache; build it with partial_kv\.enabled"):
         toy.generate("x", partial_kv="lossy")
     assert toy.generate("x", partial_kv="off", max_new_tokens=2).stats.partial_mode == "off"

@@ -62,7 +62,7 @@ def test_every_drafter_gives_the_tokens_of_plain_decoding(
 def test_going_on_after_any_cut_equals_never_having_been_cut(
     toy: Runtime, prompt: list[int], sampling: Options, cuts: list[tuple[int, str]]
 ) -> None:
-    """With whatever drafter: each finds its arena and its features where the others left them, or does without."""
+    """With whatever drafter: each finds its KV cache and its features where the others left them, or does without."""
     total = sum(cut for cut, _ in cuts)
     whole = toy.generate(prompt, max_new_tokens=total, ignore_eos=True, drafter="none", **sampling)
     session = toy.session()

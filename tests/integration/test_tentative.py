@@ -1,4 +1,4 @@
-"""Tentative tokens leave nothing behind when they are taken back, in any arena, drafter or count."""
+"""Tentative tokens leave nothing behind when they are taken back, in any KV cache, drafter or count."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("run_ahead")
 
 
 def held_rows(session: Session, drafter: str) -> dict[int, np.ndarray]:
-    """Rows of the drafter's arena by their numbers in the sequence."""
+    """Rows of the drafter's KV cache by their numbers in the sequence."""
     kept = session.engine.drafting.engines[drafter].cache.window
     assert kept is not None
     kv = session.buffers.of(drafter, names.KV)[:, 0]
@@ -30,7 +30,7 @@ def unfinished(session: Session, tokens: list[int], how: str, drafter: str) -> i
     stream = session.stream(tokens, max_new_tokens=60, tentative=True, drafter=drafter, ignore_eos=True, cancel=cancel)
     for span in stream:
         waiting = waiting + len(span.token_ids) if span.tentative else 0
-        if waiting > 1:  # their rows are in the partial arena
+        if waiting > 1:  # their rows are in the partial KV cache
             if how == "close":
                 stream.close()
             else:

@@ -65,7 +65,7 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "heads that do not divide": (lambda m: model(m).update(heads=3), "heads"),
     "another vocabulary": (lambda m: model(m).update(vocab_size=299), "logits"),
     "another capacity": (lambda m: model(m).update(capacity=2**20), "kv"),
-    "a context beyond the arena": (lambda m: model(m).update(context=1000), "context"),
+    "a context beyond the KV cache": (lambda m: model(m).update(context=1000), "context"),
     "a chunk beyond the buffers": (
         lambda m: [g.update(prefill_chunk=17) for g in m["models"].values()], "symbols.target.N",
     ),
@@ -109,7 +109,7 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "a symbol too many": (lambda m: symbols(m).update(Q=1), "symbols"),
     "a symbol of size 0": (lambda m: symbols(m).update(M=0), "symbols.target.M"),
     "a negative symbol": (lambda m: symbols(m).update(N=-5), "symbols.target.N"),
-    "a view beyond the arena": (lambda m: symbols(m).update(T=2**23), "symbols.target.T"),
+    "a view beyond the KV cache": (lambda m: symbols(m).update(T=2**23), "symbols.target.T"),
     "steps of absurd length": (lambda m: symbols(m).update(N=2**24), "symbols.target.N"),
     "trees of absurd size": (lambda m: symbols(m).update(N=2**24, M=2**23), "symbols.target.M"),
     "a buffer of terabytes": (
@@ -123,8 +123,8 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "a buffer with another dtype": (lambda m: tensor(m, "positions").update(dtype="int32"), "positions"),
     "a buffer with an unknown dtype": (lambda m: tensor(m, "positions").update(dtype="object"), "dtype"),
     "a buffer that is too small": (lambda m: tensor(m, "kept_rows").update(shape=["M"]), "kept_rows"),
-    "an arena of whole numbers": (lambda m: tensor(m, "kv").update(dtype="int64"), "k_cache.0"),
-    "an arena of half precision": (lambda m: tensor(m, "kv").update(dtype="float16"), "k_cache.0"),
+    "a KV cache of whole numbers": (lambda m: tensor(m, "kv").update(dtype="int64"), "k_cache.0"),
+    "a KV cache of half precision": (lambda m: tensor(m, "kv").update(dtype="float16"), "k_cache.0"),
     "a missing buffer": (lambda m: rename_buffer(m, "logits", "target.other"), "logits"),
     "a buffer twice": (lambda m: backend(m)["buffers"].append(tensor(m, "bim")), "twice"),
     "a view of an unknown buffer": (lambda m: backend(m)["views"]["target.k_cache.0"].update(buffer="x"), "k_cache.0"),
@@ -232,7 +232,7 @@ def test_a_manifest_that_is_wrong_is_refused_and_the_place_is_named(plan: Path, 
 
 
 def test_geometry_and_buffers_that_agree_with_each_other_must_agree_with_the_graph(plan: Path) -> None:
-    """A consistent lie about the arena: nothing is allocated by its word."""
+    """A consistent lie about the KV cache: nothing is allocated by its word."""
 
     def lie(m: dict[str, Any]) -> None:
         model(m)["capacity"] = 2**24

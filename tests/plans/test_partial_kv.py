@@ -1,4 +1,4 @@
-"""The layout of a partial arena, and manifests of plans with one that contradict themselves."""
+"""The layout of a partial KV cache, and manifests of plans with one that contradict themselves."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def bind(m: dict[str, Any], program: str, index: int, parameter: str, to: str) -
 WRONG: dict[str, tuple[Edit, str]] = {
     "a buffer below a step": (lambda m: partial(m).update(n_spec_tokens_buf=8), "does not lie between a step of"),
     "a buffer above a chunk": (lambda m: partial(m).update(n_spec_tokens_buf=17), "and a chunk of 16"),
-    "more than the full arena": (lambda m: partial(m).update(n_retrieval_blocks=500), "more than the full arena has"),
+    "more than the full one": (lambda m: partial(m).update(n_retrieval_blocks=500), "more than the full KV cache has"),
     "another layout than its buffers": (lambda m: partial(m).update(n_retrieval_blocks=4), "partial.selected"),
     "a budget without room": (lambda m: partial(m).update(budget=9), "9 blocks are more than there is room for, 3"),
     "no such mode": (lambda m: partial(m).update(mode="fast"), "mode"),
@@ -89,10 +89,10 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "a refresh that runs an engine": (
         lambda m: programs(m)["refresh"].update(stages=programs(m)["prefill"]["stages"]), "must be BlockSummary, "
     ),
-    "a refresh that writes the full arena": (
+    "a refresh that writes the full KV cache": (
         lambda m: bind(m, "refresh", 2, "partial_kv", "target.bim"), "target.bim"
     ),
-    "a refresh that reads another arena": (
+    "a refresh that reads another KV cache": (
         lambda m: bind(m, "refresh", 2, "kv", "partial.kv"), "PartialKvGather binds 'kv' to 'partial.kv'"
     ),
     "a refresh of another layout": (
@@ -100,22 +100,22 @@ WRONG: dict[str, tuple[Edit, str]] = {
     ),
     "plain decoding over it": (
         lambda m: [bind(m, "decode", 1, t, "partial.k_cache.0") for t in ("k_cache.0", "k_cache.0_out")],
-        "runs over the arena of 'target'"
+        "runs over the KV cache of 'target'"
     ),
     "a small step over the full one": (
         lambda m: [bind(m, "decode_partial", 1, t, "target.v_cache.1") for t in ("v_cache.1", "v_cache.1_out")],
-        "runs over the arena of 'partial'"
+        "runs over the KV cache of 'partial'"
     ),
-    "the mask of another arena": (
-        lambda m: bind(m, "decode_partial", 0, "bim", "target.bim"), "runs over the arena of 'partial'"
+    "the mask of another KV cache": (
+        lambda m: bind(m, "decode_partial", 0, "bim", "target.bim"), "runs over the KV cache of 'partial'"
     ),
-    "a free size where no arena is": (
+    "a free size where no KV cache is": (
         lambda m: m["backends"][BACKEND]["engines"]["target"]["inputs"][0].update(shape=[1, 2, "C"]), "is "
     ),
     "a drafter that writes it": (lambda m: bind(m, "extend.head", 1, "k_cache.0", "partial.k_cache.0"), "partial"),
     "a short buffer": (lambda m: buffer(m, "partial.key_max").update(shape=[4, 2, 16, 1]), "partial.key_max"),
     "a window below a chunk": (lambda m: m["models"]["head"].update(window=8), "less than a chunk of 16"),
-    "settings without an arena": (lambda m: m.update(partial_kv=None), "the program runs over the arena of 'target'"),
+    "no settings": (lambda m: m.update(partial_kv=None), "the program runs over the KV cache of 'target'"),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""A full arena with random rows, a partial one, and what the ops between them take."""
+"""A full KV cache with random rows, a partial one, and what the ops between them take."""
 
 from __future__ import annotations
 

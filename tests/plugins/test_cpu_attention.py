@@ -66,7 +66,7 @@ def session(
 
 
 def attend(inputs: Arrays, heads: int, kv_heads: int, *, threads: int = 2, epsilon: float = 1e-6) -> list[NDArray[Any]]:
-    """The outputs, in the arena's type."""
+    """The outputs, in the KV cache's type."""
     kind = {np.dtype(dtype): proto for proto, dtype, _ in TYPES.values()}
     proto = kind | {np.dtype(np.int64): TensorProto.INT64}
     given = tuple((name, proto[inputs[name].dtype], inputs[name].ndim) for name in INPUTS if name in inputs)
@@ -252,18 +252,18 @@ def test_a_query_that_sees_nothing_gives_zeros() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"past_length": np.array([60])}, "exceed the arena"),
-        ({"past_length": np.array([-1])}, "exceed the arena"),
+        ({"past_length": np.array([60])}, "exceed the KV cache"),
+        ({"past_length": np.array([-1])}, "exceed the KV cache"),
         ({"row_splits": np.array([0, 9])}, "row_splits"),
         ({"row_splits": np.array([2, 1])}, "row_splits"),
         ({"attn_bias": np.zeros((1, 1, 2, 10), np.float32)}, "places"),
-        ({"attn_bias": np.zeros((1, 1, 3, 99), np.float32)}, "wider than the arena"),
+        ({"attn_bias": np.zeros((1, 1, 3, 99), np.float32)}, "wider than the KV cache"),
         ({"attn_bias": np.zeros((2, 1, 3, 10), np.float32)}, "rows"),
         ({"q": np.zeros((1, 3, 40), np.float32)}, "width"),
         ({"positions": np.zeros((1, 3), np.int64)}, "rotations"),
         ({"k": np.zeros((1, 2, 16), np.float32)}, "extent 2 in place of 3"),
         ({"v_cache": np.zeros((1, 2, 5, 8), np.float32)}, "extent 5 in place of"),
-        ({"past_length": np.array([2**63 - 2])}, "exceed the arena"),
+        ({"past_length": np.array([2**63 - 2])}, "exceed the KV cache"),
         ({"past_length": np.array([1, 1])}, "extent 2 in place of 1"),
         ({"row_splits": np.array([0, 2])}, "do not cover"),
     ],

@@ -12,7 +12,7 @@ CAPACITY = 32
 
 
 class Gather:
-    """The op bound to an arena of distinct numbers, with room for more tokens and rows than the step has."""
+    """The op bound to a KV cache of distinct numbers, with room for more tokens and rows than the step has."""
 
     def __init__(self, source, new, base, destination, *, spare=0, dtype="float32", shape=(3, 2, CAPACITY, 3)):
         planes, *slots = shape

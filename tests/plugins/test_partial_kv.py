@@ -181,7 +181,7 @@ def test_an_arena_that_is_too_small_and_layouts_that_are_none_are_refused():
     arena = PartialArena(layers=1, heads=1, block_size=2, sink_blocks=1, window_blocks=1, retrieval=3, room=5)
     arena.covered[0] = 22
     arena.choose(3)
-    with pytest.raises(ValueError, match="10 tokens exceed the partial arena's 5 slots"):
+    with pytest.raises(ValueError, match="10 tokens exceed the partial cache's 5 slots"):
         arena.gather()()
     with pytest.raises(ValueError, match=r"window_blocks\[0\] is 0"):
         PartialArena(window_blocks=0).summary()

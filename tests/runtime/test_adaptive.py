@@ -95,7 +95,7 @@ def test_drafts_that_begin_to_pay_come_back() -> None:
 
 
 def test_a_window_is_of_rounds_over_one_arena() -> None:
-    """Rounds over the partial arena are four times as fast: a window of both would say so of drafts."""
+    """Rounds over the partial KV cache are four times as fast: a window of both would say so of drafts."""
     adaptive, ratios = AdaptiveSpeculation("a"), set()
     for index in range(40 * LONGEST_WINDOW):
         drafting, small = adaptive.drafting, index % (2 * LONGEST_WINDOW + 11) < LONGEST_WINDOW

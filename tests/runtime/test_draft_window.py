@@ -1,4 +1,4 @@
-"""The rows that a drafter's arena keeps of a long sequence, against a dictionary of all of them."""
+"""The rows that a drafter's KV cache keeps of a long sequence, against a dictionary of all of them."""
 
 from __future__ import annotations
 

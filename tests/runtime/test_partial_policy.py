@@ -1,4 +1,4 @@
-"""How far a session runs ahead of the full arena, and how many blocks it retrieves."""
+"""How far a session runs ahead of the full KV cache, and how many blocks it retrieves."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_it_runs_ahead_while_that_brings_more_than_rounds_alone() -> None:
 
 
 def test_a_stretch_where_drafts_alone_bring_as_much_is_noticed() -> None:
-    """Passes bring twenty tokens: a round over the full arena would too, and save the passes."""
+    """Passes bring twenty tokens: a round over the full KV cache would too, and save the passes."""
     for brought, rests in ((3, False), (20, True)):
         interval = Interval(64)
         for _ in range(2):

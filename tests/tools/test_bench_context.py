@@ -90,4 +90,4 @@ def test_what_cannot_be_measured_is_refused(
 
 def test_a_plan_without_partial_kv_is_refused(toy_plan: Path, capsys: Captured) -> None:
     assert context(toy_plan) == 2
-    assert "has no partial arena; build it with partial_kv.enabled" in capsys.readouterr().err
+    assert "has no partial KV cache; build it with partial_kv.enabled" in capsys.readouterr().err

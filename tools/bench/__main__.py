@@ -87,10 +87,10 @@ def _parser(called: str) -> Parser:
 
     context = commands.add_parser(
         "context",
-        help="long contexts, with the full arena and with the partial one",
-        description="For a plan with partial KV: the time of a verify pass over either arena, and decoding behind "
+        help="long contexts, with the full KV cache and with the partial one",
+        description="For a plan with partial KV: the time of a verify pass over either KV cache, and decoding behind "
         "contexts of several lengths with drafters in every mode (off, lossless, lossy), in turn in one process. "
-        "Agreement is the share of tokens that the partial arena gives as the full one does, where those before them "
+        "Agreement is the share of tokens that the partial cache gives as the full one does, where those before them "
         "did, as lossless mode finds it; same is the share of tokens before the first that differs from mode off.",
         epilog="example: %(prog)s build/long --drafters eagle3 --budgets 64,256,auto",
     )

@@ -1,4 +1,4 @@
-"""What a long context costs with the full arena and with the partial one: verify times, tokens/s, agreement."""
+"""What a long context costs with the full KV cache and with the partial one: verify times, tokens/s, agreement."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def measure_context(options: argparse.Namespace) -> dict[str, Any]:
     """A row for every length, drafter, mode and budget. Raises `RequestError` for what the plan cannot do."""
     manifest = read_manifest(options.plan)
     if manifest.partial_kv is None:
-        raise RequestError("The plan has no partial arena; build it with partial_kv.enabled, as reference-long.yaml.")
+        raise RequestError("The plan has no partial cache; build it with partial_kv.enabled, as reference-long.yaml.")
     modes = options.modes or list(PARTIAL_MODES)
     if wrong := [mode for mode in modes if mode not in PARTIAL_MODES]:
         raise RequestError(f"--modes names {wrong[0]!r}; the modes are {', '.join(PARTIAL_MODES)}.")
@@ -128,19 +128,19 @@ def _run(
 def _verify_ms(
     session: Session, tokens: list[int], runtime: Runtime, options: argparse.Namespace, budgets: Sequence[Any]
 ) -> dict[Any, float | None]:
-    """Milliseconds of a pass over the tip and a chain behind it: over the full arena, as that of `OFF`, and over the
+    """Milliseconds of a pass over the tip and a chain behind it: over the full KV cache, as that of `OFF`, and over the
     partial one by budget; None where it is not in use."""
     host, chain = _chain(runtime, tokens)
     ms: dict[Any, float | None] = {}
     for budget in (OFF, *budgets):
         one = Options(max_new_tokens=1, drafter="none", ignore_eos=True)
-        if budget != OFF:  # it fills the partial arena
+        if budget != OFF:  # it fills the partial KV cache
             one |= Options(partial_kv="lossy", partial_budget=budget)
         session.generate(tokens, whole=True, **one)
         try:
             times = [session.time_round(chain, host, partial=budget != OFF) for _ in range(2 + 5 * options.reps)]
             ms[budget] = median(times[2:])  # the first ones find cold caches
-        except RequestError:  # the partial arena stands for nothing
+        except RequestError:  # the partial KV cache stands for nothing
             ms[budget] = None
     return ms
 
@@ -172,8 +172,8 @@ def _row(
     passes = sum(stats.rounds for stats in runs)
     speedups = [a / p.decode_tokens_per_second for a, p in zip(rates, plain, strict=True)] if plain else []
 
-    def of(arena: str) -> float | None:
-        times = [ms for ms in verify.get(arena, []) if ms is not None]
+    def of(cache: str) -> float | None:
+        times = [ms for ms in verify.get(cache, []) if ms is not None]
         return median(times) if times else None
 
     return {
@@ -204,9 +204,9 @@ def print_context(report: dict[str, Any], console: Console) -> None:
     console.print(
         f"{rows}{report['prompts']} prompts, {report['new']} new tokens, {report['sampling']}, medians of "
         f"{report['reps']} runs\n"
-        f"full, partial: ms of a pass over the tip and {report['verified']} tokens behind it, over either arena; off: "
+        f"full, partial: ms of a pass over the tip and {report['verified']} tokens behind it, over either cache; off: "
         "speedup over mode off, and its least and most;\na verify: tokens a round; agreed: see --help; back: tentative "
-        "tokens that were taken back;\nfill: time that filling the partial arena takes; same: tokens before the first "
+        "tokens that were taken back;\nfill: time that filling the partial cache takes; same: tokens before the first "
         "that differs from mode off"
     )
     table = make_table(

@@ -19,11 +19,11 @@ def write_plot(report: dict[str, Any], path: Path) -> None:
     with matplotlib.rc_context({"font.size": 9, "axes.grid": True, "grid.color": "#d0d0d0"}):
         figure = Figure(figsize=(9, 4), layout="constrained")
         verify, speed = figure.subplots(1, 2)
-        arenas = [("verify_full_ms", "full arena", rows)]
+        curves = [("verify_full_ms", "full KV cache", rows)]
         for budget in dict.fromkeys(row["budget"] for row in rows):
-            name = "partial arena" + ("" if budget is None else f", {budget} blocks")
-            arenas.append(("verify_partial_ms", name, [row for row in rows if row["budget"] == budget]))
-        for place, (key, name, mine) in enumerate(arenas):
+            name = "partial KV cache" + ("" if budget is None else f", {budget} blocks")
+            curves.append(("verify_partial_ms", name, [row for row in rows if row["budget"] == budget]))
+        for place, (key, name, mine) in enumerate(curves):
             points = sorted({(row["context"], row[key]) for row in mine if row[key] is not None})
             if points:
                 verify.plot([x for x, _ in points], [y for _, y in points], marker=_MARKERS[place % 8], label=name)

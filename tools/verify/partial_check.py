@@ -11,16 +11,16 @@ from plans.partial_kv import PartialMode
 from runtime import Session, Stats
 from runtime.request import Options
 
-_TIMES = 2  # contexts are so much longer than the first at which the partial arena serves
+_TIMES = 2  # contexts are so much longer than the first at which the partial KV cache serves
 
 
 @dataclass
 class PartialCheck:
     """Runs behind prompts of `context` tokens, made of the held-out ones, with the plan's first drafter.
 
-    `agreement` is the share of tokens that a pass over the partial arena chose as one over the full arena did, where
+    `agreement` is the share of tokens that a pass over the partial cache chose as one over the full cache did, where
     all before were the same. `same` is the share of lossy mode's tokens before the first that differs from full KV's, a
-    mean over runs. None where the partial arena never served.
+    mean over runs. None where the partial KV cache never served.
     """
 
     context: int
@@ -47,7 +47,7 @@ def check_partial(
     new_tokens: int,
     progress: Callable[[int], None] = lambda done: None,
 ) -> PartialCheck | None:
-    """Run every prompt in all three modes: none where no context is left to use it in. None without a partial arena.
+    """Run every prompt in all three modes: none where no context is left to use it in. None without a partial KV cache.
 
     `progress` gets the number of prompts done.
     """

@@ -54,7 +54,7 @@ class Verification:
     `logit_bound` is absolute: it is what the plan cannot talk itself out of. `tolerance` is twice the largest logit
     error (closer logits than that may change places), but at most the bound. `drafters` holds the
     drafters' greedy runs, `sampled` those at SAMPLED, of which drafters by rejection have none. `partial_kv` is None
-    where no partial arena serves.
+    where no partial KV cache serves.
     """
 
     oracle: str = ""

@@ -1,4 +1,4 @@
-// An element of an arena as float32, of whatever type the arena holds: as the CPU reads it, to the bit.
+// An element of a KV cache as float32, of whatever type the KV cache holds: as the CPU reads it, to the bit.
 #pragma once
 
 #include "block.h"

@@ -197,11 +197,11 @@ void by_fours(int first, int count, const Body& body) {
   }
 }
 
-// Calls body(rows, r, vectors, count) for every piece, `vectors` being those of its keys in `arena`, and all rows that
+// Calls body(rows, r, vectors, count) for every piece, `vectors` being those of its keys in `KV cache`, and all rows that
 // see it; then moves the rows' cursors by as many. Keys that all see come a block at a time, which then stays in the
 // fastest cache.
 template <class Cached, class Score, class Body>
-void over_pieces(const Tile<Cached>& tile, Scratch& scratch, std::int64_t pieces, const Cached* arena, Score** cursors,
+void over_pieces(const Tile<Cached>& tile, Scratch& scratch, std::int64_t pieces, const Cached* kv_cache, Score** cursors,
                  const Body& body) {
   constexpr std::int64_t kBlock = 64;
   const int heads = tile.rows / tile.tokens;
@@ -212,12 +212,12 @@ void over_pieces(const Tile<Cached>& tile, Scratch& scratch, std::int64_t pieces
   const Piece* piece = scratch.pieces.room(pieces);
   for (const Piece* end = piece + pieces; piece != end; ++piece) {
     if (piece->token != kEveryone) {
-      const Listed<Cached> vectors{arena, scratch.lists.room(0) + piece->first, tile.head_dim};
+      const Listed<Cached> vectors{kv_cache, scratch.lists.room(0) + piece->first, tile.head_dim};
       step(piece->token * heads, heads, vectors, piece->count);
       continue;
     }
     for (std::int64_t done = 0; done < piece->count; done += kBlock) {
-      const Neighbours<Cached> vectors{arena + (piece->first + done) * tile.head_dim, tile.head_dim};
+      const Neighbours<Cached> vectors{kv_cache + (piece->first + done) * tile.head_dim, tile.head_dim};
       step(0, tile.rows, vectors, piece->count - done < kBlock ? piece->count - done : kBlock);
     }
   }

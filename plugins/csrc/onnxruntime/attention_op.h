@@ -70,7 +70,7 @@ class BranchAttentionOp {
       if (in.query_stride != query_size || in.value == nullptr) run.refuse("q has another width than its heads, or v lacks");
       in.key_stride = in.value_stride = kv_size;
     }
-    if (cache[0] != in.rows || cache[1] != shape.kv_heads) run.refuse("the arena has other rows or heads");
+    if (cache[0] != in.rows || cache[1] != shape.kv_heads) run.refuse("the KV cache has other rows or heads");
     check_others(run, in, query, cache, bias, cos, kv_size);
     in.bias = run.input<float>(kBias);
     in.past_length = run.input<std::int64_t>(kPastLength);
@@ -85,8 +85,8 @@ class BranchAttentionOp {
     in.key_norm = run.input<Cached>(kKeyNorm);
 
     const std::int64_t out[] = {1, in.tokens, query_size}, queries[] = {in.tokens, query_size};
-    const Outputs to{run.output<Cached>(kOut, out), arena(run, cache, kKeyCache, kKeyCacheOut),
-                     arena(run, cache, kValueCache, kValueCacheOut), run.output<float>(kQueries, queries)};
+    const Outputs to{run.output<Cached>(kOut, out), kv_cache(run, cache, kKeyCache, kKeyCacheOut),
+                     kv_cache(run, cache, kValueCache, kValueCacheOut), run.output<float>(kQueries, queries)};
     const Parallel parallel{[](const void* on, void (*body)(void*, std::size_t), std::size_t count, void* state) {
                               static_cast<const Run*>(on)->parallel_for(body, count, state);
                             },
@@ -122,8 +122,8 @@ class BranchAttentionOp {
     checked_.value.store(seen, std::memory_order_relaxed);
   }
 
-  // Bound to the memory of its input, as in a session of ours, an arena is appended to in place; else it is copied.
-  static Cached* arena(const Run& run, const std::int64_t (&shape)[4], Input from, Output to) {
+  // Bound to the memory of its input, as in a session of ours, a KV cache is appended to in place; else it is copied.
+  static Cached* kv_cache(const Run& run, const std::int64_t (&shape)[4], Input from, Output to) {
     auto* memory = run.output<Cached>(to, shape);
     const auto* before = run.input<Cached>(from);
     if (memory != before) std::memcpy(memory, before, sizeof(Cached) * shape[0] * shape[1] * shape[2] * shape[3]);

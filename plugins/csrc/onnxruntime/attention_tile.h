@@ -47,7 +47,7 @@ struct Scratch {
 };
 
 // The queries of a few neighbouring tokens and of a few heads that share one key/value head; a token's are neighbours.
-// `Cached` is the type of the arena.
+// `Cached` is the type of the KV cache.
 template <class Cached>
 struct Tile {
   int tokens;
@@ -62,7 +62,7 @@ struct Tile {
   float scale;
 };
 
-// A 16-bit float as the arena holds it.
+// A 16-bit float as the KV cache holds it.
 struct Half {
   std::uint16_t bits;
 };

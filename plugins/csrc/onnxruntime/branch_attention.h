@@ -15,16 +15,16 @@ struct Shape {
 
 // New tokens of all rows lie one after another. Pointers may be null where it says so.
 struct Inputs {
-  std::int64_t tokens, rows, places, view, capacity;  // N, R, S, T and slots of the arena
-  const void *query, *key, *value;                    // of the arena's type
+  std::int64_t tokens, rows, places, view, capacity;  // N, R, S, T and slots of the KV cache
+  const void *query, *key, *value;                    // of the KV cache's type
   std::int64_t query_stride, key_stride, value_stride;  // elements from token to token
   const float* bias;                                  // [R, 1, S, T]: 0 where a key is visible
   const std::int64_t* past_length;                    // [R]
   const std::int64_t* row_splits;                     // [R + 1]; null: one row has all tokens
   const std::int64_t* positions;                      // [N]; null: nothing is rotated
-  const void *cos, *sin;                              // [positions, head_dim / 2], of the arena's type
+  const void *cos, *sin;                              // [positions, head_dim / 2], of the KV cache's type
   std::int64_t position_limit;
-  const void *query_norm, *key_norm;                  // [head_dim] each, of the arena's type; null: no norm
+  const void *query_norm, *key_norm;                  // [head_dim] each, of the KV cache's type; null: no norm
 };
 
 struct Outputs {

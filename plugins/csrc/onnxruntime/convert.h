@@ -1,4 +1,4 @@
-// Floats and the arena's types.
+// Floats and the KV cache's types.
 #pragma once
 
 #include <cmath>

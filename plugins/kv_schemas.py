@@ -1,4 +1,4 @@
-"""Ops that move rows of an arena, or choose which: what they take and give, as `schemas.py` has it for the others."""
+"""Ops that move rows of a KV cache, or choose which: what they take and give, as `schemas.py` has it for the others."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _KV = TensorSpec(names.KV, ANY_FLOAT, ("planes", names.ROWS, "heads", CAPACITY, 
 KV_GATHER = OpSchema(
     name="KvGather",
     version=1,
-    doc="""Compact slots of a KV arena in place.
+    doc="""Compact slots of a KV cache in place.
 
     source[:source_count] are new tokens of the step; row_splits says, as in BimMask, which row owns which.
     For i = 0 .. source_count-1, one after another, with r the row of source[i], in every plane and head of that row:
     slot source_base[r] + (source[i] - row_splits[r]) -> slot destination[r] + (entries before i that r owns).
     Tokens that ascend within a row and slots that do not lie below their destinations arrive whole. Slots that stay
     where they are cost nothing.
-    Errors: ValueError for splits, tokens behind the last split, and slots outside the arena, before anything is moved.
+    Errors: ValueError for splits, tokens behind the last split, and slots outside the cache, before anything is moved.
     Source: DESIGN section 5.""",
     inputs=(
         _KV,
