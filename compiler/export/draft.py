@@ -40,8 +40,8 @@ def export_draft(
 
     With several `branches`, the KV cache may have several rows, and trees grow from the tokens `tip_rows` int64
     `[R, B]`, as many in each row, by the draws and settings of `tip_branch` int64 `[R, B]`. Outputs are those of one
-    tree after another, `[D]` in all, but parents count within a tree, and a slot of `tree_row` from the first behind its row. A
-    level takes B * k slots of each row. `draft_entropy` is `[R, B]`, of each tip.
+    tree after another, `[D]` in all, but parents count within a tree, and a slot of `tree_row` from the first behind
+    its row. A level takes B * k slots of each row. `draft_entropy` is `[R, B]`, of each tip.
     """
     drafting: DraftModel = model  # type: ignore[assignment]
     heads, features = drafting.heads, drafting.feature_size
