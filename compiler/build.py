@@ -12,13 +12,13 @@ from time import perf_counter
 import onnx_ir as ir
 
 from compiler import drafters
-from compiler.absorption import absorb
 from compiler.buckets import step_buckets
 from compiler.checkpoint import load_decoder
 from compiler.design import PlanDesign, design_plan
 from compiler.engines import facts_of_machine, kernel_architectures, open_folder
 from compiler.export import export_draft, export_target
 from compiler.identity import engines_key, plan_identity, tool_versions
+from compiler.inlining import inline_stages
 from compiler.lowering import lower
 from compiler.models.config import WeightType
 from compiler.place import Place
@@ -207,7 +207,7 @@ def _take_into(graph: ir.Model, model: str, design: PlanDesign, backend: Backend
     drafter = next((d for d in design.drafters if isinstance(d, GraphDrafter) and d.name == model), None)
     free = {names.ATTN_BIAS: names.FREE_BIAS} if drafter is None else {}
     buffers = {tensor.name: tensor for tensor in design.buffers(backend)}
-    return absorb(graph, *stages_around(model, drafter), buffers, free)
+    return inline_stages(graph, *stages_around(model, drafter), buffers, free)
 
 
 def _backend_plan(design: PlanDesign, backend: BackendBuild, built: Engines, key: str) -> BackendPlan:

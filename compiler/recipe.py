@@ -133,7 +133,11 @@ class Recipe(Section):
     @field_validator("drafters")
     @classmethod
     def _distinct_names(cls, drafters: tuple[DrafterSection, ...]) -> tuple[DrafterSection, ...]:
-        taken = {"none": "means no drafter", names.TARGET: "means the target", names.PARTIAL: "means its partial cache"}
+        taken = {
+            "none": "means no drafter",
+            names.TARGET: "means the target",
+            names.PARTIAL: "means its partial KV cache",
+        }
         seen = set(taken)
         for index, drafter in enumerate(drafters):
             if drafter.name in seen:

@@ -194,8 +194,16 @@ class RecipeSource:
         return values
 
 
+_BOOL = "tag:yaml.org,2002:bool"
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML without aliases (a few lines of which can stand for gigabytes) and with 1e-5 as a number."""
+    """YAML without aliases (a few lines of which can stand for gigabytes), 1e-5 a number and `off` a word."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  PyYAML's own attribute
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOL]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -204,7 +212,9 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-# PyYAML follows YAML 1.1, where an exponent needs a point and a sign; everyone writes 1.2.
+# PyYAML follows YAML 1.1, where an exponent needs a point and a sign, and `yes`, `no`, `on` and `off` are booleans;
+# everyone writes 1.2.
+_Loader.add_implicit_resolver(_BOOL, re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )

@@ -10,7 +10,7 @@ from math import prod
 
 from plans import names
 from plans.buffers import DType, Tensor
-from plans.check_partial import arena_problems, partial_problems, refresh_problems
+from plans.check_partial import kv_problems, partial_problems, refresh_problems
 from plans.manifest import (
     BackendPlan,
     Buckets,
@@ -240,7 +240,7 @@ class _Names:
 
     def program(self, program: Program, name: str, kind: ProgramKind) -> Iterator[str]:
         for index, stage in enumerate(program.stages):
-            for problem in (*self._stage(stage), *arena_problems(stage, name, kind.partial)):
+            for problem in (*self._stage(stage), *kv_problems(stage, name, kind.partial)):
                 yield f"stage {index}, {stage.run!r}: {problem}"
         if kind.compacting:
             if [stage.run for stage in program.stages] != ["KvGather"] or program.results is not None:

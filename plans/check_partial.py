@@ -48,13 +48,13 @@ def refresh_problems(program: Program, partial: PartialKv) -> Iterator[str]:
                 yield f"{stage.run} binds {parameter!r} to {buffer!r}"
 
 
-def arena_problems(stage: Stage, program: str, small: bool) -> Iterator[str]:
+def kv_problems(stage: Stage, program: str, small: bool) -> Iterator[str]:
     """A program runs over the KV cache that its name says: the `small` one, or that of the stage's model."""
     own = names.PARTIAL if small and stage.model == names.TARGET else stage.model
     for parameter, buffer in (stage.inputs | stage.outputs).items():
         model, tensor = _owner(buffer)
-        of_arena = tensor in (names.KV, names.BIM) or tensor.startswith(("k_cache.", "v_cache."))
-        if of_arena and model != own and program != names.REFRESH:
+        of_cache = tensor in (names.KV, names.BIM) or tensor.startswith(("k_cache.", "v_cache."))
+        if of_cache and model != own and program != names.REFRESH:
             yield f"{parameter!r} is bound to {buffer!r}, and the program runs over the KV cache of {own!r}"
 
 

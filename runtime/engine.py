@@ -241,7 +241,7 @@ class Engine:
         sequence.adaptive = self._adaptive.take(request)
         sequence.disabled = sequence.adaptive is not None and sequence.adaptive.disabled
         if not sequence.disabled:
-            self._resume(sequence)
+            self._catch_up_drafters(sequence)
         stats.reused_tokens = sequence.computed
         if self.memory is not None and not self.prefix:
             self.memory.note_reused(stats.reused_tokens)
@@ -249,9 +249,9 @@ class Engine:
         if self._partial is not None:
             self._partial.begin(sequence)
 
-    def _resume(self, sequence: Sequence) -> None:
-        """The sequence's drafters follow it from now on; the target computes again what they have missed."""
-        computed = self.drafting.resume(sequence, self.passes)
+    def _catch_up_drafters(self, sequence: Sequence) -> None:
+        """The sequence's drafters take in its tokens; the target computes again those whose features they lack."""
+        computed = self.drafting.catch_up(sequence, self.passes)
         if computed < sequence.computed:
             self._truncate_caches(sequence, computed)
 
@@ -339,14 +339,14 @@ class Engine:
         assert sequence.adaptive is not None
         sequence.disabled = sequence.adaptive.disabled
         if not sequence.disabled:
-            self._resume(sequence)
+            self._catch_up_drafters(sequence)
 
     def _give_up(self, sequence: Sequence, error: PlanError) -> None:
         """A pass over the partial cache came to nothing: the sequence goes on over the full one."""
         assert self._partial is not None
         self._partial.give_up(sequence, error)
         if sequence.ahead is not None and not sequence.disabled:
-            self._resume(sequence)  # the drafter has missed what the failed pass replaced
+            self._catch_up_drafters(sequence)  # the drafter has missed what the failed pass replaced
 
     def _pass(self, live: List[Sequence], chunk: int, small: Mapping[Sequence, int] | None = None) -> list[Committed]:
         """A pass over the full cache, or over the partial ones of sequences that may add so many tokens there."""
@@ -649,7 +649,7 @@ class Engine:
         cache, start, room = self.cache, sequence.computed, self.cache.room(sequence.number)
         if partial:
             if self._partial is None:
-                raise RequestError("The plan has no partial cache; build it with partial_kv.enabled.")
+                raise RequestError("The plan has no partial KV cache; build it with partial_kv.enabled.")
             row = self._partial.of(sequence)
             cache, start, room = self._partial.cache, row.computed, row.room
         tokens = sequence.tokens

@@ -131,7 +131,7 @@ class PartialPasses:
         assert sequence.partial is not None
         if sequence.ahead is not None and not sequence.disabled:
             sequence.confirmed = len(sequence.tokens) if sequence.confirmed is None else sequence.confirmed
-            self._drafting.suppose(sequence, sequence.confirmed)
+            self._drafting.mark_tentative(sequence, sequence.confirmed)
         return sequence.partial.computed
 
     def to_confirm(self, sequence: Sequence) -> Draft:
@@ -152,7 +152,7 @@ class PartialPasses:
             assert sequence.partial is not None
             sequence.partial.truncate(confirmed)
             self._drafting.truncate(sequence, confirmed)
-        self._drafting.suppose(sequence, None)
+        self._drafting.mark_tentative(sequence, None)
         if sequence.ahead is not None:
             sequence.ahead.over = False
 

@@ -98,11 +98,12 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
     """A folder that one of the processes that run the tests makes, and all of them read."""
     root = factory.getbasetemp()
     root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
-    with open(root / f"{name}.lock", "w") as lock:
+    made = root / f"{name.replace('/', '.')}.made"
+    with open(made.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (root / f"{name}.made").exists():
+        if not made.exists():
             make(root / name)
-            (root / f"{name}.made").touch()
+            made.touch()
     return root / name
 
 
@@ -122,7 +123,7 @@ def toy_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def toy_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made_once(tmp_path_factory, "toy-plan", lambda out: build(load_recipe(toy_recipe), toy_recipe, out))
+    return made_once(tmp_path_factory, "toy/plan", lambda out: build(load_recipe(toy_recipe), toy_recipe, out))
 
 
 @pytest.fixture(scope="session")

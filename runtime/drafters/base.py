@@ -52,8 +52,8 @@ NOTHING = Draft((), ())
 class HostDrafter(Protocol):
     """Proposes chains for one sequence, on the host. It owns what it knows of the sequence's tokens.
 
-    Whatever it proposes, the output is the target's. It is told committed tokens; where some are tentative, `suppose`
-    says from which on.
+    Whatever it proposes, the output is the target's. It is told committed tokens; where some are tentative,
+    `mark_tentative` says from which on.
     """
 
     @property
@@ -67,7 +67,7 @@ class HostDrafter(Protocol):
     def truncate(self, length: int) -> None:
         """The sequence now has `length` tokens, those before them unchanged."""
 
-    def suppose(self, length: int | None) -> None:
+    def mark_tentative(self, length: int | None) -> None:
         """Tokens from `length` on are tentative: nothing is learned from them. None: they were retracted."""
 
     def sync(self, tokens: Sequence[int]) -> None:

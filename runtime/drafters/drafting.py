@@ -108,12 +108,12 @@ class Drafting:
         if sequence.engine is not None:
             sequence.engine.open(sequence)
 
-    def resume(self, sequence: Sequence, passes: int) -> int:
-        """The sequence's drafters follow it from now on; how many tokens may keep their KV in the target for them."""
+    def catch_up(self, sequence: Sequence, passes: int) -> int:
+        """The sequence's drafters take in its tokens; returns how many of these may keep their KV in the target."""
         if sequence.host is not None:
-            sequence.host.suppose(None)
+            sequence.host.mark_tentative(None)
             sequence.host.sync(sequence.tokens)  # now: no round is to seem so slow
-        return sequence.computed if sequence.engine is None else sequence.engine.resume(sequence, passes)
+        return sequence.computed if sequence.engine is None else sequence.engine.catch_up(sequence, passes)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """The sequence now has `length` tokens, those before them unchanged."""
@@ -127,12 +127,12 @@ class Drafting:
         for engine in self.engines.values():
             engine.close(sequence)
 
-    def suppose(self, sequence: Sequence, length: int | None) -> None:
+    def mark_tentative(self, sequence: Sequence, length: int | None) -> None:
         """Tokens from `length` on are tentative; None: none are, and those that were have been retracted."""
         if sequence.host is not None:
-            sequence.host.suppose(length)
+            sequence.host.mark_tentative(length)
         if sequence.engine is not None:
-            sequence.engine.suppose(sequence, tentative=length is not None)
+            sequence.engine.mark_tentative(sequence, tentative=length is not None)
 
     # A round.
 

@@ -157,15 +157,15 @@ class EngineDrafter:
         state.grown, state.chain = False, None
         state.features = state.features[: max(length - state.first, 0)]
 
-    def suppose(self, sequence: Sequence, *, tentative: bool) -> None:
+    def mark_tentative(self, sequence: Sequence, *, tentative: bool) -> None:
         """Whether features are of tokens that may be retracted: when they were, discard them."""
         state = self._states[sequence.number]
         if state.tentative and not tentative:
             state.features = state.features[:0]
         state.tentative = tentative
 
-    def resume(self, sequence: Sequence, passes: int) -> int:
-        """The drafter follows the sequence from now on; how many of its tokens may keep their KV in the target for it.
+    def catch_up(self, sequence: Sequence, passes: int) -> int:
+        """The drafter takes in the sequence's tokens; returns how many of these may keep their KV in the target.
 
         Features of those behind are computed again. `passes` counts the target's passes: what others than the last one
         gave is lost.

@@ -77,7 +77,7 @@ class NgramDrafter:
         """Forget all counts: a new sequence begins."""
         self._counts = Ngrams(self._min_context, self._max_context, self._min_confidence)
         self._told = 0
-        self._certain: int | None = None  # tokens behind so many are supposed
+        self._certain: int | None = None  # tokens behind so many are tentative
         self._ahead = 0  # of these, that contexts have gone over
         self._likely: dict[int, NDArray[np.int64]] = {}  # by index of a token that is not counted yet
 
@@ -89,7 +89,7 @@ class NgramDrafter:
     def name(self) -> str:
         return self._name
 
-    def suppose(self, length: int | None) -> None:
+    def mark_tentative(self, length: int | None) -> None:
         """Contexts may end in tokens from `length` on, which are not counted."""
         if length == self._certain:
             return
@@ -110,9 +110,9 @@ class NgramDrafter:
             self._ahead = 0
             self.extend(tokens[self._told : certain])
         if self._told + self._ahead < len(tokens):
-            supposed = tokens[self._told + self._ahead :]
-            self._counts.go_ahead(list(supposed))
-            self._ahead += len(supposed)
+            tentative = tokens[self._told + self._ahead :]
+            self._counts.go_ahead(list(tentative))
+            self._ahead += len(tentative)
 
     def extend(self, token_ids: Sequence[int] | NDArray[np.int64]) -> None:
         """Count each token as the continuation of the contexts before it; it then ends the sequence.

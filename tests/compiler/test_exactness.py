@@ -153,7 +153,7 @@ def test_the_number_of_threads_does_not_change_a_bit(toy_plan, one_by_one: Logit
         np.testing.assert_array_equal(other.chunks([size]).view(np.uint32), one_by_one.view(np.uint32))
 
 
-def test_what_lies_in_the_arena_behind_the_tail_changes_no_bit(feeder: Feeder, one_by_one: Logits) -> None:
+def test_what_lies_in_the_kv_cache_behind_the_tail_changes_no_bit(feeder: Feeder, one_by_one: Logits) -> None:
     """Rejected drafts leave garbage there."""
     kv = feeder.buffers.of(names.TARGET, names.KV)
     assert kv.dtype == DType.FLOAT32.numpy

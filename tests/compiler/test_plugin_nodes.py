@@ -1,6 +1,6 @@
 """Graphs of the target `tensorrt`: ops around an engine taken into it, and ops as nodes of their plugins.
 
-What such graphs compute is tested in tests/integration/test_absorbed_ops.py.
+What such graphs compute is tested in tests/integration/test_inlined_ops.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import onnx_ir as ir
 import pytest
 
-from compiler.absorption import absorb
+from compiler.inlining import inline_stages
 from compiler.lowering import lower
 from compiler.op_nodes import IR_TYPES, node_inputs, node_outputs
 from compiler.programs import stages_around
@@ -77,11 +77,11 @@ def model(inputs: list[ir.Value], nodes: list[ir.Node]) -> ir.Model:
     return ir.Model(graph, ir_version=10)
 
 
-def absorbed(drafter: GraphDrafter | None = None) -> ir.Model:
+def inlined(drafter: GraphDrafter | None = None) -> ir.Model:
     made = target() if drafter is None else drafting(drafter)
     free = {names.ATTN_BIAS: names.FREE_BIAS} if drafter is None else {}
     name = names.TARGET if drafter is None else drafter.name
-    held = absorb(made, *stages_around(name, drafter), memory(drafter), free)
+    held = inline_stages(made, *stages_around(name, drafter), memory(drafter), free)
     assert set(held) == {node.op_type for node in made.graph if node.domain == DOMAIN}
     return made
 
@@ -103,7 +103,7 @@ def test_a_node_takes_the_sizes_that_no_input_has_and_tells_of_faults() -> None:
 
 
 def test_the_target_makes_its_bias_and_accepts() -> None:
-    made = absorbed()
+    made = inlined()
     nodes = nodes_of(made)
     taken = named(made.graph.inputs)
     assert set(taken) == {
@@ -126,7 +126,7 @@ def test_the_target_makes_its_bias_and_accepts() -> None:
 
 
 def test_a_drafters_bias_is_always_its_own_and_of_the_given_one_the_length_counts() -> None:
-    made = absorbed(COUPLED)
+    made = inlined(COUPLED)
     nodes = nodes_of(made)
     assert "Where" not in nodes
     assert {use.node.op_type for use in made.graph.inputs[0].uses()} == {"Shape"}
@@ -138,7 +138,7 @@ def test_a_drafters_bias_is_always_its_own_and_of_the_given_one_the_length_count
 
 @pytest.mark.parametrize("drafter", [None, COUPLED, REJECTED], ids=["target", "coupled", "rejection"])
 def test_plugins_get_what_the_table_says(drafter: GraphDrafter | None) -> None:
-    made = absorbed(drafter)
+    made = inlined(drafter)
     reports = {report.rule: report for report in lower("x", made, TENSORRT, rows=1)}
     assert reports["PluginNodes"].applied == 2
     assert made.functions == {}

@@ -1,7 +1,7 @@
 """The target `tensorrt` without TensorRT: recipe, graphs with plugins, what a builder is told, and refusals.
 
 The builder is that of TensorRT for RTX (`tensorrt_stand_in.py`); what the graphs compute is tested in
-tests/integration/test_absorbed_ops.py.
+tests/integration/test_inlined_ops.py.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def test_budgets_change_what_is_retrieved_and_no_token(long: Runtime) -> None:
     assert {1, 2, 3} <= seen
 
 
-def test_another_budget_fills_the_arena_anew(long: Runtime) -> None:
+def test_another_budget_fills_the_cache_anew(long: Runtime) -> None:
     session, tokens = long.session(), prompt(8, 120)
     for budget in (1, 3, 2):
         options = {"max_new_tokens": 1, "drafter": "none", "partial_kv": "lossy", "ignore_eos": True}

@@ -48,7 +48,7 @@ def lossy_session(long: Runtime, length: int, new: int = 3, drafter: str = "none
 
 
 @pytest.mark.parametrize("length", [40, 41, 43, 90, 131])
-def test_the_arena_holds_what_the_references_choose(long: Runtime, length: int) -> None:
+def test_the_partial_cache_holds_what_the_references_choose(long: Runtime, length: int) -> None:
     session, _ = lossy_session(long, length)
     buffers = session.buffers
     kv, queries = buffers.of(names.TARGET, names.KV), buffers.of(names.TARGET, names.QUERIES)
@@ -98,7 +98,9 @@ def test_queries_are_those_of_transformers(long: Runtime, toy_recipe: Path, leng
 
 
 @pytest.mark.parametrize("drafter", ["none", "chain"])
-def test_a_pass_over_the_arena_is_attention_over_what_it_holds(long: Runtime, toy_recipe: Path, drafter: str) -> None:
+def test_a_pass_over_the_partial_cache_is_attention_over_what_it_holds(
+    long: Runtime, toy_recipe: Path, drafter: str
+) -> None:
     """Transformers, with the KV cache's rows as its cache, chooses the same tokens and sees the same logits."""
     length, new = 90, 4
     session, found = lossy_session(long, length, new, drafter)
@@ -247,7 +249,7 @@ def test_tentative_spans_come_before_what_is_confirmed(long: Runtime) -> None:
 
 @pytest.mark.parametrize("mode", ["lossless", "lossy"])
 @pytest.mark.parametrize("drafter", ["none", "ngram", "chain"])
-def test_an_arena_that_was_never_filled_serves_nobody(long: Runtime, drafter: str, mode: str) -> None:
+def test_a_cache_that_was_never_filled_serves_nobody(long: Runtime, drafter: str, mode: str) -> None:
     """A prompt of one token has no rows: as few as a KV cache that stands for nothing."""
     session = long.session()
     options = {"max_new_tokens": 10, "drafter": drafter, "ignore_eos": True, "auto_disable": False}
@@ -282,7 +284,7 @@ def test_lossy_mode_is_repeatable_and_says_so(long: Runtime) -> None:
         assert whole(found[0].stats)
 
 
-def test_lossy_sessions_go_on_exactly_where_the_full_arena_serves(long: Runtime) -> None:
+def test_lossy_sessions_go_on_exactly_where_the_full_cache_serves(long: Runtime) -> None:
     """What a lossy generation has left is a sequence like any other: its rows in the full KV cache are true ones."""
     session = long.session()
     session.generate(prompt(1, 75), max_new_tokens=30, drafter="chain", partial_kv="lossy", ignore_eos=True)
@@ -310,7 +312,7 @@ def test_what_a_prefix_cache_keeps_are_no_copies(long_plan: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["lossless", "lossy"])
-def test_a_broken_arena_is_said_once_and_full_kv_goes_on(
+def test_a_broken_cache_is_said_once_and_full_kv_goes_on(
     long: Runtime, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     tokens = prompt(1, 75)
@@ -334,7 +336,7 @@ def test_a_broken_arena_is_said_once_and_full_kv_goes_on(
 
 @pytest.mark.parametrize("mode", ["lossless", "lossy"])
 @pytest.mark.parametrize("drafter", ["head", "chain", "mixed"])
-def test_drafters_go_on_where_the_arena_breaks(
+def test_drafters_go_on_where_the_cache_breaks(
     long: Runtime, monkeypatch: pytest.MonkeyPatch, drafter: str, mode: str
 ) -> None:
     tokens, session = prompt(1, 75), long.session()

@@ -43,7 +43,7 @@ def unfinished(session: Session, tokens: list[int], how: str, drafter: str) -> i
 
 @pytest.mark.parametrize("how", ["close", "cancel"])
 @pytest.mark.parametrize("drafter", ["none", "chain", "head", "mixed", "ngram"])
-def test_what_waited_is_in_no_arena_afterwards(long: Runtime, how: str, drafter: str) -> None:
+def test_what_waited_is_in_no_cache_afterwards(long: Runtime, how: str, drafter: str) -> None:
     session = long.session()
     waiting = unfinished(session, prompt(1, 75), how, drafter)
     assert waiting

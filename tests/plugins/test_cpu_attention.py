@@ -70,10 +70,10 @@ def attend(inputs: Arrays, heads: int, kv_heads: int, *, threads: int = 2, epsil
     kind = {np.dtype(dtype): proto for proto, dtype, _ in TYPES.values()}
     proto = kind | {np.dtype(np.int64): TensorProto.INT64}
     given = tuple((name, proto[inputs[name].dtype], inputs[name].ndim) for name in INPUTS if name in inputs)
-    arena = proto[inputs["k_cache"].dtype]
+    cache_type = proto[inputs["k_cache"].dtype]
     scale = inputs["k_cache"].shape[-1] ** -0.5
     attributes = {"num_heads": heads, "kv_num_heads": kv_heads, "scale": scale, "epsilon": epsilon}
-    engine = session(given, arena, threads, **attributes)
+    engine = session(given, cache_type, threads, **attributes)
     bound = engine.io_binding()
     for name, _, _ in given:
         value = np.ascontiguousarray(inputs[name])
@@ -87,7 +87,7 @@ def attend(inputs: Arrays, heads: int, kv_heads: int, *, threads: int = 2, epsil
     shapes = [(1, query, heads * inputs["k_cache"].shape[-1]), inputs["k_cache"].shape, inputs["v_cache"].shape]
     found = [np.zeros(shape, inputs["k_cache"].dtype) for shape in shapes]
     for name, array in zip(OUTPUTS, found, strict=True):
-        bound.bind_output(name, "cpu", 0, arena, array.shape, array.ctypes.data)
+        bound.bind_output(name, "cpu", 0, cache_type, array.shape, array.ctypes.data)
     engine.run_with_iobinding(bound)
     return found
 
@@ -195,9 +195,9 @@ def test_a_token_is_the_same_bits_alone_and_in_any_company(
     at = np.sort(random.choice(len(seen) + gaps, len(seen), replace=False))
     length = len(seen) + gaps
     one = {name: many[name][:, token : token + 1] for name in ("q", "k", "v")}
-    for name, arena in (("k_cache", k_cache), ("v_cache", v_cache)):
-        one[name] = (random.normal(size=(1, heads[1], length + 5, size)) * 1e4).astype(arena.dtype)
-        one[name][:, :, at] = arena[:, :, seen]
+    for name, plane in (("k_cache", k_cache), ("v_cache", v_cache)):
+        one[name] = (random.normal(size=(1, heads[1], length + 5, size)) * 1e4).astype(plane.dtype)
+        one[name][:, :, at] = plane[:, :, seen]
     bias = np.full((1, 1, 1, length + 1), LOWEST, np.float32)
     bias[..., at] = bias[..., length] = 0
     alone = attend(one | {"attn_bias": bias, "past_length": np.array([length])}, *heads)[0]

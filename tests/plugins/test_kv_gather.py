@@ -18,8 +18,8 @@ class Gather:
         planes, *slots = shape
         rows = len(new)
         self.rows = rows
-        arena = (planes, rows + spare, *slots)
-        self.kv = np.arange(np.prod(arena)).reshape(arena).astype(dtype)
+        cache = (planes, rows + spare, *slots)
+        self.kv = np.arange(np.prod(cache)).reshape(cache).astype(dtype)
         self.source, self.count = np.full(max(sum(new), len(source)) + spare, -1, np.int64), np.array([len(source)])
         self.source[: len(source)] = source
         self.splits = np.zeros(rows + spare + 1, np.int64)
@@ -155,7 +155,7 @@ def test_dtypes_that_are_no_model_precision_are_refused(dtype):
         (2, {"destination": (1, 2**63 - 1)}, r"destination\[1\] is 9223372036854775807; it must be in 0\.\.32"),
     ],
 )
-def test_what_lies_outside_the_step_or_the_arena_is_refused_and_nothing_moves(rows, change, sentence):
+def test_what_lies_outside_the_step_or_the_cache_is_refused_and_nothing_moves(rows, change, sentence):
     gather = Gather([0, 3, 4, 5], [2, 4], [4, 4], [0, 0])
     before = gather.kv.copy()
     for name, (index, value) in change.items():

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from plugins import native
 from plugins.reference import block_select, block_summary, partial_kv_gather
-from tests.plugins.partial_arena import PartialArena
+from tests.plugins.partial_caches import PartialCaches
 
 EXAMPLES = settings(max_examples=80, deadline=None)
 
 
 @st.composite
-def arenas(draw, dtypes=("float32", "float16")):
-    return PartialArena(
+def caches(draw, dtypes=("float32", "float16")):
+    return PartialCaches(
         seed=draw(st.integers(0, 2**32 - 1)),
         layers=draw(st.integers(1, 3)),
         heads=draw(st.integers(1, 3)),
@@ -35,113 +35,113 @@ def arenas(draw, dtypes=("float32", "float16")):
 
 
 @EXAMPLES
-@given(arena=arenas(), data=st.data(), spoiled=st.booleans())
-def test_summaries_grow_block_by_block_and_are_those_of_all_at_once(arena, data, spoiled):
+@given(cache=caches(), data=st.data(), spoiled=st.booleans())
+def test_summaries_grow_block_by_block_and_are_those_of_all_at_once(cache, data, spoiled):
     if spoiled:
-        arena.kv[arena.rng.random(arena.kv.shape) < 0.05] = np.nan
-    lengths = sorted(data.draw(st.lists(st.integers(0, arena.capacity), min_size=1, max_size=4)))
-    op = arena.summary()
+        cache.kv[cache.rng.random(cache.kv.shape) < 0.05] = np.nan
+    lengths = sorted(data.draw(st.lists(st.integers(0, cache.capacity), min_size=1, max_size=4)))
+    op = cache.summary()
     for covered in lengths:
-        arena.covered[0] = covered
+        cache.covered[0] = covered
         op()
-        arena.summarised[0] = max(arena.summarised[0], arena.candidates(covered))
-    most, least = np.zeros_like(arena.key_max), np.zeros_like(arena.key_min)
-    block_summary(arena.kv, arena.row[0], lengths[-1], 0, most, least, **arena.layout)
-    np.testing.assert_array_equal(arena.key_max, most)
-    np.testing.assert_array_equal(arena.key_min, least)
+        cache.summarised[0] = max(cache.summarised[0], cache.candidates(covered))
+    most, least = np.zeros_like(cache.key_max), np.zeros_like(cache.key_min)
+    block_summary(cache.kv, cache.row[0], lengths[-1], 0, most, least, **cache.layout)
+    np.testing.assert_array_equal(cache.key_max, most)
+    np.testing.assert_array_equal(cache.key_min, least)
 
 
 def test_a_summary_is_of_the_keys_between_sink_and_window():
-    arena = PartialArena(layers=1, heads=1, head_dim=1, block_size=2, sink_blocks=1, window_blocks=2, capacity=16)
-    arena.kv[0, 1, 0, :, 0] = [9, 9, 3, -4, 5, 6, 7, 7, 9, 9, 9, 9, 9, 9, 9, 9]
-    arena.covered[0] = 11  # the sink is 0 and 1; the window 6 to 10, two whole blocks and what begins a third
-    arena.summary()()
-    assert arena.key_max[1, 0, 0, 0].tolist() == [3, 6, 0, 0, 0]
-    assert arena.key_min[1, 0, 0, 0].tolist() == [-4, 5, 0, 0, 0]
-    assert not arena.key_max[0].any()  # of the other row
+    cache = PartialCaches(layers=1, heads=1, head_dim=1, block_size=2, sink_blocks=1, window_blocks=2, capacity=16)
+    cache.kv[0, 1, 0, :, 0] = [9, 9, 3, -4, 5, 6, 7, 7, 9, 9, 9, 9, 9, 9, 9, 9]
+    cache.covered[0] = 11  # the sink is 0 and 1; the window 6 to 10, two whole blocks and what begins a third
+    cache.summary()()
+    assert cache.key_max[1, 0, 0, 0].tolist() == [3, 6, 0, 0, 0]
+    assert cache.key_min[1, 0, 0, 0].tolist() == [-4, 5, 0, 0, 0]
+    assert not cache.key_max[0].any()  # of the other row
 
 
 @EXAMPLES
 @given(
-    arena=arenas(),
+    cache=caches(),
     data=st.data(),
     reduction=st.integers(0, 2),
     most_queries=st.sampled_from([1, 2, 8]),
     spoiled=st.booleans(),
 )
-def test_selection_is_the_reference(arena, data, reduction, most_queries, spoiled):
-    arena.covered[0] = covered = data.draw(st.integers(0, arena.capacity))
-    arena.summary()()
+def test_selection_is_the_reference(cache, data, reduction, most_queries, spoiled):
+    cache.covered[0] = covered = data.draw(st.integers(0, cache.capacity))
+    cache.summary()()
     if spoiled:
-        arena.queries[arena.rng.random(arena.queries.shape) < 0.05] = np.nan
-        arena.queries[arena.rng.random(arena.queries.shape) < 0.05] = np.inf
-    arena.budget[0] = budget = data.draw(st.integers(0, arena.retrieval))
-    kept = arena.keep(data.draw(st.integers(1, arena.new)))
-    arena.select(reduction, most_queries)()
+        cache.queries[cache.rng.random(cache.queries.shape) < 0.05] = np.nan
+        cache.queries[cache.rng.random(cache.queries.shape) < 0.05] = np.inf
+    cache.budget[0] = budget = data.draw(st.integers(0, cache.retrieval))
+    kept = cache.keep(data.draw(st.integers(1, cache.new)))
+    cache.select(reduction, most_queries)()
     expected = block_select(
-        arena.queries, kept, arena.key_max, arena.key_min, arena.row[0], covered, budget, arena.retrieval,
-        **arena.layout, reduction=reduction, most_queries=most_queries,
+        cache.queries, kept, cache.key_max, cache.key_min, cache.row[0], covered, budget, cache.retrieval,
+        **cache.layout, reduction=reduction, most_queries=most_queries,
     )  # fmt: skip
-    np.testing.assert_array_equal(arena.selected, expected)
+    np.testing.assert_array_equal(cache.selected, expected)
 
 
 @pytest.mark.parametrize(("reduction", "chosen"), [(0, [0]), (1, [1]), (2, [2])])
 def test_reductions_differ_as_they_say(reduction, chosen):
-    arena = PartialArena(layers=1, heads=1, group=1, head_dim=1, block_size=1, sink_blocks=0, window_blocks=1, new=3)
-    arena.covered[0] = 4
-    arena.kv[0, 1, 0, :3, 0] = [1, 2, 3]
-    arena.summary()()
-    arena.key_max[1, 0, 0, 0, :3] = arena.key_min[1, 0, 0, 0, :3] = [-9, -4, 3]
-    arena.queries[0, :, 0] = [-1, 1.5, 0.5]  # 9 4 -3, -13.5 -6 4.5, -4.5 -2 1.5: most 9, sums -9 -4 3, last 1.5
+    cache = PartialCaches(layers=1, heads=1, group=1, head_dim=1, block_size=1, sink_blocks=0, window_blocks=1, new=3)
+    cache.covered[0] = 4
+    cache.kv[0, 1, 0, :3, 0] = [1, 2, 3]
+    cache.summary()()
+    cache.key_max[1, 0, 0, 0, :3] = cache.key_min[1, 0, 0, 0, :3] = [-9, -4, 3]
+    cache.queries[0, :, 0] = [-1, 1.5, 0.5]  # 9 4 -3, -13.5 -6 4.5, -4.5 -2 1.5: most 9, sums -9 -4 3, last 1.5
     if reduction == 1:
-        arena.queries[0, :, 0] = [-1, 1, 0]
-        arena.key_max[1, 0, 0, 0, :3] = [-9, 5, 3]  # sums 0, 9, 0 where the two summaries of block 1 part
-    arena.keep(3)
-    arena.budget[0] = 1
-    arena.select(reduction, 8)()
-    assert arena.selected[0, 0].tolist()[:1] == chosen
+        cache.queries[0, :, 0] = [-1, 1, 0]
+        cache.key_max[1, 0, 0, 0, :3] = [-9, 5, 3]  # sums 0, 9, 0 where the two summaries of block 1 part
+    cache.keep(3)
+    cache.budget[0] = 1
+    cache.select(reduction, 8)()
+    assert cache.selected[0, 0].tolist()[:1] == chosen
 
 
 @EXAMPLES
-@given(arena=arenas(("float32", "float16")), data=st.data())
-def test_gathering_is_the_reference_and_copies_only_what_is_not_there(arena, data):
-    sink = arena.layout["sink_blocks"] * arena.layout["block_size"]
-    gather = arena.gather()
-    arena.resident[:] = -1
-    for covered in sorted(data.draw(st.lists(st.integers(sink, arena.capacity), min_size=1, max_size=3))):
-        arena.covered[0] = covered
-        count = min(arena.candidates(covered), data.draw(st.integers(0, arena.retrieval)))
-        arena.choose(count)
+@given(cache=caches(("float32", "float16")), data=st.data())
+def test_gathering_is_the_reference_and_copies_only_what_is_not_there(cache, data):
+    sink = cache.layout["sink_blocks"] * cache.layout["block_size"]
+    gather = cache.gather()
+    cache.resident[:] = -1
+    for covered in sorted(data.draw(st.lists(st.integers(sink, cache.capacity), min_size=1, max_size=3))):
+        cache.covered[0] = covered
+        count = min(cache.candidates(covered), data.draw(st.integers(0, cache.retrieval)))
+        cache.choose(count)
         gather()
-        expected = np.zeros_like(arena.partial_kv)
-        filled = partial_kv_gather(arena.kv, arena.row[0], covered, arena.selected, expected, **arena.layout)
-        row = arena.row[0]
-        np.testing.assert_array_equal(arena.partial_kv[:, row, :, :filled], expected[:, row, :, :filled])
-        others = np.arange(arena.kv.shape[1]) != row
-        assert not arena.partial_kv[:, others].any()
-        np.testing.assert_array_equal(arena.resident[row], arena.selected)
-        assert (arena.resident[others] == -1).all()
-    if arena.selected[0, 0, 0] >= 0:  # what is said to be there is not copied
-        first = slice(sink, sink + arena.layout["block_size"])
-        arena.partial_kv[:, row, :, first] = 7
+        expected = np.zeros_like(cache.partial_kv)
+        filled = partial_kv_gather(cache.kv, cache.row[0], covered, cache.selected, expected, **cache.layout)
+        row = cache.row[0]
+        np.testing.assert_array_equal(cache.partial_kv[:, row, :, :filled], expected[:, row, :, :filled])
+        others = np.arange(cache.kv.shape[1]) != row
+        assert not cache.partial_kv[:, others].any()
+        np.testing.assert_array_equal(cache.resident[row], cache.selected)
+        assert (cache.resident[others] == -1).all()
+    if cache.selected[0, 0, 0] >= 0:  # what is said to be there is not copied
+        first = slice(sink, sink + cache.layout["block_size"])
+        cache.partial_kv[:, row, :, first] = 7
         gather()
-        assert (arena.partial_kv[:, row, :, first] == 7).all()
+        assert (cache.partial_kv[:, row, :, first] == 7).all()
 
 
 def test_bfloat16_is_summarised_and_gathered():
     bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
-    arena = PartialArena(layers=1, heads=1, head_dim=2, block_size=2, sink_blocks=1, window_blocks=1, dtype=bfloat16)
-    arena.covered[0] = 8
-    arena.summary()()
-    keys = arena.kv[0, 1, 0, 2:6].astype(np.float32)
-    np.testing.assert_array_equal(arena.key_max[1, 0, 0, :, :2], keys.reshape(2, 2, 2).max(1).T)
-    arena.choose(1)
-    arena.gather()()
-    np.testing.assert_array_equal(arena.partial_kv[:, 1, 0, :2], arena.kv[:, 1, 0, :2])
+    cache = PartialCaches(layers=1, heads=1, head_dim=2, block_size=2, sink_blocks=1, window_blocks=1, dtype=bfloat16)
+    cache.covered[0] = 8
+    cache.summary()()
+    keys = cache.kv[0, 1, 0, 2:6].astype(np.float32)
+    np.testing.assert_array_equal(cache.key_max[1, 0, 0, :, :2], keys.reshape(2, 2, 2).max(1).T)
+    cache.choose(1)
+    cache.gather()()
+    np.testing.assert_array_equal(cache.partial_kv[:, 1, 0, :2], cache.kv[:, 1, 0, :2])
 
 
-def _spoil(arena: PartialArena, name: str, index: tuple[int, ...], value: int) -> None:
-    getattr(arena, name)[index] = value
+def _spoil(cache: PartialCaches, name: str, index: tuple[int, ...], value: int) -> None:
+    getattr(cache, name)[index] = value
 
 
 @pytest.mark.parametrize(
@@ -163,31 +163,31 @@ def _spoil(arena: PartialArena, name: str, index: tuple[int, ...], value: int) -
     ],
 )
 def test_what_lies_outside_is_refused_and_nothing_is_written(op, change, sentence):
-    arena = PartialArena(layers=1, heads=2, block_size=2, sink_blocks=1, window_blocks=1, retrieval=3, capacity=24)
-    arena.covered[0] = 22
-    arena.budget[0] = 2
-    arena.keep(2)
-    arena.choose(2)
-    written = {name: getattr(arena, name) for name in ("key_max", "key_min", "partial_kv", "resident")}
+    cache = PartialCaches(layers=1, heads=2, block_size=2, sink_blocks=1, window_blocks=1, retrieval=3, capacity=24)
+    cache.covered[0] = 22
+    cache.budget[0] = 2
+    cache.keep(2)
+    cache.choose(2)
+    written = {name: getattr(cache, name) for name in ("key_max", "key_min", "partial_kv", "resident")}
     before = {name: array.copy() for name, array in written.items()}
-    _spoil(arena, *change)
+    _spoil(cache, *change)
     with pytest.raises(ValueError, match=sentence):
-        (arena.select(0, 8) if op == "select" else getattr(arena, op)())()
+        (cache.select(0, 8) if op == "select" else getattr(cache, op)())()
     for name, array in written.items():
         np.testing.assert_array_equal(array, before[name])
 
 
-def test_an_arena_that_is_too_small_and_layouts_that_are_none_are_refused():
-    arena = PartialArena(layers=1, heads=1, block_size=2, sink_blocks=1, window_blocks=1, retrieval=3, room=5)
-    arena.covered[0] = 22
-    arena.choose(3)
+def test_a_cache_that_is_too_small_and_layouts_that_are_none_are_refused():
+    cache = PartialCaches(layers=1, heads=1, block_size=2, sink_blocks=1, window_blocks=1, retrieval=3, room=5)
+    cache.covered[0] = 22
+    cache.choose(3)
     with pytest.raises(ValueError, match="10 tokens exceed the partial cache's 5 slots"):
-        arena.gather()()
+        cache.gather()()
     with pytest.raises(ValueError, match=r"window_blocks\[0\] is 0"):
-        PartialArena(window_blocks=0).summary()
+        PartialCaches(window_blocks=0).summary()
     with pytest.raises(ValueError, match=r"reduction\[0\] is 3"):
-        PartialArena().select(3, 8)
-    arena = PartialArena(layers=2)
-    tensors = arena.tensors("BlockSummary") | {"kv": arena.kv[:2]}
+        PartialCaches().select(3, 8)
+    cache = PartialCaches(layers=2)
+    tensors = cache.tensors("BlockSummary") | {"kv": cache.kv[:2]}
     with pytest.raises(ValueError, match="two planes for each layer"):
-        native.create("BlockSummary", tensors, arena.layout)
+        native.create("BlockSummary", tensors, cache.layout)

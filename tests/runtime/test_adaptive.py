@@ -94,7 +94,7 @@ def test_drafts_that_begin_to_pay_come_back() -> None:
     assert found[-500:].count(False) <= 4 * BURST
 
 
-def test_a_window_is_of_rounds_over_one_arena() -> None:
+def test_a_window_is_of_rounds_over_one_cache() -> None:
     """Rounds over the partial KV cache are four times as fast: a window of both would say so of drafts."""
     adaptive, ratios = AdaptiveSpeculation("a"), set()
     for index in range(40 * LONGEST_WINDOW):
@@ -106,7 +106,7 @@ def test_a_window_is_of_rounds_over_one_arena() -> None:
     assert all(0.83 < ratio < 0.84 for ratio in ratios)
 
 
-def test_rounds_over_another_arena_in_between_do_not_keep_it_from_judging() -> None:
+def test_rounds_over_another_cache_in_between_do_not_keep_it_from_judging() -> None:
     adaptive = AdaptiveSpeculation("a")
     run(adaptive, 4 * (LONGEST_WINDOW + BURST), plain=1.0, drafted=1.2, tokens=2.0)
     disabled = 0

@@ -128,13 +128,13 @@ def test_what_is_supposed_is_a_context_and_nothing_is_learned_from_it(
 ) -> None:
     """A turn makes tokens certain, then supposes others one after another, which are taken back."""
     drafter, oracle, certain = NgramDrafter(*settings), ScanningOracle(*settings), list[int]()
-    for tokens, supposed in turns:
+    for tokens, tentative in turns:
         certain += tokens
         oracle.extend(tokens)
         drafter.foresee(certain, 1)
-        for count in range(1, len(supposed) + 1):
-            drafter.suppose(len(certain))
-            ahead = [*certain, *supposed[:count]]
+        for count in range(1, len(tentative) + 1):
+            drafter.mark_tentative(len(certain))
+            ahead = [*certain, *tentative[:count]]
             oracle.tokens = ahead
             try:
                 expected = oracle.draft(9)
@@ -144,7 +144,7 @@ def test_what_is_supposed_is_a_context_and_nothing_is_learned_from_it(
             assert drafted(drafter, 9) == expected
         oracle.tokens, oracle.guesses = list(certain), []
         drafter.truncate(len(certain))
-        drafter.suppose(None)
+        drafter.mark_tentative(None)
         try:
             expected = oracle.draft(9)
         except TieError:

@@ -65,7 +65,7 @@ def test_it_keeps_to_what_there_is_room_for() -> None:
         assert 1 <= settled(0.99, 1.0, 50.0, 1.0, most) <= most
 
 
-def test_a_dear_full_arena_is_run_ahead_of_without_drafts_and_with_little_room() -> None:
+def test_a_dear_full_cache_is_run_ahead_of_without_drafts_and_with_little_room() -> None:
     for most in (4, 5, 6, 16):
         interval, ran = Interval(most), 0
         for _ in range(600):
@@ -79,7 +79,7 @@ def test_a_dear_full_arena_is_run_ahead_of_without_drafts_and_with_little_room()
         assert ran > 500
 
 
-def test_agreement_is_the_share_of_tokens_that_were_like_those_of_the_full_arena() -> None:
+def test_agreement_is_the_share_of_tokens_that_were_like_those_of_the_full_cache() -> None:
     interval = Interval(64)
     for _ in range(300):
         interval.note_pass(1.0, 4, 4)

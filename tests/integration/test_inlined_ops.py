@@ -81,7 +81,7 @@ def runtime(plan: Plan, backend: EmulatedTensorRt, monkeypatch: pytest.MonkeyPat
     return Runtime.load(plan.root, backend=TENSORRT)
 
 
-def fill_arena(session: Any, number: float) -> None:
+def fill_cache(session: Any, number: float) -> None:
     kv, device = session.buffers.memory[names.of(names.TARGET, names.KV)], session.buffers.device
     filled = np.full(int(np.prod(kv.shape)), number, np.float32)
     with device.lock():
@@ -116,7 +116,7 @@ def test_whether_an_engine_could_accept_is_asked_where_a_program_goes_by_it(plan
 
 def test_logits_that_are_not_numbers_are_no_error_where_no_token_is_chosen(runtime: Runtime) -> None:
     session = runtime.session()
-    fill_arena(session, np.nan)
+    fill_cache(session, np.nan)
     step = session.engine.target_step
     step.begin(3, 3, [5, 6], 0)
     step.append_tip(1)
@@ -220,9 +220,9 @@ def test_a_round_is_one_launch_of_an_engine_for_each_model_and_the_rows_that_mov
 def test_logits_that_are_not_numbers_are_an_error_and_the_session_goes_on(runtime: Runtime) -> None:
     session = runtime.session()
     session.generate(PROMPT, max_new_tokens=3, drafter="none", ignore_eos=True)
-    fill_arena(session, np.nan)
+    fill_cache(session, np.nan)
     with pytest.raises(PlanError, match="contain NaN"):
         session.generate(max_new_tokens=3, drafter="none")
-    fill_arena(session, 0.0)
+    fill_cache(session, 0.0)
     session.reset()
     assert len(session.generate(PROMPT, max_new_tokens=3, drafter="none", ignore_eos=True).token_ids) == 3

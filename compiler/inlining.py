@@ -23,7 +23,7 @@ _TYPES = {dtype: own for own, dtype in DTYPES.items()}
 _SAME_LENGTH = {names.PLACES: names.NEW}  # one row
 
 
-def absorb(
+def inline_stages(
     model: ir.Model,
     before: Sequence[Stage],
     behind: Sequence[Stage],
@@ -35,7 +35,7 @@ def absorb(
     `memory` has every buffer by name. `free` names inputs that the host may write in an op's place, and the input that
     is not 0 when it has. Returns the names of the ops.
     """
-    graph = _Absorbing(model.graph, memory)
+    graph = _Inliner(model.graph, memory)
     model.opset_imports.setdefault(DOMAIN, VERSION)
     for stage in before:
         graph.put_before(stage, free)
@@ -44,7 +44,7 @@ def absorb(
     return tuple(stage.run for stage in (*before, *behind))
 
 
-class _Absorbing:
+class _Inliner:
     def __init__(self, graph: ir.Graph, memory: Mapping[str, Tensor]) -> None:
         self._graph, self._memory, self._first = graph, memory, graph[0]
 

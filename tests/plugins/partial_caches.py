@@ -11,7 +11,7 @@ from plugins.reference.partial_kv import candidate_blocks
 from plugins.schemas import SCHEMAS
 
 
-class PartialArena:
+class PartialCaches:
     """All tensors of BlockSummary, BlockSelect and PartialKvGather; `ties`: of small whole numbers."""
 
     def __init__(
