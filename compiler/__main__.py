@@ -40,7 +40,8 @@ def _parser(called: str) -> Parser:
         "build",
         help="recipe to plan",
         description="Build the plan of a recipe.",
-        epilog=f"{called} recipe prints every key that a recipe may have, and what --set may override.",
+        epilog="examples: %(prog)s plans/recipes/reference.yaml; %(prog)s model.yaml --set capacity.context=4096 --out "
+        f"build/wide. {called} recipe prints every key that a recipe may have, and what --set may override.",
     )
     build.add_argument("recipe", type=Path, help="the recipe, a YAML file")
     build.add_argument("--out", type=Path, help="folder of the plan (default: build/NAME)")
@@ -53,7 +54,10 @@ def _parser(called: str) -> Parser:
     build.set_defaults(command=_build)
 
     inspect = commands.add_parser(
-        "inspect", help="what a plan holds", description="Show a plan: geometry, programs, op counts, lowering."
+        "inspect",
+        help="what a plan holds",
+        description="Show a plan: geometry, programs, op counts, lowering.",
+        epilog="example: %(prog)s build/reference",
     )
     inspect.add_argument("plan", type=Path, help="folder of the plan")
     inspect.add_argument("--json", action="store_true", help="print one JSON object")

@@ -50,6 +50,8 @@ def _parser(called: str) -> Parser:
         help="continue a prompt",
         description="Continue a prompt. The same seed gives the same tokens with every drafter, or none (of drafters "
         "with acceptance: rejection, the same distribution).",
+        epilog='examples: %(prog)s build/reference --prompt "def main():" --stream; %(prog)s build/reference --prompt '
+        '"import os" --drafter ngram --temperature 0.8 --seed 7 --json',
     )
     add_shared(generate)
     add_prompt(generate)
@@ -88,7 +90,10 @@ def _parser(called: str) -> Parser:
     add_skeleton(commands)
     add_serve(commands)
     chat = commands.add_parser(
-        "chat", help="talk with the model", description="Talk with the model; an empty line or end of input leaves."
+        "chat",
+        help="talk with the model",
+        description="Talk with the model; an empty line or end of input leaves.",
+        epilog='example: %(prog)s build/chat --system "Answer in one sentence."',
     )
     add_shared(chat)
     chat.add_argument("--system", help="a system message")
@@ -101,6 +106,7 @@ def _parser(called: str) -> Parser:
         description="Build liboutrider for C and C++ programs: include/outrider.h, the library with its bridge to "
         "Python, a pkg-config file and a CMake package, all under DIR, which may be moved. Programs run in this "
         "environment, or in the one that OUTRIDER_HOME names.",
+        epilog="example: %(prog)s --out build/embed",
     )
     embed.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to build into")
     embed.add_argument("--json", action="store_true", help="print the files as a JSON list")

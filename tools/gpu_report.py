@@ -111,7 +111,10 @@ def main(given: list[str] | None = None) -> int:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m tools.gpu_report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.gpu_report",
+        description=__doc__,
+        epilog="example: %(prog)s --shapes 1b --out tools/results",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=Path, default=ROOT / "tools" / "results", help="folder of the two files")
     parser.add_argument("--shapes", default="1b", help=f"of {', '.join(SHAPES)}, with commas; empty for none")

@@ -212,7 +212,11 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _parser(called: str) -> Parser:
-    parser = Parser(prog=called, description=__doc__.partition("\n\n")[2])
+    parser = Parser(
+        prog=called,
+        description=__doc__.partition("\n\n")[2],
+        epilog="example: %(prog)s build/branches --branches 2,8 --prefix 1000 --drafters none,ngram",
+    )
     parser.add_argument("plan", type=Path, help="folder of a plan with several branches")
     parser.add_argument("--branches", type=counts, metavar="N,...", help="1 to 16 (default 1, 2, 4 ... of the plan)")
     parser.add_argument("--prefix", type=counts, default=[1000], metavar="N,...", help="tokens that all share (1000)")

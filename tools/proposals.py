@@ -114,7 +114,10 @@ def main(given: list[str] | None = None) -> int:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m tools.proposals", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.proposals",
+        description=__doc__,
+        epilog="example: %(prog)s --models plans/reference --prompts 8",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--models", type=Path, default=Path("plans/reference"), help="folder of target, eagle3, model")
     parser.add_argument("--temperature", type=number(most=100, above=0), default=0.7)

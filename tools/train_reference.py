@@ -75,6 +75,7 @@ def _parser() -> Parser:
     parser = Parser(
         prog="python -m tools.train_reference",
         description=__doc__,
+        epilog="example: %(prog)s eagle3 --minutes 60",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("part", nargs="?", choices=PARTS, default=TARGET, help="what to train (default: the target)")

@@ -23,6 +23,8 @@ def add_branches(commands: Any) -> None:
         description="Continue a prompt in several branches that share its rows: each begins with a --branch of its "
         "own, or --n ask for samples of the prompt itself. Every branch has the tokens that it would have alone, with "
         "the same seed and a stream of draws of its own. The plan must serve several branches (capacity.branches).",
+        epilog="examples: %(prog)s build/branches --prompt 'import ' --branch os --branch sys; %(prog)s build/branches "
+        "--prompt 'def main():' --n 4 --temperature 0.8",
     )
     add_shared(parser)
     add_prompt(parser)

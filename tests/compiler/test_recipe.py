@@ -234,7 +234,9 @@ def test_file_that_cannot_be_read(recipe_file: Path) -> None:
 
 def test_words_that_yaml_once_took_for_booleans_are_words(recipe_file: Path) -> None:
     assert load(recipe_file, SHORT, "partial_kv={enabled: True, mode: off}").partial_kv.mode == "off"
-    assert "partial_kv.enabled must be true or false, found 'on'" in refusal(recipe_file, SHORT, "partial_kv.enabled=on")
+    assert "partial_kv.enabled must be true or false, found 'on'" in refusal(
+        recipe_file, SHORT, "partial_kv.enabled=on"
+    )
 
 
 def test_overrides_win_over_the_file(recipe_file: Path) -> None:

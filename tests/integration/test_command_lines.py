@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shlex
 from collections.abc import Iterator
 from importlib import import_module
 
@@ -66,7 +68,7 @@ def test_every_number_is_refused_where_it_is_none_or_below_0(module: str, called
 
 
 @pytest.mark.parametrize(("module", "called"), MODULES.items())
-def test_help_is_printed_for_every_command_and_names_it(
+def test_help_is_printed_for_every_command_names_it_and_has_an_example(
     module: str, called: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for parser in parsers(module, called):
@@ -76,3 +78,7 @@ def test_help_is_printed_for_every_command_and_names_it(
         text = " ".join(capsys.readouterr().out.split())
         assert text.startswith(f"usage: {parser.prog}")
         assert "%(prog)s" not in text
+        (example,) = re.findall(r"examples?: (.*?)(?:$|; |, then |\. [A-Zp])", text)
+        program, called_with = parser.prog.split(), shlex.split(example)
+        assert called_with[: len(program)] == program, example
+        parser.parse_args(called_with[len(program) :])

@@ -40,7 +40,7 @@ def _run(arguments: list[str], called: str) -> int:
 
 
 def _parser(called: str) -> Parser:
-    parser = Parser(prog=called, description=__doc__)
+    parser = Parser(prog=called, description=__doc__, epilog=f"example: {called} latency build/reference")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     latency = commands.add_parser(
         "latency",
@@ -128,8 +128,9 @@ def _parser(called: str) -> Parser:
         help="from nothing to the first token",
         description="Start fresh processes one after another: time to import the runtime, to load the plan, and to "
         "the first token of a short prompt. Medians and spread.",
+        epilog="example: %(prog)s build/reference --reps 9",
     )
-    startup.add_argument("plan", type=Path)
+    startup.add_argument("plan", type=Path, help="folder of the plan")
     startup.add_argument("--reps", type=at_least_1, default=5, help="processes to start (default 5)")
     startup.add_argument("--threads", type=at_least_0, default=0, help="0: the backend chooses")
     startup.add_argument("--json", action="store_true")
@@ -140,8 +141,9 @@ def _parser(called: str) -> Parser:
         help="from C against from Python",
         description="Compile a C program against the library, and run it and a Python program that does the same in "
         "turn, a generation each: plain greedy decoding of a held-out prompt, milliseconds a token.",
+        epilog="example: %(prog)s build/reference --runs 10",
     )
-    embedded.add_argument("plan", type=Path)
+    embedded.add_argument("plan", type=Path, help="folder of the plan")
     embedded.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
     embedded.add_argument("--new", type=at_least_1, default=256, help="tokens to generate (default 256)")
     embedded.add_argument("--reps", type=at_least_1, default=4, help="pairs of processes (default 4)")

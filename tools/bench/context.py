@@ -33,7 +33,9 @@ def measure_context(options: argparse.Namespace) -> dict[str, Any]:
     """A row for every length, drafter, mode and budget. Raises `RequestError` for what the plan cannot do."""
     manifest = read_manifest(options.plan)
     if manifest.partial_kv is None:
-        raise RequestError("The plan has no partial KV cache; build it with partial_kv.enabled, as reference-long.yaml.")
+        raise RequestError(
+            "The plan has no partial KV cache; build it with partial_kv.enabled, as reference-long.yaml."
+        )
     modes = options.modes or list(PARTIAL_MODES)
     if wrong := [mode for mode in modes if mode not in PARTIAL_MODES]:
         raise RequestError(f"--modes names {wrong[0]!r}; the modes are {', '.join(PARTIAL_MODES)}.")

@@ -41,7 +41,9 @@ def _shares(text: str) -> list[int]:
 
 
 def _parser(called: str) -> Parser:
-    parser = Parser(prog=called, description=__doc__.partition("\n\n")[2])
+    parser = Parser(
+        prog=called, description=__doc__.partition("\n\n")[2], epilog=f"example: {called} load build/branches"
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     shared = Parser(add_help=False)
     shared.add_argument("plan", type=Path, help="folder of a plan")
@@ -50,14 +52,24 @@ def _parser(called: str) -> Parser:
     shared.add_argument("--threads", type=at_least_0, default=0, help="0: the backend chooses")
     shared.add_argument("--json", action="store_true", help="print one JSON object")
     hits = commands.add_parser(
-        "hits", parents=[shared], help="time to the first token of prompts that are partly known"
+        "hits",
+        parents=[shared],
+        help="time to the first token of prompts that are partly known",
+        description="Time to the first token of prompts of which the prefix cache knows a part, against a cold start.",
+        epilog="example: %(prog)s build/branches --length 1500 --shares 50,90",
     )
     hits.add_argument("--length", type=at_least_1, default=1500, help="tokens of a prompt (1500)")
     hits.add_argument("--shares", type=_shares, default=[50, 90], metavar="N,...", help="per cent known (50,90)")
     hits.add_argument("--new", type=at_least_1, default=16, help="tokens that follow (16)")
     hits.add_argument("--count", type=at_least_1, default=6, help="prompts (6)")
     hits.set_defaults(measure=measure_hits, show=print_hits, reps=1)
-    load = commands.add_parser("load", parents=[shared], help="requests at once against one after another")
+    load = commands.add_parser(
+        "load",
+        parents=[shared],
+        help="requests at once against one after another",
+        description="Tokens a second of requests that are served at once, against the same one after another.",
+        epilog="example: %(prog)s build/branches --at-once 4,16 --drafters none,ngram",
+    )
     load.add_argument("--at-once", type=counts, metavar="N,...", help="requests at once (default: as many as can be)")
     load.add_argument("--waves", type=at_least_1, default=3, help="requests for each that is served at once (3)")
     load.add_argument("--length", type=at_least_1, default=200, help="tokens of a prompt (200)")
@@ -67,7 +79,13 @@ def _parser(called: str) -> Parser:
         "--compare-overlap", action="store_true", help="also without showing the text of a pass beside the next one"
     )
     load.set_defaults(measure=measure_load, show=print_load)
-    soak = commands.add_parser("soak", parents=[shared], help="mixed requests for a while")
+    soak = commands.add_parser(
+        "soak",
+        parents=[shared],
+        help="mixed requests for a while",
+        description="Submit, cancel and await mixed requests from many threads; watch memory and check the answers.",
+        epilog="example: %(prog)s build/branches --minutes 5",
+    )
     soak.add_argument("--minutes", type=at_least_1, default=20, help="how long (20)")
     soak.add_argument("--clients", type=at_least_1, default=24, help="threads that submit (24)")
     soak.add_argument("--length", type=at_least_1, default=600, help="most tokens of a prompt (600)")
