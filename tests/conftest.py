@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,14 +17,18 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+import compiler.export.draft
+import compiler.export.target
 from compiler.build import build
+from compiler.export import tracing
 from compiler.recipe import load_recipe
 from plans.plan import Plan, open_plan
 from runtime import Runtime
 from runtime.kv.partial_policy import Interval
 from tests.compiler.eagle3_heads import write_eagle3
-from tests.plugins.emulator import Emulator
-from tests.plugins.tensorrt_stand_in import StandIn
+from tests.exports import SharedExports
+from tests.plugins.emulator import Emulator, compile_emulator
+from tests.plugins.tensorrt_stand_in import StandIn, compile_shells
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 REFERENCE_RECIPE = REPOSITORY / "plans" / "recipes" / "reference.yaml"
@@ -95,7 +99,7 @@ def _one_thread() -> None:
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
-    """A folder that one of the processes that run the tests makes, and all of them read."""
+    """A file or folder that one of the processes that run the tests makes, and all of them read."""
     root = factory.getbasetemp()
     root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
     made = root / f"{name.replace('/', '.')}.made"
@@ -105,6 +109,23 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
             make(root / name)
             made.touch()
     return root / name
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shared_exports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No graph is exported twice."""
+    shared = SharedExports(lambda name, make: made_once(tmp_path_factory, name, make))
+    with pytest.MonkeyPatch.context() as patch:
+        for exports in (compiler.export.draft, compiler.export.target):
+            patch.setattr(exports, "trace", shared)
+        yield
+
+
+@pytest.fixture
+def fresh_exports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every graph is exported, whether it was or not."""
+    for exports in (compiler.export.draft, compiler.export.target):
+        monkeypatch.setattr(exports, "trace", tracing.trace)
 
 
 def _write_toy(folder: Path) -> None:
@@ -210,7 +231,7 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
     """Our ops' CUDA kernels on the CPU, compiled once."""
     if shutil.which("g++") is None:
         pytest.skip("the emulator is compiled with g++")
-    return Emulator(tmp_path_factory.mktemp("emulator"))
+    return Emulator(made_once(tmp_path_factory, "emulator.so", compile_emulator))
 
 
 @pytest.fixture(scope="session")
@@ -218,7 +239,7 @@ def plugin_shells(tmp_path_factory: pytest.TempPathFactory) -> StandIn:
     """TensorRT's plugins with their kernels, compiled once for the CPU."""
     if shutil.which("g++") is None:
         pytest.skip("plugins' kernels are compiled with g++")
-    return StandIn.built_in(tmp_path_factory.mktemp("shells"))
+    return StandIn.load(made_once(tmp_path_factory, "shells.so", compile_shells))
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from compiler.export.ops import TRANSLATIONS
 from plugins.onnx_ops import OPSET
 
 Shape = Sequence[int | str]
-_TRACED = "outrider.traced"
+TRACED = "outrider.traced"
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Traced:
 
 def traced_of(model: ir.Model) -> Traced:
     """What `trace` has made `model` of, whatever was done to the graph since."""
-    traced: Traced = model.graph.meta[_TRACED]
+    traced: Traced = model.graph.meta[TRACED]
     return traced
 
 
@@ -62,7 +62,7 @@ def trace(
     for value, (name, shape) in zip(model.graph.outputs, outputs.items(), strict=True):
         value.name, value.shape = name, ir.Shape(shape)
     _strip(model)
-    model.graph.meta[_TRACED] = Traced(program.exported_program, (), tuple(outputs))
+    model.graph.meta[TRACED] = Traced(program.exported_program, (), tuple(outputs))
     return model
 
 

@@ -27,10 +27,6 @@ class SlotTable:
         self._bim.fill(EMPTY)
         self.length = 0
 
-    def next_position(self) -> int:
-        """Position of the first token behind the committed rows."""
-        return int(self._positions[self.length - 1]) + 1 if self.length else 0
-
     @property
     def owners(self) -> NDArray[np.int64]:
         """Whose each committed slot is: a branch's number, SHARED or EMPTY."""

@@ -154,6 +154,7 @@ def test_the_same_inputs_in_another_folder_give_the_same_identity_and_the_same_f
     assert str(tmp_path) not in (there.plan.root / "plan.json").read_text(encoding="utf-8")
 
 
+@pytest.mark.usefixtures("fresh_exports")
 def test_two_builds_are_the_same_bytes_but_for_what_they_took(workplace: Path) -> None:
     def files() -> dict[str, bytes]:
         shutil.rmtree(workplace / "plan")

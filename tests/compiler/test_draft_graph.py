@@ -147,16 +147,16 @@ PROMPT = [(37 * i) % 299 + 1 for i in range(21)]
     "tree",
     [
         Tree(top_k=1, depth=0, nodes=2),
-        Tree(top_k=1, depth=4, nodes=6),
-        Tree(top_k=3, depth=0, nodes=3),
         Tree(top_k=2, depth=1, nodes=7),  # every candidate
-        Tree(top_k=4, depth=3, nodes=9),
         Tree(top_k=3, depth=6, nodes=40),
-        Tree(top_k=10, depth=5, nodes=60),
+        *(
+            pytest.param(Tree(top_k=top_k, depth=depth, nodes=nodes), marks=pytest.mark.long)
+            for top_k, depth, nodes in ((1, 4, 6), (3, 0, 3), (4, 3, 9), (10, 5, 60))
+        ),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("target", [CPU, RTX])
+@pytest.mark.parametrize("target", [CPU, pytest.param(RTX, marks=pytest.mark.long)])
 def test_the_tree_is_the_one_of_the_definition(decoder: Decoder, tree: Tree, target: str, tmp_path: Path) -> None:
     engine = DraftEngine(DecoderDraft(decoder), tree, tmp_path, rows=tree.depth > 0, target=target)
     assert engine.engine.keeps_levels == (target == CPU and tree.depth > 0)
@@ -222,7 +222,11 @@ class HeadOracle:
         raise AssertionError
 
 
-@pytest.mark.parametrize("tree", [Tree(top_k=4, depth=2, nodes=10), Tree(top_k=3, depth=5, nodes=24)], ids=str)
+@pytest.mark.parametrize(
+    "tree",
+    [Tree(top_k=4, depth=2, nodes=10), pytest.param(Tree(top_k=3, depth=5, nodes=24), marks=pytest.mark.long)],
+    ids=str,
+)
 @pytest.mark.parametrize(("draft_vocab", "target"), [(None, CPU), (33, CPU), (33, RTX)])
 def test_the_tree_of_a_head_is_the_one_of_the_definition(
     tree: Tree, draft_vocab: int | None, target: str, tmp_path: Path

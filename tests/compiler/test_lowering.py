@@ -274,6 +274,7 @@ def test_a_rotation_moves_inside_or_says_why_not(rotation: str, reason: str | No
 # Writing.
 
 
+@pytest.mark.usefixtures("fresh_exports")
 def test_two_exports_of_the_same_module_are_the_same_bytes(decoder: Decoder, tmp_path: Path) -> None:
     first, _ = engine(decoder, tmp_path / "first")
     second, _ = engine(decoder, tmp_path / "second")

@@ -49,6 +49,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     return open_plan(out).manifest
 
 
+@pytest.mark.long
 def test_every_model_of_the_reference_has_an_engine(reference: Manifest) -> None:
     plan = reference.backends[RTX]
     assert set(plan.engines) == {"target", "model", "eagle3"}
@@ -63,6 +64,7 @@ def test_every_model_of_the_reference_has_an_engine(reference: Manifest) -> None
         assert size > engine.weight_bytes / 2
 
 
+@pytest.mark.long
 def test_profiles_cover_every_step(reference: Manifest) -> None:
     plan = reference.backends[RTX]
     for name, engine in plan.engines.items():
@@ -82,7 +84,7 @@ def test_ranges_of_new_tokens(most: int, ranges: list[tuple[int, int]]) -> None:
     assert [(p.symbols["N"].least, p.symbols["N"].most) for p in profiles] == ranges
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.long)])
 def test_types_and_devices_of_the_recipe(dtype: str, toy_recipe: Path, tmp_path: Path) -> None:
     options = f"{{kind: {RTX}, dtype: {dtype}, compute_capabilities: [sm_89]}}"
     head = "{name: head, kind: eagle3, checkpoint: head, tree: {top_k: 2, depth: 1, nodes: 4}}"

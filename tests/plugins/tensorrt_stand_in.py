@@ -122,6 +122,16 @@ class Layer:
     outputs: list[TensorDesc]
 
 
+def compile_shells(library: Path) -> None:
+    """Compile the plugins' kernels for the CPU, into the shared library `library`."""
+    named = ", ".join(f'{{"{plugin.kernel}", unpacked({plugin.kernel})}}' for plugin in ALL)
+    source = library.with_suffix(".cc")
+    source.write_text(_TRANSLATION_UNIT % (shells(ALL), named), encoding="utf-8")
+    includes = [f"-I{path}" for path in (SOURCES, SOURCES / "cuda", HERE, PARTS)]
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror", "-ffp-contract=off"]
+    subprocess.run(["g++", *flags, "-fPIC", "-shared", *includes, str(source), "-o", str(library)], check=True)
+
+
 @dataclass
 class StandIn:
     """Every plugin, registered; `run` builds and runs an engine of one."""
@@ -132,24 +142,9 @@ class StandIn:
     launches: int = 0
 
     @classmethod
-    def built_in(cls, folder: Path) -> StandIn:
-        """With the plugins' kernels, compiled into `folder` for the CPU."""
-        named = ", ".join(f'{{"{plugin.kernel}", unpacked({plugin.kernel})}}' for plugin in ALL)
-        (folder / "shells.cc").write_text(_TRANSLATION_UNIT % (shells(ALL), named), encoding="utf-8")
-        includes = [f"-I{path}" for path in (SOURCES, SOURCES / "cuda", HERE, PARTS)]
-        flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror", "-ffp-contract=off"]
-        command = [
-            "g++",
-            *flags,
-            "-fPIC",
-            "-shared",
-            *includes,
-            str(folder / "shells.cc"),
-            "-o",
-            str(folder / "shells.so"),
-        ]
-        subprocess.run(command, check=True)
-        return cls(ctypes.CDLL(str(folder / "shells.so")))
+    def load(cls, library: Path) -> StandIn:
+        """With the plugins' kernels that `compile_shells` has compiled."""
+        return cls(ctypes.CDLL(str(library)))
 
     def __post_init__(self) -> None:
         sizes = {"int32": 4, "int64": 8, "float32": 4, "float16": 2, "bfloat16": 2}

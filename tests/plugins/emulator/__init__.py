@@ -42,14 +42,17 @@ class Memory:
         return self.array.dtype.name
 
 
+def compile_emulator(library: Path) -> None:
+    """Compile the kernels for the CPU, into the shared library `library`."""
+    includes = [f"-I{path}" for path in (SOURCES, SOURCES / "cuda", HERE)]
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-fPIC", "-shared"]
+    subprocess.run(["g++", *flags, *includes, str(HERE / "emulator.cc"), "-o", str(library)], check=True)
+
+
 class Emulator:
     """The library, and ops bound to arrays as `plugins.native.create` binds them."""
 
-    def __init__(self, folder: Path) -> None:
-        library = folder / "kernels.so"
-        includes = [f"-I{path}" for path in (SOURCES, SOURCES / "cuda", HERE)]
-        flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-fPIC", "-shared"]
-        subprocess.run(["g++", *flags, *includes, str(HERE / "emulator.cc"), "-o", str(library)], check=True)
+    def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
         self._library.emulate.argtypes = [
             ctypes.c_char_p, ctypes.c_longlong, ctypes.c_longlong, ctypes.c_void_p, ctypes.c_uint,

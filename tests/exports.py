@@ -1,0 +1,78 @@
+"""Exports that tests share: most plans of the tests are made of the same few graphs, and an export takes seconds.
+
+The first test that needs a graph exports it, and the others, in whatever process, read it: by the module with its
+weights and settings, the example inputs and the names of the outputs. What becomes of a graph is not shared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch.utils._pytree import tree_map
+
+from compiler.export import tracing
+
+Once = Callable[[str, Callable[[Path], object]], Path]
+
+
+class SharedExports:
+    """`trace` of `compiler.export.tracing`, which exports what no test has asked for before."""
+
+    def __init__(self, once: Once) -> None:
+        """`once` makes a file of a name where no process has made it yet, and returns where it is."""
+        self._once = once
+
+    def __call__(
+        self, module: torch.nn.Module, inputs: Mapping[str, Any], dynamic: Mapping[str, Any], outputs: Mapping[str, Any]
+    ) -> ir.Model:
+        def export() -> ir.Model:
+            return tracing.trace(module, inputs, dynamic, outputs)
+
+        file = self._once(
+            f"export-{_key(module, _shapes(inputs), dynamic, outputs)}", lambda file: ir.save(export(), file)
+        )
+        model = ir.from_proto(ir.to_proto(ir.load(file)))  # its weights in memory: another test may remove the file
+        model.graph.meta[tracing.TRACED] = _TracedLater(export, tuple(outputs))
+        return model
+
+
+class _TracedLater(tracing.Traced):
+    """The program, which few need, is exported when it is asked for."""
+
+    def __init__(self, export: Callable[[], ir.Model], outputs: tuple[str, ...]) -> None:
+        self._export, self.inputs, self.outputs = export, (), outputs
+
+    @cached_property
+    def program(self) -> torch.export.ExportedProgram:  # type: ignore[override]
+        return tracing.traced_of(self._export()).program
+
+
+def _key(*parts: Any) -> str:
+    written = io.BytesIO()
+    _Pickler(written).dump(parts)
+    return hashlib.sha256(written.getvalue()).hexdigest()[:32]
+
+
+def _shapes(inputs: Mapping[str, Any]) -> Any:
+    """Examples are of some shape, and hold anything."""
+    return tree_map(
+        lambda value: (value.dtype, value.shape) if isinstance(value, torch.Tensor) else value, dict(inputs)
+    )
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors by what they hold; a pickle of a tensor says where it lay as well."""
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return None
+        held = value.detach().contiguous().view(-1).view(torch.uint8).numpy() if value.numel() else b""
+        return str(value.dtype), tuple(value.shape), hashlib.sha256(held).hexdigest()
