@@ -175,7 +175,7 @@ def _export(design: PlanDesign, dtype: WeightType, steps: _Steps) -> dict[str, i
             target.vocab_size if drafter.acceptance == "rejection" else 0,
             positions=max(capacity, target.capacity + drafter.grown),
             entropy=drafter.entropy is not None,
-            rows=drafter.compacts,
+            slots=drafter.compacts,
             branches=target.branches,
         )
     return graphs

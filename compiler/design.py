@@ -168,7 +168,7 @@ def _limits(geometry: Geometry, new: int, picked: int, featured: int) -> dict[st
 
 
 def cache_views(model: str, geometry: Geometry) -> dict[str, View]:
-    """Each layer's K and V are planes of the one `kv` buffer, so that an op moves rows of all at once."""
+    """Each layer's K and V are planes of the one `kv` buffer, so that an op moves slots of all at once."""
     views = {}
     for layer in range(geometry.layers):
         for plane, cache in enumerate((names.k_cache(layer), names.v_cache(layer))):

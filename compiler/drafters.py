@@ -34,7 +34,7 @@ class GraphSource:
     config: DecoderConfig | Eagle3Config
     tree: Tree
     sink: int = 0
-    window: int = 0  # last rows that its KV cache keeps, behind those of the sink; 0: all
+    window: int = 0  # last tokens whose KV its cache keeps, behind those of the sink; 0: all
 
     @property
     def drafter(self) -> GraphDrafter:

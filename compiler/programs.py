@@ -15,7 +15,7 @@ from plugins.schemas import SCHEMAS
 
 _SHARED = {tensor.name for tensor in sampling_buffers(1)}
 _ACCEPTED = {
-    "source": names.KEPT_ROWS,
+    "source": names.KEPT_INDICES,
     "source_count": names.KEPT_COUNT,
     "source_base": names.PAST_LENGTH,
     "destination": names.PAST_LENGTH,
@@ -58,7 +58,7 @@ def emit_programs(engines: Mapping[str, Engine], design: PlanDesign) -> dict[str
     together = branches > 1 or any(isinstance(d, GraphDrafter) and d.entropy is not None for d in rejecting)
     tokens = names.of(model, names.COMMITTED)
     results = Results(
-        tokens=tokens, counts=names.of(model, names.ACCEPTED_COUNT), kept=names.of(model, names.KEPT_ROWS)
+        tokens=tokens, counts=names.of(model, names.ACCEPTED_COUNT), kept=names.of(model, names.KEPT_INDICES)
     )
     listed = program_list(drafters, branches, engines, partial=partial is not None)
     programs = {
@@ -117,8 +117,8 @@ def _in_partial(buffer: str) -> str:
 
 
 def _refresh(partial: PartialKv) -> Program:
-    """Summaries of what is new in the full KV cache, the choice among them, and the rows."""
-    of_target = {names.KV, names.QUERIES, names.KEPT_ROWS, names.KEPT_COUNT}
+    """Summaries of what is new in the full KV cache, the choice among them, and their KV."""
+    of_target = {names.KV, names.QUERIES, names.KEPT_INDICES, names.KEPT_COUNT}
     own = {"partial_kv": names.KV}
     layout: dict[str, int | float] = {
         "block_size": partial.block_size,

@@ -88,7 +88,7 @@ def _drafter(drafter: GraphDrafter, models: Mapping[str, Geometry]) -> Iterator[
     if (own.context, own.prefill_chunk) != (backend.context, backend.prefill_chunk):
         yield f"models.{drafter.name}: context and prefill_chunk are not the target's"
     if own.window and not own.prefill_chunk <= own.window:
-        yield f"models.{drafter.name}: a window of {own.window} rows is less than a chunk of {own.prefill_chunk}"
+        yield f"models.{drafter.name}: a window of {own.window} slots is less than a chunk of {own.prefill_chunk}"
 
 
 def buffer_shape(backend: BackendPlan, buffer: Tensor) -> tuple[int, ...]:
@@ -244,7 +244,7 @@ class _Names:
                 yield f"stage {index}, {stage.run!r}: {problem}"
         if kind.compacting:
             if [stage.run for stage in program.stages] != ["KvGather"] or program.results is not None:
-                yield "must be KvGather alone, without results: it moves rows that are there"
+                yield "must be KvGather alone, without results: it moves slots that are filled"
         elif name == names.REFRESH:
             assert self._partial is not None, "a program that is required"
             yield from refresh_problems(program, self._partial)
@@ -302,7 +302,7 @@ class _Names:
         for buffer, tensor in (
             (results.tokens, names.COMMITTED),
             (results.counts, names.ACCEPTED_COUNT),
-            (results.kept, names.KEPT_ROWS),
+            (results.kept, names.KEPT_INDICES),
         ):
             if buffer is not None and (buffer not in written or buffer != names.of(names.TARGET, tensor)):
                 yield f"the results in {buffer!r} are not the target's {tensor!r}, written by a stage"

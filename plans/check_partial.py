@@ -10,7 +10,7 @@ from plans.manifest import Manifest, Program, Stage, longest_draft
 from plans.partial_kv import PartialKv, Reduce
 
 _REFRESH = ["BlockSummary", "BlockSelect", "PartialKvGather"]
-_OF_TARGET = (names.KV, names.QUERIES, names.KEPT_ROWS, names.KEPT_COUNT)
+_OF_TARGET = (names.KV, names.QUERIES, names.KEPT_INDICES, names.KEPT_COUNT)
 
 
 def partial_problems(partial: PartialKv, manifest: Manifest) -> Iterator[str]:
@@ -28,7 +28,7 @@ def partial_problems(partial: PartialKv, manifest: Manifest) -> Iterator[str]:
 
 
 def refresh_problems(program: Program, partial: PartialKv) -> Iterator[str]:
-    """The program `refresh` copies rows that are there, as the settings say."""
+    """The program `refresh` copies KV that is there, as the settings say."""
     if [stage.run for stage in program.stages] != _REFRESH or program.results is not None:
         yield f"must be {', '.join(_REFRESH)}, without results"
         return

@@ -37,8 +37,8 @@ class Geometry(Strict):
     prefill_chunk: Size = Field(description="Most prompt tokens of one step.")
     branches: Size
     rows: Size = Field(1, description="Rows of the KV cache: 1, or one for each branch.")
-    sink: Count = Field(0, description="Of a drafter with a window: rows of the beginning that are kept.")
-    window: Count = Field(0, description="Last rows that a drafter's KV cache keeps, at least; 0: all.")
+    sink: Count = Field(0, description="Of a drafter with a window: slots of the beginning that are kept.")
+    window: Count = Field(0, description="Last slots that a drafter's KV cache keeps, at least; 0: all.")
 
     @property
     def held(self) -> int:
@@ -127,12 +127,12 @@ class GraphDrafter(Strict):
 
     @property
     def grown(self) -> int:
-        """Most rows that drafting appends to its KV cache behind the tip's."""
+        """Most slots that drafting fills of its KV cache behind the tip's."""
         return self.tree.depth * self.tree.top_k if self.entropy is None else self.entropy.gamma_max - 1
 
     @property
     def compacts(self) -> bool:
-        """Whether the rows of accepted nodes stay, and do not lie together: a head's hold hidden states of its own
+        """Whether the KV of accepted nodes stays, and does not lie together: a head's hold hidden states of its own
         instead of the target's features, a chain's are in place."""
         return self.kind == "model" and self.tree.top_k > 1 and self.grown > 0
 
@@ -222,7 +222,7 @@ class Engine(Strict):
 
     @property
     def keeps_levels(self) -> bool:
-        """Whether the levels of a draft leave rows in the KV cache: later passes than the first have cache outputs."""
+        """Whether the levels of a draft leave KV in the cache: later passes than the first have cache outputs."""
         later = names.cache_output(names.k_cache(0), 1)
         return any(tensor.name == later for tensor in self.outputs)
 

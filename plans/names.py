@@ -33,7 +33,7 @@ POSITIONS = "positions"  # int64 [N], for RoPE and for draws
 BRANCH = "branch"  # int64 [N], the branch each new token belongs to
 PARENT = "parent"  # int64 [N], index in the step of a token's parent; -1: its parent is committed
 ROW_SPLITS = "row_splits"  # int64 [E], which row owns which new tokens
-LOGIT_ROWS = "logit_rows"  # int64 [M], new tokens whose logits are wanted, ascending
+LOGIT_INDICES = "logit_indices"  # int64 [M], new tokens whose logits are wanted, ascending
 FREE_BIAS = "free_bias"  # int64 [1], 1: the step runs under an `attn_bias` that the host has written
 
 # A model's KV cache and its slot table.
@@ -58,19 +58,21 @@ QUERIES = "queries"  # f32 [layers, N, heads * head_dim], rotated; where a parti
 ATTN_BIAS = "attn_bias"  # f32 [R, 1, S, T]
 LOGITS_OUT = "logits"  # f32 [M, vocab]
 FEATURES = "features"  # f32 [F, 3 * hidden], residual streams that an EAGLE3 head reads: the first N are the step's
-COMMITTED = "committed"  # int64 [M], committed tokens; tree t's start at its root's place in logit_rows
+COMMITTED = "committed"  # int64 [M], committed tokens; tree t's start at its root's place in logit_indices
 ACCEPTED_COUNT = "accepted_count"  # int64 [branches], committed tokens of each tree
-KEPT_ROWS = "kept_rows"  # int64 [N], new tokens that stay, ascending; a drafter's: [grown], rows of its last tree
+KEPT_INDICES = (
+    "kept_indices"  # int64 [N], new tokens that stay, ascending; a drafter's: [grown], nodes of its last tree
+)
 KEPT_COUNT = "kept_count"  # int64 [1]
-MOVE_TO = "move_to"  # int64 [R], where rows that are moved together go, where not behind the committed ones
+MOVE_TO = "move_to"  # int64 [R], where KV that is moved together goes, where not behind the committed slots
 STATUS = "status"  # int64 [1], of an engine that accepts: 0, or the number of a fault that the walk came to
 UNREAD_STATUS = "unread_status"  # int64 [1], likewise, in programs that do not go by what the engine accepts
 TRIALS = "trials"  # f64 [M, 2], by rejection: r and p / q of each drafted node that was weighed, NaN elsewhere
 
 # What a drafter reads of the target's last step, and the tree it leaves: the next step of the target.
-FEATURE_ROWS = "feature_rows"  # int64 [N], tokens of the target's step whose features the new pairs hold
+FEATURE_INDICES = "feature_indices"  # int64 [N], tokens of the target's step whose features the new pairs hold
 TIP_POSITION = "tip_position"  # int64 [branches], the tip's in the target
-TIP_ROWS = "tip_rows"  # int64 [R, B], new tokens that trees grow from; of plans of several branches
+TIP_INDICES = "tip_indices"  # int64 [R, B], new tokens that trees grow from; of plans of several branches
 TIP_BRANCH = "tip_branch"  # int64 [R, B], the branch of each
 DRAWS = "draws"  # [branches, depth + 1], draws behind the tip: f32, the target's own, or f64, for rejection
 DRAFT_TEMPERATURE = "draft_temperature"  # f32 [branches], what a coupled drafter reads of the sampling settings
@@ -80,15 +82,15 @@ TREE_TOKEN_IDS = "tree_token_ids"  # int64 [nodes]; node 0, the root, is the tip
 TREE_POSITIONS = "tree_positions"  # int64 [nodes], in the target
 TREE_PARENT = "tree_parent"  # int64 [nodes]; -1 at the root
 TREE_SCORE = "tree_score"  # f32 [nodes], log-probability summed from the root
-TREE_ROW = "tree_row"  # int64 [nodes], slot behind the tip's that a level gave the node; -1: none, the root
+TREE_SLOTS = "tree_slots"  # int64 [nodes], slot behind the tip's that a level gave the node; -1: none, the root
 DRAFT_PROBS = "draft_probs"  # f32 [M, vocab], what each node was drawn from, by rejection; [D, vocab], a drafter's
 DRAFT_ENTROPY = "draft_entropy"  # f32 [1] or, of several tips, [R, B]: of the distribution at the tip, over ln V
 TREE = (TREE_TOKEN_IDS, TREE_POSITIONS, TREE_PARENT, TREE_SCORE)
 
 # What stages may write. Everything else is the host's; a drafter's engine writes the target's next step.
 STAGE_WRITTEN = frozenset(
-    {ATTN_BIAS, LOGITS_OUT, FEATURES, COMMITTED, ACCEPTED_COUNT, KEPT_ROWS, KEPT_COUNT, TRIALS, KV}
-    | {DRAWS, DRAFT_TEMPERATURE, DRAFT_TOP_P, DRAFT_PROBS, DRAFT_ENTROPY, TREE_ROW, *TREE}
+    {ATTN_BIAS, LOGITS_OUT, FEATURES, COMMITTED, ACCEPTED_COUNT, KEPT_INDICES, KEPT_COUNT, TRIALS, KV}
+    | {DRAWS, DRAFT_TEMPERATURE, DRAFT_TOP_P, DRAFT_PROBS, DRAFT_ENTROPY, TREE_SLOTS, *TREE}
     | {STATUS, UNREAD_STATUS, QUERIES}
 )
 PARTIAL_WRITTEN = frozenset({KV, KEY_MAX, KEY_MIN, SELECTED, RESIDENT})
@@ -132,12 +134,12 @@ def draft(drafter: str) -> str:
 
 
 def compact(drafter: str) -> str:
-    """The program that moves the accepted rows of a drafter's last tree together, behind the tip's."""
+    """The program that moves the KV of accepted nodes of a drafter's last tree together, behind the tip's."""
     return f"compact.{drafter}"
 
 
 def extend(drafter: str) -> str:
-    """The program that gives a drafter's KV cache rows, and drafts nothing that is used."""
+    """The program that computes a drafter's KV, and drafts nothing that is used."""
     return f"extend.{drafter}"
 
 

@@ -21,7 +21,7 @@ class PartialKv(Strict):
     """A partial KV cache, sink | retrieval | window | buffer, in which steps behind a long context are verified.
 
     The buffer has room for `n_spec_tokens_buf` tokens behind the window; the KV cache is used where more than
-    `partial_threshold` tokens have rows, and filled anew after at most `full_refresh_interval` steps. `mode` and
+    `partial_threshold` tokens have KV, and filled anew after at most `full_refresh_interval` steps. `mode` and
     `budget`, blocks that are retrieved (None: as many as there is room for), are those of requests that do not say
     theirs.
     """

@@ -23,12 +23,12 @@ def target_buffers(geometry: Geometry, kv_dtype: DType, *, rejection: bool) -> t
     integer, real = DType.INT64, DType.FLOAT32
     table: _Table = {
         **_step(geometry, kv_dtype),
-        names.LOGIT_ROWS: (integer, (picked,)),
+        names.LOGIT_INDICES: (integer, (picked,)),
         names.FREE_BIAS: (integer, (1,)),
         names.LOGITS_OUT: (real, (picked, geometry.vocab_size)),
         names.COMMITTED: (integer, (picked,)),
         names.ACCEPTED_COUNT: (integer, (geometry.branches,)),
-        names.KEPT_ROWS: (integer, (new,)),
+        names.KEPT_INDICES: (integer, (new,)),
         names.KEPT_COUNT: (integer, (1,)),
     }
     if geometry.branches > 1:
@@ -73,13 +73,13 @@ def drafter_buffers(drafter: GraphDrafter, geometry: Geometry, target: Geometry,
         table[names.DRAFT_PROBS] = (DType.FLOAT32, (*grown, target.vocab_size))
     several = geometry.branches > 1
     if drafter.compacts:
-        table[names.TREE_ROW] = (DType.INT64, grown)
+        table[names.TREE_SLOTS] = (DType.INT64, grown)
     if drafter.compacts or several:
-        table[names.KEPT_ROWS] = (DType.INT64, (geometry.capacity if several else drafter.grown,))
+        table[names.KEPT_INDICES] = (DType.INT64, (geometry.capacity if several else drafter.grown,))
         table[names.KEPT_COUNT] = (DType.INT64, (1,))
         table[names.MOVE_TO] = (DType.INT64, (names.ROWS,))
     if several:
-        table[names.TIP_ROWS] = table[names.TIP_BRANCH] = (DType.INT64, (names.ROWS, names.TIPS))
+        table[names.TIP_INDICES] = table[names.TIP_BRANCH] = (DType.INT64, (names.ROWS, names.TIPS))
     if drafter.entropy is not None:
         table[names.DRAFT_ENTROPY] = (DType.FLOAT32, (names.ROWS, names.TIPS) if several else (1,))
     table[names.TIP_POSITION] = (DType.INT64, (geometry.branches,))
@@ -89,7 +89,7 @@ def drafter_buffers(drafter: GraphDrafter, geometry: Geometry, target: Geometry,
     if coupled:
         table[names.DRAFT_TEMPERATURE] = table[names.DRAFT_TOP_P] = (DType.FLOAT32, (geometry.branches,))
     if drafter.kind == "eagle3":
-        table[names.FEATURE_ROWS] = (DType.INT64, (names.NEW,))
+        table[names.FEATURE_INDICES] = (DType.INT64, (names.NEW,))
     return _named(drafter.name, table)
 
 

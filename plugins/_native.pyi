@@ -39,7 +39,7 @@ class BlockSelect:
     def __init__(
         self,
         queries: NDArray[np.float32],
-        kept_rows: _Int,
+        kept_indices: _Int,
         kept_count: _Int,
         key_max: NDArray[np.float32],
         key_min: NDArray[np.float32],
@@ -74,7 +74,7 @@ class Sample:
     def __init__(
         self,
         logits: NDArray[np.float32],
-        logit_rows: _Int,
+        logit_indices: _Int,
         positions: _Int,
         branch: _Int,
         temperature: _Double,
@@ -92,7 +92,7 @@ class TreeAccept:
     def __init__(
         self,
         logits: NDArray[np.float32],
-        logit_rows: _Int,
+        logit_indices: _Int,
         positions: _Int,
         branch: _Int,
         temperature: _Double,
@@ -105,7 +105,7 @@ class TreeAccept:
         parent: _Int,
         committed: _Int,
         accepted_count: _Int,
-        kept_rows: _Int,
+        kept_indices: _Int,
         kept_count: _Int,
         purpose: int = 0,
     ) -> None: ...
@@ -115,7 +115,7 @@ class ChainAccept:
     def __init__(
         self,
         logits: NDArray[np.float32],
-        logit_rows: _Int,
+        logit_indices: _Int,
         positions: _Int,
         branch: _Int,
         temperature: _Double,
@@ -131,7 +131,7 @@ class ChainAccept:
         by_rejection: _Int,
         committed: _Int,
         accepted_count: _Int,
-        kept_rows: _Int,
+        kept_indices: _Int,
         kept_count: _Int,
         trials: _Double,
     ) -> None: ...

@@ -1,4 +1,4 @@
-"""Ops that move rows of a KV cache, or choose which: what they take and give, as `schemas.py` has it for the others."""
+"""Ops that move slots of a KV cache, or choose which: what they take and give, as `schemas.py` has it for others."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ BLOCK_SELECT = OpSchema(
     version=2,
     doc="""The blocks that matter most to the last accepted tokens, of each layer and key head.
 
-    Candidates are those of BlockSummary, in row row[0]. Of the tokens kept_rows[:kept_count] of the step the last
+    Candidates are those of BlockSummary, in row row[0]. Of the tokens kept_indices[:kept_count] of the step the last
     most_queries are asked, by the queries of all query heads that share a key head: a query q scores a block by
     max(q . key_max, q . key_min), in float32, summed in the order of a head's elements. Scores of one block become one
     by reduction: 0 the largest, 1 the mean, 2 the mean over the last token's alone. A score that is no number
@@ -92,7 +92,7 @@ BLOCK_SELECT = OpSchema(
     Source: DESIGN section 8; FEATURES row 33; seed 004; arXiv 2512.02337 (equations 1 to 3).""",
     inputs=(
         TensorSpec(names.QUERIES, "float32", ("layers", names.NEW, "num_heads * head_dim")),
-        per_new_token(names.KEPT_ROWS),
+        per_new_token(names.KEPT_INDICES),
         one(names.KEPT_COUNT),
         _KEY_MAX,
         _KEY_MIN,

@@ -28,7 +28,7 @@ _VOCABULARY = "V"
 
 _CHOICE_INPUTS = (
     TensorSpec(names.LOGITS_OUT, "float32", (names.LOGITS, _VOCABULARY)),
-    TensorSpec(names.LOGIT_ROWS, INTEGER, (names.LOGITS,)),
+    TensorSpec(names.LOGIT_INDICES, INTEGER, (names.LOGITS,)),
     per_new_token(names.POSITIONS),
     per_new_token(names.BRANCH),
     TensorSpec(names.TEMPERATURE, "float64", (_SLOTS,)),
@@ -44,7 +44,7 @@ _TREE_INPUTS = (per_new_token(names.TOKEN_IDS), per_new_token(names.PARENT))
 _ACCEPT_OUTPUTS = (
     _COMMITTED,
     TensorSpec(names.ACCEPTED_COUNT, INTEGER, ("trees",)),
-    per_new_token(names.KEPT_ROWS),
+    per_new_token(names.KEPT_INDICES),
     one(names.KEPT_COUNT),
 )
 _PURPOSE = AttributeSpec("purpose", int, int(Purpose.TARGET))
@@ -77,11 +77,11 @@ _BIM_MASK = OpSchema(
 _SAMPLE = OpSchema(
     name="Sample",
     version=1,
-    doc="""One token for each row with logits.
+    doc="""One token for each new token with logits.
 
-    committed[m] = choice(logits[m], settings[b], u), with row = logit_rows[m], b = branch[row] and
-    u = uniform(seed[b], stream[b], positions[row] + 1, purpose).
-    Errors: ValueError for extents, indices or settings out of range, and for rows with NaN or with -inf alone.
+    committed[m] = choice(logits[m], settings[b], u), with n = logit_indices[m], b = branch[n] and
+    u = uniform(seed[b], stream[b], positions[n] + 1, purpose).
+    Errors: ValueError for extents, indices or settings out of range, and for logits with NaN or with -inf alone.
     Source: DESIGN section 7.""",
     inputs=_CHOICE_INPUTS,
     outputs=(_COMMITTED,),
@@ -94,15 +94,16 @@ _TREE_ACCEPT = OpSchema(
     version=1,
     doc="""Walk each draft tree along the target's own choices.
 
-    logit_rows ascends. A row in it whose parent is not in it is the root of a tree (its tip), the others are drafted
-    nodes of that tree and stand next to each other. Rows outside it are pending tokens: committed, KV not yet computed.
+    logit_indices ascends. A token in it whose parent is not in it is the root of a tree (its tip), the others are
+    drafted nodes of that tree and stand next to each other. Tokens outside it are pending: committed, KV not yet
+    computed.
     From the root: x = choice(node), as Sample does; if a child of the node holds x, commit x and go on at that child;
     else commit x and stop. One draw a visited node.
 
     committed[m + j] is token j of the tree whose root has place m; accepted_count[t] counts the tokens of tree t, the
-    extra one included, and is 0 behind the last tree; kept_rows[:kept_count] are the pending rows and the visited
-    nodes, ascending. Entries of committed[:M] and kept_rows[:N] that say nothing are -1.
-    Errors: as Sample, and ValueError for parents out of range, rows not ascending, trees not contiguous or too many.
+    extra one included, and is 0 behind the last tree; kept_indices[:kept_count] are the pending tokens and the visited
+    nodes, ascending. Entries of committed[:M] and kept_indices[:N] that say nothing are -1.
+    Errors: as Sample, and ValueError for parents out of range, indices not ascending, trees not contiguous or too many.
     An error found before the walk leaves the outputs as they were.
     Source: DESIGN section 7; arXiv 2408.07978 for the invariance.""",
     inputs=(*_CHOICE_INPUTS, *_TREE_INPUTS),
@@ -116,8 +117,8 @@ _CHAIN_ACCEPT = OpSchema(
     version=3,
     doc="""Walk each drafted chain by classical speculative sampling: accept by p / q, or correct from the residual.
 
-    Rows stand as in TreeAccept. That is for trees of branches b whose by_rejection[b] is 1, which are chains: in
-    logit_rows a drafted node stands right behind its parent. Trees of the others are walked as TreeAccept walks them.
+    Tokens stand as in TreeAccept. That is for trees of branches b whose by_rejection[b] is 1, which are chains: in
+    logit_indices a drafted node stands right behind its parent. Trees of the others are walked as TreeAccept does.
     The token x of the node at place i was drawn from q = draft_probs[i] (a root's is not read), q summing to
     about 1; p is what Sample draws from at the parent, filters included (greedy: all of it at the argmax). Draws are
     those of the token behind the parent, at positions[parent] + 1. With r = uniform(.., Purpose.REJECTION):

@@ -235,7 +235,7 @@ class Runtime:
         """Take in what was saved; how many tokens the cache has more.
 
         Raises RequestError without a cache, and PlanError for a file that is damaged, or that another plan, version of
-        ONNX Runtime or processor has made: its rows would not be, bit for bit, those that are computed here.
+        ONNX Runtime or processor has made: its KV would not be, bit for bit, what is computed here.
         """
         return load_prefix_cache(self._cache(), Path(path), self._bound_to())
 
@@ -306,7 +306,7 @@ class Runtime:
         keep_for: Sequence[str] = (),
         **options: Unpack[Options],
     ) -> Stream:
-        """Continue `prompt` in several branches that share its rows, spans of all of them as they come.
+        """Continue `prompt` in several branches that share its KV, spans of all of them as they come.
 
         A branch is a text or token ids behind the prompt, or a mapping of `prompt` and options of its own; those
         given here hold for all. In place of `branches`, `n` asks for so many samples of the prompt itself. At most
@@ -317,7 +317,7 @@ class Runtime:
         engine that no branch asked before. `keep_for` names such drafters beforehand. A prefix cache finds it whatever
         has run in between.
 
-        In mode "in-one-sequence" all share one row of the KV cache, and the prompt's rows are there once. In "batching"
+        In mode "in-one-sequence" all share one row of the KV cache, and the prompt's KV is there once. In "batching"
         each has a row, with a copy of the prompt's; the plan must have them. Tokens are the same.
 
         Each branch gets the tokens that it would get alone, behind prompt and beginning, with its `stream_id`: that

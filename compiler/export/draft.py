@@ -21,12 +21,12 @@ def export_draft(
     *,
     positions: int | None = None,
     entropy: bool = False,
-    rows: bool = False,
+    slots: bool = False,
     branches: int = 1,
 ) -> ir.Model:
     """Export a `DraftModel` over a KV cache of `capacity` slots, one row, for so many `positions` (default: as many).
 
-    A head reads `features` of the target's last step; `feature_rows` picks those of the pairs. Outputs:
+    A head reads `features` of the target's last step; `feature_indices` picks those of the pairs. Outputs:
     `tree_token_ids`, `tree_positions`, `tree_parent` `[nodes]`, the root, which is the tip, first, as the target's
     next step wants them; `tree_score` f32 `[nodes]`, log-probabilities summed from the root.
 
@@ -34,13 +34,13 @@ def export_draft(
     rejection, and `draft_probs` f32 `[nodes, vocab]` holds what from. With `entropy`, `draft_entropy` f32 `[1]` is
     that of the distribution at the tip, over ln V.
 
-    With `rows`, of a tree with levels, `tree_row` int64 `[nodes]` says where the levels have put each node: at slot
+    With `slots`, of a tree with levels, `tree_slots` int64 `[nodes]` says where the levels have put each node: at slot
     past_length + N + row of the KV cache. It is -1 for a node that none has run, and for the root, which is the last of
-    the N tokens fed. Frontiers alone are run: whatever has a child has a row, and rows ascend along a path.
+    the N tokens fed. Frontiers alone are run: whatever has a child has a slot, and slots ascend along a path.
 
-    With several `branches`, the KV cache may have several rows, and trees grow from the tokens `tip_rows` int64
+    With several `branches`, the KV cache may have several rows, and trees grow from the tokens `tip_indices` int64
     `[R, B]`, as many in each row, by the draws and settings of `tip_branch` int64 `[R, B]`. Outputs are those of one
-    tree after another, `[D]` in all, but parents count within a tree, and a slot of `tree_row` from the first behind
+    tree after another, `[D]` in all, but parents count within a tree, and a slot of `tree_slots` from the first behind
     its row. A level takes B * k slots of each row. `draft_entropy` is `[R, B]`, of each tip.
     """
     drafting: DraftModel = model  # type: ignore[assignment]
@@ -61,9 +61,9 @@ def export_draft(
     free = torch.export.Dim.DYNAMIC
     fixed: list[None] = [None for _ in layers]
     by_row = [{0: free} for _ in layers] if several else fixed
-    tips: dict[str, Shape] = dict.fromkeys((names.TIP_ROWS, names.TIP_BRANCH), (names.ROWS, names.TIPS))
+    tips: dict[str, Shape] = dict.fromkeys((names.TIP_INDICES, names.TIP_BRANCH), (names.ROWS, names.TIPS))
     graph_inputs: dict[str, Shape] = {
-        **({names.FEATURES: (names.FEATURED, features), names.FEATURE_ROWS: (names.NEW,)} if features else {}),
+        **({names.FEATURES: (names.FEATURED, features), names.FEATURE_INDICES: (names.NEW,)} if features else {}),
         names.TOKEN_IDS: (names.NEW,),
         names.POSITIONS: (names.NEW,),
         **({names.ROW_SPLITS: (names.ROW_EDGES,)} if several else {}),
@@ -78,16 +78,16 @@ def export_draft(
         **{names.v_cache(i): cache for i in layers},
     }
     traced = trace(
-        DraftGraph(model, tree, positions or capacity, rejected, entropy, rows),
+        DraftGraph(model, tree, positions or capacity, rejected, entropy, slots),
         inputs={
             "features": torch.zeros(5, features) if features else None,
-            "feature_rows": torch.zeros(new, dtype=index) if features else None,
+            "feature_indices": torch.zeros(new, dtype=index) if features else None,
             "token_ids": torch.zeros(new, dtype=index),
             "positions": torch.zeros(new, dtype=index),
             "row_splits": torch.zeros(count + 1, dtype=index) if several else None,
             "attn_bias": torch.zeros(count, 1, new - 2 * several, view),
             "past_length": torch.zeros(count, dtype=index),
-            "tip_rows": torch.zeros(count, trees, dtype=index) if several else None,
+            "tip_indices": torch.zeros(count, trees, dtype=index) if several else None,
             "tip_branch": torch.zeros(count, trees, dtype=index) if several else None,
             "draws": torch.zeros(branches, tree.depth + 1, dtype=settings),
             "temperature": torch.zeros(branches, dtype=settings),
@@ -98,13 +98,13 @@ def export_draft(
         },
         dynamic={
             "features": {0: free} if features else None,
-            "feature_rows": {0: free} if features else None,
+            "feature_indices": {0: free} if features else None,
             "token_ids": {0: free},
             "positions": {0: free},
             "row_splits": {0: free} if several else None,
             "attn_bias": {0: free, 2: free, 3: free} if several else {2: free, 3: free},
             "past_length": {0: free} if several else None,
-            "tip_rows": {0: free, 1: free} if several else None,
+            "tip_indices": {0: free, 1: free} if several else None,
             "tip_branch": {0: free, 1: free} if several else None,
             **dict.fromkeys(("draws", "temperature", "top_k", "top_p")),
             "k_caches": by_row,
@@ -112,7 +112,7 @@ def export_draft(
         },
         outputs={
             **dict.fromkeys(names.TREE, grown),
-            **({names.TREE_ROW: grown} if rows else {}),
+            **({names.TREE_SLOTS: grown} if slots else {}),
             **({names.DRAFT_PROBS: (*grown, rejected)} if rejected else {}),
             **({names.DRAFT_ENTROPY: (names.ROWS, names.TIPS) if several else (1,)} if entropy else {}),
             **dict.fromkeys(cache_outputs(heads.num_layers, 1 + tree.depth), cache),

@@ -1,8 +1,8 @@
 """The draft graph of DESIGN sections 4 and 7: one pass over what is new, then the levels of a tree, in ONE graph.
 
-The tree's shape is static. Each level runs the frontier's nodes behind the rows that are there: a node sees what the
+The tree's shape is static. Each level runs the frontier's nodes behind the slots that are taken: a node sees what the
 tip sees, its ancestors in the tree, and itself. What a level appends is dropped afterwards by length, but for the
-accepted nodes of a draft model, whose rows are those that feeding their tokens would give.
+accepted nodes of a draft model, whose KV is what feeding their tokens would give.
 
 Trees may grow from several tips at once, as many in each row: a level's nodes of all of them are one pass.
 """
@@ -92,16 +92,16 @@ class _Several:
 
 
 class DraftGraph(nn.Module):
-    """Committed tokens that the drafter lacks, to the trees behind the last of them, or behind any `tip_rows`."""
+    """Committed tokens that the drafter lacks, to the trees behind the last of them, or behind any `tip_indices`."""
 
     diagonal: Tensor
     parent_of: Tensor
     splits: Tensor
     depths: Tensor
 
-    def __init__(self, model: nn.Module, tree: Tree, positions: int, rejected: int, entropy: bool, rows: bool) -> None:
+    def __init__(self, model: nn.Module, tree: Tree, positions: int, rejected: int, entropy: bool, slots: bool) -> None:
         super().__init__()
-        self.model, self.tree, self.rejected, self.entropy, self.rows = model, tree, rejected, entropy, rows
+        self.model, self.tree, self.rejected, self.entropy, self.slots = model, tree, rejected, entropy, slots
         drafting: DraftModel = model  # type: ignore[assignment]
         self.tables = RopeTables(drafting.heads, positions, drafting.dtype)
         k = tree.top_k
@@ -116,13 +116,13 @@ class DraftGraph(nn.Module):
     def forward(
         self,
         features: Tensor | None,
-        feature_rows: Tensor | None,
+        feature_indices: Tensor | None,
         token_ids: Tensor,
         positions: Tensor,
         row_splits: Tensor | None,
         attn_bias: Tensor,
         past_length: Tensor,
-        tip_rows: Tensor | None,
+        tip_indices: Tensor | None,
         tip_branch: Tensor | None,
         draws: Tensor,
         temperature: Tensor,
@@ -134,13 +134,13 @@ class DraftGraph(nn.Module):
         model: DraftModel = self.model  # type: ignore[assignment]
         caches = KvCaches(k_caches, v_caches)
         fused = None
-        if features is not None and feature_rows is not None:
-            fused = model.fuse(torch.index_select(features, 0, feature_rows).unsqueeze(0))
+        if features is not None and feature_indices is not None:
+            fused = model.fuse(torch.index_select(features, 0, feature_indices).unsqueeze(0))
         splits = self.splits if row_splits is None else row_splits
         execution = self._pass(caches, positions.unsqueeze(0), attn_bias, past_length, splits)
         hidden = model.run(token_ids.unsqueeze(0), fused, execution)
         filters = (temperature, top_k, top_p)
-        if tip_rows is None or tip_branch is None or row_splits is None:
+        if tip_indices is None or tip_branch is None or row_splits is None:
             start = past_length + token_ids.shape[0]
             tips = _Tips(
                 caches,
@@ -157,7 +157,7 @@ class DraftGraph(nn.Module):
                 None,
             )
         else:
-            tips = self._tips(caches, hidden, token_ids, positions, row_splits, attn_bias, past_length, tip_rows)
+            tips = self._tips(caches, hidden, token_ids, positions, row_splits, attn_bias, past_length, tip_indices)
             of = tip_branch.reshape(-1)
             drawn = [torch.index_select(each, 0, of) for each in (draws, *filters)]
             tips = replace(tips, draws=drawn[0], filters=(drawn[1], drawn[2], drawn[3]))
@@ -165,7 +165,7 @@ class DraftGraph(nn.Module):
         token, parent, depth, score, *others = self._chain(tips, logits) if self.rejected else self._tree(tips, logits)
         if self.entropy:
             entropy = _normalised_entropy(logits)
-            others.append(entropy.reshape(1) if tip_rows is None else entropy.reshape(tip_rows.shape))
+            others.append(entropy.reshape(1) if tip_indices is None else entropy.reshape(tip_indices.shape))
         root = (tips.position + model.lead).unsqueeze(1)
         return (
             _behind_roots(tips.token.unsqueeze(1), token),
@@ -185,15 +185,15 @@ class DraftGraph(nn.Module):
         row_splits: Tensor,
         attn_bias: Tensor,
         past_length: Tensor,
-        tip_rows: Tensor,
+        tip_indices: Tensor,
     ) -> _Tips:
-        """Those that `tip_rows` `[R, tips]` names among the tokens, all but what they draw by."""
-        k, (rows, each) = self.tree.top_k, tip_rows.shape
-        tip = tip_rows.reshape(-1)
+        """Those that `tip_indices` `[R, tips]` names among the tokens, all but what they draw by."""
+        k, (rows, each) = self.tree.top_k, tip_indices.shape
+        tip = tip_indices.reshape(-1)
         row, width = torch.arange(rows).unsqueeze(1), each * k
         within = (torch.arange(each) * k).expand(rows, each)
         start = past_length + (row_splits[1:] - row_splits[:-1])
-        place = tip_rows - row_splits[:-1].unsqueeze(1) + row * attn_bias.shape[2]
+        place = tip_indices - row_splits[:-1].unsqueeze(1) + row * attn_bias.shape[2]
         of_tip = torch.arange(rows * width) // k
         return _Tips(
             caches,
@@ -213,7 +213,7 @@ class DraftGraph(nn.Module):
     def _tree(self, tips: _Tips, logits: Tensor) -> list[Tensor]:
         """Tokens, parents, depths and scores `[n, nodes - 1]` behind the tips, whose logits are `[1, n, V]`.
 
-        Where `rows` asks for it: the KV cache's row of each node, flat `[n * nodes]`.
+        Where `slots` asks for it: the KV cache's slot of each node, flat `[n * nodes]`.
         """
         tree, k, several = self.tree, self.tree.top_k, tips.several
         model: DraftModel = self.model  # type: ignore[assignment]
@@ -244,7 +244,7 @@ class DraftGraph(nn.Module):
         else:
             hidden = torch.index_select(tips.hidden, 1, several.of_tip)
             bias = torch.index_select(tips.bias, 0, several.of_tip)
-        expanded: list[Tensor] = []  # every frontier: candidates in the order of the rows that they are given
+        expanded: list[Tensor] = []  # every frontier: candidates in the order of the slots that they are given
         for level in range(tree.depth):
             expanded.append(node)
             hidden, bias = self._level(node_token, hidden, bias, level, tips)
@@ -261,11 +261,11 @@ class DraftGraph(nn.Module):
             torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1), self.depths, tree.nodes
         )
         drafted = [self._target_ids(token), parent, depth, score]
-        if self.rows:
-            drafted.append(self._rows_of(candidate, torch.cat(expanded, 1), tips))
+        if self.slots:
+            drafted.append(self._slots_of(candidate, torch.cat(expanded, 1), tips))
         return drafted
 
-    def _rows_of(self, candidate: Tensor, expanded: Tensor, tips: _Tips) -> Tensor:
+    def _slots_of(self, candidate: Tensor, expanded: Tensor, tips: _Tips) -> Tensor:
         """The KV cache's row of each node, counted from the first level's first, or -1: flat `[n * nodes]`.
 
         `candidate` `[n, nodes - 1]` says which ones the nodes are, `expanded` `[n, depth * k]` which ones levels ran.

@@ -32,7 +32,7 @@ class TargetGraph(nn.Module):
         row_splits: Tensor,
         attn_bias: Tensor,
         past_length: Tensor,
-        logit_rows: Tensor,
+        logit_indices: Tensor,
         k_caches: Sequence[Tensor],
         v_caches: Sequence[Tensor],
     ) -> tuple[Tensor, ...]:
@@ -41,7 +41,7 @@ class TargetGraph(nn.Module):
             self.decoder.config, self.tables, caches, positions.unsqueeze(0), attn_bias, past_length, row_splits
         )
         hidden, tapped = self.decoder.hidden(token_ids.unsqueeze(0), execution, self.taps)
-        picked = torch.index_select(hidden, -2, logit_rows).squeeze(0)  # a product of matrices becomes one Gemm
+        picked = torch.index_select(hidden, -2, logit_indices).squeeze(0)  # a product of matrices becomes one Gemm
         features = (torch.cat(tapped, -1).squeeze(0).float(),) if tapped else ()
         queries = tuple(q.squeeze(0).float() for q in execution.queries) if self.queries else ()
         return self.decoder.logits(picked).float(), *features, *caches.presents, *queries
@@ -71,7 +71,7 @@ def export_target(decoder: Decoder, capacity: int, taps: Sequence[int] = (), *, 
             "row_splits": torch.zeros(rows + 1, dtype=index),
             "attn_bias": torch.zeros(rows, 1, new - 2, view),
             "past_length": torch.zeros(rows, dtype=index),
-            "logit_rows": torch.zeros(picked, dtype=index),
+            "logit_indices": torch.zeros(picked, dtype=index),
             "k_caches": caches(),
             "v_caches": caches(),
         },
@@ -81,7 +81,7 @@ def export_target(decoder: Decoder, capacity: int, taps: Sequence[int] = (), *, 
             "row_splits": {0: free},
             "attn_bias": {0: free, 2: free, 3: free},
             "past_length": {0: free},
-            "logit_rows": {0: free},
+            "logit_indices": {0: free},
             "k_caches": [{0: free} for _ in layers],
             "v_caches": [{0: free} for _ in layers],
         },
@@ -100,7 +100,7 @@ def export_target(decoder: Decoder, capacity: int, taps: Sequence[int] = (), *, 
             names.ROW_SPLITS: (names.ROW_EDGES,),
             names.ATTN_BIAS: (names.ROWS, 1, names.PLACES, names.VIEW),
             names.PAST_LENGTH: (names.ROWS,),
-            names.LOGIT_ROWS: (names.LOGITS,),
+            names.LOGIT_INDICES: (names.LOGITS,),
             **{names.k_cache(i): cache for i in layers},
             **{names.v_cache(i): cache for i in layers},
         },

@@ -73,11 +73,11 @@ FAULTS = {
 }
 
 _CHOICE = (
-    names.LOGITS_OUT, names.LOGIT_ROWS, names.POSITIONS, names.BRANCH, names.TEMPERATURE, names.TOP_K, names.TOP_P,
+    names.LOGITS_OUT, names.LOGIT_INDICES, names.POSITIONS, names.BRANCH, names.TEMPERATURE, names.TOP_K, names.TOP_P,
     names.FILTER_ORDER, names.SEED, names.STREAM,
 )  # fmt: skip
 _TREE = (names.TOKEN_IDS, names.PARENT)
-_ACCEPTED = (names.COMMITTED, names.ACCEPTED_COUNT, names.KEPT_ROWS, names.KEPT_COUNT)
+_ACCEPTED = (names.COMMITTED, names.ACCEPTED_COUNT, names.KEPT_INDICES, names.KEPT_COUNT)
 _PARTIAL_LAYOUT = ("block_size", "sink_blocks", "window_blocks")
 _WEIGHTS = {"weights": Scratch(lambda s: 8 * s[names.LOGITS] * s["V"])}
 _COUNTER = {"counter": Scratch(lambda s: 8, zeroed=True)}
@@ -163,7 +163,7 @@ LAUNCHES: dict[str, Launch] = {
     "BlockSelect": Launch(
         kernel="outrider_block_select",
         pointers=(
-            names.QUERIES, names.KEPT_ROWS, names.KEPT_COUNT, names.KEY_MAX, names.KEY_MIN, names.ROW, names.COVERED,
+            names.QUERIES, names.KEPT_INDICES, names.KEPT_COUNT, names.KEY_MAX, names.KEY_MIN, names.ROW, names.COVERED,
             names.BUDGET, names.SELECTED, "scores",
         ),
         numbers=(

@@ -48,7 +48,7 @@ class WeighedChains(Accepted):
 
 def chain_accept(
     logits: NDArray[np.float32],
-    logit_rows: NDArray[np.int64],
+    logit_indices: NDArray[np.int64],
     positions: NDArray[np.int64],
     branch: NDArray[np.int64],
     slots: SamplingSlots,
@@ -62,8 +62,8 @@ def chain_accept(
 
     Shapes as in the schema of ChainAccept.
     """
-    place_of = {row: place for place, row in enumerate(logit_rows.tolist())}
-    trials = np.full((len(logit_rows), 2), np.nan)
+    place_of = {row: place for place, row in enumerate(logit_indices.tolist())}
+    trials = np.full((len(logit_indices), 2), np.nan)
 
     def step(node: int) -> tuple[int, int | None]:
         b, position = int(branch[node]), int(positions[node])
@@ -86,7 +86,7 @@ def chain_accept(
             return inverse_cdf(weights, u), None
         return inverse_cdf(rest, u), None
 
-    accepted = walk_trees(logit_rows, parent, step)
+    accepted = walk_trees(logit_indices, parent, step)
     return WeighedChains(**vars(accepted), trials=trials)
 
 

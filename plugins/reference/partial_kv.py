@@ -37,7 +37,7 @@ def block_summary(
 
 def block_select(
     queries: Floats,
-    kept_rows: Ints,
+    kept_indices: Ints,
     key_max: Floats,
     key_min: Floats,
     row: int,
@@ -57,7 +57,7 @@ def block_select(
     candidates = candidate_blocks(covered, block_size, sink_blocks, window_blocks)
     count = min(budget, candidates)
     chosen = np.full((layers, heads, retrieval), -1, np.int64)
-    asked = kept_rows[-1:] if reduction == 2 else kept_rows[-most_queries:]
+    asked = kept_indices[-1:] if reduction == 2 else kept_indices[-most_queries:]
     for layer in range(layers):
         for head in range(heads):
             mine = queries[layer, asked].reshape(len(asked), heads, -1, head_dim)[:, head].reshape(-1, head_dim)

@@ -42,14 +42,14 @@ class SamplingSlots:
 
 def sample(
     logits: NDArray[np.float32],
-    logit_rows: NDArray[np.int64],
+    logit_indices: NDArray[np.int64],
     positions: NDArray[np.int64],
     branch: NDArray[np.int64],
     slots: SamplingSlots,
     purpose: Purpose = Purpose.TARGET,
 ) -> NDArray[np.int64]:
-    """Tokens int64 `[M]` for `logits` `[M, V]` of the new tokens `logit_rows`; `positions`, `branch` are `[N]`."""
+    """Tokens int64 `[M]` for `logits` `[M, V]` of the new tokens `logit_indices`; `positions`, `branch` are `[N]`."""
     chosen = [
-        slots.choose(logits[m], int(branch[row]), int(positions[row]), purpose) for m, row in enumerate(logit_rows)
+        slots.choose(logits[m], int(branch[row]), int(positions[row]), purpose) for m, row in enumerate(logit_indices)
     ]
     return np.array(chosen, dtype=np.int64)

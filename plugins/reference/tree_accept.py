@@ -16,20 +16,20 @@ from plugins.schema import Purpose
 class Accepted:
     """What a step committed.
 
-    committed int64 `[M]`: token j of a tree stands j behind its root's place in `logit_rows`; -1 elsewhere.
-    accepted_count int64 `[trees]`; kept_rows int64 `[kept]`, ascending.
+    committed int64 `[M]`: token j of a tree stands j behind its root's place in `logit_indices`; -1 elsewhere.
+    accepted_count int64 `[trees]`; kept_indices int64 `[kept]`, ascending.
     """
 
     committed: NDArray[np.int64]
     accepted_count: NDArray[np.int64]
-    kept_rows: NDArray[np.int64]
+    kept_indices: NDArray[np.int64]
 
 
 def walk_trees(
-    logit_rows: NDArray[np.int64], parent: NDArray[np.int64], step: Callable[[int], tuple[int, int | None]]
+    logit_indices: NDArray[np.int64], parent: NDArray[np.int64], step: Callable[[int], tuple[int, int | None]]
 ) -> Accepted:
     """Walk each tree from its root: `step(node)` is the token behind the node and the node to go on at, or None."""
-    rows = logit_rows.tolist()
+    rows = logit_indices.tolist()
     committed = np.full(len(rows), -1, dtype=np.int64)
     counts = []
     kept = [row for row in range(len(parent)) if row not in rows]
@@ -51,7 +51,7 @@ def walk_trees(
 
 def tree_accept(
     logits: NDArray[np.float32],
-    logit_rows: NDArray[np.int64],
+    logit_indices: NDArray[np.int64],
     positions: NDArray[np.int64],
     branch: NDArray[np.int64],
     slots: SamplingSlots,
@@ -60,10 +60,10 @@ def tree_accept(
     purpose: Purpose = Purpose.TARGET,
 ) -> Accepted:
     """The rule of DESIGN section 7 for every tree of the step; shapes as in the schema of TreeAccept."""
-    place_of = {row: place for place, row in enumerate(logit_rows.tolist())}
+    place_of = {row: place for place, row in enumerate(logit_indices.tolist())}
 
     def step(node: int) -> tuple[int, int | None]:
         x = slots.choose(logits[place_of[node]], int(branch[node]), int(positions[node]), purpose)
         return x, next((row for row in place_of if parent[row] == node and token_ids[row] == x), None)
 
-    return walk_trees(logit_rows, parent, step)
+    return walk_trees(logit_indices, parent, step)

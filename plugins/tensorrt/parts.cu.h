@@ -23,10 +23,10 @@ OUTRIDER_DEVICE bool row_fits(const i64* row_splits, const i64* past_length, i64
 OUTRIDER_DEVICE bool everywhere(bool holds) { return fold(static_cast<i64>(!holds), Largest()) == 0; }
 
 // Of acceptance: rows of the step, ascending. Every thread calls.
-OUTRIDER_DEVICE bool rows_ascend(const i64* logit_rows, i64 count, i64 new_tokens) {
+OUTRIDER_DEVICE bool rows_ascend(const i64* logit_indices, i64 count, i64 new_tokens) {
   bool holds = true;
   for (i64 i = thread_index(); i < count; i += thread_count()) {
-    holds = holds && within(logit_rows[i], new_tokens) && (i == 0 || logit_rows[i - 1] < logit_rows[i]);
+    holds = holds && within(logit_indices[i], new_tokens) && (i == 0 || logit_indices[i - 1] < logit_indices[i]);
   }
   return everywhere(holds);
 }
@@ -57,24 +57,24 @@ OUTRIDER_DEVICE u32* never_full() {
   return &counter;
 }
 
-OUTRIDER_KERNEL outrider_tree_walk(const i64* logit_rows, const i64* parent, const i64* chosen, const i64* next,
-                                   i64* committed, i64* accepted_count, i64* kept_rows, i64* kept_count, i64* status,
+OUTRIDER_KERNEL outrider_tree_walk(const i64* logit_indices, const i64* parent, const i64* chosen, const i64* next,
+                                   i64* committed, i64* accepted_count, i64* kept_indices, i64* kept_count, i64* status,
                                    i64 count, i64 most_trees, i64 new_tokens) {
   const i64 of_step = fault_of_step(chosen, count);
   if (thread_index() != 0) return;
-  const Trees trees = {logit_rows, count, parent, nullptr};
-  const Outputs out = {committed, accepted_count, kept_rows, kept_count, status};
+  const Trees trees = {logit_indices, count, parent, nullptr};
+  const Outputs out = {committed, accepted_count, kept_indices, kept_count, status};
   walk(trees, chosen, next, out, new_tokens, most_trees, of_step);
 }
 
-OUTRIDER_KERNEL outrider_chain_walk(const i64* logit_rows, const i64* parent, const i64* chosen, const i64* next,
-                                    const double* weighed, i64* committed, i64* accepted_count, i64* kept_rows,
+OUTRIDER_KERNEL outrider_chain_walk(const i64* logit_indices, const i64* parent, const i64* chosen, const i64* next,
+                                    const double* weighed, i64* committed, i64* accepted_count, i64* kept_indices,
                                     i64* kept_count, double* trials, i64* status, i64 count, i64 most_trees,
                                     i64 new_tokens) {
   const i64 of_step = fault_of_step(chosen, count);
   if (thread_index() != 0) return;
-  const Trees trees = {logit_rows, count, parent, nullptr};
-  const Outputs out = {committed, accepted_count, kept_rows, kept_count, status};
+  const Trees trees = {logit_indices, count, parent, nullptr};
+  const Outputs out = {committed, accepted_count, kept_indices, kept_count, status};
   walk(trees, chosen, next, out, new_tokens, most_trees, of_step);
   tell_trials(trees, next, weighed, trials);
 }

@@ -48,7 +48,7 @@ _WEIGHED = TensorSpec("weighed", "float64", (names.LOGITS, 2))
 
 _CHILD, _CHILD_SCORE, _FRONTIER = SCHEMAS["TreeExpand"].outputs
 
-_ROWS_FIT = f"rows_ascend({names.LOGIT_ROWS}, {names.LOGITS}, {names.NEW})"
+_ROWS_FIT = f"rows_ascend({names.LOGIT_INDICES}, {names.LOGITS}, {names.NEW})"
 
 
 def _inputs(op: str) -> tuple[TensorSpec, ...]:
@@ -83,7 +83,7 @@ def _choices(op: str, name: str, found: tuple[TensorSpec, ...]) -> Plugin:
 def _walk(op: str, name: str, kernel: str, found: tuple[TensorSpec, ...]) -> Plugin:
     """The second half: one warp reads what was found for each node, and its first thread walks and tells of faults."""
     tensors = {spec.name: spec for spec in SCHEMAS[op].inputs}
-    inputs = (tensors[names.LOGIT_ROWS], tensors[names.PARENT], *found)
+    inputs = (tensors[names.LOGIT_INDICES], tensors[names.PARENT], *found)
     return Plugin(
         name=name,
         launch=Launch(
@@ -119,7 +119,7 @@ PLUGINS: dict[str, tuple[Plugin, ...] | Declined] = {
             inputs=_inputs("Sample"),
             outputs=(*_outputs("Sample"), _STATUS_OF_ROWS, _WEIGHTS),
             attributes=_attributes("Sample"),
-            guard="within(logit_rows[block_index()], N)",
+            guard="within(logit_indices[block_index()], N)",
             extra=(names.NEW,),
         ),
     ),

@@ -20,7 +20,7 @@ def add_branches(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "branches",
         help="continue a prompt in several ways at once",
-        description="Continue a prompt in several branches that share its rows: each begins with a --branch of its "
+        description="Continue a prompt in several branches that share its KV: each begins with a --branch of its "
         "own, or --n ask for samples of the prompt itself. Every branch has the tokens that it would have alone, with "
         "the same seed and a stream of draws of its own. The plan must serve several branches (capacity.branches).",
         epilog="examples: %(prog)s build/branches --prompt 'import ' --branch os --branch sys; %(prog)s build/branches "

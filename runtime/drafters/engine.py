@@ -80,7 +80,7 @@ class EngineDrafter:
         )
         self._entropy = buffers.of(name, names.DRAFT_ENTROPY).reshape(-1) if settings.entropy is not None else None
         self._tip_position = buffers.of(name, names.TIP_POSITION)
-        self._feature_rows = buffers.of(name, names.FEATURE_ROWS) if self.paired else None
+        self._feature_indices = buffers.of(name, names.FEATURE_INDICES) if self.paired else None
         # The feature of a prefix's last token goes into every sequence behind it: it is kept behind the steps' own.
         self._kept_feature = len(buffers.of(names.TARGET, names.FEATURES)) - 1 if self.paired else 0
         self._states: dict[int, _State] = {}
@@ -122,8 +122,8 @@ class EngineDrafter:
         for start in range(0, len(tokens), most):
             part = tokens[start : start + most]
             self.cache.begin({})
-            if self._feature_rows is not None:
-                self._feature_rows[: len(part)] = np.arange(start, start + len(part))
+            if self._feature_indices is not None:
+                self._feature_indices[: len(part)] = np.arange(start, start + len(part))
             self.cache.append(part, first + start, FIRST)
             self._extend.run()
             self.cache.commit_prefix(len(part))
@@ -217,11 +217,11 @@ class EngineDrafter:
         first = self.known(sequence)
         self.cache.restore(sequence.number, state.end, known - self._lead - state.end)
         state.end = known - self._lead
-        return [(first, known, self.cache.rows_of(sequence.number))]
+        return [(first, known, self.cache.kv_of(sequence.number))]
 
     def kv_of(self, sequence: Sequence) -> TokenKv:
         """The KV of the sequence's leading tokens, where it stands behind no prefix."""
-        return self.cache.rows_of(sequence.number) if self.cache.window is None else self.cache.window.leading
+        return self.cache.kv_of(sequence.number) if self.cache.window is None else self.cache.window.leading
 
     # A round.
 
@@ -273,14 +273,14 @@ class EngineDrafter:
         return min(end, len(sequence.tokens) - 1)
 
     def _lay_out_features(self, sequence: Sequence, first: int, count: int, at: int) -> None:
-        if self._feature_rows is None:
+        if self._feature_indices is None:
             return
         state = self._states[sequence.number]
         if first == sequence.shared - 1:
-            self._feature_rows[at] = self._kept_feature
+            self._feature_indices[at] = self._kept_feature
             first, count, at = first + 1, count - 1, at + 1
         offset = first - state.first
-        self._feature_rows[at : at + count] = state.features[offset : offset + count]
+        self._feature_indices[at : at + count] = state.features[offset : offset + count]
 
     # One sequence that has row 0 to itself.
 
@@ -558,8 +558,8 @@ class EngineDrafter:
         assert self._step.buckets is not None
         for fed in reversed(self._step.buckets.new):
             if fed <= end:
-                if self._feature_rows is not None:
-                    self._feature_rows[:fed] = 0
+                if self._feature_indices is not None:
+                    self._feature_indices[:fed] = 0
                 self._step.begin(end - fed, end - fed, [0] * fed, FIRST)
                 self._tip_position[FIRST] = end - 1 + self._lead
                 yield fed
@@ -579,9 +579,9 @@ class _TreeSlots:
 
     def __init__(self, name: str, of: object, step: DraftStep, compact: Program) -> None:
         self._step, self._compact = step, compact
-        self._move_to, self._row, self._kept_rows, self._kept_count = (
+        self._move_to, self._row, self._kept_indices, self._kept_count = (
             of(name, each)  # type: ignore[operator]
-            for each in (names.MOVE_TO, names.TREE_ROW, names.KEPT_ROWS, names.KEPT_COUNT)
+            for each in (names.MOVE_TO, names.TREE_SLOTS, names.KEPT_INDICES, names.KEPT_COUNT)
         )
 
     def gather(self, start: int, path: NDArray[np.int64]) -> int:
@@ -593,7 +593,7 @@ class _TreeSlots:
         if count and self._row[path[-1]] < 0:
             count -= 1
         if count and self._row[path[count - 1]] >= count:  # else they are the first ones: in place
-            np.take(self._row, path[:count], out=self._kept_rows[:count], mode="clip")
+            np.take(self._row, path[:count], out=self._kept_indices[:count], mode="clip")
             self._kept_count[0], self._move_to[0] = count, start
             self._step.begin_grown(start)
             self._compact.run()

@@ -125,9 +125,9 @@ class Step:
         self.sizes[_PLACES] = max(self.sizes[_PLACES], mine)
         self.sizes[_VIEW] = max(self.sizes[_VIEW], self.view_of(int(self.past_length[row]) + mine))
 
-    def view_of(self, rows: int) -> int:
-        """Keys in view of a step behind which the KV cache has `rows` rows, those of a draft's levels not counted."""
-        index = bisect_left(self._views, rows + self.reach)
+    def view_of(self, slots: int) -> int:
+        """Keys in view of a step behind which so many slots are in use, those of a draft's levels not counted."""
+        index = bisect_left(self._views, slots + self.reach)
         return self._views[index] if index < len(self._views) else self.largest_view
 
 
@@ -148,7 +148,7 @@ class DraftStep(Step):
         self.sizes[_TIPS], self.sizes[_GROWN] = 1, self._nodes
         self._tips: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
         if geometry.branches > 1:
-            rows, branches = (buffers.of(drafter.name, name) for name in (names.TIP_ROWS, names.TIP_BRANCH))
+            rows, branches = (buffers.of(drafter.name, name) for name in (names.TIP_INDICES, names.TIP_BRANCH))
             self._tips = rows.reshape(-1), branches.reshape(-1)
 
     def begin(self, past: int, position: int, tokens: list[int], branch: int) -> None:
@@ -164,7 +164,7 @@ class DraftStep(Step):
         self.grow(())
 
     def begin_grown(self, past: int) -> None:
-        """Take the rows that a draft's levels have put behind `past` for the new tokens: for an op that moves them."""
+        """Take the slots that a draft's levels have filled behind `past` for new tokens: for an op that moves them."""
         self._row, self.sizes[_ROWS], self.sizes[_EDGES] = 0, 1, 2
         self.past_length[0] = past
         self.row_splits[1] = self.reach
@@ -208,7 +208,7 @@ class TargetStep(Step):
         super().__init__(names.TARGET, buffers, geometry, limits, buckets)
         self.max_nodes = limits[names.LOGITS] - 1
         self.drafted = 0  # nodes of the draft behind the tip; what fills a bucket is not among them
-        self.logit_rows = buffers.of(names.TARGET, names.LOGIT_ROWS)
+        self.logit_indices = buffers.of(names.TARGET, names.LOGIT_INDICES)
         self._attn_bias = buffers.of(names.TARGET, names.ATTN_BIAS).reshape(-1)
         self._free_bias = buffers.of(names.TARGET, names.FREE_BIAS)
 
@@ -223,7 +223,7 @@ class TargetStep(Step):
 
     def append_tip(self, index: int) -> None:
         """Ask for the logits of the last token of a chain that was appended; nodes may follow."""
-        self.logit_rows[self.sizes[_LOGITS]] = index
+        self.logit_indices[self.sizes[_LOGITS]] = index
         self.sizes[_LOGITS] += 1
 
     def begin_warmup(self, length: int, drafted: int = 0) -> None:
@@ -242,7 +242,7 @@ class TargetStep(Step):
             parent = self.parent[node]
             self.positions[node] = self.positions[parent] + 1
             self.branch[node] = self.branch[parent]
-            self.logit_rows[self.sizes[_LOGITS] + node - n] = node
+            self.logit_indices[self.sizes[_LOGITS] + node - n] = node
         self.drafted += count
         self.sizes[_LOGITS] += count
         self._resize(n + count)
@@ -261,7 +261,7 @@ class TargetStep(Step):
             return
         for column in (self.token_ids, self.parent, self.positions, self.branch):
             column[n:size] = column[1]
-        self.logit_rows[n:size] = self._count[n:size]
+        self.logit_indices[n:size] = self._count[n:size]
         self.sizes[_LOGITS] = size
         self._resize(size)
 
@@ -269,7 +269,7 @@ class TargetStep(Step):
         """Make room for a tree of `nodes` whose root is the only new token: tokens, positions and parents of all
         of them come from the drafter's engine, the first stage of the program."""
         self.branch[1:nodes] = self.branch[0]
-        self.logit_rows[:nodes] = self._count[:nodes]
+        self.logit_indices[:nodes] = self._count[:nodes]
         self.drafted = nodes - 1
         self.sizes[_LOGITS] = nodes
         self._resize(nodes)
@@ -280,7 +280,7 @@ class TargetStep(Step):
         return self.sizes[_NEW] * self.sizes[_VIEW]
 
     def begin_beams(self, past: int, position: int, tokens: list[int], visible: NDArray[np.bool_]) -> None:
-        """Lay out `tokens` at one `position`, each with logits, behind `past` rows, and write the bias they run under.
+        """Lay out `tokens` at one `position`, each with logits, behind `past` slots, and write the bias they run under.
 
         `visible` bool [tokens, K] says which of the last K keys each token sees, its own included; keys before those
         are seen by all.
@@ -292,7 +292,7 @@ class TargetStep(Step):
         self._row, self.sizes[_ROWS], self.sizes[_EDGES] = 0, 1, 2
         self.token_ids[:n] = tokens
         self.positions[:n] = position
-        self.logit_rows[:n] = self._count[:n]
+        self.logit_indices[:n] = self._count[:n]
         self.sizes[_LOGITS] = n
         self._resize(n)
         view = self.sizes[_VIEW]

@@ -51,7 +51,7 @@ def _lengths(context: int, steps: Sequence[Step]) -> list[int]:
     lengths = {context}
     for step in steps:
         assert step.buckets is not None, "what is recorded has buckets"
-        rows = step.buckets.new[-1] + step.reach + 1
+        added = step.buckets.new[-1] + step.reach + 1
         for view in step.buckets.view:
-            lengths.update(range(max(view - rows, 1), min(view + 2, context + 1)))
+            lengths.update(range(max(view - added, 1), min(view + 2, context + 1)))
     return sorted(lengths, reverse=True)

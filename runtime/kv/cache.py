@@ -162,7 +162,7 @@ class KvCache:
                 continue
             if self._compact is None:
                 continue
-            source, count = (self._buffers.of(self._model, name) for name in (names.KEPT_ROWS, names.KEPT_COUNT))
+            source, count = (self._buffers.of(self._model, name) for name in (names.KEPT_INDICES, names.KEPT_COUNT))
             for to, slots in _moves(table, len(source)):
                 start = int(slots[0])
                 step.begin_moves(start, int(slots[-1]) + 1 - start, row)
@@ -265,9 +265,9 @@ class KvCache:
         self._tables[0].restore(count, SHARED, 0)
         self._prefix = self._tables[0].length
         self._note_peak()
-        return self.prefix_rows()
+        return self.prefix_kv()
 
-    def prefix_rows(self) -> TokenKv:
+    def prefix_kv(self) -> TokenKv:
         """The prefix's KV by its tokens."""
         return TokenKv(self._buffers.of(self._model, names.KV)[:, 0], self._lead)
 
@@ -315,13 +315,13 @@ class KvCache:
         return end
 
     def restore(self, number: int, first: int, count: int) -> None:
-        """A sequence takes `count` slots from position `first` on that no step has written; see `rows_of`."""
+        """A sequence takes `count` slots from position `first` on that no step has written; see `kv_of`."""
         if self._compact is not None:
             self.make_room(count)
         self._rows[self.row_of(number)].restore(count, number, first)
         self._note_peak()
 
-    def rows_of(self, number: int) -> TokenKv:
+    def kv_of(self, number: int) -> TokenKv:
         """The KV of a sequence behind no prefix, by its tokens."""
         kv = self._buffers.of(self._model, names.KV)
         if self._pooled and self._compact is not None:  # slots of others may lie between

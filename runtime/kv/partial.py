@@ -36,7 +36,7 @@ class PartialCache:
     ) -> None:
         self.settings, self._slots, self._refresh, self._row = settings, slots, refresh, row
         self._most = 1 + longest_draft  # tokens of a step
-        self._kept_rows = buffers.of(names.TARGET, names.KEPT_ROWS)
+        self._kept_indices = buffers.of(names.TARGET, names.KEPT_INDICES)
         self._kept_count = buffers.of(names.TARGET, names.KEPT_COUNT)
         self._asked = tuple(
             buffers.of(names.PARTIAL, name) for name in (names.ROW, names.COVERED, names.SUMMARISED, names.BUDGET)
@@ -79,7 +79,7 @@ class PartialCache:
 
         Returns whether that went well.
         """
-        self._kept_rows[: len(queries)] = queries
+        self._kept_indices[: len(queries)] = queries
         self._kept_count[0] = len(queries)
         self.forget()
         settings = self.settings

@@ -1,4 +1,4 @@
-"""The slot table of a model's KV cache: which branch and position each committed row belongs to."""
+"""The slot table of a model's KV cache: which branch and position each committed slot belongs to."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ class SlotTable:
         owners: NDArray[np.int64] = self._bim[: self.length]
         return owners
 
-    def commit(self, rows: int, kept: NDArray[np.int64] | None, owner: int | None = None) -> None:
-        """Take `rows` rows of the step: the first ones, or those `kept` lists, which KvGather has moved there.
+    def commit(self, count: int, kept: NDArray[np.int64] | None, owner: int | None = None) -> None:
+        """Take `count` tokens of the step: the first ones, or those `kept` lists, whose KV KvGather has moved there.
 
         They belong to the step's branches, or to `owner`.
         """
-        step, start, stop = self._step, self.length, self.length + rows
-        if rows == 1:  # scalar stores cost a tenth of slice stores
+        step, start, stop = self._step, self.length, self.length + count
+        if count == 1:  # scalar stores cost a tenth of slice stores
             first = 0 if kept is None else int(kept[0])
             self._bim[start] = step.branch[first]
             self._positions[start] = step.positions[first]
         elif kept is not None:
-            np.take(step.branch, kept[:rows], out=self._bim[start:stop], mode="clip")
-            np.take(step.positions, kept[:rows], out=self._positions[start:stop], mode="clip")
+            np.take(step.branch, kept[:count], out=self._bim[start:stop], mode="clip")
+            np.take(step.positions, kept[:count], out=self._positions[start:stop], mode="clip")
         else:
-            self._bim[start:stop] = step.branch[:rows]
-            self._positions[start:stop] = step.positions[:rows]
+            self._bim[start:stop] = step.branch[:count]
+            self._positions[start:stop] = step.positions[:count]
         if owner is not None:
             self._bim[start:stop] = owner
         self.length = stop
@@ -80,7 +80,7 @@ class SlotTable:
         self.length = max(self.length, length)
 
     def compact(self) -> int:
-        """Rows have been moved together, over the slots that nobody sees; the map follows. Slots that it gained."""
+        """KV has been moved together, over the slots that nobody sees; the table follows. Slots that it gained."""
         alive = np.flatnonzero(self.owners != EMPTY)
         self._bim[: len(alive)] = self._bim[alive]
         self._positions[: len(alive)] = self._positions[alive]
@@ -94,20 +94,20 @@ class SlotTable:
             column[to : to + count] = column[first : first + count]
         self.length = to + count
 
-    def restore(self, rows: int, branch: int, position: int) -> None:
-        """Take `rows` rows behind the last one that no step has made: of a chain, the first at `position`."""
-        start, stop = self.length, self.length + rows
+    def restore(self, count: int, branch: int, position: int) -> None:
+        """Take `count` slots behind the last one that no step has filled: of a chain, the first at `position`."""
+        start, stop = self.length, self.length + count
         self._bim[start:stop] = branch
-        self._positions[start:stop] = np.arange(position, position + rows)
+        self._positions[start:stop] = np.arange(position, position + count)
         self.length = stop
 
-    def continue_chain(self, rows: int) -> None:
-        """Take `rows` rows that stand behind the last one and continue it, a position each."""
-        if not rows:
+    def continue_chain(self, count: int) -> None:
+        """Take `count` slots behind the last one that continue it, a position each."""
+        if not count:
             return
-        start, stop = self.length, self.length + rows
+        start, stop = self.length, self.length + count
         self._bim[start:stop] = self._bim[start - 1]
-        self._positions[start:stop] = np.arange(1, rows + 1) + self._positions[start - 1]
+        self._positions[start:stop] = np.arange(1, count + 1) + self._positions[start - 1]
         self.length = stop
 
     def truncate(self, length: int) -> None:

@@ -10,14 +10,14 @@ from runtime.execution.buffers import Buffers
 from runtime.kv.slots import FIRST, SlotTable
 from runtime.kv.token_kv import TokenKv
 
-_FEW = 16  # rows
+_FEW = 16  # tokens
 
 
 class WindowedRow:
-    """Rows are counted in the sequence: `end` is the next one's number. `lead` tokens at the beginning have none.
+    """KV is counted in the sequence: `end` is the number of the next token. `lead` tokens at the beginning have none.
 
-    With a `window`, rows between the sink and the last `window` to twice as many are dropped. Those that are kept lie
-    in order from slot 0 on: `_front` of the beginning, and where `_dropped` are missing, those behind the gap.
+    With a `window`, KV between the sink and the last `window` to twice as many tokens is dropped. What is kept lies in
+    order from slot 0 on: `_front` tokens of the beginning, and where `_dropped` are missing, those behind the gap.
     """
 
     def __init__(self, model: str, geometry: Geometry, buffers: Buffers, slots: SlotTable, lead: int) -> None:
@@ -27,7 +27,7 @@ class WindowedRow:
         self._sink, self.window = geometry.sink, geometry.window
         self._room = geometry.sink + 2 * geometry.window
         self._front = self._dropped = 0
-        self.leading = TokenKv(self._kv, lead)  # rows of the beginning, by tokens
+        self.leading = TokenKv(self._kv, lead)  # KV of the beginning, by tokens
 
     @property
     def end(self) -> int:
@@ -35,24 +35,24 @@ class WindowedRow:
 
     @property
     def known(self) -> int:
-        """Leading tokens that have rows, as far as they can: up to the gap."""
+        """Leading tokens that have KV, as far as they can: up to the gap."""
         solid = self._front if self._dropped else self.slots.length
         return solid + self._lead if solid else 0
 
     @property
     def reach(self) -> int:
-        """Leading tokens up to the last that has a row."""
+        """Leading tokens up to the last that has KV."""
         return self.end + self._lead if self.end else 0
 
     def truncate(self, end: int) -> None:
-        """Forget rows from number `end` on; where that is in the gap, what lies behind it was forgotten too."""
+        """Forget KV from token `end` on; where that is in the gap, what lies behind it was forgotten too."""
         if self._dropped and end < self._front + self._dropped:
             end, self._dropped = min(end, self._front), 0
         self.slots.truncate(max(end - self._dropped, 0))
 
-    def make_room(self, rows: int) -> None:
-        """So many rows more, at most a window, are about to come."""
-        if not self.window or self.slots.length + rows <= self._room:
+    def make_room(self, count: int) -> None:
+        """So many tokens more, at most a window, are about to come."""
+        if not self.window or self.slots.length + count <= self._room:
             return
         first = self.slots.length - self.window
         if not self._dropped:
@@ -62,7 +62,7 @@ class WindowedRow:
         self._dropped += first - self._front
 
     def skip_to(self, end: int) -> None:
-        """The next row is number `end`: those between the sink and it are dropped."""
+        """The next token is number `end`: KV between the sink and it is dropped."""
         if end <= self.end:
             return
         if not self._dropped:
@@ -70,20 +70,20 @@ class WindowedRow:
         self.slots.truncate(self._front)
         self._dropped = end - self._front
 
-    def too_far(self, rows: int) -> bool:
-        """Whether row `rows` lies so far behind the last one that those between are better dropped: of a sequence that
-        the KV cache could not hold whole, and not just a few."""
-        return bool(self.window) and rows > self._room and rows - self.end > _FEW
+    def too_far(self, end: int) -> bool:
+        """Whether token `end` lies so far behind the last one with KV that those between are better dropped: of a
+        sequence that the KV cache could not hold whole, and not just a few."""
+        return bool(self.window) and end > self._room and end - self.end > _FEW
 
     def pass_over(self, length: int, end: int) -> None:
-        """The sequence has `length` tokens: rows up to number `end` that will be dropped need not be computed."""
+        """The sequence has `length` tokens: KV up to token `end` that will be dropped need not be computed."""
         if self.window and self.end >= self._sink:
             self.skip_to(min(length - self.window, end))
 
     def missing(self, known: int) -> Iterator[tuple[int, int, TokenKv]]:
-        """What to copy here so that `known` leading tokens have rows, but for those that a window drops.
+        """What to copy here so that `known` leading tokens have KV, but for those that a window drops.
 
-        First token, the one behind the last, and where their rows go; then `restore`.
+        First token, the one behind the last, and where their KV goes; then `restore`.
         """
         gap = self._gap(known)
         if not gap:
@@ -94,7 +94,7 @@ class WindowedRow:
         yield known - self.window, known, TokenKv(self._kv, self._lead + gap)
 
     def restore(self, known: int) -> None:
-        """The rows that were `missing` have been copied."""
+        """The KV that was `missing` has been copied."""
         gap = self._gap(known)
         behind = known - self._lead - gap - self._sink
         self.slots.truncate(0)
@@ -103,6 +103,6 @@ class WindowedRow:
         self._front, self._dropped = self._sink, gap
 
     def _gap(self, known: int) -> int:
-        """Rows that are dropped where `known` leading tokens have some."""
+        """Tokens whose KV is dropped where `known` leading tokens have some."""
         end = known - self._lead
         return 0 if not self.window or end <= self._room else end - self.window - self._sink

@@ -1,6 +1,6 @@
 """What was computed of earlier sequences, to be found by their tokens (DESIGN section 9, FEATURES rows 20 to 24).
 
-A radix tree says which beginnings are known, and a pool of pages holds their rows: of the target, and of the drafters
+A radix tree says which beginnings are known, and a pool of pages holds their KV: of the target, and of the drafters
 that were asked. Rows are copied in and out, so that no two sequences ever write the same ones.
 """
 
@@ -56,16 +56,16 @@ class PrefixCacheConfig:
 
 @dataclass
 class PrefixMatch:
-    """What is known of a sequence. Its rows stay where they are until `PrefixCache.release`.
+    """What is known of a sequence. Its KV stays where it is until `PrefixCache.release`.
 
-    `rows` says of each model how many leading tokens have some.
+    `lengths` says of each model how many leading tokens have KV.
     """
 
     tokens: int  # of the sequence
     matched_tokens: int
     cache_hit: bool
     matched_prefix: list[int]
-    rows: dict[str, int]
+    lengths: dict[str, int]
     held: Node[PageRun] | None
     runs: list[tuple[int, PageRun]]  # where each begins, as it lay when it was found
 
@@ -121,7 +121,7 @@ class PrefixCache:
             if found.node is not None:
                 self._tree.hold(found.node)
             match = PrefixMatch(
-                len(tokens), found.length, hit, tokens[: found.length], _rows_of(found), found.node, _copied(found)
+                len(tokens), found.length, hit, tokens[: found.length], _lengths_of(found), found.node, _copied(found)
             )
             if self.config.enable_stats:
                 stats = self._stats
@@ -133,10 +133,10 @@ class PrefixCache:
         return match
 
     def read(self, match: PrefixMatch, model: str, start: int, stop: int, to: TokenKv) -> None:
-        """Copy a model's rows of tokens `[start, stop)`, at most `match.rows[model]`, to where a sequence has them."""
+        """Copy a model's KV of tokens `[start, stop)`, at most `match.lengths[model]`, to where a sequence has them."""
         began = perf_counter()
         assert match.held is not None or start >= stop, "a match is read before it is released"
-        assert stop <= match.rows.get(model, 0) or start >= stop, "rows that the model does not have"
+        assert stop <= match.lengths.get(model, 0) or start >= stop, "KV that the model does not have"
         for first, run in match.runs:
             low, high = max(start - first, 0), min(stop - first, len(run))
             for at, piece in self._pool.views(model, run, low, high):
@@ -152,7 +152,7 @@ class PrefixCache:
                 self._stats.tokens_reused += tokens
 
     def release(self, match: PrefixMatch) -> None:
-        """The sequence needs the rows no more. A second time changes nothing."""
+        """The sequence needs the KV no more. A second time changes nothing."""
         with self._lock:
             if match.held is not None:
                 self._tree.let_go(match.held)
@@ -165,8 +165,8 @@ class PrefixCache:
 
     # Changing.
 
-    def insert(self, tokens: Sequence[int], rows: Mapping[str, tuple[int, TokenKv]], *, wait: bool = True) -> int:
-        """Keep the rows of `tokens`: of each model those of so many leading ones, the target's of all of them.
+    def insert(self, tokens: Sequence[int], kv: Mapping[str, tuple[int, TokenKv]], *, wait: bool = True) -> int:
+        """Keep the KV of `tokens`: of each model that of so many leading ones, the target's of all of them.
 
         Returns how many of the tokens are known now: not all where pages run short that nobody uses. Without `wait`,
         nothing is done, and 0 returned, where somebody holds the lock.
@@ -181,10 +181,10 @@ class PrefixCache:
             if found.node is not None:
                 self._tree.hold(found.node)
             end = self._make_room(found, len(tokens))
-            self._complete(found, rows)
+            self._complete(found, kv)
             if end is None:
                 self._tree.touch(found)
-            node = found.node if end is None else self._add(found, tokens[:end], rows)
+            node = found.node if end is None else self._add(found, tokens[:end], kv)
             if found.node is not None:
                 self._tree.let_go(found.node)
             if self.config.enable_auto_eviction and self._usage() > self.config.eviction_threshold and node is not None:
@@ -214,26 +214,26 @@ class PrefixCache:
         end = min(wanted, found.length + (len(free) - spare) * PAGE)
         return end if end > found.length else None
 
-    def _add(self, found: Match[PageRun], tokens: list[int], rows: Mapping[str, tuple[int, TokenKv]]) -> Node[PageRun]:
+    def _add(self, found: Match[PageRun], tokens: list[int], kv: Mapping[str, tuple[int, TokenKv]]) -> Node[PageRun]:
         start, run = found.length, None
         if len(tokens) > start:
             pages = self._pool.allocate(PageRun.pages_for(len(tokens) - start))
             run = PageRun(self._pool, pages, len(tokens) - start, {})
-            self._fill(run, start, rows)
+            self._fill(run, start, kv)
             self._stats.tokens_inserted += len(run)
         node = self._tree.insert(found, tokens, run)
         self._tree.touch(self._tree.find(tokens))
         return node
 
-    def _complete(self, found: Match[PageRun], rows: Mapping[str, tuple[int, TokenKv]]) -> None:
-        """Give tokens that are known rows of the models that they had none of."""
+    def _complete(self, found: Match[PageRun], kv: Mapping[str, tuple[int, TokenKv]]) -> None:
+        """Give tokens that are known the KV of models that they had none of."""
         for start, run in _runs(found):
-            self._fill(run, start, rows, found.length - start)
+            self._fill(run, start, kv, found.length - start)
 
-    def _fill(self, run: PageRun, start: int, rows: Mapping[str, tuple[int, TokenKv]], most: int | None = None) -> None:
+    def _fill(self, run: PageRun, start: int, kv: Mapping[str, tuple[int, TokenKv]], most: int | None = None) -> None:
         """Copy what a run, whose first token is `start` of the sequence, lacks of at most its `most` first tokens."""
         length = len(run) if most is None else min(most, len(run))
-        for model, (count, source) in rows.items():
+        for model, (count, source) in kv.items():
             low, high = run.valid.get(model, 0), min(count - start, length)
             if low < high:
                 for at, piece in self._pool.views(model, run, low, high):
@@ -273,10 +273,10 @@ class PrefixCache:
         return self._pool.shapes
 
     def export(self) -> tuple[list[dict[str, object]], list[NDArray[np.generic]]]:
-        """All that it holds: edges, parents before children, and rows of each, a piece for each model that has some.
+        """All that it holds: edges, parents before children, and KV of each, a piece for each model that has some.
 
         Of an edge: `parent`, the place of the one before it or -1; `tokens`; `terminal`, whether a sequence ends there;
-        `valid`, how many of its tokens have rows, by model in the order of their names, as the pieces are.
+        `valid`, how many of its tokens have KV, by model in the order of their names, as the pieces are.
         """
         edges, pieces, places = list[dict[str, object]](), list[NDArray[np.generic]](), dict[int, int]()
         with self._lock:
@@ -328,7 +328,7 @@ class PrefixCache:
                 run = node.value
                 assert run is not None
                 assert len(run.pages) == PageRun.pages_for(run.offset + len(run)), "pages that a run does not need"
-                assert all(count <= len(run) for count in run.valid.values()), "rows behind the end of a run"
+                assert all(count <= len(run) for count in run.valid.values()), "KV behind the end of a run"
                 owned += run.pages
             assert sorted(owned) == list(range(self._pool.pages)), "pages that are not owned once"
 
@@ -368,8 +368,8 @@ def _copied(found: Match[PageRun]) -> list[tuple[int, PageRun]]:
     return [(start, copy(run)) for start, run in _runs(found)]
 
 
-def _rows_of(found: Match[PageRun]) -> dict[str, int]:
-    """Of each model, how many of the leading tokens of a path have rows."""
+def _lengths_of(found: Match[PageRun]) -> dict[str, int]:
+    """Of each model, how many of the leading tokens of a path have KV."""
     counts: dict[str, int] = {}
     for start, run in _runs(found):
         length = min(len(run), found.length - start)

@@ -44,9 +44,9 @@ class CacheClient:
             return 0
         match, drafters = self._cache.match(prefix), self._drafting.of_prefix
         try:
-            tokens = match.rows.get(names.TARGET, 0)
+            tokens = match.lengths.get(names.TARGET, 0)
             for drafter in drafters:
-                tokens = min(tokens, max(0, match.rows.get(drafter.name, 0) - drafter.paired))
+                tokens = min(tokens, max(0, match.lengths.get(drafter.name, 0) - drafter.paired))
             if tokens:
                 self._cache.read(match, names.TARGET, 0, tokens, self._target.restore_prefix(tokens))
                 for drafter in drafters:
@@ -60,9 +60,9 @@ class CacheClient:
 
     def keep_prefix(self, prefix: List[int]) -> None:
         """Insert a prefix, all of whose KV is there."""
-        kept = {names.TARGET: (len(prefix), self._target.prefix_rows())}
+        kept = {names.TARGET: (len(prefix), self._target.prefix_kv())}
         for drafter in self._drafting.of_prefix:
-            kept[drafter.name] = len(prefix), drafter.cache.prefix_rows()
+            kept[drafter.name] = len(prefix), drafter.cache.prefix_kv()
         self._cache.insert(prefix, kept)
 
     # Sequences behind no prefix.
@@ -82,13 +82,13 @@ class CacheClient:
         try:
             here = max(sequence.computed, common_length(self._left.pop(number, []), tokens))
             here = min(here, len(tokens) - 1)
-            computed = max(min(match.rows.get(names.TARGET, 0), len(tokens) - 1), here)
+            computed = max(min(match.lengths.get(names.TARGET, 0), len(tokens) - 1), here)
             if computed > sequence.computed:
                 self._target.restore(number, sequence.computed, computed - sequence.computed)
-                self._cache.read(match, names.TARGET, here, computed, self._target.rows_of(number))
+                self._cache.read(match, names.TARGET, here, computed, self._target.kv_of(number))
                 sequence.computed = computed
             if sequence.engine is not None:
-                known = min(match.rows.get(sequence.engine.name, 0), len(tokens) - 1)
+                known = min(match.lengths.get(sequence.engine.name, 0), len(tokens) - 1)
                 for first, last, place in sequence.engine.restore(sequence, known):
                     self._cache.read(match, sequence.engine.name, first, last, place)
         finally:
@@ -101,7 +101,7 @@ class CacheClient:
 
     def keep(self, sequence: Sequence, *, wait: bool = True) -> None:
         """Insert what the sequence has KV of; without `wait`, only where nobody else is at the cache."""
-        kept = {names.TARGET: (sequence.computed, self._target.rows_of(sequence.number))}
+        kept = {names.TARGET: (sequence.computed, self._target.kv_of(sequence.number))}
         for name, drafter in self._drafting.engines.items():
             if known := drafter.known(sequence):
                 kept[name] = known, drafter.kv_of(sequence)

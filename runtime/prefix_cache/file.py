@@ -3,8 +3,8 @@
     8 bytes     OUTRPFX1
     32 bytes    sha256 of all that follows
     8 bytes     length of the header, little-endian
-    header      JSON: what the rows belong to, and the tree's edges
-    payload     rows of every model, edge by edge, `[planes, heads, tokens, size]`
+    header      JSON: what the KV belongs to, and the tree's edges
+    payload     KV of every model, edge by edge, `[planes, heads, tokens, size]`
 
 Rows are worth something only behind the very weights, engines and arithmetic that computed them: a file is bound to all
 of these, and refused elsewhere. It is checked whole before anything of it is taken in, and holds data alone.
@@ -39,7 +39,7 @@ class _Strict(BaseModel):
 
 
 class _Edge(_Strict):
-    """An edge of the tree: its parent's place in the list, -1 for the root, and how many of its rows each model has."""
+    """An edge of the tree: its parent's place in the list (-1: the root), and how many tokens have KV, by model."""
 
     parent: int = Field(ge=-1)
     tokens: list[int] = Field(min_length=1)
@@ -144,11 +144,11 @@ def _check(path: Path, header: _Header, shapes: Mapping[str, RowShape], bound_to
         here, there = bound_to.get(what), header.bound_to.get(what)
         if here != there:
             raise PlanError(
-                f"{path} was saved with another {what}: {there}, and here it is {here}. Its rows would differ in their "
+                f"{path} was saved with another {what}: {there}, and here it is {here}. Its KV would differ in its "
                 "last bits, or be wrong; save it again here."
             )
     if header.shapes != _described(shapes):
-        raise PlanError(f"{path} holds rows of other shapes than this plan's; save it again here.")
+        raise PlanError(f"{path} holds KV of other shapes than this plan's; save it again here.")
 
 
 def _check_payload(path: Path, header: _Header, payload: NDArray[np.uint8], shapes: Mapping[str, RowShape]) -> None:
@@ -158,18 +158,20 @@ def _check_payload(path: Path, header: _Header, payload: NDArray[np.uint8], shap
             raise PlanError(f"{path}, edges.{place}: it does not belong there; remove the file, or save it again.")
         for name, count in edge.valid.items():
             if not 0 <= count <= len(edge.tokens):
-                raise PlanError(f"{path}, edges.{place}: {count} rows of {len(edge.tokens)} tokens; save it again.")
+                raise PlanError(
+                    f"{path}, edges.{place}: KV of {count} of its {len(edge.tokens)} tokens; save it again."
+                )
             expected += count * shapes[name].nbytes
     if not expected == header.payload_bytes == len(payload):
         raise PlanError(
-            f"{path} has {len(payload)} bytes of rows, and its header tells of {expected}: it was cut, or damaged. "
+            f"{path} has {len(payload)} bytes of KV, and its header tells of {expected}: it was cut, or damaged. "
             "Remove it, or save it again."
         )
 
 
 def _insert_all(cache: PrefixCache, header: _Header, payload: NDArray[np.uint8]) -> int:
     """Every sequence that ends somewhere, those that lead to others first."""
-    offset, rows, before = 0, list[dict[str, NDArray[Any]]](), cache.get_cached_tokens()
+    offset, kv, before = 0, list[dict[str, NDArray[Any]]](), cache.get_cached_tokens()
     for edge in header.edges:
         own = {}
         for name in sorted(edge.valid):
@@ -177,24 +179,24 @@ def _insert_all(cache: PrefixCache, header: _Header, payload: NDArray[np.uint8])
             flat = payload[offset : offset + count * shape.nbytes].view(shape.dtype)
             own[name] = flat.reshape(shape.planes, shape.heads, count, shape.size)
             offset += count * shape.nbytes
-        rows.append(own)
+        kv.append(own)
     parents = {edge.parent for edge in header.edges}
     for place, edge in enumerate(header.edges):
         if edge.terminal or place not in parents:
             path = _path(header, place)
             tokens = [token for each in path for token in header.edges[each].tokens]
-            sources = {name: _leading(header, path, rows, name) for name in cache.shapes}
+            sources = {name: _leading(header, path, kv, name) for name in cache.shapes}
             found = {name: (each.shape[2], TokenKv(each)) for name, each in sources.items() if each is not None}
             if names.TARGET in found and found[names.TARGET][0] == len(tokens):
                 cache.insert(tokens, found)
     return cache.get_cached_tokens() - before
 
 
-def _leading(header: _Header, path: list[int], rows: list[dict[str, NDArray[Any]]], name: str) -> NDArray[Any] | None:
+def _leading(header: _Header, path: list[int], kv: list[dict[str, NDArray[Any]]], name: str) -> NDArray[Any] | None:
     """Rows of a model for the leading tokens of a path, as far as there are any without a gap."""
     parts = []
     for place in path:
-        own = rows[place].get(name)
+        own = kv[place].get(name)
         if own is None:
             break
         parts.append(own)

@@ -1,6 +1,6 @@
 """Rows of keys and values that outlive the sequence they were computed for: pages of a preallocated pool.
 
-A page has room for the rows of some tokens, of every model of the plan: those of target and drafters stay together.
+A page has room for the KV of some tokens, of every model of the plan: that of target and drafters stays together.
 Each page belongs to one run of tokens, or is free. Which run that is, and when it is let go, is the prefix cache's.
 """
 
@@ -17,7 +17,7 @@ PAGE = 16  # tokens: a run wastes half a page on average at its end, and a copy 
 
 @dataclass(frozen=True)
 class RowShape:
-    """What one row of a model is: keys and values of all layers, `planes` of them, in `heads` heads of `size`."""
+    """What a model has of one token: keys and values of all layers, `planes` of them, in `heads` heads of `size`."""
 
     planes: int
     heads: int
@@ -34,7 +34,7 @@ class PagePool:
 
     def __init__(self, shapes: Mapping[str, RowShape], pages: int) -> None:
         self.shapes, self.pages = dict(shapes), pages
-        self._rows = {
+        self._kv = {
             model: np.zeros((shape.planes, shape.heads, pages * PAGE, shape.size), shape.dtype)
             for model, shape in shapes.items()
         }
@@ -43,7 +43,7 @@ class PagePool:
     @property
     def nbytes(self) -> int:
         """Bytes of all pages."""
-        return sum(rows.nbytes for rows in self._rows.values())
+        return sum(kv.nbytes for kv in self._kv.values())
 
     @staticmethod
     def page_bytes(shapes: Mapping[str, RowShape]) -> int:
@@ -67,16 +67,16 @@ class PagePool:
         self._free.sort(reverse=True)
 
     def copy(self, page: int, to: int) -> None:
-        """Copy a page with the rows of all models."""
-        for rows in self._rows.values():
-            rows[:, :, to * PAGE : (to + 1) * PAGE] = rows[:, :, page * PAGE : (page + 1) * PAGE]
+        """Copy a page with the KV of all models."""
+        for kv in self._kv.values():
+            kv[:, :, to * PAGE : (to + 1) * PAGE] = kv[:, :, page * PAGE : (page + 1) * PAGE]
 
     def views(self, model: str, run: PageRun, start: int, stop: int) -> Iterator[tuple[int, NDArray[np.generic]]]:
         """Rows of the run's tokens `[start, stop)` in as few pieces as they lie in: where each begins, and the memory.
 
         A piece is `[planes, heads, tokens, size]`.
         """
-        rows = self._rows[model]
+        kv = self._kv[model]
         while start < stop:
             place, inside = divmod(run.offset + start, PAGE)
             first, end = run.pages[place], place + 1
@@ -85,14 +85,14 @@ class PagePool:
                 end += 1
             count = min(most, (end - place) * PAGE) - inside
             at = first * PAGE + inside
-            yield start, rows[:, :, at : at + count]
+            yield start, kv[:, :, at : at + count]
             start += count
 
 
 class PageRun:
-    """The rows of a run of tokens: those of `pages`, from row `offset` of the first one on.
+    """The KV of a run of tokens: that of `pages`, from token `offset` of the first one on.
 
-    `valid` says of each model how many leading rows have been filled: a drafter that was not asked has none.
+    `valid` says of each model how many leading tokens have KV: a drafter that was not asked has none.
     """
 
     def __init__(self, pool: PagePool, pages: list[int], length: int, valid: dict[str, int]) -> None:
@@ -106,7 +106,7 @@ class PageRun:
         return -(-length // PAGE)
 
     def split(self, at: int) -> PageRun:
-        """As `radix_tree.Value`; a page in which both parts have rows is copied, to one that must be free."""
+        """As `radix_tree.Value`; a page in which both parts have KV is copied, to one that must be free."""
         place, inside = divmod(self.offset + at, PAGE)
         upper = PageRun(
             self._pool, self.pages[: place + (inside > 0)], at, {m: min(count, at) for m, count in self.valid.items()}

@@ -1,4 +1,4 @@
-"""Token sequences by what they have in common: a radix tree (FEATURES rows 21 and 22). Pure data, no rows, no lock.
+"""Token sequences by what they have in common: a radix tree (FEATURES rows 21 and 22). Pure data, no KV, no lock.
 
 An edge holds tokens and a value that covers them. Where a sequence leaves an edge half way, the edge is split, and its
 value with it. References count along the path from the root, so that nothing on the way to what is used can go.

@@ -19,8 +19,8 @@ class PrefixCacheStats:
     tokens_inserted: int = 0
     inserts_refused: int = 0  # for want of pages that nobody uses
     match_ms: float = 0.0  # looking up
-    read_ms: float = 0.0  # copying rows to where a sequence has them
-    insert_ms: float = 0.0  # keeping rows, evicting included
+    read_ms: float = 0.0  # copying KV to where a sequence has it
+    insert_ms: float = 0.0  # keeping KV, evicting included
 
     @property
     def cache_misses(self) -> int:

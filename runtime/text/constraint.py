@@ -67,7 +67,7 @@ class Constraint:
         self._settings = table
         arrays: dict[str, NDArray[Any]] = {
             names.LOGITS_OUT: self._logits,
-            names.LOGIT_ROWS: np.zeros(1, np.int64),
+            names.LOGIT_INDICES: np.zeros(1, np.int64),
             names.POSITIONS: self._position,
             names.BRANCH: np.zeros(1, np.int64),
             names.COMMITTED: self._chosen,

@@ -90,9 +90,9 @@ def grow(log_probs: LogProbs, tree: Tree) -> list[tuple[int, int, int, float, in
 class DraftEngine:
     """The lowered graph under ONNX Runtime, on one KV cache that every pass appends to in place."""
 
-    def __init__(self, model: Any, tree: Tree, folder: Path, *, rows: bool = False, target: str = CPU) -> None:
+    def __init__(self, model: Any, tree: Tree, folder: Path, *, slots: bool = False, target: str = CPU) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        graph = export_draft(model, tree, CAPACITY, rows=rows)
+        graph = export_draft(model, tree, CAPACITY, slots=slots)
         self.reports = lower("draft", graph, target, rows=1)
         engines = OnnxRuntimeEngines(folder)
         self.engine = engines.write("draft", graph, {})
@@ -104,7 +104,7 @@ class DraftEngine:
         self._tree = tree
 
     def draft(self, tokens: list[int], past: int, **more: NDArray[Any]) -> dict[str, NDArray[Any]]:
-        """Feed `tokens`, a chain behind `past` rows, and draft behind the last one."""
+        """Feed `tokens`, a chain behind `past` slots, and draft behind the last one."""
         n = len(tokens)
         keys = past + n + self._tree.depth * self._tree.top_k
         view = min(-(-keys // 32) * 32, CAPACITY)
@@ -158,7 +158,7 @@ PROMPT = [(37 * i) % 299 + 1 for i in range(21)]
 )
 @pytest.mark.parametrize("target", [CPU, pytest.param(RTX, marks=pytest.mark.long)])
 def test_the_tree_is_the_one_of_the_definition(decoder: Decoder, tree: Tree, target: str, tmp_path: Path) -> None:
-    engine = DraftEngine(DecoderDraft(decoder), tree, tmp_path, rows=tree.depth > 0, target=target)
+    engine = DraftEngine(DecoderDraft(decoder), tree, tmp_path, slots=tree.depth > 0, target=target)
     assert engine.engine.keeps_levels == (target == CPU and tree.depth > 0)
     engine.draft(PROMPT[:9], 0)
     engine.draft(PROMPT[9:17], 9)  # rows that the tree before left behind are written over
@@ -174,19 +174,19 @@ def test_the_tree_is_the_one_of_the_definition(decoder: Decoder, tree: Tree, tar
     np.testing.assert_array_equal(found[names.TREE_POSITIONS], len(PROMPT) - 1 + np.array([0, *depth]))
     np.testing.assert_allclose(found[names.TREE_SCORE], [0.0, *score], atol=1e-4)
     if tree.depth:
-        np.testing.assert_array_equal(found[names.TREE_ROW], [-1, *row])
+        np.testing.assert_array_equal(found[names.TREE_SLOTS], [-1, *row])
         assert (row[parent[parent > 0] - 1] >= 0).all()  # whatever has a child
 
 
 def test_the_row_of_a_node_is_that_of_feeding_its_path(decoder: Decoder, tmp_path: Path) -> None:
     """But for the last bits, which depend on how many tokens are computed at once."""
-    engine = DraftEngine(DecoderDraft(decoder), Tree(top_k=3, depth=4, nodes=25), tmp_path, rows=True)
+    engine = DraftEngine(DecoderDraft(decoder), Tree(top_k=3, depth=4, nodes=25), tmp_path, slots=True)
     found = engine.draft(PROMPT, 0)
     drafted = {name: cache.copy() for name, cache in engine.caches.items()}
     paths: list[list[int]] = [[]]
     for token, parent in zip(found[names.TREE_TOKEN_IDS][1:], found[names.TREE_PARENT][1:], strict=True):
         paths.append([*paths[parent], int(token)])
-    placed = [(path, row) for path, row in zip(paths, found[names.TREE_ROW].tolist(), strict=True) if row >= 0]
+    placed = [(path, row) for path, row in zip(paths, found[names.TREE_SLOTS].tolist(), strict=True) if row >= 0]
     assert {len(path) for path, _ in placed} == {1, 2, 3, 4}
     for path, row in placed:
         engine.draft(PROMPT + path, 0)
@@ -240,8 +240,8 @@ def test_the_tree_of_a_head_is_the_one_of_the_definition(
     tokens = random.integers(0, 60, 15).tolist()
     features = random.normal(size=(20, config.hidden_size * 3)).astype(np.float32)
     rows = random.permutation(20)[:14]  # features lie anywhere in the target's step
-    engine.draft(tokens[1:9], 0, features=features, feature_rows=rows[:8])
-    found = engine.draft(tokens[9:], 8, features=features, feature_rows=rows[8:])
+    engine.draft(tokens[1:9], 0, features=features, feature_indices=rows[:8])
+    found = engine.draft(tokens[9:], 8, features=features, feature_indices=rows[8:])
 
     oracle = HeadOracle(head, model.embedding)
     given = torch.from_numpy(features[rows])

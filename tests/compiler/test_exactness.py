@@ -33,7 +33,7 @@ class Feeder:
         manifest = open_plan(toy_plan, verify=False).manifest
         plan = manifest.backends["onnxruntime-cpu"]
         # Room for logits of every token of a step, which no plan of one tip needs.
-        logits = {names.of(names.TARGET, name) for name in (names.LOGIT_ROWS, names.LOGITS_OUT)}
+        logits = {names.of(names.TARGET, name) for name in (names.LOGIT_INDICES, names.LOGITS_OUT)}
         buffers = tuple(
             b.model_copy(update={"shape": (names.NEW, *b.shape[1:])}) if b.name in logits else b for b in plan.buffers
         )
@@ -50,7 +50,7 @@ class Feeder:
         """Logits of all of `tokens`, a chain behind `past` rows, of which `view` keys are looked at."""
         step, n = self.step, len(tokens)
         step.begin(past, past, tokens, 0)
-        step.logit_rows[:n] = np.arange(n)
+        step.logit_indices[:n] = np.arange(n)
         bim, past_length = np.full((1, past), -1, np.int64), np.array([past])
         bias = bim_mask(bim, past_length, np.array([0, n]), step.branch[:n], step.parent[:n], view, n)
         return self._logits(bias, n, view)
@@ -68,7 +68,7 @@ class Feeder:
         for parent in parents:
             depth.append(0 if parent < 0 else depth[parent] + 1)
         step.begin(past, past, tokens, 0)
-        step.logit_rows[:n], step.parent[:n], step.positions[:n] = np.arange(n), parents, past + np.array(depth)
+        step.logit_indices[:n], step.parent[:n], step.positions[:n] = np.arange(n), parents, past + np.array(depth)
         bim, past_length, view = np.full((1, past), -1, np.int64), np.array([past]), past + n
         bias = bim_mask(bim, past_length, np.array([0, n]), step.branch[:n], step.parent[:n], view, n)
         return self._logits(bias, n, view)

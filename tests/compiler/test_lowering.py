@@ -90,7 +90,7 @@ def run_rows(path: Path, decoder: Decoder, tokens: list[list[int]], parents: lis
             "row_splits": splits,
             "attn_bias": bias,
             "past_length": np.array(past, np.int64),
-            "logit_rows": np.arange(sum(new), dtype=np.int64),
+            "logit_indices": np.arange(sum(new), dtype=np.int64),
             **caches,
         }
         outputs = dict(zip(names, session.run(None, {n: v for n, v in feeds.items() if n in known}), strict=True))

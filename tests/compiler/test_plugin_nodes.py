@@ -107,7 +107,7 @@ def test_the_target_makes_its_bias_and_accepts() -> None:
     nodes = nodes_of(made)
     taken = named(made.graph.inputs)
     assert set(taken) == {
-        *(names.ATTN_BIAS, names.TOKEN_IDS, names.FREE_BIAS, names.LOGIT_ROWS),
+        *(names.ATTN_BIAS, names.TOKEN_IDS, names.FREE_BIAS, names.LOGIT_INDICES),
         *(spec.name for spec in (*SCHEMAS["BimMask"].inputs, *SCHEMAS["TreeAccept"].inputs)),
     } - {names.LOGITS_OUT}
     assert named(made.graph.outputs) == [

@@ -104,7 +104,7 @@ def test_the_network_computes_what_the_model_does(
                     names.POSITIONS: positions,
                     names.ATTN_BIAS: np.where(seen, 0, np.finfo(np.float32).min).astype(np.float32)[None, None],
                     names.PAST_LENGTH: np.array([begin]),
-                    names.LOGIT_ROWS: np.arange(end - begin)[::-1].copy(),
+                    names.LOGIT_INDICES: np.arange(end - begin)[::-1].copy(),
                     **caches,
                 },
             )

@@ -33,7 +33,7 @@ class Oracle:
         self.slots: list[list[Any]] = [[] for _ in engine.cache.tables]
         step, buffers = engine.target_step, engine.buffers
         self.bias = buffers.of(names.TARGET, names.ATTN_BIAS).reshape(-1)
-        self.kept = buffers.of(names.TARGET, names.KEPT_ROWS)
+        self.kept = buffers.of(names.TARGET, names.KEPT_INDICES)
         self.kept_count = buffers.of(names.TARGET, names.KEPT_COUNT)
         self.move_to = buffers.of(names.TARGET, names.MOVE_TO)
         self.step = step

@@ -115,7 +115,7 @@ def test_a_step_launches_one_kernel_an_op_and_copies_the_small_block_alone(
 def test_large_buffers_stay_on_the_device(runtime: Runtime) -> None:
     layout = lay_out(runtime.loaded.plan)
     assert {name.rpartition(".")[2] for name in layout.offsets}.isdisjoint(LARGE)
-    assert names.of(names.TARGET, names.LOGIT_ROWS) in layout.offsets
+    assert names.of(names.TARGET, names.LOGIT_INDICES) in layout.offsets
     assert all(offset % 256 == 0 for offset in layout.offsets.values())
 
 

@@ -198,7 +198,7 @@ def test_rows_are_right_whenever_a_drafter_rests(
         assert found.token_ids == expected.token_ids[:new]
         tokens = session.token_ids
         match = kept.prefix_cache.match(tokens)  # type: ignore[union-attr]
-        length = max(0, match.rows.get(model, 0) - (model == "head"))
+        length = max(0, match.lengths.get(model, 0) - (model == "head"))
         fresh = kept.session()
         fresh.generate([*tokens, 1], max_new_tokens=1, **options, auto_disable=False)
         other.generate([5], max_new_tokens=1, **options)  # takes in what its last pass has left

@@ -122,7 +122,7 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "a dimension of 0": (lambda m: tensor(m, "kv").update(shape=[4, 1, 2, 0, 16]), "buffers"),
     "a buffer with another dtype": (lambda m: tensor(m, "positions").update(dtype="int32"), "positions"),
     "a buffer with an unknown dtype": (lambda m: tensor(m, "positions").update(dtype="object"), "dtype"),
-    "a buffer that is too small": (lambda m: tensor(m, "kept_rows").update(shape=["M"]), "kept_rows"),
+    "a buffer that is too small": (lambda m: tensor(m, "kept_indices").update(shape=["M"]), "kept_indices"),
     "a KV cache of whole numbers": (lambda m: tensor(m, "kv").update(dtype="int64"), "k_cache.0"),
     "a KV cache of half precision": (lambda m: tensor(m, "kv").update(dtype="float16"), "k_cache.0"),
     "a missing buffer": (lambda m: rename_buffer(m, "logits", "target.other"), "logits"),
@@ -146,7 +146,7 @@ WRONG: dict[str, tuple[Edit, str]] = {
         lambda m: stage(m, "decode", SAMPLE)["inputs"].update(temperature="top_k"), "temperature",
     ),
     "an op on a buffer of another shape": (
-        lambda m: stage(m, "decode", MASK)["inputs"].update(branch="target.logit_rows"), "BimMask",
+        lambda m: stage(m, "decode", MASK)["inputs"].update(branch="target.logit_indices"), "BimMask",
     ),
     "an op with an unknown attribute": (lambda m: stage(m, "decode", SAMPLE).update(attributes={"x": 1}), "x"),
     "an attribute out of range": (
@@ -163,7 +163,7 @@ WRONG: dict[str, tuple[Edit, str]] = {
     ),
     "an engine without an input": (lambda m: stage(m, "decode", FORWARD)["inputs"].pop("token_ids"), "bind"),
     "an engine on a buffer of another shape": (
-        lambda m: stage(m, "decode", FORWARD)["inputs"].update(token_ids="target.logit_rows"), "token_ids",
+        lambda m: stage(m, "decode", FORWARD)["inputs"].update(token_ids="target.logit_indices"), "token_ids",
     ),
     "an engine on a buffer of another dtype": (
         lambda m: stage(m, "decode", FORWARD)["inputs"].update({"k_cache.0": "target.kv"}), "k_cache.0",

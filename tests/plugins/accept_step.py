@@ -15,13 +15,13 @@ class AcceptStep:
 
     def __init__(self, op_name, reference, slots, tensors, *, trees=8):
         self.reference, self.slots, self.tensors = reference, slots, tensors
-        self.new, self.count = len(tensors["token_ids"]), len(tensors["logit_rows"])
+        self.new, self.count = len(tensors["token_ids"]), len(tensors["logit_indices"])
         self.committed = np.full(self.count, POISON)
         self.accepted_count = np.full(trees, POISON)
-        self.kept_rows = np.full(self.new, POISON)
+        self.kept_indices = np.full(self.new, POISON)
         self.kept_count = np.full(1, POISON)
         outputs = {"committed": self.committed, "accepted_count": self.accepted_count}
-        outputs |= {"kept_rows": self.kept_rows, "kept_count": self.kept_count}
+        outputs |= {"kept_indices": self.kept_indices, "kept_count": self.kept_count}
         self.trials = np.full((self.count, 2), float(POISON))
         if op_name == "ChainAccept":
             outputs["trials"] = self.trials
@@ -32,13 +32,13 @@ class AcceptStep:
         return self
 
     def assert_equals(self, expected):
-        trees, kept = len(expected.accepted_count), len(expected.kept_rows)
+        trees, kept = len(expected.accepted_count), len(expected.kept_indices)
         np.testing.assert_array_equal(self.committed, expected.committed)
         np.testing.assert_array_equal(self.accepted_count[:trees], expected.accepted_count)
         assert (self.accepted_count[trees:] == 0).all()
         assert self.kept_count[0] == kept
-        np.testing.assert_array_equal(self.kept_rows[:kept], expected.kept_rows)
-        assert (self.kept_rows[kept:] == -1).all()
+        np.testing.assert_array_equal(self.kept_indices[:kept], expected.kept_indices)
+        assert (self.kept_indices[kept:] == -1).all()
         if hasattr(expected, "trials"):
             np.testing.assert_array_equal(self.trials, expected.trials)
 
@@ -46,7 +46,7 @@ class AcceptStep:
         self.assert_equals(self.reference(slots=self.slots, **self.tensors))
 
     def assert_untouched(self):
-        for output in (self.committed, self.accepted_count, self.kept_rows, self.kept_count, self.trials):
+        for output in (self.committed, self.accepted_count, self.kept_indices, self.kept_count, self.trials):
             assert (output == POISON).all()
 
 
@@ -63,11 +63,11 @@ def equal_slots(branches=1, *, temperature=0.0, top_k=0, top_p=1.0, seed=3) -> S
 
 
 def forest(rng, trees, most_pending, most_nodes, vocabulary, straight):
-    """Random trees, each behind its chain of pending tokens: (token_ids, parent, branch, logit_rows).
+    """Random trees, each behind its chain of pending tokens: (token_ids, parent, branch, logit_indices).
 
     `straight` is the probability that a node is the child of the one before it: 1 makes chains.
     """
-    token_ids, parent, branch, logit_rows = [], [], [], []
+    token_ids, parent, branch, logit_indices = [], [], [], []
     for b in range(trees):
         pending = int(rng.integers(0, most_pending + 1))
         start = len(parent)
@@ -84,14 +84,14 @@ def forest(rng, trees, most_pending, most_nodes, vocabulary, straight):
             token_ids.append(int(rng.integers(0, vocabulary)))
             branch.append(b)
             if row >= root:
-                logit_rows.append(row)
-    return tuple(np.array(column, dtype=np.int64) for column in (token_ids, parent, branch, logit_rows))
+                logit_indices.append(row)
+    return tuple(np.array(column, dtype=np.int64) for column in (token_ids, parent, branch, logit_indices))
 
 
 def spoiled(rng, tensors):
     """The tensors of a step with rows of logits that no token can be chosen from, and seldom an index fault."""
     tensors = {name: array.copy() for name, array in tensors.items()}
-    rows, logits = tensors["logit_rows"], tensors["logits"]
+    rows, logits = tensors["logit_indices"], tensors["logits"]
     for place in np.flatnonzero(rng.random(len(rows)) < rng.choice([0.1, 0.4])):
         if rng.random() < 0.7:
             logits[place, rng.integers(logits.shape[1])] = np.nan
@@ -122,10 +122,10 @@ def fork(op):
     logits = np.zeros((4, 8), np.float32)
     logits[0, 1] = logits[1, 5] = 9
     tensors = {
-        "logits": logits, "logit_rows": np.arange(4), "positions": np.arange(4), "branch": np.zeros(4, np.int64),
+        "logits": logits, "logit_indices": np.arange(4), "positions": np.arange(4), "branch": np.zeros(4, np.int64),
         **vars(equal_slots()), "token_ids": np.array([7, 1, 2, 3]), "parent": np.array([-1, 0, 0, 1]),
     }  # fmt: skip
-    sizes = {"committed": 4, "accepted_count": 1, "kept_rows": 4, "kept_count": 1}
+    sizes = {"committed": 4, "accepted_count": 1, "kept_indices": 4, "kept_count": 1}
     outputs = {name: np.full(size, POISON) for name, size in sizes.items()}
     if op == "ChainAccept":
         tensors["parent"] = np.arange(4) - 1

@@ -34,7 +34,7 @@ class PartialCaches:
         self.queries = numbers(layers, new, heads * group * head_dim).astype(np.float32)
         self.selected = np.full((layers, heads, retrieval), -1)
         self.resident = np.full((rows, layers, heads, retrieval), -1)
-        self.kept_rows = np.full(new, -1)
+        self.kept_indices = np.full(new, -1)
         self.covered, self.summarised, self.budget, self.kept_count = np.zeros((4, 1), np.int64)
 
     def candidates(self, covered: int) -> int:
@@ -42,9 +42,9 @@ class PartialCaches:
 
     def keep(self, count: int) -> np.ndarray:
         """The step kept so many of its tokens."""
-        self.kept_rows[:count] = np.sort(self.rng.choice(self.new, count, replace=False))
+        self.kept_indices[:count] = np.sort(self.rng.choice(self.new, count, replace=False))
         self.kept_count[0] = count
-        return self.kept_rows[:count].copy()
+        return self.kept_indices[:count].copy()
 
     def choose(self, count: int) -> None:
         """Select `count` random blocks for each layer and head."""

@@ -25,7 +25,7 @@ from tests.plugins.drawn_pairs import (
     one_in_a_thousand,
 )
 
-CHAIN_INPUTS = ("logits", "logit_rows", "positions", "branch", "token_ids", "parent", "draft_probs")
+CHAIN_INPUTS = ("logits", "logit_indices", "positions", "branch", "token_ids", "parent", "draft_probs")
 
 
 def chain_step(slots, *arrays, skip=None, by_rejection=None, trees=8):
@@ -81,19 +81,19 @@ KINDS += ["tiny", "zero"]
 def test_kernel_equals_reference(data, vocabulary, gamma, slots, logits_rows):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     trees = data.draw(st.integers(0, 3))
-    token_ids, parent, branch, logit_rows = forest(rng, trees, 3, gamma + 1, vocabulary, straight=1.0)
-    logits = data.draw(logits_rows(len(logit_rows), vocabulary))
+    token_ids, parent, branch, logit_indices = forest(rng, trees, 3, gamma + 1, vocabulary, straight=1.0)
+    logits = data.draw(logits_rows(len(logit_indices), vocabulary))
     settings_ = data.draw(slots(max(trees, 1)))
     q = np.full(logits.shape, np.nan, np.float32)  # a root's is not read
-    for place, row in enumerate(logit_rows.tolist()):
-        if parent[row] in logit_rows:
+    for place, row in enumerate(logit_indices.tolist()):
+        if parent[row] in logit_indices:
             p = distribution(logits[place - 1], settings_, branch[row])
             if rng.random() < 0.6:  # often a token that may be accepted
                 token_ids[row] = rng.choice(vocabulary, p=p)
             q[place] = drafted_probs(rng, data.draw(st.sampled_from(KINDS)), p, token_ids[row])
     skip = rng.integers(0, 2, max(trees, 1))
     positions = 2**33 + depth_of(parent)
-    step = chain_step(settings_, logits, logit_rows, positions, branch, token_ids, parent, q, skip=skip)
+    step = chain_step(settings_, logits, logit_indices, positions, branch, token_ids, parent, q, skip=skip)
     step.run().assert_equals_reference()
 
 
@@ -104,23 +104,25 @@ def test_trees_of_other_branches_are_walked_as_tree_accept_walks_them(data, voca
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     settings_, rules = data.draw(slots(4)), np.array([1, 0, 1, 0])
     parts = [forest(rng, 1, 2, 6, vocabulary, straight=1.0 if rule else 0.4) for rule in rules]
-    joined, start = {name: [] for name in ("token_ids", "parent", "branch", "logit_rows")}, 0
-    for branch, (token_ids, parent, _, logit_rows) in enumerate(parts):
+    joined, start = {name: [] for name in ("token_ids", "parent", "branch", "logit_indices")}, 0
+    for branch, (token_ids, parent, _, logit_indices) in enumerate(parts):
         joined["token_ids"].append(token_ids)
         joined["parent"].append(np.where(parent < 0, -1, parent + start))
         joined["branch"].append(np.full(len(parent), branch))
-        joined["logit_rows"].append(logit_rows + start)
+        joined["logit_indices"].append(logit_indices + start)
         start += len(parent)
-    token_ids, parent, branch, logit_rows = (np.concatenate(each) for each in joined.values())
-    logits = data.draw(logits_rows(len(logit_rows), vocabulary))
-    q = rng.dirichlet(np.ones(vocabulary), len(logit_rows)).astype(np.float32)
-    q[rules[branch[logit_rows]] == 0] = np.nan  # is not read
+    token_ids, parent, branch, logit_indices = (np.concatenate(each) for each in joined.values())
+    logits = data.draw(logits_rows(len(logit_indices), vocabulary))
+    q = rng.dirichlet(np.ones(vocabulary), len(logit_indices)).astype(np.float32)
+    q[rules[branch[logit_indices]] == 0] = np.nan  # is not read
     positions = 5 + depth_of(parent)
-    step = chain_step(settings_, logits, logit_rows, positions, branch, token_ids, parent, q, by_rejection=rules).run()
+    step = chain_step(
+        settings_, logits, logit_indices, positions, branch, token_ids, parent, q, by_rejection=rules
+    ).run()
     step.assert_equals_reference()
-    of_trees = rules[branch[logit_rows]] == 0
+    of_trees = rules[branch[logit_indices]] == 0
     assert np.isnan(step.trials[of_trees]).all()
-    walked = tree_accept(logits, logit_rows, positions, branch, settings_, token_ids, parent)
+    walked = tree_accept(logits, logit_indices, positions, branch, settings_, token_ids, parent)
     np.testing.assert_array_equal(step.committed[of_trees], walked.committed[of_trees])
     np.testing.assert_array_equal(step.accepted_count[[1, 3]], walked.accepted_count[[1, 3]])
 
@@ -178,14 +180,14 @@ def test_acceptance_is_decided_exactly(r, q, p, off):
 def test_greedy_chains_commit_what_tree_accept_commits(seed, straight):
     """p is one-hot: the argmax is accepted and all else is corrected to it, whatever q is."""
     rng = np.random.default_rng(seed)
-    token_ids, parent, branch, logit_rows = forest(rng, 3, 2, 8, 5, straight=1.0)
-    logits = rng.integers(0, 4, (len(logit_rows), 5)).astype(np.float32)
-    right = rng.random(len(logit_rows)) < straight
-    following = np.where(right, logits.argmax(1), token_ids[logit_rows])
-    token_ids[logit_rows[1:]] = following[:-1]
-    q = rng.dirichlet(np.ones(5), len(logit_rows)).astype(np.float32)
+    token_ids, parent, branch, logit_indices = forest(rng, 3, 2, 8, 5, straight=1.0)
+    logits = rng.integers(0, 4, (len(logit_indices), 5)).astype(np.float32)
+    right = rng.random(len(logit_indices)) < straight
+    following = np.where(right, logits.argmax(1), token_ids[logit_indices])
+    token_ids[logit_indices[1:]] = following[:-1]
+    q = rng.dirichlet(np.ones(5), len(logit_indices)).astype(np.float32)
     q[rng.random(len(q)) < 0.3] = np.eye(5)[rng.integers(5)]
-    arrays = (logits, logit_rows, 7 + depth_of(parent), branch)
+    arrays = (logits, logit_indices, 7 + depth_of(parent), branch)
     step = chain_step(equal_slots(3), *arrays, token_ids, parent, q).run()
     step.assert_equals(tree_accept(*arrays, equal_slots(3), token_ids, parent))
 
@@ -292,10 +294,10 @@ def test_without_the_adjustment_they_have_not(drafter, filters):
 
 
 def small_step(
-    *, logit_rows=(0, 1, 2), parent=(-1, 0, 1), tokens=(0, 1, 1), q=0.25, skip=0, rule=1, trees=2, slots=None
+    *, logit_indices=(0, 1, 2), parent=(-1, 0, 1), tokens=(0, 1, 1), q=0.25, skip=0, rule=1, trees=2, slots=None
 ):
     logits, zeros = np.zeros((3, 4), np.float32), np.zeros(3, np.int64)
-    arrays = (logits, np.array(logit_rows), np.arange(3), zeros, np.array(tokens), np.array(parent))
+    arrays = (logits, np.array(logit_indices), np.arange(3), zeros, np.array(tokens), np.array(parent))
     probs = np.full((3, 4), 0.25, np.float32)
     probs[2, 3] = q
     slots = slots or equal_slots(temperature=1.0)
@@ -305,12 +307,15 @@ def small_step(
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"logit_rows": (0, 2, 1)}, r"logit_rows must ascend; logit_rows\[2\] is 1 behind 2"),
-        ({"logit_rows": (0, 1, 3)}, r"logit_rows\[2\] is 3; it must be in 0\.\.2"),
+        ({"logit_indices": (0, 2, 1)}, r"logit_indices must ascend; logit_indices\[2\] is 1 behind 2"),
+        ({"logit_indices": (0, 1, 3)}, r"logit_indices\[2\] is 3; it must be in 0\.\.2"),
         ({"parent": (-1, 1, 1)}, r"parent\[1\] is 1; it must be in -1\.\.0"),
         ({"parent": (-1, -1, 0)}, r"the parent of new token 2 stands before the root of another tree, new token 1"),
         ({"parent": (-1, -1, -1)}, r"the step holds 3 trees, but accepted_count has room for 2"),
-        ({"parent": (-1, 0, 0)}, r"the parent of new token 2 is new token 0, but in a chain it is .* logit_rows, 1;"),
+        (
+            {"parent": (-1, 0, 0)},
+            r"the parent of new token 2 is new token 0, but in a chain it is .* logit_indices, 1;",
+        ),
         ({"tokens": (0, 1, 4)}, r"token_ids\[2\] is 4; it must be in 0\.\.3"),
         ({"tokens": (0, -1, 1)}, r"token_ids\[1\] is -1"),
         ({"q": -1e-30}, r"draft_probs\[2, 3\] is -.*; a probability is finite and at least 0"),

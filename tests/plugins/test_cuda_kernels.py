@@ -49,20 +49,20 @@ def test_every_op_but_attention_has_a_launch_that_agrees_with_its_schema() -> No
 
 
 def step_of(rng, slots_, trees, nodes, vocabulary, logits_of, straight):
-    token_ids, parent, branch, logit_rows = forest(rng, trees, 3, nodes, vocabulary, straight)
-    logits = logits_of(len(logit_rows))
-    for row in logit_rows.tolist():  # often a token that may be chosen
-        if parent[row] in logit_rows and rng.random() < 0.7:
-            token_ids[row] = int(logits[np.searchsorted(logit_rows, parent[row])].argmax())
+    token_ids, parent, branch, logit_indices = forest(rng, trees, 3, nodes, vocabulary, straight)
+    logits = logits_of(len(logit_indices))
+    for row in logit_indices.tolist():  # often a token that may be chosen
+        if parent[row] in logit_indices and rng.random() < 0.7:
+            token_ids[row] = int(logits[np.searchsorted(logit_indices, parent[row])].argmax())
     tensors = {
-        "logits": logits, "logit_rows": logit_rows, "positions": 2**33 + depth_of(parent), "branch": branch,
+        "logits": logits, "logit_indices": logit_indices, "positions": 2**33 + depth_of(parent), "branch": branch,
         **vars(slots_),
     }  # fmt: skip
     return tensors, {"token_ids": token_ids, "parent": parent}
 
 
 def accept_outputs(new: int, count: int, trees: int) -> dict[str, np.ndarray]:
-    sizes = {"committed": count, "accepted_count": trees, "kept_rows": new, "kept_count": 1}
+    sizes = {"committed": count, "accepted_count": trees, "kept_indices": new, "kept_count": 1}
     return {name: np.full(size, POISON) for name, size in sizes.items()}
 
 
@@ -74,7 +74,7 @@ def test_sample(kernels, data, vocabulary, purpose, slots, logits_rows) -> None:
     tensors, _ = step_of(
         rng, data.draw(slots(trees)), trees, 3, vocabulary, lambda n: data.draw(logits_rows(n, vocabulary)), 1.0
     )
-    count, new = len(tensors["logit_rows"]), len(tensors["branch"])
+    count, new = len(tensors["logit_indices"]), len(tensors["branch"])
     compare(kernels, "Sample", tensors, {"committed": np.full(count, POISON)}, (new, count), purpose=int(purpose))
 
 
@@ -87,7 +87,7 @@ def test_tree_accept(kernels, data, vocabulary, nodes, slots, logits_rows) -> No
         rng, data.draw(slots(max(trees, 1))), trees, nodes, vocabulary,
         lambda n: data.draw(logits_rows(n, vocabulary)), 0.4,
     )  # fmt: skip
-    count, new = len(tensors["logit_rows"]), len(tensors["branch"])
+    count, new = len(tensors["logit_indices"]), len(tensors["branch"])
     if count == 0:
         return  # a step without rows launches nothing
     compare(kernels, "TreeAccept", tensors | tree, accept_outputs(new, count, trees + 2), (new, count))
@@ -101,9 +101,9 @@ def test_chain_accept(kernels, data, vocabulary, gamma, slots, logits_rows) -> N
     tensors, chains = step_of(
         rng, data.draw(slots(trees)), trees, gamma + 1, vocabulary, lambda n: data.draw(logits_rows(n, vocabulary)), 1.0
     )
-    count, new = len(tensors["logit_rows"]), len(tensors["branch"])
+    count, new = len(tensors["logit_indices"]), len(tensors["branch"])
     q = rng.dirichlet(np.full(vocabulary, 0.3), count).astype(np.float32)
-    for place, row in enumerate(tensors["logit_rows"].tolist()):
+    for place, row in enumerate(tensors["logit_indices"].tolist()):
         q[place] *= rng.choice([0.0, 1e-9, 0.5, 1.0])
         if rng.random() < 0.5:
             q[place, chains["token_ids"][row]] = rng.choice([1e-6, 0.3, 1.0])
@@ -187,7 +187,7 @@ def test_slots_that_move_over_each_other_upwards_arrive_as_on_the_cpu(kernels) -
 def test_a_big_vocabulary(kernels, filters) -> None:
     rng = np.random.default_rng(1)
     tensors = {
-        "logits": (rng.normal(size=(2, 50_257)) * 2).astype(np.float32), "logit_rows": np.arange(2),
+        "logits": (rng.normal(size=(2, 50_257)) * 2).astype(np.float32), "logit_indices": np.arange(2),
         "positions": np.arange(2) + 9, "branch": np.zeros(2, np.int64),
         **vars(equal_slots(1, temperature=0.8, **filters)),
     }  # fmt: skip
@@ -197,7 +197,7 @@ def test_a_big_vocabulary(kernels, filters) -> None:
 @pytest.mark.parametrize(("bad", "fault"), [(np.nan, 1), (-np.inf, 2)])
 def test_faults_are_told_and_nothing_is_committed_there(kernels, bad, fault) -> None:
     tensors = {
-        "logits": np.full((2, 70), bad, np.float32), "logit_rows": np.arange(2), "positions": np.arange(2),
+        "logits": np.full((2, 70), bad, np.float32), "logit_indices": np.arange(2), "positions": np.arange(2),
         "branch": np.zeros(2, np.int64), **vars(equal_slots(1, temperature=1.0)),
     }  # fmt: skip
     tensors["logits"][0] = 0.5
@@ -236,7 +236,7 @@ def test_faults_are_those_of_the_cpu(kernels, op, data, vocabulary, nodes, slots
         rng, data.draw(slots(trees)), trees, nodes, vocabulary,
         lambda n: data.draw(logits_rows(n, vocabulary)), 0.4 if op == "TreeAccept" else 1.0,
     )  # fmt: skip
-    count, new = len(tensors["logit_rows"]), len(tensors["branch"])
+    count, new = len(tensors["logit_indices"]), len(tensors["branch"])
     tensors, outputs = tensors | tree, accept_outputs(new, count, trees)
     if op == "ChainAccept":
         q = rng.dirichlet(np.full(vocabulary, 0.3), count).astype(np.float32)
@@ -255,8 +255,8 @@ def test_faults_are_those_of_the_cpu(kernels, op, data, vocabulary, nodes, slots
 
 def test_a_branch_out_of_range_is_a_fault(kernels) -> None:
     tensors = {
-        "logits": np.zeros((1, 8), np.float32), "logit_rows": np.zeros(1, np.int64), "positions": np.zeros(1, np.int64),
-        "branch": np.array([5]), **vars(equal_slots(1)),
+        "logits": np.zeros((1, 8), np.float32), "logit_indices": np.zeros(1, np.int64),
+        "positions": np.zeros(1, np.int64), "branch": np.array([5]), **vars(equal_slots(1)),
     }  # fmt: skip
     assert kernels.create("Sample", tensors | {"committed": np.full(1, POISON)})(1, 1) == 3
 

@@ -37,8 +37,8 @@ def arrays_of(op_name):
         arrays[spec.name] = np.zeros(shape_of(spec), "float32" if spec.dtype == ANY_FLOAT else spec.dtype)
     if "parent" in arrays:
         arrays["parent"][:] = np.arange(CAPACITIES["N"]) - 1
-    if "logit_rows" in arrays:
-        arrays["logit_rows"][:] = np.arange(CAPACITIES["M"])
+    if "logit_indices" in arrays:
+        arrays["logit_indices"][:] = np.arange(CAPACITIES["M"])
     if "row_splits" in arrays:
         arrays["row_splits"][1:] = CAPACITIES["N"]
     if "covered" in arrays:

@@ -154,7 +154,7 @@ def _spoil(cache: PartialCaches, name: str, index: tuple[int, ...], value: int) 
         ("gather", ("row", (0,), 2), r"row\[0\] is 2"),
         ("select", ("covered", (0,), -1), r"covered\[0\] is -1"),
         ("select", ("kept_count", (0,), 0), r"kept_count\[0\] is 0; it must be in 1\.\.4"),
-        ("select", ("kept_rows", (1,), 4), r"kept_rows\[1\] is 4; it must be in 0\.\.3"),
+        ("select", ("kept_indices", (1,), 4), r"kept_indices\[1\] is 4; it must be in 0\.\.3"),
         ("select", ("budget", (0,), 4), r"budget\[0\] is 4; it must be in 0\.\.3"),
         ("gather", ("covered", (0,), 1), r"covered\[0\] is 1; it must be in 2\.\.24"),
         ("gather", ("selected", (0, 1, 0), -1), r"selected\[3\] is -1"),

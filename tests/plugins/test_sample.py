@@ -23,11 +23,11 @@ def one_slot(*, temperature=0.0, top_k=0, top_p=1.0, filter_order=0, seed=3, str
     )
 
 
-def bind(logits, logit_rows, positions, branch, slots, purpose=Purpose.TARGET):
-    committed = np.full(len(logit_rows), POISON)
+def bind(logits, logit_indices, positions, branch, slots, purpose=Purpose.TARGET):
+    committed = np.full(len(logit_indices), POISON)
     tensors = {
         "logits": logits,
-        "logit_rows": logit_rows,
+        "logit_indices": logit_indices,
         "positions": positions,
         "branch": branch,
         "committed": committed,
@@ -165,7 +165,7 @@ def test_indices_and_extents_out_of_range_are_refused():
         op(2, 3)
     with pytest.raises(ValueError, match=r"extent N is -1"):
         op(-1, 0)
-    with pytest.raises(ValueError, match=r"logit_rows\[1\] is 1; it must be in 0\.\.0"):
+    with pytest.raises(ValueError, match=r"logit_indices\[1\] is 1; it must be in 0\.\.0"):
         op(1, 2)
     branch[1] = 5
     with pytest.raises(ValueError, match=r"branch\[1\] is 5; it must be in 0\.\.0"):
@@ -176,7 +176,7 @@ def test_an_unknown_purpose_is_refused():
     with pytest.raises(ValueError, match="attribute purpose is 9"):
         native.create(
             "Sample",
-            {"logits": np.zeros((1, 4), np.float32), "logit_rows": np.zeros(1, int), "positions": np.zeros(1, int)}
+            {"logits": np.zeros((1, 4), np.float32), "logit_indices": np.zeros(1, int), "positions": np.zeros(1, int)}
             | {"branch": np.zeros(1, int), "committed": np.zeros(1, int)}
             | vars(one_slot()),
             {"purpose": 9},

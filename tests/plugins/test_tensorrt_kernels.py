@@ -71,7 +71,7 @@ def accepting(rng, op, trees, nodes, vocabulary, data, slots, logits_rows):
         rng, data.draw(slots(trees)), trees, nodes, vocabulary,
         lambda n: data.draw(logits_rows(n, vocabulary)), 0.4 if op == "TreeAccept" else 1.0,
     )  # fmt: skip
-    count, new = len(tensors["logit_rows"]), len(tensors["branch"])
+    count, new = len(tensors["logit_indices"]), len(tensors["branch"])
     outputs = {"committed": np.full(count, POISON)}
     if op != "Sample":
         outputs = accept_outputs(new, count, trees)
@@ -177,7 +177,7 @@ def test_each_row_that_is_sampled_tells_its_own_fault(stand_in: StandIn) -> None
     logits = np.zeros((4, 8), np.float32)
     logits[1], logits[2] = np.nan, -np.inf
     tensors = {
-        "logits": logits, "logit_rows": np.arange(4), "positions": np.arange(4), "branch": np.array([0, 0, 0, 9]),
+        "logits": logits, "logit_indices": np.arange(4), "positions": np.arange(4), "branch": np.array([0, 0, 0, 9]),
         **vars(equal_slots(1, temperature=1.0)),
     }  # fmt: skip
     assert stand_in.run(PLUGINS["Sample"][0], tensors, {"purpose": 0})["status"].tolist() == [0, 1, 2, 3]
@@ -246,7 +246,7 @@ MOVES = {
     "source_count": np.array([3]), "row_splits": np.array([0, 2, 5]), "source_base": np.array([9, 9]),
     "destination": np.array([8, 7]),
 }  # fmt: skip
-WALK = tensors_of(PLUGINS["TreeAccept"][1].inputs) | {"logit_rows": np.arange(4), "next": np.full(4, -1)}
+WALK = tensors_of(PLUGINS["TreeAccept"][1].inputs) | {"logit_indices": np.arange(4), "next": np.full(4, -1)}
 
 
 @pytest.mark.parametrize(
@@ -269,9 +269,9 @@ WALK = tensors_of(PLUGINS["TreeAccept"][1].inputs) | {"logit_rows": np.arange(4)
         ("TreeWalk", WALK, {"next": [-1, -1, 2, -1]}),
         ("TreeWalk", WALK, {"next": [-1, -1, 4, -1]}),
         ("TreeWalk", WALK, {"next": [-1, -2, -1, -1]}),
-        ("TreeWalk", WALK, {"logit_rows": [0, 1, 1, 2]}),
-        ("TreeWalk", WALK, {"logit_rows": [-1, 1, 2, 3]}),
-        ("TreeWalk", WALK, {"logit_rows": [1, 2, 3, 7]}),
+        ("TreeWalk", WALK, {"logit_indices": [0, 1, 1, 2]}),
+        ("TreeWalk", WALK, {"logit_indices": [-1, 1, 2, 3]}),
+        ("TreeWalk", WALK, {"logit_indices": [1, 2, 3, 7]}),
     ],
 )
 def test_indices_that_lead_astray_are_not_followed(stand_in: StandIn, op, sound, spoiled) -> None:

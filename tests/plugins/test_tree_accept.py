@@ -14,8 +14,8 @@ from tests.plugins.accept_step import AcceptStep, depth_of, equal_slots, forest
 from tests.plugins.drawn_pairs import DRAFTERS, DRAWS, FILTERS, TABLE, chi_squares, decode_two, one_in_a_thousand
 
 
-def tree_step(logits, logit_rows, positions, branch, slots, token_ids, parent, *, trees=8):
-    tensors = {"logits": logits, "logit_rows": logit_rows, "positions": positions, "branch": branch}
+def tree_step(logits, logit_indices, positions, branch, slots, token_ids, parent, *, trees=8):
+    tensors = {"logits": logits, "logit_indices": logit_indices, "positions": positions, "branch": branch}
     tensors |= {"token_ids": token_ids, "parent": parent}
     return AcceptStep("TreeAccept", tree_accept, slots, tensors, trees=trees)
 
@@ -25,11 +25,11 @@ def tree_step(logits, logit_rows, positions, branch, slots, token_ids, parent, *
 def test_kernel_equals_reference(data, deep, vocabulary, slots, logits_rows):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     trees = data.draw(st.integers(0, 4))
-    token_ids, parent, branch, logit_rows = forest(rng, trees, 4, 30, vocabulary, 0.95 if deep else 0.0)
-    logits = data.draw(logits_rows(len(logit_rows), vocabulary))
+    token_ids, parent, branch, logit_indices = forest(rng, trees, 4, 30, vocabulary, 0.95 if deep else 0.0)
+    logits = data.draw(logits_rows(len(logit_indices), vocabulary))
     positions = 100 + depth_of(parent)
     settings_ = data.draw(slots(max(trees, 1)))
-    tree_step(logits, logit_rows, positions, branch, settings_, token_ids, parent).run().assert_equals_reference()
+    tree_step(logits, logit_indices, positions, branch, settings_, token_ids, parent).run().assert_equals_reference()
 
 
 @settings(max_examples=80, deadline=None)
@@ -58,7 +58,7 @@ def test_a_tree_commits_what_plain_decoding_commits(seed, temperature, top_p):
         plain.append(last)
     assert step.committed[: len(plain)].tolist() == plain
     # It stopped where the tree ends: the path of all but the last token is in the tree, with the last it is not.
-    path = step.kept_rows[: step.kept_count[0]]
+    path = step.kept_indices[: step.kept_count[0]]
     assert tokens[path[1:]].tolist() == plain[:-1]
     assert not ((parents == path[-1]) & (tokens == plain[-1])).any()
 
@@ -146,7 +146,7 @@ def test_a_chain_deeper_than_64_is_accepted_whole():
     tokens = np.arange(200) % 50
     step = chain(tokens, (tokens + 1) % 50).run()
     assert step.accepted_count[0] == 200
-    assert step.kept_rows.tolist() == list(range(200))
+    assert step.kept_indices.tolist() == list(range(200))
 
 
 def test_a_wrong_draft_commits_only_the_correction():
@@ -161,13 +161,13 @@ def test_pending_tokens_are_kept_and_choose_nothing():
     token_ids, parent = np.array([0, 0, 1, 2]), np.array([-1, 0, 1, 2])
     step = tree_step(logits, np.array([2, 3]), np.arange(4), zeros, equal_slots(), token_ids, parent).run()
     assert step.committed.tolist() == [2, 3]
-    assert step.kept_rows.tolist() == [0, 1, 2, 3]
+    assert step.kept_indices.tolist() == [0, 1, 2, 3]
 
 
 def test_without_logits_every_row_is_pending():
     step = chain([1, 2, 3], [0, 0, 0])
     step.op(3, 0)
-    assert step.kept_rows.tolist() == [0, 1, 2]
+    assert step.kept_indices.tolist() == [0, 1, 2]
     assert (step.kept_count[0], step.accepted_count[0]) == (3, 0)
 
 
@@ -181,24 +181,24 @@ def test_of_equal_siblings_the_lowest_row_wins():
     logits = np.eye(6, dtype=np.float32)[[5, 1, 2]]
     rows, zeros = np.arange(3), np.zeros(3, np.int64)
     step = tree_step(logits, rows, rows, zeros, equal_slots(), np.array([0, 5, 5]), np.array([-1, 0, 0])).run()
-    assert step.kept_rows[:2].tolist() == [0, 1]
+    assert step.kept_indices[:2].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(
-    ("logit_rows", "parent", "sentence"),
+    ("logit_indices", "parent", "sentence"),
     [
-        ([0, 0, 2], [-1, 0, 1], r"logit_rows must ascend; logit_rows\[1\] is 0 behind 0"),
-        ([0, 2, 1], [-1, 0, 1], r"logit_rows must ascend; logit_rows\[2\] is 1 behind 2"),
-        ([0, 1, 3], [-1, 0, 1], r"logit_rows\[2\] is 3; it must be in 0\.\.2"),
+        ([0, 0, 2], [-1, 0, 1], r"logit_indices must ascend; logit_indices\[1\] is 0 behind 0"),
+        ([0, 2, 1], [-1, 0, 1], r"logit_indices must ascend; logit_indices\[2\] is 1 behind 2"),
+        ([0, 1, 3], [-1, 0, 1], r"logit_indices\[2\] is 3; it must be in 0\.\.2"),
         ([0, 1, 2], [-1, 1, 1], r"parent\[1\] is 1; it must be in -1\.\.0"),
         ([0, 1, 2], [-2, 0, 1], r"parent\[0\] is -2"),
         ([0, 1, 2], [-1, -1, 0], r"the parent of new token 2 stands before the root of another tree, new token 1"),
         ([0, 1, 2], [-1, -1, -1], r"the step holds 3 trees, but accepted_count has room for 2"),
     ],
 )
-def test_malformed_trees_are_refused_and_nothing_is_written(logit_rows, parent, sentence):
+def test_malformed_trees_are_refused_and_nothing_is_written(logit_indices, parent, sentence):
     zeros = np.zeros(3, np.int64)
-    logits, rows = np.zeros((3, 4), np.float32), np.array(logit_rows)
+    logits, rows = np.zeros((3, 4), np.float32), np.array(logit_indices)
     step = tree_step(logits, rows, np.arange(3), zeros, equal_slots(), zeros, np.array(parent), trees=2)
     with pytest.raises(ValueError, match=f"TreeAccept: .*{sentence}"):
         step.run()

@@ -47,7 +47,7 @@ def rows(window: int, lead: int) -> tuple[WindowedRow, np.ndarray]:
 
 @settings(deadline=None, max_examples=300)
 @given(data=st.data(), window=st.sampled_from([0, WINDOW]), lead=st.integers(0, 1))
-def test_kept_rows_are_those_of_the_sequence(data: st.DataObject, window: int, lead: int) -> None:
+def test_kept_indices_are_those_of_the_sequence(data: st.DataObject, window: int, lead: int) -> None:
     kept, slots = rows(window, lead)
     there: set[int] = set()  # numbers of rows that were given and not forgotten
     end = 0

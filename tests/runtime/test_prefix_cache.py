@@ -19,7 +19,7 @@ from runtime.prefix_cache.page_pool import PAGE, PagePool, RowShape
 SHAPES = {"target": RowShape(2, 1, 3, np.float32), "head": RowShape(2, 1, 2, np.float32)}
 
 
-def rows_of(model: str, tokens: list[int]) -> NDArray[np.float32]:
+def kv_of(model: str, tokens: list[int]) -> NDArray[np.float32]:
     """Rows that say what they belong to: `[planes, heads, tokens, size]`, a function of all tokens up to theirs."""
     shape = SHAPES[model]
     sums = np.cumsum(np.array([hash((model, token, j)) % 9973 for j, token in enumerate(tokens)], np.float32))
@@ -32,17 +32,17 @@ def cache(tokens: int = 400, **options: object) -> PrefixCache:
 
 def insert(kept: PrefixCache, tokens: list[int], head: int | None = None) -> int:
     """With the rows of the target, and the first ones of the head, whose token 0 has none."""
-    rows = {"target": (len(tokens), TokenKv(rows_of("target", tokens)))}
+    rows = {"target": (len(tokens), TokenKv(kv_of("target", tokens)))}
     if head is not None:
-        rows["head"] = head, TokenKv(rows_of("head", tokens)[:, :, 1:], lead=1)
+        rows["head"] = head, TokenKv(kv_of("head", tokens)[:, :, 1:], lead=1)
     return kept.insert(tokens, rows)
 
 
 def check_rows(kept: PrefixCache, tokens: list[int]) -> int:
     """What is found has the rows that were kept; how many of the target's."""
     match = kept.match(tokens)
-    for model, count in match.rows.items():
-        expected = rows_of(model, tokens)
+    for model, count in match.lengths.items():
+        expected = kv_of(model, tokens)
         found = np.full_like(expected, -1)
         lead = int(model == "head")
         kept.read(match, model, lead, count, TokenKv(found[:, :, lead:], lead=lead))
@@ -50,7 +50,7 @@ def check_rows(kept: PrefixCache, tokens: list[int]) -> int:
     kept.release(match)
     kept.release(match)
     kept.check()
-    return match.rows.get("target", 0)
+    return match.lengths.get("target", 0)
 
 
 def test_two_turns_of_a_conversation() -> None:
@@ -155,11 +155,11 @@ def test_rows_of_a_drafter_that_came_later_are_added() -> None:
     kept = cache()
     long = list(range(50))
     insert(kept, long)
-    assert kept.match(long).rows == {"target": 50}
+    assert kept.match(long).lengths == {"target": 50}
     insert(kept, [*long[:40], 7, 7, 7], head=41)
     match = kept.match(long)
-    assert match.rows == {"target": 50, "head": 40}
-    assert kept.match([*long[:40], 7, 7]).rows == {"target": 42, "head": 41}
+    assert match.lengths == {"target": 50, "head": 40}
+    assert kept.match([*long[:40], 7, 7]).lengths == {"target": 42, "head": 41}
     check_rows(kept, long)
     check_rows(kept, [*long[:40], 7, 7, 7])
 
@@ -190,8 +190,8 @@ def test_what_is_found_has_the_rows_that_were_kept(lines: list[tuple[list[int], 
         if hold:
             held.append(kept.match(tokens))
     for match in held:
-        for model, count in match.rows.items():
-            expected = rows_of(model, match.matched_prefix)
+        for model, count in match.lengths.items():
+            expected = kv_of(model, match.matched_prefix)
             found, lead = np.full_like(expected, -1), int(model == "head")
             kept.read(match, model, lead, count, TokenKv(found[:, :, lead:], lead=lead))
             np.testing.assert_array_equal(found[:, :, lead:count], expected[:, :, lead:count])
@@ -216,10 +216,10 @@ def test_100_000_operations_from_many_threads() -> None:
                     insert(kept, tokens, draw.randrange(len(tokens) + 1))
                 elif what < 0.9:
                     match = kept.match(tokens)
-                    count = match.rows.get("target", 0)
+                    count = match.lengths.get("target", 0)
                     found = np.full((2, 1, len(tokens), 3), -1, np.float32)
                     kept.read(match, "target", 0, count, TokenKv(found))
-                    np.testing.assert_array_equal(found[:, :, :count], rows_of("target", tokens)[:, :, :count])
+                    np.testing.assert_array_equal(found[:, :, :count], kv_of("target", tokens)[:, :, :count])
                     kept.release(match)
                 elif what < 0.97:
                     kept.remove(tokens)

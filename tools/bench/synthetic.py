@@ -54,14 +54,21 @@ class _ForcedEngine:
 
     def bind(self, buffers: Buffers, bound: dict[str, str]) -> BoundEngine:
         run = self.engine.bind(buffers, bound)
-        columns = (names.TOKEN_IDS, names.PARENT, names.POSITIONS, names.ROW_SPLITS, names.LOGIT_ROWS, names.LOGITS_OUT)
-        token_ids, parent, positions, row_splits, logit_rows, logits = (
+        columns = (
+            names.TOKEN_IDS,
+            names.PARENT,
+            names.POSITIONS,
+            names.ROW_SPLITS,
+            names.LOGIT_INDICES,
+            names.LOGITS_OUT,
+        )
+        token_ids, parent, positions, row_splits, logit_indices, logits = (
             buffers.of(names.TARGET, column) for column in columns
         )
 
         def forced(sizes: list[int]) -> None:
             run(sizes)
-            tip, end = int(logit_rows[0]), int(row_splits[1])
+            tip, end = int(logit_indices[0]), int(row_splits[1])
             if end == tip + 1:  # no draft follows
                 return
             depth = positions[tip:end] - positions[tip]

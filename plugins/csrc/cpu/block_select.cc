@@ -41,7 +41,7 @@ OUTRIDER_CLONES void score_strip(const float* query, const float* key_max, const
 
 class BlockSelect {
  public:
-  BlockSelect(nb::object queries, nb::object kept_rows, nb::object kept_count, nb::object key_max, nb::object key_min,
+  BlockSelect(nb::object queries, nb::object kept_indices, nb::object kept_count, nb::object key_max, nb::object key_min,
               nb::object row, nb::object covered, nb::object budget, nb::object selected, i64 block_size, i64 sink_blocks,
               i64 window_blocks, i64 reduction, i64 most_queries)
       : layout_{block_size, sink_blocks, window_blocks}, reduction_(reduction), most_(reduction == kLast ? 1 : most_queries) {
@@ -50,7 +50,7 @@ class BlockSelect {
     check_value(kOp, "most_queries", 0, most_queries, 1, 1 << 20);
     Binder binder(kOp);
     queries_ = binder.input<float>("queries", queries, {"layers", "N", "num_heads * head_dim"});
-    kept_rows_ = binder.input<i64>("kept_rows", kept_rows, {"N"});
+    kept_indices_ = binder.input<i64>("kept_indices", kept_indices, {"N"});
     kept_count_ = binder.input<i64>("kept_count", kept_count, {1});
     const std::initializer_list<Dim> summary = {"R", "layers", "heads", "head_dim", "blocks"};
     key_max_ = binder.input<float>("key_max", key_max, summary);
@@ -82,7 +82,7 @@ class BlockSelect {
     if (covered_[0] < 0 || candidates > blocks_)
       refuse(kOp, "covered[0] is " + std::to_string(covered_[0]) + "; there are " + std::to_string(blocks_) + " blocks.");
     check_value(kOp, "kept_count", 0, kept_count_[0], 1, new_);
-    for (i64 i = 0; i < kept_count_[0]; ++i) check_value(kOp, "kept_rows", i, kept_rows_[i], 0, new_ - 1);
+    for (i64 i = 0; i < kept_count_[0]; ++i) check_value(kOp, "kept_indices", i, kept_indices_[i], 0, new_ - 1);
     check_value(kOp, "budget", 0, budget_[0], 0, retrieval_);
     const i64 count = std::min(budget_[0], candidates);
     const i64 asked = std::min(most_, kept_count_[0]);
@@ -117,7 +117,7 @@ class BlockSelect {
       float* score = score_.data() + start;
       bool begun = false;
       for (i64 i = first; i < kept_count_[0]; ++i) {
-        const float* queries = queries_ + (layer * new_ + kept_rows_[i]) * width_ + head * group_ * head_dim_;
+        const float* queries = queries_ + (layer * new_ + kept_indices_[i]) * width_ + head * group_ * head_dim_;
         for (i64 g = 0; g < group_; ++g) {
           score_strip(queries + g * head_dim_, strip_most, strip_least, head_dim_, strip);
           for (i64 b = 0; b < blocks; ++b) {
@@ -144,7 +144,7 @@ class BlockSelect {
   PartialLayout layout_;
   i64 reduction_, most_;
   const float *queries_, *key_max_, *key_min_;
-  const i64 *kept_rows_, *kept_count_, *row_, *covered_, *budget_;
+  const i64 *kept_indices_, *kept_count_, *row_, *covered_, *budget_;
   i64* selected_;
   i64 rows_, layers_, heads_, head_dim_, blocks_, retrieval_, new_, width_, group_;
   std::vector<float> score_;
@@ -159,7 +159,7 @@ void register_block_select(nb::module_& module) {
   nb::class_<BlockSelect>(module, "BlockSelect")
       .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object,
                     nb::object, i64, i64, i64, i64, i64>(),
-           nb::arg("queries"), nb::arg("kept_rows"), nb::arg("kept_count"), nb::arg("key_max"), nb::arg("key_min"),
+           nb::arg("queries"), nb::arg("kept_indices"), nb::arg("kept_count"), nb::arg("key_max"), nb::arg("key_min"),
            nb::arg("row"), nb::arg("covered"), nb::arg("budget"), nb::arg("selected"), nb::arg("block_size"), nb::arg("sink_blocks"),
            nb::arg("window_blocks"), nb::arg("reduction") = 0, nb::arg("most_queries") = 8)
       .def("__call__", &BlockSelect::call);

@@ -60,15 +60,15 @@ OUTRIDER_CLONES void take_away(const float* q, Survivors& p) {
 
 class ChainAccept {
  public:
-  ChainAccept(nb::object logits, nb::object logit_rows, nb::object positions, nb::object branch,
+  ChainAccept(nb::object logits, nb::object logit_indices, nb::object positions, nb::object branch,
               nb::object temperature, nb::object top_k, nb::object top_p, nb::object filter_order, nb::object seed,
               nb::object stream, nb::object token_ids, nb::object parent, nb::object draft_probs,
               nb::object skip_sample_adjustment, nb::object by_rejection, nb::object committed,
-              nb::object accepted_count, nb::object kept_rows, nb::object kept_count, nb::object trials)
+              nb::object accepted_count, nb::object kept_indices, nb::object kept_count, nb::object trials)
       : binder_(kOp),
-        choices_(kOp, binder_, logits, logit_rows, positions, branch, temperature, top_k, top_p, filter_order, seed,
+        choices_(kOp, binder_, logits, logit_indices, positions, branch, temperature, top_k, top_p, filter_order, seed,
                  stream, kForTarget),
-        walk_(kOp, binder_, token_ids, parent, committed, accepted_count, kept_rows, kept_count),
+        walk_(kOp, binder_, token_ids, parent, committed, accepted_count, kept_indices, kept_count),
         draft_probs_(binder_.input<float>("draft_probs", draft_probs, {"M", "V"})),
         skip_sample_adjustment_(binder_.input<i64>("skip_sample_adjustment", skip_sample_adjustment, {"B"})),
         by_rejection_(binder_.input<i64>("by_rejection", by_rejection, {"B"})),
@@ -76,7 +76,7 @@ class ChainAccept {
 
   void call(i64 new_tokens, i64 count) const {
     choices_.check(new_tokens, count);
-    const Trees trees = walk_.trees(choices_.logit_rows(), count, new_tokens);
+    const Trees trees = walk_.trees(choices_.logit_indices(), count, new_tokens);
     const GilReleasedIfLong released(2 * choices_.bytes(count));
     for (i64 place = 0; place < count; ++place) {
       const i64 branch = choices_.branch(place);
@@ -95,11 +95,11 @@ class ChainAccept {
 
  private:
   void check_drafted(const Trees& chains, i64 place, i64 parent) const {
-    const i64 row = chains.logit_rows[place];
+    const i64 row = chains.logit_indices[place];
     if (parent != place - 1) {
       refuse(kOp, "the parent of new token " + std::to_string(row) + " is new token " +
-                      std::to_string(chains.parent[row]) + ", but in a chain it is the row before it in logit_rows, " +
-                      std::to_string(chains.logit_rows[place - 1]) + "; TreeAccept takes trees that branch.");
+                      std::to_string(chains.parent[row]) + ", but in a chain it is the row before it in logit_indices, " +
+                      std::to_string(chains.logit_indices[place - 1]) + "; TreeAccept takes trees that branch.");
     }
     check_value(kOp, "token_ids", row, chains.token_ids[row], 0, choices_.vocabulary() - 1);
     const float* q = draft_probs(place);
@@ -113,7 +113,7 @@ class ChainAccept {
   Visit weigh(const Trees& chains, i64 node, i64 end) const {
     const i64 drafted = node + 1;
     if (drafted == end) return {choices_.at(node), kNothing};  // the bonus
-    const i64 token = chains.token_ids[chains.logit_rows[drafted]];
+    const i64 token = chains.token_ids[chains.logit_indices[drafted]];
     const float* q = draft_probs(drafted);
     Survivors p = choices_.survivors(node);
     const u64 p_token = target_probability(weight_of(p, token), probability_scale(p.total));
@@ -165,10 +165,10 @@ void register_chain_accept(nb::module_& module) {
       .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object,
                     nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object,
                     nb::object, nb::object, nb::object, nb::object>(),
-           nb::arg("logits"), nb::arg("logit_rows"), nb::arg("positions"), nb::arg("branch"), nb::arg("temperature"),
+           nb::arg("logits"), nb::arg("logit_indices"), nb::arg("positions"), nb::arg("branch"), nb::arg("temperature"),
            nb::arg("top_k"), nb::arg("top_p"), nb::arg("filter_order"), nb::arg("seed"), nb::arg("stream"),
            nb::arg("token_ids"), nb::arg("parent"), nb::arg("draft_probs"), nb::arg("skip_sample_adjustment"),
-           nb::arg("by_rejection"), nb::arg("committed"), nb::arg("accepted_count"), nb::arg("kept_rows"),
+           nb::arg("by_rejection"), nb::arg("committed"), nb::arg("accepted_count"), nb::arg("kept_indices"),
            nb::arg("kept_count"), nb::arg("trials"))
       .def("__call__", &ChainAccept::call);
   module.def("residual", &residual_weights, nb::arg("weights"), nb::arg("draft_probs"), nb::arg("out"));

@@ -57,7 +57,8 @@ class PartialKvGather {
       check_value(kOp, "selected", i, selected_[i], chosen ? 0 : -1, chosen ? candidates - 1 : -1);
     }
     const i64 window = layout_.first(candidates), filled = layout_.first(count) + covered_[0] - window;
-    if (filled > room_) refuse(kOp, std::to_string(filled) + " tokens exceed the partial cache's " + std::to_string(room_) + " slots.");
+    if (filled > room_)
+      refuse(kOp, std::to_string(filled) + " tokens exceed the partial cache's " + std::to_string(room_) + " slots.");
     const GilReleasedIfLong released(2 * layers_ * heads_ * filled * slot_bytes_);
     const i64 block = layout_.block_size;
     for (i64 of = 0; of < layers_ * heads_; ++of) {

@@ -6,12 +6,12 @@ namespace outrider {
 
 namespace nb = nanobind;
 
-RowChoices::RowChoices(const char* op, Binder& binder, nb::handle logits, nb::handle logit_rows, nb::handle positions,
+RowChoices::RowChoices(const char* op, Binder& binder, nb::handle logits, nb::handle logit_indices, nb::handle positions,
                        nb::handle branch, nb::handle temperature, nb::handle top_k, nb::handle top_p,
                        nb::handle filter_order, nb::handle seed, nb::handle stream, i64 purpose)
     : op_(op) {
   logits_ = binder.input<float>("logits", logits, {"M", "V"});
-  logit_rows_ = binder.input<i64>("logit_rows", logit_rows, {"M"});
+  logit_indices_ = binder.input<i64>("logit_indices", logit_indices, {"M"});
   positions_ = binder.input<i64>("positions", positions, {"N"});
   branch_ = binder.input<i64>("branch", branch, {"N"});
   slots_.temperature = binder.input<double>("temperature", temperature, {"B"});
@@ -39,8 +39,8 @@ void RowChoices::check(i64 new_tokens, i64 count) const {
   check_extent(op_, "N", new_tokens, most_new_);
   check_extent(op_, "M", count, most_logits_);
   for (i64 place = 0; place < count; ++place) {
-    const i64 row = logit_rows_[place];
-    check_value(op_, "logit_rows", place, row, 0, new_tokens - 1);
+    const i64 row = logit_indices_[place];
+    check_value(op_, "logit_indices", place, row, 0, new_tokens - 1);
     const i64 branch = branch_[row];
     check_value(op_, "branch", row, branch, 0, branches_ - 1);
     if (const char* fault = settings_fault(sampling_of(slots_, branch))) {
@@ -59,7 +59,7 @@ Survivors RowChoices::survivors(i64 place) const {
   const Sampling sampling = sampling_of(slots_, branch(place));
   const RowFault fault = filter(logits_ + place * vocabulary_, vocabulary_, sampling, left);
   if (fault != RowFault::kNone) {
-    refuse(op_, "row " + std::to_string(place) + " of logits (new token " + std::to_string(logit_rows_[place]) +
+    refuse(op_, "row " + std::to_string(place) + " of logits (new token " + std::to_string(logit_indices_[place]) +
                     ", branch " + std::to_string(branch(place)) + ") " +
                     (fault == RowFault::kNan ? "contains NaN" : "is -inf for every token") +
                     ": no token can be chosen.");
@@ -68,7 +68,7 @@ Survivors RowChoices::survivors(i64 place) const {
 }
 
 u64 RowChoices::uniform(i64 place, u32 purpose) const {
-  return next_uniform(slots_, branch(place), positions_[logit_rows_[place]], purpose);
+  return next_uniform(slots_, branch(place), positions_[logit_indices_[place]], purpose);
 }
 
 }  // namespace outrider

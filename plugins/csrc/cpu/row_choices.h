@@ -1,4 +1,5 @@
-// The choices of a step: what is drawn at a place of `logit_rows` with the settings and the draw of its row's branch.
+// The choices of a step: what is drawn at a place of `logit_indices`, with the settings and the draw of its token's
+// branch.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -11,7 +12,7 @@ namespace outrider {
 
 class RowChoices {
  public:
-  RowChoices(const char* op, Binder& binder, nanobind::handle logits, nanobind::handle logit_rows,
+  RowChoices(const char* op, Binder& binder, nanobind::handle logits, nanobind::handle logit_indices,
              nanobind::handle positions, nanobind::handle branch, nanobind::handle temperature, nanobind::handle top_k,
              nanobind::handle top_p, nanobind::handle filter_order, nanobind::handle seed, nanobind::handle stream,
              i64 purpose);
@@ -25,15 +26,15 @@ class RowChoices {
   // The uniform number of the token behind a place.
   u64 uniform(i64 place, u32 purpose) const;
 
-  const i64* logit_rows() const { return logit_rows_; }
-  i64 branch(i64 place) const { return branch_[logit_rows_[place]]; }
+  const i64* logit_indices() const { return logit_indices_; }
+  i64 branch(i64 place) const { return branch_[logit_indices_[place]]; }
   i64 vocabulary() const { return vocabulary_; }
   i64 bytes(i64 count) const { return count * vocabulary_ * static_cast<i64>(sizeof(float)); }
 
  private:
   const char* op_;
   const float* logits_;
-  const i64* logit_rows_;
+  const i64* logit_indices_;
   const i64* positions_;
   const i64* branch_;
   SamplingSlots slots_;

@@ -18,11 +18,11 @@ constexpr const char* kOp = "Sample";
 
 class Sample {
  public:
-  Sample(nb::object logits, nb::object logit_rows, nb::object positions, nb::object branch, nb::object temperature,
+  Sample(nb::object logits, nb::object logit_indices, nb::object positions, nb::object branch, nb::object temperature,
          nb::object top_k, nb::object top_p, nb::object filter_order, nb::object seed, nb::object stream,
          nb::object committed, i64 purpose)
       : binder_(kOp),
-        choices_(kOp, binder_, logits, logit_rows, positions, branch, temperature, top_k, top_p, filter_order, seed,
+        choices_(kOp, binder_, logits, logit_indices, positions, branch, temperature, top_k, top_p, filter_order, seed,
                  stream, purpose),
         committed_(binder_.output<i64>("committed", committed, {"M"})) {}
 
@@ -44,7 +44,7 @@ void register_sample(nb::module_& module) {
   nb::class_<Sample>(module, "Sample")
       .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object,
                     nb::object, nb::object, nb::object, i64>(),
-           nb::arg("logits"), nb::arg("logit_rows"), nb::arg("positions"), nb::arg("branch"), nb::arg("temperature"),
+           nb::arg("logits"), nb::arg("logit_indices"), nb::arg("positions"), nb::arg("branch"), nb::arg("temperature"),
            nb::arg("top_k"), nb::arg("top_p"), nb::arg("filter_order"), nb::arg("seed"), nb::arg("stream"),
            nb::arg("committed"), nb::arg("purpose") = 0)
       .def("__call__", &Sample::call);

@@ -25,7 +25,7 @@ class KeptRows {
   KeptRows(const Trees& trees, i64* kept) : trees_(trees), kept_(kept) {}
 
   void visit(i64 place) {
-    pending_before(trees_.logit_rows[place]);
+    pending_before(trees_.logit_indices[place]);
     kept_[count_++] = row_++;
     ++place_;
   }
@@ -38,7 +38,7 @@ class KeptRows {
  private:
   void pending_before(i64 end) {
     for (; row_ < end; ++row_) {
-      if (place_ < trees_.count && trees_.logit_rows[place_] == row_) {
+      if (place_ < trees_.count && trees_.logit_indices[place_] == row_) {
         ++place_;  // a node that was not visited
       } else {
         kept_[count_++] = row_;
@@ -56,19 +56,19 @@ class KeptRows {
 class TreeWalk {
  public:
   TreeWalk(const char* op, Binder& binder, nanobind::handle token_ids, nanobind::handle parent,
-           nanobind::handle committed, nanobind::handle accepted_count, nanobind::handle kept_rows,
+           nanobind::handle committed, nanobind::handle accepted_count, nanobind::handle kept_indices,
            nanobind::handle kept_count);
 
   // The trees of rows that were checked (RowChoices). Refuses what makes no trees, or too many.
-  Trees trees(const i64* logit_rows, i64 count, i64 new_tokens) const;
+  Trees trees(const i64* logit_indices, i64 count, i64 new_tokens) const;
 
   // Walks every tree: `step(place, end)` is the Visit of the node at `place`, whose tree ends before place `end`.
   template <typename Step>
   void run(const Trees& trees, i64 new_tokens, Step step) const {
     std::fill_n(committed_, trees.count, kNothing);
-    std::fill_n(kept_rows_, new_tokens, kNothing);
+    std::fill_n(kept_indices_, new_tokens, kNothing);
     std::fill_n(accepted_count_, most_trees_, 0);
-    KeptRows kept(trees, kept_rows_);
+    KeptRows kept(trees, kept_indices_);
     i64 tree = 0;
     for (i64 root = 0; root < trees.count; ++tree) {
       const i64 end = tree_end(trees, root);
@@ -93,7 +93,7 @@ class TreeWalk {
   const i64* parent_;
   i64* committed_;
   i64* accepted_count_;
-  i64* kept_rows_;
+  i64* kept_indices_;
   i64* kept_count_;
   i64 most_trees_;
 };

@@ -24,7 +24,7 @@ OUTRIDER_DEVICE i64 fault_of(i64 chosen) {
 // A step's rows with logits, and how their branches choose. `scratch` `[count, vocabulary]` holds weights.
 struct ChoiceStep {
   const float* logits;
-  const i64* logit_rows;
+  const i64* logit_indices;
   const i64* positions;
   const i64* branch;
   SamplingSlots slots;
@@ -34,27 +34,27 @@ struct ChoiceStep {
 };
 
 OUTRIDER_DEVICE bool knows(const ChoiceStep& step, i64 place) {
-  const i64 b = step.branch[step.logit_rows[place]];
+  const i64 b = step.branch[step.logit_indices[place]];
   return b >= 0 && b < step.branches;
 }
 
 OUTRIDER_DEVICE FilteredRow filtered(const ChoiceStep& step, i64 place) {
   if (!knows(step, place)) return {nullptr, step.vocabulary, 0, 0, kIndexFault};
-  const Sampling sampling = sampling_of(step.slots, step.branch[step.logit_rows[place]]);
+  const Sampling sampling = sampling_of(step.slots, step.branch[step.logit_indices[place]]);
   return filter_row(step.logits + place * step.vocabulary, step.vocabulary, sampling,
                     step.scratch + place * step.vocabulary);
 }
 
 OUTRIDER_DEVICE u64 uniform_of(const ChoiceStep& step, i64 place, u32 purpose) {
-  const i64 row = step.logit_rows[place];
+  const i64 row = step.logit_indices[place];
   return next_uniform(step.slots, step.branch[row], step.positions[row], purpose);
 }
 
-OUTRIDER_KERNEL outrider_sample(const float* logits, const i64* logit_rows, const i64* positions, const i64* branch,
+OUTRIDER_KERNEL outrider_sample(const float* logits, const i64* logit_indices, const i64* positions, const i64* branch,
                                 const double* temperature, const i64* top_k, const double* top_p,
                                 const i64* filter_order, const u64* seed, const i64* stream, i64* committed,
                                 u64* scratch, i64* status, i64 vocabulary, i64 branches, i64 purpose) {
-  const ChoiceStep step = {logits,  logit_rows, positions, branch,   {temperature, top_k, top_p, filter_order, seed, stream},
+  const ChoiceStep step = {logits,  logit_indices, positions, branch,   {temperature, top_k, top_p, filter_order, seed, stream},
                            scratch, vocabulary, branches};
   const i64 place = block_index();
   const FilteredRow row = filtered(step, place);
@@ -69,7 +69,7 @@ OUTRIDER_KERNEL outrider_sample(const float* logits, const i64* logit_rows, cons
 struct Outputs {
   i64* committed;
   i64* accepted_count;
-  i64* kept_rows;
+  i64* kept_indices;
   i64* kept_count;
   i64* status;
 };
@@ -99,9 +99,9 @@ OUTRIDER_DEVICE void walk(const Trees& trees, const volatile i64* chosen, const 
     while (end < trees.count && parent_place(trees, end) >= 0) ++end;
     i64 tokens = 0;
     for (i64 node = root; node != kNobody; node = next[node]) {
-      for (; row <= trees.logit_rows[node]; ++row) {  // pending rows, nodes passed over, and the node itself
-        const bool drafted = place < trees.count && trees.logit_rows[place] == row;
-        if (!drafted || place == node) out.kept_rows[kept++] = row;
+      for (; row <= trees.logit_indices[node]; ++row) {  // pending rows, nodes passed over, and the node itself
+        const bool drafted = place < trees.count && trees.logit_indices[place] == row;
+        if (!drafted || place == node) out.kept_indices[kept++] = row;
         if (drafted) ++place;
       }
       const i64 token = chosen[node];
@@ -112,12 +112,12 @@ OUTRIDER_DEVICE void walk(const Trees& trees, const volatile i64* chosen, const 
     root = end;
   }
   for (; row < new_tokens; ++row) {
-    const bool drafted = place < trees.count && trees.logit_rows[place] == row;
-    if (!drafted) out.kept_rows[kept++] = row;
+    const bool drafted = place < trees.count && trees.logit_indices[place] == row;
+    if (!drafted) out.kept_indices[kept++] = row;
     if (drafted) ++place;
   }
   out.kept_count[0] = kept;
-  for (i64 i = kept; i < new_tokens; ++i) out.kept_rows[i] = kNobody;
+  for (i64 i = kept; i < new_tokens; ++i) out.kept_indices[i] = kNobody;
   if (fault != kNoFault) *out.status = fault;
 }
 
@@ -127,15 +127,15 @@ OUTRIDER_DEVICE i64 end_of_tree(const Trees& trees, i64 place) {
   return end;
 }
 
-OUTRIDER_KERNEL outrider_tree_accept(const float* logits, const i64* logit_rows, const i64* positions, const i64* branch,
+OUTRIDER_KERNEL outrider_tree_accept(const float* logits, const i64* logit_indices, const i64* positions, const i64* branch,
                                      const double* temperature, const i64* top_k, const double* top_p,
                                      const i64* filter_order, const u64* seed, const i64* stream, const i64* token_ids,
-                                     const i64* parent, i64* committed, i64* accepted_count, i64* kept_rows,
+                                     const i64* parent, i64* committed, i64* accepted_count, i64* kept_indices,
                                      i64* kept_count, u64* scratch, i64* status, i64* chosen, i64* next, u32* counter,
                                      i64 vocabulary, i64 branches, i64 most_trees, i64 new_tokens, i64 purpose) {
-  const ChoiceStep step = {logits,  logit_rows, positions, branch,   {temperature, top_k, top_p, filter_order, seed, stream},
+  const ChoiceStep step = {logits,  logit_indices, positions, branch,   {temperature, top_k, top_p, filter_order, seed, stream},
                            scratch, vocabulary, branches};
-  const Trees trees = {logit_rows, block_count(), parent, token_ids};
+  const Trees trees = {logit_indices, block_count(), parent, token_ids};
   const i64 place = block_index();
   const FilteredRow row = filtered(step, place);
   i64 token = in_place_of_token(row.fault);
@@ -147,7 +147,7 @@ OUTRIDER_KERNEL outrider_tree_accept(const float* logits, const i64* logit_rows,
   if (!last_to_finish(counter)) return;
   const i64 of_step = fault_of_step(chosen, trees.count);
   if (thread_index() == 0) {
-    const Outputs out = {committed, accepted_count, kept_rows, kept_count, status};
+    const Outputs out = {committed, accepted_count, kept_indices, kept_count, status};
     walk(trees, chosen, next, out, new_tokens, most_trees, of_step);
   }
 }
@@ -166,26 +166,26 @@ OUTRIDER_DEVICE void tell_trials(const Trees& trees, const volatile i64* next, c
   }
 }
 
-OUTRIDER_KERNEL outrider_chain_accept(const float* logits, const i64* logit_rows, const i64* positions,
+OUTRIDER_KERNEL outrider_chain_accept(const float* logits, const i64* logit_indices, const i64* positions,
                                       const i64* branch, const double* temperature, const i64* top_k,
                                       const double* top_p, const i64* filter_order, const u64* seed, const i64* stream,
                                       const i64* token_ids, const i64* parent, const float* draft_probs,
                                       const i64* skip_sample_adjustment, const i64* by_rejection, i64* committed,
-                                      i64* accepted_count, i64* kept_rows, i64* kept_count, double* trials,
+                                      i64* accepted_count, i64* kept_indices, i64* kept_count, double* trials,
                                       u64* scratch, i64* status,
                                       i64* chosen, i64* next, double* weighed, u32* counter, i64 vocabulary,
                                       i64 branches, i64 most_trees, i64 new_tokens) {
-  const ChoiceStep step = {logits,  logit_rows, positions, branch,   {temperature, top_k, top_p, filter_order, seed, stream},
+  const ChoiceStep step = {logits,  logit_indices, positions, branch,   {temperature, top_k, top_p, filter_order, seed, stream},
                            scratch, vocabulary, branches};
-  const Trees trees = {logit_rows, block_count(), parent, token_ids};
+  const Trees trees = {logit_indices, block_count(), parent, token_ids};
   const i64 place = block_index();
   const FilteredRow row = filtered(step, place);
   const i64 drafted = place + 1;
   // By the other rule, a node's child is the one that holds the target's choice, and nothing is weighed.
-  const bool weighs = row.fault != kIndexFault && by_rejection[branch[logit_rows[place]]] != 0;
+  const bool weighs = row.fault != kIndexFault && by_rejection[branch[logit_indices[place]]] != 0;
   const bool has_child = weighs && drafted < trees.count && parent_place(trees, drafted) == place;
   const float* q = draft_probs + drafted * vocabulary;  // the child's
-  const i64 proposed = has_child ? token_ids[logit_rows[drafted]] : kNobody;
+  const i64 proposed = has_child ? token_ids[logit_indices[drafted]] : kNobody;
   i64 fault = row.fault;
   if (has_child) {
     bool faulty = proposed < 0 || proposed >= vocabulary;
@@ -211,7 +211,7 @@ OUTRIDER_KERNEL outrider_chain_accept(const float* logits, const i64* logit_rows
       follows = drafted;
     } else {
       token = draw_token(row, u);  // where nothing is left, or nothing is to be adjusted
-      if (skip_sample_adjustment[branch[logit_rows[place]]] == 0) {
+      if (skip_sample_adjustment[branch[logit_indices[place]]] == 0) {
         u64* rest = step.scratch + place * vocabulary;
         u64 own_total = 0;
         for (i64 i = thread_index(); i < vocabulary; i += thread_count()) {
@@ -233,7 +233,7 @@ OUTRIDER_KERNEL outrider_chain_accept(const float* logits, const i64* logit_rows
   if (!last_to_finish(counter)) return;
   const i64 of_step = fault_of_step(chosen, trees.count);
   if (thread_index() == 0) {
-    const Outputs out = {committed, accepted_count, kept_rows, kept_count, status};
+    const Outputs out = {committed, accepted_count, kept_indices, kept_count, status};
     walk(trees, chosen, next, out, new_tokens, most_trees, of_step);
     tell_trials(trees, next, weighed, trials);
   }

@@ -70,7 +70,7 @@ OUTRIDER_DEVICE float score_of(const Asked& asked, const float* most, const floa
 }
 
 // `scores` `[layers, heads, blocks]` is scratch.
-OUTRIDER_KERNEL outrider_block_select(const float* queries, const i64* kept_rows, const i64* kept_count,
+OUTRIDER_KERNEL outrider_block_select(const float* queries, const i64* kept_indices, const i64* kept_count,
                                       const float* key_max, const float* key_min, const i64* row, const i64* covered,
                                       const i64* budget, i64* selected, float* scores, i64 rows, i64 layers, i64 heads, i64 head_dim, i64 blocks, i64 retrieval,
                                       i64 new_tokens, i64 width, i64 block_size, i64 sink_blocks, i64 window_blocks,
@@ -84,7 +84,7 @@ OUTRIDER_KERNEL outrider_block_select(const float* queries, const i64* kept_rows
   if (budget[0] < 0 || budget[0] > retrieval) return;
   const i64 most = reduction == kLast ? 1 : most_queries;
   const i64 asked_rows = kept < most ? kept : most;
-  const i64* last_rows = kept_rows + kept - asked_rows;
+  const i64* last_rows = kept_indices + kept - asked_rows;
   for (i64 i = 0; i < asked_rows; ++i) {
     if (last_rows[i] < 0 || last_rows[i] >= new_tokens) return;
   }

@@ -197,7 +197,7 @@ void by_fours(int first, int count, const Body& body) {
   }
 }
 
-// Calls body(rows, r, vectors, count) for every piece, `vectors` being those of its keys in `KV cache`, and all rows that
+// Calls body(rows, r, vectors, count) for every piece, `vectors` being those of its keys in `kv_cache`, and all rows that
 // see it; then moves the rows' cursors by as many. Keys that all see come a block at a time, which then stays in the
 // fastest cache.
 template <class Cached, class Score, class Body>

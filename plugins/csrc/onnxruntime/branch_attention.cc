@@ -165,7 +165,8 @@ const char* refusal(const Shape& shape, const Inputs& in) {
     const std::int64_t past = in.past_length[row], new_tokens = end - first;
     if (first < 0 || new_tokens < 0 || end > in.tokens) return "row_splits do not ascend within the new tokens";
     if (new_tokens > in.places) return "a row has more new tokens than attn_bias has places";
-    if (past < 0 || past > in.capacity || new_tokens > in.capacity - past) return "past_length and the new tokens exceed the KV cache";
+    if (past < 0 || past > in.capacity || new_tokens > in.capacity - past)
+      return "past_length and the new tokens exceed the KV cache";
   }
   if (in.row_splits != nullptr && (in.row_splits[0] != 0 || in.row_splits[in.rows] != in.tokens))
     return "row_splits do not cover the new tokens";

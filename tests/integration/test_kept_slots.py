@@ -1,4 +1,4 @@
-"""A draft model keeps the rows of accepted nodes: they are what feeding the tokens gives, and are fed no more."""
+"""A draft model keeps the KV of accepted nodes: it is what feeding the tokens gives, and they are fed no more."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runtime.trace import Round
 PROMPT = [(37 * i) % 299 + 1 for i in range(50)]  # several chunks
 SAMPLINGS = (Options(), Options(temperature=1.0, seed=3))
 ALWAYS = Options(ignore_eos=True, auto_disable=False)
-Fed = tuple[int, int]  # rows that are there, tokens behind them
+Fed = tuple[int, int]  # tokens with KV, tokens behind them
 
 
 def drafter_of(session: Session, name: str) -> EngineDrafter:
@@ -29,7 +29,7 @@ def kv_of(session: Session, name: str, length: int) -> NDArray[np.float32]:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("name", ["chain", "bushy"])
-def test_kept_rows_are_those_of_feeding_the_tokens(toy: Runtime, name: str, sampling: Options) -> None:
+def test_kept_indices_are_those_of_feeding_the_tokens(toy: Runtime, name: str, sampling: Options) -> None:
     """But for the last bits, which depend on how many tokens are computed at once."""
     session, fresh = toy.session(), toy.session()
     run = session.generate(PROMPT, drafter=name, max_new_tokens=80, **sampling, **ALWAYS)
@@ -54,7 +54,7 @@ def fed_and_lacking(session: Session, name: str, sampling: Options) -> tuple[lis
         run()
 
     program.run = noted  # type: ignore[method-assign]
-    row = np.array([-1, 0, 1, 2, -1]) if name == "chain" else session.buffers.of(name, names.TREE_ROW)
+    row = np.array([-1, 0, 1, 2, -1]) if name == "chain" else session.buffers.of(name, names.TREE_SLOTS)
     fed: list[Fed] = []
     lacking: list[Fed] = []
 
@@ -99,7 +99,7 @@ def test_accepted_rows_are_moved_together_and_those_in_place_not_at_all(
     session, start = toy.session(), 20
     rows, compact = drafter_of(session, "bushy")._tree_slots, session.programs[names.compact("bushy")]
     assert rows is not None
-    session.buffers.of("bushy", names.TREE_ROW)[: len(row)] = row
+    session.buffers.of("bushy", names.TREE_SLOTS)[: len(row)] = row
     slots = session.buffers.of("bushy", names.KV)
     slots[:] = np.arange(slots.shape[3]).reshape(-1, 1)  # each slot holds its number
     before = compact.nanoseconds[0]
