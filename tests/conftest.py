@@ -178,14 +178,14 @@ def long_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="session")
 def everything_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every drafter, by rejection as well, partial KV for who asks, four sequences in one row or in a row each."""
+    """Every drafter, by rejection as well, partial KV for who asks, sixteen sequences in one row or in a row each."""
     drafters = [line[4:] for line in TOY_RECIPE.splitlines() if line.startswith("  - {")]
     recipe = load_recipe(
         toy_recipe,
         [
             f"drafters=[{', '.join([*drafters, *REJECTING.values()])}]",
             f"partial_kv={PARTIAL_KV[:-1]}, mode: off}}",
-            "capacity={context: 160, prefill_chunk: 16, branches: 4, batching: true}",
+            "capacity={context: 160, prefill_chunk: 16, branches: 16, batching: true}",  # graphs as of `branch_plan`
         ],
     )
     return made_once(tmp_path_factory, "everything-plan", lambda out: build(recipe, toy_recipe, out))

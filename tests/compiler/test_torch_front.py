@@ -33,6 +33,7 @@ from plugins.tensorrt.log import make_log
 from tests.compiler.network_numpy import Reading
 
 trt = pytest.importorskip("tensorrt_rtx")
+pytestmark = pytest.mark.usefixtures("fresh_exports")  # it takes the exported program
 try:
     version("torch-tensorrt-rtx")
 except PackageNotFoundError:

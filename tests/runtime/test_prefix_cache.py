@@ -202,14 +202,15 @@ def test_what_is_found_has_the_rows_that_were_kept(lines: list[tuple[list[int], 
     assert kept.get_cached_tokens() == 0
 
 
-def test_100_000_operations_from_many_threads() -> None:
+@pytest.mark.parametrize("operations", [20_000, pytest.param(100_000, marks=pytest.mark.long)])
+def test_operations_from_many_threads(operations: int) -> None:
     kept = cache(60 * PAGE, min_prefix_length=2)
     failures: list[BaseException] = []
 
     def work(seed: int) -> None:
         draw = random.Random(seed)
         try:
-            for step in range(12_500):
+            for step in range(operations // 8):
                 tokens = [draw.randrange(3) for _ in range(draw.randrange(1, 40))]
                 what = draw.random()
                 if what < 0.35:
