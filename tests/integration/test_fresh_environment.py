@@ -43,6 +43,7 @@ def run(command: list[str | Path], folder: Path, **added: str) -> subprocess.Com
     return subprocess.run(command, cwd=folder, env=environment | added, capture_output=True, text=True, timeout=900)
 
 
+@pytest.mark.long
 def test_an_installed_runtime_alone_gives_the_same_tokens(toy: Runtime, toy_plan: Path, tmp_path: Path) -> None:
     outside = tmp_path / "elsewhere"
     outside.mkdir()

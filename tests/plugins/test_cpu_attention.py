@@ -283,7 +283,7 @@ def test_positions_without_a_rotation_are_refused() -> None:
 
 
 @pytest.mark.skipif("OUTRIDER_CPU_LANES" in os.environ, reason="runs the others with fewer lanes")
-@pytest.mark.parametrize("lanes", ["8", pytest.param("4", marks=pytest.mark.long), "1"])
+@pytest.mark.parametrize("lanes", ["8", *(pytest.param(lanes, marks=pytest.mark.long) for lanes in ("4", "1"))])
 def test_lesser_machines_do_the_same(lanes) -> None:
     others = "test_tree_ops.py", "test_cpu_gated_unit.py"
     files = [Path(__file__), *(Path(__file__).with_name(name) for name in others)]

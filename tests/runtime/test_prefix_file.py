@@ -99,7 +99,7 @@ def test_damage_anywhere_is_refused(saved: Path, tmp_path: Path) -> None:
         ({"edges": [{**header["edges"][0], "parent": 0}, *header["edges"][1:]]}, "does not belong"),
         ({"edges": [{**header["edges"][0], "tokens": [-1]}, *header["edges"][1:]]}, "does not belong"),
         ({"edges": [{**header["edges"][0], "valid": {"other": 1}}, *header["edges"][1:]]}, "does not belong"),
-        ({"edges": [{**header["edges"][0], "valid": {"target": 999}}, *header["edges"][1:]]}, "999 rows of"),
+        ({"edges": [{**header["edges"][0], "valid": {"target": 999}}, *header["edges"][1:]]}, "KV of 999 of"),
         ({"edges": header["edges"][:1]}, "it was cut"),
         ({"edges": [{"parent": -1}]}, "edges.0.tokens"),
         ({"shapes": {}}, "other shapes"),
