@@ -42,7 +42,7 @@ class Geometry(Strict):
 
     @property
     def held(self) -> int:
-        """Rows that there is room for, those of a draft's levels not counted."""
+        """Slots that there is room for, those of a draft's levels not counted."""
         return self.sink + 2 * self.window if self.window else self.context
 
 
@@ -104,7 +104,7 @@ class Taps(Strict):
 class GraphDrafter(Strict):
     """A drafter that is an engine of its name, with a KV cache of its own: the model of its name.
 
-    `eagle3`: row i pairs the target's feature of token i with token i + 1. `model`: row i is token i. With `entropy`,
+    `eagle3`: slot i pairs the target's feature of token i with token i + 1. `model`: slot i is token i. With `entropy`,
     the engine drafts one token (a tree of two nodes), and runs as often as the chain has tokens.
     """
 
@@ -284,7 +284,7 @@ class Manifest(Strict):
     models: dict[str, Geometry] = Field(description="`target`, and every drafter that has a KV cache.")
     text: Text
     drafters: tuple[Drafter, ...]
-    partial_kv: PartialKv | None = Field(None, description="Absent: steps are always verified in the full KV cache.")
+    partial_kv: PartialKv | None = Field(None, description="Absent: every pass reads the full KV cache.")
     backends: dict[str, BackendPlan]
     tools: dict[str, str]
     files: tuple[PlanFile, ...]

@@ -38,7 +38,7 @@ FREE_BIAS = "free_bias"  # int64 [1], 1: the step runs under an `attn_bias` that
 
 # A model's KV cache and its slot table.
 KV = "kv"  # [2 * layers, R, kv_heads, capacity, head_dim], K and V planes alternating
-BIM = "bim"  # int64 [R, capacity]
+BIM = "bim"  # int64 [R, capacity], the branch index map: which branch each slot belongs to
 SLOT_POSITIONS = "slot_positions"  # int64 [R, capacity], position of each slot's token
 PAST_LENGTH = "past_length"  # int64 [R]
 
@@ -133,9 +133,10 @@ def draft(drafter: str) -> str:
     return f"draft.{drafter}"
 
 
-def compact(drafter: str) -> str:
-    """The program that moves the KV of accepted nodes of a drafter's last tree together, behind the tip's."""
-    return f"compact.{drafter}"
+def compact(model: str) -> str:
+    """The program that moves slots of a model's KV cache together: accepted nodes of a drafter's last tree behind the
+    tip's, or live slots over dead ones."""
+    return f"compact.{model}"
 
 
 def extend(drafter: str) -> str:

@@ -63,7 +63,7 @@ class Engine:
         self.drafting = Drafting(loaded, parts, self._watch)
         settings = self.manifest.partial_kv
         self._partial = None if settings is None else PartialPasses(settings, loaded, parts, self.cache, self.drafting)
-        self.memory = None if cache is None else CacheClient(cache, parts.buffers, self.cache, self.drafting)
+        self.prefix_cache = None if cache is None else CacheClient(cache, parts.buffers, self.cache, self.drafting)
         self._adaptive = AdaptiveSpeculations(self.manifest)
         self.mode: Mode = "in-one-sequence"
         self.prefix: list[int] = []
@@ -114,15 +114,15 @@ class Engine:
         self._open.clear()
         if self._partial is not None:
             self._partial.arrange(pooled=pooled)
-        if self.memory is not None:
-            self.memory.forget()
+        if self.prefix_cache is not None:
+            self.prefix_cache.forget()
         self.paused = 0.0
         return here
 
     def recall_prefix(self) -> int:
         """Copy in what the prefix cache knows of a prefix that has just begun; how many tokens that is."""
-        if self.memory is not None:
-            self._prefix_computed = self.memory.recall_prefix(self.prefix)
+        if self.prefix_cache is not None:
+            self._prefix_computed = self.prefix_cache.recall_prefix(self.prefix)
         return self._prefix_computed
 
     def compute_prefix(self) -> Iterator[None]:
@@ -139,12 +139,12 @@ class Engine:
             for drafter in self.drafting.of_prefix:
                 drafter.sync_prefix(self._prefix_computed, len(tokens))
             self._prefix_computed += len(tokens)
-        if self.memory is not None and self._prefix_computed > began:
-            self.memory.keep_prefix(self.prefix)
+        if self.prefix_cache is not None and self._prefix_computed > began:
+            self.prefix_cache.keep_prefix(self.prefix)
 
     @property
     def sequences(self) -> List[Sequence]:
-        """Those that have KV here."""
+        """Open sequences: those that have KV here."""
         return list(self._open.values())
 
     def now(self) -> float:
@@ -153,14 +153,14 @@ class Engine:
 
     @contextmanager
     def counting(self, stats: Stats) -> Iterator[None]:
-        """What is run meanwhile costs, at the end in `stats`."""
+        """Measure what runs meanwhile; `stats` is filled at the end."""
         clock = self.stage_clock()
         self._watch.ms = 0.0
         try:
             yield
         finally:
             clock.fill(stats)
-            caches = [self.cache, *(drafter.cache for drafter in self.drafting.engines.values())]
+            caches = [self.cache, *(drafter.cache for drafter in self.drafting.engine_drafters.values())]
             stats.state_ms = self._watch.ms
             stats.bytes_copied = sum(cache.bytes_copied for cache in caches)
             stats.compactions = sum(cache.compactions for cache in caches)
@@ -172,14 +172,14 @@ class Engine:
 
     def warm_up(self, mode: Mode) -> None:
         """Run a pass of as many sequences as there can be, so that no later one waits for memory to be handed out."""
-        memory, self.memory = self.memory, None
+        kept, self.prefix_cache = self.prefix_cache, None
         request = check_options(Options(max_new_tokens=1, drafter="none", ignore_eos=True), [], ())
         self.begin(mode=mode)
         running = [self.admit(number, [0], request) for number in range(self._geometry.branches)]
         for committed in self.step(running):
             self.show(committed)
         self.settle(running)
-        self.memory = memory
+        self.prefix_cache = kept
 
     # Sequences.
 
@@ -213,10 +213,10 @@ class Engine:
         return sequence
 
     def admit(self, id: int, tokens: List[int], request: Request) -> Sequence:
-        """A sequence that fits begins, and is generated; what it says is told by `id`."""
+        """Open a sequence that fits, and begin its generation; its spans carry `id`."""
         number = None
-        if self.memory is not None and not self.prefix:
-            number = self.memory.number_for(tokens, self._free)
+        if self.prefix_cache is not None and not self.prefix:
+            number = self.prefix_cache.number_for(tokens, self._free)
         sequence = self.open(tokens, number=number, id=id)
         text = TextStream(self._loaded.tokenizer, sequence.tokens, request.stop)
         self.start(sequence, request, text)
@@ -236,15 +236,15 @@ class Engine:
         sequence.computed = min(sequence.computed, len(tokens) - 1)
         self._truncate_caches(sequence, sequence.computed)
         self.drafting.attach(sequence, request.drafter)
-        if self.memory is not None and not self.prefix:
-            stats.cached_tokens = self.memory.recall(sequence)
+        if self.prefix_cache is not None and not self.prefix:
+            stats.cached_tokens = self.prefix_cache.recall(sequence)
         sequence.adaptive = self._adaptive.take(request)
         sequence.disabled = sequence.adaptive is not None and sequence.adaptive.disabled
         if not sequence.disabled:
             self._catch_up_drafters(sequence)
         stats.reused_tokens = sequence.computed
-        if self.memory is not None and not self.prefix:
-            self.memory.note_reused(stats.reused_tokens)
+        if self.prefix_cache is not None and not self.prefix:
+            self.prefix_cache.note_reused(stats.reused_tokens)
         self._live[sequence.number] = sequence
         if self._partial is not None:
             self._partial.begin(sequence)
@@ -268,7 +268,7 @@ class Engine:
         sequence.computed = computed
 
     def finish(self, sequence: Sequence, *, wait: bool = True) -> None:
-        """The generation is over, for whatever reason; the sequence keeps its tokens and their KV.
+        """End the generation; the sequence keeps its tokens and their KV.
 
         Without `wait`, the prefix cache takes them only where no other thread is at it.
         """
@@ -277,16 +277,16 @@ class Engine:
         if self._partial is not None:
             self._partial.retract(sequence)
         self._adaptive.give_back(sequence.request, sequence.adaptive)
-        if self.memory is not None and not self.prefix:
-            if sequence.engine is not None and not sequence.disabled and self.cache.alone:
-                sequence.engine.sync(sequence)  # what the last pass has left
-            self.memory.keep(sequence, wait=wait)
+        if self.prefix_cache is not None and not self.prefix:
+            if sequence.engine_drafter is not None and not sequence.disabled and self.cache.alone:
+                sequence.engine_drafter.sync(sequence)  # what the last pass has left
+            self.prefix_cache.keep(sequence, wait=wait)
 
     def release(self, sequence: Sequence) -> None:
-        """The sequence is no more; its slots and its number can be used again."""
+        """Close a sequence; its slots and its number can be used again."""
         self.finish(sequence)
-        if self.memory is not None and not self.prefix:
-            self.memory.leave(sequence)
+        if self.prefix_cache is not None and not self.prefix:
+            self.prefix_cache.leave(sequence)
         del self._open[sequence.number]
         self._free.append(sequence.number)
         self._free.sort(reverse=True)
@@ -294,7 +294,7 @@ class Engine:
         self.drafting.close(sequence)
 
     def settle(self, running: list[Sequence]) -> None:
-        """Release those that are over; they are `running` no more."""
+        """Release sequences that are over, and take them out of `running`."""
         for each in [each for each in running if each.over]:  # once: texts may end meanwhile
             self.release(each)
             running.remove(each)
@@ -302,15 +302,15 @@ class Engine:
     # A step.
 
     def step(self, sequences: List[Sequence], chunk: int | None = None) -> list[Committed]:
-        """One round of all: propose, lay out, verify, accept, commit. What it commits of each, as far as tokens tell.
+        """One round of all: propose, lay out, verify, accept, commit. Returns the tokens that each sequence gets.
 
-        At most `chunk` tokens of prompts go in (default: as many as a pass takes). Sequences that are over are passed
-        over. Behind a long context, those that read the partial cache have a pass of their own.
+        A pass takes at most `chunk` tokens of prompts (default: all that it has room for). Sequences that are over are
+        left out. Sequences that read the partial KV cache have a pass of their own.
         """
         chunk = chunk or self._geometry.prefill_chunk
         found: list[Committed] = []
         full: list[Sequence] = []
-        small: dict[Sequence, int] = {}
+        partial_room: dict[Sequence, int] = {}
         for each in sequences:
             if each.over:
                 continue
@@ -322,14 +322,14 @@ class Engine:
                 self._switch(each)
             full.append(each)
         if self._partial is not None:
-            full, small = self._partial.divide(full, self.passes)
-        if small:
+            full, partial_room = self._partial.divide(full, self.passes)
+        if partial_room:
             try:
-                found += self._pass(list(small), chunk, small)
+                found += self._pass(list(partial_room), chunk, partial_room)
             except PlanError as error:
-                for each in small:
+                for each in partial_room:
                     self._give_up(each, error)
-                full += small
+                full += partial_room
         if full:
             found += self._pass(full, chunk)
         return found
@@ -342,42 +342,44 @@ class Engine:
             self._catch_up_drafters(sequence)
 
     def _give_up(self, sequence: Sequence, error: PlanError) -> None:
-        """A pass over the partial cache came to nothing: the sequence goes on over the full one."""
+        """Let a sequence go on over the full cache after a pass over the partial one has failed."""
         assert self._partial is not None
         self._partial.give_up(sequence, error)
         if sequence.ahead is not None and not sequence.disabled:
             self._catch_up_drafters(sequence)  # the drafter has missed what the failed pass replaced
 
-    def _pass(self, live: List[Sequence], chunk: int, small: Mapping[Sequence, int] | None = None) -> list[Committed]:
-        """A pass over the full cache, or over the partial ones of sequences that may add so many tokens there."""
+    def _pass(
+        self, live: List[Sequence], chunk: int, partial_room: Mapping[Sequence, int] | None = None
+    ) -> list[Committed]:
+        """Run a pass over the full cache, or over the partial one, where each may add `partial_room` tokens."""
         step, began, alone = self.target_step, perf_counter(), self.cache.alone
         partial = self._partial
-        cache = self.cache if small is None or partial is None else partial.cache
-        waiting: dict[Sequence, Draft] = {}
+        cache = self.cache if partial_room is None or partial is None else partial.cache
+        confirming: dict[Sequence, Draft] = {}
         starts: dict[Sequence, int] = {}
         limits: dict[int, tuple[Sequence, int]] = {}
         for each in live:
-            if small is None:
+            if partial_room is None:
                 if partial is not None and each.ahead is not None and each.tentative:
-                    waiting[each] = partial.to_confirm(each)
+                    confirming[each] = partial.to_confirm(each)
                 start, room = each.computed, each.end - len(each.tokens)
             else:
                 assert partial is not None
-                start, room = partial.begin_ahead(each), small[each]
+                start, room = partial.begin_pass(each), partial_room[each]
             starts[each] = start
-            drafts = each not in waiting and len(each.tokens) - start == 1 and each.drafting
+            drafts = each not in confirming and len(each.tokens) - start == 1 and each.drafting
             if each.rounds == 0 and each.request.drafter in self._rejecting:
                 drafts = False  # whether a prompt was computed, or its KV known, is not to change tokens
             limits[each.number] = each, min(step.max_nodes, room - 1) if drafts else 0
         proposed: Mapping[int, Draft | TreeInPlace] = {}
         if not alone:
             following = [each for each in self._live.values() if not each.disabled]
-            nodes = step.max_nodes + 1 - len(live) - sum(map(len, waiting.values()))
+            nodes = step.max_nodes + 1 - len(live) - sum(map(len, confirming.values()))
             proposed = self.drafting.propose(limits, following, nodes)
-        elif not waiting:
+        elif not confirming:
             proposed = self.drafting.propose_one(*limits[live[0].number], cache.length)
-        if waiting:
-            proposed = {**proposed, **{each.number: draft for each, draft in waiting.items()}}
+        if confirming:
+            proposed = {**proposed, **{each.number: draft for each, draft in confirming.items()}}
         drafted_at = perf_counter()
         if alone:
             placed = [lay_out_one(step, cache, live[0], starts[live[0]], chunk, proposed.get(live[0].number))]
@@ -386,11 +388,11 @@ class Engine:
                 placed = lay_out(step, cache, starts, proposed, chunk)  # type: ignore[arg-type]
         if self._rejecting:
             self._lay_out_probs(placed, proposed)
-        program = self._choose(placed, proposed, partial=small is not None)
+        program = self._choose(placed, proposed, partial=partial_room is not None)
         self.passes += 1
         program.run()
-        found = self._accept(placed, proposed, waiting, program, cache, small, alone=alone)
-        self._note(placed, found, waiting, small, began, drafted_at, perf_counter())
+        found = self._commit(placed, proposed, confirming, program, cache, partial_room, alone=alone)
+        self._note(placed, found, confirming, partial_room, began, drafted_at, perf_counter())
         return [each for each in found if not each.tentative or each.sequence.request.tentative]
 
     def _choose(self, placed: List[Placed], proposed: Mapping[int, Draft | TreeInPlace], *, partial: bool) -> Program:
@@ -415,18 +417,22 @@ class Engine:
                 probs[each.first + 1 : each.first + 1 + each.drafted] = draft.probs[: each.drafted]
                 self.buffers.send(names.TARGET, names.DRAFT_PROBS, (each.first + 1 + each.drafted) * probs.shape[1])
 
-    def _accept(
+    def _commit(
         self,
         placed: List[Placed],
         proposed: Mapping[int, Draft | TreeInPlace],
-        waiting: Mapping[Sequence, Draft],
+        confirming: Mapping[Sequence, Draft],
         program: Program,
         cache: KvCache,
-        small: Mapping[Sequence, int] | None,
+        partial_room: Mapping[Sequence, int] | None,
         *,
         alone: bool,
     ) -> list[Committed]:
-        """Read what the pass has chosen, and commit it: tokens to their sequences, KV to the caches, drafters told."""
+        """Commit what the pass has accepted: tokens to their sequences, KV to the caches; tell the drafters.
+
+        A sequence alone commits the KV of the tokens that stay; of several, all accepted KV stays until `settle`
+        releases the sequences that are over.
+        """
         found: list[Committed] = []
         kept = program.kept
         if not alone and kept is not None:
@@ -441,34 +447,34 @@ class Engine:
             else:
                 each.kept = self._kept_of(sequence.number, kept, each.fed)
             if each.root >= 0:
-                committed = self._commit_tokens(each, draft, program, count, small)
+                committed = self._commit_tokens(each, draft, program, count, partial_room)
                 found.append(committed)
                 taken += max(1, len(committed.token_ids)) - 1
             else:  # a part of its prompt was fed
                 sequence.generation.stats.prefill_passes += 1
             if alone:
-                cache.commit_first(taken, kept)
-            if small is None:
+                cache.commit_alone(taken, kept)
+            if partial_room is None:
                 sequence.computed = each.start + taken
-            if sequence.host is not None or sequence.engine is not None:
-                drafted = draft if each.drafted and sequence not in waiting else None
+            if sequence.host_drafter is not None or sequence.engine_drafter is not None:
+                drafted = draft if each.drafted and sequence not in confirming else None
                 self.drafting.commit(each, taken, drafted, self.passes)
         if not alone:
             with self._watch:
                 cache.commit(kept)
-            if self.memory is not None and not self.prefix:
+            if self.prefix_cache is not None and not self.prefix:
                 self._insert_beginnings(placed)
         if self._partial is not None:
-            self._partial.note_step(placed, self.passes, small=small is not None)
+            self._partial.note_step(placed, self.passes, over_partial=partial_room is not None)
         return found
 
     def _insert_beginnings(self, placed: List[Placed]) -> None:
         """Keep the KV of prompts, as others may begin alike; their drafters have taken them in by the second round."""
-        assert self.memory is not None
+        assert self.prefix_cache is not None
         for each in placed:
             sequence = each.sequence
             if not (sequence.over or sequence.inserted) and sequence.rounds > 1:
-                self.memory.keep(sequence)
+                self.prefix_cache.keep(sequence)
                 sequence.inserted = True
 
     def _kept_of(self, number: int, kept: NDArray[np.int64] | None, fed: int) -> NDArray[np.int64]:
@@ -485,14 +491,14 @@ class Engine:
         draft: Draft | TreeInPlace | None,
         program: Program,
         count: int,
-        small: Mapping[Sequence, int] | None,
+        partial_room: Mapping[Sequence, int] | None,
     ) -> Committed:
-        """The tokens that the target chose behind one tip, as many as stay, are the sequence's."""
+        """Add the tokens that the target chose behind one tip to the sequence, up to one that ends it."""
         sequence, tokens = placed.sequence, program.tokens
         assert tokens is not None, "a program of the target that commits tokens"
         request = sequence.request
-        tentative = small is not None and sequence.ahead is not None
-        room = small[sequence] if small is not None else sequence.end - len(sequence.tokens)
+        tentative = partial_room is not None and sequence.ahead is not None
+        room = partial_room[sequence] if partial_room is not None else sequence.end - len(sequence.tokens)
         chosen: list[int]
         if count == 1:
             chosen = [int(tokens[placed.first])]
@@ -513,7 +519,7 @@ class Engine:
         sequence.reason, sequence.error = committed.reason, committed.error
         ids = committed.token_ids
         sequence.chosen_by = placed
-        host = sequence.host
+        host = sequence.host_drafter
         wanted = min(host.filler_top_k, self._geometry.vocab_size) if host is not None else 0
         if request.logprobs is not None or wanted:
             for index, token in enumerate(ids):
@@ -534,7 +540,7 @@ class Engine:
         return committed
 
     def _constrained(self, placed: Placed, committed: Committed) -> list[int]:
-        """The token that a sequence's constraint lets it go on with; none where it cannot, which is its error alone."""
+        """Choose the token that a sequence's constraint allows; none where there is none, which is its error alone."""
         sequence = placed.sequence
         constraint = sequence.request.constraint
         assert constraint is not None
@@ -552,8 +558,8 @@ class Engine:
         self,
         placed: List[Placed],
         found: List[Committed],
-        waiting: Mapping[Sequence, Draft],
-        small: Mapping[Sequence, int] | None,
+        confirming: Mapping[Sequence, Draft],
+        partial_room: Mapping[Sequence, int] | None,
         began: float,
         drafted_at: float,
         ended: float,
@@ -577,12 +583,12 @@ class Engine:
                     adaptive.note(ended - began, tokens, others=others, partial=True)
                 continue
             stats = sequence.generation.stats
-            if small is not None:
+            if partial_room is not None:
                 stats.partial_rounds += 1
                 stats.partial_ms += 1000 * (ended - began)
-            if sequence in waiting:
+            if sequence in confirming:
                 assert ahead is not None
-                checked = len(waiting[sequence])
+                checked = len(confirming[sequence])
                 if checked:
                     ahead.note_confirmed(1000 * (ended - began), checked, min(each.accepted, checked))
                 continue
@@ -622,14 +628,14 @@ class Engine:
             if sequence.pending > chunk and request.cancelled:
                 return None
             part = tokens[sequence.computed : sequence.computed + chunk]
-            self.cache.begin_first(part, sequence.computed, sequence.number)
+            self.cache.begin_alone(part, sequence.computed, sequence.number)
             if len(part) == sequence.pending:
                 step.append_tip(len(part) - 1)
             else:
                 stats.prefill_passes += 1
             self.passes += 1
             self.programs[names.PREFILL].run()
-            self.cache.commit_first(len(part), None)
+            self.cache.commit_alone(len(part), None)
             sequence.computed += len(part)
         return self.logits(0, 1)
 

@@ -78,25 +78,26 @@ class PartialPasses:
         return (self._step.max_nodes + 1) // rows - 1
 
     def divide(self, sequences: Iterable[Sequence], passes: int) -> tuple[list[Sequence], dict[Sequence, int]]:
-        """Those whose next pass reads the full cache, and those that read their partial ones, with the number of tokens
-        that each may add there. `passes` counts the target's.
+        """Divide sequences by the cache that their next pass reads: those of the full one, and those of the partial one
+        with the number of tokens that each may add there. `passes` counts the target's.
 
-        One pass over the full cache confirms whatever waits.
+        One pass over the full cache confirms all tentative tokens, so any sequence that confirms brings the others.
         """
         full: list[Sequence] = []
-        small: dict[Sequence, int] = {}
+        partial_room: dict[Sequence, int] = {}
         for each in sequences:
-            if room := self._room(each, passes) if each.partial is not None else 0:
-                small[each] = room
+            if room := self._partial_room(each, passes) if each.partial is not None else 0:
+                partial_room[each] = room
             else:
                 full.append(each)
         if any(each.tentative for each in full):
-            full += [each for each in small if each.tentative]
-            small = {each: room for each, room in small.items() if not each.tentative}
-        return full, small
+            full += [each for each in partial_room if each.tentative]
+            partial_room = {each: room for each, room in partial_room.items() if not each.tentative}
+        return full, partial_room
 
-    def _room(self, sequence: Sequence, passes: int) -> int:
-        """Most tokens that the sequence's next pass may add over the partial cache; 0 where it reads the full one."""
+    def _partial_room(self, sequence: Sequence, passes: int) -> int:
+        """Most tokens that the sequence's next pass may add over the partial cache, which is filled where that is due;
+        0 where the pass reads the full cache."""
         partial, ahead, tokens = sequence.partial, sequence.ahead, len(sequence.tokens)
         assert partial is not None
         if ahead is None:
@@ -126,7 +127,7 @@ class PartialPasses:
             stats.refreshes += 1
             stats.retrieved = partial.budget
 
-    def begin_ahead(self, sequence: Sequence) -> int:
+    def begin_pass(self, sequence: Sequence) -> int:
         """The sequence's next pass reads the partial cache, and may make tentative tokens; the first token it feeds."""
         assert sequence.partial is not None
         if sequence.ahead is not None and not sequence.disabled:
@@ -162,13 +163,13 @@ class PartialPasses:
         sequence.partial.give_up(str(error))
         self.retract(sequence)
 
-    def note_step(self, placed: Iterable[Placed], passes: int, *, small: bool) -> None:
-        """A pass over partial caches, or the full one, was committed: a step there; in lossy mode, what fills them."""
+    def note_step(self, placed: Iterable[Placed], passes: int, *, over_partial: bool) -> None:
+        """Take note of a committed pass: partial caches count their steps; in lossy mode, a full pass fills them."""
         for each in placed:
             sequence = each.sequence
             if sequence.partial is None:
                 continue
-            if small:
+            if over_partial:
                 sequence.partial.note_step()
             elif each.root >= 0:
                 mine = each.kept

@@ -27,7 +27,7 @@ from runtime.execution.assembly import Loaded
 from runtime.generation import Generation, Run, Stream
 from runtime.handle import Handle
 from runtime.memory import MemoryUse, memory_use
-from runtime.prefix_cache.cache import PrefixCache, PrefixCacheConfig, row_shapes
+from runtime.prefix_cache.cache import PrefixCache, PrefixCacheConfig, token_shapes
 from runtime.prefix_cache.file import load_prefix_cache, save_prefix_cache
 from runtime.request import Options, Request, check_request
 from runtime.scheduler import Scheduler, SchedulerConfig
@@ -74,7 +74,7 @@ class Runtime:
         self.loaded = Loaded(plan.manifest, backend_plan, driver, engines, self.tokenizer)
         self.prefix_cache = None
         if prefix_cache is not None:
-            self.prefix_cache = PrefixCache(row_shapes(backend_plan), prefix_cache)
+            self.prefix_cache = PrefixCache(token_shapes(backend_plan), prefix_cache)
         self._scheduler_config = scheduler or SchedulerConfig()
         self._scheduler: Scheduler | None = None
         self._making, self._closed = threading.Lock(), False

@@ -32,9 +32,9 @@ class Sequence:
     """State between steps: `tokens`, the last of which is the tip, and `computed`, how many of them have KV.
 
     A step feeds the tokens without KV, so that prefill, decoding, speculation and going on after any cut are one loop.
-    `number` is the branch number of its slots and of its sampling settings. The first `shared` tokens are the prefix,
-    whose KV all sequences of the engine share. Where it runs ahead over the partial cache, tokens from `confirmed` on
-    are tentative.
+    `number` is the branch number of the sequence's slots and of its sampling settings. The first `shared` tokens are
+    the prefix, whose KV all sequences of the engine share. In lossless partial KV, tokens from `confirmed` on are
+    tentative: passes over the partial cache chose them, and a pass over the full one will confirm or retract them.
     """
 
     id: int
@@ -43,18 +43,18 @@ class Sequence:
     shared: int = 0
     computed: int = 0
     confirmed: int | None = None
-    hosts: dict[str, HostDrafter] = field(default_factory=dict)  # those that have been asked, by name
+    host_drafters: dict[str, HostDrafter] = field(default_factory=dict)  # those that have been asked, by name
 
     # Of the generation that runs; set by `Engine.start`.
     request: Request = field(init=False)
     generation: GrowingGeneration = field(init=False)
     end: int = 0  # most tokens that it may come to
-    host: HostDrafter | None = None
-    engine: EngineDrafter | None = None
-    least: int = 1  # tokens that `host` must foresee, else `engine` drafts
+    host_drafter: HostDrafter | None = None
+    engine_drafter: EngineDrafter | None = None
+    least: int = 1  # tokens that `host_drafter` must foresee, else `engine_drafter` drafts
     reach: int = 8  # nodes that a chain may have in a pass of several, by how much of the last ones was accepted
     adaptive: AdaptiveSpeculation | None = None
-    disabled: bool = False  # its drafters are, and do not follow what is committed
+    disabled: bool = False  # its drafters are disabled, and take in no committed tokens
     ahead: RunAhead | None = None
     partial: PartialCache | None = None
     budget: Budget | None = None  # of blocks that `partial` retrieves
@@ -95,7 +95,7 @@ class Sequence:
 
 @dataclass
 class Committed:
-    """What a pass has committed of a sequence; its text has not been looked at yet."""
+    """Tokens that a pass has added to a sequence, committed or `tentative`; their text has not been looked at yet."""
 
     sequence: Sequence
     token_ids: list[int]

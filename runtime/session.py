@@ -59,7 +59,7 @@ class Session:
         if self._engine is None or self._sequence is None:
             engine = self._pool.borrow(ids)
             there = engine.sequences
-            if ids and engine.memory is not None and len(there) == 1 and not engine.prefix and engine.cache.alone:
+            if ids and engine.prefix_cache is not None and len(there) == 1 and not engine.prefix and engine.cache.alone:
                 self._sequence = there[0]
             else:
                 engine.begin()

@@ -15,8 +15,8 @@ class Draft:
     """Drafted nodes behind a tip, ancestors first: `parent[i]` is the node that node i hangs from, -1 for the tip.
 
     `scores` are log-probabilities summed from the tip, a node each, where the drafter knows them; `entropy` is that of
-    the first distribution where it decides the length. `probs` says where the distributions lie that the tokens of a
-    chain were drawn from, for acceptance by rejection: model, buffer and first index.
+    the first distribution where it decides the length. `probs`, f32 `[nodes, vocab]`, are the distributions that the
+    tokens of a chain were drawn from, for acceptance by rejection.
     """
 
     token_ids: Sequence[int] | NDArray[np.int64]

@@ -41,7 +41,7 @@ class Drafting:
     def __init__(self, loaded: Loaded, parts: Assembly, watch: Stopwatch) -> None:
         manifest = loaded.manifest
         self._settings = {drafter.name: drafter for drafter in manifest.drafters}
-        self.engines = {
+        self.engine_drafters = {
             drafter.name: EngineDrafter(
                 drafter,
                 manifest.models[drafter.name],
@@ -64,7 +64,7 @@ class Drafting:
     def begin(self, prefix: List[int], drafters: set[str | None], *, pooled: bool, here: bool) -> None:
         """Sequences behind `prefix` are to come that ask these drafters, or none; its KV may be `here` already."""
         asked = self._of(drafters)
-        for engine in self.engines.values():
+        for engine in self.engine_drafters.values():
             if engine not in asked:
                 engine.arrange(pooled=pooled)
             elif here:
@@ -84,7 +84,7 @@ class Drafting:
 
     def _of(self, drafters: set[str | None]) -> list[EngineDrafter]:
         asked = {name for drafter in drafters for name in (drafter, self._otherwise(drafter))}
-        return [engine for name, engine in self.engines.items() if name in asked]
+        return [engine for name, engine in self.engine_drafters.items() if name in asked]
 
     def _otherwise(self, drafter: str | None) -> str | None:
         settings = self._settings.get(drafter or "")
@@ -96,43 +96,45 @@ class Drafting:
         """`drafter` drafts for the sequence's next generation: n-grams, an engine, or one where the other foresees too
         little."""
         settings = self._settings.get(drafter or "")
-        sequence.host = sequence.engine = None
+        sequence.host_drafter = sequence.engine_drafter = None
         if isinstance(settings, NgramDrafter):
-            if settings.name not in sequence.hosts:
-                sequence.hosts[settings.name] = make_host_drafter(settings)
-            sequence.host, sequence.least = sequence.hosts[settings.name], settings.least
+            if settings.name not in sequence.host_drafters:
+                sequence.host_drafters[settings.name] = make_host_drafter(settings)
+            sequence.host_drafter, sequence.least = sequence.host_drafters[settings.name], settings.least
             if settings.otherwise is not None:
-                sequence.engine = self.engines[settings.otherwise]
+                sequence.engine_drafter = self.engine_drafters[settings.otherwise]
         elif isinstance(settings, GraphDrafter):
-            sequence.engine = self.engines[settings.name]
-        if sequence.engine is not None:
-            sequence.engine.open(sequence)
+            sequence.engine_drafter = self.engine_drafters[settings.name]
+        if sequence.engine_drafter is not None:
+            sequence.engine_drafter.open(sequence)
 
     def catch_up(self, sequence: Sequence, passes: int) -> int:
         """The sequence's drafters take in its tokens; returns how many of these may keep their KV in the target."""
-        if sequence.host is not None:
-            sequence.host.mark_tentative(None)
-            sequence.host.sync(sequence.tokens)  # now: no round is to seem so slow
-        return sequence.computed if sequence.engine is None else sequence.engine.catch_up(sequence, passes)
+        if sequence.host_drafter is not None:
+            sequence.host_drafter.mark_tentative(None)
+            sequence.host_drafter.sync(sequence.tokens)  # now: no round is to seem so slow
+        return (
+            sequence.computed if sequence.engine_drafter is None else sequence.engine_drafter.catch_up(sequence, passes)
+        )
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """The sequence now has `length` tokens, those before them unchanged."""
-        for host in sequence.hosts.values():
+        for host in sequence.host_drafters.values():
             host.truncate(length)
-        for engine in self.engines.values():
+        for engine in self.engine_drafters.values():
             engine.truncate(sequence, length)
 
     def close(self, sequence: Sequence) -> None:
         """The sequence is no more."""
-        for engine in self.engines.values():
+        for engine in self.engine_drafters.values():
             engine.close(sequence)
 
     def mark_tentative(self, sequence: Sequence, length: int | None) -> None:
         """Tokens from `length` on are tentative; None: none are, and those that were have been retracted."""
-        if sequence.host is not None:
-            sequence.host.mark_tentative(length)
-        if sequence.engine is not None:
-            sequence.engine.mark_tentative(sequence, tentative=length is not None)
+        if sequence.host_drafter is not None:
+            sequence.host_drafter.mark_tentative(length)
+        if sequence.engine_drafter is not None:
+            sequence.engine_drafter.mark_tentative(sequence, tentative=length is not None)
 
     # A round.
 
@@ -149,24 +151,24 @@ class Drafting:
         for number, (each, limit) in live.items():
             if limit <= 0:
                 continue
-            if each.host is not None:
+            if each.host_drafter is not None:
                 limit = min(limit, each.reach) if len(live) > 1 else limit
-                foreseen = each.host.foresee(each.tokens, limit)
-                if foreseen >= min(each.least, limit) or each.engine is None:
-                    chains[number] = each.host, foreseen
+                foreseen = each.host_drafter.foresee(each.tokens, limit)
+                if foreseen >= min(each.least, limit) or each.engine_drafter is None:
+                    chains[number] = each.host_drafter, foreseen
                     continue
-            if each.engine is not None:
-                wanting.setdefault(each.engine.name, {})[number] = limit
+            if each.engine_drafter is not None:
+                wanting.setdefault(each.engine_drafter.name, {})[number] = limit
         drafts: dict[int, Draft] = {}
-        for engine in self.engines.values():
-            of_engine = [each for each in following if each.engine is engine]
+        for engine in self.engine_drafters.values():
+            of_engine = [each for each in following if each.engine_drafter is engine]
             if of_engine:
                 drafts |= engine.draft(wanting.get(engine.name, {}), of_engine)
         return self._divide(live, chains, drafts, nodes)
 
     def propose_one(self, sequence: Sequence, limit: int, past: int) -> Mapping[int, Draft | TreeInPlace]:
         """The same for the one sequence that there is, which stands behind `past` slots of the cache that is read."""
-        number, host, engine = sequence.number, sequence.host, sequence.engine
+        number, host, engine = sequence.number, sequence.host_drafter, sequence.engine_drafter
         if sequence.disabled or (host is None and engine is None):
             return {}
         foreseen = 0 if host is None or engine is None else host.foresee(sequence.tokens, limit)
@@ -230,9 +232,9 @@ class Drafting:
         if draft and draft.scores is None:  # the host's
             accepted = count - 1  # what is rejected costs a pass that many share more than it brings
             sequence.reach = 2 * sequence.reach if accepted == len(draft) else accepted + 2
-        if sequence.engine is not None and not sequence.disabled:
+        if sequence.engine_drafter is not None and not sequence.disabled:
             kept = None if placed.kept is None else placed.kept[:count]
-            sequence.engine.commit(sequence, placed.start, count, kept, passes)
+            sequence.engine_drafter.commit(sequence, placed.start, count, kept, passes)
 
     # Sizes of rounds, for devices that record them.
 
@@ -240,11 +242,11 @@ class Drafting:
         """Lay out every size of round that a sequence of `length` tokens may come to; see `EngineDrafter.rounds`."""
         for name, settings in self._settings.items():
             if isinstance(settings, GraphDrafter):
-                yield from self.engines[name].rounds(length, step)
+                yield from self.engine_drafters[name].rounds(length, step)
                 continue
             yield from chain_rounds(length, step, settings.max_draft)
             if settings.otherwise is not None:
-                yield from self.engines[settings.otherwise].extensions(length, 1 + step.max_nodes)
+                yield from self.engine_drafters[settings.otherwise].extensions(length, 1 + step.max_nodes)
 
 
 def _part(tree: Draft, nodes: List[int]) -> Draft:

@@ -215,7 +215,7 @@ class EngineDrafter:
             state.end = window.end
             return missing
         first = self.known(sequence)
-        self.cache.restore(sequence.number, state.end, known - self._lead - state.end)
+        self.cache.claim(sequence.number, state.end, known - self._lead - state.end)
         state.end = known - self._lead
         return [(first, known, self.cache.kv_of(sequence.number))]
 
@@ -231,7 +231,7 @@ class EngineDrafter:
         if state.grown:
             assert kept is not None, "a draft is accepted by tokens that are listed"
             fed = self._step.new_tokens
-            self.cache.commit_first(fed, None)
+            self.cache.commit_alone(fed, None)
             stay = self._keep(kept[1:count])
             self.cache.continue_chain(stay)
             state.end += fed + stay
@@ -310,7 +310,7 @@ class EngineDrafter:
             self._commit_fed(state)
 
     def _commit_fed(self, state: _State) -> None:
-        self.cache.commit_first(self._step.new_tokens, None)
+        self.cache.commit_alone(self._step.new_tokens, None)
         state.end += self._step.new_tokens
 
     def _feed(self, sequence: Sequence, end: int) -> bool:
@@ -332,7 +332,7 @@ class EngineDrafter:
             if window is not None:
                 window.make_room(count)
             self.cache.tidy(count + self._step.reach_of(1))
-            self.cache.begin_first(tokens[first + lead : first + lead + count], first, sequence.number)
+            self.cache.begin_alone(tokens[first + lead : first + lead + count], first, sequence.number)
             if first + count == end:
                 return True
             self._extend.run()
@@ -514,7 +514,7 @@ class EngineDrafter:
             state, token = self._states[each.number], drafted[each.number][0][-1]
             self._tip_position[each.number] += 1
             if alone:
-                self.cache.begin_first([token], state.end, each.number)
+                self.cache.begin_alone([token], state.end, each.number)
                 last = 0
             else:
                 last = self.cache.append([token], state.end, each.number)

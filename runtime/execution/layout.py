@@ -39,9 +39,9 @@ def lay_out_one(
     fed = len(sequence.tokens) - start
     cache.tidy(min(fed, chunk) + (len(draft) if draft is not None else 0))
     if fed > chunk:
-        cache.begin_first(sequence.tokens[start : start + chunk], start, sequence.number)
+        cache.begin_alone(sequence.tokens[start : start + chunk], start, sequence.number)
         return Placed(sequence, start, chunk)
-    cache.begin_first(sequence.tokens[start:], start, sequence.number)
+    cache.begin_alone(sequence.tokens[start:], start, sequence.number)
     root = fed - 1
     step.append_tip(root)
     if draft is None:

@@ -175,7 +175,7 @@ class DraftStep(Step):
         return self.sizes[_TIPS]
 
     def reach_of(self, tips: int) -> int:
-        """Rows that the levels of so many trees append."""
+        """Slots that the levels of so many trees fill."""
         return self._grown * tips
 
     def expect_tips(self, most: int) -> None:

@@ -35,7 +35,7 @@ class KvCache:
     """The slot tables of a model's KV cache, one for each of its rows. A sequence is known by its number.
 
     A step: `begin`, `append` for what each sequence adds, rows in ascending order (`row_of`), the pass, `commit`. For
-    one sequence in row 0, `begin_first` and `commit_first` do without the bookkeeping of rows.
+    one sequence in row 0, `begin_alone` and `commit_alone` do without the bookkeeping of rows.
 
     `window` stands for the rows of a drafter whose cache keeps the beginning and the end of its one sequence alone.
     """
@@ -194,7 +194,7 @@ class KvCache:
         if self._dead:
             self.make_room(most)
 
-    def begin_first(self, tokens: list[int], position: int, number: int) -> None:
+    def begin_alone(self, tokens: list[int], position: int, number: int) -> None:
         """A step of the next tokens of a sequence that has row 0, and of nothing else."""
         self._used, self._aligned = 1, None
         self._step.begin(self._tables[0].length, position, tokens, number)
@@ -217,7 +217,7 @@ class KvCache:
             if self._aligned.valid_lengths[row]:
                 break
 
-    def commit_first(self, count: int, kept: NDArray[np.int64] | None) -> None:
+    def commit_alone(self, count: int, kept: NDArray[np.int64] | None) -> None:
         """Take `count` tokens of a step of row 0: its first ones, or those that `kept` lists, moved there."""
         table = self._tables[0]
         if kept is not None and count and int(kept[count - 1]) >= count:
@@ -262,7 +262,7 @@ class KvCache:
 
     def restore_prefix(self, count: int) -> TokenKv:
         """The prefix begins with so many slots that no step has written; where their KV is to be copied, by tokens."""
-        self._tables[0].restore(count, SHARED, 0)
+        self._tables[0].claim(count, SHARED, 0)
         self._prefix = self._tables[0].length
         self._note_peak()
         return self.prefix_kv()
@@ -314,11 +314,11 @@ class KvCache:
             self._dead = max(0, self._dead + released - trimmed)
         return end
 
-    def restore(self, number: int, first: int, count: int) -> None:
-        """A sequence takes `count` slots from position `first` on that no step has written; see `kv_of`."""
+    def claim(self, number: int, first: int, count: int) -> None:
+        """Give a sequence `count` slots from position `first` on, whose KV the caller writes (`kv_of`), not a step."""
         if self._compact is not None:
             self.make_room(count)
-        self._rows[self.row_of(number)].restore(count, number, first)
+        self._rows[self.row_of(number)].claim(count, number, first)
         self._note_peak()
 
     def kv_of(self, number: int) -> TokenKv:

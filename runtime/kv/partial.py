@@ -93,7 +93,7 @@ class PartialCache:
             return False
         self._summarised = max(self._summarised, settings.candidates(tokens))
         self._front = settings.filled(tokens, self.budget)
-        self._slots.restore(self._front, number, tokens - self._front)  # the last position alone is asked for
+        self._slots.claim(self._front, number, tokens - self._front)  # the last position alone is asked for
         self._steps = 0
         return True
 

@@ -2,7 +2,7 @@
 
 Passes over the partial cache, with the sequence's drafter, make *tentative* tokens. One pass over the full cache takes
 all of them as a chain behind the tip and accepts by the rule of all drafts: what leaves the runtime is the target's.
-This is the policy of one generation: which cache its next pass reads, and the interval.
+This is the policy of one generation: how many tentative tokens there may be before a pass confirms them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ALIKE = 1.5  # contexts whose lengths have no larger quotient cost about the sa
 
 
 class RunAhead:
-    """Whether the next pass of a generation reads the partial cache, by what was measured."""
+    """How far a generation runs ahead over the partial cache, by what was measured."""
 
     def __init__(
         self, interval: Interval, budget: Budget, stats: Stats, ends: Collection[int], *, always: bool

@@ -94,7 +94,7 @@ class SlotTable:
             column[to : to + count] = column[first : first + count]
         self.length = to + count
 
-    def restore(self, count: int, branch: int, position: int) -> None:
+    def claim(self, count: int, branch: int, position: int) -> None:
         """Take `count` slots behind the last one that no step has filled: of a chain, the first at `position`."""
         start, stop = self.length, self.length + count
         self._bim[start:stop] = branch

@@ -98,8 +98,8 @@ class WindowedRow:
         gap = self._gap(known)
         behind = known - self._lead - gap - self._sink
         self.slots.truncate(0)
-        self.slots.restore(self._sink + min(behind, 0), FIRST, 0)
-        self.slots.restore(max(behind, 0), FIRST, self._sink + gap)
+        self.slots.claim(self._sink + min(behind, 0), FIRST, 0)
+        self.slots.claim(max(behind, 0), FIRST, self._sink + gap)
         self._front, self._dropped = self._sink, gap
 
     def _gap(self, known: int) -> int:

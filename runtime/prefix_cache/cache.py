@@ -1,7 +1,7 @@
 """What was computed of earlier sequences, to be found by their tokens (DESIGN section 9, FEATURES rows 20 to 24).
 
 A radix tree says which beginnings are known, and a pool of pages holds their KV: of the target, and of the drafters
-that were asked. Rows are copied in and out, so that no two sequences ever write the same ones.
+that were asked. KV is copied in and out, so that no two sequences ever write the same slots.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from plans.check import buffer_shape
 from plans.errors import RequestError
 from plans.manifest import BackendPlan
 from runtime.kv.token_kv import TokenKv
-from runtime.prefix_cache.page_pool import PAGE, PagePool, PageRun, RowShape
+from runtime.prefix_cache.page_pool import PAGE, PagePool, PageRun, TokenShape
 from runtime.prefix_cache.radix_tree import Match, Node, RadixTree, TreeStats
 from runtime.prefix_cache.stats import PrefixCacheStats
 
@@ -86,7 +86,7 @@ class PrefixMatch:
 class PrefixCache:
     """Safe under threads: one lock holds looking up and referring together. Reading what is held needs none."""
 
-    def __init__(self, shapes: Mapping[str, RowShape], config: PrefixCacheConfig | None = None) -> None:
+    def __init__(self, shapes: Mapping[str, TokenShape], config: PrefixCacheConfig | None = None) -> None:
         """Memory for all of it is taken here. Raises RequestError where the budget is less than two pages."""
         config = config or PrefixCacheConfig()
         affordable = config.memory_bytes // PagePool.page_bytes(shapes)
@@ -269,7 +269,7 @@ class PrefixCache:
     # As data.
 
     @property
-    def shapes(self) -> Mapping[str, RowShape]:
+    def shapes(self) -> Mapping[str, TokenShape]:
         return self._pool.shapes
 
     def export(self) -> tuple[list[dict[str, object]], list[NDArray[np.generic]]]:
@@ -343,13 +343,13 @@ def _since(began: float) -> float:
     return 1000 * (perf_counter() - began)
 
 
-def row_shapes(plan: BackendPlan) -> dict[str, RowShape]:
+def token_shapes(plan: BackendPlan) -> dict[str, TokenShape]:
     """What a token's KV is in each model of a plan, by its buffers; the partial cache's is the target's."""
     shapes, ending = {}, f".{names.KV}"
     for buffer in plan.buffers:
         if buffer.name.endswith(ending) and buffer.name != names.of(names.PARTIAL, names.KV):
             planes, _, heads, _, size = buffer_shape(plan, buffer)
-            shapes[buffer.name.removesuffix(ending)] = RowShape(planes, heads, size, buffer.dtype.numpy)
+            shapes[buffer.name.removesuffix(ending)] = TokenShape(planes, heads, size, buffer.dtype.numpy)
     return shapes
 
 

@@ -84,13 +84,13 @@ class CacheClient:
             here = min(here, len(tokens) - 1)
             computed = max(min(match.lengths.get(names.TARGET, 0), len(tokens) - 1), here)
             if computed > sequence.computed:
-                self._target.restore(number, sequence.computed, computed - sequence.computed)
+                self._target.claim(number, sequence.computed, computed - sequence.computed)
                 self._cache.read(match, names.TARGET, here, computed, self._target.kv_of(number))
                 sequence.computed = computed
-            if sequence.engine is not None:
-                known = min(match.lengths.get(sequence.engine.name, 0), len(tokens) - 1)
-                for first, last, place in sequence.engine.restore(sequence, known):
-                    self._cache.read(match, sequence.engine.name, first, last, place)
+            if sequence.engine_drafter is not None:
+                known = min(match.lengths.get(sequence.engine_drafter.name, 0), len(tokens) - 1)
+                for first, last, place in sequence.engine_drafter.restore(sequence, known):
+                    self._cache.read(match, sequence.engine_drafter.name, first, last, place)
         finally:
             self._cache.release(match)
         return computed - here
@@ -102,7 +102,7 @@ class CacheClient:
     def keep(self, sequence: Sequence, *, wait: bool = True) -> None:
         """Insert what the sequence has KV of; without `wait`, only where nobody else is at the cache."""
         kept = {names.TARGET: (sequence.computed, self._target.kv_of(sequence.number))}
-        for name, drafter in self._drafting.engines.items():
+        for name, drafter in self._drafting.engine_drafters.items():
             if known := drafter.known(sequence):
                 kept[name] = known, drafter.kv_of(sequence)
         self._cache.insert(sequence.tokens[: sequence.computed], kept, wait=wait)

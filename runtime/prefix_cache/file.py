@@ -6,7 +6,7 @@
     header      JSON: what the KV belongs to, and the tree's edges
     payload     KV of every model, edge by edge, `[planes, heads, tokens, size]`
 
-Rows are worth something only behind the very weights, engines and arithmetic that computed them: a file is bound to all
+KV is worth something only behind the very weights, engines and arithmetic that computed them: a file is bound to all
 of these, and refused elsewhere. It is checked whole before anything of it is taken in, and holds data alone.
 """
 
@@ -27,7 +27,7 @@ from plans import names
 from plans.errors import PlanError, RequestError
 from runtime.kv.token_kv import TokenKv
 from runtime.prefix_cache.cache import PrefixCache
-from runtime.prefix_cache.page_pool import RowShape
+from runtime.prefix_cache.page_pool import TokenShape
 
 _MAGIC = b"OUTRPFX1"
 _START = 48  # of the header
@@ -118,7 +118,7 @@ def load_prefix_cache(cache: PrefixCache, path: Path, bound_to: Mapping[str, str
     return _insert_all(cache, header, payload)
 
 
-def _described(shapes: Mapping[str, RowShape]) -> dict[str, _Shape]:
+def _described(shapes: Mapping[str, TokenShape]) -> dict[str, _Shape]:
     return {
         name: _Shape(planes=s.planes, heads=s.heads, size=s.size, dtype=np.dtype(s.dtype).name)
         for name, s in sorted(shapes.items())
@@ -139,7 +139,7 @@ def _read_header(path: Path, data: NDArray[np.uint8]) -> tuple[_Header, int]:
         raise PlanError(f"{path}, {where}: {first['msg']}; remove the file, or save it again.") from None
 
 
-def _check(path: Path, header: _Header, shapes: Mapping[str, RowShape], bound_to: Mapping[str, str]) -> None:
+def _check(path: Path, header: _Header, shapes: Mapping[str, TokenShape], bound_to: Mapping[str, str]) -> None:
     for what in sorted({*bound_to, *header.bound_to}):
         here, there = bound_to.get(what), header.bound_to.get(what)
         if here != there:
@@ -151,7 +151,7 @@ def _check(path: Path, header: _Header, shapes: Mapping[str, RowShape], bound_to
         raise PlanError(f"{path} holds KV of other shapes than this plan's; save it again here.")
 
 
-def _check_payload(path: Path, header: _Header, payload: NDArray[np.uint8], shapes: Mapping[str, RowShape]) -> None:
+def _check_payload(path: Path, header: _Header, payload: NDArray[np.uint8], shapes: Mapping[str, TokenShape]) -> None:
     expected = 0
     for place, edge in enumerate(header.edges):
         if edge.parent >= place or set(edge.valid) - set(shapes) or min(edge.tokens) < 0:

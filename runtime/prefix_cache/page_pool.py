@@ -16,7 +16,7 @@ PAGE = 16  # tokens: a run wastes half a page on average at its end, and a copy 
 
 
 @dataclass(frozen=True)
-class RowShape:
+class TokenShape:
     """What a model has of one token: keys and values of all layers, `planes` of them, in `heads` heads of `size`."""
 
     planes: int
@@ -32,7 +32,7 @@ class RowShape:
 class PagePool:
     """Memory of `pages` pages, taken once. Not safe under threads: whoever owns it has the lock."""
 
-    def __init__(self, shapes: Mapping[str, RowShape], pages: int) -> None:
+    def __init__(self, shapes: Mapping[str, TokenShape], pages: int) -> None:
         self.shapes, self.pages = dict(shapes), pages
         self._kv = {
             model: np.zeros((shape.planes, shape.heads, pages * PAGE, shape.size), shape.dtype)
@@ -46,7 +46,7 @@ class PagePool:
         return sum(kv.nbytes for kv in self._kv.values())
 
     @staticmethod
-    def page_bytes(shapes: Mapping[str, RowShape]) -> int:
+    def page_bytes(shapes: Mapping[str, TokenShape]) -> int:
         return PAGE * sum(shape.nbytes for shape in shapes.values())
 
     @property

@@ -36,7 +36,7 @@ def test_a_drafter_catches_up_with_long_beginnings_over_dead_rows(branching, dra
         nonlocal most
         kind, _, name = self.name.partition(".")
         if name == drafter and kind in ("extend", "draft", "speculate"):
-            (own,) = (engine.drafting.engines[name] for engine in branching.engines.engines)
+            (own,) = (engine.drafting.engine_drafters[name] for engine in branching.engines.engines)
             step = own._step
             reach = 0 if kind == "extend" else step.reach
             assert own.cache.length + step.new_tokens + reach <= step.largest_view
@@ -149,10 +149,10 @@ def poison(monkeypatch: pytest.MonkeyPatch, spared: list[int] | None) -> None:
             kv[:, row][:, :, np.flatnonzero(others)] = 1e30
             kv[:, row][:, :, slots.length :] = -1e30
 
-    begin, begin_first = KvCache.begin, KvCache.begin_first
+    begin, begin_alone = KvCache.begin, KvCache.begin_alone
     monkeypatch.setattr(Engine, "step", noted)
     monkeypatch.setattr(KvCache, "begin", lambda self, *given: (begin(self, *given), poisoned(self)))
-    monkeypatch.setattr(KvCache, "begin_first", lambda self, *given: (begin_first(self, *given), poisoned(self)))
+    monkeypatch.setattr(KvCache, "begin_alone", lambda self, *given: (begin_alone(self, *given), poisoned(self)))
 
 
 @pytest.mark.parametrize("mode", MODES)

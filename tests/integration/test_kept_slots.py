@@ -19,7 +19,7 @@ Fed = tuple[int, int]  # tokens with KV, tokens behind them
 
 
 def drafter_of(session: Session, name: str) -> EngineDrafter:
-    return session.engine.drafting.engines[name]
+    return session.engine.drafting.engine_drafters[name]
 
 
 def kv_of(session: Session, name: str, length: int) -> NDArray[np.float32]:

@@ -59,7 +59,7 @@ def test_kept_indices_are_those_of_the_sequence(data: st.DataObject, window: int
             assert kept.end == end
             at = kept.slots.length
             slots[at : at + count] = range(end, end + count)
-            kept.slots.restore(count, FIRST, end)
+            kept.slots.claim(count, FIRST, end)
             there |= set(range(end, end + count))
             end += count
         elif kind == "truncate":
@@ -104,7 +104,7 @@ def test_without_a_window_nothing_is_dropped() -> None:
     kept, slots = rows(0, 1)
     kept.make_room(1000)
     kept.pass_over(10_000, 20)
-    kept.slots.restore(20, FIRST, 0)
+    kept.slots.claim(20, FIRST, 0)
     assert (kept.end, kept.known, kept.reach) == (20, 21, 21)
     assert len(slots) == 40
     kept.truncate(7)
@@ -115,7 +115,7 @@ def test_what_a_long_prompt_drops_is_not_computed() -> None:
     kept, _ = rows(WINDOW, 0)
     kept.pass_over(25, 5)
     assert kept.end == 0  # the sink is
-    kept.slots.restore(5, FIRST, 0)
+    kept.slots.claim(5, FIRST, 0)
     kept.pass_over(25, 10)
     assert kept.end == 10
     kept.pass_over(25, 25)

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from plans.errors import RequestError
 from runtime.kv.token_kv import TokenKv
 from runtime.prefix_cache.cache import PrefixCache, PrefixCacheConfig
-from runtime.prefix_cache.page_pool import PAGE, PagePool, RowShape
+from runtime.prefix_cache.page_pool import PAGE, PagePool, TokenShape
 
-SHAPES = {"target": RowShape(2, 1, 3, np.float32), "head": RowShape(2, 1, 2, np.float32)}
+SHAPES = {"target": TokenShape(2, 1, 3, np.float32), "head": TokenShape(2, 1, 2, np.float32)}
 
 
 def kv_of(model: str, tokens: list[int]) -> NDArray[np.float32]:
