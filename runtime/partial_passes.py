@@ -51,7 +51,7 @@ class PartialPasses:
             each.reset()
 
     def begin(self, sequence: Sequence) -> None:
-        """A generation of the sequence begins."""
+        """Prepare a generation of the sequence, as its request asks for partial KV."""
         request, tokens = sequence.request, len(sequence.tokens)
         sequence.partial = sequence.ahead = None
         sequence.queries = None
@@ -73,7 +73,7 @@ class PartialPasses:
 
     @property
     def _most_tentative(self) -> int:
-        """Tokens of a sequence that a pass can confirm, whatever it confirms of those in other rows."""
+        """Number of a sequence's tokens that a pass can confirm, however many it confirms in other rows."""
         rows = 1 if self._full.pooled else self._target.rows
         return (self._step.max_nodes + 1) // rows - 1
 
@@ -113,8 +113,8 @@ class PartialPasses:
         return room if room and partial.ready(tokens) else 0
 
     def _fill(self, sequence: Sequence, passes: int) -> None:
-        """Fill the sequence's partial cache, unless it stands for the same, by the queries of a pass over the full one:
-        where that was the last pass, they are there still."""
+        """Fill the sequence's partial cache, unless it is up to date, by the queries of a pass over the full one; the
+        next pass overwrites these."""
         partial, budget, stats = sequence.partial, sequence.budget, sequence.generation.stats
         assert partial is not None
         assert budget is not None
@@ -128,7 +128,7 @@ class PartialPasses:
             stats.retrieved = partial.budget
 
     def begin_pass(self, sequence: Sequence) -> int:
-        """The sequence's next pass reads the partial cache, and may make tentative tokens; the first token it feeds."""
+        """Prepare a pass over the partial cache, which may make tentative tokens; return the first token to feed."""
         assert sequence.partial is not None
         if sequence.ahead is not None and not sequence.disabled:
             sequence.confirmed = len(sequence.tokens) if sequence.confirmed is None else sequence.confirmed
@@ -136,7 +136,7 @@ class PartialPasses:
         return sequence.partial.computed
 
     def to_confirm(self, sequence: Sequence) -> Draft:
-        """The sequence's tentative tokens as a chain behind its tip: a draft now, and nothing else any more."""
+        """Retract the sequence's tentative tokens, and return them as a draft: a chain behind its tip."""
         assert sequence.confirmed is not None
         limit = min(self._most_tentative, sequence.end - sequence.confirmed - 1)
         chain = sequence.tentative[: max(limit, 0)]
@@ -144,7 +144,7 @@ class PartialPasses:
         return Draft(chain, range(-1, len(chain) - 1))
 
     def retract(self, sequence: Sequence) -> None:
-        """Forget the sequence's tentative tokens, and all that came of them."""
+        """Discard the sequence's tentative tokens, with their KV and what drafters know of them."""
         if sequence.confirmed is None:
             return
         confirmed, sequence.confirmed = sequence.confirmed, None
@@ -158,7 +158,7 @@ class PartialPasses:
             sequence.ahead.over = False
 
     def give_up(self, sequence: Sequence, error: PlanError) -> None:
-        """A pass over the partial cache came to nothing: the sequence goes on over the full one."""
+        """Let the sequence go on over the full cache for good, after a pass over the partial one has failed."""
         assert sequence.partial is not None
         sequence.partial.give_up(str(error))
         self.retract(sequence)

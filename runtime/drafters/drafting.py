@@ -1,4 +1,4 @@
-"""What proposes tokens for the sequences of a pass, and how the nodes that it verifies are divided among them.
+"""Propose tokens for the sequences of a pass, and divide the nodes that the pass verifies among the sequences.
 
 A pass verifies so many nodes. Where more are drafted, every sequence has its share, and what one does not need goes to
 the others; of trees, the nodes that are likeliest of all are taken.
@@ -62,7 +62,7 @@ class Drafting:
     # Between runs.
 
     def begin(self, prefix: List[int], drafters: set[str | None], *, pooled: bool, here: bool) -> None:
-        """Sequences behind `prefix` are to come that ask these drafters, or none; its KV may be `here` already."""
+        """Expect sequences behind `prefix` that ask these drafters, or none; the prefix may have KV `here` already."""
         asked = self._of(drafters)
         for engine in self.engine_drafters.values():
             if engine not in asked:
@@ -79,7 +79,7 @@ class Drafting:
 
     @property
     def of_prefix(self) -> List[EngineDrafter]:
-        """The engines whose KV of the prefix sequences are to find."""
+        """Engine drafters that compute KV of the prefix."""
         return self._prefix_engines
 
     def _of(self, drafters: set[str | None]) -> list[EngineDrafter]:
@@ -93,8 +93,8 @@ class Drafting:
     # A sequence.
 
     def attach(self, sequence: Sequence, drafter: str | None) -> None:
-        """`drafter` drafts for the sequence's next generation: n-grams, an engine, or one where the other foresees too
-        little."""
+        """Let `drafter` draft for the sequence's next generation: n-grams, an engine, or an engine where
+        n-grams foresee too little."""
         settings = self._settings.get(drafter or "")
         sequence.host_drafter = sequence.engine_drafter = None
         if isinstance(settings, NgramDrafter):
@@ -109,7 +109,7 @@ class Drafting:
             sequence.engine_drafter.open(sequence)
 
     def catch_up(self, sequence: Sequence, passes: int) -> int:
-        """The sequence's drafters take in its tokens; returns how many of these may keep their KV in the target."""
+        """Let the sequence's drafters take in its tokens; return how many tokens may keep their KV in the target."""
         if sequence.host_drafter is not None:
             sequence.host_drafter.mark_tentative(None)
             sequence.host_drafter.sync(sequence.tokens)  # now: no round is to seem so slow
@@ -118,19 +118,19 @@ class Drafting:
         )
 
     def truncate(self, sequence: Sequence, length: int) -> None:
-        """The sequence now has `length` tokens, those before them unchanged."""
+        """Drop what drafters know of a sequence behind its first `length` tokens."""
         for host in sequence.host_drafters.values():
             host.truncate(length)
         for engine in self.engine_drafters.values():
             engine.truncate(sequence, length)
 
     def close(self, sequence: Sequence) -> None:
-        """The sequence is no more."""
+        """Drop a sequence from all drafters."""
         for engine in self.engine_drafters.values():
             engine.close(sequence)
 
     def mark_tentative(self, sequence: Sequence, length: int | None) -> None:
-        """Tokens from `length` on are tentative; None: none are, and those that were have been retracted."""
+        """Tell the drafters that tokens from `length` on are tentative; None: tentative tokens have been retracted."""
         if sequence.host_drafter is not None:
             sequence.host_drafter.mark_tentative(length)
         if sequence.engine_drafter is not None:
@@ -167,7 +167,7 @@ class Drafting:
         return self._divide(live, chains, drafts, nodes)
 
     def propose_one(self, sequence: Sequence, limit: int, past: int) -> Mapping[int, Draft | TreeInPlace]:
-        """The same for the one sequence that there is, which stands behind `past` slots of the cache that is read."""
+        """Propose for one sequence that is alone, behind `past` slots of the cache that is read."""
         number, host, engine = sequence.number, sequence.host_drafter, sequence.engine_drafter
         if sequence.disabled or (host is None and engine is None):
             return {}
@@ -199,7 +199,7 @@ class Drafting:
         drafts: dict[int, Draft],
         budget: int,
     ) -> dict[int, Draft]:
-        """What of it goes into the pass. By rejection, tokens depend on a draft: it is taken whole."""
+        """Choose the nodes of each draft that go into the pass. A rejecting draft is taken whole: tokens depend on it."""
         whole = {n: draft for n, draft in drafts.items() if draft.probs is not None}
         trees = {n: draft for n, draft in drafts.items() if draft.probs is None}
         nodes = [
@@ -227,7 +227,7 @@ class Drafting:
         return draft
 
     def commit(self, placed: Placed, count: int, draft: Draft | TreeInPlace | None, passes: int) -> None:
-        """A pass has given `count` tokens of a sequence KV; of what was drafted, it had the nodes of `draft`."""
+        """Tell the drafters that a pass gave KV to `count` tokens of a sequence; it verified the nodes of `draft`."""
         sequence = placed.sequence
         if draft and draft.scores is None:  # the host's
             accepted = count - 1  # what is rejected costs a pass that many share more than it brings
@@ -250,7 +250,7 @@ class Drafting:
 
 
 def _part(tree: Draft, nodes: List[int]) -> Draft:
-    """The draft of some of a tree's nodes, ascending, with whom all of their ancestors are."""
+    """Cut a tree to some of its nodes, ascending, which include all of their ancestors."""
     place = {-1: -1} | {node: index for index, node in enumerate(nodes)}
     scores = None if tree.scores is None else [tree.scores[node] for node in nodes]
     return Draft(
@@ -262,7 +262,7 @@ def _part(tree: Draft, nodes: List[int]) -> Draft:
 
 
 def divide(budget: int, wanted: Mapping[int, int]) -> dict[int, int]:
-    """Shares of a budget: what is wanted, or where that is too much, as even as can be."""
+    """Share a budget: each gets what it wants or, where that is too much in all, as even a share as can be."""
     shares = {}
     left = max(0, budget)
     for rest, (who, want) in zip(

@@ -35,7 +35,7 @@ _LOG = logging.getLogger("outrider")
 
 @dataclass
 class _State:
-    """What the drafter has of one sequence.
+    """State of the drafter for one sequence.
 
     KV up to position `end`, and where the features of tokens `first` and on lie: `features`, token indices of the
     target's pass number `passes`.
@@ -52,8 +52,8 @@ class _State:
 
 
 class EngineDrafter:
-    """Owns its KV cache, and what it knows of each sequence, by number. What drafting appends is dropped by length, but
-    for the KV of a draft model's accepted nodes, where one sequence is all that there is."""
+    """Owner of its KV cache and of its state for each sequence, by number. KV of drafted nodes is dropped by length,
+    but for that of a draft model's accepted nodes where one sequence is alone."""
 
     def __init__(
         self, settings: GraphDrafter, geometry: Geometry, parts: Assembly, watch: Stopwatch, *, keeps_levels: bool
@@ -98,7 +98,7 @@ class EngineDrafter:
         self._prefix, self._prefix_synced = [], 0
 
     def has_prefix(self, prefix: List[int]) -> bool:
-        """Whether all that can be known of the prefix has KV here."""
+        """Whether all tokens of the prefix that can have KV here do."""
         return self._prefix == list(prefix) and self._prefix_synced == len(self._prefix)
 
     def rewind(self) -> None:
@@ -107,12 +107,12 @@ class EngineDrafter:
         self._states.clear()
 
     def begin(self, prefix: List[int], *, pooled: bool) -> None:
-        """Forget everything; sequences behind `prefix` are to come."""
+        """Forget everything, and expect sequences behind `prefix`."""
         self.arrange(pooled=pooled)
         self._prefix = list(prefix)
 
     def sync_prefix(self, first: int, count: int) -> None:
-        """A pass has given `count` tokens of the prefix KV, from `first` on: take them in."""
+        """Take in `count` tokens of the prefix from `first` on, to which a pass of the target has given KV."""
         end = first + count
         if self.paired and end == len(self._prefix):
             feature = names.TARGET, names.FEATURES
@@ -130,24 +130,24 @@ class EngineDrafter:
         self._prefix_synced = end
 
     def restore_prefix(self, tokens: int) -> None:
-        """The prefix begins with so many tokens whose KV has been copied here."""
+        """Count so many leading tokens of the prefix as computed: their KV has been copied here."""
         self._prefix_synced = tokens
 
     # A sequence.
 
     def open(self, sequence: Sequence) -> None:
-        """A sequence begins, which may ask this drafter; again changes nothing."""
+        """Open a sequence that may ask this drafter; a second time changes nothing."""
         if sequence.number not in self._states:
             self.cache.open(sequence.number)
             self._states[sequence.number] = _State(max(0, len(self._prefix) - self._lead))
 
     def close(self, sequence: Sequence) -> None:
-        """The sequence is no more."""
+        """Drop the state and the KV of a sequence."""
         if self._states.pop(sequence.number, None) is not None:
             self.cache.close(sequence.number)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
-        """The sequence now has `length` tokens, those before them unchanged."""
+        """Drop KV and features of a sequence behind its first `length` tokens."""
         state = self._states.get(sequence.number)
         if state is None:
             return
@@ -158,14 +158,14 @@ class EngineDrafter:
         state.features = state.features[: max(length - state.first, 0)]
 
     def mark_tentative(self, sequence: Sequence, *, tentative: bool) -> None:
-        """Whether features are of tokens that may be retracted: when they were, discard them."""
+        """Note whether features from now on are of tentative tokens; discard features of retracted ones."""
         state = self._states[sequence.number]
         if state.tentative and not tentative:
             state.features = state.features[:0]
         state.tentative = tentative
 
     def catch_up(self, sequence: Sequence, passes: int) -> int:
-        """The drafter takes in the sequence's tokens; returns how many of these may keep their KV in the target.
+        """Take in the sequence's tokens; return how many of them may keep their KV in the target.
 
         Features of those behind are computed again. `passes` counts the target's passes: what others than the last one
         gave is lost.
@@ -192,7 +192,7 @@ class EngineDrafter:
         return min(computed, kept)
 
     def known(self, sequence: Sequence) -> int:
-        """Leading tokens of the sequence that have KV here, as far as they can."""
+        """Number of leading tokens of the sequence that have KV here, as far as they can."""
         state = self._states.get(sequence.number)
         if state is None:
             return 0
@@ -201,7 +201,7 @@ class EngineDrafter:
         return state.end + self._lead if state.end else 0
 
     def restore(self, sequence: Sequence, known: int) -> list[tuple[int, int, TokenKv]]:
-        """The sequence, behind no prefix, has KV of so many leading tokens from now on.
+        """Claim slots for so many leading tokens of a sequence behind no prefix.
 
         Returns what is to be copied for that: the first token, the one behind the last, and where to.
         """
@@ -220,13 +220,14 @@ class EngineDrafter:
         return [(first, known, self.cache.kv_of(sequence.number))]
 
     def kv_of(self, sequence: Sequence) -> TokenKv:
-        """The KV of the sequence's leading tokens, where it stands behind no prefix."""
+        """KV of the leading tokens of a sequence behind no prefix."""
         return self.cache.kv_of(sequence.number) if self.cache.window is None else self.cache.window.leading
 
     # A round.
 
     def commit(self, sequence: Sequence, start: int, count: int, kept: NDArray[np.int64] | None, passes: int) -> None:
-        """A pass has given the sequence `count` tokens KV, from `start` on: the first of the step, or those listed."""
+        """Take note that a pass of the target has given KV to `count` tokens of the sequence from `start` on: the first
+        of the step, or the `kept` ones."""
         state = self._states[sequence.number]
         if state.grown:
             assert kept is not None, "a draft is accepted by tokens that are listed"
@@ -245,7 +246,7 @@ class EngineDrafter:
         state.passes = passes
 
     def _keep(self, path: NDArray[np.int64]) -> int:
-        """How many of the accepted nodes `path` have KV that stays; it then follows the tip's."""
+        """Keep the KV of accepted nodes `path` behind the tip's; return of how many."""
         if not self._keeps_levels:
             return 0  # a head's was computed from hidden states of its own, not from the target's features
         if self._tree_slots is None:
@@ -253,7 +254,7 @@ class EngineDrafter:
         return self._tree_slots.gather(self.cache.length, path)
 
     def _feature_of(self, sequence: Sequence, index: int) -> int | None:
-        """Where the feature of token `index` lies, None where it is lost or not there yet."""
+        """Index of the feature of token `index` in the target's buffer; None where it is lost or not there yet."""
         state = self._states[sequence.number]
         if index == sequence.shared - 1:
             return self._kept_feature
@@ -261,7 +262,7 @@ class EngineDrafter:
         return int(state.features[at]) if 0 <= at < len(state.features) else None
 
     def _end(self, sequence: Sequence) -> int:
-        """Up to where KV can be computed now."""
+        """End of the tokens whose KV can be computed now."""
         if not self.paired:
             return len(sequence.tokens)
         state = self._states[sequence.number]
@@ -302,7 +303,7 @@ class EngineDrafter:
         return TreeInPlace(names.speculate(self.name), min(nodes, 1 + limit) if cut else nodes, self._score[0])
 
     def sync(self, sequence: Sequence) -> None:
-        """Take in what the last pass left, before one without this drafter replaces it."""
+        """Take in the features of the last pass, before a pass without this drafter replaces them."""
         state = self._states[sequence.number]
         state.grown = False
         if self.paired and self._feed(sequence, self._end(sequence)):
@@ -314,7 +315,7 @@ class EngineDrafter:
         state.end += self._step.new_tokens
 
     def _feed(self, sequence: Sequence, end: int) -> bool:
-        """Lay out what makes the KV end at `end`; False where nothing does, or features are gone.
+        """Lay out the tokens up to `end` that lack KV; False where there are none, or their features are gone.
 
         More than a step holds goes in with passes of its own.
         """
@@ -343,7 +344,7 @@ class EngineDrafter:
     def draft(
         self, wanting: Mapping[int, int], following: List[Sequence], *, in_place: bool = False
     ) -> dict[int, Draft]:
-        """Drafts by number, behind the tips of the sequences that are `wanting`: at most so many nodes where it draws
+        """Draft behind the tips of the sequences that are `wanting`, by number: at most so many nodes where it draws
         a token at a time.
 
         A head takes in what all that are `following` it have committed. With `in_place`, the target's step is to hold
@@ -365,7 +366,7 @@ class EngineDrafter:
         return {number: self._read(tree, wanting[number]) for tree, number in self._trees(grown)}
 
     def _feed_all(self, waiting: list[Sequence], tips: set[int]) -> list[tuple[int, int, int]]:
-        """Lay out what the sequences lack; more than a step holds goes in with passes of its own.
+        """Lay out the tokens that lack KV; what a step has no room for gets passes of its own.
 
         Returns the tips that trees grow from, in the step that is laid out: row, index, number. Without any, all of it
         has run.
@@ -392,7 +393,7 @@ class EngineDrafter:
             self.cache.commit()
 
     def _lay_out(self, waiting: list[Sequence], tips: set[int]) -> list[tuple[int, int, int]]:
-        """Lay out what sequences lack, as many of them as there is room for; they are `waiting` no more."""
+        """Lay out tokens that lack KV, of as many sequences as there is room for, and take these out of `waiting`."""
         step, grown = self._step, []
         while waiting:
             sequence = waiting[0]
@@ -413,7 +414,7 @@ class EngineDrafter:
         return grown
 
     def _trees(self, grown: List[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
-        """Index of each tree in the drafter's buffers, and the number of its sequence."""
+        """Yield the index of each tree in the drafter's buffers, and the number of its sequence."""
         place, row, each = 0, -1, self._step.tips
         for at, _, number in grown:
             place = place + 1 if at == row else 0
@@ -433,12 +434,12 @@ class EngineDrafter:
         )
 
     def _probs_of(self, tree: int) -> NDArray[np.float32]:
-        """The distributions that a chain's tokens were drawn from, f32 `[nodes - 1, vocab]`."""
+        """Copy the distributions that a chain's tokens were drawn from, f32 `[nodes - 1, vocab]`."""
         first = tree * self._nodes
         return self._buffers.rows(self.name, names.DRAFT_PROBS, first + 1, first + self._nodes).copy()
 
     def _draft_chains(self, waiting: list[Sequence], wanting: Mapping[int, int], in_place: bool) -> dict[int, Draft]:
-        """Chains a token a run of the engine, each as long as its first distribution says (EGAG, FEATURES row 15)."""
+        """Draft chains, a token a run of the engine, as long as the first distribution says (EGAG, FEATURES row 15)."""
         settings, by_number = self.settings.entropy, {each.number: each for each in waiting}
         assert settings is not None
         assert self._entropy is not None
@@ -501,7 +502,7 @@ class EngineDrafter:
     def _go_on(
         self, chains: List[Sequence], drafted: Mapping[int, tuple[list[int], list[float], list[NDArray[np.float32]]]]
     ) -> list[tuple[int, int, int]]:
-        """Lay out the last token of each chain that goes on; the tips in that step."""
+        """Lay out the last token of each chain that goes on; return the tips of that step."""
         grown: list[tuple[int, int, int]] = []
         alone = self.cache.alone
         if not chains:
@@ -585,7 +586,7 @@ class _TreeSlots:
         )
 
     def gather(self, start: int, path: NDArray[np.int64]) -> int:
-        """Move those of the nodes on `path`, which begins at a child of the root, to `start`; return how many.
+        """Move the KV of the nodes on `path`, which begins at a child of the root, to `start`; return of how many.
 
         Only the last node may have none: levels run whatever has a child. The slots ascend.
         """

@@ -32,7 +32,7 @@ _MANY_DEAD = 64
 
 
 class KvCache:
-    """The slot tables of a model's KV cache, one for each of its rows. A sequence is known by its number.
+    """Slot tables of a model's KV cache, one for each of its rows. A sequence is known by its number.
 
     A step: `begin`, `append` for what each sequence adds, rows in ascending order (`row_of`), the pass, `commit`. For
     one sequence in row 0, `begin_alone` and `commit_alone` do without the bookkeeping of rows.
@@ -97,7 +97,7 @@ class KvCache:
 
     @property
     def tables(self) -> Sequence[SlotTable]:
-        """Those of all rows that there are."""
+        """Slots of all rows."""
         return self._tables
 
     @property
@@ -107,7 +107,7 @@ class KvCache:
 
     @property
     def length(self) -> int:
-        """Slots that the fullest row has committed."""
+        """Number of committed slots of the fullest row."""
         return max(table.length for table in self._rows)
 
     @property
@@ -119,7 +119,7 @@ class KvCache:
         return 0 if self._pooled else number
 
     def room(self, number: int) -> int:
-        """Slots that are free in the sequence's row."""
+        """Number of free slots in the sequence's row."""
         return self._step.largest_view - self._rows[self.row_of(number)].length
 
     def holds(self, ends: Sequence[int], chunk: int) -> bool:
@@ -130,13 +130,13 @@ class KvCache:
         return sum(ends) <= room if self._pooled else max(ends) <= room
 
     def width(self, numbers: Collection[int]) -> int:
-        """Most tokens that each row may add in a step of these: a rectangle of them is all that a step has."""
+        """Most tokens that each row may add in a step of these sequences; padded rows are a rectangle within a step."""
         if self.alignment is None or not numbers:
             return self._step.most
         return self._step.most // (1 + max(map(self.row_of, numbers)))
 
     def fit(self, chains: Mapping[int, int], nodes: Mapping[int, int]) -> dict[int, int]:
-        """How many of the nodes drafted for each sequence there is room for, behind chains of all sequences."""
+        """Number of each sequence's drafted nodes that there is room for, behind the chains of all sequences."""
         view = self._step.largest_view
         if self._pooled:
             left = view - self._tables[0].length - sum(chains.values())
@@ -177,7 +177,7 @@ class KvCache:
     # A step.
 
     def begin(self, tokens: Mapping[int, int]) -> None:
-        """An empty step behind all rows, for so many tokens of each of these sequences; none: for the prefix."""
+        """Begin an empty step behind all rows, for so many tokens of each of these sequences; none: for the prefix."""
         self._used = 1 + max(map(self.row_of, tokens), default=0)
         used = self._rows[: self._used]
         self._aligned = None
@@ -195,16 +195,16 @@ class KvCache:
             self.make_room(most)
 
     def begin_alone(self, tokens: list[int], position: int, number: int) -> None:
-        """A step of the next tokens of a sequence that has row 0, and of nothing else."""
+        """Lay out a whole step: the next tokens of a sequence that is alone in row 0."""
         self._used, self._aligned = 1, None
         self._step.begin(self._tables[0].length, position, tokens, number)
 
     def append(self, tokens: Sequence[int], position: int, number: int) -> int:
-        """Lay out the next tokens of a sequence; the index of the last one in the step."""
+        """Lay out the next tokens of a sequence; return the index of the last one in the step."""
         return self._step.append_chain(tokens, position, number, self.row_of(number))
 
     def close_row(self, number: int) -> None:
-        """The step has all of a sequence's tokens."""
+        """End the tokens of a sequence in the step."""
         if self._aligned is not None:
             self._pad_rows(self.row_of(number) + 1)
 
@@ -218,7 +218,7 @@ class KvCache:
                 break
 
     def commit_alone(self, count: int, kept: NDArray[np.int64] | None) -> None:
-        """Take `count` tokens of a step of row 0: its first ones, or those that `kept` lists, moved there."""
+        """Commit KV of a step of row 0: of its first `count` tokens, or of those that `kept` lists, moved there."""
         table = self._tables[0]
         if kept is not None and count and int(kept[count - 1]) >= count:
             moved = np.count_nonzero(kept[:count] != np.arange(count))
@@ -227,7 +227,7 @@ class KvCache:
         self.peak_slots = max(self.peak_slots, table.length)
 
     def commit(self, kept: NDArray[np.int64] | None = None) -> None:
-        """Take the step's tokens, or those that `kept` lists, which have been moved together in their rows."""
+        """Commit KV of the step's tokens, or of those that `kept` lists, which were moved together in their rows."""
         step = self._step
         if kept is None:
             kept = np.arange(step.new_tokens)
@@ -246,7 +246,7 @@ class KvCache:
         self._note_peak()
 
     def continue_chain(self, count: int) -> None:
-        """Take `count` slots behind the last one of row 0 that continue its sequence: a draft's levels wrote them."""
+        """Commit `count` slots behind the last one of row 0, which the levels of a draft have filled."""
         self._tables[0].continue_chain(count)
 
     def _note_peak(self) -> None:
@@ -255,26 +255,26 @@ class KvCache:
     # The prefix that all sequences share.
 
     def commit_prefix(self, count: int) -> None:
-        """The step's `count` tokens were the next ones of the prefix."""
+        """Commit the step's `count` tokens as the next ones of the prefix."""
         self._tables[0].commit(count, kept=None, owner=SHARED)
         self._prefix = self._tables[0].length
         self._note_peak()
 
     def restore_prefix(self, count: int) -> TokenKv:
-        """The prefix begins with so many slots that no step has written; where their KV is to be copied, by tokens."""
+        """Claim so many slots for the beginning of the prefix; return where its KV is to be copied, by tokens."""
         self._tables[0].claim(count, SHARED, 0)
         self._prefix = self._tables[0].length
         self._note_peak()
         return self.prefix_kv()
 
     def prefix_kv(self) -> TokenKv:
-        """The prefix's KV by its tokens."""
+        """KV of the prefix by its tokens."""
         return TokenKv(self._buffers.of(self._model, names.KV)[:, 0], self._lead)
 
     # Sequences.
 
     def open(self, number: int) -> None:
-        """A sequence begins; its row has the prefix from now on."""
+        """Open a sequence; its row gets a copy of the prefix where it has none."""
         self._open.add(number)
         row = self.row_of(number)
         table = self._rows[row]
@@ -286,7 +286,7 @@ class KvCache:
             self.alignment.open(row, self._prefix)
 
     def close(self, number: int) -> None:
-        """The sequence is over: no other sees its slots."""
+        """Close a sequence: its slots belong to nobody."""
         self._open.discard(number)
         if not self._pooled or not self._open:  # nothing of the row is anybody's but the prefix
             self._rows[self.row_of(number)].truncate(self._prefix)
@@ -300,7 +300,7 @@ class KvCache:
             self._dead += self._tables[0].release(number)
 
     def truncate(self, number: int, end: int) -> int:
-        """Drop the KV of a sequence from position `end` on; where it now ends, which a window's gap may make less."""
+        """Drop the KV of a sequence from position `end` on; return its new end, which a window's gap may make less."""
         if self.window is not None:
             self.window.truncate(end)
             return self.window.end
@@ -322,7 +322,7 @@ class KvCache:
         self._note_peak()
 
     def kv_of(self, number: int) -> TokenKv:
-        """The KV of a sequence behind no prefix, by its tokens."""
+        """KV of a sequence behind no prefix, by its tokens."""
         kv = self._buffers.of(self._model, names.KV)
         if self._pooled and self._compact is not None:  # slots of others may lie between
             return TokenKv(kv[:, 0], self._lead, np.flatnonzero(self._tables[0].owners == number))
@@ -335,7 +335,7 @@ class KvCache:
 
 
 def _moves(table: SlotTable, reach: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """Live slots behind dead ones, ascending, in parts that lie within `reach` slots, and where each part goes."""
+    """Yield live slots behind dead ones, ascending, in parts within `reach` slots, and where each part goes."""
     alive = np.flatnonzero(table.owners != EMPTY)
     to = int(np.argmax(alive != np.arange(len(alive)))) if len(alive) and alive[-1] >= len(alive) else len(alive)
     while to < len(alive):
