@@ -565,9 +565,12 @@ class Engine:
         ended: float,
     ) -> None:
         """Tell adaptive speculation and partial KV what the pass cost and brought."""
-        settled = all(each.fed == 1 for each in placed)  # a pass that also catches up tells nothing
-        together = sum(len(each.token_ids) for each in found)
-        by_drafts = any(each.drafted for each in placed)
+        settled, by_drafts, together = True, False, 0
+        for laid in placed:  # loops, not generators: every round pays for this
+            settled = settled and laid.fed == 1  # a pass that also catches up tells nothing
+            by_drafts = by_drafts or laid.drafted > 0
+        for committed in found:
+            together += len(committed.token_ids)
         for each in found:
             sequence, adaptive, ahead = each.sequence, each.sequence.adaptive, each.sequence.ahead
             if each.error is not None:

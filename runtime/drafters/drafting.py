@@ -199,7 +199,7 @@ class Drafting:
         drafts: dict[int, Draft],
         budget: int,
     ) -> dict[int, Draft]:
-        """Choose the nodes of each draft that go into the pass. A rejecting draft is taken whole: tokens depend on it."""
+        """Choose the nodes of each draft for the pass. A rejecting draft is taken whole: tokens depend on it."""
         whole = {n: draft for n, draft in drafts.items() if draft.probs is not None}
         trees = {n: draft for n, draft in drafts.items() if draft.probs is None}
         nodes = [
