@@ -37,7 +37,7 @@ Memory = Mapping[str, Tensor]  # buffers and views by name, at their largest sha
 
 
 def problems(manifest: Manifest) -> Iterator[str]:
-    """What is wrong, a clause each. A later one is only meaningful when there is no earlier one."""
+    """List faults of a plan, a clause each. A later one is only meaningful when there is no earlier one."""
     if names.TARGET not in manifest.models:
         yield f"models: {names.TARGET!r} is missing"
         return
@@ -97,7 +97,7 @@ def buffer_shape(backend: BackendPlan, buffer: Tensor) -> tuple[int, ...]:
 
 
 def session_bytes(backend: BackendPlan) -> int:
-    """What the buffers of one session take."""
+    """Bytes that the buffers of one session take."""
     return sum(prod(buffer_shape(backend, buffer)) * buffer.dtype.itemsize for buffer in backend.buffers)
 
 
@@ -233,7 +233,7 @@ def _engine(engine: Engine) -> Iterator[str]:
 
 
 class _Names:
-    """What a stage may name: memory and engines of one backend."""
+    """Names that a stage may use: memory and engines of one backend."""
 
     def __init__(self, memory: Memory, backend: BackendPlan, partial: PartialKv | None) -> None:
         self._memory, self._backend, self._partial = memory, backend, partial

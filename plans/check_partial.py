@@ -14,7 +14,7 @@ _OF_TARGET = (names.KV, names.QUERIES, names.KEPT_INDICES, names.KEPT_COUNT)
 
 
 def partial_problems(partial: PartialKv, manifest: Manifest) -> Iterator[str]:
-    """Of the settings, beside the rest of the plan."""
+    """Yield faults of the settings, beside the rest of the plan."""
     target, step = manifest.target, 2 + longest_draft(manifest.drafters)
     if not step <= partial.n_spec_tokens_buf <= target.prefill_chunk:
         yield (

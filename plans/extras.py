@@ -1,4 +1,4 @@
-"""What to install where an optional package is missing."""
+"""Advice on installing an optional package that is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What figures were measured on, and what a process took of it."""
+"""The machine that figures were measured on, and the memory that a process took."""
 
 from __future__ import annotations
 

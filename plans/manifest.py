@@ -47,7 +47,7 @@ class Geometry(Strict):
 
 
 class Text(Strict):
-    """What turns text into tokens and back. Files lie in `tokenizer/`."""
+    """The tokenizer, which turns text into tokens and back. Files lie in `tokenizer/`."""
 
     eos_token_ids: tuple[int, ...]
     bos_token: str | None = None
@@ -171,7 +171,7 @@ class Stage(Strict):
 
 
 class Results(Strict):
-    """Where a program leaves what the host reads."""
+    """Buffers in which a program leaves results for the host."""
 
     tokens: str
     counts: str | None = Field(None, description="Committed tokens per tree; absent: one per tree.")
@@ -228,7 +228,7 @@ class Engine(Strict):
 
 
 class RuleReport(Strict):
-    """What one lowering rule did to one engine's graph."""
+    """The effect of one lowering rule on one engine's graph."""
 
     engine: str
     rule: str

@@ -94,7 +94,7 @@ STAGE_WRITTEN = frozenset(
     | {STATUS, UNREAD_STATUS, QUERIES}
 )
 PARTIAL_WRITTEN = frozenset({KV, KEY_MAX, KEY_MIN, SELECTED, RESIDENT})
-"""What stages of the target may write of the partial KV cache."""
+"""Tensors of the partial KV cache that stages of the target may write."""
 
 DRAFTED = {TREE_TOKEN_IDS: TOKEN_IDS, TREE_POSITIONS: POSITIONS, TREE_PARENT: PARENT, DRAFT_PROBS: DRAFT_PROBS}
 
@@ -123,7 +123,7 @@ def speculate(drafter: str) -> str:
 
 
 def partial(program: str) -> str:
-    """The same program over the partial KV cache."""
+    """The name of a program that reads the partial KV cache."""
     name, dot, drafter = program.partition(".")
     return f"{name}_partial{dot}{drafter}"
 

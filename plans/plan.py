@@ -65,7 +65,7 @@ def manifest_json(content: Mapping[str, Any]) -> str:
 
 
 def _followed(root: Path) -> Path:
-    """Where links on the way to `root` lead; `root` as it was given where there are none, for messages."""
+    """Follow links on the way to `root`; `root` as it was given where there are none, for messages."""
     is_link = False
     try:
         is_link = root.is_symlink()
@@ -159,7 +159,7 @@ def _check_nothing_else(root: Path, listed: set[str]) -> None:
 
 
 def _canonical(fields: Mapping[str, Any]) -> str:
-    """The same text for the same values in the same order, however the file lays them out. Programs and tables are
+    """Write values in one layout, so that equal values give equal text. Programs and tables are
     read in their order, so that it counts."""
     return json.dumps(fields, separators=(",", ":"))
 

@@ -11,7 +11,7 @@ from plans.manifest import Drafter, Engine, GraphDrafter
 
 @dataclass(frozen=True)
 class ProgramKind:
-    """What a program does: commit a tree's tokens, or one token, or move slots; over the partial cache."""
+    """The task of a program: commit a tree's tokens, or one token, or move slots; over the partial cache."""
 
     speculative: bool = False
     plain: bool = False

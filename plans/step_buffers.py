@@ -15,7 +15,7 @@ _Table = dict[str, tuple[DType, tuple[int | str, ...]]]
 
 
 def target_buffers(geometry: Geometry, kv_dtype: DType, *, rejection: bool) -> tuple[Tensor, ...]:
-    """What the target owns: its step, its KV cache with the slot table, and its results.
+    """Buffers that the target owns: its step, its KV cache with the slot table, and its results.
 
     `rejection`: a drafter's distributions as well, and what became of them.
     """
@@ -42,7 +42,7 @@ def target_buffers(geometry: Geometry, kv_dtype: DType, *, rejection: bool) -> t
 
 
 def status_buffers() -> tuple[Tensor, ...]:
-    """What the target owns beside that where its engine accepts: how that went."""
+    """Buffers that the target owns besides where its engine accepts: the status."""
     return _named(names.TARGET, dict.fromkeys((names.STATUS, names.UNREAD_STATUS), (DType.INT64, (1,))))
 
 
@@ -65,7 +65,7 @@ def partial_buffers(g: Geometry, partial: PartialKv, kv_dtype: DType) -> tuple[T
 
 
 def drafter_buffers(drafter: GraphDrafter, geometry: Geometry, target: Geometry, kv_dtype: DType) -> tuple[Tensor, ...]:
-    """What a drafter with an engine owns: its step, its KV cache with the slot table, and a tree of its own."""
+    """Buffers that a drafter with an engine owns: its step, its KV cache with the slot table, and a tree of its own."""
     grown = (geometry.branches * drafter.tree.nodes,)
     tree = {name: DType.FLOAT32 if name == names.TREE_SCORE else DType.INT64 for name in names.TREE}
     table = _step(geometry, kv_dtype) | {name: (dtype, grown) for name, dtype in tree.items()}

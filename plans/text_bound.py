@@ -42,7 +42,7 @@ class TextBound:
 
 
 def bound_of(tokenizer: tokenizers.Tokenizer, alphabet: set[str]) -> TextBound:
-    """What is known of a tokenizer; `alphabet` are the characters that stand for bytes in a byte-level vocabulary."""
+    """Facts about a tokenizer; `alphabet` are the characters that stand for bytes in a byte-level vocabulary."""
     parts = [*_parts(tokenizer.normalizer, "normalizers"), *_parts(tokenizer.pre_tokenizer, "pretokenizers")]
     factor, blanks_vanish, blanks_appear = 1, False, False
     for part in parts:

@@ -184,7 +184,7 @@ def _beam_search(arguments: argparse.Namespace) -> int:
 
 
 def _given(arguments: argparse.Namespace, options: set[str]) -> list[str]:
-    """Those of the options that are not at their defaults, as they are spelled on the command line."""
+    """Options that are not at their defaults, as they are spelled on the command line."""
     default = arguments.parser.get_default
     return [f"--{name.replace('_', '-')}" for name in sorted(options) if getattr(arguments, name) != default(name)]
 

@@ -1,4 +1,4 @@
-"""What a caller asks of several branches, checked before any of them runs."""
+"""Requests for several branches, checked before any of them runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Mode = Literal["in-one-sequence", "batching"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 BranchPrompt = str | Sequence[int] | Mapping[str, Any]
-"""What a branch begins with: text, token ids, or a mapping of `prompt`, `predicted_tokens` and `Options` of its own."""
+"""The beginning of a branch: text, token ids, or a mapping of `prompt`, `predicted_tokens` and `Options` of its own."""
 
 MOST_SAMPLES = 1024
 _NO_OPTIONS = ("prompt", "predicted_tokens")

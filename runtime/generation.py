@@ -1,4 +1,4 @@
-"""What a generation gives back: spans as they are committed, and the whole at the end."""
+"""Results of a generation: spans as they are committed, and the whole at the end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Span:
-    """What one step committed of a sequence. `text` holds whole characters only and may lag behind `token_ids`.
+    """Tokens that one step committed to a sequence. `text` holds whole characters only and may lag behind `token_ids`.
 
     A `tentative` one is not committed, and may never be: its tokens come behind those of earlier tentative spans, its
     text is what will be shown behind the text of spans so far if all of them stay and none follows, and the next span
@@ -112,7 +112,7 @@ class Stream:
 
     @property
     def stats(self) -> Stats:
-        """Of all sequences; of one alone, once it has ended."""
+        """Results of all sequences; of one that is alone, once it has ended."""
         return self.result.stats if self._stats is None else self._stats
 
 

@@ -35,7 +35,7 @@ class Handle:
             self._tell()
 
     def end(self, result: Generation | None, error: Exception | None = None) -> None:
-        """It is over."""
+        """End the request."""
         with self._changed:
             self._result, self._error = result, error
             self._tell()

@@ -1,4 +1,4 @@
-"""What a runtime holds in memory beside its weights, in bytes."""
+"""Memory that a runtime holds beside its weights, in bytes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class MemoryUse:
 
 
 def memory_use(plan: BackendPlan, pool: EnginePool) -> MemoryUse:
-    """What there is now."""
+    """Count what is held now."""
     kv = {}
     for buffer in plan.buffers:
         model, _, tensor = buffer.name.rpartition(".")

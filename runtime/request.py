@@ -1,4 +1,4 @@
-"""What a caller may ask of a generation, checked once and then only read."""
+"""Options of a generation, checked once and then only read."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def check_options(
 
 
 def check_request(options: Options, manifest: Manifest, *, shared: bool = False) -> Request:
-    """The same with all that a plan has. Raises RequestError."""
+    """Check options against all that a plan has. Raises RequestError."""
     return check_options(
         options,
         [drafter.name for drafter in manifest.drafters],

@@ -205,7 +205,7 @@ class Runtime:
     def _check(
         self, prompt: str | Sequence[int], options: Options, *, shared: bool = False
     ) -> tuple[list[int], Request]:
-        """What a sequence of its own begins with, and how it goes on. Raises RequestError."""
+        """Check the prompt and options of a sequence of its own. Raises RequestError."""
         request = check_request(options, self.manifest, shared=shared)
         return prepare_prompt(prompt, (), request.stop, self.tokenizer, self.manifest.target).ids, request
 
@@ -221,7 +221,7 @@ class Runtime:
             return self._scheduler
 
     def memory(self) -> MemoryUse:
-        """What is held now beside the weights, in bytes."""
+        """Memory held now beside the weights, in bytes."""
         return memory_use(self.loaded.plan, self.engines)
 
     def save_prefix_cache(self, path: str | PathLike[str]) -> int:
@@ -258,7 +258,7 @@ class Runtime:
 
     @property
     def scheduler_stats(self) -> SchedulerStats:
-        """What requests that were submitted have come to, all together."""
+        """Statistics of all submitted requests together."""
         return SchedulerStats() if self._scheduler is None else self._scheduler.stats
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> bool:

@@ -1,4 +1,4 @@
-"""What the requests of a scheduler have come to, all together."""
+"""Statistics of all requests of a scheduler together."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ class Session:
         return engine.logits_of(sequence, index)
 
     def text_behind(self, token_ids: list[int]) -> str:
-        """What `token_ids` would add to the sequence's text."""
+        """Text that `token_ids` would add to the sequence's."""
         text = TextStream(self._tokenizer, self.token_ids)
         return text.push(token_ids).text + text.finish()
 
@@ -260,4 +260,4 @@ class Session:
 
 
 def _nothing() -> None:
-    """What an engine that was never borrowed needs to be given back."""
+    """Do nothing, for an engine that was never borrowed."""

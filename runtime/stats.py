@@ -1,4 +1,4 @@
-"""What a generation did and what it cost."""
+"""Counts and times of a generation."""
 
 from __future__ import annotations
 
@@ -117,14 +117,14 @@ class Stopwatch:
 
 
 class Timed(Protocol):
-    """What a clock fills."""
+    """Statistics that a clock can fill."""
 
     engine_ms: float
     stage_ms: dict[str, float]
 
 
 class Stages(Protocol):
-    """What has stages whose times add up: a program, or a drafter on the host."""
+    """An object with stages whose times add up: a program, or a drafter on the host."""
 
     @property
     def stage_names(self) -> tuple[str, ...]: ...

@@ -1,4 +1,4 @@
-"""What one round did, for those who want to see it: the drafted tree, what was accepted, what came instead."""
+"""A record of one round: the drafted tree, the accepted nodes, and the tokens that came instead."""
 
 from __future__ import annotations
 

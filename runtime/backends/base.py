@@ -1,4 +1,4 @@
-"""What the runtime asks of a backend. The step loop knows nothing else about one."""
+"""The contract of a backend. The step loop knows nothing else about one."""
 
 from __future__ import annotations
 

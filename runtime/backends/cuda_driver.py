@@ -40,7 +40,7 @@ def driver() -> Any:
 
 
 def call(function: str, *arguments: Any) -> Any:
-    """What the driver's `function` gives. Raises `PlanError` with its own words where it fails."""
+    """Call the driver's `function`, and return its results. Raises `PlanError` with its own words where it fails."""
     cuda = driver()
     code, *results = getattr(cuda, function)(*arguments)
     if code != cuda.CUresult.CUDA_SUCCESS:
@@ -62,14 +62,14 @@ def architecture(ordinal: int = 0) -> str:
 
 
 def device_name(ordinal: int = 0) -> str:
-    """What NVIDIA calls the device. Raises `PlanError` where there is none."""
+    """NVIDIA's name of the device. Raises `PlanError` where there is none."""
     driver()
     name: bytes = call("cuDeviceGetName", 256, call("cuDeviceGet", ordinal))
     return name.split(b"\0")[0].decode()
 
 
 def fitting_kernels(own: str, available: Sequence[str]) -> str | None:
-    """Of the architectures that kernels were compiled for, the one that runs on `own`: the same major version, and no
+    """Choose the architecture of compiled kernels that runs on `own`: the same major version, and no
     later a minor one. None where there is none."""
     fits = [one for one in available if one[:-1] == own[:-1] and int(one[-1]) <= int(own[-1])]
     return max(fits, default=None)
@@ -193,7 +193,7 @@ class CudaDevice:
         call("cuStreamBeginCapture", self.stream, driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
 
     def end_recording(self) -> Any:
-        """What was recorded, ready to `replay`."""
+        """The recorded graph, ready to `replay`."""
         graph = call("cuStreamEndCapture", self.stream)
         try:
             return call("cuGraphInstantiate", graph, 0)

@@ -30,7 +30,7 @@ LARGE = frozenset({names.KV, names.ATTN_BIAS, names.LOGITS_OUT, names.FEATURES, 
 
 
 class Device(Protocol):
-    """What buffers and ops ask of a device: everything enqueued runs in order (`cuda_driver.CudaDevice`).
+    """The contract of a device for buffers and ops: everything enqueued runs in order (`cuda_driver.CudaDevice`).
 
     Whoever enqueues holds `lock`, entered: sessions of several threads share the order, and while one records, nothing
     else may come in between. `mark` says how far the order is, `wait_for` needs no lock.
@@ -89,7 +89,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the small buffers lie in the block, as offsets in bytes: what stages only read, what they read and write,
+    """Offsets in bytes of the small buffers in the block: those that stages only read, those that they read and write,
     and what they only write, the status of our ops among the second. The first two are `sent` to the device, the last
     two `fetched` from it."""
 
@@ -122,7 +122,7 @@ def lay_out(plan: BackendPlan) -> Layout:
 
 
 def _stages(plan: BackendPlan) -> Iterator[Stage]:
-    """Those that run on the device."""
+    """Stages that run on the device."""
     for program in plan.programs.values():
         yield from program.stages
 

@@ -109,7 +109,7 @@ class DeviceEngine:
 
 
 class _Graphs:
-    """What an engine may record, in all sessions, and the `thread` that does. An id is never used again."""
+    """Recordings of an engine, of all sessions, and the `thread` that does. An id is never used again."""
 
     def __init__(self, engine: str, thread: OneThread | None) -> None:
         self._engine, self.thread = engine, thread
@@ -161,7 +161,7 @@ class _BoundEngine:
             raise PlanError(f"an engine of the plan failed on the GPU: {error}") from None
 
     def _ready(self, sizes: tuple[int, ...]) -> _Ready:
-        """What runs the engine with `sizes`: recorded by its first run, if that is one that comes again."""
+        """The run of the engine with `sizes`: recorded by its first run, if sizes like these come again."""
         if self._buffers.recording and (graph := self._graphs.next()) is not None:
             self._recorded[sizes] = self._bind(sizes), _run_options(str(graph))
             return self._recorded[sizes]

@@ -9,7 +9,7 @@ Call = Callable[[], None]
 
 
 class Recording(Protocol):
-    """What a device can record (`cuda_driver.CudaDevice`)."""
+    """A device that can record (`cuda_driver.CudaDevice`)."""
 
     def begin_recording(self) -> None: ...
 

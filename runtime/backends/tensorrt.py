@@ -117,7 +117,7 @@ class TensorRt:
         return DeviceBuffers(plan, self._device, records=self._records, records_engines=True)
 
     def _older(self, engine: Engine) -> Any:
-        """What loads an engine of an earlier version: that one's lean runtime, which plans, being data, do not hold."""
+        """The loader of an engine of an earlier version: its lean runtime, which plans, being data, do not hold."""
         assert engine.builder is not None
         version = engine.builder.split(" ")[1]
         file = f"libnvinfer_lean.so.{version.split('.')[0]}"

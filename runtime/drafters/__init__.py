@@ -1,4 +1,4 @@
-"""What proposes tokens. Where the target's own draws accept them, a drafter changes how fast they come, never which."""
+"""Drafters propose tokens. Where the target's own draws accept them, a drafter changes the speed, never the tokens."""
 
 from __future__ import annotations
 

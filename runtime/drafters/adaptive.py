@@ -100,7 +100,7 @@ class AdaptiveSpeculation:
 
 @dataclass
 class _Watch:
-    """What rounds over one KV cache have cost and brought."""
+    """Cost and tokens of rounds over one KV cache."""
 
     tokens: list[float] = field(default_factory=list)  # of the window's drafting rounds, over those of plain ones
     seconds: list[float] = field(default_factory=list)
@@ -119,7 +119,7 @@ class _Watch:
 
 
 class AdaptiveSpeculations:
-    """What was learned of each drafter, kept from generation to generation while these sample alike."""
+    """Measurements of each drafter, kept from generation to generation while these sample alike."""
 
     def __init__(self, manifest: Manifest) -> None:
         # By rejection, which draws decide depends on what was drafted: tokens must not depend on the clock.
@@ -127,7 +127,7 @@ class AdaptiveSpeculations:
         self._idle: dict[str, tuple[SamplingParams, AdaptiveSpeculation]] = {}
 
     def take(self, request: Request) -> AdaptiveSpeculation | None:
-        """That of one sequence, until it is given back, with what was learned if that was for the same sampling.
+        """Take the state for one sequence, until it is given back, with earlier measurements of the same sampling.
 
         None where speculation is not adaptive: switched off, or in lossy mode, where tokens depend on where rounds end,
         and so on what was drafted.

@@ -1,4 +1,4 @@
-"""What drafters give and take: a draft, and the contract of drafters that run on the host."""
+"""The contract of drafters: a draft, and the contract of drafters that run on the host."""
 
 from __future__ import annotations
 

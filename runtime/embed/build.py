@@ -140,7 +140,7 @@ class _Compilers:
 
 
 def _build_bridge(compilers: _Compilers, work: Path) -> None:
-    """What cffi makes of calls.h, and bridge.c, linked to Python's shared library."""
+    """The library that cffi makes of calls.h, with bridge.c, linked to Python's shared library."""
     try:
         from cffi import FFI
     except ImportError as error:

@@ -96,7 +96,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Result:
-    """What a generation gave, in C's memory."""
+    """The result of a generation, in C's memory."""
 
     tokens: Any
     count: int
@@ -107,7 +107,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Branches:
-    """What a run of branches gave: a generation each, and what they cost together."""
+    """The results of a run of branches, a generation each, and their cost together."""
 
     results: list[Generation]
     stats: Bytes

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Kind(IntEnum):
-    """What a handle stands for (`bridge.h`)."""
+    """The object of a handle (`bridge.h`)."""
 
     RUNTIME = 1
     SESSION = 2

@@ -1,4 +1,4 @@
-"""What engines share, and what one runs on: buffers, steps and programs, put together as the plan says."""
+"""Buffers, steps and programs of an engine, put together as the plan says, and what engines share."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _LINE = 64  # bytes
 
 
 class Exchange(Protocol):
-    """What a program does on a device beside its stages; all but `wait` only enqueue."""
+    """Work of a program on a device beside its stages; all calls but `wait` only enqueue."""
 
     records: bool
     """Whether the device can record, so that many calls become one launch."""
@@ -32,7 +32,7 @@ class Exchange(Protocol):
     """Whether engines may stand in a stretch with ops, or are called singly."""
 
     def recording(self) -> AbstractContextManager[None]:
-        """What runs meanwhile is recorded: from then on, whatever has the same sizes is one launch."""
+        """Record what runs meanwhile: from then on, a run of the same sizes is one launch."""
 
     def upload(self) -> None:
         """Copy what the host has written to the device."""

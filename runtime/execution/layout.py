@@ -16,7 +16,7 @@ from runtime.sequence import Sequence
 
 @dataclass(slots=True)
 class Placed:
-    """Where a sequence stands in the step: `fed` tokens from `start` of the sequence on, then `drafted` nodes.
+    """The place of a sequence in the step: `fed` tokens from `start` of the sequence on, then `drafted` nodes.
 
     `root` is the token index of its tip, -1 where the step does not come to it; `tree` counts the roots before it, and
     `first` is its logits index. `kept` are the token indices whose KV stays, once the step has run; None: the first.

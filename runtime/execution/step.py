@@ -276,7 +276,7 @@ class TargetStep(Step):
 
     @property
     def bias_elements(self) -> int:
-        """Of `attn_bias`, that `begin_beams` has written."""
+        """Number of elements of `attn_bias` that `begin_beams` has written."""
         return self.sizes[_NEW] * self.sizes[_VIEW]
 
     def begin_beams(self, past: int, position: int, tokens: list[int], visible: NDArray[np.bool_]) -> None:

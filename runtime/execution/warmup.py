@@ -1,4 +1,4 @@
-"""What a device records is recorded before the first prompt: every size of round that decoding comes to, largest first.
+"""Record every size of round that decoding comes to, largest first, before the first prompt.
 
 Prompts are not warmed up: their passes are long, and few are of one size.
 """

@@ -102,7 +102,7 @@ class PartialCache:
         self._steps += 1
 
     def forget(self) -> None:
-        """It stands for nothing any more."""
+        """Discard what the row was filled with."""
         self._slots.truncate(0)
         self._front = 0  # slots in front of the buffer; 0: it stands for nothing
 

@@ -11,7 +11,7 @@ _FADING_PASS = 0.98  # and a pass later: there are several to a confirmation
 
 
 class Interval:
-    """Of tokens that wait to be confirmed: as many as bring most tokens a second; none while rounds over the full cache
+    """The number of tokens to confirm at once that brings most tokens a second; none while rounds over the full cache
     alone bring more.
 
     With `a` the share of tokens that agree, `n` that wait become (1 - a^(n+1)) / (1 - a) in the mean. They cost passes
@@ -124,7 +124,7 @@ class Budget:
         self._checked = self._parted = 0
 
     def note_confirmed(self, waited: int, agreed: int) -> None:
-        """Of `waited` tokens `agreed` were confirmed."""
+        """Note that of `waited` tokens `agreed` were confirmed."""
         self._checked += min(agreed + 1, waited)
         self._parted += agreed < waited
         if self._fixed or self._checked < self._WORTH:

@@ -82,7 +82,7 @@ class RunAhead:
 
 @dataclass(frozen=True)
 class _Measured:
-    """What running ahead has cost and brought, sampling so, behind so many tokens."""
+    """Cost and tokens of running ahead, with one sampling, behind so many tokens."""
 
     interval: Interval
     sampling: SamplingParams
@@ -90,7 +90,7 @@ class _Measured:
 
 
 class Intervals:
-    """What was measured, by drafter and the budget that was asked for."""
+    """Measurements by drafter and requested budget."""
 
     def __init__(self, most: int) -> None:
         """`most` tokens may wait to be confirmed."""
@@ -98,7 +98,7 @@ class Intervals:
         self._measured: dict[tuple[object, object], _Measured] = {}
 
     def of(self, request: Request, tokens: int) -> Interval:
-        """That of the request, if it was measured for the same sampling behind a context alike; else a new one."""
+        """The interval measured for the same sampling behind a similar context; else a new one."""
         key, unseeded = (request.drafter, request.partial_budget), replace(request.sampling, seed=0, stream=0)
         known = self._measured.get(key)
         if known is None or known.sampling != unseeded or not known.tokens / _ALIKE <= tokens <= known.tokens * _ALIKE:

@@ -29,7 +29,7 @@ class SlotTable:
 
     @property
     def owners(self) -> NDArray[np.int64]:
-        """Whose each committed slot is: a branch's number, SHARED or EMPTY."""
+        """Owner of each committed slot: a branch's number, SHARED or EMPTY."""
         owners: NDArray[np.int64] = self._bim[: self.length]
         return owners
 

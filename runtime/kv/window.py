@@ -81,7 +81,7 @@ class WindowedRow:
             self.skip_to(min(length - self.window, end))
 
     def missing(self, known: int) -> Iterator[tuple[int, int, TokenKv]]:
-        """What to copy here so that `known` leading tokens have KV, but for those that a window drops.
+        """Parts to copy here so that `known` leading tokens have KV, but for those that a window drops.
 
         First token, the one behind the last, and where their KV goes; then `restore`.
         """

@@ -1,4 +1,4 @@
-"""What was computed of earlier sequences, to be found by their tokens (DESIGN section 9, FEATURES rows 20 to 24).
+"""KV of earlier sequences, found by their tokens (DESIGN section 9, FEATURES rows 20 to 24).
 
 A radix tree says which beginnings are known, and a pool of pages holds their KV: of the target, and of the drafters
 that were asked. KV is copied in and out, so that no two sequences ever write the same slots.
@@ -56,7 +56,7 @@ class PrefixCacheConfig:
 
 @dataclass
 class PrefixMatch:
-    """What is known of a sequence. Its KV stays where it is until `PrefixCache.release`.
+    """The known beginning of a sequence. Its KV stays where it is until `PrefixCache.release`.
 
     `lengths` says of each model how many leading tokens have KV.
     """
@@ -71,7 +71,7 @@ class PrefixMatch:
 
     @property
     def prefill_start_pos(self) -> int:
-        """Where computing begins: at least the last token always is."""
+        """Index of the first token to compute: at least the last one always is."""
         return min(self.matched_tokens, self.tokens - 1)
 
     @property
@@ -344,7 +344,7 @@ def _since(began: float) -> float:
 
 
 def token_shapes(plan: BackendPlan) -> dict[str, TokenShape]:
-    """What a token's KV is in each model of a plan, by its buffers; the partial cache's is the target's."""
+    """Shape of a token's KV in each model of a plan, by its buffers; the partial cache's is the target's."""
     shapes, ending = {}, f".{names.KV}"
     for buffer in plan.buffers:
         if buffer.name.endswith(ending) and buffer.name != names.of(names.PARTIAL, names.KV):
@@ -364,12 +364,12 @@ def _runs(found: Match[PageRun]) -> list[tuple[int, PageRun]]:
 
 
 def _copied(found: Match[PageRun]) -> list[tuple[int, PageRun]]:
-    """The same as they lie now: when an edge is split, its run changes."""
+    """Runs of the match as they lie now: when an edge is split, its run changes."""
     return [(start, copy(run)) for start, run in _runs(found)]
 
 
 def _lengths_of(found: Match[PageRun]) -> dict[str, int]:
-    """Of each model, how many of the leading tokens of a path have KV."""
+    """Number of leading tokens of a path that have KV, by model."""
     counts: dict[str, int] = {}
     for start, run in _runs(found):
         length = min(len(run), found.length - start)

@@ -68,7 +68,7 @@ class CacheClient:
     # Sequences behind no prefix.
 
     def number_for(self, tokens: List[int], free: List[int]) -> int:
-        """Of the free numbers, the one whose row holds the most of `tokens`."""
+        """Choose the free number whose row holds the most of `tokens`."""
         tokens = list(tokens)
         return max(free, key=lambda number: (common_length(self._left.get(number, []), tokens), -number))
 

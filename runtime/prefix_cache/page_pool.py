@@ -17,7 +17,7 @@ PAGE = 16  # tokens: a run wastes half a page on average at its end, and a copy 
 
 @dataclass(frozen=True)
 class TokenShape:
-    """What a model has of one token: keys and values of all layers, `planes` of them, in `heads` heads of `size`."""
+    """Shape of a token's KV in a model: keys and values of all layers, `planes` of them, in `heads` heads of `size`."""
 
     planes: int
     heads: int

@@ -13,7 +13,7 @@ from typing import Generic, Protocol, Self, TypeVar
 
 
 class Value(Protocol):
-    """What covers the tokens of an edge."""
+    """Data that covers the tokens of an edge."""
 
     def __len__(self) -> int: ...
 

@@ -1,4 +1,4 @@
-"""What a prefix cache has done."""
+"""Counters of a prefix cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes back to a client, as OpenAI's objects."""
+"""Answers to a client, as OpenAI's objects."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Answer:
         return {**self._common, "object": self._whole, "choices": choices, "usage": _usage(found, prompts)}
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """What comes before a choice's first text."""
+        """The object that comes before a choice's first text."""
         return self._piece(index, {"delta": {"role": "assistant", "content": ""}}, None) if self._chat else None
 
     def piece(self, index: int, span: Span, offset: int, logprobs: bool) -> dict[str, Any]:

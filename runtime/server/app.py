@@ -79,7 +79,7 @@ class ServerConfig:
 
 
 class ApiError(Exception):
-    """What a client gets in place of an answer."""
+    """The error that a client gets in place of an answer."""
 
     def __init__(self, status: int, message: str, kind: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -192,7 +192,7 @@ class _Guard:
 
 
 def _sentence(request: Request, error: HTTPException) -> str:
-    """What the frameworks say in two words."""
+    """A sentence for errors that the frameworks name in two words."""
     method, path = request.method, request.url.path
     if error.status_code == 404:
         return f"There is nothing at {path}; this server has /v1/completions, /v1/chat/completions and /v1/models."
@@ -223,7 +223,7 @@ def _shutting_down(what: str) -> ApiError:
 
 
 def _cut_off(found: Sequence[Generation]) -> ApiError | None:
-    """What a client is told whose answer the server's end has cut off."""
+    """The error for a client whose answer was cut off by the end of the server."""
     tokens = sum(each.stats.new_tokens for each in found)
     if any(each.finish_reason is FinishReason.CANCELLED for each in found):
         return _shutting_down(f"the answer was cut off after {tokens} tokens")

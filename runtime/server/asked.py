@@ -51,7 +51,7 @@ class StreamOptions(_Body):
 
 
 class _Asked(_Body):
-    """What both kinds of request have. `top_k`, `drafter`, `partial_kv`, `ignore_eos`, `priority` and `deadline`
+    """Fields of both kinds of request. `top_k`, `drafter`, `partial_kv`, `ignore_eos`, `priority` and `deadline`
     are ours.
 
     A field's description says what to pass; `refusals.py` tells it to a client that passed something else.

@@ -47,7 +47,7 @@ def shown(value: object) -> str:
 
 
 def _located(loc: Sequence[str | int], kind: str, body: object) -> tuple[list[str | int], object]:
-    """Where an error is in `body`, and what is there. Names of alternatives, which `loc` has too, are left out."""
+    """Find the place of an error in `body`, and its value. Names of alternatives, which `loc` has too, are left out."""
     path: list[str | int] = []
     value: Any = body
     for part in loc:
@@ -67,7 +67,7 @@ def _spelled(path: Sequence[str | int]) -> str:
 
 
 def _description(model: type[BaseModel], path: Sequence[str | int]) -> str | None:
-    """What the field at `path` says that it takes; of an element of a list, what the list takes."""
+    """Describe the values that the field at `path` takes; of an element of a list, those of the list."""
     models, found = [model], None
     for part in path:
         if isinstance(part, str):

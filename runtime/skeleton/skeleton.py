@@ -134,14 +134,14 @@ class Skeleton:
         return answer
 
     def _branch(self, last: list[int], outline: Outline, point: Point) -> dict[str, object]:
-        """What the branch of a point begins with: the outline, and the point's line again."""
+        """The beginning of the branch of a point: the outline, and the point's line again."""
         text = self._settings.branch.format(outline=outline.text, point=point.line)
         ids = self._runtime.tokenizer.encode(text, add_special_tokens=False)
         return {"prompt": [*last, *ids], "predicted_tokens": max(1, point.tokens)}
 
 
 def _outline_of(planned: Generation) -> Outline:
-    """What has been planned, as far as it goes: without a line that was cut off, if there is another."""
+    """The outline as far as it goes: without a line that was cut off, if there is another."""
     if planned.finish_reason is FinishReason.CANCELLED:
         return Outline(planned.text)
     if planned.finish_reason is FinishReason.STOP:
@@ -153,6 +153,6 @@ def _outline_of(planned: Generation) -> Outline:
 
 
 def titles(points: Sequence[Point]) -> Iterator[str]:
-    """What to call the points on a screen."""
+    """Names of the points for a screen."""
     for point in points:
         yield f"{point.number}. {point.title.strip()}"

@@ -23,7 +23,7 @@ CONTEXT_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """What a span of tokens brought.
+    """Text that a span of tokens brought.
 
     `text` may be shown now and stays. `consumed` tokens of the span count: all of them, or, where `stop` names the
     stop string that was found, those up to and including the token that completed it.
