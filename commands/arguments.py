@@ -78,7 +78,7 @@ def _meant(word: str, known: Iterable[str]) -> str:
 
 
 def _as_utf8(word: str) -> str:
-    """What the user typed. Bytes that the locale's encoding does not know are in `word` as lone surrogates."""
+    """Text as the user typed it. Bytes that the locale's encoding does not know are in `word` as lone surrogates."""
     with suppress(UnicodeError):
         return os.fsencode(word).decode("utf-8")
     return word

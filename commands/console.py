@@ -1,4 +1,4 @@
-"""What every command does alike: JSON or text on stdout, progress on stderr, one sentence and a status on mistakes."""
+"""Behaviour of every command: JSON or text on stdout, progress on stderr, one sentence and a status on mistakes."""
 
 from __future__ import annotations
 
@@ -126,5 +126,5 @@ def guarded(command: Callable[[], int]) -> int:
 
 
 def _discard_output() -> None:
-    """What is left in the buffer, which Python would try to write once more at its end."""
+    """Drop what is left in the buffer, which Python would try to write once more at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

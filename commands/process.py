@@ -1,4 +1,4 @@
-"""What the process of a command is given: standard streams that may be closed or cannot write every character, Ctrl-C.
+"""Prepare the process of a command: standard streams that may be closed or cannot write every character, Ctrl-C.
 
 Imports little, so that it can come before imports that take a second.
 """

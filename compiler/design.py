@@ -1,4 +1,4 @@
-"""What a plan comes to, computed once from its recipe before anything is built: drafters, geometry, sizes, memory."""
+"""The design of a plan, computed once from its recipe before anything is built: drafters, geometry, sizes, memory."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class PlanDesign:
         return views
 
     def buffers(self, backend: BackendBuild) -> tuple[Tensor, ...]:
-        """What an engine of the runtime has on a backend; its KV caches are of the weights' type."""
+        """Buffers of an engine of the runtime on a backend; its KV caches are of the weights' type."""
         kv = DType(self.recipe.dtype(backend))
         buffers = [
             *target_buffers(self.target, kv, rejection=rejects(self.drafters)),
@@ -74,7 +74,7 @@ class PlanDesign:
         return tuple(buffers)
 
     def engine_shape(self, backend: BackendBuild) -> dict[str, object]:
-        """What a backend's engines depend on beside weights and tools. ONNX Runtime's take any size of step."""
+        """Settings that a backend's engines depend on beside weights. ONNX Runtime's take any size of step."""
         scaling = self.recipe.target.rope_scaling
         return {
             "backend": backend.model_dump(mode="json", exclude={"timing_cache"}),

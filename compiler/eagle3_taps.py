@@ -64,7 +64,7 @@ def read_taps(file: Path, raw: dict[str, Any], layers: int) -> Taps:
 
 
 def default_taps(layers: int) -> Taps:
-    """What EAGLE3 reads of a target of so many layers, where nobody says otherwise."""
+    """Default layers that EAGLE3 reads of a target of so many."""
     return Taps((2, layers // 2, layers - 3), "EAGLE3's default: config.json names none")
 
 

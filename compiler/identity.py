@@ -1,4 +1,4 @@
-"""What a plan is made of, as hashes: equal inputs give an equal identity, whatever machine builds them."""
+"""Hashes of the inputs of a plan: equal inputs give an equal identity, whatever machine builds them."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class _Inliner:
         self._graph, self._memory, self._first = graph, memory, graph[0]
 
     def put_before(self, stage: Stage, free: Mapping[str, str]) -> None:
-        """Whatever reads an input of the graph that the op makes reads the op's; of what is `free`, the chosen one."""
+        """Let readers of a graph input that the op computes read the op's output; of a `free` input, the chosen one."""
         model_inputs = {value.name: value for value in self._graph.inputs}
         read = [(value, list(value.uses())) for name in stage.outputs if (value := model_inputs.get(name)) is not None]
         node, nodes = self._node(stage)
@@ -74,7 +74,7 @@ class _Inliner:
         self._graph.insert_before(self._first, nodes)
 
     def put_behind(self, stage: Stage) -> None:
-        """What the op makes of the graph's outputs and inputs is given behind the outputs that are there."""
+        """Append the op's outputs to the graph's."""
         node, nodes = self._node(stage)
         for output, spec in zip(node.outputs, node_outputs(stage.run), strict=True):
             buffer = self._memory[stage.outputs.get(spec.name, names.of(stage.model, spec.name))]

@@ -122,7 +122,7 @@ def print_description(description: dict[str, Any], console: Console) -> None:
 
 
 def _drafter_cells(drafter: dict[str, Any]) -> tuple[str, str, str]:
-    """What a drafter drafts, how that is accepted, and its other settings."""
+    """Describe the drafts of a drafter, their acceptance, and its other settings."""
     if drafter["kind"] == "ngram":
         settings = f"looks up {drafter['min_context']} to {drafter['max_context']} tokens"
         settings += f", min_confidence {drafter['min_confidence']:g}"

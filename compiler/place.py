@@ -1,4 +1,4 @@
-"""Where a plan is built: its folder, a workplace beside it, and the renames that put a finished plan there.
+"""The place of a build: its folder, a workplace beside it, and the renames that put a finished plan there.
 
 The workplace is `.NAME.building-HOST-PID`; a plan that makes room is `.NAME.previous-HOST-PID` for a moment. A process
 that is killed leaves them behind: the next build puts a plan back that was moved away and never replaced, and removes
@@ -36,7 +36,7 @@ class Place:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Whatever the system refuses inside becomes a `PlanError` that names the folder."""
+        """Turn errors of the system into a `PlanError` that names the folder."""
         try:
             yield
         except OSError as error:
@@ -128,7 +128,7 @@ class Place:
         return self.folder.parent / f".{self.folder.name}.{kind}-{_HOST}-{os.getpid()}"
 
     def _left(self, kind: str) -> list[tuple[Path, str, int]]:
-        """What builds of this place left beside it, each with the host and the process that made it."""
+        """Leftovers of builds of this place, each with the host and the process that made it."""
         name = re.compile(re.escape(f".{self.folder.name}.{kind}-") + r"([A-Za-z0-9.-]+)-([0-9]{1,9})")
         if not self.folder.parent.is_dir():
             return []

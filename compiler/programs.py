@@ -94,7 +94,7 @@ def emit_programs(engines: Mapping[str, Engine], design: PlanDesign) -> dict[str
 
 
 def _over_partial(program: Program) -> Program:
-    """The same stages; those of the target read and write the partial KV cache and its slot table."""
+    """Copy stages; those of the target read and write the partial KV cache and its slot table."""
     own = {names.of(names.TARGET, tensor): names.of(names.PARTIAL, tensor) for tensor in (names.KV, names.BIM)}
 
     def moved(bound: Mapping[str, str]) -> dict[str, str]:
@@ -144,7 +144,7 @@ def _refresh(partial: PartialKv) -> Program:
 
 
 def _needed(engine: Engine, *ops: Stage) -> tuple[Stage, ...]:
-    """Those of the ops beside an engine that it does not hold, and whose results are not among its own."""
+    """Ops beside an engine that it does not hold, and whose results are not among its own."""
     given = {tensor.name for tensor in engine.outputs}
     return tuple(op for op in ops if op.run not in engine.holds and not given.issuperset(op.outputs))
 

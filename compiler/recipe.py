@@ -51,7 +51,7 @@ class TargetSection(Section):
 
 
 class CapacitySection(Section):
-    """What a session can hold. Every buffer is allocated once, in these sizes."""
+    """Sizes of a session. Every buffer is allocated once, in these sizes."""
 
     context: int = Field(ge=2, le=2**23, description="tokens of the longest sequence, prompt and output together")
     branches: int = Field(1, ge=1, le=16, description="independent continuations at once")
@@ -192,7 +192,7 @@ class Recipe(Section):
         return None if written is None else self._absolute(written)
 
     def for_backends(self, kinds: Sequence[str]) -> Recipe:
-        """The same recipe for other backends. Raises `RecipeError` for what is no backend."""
+        """Copy the recipe for other backends. Raises `RecipeError` for what is no backend."""
         return self.model_copy(update={"backends": choose_backends(self.backends, kinds)})
 
     def dtype(self, backend: BackendBuild) -> WeightType:
@@ -201,7 +201,7 @@ class Recipe(Section):
 
     @property
     def rope_scaling(self) -> RopeScaling | None:
-        """What replaces the checkpoint's rotary scaling."""
+        """Rotary scaling that replaces the checkpoint's."""
         return None if self.target.rope_scaling is None else self.target.rope_scaling.scaling()
 
     def resolved(self) -> dict[str, JsonValue]:

@@ -113,7 +113,7 @@ def _path_edits(top: yaml.Node | None, old: Path, new: Path) -> Iterator[_Edit]:
 
 
 def _end(node: yaml.Node) -> int:
-    """Where a value ends; PyYAML has a block end where the next token begins, behind comments and empty lines."""
+    """Find the end of a value; PyYAML has a block end where the next token begins, behind comments and empty lines."""
     if isinstance(node, yaml.MappingNode) and not node.flow_style and node.value:
         return _end(node.value[-1][1])
     return int(node.end_mark.index)

@@ -127,7 +127,7 @@ class Eagle3Section(Section):
 
     @property
     def overrides(self) -> Eagle3Overrides:
-        """What replaces keys of the head's config.json."""
+        """Settings that replace keys of the head's config.json."""
         return Eagle3Overrides(self.rope_theta, self.aux_layers, self.norm_output)
 
 
@@ -180,7 +180,7 @@ class ModelSection(Section):
 
     @property
     def scaling(self) -> RopeScaling | None:
-        """What replaces the checkpoint's rotary scaling."""
+        """Rotary scaling that replaces the checkpoint's."""
         return None if self.rope_scaling is None else self.rope_scaling.scaling()
 
     @model_validator(mode="after")

@@ -56,7 +56,7 @@ class PartialKvSection(Section):
     )
 
     def settings(self) -> PartialKv | None:
-        """What a plan keeps of it."""
+        """Settings that a plan keeps."""
         return PartialKv(**self.model_dump(exclude={"enabled", "n_draft_window_tokens"})) if self.enabled else None
 
     def drafters_keep(self, context: int, branches: int) -> tuple[int, int]:

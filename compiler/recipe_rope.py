@@ -14,7 +14,7 @@ from compiler.recipe_section import Section
 
 
 def _shown(name: str) -> JsonDict:
-    """What becomes of a key that is left out, for the schema."""
+    """The default of a key that is left out, for the schema."""
     return {"default": getattr(RopeScaling, name)}
 
 

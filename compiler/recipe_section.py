@@ -1,4 +1,4 @@
-"""What every mapping of a recipe has in common, and the kinds of text in them."""
+"""The base of every mapping of a recipe, and the kinds of text in them."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 Location = tuple[str | int, ...]
-"""Where a value stands: keys and list indices from the top."""
+"""The place of a value: keys and list indices from the top."""
 
 _KEPT = 60  # characters of a value that a message shows
 

@@ -50,7 +50,7 @@ def check_folder(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor of the checkpoint belongs; `shape` and `dtypes` are as the checkpoint may store it."""
+    """The destination of a tensor of the checkpoint; `shape` and `dtypes` are as the checkpoint may store it."""
 
     parameter: str
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Stored:
-    """What the header of `file` says of a tensor; `dtype` is in safetensors' spelling."""
+    """The header's entry of a tensor in `file`; `dtype` is in safetensors' spelling."""
 
     file: Path
     shape: tuple[int, ...]

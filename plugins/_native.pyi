@@ -195,7 +195,7 @@ class Ngrams:
         """Count each token as the continuation of the contexts before it; it then ends the sequence."""
 
     def extend_one(self, token: int, likely: list[int]) -> None:
-        """The same of one token, in whose place `likely` count before it."""
+        """Count one token, in whose place `likely` count before it."""
 
     def go_ahead(self, token_ids: list[int]) -> None:
         """Suppose that the sequence goes on with these: contexts end in them, and nothing is counted."""

@@ -101,7 +101,7 @@ def create(
 
 
 def folder() -> Path:
-    """Where the built libraries lie."""
+    """The folder of the built libraries."""
     return Path(str(_native.__file__)).parent
 
 

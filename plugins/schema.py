@@ -1,4 +1,4 @@
-"""What a schema of an op is made of, and the constants that ops share."""
+"""Parts of an op's schema, and the constants that ops share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What our ops take and give: pure data that the compiler writes programs from and the runtime binds by.
+"""Schemas of our ops: pure data that the compiler writes programs from and the runtime binds by.
 
 A symbol in a shape is one size throughout an op: tensors that name the same symbol must agree on it, and E is R + 1.
 The first line of a `doc` says what the op does; its rule, readable, is the function of the same name in

@@ -59,7 +59,7 @@ def _front_end(backend: TensorRtSection | TensorRtRtxSection) -> Callable[[Any, 
 
 
 def facts_of_machine(backend: BackendBuild) -> dict[str, str]:
-    """What of this machine is in a backend's engines. Raises `PlanError` where they cannot be built here."""
+    """Facts of this machine that a backend's engines depend on. Raises `PlanError` where they cannot be built here."""
     facts = {}
     if isinstance(backend, TensorRtSection | TensorRtRtxSection) and backend.frontend == "torch-tensorrt":
         from compiler.engines.torch_tensorrt import installed_version

@@ -1,4 +1,4 @@
-"""What puts a graph into a TensorRT network."""
+"""The contract of front ends, which put a graph into a TensorRT network."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Library(Protocol):
         """Keep what the build has learned. Raises `PlanError`."""
 
     def provenance(self) -> dict[str, Any]:
-        """What `plans.manifest.Engine` says of who built an engine, and for what."""
+        """Fields of `plans.manifest.Engine` that say who built an engine, and for what."""
 
 
 class RtxLibrary:

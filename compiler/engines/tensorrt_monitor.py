@@ -1,4 +1,4 @@
-"""What a builder is at."""
+"""Progress of a builder."""
 
 from __future__ import annotations
 

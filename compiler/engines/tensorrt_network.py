@@ -1,4 +1,4 @@
-"""What is checked and changed of a graph or a network on its way to an engine."""
+"""Checks and changes of a graph or a network on its way to an engine."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ class OneRowConverters:
         )
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What layers share is made for the first."""
+        """Make what layers share once, for the first."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]

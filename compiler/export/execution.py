@@ -14,7 +14,7 @@ from plans import names
 
 
 class Heads(Protocol):
-    """What a graph must know of a model's attention."""
+    """Settings of a model's attention that a graph needs."""
 
     @property
     def num_layers(self) -> int: ...

@@ -31,7 +31,7 @@ class Traced:
 
 
 def traced_of(model: ir.Model) -> Traced:
-    """What `trace` has made `model` of, whatever was done to the graph since."""
+    """The program that `trace` has made `model` of, whatever was done to the graph since."""
     traced: Traced = model.graph.meta[TRACED]
     return traced
 

@@ -13,7 +13,7 @@ from plugins.onnx_ops import DOMAIN
 
 _SWAP = {"perm": [0, 2, 1, 3]}  # tokens and heads change places
 LOWEST = {ir.DataType.FLOAT16: -65504.0, ir.DataType.BFLOAT16: -3.38e38}
-"""What a bias is at least in a type with less range than float32 (float16), or coarser steps (bfloat16)."""
+"""The least value of a bias in a type with less range than float32 (float16), or coarser steps (bfloat16)."""
 
 
 class ScatterAttention(Rule):
@@ -63,7 +63,7 @@ class ScatterAttention(Rule):
     def attend(
         self, queries: ir.Value, keys: ir.Value, values: ir.Value, bias: ir.Value, node: ir.Node, build: _Builder
     ) -> ir.Value:
-        """What `node` attends to: `queries` `[1, heads, S, head_dim]` over `[1, kv_heads, T, head_dim]`."""
+        """Attention of `node`: `queries` `[1, heads, S, head_dim]` over `[1, kv_heads, T, head_dim]`."""
         return build.emit("Attention", [queries, keys, values, bias], {"scale": node.attributes.get_float("scale")})
 
 

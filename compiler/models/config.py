@@ -146,7 +146,7 @@ class Reader:
         return self.number("rope_theta", default, least=LEAST_ROPE_THETA, most=MOST_ROPE_THETA)
 
     def rms_norm_eps(self) -> float:
-        """What is added to a mean of squares, in float32."""
+        """The epsilon that is added to a mean of squares, in float32."""
         return self.number("rms_norm_eps", 1e-6, least=1e-30, most=1.0)
 
     def boolean(self, key: str, default: bool) -> bool:

@@ -20,7 +20,7 @@ from compiler.models.config import DecoderConfig
 
 
 class Execution(Protocol):
-    """What a layer asks of the sequences its tokens belong to. `x` is `[..., heads * head_dim]`."""
+    """The contract between a layer and the sequences its tokens belong to. `x` is `[..., heads * head_dim]`."""
 
     def rotate(self, x: Tensor, heads: int) -> Tensor: ...
 

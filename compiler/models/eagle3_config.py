@@ -20,7 +20,7 @@ class Taps(NamedTuple):
 
 
 class Eagle3Overrides(NamedTuple):
-    """What a recipe says of a head in place of its config.json; None leaves it to the checkpoint."""
+    """Settings of a head that a recipe gives in place of its config.json; None leaves one to the checkpoint."""
 
     rope_theta: float | None = None
     aux_layers: tuple[int, int, int] | None = None

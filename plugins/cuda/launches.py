@@ -1,4 +1,4 @@
-"""What an op launches on a device: one kernel each, its parameters in order, and how many blocks of how many threads.
+"""Launches of ops on a device: one kernel each, its parameters in order, and how many blocks of how many threads.
 
 Data, and the marshalling of it: a kernel's parameters are the op's tensors, its workspace, and numbers; those that are
 floats are passed as the bits of a float32. Nothing here needs a device: `csrc/cuda/*.cu.h` has the kernels, and whoever

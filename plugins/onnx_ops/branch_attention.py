@@ -92,7 +92,7 @@ def branch_attention_function() -> onnx.FunctionProto:
 
 
 def branch_attention_schema() -> defs.OpSchema:
-    """What ONNX is told of the op; its meaning stands in `plugins.schemas`."""
+    """The op's declaration for ONNX; its meaning stands in `plugins.schemas`."""
     parameter = defs.OpSchema.FormalParameter
     attribute = defs.OpSchema.Attribute
     kinds = defs.OpSchema.AttrType

@@ -1,4 +1,4 @@
-"""Where our graph ops live in ONNX."""
+"""The ONNX domain of our graph ops."""
 
 from __future__ import annotations
 

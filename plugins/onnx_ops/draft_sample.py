@@ -54,7 +54,7 @@ def draft_sample_function() -> onnx.FunctionProto:
 
 
 def draft_sample_schema() -> defs.OpSchema:
-    """What ONNX is told of the op; its meaning stands in `plugins.schemas`."""
+    """The op's declaration for ONNX; its meaning stands in `plugins.schemas`."""
     parameter = defs.OpSchema.FormalParameter
     return defs.OpSchema(
         "DraftSample",

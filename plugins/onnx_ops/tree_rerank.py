@@ -45,7 +45,7 @@ def tree_rerank_function() -> onnx.FunctionProto:
 
 
 def tree_rerank_schema() -> defs.OpSchema:
-    """What ONNX is told of the op; its meaning stands in `plugins.schemas`."""
+    """The op's declaration for ONNX; its meaning stands in `plugins.schemas`."""
     parameter, attribute = defs.OpSchema.FormalParameter, defs.OpSchema.Attribute
     return defs.OpSchema(
         "TreeRerank",

@@ -1,4 +1,4 @@
-"""Who sees whom in a step."""
+"""The attention mask of a step."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def residual(p: NDArray[np.uint64], q: NDArray[np.uint64]) -> NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class WeighedChains(Accepted):
-    """What a step committed, and `trials` f64 `[M, 2]`: r and p / q of the nodes that were weighed, NaN elsewhere."""
+    """Committed tokens of a step, and `trials` f64 `[M, 2]`: r and p / q of the nodes weighed, NaN elsewhere."""
 
     trials: NDArray[np.float64]
 

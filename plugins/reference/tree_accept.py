@@ -14,7 +14,7 @@ from plugins.schema import Purpose
 
 @dataclass(frozen=True)
 class Accepted:
-    """What a step committed.
+    """Tokens that a step committed.
 
     committed int64 `[M]`: token j of a tree stands j behind its root's place in `logit_indices`; -1 elsewhere.
     accepted_count int64 `[trees]`; kept_indices int64 `[kept]`, ascending.

@@ -12,7 +12,7 @@ from typing import Generic, Protocol, Self, TypeVar
 
 
 class Factor(Protocol):
-    """What a size may be: anything that its like can be multiplied with."""
+    """The type of a size: anything that can be multiplied with its like."""
 
     def __mul__(self, other: Self, /) -> Self: ...
 

@@ -1,4 +1,4 @@
-"""What TensorRT says, kept for the sentence of an error."""
+"""TensorRT's messages, kept for the sentence of an error."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 
 class Log(Protocol):
-    """What a logger of `make_log` has beside TensorRT's own methods."""
+    """Methods of a logger of `make_log` beside TensorRT's own."""
 
     def clear(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What a TensorRT plugin is here: an op's kernel, seen through inputs, outputs and a few 32-bit integers."""
+"""A TensorRT plugin: an op's kernel, seen through inputs, outputs and a few 32-bit integers."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Plugin:
 
     @property
     def axes(self) -> dict[str, tuple[int, int]]:
-        """Where to read each size: the first input that has it, and the axis."""
+        """The source of each size: the first input that has it, and the axis."""
         found: dict[str, tuple[int, int]] = {}
         for index, spec in enumerate(self.inputs):
             for axis, dim in enumerate(spec.shape):
@@ -103,7 +103,7 @@ class Plugin:
         return [tuple(sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape) for spec in self.outputs]
 
     def launch_for(self, known: Mapping[str, int | float]) -> PluginLaunch:
-        """What to launch, where `known` are the attributes, the constants, and `itemsize` where there are constants.
+        """Describe the launch; `known` are the attributes, the constants, and `itemsize` where there are constants.
 
         Raises ValueError for one that is missing.
         """

@@ -100,7 +100,7 @@ def _spelled(spec: TensorSpec) -> str:
 
 
 def _constants(plugin: Plugin, inputs: tuple[Any, ...]) -> dict[str, int]:
-    """What the kernel is fitted to when the engine is built. Raises ValueError where that is not known then."""
+    """Values that the kernel is fitted to when the engine is built. Raises ValueError where that is not known then."""
     constants: dict[str, int] = {}
     for symbol in plugin.constants:
         index, axis = plugin.axes[symbol]

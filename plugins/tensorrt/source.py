@@ -88,7 +88,7 @@ def _shell(plugin: Plugin) -> str:
 
 
 def _passed(plugin: Plugin) -> list[str]:
-    """What the shell calls the kernel with."""
+    """Arguments that the shell calls the kernel with."""
     pointers = {name: _output(plugin, name) for name in plugin.launch.pointers}
     pointers |= {STATUS: f"{STATUS} + block_index()", **plugin.stand_ins}
     numbers = [SAME_SIZE.get(name, name) for name in plugin.launch.numbers]
