@@ -1,4 +1,4 @@
-"""What tools that measure print at their end."""
+"""Output of tools that measure."""
 
 from __future__ import annotations
 

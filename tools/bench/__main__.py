@@ -177,7 +177,7 @@ def _embedded(options: argparse.Namespace) -> int:
 
 
 def _add_measuring(command: argparse.ArgumentParser, count: int) -> None:
-    """What `latency` and `sweep` have alike."""
+    """Add the arguments that `latency` and `sweep` share."""
     command.add_argument("plan", type=Path, help="folder of the plan")
     command.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
     command.add_argument("--task", metavar="NAME", help="prompts of one task alone (default: of all, in turn)")

@@ -1,4 +1,4 @@
-"""What a long context costs with the full KV cache and with the partial one: verify times, tokens/s, agreement."""
+"""The cost of a long context with the full KV cache and with the partial one: verify times, tokens/s, agreement."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _verify_ms(
 
 
 def _chain(runtime: Runtime, tokens: list[int]) -> tuple[str, list[int]]:
-    """What is verified behind the tip, and the drafter whose round that is: n-grams', or without them the tip alone."""
+    """Nodes verified behind the tip, and the drafter whose round that is: n-grams', or without them the tip alone."""
     host = next((d.name for d in runtime.manifest.drafters if isinstance(d, NgramDrafter)), "none")
     return host, [] if host == "none" else tokens[:_CHAIN]
 

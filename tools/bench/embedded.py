@@ -108,7 +108,7 @@ class _Process:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """It ends by itself when nothing more comes in; how it does so counts."""
+        """Close its input, and wait for its end; raise where its status is not 0."""
         if kind is not None:
             self._process.kill()
         try:
@@ -141,7 +141,7 @@ class _Process:
         return line.strip()
 
     def _fault(self, otherwise: str) -> OutriderError:
-        """What it said last, or else what was seen of it."""
+        """Its last words, or else how it ended."""
         self._said.seek(0)
         said = self._said.read().strip().splitlines()
         return OutriderError(f"{self._name} fails: {said[-1] if said else otherwise}")

@@ -1,4 +1,4 @@
-"""What a row was measured with: the columns that tell one run from another."""
+"""Identity of a row: the columns that tell one run from another."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def identity_columns(runtime: Runtime, options: argparse.Namespace) -> dict[str, Any]:
-    """Of the commit, the plan and the settings that all rows of a run share."""
+    """Columns of the commit, the plan and the settings that all rows of a run share."""
     manifest = runtime.manifest
     engine = manifest.backends[runtime.backend].engines[names.TARGET]
     return {
@@ -40,7 +40,7 @@ def identity_columns(runtime: Runtime, options: argparse.Namespace) -> dict[str,
 
 
 def plan_columns(plan: Path, manifest: Manifest) -> dict[str, Any]:
-    """What the plan is in bytes, and what its build took, where that was recorded."""
+    """Bytes of the plan, and the seconds and memory of its build, where these were recorded."""
     record = read_build_record(plan)
     return {
         "build_seconds": None if record is None else record.seconds,
@@ -58,13 +58,13 @@ def _device(backend: str) -> str:
 
 
 def _version(manifest: Manifest, backend: str) -> str:
-    """What built the target's engines, or, where anything may load them, what runs them here."""
+    """Name of the builder of the target's engines, or, where anything may load them, of what runs them here."""
     builders = {engine.builder for engine in manifest.backends[backend].engines.values() if engine.builder}
     return ", ".join(sorted(builders)) or f"onnxruntime {onnxruntime.__version__}"
 
 
 def git_sha() -> str | None:
-    """Of the checkout that measures, with -dirty where its files are others; None outside of one."""
+    """Commit of the checkout that measures, with -dirty where its files are others; None outside of one."""
     if not (_ROOT / ".git").exists():  # installed, perhaps below somebody else's repository
         return None
     command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]

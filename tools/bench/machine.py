@@ -1,4 +1,4 @@
-"""What a figure was measured on, and when."""
+"""The machine and the time of a measurement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CPU = "onnxruntime-cpu"
 
 
 def describe_run() -> dict[str, Any]:
-    """What every report begins with: `machine`, and the `time` (ISO 8601, local, with its offset) at which it began."""
+    """Head of every report: `machine`, and the `time` (ISO 8601, local, with its offset) at which it began."""
     return {"machine": describe_machine(), "time": datetime.now().astimezone().isoformat(timespec="seconds")}
 
 
@@ -31,5 +31,5 @@ def describe_machine() -> dict[str, str | int]:
 
 
 def available_cores() -> int:
-    """Those that this process may use, as the system counts them."""
+    """Number of cores that this process may use, as the system counts them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -218,7 +218,7 @@ def _legend(figure: Figure, axes: Axes) -> None:
 
 
 def _style(place: int) -> dict[str, Any]:
-    """What tells the drafter at this place from the others."""
+    """Colour, marker and line of the drafter at this place."""
     tables = {"color": _COLOURS, "marker": _MARKERS, "linestyle": _DASHES}
     return {key: values[place % len(values)] for key, values in tables.items()}
 

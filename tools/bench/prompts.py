@@ -24,17 +24,17 @@ class Prompts:
 
     @property
     def sha256(self) -> str:
-        """Of the token ids, as JSON without spaces: the same for the same prompts in the same order."""
+        """Hash of the token ids, as JSON without spaces: the same for the same prompts in the same order."""
         return sha256(json.dumps(self.ids, separators=(",", ":")).encode()).hexdigest()
 
     def of(self, task: str) -> Prompts:
-        """Those of one task."""
+        """Prompts of one task."""
         chosen = [ids for ids, other in zip(self.ids, self.tasks, strict=True) if other == task]
         return Prompts(chosen, [task] * len(chosen))
 
 
 def choose_prompts(plan: Path, path: Path | None, task: str | None = None) -> list[Prompt]:
-    """Those of `path`, or the held-out prompts of the recipe that the plan was built from; all, or those of `task`.
+    """Read prompts of `path`, or the held-out ones of the recipe that the plan was built from; all, or of one `task`.
 
     One of every task comes first, then a second one of each, so that the first few cover all tasks.
     """

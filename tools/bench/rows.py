@@ -1,4 +1,4 @@
-"""What alternating runs amount to: the figures of each mode, medians with their spread, ratios of pairs.
+"""Summaries of alternating runs: the figures of each mode, medians with their spread, ratios of pairs.
 
 A figure that does not exist, such as the rate of runs that ended with their first span, is None, and no run without it
 counts in a median. `columns.py` says what each figure is.
@@ -143,7 +143,7 @@ def middle(values: Iterable[float | None]) -> float | None:
 
 
 def variant_columns(mode: Mode) -> dict[str, Any]:
-    """Of a row: what ran, and behind how many tokens."""
+    """Key of a row: what ran, and behind how many tokens."""
     variant = mode.variant
     return {
         "drafter": variant.drafter,

@@ -1,4 +1,4 @@
-"""What drafters draft: the shapes of their drafts, as `--tree` and `--depth` ask for them."""
+"""Shapes of drafts, as `--tree` and `--depth` ask for them."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def read_depths(text: str) -> tuple[int | None, ...]:
 
 
 def choose_drafters(drafters: Sequence[Drafter], wanted: str | None) -> list[Drafter]:
-    """What `wanted` lists by name or by kind, beside plain decoding, which always runs; everything without it.
+    """Choose drafters that `wanted` lists by name or kind, beside plain decoding, which always runs; without it, all.
 
     A name goes before a kind that is spelled alike. Raises `RequestError` for what the plan has not.
     """
@@ -136,7 +136,7 @@ def takes_trees(drafter: Drafter) -> bool:
 
 
 def own_shape(drafter: Drafter) -> Shape:
-    """What the plan has it draft."""
+    """Shape that the plan has a drafter draft."""
     if isinstance(drafter, NgramDrafter):
         return drafter.max_draft
     return drafter.tree if drafter.entropy is None else drafter.entropy

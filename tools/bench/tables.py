@@ -1,4 +1,4 @@
-"""What `latency` and `sweep` print: tables on a terminal, and Markdown."""
+"""Output of `latency` and `sweep`: tables on a terminal, and Markdown."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def same(row: Row) -> str:
 
 
 def title(report: dict[str, Any]) -> tuple[str, str]:
-    """What all rows were measured on, and with."""
+    """Machine and settings that all rows share."""
     machine, row = report["machine"], report["rows"][0]
     build = "" if row["build_seconds"] is None else f", built in {row['build_seconds']:.0f} s"
     memory = "" if row["peak_rss_bytes"] is None else f", at most {row['peak_rss_bytes'] / 1e6:.0f} MB of memory"

@@ -1,4 +1,4 @@
-"""What the runs of each task's prompts amount to."""
+"""Summaries of the runs of each task's prompts."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class _Variant:
 
 @dataclass(frozen=True)
 class _Material:
-    """What is read: documents of the longest length, and contexts by their length."""
+    """The texts to read: documents of the longest length, and contexts by their length."""
 
     documents: list[Tensor]
     contexts: dict[int, list[Context]]

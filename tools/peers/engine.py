@@ -1,4 +1,4 @@
-"""What every engine under comparison is given, and what it answers."""
+"""The contract of every engine under comparison: requests and answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What alternating generations of several engines amount to: ratios of pairs, ours to theirs."""
+"""Summaries of alternating generations of several engines: ratios of pairs, ours to theirs."""
 
 from __future__ import annotations
 

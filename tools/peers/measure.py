@@ -92,7 +92,7 @@ def _end_token(ours: Worker, prompts: Sequence[list[int]], new: int, vocab_size:
 
 
 def _peers(settings: Settings, options: argparse.Namespace, stack: ExitStack, missing: list[Missing]) -> list[Worker]:
-    """Of the peers that can be loaded."""
+    """Start workers of the peers that can be loaded."""
     workers = []
     for engine, package in _PACKAGES.items():
         if importlib.util.find_spec(package) is None:

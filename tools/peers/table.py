@@ -1,4 +1,4 @@
-"""What `python -m tools.peers` prints."""
+"""The table of `python -m tools.peers`."""
 
 from __future__ import annotations
 

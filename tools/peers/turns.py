@@ -30,7 +30,7 @@ class Turns:
 
     @property
     def modes(self) -> list[Mode]:
-        """Those that have not failed, by engine, our plain decoding first."""
+        """Modes that have not failed, by engine, our plain decoding first."""
         return sorted((mode for mode, _ in self._turns), key=lambda mode: ENGINES.index(mode.engine))
 
     def warm_up(self, ids: list[int], new: int) -> None:

@@ -1,4 +1,4 @@
-"""What the trainings of both drafters share: the target, the text, the loop, and the held-out measurement."""
+"""Shared by the trainings of both drafters: the target, the text, the loop, and the held-out measurement."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SAMPLE = 5
 
 @dataclass(frozen=True)
 class Lessons:
-    """What a drafter is taught with. `streams` are the token streams that its vocabulary is counted in."""
+    """Teaching material of a drafter. `streams` are the token streams that its vocabulary is counted in."""
 
     teacher: Teacher
     text: DrafterText

@@ -1,4 +1,4 @@
-"""What drafters read: windows of the training text, and text that the target wrote itself, kept in the work folder."""
+"""Training text of drafters: windows of the target's, and text that the target wrote itself, kept in its folder."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ Schedule = tuple[tuple[float, int], ...]
 
 @dataclass(frozen=True)
 class Run:
-    """What the command line asks of a training. `minutes` is training time; saving and measuring come on top."""
+    """Settings of a training from the command line. `minutes` is training time; saving and measuring come on top."""
 
     minutes: float
     work: Path

@@ -1,4 +1,4 @@
-"""What the measurements of serving share."""
+"""Shared parts of the measurements of serving."""
 
 from __future__ import annotations
 

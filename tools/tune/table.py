@@ -29,7 +29,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Estimate(Shape):
-    """What a tree should give: `round_ms` is to verify, to draft and the host's time together."""
+    """Prediction for a tree: `round_ms` is to verify, to draft and the host's time together."""
 
     tokens_per_verify: float
     round_ms: float
@@ -38,7 +38,7 @@ class Estimate(Shape):
 
 @dataclass(frozen=True)
 class Timed(Shape):
-    """What a tree gave against plain decoding, prompts included: medians, and the speedup that of pairs.
+    """Measurement of a tree against plain decoding, prompts included: medians, and the speedup that of pairs.
 
     `current`: it is the plan's own tree.
     """
@@ -52,7 +52,7 @@ class Timed(Shape):
 
 @dataclass
 class Tuning:
-    """What `tools.tune.search` measured, in milliseconds, and what follows from it.
+    """Measurements of `tools.tune.search`, in milliseconds, and predictions from them.
 
     `context`: tokens behind which verifying was timed. `plain_ms`: a plain pass of the target; `verify_ms[i]`: one with
     i + 1 nodes; `draft_ms[top_k][depth]`: the drafter's engine; `host_ms`: what the host adds to a round;

@@ -23,7 +23,7 @@ EXACT = frozenset({"onnxruntime-cpu"})
 
 @dataclass(frozen=True)
 class Parting:
-    """Where a run with a drafter first differs from plain decoding of the same plan.
+    """The place where a run with a drafter first differs from plain decoding of the same plan.
 
     `index` counts generated tokens; `margin` is that of plain decoding's choice (logits). On the CPU drafts are
     bit-exact, so that there is never a near tie; elsewhere they may be the last bits away.
@@ -39,7 +39,7 @@ class Parting:
 
 @dataclass
 class DrafterCheck:
-    """What a drafter did on some prompts."""
+    """Results of a drafter on some prompts."""
 
     tokens: int = 0
     rounds: int = 0
@@ -101,7 +101,7 @@ def compare_drafters(
 def find_parting(
     session: Session, prompt: Sequence[int], options: Options, plain: Sequence[int], other: Sequence[int]
 ) -> tuple[int, float] | None:
-    """Where `other` first differs from `plain`, as an index of generated tokens, and the margin of the choice there.
+    """Find where `other` leaves `plain`, as an index of generated tokens, and the margin of the choice there.
 
     `plain` is what `session`, which is used again for the margin, decodes plainly from `prompt` with `options`. None
     where the two are the same.

@@ -49,7 +49,7 @@ class Divergence:
 
 @dataclass
 class Verification:
-    """What was measured against which `oracle`, and the verdict.
+    """Measurements against an `oracle`, and the verdict.
 
     `logit_bound` is absolute: it is what the plan cannot talk itself out of. `tolerance` is twice the largest logit
     error (closer logits than that may change places), but at most the bound. `drafters` holds the
