@@ -1,4 +1,4 @@
-"""Command lines, for every command alike: a parser that refuses in one sentence, and types of numbers."""
+"""Command lines of all commands: a parser that refuses in one sentence, and types of numbers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _INT64_MAX = 2**63 - 1
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` that raises `UsageError`, a sentence and where its help is, in place of printing its usage.
+    """An `ArgumentParser` that raises `UsageError`, one sentence that names the help, instead of printing its usage.
 
-    Texts, which are arguments without a `type`, are read as UTF-8 whatever the locale says. Paths stay as they are.
+    Texts, which are arguments without a `type`, are read as UTF-8 whatever the locale says. Paths stay unchanged.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -29,16 +29,16 @@ class Parser(argparse.ArgumentParser):
         self.register("type", None, _as_utf8)
 
     def add_subparsers(self, **options: Any) -> Any:
-        """As the base class; a command's words are read by its own parser."""
+        """Add subparsers as the base class does; each command's parser decodes the command's own words."""
         commands = super().add_subparsers(**options)
         commands.type = str
         return commands
 
     def error(self, message: str) -> NoReturn:
-        """Raise `UsageError` with what argparse says, and the nearest of what may have been meant.
+        """Raise `UsageError` with argparse's message and the closest known word.
 
-        Of "argument --count: is '0'; ..." the option alone is kept. An argument that is not known is named before those
-        that are missing, as it was to be one of them.
+        Of "argument --count: is '0'; ..." the message keeps only the option's name. An unknown argument is reported
+        before missing ones, because it may be a misspelling of one of them.
         """
         said = re.sub(
             r"^argument ([^ ]+): (is )?", lambda found: f"{found[1]} is " if found[2] else f"{found[1]}: ", message
@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{joined} {self.prog} --help")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Raise `UsageError` for what is not known: a command's own parser does, so that its help is named."""
+        """Raise `UsageError` for unknown arguments in the command's own parser, so that the error names its help."""
         self._given = list(sys.argv[1:] if args is None else args)
         known, others = super().parse_known_args(self._given, namespace)
         if others:
@@ -62,7 +62,7 @@ class Parser(argparse.ArgumentParser):
         return known, others
 
     def _begins_an_option(self, word: str) -> bool:
-        """Whether an option begins with `word`."""
+        """Return whether an option begins with `word`."""
         name = word.partition("=")[0]
         return any(option.startswith(name) for option in self._option_string_actions)
 
@@ -78,14 +78,14 @@ def _meant(word: str, known: Iterable[str]) -> str:
 
 
 def _as_utf8(word: str) -> str:
-    """Text as the user typed it. Bytes that the locale's encoding does not know are in `word` as lone surrogates."""
+    """Return the word that the user typed; bytes unknown to the locale's encoding are lone surrogates in `word`."""
     with suppress(UnicodeError):
         return os.fsencode(word).decode("utf-8")
     return word
 
 
 def whole_number(least: int = 0, most: int = _INT64_MAX) -> Callable[[str], int]:
-    """A type for `add_argument`: whole numbers from `least` to `most`, without a sign."""
+    """Return a type for `add_argument`: whole numbers from `least` to `most`, without a sign."""
     limits = f"of at least {least}" if most == _INT64_MAX else f"from {least} to {most}"
 
     def read(text: str) -> int:
@@ -98,7 +98,7 @@ def whole_number(least: int = 0, most: int = _INT64_MAX) -> Callable[[str], int]
 
 
 def number(least: float = -math.inf, most: float = math.inf, *, above: float = -math.inf) -> Callable[[str], float]:
-    """A type for `add_argument`: finite numbers from `least`, or from behind `above`, to `most`."""
+    """Return a type for `add_argument`: finite numbers from `least`, or above `above`, to `most`."""
     limits = [f"above {above:g}"] if above > -math.inf else [f"of at least {least:g}"] if least > -math.inf else []
     limits += [f"at most {most:g}"] if most < math.inf else []
 
@@ -121,7 +121,7 @@ at_least_1 = whole_number(1)
 
 
 def counts(text: str) -> list[int]:
-    """A type for `add_argument`: whole numbers of at least 1 with commas between them, each once."""
+    """Parse whole numbers of at least 1 with commas between them, each once: a type for `add_argument`."""
     return list(dict.fromkeys(at_least_1(word.strip()) for word in text.split(",")))
 
 

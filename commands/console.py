@@ -1,4 +1,4 @@
-"""Behaviour of every command: JSON or text on stdout, progress on stderr, one sentence and a status on mistakes."""
+"""Output of all commands: JSON or text on stdout, progress on stderr, one sentence and an exit status on mistakes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from plans.errors import OutputError, OutriderError
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Leave it to `guarded`, which knows it of every other way to print too."""
-        raise  # what is being handled
+        """Leave the exception to `guarded`, which handles it for every other way of printing, too."""
+        raise  # the exception that rich is handling
 
 
 stderr = Console(stderr=True, highlight=False)
@@ -31,23 +31,23 @@ stdout = _Console(highlight=False, soft_wrap=True, width=None if sys.stdout and 
 
 
 def print_json(value: object) -> None:
-    """One object on stdout at once (a reader may wait for it), and nothing else; where that is not UTF-8, in ASCII."""
+    """Print one object to stdout, flushed because a reader may wait; ASCII where stdout's encoding is not UTF-8."""
     unicode = codecs.lookup(getattr(sys.stdout, "encoding", None) or "utf-8").name == "utf-8"
     print(json.dumps(value, ensure_ascii=not unicode), flush=True)
 
 
 class Update(Protocol):
-    """`done` of `total` steps, and what is being done. `left` are the seconds that the rest should take, for a caller
-    who knows better than that all steps take alike."""
+    """Report `done` of `total` steps, and the current work in `doing`. `left` is the estimate of the seconds left, for
+    callers whose steps do not all take the same time."""
 
     def __call__(self, done: int, total: int, doing: str = "", left: float | None = None) -> None: ...
 
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Update]:
-    """Progress on stderr for long work: call what it yields as each step begins.
+    """Show progress of long work on stderr: yields an `Update` to call as each step begins.
 
-    A bar on a terminal; elsewhere at most about ten lines. Both say how long the rest should take.
+    It is a bar on a terminal, and elsewhere at most about ten lines. Both estimate the time left.
     """
     if not stderr.is_terminal:
         yield _progress_lines(title)
@@ -64,7 +64,7 @@ def progress_bar(title: str) -> Iterator[Update]:
 
 
 class _LeftColumn(TimeRemainingColumn):
-    """The caller's word on how long the rest takes, where there is one."""
+    """Shows the caller's estimate of the time left, where there is one, else rich's."""
 
     def render(self, task: Task) -> Text:
         left: float | None = task.fields["left"]
@@ -92,16 +92,16 @@ def _duration(seconds: float) -> str:
 
 
 def report_error(error: OutriderError) -> None:
-    """A user's mistake, on stderr; the exit status tells of it as well, should that not be written."""
+    """Print a user's mistake to stderr; the exit status reports it too, in case stderr cannot be written."""
     with suppress(OSError):
         stderr.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
 
 
 def guarded(command: Callable[[], int]) -> int:
-    """Run a command, from reading its arguments on; the exit status.
+    """Run a command, its reading of arguments included, and return the exit status.
 
-    A user's mistake becomes one sentence and status 2, output that cannot be written one and status 1, an interrupt
-    status 130.
+    A user's mistake becomes one sentence and status 2, output that cannot be written one sentence and status 1, an
+    interrupt status 130.
     """
     try:
         with interruptible():
@@ -126,5 +126,5 @@ def guarded(command: Callable[[], int]) -> int:
 
 
 def _discard_output() -> None:
-    """Drop what is left in the buffer, which Python would try to write once more at its end."""
+    """Discard the rest of stdout's buffer, which Python would try to write again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Optional packages: a command that lacks one says what to install."""
+"""Optional packages: a command that lacks a package names the extra to install."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plans.extras import install
 
 @contextmanager
 def optional_packages(who: str, extra: str) -> Iterator[None]:
-    """In here a package that is not installed is an `OutriderError`: that `who` needs it, which `extra` brings."""
+    """Turn a missing package inside into an `OutriderError`: `who` needs the package, and `extra` installs it."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,6 +1,6 @@
-"""Prepare the process of a command: standard streams that may be closed or cannot write every character, Ctrl-C.
+"""A command's process: standard streams that may be closed or cannot write every character, and Ctrl-C.
 
-Imports little, so that it can come before imports that take a second.
+The module imports little, so that it can run before imports that take a second.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ INTERRUPTED = 130
 
 
 def begin() -> None:
-    """To be called first, before what takes long to import.
+    """Prepare streams and Ctrl-C; to be called first, before imports that take long.
 
-    A closed standard stream becomes one that nothing can be read from, or written to: left closed, the next file that
-    is opened would take its number. Standard output raises `OutputError` where it cannot be written, and has escapes in
-    place of characters that the locale's encoding does not know. Ctrl-C ends the process at once until `guarded` runs
-    the command, which may then tidy up.
+    A closed standard stream is replaced by one that can be neither read nor written: otherwise the next opened file
+    would take its number. Standard output raises `OutputError` where it cannot be written, and writes escapes for
+    characters that the locale's encoding lacks. Ctrl-C ends the process at once until `guarded` runs the command, which
+    may then tidy up.
     """
     sys.stdin = sys.stdin or _unusable(os.O_WRONLY, "r")
     sys.stdout = sys.stdout or _unusable(os.O_RDONLY, "w")
-    sys.stderr = sys.stderr or _unusable(os.O_WRONLY, "w")  # nobody reads it: no reason to fail
+    sys.stderr = sys.stderr or _unusable(os.O_WRONLY, "w")  # nobody reads it, so writing need not fail
     sys.stdout = _output(sys.stdout)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored, as behind nohup
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where SIGINT is ignored, as under nohup
         signal.signal(signal.SIGINT, _leave)
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """In here Ctrl-C raises `KeyboardInterrupt`, as Python has it, and behind it ends the process at once again.
+    """Let Ctrl-C raise `KeyboardInterrupt` inside, as Python does; afterwards Ctrl-C ends the process at once again.
 
-    Without `begin`, as in a program that calls a command, nothing of Ctrl-C is changed.
+    Without `begin`, as in a program that calls a command, the handling of Ctrl-C does not change.
     """
     begun = signal.getsignal(signal.SIGINT) is _leave
     if begun:
@@ -57,12 +57,12 @@ def interruptible() -> Iterator[None]:
 
 
 def _unusable(flags: int, mode: str) -> io.TextIOWrapper:
-    """A stream of the null device. Opened the wrong way round, reading or writing it says "Bad file descriptor"."""
+    """Open the null device; `flags` contradict `mode`, so that reading or writing fails: "Bad file descriptor"."""
     return open(os.open(os.devnull, flags), mode, encoding="utf-8", errors="backslashreplace")  # type: ignore[return-value]
 
 
 class _Output(io.FileIO):
-    """Standard output, whose failures are told from those of other files."""
+    """Standard output whose write errors are `OutputError`s, to tell them from errors of other files."""
 
     def write(self, data: ReadableBuffer) -> int:
         try:
@@ -74,7 +74,7 @@ class _Output(io.FileIO):
 
 
 def _output(given: TextIO) -> TextIO:
-    """`given`, written through `_Output`."""
+    """Return `given` as a stream that writes through `_Output`."""
     if not isinstance(given, io.TextIOWrapper):
         return given
     unicode = codecs.lookup(given.encoding).name == "utf-8"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports, which take a second
+if __name__ == "__main__":  # before the other imports, which take a second
     from commands.process import begin
 
     begin()

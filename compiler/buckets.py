@@ -1,4 +1,4 @@
-"""Sizes of steps that devices record: few, so that all can be, and close, so that little is computed in vain."""
+"""Step sizes that devices record: few, so that all can be recorded, and close, so that little padding is computed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from plans.manifest import Buckets, Drafter, Engine, GraphDrafter, NgramDrafter
 
 
 def step_buckets(design: PlanDesign, engines: Mapping[str, Engine]) -> dict[str, Buckets]:
-    """By model. Drafts whose size an engine decides have a bucket each; an n-gram's are rounded up."""
+    """Return the buckets by model. Each draft size of an engine has its own bucket; n-gram drafts are rounded up."""
     target, limits, drafters = {1}, design.limits, design.drafters
     own: dict[str, Iterable[int]] = {}
     for drafter in drafters:
@@ -29,8 +29,8 @@ def step_buckets(design: PlanDesign, engines: Mapping[str, Engine]) -> dict[str,
 
 
 def view_buckets(least: int, most: int) -> tuple[int, ...]:
-    """Views from `least` to `most`, both powers of two and what lies halfway between two: at most half as many keys
-    again as are there."""
+    """Return views from `least` to `most`: powers of two and their midpoints, so that a view has at most half as many
+    keys again as needed."""
     views, size = [], least
     while size < most:
         views.append(size)
@@ -39,14 +39,15 @@ def view_buckets(least: int, most: int) -> tuple[int, ...]:
 
 
 def _doubled(most: int) -> set[int]:
-    """2, 4, 8 and so on, and the largest."""
+    """Return 2, 4, 8 and so on, and `most` itself; nothing for a `most` of 1."""
     return {min(1 << power, most) for power in range(1, most.bit_length() + 1)} if most > 1 else set()
 
 
 def _fed(drafter: GraphDrafter, drafters: Sequence[Drafter], *, keeps_levels: bool) -> range:
-    """How many tokens a round leaves the drafter to take in: what the target committed, or what has no row of these.
+    """Return how many tokens a round may leave the drafter to take in.
 
-    A head takes in what n-grams committed in its place, too.
+    The drafter takes in all tokens that the target committed, or, where KV of its levels is kept, those without KV.
+    A head also takes in tokens that n-grams committed in its place.
     """
     keeps = drafter.kind == "model" and (keeps_levels or drafter.entropy is not None)
     before = (d.max_draft for d in drafters if isinstance(d, NgramDrafter) and d.otherwise == drafter.name)

@@ -46,12 +46,12 @@ from plans.skeleton import SKELETON_FILE, Skeleton
 from plugins.cuda.compile import compile_kernels
 
 Progress = Callable[[int, int, str], None]
-"""Told (steps done, steps in all, what begins)."""
+"""Called with (steps done, steps in all, text of the step that begins)."""
 
 
 @dataclass(frozen=True)
 class Engines:
-    """A backend's engines by name, what lowering did to them, and the files of our ops' kernels by architecture."""
+    """A backend's engines by name, the reports of their lowering, and our ops' kernel files by architecture."""
 
     engines: dict[str, Engine]
     reports: tuple[RuleReport, ...]
@@ -60,7 +60,7 @@ class Engines:
 
 @dataclass(frozen=True)
 class Built:
-    """A finished build. `reused` names what an earlier build of the same place gave: "plan" or backends."""
+    """A finished build. `reused` names the parts taken from an earlier build at the same place: "plan", or backends."""
 
     plan: Plan
     reused: tuple[str, ...]
@@ -69,8 +69,8 @@ class Built:
 def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lambda *_: None) -> Built:
     """Build the plan of `recipe` at `out`.
 
-    An unchanged plan at `out` is kept, unchanged engines are taken over. The plan is made beside `out`
-    and renamed, so that a failed build leaves `out` as it was. Raises `OutriderError`s.
+    An unchanged plan at `out` is kept, and unchanged engines are taken over. The new plan is written beside `out`
+    and then renamed, so that a failed build leaves `out` as it was. Raises `OutriderError`s.
     """
     started = perf_counter()
     design = design_plan(recipe)
@@ -141,7 +141,7 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
 
 
 class _Steps:
-    """Counts the steps of a build as they begin; how many there are is known before the first."""
+    """Counts a build's steps as they begin; their total is known before the first."""
 
     def __init__(self, progress: Progress, total: int) -> None:
         self._progress, self._total, self._begun = progress, total, 0
@@ -151,12 +151,12 @@ class _Steps:
         self._begun += 1
 
     def detail(self, text: str) -> None:
-        """What the present step is at."""
+        """Report the progress of the current step."""
         self._progress(max(self._begun - 1, 0), self._total, text)
 
 
 def _export(design: PlanDesign, dtype: WeightType, steps: _Steps) -> dict[str, ir.Model]:
-    """Every model's graph by name, in `dtype`: the target first."""
+    """Export every model's graph in `dtype`, by name, the target first."""
     recipe, target = design.recipe, design.target
     steps.begin(f"reading the checkpoint in {dtype}")
     decoder = load_decoder(recipe.checkpoint_path, dtype, recipe.rope_scaling)
@@ -203,7 +203,7 @@ def _write_engines(
 
 
 def _take_into(graph: ir.Model, model: str, design: PlanDesign, backend: BackendBuild) -> tuple[str, ...]:
-    """Absorb the ops around the engine of `model`; their names."""
+    """Inline the ops around the engine of `model` into its graph, and return their names."""
     drafter = next((d for d in design.drafters if isinstance(d, GraphDrafter) and d.name == model), None)
     free = {names.ATTN_BIAS: names.FREE_BIAS} if drafter is None else {}
     buffers = {tensor.name: tensor for tensor in design.buffers(backend)}
@@ -211,7 +211,7 @@ def _take_into(graph: ir.Model, model: str, design: PlanDesign, backend: Backend
 
 
 def _backend_plan(design: PlanDesign, backend: BackendBuild, built: Engines, key: str) -> BackendPlan:
-    """The engines with the buffers and programs that run them."""
+    """Put the engines together with the buffers and programs that run them."""
     return BackendPlan(
         engines=built.engines,
         engines_key=key,
@@ -226,7 +226,7 @@ def _backend_plan(design: PlanDesign, backend: BackendBuild, built: Engines, key
 
 
 def _compile_kernels(backend: BackendBuild, root: Path, steps: _Steps) -> dict[str, str]:
-    """Our ops' kernels for the devices of a backend, by architecture; backends of one plan share them."""
+    """Compile our ops' kernels for a backend's devices, files by architecture; backends of one plan share them."""
     files: dict[str, str] = {}
     for architecture in kernel_architectures(backend):
         files[architecture] = f"kernels/{architecture}.cubin"
@@ -257,7 +257,7 @@ def _write_manifest(manifest: Manifest, root: Path) -> Path:
 
 
 def _with_source(plan: Plan, source: str, place: Place) -> Plan:
-    """The plan that is there, pointing to the recipe it was just asked for from."""
+    """Return the existing plan with its manifest's `source` set to the recipe of this build."""
     if plan.manifest.source == source:
         return plan
     manifest = plan.manifest.model_copy(update={"source": source})
@@ -267,5 +267,5 @@ def _with_source(plan: Plan, source: str, place: Place) -> Plan:
 
 
 def _relative(recipe_path: Path, folder: Path) -> str:
-    """The recipe seen from the plan. A recipe that is a link stays one: its own paths start from where it lies."""
+    """Return the recipe's path from the plan. A link is not resolved: the recipe's paths start at the link's folder."""
     return os.path.relpath(recipe_path.parent.resolve() / recipe_path.name, folder)

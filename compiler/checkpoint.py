@@ -1,4 +1,4 @@
-"""Checkpoint folders: the decoder in one, strictly, and what identifies it."""
+"""Checkpoint folders: load the decoder strictly, and hash the files that identify it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def load_decoder(path: Path, dtype: WeightType = "float32", rope_scaling: RopeSc
     """Load the checkpoint folder `path` with all weights in `dtype`, on the CPU, frozen and in eval mode.
 
     Projections are transposed to `[in, out]`; the embedding stays `[vocab, hidden]`. `rope_scaling` replaces the
-    checkpoint's own. Raises `CheckpointError` naming the file, the tensor, what was expected and what was found.
+    checkpoint's own. Raises `CheckpointError` naming the file, the tensor, the expectation and the finding.
     """
     check_folder(path)
     config = read_config(path, rope_scaling)
@@ -61,9 +61,9 @@ def load_decoder(path: Path, dtype: WeightType = "float32", rope_scaling: RopeSc
 
 
 def checkpoint_hashes(path: Path) -> dict[str, str]:
-    """File name to sha256 (hex) of every file of the folder that can change a plan, in sorted order.
+    """Return the sha256 (hex) of every file of the folder that can change a plan, by file name in sorted order.
 
-    Those are the configuration, the weights, and the tokenizer with its chat template, as far as present. Raises
+    These files are the configuration, the weights, and the tokenizer with its chat template, as far as present. Raises
     `CheckpointError` if the folder or a file cannot be read.
     """
     check_folder(path)
@@ -82,7 +82,7 @@ def checkpoint_hashes(path: Path) -> dict[str, str]:
 
 
 def _check_tied(embedding: Tensor, stored: Weights) -> None:
-    """Some tied checkpoints repeat the embedding as the head, which is harmless while they are equal."""
+    """Raise `CheckpointError` unless the stored head equals the embedding, which some tied checkpoints repeat."""
     if not torch.equal(stored.read(TIED_HEAD).to(embedding.dtype), embedding):
         raise CheckpointError(
             f"{stored.found[TIED_HEAD].file}: tensor {TIED_HEAD!r} differs from the embedding, though config.json sets "

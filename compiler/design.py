@@ -1,4 +1,4 @@
-"""The design of a plan, computed once from its recipe before anything is built: drafters, geometry, sizes, memory."""
+"""The design of a plan, computed from its recipe before anything is built: drafters, geometry, sizes, memory."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from plans.partial_kv import PartialKv
 from plans.step_buffers import drafter_buffers, partial_buffers, sampling_buffers, status_buffers, target_buffers
 
 VIEW_BUCKET = 128  # keys: coarse enough that sizes rarely change, fine enough that masks stay short
-_BEAMS = 8  # that every plan serves, whatever its drafters are
-_NODES_OF_A_BRANCH = 8  # its tip and a short draft, where all of a plan's branches live
-_TENTATIVE_OF_A_ROW = 32  # tokens that may wait to be confirmed where there are several rows
+_BEAMS = 8  # beams that every plan serves, whatever its drafters are
+_NODES_OF_A_BRANCH = 8  # a branch's tip and a short draft, when all branches take part in a step
+_TENTATIVE_OF_A_ROW = 32  # most tentative tokens of a row that count, where there are several rows
 
 
 @dataclass(frozen=True)
 class PlanDesign:
-    """The parts of a plan that do not depend on its engines. `sources` are the drafters that have one."""
+    """The parts of a plan that do not depend on its engines. `sources` are the drafters that have an engine."""
 
     recipe: Recipe
     config: DecoderConfig
@@ -42,7 +42,7 @@ class PlanDesign:
 
     @cached_property
     def limits(self) -> dict[str, dict[str, int]]:
-        """By model: the largest value of every symbol."""
+        """Largest value of every symbol, by model."""
         target = symbol_limits(self.target, self.drafters, self.partial)
         limits = {names.TARGET: target}
         for each in self.sources:
@@ -52,7 +52,7 @@ class PlanDesign:
 
     @cached_property
     def views(self) -> dict[str, View]:
-        """Parts of buffers that have a name of their own: each layer's K, V and queries."""
+        """Named parts of buffers: each layer's K, V and queries."""
         views: dict[str, View] = {}
         for model, geometry in self.models.items():
             views |= cache_views(model, geometry)
@@ -61,7 +61,7 @@ class PlanDesign:
         return views
 
     def buffers(self, backend: BackendBuild) -> tuple[Tensor, ...]:
-        """Buffers of an engine of the runtime on a backend; its KV caches are of the weights' type."""
+        """Buffers of a runtime Engine on `backend`; KV caches have the dtype of the weights."""
         kv = DType(self.recipe.dtype(backend))
         buffers = [
             *target_buffers(self.target, kv, rejection=rejects(self.drafters)),
@@ -74,7 +74,7 @@ class PlanDesign:
         return tuple(buffers)
 
     def engine_shape(self, backend: BackendBuild) -> dict[str, object]:
-        """Settings that a backend's engines depend on beside weights. ONNX Runtime's take any size of step."""
+        """Settings that a backend's engines depend on, beside weights and tools. ONNX Runtime takes any step size."""
         scaling = self.recipe.target.rope_scaling
         return {
             "backend": backend.model_dump(mode="json", exclude={"timing_cache"}),
@@ -93,9 +93,9 @@ class PlanDesign:
 
 
 def design_plan(recipe: Recipe) -> PlanDesign:
-    """Read the checkpoints' configurations, and settle what the plan is.
+    """Read the checkpoints' configurations and design the plan.
 
-    Raises `CheckpointError`, and `RecipeError` for what no plan can do, naming the key.
+    Raises `CheckpointError`, and `RecipeError` naming the key that asks for something no plan can do.
     """
     config = read_config(recipe.checkpoint_path, recipe.rope_scaling)
     check_capacity(recipe, config)
@@ -129,17 +129,17 @@ def _geometry(recipe: Recipe, config: DecoderConfig, sources: Sequence[GraphSour
 
 
 def symbol_limits(geometry: Geometry, drafters: Sequence[Drafter], partial: PartialKv | None = None) -> dict[str, int]:
-    """Largest step of the target in one row: a full prefill chunk with the longest draft hanging from its end.
+    """Return the largest value of each symbol of the target: a full prefill chunk with the longest draft behind it.
 
-    Behind a long context the longest is what waits to be confirmed. A step of beam search wants the logits of every
-    beam, so that there is room for some even without drafts.
+    With partial KV, tentative tokens may be longer than any draft. A step of beam search needs the logits of every
+    beam, so there is room for some even without drafts.
     """
     tentative = 0 if partial is None else partial.n_spec_tokens_buf
     nodes_of_all = geometry.branches * _NODES_OF_A_BRANCH
-    if geometry.rows > 1:  # each may have tokens to confirm
+    if geometry.rows > 1:  # every row may have tentative tokens to confirm
         nodes_of_all = max(nodes_of_all, geometry.rows * (1 + min(tentative, _TENTATIVE_OF_A_ROW)))
     nodes = max(1 + max(longest_draft(drafters), tentative), _BEAMS, nodes_of_all)
-    # By rejection, tokens depend on a draft: every branch has room for a whole one.
+    # With rejection, tokens depend on the draft, so every branch has room for a whole draft.
     nodes = max(nodes, *(geometry.branches * (1 + longest_draft([d])) for d in drafters if rejects([d])), 0)
     grown = max((d.tree.nodes for d in drafters if isinstance(d, GraphDrafter)), default=0) * geometry.branches
     new = max(geometry.prefill_chunk + nodes - 1, grown)
@@ -147,7 +147,9 @@ def symbol_limits(geometry: Geometry, drafters: Sequence[Drafter], partial: Part
 
 
 def drafter_limits(drafter: GraphDrafter, geometry: Geometry, target: Mapping[str, int]) -> dict[str, int]:
-    """Largest step of a drafter's engine: what a prefill chunk of the target leaves it to take in, or a whole step."""
+    """Return the largest value of each symbol of a drafter: a step takes in one prefill chunk of the target, or, with
+    several branches, the target's whole step.
+    """
     new = geometry.prefill_chunk if geometry.branches == 1 else target[names.NEW]
     trees = {names.TIPS: geometry.branches, names.GROWN: geometry.branches * drafter.tree.nodes}
     return _limits(geometry, new, 1, target[names.FEATURED]) | trees
@@ -168,7 +170,7 @@ def _limits(geometry: Geometry, new: int, picked: int, featured: int) -> dict[st
 
 
 def cache_views(model: str, geometry: Geometry) -> dict[str, View]:
-    """Each layer's K and V are planes of the one `kv` buffer, so that an op moves slots of all at once."""
+    """Return each layer's K and V as planes of the one `kv` buffer, so that an op moves slots of all layers at once."""
     views = {}
     for layer in range(geometry.layers):
         for plane, cache in enumerate((names.k_cache(layer), names.v_cache(layer))):
@@ -177,7 +179,7 @@ def cache_views(model: str, geometry: Geometry) -> dict[str, View]:
 
 
 def query_views(geometry: Geometry) -> dict[str, View]:
-    """Each layer's queries are a plane of one buffer, which is read as a whole."""
+    """Return each layer's queries as a plane of one buffer, which an op reads as a whole."""
     whole = names.of(names.TARGET, names.QUERIES)
     return {
         names.of(names.TARGET, names.queries(layer)): View(buffer=whole, plane=layer)
@@ -186,7 +188,7 @@ def query_views(geometry: Geometry) -> dict[str, View]:
 
 
 def _check_served(recipe: Recipe) -> None:
-    """Raise `RecipeError` for what no plan can do yet, naming the first key that asks for it."""
+    """Raise `RecipeError` naming the first key that asks for something no plan can do yet."""
     several = recipe.capacity.branches
     if several > 1 and any(not isinstance(backend, OnnxRuntimeCpuSection) for backend in recipe.backends):
         raise recipe.error(
@@ -216,7 +218,7 @@ def _check_served(recipe: Recipe) -> None:
 
 
 def _check_partial(recipe: Recipe, geometry: Geometry, drafters: Sequence[Drafter], partial: PartialKv) -> None:
-    """Whether the partial KV cache is large enough for a step, and no larger than the full one (FEATURES row 36).
+    """Check that the partial KV cache is large enough for a step, and no larger than the full one (FEATURES row 36).
 
     Raises `RecipeError`, naming the key.
     """

@@ -1,4 +1,4 @@
-"""Drafters with weights: what a recipe's section becomes in a plan, and the model behind it."""
+"""Drafters with weights: from a recipe's section to the drafter of a plan and its model."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ CHAIN = 4
 
 @dataclass(frozen=True)
 class GraphSource:
-    """A drafter that has an engine: its section of the recipe, its place there, and its model's configuration."""
+    """A drafter that has an engine: its section of the recipe, the section's index, and its model's configuration."""
 
     index: int
     section: GraphSection
     config: DecoderConfig | Eagle3Config
     tree: Tree
     sink: int = 0
-    window: int = 0  # last tokens whose KV its cache keeps, behind those of the sink; 0: all
+    window: int = 0  # last tokens whose KV the drafter's cache keeps, behind the sink's; 0: all
 
     @property
     def drafter(self) -> GraphDrafter:
@@ -52,7 +52,7 @@ class GraphSource:
         )
 
     def geometry(self, target: Geometry) -> Geometry:
-        """The KV cache holds the context, or a window of it, and what the tree's levels append behind it."""
+        """Geometry whose KV cache holds the context, or a window of it, and the KV that the tree's levels append."""
         c, bucket = self.config, target.view_bucket
         held = -(-(self.sink + 2 * self.window) // bucket) * bucket + bucket if self.window else target.capacity
         grown = -(-self.drafter.grown * target.branches // bucket) * bucket
@@ -75,9 +75,9 @@ class GraphSource:
 
 
 def read_sources(recipe: Recipe, target: DecoderConfig) -> list[GraphSource]:
-    """The recipe's drafters with weights, their configurations read and checked against the target's.
+    """Read the configurations of the recipe's drafters with weights, and check them against the target's.
 
-    Raises `CheckpointError` for a wrong checkpoint, `RecipeError` for one that does not go with the target.
+    Raises `CheckpointError` for a wrong checkpoint, `RecipeError` for a checkpoint that does not fit the target.
     """
     sources = []
     for index, section in enumerate(recipe.drafters):
@@ -130,12 +130,12 @@ def read_sources(recipe: Recipe, target: DecoderConfig) -> list[GraphSource]:
 
 
 def taps(sources: Sequence[GraphSource]) -> tuple[int, ...]:
-    """The layers whose incoming residual streams the heads read; empty without heads."""
+    """Return the target's layers whose incoming residual streams the EAGLE3 heads read; empty without heads."""
     return next((s.config.aux_layers for s in sources if isinstance(s.config, Eagle3Config)), ())
 
 
 def source_hashes(recipe: Recipe) -> dict[str, str]:
-    """sha256 of every checkpoint file of a recipe, by file name; a drafter's has `name/` before it."""
+    """Return the sha256 of every checkpoint file of a recipe by file name; a drafter's names begin with `name/`."""
     found = checkpoint_hashes(recipe.checkpoint_path)
     for section in recipe.drafters:
         if not isinstance(section, NgramSection):
@@ -145,7 +145,7 @@ def source_hashes(recipe: Recipe) -> dict[str, str]:
 
 
 def manifest_drafters(recipe: Recipe, sources: Sequence[GraphSource]) -> tuple[Drafter, ...]:
-    """Every drafter of the recipe, in its order."""
+    """Return every drafter of the recipe as the manifest has it, in the recipe's order."""
     graphs = {source.index: source.drafter for source in sources}
     return tuple(
         NgramDrafter(**section.model_dump()) if isinstance(section, NgramSection) else graphs[index]
@@ -154,7 +154,7 @@ def manifest_drafters(recipe: Recipe, sources: Sequence[GraphSource]) -> tuple[D
 
 
 def load(recipe: Recipe, source: GraphSource, target: Decoder, dtype: WeightType) -> nn.Module:
-    """The drafter's model in `dtype`, which is the type of `target`, ready for `export_draft`."""
+    """Load the drafter's model in `dtype`, which is the dtype of `target`, ready for `export_draft`."""
     path, section = recipe.drafter_path(source.section), source.section
     if isinstance(section, Eagle3Section):
         head = load_eagle3(path, target.config, dtype, section.overrides)
@@ -166,19 +166,22 @@ def _tree(section: GraphSection) -> Tree:
     if section.tree is not None:
         return section.tree.tree()
     if isinstance(section.gamma, EntropySection):
-        return Tree(top_k=1, depth=0, nodes=2)  # the runtime runs it again for each token more
+        return Tree(top_k=1, depth=0, nodes=2)  # the runtime runs the engine once per drafted token
     gamma = section.gamma or CHAIN
     return Tree(top_k=1, depth=gamma - 1, nodes=gamma + 1)
 
 
 def _check_tokens(recipe: Recipe, index: int, path: Path) -> None:
-    """Where both checkpoints have a tokenizer, the same ids must be the same tokens: else nothing is ever accepted."""
+    """Raise `RecipeError` where both checkpoints have a tokenizer and the same ids are different tokens.
+
+    With such a drafter nothing is ever accepted.
+    """
     files = [folder / "tokenizer.json" for folder in (recipe.checkpoint_path, path)]
     if not all(file.is_file() for file in files):
         return
     try:
         target, own = (Tokenizer.from_file(str(file)).get_vocab() for file in files)
-    except Exception as error:  # of its Rust code
+    except Exception as error:  # the tokenizers library's Rust code raises plain `Exception`
         raise CheckpointError(f"{files[1]} or {files[0]} cannot be read: {error}") from None
     for token, number in own.items():
         if target.get(token) != number:

@@ -1,7 +1,7 @@
-"""An EAGLE3 head's checkpoint folder into an `Eagle3Head`, as strictly as a decoder's.
+"""Load an EAGLE3 head's checkpoint folder into an `Eagle3Head`, as strictly as a decoder's.
 
-The layouts of SafeAILab, SpecForge and AngelSlim name their tensors alike; they differ in the file
-(`pytorch_model.bin` or safetensors) and in what may be absent: the embedding, the vocabulary map, keys of
+The layouts of SafeAILab, SpecForge and AngelSlim have the same tensor names; they differ in the file
+(`pytorch_model.bin` or safetensors) and in the parts that may be absent: the embedding, the vocabulary map, keys of
 `config.json`. Geometry that the tensors show is read from their shapes.
 """
 
@@ -49,10 +49,10 @@ _NAMES = {
 
 
 def read_eagle3_config(path: Path, target: DecoderConfig, given: Eagle3Overrides | None = None) -> Eagle3Config:
-    """The geometry of the head in the checkpoint folder `path`, checked against `target` and against all headers.
+    """Read the geometry of the head in the checkpoint folder `path`; check it against `target` and all tensor headers.
 
-    What the recipe has `given` wins. Without a `rope_theta` anywhere it is 10000: EAGLE and AngelSlim trained with
-    10000 whatever their config.json says, SpecForge with what it says. Raises `CheckpointError`.
+    Overrides `given` by the recipe win. Without any `rope_theta` the base is 10000: EAGLE and AngelSlim trained with
+    10000 whatever their config.json says, SpecForge with the base in its config.json. Raises `CheckpointError`.
     """
     return _examine(path, target, given or Eagle3Overrides()).config
 
@@ -62,8 +62,8 @@ def load_eagle3(
 ) -> Eagle3Head:
     """Load the head with all weights in `dtype`, on the CPU, frozen and in eval mode.
 
-    Projections are transposed to `[in, out]`; `embedding` is None where the target's serves. Raises
-    `CheckpointError` naming the file, the key, what was expected and what was found.
+    Projections are transposed to `[in, out]`; `embedding` is None where the target's embedding serves. Raises
+    `CheckpointError` naming the file, the key, the expectation and the finding.
     """
     head = _examine(path, target_config, given or Eagle3Overrides())
     values: dict[str, Tensor] = head.stored.fill(head.wanted, dtype)
@@ -72,7 +72,7 @@ def load_eagle3(
 
 
 class _Head(NamedTuple):
-    """A checkpoint that was found good; only its weights are still to be read. `module` has none yet."""
+    """A checkpoint that passed all checks and whose weights are still to be read; `module` has no weights yet."""
 
     config: Eagle3Config
     module: Eagle3Head
@@ -147,7 +147,7 @@ def _read_config(
 def _check_target(
     file: Path, raw: dict[str, Any], get: Reader, hidden: int, own_embedding: bool, target: DecoderConfig
 ) -> None:
-    """The head must have been made for a target of this width and vocabulary."""
+    """Raise `CheckpointError` unless the head was made for a target of this width and vocabulary."""
     key = "target_hidden_size" if raw.get("target_hidden_size") is not None else "hidden_size"
     if get.integer(key) != target.hidden_size:
         absent = "" if key == "target_hidden_size" else ", which stands for the absent target_hidden_size,"
@@ -168,7 +168,7 @@ def _check_target(
 
 
 def _heads(file: Path, raw: dict[str, Any], get: Reader, hidden: int, stored: Weights) -> tuple[int, int, int]:
-    """(query heads, key and value heads, head_dim): the counts from config.json, the size from the shapes."""
+    """Return (query heads, KV heads, head_dim): the counts from config.json, head_dim from the tensors' shapes."""
     heads = get.integer("num_attention_heads")
     kv_heads = get.integer("num_key_value_heads", heads)
     named = get.integer("head_dim") if raw.get("head_dim") is not None else None
@@ -177,7 +177,7 @@ def _heads(file: Path, raw: dict[str, Any], get: Reader, hidden: int, stored: We
             f"{file}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
         )
     rows = _rows(stored, Q_PROJ)
-    if rows is None:  # the check of the tensors will say so
+    if rows is None:  # `Weights.check` reports the missing tensor later
         return heads, kv_heads, named or hidden // heads
     head_dim, rest = divmod(rows, heads)
     if rest or head_dim % 2 or not head_dim:
@@ -200,13 +200,13 @@ def _heads(file: Path, raw: dict[str, Any], get: Reader, hidden: int, stored: We
 
 
 def _rows(stored: Weights, name: str) -> int | None:
-    """Rows of a matrix of the checkpoint; None where there is no such matrix."""
+    """Return the number of rows of a matrix of the checkpoint; None where there is no such matrix."""
     found = stored.found.get(name)
     return found.shape[0] if found is not None and len(found.shape) == 2 else None
 
 
 def _target_ids(stored: Weights, config: Eagle3Config) -> Tensor:
-    """The target's token of every draft token, from whichever of d2t and t2d is there; where both are, they agree."""
+    """Return every draft token's target token, from d2t or t2d; where the checkpoint has both, they must agree."""
     draft, vocab = config.draft_vocab_size, config.vocab_size
     ids = torch.arange(draft)
     if D2T in stored.found:
@@ -235,7 +235,7 @@ def _target_ids(stored: Weights, config: Eagle3Config) -> Tensor:
 
 
 def _mapped(stored: Weights, ids: Tensor, vocab: int) -> Tensor:
-    """`ids` if they are ascending tokens of the target, each once."""
+    """Return `ids`; raise `CheckpointError` unless they are ascending tokens of the target, each once."""
     below = torch.cat((torch.tensor([-1]), ids[:-1]))
     wrong = ((ids <= below) | (ids >= vocab)).nonzero()
     if len(wrong):

@@ -1,9 +1,9 @@
-"""Taps of an EAGLE3 head: which residual streams of the target make its features.
+"""Taps of an EAGLE3 head: the residual streams of the target that make its features.
 
-What surprises: projects spell the same layers in two ways. Behind a layer, as SpecForge (whose first id is always 1)
-and AngelSlim; or as the index of the stream that enters a layer, which is that of transformers' `hidden_states`, as
-vLLM, `speculators` and TorchSpec. Ours are of the second kind. One key has both, so that its first id decides, by the
-rule of SGLang's pull request 25454. Accepted tokens hardly tell the two apart.
+A surprise: projects number the same streams in two ways. SpecForge (whose first id is always 1) and AngelSlim name the
+layer whose output is read; vLLM, `speculators` and TorchSpec name the layer that the stream enters, which is the index
+in transformers' `hidden_states`. Ours is the second. One key is used in both ways, so its first id decides, by the rule
+of SGLang's pull request 25454. Acceptance hardly shows a wrong reading.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from compiler.models.eagle3_config import TAPS, Taps
 from plans.errors import CheckpointError
 
 MIN_LAYERS = 7
-"""Layers a target needs for the three default taps to be distinct."""
+"""Fewest layers of a target whose three default taps are distinct."""
 
 _BY_FIRST_ID = "eagle_aux_hidden_state_layer_ids"
 _BEHIND = "aux_hidden_states_layer_ids"
@@ -24,10 +24,10 @@ _SIMILAR = re.compile(r"aux_hidden_states?_layer")
 
 
 def read_taps(file: Path, raw: dict[str, Any], layers: int) -> Taps:
-    """The taps that the head's config.json, `raw` of `file`, names for a target of so many layers, or the default.
+    """Return the taps that the head's config.json (`raw` of `file`) names for a target of `layers` layers, or default.
 
-    Raises `CheckpointError` where a key names no three layers, two keys name different ones, or a key that seems to
-    name some is spelled as none of those that are known.
+    Raises `CheckpointError` where a key does not name three layers, where two keys name different layers, and for an
+    unknown key that looks like a key for taps.
     """
     nested = raw.get("eagle_config") or {}
     if not isinstance(nested, dict):
@@ -64,7 +64,7 @@ def read_taps(file: Path, raw: dict[str, Any], layers: int) -> Taps:
 
 
 def default_taps(layers: int) -> Taps:
-    """Default layers that EAGLE3 reads of a target of so many."""
+    """Return EAGLE3's default taps for a target of `layers` layers."""
     return Taps((2, layers // 2, layers - 3), "EAGLE3's default: config.json names none")
 
 

@@ -1,4 +1,4 @@
-"""Held-out prompts: the text that `outrider verify`, the benchmark and the tests measure with."""
+"""Held-out prompts: texts that `outrider verify`, the benchmark and the tests measure with."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The texts of `read_tasks`, in the file's order."""
+    """Read the texts of a file's prompts, in its order; raises as `read_tasks` does."""
     return [prompt.text for prompt in read_tasks(path)]
 
 
 def read_tasks(path: Path) -> list[Prompt]:
-    """The `prompt`, and the `task` if it has one, of every line of a JSONL file.
+    """Read the `prompt`, and the `task` if there is one, of every line of a JSONL file.
 
     Raises `RecipeError` naming the file and the line.
     """

@@ -1,4 +1,4 @@
-"""Hashes of the inputs of a plan: equal inputs give an equal identity, whatever machine builds them."""
+"""Hashes of a plan's inputs: equal inputs give an equal identity, whatever machine builds the plan."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _SOURCES = ("compiler", "plans", "plugins")
 
 
 def tool_versions(packages: Iterable[str] = ()) -> dict[str, str]:
-    """Versions of everything that shapes an engine, and a digest of the compiler's own source.
+    """Return versions of all packages that shape an engine, and a digest of the compiler's own source.
 
-    `packages` are those that one backend needs; one that is missing has the version "".
+    `packages` are the ones that a backend needs; a missing package has the version "".
     """
-    # A local part ("2.13.0+cpu") tells where a package runs, and graphs are made alike everywhere.
+    # The local part ("2.13.0+cpu") says where a package runs; graphs are the same everywhere.
     versions = {name: importlib.metadata.version(name).partition("+")[0] for name in _PACKAGES}
     versions |= {name: _version(name) for name in packages}
     versions["python"] = ".".join(platform.python_version_tuple()[:2])
@@ -38,17 +38,17 @@ def _version(package: str) -> str:
 
 
 def digest(value: object) -> str:
-    """sha256 of a JSON value, independent of the order of its keys."""
+    """Return the sha256 of a JSON value, independent of the order of its keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def plan_identity(recipe: Mapping[str, JsonValue], checkpoint: Mapping[str, str], tools: Mapping[str, str]) -> str:
-    """Hash of all that makes a plan: the resolved recipe, the checkpoint's files by hash, and the tools."""
+    """Return the hash of a plan's inputs: the resolved recipe, the checkpoint files' hashes, and the tools."""
     return digest([FORMAT_VERSION, dict(recipe), dict(checkpoint), dict(tools)])
 
 
 def engines_key(checkpoint: Mapping[str, str], shape: Mapping[str, object], tools: Mapping[str, str]) -> str:
-    """Hash of all that one target's engines depend on: drafters and names may change without a new export."""
+    """Return the hash of all inputs of one backend's engines; the rest, such as names, may change without an export."""
     weights = {name: sha for name, sha in checkpoint.items() if not name.startswith(("tokenizer", "chat_template"))}
     return digest([weights, dict(shape), dict(tools)])
 

@@ -1,7 +1,7 @@
-"""Ops that a program's stages run around an engine, taken into the engine's graph, so that one launch is left.
+"""Inline the ops that stages run around an engine into the engine's graph, so that one launch is left.
 
-The graph then takes what the ops take and gives what they give, under the names of the buffers: programs lose the
-stages, and no other stage changes. Ops that work in place on a KV cache stay outside.
+The graph then has the ops' inputs and outputs, under the names of the buffers: programs lose these stages, and no
+other stage changes. Ops that work in place on a KV cache stay outside.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from plugins.onnx_ops import DOMAIN, VERSION
 from plugins.schemas import SCHEMAS
 
 _TYPES = {dtype: own for own, dtype in DTYPES.items()}
-_SAME_LENGTH = {names.PLACES: names.NEW}  # one row
+_SAME_LENGTH = {names.PLACES: names.NEW}  # with one row, S equals N
 
 
 def inline_stages(
@@ -30,10 +30,10 @@ def inline_stages(
     memory: Mapping[str, Tensor],
     free: Mapping[str, str],
 ) -> tuple[str, ...]:
-    """Take ops into the graph of a model with one row; `before` make inputs of it, `behind` read its outputs.
+    """Inline ops into the graph of a model with one row; `before` ops make its inputs, `behind` ops read its outputs.
 
-    `memory` has every buffer by name. `free` names inputs that the host may write in an op's place, and the input that
-    is not 0 when it has. Returns the names of the ops.
+    `memory` has every buffer by name. `free` maps inputs that the host may write in place of an op to the flag input
+    that is not 0 when the host has written them. Returns the names of the ops.
     """
     graph = _Inliner(model.graph, memory)
     model.opset_imports.setdefault(DOMAIN, VERSION)
@@ -49,7 +49,10 @@ class _Inliner:
         self._graph, self._memory, self._first = graph, memory, graph[0]
 
     def put_before(self, stage: Stage, free: Mapping[str, str]) -> None:
-        """Let readers of a graph input that the op computes read the op's output; of a `free` input, the chosen one."""
+        """Replace graph inputs by the op's outputs of the same names; a flag chooses the input or output where `free`.
+
+        An input that no node reads any more is removed.
+        """
         model_inputs = {value.name: value for value in self._graph.inputs}
         read = [(value, list(value.uses())) for name in stage.outputs if (value := model_inputs.get(name)) is not None]
         node, nodes = self._node(stage)
@@ -74,7 +77,7 @@ class _Inliner:
         self._graph.insert_before(self._first, nodes)
 
     def put_behind(self, stage: Stage) -> None:
-        """Append the op's outputs to the graph's."""
+        """Append the op, which reads outputs and inputs of the graph, and add its outputs behind the graph's own."""
         node, nodes = self._node(stage)
         for output, spec in zip(node.outputs, node_outputs(stage.run), strict=True):
             buffer = self._memory[stage.outputs.get(spec.name, names.of(stage.model, spec.name))]
@@ -84,7 +87,7 @@ class _Inliner:
             self._graph.append(new)
 
     def _node(self, stage: Stage) -> tuple[ir.Node, list[ir.Node]]:
-        """The op's node, and it with those that it needs before it."""
+        """Return the op's node, and the list of nodes to insert: the nodes that it needs, then itself."""
         schema, nodes = SCHEMAS[stage.run], list[ir.Node]()
         inputs = [self._input(spec.name, stage.inputs[spec.name]) for spec in schema.inputs]
         for spec in node_inputs(stage.run)[len(schema.inputs) :]:
@@ -96,7 +99,7 @@ class _Inliner:
         return node, [*nodes, node]
 
     def _input(self, name: str, buffer: str) -> ir.Value:
-        """An output of the graph, or an input, made where there is none."""
+        """Return the graph's output or input `name`; where there is neither, make an input."""
         for value in (*self._graph.outputs, *self._graph.inputs):
             if value.name == name:
                 return value
@@ -106,7 +109,7 @@ class _Inliner:
         return value
 
     def _length(self, size: str, inputs: Sequence[ir.Value], nodes: list[ir.Node]) -> ir.Value:
-        """A tensor of this length: one of `inputs`, or zeros that are never read."""
+        """Return a tensor of length `size`: one of `inputs`, or zeros that are never read."""
         symbol = _SAME_LENGTH.get(size, size)
         for value in inputs:
             if value.shape is not None and [str(dim) for dim in value.shape] == [symbol]:

@@ -1,4 +1,4 @@
-"""`compiler inspect`: what a plan holds, from the plan alone."""
+"""`compiler inspect`: describe a plan's contents, from the plan alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plans.plan import Plan, open_plan
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """A JSON-able description: identity, geometry, programs, engines with op counts, lowering, sizes."""
+    """Return a JSON-able description: identity, geometry, programs, engines with op counts, lowering, sizes."""
     plan = open_plan(path)
     manifest, record = plan.manifest, read_build_record(plan.root)
     return {
@@ -64,7 +64,7 @@ def _engine(plan: Plan, engine: Engine) -> dict[str, Any]:
 
 
 def op_counts(path: Path) -> dict[str, int]:
-    """Nodes of an engine's graph by op, most frequent first."""
+    """Count the nodes of an engine's graph by op, most frequent first."""
     graph = onnx.load(str(path), load_external_data=False).graph
     counts = Counter(f"{node.domain}.{node.op_type}" if node.domain else node.op_type for node in graph.node)
     return dict(counts.most_common())
@@ -122,7 +122,7 @@ def print_description(description: dict[str, Any], console: Console) -> None:
 
 
 def _drafter_cells(drafter: dict[str, Any]) -> tuple[str, str, str]:
-    """Describe the drafts of a drafter, their acceptance, and its other settings."""
+    """Return a drafter's table cells: its drafts, its acceptance, and its other settings."""
     if drafter["kind"] == "ngram":
         settings = f"looks up {drafter['min_context']} to {drafter['max_context']} tokens"
         settings += f", min_confidence {drafter['min_confidence']:g}"

@@ -1,8 +1,8 @@
 """Our ops as nodes of a graph: domain `outrider`, the op's own name.
 
-A node takes an op's inputs and, behind them, an int64 tensor for each of its sizes that none of them has, whose length
-alone counts. It gives the op's outputs and, behind them, `status` where it can find a fault
-(`plugins.cuda.launches.FAULTS`). What a graph has not may be left out at the end.
+A node takes the op's inputs and, behind them, one int64 tensor for each size of the op that no input has; only the
+length of such a tensor counts. The node gives the op's outputs and, behind them, `status` where the op can find a fault
+(`plugins.cuda.launches.FAULTS`). Tensors at the end that a graph lacks may be left out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ IR_TYPES = {
     "int64": ir.DataType.INT64,
     "uint64": ir.DataType.UINT64,
 }
-"""By the name that schemas have for it; what may have several types has none here."""
+"""ONNX types by the schemas' dtype names; a dtype that stands for several types has no entry."""
 
 
 def node_inputs(op: str) -> tuple[TensorSpec, ...]:

@@ -1,8 +1,8 @@
-"""The place of a build: its folder, a workplace beside it, and the renames that put a finished plan there.
+"""The folder of a plan, the workplace beside it, and the renames that put a finished plan into its folder.
 
-The workplace is `.NAME.building-HOST-PID`; a plan that makes room is `.NAME.previous-HOST-PID` for a moment. A process
-that is killed leaves them behind: the next build puts a plan back that was moved away and never replaced, and removes
-what dead processes of this host left. Only a plan is ever replaced, and only one that holds nothing of anybody else's.
+The workplace is `.NAME.building-HOST-PID`; an old plan is moved to `.NAME.previous-HOST-PID` for a moment. A killed
+process leaves these folders behind: the next build restores a plan that was moved away and never replaced, and removes
+folders of dead processes of this host. A build replaces only a plan, and only one that holds no foreign files.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _RUNNING: set[Path] = set()  # workplaces of this process
 
 
 class Place:
-    """The folder `folder` (absolute, links resolved) of a plan that is there or is to be."""
+    """The folder `folder` (absolute, links resolved) of an existing or future plan."""
 
     def __init__(self, out: Path) -> None:
-        """Raises `PlanError` where `out` leads nowhere, as a link to itself does."""
+        """Raise `PlanError` where `out` leads nowhere, as a link to itself does."""
         try:
             self.folder = out.resolve()
         except (OSError, RuntimeError) as error:
@@ -36,7 +36,7 @@ class Place:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Turn errors of the system into a `PlanError` that names the folder."""
+        """Turn an `OSError` inside into a `PlanError` that names the folder."""
         try:
             yield
         except OSError as error:
@@ -47,9 +47,9 @@ class Place:
             ) from error
 
     def plan(self) -> Plan | None:
-        """The plan that is there; None for no folder, an empty one, and a plan that is damaged or of another version.
+        """Return the existing plan; None for no folder, an empty one, and a plan that is damaged or of another version.
 
-        Raises `PlanError` for anything else: what a build has not made, it does not replace.
+        Raises `PlanError` for anything else, because a build does not replace files that no build has made.
         """
         with self.writing():
             self._restore()
@@ -61,7 +61,7 @@ class Place:
 
     @contextmanager
     def workplace(self) -> Iterator[Path]:
-        """An empty folder on the same file system, gone at the end. Raises `PlanError` as `writing` does."""
+        """Yield an empty folder on the same file system, removed at the end. Raises `PlanError` as `writing` does."""
         with self.writing():
             temporary = self._beside("building")
             if temporary in _RUNNING:
@@ -76,8 +76,8 @@ class Place:
                 _RUNNING.discard(temporary)
 
     def put(self, new: Path) -> None:
-        """Put the folder `new` in this place by renaming; where that fails, the old plan stays."""
-        self._check_ours()  # again: a build takes long enough for somebody to come by
+        """Rename the folder `new` to this place; where the rename fails, the old plan stays."""
+        self._check_ours()  # again, because somebody may have written there during the build
         previous = self._beside("previous")
         if self.folder.exists():
             self.folder.rename(previous)
@@ -90,7 +90,7 @@ class Place:
         shutil.rmtree(previous, ignore_errors=True)
 
     def _check_ours(self) -> None:
-        """Refuse a folder that is not a plan's, or in which somebody else's file lies."""
+        """Raise `PlanError` for a folder that is not a plan's, or that holds a file which is not the plan's."""
         if not self.folder.exists():
             return
         if not self.folder.is_dir():
@@ -128,7 +128,7 @@ class Place:
         return self.folder.parent / f".{self.folder.name}.{kind}-{_HOST}-{os.getpid()}"
 
     def _left(self, kind: str) -> list[tuple[Path, str, int]]:
-        """Leftovers of builds of this place, each with the host and the process that made it."""
+        """Return the folders that builds of this place left beside it, each with its host and process id."""
         name = re.compile(re.escape(f".{self.folder.name}.{kind}-") + r"([A-Za-z0-9.-]+)-([0-9]{1,9})")
         if not self.folder.parent.is_dir():
             return []
@@ -137,7 +137,7 @@ class Place:
 
 
 def _listed_files(manifest: Path) -> set[str] | None:
-    """The files that a plan of any version may hold, `plan.json` among them; None where it is not a plan's."""
+    """Return the files that a plan of any version may hold, `plan.json` among them; None if `manifest` is no plan's."""
     try:
         raw = json.loads(manifest.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -150,13 +150,13 @@ def _listed_files(manifest: Path) -> set[str] | None:
 
 
 def _alive(pid: int) -> bool:
-    """Whether another process has this number: what carries our own was left by an earlier owner of it."""
+    """Return whether another process has this id; a folder with our own id was left by an earlier process."""
     if pid == os.getpid():
         return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # it lives, and is another user's
+    except PermissionError:  # the process lives and is another user's
         return True
     return True

@@ -1,4 +1,4 @@
-"""Programs as data: which stages a prefill, a step of decoding, beams or speculation are, over which buffers."""
+"""Programs as data: the stages of prefill, decoding, beam search and speculation, and the buffers they use."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ _COMPACT = _ACCEPTED | {"destination": names.MOVE_TO}
 
 
 def stages_around(model: str, drafter: GraphDrafter | None = None) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
-    """The ops before the engine of `model` and behind it that a backend may have inside: what accepts trees
-    also samples, a tree of one node. `drafter` is the one whose model it is; None for the target.
+    """Return the ops before and after the engine of `model` that a backend may inline into the engine.
+
+    TreeAccept also samples: one token is a tree of one node. `drafter` is the drafter of `model`; None for the target.
     """
     mask = _op("BimMask", model)
     if drafter is None:
         return (mask,), (_op("TreeAccept", model),)
     draws = _op("CoupledDraws", model)
-    if drafter.acceptance == "rejection":  # what the drafter draws by must not be what the target draws by
+    if drafter.acceptance == "rejection":  # the drafter must not use the target's draws
         draws = _op("Draws", model).model_copy(update={"attributes": {"purpose": int(Purpose.DRAFT)}})
     return (draws, mask), ()
 
 
 def emit_programs(engines: Mapping[str, Engine], design: PlanDesign) -> dict[str, Program]:
-    """Those of `plans.program_list`.
+    """Emit the programs that `plans.program_list` lists.
 
-    An engine needs no stages for the ops that it holds. Where it accepts, and the program does not, or by another rule,
-    nobody asks how that went.
+    An op that an engine holds needs no stage. Where the engine accepts but the program does not, or accepts by another
+    rule, the engine's status goes to a buffer that nobody reads.
     """
     model, drafters, branches, partial = names.TARGET, design.drafters, design.target.branches, design.partial
     (mask,), (walk,) = stages_around(model)
@@ -53,7 +54,7 @@ def emit_programs(engines: Mapping[str, Engine], design: PlanDesign) -> dict[str
         judged = _needed(engines[model], accept)
         return (*(_unasked(masked) if judged else masked), *judged, gather)
 
-    by_rejection = _op("ChainAccept", model)  # which serves trees of the other rule as well
+    by_rejection = _op("ChainAccept", model)  # ChainAccept also serves trees with coupled acceptance
     rejecting = [drafter for drafter in drafters if rejects([drafter])]
     together = branches > 1 or any(isinstance(d, GraphDrafter) and d.entropy is not None for d in rejecting)
     tokens = names.of(model, names.COMMITTED)
@@ -94,7 +95,7 @@ def emit_programs(engines: Mapping[str, Engine], design: PlanDesign) -> dict[str
 
 
 def _over_partial(program: Program) -> Program:
-    """Copy stages; those of the target read and write the partial KV cache and its slot table."""
+    """Return `program` with the target's stages on the partial KV cache and its slot table."""
     own = {names.of(names.TARGET, tensor): names.of(names.PARTIAL, tensor) for tensor in (names.KV, names.BIM)}
 
     def moved(bound: Mapping[str, str]) -> dict[str, str]:
@@ -117,7 +118,7 @@ def _in_partial(buffer: str) -> str:
 
 
 def _refresh(partial: PartialKv) -> Program:
-    """Summaries of what is new in the full KV cache, the choice among them, and their KV."""
+    """Return the program that summarises new blocks of the full KV cache, selects blocks, and gathers their KV."""
     of_target = {names.KV, names.QUERIES, names.KEPT_INDICES, names.KEPT_COUNT}
     own = {"partial_kv": names.KV}
     layout: dict[str, int | float] = {
@@ -144,13 +145,13 @@ def _refresh(partial: PartialKv) -> Program:
 
 
 def _needed(engine: Engine, *ops: Stage) -> tuple[Stage, ...]:
-    """Ops beside an engine that it does not hold, and whose results are not among its own."""
+    """Return the `ops` that the engine does not hold, and whose outputs are not all outputs of the engine."""
     given = {tensor.name for tensor in engine.outputs}
     return tuple(op for op in ops if op.run not in engine.holds and not given.issuperset(op.outputs))
 
 
 def _unasked(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """The stages; what their engines tell of accepting goes where nobody reads it."""
+    """Return the stages with the accept status of their engines sent to a buffer that nobody reads."""
 
     def unread(stage: Stage) -> dict[str, str]:
         if names.STATUS not in stage.outputs:
@@ -161,9 +162,9 @@ def _unasked(stages: Sequence[Stage]) -> tuple[Stage, ...]:
 
 
 def _engine(model: str, engine: Engine, drafted: Mapping[str, str] | None = None) -> Stage:
-    """The engine of `model` on its buffers; a drafter's reads the target's features.
+    """Return the stage of the engine of `model` on its buffers; a drafter's engine reads the target's features.
 
-    `drafted` says which buffers of the target, its next step, take which outputs.
+    `drafted` maps outputs of a drafter's engine to the buffers of the target's next step.
     """
 
     def buffer(tensor: str) -> str:
@@ -185,7 +186,7 @@ def _engine(model: str, engine: Engine, drafted: Mapping[str, str] | None = None
 
 
 def _op(name: str, model: str, bound: Mapping[str, str] | None = None) -> Stage:
-    """An op on the buffers of `model`: those with its parameters' names, unless `bound` says otherwise."""
+    """Return an op's stage on the buffers of `model` that have its parameters' names, unless `bound` renames them."""
 
     def buffer(parameter: str) -> str:
         tensor = (bound or {}).get(parameter, parameter)

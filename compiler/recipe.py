@@ -35,7 +35,8 @@ from plans.manifest import Manifest
 from plans.plan import read_manifest
 from plans.skeleton import is_branch_template
 
-# Paths: their contents are hashed, and held-out text is in no plan. And which engines stand beside the one that runs.
+# Keys that may differ between a plan and its recipe: paths, whose contents are hashed (held-out text is in no plan),
+# and backends, because only one of them runs.
 _MAY_DIFFER = re.compile(r"target\.checkpoint|drafters\[\d+\]\.checkpoint|held_out|backends\[.*")
 
 
@@ -169,7 +170,7 @@ class Recipe(Section):
 
     @property
     def path(self) -> Path:
-        """The file it was read from."""
+        """The file that the recipe was read from."""
         return self._source.path
 
     @property
@@ -187,27 +188,27 @@ class Recipe(Section):
         return None if self.held_out is None else self._absolute(self.held_out)
 
     def timing_cache_path(self, backend: BackendBuild) -> Path | None:
-        """The file of a backend's timing cache, absolute; None where it keeps none."""
+        """The file of a backend's timing cache, absolute; None where the backend keeps none."""
         written = backend.timing_cache if isinstance(backend, TensorRtSection) else None
         return None if written is None else self._absolute(written)
 
     def for_backends(self, kinds: Sequence[str]) -> Recipe:
-        """Copy the recipe for other backends. Raises `RecipeError` for what is no backend."""
+        """Return the same recipe for the backends `kinds`. Raises `RecipeError` for an unknown backend."""
         return self.model_copy(update={"backends": choose_backends(self.backends, kinds)})
 
     def dtype(self, backend: BackendBuild) -> WeightType:
-        """The type of the weights for a backend."""
+        """Dtype of the weights for a backend."""
         return backend.dtype or self.target.dtype
 
     @property
     def rope_scaling(self) -> RopeScaling | None:
-        """Rotary scaling that replaces the checkpoint's."""
+        """The rotary scaling that replaces the checkpoint's; None to keep the checkpoint's."""
         return None if self.target.rope_scaling is None else self.target.rope_scaling.scaling()
 
     def resolved(self) -> dict[str, JsonValue]:
-        """The recipe with every default filled in, as JSON values: what `plan.json` keeps and the identity hashes.
+        """Return the recipe with every default filled in, as JSON values, for `plan.json` and the identity.
 
-        Relative paths stay as written; of an absolute one only the last part is kept, so that the same inputs give
+        Relative paths stay as written; of an absolute path only the last part is kept, so that the same inputs give
         the same plan wherever they lie (their contents are hashed apart).
         """
         values = self.model_dump(mode="json", exclude_none=True)
@@ -216,15 +217,15 @@ class Recipe(Section):
             if "checkpoint" in drafter:
                 drafter["checkpoint"] = _portable(drafter["checkpoint"])
         if not self.partial_kv.enabled:
-            del values["partial_kv"]  # its settings say nothing then
+            del values["partial_kv"]  # without partial KV its settings mean nothing
         for backend in values["backends"]:
-            backend.pop("timing_cache", None)  # it tells how long kernels take, not what they compute
+            backend.pop("timing_cache", None)  # the cache holds kernel times, which do not change results
         if self.held_out is not None:
             values["held_out"] = _portable(self.held_out)
         return values
 
     def error(self, location: Location, clause: str) -> RecipeError:
-        """The error that says `clause` of the key at `location`, with the line where the recipe sets it."""
+        """Return the error `clause` about the key at `location`, with the line where the recipe sets the key."""
         return self._source.error(location, clause)
 
     def _absolute(self, written: str) -> Path:
@@ -232,10 +233,10 @@ class Recipe(Section):
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read and check a recipe and that the files it names exist.
+    """Read and check a recipe, and check that the files it names exist.
 
     `overrides` are `dotted.key=value` with a value in YAML (`capacity.context=8192`, `drafters[0].max_draft=4`) and
-    win over the file. Raises `RecipeError`: a sentence a line, each with file, line and key.
+    win over the file. Raises `RecipeError` with one sentence per line, each with file, line and key.
     """
     source = RecipeSource.read(path, overrides)
     try:
@@ -265,9 +266,9 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def source_recipe(plan: Path, *, option: str, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe that `plan` was built from, read again from where it lay.
+    """Read again the recipe that `plan` was built from.
 
-    Raises `PlanError` when it is gone; the message offers `option`, which does without it. And as `load_recipe` does.
+    Raises `PlanError` when the file is gone; the message offers `option`, which names another. Raises as `load_recipe`.
     """
     source = Path(os.path.normpath(plan.resolve() / read_manifest(plan).source))
     if not source.is_file():
@@ -276,7 +277,7 @@ def source_recipe(plan: Path, *, option: str, overrides: Sequence[str] = ()) -> 
 
 
 def check_same_recipe(recipe: Recipe, plan: Path, manifest: Manifest) -> None:
-    """Raise `PlanError` unless the plan was built from this recipe, whatever its checkpoints hold now."""
+    """Raise `PlanError` unless the plan was built from this recipe; contents of the checkpoints are not compared."""
     built, now = (dict(_flat(r)) for r in (manifest.recipe, recipe.resolved()))
     changed = [key for key in {**built, **now} if built.get(key) != now.get(key) and not _MAY_DIFFER.fullmatch(key)]
     if changed:
@@ -289,9 +290,9 @@ def check_same_recipe(recipe: Recipe, plan: Path, manifest: Manifest) -> None:
 
 
 def check_capacity(recipe: Recipe, config: DecoderConfig) -> None:
-    """Check the recipe's capacity against the target's geometry; `config` as read with `recipe.rope_scaling`.
+    """Check the recipe's capacity against `config`, the target's, read with `recipe.rope_scaling`.
 
-    Raises `RecipeError` when the context exceeds the positions the model, with its rotary scaling, is made for.
+    Raises `RecipeError` when the context exceeds the positions that the model, with its rotary scaling, is made for.
     """
     limit = positions_served(config, replaced=recipe.target.rope_scaling is not None)
     if recipe.capacity.context > limit:
@@ -310,7 +311,7 @@ def _portable(written: str) -> str:
 
 
 def _flat(value: JsonValue, key: str = "") -> Iterator[tuple[str, JsonValue]]:
-    """The single values of a recipe by dotted key."""
+    """Yield the single values of a recipe by dotted key."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _flat(inner, f"{key}.{name}" if key else name)

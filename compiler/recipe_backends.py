@@ -20,7 +20,7 @@ Frontend = Literal["onnx", "torch-tensorrt"]
 
 
 def distinct_capabilities(given: tuple[str, ...]) -> tuple[str, ...]:
-    """Refuses none at all, and one that is there twice."""
+    """Refuse an empty list of compute capabilities, and one with duplicates."""
     if not given:
         raise PydanticCustomError("capability", "must have at least 1 entry, found []")
     for index, capability in enumerate(given):
@@ -55,7 +55,7 @@ class OnnxRuntimeCudaSection(Section):
 
 
 class TensorRtRtxSection(Section):
-    """TensorRT for RTX: engines are built without a GPU, and finished by the user's on its first run."""
+    """TensorRT for RTX: engines are built without a GPU, and finished on the user's GPU at the first run."""
 
     kind: Literal["tensorrt-rtx"] = Field(description="the backend")
     dtype: WeightType | None = _DTYPE
@@ -99,7 +99,7 @@ class TensorRtSection(Section):
 
 
 def _spelled_out(written: object) -> object:
-    """A backend's name alone stands for its section with defaults."""
+    """Expand a backend's name alone to its section with defaults."""
     return {"kind": written} if isinstance(written, str) else written
 
 
@@ -109,7 +109,7 @@ BackendEntry = Annotated[
     Annotated[BackendBuild, Field(discriminator="kind")],
     BeforeValidator(_spelled_out, json_schema_input_type=Annotated[BackendBuild, Field(discriminator="kind")] | Kind),
 ]
-"""A section, or its kind alone."""
+"""A backend's section, or its kind alone."""
 
 _KERNELS = ("nvidia-cuda-nvrtc",)
 PACKAGES: dict[str, tuple[str, ...]] = {
@@ -118,7 +118,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "tensorrt-rtx": ("tensorrt_rtx", *_KERNELS),
     "tensorrt": ("tensorrt", *_KERNELS),
 }
-"""Distributions that shape a backend's engines, beside those that every backend needs."""
+"""Distributions whose versions shape a backend's engines, beside those that every backend needs."""
 
 KINDS = tuple(PACKAGES)
 
@@ -126,7 +126,7 @@ DEFAULT_BACKENDS: tuple[BackendBuild, ...] = (OnnxRuntimeCpuSection(kind="onnxru
 
 
 def choose_backends(listed: Sequence[BackendBuild], kinds: Sequence[str]) -> tuple[BackendBuild, ...]:
-    """The sections of `kinds`: as `listed`, else with their defaults. Raises `RecipeError` for what is no backend."""
+    """Return the sections of `kinds`, as `listed`, else with defaults. Raises `RecipeError` for an unknown backend."""
     for kind in kinds:
         if kind not in KINDS:
             raise RecipeError(f"there is no backend {kind!r}; choose from {', '.join(KINDS)}")

@@ -21,7 +21,7 @@ class RecipeCopy:
     """A copy of the recipe at `recipe`, to be written to `out` with another tree for `drafter`."""
 
     def __init__(self, recipe: Path, out: Path, drafter: str) -> None:
-        """Raises `RecipeError` for a copy that could not be written."""
+        """Raise `RecipeError` where the copy could not be written."""
         if out.resolve() == recipe.resolve():
             raise RecipeError(f"{out} is the recipe itself; choose another --out for the copy")
         if out.is_dir() or not os.access(out.parent, os.W_OK):
@@ -32,9 +32,9 @@ class RecipeCopy:
         self._recipe, self._out, self._drafter = recipe, out, drafter
 
     def write(self, tree: Tree) -> None:
-        """Write it; relative paths lead where they led, and a chain stays `gamma` where the recipe had that.
+        """Write the copy; relative paths keep their meaning, and a chain stays `gamma` where the recipe had `gamma`.
 
-        What was written is read again before it takes `out`'s place. Raises `RecipeError`.
+        The written file is read and checked before it replaces `out`. Raises `RecipeError`.
         """
         out, text = self._out, self._text
         edits = [*_tree_edits(self._node, tree), *_path_edits(self._top, self._recipe.parent, out.parent)]
@@ -52,7 +52,7 @@ class RecipeCopy:
 
 
 def _items(node: yaml.Node | None) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
-    """Keys of a mapping, each with its node and its value's."""
+    """Yield the keys of a mapping, each with its node and its value's node."""
     for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
         yield str(key.value), key, value
 
@@ -98,7 +98,7 @@ def _is_null(node: yaml.Node) -> bool:
 
 
 def _path_edits(top: yaml.Node | None, old: Path, new: Path) -> Iterator[_Edit]:
-    """Relative paths, seen from the copy's folder."""
+    """Yield edits that make relative paths relative to the copy's folder."""
     if old.resolve() == new.resolve():
         return
     sections = [value for key, _, value in _items(top) if key == "target"]
@@ -113,14 +113,14 @@ def _path_edits(top: yaml.Node | None, old: Path, new: Path) -> Iterator[_Edit]:
 
 
 def _end(node: yaml.Node) -> int:
-    """Find the end of a value; PyYAML has a block end where the next token begins, behind comments and empty lines."""
+    """Return where a value ends; PyYAML ends a block where the next token begins, behind comments and empty lines."""
     if isinstance(node, yaml.MappingNode) and not node.flow_style and node.value:
         return _end(node.value[-1][1])
     return int(node.end_mark.index)
 
 
 def _span(node: yaml.Node, new: str) -> _Edit:
-    """`new` in the place of a value; an empty one stands right behind its colon."""
+    """Return the edit that puts `new` in the place of a value; an empty value stands right behind its colon."""
     start, stop = node.start_mark.index, _end(node)
     return start, stop, new if stop > start else f" {new}"
 

@@ -1,4 +1,4 @@
-"""The drafters' sections of a recipe: one kind a class."""
+"""The drafters' sections of a recipe: one class per kind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from plans.manifest import EntropyGamma, Tree
 
 
 class NgramSection(Section):
-    """A drafter that looks up the last tokens in what the sequence already holds."""
+    """A drafter that looks up the last tokens in the sequence itself."""
 
     name: Name = Field(description="what requests call the drafter: small letters, digits, and -_. after the first")
     kind: Literal["ngram"] = Field(description="the kind of drafter")
@@ -127,7 +127,7 @@ class Eagle3Section(Section):
 
     @property
     def overrides(self) -> Eagle3Overrides:
-        """Settings that replace keys of the head's config.json."""
+        """The values that replace keys of the head's config.json."""
         return Eagle3Overrides(self.rope_theta, self.aux_layers, self.norm_output)
 
 
@@ -180,7 +180,7 @@ class ModelSection(Section):
 
     @property
     def scaling(self) -> RopeScaling | None:
-        """Rotary scaling that replaces the checkpoint's."""
+        """The rotary scaling that replaces the checkpoint's; None to keep the checkpoint's."""
         return None if self.rope_scaling is None else self.rope_scaling.scaling()
 
     @model_validator(mode="after")
@@ -197,8 +197,8 @@ DrafterSection = Annotated[NgramSection | Eagle3Section | ModelSection, Field(di
 
 
 def reshaped(section: DrafterSection, name: str, shape: Tree | EntropyGamma | int) -> dict[str, JsonValue]:
-    """The same drafter under another name, as a recipe has it, with a tree, a chain as long as it is sure, or, for
-    n-grams, so many tokens a draft."""
+    """Return the same drafter as recipe data under another name, with `shape`: a tree, chains as long as the drafter
+    is sure, or, for n-grams, the tokens of the longest draft."""
     if isinstance(section, NgramSection):
         assert isinstance(shape, int), "n-grams draft chains of so many tokens"
         return section.model_dump(mode="json") | {"name": name, "max_draft": shape}

@@ -1,6 +1,6 @@
-"""`outrider recipe`: the keys of a recipe with types, defaults and meaning, read off the models that check one.
+"""`outrider recipe`: the keys of a recipe with types, defaults and meaning, read from the models that check a recipe.
 
-The models' JSON schema is what is walked: editors that know it complete and check `model.yaml` by the same.
+The walk is over the models' JSON schema, by which editors complete and check `model.yaml`, too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Schema = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a mapping: `type` and `default` are written for the reader."""
+    """One key of a mapping; `type` and `default` are texts for the reader."""
 
     name: str
     type: str
@@ -40,7 +40,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Mapped:
-    """A mapping of a recipe. `paths` are where it may stand, `drafters.ngram` being a drafter of that kind."""
+    """A mapping of a recipe. `paths` say where the mapping may stand; `drafters.ngram` is a drafter of that kind."""
 
     paths: tuple[str, ...]
     meaning: str
@@ -48,19 +48,20 @@ class Mapped:
 
 
 def recipe_schema() -> dict[str, Any]:
-    """The JSON schema (draft 2020-12) of `model.yaml`."""
+    """Return the JSON schema (draft 2020-12) of `model.yaml`."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema()}
 
 
 def recipe_keys() -> list[Mapped]:
-    """Every mapping of a recipe, the recipe itself first, each behind the one that holds it."""
+    """Return every mapping of a recipe, the recipe itself first, each behind the mapping that holds it."""
     return list(_Walk(recipe_schema()).found.values())
 
 
 def choose_keys(wanted: str) -> list[Mapped]:
-    """The mapping at `wanted`, such as `drafters.ngram`, with those in it, or one key, such as `capacity.context`.
+    """Return the mapping at `wanted`, such as `drafters.ngram`, with its inner mappings, or one key's mapping, such as
+    `capacity.context`.
 
-    Indices as of `--set` may be there. Raises `UsageError` for what is no key.
+    `wanted` may have indices as for `--set`. Raises `UsageError` for an unknown key.
     """
     path = re.sub(r"\[\d*\]", "", wanted)
     everything = recipe_keys()
@@ -94,7 +95,7 @@ def print_keys(mappings: list[Mapped], console: Console) -> None:
 
 
 def _spelled(mapping: Mapped, key: Key) -> Iterator[str]:
-    """How a user may write the path of a key: with the kind of a drafter or backend, or as in the file, without."""
+    """Yield the spellings of a key's path: with the kind of a drafter or backend, or without it, as in the file."""
     for path in mapping.paths:
         if path == TOP:
             yield key.name
@@ -117,7 +118,7 @@ class _Walk:
         else:
             self.found[name] = Mapped(
                 (path,), " ".join(schema["description"].split()), ()
-            )  # its place is before its own
+            )  # registered before its keys, so that a mapping stands before the mappings in it
             keys = tuple(self._key(n, s, n in schema.get("required", ())) for n, s in schema["properties"].items())
             self.found[name] = replace(self.found[name], keys=keys)
         for key, inner in schema["properties"].items():
@@ -139,7 +140,7 @@ class _Walk:
 
 
 def _references(schema: Schema) -> Iterator[str]:
-    """The mappings that a value may be, or a list's values."""
+    """Yield the mappings that a value, or a list's values, may be."""
     if "$ref" in schema:
         yield schema["$ref"].removeprefix(_REF)
     for inner in _choices(schema):
@@ -153,7 +154,7 @@ def _choices(schema: Schema) -> list[Schema]:
 
 
 def _type(schema: Schema) -> str:
-    """In words."""
+    """Return a type of JSON schema in words."""
     if choices := _choices(schema):
         return " or ".join(dict.fromkeys(_type(s) for s in choices if s.get("type") != "null"))
     if "$ref" in schema:
@@ -190,7 +191,7 @@ def _figure(limit: float) -> str:
 
 
 def _written(value: object) -> str:
-    """A default as a recipe would have it."""
+    """Return a default as a recipe would write it."""
     match value:
         case None:
             return "not set"

@@ -56,11 +56,11 @@ class PartialKvSection(Section):
     )
 
     def settings(self) -> PartialKv | None:
-        """Settings that a plan keeps."""
+        """Return the settings that a plan keeps; None where partial KV is not enabled."""
         return PartialKv(**self.model_dump(exclude={"enabled", "n_draft_window_tokens"})) if self.enabled else None
 
     def drafters_keep(self, context: int, branches: int) -> tuple[int, int]:
-        """Tokens of the beginning and of the end that drafters' KV caches keep; 0 and 0, all, where it is not enabled,
-        where they have room for the context, and in plans of several branches."""
+        """Return how many tokens of the beginning and of the end drafters' KV caches keep; 0 and 0 (all tokens) where
+        partial KV is off, where the caches have room for the context, and in plans of several branches."""
         sink, window = self.n_sink_blocks * self.block_size, self.n_draft_window_tokens
         return (sink, window) if self.enabled and branches == 1 and sink + 2 * window < context else (0, 0)

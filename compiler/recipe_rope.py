@@ -14,7 +14,7 @@ from compiler.recipe_section import Section
 
 
 def _shown(name: str) -> JsonDict:
-    """The default of a key that is left out, for the schema."""
+    """Return the schema's default for a key that may be left out."""
     return {"default": getattr(RopeScaling, name)}
 
 
@@ -62,9 +62,9 @@ class RopeScalingSection(Section):
 
 
 def positions_served(config: DecoderConfig, *, replaced: bool) -> int:
-    """Positions that a model is made for; `replaced` says that the recipe gave its rotary scaling.
+    """Return the positions that a model is made for; `replaced` says that the recipe gave its rotary scaling.
 
-    A checkpoint's own linear scaling is within its maximum already.
+    A checkpoint's own linear scaling is already counted in its maximum.
     """
     scaling, own = config.rope_scaling, config.max_positions
     if scaling.kind in ("llama3", "yarn"):

@@ -1,4 +1,4 @@
-"""The base of every mapping of a recipe, and the kinds of text in them."""
+"""The base class of all mappings of a recipe, and the kinds of text in them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _printable(written: str) -> str:
 
 
 WrittenPath = Annotated[str, Field(min_length=1, json_schema_extra={"format": "path"}), AfterValidator(_printable)]
-"""A path as the recipe has it: absolute, under `~`, or relative to the recipe."""
+"""A path as the recipe writes it: absolute, under `~`, or relative to the recipe."""
 
 
 class Section(BaseModel):

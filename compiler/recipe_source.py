@@ -1,4 +1,4 @@
-"""A recipe's YAML as plain data that remembers where each value stands, and pydantic's errors as sentences.
+"""A recipe's YAML as plain data with the place of each value, and pydantic's errors as sentences.
 
 YAML is read as a node tree, so that every value has a line, duplicate keys are errors, and nothing in the file can
 construct a Python object.
@@ -48,7 +48,7 @@ _CLAUSES = {
 
 
 class RecipeSource:
-    """The recipe file as data: `values` (None until read) and the place of each of them."""
+    """The recipe file as data: `values` (None until read) and the place of each value."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -77,17 +77,17 @@ class RecipeSource:
         return source
 
     def error(self, location: Location, clause: str) -> RecipeError:
-        """The error that says `clause` of the key at `location`, with its place."""
+        """Return the error `clause` about the key at `location`, with the key's place."""
         place = self._places.get(self._nearest(location), str(self.path))
         return RecipeError(f"{place}: {_dotted(location)} {clause}")
 
     def errors(self, invalid: ValidationError, model: type[BaseModel]) -> RecipeError:
-        """All that pydantic found wrong with `values` as a `model`, a sentence a line, in the order of the file."""
+        """Return pydantic's errors for `values` as a `model`, one sentence per line, in the order of the file."""
         found = [self._sentence(error, model) for error in invalid.errors()]
         return RecipeError("\n".join(sentence for _, sentence in sorted(found, key=lambda pair: pair[0])))
 
     def _beside(self, location: Location) -> Collection[str]:
-        """Keys of the mapping that a key of the file stands in; none for an override, which may mean any of them."""
+        """Return the keys of the mapping that holds a key of the file; none for an override, which may mean any key."""
         if not self._places.get(location, "").startswith(f"{self.path}:"):
             return ()
         mapping: Any = self.values
@@ -96,16 +96,16 @@ class RecipeSource:
         return list(mapping)
 
     def _nearest(self, location: Location) -> Location:
-        """The location itself, or the nearest around it that is written down; empty where none is."""
+        """Return the location itself, or the nearest enclosing location with a place; empty where there is none."""
         while location and location not in self._places:
             location = location[:-1]
         return location
 
     def _sentence(self, error: ErrorDetails, model: type[BaseModel]) -> tuple[int, str]:
         context = error.get("ctx", {})
-        # Our own validators say by "at" which part of the value is at fault.
+        # Our own validators name the part of the value that is at fault by "at".
         location, section = _resolve((*error["loc"], *context.get("at", ())), self.values, model)
-        if error["type"].startswith("union_tag_"):  # it speaks of the whole value, where one key is at fault
+        if error["type"].startswith("union_tag_"):  # the error names the whole value, but one key is at fault
             location = (*location, str(context["discriminator"]).strip("'"))
         key = location[-1] if location else ""
         if error["type"] == "union_tag_invalid":
@@ -152,7 +152,7 @@ class RecipeSource:
         parent[last] = self._parse(text, location, place)
 
     def _parse(self, text: str, location: Location, place: str | None) -> object:
-        """The data of one YAML document, its places noted under `location` (all as `place`, where given)."""
+        """Read one YAML document, and note its places under `location` (all as `place`, where given)."""
         where = place or str(self.path)
         try:
             loader = _Loader(text)
@@ -198,7 +198,7 @@ _BOOL = "tag:yaml.org,2002:bool"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without aliases (a few lines of which can stand for gigabytes), 1e-5 a number and `off` a word."""
+    """YAML without aliases (a few lines of them can expand to gigabytes), where 1e-5 is a number and `off` is text."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  PyYAML's own attribute
         first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOL]
@@ -213,7 +213,7 @@ class _Loader(yaml.SafeLoader):
 
 
 # PyYAML follows YAML 1.1, where an exponent needs a point and a sign, and `yes`, `no`, `on` and `off` are booleans;
-# everyone writes 1.2.
+# recipes are YAML 1.2.
 _Loader.add_implicit_resolver(_BOOL, re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
@@ -221,7 +221,7 @@ _Loader.add_implicit_resolver(
 
 
 def _resolve(raw: Location, values: object, model: type[BaseModel]) -> tuple[Location, type[BaseModel]]:
-    """Pydantic's location without the tags of unions (kinds, or `:words`), and the model that owns its last key."""
+    """Return pydantic's location without tags of unions (kinds, or `:words`), and the model that owns its last key."""
     location: list[str | int] = []
     section, candidates = model, [model]
     for part in raw:
@@ -244,14 +244,14 @@ def _resolve(raw: Location, values: object, model: type[BaseModel]) -> tuple[Loc
 
 
 def _models(annotation: object) -> list[type[BaseModel]]:
-    """The models inside an annotation, such as the variants of `tuple[A | B, ...]`."""
+    """Return the models inside an annotation, such as the variants of `tuple[A | B, ...]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for argument in get_args(annotation) for model in _models(argument)]
 
 
 def _unknown(key: str, known: list[str], beside: Collection[str]) -> str:
-    """`beside` are keys that are there already: none of them was meant."""
+    """Return the clause for an unknown key; a key in `beside` is already set, so it is not suggested."""
     close = difflib.get_close_matches(key, [each for each in known if each not in beside], n=1)
     guess = f" (did you mean {close[0]!r}?)" if close else ""
     return f"is not a known key{guess}; known keys: {', '.join(known)}"
@@ -263,7 +263,7 @@ def _dotted(location: Location) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value as YAML would have it, near enough for a message."""
+    """Return a value roughly as YAML writes it, for a message."""
     if value is None:
         return "nothing"
     text = str(value).lower() if isinstance(value, bool) else repr(value)

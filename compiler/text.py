@@ -1,6 +1,6 @@
-"""The tokenizer's files and facts, from a checkpoint into a plan.
+"""Take the tokenizer's files and facts from a checkpoint into a plan.
 
-They are checked as the runtime will read them, before anything that takes long.
+The compiler checks them as the runtime will read them, before any work that takes long.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _PROBES = (
     [{"role": "user", "content": "Hello."}],
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello."}],
 )
-"""Conversations of which a chat template must render one. Some templates ask for a system message, others refuse it."""
+"""Conversations; a chat template must render one. Some templates require a system message, others refuse it."""
 
 
 @dataclass(frozen=True)
 class CheckpointText:
-    """A tokenizer that was found good: its file, the chat template where there is one, and what a plan says of it."""
+    """A tokenizer that passed all checks: its file, the chat template where there is one, and facts for the plan."""
 
     tokenizer: Path
     template: str | None
     text: Text
 
     def write(self, folder: Path) -> None:
-        """Copy the files into `folder`, which is made."""
+        """Make `folder` and copy the files into it."""
         folder.mkdir(parents=True)
         shutil.copyfile(self.tokenizer, folder / TOKENIZER_FILE)
         if self.template is not None:
@@ -41,10 +41,10 @@ class CheckpointText:
 
 
 def read_text(checkpoint: Path, config: DecoderConfig) -> CheckpointText:
-    """The tokenizer of a checkpoint folder, with the chat template from either place Hugging Face keeps it.
+    """Read the tokenizer of a checkpoint folder, with the chat template from either place Hugging Face keeps it.
 
     Raises `CheckpointError` for a tokenizer that is missing, unreadable, larger than the model's vocabulary, or whose
-    text cannot be streamed, and for a chat template that is no Jinja or renders no plain conversation.
+    text cannot be streamed, and for a chat template that is not Jinja or renders no plain conversation.
     """
     file = checkpoint / TOKENIZER_FILE
     if not file.is_file():
@@ -72,7 +72,7 @@ def read_text(checkpoint: Path, config: DecoderConfig) -> CheckpointText:
 
 
 def _template(checkpoint: Path, settings: dict[str, Any]) -> tuple[Path, str | None]:
-    """The chat template and the file that holds it. Raises `CheckpointError` for one that cannot be told."""
+    """Return the chat template and its file. Raises `CheckpointError` where the template cannot be read or chosen."""
     file = checkpoint / CHAT_TEMPLATE_FILE
     if file.is_file():
         try:
@@ -81,7 +81,7 @@ def _template(checkpoint: Path, settings: dict[str, Any]) -> tuple[Path, str | N
             raise CheckpointError(f"{file} cannot be read as UTF-8 text: {error}") from None
     file = checkpoint / _SETTINGS
     template = settings.get("chat_template")
-    if isinstance(template, list) and template:  # several named templates: the one for plain chats
+    if isinstance(template, list) and template:  # several named templates: take the one for plain chats
         named = [each for each in template if isinstance(each, dict)]
         default = [each.get("template") for each in named if each.get("name") == "default"]
         if not default:
@@ -116,6 +116,6 @@ def _check_template(template: str, source: str, text: Text) -> None:
 
 
 def _token(value: Any) -> str | None:
-    """A special token is written as text or as an object with its text."""
+    """Return a special token's text; the checkpoint writes it as text or as an object with the text."""
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else None

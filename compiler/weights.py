@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint folder, strictly: every one expected, found, and of the right shape and type.
+"""The tensors of a checkpoint folder, read strictly: every tensor is expected, found, and of the right shape and type.
 
-All headers are read and checked before any weight is, so a bad checkpoint fails at once. Weights are then
-copied one by one into their final type and layout: the peak is the model and one tensor of the file.
+All headers are read and checked before any weight, so that a bad checkpoint fails at once. Weights are then
+copied one by one into their final type and layout: peak memory is the model and one tensor of the file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from compiler.models.quantization import refuse_quantized_tensors
 from plans.errors import CheckpointError
 
 SINGLE, INDEX, PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
-# Rotary frequencies, which old versions of transformers saved; they are recomputed from config.json.
+# Rotary frequencies that old versions of transformers saved; the compiler recomputes them from config.json.
 HARMLESS = "rotary_emb.inv_freq"
 FLOATS = ("F64", "F32", "F16", "BF16")
 """The types in which weights may be stored, in safetensors' spelling."""
@@ -50,7 +50,7 @@ def check_folder(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Slot:
-    """The destination of a tensor of the checkpoint; `shape` and `dtypes` are as the checkpoint may store it."""
+    """The parameter that a tensor of the checkpoint fills; `shape` and `dtypes` are as the checkpoint may store it."""
 
     parameter: str
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Stored:
-    """The header's entry of a tensor in `file`; `dtype` is in safetensors' spelling."""
+    """A tensor's entry in the header of `file`; `dtype` is in safetensors' spelling."""
 
     file: Path
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class Stored:
 
 
 def slots(module: nn.Module, stored_name: Callable[[str], str]) -> dict[str, Slot]:
-    """Name in the checkpoint to slot, for every parameter of `module`, whose projections are stored transposed."""
+    """Return every parameter's slot by its name in the checkpoint, which stores projections transposed."""
     wanted = {}
     for parameter, tensor in module.named_parameters():
         transposed = tensor.ndim == 2 and parameter != "embedding"
@@ -78,10 +78,10 @@ def slots(module: nn.Module, stored_name: Callable[[str], str]) -> dict[str, Slo
 
 
 class Weights:
-    """The tensors of a checkpoint folder: all headers at once (`found`), values when they are asked for."""
+    """The tensors of a checkpoint folder: all headers at once (`found`), values on request."""
 
     def __init__(self, path: Path, pickled: bool = False) -> None:
-        """Read the headers. Where there is no safetensors file, `pickled` allows `pytorch_model.bin`."""
+        """Read the headers. `pickled` allows `pytorch_model.bin` where there is no safetensors file."""
         self.path = path
         listed = _listed(path)
         self.source = path / INDEX if listed is not None else _single(path, pickled)
@@ -94,10 +94,10 @@ class Weights:
         optional: Mapping[str, Slot] | None = None,
         hints: Mapping[str, str] | None = None,
     ) -> None:
-        """Raise `CheckpointError` unless all `wanted` tensors, perhaps `optional` ones, and no others are there.
+        """Raise `CheckpointError` unless the checkpoint has all `wanted` tensors, and no others but `optional` ones.
 
-        Their shapes and types must be the slots'. `kind` says what they are to make; `hints`, by name, what to do
-        if just that tensor is missing.
+        Shapes and types must be the slots'. `kind` names the model that the tensors make; `hints` say, by tensor name,
+        what to do if only that tensor is missing.
         """
         config, found, allowed = self.path / "config.json", self.found, {**wanted, **(optional or {})}
         refuse_quantized_tensors(((name, stored.dtype) for name, stored in found.items()), self.source)
@@ -129,7 +129,7 @@ class Weights:
                 )
 
     def fill(self, wanted: Mapping[str, Slot], dtype: WeightType) -> dict[str, Tensor]:
-        """The `wanted` tensors by parameter, in `dtype` and in the module's layout, each in memory of its own."""
+        """Read the `wanted` tensors by parameter, in `dtype` and in the module's layout, each in its own memory."""
         weights: dict[str, Tensor] = {}
         for file in sorted({self.found[name].file for name in wanted}):
             with _tensors_of(file) as tensors:
@@ -139,13 +139,13 @@ class Weights:
         return weights
 
     def read(self, name: str) -> Tensor:
-        """One tensor as it is stored, in memory of its own."""
+        """Read one tensor as it is stored, into its own memory."""
         with _tensors_of(self.found[name].file) as tensors:
             return tensors.tensor(name).clone()
 
 
 def _inventory(source: Path, listed: dict[str, Path] | None) -> dict[str, Stored]:
-    """Every tensor by name, from the headers of the files; the harmless ones left out."""
+    """Read all tensors' headers by name, without the harmless tensors."""
     found: dict[str, Stored] = {}
     for file in [source] if listed is None else sorted(set(listed.values())):
         with _tensors_of(file) as tensors:
@@ -165,7 +165,7 @@ def _inventory(source: Path, listed: dict[str, Path] | None) -> dict[str, Stored
 
 
 def _listed(path: Path) -> dict[str, Path] | None:
-    """Tensor name to file as `model.safetensors.index.json` has it; None where the checkpoint is one file."""
+    """Return the file of every tensor by `model.safetensors.index.json`; None where the checkpoint is one file."""
     index, single = path / INDEX, path / SINGLE
     if not index.exists():
         return None
@@ -181,7 +181,7 @@ def _listed(path: Path) -> dict[str, Path] | None:
 
 
 def _shard_name(index: Path, tensor: str, shard: object) -> str:
-    """A bare file name: an index, which may come from anywhere, must not reach outside its folder."""
+    """Return `shard` if it is a bare file name: an index of unknown origin must not reach outside its folder."""
     plain = isinstance(shard, str) and not set(shard) & set("/\\\0") and shard.endswith(".safetensors")
     if not isinstance(shard, str) or not plain:
         raise CheckpointError(
@@ -192,7 +192,7 @@ def _shard_name(index: Path, tensor: str, shard: object) -> str:
 
 
 def _single(path: Path, pickled: bool) -> Path:
-    """The one file of weights."""
+    """Return the file of a checkpoint with one file of weights."""
     for name in (SINGLE, PICKLED) if pickled else (SINGLE,):
         if (path / name).exists():
             return path / name
@@ -240,12 +240,12 @@ class _Safetensors:
 
 
 class _Pickled:
-    """A `pytorch_model.bin`; `weights_only` makes tensors of it and refuses everything else a pickle can do."""
+    """A `pytorch_model.bin`; `weights_only` loads its tensors and refuses everything else that a pickle can do."""
 
     def __init__(self, file: Path) -> None:
         try:
             content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-        except Exception as error:  # a damaged or hostile pickle can raise any
+        except Exception as error:  # a damaged or hostile pickle can raise any exception
             raise CheckpointError(
                 f"{file} is damaged or holds more than tensors ({type(error).__name__}), and only tensors are read "
                 f"from a pickle; download it again, or save its tensors as {SINGLE}"
@@ -294,7 +294,7 @@ def _some(names: list[str]) -> str:
 
 
 def _copy(stored: Tensor, slot: Slot, dtype: torch.dtype, file: Path, name: str) -> Tensor:
-    """The tensor in its own memory: `stored` may be a map of the file, which may change under a running process."""
+    """Copy the tensor into its own memory: `stored` may map the file, which may change while the process runs."""
     source = stored.T if slot.transposed else stored
     tensor = torch.empty(source.shape, dtype=dtype).copy_(source)
     if not torch.isfinite(tensor).all():

@@ -1,4 +1,4 @@
-"""CPU kernels of the ops (csrc/cpu). Tensors and errors: the schema of each op; calls: its extents, in order."""
+"""CPU kernels of the ops (csrc/cpu). Each op's schema has its tensors and errors; calls take its extents, in order."""
 
 from typing import Any
 
@@ -175,36 +175,36 @@ class KvGather:
     def __call__(self, rows: int, /) -> None: ...
 
 def weights(logits: NDArray[np.float32], temperature: float, out: NDArray[np.uint64]) -> None:
-    """Write the weights of a row `[V]` before filters: `reference.fixed_weights`, bit for bit."""
+    """Write the weights of logits `[V]` before filters: `reference.fixed_weights`, bit for bit."""
 
 def uniform(seed: int, stream: int, position: int, purpose: int) -> int:
-    """The integer in [0, 2**53) of a draw: `reference.uniform`."""
+    """Return the integer in [0, 2**53) of a draw: `reference.uniform`."""
 
 def residual(weights: NDArray[np.uint64], draft_probs: NDArray[np.float32], out: NDArray[np.uint64]) -> None:
-    """Write max(0, p - q) `[V]` of a row's filtered weights: what `reference.chain_accept` corrects from."""
+    """Write max(0, p - q) `[V]`, p from filtered weights: the residual that `reference.chain_accept` draws from."""
 
 def accepts(r: int, p: int, q: int) -> bool:
-    """Whether ChainAccept accepts at p and q in units of 2**-50, for the draw r in [0, 2**53)."""
+    """Return whether ChainAccept accepts at p and q in units of 2**-50, for the draw r in [0, 2**53)."""
 
 class Ngrams:
-    """Counts of what followed each context of a sequence; see csrc/cpu/ngram_counts.h. ValueError for tokens outside
-    of 0 to 2**32 - 1, and for a draft without room."""
+    """Counts of the tokens that followed each context of a sequence; see csrc/cpu/ngram_counts.h. Raises ValueError for
+    tokens outside 0 to 2**32 - 1, and for a draft without room."""
 
     def __init__(self, shortest: int, longest: int, least_chance: float) -> None: ...
     def extend(self, token_ids: list[int]) -> None:
-        """Count each token as the continuation of the contexts before it; it then ends the sequence."""
+        """Append tokens to the sequence, and count each as the continuation of the contexts before it."""
 
     def extend_one(self, token: int, likely: list[int]) -> None:
-        """Count one token, in whose place `likely` count before it."""
+        """Append one token likewise; the tokens `likely` count as continuations in its place before it does."""
 
     def go_ahead(self, token_ids: list[int]) -> None:
-        """Suppose that the sequence goes on with these: contexts end in them, and nothing is counted."""
+        """Suppose that the sequence continues with these tokens: contexts end in them, and nothing is counted."""
 
     def go_back(self) -> None:
-        """Back to the sequence without what was supposed; needed before tokens are counted."""
+        """Return to the sequence before `go_ahead`; needed before tokens are counted."""
 
     def foresee(self, limit: int) -> int:
-        """How many tokens `draft` would write."""
+        """Return how many tokens `draft` would write."""
 
     def draft(self, limit: int, token_ids: _Int, parent: _Int, root: int) -> int:
-        """Write a chain of at most `limit` tokens behind node `root`; returns how many."""
+        """Write a chain of at most `limit` tokens behind node `root`, and return its length."""

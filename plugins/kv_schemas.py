@@ -1,4 +1,4 @@
-"""Ops that move slots of a KV cache, or choose which: what they take and give, as `schemas.py` has it for others."""
+"""Schemas of the ops that move slots of a KV cache, or choose which slots to move; `schemas.py` has the other ops'."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The CPU kernels: ops that are bound to their arrays once, and then called with the sizes of each step.
 
-A bound op keeps its arrays alive and reads and writes their memory at every call. A call works on the leading part:
-with extents N, T, R and S, `attn_bias` is a dense `[R, 1, S, T]` at the start of its buffer, and the first R rows of
-`bim` and R + 1 row splits are read. `bim` and `kv` keep the strides of their full capacity. Calls allocate nothing
-after the first ones. A bound op is used by one thread at a time.
+A bound op keeps its arrays alive and reads and writes their memory at every call. A call works on their leading part:
+with extents N, T, R and S, `attn_bias` is a dense `[R, 1, S, T]` at the start of its buffer, and the op reads the first
+R rows of `bim` and R + 1 row splits. `bim` and `kv` keep the strides of their full capacity. Calls allocate nothing
+after the first ones. Only one thread at a time may use a bound op.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ __all__ = [
 
 
 class BoundOp(Protocol):
-    """An op on fixed arrays. Called with the extents of its schema, in order; the results are in its arrays.
+    """An op on fixed arrays; a call takes the extents of its schema, in order, and writes results into its arrays.
 
-    Raises ValueError for extents beyond the arrays and for values in them that cannot be used.
+    Raises ValueError for extents beyond the arrays, and for values in the arrays that the op cannot use.
     """
 
     def __call__(self, *extents: int) -> None: ...
@@ -81,8 +81,8 @@ def create(
     """Bind op `op_name` to arrays of full capacity, by the tensor names of its schema.
 
     Arrays are C-contiguous with the dtypes and shapes of `plugins.schemas.SCHEMAS[op_name]`; arrays that share a symbol
-    agree on its size, and E is R + 1. Raises TypeError for a wrong dtype, ValueError for anything else; the sentence
-    names op, tensor, what was expected and what was found.
+    agree on its size, and E is R + 1. Raises TypeError for a wrong dtype, ValueError for anything else; the message
+    names the op, the tensor, the expectation and the finding.
     """
     schema = SCHEMAS.get(op_name)
     kernel = getattr(_native, op_name, None)
@@ -95,13 +95,14 @@ def create(
     required = {spec.name for spec in schema.attributes if spec.default is None}
     optional = {spec.name for spec in schema.attributes} - required
     _check_names(schema, "attribute", required, set(given) - optional)
-    # The bound method, not its object: calling an object costs a tuple of arguments, a third of the shortest calls.
+    # Return the bound method, not its object: calling an object builds a tuple of arguments, a third of the shortest
+    # calls' time.
     bound: BoundOp = kernel(**tensors, **given).__call__
     return bound
 
 
 def folder() -> Path:
-    """The folder of the built libraries."""
+    """Return the folder of the built libraries."""
     return Path(str(_native.__file__)).parent
 
 

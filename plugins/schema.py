@@ -1,4 +1,4 @@
-"""Parts of an op's schema, and the constants that ops share."""
+"""The types of op schemas, and the constants that ops share."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from plans import names
 Dim = int | str
 INTEGER = "int64"
 CAPACITY = "capacity"  # slots of a KV cache
-ANY_FLOAT = "float32 | float16 | bfloat16"  # model precision: what an op only moves, or computes in
+ANY_FLOAT = "float32 | float16 | bfloat16"  # model precision: the type of data that an op moves, or computes in
 
 
 class Purpose(IntEnum):
-    """Keeps the kinds of draws apart: the last word of the Philox counter (DESIGN section 7)."""
+    """The last word of the Philox counter, which keeps the kinds of draws apart (DESIGN section 7)."""
 
     TARGET = 0
     DRAFT = 1
@@ -22,14 +22,14 @@ class Purpose(IntEnum):
 
 
 class FilterOrder(IntEnum):
-    """When the temperature is applied: before top-k and top-p (seed 003), or to what they leave (seed 001)."""
+    """When the temperature is applied: before top-k and top-p (seed 003), or to the tokens they leave (seed 001)."""
 
     TEMPERATURE_FIRST = 0
     TEMPERATURE_LAST = 1
 
 
 class Reduction(IntEnum):
-    """How the scores of a block of keys by several queries become one (`BlockSelect`)."""
+    """How the scores of one block of keys by several queries become one score (`BlockSelect`)."""
 
     MAX = 0
     MEAN = 1
@@ -47,7 +47,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class AttributeSpec:
-    """A constant of an op. Without a default it must be given."""
+    """A constant of an op; it is required where it has no default."""
 
     name: str
     kind: type[int] | type[float]
@@ -58,8 +58,8 @@ class AttributeSpec:
 class OpSchema:
     """An op of domain `outrider`.
 
-    `extents` names the run-time sizes that its CPU kernel is called with, in order. A tensor that stands in inputs and
-    in outputs is changed in place. A dense part with the extents lies at the start of a tensor's memory.
+    `extents` names the run-time sizes that the CPU kernel is called with, in order. A tensor that is both input and
+    output is changed in place. A call works on a dense part of the extents' sizes at the start of a tensor's memory.
     """
 
     name: str
@@ -78,19 +78,19 @@ class OpSchema:
 
 
 def per_new_token(name: str) -> TensorSpec:
-    """An integer for each new token of a step."""
+    """Specify one integer per new token of a step."""
     return TensorSpec(name, INTEGER, (names.NEW,))
 
 
 def per_row(name: str) -> TensorSpec:
-    """An integer for each row."""
+    """Specify one integer per row."""
     return TensorSpec(name, INTEGER, (names.ROWS,))
 
 
 def one(name: str) -> TensorSpec:
-    """One integer."""
+    """Specify one integer."""
     return TensorSpec(name, INTEGER, (1,))
 
 
 ROW_SPLITS = TensorSpec(names.ROW_SPLITS, INTEGER, (names.ROW_EDGES,))
-"""Which row owns which new tokens."""
+"""Row r owns new tokens row_splits[r] to row_splits[r + 1] - 1."""

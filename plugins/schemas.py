@@ -1,8 +1,8 @@
-"""Schemas of our ops: pure data that the compiler writes programs from and the runtime binds by.
+"""Inputs and outputs of our ops: pure data that the compiler writes programs from and the runtime binds tensors by.
 
 A symbol in a shape is one size throughout an op: tensors that name the same symbol must agree on it, and E is R + 1.
-The first line of a `doc` says what the op does; its rule, readable, is the function of the same name in
-`plugins.reference`.
+The first line of a `doc` says what the op does; the function of the same name in `plugins.reference` is its rule in
+readable form.
 """
 
 from __future__ import annotations

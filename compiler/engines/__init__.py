@@ -1,4 +1,4 @@
-"""Writing what a backend loads: a class for each builder."""
+"""Write the engine files that a backend loads: one class per builder."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from plans.manifest import Engine
 
 
 class EngineFolder(Protocol):
-    """The engines of one backend on their way into a folder of the plan."""
+    """A writer of one backend's engines into a folder of the plan."""
 
     def takes_ops(self, model: ir.Model) -> bool:
-        """Whether the engine of an exported graph may have the ops around it inside."""
+        """Return whether the engine of an exported graph may hold the ops around it."""
 
     def write(self, name: str, model: ir.Model, limits: Mapping[str, int]) -> Engine:
-        """Write the engine `name` of a lowered graph, whose symbols go up to `limits`.
+        """Write the engine `name` of a lowered graph whose symbols go up to `limits`.
 
-        Raises `PlanError`, with the library's own words, where it cannot be built.
+        Raises `PlanError`, with the library's own words, where the engine cannot be built.
         """
 
     def close(self) -> None:
-        """Called once, behind the last engine."""
+        """Finish the folder; called once, after the last engine."""
 
 
 def open_folder(backend: BackendBuild, folder: Path, report: Report, timing_cache: Path | None = None) -> EngineFolder:
-    """The writer for a backend. Raises `PlanError` where its library is missing.
+    """Return the writer for a backend. Raises `PlanError` where the backend's library is missing.
 
-    `timing_cache` is a file of how long kernels took, for those that time them.
+    `timing_cache` is a file of kernel times, for builders that time kernels.
     """
-    # Libraries of builders are large, and extras.
+    # Imported here because builders' libraries are large and optional.
     if isinstance(backend, TensorRtSection):
         from compiler.engines.tensorrt import TensorRtEngines
         from compiler.engines.tensorrt_library import TensorRtLibrary
@@ -59,7 +59,7 @@ def _front_end(backend: TensorRtSection | TensorRtRtxSection) -> Callable[[Any, 
 
 
 def facts_of_machine(backend: BackendBuild) -> dict[str, str]:
-    """Facts of this machine that a backend's engines depend on. Raises `PlanError` where they cannot be built here."""
+    """Return facts of this machine that shape a backend's engines. Raises `PlanError` where it cannot build them."""
     facts = {}
     if isinstance(backend, TensorRtSection | TensorRtRtxSection) and backend.frontend == "torch-tensorrt":
         from compiler.engines.torch_tensorrt import installed_version
@@ -76,7 +76,7 @@ def facts_of_machine(backend: BackendBuild) -> dict[str, str]:
 
 
 def kernel_architectures(backend: BackendBuild) -> tuple[str, ...]:
-    """The GPUs that ops beside a backend's engines are compiled for: with TensorRT, this machine's is one."""
+    """Return the GPUs that ops beside a backend's engines are compiled for; TensorRT adds this machine's GPU."""
     if isinstance(backend, OnnxRuntimeCpuSection):
         return ()
     if isinstance(backend, TensorRtSection):

@@ -1,4 +1,4 @@
-"""The contract of front ends, which put a graph into a TensorRT network."""
+"""The interface of front ends, which put a graph into a TensorRT network."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import onnx_ir as ir
 class FrontEnd(Protocol):
     @property
     def name(self) -> str:
-        """As `plans.manifest.Engine.front_end` says it."""
+        """The front end's name, as `plans.manifest.Engine.front_end` records it."""
 
     def reason_against(self, model: ir.Model) -> str | None:
-        """Why it declines this graph; None where it does not."""
+        """Return why the front end declines this graph; None where it does not."""
 
     def fill(self, engine: str, model: ir.Model, network: Any, workplace: Path) -> Any:
         """Put the lowered `model` into an empty `network`, with its inputs and outputs by name.
 
-        `workplace` is a folder for files that live as long as the network. What is returned must do so too. Raises
-        `PlanError`, with the library's own words.
+        `workplace` is a folder for files that live as long as the network. The caller must keep the returned object as
+        long, too. Raises `PlanError`, with the library's own words.
         """

@@ -1,4 +1,4 @@
-"""Graphs as `.onnx` files, their large weights in a file that several may share."""
+"""Write graphs as `.onnx` files, with large weights in a file that several graphs may share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plans.buffers import DType, Tensor
 from plans.manifest import Engine
 
 _INLINE = 1024  # bytes: smaller constants stay in the graph, where optimisers can see them
-_ALIGNMENT = 4096  # bytes: so that the file can be mapped page by page
+_ALIGNMENT = 4096  # bytes: tensors begin at pages, so that the file can be mapped
 
 DTYPES = {
     ir.DataType.FLOAT: DType.FLOAT32,
@@ -37,7 +37,7 @@ class WeightFile:
         self._offsets: dict[bytes, int] = {}
 
     def add(self, data: bytes) -> int:
-        """Offset in bytes of `data` in the file."""
+        """Store `data` unless the file has it, and return its offset in bytes."""
         key = hashlib.sha256(data).digest()
         if key not in self._offsets:
             self._file.seek(-self._file.tell() % _ALIGNMENT, 1)
@@ -50,8 +50,10 @@ class WeightFile:
 
 
 def write_graph(model: ir.Model, path: Path, weights: WeightFile, *, inlined: bool = False) -> None:
-    """Write `model` to `path`, beside its weights. `inlined`: with the bodies of functions in place of their calls, for
-    a parser that checks for itself: it may know plugins that are called like our ops and take more.
+    """Write `model` to `path`, beside its weights.
+
+    `inlined` replaces function calls by their bodies, for TensorRT's parser, which may know plugins that are called
+    like our ops and take more inputs. ONNX's checker runs on graphs that are not inlined; the parser checks for itself.
     """
     for value in model.graph.initializers.values():
         tensor = value.const_value
@@ -71,7 +73,7 @@ def write_graph(model: ir.Model, path: Path, weights: WeightFile, *, inlined: bo
 
 
 def describe_engine(model: ir.Model, file: str) -> Engine:
-    """The engine that `file`, a path in the plan, is to be of `model`; cache outputs are aliases of cache inputs."""
+    """Describe the engine of `model` in `file`, a path in the plan; cache outputs are aliases of cache inputs."""
     inputs = tuple(_tensor(value) for value in model.graph.inputs)
     outputs = tuple(_tensor(value) for value in model.graph.outputs)
     cached = {names.cache_output(tensor.name) for tensor in inputs}

@@ -1,4 +1,4 @@
-"""Networks from ONNX graphs, by TensorRT's own parser."""
+"""The front end that reads ONNX graphs with TensorRT's own parser."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plans.errors import PlanError
 
 
 class OnnxFront:
-    """Reads the lowered graph, which every engine has."""
+    """Reads the lowered graph, so it can serve every engine."""
 
     name = "onnx"
 

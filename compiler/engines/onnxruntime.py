@@ -1,4 +1,4 @@
-"""Engines for ONNX Runtime: one `.onnx` file each, their large weights in a file that all of a backend's share."""
+"""Engines for ONNX Runtime: one `.onnx` file each; all engines of a backend share one file of large weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class OnnxRuntimeEngines:
         return False
 
     def write(self, name: str, model: ir.Model, limits: Mapping[str, int]) -> Engine:
-        """Shapes may be of any size, so that the `limits` of symbols matter to sessions only."""
+        """Write the engine. Its shapes may be of any size, so that the `limits` of symbols matter to sessions only."""
         path = self._folder / f"{name}.onnx"
         engine = describe_engine(model, f"engines/{self._folder.name}/{path.name}")
         write_graph(model, path, self._weights)

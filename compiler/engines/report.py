@@ -1,8 +1,8 @@
-"""How builders of engines say what they are at."""
+"""The callback for progress of engine builders."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 Report = Callable[[str], None]
-"""Told what long work is at."""
+"""Called with a text that describes the current phase of long work."""

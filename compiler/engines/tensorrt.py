@@ -1,4 +1,4 @@
-"""Engines for TensorRT: a graph in a network, with ranges of shapes, built by either of its libraries."""
+"""Engines for TensorRT: a network made from a graph, with ranges of shapes, built by either TensorRT library."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from plans.manifest import Engine, Profile, Range
 from plugins.tensorrt.log import make_log
 
 FEW_TOKENS = 64
-"""Up to here tokens are decoded and verified, above it prompts are computed: each has kernels of its own."""
+"""Steps up to this size decode and verify, larger ones prefill: each of the two ranges has its own kernels."""
 _OPTIMAL = {names.NEW: 8, names.LOGITS: 8, names.VIEW: 1024}
-"""Sizes that kernels are chosen for, where a range has them; else its largest."""
+"""Sizes that kernels are chosen for, within a range; the range's largest for other symbols."""
 
 
 def profiles_of(limits: Mapping[str, int]) -> tuple[Profile, ...]:
-    """The ranges of symbols that kernels are chosen for: few new tokens, and many where a step may have them.
+    """Return the ranges of symbols that kernels are chosen for: few new tokens, and many where a step may have many.
 
-    Never a range of one token alone: TensorRT lays its weights out anew for that, once more in memory.
+    No range holds one token only, because TensorRT would lay out the weights anew for it, a second copy in memory.
     """
     most = limits[names.NEW]
     news = [Range(least=1, most=min(FEW_TOKENS, most))]
@@ -47,10 +47,10 @@ def profiles_of(limits: Mapping[str, int]) -> tuple[Profile, ...]:
 
 
 class TensorRtEngines:
-    """Writes the engines of one backend into `folder`; `report` is told what the builder does.
+    """Writes the engines of one backend into `folder`; `report` is called with the builder's phases.
 
-    `wanted`, a front end made of the library's package and a log, reads the graphs that it does not decline; the
-    parser those, and all of them without it.
+    `wanted` makes a front end from the library's package and a log; it reads the graphs that it does not decline. The
+    parser reads all other graphs.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class TensorRtEngines:
         self._wanted = None if wanted is None else wanted(self._trt, self._log)
         self._monitor = make_monitor(self._trt, lambda phase: report(f"{self._writing}: {phase}"))
         try:
-            self._builder = self._trt.Builder(self._log)  # which must not outlive the two
-        except TypeError:  # of the bindings, which got none
+            self._builder = self._trt.Builder(self._log)  # must not outlive the log and the monitor
+        except TypeError:  # raised by the bindings when TensorRT gives them no builder
             raise PlanError(f"{self._trt.__name__} cannot start: {self._log.said()}") from None
 
     def takes_ops(self, model: ir.Model) -> bool:
-        """Those that are plugins, where the parser reads the graph."""
+        """Return whether the engine may hold the ops that are plugins: only where the parser reads the graph."""
         return self._library.plugins and (self._wanted is None or self._wanted.reason_against(model) is not None)
 
     def write(self, name: str, model: ir.Model, limits: Mapping[str, int]) -> Engine:
@@ -96,10 +96,10 @@ class TensorRtEngines:
         return engine.model_copy(update=facts)
 
     def close(self) -> None:
-        """Every engine has its weights in itself."""
+        """Nothing to finish: every engine holds its own weights."""
 
     def _choose_front(self, model: ir.Model) -> tuple[FrontEnd, str]:
-        """What reads the graph, and what to say of it: a wanted front end may decline."""
+        """Return the front end that reads the graph, and the text to record: the wanted one may decline."""
         parser = OnnxFront(self._trt, self._log)
         wanted = self._wanted or parser
         reason = wanted.reason_against(model)
@@ -124,7 +124,7 @@ class TensorRtEngines:
 
 
 def _shapes(builder: Any, engine: Engine, profile: Profile) -> Any:
-    """The optimisation profile of an engine's inputs."""
+    """Return the optimisation profile of an engine's inputs."""
     made = builder.create_optimization_profile()
     for tensor in engine.inputs:
         if all(isinstance(d, int) for d in tensor.shape):

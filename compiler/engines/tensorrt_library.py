@@ -1,4 +1,4 @@
-"""The two libraries that build engines alike, and what each of them does differently."""
+"""TensorRT and TensorRT for RTX behind one interface; both build engines, with differences in configuration."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from plans.errors import PlanError
 from plans.extras import install
 from plugins.tensorrt import register_plugins
 
-OLDEST = (10, 15)  # of TensorRT: the first with cache updates in place
+OLDEST = (10, 15)  # the first version of TensorRT with cache updates in place
 
 
 class Library(Protocol):
-    """One of them, as a recipe wants it used."""
+    """One of the two libraries, configured as the recipe says."""
 
     trt: Any
-    """The package."""
+    """The library's Python package."""
 
     plugins: bool
-    """Whether our ops can be in its engines."""
+    """Whether engines of this library can hold our ops."""
 
     @property
     def workspace_mb(self) -> int: ...
@@ -32,14 +32,14 @@ class Library(Protocol):
         """Complete the configuration of a build. Raises `PlanError`."""
 
     def keep(self, config: Any) -> None:
-        """Keep what the build has learned. Raises `PlanError`."""
+        """Keep the kernel times that the build measured. Raises `PlanError`."""
 
     def provenance(self) -> dict[str, Any]:
-        """Fields of `plans.manifest.Engine` that say who built an engine, and for what."""
+        """Return the fields of `plans.manifest.Engine` about the builder of an engine and its devices."""
 
 
 class RtxLibrary:
-    """TensorRT for RTX: engines for every GPU of the recipe, without one."""
+    """TensorRT for RTX: builds engines for every GPU of the recipe on a machine without a GPU."""
 
     plugins = False
 
@@ -49,13 +49,13 @@ class RtxLibrary:
 
     def configure(self, config: Any) -> None:
         trt, capabilities = self.trt, self._backend.compute_capabilities
-        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # else a step cannot be captured in a CUDA graph
+        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # otherwise a step cannot be captured in a CUDA graph
         config.num_compute_capabilities = len(capabilities)
         for index, capability in enumerate(capabilities):
             config.set_compute_capability(trt.ComputeCapability.__members__[capability.replace("_", "").upper()], index)
 
     def keep(self, config: Any) -> None:
-        """It times nothing: engines are finished where they run."""
+        """Nothing to keep: the library times no kernels, because engines are finished where they run."""
 
     def provenance(self) -> dict[str, Any]:
         return {"builder": f"tensorrt_rtx {self.trt.__version__}", "devices": self._backend.compute_capabilities}
@@ -72,8 +72,8 @@ class Gpu:
 class TensorRtLibrary:
     """TensorRT: engines with our ops inside as plugins, timed on the GPU of this machine, for GPUs like it.
 
-    `timing_cache` is a file of how long kernels took. Plans hold no code of the host's: the lean runtime that TensorRT
-    would put into a version-compatible engine stays out.
+    `timing_cache` is a file of kernel times. Plans hold no host code, so the lean runtime that TensorRT would put into
+    a version-compatible engine is excluded.
     """
 
     plugins = True
@@ -129,7 +129,7 @@ class TensorRtLibrary:
 
 
 def load(package: str, title: str, extra: str) -> Any:
-    """The library's package. Raises `PlanError` where it is missing."""
+    """Import the library's package. Raises `PlanError` where the package is missing."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -140,7 +140,7 @@ def load(package: str, title: str, extra: str) -> Any:
 
 
 def load_tensorrt() -> Any:
-    """The package `tensorrt`. Raises `PlanError` where it is missing or too old."""
+    """Import the package `tensorrt`. Raises `PlanError` where the package is missing or too old."""
     trt = load("tensorrt", "TensorRT", "tensorrt")
     if tuple(int(part) for part in trt.__version__.split(".")[:2]) < OLDEST:
         raise PlanError(
@@ -151,14 +151,14 @@ def load_tensorrt() -> Any:
 
 
 def gpu_here() -> Gpu:
-    """The GPU that engines would be built for. Raises `PlanError` where there is none."""
+    """Return the GPU that engines would be built for. Raises `PlanError` where there is no usable GPU."""
     try:
         from cuda.core import Device
 
         device = Device()
         major, minor = device.compute_capability
         return Gpu(str(device.name), f"sm_{major}{minor}")
-    except Exception as error:  # of the package, which may be missing, its loader, which may find no driver, or that
+    except Exception as error:  # the package may be missing, its loader may find no driver, and the driver may fail
         raise PlanError(
             "the backend tensorrt is built on the GPU that is to run it, and here is none that can be used "
             f"({' '.join(str(error).split())}); build there, or leave the backend out"

@@ -1,4 +1,4 @@
-"""Progress of a builder."""
+"""Progress of a TensorRT builder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from compiler.engines.report import Report
 
 
 def make_monitor(trt: Any, report: Report) -> Any:
-    """Reports the builder's outer phases as they begin."""
+    """Return a monitor that reports the builder's outer phases as they begin."""
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def __init__(self) -> None:

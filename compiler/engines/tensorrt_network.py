@@ -1,4 +1,4 @@
-"""Checks and changes of a graph or a network on its way to an engine."""
+"""Checks and changes of a graph, or of a TensorRT network, before an engine is built."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOVES = frozenset({"Concat", "Expand", "Gather", "Identity", "Reshape", "Slice"
 def carry_bits(name: str, model: ir.Model) -> None:
     """Declare float64 and uint64, which TensorRT lacks, as int64: the same bits in the same memory.
 
-    Raises `PlanError` where an op calculates with them that is none of ours.
+    Raises `PlanError` where an op that is not ours calculates with them.
     """
     values = list(model.graph.inputs)
     for node in model.graph:
@@ -68,12 +68,12 @@ TYPES = {
 
 
 def _agree(found: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    """Sizes that one of them leaves open may be anything."""
+    """Return whether two shapes agree; -1 agrees with any size."""
     return len(found) == len(expected) and all(f == e or -1 in (f, e) for f, e in zip(found, expected, strict=True))
 
 
 def allow_unfused_attention(trt: Any, network: Any) -> None:
-    """Attention for which no fused kernel exists (float32, scattered views) may be taken apart."""
+    """Allow TensorRT to decompose attention for which no fused kernel exists (float32, scattered views)."""
     for index in range(network.num_layers):
         layer = network.get_layer(index)
         if layer.type == trt.LayerType.ATTENTION_INPUT:

@@ -1,6 +1,6 @@
-"""Converters of what target graphs have beside PyTorch's own ops, for networks of one row.
+"""Converters of the ops that target graphs have beside PyTorch's own, for networks of one row.
 
-They give the layers that TensorRT's parser makes of the lowered graph (`lowering/scatter_attention.py`).
+They make the layers that TensorRT's parser makes of the lowered graph (`lowering/scatter_attention.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LOWEST = {"HALF": LOWEST[ir.DataType.FLOAT16], "BF16": LOWEST[ir.DataType.BFLOA
 
 
 class OneRowConverters:
-    """Of one network, whose weights it holds. Shapes of arguments are those of `plugins.schemas`."""
+    """The converters for one network, whose constants they keep alive. Shapes are those of `plugins.schemas`."""
 
     OPS: ClassVar[frozenset[Any]] = frozenset(
         {torch.ops.outrider.branch_attention.default, torch.ops.onnx.RotaryEmbedding.opset23}
@@ -51,7 +51,7 @@ class OneRowConverters:
         self, q: Any, k: Any, v: Any, k_cache: Any, v_cache: Any, bias: Any, past: Any, splits: Any, heads: int,
         kv_heads: int, scale: float,
     ) -> tuple[Any, Any, Any]:  # fmt: skip
-        """`[1, S, heads * head_dim]` over what is in view of the caches; they with the new rows in them."""
+        """Attend with `q` `[1, S, heads * head_dim]` over the caches' slots in view; also return the updated caches."""
         queries, keys, values = (self._split_heads(x, n) for x, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
         present, seen = zip(
             *(self._append(cache, new, past, bias) for cache, new in ((k_cache, keys), (v_cache, values))), strict=True
@@ -82,7 +82,7 @@ class OneRowConverters:
         return present, in_view.get_output(0)
 
     def _written_out(self, queries: Any, keys: Any, values: Any, bias: Any, groups: int) -> Any:
-        """float32, for which TensorRT has no kernel: a matrix for each group of heads."""
+        """Attend in float32, for which TensorRT has no kernel, as matrix products per group of heads."""
         trt, net = self._trt, self._net
         _, heads, _, head_dim = queries.shape
         by_group = self._reshape(queries, (1, heads // groups, groups, -1, head_dim))
@@ -98,12 +98,12 @@ class OneRowConverters:
         return self._reshape(mixed, (1, heads, -1, head_dim))
 
     def _bounded(self, bias: Any, dtype: Any) -> Any:
-        """The bias in the model's type, whose range is smaller (float16), or its steps coarser (bfloat16)."""
+        """Return the bias in the model's type, bounded by `_LOWEST` so that it stays finite there."""
         lowest = self._number(_LOWEST[dtype.name], bias.dtype, rank=4)
         return self._net.add_cast(self._elementwise(bias, lowest, "MAX"), dtype).get_output(0)
 
     def _split_heads(self, x: Any, heads: int) -> Any:
-        """`[1, S, heads * head_dim]` to `[1, heads, S, head_dim]`."""
+        """Reshape `[1, S, heads * head_dim]` to `[1, heads, S, head_dim]`."""
         layer = self._net.add_shuffle(x)
         layer.reshape_dims = (0, 0, heads, x.shape[2] // heads)
         layer.second_transpose = (0, 2, 1, 3)
@@ -135,7 +135,7 @@ class OneRowConverters:
         return self._held_constant(np.array(values, np.int64))
 
     def _held_constant(self, values: np.ndarray[Any, Any]) -> Any:
-        self._held.append(values)  # networks point into it
+        self._held.append(values)  # the network points into the array's memory
         return self._net.add_constant(values.shape, values).get_output(0)
 
     def _constant(self, table: Tensor) -> Any:
@@ -146,7 +146,7 @@ class OneRowConverters:
         )
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Make what layers share once, for the first."""
+        """Return the value at `key`, made for the first layer that needs it and shared by the others."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]

@@ -1,6 +1,6 @@
-"""Networks from PyTorch programs, by Torch-TensorRT's converters and ours.
+"""The front end that reads PyTorch programs with Torch-TensorRT's converters and ours.
 
-The program is the one that the ONNX graph was made of; names, rows and outputs are those of the lowered graph.
+The program is the one that the ONNX graph was made from; names, rows and outputs are those of the lowered graph.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _OURS = "outrider"
 
 
 class TorchFront:
-    """Of graphs whose ops Torch-TensorRT converts, or we do: targets', not those of drafts."""
+    """Reads graphs whose ops Torch-TensorRT or we convert: target graphs, not draft graphs."""
 
     def __init__(self, trt: Any, log: Any) -> None:
-        """Raises `PlanError` where Torch-TensorRT for the package `trt` is missing."""
+        """Raise `PlanError` where Torch-TensorRT for the package `trt` is missing."""
         self._trt, self._log = trt, log
         self.name = f"torch_tensorrt {load_torch_tensorrt(trt.__name__).__version__}"
 
     def reason_against(self, model: ir.Model) -> str | None:
-        """Graphs with ops of ours that have no converter are declined; any other op without one fails in `fill`."""
+        """Decline graphs with ops of ours that have no converter; any other op without a converter fails in `fill`."""
         targets = {node.target for node in traced_of(model).program.graph.nodes if node.op == "call_function"}
         lacking = sorted(
             str(target).split(".")[1]
@@ -44,8 +44,8 @@ class TorchFront:
         return f"{self.name} has no converter of {', '.join(lacking)}" if lacking else None
 
     def fill(self, engine: str, model: ir.Model, network: Any, workplace: Path) -> Any:
-        with using_its_tensorrt(), warnings.catch_warnings():  # not for two threads at once
-            warnings.simplefilter("ignore")  # of what it and PyTorch deprecate in each other
+        with using_its_tensorrt(), warnings.catch_warnings():  # not safe for two threads at once
+            warnings.simplefilter("ignore")  # Torch-TensorRT and PyTorch warn of each other's deprecations
             self._log.clear()
             try:
                 return self._fill(model, network)
@@ -77,7 +77,7 @@ class TorchFront:
 
 
 class _Walk(fx.Interpreter):
-    """Runs a program on tensors of a network: every op adds its layers."""
+    """Runs a program on tensors of a network; every op adds its layers to the network."""
 
     def __init__(self, module: fx.GraphModule, context: Any, trt: Any, model: ir.Model, traced: Traced) -> None:
         super().__init__(module)
@@ -95,7 +95,7 @@ class _Walk(fx.Interpreter):
         return super().run_node(n)
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """None for what the lowered graph does not read: the edges of rows, of which there is one."""
+        """Add the network's input; None for an input that the lowered graph does not read, as the splits of one row."""
         assert self._node is not None
         if not isinstance(self._node.meta.get("val"), torch.Tensor):
             return None

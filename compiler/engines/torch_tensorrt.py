@@ -1,6 +1,6 @@
-"""Torch-TensorRT, imported for what it converts alone: its runtime, with a library of C++, stays out.
+"""Import Torch-TensorRT for its converters only; its runtime, a C++ library, is not loaded.
 
-As soon as it is imported the package asks for a GPU and for a PyTorch with CUDA. It needs neither to convert.
+On import the package asks for a GPU and for a PyTorch with CUDA. Its converters need neither.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _LOCK = threading.RLock()
 
 
 def load_torch_tensorrt(library: str) -> ModuleType:
-    """The package, made for `library`, "tensorrt" or "tensorrt_rtx", and for the PyTorch that is here.
+    """Import the package made for `library`, "tensorrt" or "tensorrt_rtx", and for the installed PyTorch.
 
-    Raises `PlanError` where it is missing, made for another, or cannot be imported.
+    Raises `PlanError` where the package is missing, is made for another library or PyTorch, or cannot be imported.
     """
     wheel = _WHEELS[library]
     _check_wheel(wheel)
@@ -42,9 +42,9 @@ def load_torch_tensorrt(library: str) -> ModuleType:
         with _LOCK, _importable(), using_its_tensorrt():
             package = importlib.import_module(_PACKAGE)
             found = importlib.import_module(f"{_PACKAGE}._TensorRTProxyModule").package_name
-    except Exception as error:  # its own, without a class of theirs
+    except Exception as error:  # the package raises its errors without a class of their own
         for name in sys.modules.keys() - before:
-            if name.partition(".")[0] == _PACKAGE:  # half of it
+            if name.partition(".")[0] == _PACKAGE:  # a half-imported module
                 del sys.modules[name]
         raise _refusal(wheel, f"cannot be imported ({' '.join(str(error).split())})") from None
     if found != library:
@@ -53,14 +53,14 @@ def load_torch_tensorrt(library: str) -> ModuleType:
 
 
 def installed_version(library: str) -> str:
-    """Of the package for `library`, with its name. Raises `PlanError` where `load_torch_tensorrt` does."""
+    """Return name and version of the package for `library`. Raises `PlanError` where `load_torch_tensorrt` does."""
     load_torch_tensorrt(library)
     wheel = _WHEELS[library]
     return f"{wheel} {importlib.metadata.version(wheel).partition('+')[0]}"
 
 
 def _check_wheel(wheel: str) -> None:
-    """A wheel holds for one PyTorch, which nobody checks where it is installed without its dependencies."""
+    """Raise `PlanError` unless `wheel` is made for this PyTorch; pip does not check that with `--no-deps`."""
     try:
         needs = importlib.metadata.requires(wheel) or ()
     except importlib.metadata.PackageNotFoundError:
@@ -81,8 +81,8 @@ def _refusal(wheel: str, fault: str) -> PlanError:
 
 @contextlib.contextmanager
 def using_its_tensorrt() -> Iterator[None]:
-    """In here `import tensorrt` gives what Torch-TensorRT stands on, which may be TensorRT for RTX; behind it, what it
-    gave before."""
+    """Let `import tensorrt` inside give the library under Torch-TensorRT, which may be TensorRT for RTX; restore the
+    former modules at the end."""
     name, there = "tensorrt", dict(sys.modules)
     converters = sys.modules.get(f"{_PACKAGE}.dynamo.conversion.converter_utils")
     if converters is not None:
@@ -97,8 +97,8 @@ def using_its_tensorrt() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _importable() -> Iterator[None]:
-    """The package is told that its runtime is not installed, and, where none is, that there is a device 0 of no kind
-    that it knows; it says nothing of what it lacks."""
+    """Make the package importable: hide its runtime, pretend an unknown device 0 where there is no GPU, and silence
+    its output and warnings about missing parts."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(warnings.catch_warnings())
@@ -125,7 +125,7 @@ def _importable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _same_environment() -> Iterator[None]:
-    """PyTorch's compiler, which comes along, writes variables."""
+    """Remove environment variables that PyTorch's compiler, imported along, adds."""
     before = dict(os.environ)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Exporting a drafter: its draft graph, with the inputs and outputs that a plan binds."""
+"""Export a drafter's draft graph, with the inputs and outputs that a plan binds."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ def export_draft(
     slots: bool = False,
     branches: int = 1,
 ) -> ir.Model:
-    """Export a `DraftModel` over a KV cache of `capacity` slots, one row, for so many `positions` (default: as many).
+    """Export a `DraftModel` over a KV cache of `capacity` slots and one row, for `positions` (default: `capacity`).
 
-    A head reads `features` of the target's last step; `feature_indices` picks those of the pairs. Outputs:
-    `tree_token_ids`, `tree_positions`, `tree_parent` `[nodes]`, the root, which is the tip, first, as the target's
-    next step wants them; `tree_score` f32 `[nodes]`, log-probabilities summed from the root.
+    A head reads `features` of the target's last step; `feature_indices` picks the features of its pairs. Outputs, in
+    the layout of the target's next step, the root (the tip) first: `tree_token_ids`, `tree_positions`, `tree_parent`
+    `[nodes]`; `tree_score` f32 `[nodes]`, log-probabilities summed from the root.
 
-    With `rejected`, the target's vocabulary, the tree is a chain (`top_k` 1) whose tokens are drawn, for acceptance by
-    rejection, and `draft_probs` f32 `[nodes, vocab]` holds what from. With `entropy`, `draft_entropy` f32 `[1]` is
-    that of the distribution at the tip, over ln V.
+    With `rejected`, the size of the target's vocabulary, the tree is a chain (`top_k` 1) whose tokens are drawn, for
+    acceptance by rejection, and `draft_probs` f32 `[nodes, vocab]` holds the distribution of each draw. With `entropy`,
+    `draft_entropy` f32 `[1]` is the entropy of the distribution at the tip, over ln V.
 
-    With `slots`, of a tree with levels, `tree_slots` int64 `[nodes]` says where the levels have put each node: at slot
-    past_length + N + row of the KV cache. It is -1 for a node that none has run, and for the root, which is the last of
-    the N tokens fed. Frontiers alone are run: whatever has a child has a slot, and slots ascend along a path.
+    With `slots`, and a tree with levels, `tree_slots` int64 `[nodes]` says where the levels put each node: value s is
+    slot past_length + N + s of the KV cache. It is -1 for a node that no level ran, and for the root, which is the last
+    of the N tokens fed. Only frontiers are run: a node with children has a slot, and slots ascend along a path.
 
     With several `branches`, the KV cache may have several rows, and trees grow from the tokens `tip_indices` int64
-    `[R, B]`, as many in each row, by the draws and settings of `tip_branch` int64 `[R, B]`. Outputs are those of one
-    tree after another, `[D]` in all, but parents count within a tree, and a slot of `tree_slots` from the first behind
-    its row. A level takes B * k slots of each row. `draft_entropy` is `[R, B]`, of each tip.
+    `[R, B]`, equally many in each row, with the draws and settings of `tip_branch` int64 `[R, B]`. Outputs hold one
+    tree after another, `[D]` in all, but parents count within a tree, and `tree_slots` counts from the first slot
+    behind the row's tokens. A level takes B * k slots of each row. `draft_entropy` is `[R, B]`, one value per tip.
     """
     drafting: DraftModel = model  # type: ignore[assignment]
     heads, features = drafting.heads, drafting.feature_size
     several = branches > 1
-    new, view, index = 4, 8 + several, torch.int64  # sizes that differ, where several may be symbols
-    count, trees = (2, 3) if several else (1, 1)  # rows, and trees of each
+    new, view, index = 4, 8 + several, torch.int64  # example sizes, which differ where several become symbols
+    count, trees = (2, 3) if several else (1, 1)  # rows, and trees of each row
     settings = torch.float64 if rejected else torch.float32
     layers = range(heads.num_layers)
 

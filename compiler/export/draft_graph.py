@@ -1,10 +1,10 @@
-"""The draft graph of DESIGN sections 4 and 7: one pass over what is new, then the levels of a tree, in ONE graph.
+"""The draft graph of DESIGN sections 4 and 7: one pass over the new tokens, then the levels of a tree, in ONE graph.
 
-The tree's shape is static. Each level runs the frontier's nodes behind the slots that are taken: a node sees what the
-tip sees, its ancestors in the tree, and itself. What a level appends is dropped afterwards by length, but for the
-accepted nodes of a draft model, whose KV is what feeding their tokens would give.
+The tree's shape is static. Each level runs the frontier's nodes in the slots behind the earlier ones: a node sees the
+keys that the tip sees, its ancestors in the tree, and itself. The runtime drops the KV of levels by length, except that
+of a draft model's accepted nodes, which equals the KV that feeding their tokens would give.
 
-Trees may grow from several tips at once, as many in each row: a level's nodes of all of them are one pass.
+Trees may grow from several tips at once, equally many in each row: one pass runs a level's nodes of all trees.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from compiler.export.ops import draft_sample, tree_expand, tree_rerank
 from compiler.models.decoder import Execution
 from plans.manifest import Tree
 
-# How far a drafter's CDF may be from the target's where that draws, and how often the draw tells nothing. Measured on
-# the reference drafters (`python -m tools.proposals`), and on mixtures with the target's distribution that overlap by
-# up to 0.98, where the likeliest tokens are a good deal worse: never far from the best of a grid.
+# SPREAD: how far a drafter's CDF may be from the target's at the draw. DOUBT: how often the draw tells nothing.
+# Measured on the reference drafters (`python -m tools.proposals`), and on mixtures with the target's distribution that
+# overlap by up to 0.98: never far from the best of a grid. Drafting the likeliest tokens is a good deal worse there.
 SPREAD, DOUBT = 0.15, 0.3
 
 
@@ -39,18 +39,18 @@ class DraftModel(Protocol):
 
     @property
     def feature_size(self) -> int:
-        """Width of the target's features that it reads; 0 for none."""
+        """Width of the target's features that the model reads; 0 for none."""
         ...
 
     @property
     def lead(self) -> int:
-        """How far a token's position in the target lies before its position here: 1 for a head, which pairs a
-        feature with the token after it."""
+        """A token's position in the target minus its position here: 1 for a head, which pairs a feature with the
+        token after it."""
         ...
 
     @property
     def vocabulary(self) -> Tensor | None:
-        """Target token of each draft token, int64 `[Vd]`, ascending; None where they are the same."""
+        """Target token of each draft token, int64 `[Vd]`, ascending; None where the vocabularies are the same."""
         ...
 
     def fuse(self, features: Tensor) -> Tensor: ...
@@ -62,9 +62,9 @@ class DraftModel(Protocol):
 
 @dataclass(frozen=True)
 class _Tips:
-    """Where n trees grow from: what is known of their tips, and how a level's n * k nodes lie behind them.
+    """The n tips that trees grow from, and the layout of a level's n * k nodes behind them.
 
-    The nodes of a level are those of the first tree, then of the second ...; every row has as many trees.
+    A level holds the nodes of the first tree, then of the second ...; every row has equally many trees.
     """
 
     caches: KvCaches
@@ -74,16 +74,16 @@ class _Tips:
     bias: Tensor  # [n, T]
     draws: Tensor  # [n, depth + 1]
     filters: tuple[Tensor, Tensor, Tensor]  # [n] each
-    start: Tensor  # [R], where the first level goes
-    slots: Tensor  # [n * k, 1], of the first level's nodes
-    splits: Tensor  # [R + 1], of a level's nodes into rows
-    width: int  # of a level in one row
+    start: Tensor  # [R], first slot of the first level
+    slots: Tensor  # [n * k, 1], slots of the first level's nodes
+    splits: Tensor  # [R + 1], row splits of a level's nodes
+    width: int  # nodes of a level in one row
     several: _Several | None
 
 
 @dataclass(frozen=True)
 class _Several:
-    """Sizes and indices that only graphs with more than one tip need: they are no constants."""
+    """Sizes and indices that only graphs with several tips need, where they are not constants."""
 
     rows: int
     of_tip: Tensor  # [n * k], the tree of each node of a level
@@ -92,7 +92,7 @@ class _Several:
 
 
 class DraftGraph(nn.Module):
-    """Committed tokens that the drafter lacks, to the trees behind the last of them, or behind any `tip_indices`."""
+    """Maps committed tokens that the drafter lacks to a tree behind the last one, or to trees behind `tip_indices`."""
 
     diagonal: Tensor
     parent_of: Tensor
@@ -106,8 +106,8 @@ class DraftGraph(nn.Module):
         self.tables = RopeTables(drafting.heads, positions, drafting.dtype)
         k = tree.top_k
         for name, table in {
-            "diagonal": torch.arange(k).unsqueeze(1),  # the own slot of each frontier node, as an offset
-            "parent_of": torch.arange(k * k) // k,  # frontier node of each of its level's candidates
+            "diagonal": torch.arange(k).unsqueeze(1),  # each frontier node's own slot, as an offset
+            "parent_of": torch.arange(k * k) // k,  # frontier node of each candidate of a level
             "splits": torch.tensor([0, k]),
             "depths": torch.cat([torch.ones(k), *(torch.full((k * k,), 2 + i) for i in range(tree.depth))]).long(),
         }.items():
@@ -145,7 +145,7 @@ class DraftGraph(nn.Module):
             tips = _Tips(
                 caches,
                 hidden[:, -1].unsqueeze(1),
-                token_ids[-1].unsqueeze(0),  # not [-1:], whose size is no number
+                token_ids[-1].unsqueeze(0),  # not [-1:], whose size would be symbolic
                 positions[-1].unsqueeze(0),
                 attn_bias[0, 0, -1].unsqueeze(0),
                 draws,
@@ -187,7 +187,7 @@ class DraftGraph(nn.Module):
         past_length: Tensor,
         tip_indices: Tensor,
     ) -> _Tips:
-        """Those that `tip_indices` `[R, tips]` names among the tokens, all but what they draw by."""
+        """Gather the tips at `tip_indices` `[R, tips]`; the caller replaces the placeholders `draws` and `filters`."""
         k, (rows, each) = self.tree.top_k, tip_indices.shape
         tip = tip_indices.reshape(-1)
         row, width = torch.arange(rows).unsqueeze(1), each * k
@@ -211,9 +211,10 @@ class DraftGraph(nn.Module):
         )
 
     def _tree(self, tips: _Tips, logits: Tensor) -> list[Tensor]:
-        """Tokens, parents, depths and scores `[n, nodes - 1]` behind the tips, whose logits are `[1, n, V]`.
+        """Grow the trees behind the tips, whose logits are `[1, n, V]`.
 
-        Where `slots` asks for it: the KV cache's slot of each node, flat `[n * nodes]`.
+        Returns tokens, parents, depths and scores `[n, nodes - 1]`; with `self.slots` also the nodes' slots, flat
+        `[n * nodes]`.
         """
         tree, k, several = self.tree, self.tree.top_k, tips.several
         model: DraftModel = self.model  # type: ignore[assignment]
@@ -227,16 +228,16 @@ class DraftGraph(nn.Module):
             return grown
 
         def pick(values: Tensor, chosen: Tensor) -> Tensor:
-            """`[n, c]` at `[n, k]`."""
+            """Pick from `values` `[n, c]` at `chosen` `[n, k]`."""
             return values.gather(1, chosen) if several is not None else values.index_select(1, chosen.squeeze(0))
 
         def of_level(values: Tensor, axis: int, node: Tensor) -> Tensor:
-            """Those of a level's nodes, n * k of them along `axis`, at `[n, k]` in their trees."""
+            """Pick, of a level's n * k nodes along `axis`, the nodes at `node` `[n, k]` in their trees."""
             flat = node.squeeze(0) if several is None else (node + several.first).reshape(-1)
             return torch.index_select(values, axis, flat)
 
         token, score, _ = expand(logits, 1, torch.zeros_like(logits[..., 0]).reshape(-1, 1), 0)
-        node = torch.arange(k).expand(token.shape[0], k)  # the frontier: its nodes as candidates
+        node = torch.arange(k).expand(token.shape[0], k)  # the frontier's nodes, as candidate indices
         tokens, scores, parents = [token], [score], [torch.full_like(node, -1)]
         node_token, node_score = token, score
         if several is None:
@@ -244,7 +245,7 @@ class DraftGraph(nn.Module):
         else:
             hidden = torch.index_select(tips.hidden, 1, several.of_tip)
             bias = torch.index_select(tips.bias, 0, several.of_tip)
-        expanded: list[Tensor] = []  # every frontier: candidates in the order of the slots that they are given
+        expanded: list[Tensor] = []  # the frontiers of all levels, as candidate indices, in the order of their slots
         for level in range(tree.depth):
             expanded.append(node)
             hidden, bias = self._level(node_token, hidden, bias, level, tips)
@@ -266,9 +267,9 @@ class DraftGraph(nn.Module):
         return drafted
 
     def _slots_of(self, candidate: Tensor, expanded: Tensor, tips: _Tips) -> Tensor:
-        """The KV cache's row of each node, counted from the first level's first, or -1: flat `[n * nodes]`.
+        """Return each node's slot, counted from the first level's first slot, or -1: flat `[n * nodes]`.
 
-        `candidate` `[n, nodes - 1]` says which ones the nodes are, `expanded` `[n, depth * k]` which ones levels ran.
+        `candidate` `[n, nodes - 1]` are the nodes' candidate indices, `expanded` `[n, depth * k]` those the levels ran.
         """
         tree, k = self.tree, self.tree.top_k
         level = torch.arange(tree.depth).reshape(1, -1, 1) * tips.width
@@ -280,13 +281,16 @@ class DraftGraph(nn.Module):
         return _behind_roots(torch.full_like(candidate[:, :1], -1), row_of.gather(1, candidate))
 
     def _chain(self, tips: _Tips, logits: Tensor) -> list[Tensor]:
-        """The same of chains that are drawn; f32 `[n * nodes, vocab]`: what each node was drawn from, 0 for a root."""
+        """Draw chains; return tokens, parents, depths and scores as `_tree` does, and each node's distribution.
+
+        The distributions are f32 `[n * nodes, vocab]`: what each node was drawn from, 0 for a root.
+        """
         tree, size = self.tree, self.rejected
         model: DraftModel = self.model  # type: ignore[assignment]
         hidden, bias = tips.hidden, tips.bias
 
         def of_chains(logits: Tensor) -> Tensor:
-            """`[1, n, V]` as `[n, 1, V]`."""
+            """Reshape `[1, n, V]` to `[n, 1, V]`."""
             return logits if tips.several is None else logits.reshape(-1, 1, logits.shape[2])
 
         tokens: list[Tensor] = []
@@ -316,7 +320,10 @@ class DraftGraph(nn.Module):
         return [target_ids, steps, steps + 1, scores, distributions.reshape(-1, size)]
 
     def _level(self, token: Tensor, hidden: Tensor, bias: Tensor, level: int, tips: _Tips) -> tuple[Tensor, Tensor]:
-        """Run the frontiers' nodes `[n, k]`; their hidden states, and what each sees, `[n * k, T]`, itself included."""
+        """Run the frontiers' nodes `[n, k]`; return their hidden states and biases `[n * k, T]`.
+
+        Each node's bias shows the keys that it sees, itself included.
+        """
         model: DraftModel = self.model  # type: ignore[assignment]
         several, behind = tips.several, level * tips.width
         bias = bias.scatter(1, tips.slots + behind, torch.zeros_like(tips.slots, dtype=torch.float32))
@@ -334,7 +341,7 @@ class DraftGraph(nn.Module):
         return GraphExecution(model.heads, self.tables, caches, positions, bias, past, splits)
 
     def _target_ids(self, token: Tensor) -> Tensor:
-        """Draft tokens `[n, m]` as target tokens."""
+        """Map draft tokens `[n, m]` to target tokens."""
         vocabulary: Tensor | None = self.model.vocabulary  # type: ignore[assignment]
         return (
             token if vocabulary is None else torch.index_select(vocabulary, 0, token.reshape(-1)).reshape(token.shape)
@@ -342,11 +349,11 @@ class DraftGraph(nn.Module):
 
 
 def _behind_roots(root: Tensor, nodes: Tensor) -> Tensor:
-    """`[n, 1]` and `[n, nodes - 1]` as `[n * nodes]`."""
+    """Concatenate `[n, 1]` and `[n, nodes - 1]` to flat `[n * nodes]`."""
     return torch.cat([root, nodes], 1).reshape(-1)
 
 
 def _normalised_entropy(logits: Tensor) -> Tensor:
-    """`[1, n, V]` to `[1, n]`: the entropy of their distributions over that of the uniform one, ln V."""
+    """Return the entropies `[1, n]` of distributions with logits `[1, n, V]`, over the uniform one's, ln V."""
     log_p = logits.log_softmax(dim=-1)
     return -(log_p.exp() * log_p).sum(dim=-1) / log(logits.shape[-1])

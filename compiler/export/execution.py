@@ -1,4 +1,4 @@
-"""Rotation and attention over a KV cache, written as graph ops: what a model asks of its `Execution`."""
+"""The `Execution` of exported models: rotation and attention over a KV cache, as graph ops."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plans import names
 
 
 class Heads(Protocol):
-    """Settings of a model's attention that a graph needs."""
+    """Facts of a model's attention that its graph needs."""
 
     @property
     def num_layers(self) -> int: ...
@@ -36,7 +36,7 @@ class Heads(Protocol):
 
 
 class RopeTables(nn.Module):
-    """Cosines and sines of `positions` positions, constants of the graph; one pair for all layers."""
+    """Cosines and sines of `positions` positions as constants of the graph; one pair for all layers."""
 
     cos: Tensor
     sin: Tensor
@@ -49,10 +49,10 @@ class RopeTables(nn.Module):
 
 
 class KvCaches:
-    """The KV cache of one graph: its cache inputs, and the outputs that each pass over them leaves.
+    """The KV cache of one graph: its cache inputs, and the outputs of each pass over them.
 
-    Every pass reads the graph's inputs and gives outputs of its own, all bound to the same memory: the data that a
-    later pass needs orders it behind the earlier one.
+    Every pass reads the graph's cache inputs and gives its own outputs, all bound to the same memory; a later pass runs
+    after an earlier one because it needs data that the earlier one computes.
     """
 
     def __init__(self, k_caches: Sequence[Tensor], v_caches: Sequence[Tensor]) -> None:
@@ -61,7 +61,10 @@ class KvCaches:
 
 
 class GraphExecution:
-    """One pass: its tokens' positions int64 `[1, n]`, bias `[R, 1, S, T]`, where they are appended, and their rows."""
+    """One pass over tokens at `positions` int64 `[1, n]` under `bias` `[R, 1, S, T]`.
+
+    `past` `[R]` is the slot where each row's tokens are appended, `splits` `[R + 1]` says which tokens each row has.
+    """
 
     def __init__(
         self,
@@ -75,7 +78,7 @@ class GraphExecution:
     ) -> None:
         self._heads, self._tables, self._caches = heads, tables, caches
         self._positions, self._bias, self._past, self._splits = positions, bias, past, splits
-        self.queries: list[Tensor] = []  # of each layer, `[1, n, heads * head_dim]`
+        self.queries: list[Tensor] = []  # each layer's, `[1, n, heads * head_dim]`
 
     def rotate(self, x: Tensor, heads: int) -> Tensor:
         tables = self._tables
@@ -95,7 +98,7 @@ class GraphExecution:
 
 
 def cache_outputs(layers: int, passes: int) -> list[str]:
-    """Names of the outputs in the order in which passes leave them."""
+    """Return the names of the cache outputs, in the order in which the passes append them to `presents`."""
     return [
         names.cache_output(cache(layer), index)
         for index in range(passes)

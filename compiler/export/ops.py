@@ -1,4 +1,4 @@
-"""Our graph ops as PyTorch sees them: never run, only traced, and translated to the ONNX ops of the same names."""
+"""Our graph ops as PyTorch custom ops: never run, only traced and translated to the ONNX ops of the same names."""
 
 from __future__ import annotations
 

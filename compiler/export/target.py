@@ -1,6 +1,6 @@
 """The target graph of DESIGN section 4: new tokens of any number of rows, over a KV cache, to logits and features.
 
-BranchAttention is one node, rows may be several: `lowering` makes the graph a backend's own.
+BranchAttention is one node and takes several rows; `lowering` rewrites the graph for a backend.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TargetGraph(nn.Module):
             self.decoder.config, self.tables, caches, positions.unsqueeze(0), attn_bias, past_length, row_splits
         )
         hidden, tapped = self.decoder.hidden(token_ids.unsqueeze(0), execution, self.taps)
-        picked = torch.index_select(hidden, -2, logit_indices).squeeze(0)  # a product of matrices becomes one Gemm
+        picked = torch.index_select(hidden, -2, logit_indices).squeeze(0)  # a product of 2-D tensors becomes one Gemm
         features = (torch.cat(tapped, -1).squeeze(0).float(),) if tapped else ()
         queries = tuple(q.squeeze(0).float() for q in execution.queries) if self.queries else ()
         return self.decoder.logits(picked).float(), *features, *caches.presents, *queries
@@ -50,16 +50,16 @@ class TargetGraph(nn.Module):
 def export_target(decoder: Decoder, capacity: int, taps: Sequence[int] = (), *, queries: bool = False) -> ir.Model:
     """Export `decoder` over KV caches of `capacity` slots.
 
-    With `taps`, `features` holds the residual streams that enter these layers, side by side (EAGLE3's input).
-    With `queries`, so has each layer's `queries.i`, as they are compared with keys.
+    With `taps`, the output `features` holds the residual streams that enter these layers, side by side (EAGLE3's
+    input). With `queries`, each layer has an output `queries.i`: its queries as attention compares them with keys.
     """
     config = decoder.config
-    rows, new, view, picked = 2, 4, 8, 3  # any sizes that differ; all become symbols
+    rows, new, view, picked = 2, 4, 8, 3  # example sizes, all different; all become symbols
     index = torch.int64
     cache: Shape = (names.ROWS, config.num_kv_heads, capacity, config.head_dim)
     layers = range(config.num_layers)
 
-    def caches() -> list[Tensor]:  # distinct memory each: equal tensors would become one graph input
+    def caches() -> list[Tensor]:  # each in its own memory: equal tensors would become one graph input
         return [torch.empty((rows, *cache[1:]), dtype=decoder.embedding.dtype) for _ in layers]  # type: ignore[arg-type]
 
     free = torch.export.Dim.DYNAMIC

@@ -1,4 +1,4 @@
-"""From a module to a graph that says nothing but what it computes."""
+"""Trace a module into a graph that holds nothing but its computation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRACED = "outrider.traced"
 
 @dataclass
 class Traced:
-    """The program that a graph was made of: its tensors by the names of the contract, in the program's order."""
+    """The program that a graph was made from, with the contract's names of its inputs and outputs, in its order."""
 
     program: torch.export.ExportedProgram
     inputs: tuple[str, ...]
@@ -31,7 +31,7 @@ class Traced:
 
 
 def traced_of(model: ir.Model) -> Traced:
-    """The program that `trace` has made `model` of, whatever was done to the graph since."""
+    """Return the program that `trace` made `model` from, whatever was done to the graph since."""
     traced: Traced = model.graph.meta[TRACED]
     return traced
 
@@ -41,9 +41,9 @@ def trace(
 ) -> ir.Model:
     """Export `module` at opset 24; `inputs` are examples by parameter of `forward`, in its order.
 
-    `dynamic` gives, by parameter, what `torch.export` wants of its dynamic shapes. `outputs` names the outputs and
-    their shapes. Inputs keep the exporter's names and symbols: the caller names them (`name_inputs`). Two exports of
-    the same module are identical bytes.
+    `dynamic` holds the `dynamic_shapes` of `torch.export`, by parameter. `outputs` names the outputs and their shapes.
+    Inputs keep the exporter's names and symbols until the caller names them (`name_inputs`). Two exports of the same
+    module are identical bytes.
     """
     with _quiet():
         program = torch.onnx.export(
@@ -92,8 +92,8 @@ def _strip(model: ir.Model) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter reports missing optional packages on every run, and what its passes leave alone; errors still come
-    as exceptions."""
+    """Silence the exporter, which reports missing optional packages and skipped passes on every run; errors still
+    raise exceptions."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -1,4 +1,4 @@
-"""Making the exported graph a backend's own."""
+"""Lower the exported graph to one backend."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ RULES: dict[str, tuple[Rule, ...]] = {
 
 
 def lower(engine: str, model: ir.Model, target: str, rows: int, *, caches: int = 1) -> list[RuleReport]:
-    """Lower `model` in place for `target` with `rows` rows in its KV cache; of several `KV caches`, any is bound."""
+    """Lower `model` in place for the backend `target`, with `rows` rows in its KV cache.
+
+    With several `caches`, any of them may be bound.
+    """
     lowering = Lowering(engine, model, rows)
     reports = apply_rules(lowering, RULES[target])
     _drop_unread(model.graph)
@@ -51,14 +54,14 @@ def lower(engine: str, model: ir.Model, target: str, rows: int, *, caches: int =
 
 
 def _drop_unread(graph: ir.Graph) -> None:
-    """Constants of what rules have replaced."""
+    """Drop constants that no node reads after the rewrites."""
     for name, value in list(graph.initializers.items()):
         if not value.uses() and value not in graph.outputs:
             del graph.initializers[name]
 
 
 def _fix_single_row(model: ir.Model) -> None:
-    """With one row, row dimensions are 1, its tokens are the step's, and unread inputs go."""
+    """Fix the symbols of one row (R is 1, E is 2, S is N), and drop inputs that no node reads."""
     known: dict[str, int | str] = {names.ROWS: 1, names.ROW_EDGES: 2, names.PLACES: names.NEW}
     for value in (*model.graph.inputs, *model.graph.outputs):
         assert value.shape is not None
@@ -68,7 +71,7 @@ def _fix_single_row(model: ir.Model) -> None:
 
 
 def _free_capacity(model: ir.Model) -> None:
-    """Caches may have any number of slots: nothing but attention, which looks at what is bound, asks how many."""
+    """Make the number of slots of caches a symbol; only attention needs it, and reads it from the bound tensor."""
     for value in (*model.graph.inputs, *model.graph.outputs):
         if (value.name or "").startswith(("k_cache.", "v_cache.")):
             assert value.shape is not None

@@ -1,7 +1,7 @@
-"""BranchAttention on the CPU: our own kernel inside of ONNX Runtime, and what it does on the way.
+"""BranchAttention on the CPU: our own kernel in ONNX Runtime, and the ops that are fused into it.
 
-The kernel (`plugins/csrc/onnxruntime`) looks at visible keys alone, so that a token comes out bit for bit the same in
-any company: alone, in a chain, in a prefill chunk, as a node of a tree, in any row.
+The kernel (`plugins/csrc/onnxruntime`) reads visible keys only, so that a token's result is bit for bit the same
+whatever else the pass computes: alone, in a chain, in a prefill chunk, as a node of a tree, in any row.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _POSITIONS, _COS, _SIN, _Q_NORM, _K_NORM, _INPUTS = 8, 9, 10, 11, 12, 13
 class CpuAttention(Rule):
     """onnxruntime-cpu: one node appends in place and attends, for any number of ragged rows.
 
-    Of the bias it reads whether it is 0, as BimMask and draft graphs write it: a key is visible or not.
+    The node reads only whether a bias is 0: a key is visible or not, as BimMask and draft graphs write it.
 
-    `com.microsoft.GroupQueryAttention` is slower for a token or two, computes one token otherwise than several, and
-    takes one row where these stand behind others.
+    `com.microsoft.GroupQueryAttention` is slower for one or two tokens, computes one token differently from several,
+    and takes only one row where several tokens follow earlier ones.
     """
 
     def pattern(self, node: ir.Node) -> bool:
@@ -34,13 +34,13 @@ class CpuAttention(Rule):
     def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
         inputs = list(node.inputs)
         if lowering.rows == 1:
-            inputs[-1] = None  # all tokens are the one row's
+            inputs[-1] = None  # the one row has all tokens
         attributes = {name: attribute.value for name, attribute in node.attributes.items()} | {"epsilon": 0.0}
         _swap(node, lowering, [*inputs, *[None] * (_INPUTS - len(inputs))], attributes)
 
 
 class RotateInside(Rule):
-    """Rotations of queries and keys by the same angles, right before the attention, move into it."""
+    """Rotations of queries and keys by the same angles, right before the attention, move into its node."""
 
     def pattern(self, node: ir.Node) -> bool:
         return _is_attention(node)
@@ -71,7 +71,7 @@ class RotateInside(Rule):
 
 
 class NormInside(Rule):
-    """Norms of each head's query and key, right before the attention's own rotation, move into it."""
+    """Norms of each head's query and key, right before the attention's own rotation, move into its node."""
 
     def pattern(self, node: ir.Node) -> bool:
         return _is_attention(node)
@@ -100,7 +100,7 @@ class NormInside(Rule):
 
 
 class PackedInside(Rule):
-    """Queries, keys and values from one Split are read where the product left them."""
+    """The Split of queries, keys and values goes: attention reads all three from the packed product."""
 
     def pattern(self, node: ir.Node) -> bool:
         return _is_attention(node)
@@ -127,7 +127,7 @@ def _is_attention(node: ir.Node) -> bool:
 def _swap(
     node: ir.Node, lowering: Lowering, inputs: list[ir.Value | None], attributes: Mapping[str, Any] | None = None
 ) -> None:
-    """Put attention with other `inputs` in the place of `node`, and remove what nothing reads any more."""
+    """Replace `node` by attention with other `inputs`, and remove nodes whose outputs nothing reads any more."""
     old = list(node.inputs)
     own = {name: attribute.value for name, attribute in node.attributes.items()}
     made = ir.node("BranchAttention", inputs, attributes or own, domain=CPU_DOMAIN, num_outputs=len(node.outputs))
@@ -155,7 +155,7 @@ def _producer(node: ir.Node, index: int, op_type: str) -> ir.Node | None:
 
 
 def _head_norm(node: ir.Node, index: int) -> ir.Node | None:
-    """The norm over the last dimension of `[1, N, heads, head_dim]`, between two Reshapes."""
+    """Return the norm over the last dimension of `[1, N, heads, head_dim]`, between two Reshapes; else None."""
     flat = _producer(node, index, "Reshape")
     norm = None if flat is None else _producer(flat, 0, "RMSNormalization")
     if norm is None or norm.attributes.get_int("axis", -1) != -1 or _producer(norm, 0, "Reshape") is None:

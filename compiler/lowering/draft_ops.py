@@ -1,4 +1,4 @@
-"""Our ops of draft graphs, by our own kernels."""
+"""Ops of draft graphs as our own kernels."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from plugins.onnxruntime_ops import CPU_DOMAIN
 
 
 class CpuDraftOps(Rule):
-    """onnxruntime-cpu: TreeExpand and TreeRerank are one node each in place of twenty.
+    """onnxruntime-cpu: TreeExpand and TreeRerank are one node each instead of twenty.
 
-    A drafter's engine runs on small numbers, where a node costs more to start than to compute.
+    A drafter's engine runs on small tensors, where starting a node costs more than computing it.
     """
 
     def pattern(self, node: ir.Node) -> bool:

@@ -1,4 +1,4 @@
-"""Our ops where nothing better stands for them."""
+"""Function bodies in standard ops, for ops that have no better lowering."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from plugins.onnx_ops import DOMAIN, FUNCTIONS
 
 
 class FunctionBody(Rule):
-    """Any target, any number of rows: the op keeps its place and gets its body in standard ops.
+    """Any backend, any number of rows: the op's node stays and gets a function body in standard ops.
 
     BranchAttention is then TensorScatter + Slice + Attention.
     """

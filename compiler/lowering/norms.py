@@ -1,4 +1,4 @@
-"""Residual sums and the norms that read them."""
+"""Fusion of residual sums with the norms that read them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from compiler.lowering.rule import Lowering, Rule, replace
 class FuseSkipNorms(Rule):
     """onnxruntime-cpu: a residual sum and its RMS norm become `com.microsoft.SkipSimplifiedLayerNormalization`.
 
-    One pass over a row and one dispatch instead of two. The fused op adds up the squares in another order than
-    the norm alone, about 1e-6 of a logit, and row by row, so that a token's bits stay independent of its company.
+    One pass over the data and one dispatch instead of two. The fused op adds up the squares in another order than the
+    norm alone (about 1e-6 of a logit), but token by token, so that a token's bits do not depend on the other tokens.
     """
 
     def pattern(self, node: ir.Node) -> bool:
@@ -37,12 +37,12 @@ class FuseSkipNorms(Rule):
             domain="com.microsoft",
             num_outputs=4,
         )
-        fused.outputs[1].name = fused.outputs[2].name = ""  # mean and inverse deviation: not wanted
+        fused.outputs[1].name = fused.outputs[2].name = ""  # mean and inverse deviation, which nothing reads
         lowering.graph.insert_before(node, [fused])
         replace(lowering.graph, norm, [fused.outputs[0]])
         replace(lowering.graph, node, [fused.outputs[3]])
 
 
 def _norm_of(add: ir.Node) -> ir.Node | None:
-    """The first RMS norm of what `add` gives."""
+    """Return the first RMS norm that reads the output of `add`."""
     return next((u.node for u in add.outputs[0].uses() if u.node.op_type == "RMSNormalization" and u.idx == 0), None)

@@ -1,4 +1,4 @@
-"""Our ops as plugins of TensorRT."""
+"""Our ops as TensorRT plugins."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from plugins.tensorrt.plugin import NAMESPACE
 
 
 class PluginNodes(Rule):
-    """TensorRT: an op that is plugins becomes a node for each, in the table's order.
+    """TensorRT: an op that has plugins becomes one node per plugin, in the order of `PLUGINS`.
 
-    Their kernels are in the engine then, which needs no stage and no Python for them. The parser looks for plugins by
-    name, version and namespace.
+    The engine then holds their kernels, so that the op needs no stage and no Python. The parser finds plugins by name,
+    version and namespace.
     """
 
     def pattern(self, node: ir.Node) -> bool:
@@ -56,8 +56,8 @@ class PluginNodes(Rule):
 
 
 class BodyOfDeclined(FunctionBody):
-    """TensorRT: what is no plugin keeps its place and gets its body in standard ops. A plugin, which may be called
-    like its op, must not get one."""
+    """TensorRT: an op without plugins keeps its node and gets a body in standard ops. An op with plugins must not get
+    one, because a plugin may have the op's name."""
 
     def pattern(self, node: ir.Node) -> bool:
         return super().pattern(node) and isinstance(PLUGINS.get(node.op_type), Declined)
@@ -68,9 +68,9 @@ def _only_a_length(spec: TensorSpec) -> bool:
 
 
 def _attribute(node: ir.Node, name: str) -> int | float:
-    """An attribute of the op, or a size of its tensors, which are known when an engine is built.
+    """Return an attribute of the op, its default, or a size of the op's tensors, known when an engine is built.
 
-    Raises `ValueError` where the node tells neither.
+    Raises `ValueError` where the node has none of them.
     """
     if name in node.attributes:
         return node.attributes[name].value  # type: ignore[no-any-return]

@@ -11,9 +11,9 @@ from compiler.lowering.rule import Lowering, Rule, replace
 class FuseProjections(Rule):
     """Products of one value with three weights or more (q, k and v) become one MatMul and a Split.
 
-    A small model's step is dispatch and weight traffic: one product streams the same weights with fewer
-    starts of the thread pool. Each output column is summed as before, so no bit changes. Of two (gate and up) the
-    Split costs at least what the start saves.
+    A small model's step is dispatch and weight traffic: one product streams the same weights with fewer starts of the
+    thread pool. Each output column is summed as before, so no bit changes. With two products (gate and up) the Split
+    costs at least as much as the saved start.
     """
 
     def pattern(self, node: ir.Node) -> bool:
@@ -43,7 +43,7 @@ class FuseProjections(Rule):
 
 
 def _projections_of(node: ir.Node) -> list[ir.Node]:
-    """Every product of the value that `node` multiplies with a constant matrix, in graph order."""
+    """Return all products of the input of `node` with constant matrices, in graph order; none if `node` is not one."""
     if not _is_projection(node) or node.inputs[0] is None or node.graph is None:
         return []
     users = {use.node for use in node.inputs[0].uses() if use.idx == 0 and _is_projection(use.node)}

@@ -1,4 +1,4 @@
-"""The rotated queries of a layer, where a plan keeps them, come from the attention that made them."""
+"""Rotated queries, where a plan keeps them, as an output of the attention node that rotates them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from compiler.lowering.rule import Lowering, Rule
 from plans import names
 from plugins.onnxruntime_ops import CPU_DOMAIN
 
-_OUTPUTS = 3  # of attention without queries
+_OUTPUTS = 3  # outputs of attention without queries
 
 
 class QueriesFromInside(Rule):
-    """A graph output that is an attention's queries becomes an output of the node, which norms and rotates them."""
+    """A graph output of queries becomes an output of the attention node, which norms and rotates the queries."""
 
     def pattern(self, node: ir.Node) -> bool:
         return node.domain == CPU_DOMAIN and node.op_type == "BranchAttention" and len(node.outputs) == _OUTPUTS
@@ -34,7 +34,7 @@ class QueriesFromInside(Rule):
 
 
 def _asked(node: ir.Node) -> ir.Node | None:
-    """The node that makes the graph's output of the queries `[1, N, width]`: it drops their first dimension."""
+    """Return the node that drops the first dimension of queries `[1, N, width]` for a graph output; else None."""
     query = node.inputs[0]
     if query is None:
         return None

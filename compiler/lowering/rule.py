@@ -1,4 +1,4 @@
-"""Rewrite rules: one class each, with a pattern, a check that declines with a reason, and a rewrite."""
+"""Rewrite rules: one class per rule, with a pattern, a check that declines with a reason, and a rewrite."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plans.manifest import RuleReport
 
 @dataclass
 class Lowering:
-    """One engine's graph on its way to one backend. Rules share values through `shared`."""
+    """One engine's graph while it is lowered to one backend. Rules share values through `shared`."""
 
     engine: str
     model: ir.Model
@@ -27,7 +27,7 @@ class Lowering:
         return self.model.graph
 
     def constant(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
-        """An initializer of the graph, made once per name. Raises `ValueError` for another tensor of that name."""
+        """Return an initializer, made once per name. Raises `ValueError` for another tensor of the same name."""
         if name not in self.shared:
             value = ir.Value(
                 name=name, shape=ir.Shape(tensor.numpy().shape), type=ir.TensorType(tensor.dtype), const_value=tensor
@@ -41,14 +41,14 @@ class Lowering:
 
 
 class Rule(ABC):
-    """Names of subclasses appear in `compiler inspect`; their docstring says why the rule exists."""
+    """A rewrite rule. Its class name appears in `compiler inspect`; its docstring says why the rule exists."""
 
     @abstractmethod
     def pattern(self, node: ir.Node) -> bool:
-        """Whether this rule is about `node` at all."""
+        """Return whether this rule concerns `node` at all."""
 
     def check(self, node: ir.Node, lowering: Lowering) -> str | None:
-        """None to rewrite, or the reason why not."""
+        """Return None to rewrite `node`, or the reason to decline."""
         return None
 
     @abstractmethod
@@ -57,7 +57,7 @@ class Rule(ABC):
 
 
 def apply_rules(lowering: Lowering, rules: Sequence[Rule]) -> list[RuleReport]:
-    """Offer every node to every rule in turn, and report what each one did."""
+    """Offer every node to every rule in turn, and report each rule's rewrites and reasons to decline."""
     reports = []
     for rule in rules:
         applied, declined = 0, Counter[str]()
@@ -75,9 +75,9 @@ def apply_rules(lowering: Lowering, rules: Sequence[Rule]) -> list[RuleReport]:
 
 
 def replace(graph: ir.Graph, node: ir.Node, new: Sequence[ir.Value | None]) -> None:
-    """Let `new` stand for the outputs of `node`, graph outputs included, and remove the node.
+    """Replace the outputs of `node`, graph outputs included, by `new`, and remove the node.
 
-    None drops an output that nothing but the graph's own outputs reads.
+    A value of None drops an output that only the graph's outputs hold.
     """
     for old, value in zip(node.outputs, new, strict=True):
         if value is None:

@@ -1,4 +1,4 @@
-"""BranchAttention in standard ops, where they run in place: TensorScatter, and Attention over what is in view."""
+"""BranchAttention in standard ops, where they run in place: TensorScatter, and Attention over the keys in view."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from plugins.onnx_ops import DOMAIN
 
 _SWAP = {"perm": [0, 2, 1, 3]}  # tokens and heads change places
 LOWEST = {ir.DataType.FLOAT16: -65504.0, ir.DataType.BFLOAT16: -3.38e38}
-"""The least value of a bias in a type with less range than float32 (float16), or coarser steps (bfloat16)."""
+"""Lowest bias of types with less range than float32 (float16), or coarser steps (bfloat16)."""
 
 
 class ScatterAttention(Rule):
-    """One row: its tokens are the step's, so the op needs none of its body's ragged indexing.
+    """One row: all tokens of the step are its own, so the op needs none of its body's ragged indexing.
 
-    ONNX Runtime runs both ops in place on bound buffers, as often as a graph has passes over one KV cache. The bias
-    takes the model's own type, which is what fused kernels want.
+    ONNX Runtime runs both ops in place on bound buffers, for any number of passes over one KV cache. The bias is cast
+    to the model's type, which fused kernels need.
     """
 
     def pattern(self, node: ir.Node) -> bool:
@@ -53,9 +53,9 @@ class ScatterAttention(Rule):
     def append(
         self, cache: ir.Value, new: ir.Value, past: ir.Value, view: ir.Value, build: _Builder
     ) -> tuple[ir.Value | None, ir.Value]:
-        """`cache` with `new` `[1, kv_heads, S, head_dim]` at slot `past`, and what is in view of that.
+        """Write `new` `[1, kv_heads, S, head_dim]` into `cache` at slot `past`; return the cache and its slots in view.
 
-        None for a pass that leaves no rows in the KV cache.
+        The returned cache is None for a pass that leaves no KV in the KV cache.
         """
         present = build.emit("TensorScatter", [cache, new, past], {"axis": -2})
         return present, build.first_slots(present, view)
@@ -63,15 +63,15 @@ class ScatterAttention(Rule):
     def attend(
         self, queries: ir.Value, keys: ir.Value, values: ir.Value, bias: ir.Value, node: ir.Node, build: _Builder
     ) -> ir.Value:
-        """Attention of `node`: `queries` `[1, heads, S, head_dim]` over `[1, kv_heads, T, head_dim]`."""
+        """Attend with `queries` `[1, heads, S, head_dim]` over keys and values `[1, kv_heads, T, head_dim]`."""
         return build.emit("Attention", [queries, keys, values, bias], {"scale": node.attributes.get_float("scale")})
 
 
 class UpdateOnceAttention(ScatterAttention):
     """TensorRT: TensorScatter is its KV cache update, which a graph may have once for each cache.
 
-    Later passes over a KV cache, the levels of a draft, put their keys and values into a copy of what is in view. Their
-    rows do not reach the KV cache. Attention in float32, for which TensorRT has no kernel, is written out.
+    Later passes over a KV cache, the levels of a draft, write keys and values into a copy of the slots in view, and
+    their KV does not reach the KV cache. Attention in float32, for which TensorRT has no kernel, is written out.
     """
 
     def attend(
@@ -114,7 +114,7 @@ class UpdateOnceAttention(ScatterAttention):
 
 
 class _Builder:
-    """The nodes that replace one, in order; constants and what all layers of a pass share are made once."""
+    """The nodes that replace one node, in order; constants and values that all layers of a pass share are made once."""
 
     def __init__(self, lowering: Lowering) -> None:
         self.lowering, self.nodes = lowering, list[ir.Node]()
@@ -131,7 +131,7 @@ class _Builder:
         return self.lowering.constant(f"attention.{name}", ir.tensor(np.array(value, np.int64)))
 
     def split_heads(self, x: ir.Value, heads: int) -> ir.Value:
-        """`[1, S, heads * head_dim]` to `[1, heads, S, head_dim]`."""
+        """Reshape `[1, S, heads * head_dim]` to `[1, heads, S, head_dim]`."""
         split = self.emit("Reshape", [x, self.numbers(f"heads.{heads}", 0, 0, heads, -1)])
         return self.emit("Transpose", [split], _SWAP)
 
@@ -139,7 +139,7 @@ class _Builder:
         return self.emit("Slice", [cache, self.numbers("first", 0), view, self.numbers("slot_axis", 2)])
 
     def view(self, bias: ir.Value, wanted: ir.DataType | None) -> tuple[ir.Value, ir.Value]:
-        """The bias of a pass in the model's type, and its number of keys `[1]`."""
+        """Return a pass's bias in the model's type, and its number of keys `[1]`."""
         shared, key = self.lowering.shared, f"attention.{bias.name}."
         if key + "view" not in shared:
             shared[key + "view"] = self.emit("Shape", [bias], {"start": 3, "end": 4})

@@ -1,6 +1,6 @@
 """Decoder geometry, read from a Hugging Face `config.json`.
 
-One dataclass serves every family; what differs between families is a row of `families.FAMILIES`.
+One dataclass serves every family; the differences between families are entries of `families.FAMILIES`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST = {
     "vocab_size": 2**24,
     "draft_vocab_size": 2**24,
 }
-"""Largest sizes that are read: some times those of any published model, so that a slip is no endless build."""
+"""Largest accepted sizes, a few times those of any published model, so that a typo does not start an endless build."""
 _MOST_POSITIONS = 2**31 - 1
 ROPE_THETA = 10000.0
 """Base of the rotary frequencies where no key gives one, in every family here."""
@@ -120,7 +120,7 @@ def read_config(checkpoint: Path, rope_scaling: RopeScaling | None = None) -> De
 
 
 class Reader:
-    """Values of a `config.json` by key; a wrong one raises `CheckpointError` naming the file, the key and the value."""
+    """Values of a `config.json` by key; a wrong value raises `CheckpointError` naming file, key and value."""
 
     def __init__(self, raw: Mapping[str, Any], path: Path) -> None:
         self._raw, self._path = raw, path
@@ -142,11 +142,11 @@ class Reader:
         return float(value)
 
     def rope_theta(self, default: float) -> float:
-        """The base of the rotary frequencies."""
+        """Return the base of the rotary frequencies."""
         return self.number("rope_theta", default, least=LEAST_ROPE_THETA, most=MOST_ROPE_THETA)
 
     def rms_norm_eps(self) -> float:
-        """The epsilon that is added to a mean of squares, in float32."""
+        """Return the epsilon that RMS norms add to the mean of squares, in float32."""
         return self.number("rms_norm_eps", 1e-6, least=1e-30, most=1.0)
 
     def boolean(self, key: str, default: bool) -> bool:
@@ -158,7 +158,7 @@ class Reader:
 
 
 def read_json(path: Path, missing: str = "a checkpoint folder needs config.json and *.safetensors") -> dict[str, Any]:
-    """The object that the file holds; raises `CheckpointError`, which says what is `missing` without the file."""
+    """Read the JSON object in the file. Raises `CheckpointError`; `missing` is its advice where there is no file."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -190,7 +190,7 @@ def refuse_unsupported(raw: Mapping[str, Any], path: Path) -> None:
 
 
 def _refuse_window(raw: Mapping[str, Any], path: Path, default: int) -> None:
-    """A family whose attention has a window unless its config.json says null; `default` is that of transformers."""
+    """Raise `CheckpointError` unless `sliding_window` is null; an absent key means `default`, as in transformers."""
     window = raw.get("sliding_window", default)
     if window is not None:
         absent = "" if "sliding_window" in raw else " (the key is absent, and this is the family's default)"
@@ -210,11 +210,11 @@ def _family(raw: Mapping[str, Any], path: Path) -> Family:
 def read_rope(
     raw: Mapping[str, Any], path: Path, get: Reader, replacement: RopeScaling | None
 ) -> tuple[float, RopeScaling]:
-    """Base and scaling, in either spelling: `rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling`.
+    """Read base and scaling in either spelling: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`.
 
-    Where both spellings are given they must say the same: transformers takes `rope_scaling` alone, and forgets what
-    else `rope_parameters` holds. A scaling that is replaced is not read: the replacement is the way out where the
-    checkpoint's own is unsupported. Raises `CheckpointError`.
+    Two given spellings must agree: transformers takes `rope_scaling` alone and forgets the rest of `rope_parameters`.
+    The checkpoint's scaling is not read where `replacement` replaces it, which is the way out of an unsupported
+    scaling. Raises `CheckpointError`.
     """
     given: dict[str, dict[str, Any]] = {}
     for key in ("rope_parameters", "rope_scaling"):
@@ -242,7 +242,7 @@ def read_rope(
 
 
 def _rope_theta(given: Mapping[str, dict[str, Any]], path: Path, get: Reader) -> float:
-    """The base that every place gives that gives one; where none does, ROPE_THETA."""
+    """Return the one base that all given places agree on; ROPE_THETA where no place gives a base."""
     named = {f"{key}.rope_theta": Reader(v, path) for key, v in given.items() if "rope_theta" in v}
     bases = {place: read.rope_theta(ROPE_THETA) for place, read in named.items()}
     bases["rope_theta"] = get.rope_theta(next(iter(bases.values()), ROPE_THETA))
@@ -254,7 +254,7 @@ def _rope_theta(given: Mapping[str, dict[str, Any]], path: Path, get: Reader) ->
 
 
 def _scaling(raw: Mapping[str, Any], path: Path, key: str, parameters: dict[str, Any]) -> RopeScaling:
-    """The scaling that `parameters`, the object under `key`, describe."""
+    """Return the scaling that `parameters`, the object under `key`, describe."""
     values = {name: value for name, value in parameters.items() if name != "rope_theta"}
     if values.get("partial_rotary_factor") == 1.0:
         del values["partial_rotary_factor"]
@@ -271,7 +271,7 @@ def _scaling(raw: Mapping[str, Any], path: Path, key: str, parameters: dict[str,
 
 
 def _eos(checkpoint: Path, raw: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """`generation_config.json` wins over `config.json`, as in transformers; one id or a list."""
+    """Return the end tokens; `generation_config.json` wins over `config.json`, as in transformers; one id or a list."""
     path = checkpoint / "generation_config.json"
     value = read_json(path).get("eos_token_id") if path.exists() else None
     if value is None:

@@ -1,10 +1,9 @@
 """The one decoder module: Llama, Qwen2 and Qwen3 are settings of it.
 
-It computes on flat tokens `[N, hidden]` (`[1, N, hidden]` in graphs) and leaves what needs a sequence
-(rotation, attention) to an `Execution`: `export.GraphExecution` writes KV-cache ops,
-`eager.CausalExecution` plain attention. How the module is written decides the exported graph: weights are
-`[in, out]` so that a projection is one MatMul under its own name, and `F.rms_norm` / `F.embedding` become
-single ops.
+The module computes on flat tokens `[N, hidden]` (`[1, N, hidden]` in graphs) and leaves rotation and attention, which
+need a sequence, to an `Execution`: `export.GraphExecution` writes KV-cache ops, `eager.CausalExecution` plain
+attention. The module's code decides the exported graph: weights are `[in, out]` so that a projection is one MatMul
+under its own name, and `F.rms_norm` / `F.embedding` become single ops.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from compiler.models.config import DecoderConfig
 
 
 class Execution(Protocol):
-    """The contract between a layer and the sequences its tokens belong to. `x` is `[..., heads * head_dim]`."""
+    """The parts of a layer that depend on its tokens' sequences. `x` is `[..., heads * head_dim]`."""
 
     def rotate(self, x: Tensor, heads: int) -> Tensor: ...
 
@@ -90,11 +89,11 @@ class Decoder(nn.Module):
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, token_ids: Tensor, execution: Execution) -> Tensor:
-        """Logits of all tokens."""
+        """Return the logits of all tokens."""
         return self.logits(self.hidden(token_ids, execution)[0])
 
     def hidden(self, token_ids: Tensor, execution: Execution, taps: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
-        """The residual stream behind the last layer, `[N, hidden]`, and those that enter the layers in `taps`.
+        """Return the residual stream behind the last layer, `[N, hidden]`, and the streams that enter layers in `taps`.
 
         `token_ids` may be `[1, N]`, for `[1, N, hidden]`.
         """
@@ -105,7 +104,7 @@ class Decoder(nn.Module):
         return h, [tapped[index] for index in taps]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[..., vocab]` of a residual stream behind the last layer."""
+        """Return the logits `[..., vocab]` of a residual stream behind the last layer."""
         h = self.norm(hidden)
         return F.linear(h, self.embedding) if self.lm_head is None else self.lm_head(h)
 

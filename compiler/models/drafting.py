@@ -1,4 +1,4 @@
-"""Models as drafters: what `export.draft` asks of them, answered by a decoder and by an EAGLE3 head."""
+"""Models as drafters: a decoder and an EAGLE3 head behind the interface that `export.draft` needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from compiler.models.eagle3_config import Eagle3Config
 
 
 class DecoderDraft(nn.Module):
-    """A small decoder with the target's vocabulary. It reads tokens alone."""
+    """A small decoder with the target's vocabulary, which reads only tokens."""
 
     feature_size, lead = 0, 0
     vocabulary: Tensor | None = None
@@ -37,11 +37,11 @@ class DecoderDraft(nn.Module):
         return self.decoder.hidden(token_ids, execution)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.decoder.logits(hidden.squeeze(0)).unsqueeze(0)  # of matrices, which become one Gemm
+        return self.decoder.logits(hidden.squeeze(0)).unsqueeze(0)  # 2-D, so that the product becomes one Gemm
 
 
 class Eagle3Draft(nn.Module):
-    """An EAGLE3 head. Row i pairs the target's feature of token i with token i + 1."""
+    """An EAGLE3 head. Position i pairs the target's feature of token i with token i + 1."""
 
     lead = 1
 

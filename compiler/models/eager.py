@@ -1,4 +1,4 @@
-"""The decoder run in PyTorch over whole sequences: training, and the oracle of `outrider verify`."""
+"""Run the decoder in PyTorch over whole sequences, for training and as the oracle of `outrider verify`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from compiler.models.rope import rope_tables
 
 
 class CausalExecution:
-    """`batch` independent sequences of equal length, flattened; plain causal attention, no cache."""
+    """Plain causal attention without a cache over `batch` independent sequences of equal length, flattened."""
 
     def __init__(self, config: DecoderConfig, batch: int, length: int, device: str | torch.device = "cpu") -> None:
         cos, sin = rope_tables(config.rope_theta, config.head_dim, length, config.rope_scaling)
@@ -39,7 +39,7 @@ class CausalExecution:
 
 @torch.no_grad()
 def sequence_logits(model: Decoder, token_ids: list[int]) -> Tensor:
-    """Logits `[N, vocab]` (f32) of one sequence, every position, computed in one pass without a cache."""
+    """Compute the logits `[N, vocab]` (f32) of all positions of one sequence in one pass without a cache."""
     execution = CausalExecution(model.config, 1, len(token_ids), model.embedding.device)
     ids = torch.tensor(token_ids, dtype=torch.int64, device=model.embedding.device)
     logits: Tensor = model(ids, execution)

@@ -1,8 +1,8 @@
 """The EAGLE3 draft head: one decoder layer over the target's features and the embedding of the token that follows.
 
-At position i it sees the pair (feature i, token i+1). `fuse` makes h of the target's three residual streams, `layer`
-takes h and an embedding to the next h, and `logits` scores the draft vocabulary. The next level of a draft feeds
-back that h. Like the decoder it computes on flat tokens `[N, hidden]` (`[1, N, hidden]` in graphs) and leaves
+At position i the head sees the pair (feature i, token i+1). `fuse` makes h of the target's three residual streams,
+`layer` maps h and an embedding to the next h, and `logits` scores the draft vocabulary. The next level of a draft feeds
+that h back. Like the decoder, the head computes on flat tokens `[N, hidden]` (`[1, N, hidden]` in graphs) and leaves
 rotation and attention to an `Execution`. Source: EAGLE-3 (arXiv 2503.01840); FEATURES, "EAGLE3 checkpoints".
 """
 
@@ -19,8 +19,8 @@ from compiler.models.eagle3_config import TAPS, Eagle3Config
 class Eagle3Head(nn.Module):
     """Features and tokens to draft logits.
 
-    `embedding` `[vocab, H]` is None where the checkpoint has none: the caller embeds with the target's, which is as
-    wide. `target_ids` int64 `[draft_vocab]`, ascending, is the target's token of every draft token.
+    `embedding` `[vocab, H]` is None where the checkpoint has none; the caller then embeds with the target's, which has
+    the same width. `target_ids` int64 `[draft_vocab]`, ascending, holds the target token of every draft token.
     """
 
     target_ids: Tensor
@@ -48,9 +48,9 @@ class Eagle3Head(nn.Module):
         self.register_buffer("target_ids", torch.empty(c.draft_vocab_size, dtype=torch.int64))
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The target's features `[..., 3 * Ht]` to h `[..., H]`; what is H wide already passes as it is.
+        """Map the target's features `[..., 3 * Ht]` to h `[..., H]`; an input of width H is h and passes unchanged.
 
-        Where 3 * Ht equals H the two cannot be told apart, and the input counts as features.
+        Where 3 * Ht equals H, features and h cannot be told apart, and the input counts as features.
         """
         if features.shape[-1] == self.config.hidden_size != self.config.feature_size:
             return features
@@ -61,10 +61,10 @@ class Eagle3Head(nn.Module):
         return h
 
     def layer(self, h: Tensor, embedded: Tensor, execution: Execution, index: int = 0) -> Tensor:
-        """The h `[..., H]` that `logits` reads and the next level feeds back.
+        """Return the h `[..., H]` that `logits` reads and the next level feeds back.
 
-        `embedded` `[..., H]` are the embeddings of the tokens paired with `h`; `index` is the layer that the
-        execution is told, so that levels of one graph can be told apart.
+        `embedded` `[..., H]` are the embeddings of the tokens paired with `h`; `index` is the layer number passed to
+        the execution, so that levels of one graph can be told apart.
         """
         c = self.config
         x = torch.cat((self.embedding_norm(embedded), self.hidden_norm(h)), dim=-1)
@@ -75,6 +75,6 @@ class Eagle3Head(nn.Module):
         return self.norm(h) if c.norm_output else h
 
     def logits(self, h: Tensor) -> Tensor:
-        """Scores `[..., draft_vocab]` of the draft vocabulary for what `layer` returned, normed exactly once."""
+        """Return scores `[..., draft_vocab]` of the draft vocabulary for the h of `layer`, normed exactly once."""
         scores: Tensor = self.lm_head(h if self.config.norm_output else self.norm(h))
         return scores

@@ -1,4 +1,4 @@
-"""Geometry of an EAGLE3 draft head, and what a recipe may say of it."""
+"""Geometry of an EAGLE3 draft head, and the recipe's overrides of it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import NamedTuple
 from compiler.models.rope import RopeScaling
 
 TAPS = 3
-"""Residual streams of the target that make one feature."""
+"""Number of the target's residual streams that make one feature."""
 
 
 class Taps(NamedTuple):
     """The target's layers whose incoming residual streams make a head's feature (transformers' `hidden_states` at
-    those indices), in the order in which they are concatenated, and what said so."""
+    those indices), in the order of their concatenation, and the reason for this choice."""
 
     layers: tuple[int, int, int]
     reason: str
 
 
 class Eagle3Overrides(NamedTuple):
-    """Settings of a head that a recipe gives in place of its config.json; None leaves one to the checkpoint."""
+    """A recipe's values for a head in place of its config.json's; None leaves a value to the checkpoint."""
 
     rope_theta: float | None = None
     aux_layers: tuple[int, int, int] | None = None
@@ -31,8 +31,8 @@ class Eagle3Overrides(NamedTuple):
 class Eagle3Config:
     """Geometry of one draft head. `hidden_size` is its own width H, `target_hidden_size` the target's, Ht.
 
-    `fc_norm`: each stream is normed before `fc`. `norm_output`: what is fed back is h after the final norm, not before
-    it (EAGLE 3.1, arXiv 2605.09992).
+    `fc_norm`: each stream is normed before `fc`. `norm_output`: levels feed back h after the final norm, not before it
+    (EAGLE 3.1, arXiv 2605.09992).
     """
 
     hidden_size: int

@@ -1,6 +1,6 @@
-"""The table of model families: what a family fixes, and where its weights lie in a checkpoint.
+"""The table of model families: the settings that a family fixes, and the names of its weights in a checkpoint.
 
-Adding a family whose graph is this decoder is one more entry here.
+A new family whose graph is this decoder is one more entry here.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ class Family:
     """One `model_type` of Hugging Face.
 
     A flag that is None follows the checkpoint's `attention_bias`. `weights` maps a parameter name of
-    `models.decoder.Decoder` (`{i}` is the layer) to the tensor's name in the checkpoint. `head_dim` is what an absent
-    `head_dim` means; None: the hidden size shared among the heads. `window` is what an absent `sliding_window` means,
-    for families whose attention has one unless config.json says null; None for the others.
+    `models.decoder.Decoder` (`{i}` is the layer) to the tensor's name in the checkpoint. `head_dim` stands for an
+    absent `head_dim`; None: the hidden size divided by the heads. `window` stands for an absent `sliding_window`, for
+    families whose attention has a window unless config.json says null; None for the others.
     """
 
     name: str

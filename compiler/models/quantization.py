@@ -1,4 +1,4 @@
-"""How a checkpoint is quantised, told by its config.json or by its tensors; none of these kinds is loaded yet."""
+"""Refuse quantised checkpoints, whose kind config.json or the tensors show; no kind can be loaded yet."""
 
 from __future__ import annotations
 

@@ -16,17 +16,17 @@ from numpy.typing import NDArray
 
 KINDS = ("default", "linear", "llama3", "yarn")
 LEAST_ROPE_THETA, MOST_ROPE_THETA = 1.001, 1e12
-"""Bases that are read: frequencies must fall from one dimension to the next, and stay numbers of float32."""
+"""Accepted bases: frequencies must fall from one dimension to the next, and stay finite in float32."""
 _LEAST = {"factor": 1e-6, "beta_fast": 1e-6, "beta_slow": 1e-6, "attention_factor": 1e-6}
 _MOST = {"factor": 1e12, "original_max_position_embeddings": 1e12}
 _MOST_ELSE = 1e6
-_LEAST_BAND = 1e-6  # between llama3's two factors
-"""Limits of the other settings, far from any in use: within them every table holds numbers."""
+_LEAST_BAND = 1e-6  # least distance between llama3's two factors
+"""Limits of the other settings, far from any in use; within them every table is finite."""
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched. Field names are Hugging Face's; `kind` is its `rope_type`."""
+    """Scaling of rotary frequencies. Field names are Hugging Face's; `kind` is its `rope_type`."""
 
     kind: str = "default"
     factor: float = 1.0
@@ -42,7 +42,7 @@ class RopeScaling:
 
     @classmethod
     def from_huggingface(cls, parameters: Mapping[str, Any]) -> RopeScaling:
-        """From a `rope_scaling` / `rope_parameters` object. Raises `ValueError` with the key at fault."""
+        """Read a `rope_scaling` / `rope_parameters` object. Raises `ValueError` with the key at fault."""
         values = {key: value for key, value in parameters.items() if value is not None}
         older = values.pop("type", None)
         kind = values.pop("rope_type", older or "default")
@@ -81,7 +81,7 @@ def _check_value(key: str, value: object) -> None:
 def rope_tables(
     theta: float, head_dim: int, positions: int, scaling: RopeScaling
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Cosine and sine of every position: two float32 arrays `[positions, head_dim / 2]`."""
+    """Compute the cosines and sines of all positions: two float32 arrays `[positions, head_dim / 2]`."""
     frequencies, magnitude = _frequencies(theta, head_dim, scaling)
     angles = np.arange(positions, dtype=np.float32)[:, None] * frequencies[None, :]
     return (
@@ -103,7 +103,7 @@ def _frequencies(theta: float, head_dim: int, scaling: RopeScaling) -> tuple[NDA
 
 
 def _llama3(plain: NDArray[np.float32], scaling: RopeScaling) -> NDArray[np.float32]:
-    """Long wavelengths are divided by the factor, short ones kept, those between blended."""
+    """Divide the frequencies of long wavelengths by the factor, keep those of short ones, blend those between."""
     wavelength = 2 * math.pi / plain
     rotations = scaling.original_max_position_embeddings / wavelength
     blend = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -112,7 +112,7 @@ def _llama3(plain: NDArray[np.float32], scaling: RopeScaling) -> NDArray[np.floa
 
 
 def _yarn(plain: NDArray[np.float32], theta: float, head_dim: int, scaling: RopeScaling) -> NDArray[np.float32]:
-    """Dimensions that turn often within the original context are kept, slow ones interpolated."""
+    """Keep dimensions that turn often within the original context, interpolate slow ones."""
 
     def dimension(rotations: float) -> float:
         context = scaling.original_max_position_embeddings

@@ -1,4 +1,4 @@
-"""The ops on CUDA devices: which kernels they launch, and how those are compiled ahead of time."""
+"""The ops on CUDA devices: their kernel launches, and the compilation of kernels ahead of time."""
 
 from plugins.cuda.launches import LAUNCHES, DeviceOp, DeviceTensor, Launch
 

@@ -1,4 +1,4 @@
-"""The kernels, compiled ahead of time: a cubin for each architecture, by NVRTC, without a GPU."""
+"""Compile the kernels ahead of time with NVRTC, to one cubin per architecture, without a GPU."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ SOURCES = Path(__file__).resolve().parent.parent / "csrc"
 
 
 def compile_kernels(architecture: str) -> bytes:
-    """The cubin of all kernels for `architecture`, such as sm_90; the same bytes every time.
+    """Compile all kernels to a cubin for `architecture`, such as sm_90; the bytes are the same every time.
 
-    Raises `PlanError`, with the compiler's log, where they do not compile or NVRTC is missing.
+    Raises `PlanError`, with the compiler's log, where the kernels do not compile or NVRTC is missing.
     """
     try:
         from cuda.core import Program, ProgramOptions
@@ -24,11 +24,11 @@ def compile_kernels(architecture: str) -> bytes:
         arch=architecture,
         std="c++17",
         include_path=[str(SOURCES), str(SOURCES / "cuda")],
-        fma=False,  # results must not depend on who compiled them: csrc/portable.h
+        fma=False,  # results must not depend on the compiler: csrc/portable.h
     )
     try:
         code = Program((SOURCES / "cuda" / "kernels.cu").read_text(encoding="utf-8"), "c++", options).compile("cubin")
-    except Exception as error:  # of NVRTC, whose log is the message, or of whoever looks for its library
+    except Exception as error:  # from NVRTC, with its log as the message, or from the search for its library
         raise PlanError(
             f"our ops cannot be compiled for {architecture}: {error}; if NVRTC is missing, {install('gpu')}"
         ) from None

@@ -1,8 +1,8 @@
-"""Launches of ops on a device: one kernel each, its parameters in order, and how many blocks of how many threads.
+"""The kernel launch of each op on a device: one kernel, its parameters in order, and the numbers of blocks and threads.
 
-Data, and the marshalling of it: a kernel's parameters are the op's tensors, its workspace, and numbers; those that are
-floats are passed as the bits of a float32. Nothing here needs a device: `csrc/cuda/*.cu.h` has the kernels, and whoever
-launches them (`cuLaunchKernel`, or the emulator of the tests) is given the same values.
+This is data, and its marshalling: a kernel's parameters are the op's tensors, its workspace, and numbers; a float is
+passed as the bits of a float32. Nothing here needs a device: `csrc/cuda/*.cu.h` has the kernels, and `cuLaunchKernel`
+and the emulator of the tests get the same values.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from plans import names
 from plugins.schemas import SCHEMAS
 
 THREADS = 256
-ROW_THREADS = 512  # where few blocks read whole rows: as many as a block may have (csrc/cuda/block.h)
+ROW_THREADS = 512  # for kernels whose few blocks read much: the most that a block may have (csrc/cuda/block.h)
 
-ELEMENTS = ("float32", "float16", "bfloat16")  # of a KV cache, by the numbers that kernels know (csrc/cuda/element.h)
-_SHARES = 16  # of a head's new blocks: few are new in a step, many at once after a long prompt
+ELEMENTS = ("float32", "float16", "bfloat16")  # dtypes of a KV cache, in the kernels' numbering (csrc/cuda/element.h)
+_SHARES = 16  # CUDA blocks per head for new KV blocks: few are new in a step, many at once after a long prompt
 
 Sizes = Mapping[str, int]
 """Sizes of an op by symbol: those of its tensors, and the extents of the call."""
 
 
 class DeviceTensor(Protocol):
-    """Memory of a device: where it lies, and what it holds."""
+    """A tensor in a device's memory: its address, shape and dtype."""
 
     @property
     def address(self) -> int: ...
@@ -44,7 +44,7 @@ class DeviceTensor(Protocol):
 
 @dataclass(frozen=True)
 class Scratch:
-    """A part of an op's workspace: bytes, of its sizes at their largest. It starts as zeros where `zeroed`."""
+    """A part of an op's workspace: `size` gives its bytes from the op's largest sizes; `zeroed`: it starts as zeros."""
 
     size: Callable[[Sizes], int]
     zeroed: bool = False
@@ -54,7 +54,7 @@ class Scratch:
 class Launch:
     """A kernel's parameters: names of tensors and of scratch, then of sizes (symbols) and attributes, as int64.
 
-    `blocks` and `threads` say how many, of the sizes of the call.
+    `blocks` and `threads` compute the numbers of blocks, and of threads per block, from the sizes of the call.
     """
 
     kernel: str
@@ -90,12 +90,12 @@ _WALK = {
 
 
 def as_number(kind: type[int] | type[float], value: int | float) -> int:
-    """An attribute as the kernels take it."""
+    """Return an attribute as kernels take it: an integer, or the bits of a float32."""
     return int(struct.unpack("<i", struct.pack("<f", value))[0]) if kind is float else int(value)
 
 
 def move_unit(sizes: Sizes) -> int:
-    """Bytes that a thread moves at once, a divisor of a slot's."""
+    """Return the bytes that a thread moves at once, a divisor of a slot's bytes."""
     slot = sizes["head_dim"] * sizes["itemsize"]
     return next(unit for unit in (16, 4, 2) if slot % unit == 0)
 
@@ -215,9 +215,9 @@ LAUNCHES: dict[str, Launch] = {
 
 
 class DeviceOp:
-    """An op on fixed tensors of a device: what to launch for the extents of a step.
+    """An op on fixed tensors of a device, which computes the launch for the extents of a step.
 
-    `workspace(name, bytes, zeroed)` gives the address of memory for a part of it, of which `STATUS` is one: int64 [1].
+    `workspace(name, bytes, zeroed)` returns the address of a part of the workspace; `STATUS`, int64 [1], is one part.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class DeviceOp:
         self._pointers = [addresses[name] for name in self.launch.pointers]
 
     def values(self, *extents: int) -> tuple[int, int, list[ctypes.c_uint64 | ctypes.c_int64]]:
-        """Blocks, threads a block, and the kernel's parameters, for the extents of the op's schema in order."""
+        """Return blocks, threads per block, and kernel parameters, for the extents of the op's schema in order."""
         sizes = self._sizes | dict(zip(self._schema.extents, extents, strict=True))
         parameters: list[ctypes.c_uint64 | ctypes.c_int64] = [ctypes.c_uint64(address) for address in self._pointers]
         parameters += [ctypes.c_int64(sizes[number]) for number in self.launch.numbers]

@@ -1,6 +1,6 @@
-"""Our graph ops as ONNX sees them: schema, and a function body in standard ops that any ONNX tool can run.
+"""Our graph ops for ONNX: a schema, and a function body in standard ops that any ONNX tool can run.
 
-Imported by the compiler only (it needs `onnx`). Importing it registers the schemas with `onnx.defs`.
+Only the compiler imports this package, which needs `onnx`. The import registers the schemas with `onnx.defs`.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ from onnx import defs, parser
 
 from plugins.onnx_ops.domain import DOMAIN, VERSION
 
-# Rows are ragged in `q`, `k`, `v` and rectangular inside: `rect[r, s]` is the flat token at place s of row r
-# (clamped, so places behind a row's end repeat its neighbours and land behind the row's tail in the cache),
-# and `flat[n]` is where flat token n stands in the rectangle.
+# Rows are ragged in `q`, `k`, `v` and rectangular inside the body: `rect[r, s]` is the flat index of the token at place
+# s of row r (clamped: places behind a row's end repeat other tokens, whose KV lands behind the row's last slot in the
+# cache), and `flat[n]` is the place of flat token n in the rectangle.
 _BRANCH_ATTENTION = """
 <opset_import: ["" : 24], domain: "outrider">
 BranchAttention <num_heads, kv_num_heads, scale>
@@ -87,12 +87,12 @@ BranchAttention <num_heads, kv_num_heads, scale>
 
 @cache
 def branch_attention_function() -> onnx.FunctionProto:
-    """BranchAttention in standard ops, for any number of rows."""
+    """Return the function body of BranchAttention, for any number of rows."""
     return parser.parse_function(_BRANCH_ATTENTION)
 
 
 def branch_attention_schema() -> defs.OpSchema:
-    """The op's declaration for ONNX; its meaning stands in `plugins.schemas`."""
+    """Return the op's schema for ONNX; `plugins.schemas` defines its meaning."""
     parameter = defs.OpSchema.FormalParameter
     attribute = defs.OpSchema.Attribute
     kinds = defs.OpSchema.AttrType

@@ -10,7 +10,7 @@ from onnx import defs, parser
 from plugins.onnx_ops.domain import DOMAIN, VERSION
 from plugins.onnx_ops.filtered import FILTERED
 
-# Summed in float64: what a token is drawn with is then what `probability` says, to its last bits.
+# Sums are in float64, so that a token's chance in the draw equals its `probability` to the last bits.
 _DRAFT_SAMPLE = """
 <opset_import: ["" : 24], domain: "outrider">
 DraftSample (logits, draws, temperature, top_k_filter, top_p) => (token, probability)
@@ -49,12 +49,12 @@ DraftSample (logits, draws, temperature, top_k_filter, top_p) => (token, probabi
 
 @cache
 def draft_sample_function() -> onnx.FunctionProto:
-    """DraftSample in standard ops."""
+    """Return the function body of DraftSample."""
     return parser.parse_function(_DRAFT_SAMPLE.replace("FILTERED", FILTERED))
 
 
 def draft_sample_schema() -> defs.OpSchema:
-    """The op's declaration for ONNX; its meaning stands in `plugins.schemas`."""
+    """Return the op's schema for ONNX; `plugins.schemas` defines its meaning."""
     parameter = defs.OpSchema.FormalParameter
     return defs.OpSchema(
         "DraftSample",

@@ -1,12 +1,12 @@
-"""A drafter's distribution under a branch's filters, in standard ops: what the bodies of several ops begin with."""
+"""A drafter's distribution under a branch's filters, in standard ops, which the bodies of several ops include."""
 
 from __future__ import annotations
 
-# Reads logits [B, F, V], temperature, top_k_filter, top_p and sampled (bool) [B], and the constants one_1 = [1],
-# last_1 = [-1], behind = [1, 2]. Leaves weights [B, F, V] at the branch's temperature, total [B, F, 1], their sum, and
-# kept_weights [B, F, V], those of what top-k and top-p kept; sampled_3 [B, 1, 1].
-# Top-k and top-p are looked for among the 64 likeliest tokens: sorting a whole vocabulary costs more than drafting.
-# Nothing is ever cooler than 1e-30, where float32 ends.
+# Inputs: logits [B, F, V], temperature, top_k_filter, top_p and sampled (bool) [B], and the constants one_1 = [1],
+# last_1 = [-1], behind = [1, 2]. Results: weights [B, F, V] at the branch's temperature, total [B, F, 1], their sum,
+# kept_weights [B, F, V], the weights of the tokens that top-k and top-p keep, else 0, and sampled_3 [B, 1, 1].
+# The cuts of top-k and top-p are searched among the 64 likeliest tokens: sorting a whole vocabulary costs more than
+# drafting. Temperatures below 1e-30 count as 1e-30, near the end of float32.
 FILTERED = """
 zero_i = Constant <value_int: int = 0> ()
 one_i = Constant <value_int: int = 1> ()

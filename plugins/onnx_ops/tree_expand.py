@@ -10,8 +10,8 @@ from onnx import defs, parser
 from plugins.onnx_ops.domain import DOMAIN, VERSION
 from plugins.onnx_ops.filtered import FILTERED
 
-# Log-probabilities are taken of the chosen logits only: the vocabulary is read twice and never written. What looks at
-# the target's draws stands in an If, so that greedy drafting does not pay for it.
+# Log-probabilities are computed for the chosen logits only: the vocabulary is read twice and never written. The nodes
+# for the target's draws are in an If, so that greedy drafting does not pay for them.
 _TREE_EXPAND = """
 <opset_import: ["" : 24], domain: "outrider">
 TreeExpand <top_k, spread, doubt> (logits, score, draws, temperature, top_k_filter, top_p)
@@ -88,12 +88,12 @@ TreeExpand <top_k, spread, doubt> (logits, score, draws, temperature, top_k_filt
 
 @cache
 def tree_expand_function() -> onnx.FunctionProto:
-    """TreeExpand in standard ops. TopK puts the lower index first among equals, which the tree relies on."""
+    """Return the function body of TreeExpand. The tree needs TopK's order: the lower index first among equals."""
     return parser.parse_function(_TREE_EXPAND.replace("FILTERED", FILTERED))
 
 
 def tree_expand_schema() -> defs.OpSchema:
-    """The op's declaration for ONNX; its meaning stands in `plugins.schemas`."""
+    """Return the op's schema for ONNX; `plugins.schemas` defines its meaning."""
     parameter, attribute = defs.OpSchema.FormalParameter, defs.OpSchema.Attribute
     return defs.OpSchema(
         "TreeExpand",

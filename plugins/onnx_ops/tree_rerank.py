@@ -9,8 +9,8 @@ from onnx import defs, parser
 
 from plugins.onnx_ops.domain import DOMAIN, VERSION
 
-# The chosen candidates, put back into the order of their indices, are the tree: ancestors first. `candidate` ascends,
-# so a node's parent stands where as many chosen indices lie below it; -1, the root, has none at or below it.
+# The chosen candidates, sorted by index, are the tree: ancestors first. `candidate` ascends, so a parent's node number
+# is the count of chosen indices at or below the parent's index; for -1, the root, that count is 0.
 _TREE_RERANK = """
 <opset_import: ["" : 24], domain: "outrider">
 TreeRerank <nodes> (candidate_token, candidate_score, candidate_parent, candidate_depth)
@@ -40,12 +40,12 @@ TreeRerank <nodes> (candidate_token, candidate_score, candidate_parent, candidat
 
 @cache
 def tree_rerank_function() -> onnx.FunctionProto:
-    """TreeRerank in standard ops. TopK puts the lower index first among equals, which the tree relies on."""
+    """Return the function body of TreeRerank. The tree needs TopK's order: the lower index first among equals."""
     return parser.parse_function(_TREE_RERANK)
 
 
 def tree_rerank_schema() -> defs.OpSchema:
-    """The op's declaration for ONNX; its meaning stands in `plugins.schemas`."""
+    """Return the op's schema for ONNX; `plugins.schemas` defines its meaning."""
     parameter, attribute = defs.OpSchema.FormalParameter, defs.OpSchema.Attribute
     return defs.OpSchema(
         "TreeRerank",

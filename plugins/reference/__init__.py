@@ -1,6 +1,6 @@
-"""The ops in NumPy: the truth that every kernel is compared with. Written to be read, not to be fast.
+"""The ops in NumPy: the truth that every kernel is compared with, written for readers, not for speed.
 
-Functions take the arrays of one step at their exact sizes and return new arrays; those of KV caches work in place.
+Functions take the arrays of one step at their exact sizes and return new arrays; functions of KV caches work in place.
 """
 
 from plugins.reference.bim_mask import bim_mask

@@ -1,4 +1,4 @@
-"""The attention mask of a step."""
+"""Visibility of keys to the queries of a step."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ MASKED = np.finfo(np.float32).min
 
 
 def ancestors(parent: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """`[N, N]`: whether key j is query i or an ancestor of it."""
+    """Return `[N, N]`: whether key j is query i or an ancestor of query i."""
     line = np.eye(len(parent), dtype=bool)
-    for i, p in enumerate(parent.tolist()):  # parents come first, so their lines are complete
+    for i, p in enumerate(parent.tolist()):  # parents come first, so their lines are already complete
         if p >= 0:
             line[i] |= line[p]
     return line
@@ -27,7 +27,7 @@ def bim_mask(
     view: int,
     places: int,
 ) -> NDArray[np.float32]:
-    """The bias float32 `[R, 1, places, view]` of new tokens `branch`, `parent` `[N]`, cut into rows by `row_splits`.
+    """Return the bias f32 `[R, 1, places, view]` of new tokens with `branch` and `parent` `[N]`, split by `row_splits`.
 
     Row r's tokens stand behind the first `past_length[r]` slots of `bim[r]`.
     """

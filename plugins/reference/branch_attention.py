@@ -29,7 +29,7 @@ def branch_attention(
     kv_num_heads: int,
     scale: float,
 ) -> tuple[Float, Float, Float]:
-    """`(out, k_cache_out, v_cache_out)`; shapes as in the schema of BranchAttention, sums in float64.
+    """Return `(out, k_cache_out, v_cache_out)`; shapes as in the schema of BranchAttention, sums in float64.
 
     The leading 1 of `q`, `k`, `v` may be left out; `out` has the shape and dtype of `q`.
     """

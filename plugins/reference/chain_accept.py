@@ -12,36 +12,36 @@ from plugins.reference.sample import SamplingSlots
 from plugins.reference.tree_accept import Accepted, walk_trees
 from plugins.schema import Purpose
 
-# p and q on one scale: integers in units of 2**-50, rounded down. A residual is then exact, and its sum too, in any
-# order. Rounding moves less than V * 2**-50 of p; q comes in as float32, whose own rounding is 2**-25 of it.
+# p and q are integers in units of 2**-50, rounded down, so that a residual, and its sum in any order, is exact.
+# Rounding moves less than V * 2**-50 of p; q comes in as float32, whose own rounding is 2**-25 of it.
 _PROBABILITY_ONE = 2.0**50
 _DRAW_BITS = 53
 
 
 def target_probability(weights: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """p `[V]` in units of 2**-50, of the weights `[V]` that `choice` draws by."""
+    """Return p `[V]` in units of 2**-50 from the weights `[V]` that `choice` draws by."""
     scale = _PROBABILITY_ONE / float(int(weights.sum()))
     return np.floor(weights.astype(np.float64) * scale).astype(np.uint64)
 
 
 def draft_probability(draft_probs: NDArray[np.float32]) -> NDArray[np.uint64]:
-    """q `[V]` in units of 2**-50; what rounding put above 1 is 1."""
+    """Return q `[V]` in units of 2**-50; values that rounding put above 1 count as 1."""
     return np.floor(np.minimum(draft_probs, 1.0).astype(np.float64) * _PROBABILITY_ONE).astype(np.uint64)
 
 
 def accepts(r: int, p: int, q: int) -> bool:
-    """Whether r q <= p, for the uniform number r / 2**53; never where p is 0."""
+    """Return whether r q <= p, for the uniform number r / 2**53; never where p is 0."""
     return p > 0 and r * q <= p << _DRAW_BITS
 
 
 def residual(p: NDArray[np.uint64], q: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """max(0, p - q): what a rejected token is replaced from."""
+    """Return max(0, p - q), the weights that the replacement of a rejected token is drawn from."""
     return np.where(p > q, p - q, np.uint64(0))
 
 
 @dataclass(frozen=True)
 class WeighedChains(Accepted):
-    """Committed tokens of a step, and `trials` f64 `[M, 2]`: r and p / q of the nodes weighed, NaN elsewhere."""
+    """Result of a step, with `trials` f64 `[M, 2]`: r and p / q of the nodes that the walk weighed, NaN elsewhere."""
 
     trials: NDArray[np.float64]
 
@@ -58,7 +58,7 @@ def chain_accept(
     skip_sample_adjustment: NDArray[np.int64],
     by_rejection: NDArray[np.int64],
 ) -> WeighedChains:
-    """The rule of seed 001 for every chain of a branch by rejection, TreeAccept's for the others' trees.
+    """Apply the rule of seed 001 to chains of branches with rejection, and TreeAccept's rule to other branches' trees.
 
     Shapes as in the schema of ChainAccept.
     """

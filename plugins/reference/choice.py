@@ -1,6 +1,6 @@
 """The choice of a token from its logits: argmax, or the inverse CDF in id order of the filtered distribution.
 
-Weights are integers, so no sum depends on its order; exact sums and products are Python's.
+Weights are integers, so that no sum depends on its order; Python's integers give exact sums and products.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DEGREE = 12
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of one branch: temperature 0 is greedy, top_k 0 and top_p 1 are off."""
+    """Sampling settings of one branch: temperature 0 is greedy, top_k 0 and top_p 1 are off."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -36,7 +36,7 @@ class Sampling:
 
 
 def shared_exp(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """exp(x) for -700 <= x <= 0 in plain float64 `+` and `*`: the same bits as `csrc/exp.h`."""
+    """Return exp(x) for -700 <= x <= 0 from plain float64 `+` and `*`, with the same bits as `csrc/exp.h`."""
     k = (x * _LOG2E + _TO_INTEGER) - _TO_INTEGER
     r = (x - k * _LN2_HIGH) - k * _LN2_LOW
     p = np.full_like(x, 1.0 / factorial(_DEGREE))
@@ -46,7 +46,7 @@ def shared_exp(x: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def fixed_weights(logits: NDArray[np.float32], temperature: float) -> NDArray[np.uint64]:
-    """Weights `[V]` in units of 2**-40 of the largest: floor(exp((l - max) / temperature) * 2**40).
+    """Return weights `[V]` in units of 2**-40 of the largest: floor(exp((l - max) / temperature) * 2**40).
 
     Logits equal to the largest weigh exactly 2**40, even when it is +inf; -inf weighs 0.
     """
@@ -58,12 +58,12 @@ def fixed_weights(logits: NDArray[np.float32], temperature: float) -> NDArray[np
 
 
 def top_k_cut(logits: NDArray[np.float32], top_k: int) -> np.float32:
-    """The k-th largest logit; logits of at least this stay, ties at the cut with them."""
+    """Return the k-th largest logit; logits at least as large stay, ties included."""
     return np.float32(np.sort(logits)[-top_k])
 
 
 def top_p_cut(weights: NDArray[np.uint64], top_p: float) -> int:
-    """The largest weight c such that the weights of at least c sum to the share p or more of all: c crosses p."""
+    """Return the largest weight c such that weights of at least c sum to at least the share `top_p` of the total."""
     share = int(top_p * 2.0**_DRAW_BITS)
     need = share * int(weights.sum())
     values, counts = np.unique(weights, return_counts=True)
@@ -76,16 +76,16 @@ def top_p_cut(weights: NDArray[np.uint64], top_p: float) -> int:
 
 
 def inverse_cdf(weights: NDArray[np.uint64], u: int) -> int:
-    """The first id, in id order, whose cumulative weight exceeds floor(u / 2**53 * total)."""
+    """Return the first id, in id order, whose cumulative weight exceeds floor(u / 2**53 * total)."""
     cumulative = np.cumsum(weights)
     place = u * int(cumulative[-1]) >> _DRAW_BITS
     return int(np.searchsorted(cumulative, np.uint64(place), side="right"))
 
 
 def filtered_weights(logits: NDArray[np.float32], sampling: Sampling) -> NDArray[np.uint64]:
-    """Weights `[V]` after top-k and top-p; what is filtered out weighs 0. Greedy leaves the largest logit alone.
+    """Return weights `[V]` after top-k and top-p; filtered tokens weigh 0. Greedy keeps only the largest logit.
 
-    Raises ValueError when the row holds NaN or only -inf.
+    Raises ValueError when the logits hold NaN or only -inf.
     """
     if np.isnan(logits).any():
         raise ValueError("the logits contain NaN")
@@ -105,8 +105,8 @@ def filtered_weights(logits: NDArray[np.float32], sampling: Sampling) -> NDArray
 
 
 def choice(logits: NDArray[np.float32], sampling: Sampling, u: int) -> int:
-    """The chosen id of a row `[V]`, for the uniform number u / 2**53 (any gives the same when greedy).
+    """Choose an id from logits `[V]` by the uniform number u / 2**53, which does not matter when greedy.
 
-    Raises ValueError when the row holds NaN or only -inf.
+    Raises ValueError when the logits hold NaN or only -inf.
     """
     return inverse_cdf(filtered_weights(logits, sampling), u)

@@ -15,7 +15,7 @@ def draft_sample(
     top_k_filter: NDArray[np.int64],
     top_p: NDArray[np.float64],
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """`(token [B, F], probability [B, F, V])`; shapes as in the schema of DraftSample, sums in float64."""
+    """Return `(token [B, F], probability [B, F, V])`; shapes as in the schema of DraftSample, sums in float64."""
     trees, nodes, size = logits.shape
     token = np.zeros((trees, nodes), np.int64)
     probability = np.zeros((trees, nodes, size))

@@ -16,7 +16,7 @@ def draws(
     depths: int,
     purpose: Purpose = Purpose.TARGET,
 ) -> NDArray[np.float64]:
-    """float64 `[B, depths]` in [0, 1): the draws that the target will choose by."""
+    """Return draws float64 `[B, depths]` in [0, 1); by the default purpose, those that the target will choose by."""
     found = [
         [uniform(int(s), int(r), int(tip) + 1 + depth, purpose) / 2**53 for depth in range(depths)]
         for tip, s, r in zip(tip_position, seed, stream, strict=True)

@@ -17,7 +17,8 @@ def kv_gather(
 ) -> None:
     """Move the slots of new tokens `source` within their rows of `kv` `[planes, R, heads, capacity, head_dim]`.
 
-    In order: a token at place s of row r goes from slot source_base[r] + s to the next slot from destination[r] on.
+    In the order of `source`, the token at place s of row r moves from slot source_base[r] + s to the next slot from
+    destination[r] on.
     """
     following = destination.copy()
     for token in source.tolist():

@@ -1,4 +1,4 @@
-"""The three ops of partial KV: blocks summarised, chosen, and gathered into a partial KV cache."""
+"""The three ops of partial KV: summarise blocks, select blocks, and gather them into a partial KV cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Ints = NDArray[np.int64]
 
 
 def candidate_blocks(covered: int, block_size: int, sink_blocks: int, window_blocks: int) -> int:
-    """Blocks between sink and window of `covered` tokens; the window begins on their grid."""
+    """Return the number of blocks between sink and window of `covered` tokens; the window begins at a block."""
     return max(0, covered // block_size - sink_blocks - window_blocks)
 
 
@@ -28,7 +28,7 @@ def block_summary(
     sink_blocks: int,
     window_blocks: int,
 ) -> None:
-    """Summarise the keys of blocks `summarised` and on of a row, in place."""
+    """Summarise the keys of a row's blocks from block `summarised` on, in place."""
     for block in range(summarised, candidate_blocks(covered, block_size, sink_blocks, window_blocks)):
         first = (sink_blocks + block) * block_size
         keys = kv[::2, row, :, first : first + block_size].astype(np.float32)
@@ -51,7 +51,7 @@ def block_select(
     reduction: int,
     most_queries: int,
 ) -> Ints:
-    """Blocks `[layers, kv heads, retrieval]`, ascending, -1 behind the last, for `queries` `[layers, N, width]`."""
+    """Select blocks `[layers, KV heads, retrieval]`, ascending, then -1, for `queries` `[layers, N, width]`."""
     key_max, key_min = key_max[row], key_min[row]
     layers, heads, head_dim, _ = key_max.shape
     candidates = candidate_blocks(covered, block_size, sink_blocks, window_blocks)
@@ -72,7 +72,7 @@ def block_select(
 
 
 def _score(query: Floats, key_max: Floats, key_min: Floats) -> Floats:
-    """By one query, of all blocks: the larger of its products with both summaries `[head_dim, blocks]`."""
+    """Score all blocks by one query: the larger of its products with both summaries `[head_dim, blocks]`."""
     with np.errstate(invalid="ignore", over="ignore"):
         high = low = np.zeros(key_max.shape[1], np.float32)
         for d, q in enumerate(query):
@@ -95,7 +95,7 @@ def partial_kv_gather(
     sink_blocks: int,
     window_blocks: int,
 ) -> int:
-    """Copy sink, selected blocks and window of a row to the front of that of `partial_kv`; the slots that fills."""
+    """Copy a row's sink, selected blocks and window to the front of the row in `partial_kv`; return the slot count."""
     sink = sink_blocks * block_size
     window = sink + block_size * candidate_blocks(covered, block_size, sink_blocks, window_blocks)
     count = int((selected[0, 0] >= 0).sum())

@@ -9,7 +9,7 @@ _ROUNDS = 10
 
 
 def philox4x32_10(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Four 32-bit words for a 128-bit counter and a 64-bit key."""
+    """Return four 32-bit words for a 128-bit counter and a 64-bit key."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -21,7 +21,7 @@ def philox4x32_10(counter: tuple[int, int, int, int], key: tuple[int, int]) -> t
 
 
 def uniform(seed: int, stream: int, position: int, purpose: int) -> int:
-    """The integer u in [0, 2**53) that stands for u / 2**53 (DESIGN section 7).
+    """Return the integer u in [0, 2**53) that stands for u / 2**53 (DESIGN section 7).
 
     `seed` is a uint64, `stream` an int64, `position` counts modulo 2**32, `purpose` is a `plugins.schemas.Purpose`.
     """

@@ -1,4 +1,4 @@
-"""One choice per row with logits."""
+"""One choice per new token with logits."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class SamplingSlots:
         )
 
     def draw(self, branch: int, position: int, purpose: Purpose) -> int:
-        """The uniform number of the token behind a row at `position`: a draw is numbered by what it draws."""
+        """Return the uniform number for the token behind `position`: a draw is numbered by the token that it draws."""
         return uniform(int(self.seed[branch]), int(self.stream[branch]), position + 1, purpose)
 
     def choose(self, logits: NDArray[np.float32], branch: int, position: int, purpose: Purpose) -> int:
-        """The token behind a row at `position`."""
+        """Choose the token behind `position` from `logits`."""
         return choice(logits, self.sampling(branch), self.draw(branch, position, purpose))
 
 
@@ -48,7 +48,7 @@ def sample(
     slots: SamplingSlots,
     purpose: Purpose = Purpose.TARGET,
 ) -> NDArray[np.int64]:
-    """Tokens int64 `[M]` for `logits` `[M, V]` of the new tokens `logit_indices`; `positions`, `branch` are `[N]`."""
+    """Choose tokens int64 `[M]` from `logits` `[M, V]` at `logit_indices`; `positions` and `branch` are `[N]`."""
     chosen = [
         slots.choose(logits[m], int(branch[row]), int(positions[row]), purpose) for m, row in enumerate(logit_indices)
     ]

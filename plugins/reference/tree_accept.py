@@ -14,10 +14,10 @@ from plugins.schema import Purpose
 
 @dataclass(frozen=True)
 class Accepted:
-    """Tokens that a step committed.
+    """The tokens that a step committed, and the new tokens whose KV stays.
 
-    committed int64 `[M]`: token j of a tree stands j behind its root's place in `logit_indices`; -1 elsewhere.
-    accepted_count int64 `[trees]`; kept_indices int64 `[kept]`, ascending.
+    committed int64 `[M]`: token j of a tree stands j behind the place of the tree's root in `logit_indices`; -1
+    elsewhere. accepted_count int64 `[trees]`; kept_indices int64 `[kept]`, ascending.
     """
 
     committed: NDArray[np.int64]
@@ -28,7 +28,7 @@ class Accepted:
 def walk_trees(
     logit_indices: NDArray[np.int64], parent: NDArray[np.int64], step: Callable[[int], tuple[int, int | None]]
 ) -> Accepted:
-    """Walk each tree from its root: `step(node)` is the token behind the node and the node to go on at, or None."""
+    """Walk each tree from its root: `step(node)` returns the token behind the node, and the next node or None."""
     rows = logit_indices.tolist()
     committed = np.full(len(rows), -1, dtype=np.int64)
     counts = []
@@ -59,7 +59,7 @@ def tree_accept(
     parent: NDArray[np.int64],
     purpose: Purpose = Purpose.TARGET,
 ) -> Accepted:
-    """The rule of DESIGN section 7 for every tree of the step; shapes as in the schema of TreeAccept."""
+    """Apply the rule of DESIGN section 7 to every tree of the step; shapes as in the schema of TreeAccept."""
     place_of = {row: place for place, row in enumerate(logit_indices.tolist())}
 
     def step(node: int) -> tuple[int, int | None]:

@@ -1,4 +1,4 @@
-"""Children of a draft tree's frontier, and which of them are expanded next."""
+"""Children of a draft tree's frontier, and the next frontier among them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Expanded:
-    """The candidates of one level: `token` int64 and `score` `[B, F * top_k]`, a node's children together, best first.
+    """The candidates of one level: `token` int64 and `score` `[B, F * top_k]`, node by node, a node's best child first.
 
-    `frontier` int64 `[B, top_k]` holds the candidates to expand next, best first.
+    `frontier` int64 `[B, top_k]` holds the indices of the candidates to expand next, best first.
     """
 
     token: NDArray[np.int64]
@@ -21,17 +21,17 @@ class Expanded:
 
 
 def best(values: NDArray[np.float64], count: int) -> NDArray[np.int64]:
-    """Indices of the `count` largest values, largest first; of equal ones the lower index first."""
+    """Return the indices of the `count` largest values, largest first; of equals the lower index first."""
     return np.argsort(-values, kind="stable")[:count]
 
 
-LIKELY = 64  # tokens among which the cuts of top-k and top-p are looked for
+LIKELY = 64  # likeliest tokens among which the cuts of top-k and top-p are searched
 
 
 def filtered_weights_of_draft(
     logits: NDArray[np.float64], temperature: float, top_k: int, top_p: float
 ) -> NDArray[np.float64]:
-    """Weights `[V]` under temperature, then top-k, then top-p, with the cuts looked for among the likeliest tokens."""
+    """Return weights `[V]` under temperature, then top-k, then top-p, with cuts searched among the likeliest tokens."""
     scaled = logits / temperature
     weights = np.exp(scaled - scaled.max())
     likely = best(scaled, LIKELY)
@@ -49,7 +49,7 @@ def filtered_weights_of_draft(
 def chosen_log_probs(
     logits: NDArray[np.float64], draw: float, filters: tuple[float, int, float], spread: float, doubt: float
 ) -> NDArray[np.float64]:
-    """Log-probability `[V]` of each token to be the target's choice at `draw`; see the schema of TreeExpand."""
+    """Return the log-probability `[V]` of each token to be the target's choice at `draw`: the schema of TreeExpand."""
     temperature, _, _ = filters
     kept = filtered_weights_of_draft(logits, *filters)
     edges = np.concatenate(([0.0], np.cumsum(kept) / kept.sum())) - draw
@@ -70,7 +70,10 @@ def tree_expand(
     spread: float,
     doubt: float,
 ) -> Expanded:
-    """Shapes as in the schema of TreeExpand, sums in float64; `top_k_filter` is the branches' sampling filter."""
+    """Expand the frontier of each tree, as the schema of TreeExpand says, with sums in float64.
+
+    `top_k_filter` is the branches' sampling filter, `top_k` the children of a node.
+    """
     trees, nodes, _ = logits.shape
     token = np.zeros((trees, nodes * top_k), np.int64)
     summed = np.zeros((trees, nodes * top_k))

@@ -12,7 +12,7 @@ from plugins.reference.tree_expand import best
 
 @dataclass(frozen=True)
 class Reranked:
-    """The tree behind its root, each `[B, nodes - 1]`: `candidate` counts candidates, `parent` nodes, 0 is the root."""
+    """Trees behind their roots, arrays `[B, nodes - 1]`; `candidate` indexes candidates, `parent` nodes (0: root)."""
 
     candidate: NDArray[np.int64]
     token: NDArray[np.int64]
@@ -28,7 +28,7 @@ def tree_rerank(
     candidate_depth: NDArray[np.int64],
     nodes: int,
 ) -> Reranked:
-    """Shapes as in the schema of TreeRerank."""
+    """Choose the nodes of each tree among the candidates; shapes as in the schema of TreeRerank."""
     trees = len(candidate_score)
     parent = np.zeros((trees, nodes - 1), np.int64)
     chosen = np.array([sorted(best(scores.astype(np.float64), nodes - 1)) for scores in candidate_score], np.int64)

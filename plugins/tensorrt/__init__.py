@@ -1,13 +1,13 @@
 """Our ops inside TensorRT engines: kernels that TensorRT keeps in the engine and launches itself, without Python.
 
-`register_plugins()` before an ONNX graph is parsed; nodes of domain `outrider` become plugins then, found by namespace
-and name (`table.py` says which, and what TensorRT's kernels imply). README.md says what a graph has to bring.
+Call `register_plugins()` before an ONNX graph is parsed: nodes of domain `outrider` then become plugins, found by
+namespace and name (`table.py` has the plugins and the limits of TensorRT's kernels). README.md says what a graph needs.
 
-Never executed here, where TensorRT's libraries cannot be installed: no plugin was ever registered with the library
-itself, parsed from ONNX, timed by its builder, kept in an engine or run by one; nor has its PTX run on a GPU. The rest
-is plain Python and CUDA that is tested without it: which parameters in which order, shapes, types, formulas of launches
-(against `plugins.cuda.DeviceOp`), the PTX, and the plugins' kernels themselves, run as blocks of fibers on the CPU and
-compared with the CPU kernels, or with the references where an op has none.
+Not executed here, because TensorRT's libraries cannot be installed: no plugin was ever registered with the library,
+parsed from ONNX, timed by the builder, or run in an engine, and the PTX has not run on a GPU. The rest is plain Python
+and CUDA, tested without TensorRT: the order of parameters, shapes, types, launch formulas (against
+`plugins.cuda.DeviceOp`), the PTX, and the plugins' kernels, run as blocks of fibers on the CPU and compared with the
+CPU kernels, or with the references where an op has no CPU kernel.
 """
 
 from plugins.tensorrt.compile import compile_plugin

@@ -1,4 +1,4 @@
-"""The kernels of plugins, compiled ahead of time to PTX, without a GPU or its driver."""
+"""Compile the kernels of plugins ahead of time to PTX, without a GPU or its driver."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from plugins.cuda.compile import SOURCES
 from plugins.tensorrt.plugin import Plugin
 from plugins.tensorrt.source import PARTS, cuda_source
 
-OLDEST = "compute_75"  # of what NVRTC 13 and TensorRT 11 know; its PTX runs on whatever came later
+OLDEST = "compute_75"  # the oldest that NVRTC 13 and TensorRT 11 support; its PTX runs on all later GPUs
 
 
 def compile_plugin(plugin: Plugin, architecture: str = OLDEST) -> str:
-    """The PTX of a plugin's kernel, for GPUs of `architecture` (such as compute_90) and later; the same every time.
+    """Compile a plugin's kernel to PTX for GPUs of `architecture` (such as compute_90) and later; the same every time.
 
-    TensorRT takes PTX, not cubins. Its version is NVRTC's, and a driver refuses PTX that is newer than itself: install
-    an NVRTC that is no newer than the drivers that are to run the engine.
+    TensorRT takes PTX, not cubins. The PTX version is NVRTC's, and a driver refuses PTX that is newer than itself:
+    install an NVRTC that is no newer than the drivers that are to run the engine.
 
     Raises RuntimeError with the compiler's log, and ImportError where `cuda-bindings` or NVRTC is missing.
     """
@@ -24,13 +24,13 @@ def compile_plugin(plugin: Plugin, architecture: str = OLDEST) -> str:
 
 @cache
 def _compiled(source: str, name: str, architecture: str) -> str:
-    from cuda.bindings import nvrtc  # cuda.core asks the driver for its version before it makes PTX
+    from cuda.bindings import nvrtc  # not cuda.core, which asks the driver for its version before it makes PTX
 
     done = nvrtc.nvrtcResult.NVRTC_SUCCESS
     options = [
         f"--gpu-architecture={architecture}",
         "--std=c++17",
-        "--fmad=false",  # results must not depend on who compiled them: csrc/portable.h
+        "--fmad=false",  # results must not depend on the compiler: csrc/portable.h
         *(f"--include-path={folder}" for folder in (SOURCES, SOURCES / "cuda", PARTS)),
     ]
     error, program = nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], [])

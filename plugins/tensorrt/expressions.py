@@ -1,7 +1,7 @@
-"""Whole numbers made of sizes that are known only when an engine runs: the grids and arguments of plugins.
+"""Integer formulas of sizes that are known only when an engine runs, for the grids and arguments of plugins.
 
-A launch's `blocks` is a function of sizes. Called with `Size`s it gives its own formula, which is then calculated in
-whatever sizes are: integers, or TensorRT's symbolic dimensions.
+A launch's `blocks` is a function of sizes. Called with `Size`s it returns its own formula, which is then evaluated with
+sizes of either kind: integers, or TensorRT's symbolic dimensions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Generic, Protocol, Self, TypeVar
 
 
 class Factor(Protocol):
-    """The type of a size: anything that can be multiplied with its like."""
+    """A type of sizes: its values can be multiplied with each other."""
 
     def __mul__(self, other: Self, /) -> Self: ...
 
@@ -22,7 +22,7 @@ D = TypeVar("D", bound=Factor)
 
 @dataclass(frozen=True)
 class Arithmetic(Generic[D]):
-    """How sizes of one kind are made of integers, and divided by one, rounding up."""
+    """Makes sizes of one kind from integers, and divides them by an integer, rounding up."""
 
     constant: Callable[[int], D]
     ceil_quotient: Callable[[D, int], D]
@@ -32,10 +32,10 @@ INTEGERS: Arithmetic[int] = Arithmetic(constant=int, ceil_quotient=lambda size, 
 
 
 class Expression:
-    """A number of sizes. Knows products, and quotients that are rounded up, spelled -(-a // b); all else is refused."""
+    """A formula of sizes: products, and quotients rounded up, spelled -(-a // b); no other operation exists."""
 
     def value(self, sizes: Mapping[str, D], arithmetic: Arithmetic[D]) -> D:
-        """The number where the sizes are these. Raises KeyError for a size that is missing."""
+        """Return the formula's value for `sizes`. Raises KeyError for a missing size."""
         raise NotImplementedError
 
     def __mul__(self, other: Expression | int) -> Expression:
@@ -87,7 +87,7 @@ class CeilQuotient(Expression):
 
 @dataclass(frozen=True)
 class Negative(Expression):
-    """On the way to a quotient that is rounded up: dimensions are never negative, so it has no value."""
+    """An intermediate step to a quotient that is rounded up; it has no value, because dimensions are never negative."""
 
     positive: Expression
 

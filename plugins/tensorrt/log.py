@@ -1,4 +1,4 @@
-"""TensorRT's messages, kept for the sentence of an error."""
+"""TensorRT's messages, kept for the texts of errors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 
 class Log(Protocol):
-    """Methods of a logger of `make_log` beside TensorRT's own."""
+    """The methods of a logger of `make_log`, beside TensorRT's own."""
 
     def clear(self) -> None: ...
 
@@ -14,7 +14,7 @@ class Log(Protocol):
 
 
 def make_log(trt: Any) -> Any:
-    """A logger that keeps errors, for the sentence that is raised, and prints nothing."""
+    """Make a logger that keeps errors, for the texts of exceptions, and prints nothing."""
 
     class Kept(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:

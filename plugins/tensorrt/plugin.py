@@ -1,4 +1,4 @@
-"""A TensorRT plugin: an op's kernel, seen through inputs, outputs and a few 32-bit integers."""
+"""A TensorRT plugin as data: an op's kernel with its inputs, its outputs and a few 32-bit integers."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from plugins.schema import TensorSpec
 from plugins.tensorrt.expressions import Expression, Size, expression_of
 
 NAMESPACE = "outrider"
-SAME_SIZE = {"trees": "B"}  # a tree for each sampling slot: accepted_count has as many places as there are slots
-BITS = {"float64": "int64", "uint64": "int64"}  # dtypes that TensorRT lacks, and the one that carries their bits
+SAME_SIZE = {"trees": "B"}  # one tree per sampling slot: accepted_count has as many places as there are slots
+BITS = {"float64": "int64", "uint64": "int64"}  # dtypes that TensorRT lacks, and the dtype that carries their bits
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Declined:
-    """Why an op is no plugin."""
+    """The reason why an op is not a plugin."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class PluginLaunch:
-    """Blocks, threads a block, and the int32 arguments, in order."""
+    """Blocks, threads per block, and the int32 arguments, in order."""
 
     blocks: Expression
     threads: int
@@ -37,15 +37,15 @@ class PluginLaunch:
 class Plugin:
     """A plugin of TensorRT: `outrider::<name>`; in ONNX a node of domain `outrider` and op type `name`.
 
-    Its kernel takes the addresses of `inputs`, then `arguments` as int32, then the addresses of `outputs`: the order
-    that TensorRT prescribes. `launch` has the kernel that it calls, and how many blocks and threads do.
+    The plugin's kernel takes the addresses of `inputs`, then `arguments` as int32, then the addresses of `outputs`: the
+    order that TensorRT prescribes. `launch` has the op's kernel that it calls, and the numbers of blocks and threads.
 
-    `attributes` are constants of the node, all of them required: ints, but for those in `floats`. `derived` are sizes
-    of outputs that no input has, made of inputs' sizes and int attributes, by multiplication where inputs come in.
-    `stand_ins` say in C++ what the called kernel is given where it asks for a tensor that the plugin has not. `guard`
-    is a condition in C++, of the parameters by name: where it does not hold, nothing is called. `extra` names sizes
-    that only the guard asks for. `aliased` maps an output to the input whose memory it is. Sizes in `constants` are
-    fixed when the engine is built.
+    `attributes` are constants of the node, all of them required: ints, except those in `floats`. `derived` are sizes of
+    outputs that no input has, computed from int attributes and, by multiplication only, from inputs' sizes.
+    `stand_ins` are C++ expressions for tensors that the called kernel takes and the plugin lacks. `guard` is a C++
+    condition on the parameters by name: where it does not hold, the plugin calls nothing. `extra` names sizes that only
+    the guard needs. `aliased` maps an output to the input whose memory it shares. Sizes in `constants` are fixed when
+    the engine is built.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Plugin:
 
     @property
     def axes(self) -> dict[str, tuple[int, int]]:
-        """The source of each size: the first input that has it, and the axis."""
+        """Where to read each size: the index of the first input that has the size, and the axis."""
         found: dict[str, tuple[int, int]] = {}
         for index, spec in enumerate(self.inputs):
             for axis, dim in enumerate(spec.shape):
@@ -88,7 +88,7 @@ class Plugin:
         return found
 
     def sizes(self, shapes: Sequence[Sequence[T]]) -> dict[str, T]:
-        """Sizes by symbol, of the inputs' shapes. Raises ValueError for a number or a rank that is not the plugin's."""
+        """Return sizes by symbol from the inputs' shapes. Raises ValueError for a wrong number or rank of inputs."""
         ranks = [len(spec.shape) for spec in self.inputs]
         if [len(shape) for shape in shapes] != ranks:
             raise ValueError(
@@ -98,14 +98,14 @@ class Plugin:
         return {symbol: shapes[index][axis] for symbol, (index, axis) in self.axes.items()}
 
     def output_shapes(self, sizes: Mapping[str, T]) -> list[tuple[T | int, ...]]:
-        """Shapes of the outputs in order, where sizes and attributes are these."""
+        """Return the shapes of the outputs in order, for `sizes`, which hold sizes and attributes."""
         sizes = {**sizes, **{symbol: size(sizes) for symbol, size in self.derived.items()}}
         return [tuple(sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape) for spec in self.outputs]
 
     def launch_for(self, known: Mapping[str, int | float]) -> PluginLaunch:
-        """Describe the launch; `known` are the attributes, the constants, and `itemsize` where there are constants.
+        """Return the launch for `known`: the attributes, the constants, and `itemsize` where there are constants.
 
-        Raises ValueError for one that is missing.
+        Raises ValueError for a missing value.
         """
         wanted = (*self.attributes, *self.constants, *(("itemsize",) if self.constants else ()))
         if missing := [name for name in wanted if name not in known]:
@@ -126,5 +126,5 @@ class Plugin:
 
 
 def carried_as(spec: TensorSpec) -> tuple[str, ...]:
-    """The dtypes that a tensor may have in an engine."""
+    """Return the dtypes that a tensor may have in an engine."""
     return tuple(BITS.get(dtype, dtype) for dtype in spec.dtype.split(" | "))

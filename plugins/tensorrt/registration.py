@@ -1,8 +1,8 @@
-"""Plugins, told to TensorRT: for each, how its outputs look, and what to launch.
+"""Register plugins with TensorRT: for each plugin, a description of its outputs, and its launch.
 
-TensorRT calls these functions when it builds an engine, and keeps what they return: kernels, and formulas of sizes. An
-engine runs without them. Nothing is left to autotune: each plugin has one kernel, and one type and layout for each of
-its tensors, which is what TensorRT assumes of a plugin that says nothing.
+TensorRT calls these functions when it builds an engine, and keeps the kernels and formulas of sizes that they return;
+an engine runs without the functions. Nothing is autotuned: each plugin has one kernel, and one type and layout for each
+of its tensors, which TensorRT assumes by default.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from plugins.tensorrt.table import PLUGINS
 
 @cache
 def register_plugins() -> None:
-    """Makes every plugin known to TensorRT in this process; to be called before an ONNX graph is parsed.
+    """Register every plugin with TensorRT in this process; to be called before an ONNX graph is parsed.
 
     Raises ImportError where TensorRT 10.15 or later is missing.
     """
@@ -44,7 +44,7 @@ def register_plugins() -> None:
 
 
 def register(plugin: Plugin, trt: Any, trtp: Any) -> None:
-    """Tells one plugin to the modules `tensorrt` and `tensorrt.plugin`."""
+    """Register one plugin with the modules `tensorrt` and `tensorrt.plugin`."""
     tensors = [_parameter(spec.name, trtp.TensorDesc) for spec in plugin.inputs]
     attributes = [_parameter(name, plugin.kind(name)) for name in plugin.attributes]
     outputs = GenericAlias(tuple, (trtp.TensorDesc,) * len(plugin.outputs))
@@ -73,7 +73,7 @@ def register(plugin: Plugin, trt: Any, trtp: Any) -> None:
         parameters = trtp.KernelLaunchParams(grid_x=launch.blocks.value(sizes, arithmetic), block_x=launch.threads)
         return plugin.kernel, compile_plugin(plugin), parameters, arguments
 
-    # TensorRT reads a plugin's inputs and attributes off the functions' signatures.
+    # TensorRT reads a plugin's inputs and attributes from the functions' signatures.
     describe.__signature__ = Signature([*tensors, *attributes], return_annotation=outputs)  # type: ignore[attr-defined]
     implement.__signature__ = Signature(  # type: ignore[attr-defined]
         [*tensors, *attributes, _parameter("outputs", outputs), _parameter("tactic", int)],
@@ -88,7 +88,7 @@ def _parameter(name: str, kind: Any) -> Parameter:
 
 
 def _check_types(plugin: Plugin, inputs: tuple[Any, ...], trt: Any) -> None:
-    """Raises ValueError for an input whose type is not the plugin's."""
+    """Raise ValueError for an input whose type is not the plugin's."""
     for spec, descriptor in zip(plugin.inputs, inputs, strict=True):
         if descriptor.dtype not in [getattr(trt, dtype) for dtype in carried_as(spec)]:
             raise ValueError(f"{plugin.id} takes {spec.name} as {_spelled(spec)}, not {descriptor.dtype}")
@@ -100,7 +100,7 @@ def _spelled(spec: TensorSpec) -> str:
 
 
 def _constants(plugin: Plugin, inputs: tuple[Any, ...]) -> dict[str, int]:
-    """Values that the kernel is fitted to when the engine is built. Raises ValueError where that is not known then."""
+    """Return the sizes that are fixed when the engine is built. Raises ValueError where a size is unknown then."""
     constants: dict[str, int] = {}
     for symbol in plugin.constants:
         index, axis = plugin.axes[symbol]

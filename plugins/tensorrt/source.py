@@ -1,7 +1,7 @@
-"""The CUDA source of plugins: what TensorRT launches, written out from the table, around the kernels of csrc/cuda.
+"""The CUDA source of plugins, generated from the table around the kernels of csrc/cuda.
 
-TensorRT hands a kernel its inputs, then 32-bit integers, then its outputs. The kernels take 64-bit integers, last. So a
-plugin's kernel is a shell in TensorRT's order that checks its guard and calls the kernel, compiled as a function.
+TensorRT gives a kernel its inputs, then 32-bit integers, then its outputs. Our kernels take 64-bit integers, last. So a
+plugin's kernel is a shell in TensorRT's order that checks its guard and calls our kernel, compiled as a function.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from plugins.tensorrt.plugin import SAME_SIZE, Plugin
 PARTS = Path(__file__).resolve().parent  # parts.cu.h
 
 _TYPES = {"int64": "i64", "uint64": "u64", "float32": "float", "float64": "double"}
-_MOVED = "char"  # of what a kernel only moves
+_MOVED = "char"  # the type of data that a kernel only moves
 
 _BEFORE = """\
 #include "block.h"
@@ -43,19 +43,22 @@ class Parameter:
 
 
 def cuda_source(plugin: Plugin) -> str:
-    """A translation unit with the plugin's kernel alone."""
+    """Return a translation unit with the plugin's kernel as its only global kernel."""
     return _BEFORE + shells([plugin])
 
 
 def shells(plugins: Iterable[Plugin]) -> str:
-    """The kernels of `plugins`, behind the kernels that they call and parts.cu.h; `OUTRIDER_PLUGIN` declares one."""
+    """Return the kernels of `plugins`, to stand after the kernels that they call and parts.cu.h.
+
+    `OUTRIDER_PLUGIN` declares a plugin's kernel.
+    """
     return (
         "namespace outrider {\n\n" + "".join(f"{_shell(plugin)}\n" for plugin in plugins) + "}  // namespace outrider\n"
     )
 
 
 def parameters(plugin: Plugin) -> tuple[Parameter, ...]:
-    """The parameters of a plugin's kernel, in TensorRT's order."""
+    """Return the parameters of a plugin's kernel, in TensorRT's order."""
     return (
         *(Parameter(f"const {_type(spec)}*", spec.name) for spec in plugin.inputs),
         *(Parameter("i32", name) for name in plugin.arguments),
@@ -88,7 +91,7 @@ def _shell(plugin: Plugin) -> str:
 
 
 def _passed(plugin: Plugin) -> list[str]:
-    """Arguments that the shell calls the kernel with."""
+    """Return the arguments with which the shell calls the kernel."""
     pointers = {name: _output(plugin, name) for name in plugin.launch.pointers}
     pointers |= {STATUS: f"{STATUS} + block_index()", **plugin.stand_ins}
     numbers = [SAME_SIZE.get(name, name) for name in plugin.launch.numbers]

@@ -1,28 +1,29 @@
-"""Which plugins an op becomes in an engine, or why it becomes none: data, made of the ops' schemas and launches.
+"""The plugins that each op becomes in an engine, or why it becomes none: data, made of the ops' schemas and launches.
 
-A plugin's kernel gets inputs, outputs and integers, and no memory that outlives it. Hence:
+A plugin's kernel gets inputs, outputs and integers, and no memory that outlives the kernel. Hence:
 
-- Scratch that a launch fills and empties itself is an output that nobody reads (`weights`). A node may leave out its
-  last outputs: what an op promises comes first.
-- `status` is an output with a place for each block that may tell a fault: it writes its own, also where there is none,
-  since nobody zeroes it before. Of acceptance that is the walk: where it does not come to, a row of logits may hold
-  anything. A node's fault goes from the first plugin to the second in place of its token.
-- Acceptance, whose last block walks, needs a counter that is zero before the first block comes: memory that somebody
-  zeroed. It becomes two plugins instead, of which the first works out what each node would commit and the second walks,
-  in one block. Neither keeps a state, so that an engine may be cut short, timed or replayed at will. The price is one
-  launch. (One block alone would take as long as all of them one after another.) So does growing a tree: the first works
-  out the children of each node, the second picks each tree's next frontier.
-- Sizes that no input has come as inputs that are not read, of whatever memory: `places` [S], `view` [T], `slots` [B].
-  Where there is one row, `branch` serves as `places`. What an engine's builder knows is an attribute: `purpose`,
-  `depths`. TensorRT bakes it into the engine as a constant argument.
+- Scratch that a launch fills and uses itself is an output that nobody reads (`weights`). A node may leave out its last
+  outputs, so the op's own outputs come first.
+- `status` is an output with a place for each block that may report a fault. Each block writes its own place, also
+  without a fault, because nobody zeroes `status` before. In acceptance only the walk reports faults, because logits of
+  nodes that the walk does not visit may hold anything. The first plugin passes a node's fault to the second in place of
+  the node's token.
+- Acceptance in one kernel, whose last block walks, needs a counter in memory that is zero before the first block runs.
+  So acceptance becomes two plugins: the first computes what each node would commit, the second walks, in one block.
+  Neither keeps state, so an engine may be interrupted, timed or replayed at will. The price is one launch. (A single
+  block would take as long as all blocks one after another.) Tree growth is split likewise: the first plugin computes
+  the children of each node, the second picks each tree's next frontier.
+- A size that no input has comes as an extra input whose memory is not read: `places` [S], `view` [T], `slots` [B]. With
+  one row, `branch` serves as `places`. A value that the engine's builder knows is an attribute: `purpose`, `depths`.
+  TensorRT bakes it into the engine as a constant argument.
 - TensorRT has neither float64 nor uint64. Such tensors are carried as int64, bit for bit: temperature, top_p, seed
-  (engine inputs, bound to the same memory), draws of `Draws` and trials of `ChainAccept` (engine outputs). No layer
-  but ours can calculate with them, though any may pick some of them, as `DraftSample` needs it. Draws that a layer of
-  TensorRT calculates with must come from `CoupledDraws`: float32.
-- A kernel's arguments are integers. An attribute that is a float is a float32 as its bits.
-- A builder times kernels on whatever memory holds. Guards keep them within their tensors then (parts.cu.h). Kernels
-  of drafting follow no index that they read: their guards are of sizes alone.
-- TensorRT calls every such plugin version 1. An engine holds its kernels, and cannot meet any but those.
+  (engine inputs, bound to the same memory), draws of `Draws` and trials of `ChainAccept` (engine outputs). Only our
+  plugins can calculate with them, though any layer may select some of them, as `DraftSample` needs. Draws that a layer
+  of TensorRT calculates with must come from `CoupledDraws`: float32.
+- A kernel's arguments are integers. A float attribute is passed as the bits of a float32.
+- A builder times kernels on arbitrary memory contents. Guards keep the kernels within their tensors then (parts.cu.h).
+  Drafting kernels follow no index that they read, so their guards check sizes only.
+- TensorRT gives every such plugin version 1. An engine holds its own kernels and never uses other ones.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ _PLACES = TensorSpec("places", "int64", (names.PLACES,))
 _VIEW = TensorSpec("view", "int64", (names.VIEW,))
 _SLOTS = TensorSpec("slots", "int64", ("B",))
 
-_STATUS = TensorSpec(STATUS, "int64", (1,))  # of a step: 0, or the number of a fault
+_STATUS = TensorSpec(STATUS, "int64", (1,))  # status of a step: 0, or the number of a fault
 _STATUS_OF_ROWS = TensorSpec(STATUS, "int64", (names.LOGITS,))
 _WEIGHTS = TensorSpec("weights", "uint64", (names.LOGITS, "V"))
-_CHOSEN = TensorSpec("chosen", "int64", (names.LOGITS,))  # what each node would commit; below -1 its fault
-_NEXT = TensorSpec("next", "int64", (names.LOGITS,))  # the place of the child to go on at, or -1
+_CHOSEN = TensorSpec("chosen", "int64", (names.LOGITS,))  # the token that each node would commit; below -1, its fault
+_NEXT = TensorSpec("next", "int64", (names.LOGITS,))  # the place of the child where the walk goes on, or -1
 _WEIGHED = TensorSpec("weighed", "float64", (names.LOGITS, 2))
 
 _CHILD, _CHILD_SCORE, _FRONTIER = SCHEMAS["TreeExpand"].outputs
@@ -67,7 +68,7 @@ def _attributes(op: str) -> tuple[str, ...]:
 
 
 def _choices(op: str, name: str, found: tuple[TensorSpec, ...]) -> Plugin:
-    """The first half of an acceptance: a block for each node, whose last one does not walk."""
+    """Return the first half of an acceptance: one block per node, of which the last does not walk."""
     return Plugin(
         name=name,
         launch=LAUNCHES[op],
@@ -81,7 +82,7 @@ def _choices(op: str, name: str, found: tuple[TensorSpec, ...]) -> Plugin:
 
 
 def _walk(op: str, name: str, kernel: str, found: tuple[TensorSpec, ...]) -> Plugin:
-    """The second half: one warp reads what was found for each node, and its first thread walks and tells of faults."""
+    """Return the second half: one warp reads the first half's results; its first thread walks and reports faults."""
     tensors = {spec.name: spec for spec in SCHEMAS[op].inputs}
     inputs = (tensors[names.LOGIT_INDICES], tensors[names.PARENT], *found)
     return Plugin(
