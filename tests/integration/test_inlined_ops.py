@@ -196,7 +196,7 @@ def test_a_round_is_one_launch_of_an_engine_for_each_model_and_the_rows_that_mov
     """All rounds of a head are recorded here; what a round without a draft takes is one engine."""
     device = backend.device
     monkeypatch.setattr(backend, "records", True)
-    monkeypatch.setattr(Drafting, "rounds", lambda self, *asked: self.engines["head"].rounds(*asked))
+    monkeypatch.setattr(Drafting, "rounds", lambda self, *asked: self.engine_drafters["head"].rounds(*asked))
     runtime.engines.idle.clear()
     session = runtime.session()
     options = Options(max_new_tokens=30, ignore_eos=True, auto_disable=False, temperature=0.7, seed=2)
