@@ -10,7 +10,7 @@ from rich.table import Table
 
 from commands.console import print_json, stdout
 
-_NAMES = ("drafter", "mode", "what", "scaling")  # columns that are no figures
+_NAMES = ("drafter", "mode", "way", "what", "scaling")  # columns that are no figures
 
 
 def figure(value: float | None, form: str, unit: str = "") -> str:

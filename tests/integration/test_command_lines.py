@@ -25,6 +25,7 @@ MODULES = {
     "tools.synthetic_pair": None,
     "tools.train_reference": None,
     "tools.gpu_report": None,
+    "tools.paired": None,
 }
 NEGATIVE = {"--length-penalty"}  # options that may be below 0
 
