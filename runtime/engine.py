@@ -21,7 +21,7 @@ from plans.manifest import Manifest, longest_draft, rejects
 from runtime.branch_request import Mode
 from runtime.drafters.adaptive import AdaptiveSpeculations
 from runtime.drafters.base import Draft, TreeInPlace
-from runtime.drafters.drafting import Drafting
+from runtime.drafters.drafting import Allowed, Drafting
 from runtime.execution.assembly import Loaded, assemble
 from runtime.execution.layout import Placed, lay_out, lay_out_one
 from runtime.execution.program import Program
@@ -356,46 +356,63 @@ class Engine:
         partial = self._partial
         cache = self.cache if partial_room is None or partial is None else partial.cache
         confirming: dict[Sequence, Draft] = {}
-        starts: dict[Sequence, int] = {}
-        limits: dict[int, tuple[Sequence, int]] = {}
-        for each in live:
-            if partial_room is None:
-                if partial is not None and each.ahead is not None and each.tentative:
-                    confirming[each] = partial.to_confirm(each)
-                start, room = each.computed, each.end - len(each.tokens)
-            else:
-                assert partial is not None
-                start, room = partial.begin_pass(each), partial_room[each]
-            starts[each] = start
-            drafts = each not in confirming and len(each.tokens) - start == 1 and each.drafting
-            if each.rounds == 0 and each.request.drafter in self._rejecting:
-                drafts = False  # whether a prompt was computed, or its KV known, is not to change tokens
-            limits[each.number] = each, min(step.max_nodes, room - 1) if drafts else 0
-        proposed: Mapping[int, Draft | TreeInPlace] = {}
-        if not alone:
+        if alone:
+            each = live[0]
+            start, allowed = self._begin_pass(each, partial_room, confirming, chunk)
+            draft = confirming[each] if confirming else self.drafting.propose_one(allowed, cache.length)
+            drafted_at = perf_counter()
+            placed = [lay_out_one(step, cache, each, start, chunk, draft)]
+        else:
+            starts: dict[Sequence, int] = {}
+            limits: dict[int, Allowed] = {}
+            for each in live:
+                starts[each], limits[each.number] = self._begin_pass(each, partial_room, confirming, chunk)
             following = [each for each in self._live.values() if not each.disabled]
             nodes = step.max_nodes + 1 - len(live) - sum(map(len, confirming.values()))
             proposed = self.drafting.propose(limits, following, nodes)
-        elif not confirming:
-            proposed = self.drafting.propose_one(*limits[live[0].number], cache.length)
-        if confirming:
-            proposed = {**proposed, **{each.number: draft for each, draft in confirming.items()}}
-        drafted_at = perf_counter()
-        if alone:
-            placed = [lay_out_one(step, cache, live[0], starts[live[0]], chunk, proposed.get(live[0].number))]
-        else:
+            proposed |= {each.number: draft for each, draft in confirming.items()}
+            drafted_at = perf_counter()
             with self._watch:
-                placed = lay_out(step, cache, starts, proposed, chunk)  # type: ignore[arg-type]
+                placed = lay_out(step, cache, starts, proposed, chunk)
         if self._rejecting:
-            self._lay_out_probs(placed, proposed)
-        program = self._choose(placed, proposed, partial=partial_room is not None)
+            self._lay_out_probs(placed)
+        program = self._choose(placed, partial=partial_room is not None)
         self.passes += 1
         program.run()
-        found = self._commit(placed, proposed, confirming, program, cache, partial_room, alone=alone)
+        found = self._commit(placed, confirming, program, cache, partial_room, alone=alone)
         self._note(placed, found, confirming, partial_room, began, drafted_at, perf_counter())
+        if partial is None:
+            return found
         return [each for each in found if not each.tentative or each.sequence.request.tentative]
 
-    def _choose(self, placed: List[Placed], proposed: Mapping[int, Draft | TreeInPlace], *, partial: bool) -> Program:
+    def _begin_pass(
+        self,
+        sequence: Sequence,
+        partial_room: Mapping[Sequence, int] | None,
+        confirming: dict[Sequence, Draft],
+        chunk: int,
+    ) -> tuple[int, Allowed]:
+        """The first token that the pass feeds, and what may be drafted behind the tip.
+
+        Tentative tokens that a pass over the full cache is to confirm are put into `confirming`.
+        """
+        if partial_room is None:
+            if sequence.ahead is not None and sequence.tentative:
+                assert self._partial is not None
+                confirming[sequence] = self._partial.to_confirm(sequence)
+                return sequence.computed, Allowed(sequence, 0)
+            start, room = sequence.computed, sequence.end - len(sequence.tokens)
+        else:
+            assert self._partial is not None
+            start, room = self._partial.begin_pass(sequence), partial_room[sequence]
+        pending = len(sequence.tokens) - start
+        if not sequence.drafting or pending > (chunk if partial_room is None else 1):
+            return start, Allowed(sequence, 0)
+        if self._rejecting and sequence.rounds == 0 and sequence.request.drafter in self._rejecting:
+            return start, Allowed(sequence, 0)  # whether a prompt was computed, or its KV known, must not change tokens
+        return start, Allowed(sequence, min(self.target_step.max_nodes, room - 1), pending == 1)
+
+    def _choose(self, placed: List[Placed], *, partial: bool) -> Program:
         """The program of the step that is laid out."""
         drafted, tips = 0, False
         for each in placed:
@@ -404,14 +421,14 @@ class Engine:
         if not tips:
             return self.programs[names.PREFILL]
         name = names.VERIFY if drafted else names.DECODE
-        if drafted and len(placed) == 1 and isinstance(tree := proposed.get(placed[0].sequence.number), TreeInPlace):
+        if drafted and isinstance(tree := placed[0].draft, TreeInPlace):  # of a sequence that is alone
             name = tree.program
         return self.programs[names.partial(name) if partial else name]
 
-    def _lay_out_probs(self, placed: List[Placed], proposed: Mapping[int, Draft | TreeInPlace]) -> None:
+    def _lay_out_probs(self, placed: List[Placed]) -> None:
         """Put the distributions that chains were drawn from where acceptance by rejection reads them."""
         for each in placed:
-            draft = proposed.get(each.sequence.number)
+            draft = each.draft
             if isinstance(draft, Draft) and draft.probs is not None and each.drafted:
                 probs = self.buffers.of(names.TARGET, names.DRAFT_PROBS)
                 probs[each.first + 1 : each.first + 1 + each.drafted] = draft.probs[: each.drafted]
@@ -420,7 +437,6 @@ class Engine:
     def _commit(
         self,
         placed: List[Placed],
-        proposed: Mapping[int, Draft | TreeInPlace],
         confirming: Mapping[Sequence, Draft],
         program: Program,
         cache: KvCache,
@@ -438,8 +454,7 @@ class Engine:
         if not alone and kept is not None:
             kept = kept[: int(self.buffers.of(names.TARGET, names.KEPT_COUNT)[0])].copy()
         for each in placed:
-            sequence, draft = each.sequence, proposed.get(each.sequence.number)
-            taken, count = each.fed, 1
+            sequence, taken, count = each.sequence, each.fed, 1
             if each.root >= 0 and program.counts is not None:
                 count = int(program.counts[each.tree])
             if alone:
@@ -447,7 +462,7 @@ class Engine:
             else:
                 each.kept = self._kept_of(sequence.number, kept, each.fed)
             if each.root >= 0:
-                committed = self._commit_tokens(each, draft, program, count, partial_room)
+                committed = self._commit_tokens(each, program, count, partial_room)
                 found.append(committed)
                 taken += max(1, len(committed.token_ids)) - 1
             else:  # a part of its prompt was fed
@@ -457,7 +472,7 @@ class Engine:
             if partial_room is None:
                 sequence.computed = each.start + taken
             if sequence.host_drafter is not None or sequence.engine_drafter is not None:
-                drafted = draft if each.drafted and sequence not in confirming else None
+                drafted = each.draft if each.drafted and sequence not in confirming else None
                 self.drafting.commit(each, taken, drafted, self.passes)
         if not alone:
             with self._watch:
@@ -488,7 +503,6 @@ class Engine:
     def _commit_tokens(
         self,
         placed: Placed,
-        draft: Draft | TreeInPlace | None,
         program: Program,
         count: int,
         partial_room: Mapping[Sequence, int] | None,
@@ -533,7 +547,7 @@ class Engine:
             on_path = mine[: min(len(ids), count - 1)]
             trials = self.buffers.of(names.TARGET, names.TRIALS) if request.drafter in self._rejecting else None
             committed.round = read_round(
-                self.target_step, placed.root, placed.first, placed.drafted, ids, on_path, draft, trials
+                self.target_step, placed.root, placed.first, placed.drafted, ids, on_path, placed.draft, trials
             )
         sequence.tokens += ids
         sequence.rounds += 1
@@ -565,6 +579,11 @@ class Engine:
         ended: float,
     ) -> None:
         """Tell adaptive speculation and partial KV what the pass cost and brought."""
+        for each in found:
+            if partial_room is not None or each.sequence.adaptive is not None or each.sequence.ahead is not None:
+                break
+        else:  # none of them watches
+            return
         settled, by_drafts, together = True, False, 0
         for laid in placed:  # loops, not generators: every round pays for this
             settled = settled and laid.fed == 1  # a pass that also catches up tells nothing

@@ -32,7 +32,7 @@ class Generation:
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Span:
     """Tokens that one step committed to a sequence. `text` holds whole characters only and may lag behind `token_ids`.
 
@@ -132,10 +132,10 @@ class GrowingGeneration:
         `last` says that there is no room for more. Changes nothing.
         """
         ends = self._request.eos_token_ids
-        kept = next((i + 1 for i, token in enumerate(chosen) if token in ends), len(chosen))
-        if chosen[kept - 1] in ends:
-            return chosen[:kept], FinishReason.STOP
-        return chosen, FinishReason.LENGTH if last else None
+        if ends.isdisjoint(chosen):
+            return chosen, FinishReason.LENGTH if last else None
+        kept = next(index for index, token in enumerate(chosen) if token in ends) + 1
+        return chosen[:kept], FinishReason.STOP
 
     def show(self, tokens: list[int], reason: FinishReason | None, drafted: int, accepted: int) -> tuple[int, str]:
         """Take what `cut` has left of a round, in the order of the rounds: up to a stop string, which ends it too.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from runtime.kv.run_ahead import RunAhead
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """State between steps: `tokens`, the last of which is the tip, and `computed`, how many of them have KV.
 
@@ -93,7 +93,7 @@ class Sequence:
         return [] if self.confirmed is None else self.tokens[self.confirmed :]
 
 
-@dataclass
+@dataclass(slots=True)
 class Committed:
     """Tokens that a pass has added to a sequence, committed or `tentative`; their text has not been looked at yet."""
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence as List
 from heapq import nlargest
 from math import log
 from time import perf_counter_ns
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,17 @@ from runtime.stats import Stopwatch
 
 # A node that is less likely to be accepted than this costs a pass that many sequences share more than it brings.
 _WORTH = log(0.2)
+
+
+class Allowed(NamedTuple):
+    """What a sequence may draft in a pass: at most `nodes`.
+
+    Its engine drafter may only where `by_engine`: it needs the KV of all tokens before the tip.
+    """
+
+    sequence: Sequence
+    nodes: int
+    by_engine: bool = False
 
 
 class HostTime:
@@ -139,16 +151,15 @@ class Drafting:
     # A round.
 
     def propose(
-        self, live: Mapping[int, tuple[Sequence, int]], following: List[Sequence], nodes: int
-    ) -> Mapping[int, Draft | TreeInPlace]:
-        """Drafts by number for the sequences of a pass, `nodes` in all, each with the number of nodes that it may use
-        at most: 0 where it does not draft.
+        self, live: Mapping[int, Allowed], following: List[Sequence], nodes: int
+    ) -> dict[int, Draft]:
+        """Drafts by number for the sequences of a pass, `nodes` in all; `live` says what each may use.
 
         `following` are all whose drafters are enabled: heads take in what those have committed.
         """
         chains: dict[int, tuple[HostDrafter, int]] = {}
         wanting: dict[str, dict[int, int]] = {}
-        for number, (each, limit) in live.items():
+        for number, (each, limit, by_engine) in live.items():
             if limit <= 0:
                 continue
             if each.host_drafter is not None:
@@ -157,7 +168,7 @@ class Drafting:
                 if foreseen >= min(each.least, limit) or each.engine_drafter is None:
                     chains[number] = each.host_drafter, foreseen
                     continue
-            if each.engine_drafter is not None:
+            if each.engine_drafter is not None and by_engine:
                 wanting.setdefault(each.engine_drafter.name, {})[number] = limit
         drafts: dict[int, Draft] = {}
         for engine in self.engine_drafters.values():
@@ -166,22 +177,23 @@ class Drafting:
                 drafts |= engine.draft(wanting.get(engine.name, {}), of_engine)
         return self._divide(live, chains, drafts, nodes)
 
-    def propose_one(self, sequence: Sequence, limit: int, past: int) -> Mapping[int, Draft | TreeInPlace]:
+    def propose_one(self, allowed: Allowed, past: int) -> Draft | TreeInPlace | None:
         """Propose for one sequence that is alone, behind `past` slots of the cache that is read."""
-        number, host, engine = sequence.number, sequence.host_drafter, sequence.engine_drafter
+        sequence, limit, by_engine = allowed
+        host, engine = sequence.host_drafter, sequence.engine_drafter
         if sequence.disabled or (host is None and engine is None):
-            return {}
+            return None
         foreseen = 0 if host is None or engine is None else host.foresee(sequence.tokens, limit)
-        if limit > 0 and engine is not None and (host is None or foreseen < min(sequence.least, limit)):
+        if limit > 0 and engine is not None and by_engine and (host is None or foreseen < min(sequence.least, limit)):
             tree = self._of_engine(engine, sequence, limit, past)
             if tree is not None:
-                return {number: tree}
+                return tree
         if engine is not None:
             engine.sync(sequence)
         if limit > 0 and host is not None:
             host.sync(sequence.tokens)
-            return {number: self._chain_of(host, limit)}
-        return {}
+            return self._chain_of(host, limit)
+        return None
 
     def _of_engine(
         self, engine: EngineDrafter, sequence: Sequence, limit: int, past: int
@@ -194,7 +206,7 @@ class Drafting:
 
     def _divide(
         self,
-        live: Mapping[int, tuple[Sequence, int]],
+        live: Mapping[int, Allowed],
         chains: Mapping[int, tuple[HostDrafter, int]],
         drafts: dict[int, Draft],
         budget: int,

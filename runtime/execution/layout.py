@@ -19,7 +19,8 @@ class Placed:
     """The place of a sequence in the step: `fed` tokens from `start` of the sequence on, then `drafted` nodes.
 
     `root` is the token index of its tip, -1 where the step does not come to it; `tree` counts the roots before it, and
-    `first` is its logits index. `kept` are the token indices whose KV stays, once the step has run; None: the first.
+    `first` is its logits index. `draft` is what was proposed. `kept` are the token indices whose KV stays, once the
+    step has run; None: the first.
     """
 
     sequence: Sequence
@@ -29,6 +30,7 @@ class Placed:
     tree: int = 0
     first: int = 0
     drafted: int = 0
+    draft: Draft | TreeInPlace | None = None
     kept: NDArray[np.int64] | None = None
 
 
@@ -51,7 +53,7 @@ def lay_out_one(
     elif len(draft):
         _hang(step, draft, root, len(draft))
         step.fill_bucket()
-    return Placed(sequence, start, fed, root, drafted=step.drafted)
+    return Placed(sequence, start, fed, root, 0, 0, step.drafted, draft)
 
 
 def lay_out(
@@ -90,7 +92,7 @@ def lay_out(
         here = Placed(sequence, start, count)
         if number in nodes:
             here.root, here.tree, here.first = last, trees, first
-            here.drafted = nodes[number]
+            here.drafted, here.draft = nodes[number], drafts.get(number)
             step.append_tip(last)
             if here.drafted:
                 _hang(step, drafts[number], last, here.drafted)

@@ -237,15 +237,23 @@ class TargetStep(Step):
 
     def append_nodes(self, count: int) -> None:
         """Complete `count` drafted nodes whose tokens and parents a drafter wrote behind the tip."""
-        n = self.sizes[_NEW]
-        for node in range(n, n + count):
-            parent = self.parent[node]
-            self.positions[node] = self.positions[parent] + 1
-            self.branch[node] = self.branch[parent]
-            self.logit_indices[self.sizes[_LOGITS] + node - n] = node
+        n, logits = self.sizes[_NEW], self.sizes[_LOGITS]
+        end = n + count
+        parents: list[int] = self.parent[n:end].tolist()
+        tip = parents[0]
+        if parents == list(range(n - 1, end - 1)):  # a chain
+            self.positions[n:end] = self._count[1 : 1 + count]
+            self.positions[n:end] += self.positions[tip]
+        else:
+            positions = {tip: int(self.positions[tip])}
+            for node, parent in enumerate(parents, n):
+                positions[node] = positions[parent] + 1
+            self.positions[n:end] = list(positions.values())[1:]
+        self.branch[n:end] = self.branch[tip]
+        self.logit_indices[logits : logits + count] = self._count[n:end]
         self.drafted += count
         self.sizes[_LOGITS] += count
-        self._resize(n + count)
+        self._resize(end)
 
     def fill_bucket(self) -> None:
         """Round the step up, by nodes that repeat the first one of its draft: what holds their token is the first.

@@ -21,7 +21,7 @@ from plans.tokenizer import TokenIds, Tokenizer, as_ids
 CONTEXT_TOKENS = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pushed:
     """Text that a span of tokens brought.
 
@@ -64,10 +64,12 @@ class TextStream:
         """Take newly committed tokens, in order. Raises RuntimeError once a stop string has been found."""
         if self.stopped is not None:
             raise RuntimeError(f"The text has ended with the stop string {self.stopped!r}; start a new TextStream.")
-        shown = []
         ids = token_ids if type(token_ids) is list else as_ids(token_ids)  # the session's spans are lists
+        if not self._stops.wanted:
+            return Pushed(self._detokenizer.push(ids), len(ids), None)
+        shown = []
         for place, token_id in enumerate(ids):
-            text = self._detokenizer.push(token_id)
+            text = self._detokenizer.push([token_id])
             if text:
                 shown.append(self._stops.push(text))
                 if self.stopped is not None:
@@ -99,7 +101,7 @@ class TextStream:
 class _Detokenizer(Protocol):
     """Token ids in, text that will not change out."""
 
-    def push(self, token_id: int) -> str: ...
+    def push(self, token_ids: list[int]) -> str: ...
 
     def finish(self) -> str: ...
 
@@ -112,8 +114,7 @@ class _ByteLevelText:
     def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        for token_id in context:
-            self.push(token_id)
+        self.push(context)
 
     def __copy__(self) -> _ByteLevelText:
         other = object.__new__(_ByteLevelText)
@@ -122,8 +123,8 @@ class _ByteLevelText:
         other._utf8.setstate(self._utf8.getstate())
         return other
 
-    def push(self, token_id: int) -> str:
-        return self._utf8.decode(self._token_bytes(token_id))
+    def push(self, token_ids: list[int]) -> str:
+        return self._utf8.decode(b"".join(map(self._token_bytes, token_ids)))
 
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)
@@ -148,11 +149,15 @@ class _PieceText:
         other._tokenizer, other._begun, other._pending = self._tokenizer, self._begun, list(self._pending)
         return other
 
-    def push(self, token_id: int) -> str:
-        if self._tokenizer.is_skipped(token_id):
-            return ""
-        self._pending.append(token_id)
-        return "" if self._tokenizer.fallback_byte(token_id) else self.finish()
+    def push(self, token_ids: list[int]) -> str:
+        shown = ""
+        for token_id in token_ids:
+            if self._tokenizer.is_skipped(token_id):
+                continue
+            self._pending.append(token_id)
+            if not self._tokenizer.fallback_byte(token_id):
+                shown += self.finish()
+        return shown
 
     def finish(self) -> str:
         if not self._pending:
@@ -189,6 +194,7 @@ class _StopStrings:
         if isinstance(stops, str):
             raise RequestError("`stop` must be a list of texts; put the one stop string into a list.")
         self.found: str | None = None
+        self.wanted = bool(stops)
         self._held = ""
         self._state = 0
         self._next: list[dict[str, int]] = [{}]
@@ -200,7 +206,7 @@ class _StopStrings:
 
     def push(self, text: str) -> str:
         """Text that may be shown: up to a stop string, or up to what may start one."""
-        if not self._next[0]:  # no stop strings
+        if not self.wanted:
             return text
         state = self._state
         for place, character in enumerate(text):

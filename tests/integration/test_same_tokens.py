@@ -165,6 +165,25 @@ def test_rounds_can_be_watched(toy: Runtime) -> None:
         ])  # fmt: skip
 
 
+@pytest.mark.parametrize("mode", ["alone", "in-one-sequence", "batching"])
+def test_a_host_drafter_drafts_in_the_pass_that_ends_the_prompt(toy: Runtime, branch_plan: Path, mode: str) -> None:
+    prompt = [5, 6, 7, 8] * 4
+    plain = toy.generate(prompt, drafter="none", max_new_tokens=6, ignore_eos=True).token_ids
+    seen: list[Round] = []
+    options = Options(drafter="ngram", max_new_tokens=6, ignore_eos=True, on_round=seen.append)
+    if mode == "alone":
+        found = [toy.generate(prompt, **options)]
+    else:
+        runtime = Runtime.load(branch_plan, threads=1)
+        found = runtime.generate_branches([5], [prompt[1:], prompt[1:]], mode=mode, **options)  # type: ignore[arg-type]
+    assert [each.token_ids for each in found] == [plain] * len(found)
+    first = [each for each in seen if each.position == len(prompt)]
+    assert len(first) == len(found)
+    for each in first:
+        assert [node.token_id for node in each.nodes][:4] == [5, 6, 7, 8][: len(each.nodes)]
+        assert each.nodes
+
+
 def test_rows_are_computed_again_only_for_features_that_are_lost(toy: Runtime) -> None:
     prompt = [(37 * i) % 299 + 1 for i in range(50)]
     session = toy.session()
