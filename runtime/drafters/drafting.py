@@ -150,9 +150,7 @@ class Drafting:
 
     # A round.
 
-    def propose(
-        self, live: Mapping[int, Allowed], following: List[Sequence], nodes: int
-    ) -> dict[int, Draft]:
+    def propose(self, live: Mapping[int, Allowed], following: List[Sequence], nodes: int) -> dict[int, Draft]:
         """Drafts by number for the sequences of a pass, `nodes` in all; `live` says what each may use.
 
         `following` are all whose drafters are enabled: heads take in what those have committed.
