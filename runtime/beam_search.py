@@ -1,6 +1,6 @@
 """Beam search: a baseline that looks for probable continuations as a whole, not token by token.
 
-No KV row ever moves. A pass feeds one token per live beam, each keeps the slot it gets, and the bias that the host
+No KV ever moves. A pass feeds one token per live beam, each keeps the slot it gets, and the bias that the host
 writes says which slots a beam sees: the prompt and its own ancestors. Scores and ends are those of
 `generate(num_beams=...)` in transformers 5 (`GenerationMixin._beam_search`); FEATURES row 19.
 """
@@ -67,7 +67,7 @@ def beam_search(session: Session, prompt: str | Sequence[int], **options: Unpack
     """Append `prompt` to the session's sequence and search behind it; nothing that is found is appended.
 
     Best first, `num_return` of them. A cancelled search returns what it has, with the live beams as they are. Raises
-    RequestError, before anything changes, for a prompt or an option that cannot be served, such as more rows than the
+    RequestError, before anything changes, for a prompt or an option that cannot be served, such as more slots than the
     KV cache has.
     """
     settings = _Settings.check(options, session)
@@ -77,8 +77,8 @@ def beam_search(session: Session, prompt: str | Sequence[int], **options: Unpack
         started = perf_counter()
         most = settings.most_tokens(len(session.token_ids) + len(prepared.ids))
         beams = _Beams(settings, most)
-        visible = np.zeros((settings.beams, settings.beams * (most - 1)), np.bool_)  # by beam: rows behind the prompt
-        rows = 0
+        visible = np.zeros((settings.beams, settings.beams * (most - 1)), np.bool_)  # by beam: slots behind the prompt
+        used = 0
         logits = session.read(prepared, request, stats)
         while logits is not None:
             parents = beams.grow(logits)
@@ -89,9 +89,9 @@ def beam_search(session: Session, prompt: str | Sequence[int], **options: Unpack
                 break
             n = len(parents)
             visible[:n] = visible[parents]
-            visible[range(n), range(rows, rows + n)] = True
-            rows += n
-            logits = session.look_ahead(beams.tips, beams.length, visible[:n, :rows])
+            visible[range(n), range(used, used + n)] = True
+            used += n
+            logits = session.look_ahead(beams.tips, beams.length, visible[:n, :used])
         found = beams.best(settings.num_return)
         stats.new_tokens = len(found[0].token_ids)
         stats.first_span = min(stats.new_tokens, 1)
@@ -156,9 +156,11 @@ class _Settings:
         return self.request.cancel is not None and self.request.cancel.is_set()
 
     def most_tokens(self, prompt_tokens: int) -> int:
-        """New tokens up to `max_new_tokens` or the context's end; raises RequestError where there are too few slots."""
+        """Return the number of new tokens up to `max_new_tokens` or the context's end. Raises RequestError where there
+        are too few slots.
+        """
         most = min(self.request.max_new_tokens, self.context - prompt_tokens)
-        needed = prompt_tokens + self.beams * (most - 1)  # the last tokens need no rows
+        needed = prompt_tokens + self.beams * (most - 1)  # the last tokens need no slots
         if needed > self.slots:
             raise RequestError(
                 f"{self.beams} beams of {most} new tokens behind {prompt_tokens} need {needed} KV slots, and "
@@ -195,7 +197,7 @@ class _Beams:
 
     @property
     def over(self) -> bool:
-        """Whether no live beam is left, or none can end among the best any more, as far as the settings look."""
+        """Whether the search has ended: no live beam is left, or none can still end among the best."""
         settings = self._settings
         if not self._live:
             return True

@@ -26,11 +26,11 @@ _NO_OPTIONS = ("prompt", "predicted_tokens")
 
 @dataclass(frozen=True)
 class BranchRequest:
-    """One branch as it is asked for: what it begins with behind the prefix, and how it goes on."""
+    """A checked branch: the tokens it begins with behind the prefix, and its options."""
 
     token_ids: list[int]
     request: Request
-    predicted_tokens: int  # that it will have, as far as the caller knows: the longest begins first
+    predicted_tokens: int  # the caller's estimate: the longest begins first
 
 
 def check_branches(
@@ -42,7 +42,7 @@ def check_branches(
     mode: Mode,
     options: Options,
 ) -> tuple[list[int], list[BranchRequest]]:
-    """The prefix that all share, and the branches behind it. Raises RequestError naming the branch."""
+    """Check a call; return the shared prefix and the branches behind it. Raises RequestError naming the branch."""
     geometry = manifest.target
     if geometry.branches < 2:
         raise RequestError("The plan serves one branch; build it with capacity.branches of 2 to 16 for more.")

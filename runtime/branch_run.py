@@ -1,4 +1,4 @@
-"""Several sequences behind one prefix, generated together: what `generate_branches` does with an engine."""
+"""Generate several sequences behind one prefix: how `generate_branches` drives an engine."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def run_branches(
     stats: Stats,
     keep_for: Collection[str | None] = (),
 ) -> Run:
-    """Spans as they are committed, of all branches; at most `max_parallel` live at once, and `stats` filled.
+    """Yield the spans of all branches as they are committed; at most `max_parallel` live at once. Fills `stats`.
 
-    Those that are predicted to be the longest begin first, of equal ones in the order given. The KV of the prefix stays
-    for a next run behind the same one, if its drafters are among those of this run and `keep_for`.
+    Branches that are predicted to be longest start first, equal ones in the order given. The KV of the prefix stays for
+    a next run behind the same prefix, if that asks drafters of this run or of `keep_for` only.
     """
     with engine.counting(stats):
         if engine.begin(prefix, {each.request.drafter for each in asked} | set(keep_for), mode):

@@ -1,4 +1,4 @@
-"""Engines of one runtime, lent to whoever generates: sessions, one-off generations, branches, the scheduler."""
+"""The engines of one runtime, lent to sessions, one-off generations, branches and the scheduler."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from runtime.execution.assembly import Loaded
 from runtime.prefix_cache.cache import PrefixCache
 from runtime.prefix_cache.radix_tree import common_length
 
-MAX_IDLE = 1  # engines that are kept for the next to come; each holds its buffers
+MAX_IDLE = 1  # idle engines that are kept; each holds its buffers
 
 
 class EnginePool:
-    """Lends an engine at a time to each. Safe to use from several threads, and in finalisers: no lock is waited for."""
+    """Lends engines. Safe to use from several threads, and in finalisers: no lock is waited for."""
 
     def __init__(self, loaded: Loaded, cache: PrefixCache | None = None) -> None:
-        """Makes the first engine, which resolves every program: a wrong plan is found here, before any prompt."""
+        """Make the first engine, which resolves every program: a wrong plan is found here, before any prompt."""
         self.loaded, self.cache = loaded, cache
         self._all: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._counting = threading.Lock()
@@ -32,9 +32,10 @@ class EnginePool:
         return engine
 
     def borrow(self, tokens: List[int] = ()) -> Engine:
-        """An engine that was used before, or a new one.
+        """Return an idle engine, or a new one.
 
-        With a prefix cache it may still have a sequence: of the engines that are idle, the one most like `tokens`.
+        With a prefix cache an engine may still have a sequence; the idle engine whose sequence shares most with
+        `tokens` is preferred.
         """
         idle = list(self.idle)
         if tokens and self.cache is not None:
@@ -48,11 +49,11 @@ class EnginePool:
         return self._make()
 
     def give_back(self, engine: Engine) -> None:
-        """The engine is free; where too many are, the oldest goes."""
+        """Make the engine idle; where too many are, the oldest is dropped."""
         self.idle.append(engine)
 
     @property
     def engines(self) -> List[Engine]:
-        """All that there are, lent or idle."""
+        """All engines, lent or idle."""
         with self._counting:
             return list(self._all)

@@ -1,4 +1,4 @@
-"""Results of a generation: spans as they are committed, and the whole at the end."""
+"""Results of a generation: spans as tokens are committed, and the whole at the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # an end token or a stop string
     LENGTH = "length"  # max_new_tokens, or the context is full
     CANCELLED = "cancelled"
-    DEADLINE = "deadline"  # of a request, which passed
+    DEADLINE = "deadline"  # the request's deadline has passed
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Generation:
 class Span:
     """Tokens that one step committed to a sequence. `text` holds whole characters only and may lag behind `token_ids`.
 
-    A `tentative` one is not committed, and may never be: its tokens come behind those of earlier tentative spans, its
-    text is what will be shown behind the text of spans so far if all of them stay and none follows, and the next span
-    that is not tentative takes their place.
+    A `tentative` span is not committed, and may never be. Its tokens follow those of earlier tentative spans. Its text
+    is what will be shown behind the text so far if all tentative tokens are confirmed and nothing follows. The next
+    span that is not tentative replaces it.
 
-    `sequence` says of which of those asked for, by its place. With the last one comes the `result`, or the `error` that
-    this sequence could not go on for, which a stream raises.
+    `sequence` is the index of the sequence among those asked for. The last span of a sequence carries its `result`, or
+    the `error` that ended it, which a stream raises.
     """
 
     token_ids: list[int]
@@ -58,13 +58,13 @@ Run = Generator[Span | None, None, None]
 
 
 class Stream:
-    """Iterate for spans; `result`, or of several sequences `results`, is there once iteration has ended.
+    """Iterate for spans; `result` (`results`, of several sequences) is there once the iteration has ended.
 
     Closing it, or leaving it unfinished, ends the run; a session keeps what was committed.
     """
 
     def __init__(self, run: Run, stats: Stats | None = None) -> None:
-        """`stats` are those of a run of several sequences; its time is added here."""
+        """`stats` are those of a run of several sequences; the run's time is added to them here."""
         self._run, self._stats = run, stats
         self._found: dict[int, Generation] = {}
         self._ended = False
@@ -112,7 +112,7 @@ class Stream:
 
     @property
     def stats(self) -> Stats:
-        """Results of all sequences; of one that is alone, once it has ended."""
+        """Statistics of all sequences together; for a single sequence, once it has ended."""
         return self.result.stats if self._stats is None else self._stats
 
 
@@ -127,9 +127,10 @@ class GrowingGeneration:
         self.finish_reason: FinishReason | None = None
 
     def cut(self, chosen: list[int], last: bool) -> tuple[list[int], FinishReason | None]:
-        """The target's choices of one round up to an end token, and why it ends there, as far as tokens tell.
+        """Cut the tokens that the target chose in one round behind an end token.
 
-        `last` says that there is no room for more. Changes nothing.
+        `last` says that there is no room for more. Returns the tokens that stay, and the finish reason as far as tokens
+        tell. Changes nothing.
         """
         ends = self._request.eos_token_ids
         if ends.isdisjoint(chosen):
@@ -138,9 +139,9 @@ class GrowingGeneration:
         return chosen[:kept], FinishReason.STOP
 
     def show(self, tokens: list[int], reason: FinishReason | None, drafted: int, accepted: int) -> tuple[int, str]:
-        """Take what `cut` has left of a round, in the order of the rounds: up to a stop string, which ends it too.
+        """Append the tokens that `cut` has left of a round, up to a stop string, which ends the generation too.
 
-        How many tokens stay, and the text that they add.
+        Rounds must come in order. Returns the number of tokens that stay, and the text that they add.
         """
         kept = len(tokens)
         pushed = self._text.push(tokens[: kept - (reason is FinishReason.STOP)])
@@ -161,13 +162,13 @@ class GrowingGeneration:
         return kept, pushed.text
 
     def preview(self, tokens: list[int]) -> str:
-        """The text that is still to be shown if `tokens` are what comes, up to an end token or a stop string."""
+        """Return the text that would still be shown if `tokens` came next, up to an end token or a stop string."""
         ends = self._request.eos_token_ids
         kept = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
         return self._text.preview(tokens[:kept])
 
     def finish(self) -> str:
-        """The text that was held back; it may complete a stop string after all."""
+        """Return the text that was held back; it may complete a stop string after all."""
         text = self._text.finish()
         self._shown.append(text)
         if self._text.stopped is not None:

@@ -1,4 +1,4 @@
-"""A request that was submitted: its spans as they come, from any thread or event loop, and its end."""
+"""A submitted request: its spans as they come, from any thread or event loop, and its result."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from runtime.generation import Generation, Span
 class Handle:
     """Iterate it, or `async for` it, for spans; `result()`, or `await` it, for the whole generation.
 
-    Every iteration begins with the first span, whatever was read before. An error that ended the request is raised
+    Every iteration starts with the first span, whatever was read before. An error that ended the request is raised
     behind the last span.
     """
 
     def __init__(self, cancel: Callable[[], None]) -> None:
-        """`cancel` is called when somebody wants the request to end. Made by `Runtime.submit`."""
+        """`cancel` is called to end the request. Handles are made by `Runtime.submit`."""
         self._cancel = cancel
         self._spans: list[Span] = []
         self._result: Generation | None = None
@@ -29,7 +29,7 @@ class Handle:
     # What its scheduler calls.
 
     def push(self, span: Span) -> None:
-        """More of it has been committed."""
+        """Add a span."""
         with self._changed:
             self._spans.append(span)
             self._tell()
@@ -50,11 +50,11 @@ class Handle:
 
     @property
     def done(self) -> bool:
-        """Whether it is over."""
+        """Whether the request has ended."""
         return self._result is not None or self._error is not None
 
     def cancel(self) -> None:
-        """End it at the next token boundary, or before it begins; what was committed is its result."""
+        """End the request at the next token boundary, or before it starts; what was committed is its result."""
         self._cancel()
 
     def __iter__(self) -> Iterator[Span]:

@@ -12,9 +12,10 @@ from runtime.engine_pool import EnginePool
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """`engines` sets of buffers of `engine_bytes` each, of which `idle` wait for the next to come; a session that is
-    open has one, and so has every generation that runs. `kv_bytes` says how much of a set the KV cache of each model
-    is. Buffers are zero at first: systems that hand out such pages lazily count less.
+    """Memory of a runtime: `engines` sets of buffers of `engine_bytes` each, of which `idle` are lent to nobody.
+
+    Every open session has one, and so has every generation that runs. `kv_bytes` is the part of a set that is the KV
+    cache of each model. Buffers are zero at first: systems that hand out such pages lazily count less.
     """
 
     engines: int

@@ -1,4 +1,4 @@
-"""The facade: a loaded plan, from which text is generated."""
+"""The facade of a loaded plan: sessions, generation, requests, branches and beam search."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MAX_THREADS = 1024
 
 
 def check_threads(threads: int) -> None:
-    """Raise `RequestError` for what is no number of threads."""
+    """Raise `RequestError` unless `threads` is a number of threads."""
     if isinstance(threads, bool) or not isinstance(threads, int) or not 0 <= threads <= MAX_THREADS:
         raise RequestError(
             f"threads is {threads!r}; pass a whole number from 0 (the backend chooses) to {MAX_THREADS}."
@@ -50,10 +50,8 @@ def check_threads(threads: int) -> None:
 class Runtime:
     """A plan in memory: engines and tokenizer, shared by any number of sessions.
 
-    `backend` is the one that runs, `passed_over` says why better ones of the plan do not. `skeleton` has the plan's
-    settings of skeleton-of-thought.
-
-    Safe to use from several threads. `Runtime.load` is the way to make one.
+    `backend` is the one that runs; `passed_over` says why better ones of the plan do not. `skeleton` has the plan's
+    settings of skeleton-of-thought. Safe to use from several threads. `Runtime.load` makes one.
     """
 
     def __init__(
@@ -153,11 +151,11 @@ class Runtime:
         handles: list[Handle] = []
         try:
             for each in asked:
-                handles += self._serve().submit([each], wait=True)  # those before one that fails stay known
+                handles += self._serve().submit([each], wait=True)  # a failure leaves the handles before it in the list
             return [handle.result() for handle in handles]
         finally:
             for handle in handles:
-                handle.cancel()  # those that are not over, as one has failed
+                handle.cancel()  # the unfinished ones, where one has failed
 
     def submit(
         self,
@@ -225,14 +223,14 @@ class Runtime:
         return memory_use(self.loaded.plan, self.engines)
 
     def save_prefix_cache(self, path: str | PathLike[str]) -> int:
-        """Write what the prefix cache holds to a file; how many tokens that is.
+        """Write the contents of the prefix cache to a file; return the number of tokens written.
 
         Raises RequestError without a cache, and where the file's folder does not exist.
         """
         return save_prefix_cache(self._cache(), Path(path), self._bound_to())
 
     def load_prefix_cache(self, path: str | PathLike[str]) -> int:
-        """Take in what was saved; how many tokens the cache has more.
+        """Load a saved prefix cache; return the number of tokens added.
 
         Raises RequestError without a cache, and PlanError for a file that is damaged, or that another plan, version of
         ONNX Runtime or processor has made: its KV would not be, bit for bit, what is computed here.
@@ -253,7 +251,9 @@ class Runtime:
         }
 
     def start(self) -> None:
-        """Make ready what `submit` needs, which the first one would wait for. Raises RequestError as `submit`."""
+        """Prepare the scheduler now; else the first `submit` does, and waits for it. Raises RequestError as `submit`
+        does.
+        """
         self._serve()
 
     @property
@@ -262,9 +262,9 @@ class Runtime:
         return SchedulerStats() if self._scheduler is None else self._scheduler.stats
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> bool:
-        """Take no more requests by `submit`, and finish those that there are, or without `drain` cancel them.
+        """Take no more requests by `submit`, and finish the present ones or, without `drain`, cancel them.
 
-        Returns whether all were over after at most `timeout` seconds.
+        Returns whether all were finished after at most `timeout` seconds.
         """
         with self._making:
             self._closed = True
@@ -274,11 +274,11 @@ class Runtime:
     def stream(
         self, prompt: str | Sequence[int] | None = None, *, messages: Messages | None = None, **options: Unpack[Options]
     ) -> Stream:
-        """As `generate`, a span of tokens and text per step; nothing is held until the first one is asked for."""
+        """Generate as `generate` does, a span of tokens and text per step; no engine is taken before the first one."""
         return Stream(self._once(*self._check(self._choose(prompt, messages), options)))
 
     def _once(self, ids: list[int], request: Request) -> Run:
-        """Generate behind `ids`, a sequence of its own; nothing is held until the first pass is asked for."""
+        """Generate behind `ids` in a sequence of its own; no engine is taken before the first pass."""
         with Session(self.engines) as session:
             yield from session.run(ids, request, whole=True)
 
@@ -347,10 +347,10 @@ class Runtime:
         try:
             yield from run_branches(engine, prefix, asked, parallel, mode, stats, keep_for)
         finally:
-            self.engines.give_back(engine)  # whoever is next begins afresh, however this run ended
+            self.engines.give_back(engine)  # the next borrower begins afresh, however this run ended
 
     def beam_search(self, prompt: str | Sequence[int], **options: Unpack[BeamOptions]) -> list[BeamResult]:
-        """The most probable continuations of `prompt` that beam search finds, best first. Raises RequestError."""
+        """Return the most probable continuations of `prompt` by beam search, best first. Raises RequestError."""
         with Session(self.engines) as session:
             return beam_search(session, prompt, **options)
 

@@ -1,8 +1,8 @@
-"""Many requests on one runtime: one thread serves them all, a pass for all that live (FEATURES rows 26 to 30).
+"""Serve many requests on one runtime: one thread runs passes, each over all running requests (FEATURES rows 26 to 30).
 
-A request waits until there is room for all that it may come to; then its prompt is computed a part in every pass,
-beside the decoding of the others. A plan of one branch serves one request at a time. Tokens are those that it would
-have alone.
+A request waits until the KV cache has room for its longest outcome. Its prompt is then computed in parts, one in every
+pass, beside the decoding of the others. A plan of one branch serves one request at a time. Every request gets the
+tokens that it would get alone.
 """
 
 from __future__ import annotations
@@ -64,28 +64,28 @@ class SchedulerConfig:
             raise RequestError(f"overlap is {self.overlap!r}; pass True or False.")
 
     def mode_on(self, target: Geometry) -> Mode:
-        """How sequences of a plan lie in the KV cache."""
+        """Return how sequences of a plan lie in the KV cache."""
         return self.mode or ("batching" if target.rows > 1 else "in-one-sequence")
 
 
 @dataclass(order=True)
 class _Request:
-    """One that was submitted, in the order in which they begin."""
+    """A submitted request; requests sort in the order in which they start."""
 
     rank: tuple[int, int]
     asked: BranchRequest
     handle: Handle
     submitted: float
     deadline: float | None
-    cancel: threading.Event = field(compare=False)  # its own, which the caller's sets too
+    cancel: threading.Event = field(compare=False)  # the request's own; the caller's event sets it too
     given: threading.Event | None = field(compare=False)
     client: str | None = None
-    begun: bool = False  # whether it has tokens
+    begun: bool = False  # whether its first tokens have been delivered
     queued_ms: float = 0.0
 
     @property
     def place(self) -> int:
-        """A number of its own."""
+        """The request's own number."""
         return self.rank[1]
 
     @property
@@ -100,10 +100,10 @@ class _Request:
 
 
 class Scheduler:
-    """Safe under threads. `submit` from any of them; the work is done in one of its own, while there is any."""
+    """Serves requests in a thread of its own, which runs while there is work. Any thread may call `submit`."""
 
     def __init__(self, pool: EnginePool, config: SchedulerConfig | None = None) -> None:
-        """Borrows an engine of the pool while it has work. Raises RequestError for what the plan cannot serve."""
+        """Borrow an engine of the pool whenever there is work. Raises RequestError for what the plan cannot serve."""
         manifest = pool.loaded.manifest
         geometry = manifest.target
         self.config = config = config or SchedulerConfig()
@@ -144,11 +144,12 @@ class Scheduler:
         client: str | None = None,
         wait: bool = False,
     ) -> list[Handle]:
-        """Have requests served: those of a higher `priority` begin first, of equal ones who came first.
+        """Submit requests: higher `priority` starts first, then earlier submissions.
 
-        `deadline` is in seconds from now: what they have by then is their result. `client` names who asks. With `wait`,
-        they wait for places in the queue. All are taken, or none. Raises BusyError where too many wait, ClosedError
-        where the scheduler is closed, and RequestError for a constraint that another request has.
+        `deadline` is in seconds from now; what a request has by then is its result. `client` names the submitter. With
+        `wait`, the call blocks until the queue has room. All requests are taken, or none. Raises BusyError where too
+        many wait, ClosedError where the scheduler is closed, and RequestError for a constraint that another request
+        has.
         """
         until = None if deadline is None else monotonic() + deadline
         with self._changed:
@@ -168,7 +169,7 @@ class Scheduler:
         return [request.handle for request in made]
 
     def _made(self, asked: BranchRequest, rank: int, until: float | None, client: str | None) -> _Request:
-        """The request with an event of its own that ends it."""
+        """Build the request, with an event of its own that ends it."""
         cancel, given = threading.Event(), asked.request.cancel
 
         def end() -> None:
@@ -181,7 +182,7 @@ class Scheduler:
         return _Request(place, asked, Handle(end), perf_counter(), until, cancel, given, client)
 
     def _room(self, client: str | None) -> int:
-        """How many more requests of `client` are taken: those that can begin at once, and those that may wait."""
+        """Return how many more requests of `client` are taken: those that can start, and those that may wait."""
         config = self.config
         free = self._most - len(self._by_place)
         room = config.max_waiting - len(self._waiting)
@@ -230,9 +231,9 @@ class Scheduler:
             return replace(self._stats, waiting=len(self._waiting), running=len(self._by_place))
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> bool:
-        """Take no more requests; finish those that there are, or without `drain` cancel them.
+        """Take no more requests, and finish the present ones or, without `drain`, cancel them.
 
-        Returns whether all were over after at most `timeout` seconds.
+        Returns whether all were finished after at most `timeout` seconds.
         """
         with self._changed:
             self._closed = True
@@ -261,20 +262,20 @@ class Scheduler:
                 self._start()
 
     def _take(self) -> Engine:
-        """The engine that serves the requests."""
+        """Return the engine that serves the requests; borrow one if need be."""
         if self._engine is None:
             self._engine = self._pool.borrow()
             self._engine.begin([], self._drafters, self._mode)
         return self._engine
 
     def _let_go(self) -> None:
-        """Others may have the engine."""
+        """Give the engine back to the pool."""
         if self._engine is not None:
             self._pool.give_back(self._engine)
             self._engine = None
 
     def _wait(self) -> bool:
-        """Until there is something to do; False where the thread is to end."""
+        """Wait for work; return False when the thread should end."""
         with self._changed:
             while not (self._waiting or self._running):
                 if self._closed or not self._changed.wait(_IDLE):
@@ -282,10 +283,10 @@ class Scheduler:
             return True
 
     def _turn(self, texts: ThreadPoolExecutor, engine: Engine) -> None:
-        """One pass, and what goes before it: those who wait no longer, and those who may begin.
+        """Run one pass, after dropping requests that expired while waiting and admitting those that fit.
 
-        Meanwhile the text of the pass before is shown. Who is found to have stopped there has run in this one for
-        nothing.
+        The text of the pass before is handled meanwhile. A sequence whose stop string is found there has taken part in
+        this pass for nothing.
         """
         self._expire()
         engine.settle(self._running)
@@ -315,13 +316,13 @@ class Scheduler:
             self._deliver(engine.show(each))
 
     def _catch_up(self) -> None:
-        """Until all text is shown."""
+        """Wait until all text has been handled."""
         showing, self._showing = self._showing, None
         if showing is not None:
             showing.result()
 
     def _expire(self) -> None:
-        """End those who wait and were cancelled, or came too late; have those end who run and are late."""
+        """End waiting requests that were cancelled or are past their deadline; cancel running ones past theirs."""
         with self._changed:
             over = [each for each in self._waiting if each.late or each.cancelled]
             if over:
@@ -338,7 +339,7 @@ class Scheduler:
             each.cancel.set()
 
     def _admit(self, engine: Engine) -> None:
-        """Begin with those who wait, in their order, as long as there is a place and room."""
+        """Start waiting requests in their order, while there are free places and room in the KV cache."""
         while len(self._running) < self._most:
             with self._changed:
                 if not self._waiting:
@@ -385,7 +386,7 @@ class Scheduler:
         request.handle.end(result, error)
 
     def _fail(self, error: Exception) -> None:
-        """A round has failed: so have those who were in it. The others are served as before."""
+        """End the requests of a pass that has failed with its error; the others are served as before."""
         with suppress(Exception):
             self._catch_up()
         for request in list(self._by_place.values()):

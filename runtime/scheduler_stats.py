@@ -1,4 +1,4 @@
-"""Statistics of all requests of a scheduler together."""
+"""Statistics of all requests of a scheduler."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 
 @dataclass
 class SchedulerStats:
-    """Counts since the scheduler was made, and what there is now."""
+    """Counts since the scheduler was made, and the requests that wait and run now."""
 
     submitted: int = 0
-    refused: int = 0  # as too many were waiting
+    refused: int = 0  # because too many were waiting
     finished: int = 0  # whatever the reason
     failed: int = 0  # by an error
     waiting: int = 0

@@ -1,4 +1,4 @@
-"""A sequence that stays open: it can be generated from, continued, cut and generated from again."""
+"""A sequence that stays open: generate from it, continue it, truncate it, and generate again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from runtime.text.stream import TextStream
 class Session:
     """One sequence, many turns. It borrows an engine of its runtime from its first use until it is closed.
 
-    One generation at a time; sessions of one runtime may run in different threads.
+    It runs one generation at a time; sessions of one runtime may run in different threads.
     """
 
     def __init__(self, pool: EnginePool) -> None:
@@ -44,7 +44,7 @@ class Session:
         self._engine: Engine | None = None
         self._sequence: Sequence | None = None
         self._return: Callable[[], object] = _nothing
-        self._changes = 0  # counts what may make a prepared prompt out of date
+        self._changes = 0  # counts changes that make a prepared prompt out of date
         self._exclusive = Exclusive(threading.Lock())
 
     # The engine, and the sequence on it.
@@ -55,7 +55,7 @@ class Session:
         return self._take()[0]
 
     def _take(self, ids: List[int] = ()) -> tuple[Engine, Sequence]:
-        """The session's engine and sequence; one that is borrowed now may have the beginning of `ids`."""
+        """Return the engine and the sequence; an engine that is borrowed now may have the beginning of `ids`."""
         if self._engine is None or self._sequence is None:
             engine = self._pool.borrow(ids)
             there = engine.sequences
@@ -69,7 +69,7 @@ class Session:
         return self._engine, self._sequence
 
     def close(self) -> None:
-        """Give the engine back; the session is empty then, and borrows one again when it is used."""
+        """Give the engine back. The session is empty then, and borrows an engine again when it is used."""
         with self._exclusive:
             self._changes += 1
             self._engine = self._sequence = None
@@ -154,7 +154,7 @@ class Session:
         return Stream(self.run(chosen, request, whole=whole or messages is not None))
 
     def run(self, prompt: str | List[int], request: Request, *, whole: bool = False) -> Run:
-        """Generate as `stream`, by checked options: a span a pass, None behind a pass over a part of a prompt."""
+        """Generate as `stream` does, from checked options: a span a pass, None for a pass over a part of a prompt."""
         return self._run(prompt, whole, request, self._prepare(prompt, whole, request), self._changes)
 
     def _prepare(self, prompt: str | List[int], whole: bool, request: Request) -> Prompt:
@@ -170,7 +170,7 @@ class Session:
             clock = engine.stage_clock()
             self._append(engine, sequence, prepared.ids, whole)
             engine.start(sequence, request, prepared.text)
-            waiting = True  # for the prefix cache, should another thread be at it
+            waiting = True  # for the prefix cache, if another thread holds it
             try:
                 while not sequence.over:
                     for committed in engine.step([sequence]):
@@ -189,26 +189,26 @@ class Session:
                     if not sequence.decoding:
                         yield None
             except GeneratorExit:
-                waiting = False  # it may be a finaliser that runs while this thread is at the cache
+                waiting = False  # a finaliser may run while this thread holds the cache
                 raise
             finally:
                 engine.finish(sequence, wait=waiting)
 
     @staticmethod
     def _append(engine: Engine, sequence: Sequence, ids: list[int], whole: bool) -> None:
-        """Make the sequence what is to be continued."""
+        """Turn the sequence into what is to be continued."""
         if whole:
             engine.truncate(sequence, common_length(sequence.tokens, ids))
             ids = ids[len(sequence.tokens) :]
         sequence.tokens += ids
 
     def step_logits(self, index: int) -> NDArray[np.float32]:
-        """Logits f32 `[vocab]` that the `index`-th token of the last span was chosen by: a view until the next step."""
+        """Return the logits f32 `[vocab]` that chose token `index` of the last span: a view until the next step."""
         engine, sequence = self._take()
         return engine.logits_of(sequence, index)
 
     def text_behind(self, token_ids: list[int]) -> str:
-        """Text that `token_ids` would add to the sequence's."""
+        """Return the text that `token_ids` would add to the sequence's."""
         text = TextStream(self._tokenizer, self.token_ids)
         return text.push(token_ids).text + text.finish()
 
@@ -231,10 +231,10 @@ class Session:
 
     @contextmanager
     def exploring(self, prompt: str | List[int], request: Request, stats: Stats) -> Iterator[Prompt]:
-        """Hold the session for `read` and `look_ahead` behind `prompt`, of which nothing has been taken in yet.
+        """Hold the session for `read` and `look_ahead` behind `prompt`, which has not been appended yet.
 
-        At the end the sequence is what it was, with the prompt if that was read, and the stages' times are in `stats`.
-        Raises RequestError as `stream`.
+        At the end the sequence is what it was, with the prompt if it was read, and `stats` has the times of the stages.
+        Raises RequestError as `stream` does.
         """
         with self._exclusive:
             prepared = self._prepare(prompt, False, request)

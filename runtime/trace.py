@@ -45,7 +45,7 @@ class Round:
     entropy: float | None
 
     def cut(self, kept: int) -> Round:
-        """The round, where only the first `kept` of its tokens stay."""
+        """Return the round with only the first `kept` of its tokens."""
         if kept == len(self.committed):
             return self
         nodes = [replace(node, accepted=node.accepted and node.depth <= kept) for node in self.nodes]

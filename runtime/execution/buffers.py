@@ -23,7 +23,7 @@ _LINE = 64  # bytes
 
 
 class Exchange(Protocol):
-    """Work of a program on a device beside its stages; all calls but `wait` only enqueue."""
+    """How a program's stages and the host exchange data on a device. Every call but `wait` only enqueues work."""
 
     records: bool
     """Whether the device can record, so that many calls become one launch."""
@@ -32,7 +32,7 @@ class Exchange(Protocol):
     """Whether engines may stand in a stretch with ops, or are called singly."""
 
     def recording(self) -> AbstractContextManager[None]:
-        """Record what runs meanwhile: from then on, a run of the same sizes is one launch."""
+        """Record the runs inside the block: later runs of the same sizes are one launch each."""
 
     def upload(self) -> None:
         """Copy what the host has written to the device."""
@@ -41,13 +41,13 @@ class Exchange(Protocol):
         """Copy back what stages have written."""
 
     def wait(self) -> None:
-        """Until all of it is done. Raises `PlanError` where an op found that no token can be chosen."""
+        """Wait for all enqueued work. Raises `PlanError` where an op found that no token can be chosen."""
 
     def stretch(self, calls: Sequence[Call], sizes: Sequence[Sequence[int]]) -> Call:
-        """One call for several that run with the present values of `sizes`."""
+        """Return one call for several consecutive ones that run with the present values of `sizes`."""
 
     def singly(self, call: Call) -> Call:
-        """One call for one that enqueues, and is never recorded with others."""
+        """Return a call that enqueues, and is never recorded with others."""
 
 
 class Buffers:
@@ -77,19 +77,19 @@ class Buffers:
         return name in self.arrays
 
     def of(self, model: str, tensor: str) -> NDArray[Any]:
-        """The buffer that holds `tensor` for `model`, as the host sees it."""
+        """Return the buffer that holds `tensor` for `model`, as the host sees it."""
         return self.arrays[names.of(model, tensor)]
 
     def op(self, name: str, bound: Mapping[str, str], attributes: Mapping[str, int | float]) -> native.BoundOp:
-        """Op `name` on buffers: `bound` names that of each of its tensors. Raises what `native.create` does."""
+        """Return op `name` on the buffers that `bound` names for its tensors. Raises what `native.create` does."""
         return native.create(name, {parameter: self.arrays[buffer] for parameter, buffer in bound.items()}, attributes)
 
     def rows(self, model: str, tensor: str, start: int, stop: int) -> NDArray[Any]:
-        """Rows `[start, stop)` of a large buffer: a view, good until the next step."""
+        """Return rows `[start, stop)` of a large buffer's first dimension: a view, valid until the next step."""
         return self.of(model, tensor)[start:stop]
 
     def send(self, model: str, tensor: str, elements: int) -> None:
-        """The host has written the first `elements` of a large buffer."""
+        """Note that the host has written the first `elements` of a large buffer."""
 
     def copy_row(self, source: tuple[str, str, int], to: tuple[str, str, int]) -> None:
         """Copy a row `(model, tensor, index)` of a large buffer to another."""
@@ -101,7 +101,7 @@ class Buffers:
         kv[:, to, :, :count] = kv[:, source, :, :count]
 
     def move_slots(self, model: str, first: int, to: int, count: int) -> None:
-        """Move `count` slots of a model's KV cache of one row from `first` on to `to`, which lies before it."""
+        """Move `count` slots of a row of a model's KV cache from `first` on to `to`, which lies before them."""
         slots = self.of(model, names.KV)[:, 0]
         slots[:, :, to : to + count] = slots[:, :, first : first + count]
 
@@ -112,7 +112,7 @@ class Buffers:
 
 
 def _zeros(shape: Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
-    """Zeros that begin where a cache line does: else a kernel's widest vectors lie in two each."""
+    """Return zeros aligned to a cache line, so that no load of a kernel's widest vector spans two."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.zeros(size + _LINE, np.uint8)
     start = -memory.ctypes.data % _LINE

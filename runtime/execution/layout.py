@@ -1,4 +1,4 @@
-"""A step of any number of sequences: what they lack KV of, and the nodes drafted behind their tips."""
+"""Lay out a step of any number of sequences: their tokens without KV, and the nodes drafted behind their tips."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Placed:
 def lay_out_one(
     step: TargetStep, cache: KvCache, sequence: Sequence, start: int, chunk: int, draft: Draft | TreeInPlace | None
 ) -> Placed:
-    """The step of a sequence that has row 0 to itself: at most `chunk` of its tokens from `start` on, and its draft."""
+    """Lay out the step of a sequence that has row 0 to itself: at most `chunk` tokens from `start` on, and a draft."""
     fed = len(sequence.tokens) - start
     cache.tidy(min(fed, chunk) + (len(draft) if draft is not None else 0))
     if fed > chunk:
@@ -63,10 +63,10 @@ def lay_out(
     drafts: Mapping[int, Draft],
     chunk: int,
 ) -> list[Placed]:
-    """The step of several sequences, each from its start on, and of what was drafted for them by their numbers.
+    """Lay out the step of several sequences, each from its start on, with their drafts by sequence number.
 
-    At most `chunk` tokens of prompts go in, and at least one of each sequence: who came first, goes first. Returns the
-    sequences in the order of the step; each has as many nodes as were drafted, or as there is room for.
+    The step has at most `chunk` tokens of prompts, and at least one token of each sequence; earlier sequences go first.
+    Returns the sequences in the order of the step. Each gets all nodes that were drafted for it, or as many as fit.
     """
     fed: dict[int, int] = {}
     by_number = {each.number: each for each in starts}
@@ -79,7 +79,7 @@ def lay_out(
     whole = [
         number for number, count in chains.items() if starts[by_number[number]] + count == len(by_number[number].tokens)
     ]
-    # Who is accepted by rejection has the first choice: room was kept for it.
+    # Sequences accepted by rejection choose first: room was reserved for them.
     whole.sort(key=lambda number: drafts.get(number, NOTHING).probs is None)
     nodes = cache.fit(chains, {number: len(drafts.get(number, NOTHING)) for number in whole})
     cache.begin({number: count + nodes.get(number, 0) for number, count in chains.items()})

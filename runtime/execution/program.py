@@ -79,8 +79,9 @@ class _Ready:
 
 
 def _on_device(stages: list[_Ready], exchange: Exchange, steps: Mapping[str, Step]) -> list[_Ready]:
-    """The stages between a copy there and back, those that can be recorded one behind another in one stretch; and
-    waiting behind the last."""
+    """Put uploading before the stages, and downloading and waiting behind them; join consecutive stages that can be
+    recorded into stretches.
+    """
     there, back = _Ready("upload", None, exchange.upload), _Ready("download", None, exchange.download)
     ready, stretch = list[_Ready](), list[_Ready]()
 

@@ -45,7 +45,7 @@ class Step:
         self.past_length = buffers.of(model, names.PAST_LENGTH)
         self.most = len(self.token_ids)
         self._count = np.arange(self.most + 1)  # ready-made chains: parents, and offsets of positions
-        self._row = 0  # that new tokens go to
+        self._row = 0  # the row that new tokens go to
 
     def begin(self, past: int, position: int, tokens: list[int], branch: int) -> None:
         """Lay out `tokens` as a chain of one row behind `past` slots, the first at `position`."""
@@ -67,7 +67,7 @@ class Step:
         self._resize(n)
 
     def begin_rows(self, past: Sequence[int]) -> None:
-        """An empty step behind `past` slots of each row of the cache, for `append_chain`."""
+        """Begin an empty step behind `past` slots of each row of the cache, for `append_chain`."""
         rows = len(past)
         self.past_length[:rows] = past
         self.row_splits[: rows + 1] = 0
@@ -77,7 +77,7 @@ class Step:
         self.sizes[_VIEW] = self.view_of(max(past))
 
     def append_chain(self, tokens: Sequence[int], position: int, branch: int, row: int = 0) -> int:
-        """Lay out the next tokens of a branch, the first at `position`; the index of the last one in the step.
+        """Lay out the next tokens of a branch, the first at `position`; return the index of the last one in the step.
 
         Rows come in ascending order.
         """
@@ -94,7 +94,7 @@ class Step:
         return last
 
     def append_padding(self, count: int, row: int) -> None:
-        """Lay out tokens of nobody, which see and are seen by none but themselves."""
+        """Lay out padding tokens, which see and are seen by none but themselves."""
         n = self.sizes[_NEW]
         assert n + count <= self.most, "a rectangle larger than a step"
         for column, value in ((self.token_ids, 0), (self.positions, 0), (self.parent, -1), (self.branch, NOBODY)):
@@ -126,7 +126,9 @@ class Step:
         self.sizes[_VIEW] = max(self.sizes[_VIEW], self.view_of(int(self.past_length[row]) + mine))
 
     def view_of(self, slots: int) -> int:
-        """Keys in view of a step behind which so many slots are in use, those of a draft's levels not counted."""
+        """Return the number of keys in view of a step behind which `slots` are in use, those of a draft's levels not
+        counted.
+        """
         index = bisect_left(self._views, slots + self.reach)
         return self._views[index] if index < len(self._views) else self.largest_view
 
@@ -152,7 +154,7 @@ class DraftStep(Step):
             self._tips = rows.reshape(-1), branches.reshape(-1)
 
     def begin(self, past: int, position: int, tokens: list[int], branch: int) -> None:
-        """As of any step; a tree grows from the last token."""
+        """Begin as any step does; a tree grows from the last token."""
         self.reach = self._grown
         super().begin(past, position, tokens, branch)
         if self._tips is not None:
@@ -171,11 +173,11 @@ class DraftStep(Step):
 
     @property
     def tips(self) -> int:
-        """Trees of each row."""
+        """Number of trees of each row."""
         return self.sizes[_TIPS]
 
     def reach_of(self, tips: int) -> int:
-        """Slots that the levels of so many trees fill."""
+        """Return the number of slots that the levels of so many trees fill."""
         return self._grown * tips
 
     def expect_tips(self, most: int) -> None:
@@ -185,7 +187,9 @@ class DraftStep(Step):
         self.sizes[_VIEW] = self.view_of(int(self.past_length[:rows].max()))
 
     def grow(self, tips: Sequence[tuple[int, int, int]]) -> None:
-        """Trees grow from `(row, index, branch)`, row by row; one with fewer than others has some that nobody reads."""
+        """Set the tips `(row, index, branch)`, row by row, that trees grow from; a row with fewer tips than others
+        grows trees that nobody reads.
+        """
         if self._tips is None:  # a plan of one branch: the tip is the last token
             return
         rows = self.sizes[_ROWS]
@@ -213,7 +217,7 @@ class TargetStep(Step):
         self._free_bias = buffers.of(names.TARGET, names.FREE_BIAS)
 
     def begin(self, past: int, position: int, tokens: list[int], branch: int) -> None:
-        """As of any step; without logits (`append_tip`) or a draft (`append_nodes`, `expect_tree`)."""
+        """Begin as any step does, without logits (`append_tip`) and without a draft (`append_nodes`, `expect_tree`)."""
         self.drafted = self._free_bias[0] = self.sizes[_LOGITS] = 0
         super().begin(past, position, tokens, branch)
 
@@ -227,7 +231,7 @@ class TargetStep(Step):
         self.sizes[_LOGITS] += 1
 
     def begin_warmup(self, length: int, drafted: int = 0) -> None:
-        """A step of tokens 0: the tip, the last of `length` tokens, and a chain of `drafted` nodes."""
+        """Begin a step of tokens 0: the tip, the last of `length` tokens, and a chain of `drafted` nodes."""
         self.begin(length - 1, length - 1, [0], 0)
         self.append_tip(0)
         if drafted:
@@ -256,7 +260,8 @@ class TargetStep(Step):
         self._resize(end)
 
     def fill_bucket(self) -> None:
-        """Round the step up, by nodes that repeat the first one of its draft: what holds their token is the first.
+        """Pad the step to the next recorded size with copies of the draft's first node, which comes before them and is
+        found first.
 
         A step that also catches up keeps its size, and so does one that would not fit.
         """

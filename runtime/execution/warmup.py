@@ -21,9 +21,9 @@ of its program, and the models whose sizes it runs with."""
 
 
 def warm_up(context: int, steps: Mapping[str, Step], rounds: Rounds, programs: Mapping[str, Program]) -> int:
-    """Run every round once, for a sequence that is empty and may come to `context` tokens; how many there are.
+    """Run every round once, for an empty sequence that may come to `context` tokens; return the number of rounds.
 
-    `steps` are those of all models. Slots get garbage, none of it committed.
+    `steps` are those of all models. Slots get garbage, none of which is committed.
     """
     target = steps[names.TARGET]
     assert isinstance(target, TargetStep)
@@ -40,14 +40,14 @@ def warm_up(context: int, steps: Mapping[str, Step], rounds: Rounds, programs: M
 
 
 def _rounds(length: int, step: TargetStep, rounds: Rounds) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Lay out every round where the sequence has `length` tokens; its program, and the models whose sizes it has."""
+    """Lay out every round of a sequence of `length` tokens; yield its program, and the models whose sizes it has."""
     yield from rounds(length, step)
     step.begin_warmup(length)
     yield names.DECODE, (names.TARGET,)
 
 
 def _lengths(context: int, steps: Sequence[Step]) -> list[int]:
-    """Lengths of which one has each combination of views: those about the ends of buckets. Descending."""
+    """Return lengths, descending, that cover each combination of views: those about the ends of buckets."""
     lengths = {context}
     for step in steps:
         assert step.buckets is not None, "what is recorded has buckets"

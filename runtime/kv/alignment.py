@@ -1,5 +1,4 @@
-"""Rows of unequal lengths as a rectangle, for engines that need one: padded on the left, with what each really has.
-
+"""Rows of unequal lengths as a rectangle, for engines that need one: padded on the left, with their true lengths.
 Source: FEATURES rows 6 and 7.
 """
 
@@ -35,41 +34,41 @@ class Alignment:
         return self.padding_lengths
 
     def positions(self, first: Sequence[int]) -> NDArray[np.int64]:
-        """`[rows, width]`, the first token of row r being at `first[r]`; 0 for padding, which nobody looks at."""
+        """Positions int64 `[rows, width]`, the first token of row r being at `first[r]`; 0 for padding."""
         at = np.arange(self.width) - self.position_offsets[:, None] + np.array(first)[:, None]
         return np.where(self.padding_mask, at, 0)
 
 
 class AlignmentState:
-    """Rows whose slots are as many in each: `cache_length`, of which `valid_lengths` are a row's own."""
+    """Rows padded to the same number of slots: `cache_length`, of which `valid_lengths` are a row's own."""
 
     def __init__(self, rows: int) -> None:
         self.cache_length = 0
         self.valid_lengths = np.zeros(rows, np.int64)
 
     def reset(self) -> None:
-        """No row has anything."""
+        """Forget all rows."""
         self.cache_length = 0
         self.valid_lengths[:] = 0
 
     def open(self, row: int, length: int) -> int:
-        """Begin a row anew that has `length` slots of its own; how much padding it gets behind them.
+        """Start a row that has `length` slots of its own; return the padding behind them.
 
-        Where it is the longest, the others are padded to its length.
+        Where it is the longest row, the others are padded to its length.
         """
         self.cache_length = max(self.cache_length, length)
         self.valid_lengths[row] = length
         return self.cache_length - length
 
     def align(self, lengths: Sequence[int]) -> Alignment:
-        """A step of so many new tokens in the first rows, as many columns in each."""
+        """Align a step of so many new tokens in the first rows: all rows get the same number of columns."""
         valid = np.array(lengths, np.int64)
         return Alignment(valid.max(initial=0) - valid, valid)
 
     def commit(self, alignment: Alignment, kept: Sequence[int] | None = None) -> None:
-        """The step's tokens have slots now; with `kept`, so many of each row behind its padding.
+        """Commit the slots of the step's tokens, or of `kept` of each row behind its padding.
 
-        Rows with fewer than others are padded behind them.
+        Rows with fewer tokens than others are padded behind them.
         """
         stay = alignment.valid_lengths if kept is None else np.array(kept, np.int64)
         self.cache_length += int((alignment.padding_lengths + stay).max(initial=0))

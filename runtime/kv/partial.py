@@ -23,7 +23,9 @@ _LOG = logging.getLogger("outrider")
 
 
 class PartialCache:
-    """One row. `budget` blocks are retrieved at the next `fill`. Broken once, it is never ready again."""
+    """The partial cache of one row. `budget` blocks are retrieved at the next `fill`. After a failure it is never ready
+    again.
+    """
 
     def __init__(
         self,
@@ -46,7 +48,7 @@ class PartialCache:
         self.reset()
 
     def reset(self) -> None:
-        """Another sequence has the row from now on."""
+        """Prepare for another sequence in the row."""
         self._resident.fill(-1)
         self._covered = self._summarised = 0  # tokens that it was filled from; blocks of the row that have a summary
         self._steps = 0  # since it was filled
@@ -55,12 +57,12 @@ class PartialCache:
 
     @property
     def computed(self) -> int:
-        """Leading tokens of the sequence that it stands for."""
+        """Number of leading tokens of the sequence that the cache stands for."""
         return self._covered + self._slots.length - self._front if self._front else 0
 
     @property
     def room(self) -> int:
-        """Tokens for which there is room in the buffer; there is none before it was filled."""
+        """Number of tokens that the buffer has room for; none before the cache was filled."""
         return self.settings.n_spec_tokens_buf - (self._slots.length - self._front) if self._front else 0
 
     def ready(self, tokens: int) -> bool:
@@ -70,7 +72,7 @@ class PartialCache:
         return not self.broken and self.computed == tokens - 1 and fits
 
     def wanted(self, tokens: int) -> bool:
-        """Whether it pays to fill it from so many tokens of the full cache."""
+        """Whether it pays to fill the cache from so many tokens of the full one."""
         return not self.broken and self.settings.pays(tokens, self.budget)
 
     def fill(self, tokens: int, queries: NDArray[np.int64], number: int) -> bool:
@@ -98,7 +100,7 @@ class PartialCache:
         return True
 
     def note_step(self) -> None:
-        """A step has run here, and its KV was committed."""
+        """Count a step over this cache, whose KV was committed."""
         self._steps += 1
 
     def forget(self) -> None:
@@ -107,7 +109,7 @@ class PartialCache:
         self._front = 0  # slots in front of the buffer; 0: it stands for nothing
 
     def truncate(self, length: int) -> None:
-        """The sequence now has `length` tokens, those before them unchanged."""
+        """Keep the first `length` tokens of the sequence."""
         settings = self.settings
         self._summarised = min(self._summarised, max(0, length // settings.block_size - settings.n_sink_blocks))
         if length < self._covered:
@@ -116,7 +118,7 @@ class PartialCache:
             self.forget()
 
     def give_up(self, reason: str) -> None:
-        """Something does not hold: from now on the full cache serves alone."""
+        """Disable the cache after a failure: from now on, passes read the full cache alone."""
         _LOG.warning("partial KV is off for this sequence, which goes on with full KV: %s", reason)
         self.broken = True
         self.forget()

@@ -45,7 +45,7 @@ class Interval:
         return self._plain_rounds >= _KNOWN and not self._disabled_rounds and self._cycles < _CYCLES
 
     def note_plain(self, ms: float, tokens: int) -> None:
-        """A round over the full cache alone brought so many tokens."""
+        """Record a round over the full cache alone, which brought so many tokens."""
         self._plain = _faded(self._plain, _FADING, (1, ms, tokens))
         self._plain_rounds += 1
         self._cycles = 0
@@ -54,12 +54,13 @@ class Interval:
             self._tried = 0
 
     def note_pass(self, ms: float, tokens: int, drafted: int) -> None:
-        """A pass over the partial cache brought so many tokens, of `drafted` ones and one more."""
+        """Record a pass over the partial cache, which brought `tokens`, of `drafted` ones and one more."""
         self._small = _faded(self._small, _FADING_PASS, (1, ms, tokens, drafted))
 
     def note_confirmed(self, ms: float, waited: int, agreed: int, fill_ms: float) -> None:
-        """A pass over the full cache has confirmed `agreed` of `waited` tokens; filling the partial one before took
-        `fill_ms`."""
+        """Record a pass over the full cache that confirmed `agreed` of `waited` tokens; filling the partial cache
+        before it took `fill_ms`.
+        """
         self._agreed = _FADING * self._agreed + agreed
         self._parted = _FADING * self._parted + (agreed < waited)
         self._full = _faded(self._full, _FADING, (1, waited, waited**2, ms, waited * ms))
@@ -83,7 +84,7 @@ class Interval:
         return tokens / (small + self._full_ms(length) + self._fill_ms / self._full[0])
 
     def _alone_per_ms(self) -> float:
-        """Tokens that rounds over the full cache alone would bring."""
+        """Return the tokens a millisecond of rounds over the full cache alone."""
         passes, _, brought, drafted = self._small
         rounds, plain_ms, plain_tokens = self._plain
         if not passes:
@@ -124,7 +125,7 @@ class Budget:
         self._checked = self._parted = 0
 
     def note_confirmed(self, waited: int, agreed: int) -> None:
-        """Note that of `waited` tokens `agreed` were confirmed."""
+        """Record that `agreed` of `waited` tokens were confirmed."""
         self._checked += min(agreed + 1, waited)
         self._parted += agreed < waited
         if self._fixed or self._checked < self._WORTH:

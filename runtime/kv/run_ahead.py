@@ -43,11 +43,11 @@ class RunAhead:
         return room if waiting or self._always or self.interval.ahead else 0
 
     def note_fill(self, ms: float) -> None:
-        """Filling the partial cache took so long."""
+        """Record the time of filling the partial cache."""
         self._fill_ms = ms
 
     def cut(self, chosen: list[int]) -> list[int]:
-        """Tokens that a pass over the partial cache chose, up to one that ends the sequence."""
+        """Return the tokens that a pass over the partial cache chose, up to one that ends the sequence."""
         stop = next((i + 1 for i, token in enumerate(chosen) if token in self._ends), None)
         self.over = stop is not None
         return chosen[:stop]
@@ -71,7 +71,7 @@ class RunAhead:
             self.interval.note_plain(ms, tokens)
 
     def note_confirmed(self, ms: float, checked: int, agreed: int) -> None:
-        """A round over the full cache confirmed `agreed` of `checked` tokens."""
+        """Record a round over the full cache that confirmed `agreed` of `checked` tokens."""
         self.interval.note_confirmed(ms, checked, agreed, self._fill_ms)
         self.budget.note_confirmed(checked, agreed)
         stats = self._stats

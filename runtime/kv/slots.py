@@ -54,13 +54,13 @@ class SlotTable:
         self.length = stop
 
     def copy(self, other: SlotTable, length: int) -> None:
-        """Take over the first slots of another row, which have been copied here."""
+        """Copy the first slots of another row, whose KV has been copied here."""
         self._bim[:length] = other._bim[:length]
         self._positions[:length] = other._positions[:length]
         self.length = length
 
     def release(self, branch: int, position: int = 0) -> int:
-        """Empty the slots of `branch` from `position` on; how many there were."""
+        """Empty the slots of `branch` from `position` on; return how many there were."""
         its = self.owners == branch
         if position:
             its &= self._positions[: self.length] >= position
@@ -68,19 +68,19 @@ class SlotTable:
         return int(np.count_nonzero(its))
 
     def trim(self, least: int) -> int:
-        """Forget empty slots at the end, down to a length of `least`; how many."""
+        """Drop empty slots at the end, down to a length of `least`; return how many."""
         used = np.flatnonzero(self._bim[least : self.length] != EMPTY)
         length = least + (int(used[-1]) + 1 if len(used) else 0)
         trimmed, self.length = self.length - length, length
         return trimmed
 
     def pad(self, length: int) -> None:
-        """Put slots of nobody behind the last one, up to `length`."""
+        """Append empty slots, up to `length`."""
         self._bim[self.length : length] = EMPTY
         self.length = max(self.length, length)
 
     def compact(self) -> int:
-        """KV has been moved together, over the slots that nobody sees; the table follows. Slots that it gained."""
+        """Remove empty slots, as their KV has just been overwritten by compaction; return how many."""
         alive = np.flatnonzero(self.owners != EMPTY)
         self._bim[: len(alive)] = self._bim[alive]
         self._positions[: len(alive)] = self._positions[alive]
@@ -89,20 +89,20 @@ class SlotTable:
         return gained
 
     def shift(self, first: int, to: int, count: int) -> None:
-        """The last `count` slots, from `first` on, have been moved to `to`, which lies before them."""
+        """Move the last `count` slots, from `first` on, to `to`, which lies before them; their KV has been moved."""
         for column in (self._bim, self._positions):
             column[to : to + count] = column[first : first + count]
         self.length = to + count
 
     def claim(self, count: int, branch: int, position: int) -> None:
-        """Take `count` slots behind the last one that no step has filled: of a chain, the first at `position`."""
+        """Append `count` slots of a chain of `branch`, the first at `position`, that no step has filled."""
         start, stop = self.length, self.length + count
         self._bim[start:stop] = branch
         self._positions[start:stop] = np.arange(position, position + count)
         self.length = stop
 
     def continue_chain(self, count: int) -> None:
-        """Take `count` slots behind the last one that continue it, a position each."""
+        """Append `count` slots that continue the last one, a position each."""
         if not count:
             return
         start, stop = self.length, self.length + count
@@ -111,5 +111,5 @@ class SlotTable:
         self.length = stop
 
     def truncate(self, length: int) -> None:
-        """Forget slots from `length` on."""
+        """Drop slots from `length` on."""
         self.length = min(self.length, length)

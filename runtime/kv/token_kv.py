@@ -20,12 +20,12 @@ class TokenKv:
         out[:, :, skipped:] = self._kv[:, :, where]
 
     def put(self, start: int, values: NDArray[np.generic]) -> None:
-        """Copy such KV here."""
+        """Copy KV `[planes, heads, tokens, size]` of tokens `start` and on here."""
         skipped, where = self._where(start, values.shape[2])
         self._kv[:, :, where] = values[:, :, skipped:]
 
     def _where(self, start: int, count: int) -> tuple[int, slice | NDArray[np.int64]]:
-        """How many of the tokens have no KV, and the slots of the others."""
+        """Return how many of the tokens have no KV, and the slots of the others."""
         skipped = max(self._lead - start, 0)
         first = start + skipped - self._lead
         place = slice(first, first + count - skipped)

@@ -35,23 +35,23 @@ class WindowedRow:
 
     @property
     def known(self) -> int:
-        """Leading tokens that have KV, as far as they can: up to the gap."""
+        """Number of leading tokens that have KV, up to the gap."""
         solid = self._front if self._dropped else self.slots.length
         return solid + self._lead if solid else 0
 
     @property
     def reach(self) -> int:
-        """Leading tokens up to the last that has KV."""
+        """Number of leading tokens up to the last that has KV."""
         return self.end + self._lead if self.end else 0
 
     def truncate(self, end: int) -> None:
-        """Forget KV from token `end` on; where that is in the gap, what lies behind it was forgotten too."""
+        """Drop KV from token `end` on; where that is in the gap, drop what lies behind the gap too."""
         if self._dropped and end < self._front + self._dropped:
             end, self._dropped = min(end, self._front), 0
         self.slots.truncate(max(end - self._dropped, 0))
 
     def make_room(self, count: int) -> None:
-        """So many tokens more, at most a window, are about to come."""
+        """Make room for `count` more tokens, at most a window."""
         if not self.window or self.slots.length + count <= self._room:
             return
         first = self.slots.length - self.window
@@ -62,7 +62,7 @@ class WindowedRow:
         self._dropped += first - self._front
 
     def skip_to(self, end: int) -> None:
-        """The next token is number `end`: KV between the sink and it is dropped."""
+        """Drop the KV between the sink and token `end`, which is the next one."""
         if end <= self.end:
             return
         if not self._dropped:
@@ -94,7 +94,7 @@ class WindowedRow:
         yield known - self.window, known, TokenKv(self._kv, self._lead + gap)
 
     def restore(self, known: int) -> None:
-        """The KV that was `missing` has been copied."""
+        """Count the KV that was `missing` as copied."""
         gap = self._gap(known)
         behind = known - self._lead - gap - self._sink
         self.slots.truncate(0)
@@ -103,6 +103,6 @@ class WindowedRow:
         self._front, self._dropped = self._sink, gap
 
     def _gap(self, known: int) -> int:
-        """Tokens whose KV is dropped where `known` leading tokens have some."""
+        """Return the tokens whose KV is dropped where `known` leading tokens have KV."""
         end = known - self._lead
         return 0 if not self.window or end <= self._room else end - self.window - self._sink

@@ -84,10 +84,10 @@ class PrefixMatch:
 
 
 class PrefixCache:
-    """Safe under threads: one lock holds looking up and referring together. Reading what is held needs none."""
+    """Thread-safe: one lock covers a lookup and its reference. Reading KV that is held needs no lock."""
 
     def __init__(self, shapes: Mapping[str, TokenShape], config: PrefixCacheConfig | None = None) -> None:
-        """Memory for all of it is taken here. Raises RequestError where the budget is less than two pages."""
+        """Allocate all memory. Raises RequestError where the budget is less than two pages."""
         config = config or PrefixCacheConfig()
         affordable = config.memory_bytes // PagePool.page_bytes(shapes)
         pages = min(-(-config.max_cached_tokens // PAGE), affordable)
@@ -104,13 +104,13 @@ class PrefixCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the cache has taken."""
+        """Bytes that the cache has allocated."""
         return self._pool.nbytes
 
     # Looking up.
 
     def match(self, tokens: Sequence[int]) -> PrefixMatch:
-        """The longest known beginning of `tokens` (one or more), held until `release`."""
+        """Return the longest known beginning of `tokens` (one or more), held until `release`."""
         began, tokens = perf_counter(), list(tokens)
         with self._lock:
             found = self._tree.find(tokens)
@@ -146,30 +146,30 @@ class PrefixCache:
                 self._stats.read_ms += _since(began)
 
     def note_reused(self, tokens: int) -> None:
-        """So many tokens of a request that was matched were not computed again."""
+        """Count `tokens` of a matched request as not computed again."""
         if self.config.enable_stats:
             with self._lock:
                 self._stats.tokens_reused += tokens
 
     def release(self, match: PrefixMatch) -> None:
-        """The sequence needs the KV no more. A second time changes nothing."""
+        """Release the match's KV. A second time changes nothing."""
         with self._lock:
             if match.held is not None:
                 self._tree.let_go(match.held)
                 match.held = None
 
     def contains(self, tokens: Sequence[int]) -> bool:
-        """Whether all of `tokens` is known. Counts as no use."""
+        """Whether all of `tokens` is known. Does not count as a use."""
         with self._lock:
             return self._tree.find(list(tokens)).length == len(tokens)
 
     # Changing.
 
     def insert(self, tokens: Sequence[int], kv: Mapping[str, tuple[int, TokenKv]], *, wait: bool = True) -> int:
-        """Keep the KV of `tokens`: of each model that of so many leading ones, the target's of all of them.
+        """Keep the KV of `tokens`: of each model, of so many leading ones; of the target, of all.
 
-        Returns how many of the tokens are known now: not all where pages run short that nobody uses. Without `wait`,
-        nothing is done, and 0 returned, where somebody holds the lock.
+        Returns how many of the tokens are known now: not all, where too few pages are free or evictable. Without
+        `wait`, returns 0 and does nothing where another thread holds the lock.
         """
         began, tokens = perf_counter(), list(tokens)
         if len(tokens) < self.config.min_prefix_length:
@@ -198,9 +198,10 @@ class PrefixCache:
         return found.length if end is None else end
 
     def _make_room(self, found: Match[PageRun], wanted: int) -> int | None:
-        """Evict for a sequence of `wanted` tokens; up to where it fits, None where not even its end can be marked.
+        """Evict pages for a sequence of `wanted` tokens; return up to where it fits, None where not even its end can be
+        marked.
 
-        No sequence drives out more than half of the pool: one that is longer is kept in part.
+        No sequence evicts more than half of the pool: a longer one is kept in part.
         """
         spare = int(self._tree.splits(found))
         need = PageRun.pages_for(wanted - found.length) + spare
@@ -226,7 +227,7 @@ class PrefixCache:
         return node
 
     def _complete(self, found: Match[PageRun], kv: Mapping[str, tuple[int, TokenKv]]) -> None:
-        """Give tokens that are known the KV of models that they had none of."""
+        """Add KV of models for known tokens that had none of them."""
         for start, run in _runs(found):
             self._fill(run, start, kv, found.length - start)
 
@@ -241,7 +242,7 @@ class PrefixCache:
                 run.valid[model] = high
 
     def remove(self, tokens: Sequence[int]) -> bool:
-        """Forget a sequence that was inserted, but for what others need or somebody uses; whether it was there."""
+        """Forget an inserted sequence, but for parts that others need or use; return whether it was known."""
         with self._lock:
             gone = self._tree.remove(list(tokens))
             for run in gone or ():
@@ -249,12 +250,12 @@ class PrefixCache:
         return gone is not None
 
     def evict(self, target_tokens: int = 0) -> int:
-        """Give up what was not used for the longest time until `target_tokens` are left; how many went."""
+        """Evict the least recently used tokens until `target_tokens` are left; return how many were evicted."""
         with self._lock:
             return self._evict(target_tokens)
 
     def clear(self) -> int:
-        """Give up all that nobody uses; how many tokens went."""
+        """Evict all that is not in use; return how many tokens."""
         return self.evict(0)
 
     def _evict(self, target_tokens: int) -> int:
@@ -334,7 +335,7 @@ class PrefixCache:
 
     @property
     def in_use(self) -> int:
-        """References that are held, for tests: 0 when no sequence runs."""
+        """Number of references held, for tests: 0 when no sequence runs."""
         with self._lock:
             return sum(node.references for node in self._tree.root.children.values())
 
@@ -354,7 +355,7 @@ def token_shapes(plan: BackendPlan) -> dict[str, TokenShape]:
 
 
 def _runs(found: Match[PageRun]) -> list[tuple[int, PageRun]]:
-    """The runs of a path, and where each begins."""
+    """Return the runs of a path, and where each begins."""
     runs, start = [], 0
     for node in found.nodes:
         assert node.value is not None
@@ -364,12 +365,12 @@ def _runs(found: Match[PageRun]) -> list[tuple[int, PageRun]]:
 
 
 def _copied(found: Match[PageRun]) -> list[tuple[int, PageRun]]:
-    """Runs of the match as they lie now: when an edge is split, its run changes."""
+    """Return copies of the match's runs: when an edge is split, its run changes."""
     return [(start, copy(run)) for start, run in _runs(found)]
 
 
 def _lengths_of(found: Match[PageRun]) -> dict[str, int]:
-    """Number of leading tokens of a path that have KV, by model."""
+    """Return the number of leading tokens of a path that have KV, by model."""
     counts: dict[str, int] = {}
     for start, run in _runs(found):
         length = min(len(run), found.length - start)

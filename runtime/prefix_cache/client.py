@@ -1,6 +1,6 @@
-"""Sequences and the prefix cache: KV that is known is copied in, KV that was computed is kept.
+"""Copy known KV from the prefix cache to sequences, and computed KV of sequences to the prefix cache.
 
-That is the prefix that sequences share, or, where there is none, all that each of them says.
+A sequence here is the prefix that all sequences share or, where there is none, each sequence whole.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from runtime.sequence import Sequence
 
 
 class CacheClient:
-    """KV of an engine's target, and of its drafters with a KV cache."""
+    """Connects an engine's target, and its drafters with a KV cache, to the prefix cache."""
 
     def __init__(self, cache: PrefixCache, buffers: Buffers, target: KvCache, drafting: Drafting) -> None:
         """Raises RequestError where KV lies on a device."""
@@ -35,10 +35,10 @@ class CacheClient:
     # The prefix that all sequences share.
 
     def recall_prefix(self, prefix: List[int]) -> int:
-        """Give a prefix that has just begun the KV that is known, of the target and of all its drafters; how many
-        tokens have it.
+        """Copy the known KV of a prefix that has just begun, for the target and all its drafters; return how many
+        tokens have KV.
 
-        A head goes on with the feature of a token that is computed: there, one is.
+        A head continues from the feature of a computed token, so at least one token is computed.
         """
         if not prefix:
             return 0
@@ -59,7 +59,7 @@ class CacheClient:
         return tokens
 
     def keep_prefix(self, prefix: List[int]) -> None:
-        """Insert a prefix, all of whose KV is there."""
+        """Insert a prefix whose KV has been computed."""
         kept = {names.TARGET: (len(prefix), self._target.prefix_kv())}
         for drafter in self._drafting.of_prefix:
             kept[drafter.name] = len(prefix), drafter.cache.prefix_kv()
@@ -73,7 +73,7 @@ class CacheClient:
         return max(free, key=lambda number: (common_length(self._left.get(number, []), tokens), -number))
 
     def recall(self, sequence: Sequence) -> int:
-        """Copy in the KV that the sequence lacks, but for its tip's; how many tokens of the target that was.
+        """Copy in the KV that the sequence lacks, but for its tip's; return how many tokens of the target were copied.
 
         What is in the caches already stays where it is.
         """
@@ -96,11 +96,11 @@ class CacheClient:
         return computed - here
 
     def note_reused(self, tokens: int) -> None:
-        """So many tokens of a sequence that was recalled are not computed again."""
+        """Count so many tokens of a recalled sequence as not computed again."""
         self._cache.note_reused(tokens)
 
     def keep(self, sequence: Sequence, *, wait: bool = True) -> None:
-        """Insert what the sequence has KV of; without `wait`, only where nobody else is at the cache."""
+        """Insert the KV of a sequence; without `wait`, only where no other thread holds the cache."""
         kept = {names.TARGET: (sequence.computed, self._target.kv_of(sequence.number))}
         for name, drafter in self._drafting.engine_drafters.items():
             if known := drafter.known(sequence):
@@ -108,10 +108,10 @@ class CacheClient:
         self._cache.insert(sequence.tokens[: sequence.computed], kept, wait=wait)
 
     def leave(self, sequence: Sequence) -> None:
-        """The sequence is about to be over."""
+        """Note which KV a sequence that ends leaves in its row."""
         if self._target.stays:
             self._left[sequence.number] = sequence.tokens[: sequence.computed]
 
     def forget(self) -> None:
-        """KV that sequences have left in place is worth nothing any more."""
+        """Forget the KV that sequences have left in their rows."""
         self._left.clear()

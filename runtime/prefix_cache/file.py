@@ -62,7 +62,7 @@ class _Header(_Strict):
 
 
 def save_prefix_cache(cache: PrefixCache, path: Path, bound_to: Mapping[str, str]) -> int:
-    """Write all that the cache holds to `path`, in one step; how many tokens that is.
+    """Write the whole cache to `path`, atomically; return the number of tokens.
 
     Raises RequestError where `path` is in no folder.
     """
@@ -103,7 +103,7 @@ def check_folder(path: Path) -> None:
 
 
 def load_prefix_cache(cache: PrefixCache, path: Path, bound_to: Mapping[str, str]) -> int:
-    """Insert what the file holds; how many tokens the cache has more.
+    """Insert the contents of the file; return how many tokens the cache has more.
 
     Raises PlanError for a file that is not whole, or that was not made by this plan on such a machine.
     """
@@ -170,7 +170,7 @@ def _check_payload(path: Path, header: _Header, payload: NDArray[np.uint8], shap
 
 
 def _insert_all(cache: PrefixCache, header: _Header, payload: NDArray[np.uint8]) -> int:
-    """Every sequence that ends somewhere, those that lead to others first."""
+    """Insert every sequence that ends somewhere, shorter ones that lead to others first."""
     offset, kv, before = 0, list[dict[str, NDArray[Any]]](), cache.get_cached_tokens()
     for edge in header.edges:
         own = {}
@@ -193,7 +193,7 @@ def _insert_all(cache: PrefixCache, header: _Header, payload: NDArray[np.uint8])
 
 
 def _leading(header: _Header, path: list[int], kv: list[dict[str, NDArray[Any]]], name: str) -> NDArray[Any] | None:
-    """Rows of a model for the leading tokens of a path, as far as there are any without a gap."""
+    """KV of a model for the leading tokens of a path, up to the first gap."""
     parts = []
     for place in path:
         own = kv[place].get(name)

@@ -1,7 +1,7 @@
-"""Rows of keys and values that outlive the sequence they were computed for: pages of a preallocated pool.
+"""A preallocated pool of pages for KV that outlives the sequence it was computed for.
 
-A page has room for the KV of some tokens, of every model of the plan: that of target and drafters stays together.
-Each page belongs to one run of tokens, or is free. Which run that is, and when it is let go, is the prefix cache's.
+A page has room for the KV of some tokens in every model of the plan: that of target and drafters stays together. Each
+page belongs to one run of tokens, or is free. Which run that is, and when it is freed, is up to the prefix cache.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TokenShape:
 
 
 class PagePool:
-    """Memory of `pages` pages, taken once. Not safe under threads: whoever owns it has the lock."""
+    """Memory of `pages` pages, allocated once. Not thread-safe: the owner holds the lock."""
 
     def __init__(self, shapes: Mapping[str, TokenShape], pages: int) -> None:
         self.shapes, self.pages = dict(shapes), pages
@@ -54,7 +54,7 @@ class PagePool:
         return self._free
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` pages, of which there must be so many free."""
+        """Take `count` pages, of which so many must be free."""
         assert count <= len(self._free), "more pages than are free"
         cut = len(self._free) - count
         taken = self._free[cut:][::-1]
@@ -72,7 +72,8 @@ class PagePool:
             kv[:, :, to * PAGE : (to + 1) * PAGE] = kv[:, :, page * PAGE : (page + 1) * PAGE]
 
     def views(self, model: str, run: PageRun, start: int, stop: int) -> Iterator[tuple[int, NDArray[np.generic]]]:
-        """Rows of the run's tokens `[start, stop)` in as few pieces as they lie in: where each begins, and the memory.
+        """Return the KV of the run's tokens `[start, stop)` in as few pieces as it lies in: where each begins, and the
+        memory.
 
         A piece is `[planes, heads, tokens, size]`.
         """

@@ -18,14 +18,16 @@ class Value(Protocol):
     def __len__(self) -> int: ...
 
     def split(self, at: int) -> Self:
-        """Keep what lies behind the first `at` tokens, and return a value of those."""
+        """Keep the part behind the first `at` tokens, and return the part before."""
 
 
 V = TypeVar("V", bound=Value)
 
 
 class Node(Generic[V]):
-    """The end of an edge. `references` are of those who use it or what hangs from it; `used` is when one last did."""
+    """The end of an edge. `references` counts users of this node and of its descendants; `used` is the time of the last
+    use.
+    """
 
     __slots__ = ("children", "parent", "references", "terminal", "tokens", "used", "value")
 
@@ -37,7 +39,7 @@ class Node(Generic[V]):
 
 @dataclass(frozen=True)
 class Match(Generic[V]):
-    """The path to what is known of a sequence: its nodes from the root on, and how much of the last one's edge."""
+    """The path to the known part of a sequence: nodes from the root on, and how much of the last edge is shared."""
 
     nodes: list[Node[V]]
     inside: int  # tokens of the last node's edge
@@ -57,7 +59,7 @@ class TreeStats:
 
 
 class RadixTree(Generic[V]):
-    """Sequences of tokens, and the values of their edges. Not safe under threads: whoever owns it has the lock."""
+    """Token sequences, and the values of their edges. Not thread-safe: the owner holds the lock."""
 
     def __init__(self) -> None:
         self.root: Node[V] = Node([], None, None, 0)
@@ -65,7 +67,7 @@ class RadixTree(Generic[V]):
         self._clock = 0
 
     def find(self, tokens: Sequence[int]) -> Match[V]:
-        """The longest beginning of `tokens` that is there. Changes nothing."""
+        """Return the longest known beginning of `tokens`. Changes nothing."""
         node, nodes, length, inside = self.root, list[Node[V]](), 0, 0
         while length < len(tokens):
             child = node.children.get(tokens[length])
@@ -80,18 +82,18 @@ class RadixTree(Generic[V]):
         return Match(nodes, inside, length)
 
     def touch(self, match: Match[V]) -> None:
-        """The path was used now."""
+        """Mark the path as used now."""
         self._clock += 1
         for node in match.nodes:
             node.used = self._clock
 
     def hold(self, node: Node[V]) -> None:
-        """Somebody uses the node: neither it nor what leads to it is evicted or removed until `let_go`."""
+        """Add a reference: the node and its ancestors are not evicted or removed until `let_go`."""
         for each in _upwards(node):
             each.references += 1
 
     def let_go(self, node: Node[V]) -> None:
-        """The opposite of `hold`; a node that was split since is the lower part, and lets go of both."""
+        """Drop a reference. A node that was split since is the lower part, and both parts lose theirs."""
         for each in _upwards(node):
             assert each.references > 0, "a node was let go more often than held"
             each.references -= 1
@@ -119,7 +121,7 @@ class RadixTree(Generic[V]):
         return node
 
     def _split(self, node: Node[V], at: int) -> Node[V]:
-        """Part the edge of `node` behind `at` tokens; the new node above it. `node` stays the lower part."""
+        """Split the edge of `node` behind `at` tokens; return the new node above it. `node` stays the lower part."""
         parent, value = node.parent, node.value
         assert parent is not None
         assert value is not None
@@ -132,9 +134,10 @@ class RadixTree(Generic[V]):
         return upper
 
     def remove(self, tokens: Sequence[int]) -> list[V] | None:
-        """Forget a sequence that was inserted: the values of what no other one needs, None where it is not there.
+        """Forget an inserted sequence; return the values of parts that no other sequence needs, None where it is not
+        known.
 
-        What somebody uses stays, as does what leads to other sequences.
+        Parts in use stay, as do those that lead to other sequences.
         """
         match = self.find(tokens)
         node = match.node
@@ -149,7 +152,7 @@ class RadixTree(Generic[V]):
         return gone
 
     def evict(self, enough: Callable[[], bool], drop: Callable[[V], None]) -> int:
-        """Give up leaves that nobody uses, the least recently used first, until `enough`; tokens that are gone."""
+        """Evict unused leaves, the least recently used first, until `enough`; return how many tokens were evicted."""
         order = [(node.used, id(node), node) for node in self.walk() if not node.children and not node.references]
         heapify(order)
         evicted = 0
@@ -171,7 +174,7 @@ class RadixTree(Generic[V]):
         return leaf.value
 
     def walk(self) -> Iterator[Node[V]]:
-        """Every node but the root, parents before children."""
+        """Yield every node but the root, parents before children."""
         waiting = list(self.root.children.values())
         while waiting:
             node = waiting.pop()
@@ -185,7 +188,7 @@ class RadixTree(Generic[V]):
         return TreeStats(len(nodes), sum(node.terminal for node in nodes), self.tokens, depth)
 
     def dump(self) -> str:
-        """The tree as text, a line for each edge; `*` where a sequence ends."""
+        """Return the tree as text, a line for each edge; `*` where a sequence ends."""
         lines = ["ROOT"]
         waiting = [(node, 1) for _, node in sorted(self.root.children.items(), reverse=True)]
         while waiting:
@@ -197,7 +200,7 @@ class RadixTree(Generic[V]):
         return "\n".join(lines)
 
     def check(self) -> None:
-        """Raise AssertionError for whatever is not as it has to be."""
+        """Raise AssertionError where an invariant of the tree does not hold."""
         total = 0
         for node in self.walk():
             assert node.tokens, "an edge without tokens"
@@ -212,7 +215,7 @@ class RadixTree(Generic[V]):
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two sequences of one type begin with alike, by halves: comparing slices costs no Python."""
+    """Return the length of the common beginning of two sequences of one type, by bisection: slices compare in C."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high
@@ -226,7 +229,7 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def _upwards(node: Node[V]) -> Iterator[Node[V]]:
-    """The node and those that lead to it, but the root."""
+    """Yield the node and its ancestors, but for the root."""
     each = node
     while each.parent is not None:
         yield each

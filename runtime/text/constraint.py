@@ -1,6 +1,7 @@
-"""Constrained decoding: at each token, those of the vocabulary that the text may go on with.
+"""Constrained decoding: at each token, a mask of the vocabulary's tokens that the text may continue with.
 
-Source: FEATURES row 11. Masks are made once for each state of the form that a text comes to, for the whole vocabulary.
+Source: FEATURES row 11. A mask is made once for each state of the grammar that a text comes to, for the whole
+vocabulary.
 """
 
 from __future__ import annotations
@@ -21,12 +22,11 @@ from runtime.text.grammar import DEAD, Grammar
 
 
 class Vocabulary:
-    """The tokens of a plan as bytes, and which of them a form allows in each of its states."""
+    """The tokens of a plan as bytes, and the masks of a grammar's states."""
 
     def __init__(self, grammar: Grammar, tokenizer: Tokenizer, size: int, ends: Iterable[int]) -> None:
-        """`size` tokens; `ends` are those that end a text, wherever the form may end.
-
-        Raises `RequestError` for a tokenizer whose tokens are not bytes.
+        """`size` tokens; `ends` end a text wherever the grammar may end. Raises `RequestError` for a tokenizer whose
+        tokens are not bytes.
         """
         if not tokenizer.byte_level:
             raise RequestError("A form is for byte-level tokenizers, and the plan's is none.")
@@ -41,7 +41,7 @@ class Vocabulary:
         self._masks: dict[int, NDArray[np.bool_]] = {}
 
     def mask(self, state: int) -> NDArray[np.bool_]:
-        """bool `[size]`: tokens that may come in `state`."""
+        """Return bool `[size]`: the tokens that are allowed in `state`."""
         known = self._masks.get(state)
         if known is None:
             states = np.where(self._lengths > 0, state, DEAD)
@@ -55,7 +55,7 @@ class Vocabulary:
 
 
 class Constraint:
-    """The constraint of one text. A generation with it decodes plainly, token by token."""
+    """The constraint of one text. A generation with a constraint decodes plainly, token by token."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -76,9 +76,10 @@ class Constraint:
         self._sample = native.create("Sample", arrays, {})
 
     def choose(self, logits: NDArray[np.float32], position: int, params: SamplingParams) -> int:
-        """The target's choice among what may come, of `logits` `[vocab]` behind the token at `position`.
+        """Return the target's choice among the allowed tokens, from `logits` `[vocab]` behind the token at `position`.
 
-        The draw is the one that the token would have without a form. Raises `RequestError` where nothing may come.
+        The draw is the one that the token would have without a constraint. Raises `RequestError` where no token is
+        allowed.
         """
         mask = self._vocabulary.mask(self.state)
         if not mask.any():
@@ -91,7 +92,7 @@ class Constraint:
         return int(self._chosen[0])
 
     def advance(self, token: int) -> None:
-        """The token has been committed."""
+        """Take note of a committed token."""
         self.begun = True
         self.state = self._vocabulary.grammar.follow(self.state, self._vocabulary.texts[token])
 

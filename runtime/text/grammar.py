@@ -1,4 +1,4 @@
-"""Texts that have a form: deterministic automata over bytes, put together from a few pieces.
+"""Grammars of texts: deterministic automata over bytes, built from a few combinators.
 
 A piece is built with `literal`, `one_of`, `sequence`, `choice` and `repeat`; `Grammar` makes a table of it.
 """
@@ -19,7 +19,7 @@ _Edges = list[tuple[frozenset[int], int]]
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a form. Its kind says how its parts, or its bytes, go together."""
+    """Part of a grammar: an operator, and its parts or bytes."""
 
     kind: str
     parts: tuple[Piece, ...] = ()
@@ -29,34 +29,35 @@ class Piece:
 
 
 def literal(text: str) -> Piece:
-    """Exactly this text."""
+    """Match exactly this text."""
     return Piece("bytes", given=tuple(frozenset({byte}) for byte in text.encode()))
 
 
 def one_of(allowed: Iterable[int]) -> Piece:
-    """One byte of these."""
+    """Match one of these bytes."""
     return Piece("bytes", given=(frozenset(allowed),))
 
 
 def sequence(*parts: Piece) -> Piece:
-    """One behind another."""
+    """Match the parts one behind another."""
     return Piece("sequence", parts)
 
 
 def choice(*parts: Piece) -> Piece:
-    """Any one of them."""
+    """Match any one of the parts."""
     return Piece("choice", parts)
 
 
 def repeat(part: Piece, least: int = 0, most: int | None = None) -> Piece:
-    """From `least` to `most` times; None for as often as one likes."""
+    """Match from `least` to `most` times; without `most`, any number of times."""
     return Piece("repeat", (part,), least=least, most=most)
 
 
 class Grammar:
-    """An automaton: `table` int32 `[states, 256]` says where a byte leads, `DEAD` where it may not come.
+    """An automaton: `table` int32 `[states, 256]` is the next state of each byte, `DEAD` where the byte is not allowed.
 
-    `ends` bool `[states]` says where the text may end. The text begins in state 0, and every state may still end.
+    `ends` bool `[states]` says where the text may end. The text begins in state 0, and from every state an end can be
+    reached.
     """
 
     def __init__(self, form: Piece) -> None:
@@ -67,7 +68,7 @@ class Grammar:
         self.table, self.ends = self._determine(first, last)
 
     def follow(self, state: int, text: bytes) -> int:
-        """The state behind `text`; `DEAD` where it may not come."""
+        """Return the state behind `text`; `DEAD` where it is not allowed."""
         for byte in text:
             if state == DEAD:
                 break
@@ -80,7 +81,7 @@ class Grammar:
         return len(self._edges) - 1
 
     def _build(self, piece: Piece, first: int) -> int:
-        """Lay out a piece behind a state; the state behind it."""
+        """Add a piece behind a state; return the state behind it."""
         if piece.kind == "bytes":
             for allowed in piece.given:
                 then = self._state()
@@ -155,7 +156,7 @@ class Grammar:
 
 
 def _trimmed(table: NDArray[np.int32], ends: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """Without the ways into states from which no text can end."""
+    """Return the table without transitions to states from which no end can be reached."""
     alive = ends.copy()
     while True:
         more = alive | (alive[table] & (table != DEAD)).any(axis=1)

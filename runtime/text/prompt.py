@@ -1,4 +1,4 @@
-"""A prompt, checked and ready to continue a sequence."""
+"""Prompts: checked, encoded and ready to continue a sequence."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Prompt:
 def choose_prompt(
     prompt: str | Sequence[int] | None, messages: Messages | None, tokenizer: Tokenizer, geometry: Geometry
 ) -> str | Sequence[int]:
-    """The one that was passed: `prompt`, or what `messages` become by the plan's chat template.
+    """Return the prompt that was passed: `prompt`, or `messages` through the plan's chat template.
 
     Raises RequestError for both or none, for messages that are no conversation or do not fit the context, and where the
     plan has no template.
@@ -66,7 +66,7 @@ def prepare_prompt(
 def encode_prompt(
     text: str, tokenizer: Tokenizer, geometry: Geometry, behind: int = 0, *, add_special_tokens: bool = False
 ) -> list[int]:
-    """Token ids of `text`, which is to stand behind as many tokens as `behind` says.
+    """Encode `text`, which follows `behind` tokens.
 
     A text whose bytes alone show that it cannot fit the context is refused before it is encoded, which takes seconds
     for megabytes. No text that fits is. Raises RequestError.
@@ -79,7 +79,7 @@ def encode_prompt(
 
 
 def chat_prompt(messages: Messages, tokenizer: Tokenizer, geometry: Geometry) -> list[int]:
-    """Token ids of a conversation, through the plan's chat template. Raises RequestError as `encode_prompt`."""
+    """Encode a conversation through the plan's chat template. Raises RequestError as `encode_prompt` does."""
     if (
         isinstance(messages, Sequence) and len(messages) >= geometry.context
     ):  # a template may take a time that grows with their square
