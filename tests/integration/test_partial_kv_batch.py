@@ -82,22 +82,16 @@ def test_branches_with_a_row_each_run_ahead(rows: Runtime) -> None:
 
 
 def test_lossy_rows_read_their_own_partial_caches(rows: Runtime) -> None:
-    """A lossy row has the tokens that it has alone: where nobody drafts and all of its prompt goes in with one chunk
-    behind the others, its blocks are chosen by the same queries."""
+    """A lossy row has the tokens that it has alone where its prompt is fed in the same chunks: nobody drafts, and the
+    second prompt comes once the first row decodes."""
     lengths = (64, 48)
-    alone = [
-        rows.generate(prompt(8, length), partial_kv="lossy", max_new_tokens=50, drafter="none", ignore_eos=True)
-        for length in lengths
-    ]
-    full = [
-        rows.generate(prompt(8, length), partial_kv="off", max_new_tokens=50, drafter="none", ignore_eos=True).token_ids
-        for length in lengths
-    ]
-    found = [
-        rows.submit(prompt(8, length), partial_kv="lossy", max_new_tokens=50, drafter="none", ignore_eos=True)
-        for length in lengths
-    ]
-    for handle, one, whole in zip(found, alone, full, strict=True):
+    options = Options(max_new_tokens=50, drafter="none", ignore_eos=True)
+    alone = [rows.generate(prompt(8, length), partial_kv="lossy", **options) for length in lengths]
+    full = [rows.generate(prompt(8, length), partial_kv="off", **options).token_ids for length in lengths]
+    first = rows.submit(prompt(8, lengths[0]), partial_kv="lossy", **options)
+    next(iter(first))
+    second = rows.submit(prompt(8, lengths[1]), partial_kv="lossy", **options)
+    for handle, one, whole in zip((first, second), alone, full, strict=True):
         result = handle.result()
         assert result.stats.partial_rounds > result.stats.refreshes > 0
         assert result.token_ids == one.token_ids != whole
