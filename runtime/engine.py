@@ -305,7 +305,8 @@ class Engine:
         """One round of all: propose, lay out, verify, accept, commit. Returns the tokens that each sequence gets.
 
         A pass takes at most `chunk` tokens of prompts (default: all that it has room for). Sequences that are over are
-        left out. Sequences that read the partial KV cache have a pass of their own.
+        left out. Sequences that read the partial KV cache have a pass of their own, and none while a sequence needs the
+        features of the pass before for its next draft (`Drafting.needs_features`).
         """
         chunk = chunk or self._geometry.prefill_chunk
         found: list[Committed] = []
@@ -321,7 +322,7 @@ class Engine:
             if each.adaptive is not None and each.disabled != each.adaptive.disabled and not each.tentative:
                 self._switch(each)
             full.append(each)
-        if self._partial is not None:
+        if self._partial is not None and not self.drafting.needs_features(self._live.values()):
             full, partial_room = self._partial.divide(full, self.passes)
         if partial_room:
             try:

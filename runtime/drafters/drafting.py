@@ -6,7 +6,7 @@ the others; of trees, the nodes that are likeliest of all are taken.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
 from heapq import nlargest
 from math import log
@@ -149,6 +149,18 @@ class Drafting:
             sequence.engine_drafter.mark_tentative(sequence, tentative=length is not None)
 
     # A round.
+
+    def needs_features(self, sequences: Iterable[Sequence]) -> bool:
+        """Whether a head drafts for one of these sequences by rejection.
+
+        Its tokens depend on every draft, and a head drafts from the features of the sequence's last pass, which any
+        other pass replaces.
+        """
+        for each in sequences:
+            engine = each.engine_drafter
+            if engine is not None and engine.paired and engine.rejects:
+                return True
+        return False
 
     def propose(self, live: Mapping[int, Allowed], following: List[Sequence], nodes: int) -> dict[int, Draft]:
         """Drafts by number for the sequences of a pass, `nodes` in all; `live` says what each may use.

@@ -81,6 +81,17 @@ def test_branches_with_a_row_each_run_ahead(rows: Runtime) -> None:
     assert all(each.stats.partial_rounds > 0 for each in found)
 
 
+def test_passes_over_the_partial_cache_change_no_token_of_a_head_accepted_by_rejection(rows: Runtime) -> None:
+    """By rejection, tokens depend on every draft, and a head drafts from the features of the pass before."""
+    options = Options(drafter="classical-head", temperature=1.0, max_new_tokens=40, ignore_eos=True)
+    alone = [rows.generate(prompt(seed, 27), seed=seed, **options).token_ids for seed in range(4)]
+    company = Options(partial_kv="lossless", **asked(0, 75))  # type: ignore[misc]
+    requests = [(prompt(0, 75), company), *((prompt(seed, 27), Options(seed=seed, **options)) for seed in range(4))]  # type: ignore[misc]
+    first, *found = rows.submit_all(requests)
+    assert [handle.result().token_ids for handle in found] == alone
+    assert first.result().stats.partial_rounds > 0  # once the others were over
+
+
 def test_lossy_rows_read_their_own_partial_caches(rows: Runtime) -> None:
     """A lossy row has the tokens that it has alone where its prompt is fed in the same chunks: nobody drafts, and the
     second prompt comes once the first row decodes."""
