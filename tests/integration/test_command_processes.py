@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -88,6 +88,15 @@ def test_a_locale_without_accents_finds_folders_with_them(toy_plan: Path, tmp_pa
     assert (missing.returncode, len(missing.stderr.splitlines())) == (2, 1)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Commands started here obey interrupts, even where the tests run in a shell's background, which ignores them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("module", MODULES)
 def test_an_interrupt_while_importing_ends_the_command_quietly(module: str, tmp_path: Path) -> None:
     """rich, which all import, is one here that interrupts whoever imports it."""
@@ -99,6 +108,7 @@ def test_an_interrupt_while_importing_ends_the_command_quietly(module: str, tmp_
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_soak_ends_quietly(branch_plan: Path) -> None:
     command = [
         "tools.serving",
