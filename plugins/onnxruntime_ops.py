@@ -18,8 +18,14 @@ It is `outrider.BranchAttention` (`plugins.onnx_ops`) with these differences:
 - the op appends in place to cache outputs that are bound to their inputs' memory, and copies other caches.
 
 A query's output depends on the query and on the keys and values that it sees, in the order of slots, and on nothing
-else, bit for bit. The library chooses its instructions at run time, so other machines may give other last bits;
-`OUTRIDER_CPU_LANES=8` in the environment gives the bits of a machine without AVX-512.
+else, bit for bit. The library chooses its instructions at run time, so other machines may give other last bits.
+
+`outrider.cpu.QuantMatMul(x, packed) -> (y)` is x, float32 `[..., K]`, times the transpose of weights `[N, K]` that
+`plugins.quant_layout.pack` packed, whose layout the attributes `N`, `K`, `bits`, `wide` and `minimums` tell. It is
+`plugins.reference.quant_matmul` bit for bit on any machine: a row of y is a function of the same row of x.
+`outrider.cpu.QuantGather(ids, packed) -> (rows)` looks rows of such weights up, as float32.
+
+`OUTRIDER_ISA=plain|avx2|avxvnni|avx512` in the environment makes the ops use these instructions and no better ones.
 
 `outrider.cpu.SwiGlu(x) -> (y)` is `silu(gate) * up` for x float32 `[1, N, 2 * size]`, gate and up side by side.
 
@@ -35,16 +41,13 @@ from pathlib import Path
 
 from plugins.native import folder
 
-CPU_DOMAIN = "outrider.cpu"
-"""The domain of ops that only this library has."""
-
 THREADS = "outrider.threads"
 """An entry of a session's configuration, read when the library is registered: the session's number of threads.
 
 Attention divides its work by that number; without the entry, by the number of the machine's processors.
 """
 
-_VERSION = 2  # version of the ops that the built library must report
+_VERSION = 3  # version of the ops that the built library must report
 
 
 @cache

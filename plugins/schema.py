@@ -7,6 +7,12 @@ from enum import IntEnum
 
 from plans import names
 
+CPU_DOMAIN = "outrider.cpu"
+"""The domain of ops that only our library for ONNX Runtime's CPU engines has."""
+
+QUANT_OPS = ("QuantMatMul", "AsymmetricQuantMatMul", "QuantGather", "AsymmetricQuantGather")
+"""The ops that read quantised weights, by name: of graphs alone, so that they have no `OpSchema`."""
+
 Dim = int | str
 INTEGER = "int64"
 CAPACITY = "capacity"  # slots of a KV cache

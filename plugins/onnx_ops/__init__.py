@@ -6,6 +6,7 @@ Only the compiler imports this package, which needs `onnx`. The import registers
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import onnx
 from onnx import defs
@@ -13,8 +14,10 @@ from onnx import defs
 from plugins.onnx_ops.branch_attention import branch_attention_function, branch_attention_schema
 from plugins.onnx_ops.domain import DOMAIN, OPSET, VERSION
 from plugins.onnx_ops.draft_sample import draft_sample_function, draft_sample_schema
+from plugins.onnx_ops.quant_matmul import quant_function, quant_schema
 from plugins.onnx_ops.tree_expand import tree_expand_function, tree_expand_schema
 from plugins.onnx_ops.tree_rerank import tree_rerank_function, tree_rerank_schema
+from plugins.schema import QUANT_OPS
 
 __all__ = ["DOMAIN", "FUNCTIONS", "OPSET", "VERSION"]
 
@@ -23,9 +26,15 @@ FUNCTIONS: dict[str, Callable[[], onnx.FunctionProto]] = {
     "DraftSample": draft_sample_function,
     "TreeExpand": tree_expand_function,
     "TreeRerank": tree_rerank_function,
-}
+} | {name: partial(quant_function, name) for name in QUANT_OPS}
 """The body of each op, by the op's name."""
 
-for _schema in (branch_attention_schema(), draft_sample_schema(), tree_expand_schema(), tree_rerank_schema()):
+for _schema in (
+    branch_attention_schema(),
+    draft_sample_schema(),
+    tree_expand_schema(),
+    tree_rerank_schema(),
+    *map(quant_schema, QUANT_OPS),
+):
     if not defs.has(_schema.name, DOMAIN):
         defs.register_schema(_schema)

@@ -12,6 +12,7 @@ from plugins.reference.draws import draws
 from plugins.reference.kv_gather import kv_gather
 from plugins.reference.partial_kv import block_select, block_summary, partial_kv_gather
 from plugins.reference.philox import philox4x32_10, uniform
+from plugins.reference.quant_matmul import dequantize, quant_matmul, quantize_rows
 from plugins.reference.sample import SamplingSlots, sample
 from plugins.reference.tree_accept import Accepted, tree_accept
 from plugins.reference.tree_expand import Expanded, tree_expand
@@ -29,12 +30,15 @@ __all__ = [
     "branch_attention",
     "chain_accept",
     "choice",
+    "dequantize",
     "draft_sample",
     "draws",
     "fixed_weights",
     "kv_gather",
     "partial_kv_gather",
     "philox4x32_10",
+    "quant_matmul",
+    "quantize_rows",
     "sample",
     "shared_exp",
     "tree_accept",

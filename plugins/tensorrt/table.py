@@ -32,7 +32,7 @@ from dataclasses import replace
 
 from plans import names
 from plugins.cuda.launches import LAUNCHES, STATUS, Launch
-from plugins.schema import TensorSpec
+from plugins.schema import QUANT_OPS, TensorSpec
 from plugins.schemas import SCHEMAS
 from plugins.tensorrt.plugin import SAME_SIZE, Declined, Plugin
 
@@ -166,6 +166,10 @@ PLUGINS: dict[str, tuple[Plugin, ...] | Declined] = {
         ),
     ),
     **dict.fromkeys(("BlockSummary", "BlockSelect", "PartialKvGather"), _BETWEEN_ENGINES),
+    **dict.fromkeys(
+        QUANT_OPS,
+        Declined("TensorRT fuses dequantised weights with the product that reads them"),
+    ),
     "BranchAttention": Declined("it is lowered to TensorRT's own cache update and attention layers"),
     "DraftSample": (
         Plugin(

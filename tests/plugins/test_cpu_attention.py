@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from plugins.onnxruntime_ops import CPU_DOMAIN, THREADS, cpu_library
+from plugins.onnxruntime_ops import THREADS, cpu_library
 from plugins.reference import branch_attention
+from plugins.schema import CPU_DOMAIN
 
 LOWEST = np.finfo(np.float32).min
 TYPES = {
@@ -282,13 +283,13 @@ def test_positions_without_a_rotation_are_refused() -> None:
         attend(inputs | {"positions": np.array([[4, 5, 6]])}, 4, 2)
 
 
-@pytest.mark.skipif("OUTRIDER_CPU_LANES" in os.environ, reason="runs the others with fewer lanes")
-@pytest.mark.parametrize("lanes", ["8", *(pytest.param(lanes, marks=pytest.mark.long) for lanes in ("4", "1"))])
-def test_lesser_machines_do_the_same(lanes) -> None:
+@pytest.mark.skipif("OUTRIDER_ISA" in os.environ, reason="runs the others with other instructions")
+@pytest.mark.parametrize("isa", ["avx2", pytest.param("plain", marks=pytest.mark.long)])
+def test_lesser_machines_do_the_same(isa) -> None:
     others = "test_tree_ops.py", "test_cpu_gated_unit.py"
     files = [Path(__file__), *(Path(__file__).with_name(name) for name in others)]
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *map(str, files)],
-        env=os.environ | {"OUTRIDER_CPU_LANES": lanes}, capture_output=True, text=True, check=False,
+        env=os.environ | {"OUTRIDER_ISA": isa}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout[-3000:]

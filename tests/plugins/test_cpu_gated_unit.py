@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from plugins.onnxruntime_ops import CPU_DOMAIN, cpu_library
+from plugins.onnxruntime_ops import cpu_library
+from plugins.schema import CPU_DOMAIN
 
 
 @pytest.fixture(scope="module")

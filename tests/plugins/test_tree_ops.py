@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from plugins.onnx_ops import DOMAIN, FUNCTIONS, OPSET, VERSION
-from plugins.onnxruntime_ops import CPU_DOMAIN, cpu_library
+from plugins.onnxruntime_ops import cpu_library
 from plugins.reference import draft_sample, tree_expand, tree_rerank
 from plugins.reference.tree_expand import chosen_log_probs
+from plugins.schema import CPU_DOMAIN
 
 FLOAT, INT = TensorProto.FLOAT, TensorProto.INT64
 

@@ -8,6 +8,8 @@
 #include "onnxruntime/attention_op.h"
 #include "onnxruntime/drafting_ops.h"
 #include "onnxruntime/gated_unit_op.h"
+#include "onnxruntime/isa.h"
+#include "onnxruntime/quant_op.h"
 
 #if defined(_WIN32)
 #define OUTRIDER_EXPORT __declspec(dllexport)
@@ -24,9 +26,10 @@ constexpr const char* kThreads = "outrider.threads";
 struct Domain {
   Domain(const OrtApi& api, int threads)
       : attention32(threads), attention16(threads), attention_brain16(threads), expand(threads), rerank(threads),
-        gated(threads) {
+        gated(threads), product(threads), lookup(threads) {
     check(api.CreateCustomOpDomain("outrider.cpu", &domain));
-    const OrtCustomOp* const ops[] = {&attention32, &attention16, &attention_brain16, &expand, &rerank, &gated};
+    const OrtCustomOp* const ops[] = {&attention32, &attention16, &attention_brain16, &expand, &rerank, &gated,
+                                       &product,     &lookup};
     for (const OrtCustomOp* op : ops) check(api.CustomOpDomain_Add(domain, op));
   }
 
@@ -36,6 +39,8 @@ struct Domain {
   const Op<TreeExpandOp> expand;
   const Op<TreeRerankOp> rerank;
   const Op<SwiGluOp> gated;
+  const Op<QuantMatMulOp> product;
+  const Op<QuantGatherOp> lookup;
   OrtCustomOpDomain* domain = nullptr;
 };
 
@@ -54,7 +59,7 @@ int threads_of(const OrtApi& api, const OrtSessionOptions* options) {
 }  // namespace outrider::engine
 
 // Counts changes of what the ops are; plugins/onnxruntime_ops.py wants the same.
-extern "C" OUTRIDER_EXPORT int outrider_cpu_ops_version() { return 2; }
+extern "C" OUTRIDER_EXPORT int outrider_cpu_ops_version() { return 3; }
 
 // Called by ONNX Runtime with the options of a session that loads this library.
 extern "C" OUTRIDER_EXPORT OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options,
@@ -65,6 +70,7 @@ extern "C" OUTRIDER_EXPORT OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionO
   return guarded(*api, [&] {
     static std::mutex mutex;
     static auto& domains = *new std::map<int, Domain>;  // sessions may outlive what is destroyed at exit
+    if (isa_refused() != nullptr) check(api->CreateStatus(ORT_INVALID_ARGUMENT, isa_refused()));
     const int threads = threads_of(*api, options);
     const std::lock_guard<std::mutex> alone(mutex);
     check(api->AddCustomOpDomain(options, domains.try_emplace(threads, *api, threads).first->second.domain));

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <exception>
 #include <string>
+#include <vector>
 
 #include "onnxruntime_c_api.h"
 
@@ -68,6 +69,21 @@ class Run {
     return true;
   }
 
+  // The same for an input of any rank.
+  std::vector<std::int64_t> shape_of(std::size_t index) const {
+    const OrtValue* value = nullptr;
+    check(api_.KernelContext_GetInput(context_, index, &value));
+    OrtTensorTypeAndShapeInfo* info = nullptr;
+    check(api_.GetTensorTypeAndShape(value, &info));
+    std::size_t rank = 0;
+    OrtStatus* status = api_.GetDimensionsCount(info, &rank);
+    std::vector<std::int64_t> shape(rank);
+    if (status == nullptr) status = api_.GetDimensions(info, shape.data(), rank);
+    api_.ReleaseTensorTypeAndShapeInfo(info);
+    check(status);
+    return shape;
+  }
+
   // Refuses an input that is there and has another shape.
   template <std::size_t Rank>
   void expect(std::size_t index, const std::int64_t (&wanted)[Rank]) const {
@@ -85,6 +101,13 @@ class Run {
     OrtValue* value = nullptr;
     check(api_.KernelContext_GetOutput(context_, index, shape, Rank, &value));
     return value == nullptr ? nullptr : static_cast<T*>(memory(value));
+  }
+
+  template <class T>
+  T* output(std::size_t index, const std::vector<std::int64_t>& shape) const {
+    OrtValue* value = nullptr;
+    check(api_.KernelContext_GetOutput(context_, index, shape.data(), shape.size(), &value));
+    return static_cast<T*>(memory(value));
   }
 
   // Calls body(state, i) for all i < count, on the session's threads.

@@ -1,0 +1,31 @@
+#include "onnxruntime/isa.h"
+#include "onnxruntime/quant_kernel.h"
+
+namespace outrider::engine {
+
+QuantLayout quant_layout(std::int64_t outputs, std::int64_t inputs, int bits, bool wide, bool minimums) {
+  QuantLayout layout{outputs, inputs, bits, wide, minimums, 0, 0, 0, 0, 0};
+  layout.blocks = inputs / kBlock;
+  layout.groups = (outputs + kGroup - 1) / kGroup;
+  layout.integer_bytes = kBlock * kGroup * bits / 8;
+  layout.scale_bytes = kGroup * (wide ? 4 : 2);
+  layout.group_bytes = layout.blocks * (layout.integer_bytes + layout.scale_bytes * (minimums ? 2 : 1));
+  return layout;
+}
+
+const QuantKernels& quant_kernels() {
+#if defined(OUTRIDER_X86)
+  static const bool vnni = has_avx512_vnni();
+  switch (isa_here()) {
+    case Isa::kPlain: break;
+    case Isa::kAvx512:
+      if (vnni) return quant_avx512();
+      [[fallthrough]];
+    case Isa::kAvx2: return quant_avx2();
+    case Isa::kAvxVnni: return quant_avxvnni();
+  }
+#endif
+  return quant_plain();
+}
+
+}  // namespace outrider::engine

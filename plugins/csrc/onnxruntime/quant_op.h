@@ -1,0 +1,130 @@
+// QuantMatMul and QuantGather as ONNX Runtime calls them; their inputs stand in plugins/onnxruntime_ops.py.
+#pragma once
+
+#include <algorithm>
+
+#include "onnxruntime/kernels.h"
+#include "onnxruntime/ort.h"
+#include "onnxruntime/quant_gather.h"
+#include "onnxruntime/quant_kernel.h"
+
+namespace outrider::engine {
+
+// An op of an input of type `First` and packed weights, whose layout its attributes describe.
+template <ONNXTensorElementDataType First>
+class QuantOp {
+ public:
+  static constexpr std::size_t kInputs = 2, kOutputs = 1, kRequired = kOutputs;
+
+  static ONNXTensorElementDataType input_type(std::size_t index) {
+    return index == 0 ? First : ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
+  }
+  static ONNXTensorElementDataType output_type(std::size_t) { return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; }
+  static bool is_optional(std::size_t) { return false; }
+
+ protected:
+  QuantOp(const OrtApi& api, const OrtKernelInfo* info, const char* name)
+      : layout_(quant_layout(int_attribute(api, info, "N"), int_attribute(api, info, "K"),
+                             static_cast<int>(int_attribute(api, info, "bits")), int_attribute(api, info, "wide") != 0,
+                             int_attribute(api, info, "minimums") != 0)) {
+    const std::string op = name;
+    if (layout_.bits != 4 && layout_.bits != 8)
+      check(api.CreateStatus(ORT_INVALID_ARGUMENT, (op + ": bits must be 4 or 8").c_str()));
+    if (layout_.outputs < 1 || layout_.inputs < kBlock || layout_.inputs % kBlock != 0)
+      check(api.CreateStatus(ORT_INVALID_ARGUMENT, (op + ": K must be a multiple of 32, and N positive").c_str()));
+  }
+
+  const QuantLayout& layout() const { return layout_; }
+
+  const std::uint8_t* packed(const Run& run) const {
+    const std::int64_t size[] = {layout_.groups * layout_.group_bytes};
+    run.expect(1, size);
+    return run.input<std::uint8_t>(1);
+  }
+
+ private:
+  QuantLayout layout_;
+};
+
+class QuantMatMulOp : public QuantOp<ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT> {
+ public:
+  static constexpr const char* kName = "QuantMatMul";
+
+  QuantMatMulOp(const OrtApi& api, const OrtKernelInfo* info) : QuantOp(api, info, kName) {}
+
+  void compute(const Run& run) const {
+    const QuantLayout& layout = this->layout();
+    std::vector<std::int64_t> shape = run.shape_of(0);
+    if (shape.empty() || shape.back() != layout.inputs) run.refuse("x has another width than the weights' K");
+    std::int64_t rows = 1;
+    for (std::size_t i = 0; i + 1 < shape.size(); ++i) rows *= shape[i];
+    shape.back() = layout.outputs;
+
+    thread_local Memory<std::int8_t> integers;
+    thread_local Memory<float> scales, scaled_sums;
+    thread_local Memory<std::int32_t> sums;
+    const std::int64_t all = rows * layout.blocks;
+    Job job{{layout, this->packed(run),
+             {integers.room(rows * layout.inputs), scales.room(all), sums.room(all), scaled_sums.room(all)},
+             rows, run.output<float>(0, shape)},
+            run.input<float>(0), quant_kernels(), 1};
+    if (rows == 0) return;
+    each(run, rows * layout.inputs < kQuantised ? 1 : rows, job, &quantize_part);
+    each(run, rows * layout.inputs * layout.outputs < kMultiplied ? 1 : layout.groups, job, &multiply_part);
+  }
+
+ private:
+  // Numbers, and multiply-adds, below which waking other threads costs more than they bring.
+  static constexpr std::int64_t kQuantised = 65536, kMultiplied = 500000;
+
+  struct Job {
+    QuantProduct product;
+    const float* x;
+    const QuantKernels& kernels;
+    std::int64_t parts;
+  };
+
+  // Runs `body` in as many parts as there are threads, of at most `most`.
+  static void each(const Run& run, std::int64_t most, Job& job, void (*body)(void*, std::size_t)) {
+    job.parts = std::min<std::int64_t>(most, run.threads());
+    if (job.parts == 1) return body(&job, 0);
+    run.parallel_for(body, static_cast<std::size_t>(job.parts), &job);
+  }
+
+  static void quantize_part(void* state, std::size_t part) {
+    const auto& job = *static_cast<const Job*>(state);
+    const QuantProduct& product = job.product;
+    const std::int64_t at = static_cast<std::int64_t>(part);
+    for (std::int64_t row = at * product.rows / job.parts; row < (at + 1) * product.rows / job.parts; ++row)
+      job.kernels.quantize(job.x + row * product.layout.inputs, product.layout.blocks, row, product.x);
+  }
+
+  static void multiply_part(void* state, std::size_t part) {
+    const auto& job = *static_cast<const Job*>(state);
+    const std::int64_t at = static_cast<std::int64_t>(part), groups = job.product.layout.groups;
+    job.kernels.multiply(job.product, at * groups / job.parts, (at + 1) * groups / job.parts);
+  }
+};
+
+class QuantGatherOp : public QuantOp<ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64> {
+ public:
+  static constexpr const char* kName = "QuantGather";
+
+  QuantGatherOp(const OrtApi& api, const OrtKernelInfo* info) : QuantOp(api, info, kName) {}
+
+  void compute(const Run& run) const {
+    const QuantLayout& layout = this->layout();
+    std::vector<std::int64_t> shape = run.shape_of(0);
+    std::int64_t count = 1;
+    for (const std::int64_t extent : shape) count *= extent;
+    const auto* ids = run.input<std::int64_t>(0);
+    for (std::int64_t i = 0; i < count; ++i)
+      if (ids[i] < 0 || ids[i] >= layout.outputs) run.refuse("an index is outside of the table");
+    shape.push_back(layout.inputs);
+    auto* to = run.output<float>(0, shape);
+    const std::uint8_t* packed = this->packed(run);
+    for (std::int64_t i = 0; i < count; ++i) quant_row(layout, packed, ids[i], to + i * layout.inputs);
+  }
+};
+
+}  // namespace outrider::engine
