@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 
@@ -23,6 +23,7 @@ from compiler.lowering import lower
 from compiler.models.config import WeightType
 from compiler.place import Place
 from compiler.programs import emit_programs, stages_around
+from compiler.quantization.graph import quantize
 from compiler.recipe import Recipe
 from compiler.recipe_backends import (
     PACKAGES,
@@ -111,8 +112,10 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
             engines[backend] = Engines(plan.engines, plan.lowering, plan.kernels)
         for dtype in dtypes:
             exported = _export(design, dtype, steps)
+            reports = _quantize(design, exported)
             for kind in (kind for kind in stale if recipe.dtype(sections[kind]) == dtype):
-                engines[kind] = _write_engines(design, sections[kind], exported, root, steps)
+                written = _write_engines(design, sections[kind], exported, root, steps)
+                engines[kind] = replace(written, reports=(*reports, *written.reports))
         steps.begin("writing the plan")
         text.write(root / "tokenizer")
         if recipe.skeleton is not None:
@@ -179,6 +182,16 @@ def _export(design: PlanDesign, dtype: WeightType, steps: _Steps) -> dict[str, i
             branches=target.branches,
         )
     return graphs
+
+
+def _quantize(design: PlanDesign, graphs: Mapping[str, ir.Model]) -> list[RuleReport]:
+    """Quantise the weights of the models whose recipe asks for it."""
+    sections = {names.TARGET: design.recipe.target} | {each.section.name: each.section for each in design.sources}
+    return [
+        quantize(name, graphs[name], section.weights.form)
+        for name, section in sections.items()
+        if section.weights is not None
+    ]
 
 
 def _write_engines(

@@ -81,6 +81,10 @@ class PlanDesign:
             "limits": self.limits if isinstance(backend, TensorRtRtxSection | TensorRtSection) else None,
             "capacity": self.target.capacity,
             "dtype": self.recipe.dtype(backend),
+            "weights": [
+                None if section.weights is None else section.weights.model_dump()
+                for section in (self.recipe.target, *(each.section for each in self.sources))
+            ],
             "rope_scaling": None if scaling is None else scaling.model_dump(exclude_none=True),
             "drafters": [
                 [each.drafter.model_dump(), self.models[each.section.name].capacity, repr(each.config)]

@@ -14,6 +14,9 @@ from plans.build_record import read_build_record
 from plans.check import session_bytes
 from plans.manifest import BackendPlan, Engine
 from plans.plan import Plan, open_plan
+from plugins.schema import CPU_DOMAIN
+
+_TYPES = {"float": "float32", "double": "float64"}  # as everybody calls them
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -56,18 +59,43 @@ def _engine(plan: Plan, engine: Engine) -> dict[str, Any]:
     profiles = [{s: [r.least, r.most] for s, r in p.symbols.items()} for p in engine.profiles]
     return {
         "file": engine.file,
-        "ops": engine.layers or op_counts(plan.file(engine.file)),
+        **({"ops": engine.layers} if engine.layers else _graph(plan.file(engine.file))),
         **built,
         **({"holds": list(engine.holds)} if engine.holds else {}),
         **({"profiles": profiles} if profiles else {}),
     }
 
 
-def op_counts(path: Path) -> dict[str, int]:
-    """Count the nodes of an engine's graph by op, most frequent first."""
+def _graph(path: Path) -> dict[str, Any]:
     graph = onnx.load(str(path), load_external_data=False).graph
+    return {"ops": op_counts(graph), "weights": weight_bytes(graph)}
+
+
+def op_counts(graph: onnx.GraphProto) -> dict[str, int]:
+    """Count the nodes of an engine's graph by op, most frequent first."""
     counts = Counter(f"{node.domain}.{node.op_type}" if node.domain else node.op_type for node in graph.node)
     return dict(counts.most_common())
+
+
+def weight_bytes(graph: onnx.GraphProto) -> dict[str, int]:
+    """Return the bytes of an engine's constants by type, most first; scales count as quantised weights."""
+    packed = {
+        node.input[1]: f"int{attribute.i}"
+        for node in graph.node
+        if node.op_type in ("QuantMatMul", "QuantGather") and node.domain == CPU_DOMAIN
+        for attribute in node.attribute
+        if attribute.name == "bits"
+    }
+    counts = Counter[str]()
+    for tensor in graph.initializer:
+        stored = {entry.key: entry.value for entry in tensor.external_data}
+        kind = packed.get(tensor.name, onnx.TensorProto.DataType.Name(tensor.data_type).lower())
+        counts[_TYPES.get(kind, kind)] += int(stored["length"]) if "length" in stored else _inline_bytes(tensor)
+    return dict(counts.most_common())
+
+
+def _inline_bytes(tensor: onnx.TensorProto) -> int:
+    return len(tensor.raw_data) or onnx.numpy_helper.to_array(tensor).nbytes
 
 
 def print_description(description: dict[str, Any], console: Console) -> None:
@@ -111,6 +139,9 @@ def print_description(description: dict[str, Any], console: Console) -> None:
                 console.print(f"    holds {', '.join(facts['holds'])}")
             for profile in facts.get("profiles", ()):
                 console.print("    profile: " + ", ".join(f"{s} {a} to {b}" for s, (a, b) in profile.items()))
+            if "weights" in facts:
+                stored = ", ".join(f"{size / 1e6:.2f} MB {kind}" for kind, size in facts["weights"].items())
+                console.print(f"    weights: {stored}")
             console.print("    " + ", ".join(f"{op} {count}" for op, count in facts["ops"].items()))
         if backend["kernels"]:
             console.print(f"  our ops compiled for {', '.join(backend['kernels'])}")

@@ -29,6 +29,7 @@ from compiler.recipe_partial import PartialKvSection
 from compiler.recipe_rope import RopeScalingSection, positions_served
 from compiler.recipe_section import Name, Section, WrittenPath
 from compiler.recipe_source import Location, RecipeSource
+from compiler.recipe_weights import WeightsSection
 from plans import names
 from plans.errors import PlanError, RecipeError
 from plans.manifest import Manifest
@@ -48,6 +49,7 @@ class TargetSection(Section):
 
     checkpoint: WrittenPath = Field(description="folder of a Hugging Face checkpoint, relative to the recipe")
     dtype: WeightType = Field("float32", description="type of the compiled weights")
+    weights: WeightsSection | None = Field(None, description="quantised weights; without it they are of `dtype`")
     rope_scaling: RopeScalingSection | None = Field(None, description="replaces the checkpoint's own rotary scaling")
 
 

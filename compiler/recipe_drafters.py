@@ -20,6 +20,7 @@ from compiler.models.eagle3_config import Eagle3Overrides
 from compiler.models.rope import LEAST_ROPE_THETA, MOST_ROPE_THETA, RopeScaling
 from compiler.recipe_rope import RopeScalingSection
 from compiler.recipe_section import Name, Section, WrittenPath
+from compiler.recipe_weights import WeightsSection
 from plans.manifest import EntropyGamma, Tree
 
 
@@ -97,6 +98,7 @@ class Eagle3Section(Section):
     name: Name = Field(description="what requests call the drafter: small letters, digits, and -_. after the first")
     kind: Literal["eagle3"] = Field(description="the kind of drafter")
     checkpoint: WrittenPath = Field(description="folder of the head's checkpoint, relative to the recipe")
+    weights: WeightsSection | None = Field(None, description="quantised weights; without it they are of `target.dtype`")
     tree: Annotated[TreeSection, BeforeValidator(_chosen_tree, json_schema_input_type=_TREE)] = Field(
         default_factory=lambda: TreeSection(**AUTO_TREE),
         description="{top_k, depth, nodes}, or auto",
@@ -163,6 +165,7 @@ class ModelSection(Section):
     name: Name = Field(description="what requests call the drafter: small letters, digits, and -_. after the first")
     kind: Literal["model"] = Field(description="the kind of drafter")
     checkpoint: WrittenPath = Field(description="folder of a Hugging Face checkpoint, relative to the recipe")
+    weights: WeightsSection | None = Field(None, description="quantised weights; without it they are of `target.dtype`")
     gamma: Gamma | None = Field(
         None,
         description="drafts a chain of this many tokens, and takes as much longer to build; {min, max, beta}: of as "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-import numpy as np
 import onnx
 import onnx.inliner
 import onnx_ir as ir
@@ -59,10 +58,10 @@ def write_graph(model: ir.Model, path: Path, weights: WeightFile, *, inlined: bo
         tensor = value.const_value
         if tensor is None or tensor.nbytes <= _INLINE:
             continue
-        data = np.ascontiguousarray(tensor.numpy()).tobytes()
+        data = tensor.tobytes()  # two numbers of 4 bits a byte
         value.const_value = ir.ExternalTensor(
             weights.path.name, weights.add(data), len(data), tensor.dtype,
-            shape=ir.Shape(tensor.numpy().shape), name=value.name or "", base_dir=path.parent,
+            shape=ir.Shape(tensor.shape.numpy()), name=value.name or "", base_dir=path.parent,
         )  # fmt: skip
     proto = ir.to_proto(model)
     if inlined:

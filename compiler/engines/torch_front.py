@@ -21,6 +21,7 @@ from compiler.engines.torch_converters import OneRowConverters
 from compiler.engines.torch_tensorrt import load_torch_tensorrt, using_its_tensorrt
 from compiler.export.tracing import Traced, traced_of
 from plans.errors import PlanError
+from plugins.schema import QUANT_OPS
 
 _OURS = "outrider"
 
@@ -35,6 +36,8 @@ class TorchFront:
 
     def reason_against(self, model: ir.Model) -> str | None:
         """Decline graphs with ops of ours that have no converter; any other op without a converter fails in `fill`."""
+        if any(node.op_type in QUANT_OPS for node in model.graph):
+            return f"{self.name} reads the program before its weights are quantised"
         targets = {node.target for node in traced_of(model).program.graph.nodes if node.op == "call_function"}
         lacking = sorted(
             str(target).split(".")[1]

@@ -11,6 +11,7 @@ from compiler.lowering.gated_unit import FuseGatedUnit
 from compiler.lowering.norms import FuseSkipNorms
 from compiler.lowering.plugin_nodes import BodyOfDeclined, PluginNodes
 from compiler.lowering.projections import FuseProjections
+from compiler.lowering.quantized import PackQuantized
 from compiler.lowering.queries import QueriesFromInside
 from compiler.lowering.rule import Lowering, Rule, apply_rules
 from compiler.lowering.scatter_attention import ScatterAttention, UpdateOnceAttention
@@ -21,6 +22,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "onnxruntime-cpu": (
         FuseProjections(),
         FuseGatedUnit(),
+        PackQuantized(),
         FuseSkipNorms(),
         CpuAttention(),
         QueriesFromInside(),

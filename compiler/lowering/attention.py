@@ -11,9 +11,10 @@ from typing import Any
 
 import onnx_ir as ir
 
-from compiler.lowering.rule import Lowering, Rule, replace
+from compiler.graph_edits import replace
+from compiler.lowering.rule import Lowering, Rule
 from plugins.onnx_ops import DOMAIN
-from plugins.onnxruntime_ops import CPU_DOMAIN
+from plugins.schema import CPU_DOMAIN
 
 _Q, _K, _V = 0, 1, 2
 _POSITIONS, _COS, _SIN, _Q_NORM, _K_NORM, _INPUTS = 8, 9, 10, 11, 12, 13

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from compiler.lowering.rule import Lowering, Rule, replace
+from compiler.graph_edits import replace
+from compiler.lowering.rule import Lowering, Rule
 from plugins.onnx_ops import DOMAIN
-from plugins.onnxruntime_ops import CPU_DOMAIN
+from plugins.schema import CPU_DOMAIN
 
 
 class CpuDraftOps(Rule):

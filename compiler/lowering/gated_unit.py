@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import onnx_ir as ir
 
-from compiler.lowering.rule import Lowering, Rule, replace
-from plugins.onnxruntime_ops import CPU_DOMAIN
+from compiler.graph_edits import drop_unread, replace
+from compiler.lowering.products import join_products, product_kind, product_width
+from compiler.lowering.rule import Lowering, Rule
+from compiler.quantization.form import product_source
+from plugins.schema import CPU_DOMAIN
 
 
 class FuseGatedUnit(Rule):
@@ -29,8 +31,10 @@ class FuseGatedUnit(Rule):
             return "gate or up is no product with a constant matrix alone"
         if gate.inputs[0] is not up.inputs[0]:
             return "gate and up are products of two values"
-        if _weight(gate).shape != _weight(up).shape or _weight(gate).dtype != ir.DataType.FLOAT:
-            return "gate and up have other sizes, or are not of float32"
+        if product_kind(gate) != product_kind(up) or product_width(gate) != product_width(up):
+            return "gate and up have other sizes or types"
+        if not _is_float32(gate):
+            return "its kernel computes in float32"
         activated, shared = unit.activation.outputs[0], unit.sigmoid.outputs[0]
         if len(unit.gate.uses()) != 2 or any(len(x.uses()) != 1 for x in (unit.up, activated, shared)):
             return "a part of the unit is read by others too"
@@ -44,19 +48,15 @@ class FuseGatedUnit(Rule):
         gate, up = _product(unit.gate), _product(unit.up)
         assert gate is not None
         assert up is not None
-        both = np.concatenate([_weight(gate).numpy(), _weight(up).numpy()], axis=1)
-        name = f"{_name(gate)}+{_name(up)}"
-        product = ir.node("MatMul", [gate.inputs[0], lowering.constant(name, ir.tensor(both))])
+        product = join_products([gate, up], lowering)
         gated = ir.node("SwiGlu", [product.outputs[0]], domain=CPU_DOMAIN)
         graph.insert_before(node, [product, gated])
         lowering.model.opset_imports.setdefault(CPU_DOMAIN, 1)
         replace(graph, node, [gated.outputs[0]])
-        weights = [each.inputs[1] for each in (gate, up)]
+        weights = [*gate.inputs[1:], *up.inputs[1:]]
         for each in (unit.activation, unit.sigmoid, gate, up):
             graph.remove(each, safe=True)
-        for weight in weights:
-            if weight is not None and not weight.uses():
-                del graph.initializers[weight.name or ""]
+        drop_unread(lowering.graph, weights)
 
 
 @dataclass(frozen=True)
@@ -88,20 +88,10 @@ def _unit(node: ir.Node) -> _Unit | None:
 
 def _product(value: ir.Value) -> ir.Node | None:
     node = value.producer()
-    if node is None or node.op_type != "MatMul" or node.inputs[1] is None:
-        return None
-    weight = node.inputs[1].const_value
-    return node if weight is not None and len(weight.shape) == 2 else None
+    return None if product_kind(node) is None else node
 
 
-def _weight(product: ir.Node) -> ir.TensorProtocol:
-    weight = product.inputs[1]
-    assert weight is not None
-    assert weight.const_value is not None
-    return weight.const_value
-
-
-def _name(product: ir.Node) -> str:
-    weight = product.inputs[1]
-    assert weight is not None
-    return str(weight.name)
+def _is_float32(product: ir.Node) -> bool:
+    """Return whether the weights, or the scales of quantised ones, are of float32."""
+    weight = product.inputs[1 if product_source(product) is None else 2]
+    return weight is not None and weight.const_value is not None and weight.const_value.dtype == ir.DataType.FLOAT

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from compiler.lowering.rule import Lowering, Rule, replace
+from compiler.graph_edits import replace
+from compiler.lowering.rule import Lowering, Rule
 
 
 class FuseSkipNorms(Rule):

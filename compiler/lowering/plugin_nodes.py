@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from compiler.graph_edits import replace
 from compiler.lowering.functions import FunctionBody
-from compiler.lowering.rule import Lowering, Rule, replace
+from compiler.lowering.rule import Lowering, Rule
 from compiler.op_nodes import IR_TYPES, node_inputs, node_outputs
 from plugins.onnx_ops import DOMAIN
 from plugins.schema import TensorSpec

@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from compiler.lowering.rule import Lowering, Rule
 from plans import names
-from plugins.onnxruntime_ops import CPU_DOMAIN
+from plugins.schema import CPU_DOMAIN
 
 _OUTPUTS = 3  # outputs of attention without queries
 

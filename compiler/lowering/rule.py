@@ -30,10 +30,11 @@ class Lowering:
         """Return an initializer, made once per name. Raises `ValueError` for another tensor of the same name."""
         if name not in self.shared:
             value = ir.Value(
-                name=name, shape=ir.Shape(tensor.numpy().shape), type=ir.TensorType(tensor.dtype), const_value=tensor
+                name=name, shape=ir.Shape(tensor.shape.numpy()), type=ir.TensorType(tensor.dtype), const_value=tensor
             )
             self.graph.register_initializer(value)
             self.shared[name] = value
+            return value
         made = self.shared[name].const_value
         if made is None or not np.array_equal(made.numpy(), tensor.numpy()):
             raise ValueError(f"the lowered graph has two constants named {name!r}")
@@ -72,22 +73,3 @@ def apply_rules(lowering: Lowering, rules: Sequence[Rule]) -> list[RuleReport]:
             RuleReport(engine=lowering.engine, rule=type(rule).__name__, applied=applied, declined=dict(declined))
         )
     return reports
-
-
-def replace(graph: ir.Graph, node: ir.Node, new: Sequence[ir.Value | None]) -> None:
-    """Replace the outputs of `node`, graph outputs included, by `new`, and remove the node.
-
-    A value of None drops an output that only the graph's outputs hold.
-    """
-    for old, value in zip(node.outputs, new, strict=True):
-        if value is None:
-            graph.outputs.remove(old)
-            continue
-        value.type = value.type or old.type
-        for index, output in enumerate(graph.outputs):
-            if output is old:
-                value.name, value.shape = old.name, old.shape
-                old.name = None
-                graph.outputs[index] = value
-        ir.convenience.replace_all_uses_with(old, value)
-    graph.remove(node, safe=True)

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from compiler.lowering.rule import Lowering, Rule, replace
+from compiler.graph_edits import replace
+from compiler.lowering.rule import Lowering, Rule
 from plugins.onnx_ops import DOMAIN
 
 _SWAP = {"perm": [0, 2, 1, 3]}  # tokens and heads change places

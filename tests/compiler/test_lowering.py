@@ -30,8 +30,8 @@ from compiler.lowering.rule import Lowering, Rule
 from compiler.lowering.scatter_attention import ScatterAttention, UpdateOnceAttention
 from compiler.models.decoder import Decoder
 from compiler.models.eager import sequence_logits
-from plugins.onnxruntime_ops import CPU_DOMAIN
 from plugins.reference import bim_mask
+from plugins.schema import CPU_DOMAIN
 from tests.compiler.step_parents import flat
 from tests.cpu_session import cpu_session
 
@@ -151,6 +151,7 @@ def test_one_node_a_layer_norms_rotates_appends_and_attends(decoder: Decoder, tm
     assert {r.rule: r.applied for r in reports} == {
         "FuseProjections": layers,  # q, k, v
         "FuseGatedUnit": layers,
+        "PackQuantized": 0,  # nothing is quantised
         "FuseSkipNorms": 2 * layers - 1,  # all but the first norm, of the embedding, and the last, of picked rows
         "CpuAttention": layers,
         "QueriesFromInside": 0,

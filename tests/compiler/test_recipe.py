@@ -114,7 +114,7 @@ def test_a_recipe_cannot_be_changed(recipe_file: Path) -> None:
     ("old", "new", "sentence"),
     [
         ("dtype: bfloat16", "dtyp: float32", "FILE:4: target.dtyp is not a known key (did you mean 'dtype'?); "),
-        ("dtype: bfloat16", "dtyp: float32", "known keys: checkpoint, dtype, rope_scaling"),
+        ("dtype: bfloat16", "dtyp: float32", "known keys: checkpoint, dtype, weights, rope_scaling"),
         ("name: reference", "name: reference\nzzz: 1", "FILE:2: zzz is not a known key; known keys: name, target"),
         ("backends: [", "targets: [", "FILE:15: targets is not a known key; known keys: name, target, drafters"),
         ("max_draft: 2", "max_drafts: 2", "FILE:10: drafters[1].max_drafts is not a known key (did you mean 'max"),

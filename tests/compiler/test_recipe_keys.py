@@ -74,7 +74,8 @@ def test_one_key_or_one_mapping_can_be_asked_for(capsys: Captured) -> None:
     assert "min_context" not in printed("drafters[0].max_draft")
     assert {path for m in choose_keys("drafters.model") for path in m.paths} == {
         "drafters.model", "drafters.model.tree", "drafters.eagle3.tree", "drafters.model.gamma",
-        "drafters.model.rope_scaling", "target.rope_scaling",
+        "drafters.model.rope_scaling", "target.rope_scaling", "drafters.model.weights", "drafters.eagle3.weights",
+        "target.weights",
     }  # fmt: skip
     with pytest.raises(UsageError, match=r"no key 'capcity'; did you mean capacity\?"):
         choose_keys("capcity")

@@ -98,6 +98,17 @@ def test_types_and_devices_of_the_recipe(dtype: str, toy_recipe: Path, tmp_path:
     assert kv.dtype.value == dtype
 
 
+def test_quantised_weights_stay_integers_in_the_engine(toy_recipe: Path, tmp_path: Path) -> None:
+    """The layers' weights in 4 bits and the tied embedding in 8, which a look-up and the head dequantise each."""
+    options = f"{{kind: {RTX}, compute_capabilities: [sm_89]}}"
+    recipe = load_recipe(toy_recipe, [f"backends=[{options}]", "drafters=[]", "target.weights={type: int4}"])
+    manifest = build(recipe, toy_recipe, tmp_path / "plan").plan.manifest
+    plan = manifest.backends[RTX]
+    assert plan.engines["target"].layers["DEQUANTIZE"] == 4 * 7 + 2
+    assert plan.engines["target"].layers["KV_CACHE_UPDATE"] == 2 * 4
+    assert {r.rule: r.applied for r in plan.lowering}["Quantize"] == 4 * 7 + 1
+
+
 def test_why_a_machine_cannot_run_the_plan(toy_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = f"{{kind: {RTX}, compute_capabilities: [sm_80]}}"
     recipe = load_recipe(toy_recipe, [f"backends=[{options}]", "drafters=[]"])

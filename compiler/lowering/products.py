@@ -1,0 +1,58 @@
+"""Products with constant matrices, of numbers or quantised: which may become one, and how they do."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from compiler.lowering.rule import Lowering
+from compiler.quantization.form import product_source, side_by_side
+from plugins.onnx_ops import DOMAIN
+
+
+def product_kind(node: ir.Node | None) -> Hashable:
+    """Return what products of one value must share to become one; None where `node` is no such product."""
+    if node is None or node.inputs[0] is None:
+        return None
+    if node.op_type.endswith("QuantMatMul"):
+        source = product_source(node)
+        return None if source is None else (node.op_type, source.bits)
+    if node.op_type != "MatMul" or node.inputs[1] is None:
+        return None
+    weight = node.inputs[1].const_value
+    return None if weight is None or len(weight.shape) != 2 else weight.dtype
+
+
+def product_width(node: ir.Node) -> int:
+    """Return the number of outputs of a product."""
+    source = product_source(node)
+    return source.shape[0] if source is not None else _weight(node).shape.numpy()[1]
+
+
+def join_products(products: Sequence[ir.Node], lowering: Lowering) -> ir.Node:
+    """Return a product, not in the graph yet, whose outputs are those of `products` one after another.
+
+    All are of the same value and kind. Each output is summed as before, so no bit changes.
+    """
+    first = products[0]
+    names = [str(product.inputs[1].name) for product in products if product.inputs[1] is not None]
+    sources = [source for product in products if (source := product_source(product)) is not None]
+    if not sources:
+        both = np.concatenate([_weight(product).numpy() for product in products], axis=1)
+        return ir.node("MatMul", [first.inputs[0], lowering.constant("+".join(names), ir.tensor(both))])
+    stem = "+".join(name.rpartition(".")[0] for name in names)
+    scales = first.inputs[2]
+    assert scales is not None
+    assert scales.dtype is not None
+    parts = [
+        lowering.constant(f"{stem}.{tensor.part}", tensor) for tensor in side_by_side(sources).tensors(scales.dtype)
+    ]
+    return ir.node(first.op_type, [first.inputs[0], *parts], domain=DOMAIN)
+
+
+def _weight(product: ir.Node) -> ir.TensorProtocol:
+    assert product.inputs[1] is not None
+    assert product.inputs[1].const_value is not None
+    return product.inputs[1].const_value

@@ -1,0 +1,1 @@
+"""Quantised weights: their form, how they are rounded, and where they enter a graph."""

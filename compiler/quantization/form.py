@@ -1,0 +1,100 @@
+"""Quantised weights, and where they come from: read only when a graph is written, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from plugins.onnx_ops import DOMAIN
+from plugins.quant_layout import BLOCK
+from plugins.schema import QUANT_OPS
+
+_TYPES = {
+    (4, False): (ir.DataType.INT4, ml_dtypes.int4),
+    (8, False): (ir.DataType.INT8, np.int8),
+    (4, True): (ir.DataType.UINT4, ml_dtypes.uint4),
+    (8, True): (ir.DataType.UINT8, np.uint8),
+}  # by bits, and whether there are minimums
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """Weights `[N, K]`: `scale * integer`, or `scale * integer + minimum`, with a scale for each 32 of K.
+
+    `integers` are int8 in the range of `bits` signed bits; with minimums uint8 in that of `bits` unsigned ones.
+    `scales` and `minimums` are float32 `[N, K / 32]`.
+    """
+
+    bits: int
+    integers: NDArray[Any]
+    scales: NDArray[np.float32]
+    minimums: NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """A quantised weight of `shape` `[N, K]` that `read` makes anew at each call; what it will be is known before."""
+
+    bits: int
+    shape: tuple[int, int]
+    minimums: bool
+    read: Callable[[], QuantizedWeight]
+
+    def tensors(self, dtype: ir.DataType) -> list[QuantTensor]:
+        """Return the integers, scales and minimums as tensors of a graph, the latter two of `dtype`."""
+        kind, _ = _TYPES[self.bits, self.minimums]
+        n, k = self.shape
+        tensors = [QuantTensor(self, "integers", kind, (n, k)), QuantTensor(self, "scales", dtype, (n, k // BLOCK))]
+        return tensors + ([QuantTensor(self, "minimums", dtype, (n, k // BLOCK))] if self.minimums else [])
+
+
+class QuantTensor(ir.LazyTensor):
+    """A part of a quantised weight, computed when a graph is written."""
+
+    def __init__(self, source: WeightSource, part: str, dtype: ir.DataType, shape: tuple[int, int]) -> None:
+        self.source, self.part = source, part
+        super().__init__(self._compute, dtype=dtype, shape=ir.Shape(shape))
+
+    def _compute(self) -> ir.TensorProtocol:
+        value = getattr(self.source.read(), self.part)
+        if self.part == "integers":
+            _, kind = _TYPES[self.source.bits, self.source.minimums]
+        else:
+            kind = self.dtype.numpy()
+        return ir.Tensor(value.astype(kind), dtype=self.dtype)
+
+
+def side_by_side(sources: Sequence[WeightSource]) -> WeightSource:
+    """Return weights of one input, of the same bits, as one: their outputs one after another."""
+    first = sources[0]
+    assert all((s.bits, s.minimums, s.shape[1]) == (first.bits, first.minimums, first.shape[1]) for s in sources)
+
+    def read() -> QuantizedWeight:
+        parts = [source.read() for source in sources]
+        minimums = (
+            np.concatenate([part.minimums for part in parts if part.minimums is not None]) if first.minimums else None
+        )
+        return QuantizedWeight(
+            first.bits,
+            np.concatenate([part.integers for part in parts]),
+            np.concatenate([part.scales for part in parts]),
+            minimums,
+        )
+
+    outputs = sum(source.shape[0] for source in sources)
+    return WeightSource(first.bits, (outputs, first.shape[1]), first.minimums, read)
+
+
+def product_source(node: ir.Node) -> WeightSource | None:
+    """Return the weights of a node that reads quantised ones; None for any other node."""
+    if node.domain != DOMAIN or node.op_type not in QUANT_OPS or node.inputs[1] is None:
+        return None
+    tensor = node.inputs[1].const_value
+    assert isinstance(tensor, QuantTensor)
+    return tensor.source

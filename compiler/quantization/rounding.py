@@ -1,0 +1,44 @@
+"""Rounding of weights to the nearest steps."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compiler.quantization.form import QuantizedWeight
+from plugins.quant_layout import BLOCK
+
+_LARGEST_HALF = np.float32(65504)
+
+
+def round_to_nearest(weight: NDArray[np.float32], bits: int) -> QuantizedWeight:
+    """Round weights `[N, K]` block by block, each to the nearest step, without minimums.
+
+    The largest magnitude of a block of 8 bits is 127 steps. With 4 bits it is -8 steps, of whichever sign, since a
+    step more counts there. Scales are rounded to float16 first, as they are stored.
+    """
+    outputs, inputs = weight.shape
+    blocks = weight.reshape(outputs, inputs // BLOCK, BLOCK).astype(np.float32, copy=False)
+    if bits == 8:
+        scales = np.abs(blocks).max(axis=2) / np.float32(127)
+        low, high = -127, 127
+    else:
+        at = np.abs(blocks).argmax(axis=2)
+        scales = np.take_along_axis(blocks, at[:, :, None], axis=2)[:, :, 0] / np.float32(-8)
+        low, high = -8, 7
+    scales = stored_scales(scales)
+    return QuantizedWeight(bits, in_steps(blocks, scales, low, high).reshape(outputs, inputs), scales)
+
+
+def stored_scales(scales: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return scales as they are stored: the nearest float16, or unchanged where one is too large for it."""
+    if np.abs(scales).max(initial=0) > _LARGEST_HALF:
+        return scales
+    return scales.astype(np.float16).astype(np.float32)
+
+
+def in_steps(blocks: NDArray[np.float32], scales: NDArray[np.float32], low: int, high: int) -> NDArray[np.int8]:
+    """Return the nearest multiples of `scales` `[N, B]` to `blocks` `[N, B, 32]`, within the limits; of scale 0, 0."""
+    safe = np.where(scales == 0, np.float32(1), scales)
+    steps = np.rint(np.where((scales == 0)[:, :, None], np.float32(0), blocks / safe[:, :, None]))
+    return np.clip(steps, low, high).astype(np.int8)

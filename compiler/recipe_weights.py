@@ -1,0 +1,28 @@
+"""The section of a recipe that says how weights are stored and multiplied."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from compiler.quantization.weight_form import WeightForm
+from compiler.recipe_section import Section
+
+_BITS = {"int4": 4, "int8": 8, "float": None}
+
+
+class WeightsSection(Section):
+    """Quantised weights: integers in blocks of 32, with a scale each. On the CPU a token's logits do not depend on what
+    is computed in the same pass, so that drafts, branches and other requests change no token."""
+
+    type: Literal["int4", "int8"] = Field(description="type of the weights of all layers")
+    lm_head: Literal["int4", "int8", "float"] = Field(
+        "int8", description="type of the head and of the embedding; float: they stay as dtype has them"
+    )
+
+    @property
+    def form(self) -> WeightForm:
+        bits = _BITS[self.type]
+        assert bits is not None
+        return WeightForm(bits, _BITS[self.lm_head])

@@ -1,0 +1,190 @@
+"""Quantised weights: rounding, and graphs that read them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from compiler.checkpoint import load_decoder
+from compiler.engines.onnxruntime import OnnxRuntimeEngines
+from compiler.export import export_target
+from compiler.lowering import lower
+from compiler.models.decoder import Decoder
+from compiler.models.eager import sequence_logits
+from compiler.quantization.form import QuantizedWeight, WeightSource, side_by_side
+from compiler.quantization.graph import quantize
+from compiler.quantization.rounding import round_to_nearest
+from compiler.quantization.weight_form import WeightForm
+from plans.manifest import RuleReport
+from plugins.onnx_ops import DOMAIN
+from plugins.reference import dequantize
+from plugins.schema import CPU_DOMAIN
+from tests.cpu_session import cpu_session
+from tools.verify.quantized import round_weights
+
+CPU = "onnxruntime-cpu"
+CAPACITY, TOKENS = 32, [5, 17, 200, 31, 31, 8, 90]
+
+
+def numbers(weight: QuantizedWeight) -> NDArray[np.float32]:
+    return dequantize(weight.integers, weight.scales, weight.minimums)
+
+
+@settings(max_examples=80, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), bits=st.sampled_from([4, 8]), size=st.sampled_from([1e-9, 1e-3, 1.0, 1e4, 1e7]))
+def test_every_number_goes_to_the_nearest_step(seed: int, bits: int, size: float) -> None:
+    rng = np.random.default_rng(seed)
+    weight = (rng.normal(size=(6, 96)) * size).astype(np.float32)
+    weight[1, 32:64] = 0
+    made = round_to_nearest(weight, bits)
+    low, high = (-8, 7) if bits == 4 else (-127, 127)
+    assert made.integers.dtype == np.int8
+    assert low <= made.integers.min() <= made.integers.max() <= high
+    if size < 1e7:  # scales are stored as float16, unless one is too large
+        assert np.array_equal(made.scales, made.scales.astype(np.float16).astype(np.float32))
+    assert not made.scales[1, 1]
+    assert not made.integers[1, 32:64].any()
+    scales = made.scales[:, :, None].astype(np.float64)
+    nearest = np.clip(np.rint(weight.reshape(6, 3, 32) / np.where(scales == 0, 1, scales)), low, high) * scales
+    np.testing.assert_allclose(numbers(made).reshape(6, 3, 32), nearest, atol=1e-7 * size, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_step_is_a_fixed_share_of_the_largest(bits: int) -> None:
+    weight = np.random.default_rng(0).normal(size=(64, 320)).astype(np.float32)
+    off = np.abs(numbers(round_to_nearest(weight, bits)) - weight).reshape(64, -1, 32).max(axis=2)
+    most = np.abs(weight).reshape(64, -1, 32).max(axis=2)
+    # Half a step of the largest; with 4 bits the largest of the other sign may be a whole step off, as there is no +8.
+    assert (off <= most * (0.5 / 127 if bits == 8 else 1 / 8) * 1.001).all()
+
+
+def test_rounding_what_was_rounded_changes_nothing() -> None:
+    weight = np.random.default_rng(1).normal(size=(32, 64)).astype(np.float32)
+    for bits in (4, 8):
+        once = round_to_nearest(weight, bits)
+        twice = round_to_nearest(numbers(once), bits)
+        np.testing.assert_array_equal(numbers(once), numbers(twice))
+
+
+@pytest.mark.parametrize("minimums", [False, True])
+def test_weights_of_one_input_stand_side_by_side(minimums: bool) -> None:
+    rng = np.random.default_rng(2)
+
+    def source(outputs: int) -> WeightSource:
+        integers = rng.integers(0, 8, (outputs, 64)).astype(np.uint8 if minimums else np.int8)
+        scales = rng.normal(size=(outputs, 2)).astype(np.float32)
+        made = QuantizedWeight(4, integers, scales, scales * 2 if minimums else None)
+        return WeightSource(4, (outputs, 64), minimums, lambda: made)
+
+    parts = [source(3), source(5)]
+    joined = side_by_side(parts)
+    assert joined.shape == (8, 64)
+    np.testing.assert_array_equal(numbers(joined.read()), np.concatenate([numbers(part.read()) for part in parts]))
+
+
+# A whole model.
+
+
+@pytest.fixture
+def decoder(toy_recipe: Path) -> Decoder:
+    return load_decoder(toy_recipe.parent / "target", "float32", None)
+
+
+def engine(decoder: Decoder, folder: Path, form: WeightForm, target: str = CPU) -> tuple[Path, dict[str, RuleReport]]:
+    folder.mkdir()
+    graph = export_target(decoder, CAPACITY)
+    reports = [quantize("target", graph, form), *lower("target", graph, target, 1)]
+    engines = OnnxRuntimeEngines(folder)
+    engines.write("target", graph, {})
+    engines.close()
+    return folder / "target.onnx", {report.rule: report for report in reports}
+
+
+def logits(path: Path, decoder: Decoder) -> NDArray[Any]:
+    c, n = decoder.config, len(TOKENS)
+    hidden = np.triu(np.ones((n, n), bool), 1)
+    bias = np.where(hidden, np.finfo(np.float32).min, np.float32(0))[None, None]
+    inputs: dict[str, Any] = {
+        "row_splits": np.array([0, n]),
+        "token_ids": np.array(TOKENS), "positions": np.arange(n), "attn_bias": bias,
+        "past_length": np.zeros(1, np.int64), "logit_indices": np.arange(n),
+    }  # fmt: skip
+    for layer in range(c.num_layers):
+        for kind in "kv":
+            inputs[f"{kind}_cache.{layer}"] = np.zeros((1, c.num_kv_heads, CAPACITY, c.head_dim), np.float32)
+    session = cpu_session(path)
+    given = {value.name for value in session.get_inputs()}
+    return np.asarray(session.run(["logits"], {name: value for name, value in inputs.items() if name in given})[0])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_bodys_logits_are_those_of_the_rounded_weights(decoder: Decoder, tmp_path: Path, bits: int) -> None:
+    """Where an op is its body, activations are not rounded, so that PyTorch with rounded weights is the same model."""
+    form = WeightForm(bits, 8)
+    path, reports = engine(decoder, tmp_path / "one", form, "onnxruntime-cuda")
+    assert reports["Quantize"].applied == 4 * 7 + 1
+    round_weights(decoder, form)
+    wanted = sequence_logits(decoder, TOKENS).numpy()
+    np.testing.assert_allclose(logits(path, decoder), wanted, atol=2e-4)
+
+
+@pytest.mark.parametrize(("bits", "head"), [(4, 8), (8, 8), (4, 4), (8, None)])
+def test_the_cpus_logits_differ_by_the_rounding_of_activations(
+    decoder: Decoder, tmp_path: Path, bits: int, head: int | None
+) -> None:
+    form = WeightForm(bits, head)
+    path, reports = engine(decoder, tmp_path / "one", form)
+    assert {rule: report.applied for rule, report in reports.items() if report.applied} == {
+        "Quantize": 4 * 7 + (head is not None), "FuseProjections": 4, "FuseGatedUnit": 4,
+        "PackQuantized": 4 * 4 + (head is not None), "FuseSkipNorms": 7, "CpuAttention": 4, "RotateInside": 4,
+        "NormInside": 4, "PackedInside": 4,
+    }  # fmt: skip
+    plain = sequence_logits(decoder, TOKENS).numpy()
+    round_weights(decoder, form)
+    wanted = sequence_logits(decoder, TOKENS).numpy()
+    spread = wanted.std()
+    own, rounding = np.abs(logits(path, decoder) - wanted).max() / spread, np.abs(plain - wanted).max() / spread
+    print(f"of the logits' spread: rows {own:.3f}, weights {rounding:.3f}")
+    assert own < 0.4  # random weights amplify: it is 0.08 to 0.2, and another product's weights give 4 and more
+
+
+def test_a_tied_embedding_is_stored_once(decoder: Decoder, tmp_path: Path) -> None:
+    path, _ = engine(decoder, tmp_path / "one", WeightForm(4, 8))
+    graph = onnx.load(path, load_external_data=False).graph
+    lookup = next(node for node in graph.node if node.op_type == "QuantGather")
+    head = next(node for node in graph.node if node.op_type == "QuantMatMul" and node.input[1] == lookup.input[1])
+    assert lookup.domain == head.domain == CPU_DOMAIN
+    size = {tensor.name: tensor.dims[0] for tensor in graph.initializer}[lookup.input[1]]
+    assert size == -(-300 // 16) * (16 * 32 + 16 * 2)
+
+
+def test_what_cannot_be_quantised_stays_and_is_reported() -> None:
+    weight = ir.tensor(np.ones((48, 8), np.float32))
+    value = ir.Value(name="w", shape=weight.shape, type=ir.TensorType(weight.dtype), const_value=weight)
+    x = ir.Value(name="x", shape=ir.Shape([1, 48]), type=ir.TensorType(ir.DataType.FLOAT))
+    product = ir.node("MatMul", [x, value])
+    graph = ir.Graph([x], product.outputs, nodes=[product], initializers=[value], opset_imports={"": 24})
+    report = quantize("target", ir.Model(graph, ir_version=11), WeightForm(4, 8))
+    assert report.applied == 0
+    assert report.declined == {"its inputs are no multiple of 32": 1}
+
+
+def test_nothing_is_read_before_the_graph_is_written(decoder: Decoder) -> None:
+    graph = export_target(decoder, CAPACITY)
+    quantize("target", graph, WeightForm(4, 8))
+    with torch.no_grad():
+        decoder.layers[0].down.weight.zero_()  # type: ignore[union-attr, operator]
+    node = next(n for n in graph.graph if n.domain == DOMAIN and "0.down" in str(n.inputs[1].name))  # type: ignore[union-attr]
+    assert node.op_type == "QuantMatMul"
+    assert node.inputs[1] is not None
+    assert node.inputs[1].const_value is not None
+    assert node.inputs[1].const_value.dtype == ir.DataType.INT4
