@@ -168,10 +168,17 @@ REJECTING = {
 }
 
 
+_EVERY_DRAFTER = [line[4:] for line in TOY_RECIPE.splitlines() if line.startswith("  - {")] + [*REJECTING.values()]
 PARTIAL_KV = (
     "{enabled: true, block_size: 4, n_sink_blocks: 1, n_retrieval_blocks: 3, n_window_blocks: 2, "
     "n_spec_tokens_buf: 16, partial_threshold: 30, full_refresh_interval: 4, n_draft_window_tokens: 20}"
 )
+EVERYTHING = [
+    f"drafters=[{', '.join(_EVERY_DRAFTER)}]",
+    f"partial_kv={PARTIAL_KV[:-1]}, mode: off}}",
+    "capacity={context: 160, prefill_chunk: 16, branches: 16, batching: true}",  # graphs as of `branch_plan`
+]
+"""Overrides of the toy's recipe that make a plan of everything that there is."""
 
 
 @pytest.fixture(scope="session")
@@ -184,15 +191,7 @@ def long_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 @pytest.fixture(scope="session")
 def everything_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every drafter, by rejection as well, partial KV for who asks, sixteen sequences in one row or in a row each."""
-    drafters = [line[4:] for line in TOY_RECIPE.splitlines() if line.startswith("  - {")]
-    recipe = load_recipe(
-        toy_recipe,
-        [
-            f"drafters=[{', '.join([*drafters, *REJECTING.values()])}]",
-            f"partial_kv={PARTIAL_KV[:-1]}, mode: off}}",
-            "capacity={context: 160, prefill_chunk: 16, branches: 16, batching: true}",  # graphs as of `branch_plan`
-        ],
-    )
+    recipe = load_recipe(toy_recipe, EVERYTHING)
     return made_once(tmp_path_factory, "everything-plan", lambda out: build(recipe, toy_recipe, out))
 
 

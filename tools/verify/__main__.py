@@ -77,6 +77,12 @@ def _verify(options: argparse.Namespace) -> int:
             f"{result.max_logit_error:.2e} (at most {result.logit_bound:.0e}), {result.equal_runs} runs with equal "
             "greedy tokens"
         )
+        if (cost := result.quantization) is not None:
+            stdout.print(
+                f"the oracle has the plan's quantised weights; against the checkpoint's own: {cost.same_tokens:.1%} of "
+                f"tokens the same, divergence {cost.kl:.4f} nats, held-out text {cost.bits_per_byte:.4f} bits a byte "
+                f"in place of {cost.float_bits_per_byte:.4f} ({cost.growth:+.2%})"
+            )
         tokens = [f"plan {d.plan_token}, oracle {d.torch_token}" for d in result.divergences]
         _print_differences(result.divergences, tokens, result.tolerance)
         for how, checks in (("greedy", result.drafters), ("sampled", result.sampled)):

@@ -18,9 +18,11 @@ from torch import Tensor
 from compiler.checkpoint import load_decoder
 from compiler.models.config import read_config
 from compiler.models.eager import sequence_logits
+from compiler.quantization.weight_form import WeightForm
 from compiler.recipe import Recipe
 from plans.errors import CheckpointError, RequestError
 from plans.extras import install
+from tools.verify.quantized import round_weights
 
 OracleChoice = Literal["auto", "transformers", "decoder"]
 _OLDEST = 5
@@ -37,9 +39,10 @@ class Oracle(Protocol):
         ...
 
 
-def load_oracle(recipe: Recipe, choice: OracleChoice = "auto") -> Oracle:
+def load_oracle(recipe: Recipe, choice: OracleChoice = "auto", form: WeightForm | None = None) -> Oracle:
     """The oracle of the recipe's target, its rotary scaling replaced where the recipe says so.
 
+    With a `form` it has the weights of a plan with such weights.
     "auto" is transformers where a version that will do is installed. Raises `RequestError` where the one asked for is
     not there, `CheckpointError` where it cannot load the checkpoint.
     """
@@ -47,21 +50,23 @@ def load_oracle(recipe: Recipe, choice: OracleChoice = "auto") -> Oracle:
     if choice == "transformers" and lacking:
         raise RequestError(f"The oracle transformers is asked for, and {lacking}.")
     if choice == "decoder" or lacking:
-        return _OwnDecoder(recipe, lacking if choice == "auto" else "")
-    return _Transformers(recipe, installed)
+        return _OwnDecoder(recipe, lacking if choice == "auto" else "", form)
+    return _Transformers(recipe, installed, form)
 
 
 class _OwnDecoder:
-    def __init__(self, recipe: Recipe, why: str) -> None:
+    def __init__(self, recipe: Recipe, why: str, form: WeightForm | None) -> None:
         self.name = f"Outrider's own decoder in PyTorch {torch.__version__}" + (f" ({why})" if why else "")
         self._decoder = load_decoder(recipe.checkpoint_path, "float32", recipe.rope_scaling)
+        if form is not None:
+            round_weights(self._decoder, form)
 
     def logits(self, token_ids: list[int], last: int) -> Tensor:
         return sequence_logits(self._decoder, token_ids)[-last:]
 
 
 class _Transformers:
-    def __init__(self, recipe: Recipe, installed: str) -> None:
+    def __init__(self, recipe: Recipe, installed: str, form: WeightForm | None) -> None:
         transformers: Any = import_module("transformers")
         self.name = f"transformers {installed}"
         path = recipe.checkpoint_path
@@ -75,6 +80,8 @@ class _Transformers:
                     f"{path} cannot be loaded by {self.name} ({type(error).__name__}: {error}); --oracle decoder "
                     "compares with our own decoder instead"
                 ) from error
+        if form is not None:
+            round_weights(self._model, form)
 
     @torch.no_grad()
     def logits(self, token_ids: list[int], last: int) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from compiler.drafters import source_hashes
 from compiler.held_out import read_prompts
@@ -22,6 +23,7 @@ from runtime.request import Options
 from tools.verify.agreement import EXACT, DrafterCheck, compare_drafters
 from tools.verify.oracle import Oracle, OracleChoice, load_oracle
 from tools.verify.partial_check import PartialCheck, check_partial
+from tools.verify.quantized import QUANTIZED_LOGIT_BOUND, QuantizationCheck
 
 LOGIT_BOUND = 1e-3
 """Largest difference of two logits (of some tens, fp32) that order of summation explains.
@@ -51,6 +53,7 @@ class Divergence:
 class Verification:
     """Measurements against an `oracle`, and the verdict.
 
+    Of a plan with quantised weights the oracle has the same weights, and `quantization` says what they cost.
     `logit_bound` is absolute: it is what the plan cannot talk itself out of. `tolerance` is twice the largest logit
     error (closer logits than that may change places), but at most the bound. `drafters` holds the
     drafters' greedy runs, `sampled` those at SAMPLED, of which drafters by rejection have none. `partial_kv` is None
@@ -68,6 +71,7 @@ class Verification:
     drafters: dict[str, DrafterCheck] = field(default_factory=dict)
     sampled: dict[str, DrafterCheck] = field(default_factory=dict)
     partial_kv: PartialCheck | None = None
+    quantization: QuantizationCheck | None = None
 
     @property
     def passed(self) -> bool:
@@ -82,7 +86,13 @@ class Verification:
         kinds = {"drafters": self.drafters, "sampled": self.sampled}
         checks = {kind: {name: c.to_json() for name, c in found.items()} for kind, found in kinds.items()}
         partial = None if self.partial_kv is None else self.partial_kv.to_json()
-        return asdict(self) | checks | {"partial_kv": partial} | {"max_logit_error": error, "passed": self.passed}
+        cost = None if self.quantization is None else self.quantization.to_json()
+        return (
+            asdict(self)
+            | checks
+            | {"partial_kv": partial, "quantization": cost}
+            | {"max_logit_error": error, "passed": self.passed}
+        )
 
 
 def verify_plan(
@@ -109,8 +119,13 @@ def verify_plan(
     texts = _prompts(recipe)[:prompts]
     check_same_source(recipe, plan, read_manifest(plan))
     runtime = Runtime.load(plan)
-    model = load_oracle(recipe, oracle)
+    weights = recipe.target.weights
+    model = load_oracle(recipe, oracle, None if weights is None else weights.form)
     result = Verification(oracle=model.name, prompts=len(texts))
+    checkpoint = None
+    if weights is not None:
+        checkpoint, result.quantization = load_oracle(recipe, oracle), QuantizationCheck()
+        result.logit_bound = QUANTIZED_LOGIT_BOUND
     longest = runtime.manifest.target.context - new_tokens - 1
     if longest < 1:
         raise RequestError(
@@ -119,7 +134,7 @@ def verify_plan(
     pieces = (3 + (runtime.manifest.partial_kv is not None)) * len(texts)
     encoded = [runtime.tokenizer.encode(text)[-min(longest, 1024) :] for text in texts]
     for index, ids in enumerate(encoded):
-        _compare(runtime, model, ids, index, new_tokens, result)
+        _compare(runtime, model, checkpoint, ids, index, new_tokens, result)
         progress(index + 1, pieces)
     result.tolerance = min(result.logit_bound, 2 * result.max_logit_error)  # in this order, NaN gives the bound
     result.divergences = [replace(d, near_tie=d.margin <= result.tolerance) for d in result.divergences]
@@ -172,7 +187,13 @@ def _prompts(recipe: Recipe) -> list[str]:
 
 
 def _compare(
-    runtime: Runtime, oracle: Oracle, ids: list[int], prompt: int, new_tokens: int, result: Verification
+    runtime: Runtime,
+    oracle: Oracle,
+    checkpoint: Oracle | None,
+    ids: list[int],
+    prompt: int,
+    new_tokens: int,
+    result: Verification,
 ) -> None:
     session = runtime.session()
     rows: list[np.ndarray] = []
@@ -188,7 +209,12 @@ def _compare(
         result.max_logit_error = math.nan
         return
     expected = oracle.logits(ids + generated[:-1], len(generated))
-    error = np.abs(np.stack(rows) - expected.numpy())
+    found = np.stack(rows)
+    error = np.abs(found - expected.numpy())
+    if checkpoint is not None and result.quantization is not None:
+        result.quantization.add_run(torch.from_numpy(found), checkpoint.logits(ids + generated[:-1], len(generated)))
+        size = len(runtime.tokenizer.decode(ids[1:]).encode())
+        result.quantization.add_text(ids, size, oracle.logits(ids, len(ids)), checkpoint.logits(ids, len(ids)))
     result.tokens += len(generated)
     result.max_logit_error = float(np.maximum(result.max_logit_error, error.max()))  # NaN stays
     choices = expected.argmax(dim=-1).tolist()

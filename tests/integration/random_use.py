@@ -1,0 +1,153 @@
+"""A random user of a runtime, in every way at once, who knows what the tokens must be: those of the target alone.
+
+Sessions, one-off generations, branches and requests with random drafters, lengths, samplings, prefix caches, lossless
+partial KV, cancellations, streams closed early, and watchers that raise.
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from runtime import Runtime
+from tests.conftest import REJECTING, TOY_DRAFTERS
+
+VOCAB, CONTEXT = 299, 160
+COUPLED = ("none", *TOY_DRAFTERS)
+
+
+class WatcherError(Exception):
+    """Raised by `on_round`."""
+
+
+class RandomUse:
+    """One random user of a runtime, and what its tokens are compared with."""
+
+    def __init__(self, alone: Runtime, used: Runtime, mode: Any, seed: int) -> None:
+        self._alone, self._used, self._mode = alone, used, mode
+        self._random = random.Random(seed)
+        self._beginnings = [self._tokens(60) for _ in range(6)]
+        self._expected: dict[str, list[int]] = {}
+        self.compared = 0
+
+    def run(self, rounds: int) -> None:
+        ways = (self._generate, self._submit, self._branches, self._session)
+        for _ in range(rounds):
+            self._random.choice(ways)()
+
+    def _tokens(self, most: int) -> list[int]:
+        return [self._random.randint(1, VOCAB) for _ in range(self._random.randint(1, most))]
+
+    def _prompt(self) -> list[int]:
+        """Prompts begin alike, so that caches find them, and some repeat themselves, so that n-grams draft."""
+        chance = self._random.random
+        prompt = list(self._random.choice(self._beginnings))
+        if chance() < 0.5:
+            prompt = prompt[: self._random.randint(1, len(prompt))]
+        if chance() < 0.6:
+            prompt += self._tokens(20)
+        if chance() < 0.3:
+            prompt = (prompt[:5] * 30)[: self._random.randint(5, 70)]
+        return prompt
+
+    def _sampling(self) -> dict[str, Any]:
+        chosen = {
+            "max_new_tokens": self._random.choice([1, 2, 7, 20, 60]),
+            "temperature": self._random.choice([0.0, 0.0, 0.7, 1.0, 1.3]),
+            "seed": self._random.randint(0, 50),
+            "ignore_eos": self._random.random() < 0.8,
+        }
+        return chosen | ({"top_p": 0.9} if self._random.random() < 0.3 else {})
+
+    def _drafting(self, *, rejection: bool = True, partial: bool = True) -> dict[str, Any]:
+        drafter = self._random.choice([*COUPLED, *REJECTING] if rejection else COUPLED)
+        chosen = {"drafter": drafter, "auto_disable": self._random.random() < 0.5}
+        lossless = partial and drafter not in REJECTING and self._random.random() < 0.3
+        return chosen | ({"partial_kv": "lossless"} if lossless else {})
+
+    def _compare(
+        self,
+        prompt: list[int],
+        sampling: dict[str, Any],
+        drafting: dict[str, Any],
+        found: list[int],
+        *,
+        cut: bool = False,
+    ) -> None:
+        drafter = drafting["drafter"] if drafting["drafter"] in REJECTING else "none"
+        key = repr((prompt, sorted(sampling.items()), drafter))
+        if key not in self._expected:
+            self._expected[key] = self._alone.generate(prompt, drafter=drafter, **sampling).token_ids
+        expected = self._expected[key]
+        assert found == (expected[: len(found)] if cut else expected), (drafting, key)
+        self.compared += 1
+
+    def _generate(self) -> None:
+        prompt, sampling, drafting = self._prompt(), self._sampling(), self._drafting()
+        stream = self._used.stream(prompt, **sampling, **drafting)
+        if self._random.random() < 0.3:
+            found = [token for span in islice(stream, self._random.randint(1, 5)) for token in span.token_ids]
+            stream.close()
+            self._compare(prompt, sampling, drafting, found, cut=True)
+        else:
+            self._compare(prompt, sampling, drafting, stream.result.token_ids)
+
+    def _submit(self) -> None:
+        partial = self._mode == "batching"
+        asked = [
+            (self._prompt(), self._sampling(), self._drafting(partial=partial))
+            for _ in range(self._random.randint(2, 12))
+        ]
+        handles = [
+            self._used.submit(prompt, priority=self._random.randint(0, 2), **sampling, **drafting)
+            for prompt, sampling, drafting in asked
+        ]
+        cancelled = [self._random.random() < 0.15 for _ in handles]
+        for handle, cut in zip(handles, cancelled, strict=True):
+            if cut:
+                handle.cancel()
+        for handle, each, cut in zip(handles, asked, cancelled, strict=True):
+            self._compare(*each, handle.result(60).token_ids, cut=cut)
+
+    def _branches(self) -> None:
+        prefix, sampling, mode = self._prompt(), self._sampling(), self._random.choice(["in-one-sequence", "batching"])
+        asked = [
+            (self._tokens(9), self._drafting(partial=mode == "batching")) for _ in range(self._random.randint(2, 10))
+        ]
+        branches = [{"prompt": tokens, "stream_id": 0, **drafting} for tokens, drafting in asked]
+        most = self._random.randint(1, 8)
+        stream = self._used.stream_branches(prefix, branches, mode=mode, max_parallel=most, **sampling)
+        if self._random.random() < 0.2:
+            list(islice(stream, self._random.randint(1, 6)))
+            stream.close()
+            return
+        for (tokens, drafting), result in zip(asked, stream.results, strict=True):
+            self._compare(prefix + tokens, sampling, drafting, result.token_ids)
+
+    def _session(self) -> None:
+        session = self._used.session()
+        for _ in range(self._random.randint(1, 4)):
+            text = session.token_ids
+            if text and self._random.random() < 0.4:
+                session.truncate(self._random.randint(0, len(text)))
+                text = session.token_ids
+            prompt = self._prompt()[: 25 if text else None]
+            if len(text) + len(prompt) >= CONTEXT - 2:
+                break
+            # By rejection, tokens depend on where a generation begins.
+            sampling, drafting = self._sampling(), self._drafting(rejection=False)
+            if self._random.random() < 0.15:
+                with pytest.raises(WatcherError):
+                    session.generate(prompt, on_round=self._raise, **sampling, **drafting)
+                continue
+            found = session.generate(prompt, **sampling, **drafting).token_ids
+            self._compare(text + prompt, sampling, drafting, found)
+        if self._random.random() < 0.7:
+            session.close()
+
+    @staticmethod
+    def _raise(_: object) -> None:
+        raise WatcherError

@@ -1,0 +1,101 @@
+"""Plans with quantised weights: speculation, company and mode change no token, as in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from compiler.build import build
+from compiler.inspect import describe
+from compiler.recipe import load_recipe
+from runtime import Runtime, SchedulerConfig
+from tests.conftest import EVERYTHING, REFERENCE_RECIPE, made_once
+from tests.integration.random_use import RandomUse
+from tools.verify.verification import verify_plan
+
+TYPES = ("int4", "int8")
+INT4_RECIPE = REFERENCE_RECIPE.with_name("reference-int4.yaml")
+
+
+def quantised(overrides: list[str], kind: str) -> list[str]:
+    """The same recipe with weights of `kind` in the target and in all drafters but a head, which stays float32."""
+    (drafters,) = (override for override in overrides if override.startswith("drafters="))
+    sections = yaml.safe_load(drafters.removeprefix("drafters="))
+    for section in sections:
+        if section["kind"] != "ngram" and section["name"] != "classical-head":
+            section["weights"] = {"type": kind}
+    others = [override for override in overrides if override is not drafters]
+    return [*others, f"drafters={sections!r}", f"target.weights={{type: {kind}}}"]
+
+
+@pytest.fixture(scope="module", params=TYPES)
+def plan(request: pytest.FixtureRequest, toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    recipe = load_recipe(toy_recipe, quantised(EVERYTHING, request.param))
+    return made_once(tmp_path_factory, f"{request.param}-plan", lambda out: build(recipe, toy_recipe, out))
+
+
+@pytest.fixture
+def alone(plan: Path) -> Iterator[Runtime]:
+    runtime = Runtime.load(plan, threads=1)
+    yield runtime
+    runtime.close(timeout=10)
+
+
+@pytest.mark.usefixtures("run_ahead")
+@pytest.mark.parametrize("mode", ["batching", "in-one-sequence"])
+def test_tokens_depend_on_neither_drafter_nor_company(plan: Path, alone: Runtime, mode: str) -> None:
+    used = Runtime.load(plan, threads=2, scheduler=SchedulerConfig(mode=mode))  # type: ignore[arg-type]
+    user = RandomUse(alone, used, mode, seed=3)
+    user.run(150)
+    assert user.compared > 150
+    assert used.close(timeout=10)
+
+
+def test_logits_are_the_same_bits_in_a_prompt_and_in_a_step(plan: Path) -> None:
+    """A prompt's last row comes out of a pass of 16 rows, or of one, or of any number between."""
+    prompt = [(37 * i) % 299 + 1 for i in range(40)]
+    runtime = Runtime.load(plan, threads=2)
+    found = []
+    for last in (1, 2, 5, 8, 15):
+        session = runtime.session()
+        session.generate(prompt[:-last], max_new_tokens=1, drafter="none", ignore_eos=True)
+        session.truncate(len(prompt) - last)
+        session.generate(prompt[-last:], max_new_tokens=1, drafter="none", ignore_eos=True)
+        found.append(session.step_logits(0).copy())
+    for logits in found[1:]:
+        np.testing.assert_array_equal(logits.view(np.uint32), found[0].view(np.uint32))
+
+
+def test_inspect_shows_bytes_by_type(plan: Path) -> None:
+    kind = plan.name.partition("-")[0]
+    engines = describe(plan)["backends"]["onnxruntime-cpu"]["engines"]
+    target = engines["target"]["weights"]
+    assert set(target) == {kind, "int8", "float32", "int64"}
+    rows = 32 * (64 + 32 + 32) + 64 * 32 + 3 * 32 * 64  # of a layer: q, k, v, o, gate, up, down
+    head = 304 * (32 + 2)  # 300 tokens in groups of 16, with a scale of two bytes
+    bits = 4 if kind == "int4" else 8
+    layers = 4 * (rows * bits // 8 + rows // 32 * 2)
+    assert target[kind] == layers + (head if kind == "int8" else 0)
+    assert target["int8"] == head + (layers if kind == "int8" else 0)
+    assert "int8" not in engines["classical-head"]["weights"]
+
+
+def test_the_reference_in_int4_agrees_with_its_checkpoint(tmp_path: Path) -> None:
+    """Greedily and sampled, with every drafter; and what quantising costs is small."""
+    recipe = load_recipe(INT4_RECIPE)
+    plan = tmp_path / "plan"
+    build(recipe, INT4_RECIPE, plan)
+    result = verify_plan(recipe, plan, prompts=3, new_tokens=48)
+    assert result.passed
+    assert set(result.drafters) == set(result.sampled) == {"ngram", "model", "eagle3"}
+    assert all(check.equal_runs == 3 for check in (*result.drafters.values(), *result.sampled.values()))
+    cost = result.quantization
+    assert cost is not None
+    assert cost.positions == 3 * 48
+    assert cost.same_tokens > 0.9
+    assert 0 < cost.kl < 0.05
+    assert 0 < cost.bits_per_byte < 1.04 * cost.float_bits_per_byte  # the goal for int4
