@@ -18,7 +18,8 @@ It is `outrider.BranchAttention` (`plugins.onnx_ops`) with these differences:
 - the op appends in place to cache outputs that are bound to their inputs' memory, and copies other caches.
 
 A query's output depends on the query and on the keys and values that it sees, in the order of slots, and on nothing
-else, bit for bit. The library chooses its instructions at run time, so other machines may give other last bits.
+else, bit for bit. The library chooses its instructions at run time; every op has the same bits with all of them, so
+that an engine whose products are quantised has the same logits on any processor.
 
 `outrider.cpu.QuantMatMul(x, packed) -> (y)` is x, float32 `[..., K]`, times the transpose of weights `[N, K]` that
 `plugins.quant_layout.pack` packed, whose layout the attributes `N`, `K`, `bits`, `wide` and `minimums` tell. It is
@@ -26,6 +27,9 @@ else, bit for bit. The library chooses its instructions at run time, so other ma
 `outrider.cpu.QuantGather(ids, packed) -> (rows)` looks rows of such weights up, as float32.
 
 `OUTRIDER_ISA=plain|avx2|avxvnni|avx512` in the environment makes the ops use these instructions and no better ones.
+
+`outrider.cpu.RmsNorm(x, weight, added) -> (normed, sum)` norms float32 rows `[..., K]` by their root mean square, with
+attribute `epsilon`; with `added`, the rows of `sum = x + added`.
 
 `outrider.cpu.SwiGlu(x) -> (y)` is `silu(gate) * up` for x float32 `[1, N, 2 * size]`, gate and up side by side.
 
@@ -47,7 +51,7 @@ THREADS = "outrider.threads"
 Attention divides its work by that number; without the entry, by the number of the machine's processors.
 """
 
-_VERSION = 3  # version of the ops that the built library must report
+_VERSION = 4  # version of the ops that the built library must report
 
 
 @cache

@@ -8,7 +8,7 @@ from compiler.lowering.attention import CpuAttention, NormInside, PackedInside, 
 from compiler.lowering.draft_ops import CpuDraftOps
 from compiler.lowering.functions import FunctionBody
 from compiler.lowering.gated_unit import FuseGatedUnit
-from compiler.lowering.norms import FuseSkipNorms
+from compiler.lowering.norms import CpuNorms, FuseSkipNorms
 from compiler.lowering.plugin_nodes import BodyOfDeclined, PluginNodes
 from compiler.lowering.projections import FuseProjections
 from compiler.lowering.quantized import PackQuantized
@@ -29,6 +29,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         RotateInside(),
         NormInside(),
         PackedInside(),
+        CpuNorms(),
         CpuDraftOps(),
         FunctionBody(),
     ),
@@ -50,8 +51,6 @@ def lower(engine: str, model: ir.Model, target: str, rows: int, *, caches: int =
         _fix_single_row(model)
     if caches > 1:
         _free_capacity(model)
-    if target == "onnxruntime-cpu":
-        model.opset_imports.setdefault("com.microsoft", 1)
     return reports
 
 

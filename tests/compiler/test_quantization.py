@@ -146,7 +146,7 @@ def test_the_cpus_logits_differ_by_the_rounding_of_activations(
     assert {rule: report.applied for rule, report in reports.items() if report.applied} == {
         "Quantize": 4 * 7 + (head is not None), "FuseProjections": 4, "FuseGatedUnit": 4,
         "PackQuantized": 4 * 4 + (head is not None), "FuseSkipNorms": 7, "CpuAttention": 4, "RotateInside": 4,
-        "NormInside": 4, "PackedInside": 4,
+        "NormInside": 4, "PackedInside": 4, "CpuNorms": 2,
     }  # fmt: skip
     plain = sequence_logits(decoder, TOKENS).numpy()
     round_weights(decoder, form)

@@ -14,6 +14,7 @@ from compiler.inspect import describe
 from compiler.recipe import load_recipe
 from runtime import Runtime, SchedulerConfig
 from tests.conftest import EVERYTHING, REFERENCE_RECIPE, made_once
+from tests.instruction_sets import BETTER_THAN_PLAIN, Results, with_instructions
 from tests.integration.random_use import RandomUse
 from tools.verify.verification import verify_plan
 
@@ -68,6 +69,24 @@ def test_logits_are_the_same_bits_in_a_prompt_and_in_a_step(plan: Path) -> None:
         found.append(session.step_logits(0).copy())
     for logits in found[1:]:
         np.testing.assert_array_equal(logits.view(np.uint32), found[0].view(np.uint32))
+
+
+def logits_of(plan: Path) -> Results:
+    """The logits behind a prompt, and behind steps of one token."""
+    session = Runtime.load(plan, threads=2).session()
+    found = {}
+    for index, prompt in enumerate([[(41 * i) % 299 + 1 for i in range(60)], [5, 6, 7], [9]]):
+        session.generate(prompt, max_new_tokens=3, drafter="none", ignore_eos=True)
+        found[str(index)] = session.step_logits(0).copy()
+    return found
+
+
+@pytest.mark.parametrize("isa", BETTER_THAN_PLAIN)
+def test_logits_are_the_same_bits_on_any_processor(plan: Path, tmp_path: Path, isa: str) -> None:
+    found = with_instructions(isa, __name__, "logits_of", plan, tmp_path / "found.npz")
+    plain = with_instructions("plain", __name__, "logits_of", plan, tmp_path / "plain.npz")
+    for name, logits in plain.items():
+        np.testing.assert_array_equal(found[name].view(np.uint32), logits.view(np.uint32), name)
 
 
 def test_inspect_shows_bytes_by_type(plan: Path) -> None:

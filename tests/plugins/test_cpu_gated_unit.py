@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import onnxruntime as ort
 import pytest
@@ -13,8 +15,8 @@ from plugins.onnxruntime_ops import cpu_library
 from plugins.schema import CPU_DOMAIN
 
 
-@pytest.fixture(scope="module")
-def gated() -> ort.InferenceSession:
+@cache
+def swiglu() -> ort.InferenceSession:
     node = helper.make_node("SwiGlu", ["x"], ["y"], domain=CPU_DOMAIN)
     graph = helper.make_graph(
         [node],
@@ -37,16 +39,16 @@ def gated() -> ort.InferenceSession:
     scale=st.sampled_from([0.1, 3.0, 60.0, 1e4]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_it_is_silu_of_the_gate_times_up_row_by_row(gated, rows, size, scale, seed) -> None:
+def test_it_is_silu_of_the_gate_times_up_row_by_row(rows, size, scale, seed) -> None:
     x = (np.random.default_rng(seed).normal(size=(1, rows, 2 * size)) * scale).astype(np.float32)
-    (found,) = gated.run(None, {"x": x})
+    (found,) = swiglu().run(None, {"x": x})
     gate, up = x[..., :size].astype(np.float64), x[..., size:].astype(np.float64)
     wanted = gate / (1 + np.exp(np.minimum(-gate, 700))) * up
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-35 * max(1.0, scale * scale))
-    (alone,) = gated.run(None, {"x": x[:, -1:]})
+    (alone,) = swiglu().run(None, {"x": x[:, -1:]})
     np.testing.assert_array_equal(alone[0, 0], found[0, -1])
 
 
-def test_an_odd_width_is_refused(gated) -> None:
+def test_an_odd_width_is_refused() -> None:
     with pytest.raises(Exception, match="one size"):
-        gated.run(None, {"x": np.zeros((1, 2, 7), np.float32)})
+        swiglu().run(None, {"x": np.zeros((1, 2, 7), np.float32)})

@@ -6,6 +6,7 @@
 //   - a score is a sum over the head's dimensions in one fixed order, whichever query and key it belongs to;
 //   - scores are kept without gaps, so that the sum of their weights goes by their rank among the visible;
 //   - an output is summed key by key.
+// The instruction set changes nothing either: attention_tile.h.
 //
 // `Lanes` is a vector of floats of one instruction set: lanes_*.h.
 #pragma once
@@ -98,6 +99,32 @@ struct Listed {
   const Cached* operator()(std::int64_t j) const { return all + std::int64_t{list[j]} * head_dim; }
 };
 
+// A vector of a head's dimensions in memory: all its lanes, or the first `count`, the others being zeros.
+template <class Lanes>
+struct Whole {
+  template <class T>
+  typename Lanes::Vector load(const T* from) const {
+    return Lanes::load(from);
+  }
+  void store(float* to, typename Lanes::Vector x) const { Lanes::store(to, x); }
+};
+
+template <class Lanes>
+struct Part {
+  int count;
+  template <class T>
+  typename Lanes::Vector load(const T* from) const {
+    T padded[Lanes::kWidth] = {};
+    for (int i = 0; i < count; ++i) padded[i] = from[i];
+    return Lanes::load(padded);
+  }
+  void store(float* to, typename Lanes::Vector x) const {
+    float padded[Lanes::kWidth];
+    Lanes::store(padded, x);
+    for (int i = 0; i < count; ++i) to[i] = padded[i];
+  }
+};
+
 // scores[r][j] = scale * query[r] . keys(j) for j < count.
 template <class Lanes, int Rows, class Keys>
 void score(const Keys& keys, std::int64_t count, const float* const* query, int head_dim, float scale,
@@ -115,14 +142,17 @@ void score(const Keys& keys, std::int64_t count, const float* const* query, int 
     typename Lanes::Vector sums[Rows][kKeys];
     for (int r = 0; r < Rows; ++r)
       for (int i = 0; i < kKeys; ++i) sums[r][i] = Lanes::zero();
-    for (int d = 0; d < head_dim; d += Lanes::kWidth) {
+    const auto add = [&](int d, const auto& access) {
       typename Lanes::Vector k[kKeys];
-      for (int i = 0; i < kKeys; ++i) k[i] = Lanes::load(key[i] + d);
+      for (int i = 0; i < kKeys; ++i) k[i] = access.load(key[i] + d);
       for (int r = 0; r < Rows; ++r) {
-        const auto q = Lanes::load(query[r] + d);
+        const auto q = access.load(query[r] + d);
         for (int i = 0; i < kKeys; ++i) sums[r][i] = Lanes::fma(q, k[i], sums[r][i]);
       }
-    }
+    };
+    int d = 0;
+    for (; d + Lanes::kWidth <= head_dim; d += Lanes::kWidth) add(d, Whole<Lanes>());
+    if (d < head_dim) add(d, Part<Lanes>{head_dim - d});
     if (left == kKeys) {
       Lanes::sum_block(sums, scale, scores, j);
       continue;
@@ -135,23 +165,24 @@ void score(const Keys& keys, std::int64_t count, const float* const* query, int 
   }
 }
 
-// out[r][d] += sum over j of weights[r][j] * values(j)[d], key after key.
-template <class Lanes, int Rows, int Vectors, class Values>
-void weigh_slab(const Values& values, std::int64_t count, const float* const* weights, int d, float* const* out) {
+// out[r][d] += sum over j of weights[r][j] * values(j)[d], key after key, for `Vectors` vectors of d.
+template <class Lanes, int Rows, int Vectors, class Values, class Access>
+void weigh_slab(const Values& values, std::int64_t count, const float* const* weights, int d, const Access& access,
+                float* const* out) {
   typename Lanes::Vector sums[Rows][Vectors];
   for (int r = 0; r < Rows; ++r)
-    for (int v = 0; v < Vectors; ++v) sums[r][v] = Lanes::load(out[r] + d + v * Lanes::kWidth);
+    for (int v = 0; v < Vectors; ++v) sums[r][v] = access.load(out[r] + d + v * Lanes::kWidth);
   for (std::int64_t j = 0; j < count; ++j) {
     const auto* value = values(j) + d;
     typename Lanes::Vector x[Vectors];
-    for (int v = 0; v < Vectors; ++v) x[v] = Lanes::load(value + v * Lanes::kWidth);
+    for (int v = 0; v < Vectors; ++v) x[v] = access.load(value + v * Lanes::kWidth);
     for (int r = 0; r < Rows; ++r) {
       const auto weight = Lanes::broadcast(weights[r][j]);
       for (int v = 0; v < Vectors; ++v) sums[r][v] = Lanes::fma(weight, x[v], sums[r][v]);
     }
   }
   for (int r = 0; r < Rows; ++r)
-    for (int v = 0; v < Vectors; ++v) Lanes::store(out[r] + d + v * Lanes::kWidth, sums[r][v]);
+    for (int v = 0; v < Vectors; ++v) access.store(out[r] + d + v * Lanes::kWidth, sums[r][v]);
 }
 
 template <class Lanes, int Rows, class Values>
@@ -159,8 +190,10 @@ void weigh(const Values& values, std::int64_t count, const float* const* weights
   constexpr int kSlab = Lanes::kSlab * Lanes::kWidth;
   int d = 0;
   for (; d + kSlab <= head_dim; d += kSlab)
-    weigh_slab<Lanes, Rows, Lanes::kSlab>(values, count, weights, d, out);
-  for (; d < head_dim; d += Lanes::kWidth) weigh_slab<Lanes, Rows, 1>(values, count, weights, d, out);
+    weigh_slab<Lanes, Rows, Lanes::kSlab>(values, count, weights, d, Whole<Lanes>(), out);
+  for (; d + Lanes::kWidth <= head_dim; d += Lanes::kWidth)
+    weigh_slab<Lanes, Rows, 1>(values, count, weights, d, Whole<Lanes>(), out);
+  if (d < head_dim) weigh_slab<Lanes, Rows, 1>(values, count, weights, d, Part<Lanes>{head_dim - d}, out);
 }
 
 // Scores become weights exp(score - highest); returns their sum. The memory is padded to whole vectors.

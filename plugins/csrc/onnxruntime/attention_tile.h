@@ -11,6 +11,17 @@ constexpr int kRows = 24;  // queries of a tile, and tokens that they belong to,
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
+// Every instruction set computes in so many lanes, in however many vectors, and sums them in one order, so that all have
+// the same bits. In each quarter of four lanes: (0 + 2) + (1 + 3). Of quarters: (0 + 2) + (1 + 3).
+constexpr int kLanes = 16;
+
+// exp(x) = 2^n * p(r), n the integer nearest to x * kLog2E, r = x - n * kLn2High - n * kLn2Low: each a fused
+// multiply-add, and so is each term of the polynomial p.
+constexpr float kExpLowest = -87.0f;  // exp(x) below it is 0: a little above the least normal number
+constexpr float kLog2E = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
+constexpr int kExpTerms = 7;
+constexpr float kExpTaylor[kExpTerms] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
+
 // Keys that a tile attends over: `count` neighbours from key `first` on, which all tokens see, or so many of the lists
 // from entry `first` on, which name keys that `token` sees.
 struct Piece {

@@ -193,7 +193,7 @@ const char* branch_attention(const Shape& shape, const Inputs& in, const Outputs
   Job<Cached> job{shape,
                   in,
                   to,
-                  kernels_for(shape.head_dim).attention,
+                  kernels().attention,
                   space,
                   failed,
                   queries,

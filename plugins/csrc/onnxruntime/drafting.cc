@@ -75,7 +75,7 @@ void to_masses(const float* logits, std::int64_t size, float least, float draw, 
 
 void tree_expand(const TreeExpandInputs& in, const TreeExpandOutputs& out) {
   thread_local Workspace space;
-  const RowKernels& rows = kernels_for(0).rows;
+  const RowKernels& rows = kernels().rows;
   const std::int64_t size = in.vocabulary, k = in.top_k;
   space.reserve(size, std::max(kLikely, k));
   for (std::int64_t node = 0; node < in.trees * in.nodes; ++node) {
@@ -117,7 +117,7 @@ void tree_rerank(const TreeRerankInputs& in, const TreeRerankOutputs& out) {
   for (std::int64_t tree = 0; tree < in.trees; ++tree) {
     const std::int64_t from = tree * in.candidates;
     std::int64_t* chosen = out.candidate + tree * drafted;
-    kernels_for(0).rows.best(in.score + from, in.candidates, drafted, space.values.data(), chosen);
+    kernels().rows.best(in.score + from, in.candidates, drafted, space.values.data(), chosen);
     std::sort(chosen, chosen + drafted);
     static_assert(sizeof(i64) == sizeof(std::int64_t), "node_of counts in i64");
     for (std::int64_t i = 0; i < drafted; ++i) {

@@ -43,7 +43,7 @@ class SwiGluOp {
   static void one_row(void* state, std::size_t row) {
     const auto& job = *static_cast<const Job*>(state);
     const float* gate = job.both + static_cast<std::int64_t>(row) * 2 * job.size;
-    kernels_for(0).rows.gated(gate, gate + job.size, job.size, job.to + static_cast<std::int64_t>(row) * job.size);
+    kernels().rows.gated(gate, gate + job.size, job.size, job.to + static_cast<std::int64_t>(row) * job.size);
   }
 };
 

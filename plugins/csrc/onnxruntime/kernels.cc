@@ -30,13 +30,13 @@ template class Memory<std::int32_t>;
 template class Memory<std::int8_t>;
 template class Memory<float>;
 
-const Kernels& kernels_for(std::int64_t size) {
+const Kernels& kernels() {
 #if defined(OUTRIDER_X86)
   static const Isa isa = isa_here();
-  if (isa == Isa::kAvx512 && size % 16 == 0) return avx512_kernels();
-  if (isa >= Isa::kAvx2 && size % 8 == 0) return avx2_kernels();
+  if (isa == Isa::kAvx512) return avx512_kernels();
+  if (isa >= Isa::kAvx2) return avx2_kernels();
 #endif
-  return size % 4 == 0 ? plain_kernels() : single_kernels();
+  return plain_kernels();
 }
 
 }  // namespace outrider::engine

@@ -23,6 +23,10 @@ struct RowKernels {
   void (*best)(const float* x, std::int64_t count, std::int64_t best, float* values, std::int64_t* indices);
   // to[i] = up[i] * gate[i] / (1 + exp(-gate[i])).
   void (*gated)(const float* gate, const float* up, std::int64_t count, float* to);
+  // to[i] = x[i] + added[i]; returns the sum of their squares. `added` may be null, and then `to` too.
+  float (*squares)(const float* x, const float* added, std::int64_t count, float* to);
+  // to[i] = x[i] * factor * weight[i].
+  void (*scaled)(const float* x, float factor, const float* weight, std::int64_t count, float* to);
 };
 
 struct Kernels {
@@ -33,9 +37,8 @@ struct Kernels {
 const Kernels& avx512_kernels();
 const Kernels& avx2_kernels();
 const Kernels& plain_kernels();
-const Kernels& single_kernels();
 
-// The best set of this machine whose vectors divide `size`; 0 is divided by all.
-const Kernels& kernels_for(std::int64_t size);
+// Of isa_here(): isa.h. All have the same bits.
+const Kernels& kernels();
 
 }  // namespace outrider::engine

@@ -6,12 +6,7 @@
 namespace outrider::engine {
 
 const Kernels& plain_kernels() {
-  static const Kernels kernels = {attention_of<Plain<4>>(), rows_of<Plain<4>>()};
-  return kernels;
-}
-
-const Kernels& single_kernels() {
-  static const Kernels kernels = {attention_of<Plain<1>>(), rows_of<Plain<1>>()};
+  static const Kernels kernels = {attention_of<Plain>(), rows_of<Plain>()};
   return kernels;
 }
 

@@ -12,7 +12,7 @@ namespace {
 
 struct Avx512 {
   using Vector = __m512;
-  static constexpr int kWidth = 16;
+  static constexpr int kWidth = kLanes;
   static constexpr int kSlab = 4;  // vectors of output that are summed at once: 4 rows of them and the values fit
   static constexpr int kScored = 4;  // rows that are scored at once, against four keys
 
@@ -43,7 +43,7 @@ struct Avx512 {
     return _mm512_cmp_ps_mask(_mm512_loadu_ps(x), _mm512_setzero_ps(), _CMP_EQ_OQ);
   }
 
-  // Lane i of each quarter joins lane i + 2, then neighbours join, then quarters.
+  // to[k] = scale * the sum of x[k]'s lanes: attention_tile.h says in what order.
   static void sum_each(const Vector* x, float scale, float* to) {
     const __m512 abcd = by_key(x);
     const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd),
@@ -68,15 +68,15 @@ struct Avx512 {
     }
   }
 
-  // exp of numbers up to 0, to about 1e-7 of the result: 2^n * p(r), p the Taylor polynomial on |r| <= ln(2) / 2.
+  // exp of numbers up to 0, as lanes_plain.h says.
   static Vector exp(Vector x) {
-    const Vector n = _mm512_roundscale_ps(_mm512_mul_ps(x, broadcast(1.44269504f)), 8);
-    Vector r = _mm512_fnmadd_ps(n, broadcast(0.693359375f), x);
-    r = _mm512_fnmadd_ps(n, broadcast(-2.12194440e-4f), r);
-    Vector p = broadcast(1.0f / 720);
-    constexpr float kLower[] = {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
-    for (const float c : kLower) p = fma(p, r, broadcast(c));
-    const __mmask16 tiny = _mm512_cmp_ps_mask(x, broadcast(-104.0f), _CMP_LT_OQ);  // and minus infinity
+    const Vector bounded = max(broadcast(kExpLowest), x);  // NaN stays NaN
+    const Vector n = _mm512_roundscale_ps(_mm512_mul_ps(bounded, broadcast(kLog2E)), 8);
+    Vector r = _mm512_fnmadd_ps(n, broadcast(kLn2High), bounded);
+    r = _mm512_fnmadd_ps(n, broadcast(kLn2Low), r);
+    Vector p = broadcast(kExpTaylor[0]);
+    for (int i = 1; i < kExpTerms; ++i) p = fma(p, r, broadcast(kExpTaylor[i]));
+    const __mmask16 tiny = _mm512_cmp_ps_mask(x, broadcast(kExpLowest), _CMP_LT_OQ);  // and minus infinity
     return _mm512_mask_blend_ps(tiny, _mm512_scalef_ps(p, n), zero());
   }
 

@@ -9,6 +9,7 @@
 #include "onnxruntime/drafting_ops.h"
 #include "onnxruntime/gated_unit_op.h"
 #include "onnxruntime/isa.h"
+#include "onnxruntime/norm_op.h"
 #include "onnxruntime/quant_op.h"
 
 #if defined(_WIN32)
@@ -26,10 +27,10 @@ constexpr const char* kThreads = "outrider.threads";
 struct Domain {
   Domain(const OrtApi& api, int threads)
       : attention32(threads), attention16(threads), attention_brain16(threads), expand(threads), rerank(threads),
-        gated(threads), product(threads), lookup(threads) {
+        gated(threads), norm(threads), product(threads), lookup(threads) {
     check(api.CreateCustomOpDomain("outrider.cpu", &domain));
-    const OrtCustomOp* const ops[] = {&attention32, &attention16, &attention_brain16, &expand, &rerank, &gated,
-                                       &product,     &lookup};
+    const OrtCustomOp* const ops[] = {&attention32, &attention16, &attention_brain16, &expand, &rerank,
+                                       &gated,       &norm,        &product,           &lookup};
     for (const OrtCustomOp* op : ops) check(api.CustomOpDomain_Add(domain, op));
   }
 
@@ -39,6 +40,7 @@ struct Domain {
   const Op<TreeExpandOp> expand;
   const Op<TreeRerankOp> rerank;
   const Op<SwiGluOp> gated;
+  const Op<RmsNormOp> norm;
   const Op<QuantMatMulOp> product;
   const Op<QuantGatherOp> lookup;
   OrtCustomOpDomain* domain = nullptr;
@@ -59,7 +61,7 @@ int threads_of(const OrtApi& api, const OrtSessionOptions* options) {
 }  // namespace outrider::engine
 
 // Counts changes of what the ops are; plugins/onnxruntime_ops.py wants the same.
-extern "C" OUTRIDER_EXPORT int outrider_cpu_ops_version() { return 3; }
+extern "C" OUTRIDER_EXPORT int outrider_cpu_ops_version() { return 4; }
 
 // Called by ONNX Runtime with the options of a session that loads this library.
 extern "C" OUTRIDER_EXPORT OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options,

@@ -107,7 +107,7 @@ class Run {
   T* output(std::size_t index, const std::vector<std::int64_t>& shape) const {
     OrtValue* value = nullptr;
     check(api_.KernelContext_GetOutput(context_, index, shape.data(), shape.size(), &value));
-    return static_cast<T*>(memory(value));
+    return value == nullptr ? nullptr : static_cast<T*>(memory(value));
   }
 
   // Calls body(state, i) for all i < count, on the session's threads.

@@ -1,4 +1,4 @@
-// Rows of logits, written once for all instruction sets.
+// Rows of logits and of activations, written once for all instruction sets.
 #pragma once
 
 #include "onnxruntime/kernels.h"
@@ -99,9 +99,51 @@ void row_gated(const float* gate, const float* up, std::int64_t count, float* to
   for (std::int64_t rest = i; rest < count; ++rest) to[rest] = last[0][rest - i];
 }
 
+// Vector v of a row is added to sum v % 4; the four totals are added as a quarter's lanes are.
+template <class Lanes>
+float row_squares(const float* x, const float* added, std::int64_t count, float* to) {
+  typename Lanes::Vector sums[4] = {Lanes::zero(), Lanes::zero(), Lanes::zero(), Lanes::zero()};
+  std::int64_t i = 0;
+  const auto take = [&](int v, typename Lanes::Vector value) { sums[v] = Lanes::fma(value, value, sums[v]); };
+  const auto next = [&](int v) {
+    auto value = Lanes::load(x + i);
+    if (added != nullptr) {
+      value = Lanes::add(value, Lanes::load(added + i));
+      Lanes::store(to + i, value);
+    }
+    take(v, value);
+    i += Lanes::kWidth;
+  };
+  while (i + 4 * Lanes::kWidth <= count)
+    for (int v = 0; v < 4; ++v) next(v);
+  int v = 0;
+  for (; i + Lanes::kWidth <= count; ++v) next(v);
+  if (i < count) {
+    float last[Lanes::kWidth] = {};
+    for (std::int64_t rest = i; rest < count; ++rest) {
+      last[rest - i] = added == nullptr ? x[rest] : x[rest] + added[rest];
+      if (added != nullptr) to[rest] = last[rest - i];
+    }
+    take(v, Lanes::load(last));
+  }
+  float totals[4];
+  Lanes::sum_each(sums, 1.0f, totals);
+  return (totals[0] + totals[2]) + (totals[1] + totals[3]);
+}
+
+template <class Lanes>
+void row_scaled(const float* x, float factor, const float* weight, std::int64_t count, float* to) {
+  const auto all = Lanes::broadcast(factor);
+  std::int64_t i = 0;
+  for (; i + Lanes::kWidth <= count; i += Lanes::kWidth)
+    Lanes::store(to + i, Lanes::mul(Lanes::mul(Lanes::load(x + i), all), Lanes::load(weight + i)));
+  for (; i < count; ++i) to[i] = x[i] * factor * weight[i];
+}
+
 template <class Lanes>
 RowKernels rows_of() {
-  return {&row_highest<Lanes>, &row_weights<Lanes>, &row_best<Lanes>, &row_gated<Lanes>};
+  return {&row_highest<Lanes>, &row_weights<Lanes>, &row_best<Lanes>,
+          &row_gated<Lanes>,   &row_squares<Lanes>, &row_scaled<Lanes>};
 }
 
 }  // namespace

@@ -1,0 +1,37 @@
+"""Every op on the CPU has the same bits with every instruction set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.instruction_sets import BETTER_THAN_PLAIN, Results, with_instructions
+from tests.plugins.test_cpu_attention import attend, step, typed
+from tests.plugins.test_cpu_gated_unit import swiglu
+from tests.plugins.test_cpu_norm import norm
+
+
+def of_ops(_: Path) -> Results:
+    rng = np.random.default_rng(7)
+    found: Results = {}
+    for size in (8, 16, 20, 64, 72, 128):  # whole vectors of lanes, and parts of one
+        for kind in (np.float32, np.float16, ml_dtypes.bfloat16):
+            outputs = attend(typed(step(rng, 4, 2, size, [1, 7, 3], [0, 90, 300], 2), kind), 4, 2)
+            found |= {f"attention {size} {kind} {i}": output.view(np.uint8) for i, output in enumerate(outputs)}
+    for size in (3, 16, 100, 1024):
+        x, added = (rng.normal(size=(1, 20, size)).astype(np.float32) for _ in range(2))
+        found[f"norm {size}"] = norm(x, added[0, 0], added)[0]
+        found[f"unit {size}"] = swiglu().run(None, {"x": np.concatenate([x, added], -1) * 20})[0]
+    return found
+
+
+@pytest.mark.parametrize("isa", BETTER_THAN_PLAIN)
+def test_it_has_the_bits_of_plain_code(isa, tmp_path: Path) -> None:
+    found = with_instructions(isa, __name__, "of_ops", tmp_path, tmp_path / "found.npz")
+    plain = with_instructions("plain", __name__, "of_ops", tmp_path, tmp_path / "plain.npz")
+    assert found.keys() == plain.keys()
+    for name, values in plain.items():
+        np.testing.assert_array_equal(found[name].view(np.uint8), values.view(np.uint8), name)
