@@ -1,7 +1,7 @@
 """Packed weights of `outrider.cpu.QuantMatMul`: the order in which its kernels read them, as one array of bytes.
 
-Outputs lie in groups of 16, and in a group block after block: the integers of 16 outputs by 32 inputs, then 16 scales,
-then 16 minimums where there are some. The C++ side is `csrc/onnxruntime/quant_kernel.h`.
+Outputs lie in groups of 32, and in a group block after block: the integers of 32 outputs by 32 inputs, then 32 scales,
+then 32 minimums where there are some. The C++ side is `csrc/onnxruntime/quant_kernel.h`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 BLOCK = 32
 """Inputs that share a scale."""
 
-GROUP = 16
+GROUP = 32
 """Outputs whose weights lie together."""
 
 _QUAD = 4

@@ -95,7 +95,7 @@ def test_inspect_shows_bytes_by_type(plan: Path) -> None:
     target = engines["target"]["weights"]
     assert set(target) == {kind, "int8", "float32", "int64"}
     rows = 32 * (64 + 32 + 32) + 64 * 32 + 3 * 32 * 64  # of a layer: q, k, v, o, gate, up, down
-    head = 304 * (32 + 2)  # 300 tokens in groups of 16, with a scale of two bytes
+    head = 320 * (32 + 2)  # 300 tokens in groups of 32, with a scale of two bytes
     bits = 4 if kind == "int4" else 8
     layers = 4 * (rows * bits // 8 + rows // 32 * 2)
     assert target[kind] == layers + (head if kind == "int8" else 0)

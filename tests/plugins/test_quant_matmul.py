@@ -81,7 +81,7 @@ def rows(rng: np.random.Generator, count: int, blocks: int) -> NDArray[np.float3
 @given(
     seed=st.integers(0, 2**32 - 1),
     count=st.integers(1, 33),
-    outputs=st.sampled_from([1, 7, 16, 17, 32, 100]),
+    outputs=st.sampled_from([1, 7, 16, 32, 33, 100]),
     blocks=st.integers(1, 9),
     bits=st.sampled_from([4, 8]),
     minimums=st.booleans(),

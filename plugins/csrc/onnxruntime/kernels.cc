@@ -4,6 +4,7 @@
 #include <new>
 
 #include "onnxruntime/isa.h"
+#include "onnxruntime/quant_kernel.h"
 
 namespace outrider::engine {
 
@@ -27,7 +28,7 @@ T* Memory<T>::room(std::int64_t count) {
 
 template class Memory<Piece>;
 template class Memory<std::int32_t>;
-template class Memory<std::int8_t>;
+template class Memory<QuantBlock>;
 template class Memory<float>;
 
 const Kernels& kernels() {

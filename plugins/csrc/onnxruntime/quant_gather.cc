@@ -22,7 +22,6 @@ float scale_at(const QuantLayout& layout, const std::uint8_t* from, std::int64_t
 
 void quant_row(const QuantLayout& layout, const std::uint8_t* packed, std::int64_t row, float* to) {
   const std::int64_t column = row % kGroup, half = layout.integer_bytes;
-  const int offset = layout.minimums ? 0 : 1 << (layout.bits - 1);
   const std::uint8_t* block = packed + row / kGroup * layout.group_bytes;
   for (std::int64_t i = 0; i < layout.blocks; ++i, to += kBlock) {
     const float scale = scale_at(layout, block + layout.integer_bytes, column);
@@ -36,7 +35,7 @@ void quant_row(const QuantLayout& layout, const std::uint8_t* packed, std::int64
       } else {
         integer = place < half ? block[place] & 15 : block[place - half] >> 4;
       }
-      const float scaled = scale * static_cast<float>(integer - offset);
+      const float scaled = scale * static_cast<float>(integer - layout.offset);
       to[at] = layout.minimums ? scaled + minimum : scaled;
     }
     block += layout.group_bytes / layout.blocks;

@@ -15,17 +15,18 @@
 namespace outrider::engine {
 
 constexpr int kBlock = 32;   // inputs that share a scale
-constexpr int kGroup = 16;   // outputs whose weights lie together
+constexpr int kGroup = 32;   // outputs whose weights lie together
 constexpr int kQuad = 4;     // inputs whose products an instruction adds up
 
 // Packed weights [outputs, inputs], as plugins/quant_layout.py writes them. Groups follow one another, and in a group
 // its blocks: integers, then kGroup scales, then kGroup minimums where `minimums`. A scale is a float32 where `wide`,
 // else a float16. Integers are unsigned; those of weights without minimums have 2^(bits - 1) added. They lie quad by
-// quad, column by column: [8 quads][16 columns][4 inputs]; of 4 bits, quads 4 to 7 in the upper halves of bytes.
+// quad, column by column: [8 quads][32 columns][4 inputs]; of 4 bits, quads 4 to 7 in the upper halves of bytes.
 struct QuantLayout {
   std::int64_t outputs, inputs;
   int bits;
   bool wide, minimums;
+  int offset;  // what was added to the integers
   // What follows from these; nothing here is an inline function, of which a linker would keep one copy for all
   // instruction sets.
   std::int64_t blocks, groups;             // of all inputs; of all outputs
@@ -35,25 +36,27 @@ struct QuantLayout {
 
 QuantLayout quant_layout(std::int64_t outputs, std::int64_t inputs, int bits, bool wide, bool minimums);
 
-// Quantised rows [rows, inputs], and what goes with each block of them: [rows, blocks].
-struct QuantRows {
-  std::int8_t* integers;
-  float* scales;
-  std::int32_t* sums;    // of a block's integers
-  float* scaled_sums;    // scale * sum
+// A block of a quantised row. Those of all rows lie side by side, [blocks, rows], so that what a tile of a few rows reads
+// next lies together.
+struct QuantBlock {
+  std::int8_t integers[kBlock];
+  float scale;
+  std::int32_t sum;         // of the integers
+  std::int32_t correction;  // -(what was added to the weights) * sum
+  float scaled_sum;         // scale * sum
 };
 
 struct QuantProduct {
   QuantLayout layout;
   const std::uint8_t* packed;
-  QuantRows x;
+  const QuantBlock* x;  // [blocks, rows]
   std::int64_t rows;
   float* to;  // [rows, outputs]
 };
 
 struct QuantKernels {
-  // Quantises row `row`, `x`, of `blocks` blocks.
-  void (*quantize)(const float* x, std::int64_t blocks, std::int64_t row, const QuantRows& to);
+  // Quantises a row for products with weights of that layout; block i goes to to[i * stride].
+  void (*quantize)(const QuantLayout& layout, const float* x, QuantBlock* to, std::int64_t stride);
   // The outputs of groups [first, last) for all rows.
   void (*multiply)(const QuantProduct& product, std::int64_t first, std::int64_t last);
 };

@@ -4,7 +4,7 @@
 namespace outrider::engine {
 
 QuantLayout quant_layout(std::int64_t outputs, std::int64_t inputs, int bits, bool wide, bool minimums) {
-  QuantLayout layout{outputs, inputs, bits, wide, minimums, 0, 0, 0, 0, 0};
+  QuantLayout layout{outputs, inputs, bits, wide, minimums, minimums ? 0 : 1 << (bits - 1), 0, 0, 0, 0, 0};
   layout.blocks = inputs / kBlock;
   layout.groups = (outputs + kGroup - 1) / kGroup;
   layout.integer_bytes = kBlock * kGroup * bits / 8;

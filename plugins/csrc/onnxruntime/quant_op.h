@@ -60,14 +60,9 @@ class QuantMatMulOp : public QuantOp<ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT> {
     for (std::size_t i = 0; i + 1 < shape.size(); ++i) rows *= shape[i];
     shape.back() = layout.outputs;
 
-    thread_local Memory<std::int8_t> integers;
-    thread_local Memory<float> scales, scaled_sums;
-    thread_local Memory<std::int32_t> sums;
-    const std::int64_t all = rows * layout.blocks;
-    Job job{{layout, this->packed(run),
-             {integers.room(rows * layout.inputs), scales.room(all), sums.room(all), scaled_sums.room(all)},
-             rows, run.output<float>(0, shape)},
-            run.input<float>(0), quant_kernels(), 1};
+    thread_local Memory<QuantBlock> quantised;
+    QuantBlock* x = quantised.room(rows * layout.blocks);
+    Job job{{layout, this->packed(run), x, rows, run.output<float>(0, shape)}, run.input<float>(0), x, quant_kernels(), 1};
     if (rows == 0) return;
     each(run, rows * layout.inputs < kQuantised ? 1 : rows, job, &quantize_part);
     each(run, rows * layout.inputs * layout.outputs < kMultiplied ? 1 : layout.groups, job, &multiply_part);
@@ -80,6 +75,7 @@ class QuantMatMulOp : public QuantOp<ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT> {
   struct Job {
     QuantProduct product;
     const float* x;
+    QuantBlock* quantised;  // what the product reads
     const QuantKernels& kernels;
     std::int64_t parts;
   };
@@ -96,7 +92,7 @@ class QuantMatMulOp : public QuantOp<ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT> {
     const QuantProduct& product = job.product;
     const std::int64_t at = static_cast<std::int64_t>(part);
     for (std::int64_t row = at * product.rows / job.parts; row < (at + 1) * product.rows / job.parts; ++row)
-      job.kernels.quantize(job.x + row * product.layout.inputs, product.layout.blocks, row, product.x);
+      job.kernels.quantize(product.layout, job.x + row * product.layout.inputs, job.quantised + row, product.rows);
   }
 
   static void multiply_part(void* state, std::size_t part) {

@@ -22,13 +22,15 @@ struct PlainQuant {
   static constexpr int kRows = 4;
 
   template <int Rows, int Bits, bool Wide, bool Minimums>
-  static void tile(const std::uint8_t* packed, const TileRows& x, float* to, std::int64_t stride) {
-    constexpr int kScale = kGroup * (Wide ? 4 : 2), kOffset = Minimums ? 0 : 1 << (Bits - 1);
+  static void tile(const std::uint8_t* packed, std::int64_t blocks, const QuantBlock* x, std::int64_t rows, float* to,
+                   std::int64_t stride, const Ahead& ahead) {
+    constexpr int kScale = kGroup * (Wide ? 4 : 2);
     float sums[Rows][kGroup] = {};
-    for (std::int64_t block = 0; block < x.blocks; ++block) {
+    for (std::int64_t block = 0; block < blocks; ++block, x += rows) {
+      ahead.fetch(block);
       std::int32_t integers[Rows][kGroup];
       for (int r = 0; r < Rows; ++r)
-        for (int i = 0; i < kGroup; ++i) integers[r][i] = -kOffset * x.sums[r * x.blocks + block];
+        for (int i = 0; i < kGroup; ++i) integers[r][i] = x[r].correction;
       for (int at = 0; at < kBlock; ++at) {
         std::int32_t weights[kGroup];
         for (int i = 0; i < kGroup; ++i) {
@@ -40,10 +42,8 @@ struct PlainQuant {
             weights[i] = packed[place];
           }
         }
-        for (int r = 0; r < Rows; ++r) {
-          const std::int32_t number = x.integers[r * x.inputs + block * kBlock + at];
-          for (int i = 0; i < kGroup; ++i) integers[r][i] += weights[i] * number;
-        }
+        for (int r = 0; r < Rows; ++r)
+          for (int i = 0; i < kGroup; ++i) integers[r][i] += weights[i] * x[r].integers[at];
       }
       packed += kBlock * kGroup * Bits / 8;
       float scales[kGroup];
@@ -51,14 +51,12 @@ struct PlainQuant {
       packed += kScale;
       for (int r = 0; r < Rows; ++r)
         for (int i = 0; i < kGroup; ++i)
-          sums[r][i] = std::fma(static_cast<float>(integers[r][i]), scales[i] * x.scales[r * x.blocks + block],
-                                sums[r][i]);
+          sums[r][i] = std::fma(static_cast<float>(integers[r][i]), scales[i] * x[r].scale, sums[r][i]);
       if constexpr (Minimums) {
         load_scales<Wide>(packed, scales);
         packed += kScale;
         for (int r = 0; r < Rows; ++r)
-          for (int i = 0; i < kGroup; ++i)
-            sums[r][i] = std::fma(scales[i], x.scaled_sums[r * x.blocks + block], sums[r][i]);
+          for (int i = 0; i < kGroup; ++i) sums[r][i] = std::fma(scales[i], x[r].scaled_sum, sums[r][i]);
       }
     }
     for (int r = 0; r < Rows; ++r)

@@ -6,50 +6,62 @@
 namespace outrider::engine {
 namespace {  // each instruction set has its own copy
 
-// Where a tile finds its rows: of row r + i, at `integers + i * inputs` and at `scales + i * blocks`.
-struct TileRows {
-  const std::int8_t* integers;
-  const float* scales;
-  const std::int32_t* sums;
-  const float* scaled_sums;
-  std::int64_t inputs, blocks;
+// Weights that are read next, fetched into the cache while a tile computes, so many bytes with each of its blocks.
+struct Ahead {
+  const std::uint8_t* from;  // null: nothing
+  std::int64_t bytes;
+  void fetch(std::int64_t block) const {
+    if (from == nullptr) return;
+#if defined(__GNUC__)
+    for (std::int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + block * bytes + at, 0, 2);
+#endif
+  }
 };
 
 // `Isa` has kRows, the rows of its largest tile, and
 //   template <int Rows, int Bits, bool Wide, bool Minimums>
-//   static void tile(const std::uint8_t* packed, const TileRows& x, float* to, std::int64_t stride),
-// which writes Rows * kGroup outputs for the group that starts at `packed`.
+//   static void tile(const std::uint8_t* packed, std::int64_t blocks, const QuantBlock* x, std::int64_t rows, float* to,
+//                    std::int64_t stride, const Ahead& ahead),
+// which writes [Rows, kGroup] outputs for the group that starts at `packed`. Block i of its rows is at x[i * rows].
 template <class Isa, int Rows, int Bits, bool Wide, bool Minimums>
-void tile_of_at_most(int rows, const std::uint8_t* packed, const TileRows& x, float* to, std::int64_t stride) {
+void tile_of_at_most(int count, const std::uint8_t* packed, std::int64_t blocks, const QuantBlock* x,
+                     std::int64_t rows, float* to, std::int64_t stride, const Ahead& ahead) {
   if constexpr (Rows > 0) {
-    if (rows == Rows) return Isa::template tile<Rows, Bits, Wide, Minimums>(packed, x, to, stride);
-    tile_of_at_most<Isa, Rows - 1, Bits, Wide, Minimums>(rows, packed, x, to, stride);
+    if (count == Rows)
+      return Isa::template tile<Rows, Bits, Wide, Minimums>(packed, blocks, x, rows, to, stride, ahead);
+    tile_of_at_most<Isa, Rows - 1, Bits, Wide, Minimums>(count, packed, blocks, x, rows, to, stride, ahead);
   }
 }
 
 template <class Isa, int Bits, bool Wide, bool Minimums>
 void multiply_groups(const QuantProduct& product, std::int64_t first, std::int64_t last) {
   const QuantLayout& layout = product.layout;
-  const std::int64_t blocks = layout.blocks;
   for (std::int64_t group = first; group < last; ++group) {
     const std::uint8_t* packed = product.packed + group * layout.group_bytes;
     const std::int64_t left = layout.outputs - group * kGroup;
+    // Every tile of this group fetches its share of the next one's weights.
+    const std::int64_t all = (product.rows + Isa::kRows - 1) / Isa::kRows;
+    const std::int64_t share = layout.group_bytes / layout.blocks / all;
+    Ahead ahead{group + 1 < last ? packed + layout.group_bytes : nullptr, share};
     for (std::int64_t row = 0; row < product.rows;) {
-      // Rows are dealt out evenly: 9 rows are tiles of 5 and 4, as a tile of one row costs more than a row of many.
+      // Rows are dealt out evenly: 5 rows are tiles of 3 and 2, as a tile of one row costs more than a row of many.
       const std::int64_t rest = product.rows - row, tiles = (rest + Isa::kRows - 1) / Isa::kRows;
       const int rows = static_cast<int>((rest + tiles - 1) / tiles);
-      const TileRows x{product.x.integers + row * layout.inputs, product.x.scales + row * blocks,
-                       product.x.sums + row * blocks, product.x.scaled_sums + row * blocks, layout.inputs, blocks};
+      const auto tile = [&](float* to, std::int64_t stride) {
+        tile_of_at_most<Isa, Isa::kRows, Bits, Wide, Minimums>(rows, packed, layout.blocks, product.x + row,
+                                                               product.rows, to, stride, ahead);
+      };
       float* to = product.to + row * layout.outputs + group * kGroup;
       if (left >= kGroup) {
-        tile_of_at_most<Isa, Isa::kRows, Bits, Wide, Minimums>(rows, packed, x, to, layout.outputs);
+        tile(to, layout.outputs);
       } else {
         float padded[Isa::kRows * kGroup];
-        tile_of_at_most<Isa, Isa::kRows, Bits, Wide, Minimums>(rows, packed, x, padded, kGroup);
+        tile(padded, kGroup);
         for (int r = 0; r < rows; ++r)
           for (std::int64_t i = 0; i < left; ++i) to[r * layout.outputs + i] = padded[r * kGroup + i];
       }
       row += rows;
+      if (ahead.from != nullptr) ahead.from += share * layout.blocks;
     }
   }
 }
