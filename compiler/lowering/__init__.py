@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from compiler.lowering.attention import CpuAttention, NormInside, PackedInside, RotateInside
+from compiler.lowering.block_quantized import BlockQuantized
 from compiler.lowering.draft_ops import CpuDraftOps
 from compiler.lowering.functions import FunctionBody
 from compiler.lowering.gated_unit import FuseGatedUnit
@@ -33,7 +34,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         CpuDraftOps(),
         FunctionBody(),
     ),
-    "onnxruntime-cuda": (ScatterAttention(), FunctionBody()),
+    "onnxruntime-cuda": (BlockQuantized(), ScatterAttention(), FunctionBody()),
     "tensorrt": (UpdateOnceAttention(), PluginNodes(), BodyOfDeclined()),
     "tensorrt-rtx": (UpdateOnceAttention(), FunctionBody()),
 }

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 import torch
 from hypothesis import given, settings
@@ -91,6 +92,47 @@ def test_weights_of_one_input_stand_side_by_side(minimums: bool) -> None:
     np.testing.assert_array_equal(numbers(joined.read()), np.concatenate([numbers(part.read()) for part in parts]))
 
 
+@pytest.mark.parametrize("lookup", [False, True])
+@pytest.mark.parametrize("blocks", [2, 3])  # an odd number of zero points of 4 bits leaves half a byte
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zero_points_are_found_in_minimums(bits: int, blocks: int, lookup: bool) -> None:
+    rng = np.random.default_rng(bits)
+    scales = rng.normal(size=(6, blocks)).astype(np.float32)
+    zeros = rng.integers(0, 1 << bits, scales.shape)
+    integers = rng.integers(0, 1 << bits, (6, blocks * 32)).astype(np.uint8)
+    made = QuantizedWeight(bits, integers, scales, -zeros.astype(np.float32) * scales)
+    model = lowered_product(made, lookup)
+    assert {node.domain for node in model.graph.node} == {"com.microsoft"}
+    x = rng.integers(0, 6, (1, 4)) if lookup else rng.normal(size=(1, 4, blocks * 32)).astype(np.float32)
+    (found,) = ort.InferenceSession(model.SerializeToString()).run(None, {"x": x})
+    np.testing.assert_allclose(found, numbers(made)[x] if lookup else x @ numbers(made).T, rtol=1e-4, atol=1e-4)
+
+
+def test_minimums_between_steps_keep_the_body() -> None:
+    made = QuantizedWeight(
+        4, np.zeros((4, 32), np.uint8), np.ones((4, 1), np.float32), np.full((4, 1), -0.5, np.float32)
+    )
+    assert {node.op_type for node in lowered_product(made, lookup=False).graph.node} == {"AsymmetricQuantMatMul"}
+
+
+def lowered_product(made: QuantizedWeight, lookup: bool) -> onnx.ModelProto:
+    source = WeightSource(made.bits, made.integers.shape, made.minimums is not None, lambda: made)  # type: ignore[arg-type]
+    parts = [
+        ir.Value(name=f"w.{t.part}", shape=t.shape, type=ir.TensorType(t.dtype), const_value=t)
+        for t in source.tensors(ir.DataType.FLOAT)
+    ]
+    kind, shape = (ir.DataType.INT64, [1, "N"]) if lookup else (ir.DataType.FLOAT, [1, "N", made.integers.shape[1]])
+    x = ir.Value(name="x", shape=ir.Shape(shape), type=ir.TensorType(kind))
+    op = "AsymmetricQuantGather" if lookup else "AsymmetricQuantMatMul"
+    node = ir.node(op, [x, *parts], domain=DOMAIN)
+    out = node.outputs[0]
+    out.name, out.type, out.shape = "out", ir.TensorType(ir.DataType.FLOAT), ir.Shape([1, "N", "M"])
+    graph = ir.Graph([x], [out], nodes=[node], initializers=parts, opset_imports={"": 24, DOMAIN: 1}, name="one")
+    model = ir.Model(graph, ir_version=11)
+    lower("target", model, "onnxruntime-cuda", 1)
+    return ir.to_proto(model)
+
+
 # A whole model.
 
 
@@ -127,11 +169,13 @@ def logits(path: Path, decoder: Decoder) -> NDArray[Any]:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_bodys_logits_are_those_of_the_rounded_weights(decoder: Decoder, tmp_path: Path, bits: int) -> None:
-    """Where an op is its body, activations are not rounded, so that PyTorch with rounded weights is the same model."""
+def test_weight_only_logits_are_those_of_the_rounded_weights(decoder: Decoder, tmp_path: Path, bits: int) -> None:
+    """Weight-only operators round no activations, so that PyTorch with rounded weights is the same model."""
     form = WeightForm(bits, 8)
     path, reports = engine(decoder, tmp_path / "one", form, "onnxruntime-cuda")
     assert reports["Quantize"].applied == 4 * 7 + 1
+    assert reports["BlockQuantized"].applied == 4 * 7 + 2  # the tied embedding is looked up in as well
+    assert not reports["BlockQuantized"].declined
     round_weights(decoder, form)
     wanted = sequence_logits(decoder, TOKENS).numpy()
     np.testing.assert_allclose(logits(path, decoder), wanted, atol=2e-4)
