@@ -91,7 +91,8 @@ def _packed(values: NDArray[Any], bits: int) -> NDArray[np.uint8]:
         return stored
     if stored.shape[1] % 2:
         stored = np.pad(stored, ((0, 0), (0, 1)))
-    return np.bitwise_or(stored[:, ::2], stored[:, 1::2] << 4, dtype=np.uint8)
+    both: NDArray[np.uint8] = np.bitwise_or(stored[:, ::2], stored[:, 1::2] << 4)
+    return both
 
 
 def _zero_points(weight: QuantizedWeight) -> NDArray[np.uint8] | None:
