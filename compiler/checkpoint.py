@@ -12,7 +12,8 @@ from compiler.models.config import WeightType, read_config
 from compiler.models.decoder import Decoder
 from compiler.models.families import FAMILIES
 from compiler.models.rope import RopeScaling
-from compiler.weights import INDEX, PICKLED, Weights, check_folder, slots
+from compiler.slots import check_tensors, fill, slots
+from compiler.weights import INDEX, PICKLED, Weights, check_folder
 from plans.errors import CheckpointError
 
 TIED_HEAD = "lm_head.weight"
@@ -47,13 +48,16 @@ def load_decoder(path: Path, dtype: WeightType = "float32", rope_scaling: RopeSc
     wanted = slots(model, stored_name)
     tied = {TIED_HEAD: wanted[names["embedding"]]} if config.tie_embeddings else {}
     stored = Weights(path)
-    stored.check(
+    check_tensors(
+        stored,
+        stored.source,
+        path / "config.json",
         f"a {config.family} model with {config.num_layers} layers",
         wanted,
         optional=tied,
         hints={TIED_HEAD: "if the model shares it with the embedding, set tie_word_embeddings"},
     )
-    weights = stored.fill(wanted, dtype)
+    weights = fill(stored, wanted, dtype)
     if TIED_HEAD in tied and TIED_HEAD in stored.found:
         _check_tied(weights["embedding"], stored)
     model.load_state_dict(weights, assign=True)

@@ -17,7 +17,8 @@ from compiler.eagle3_taps import read_taps
 from compiler.models.config import DecoderConfig, Reader, WeightType, read_json, read_rope, refuse_unsupported
 from compiler.models.eagle3 import Eagle3Head
 from compiler.models.eagle3_config import TAPS, Eagle3Config, Eagle3Overrides, Taps
-from compiler.weights import Slot, Weights, check_folder, slots
+from compiler.slots import Slot, check_tensors, fill, slots
+from compiler.weights import Weights, check_folder
 from plans.errors import CheckpointError
 
 KIND = "an EAGLE3 head as SafeAILab, SpecForge and AngelSlim write it"
@@ -66,7 +67,7 @@ def load_eagle3(
     `CheckpointError` naming the file, the key, the expectation and the finding.
     """
     head = _examine(path, target_config, given or Eagle3Overrides())
-    values: dict[str, Tensor] = head.stored.fill(head.wanted, dtype)
+    values: dict[str, Tensor] = fill(head.stored, head.wanted, dtype)
     head.module.load_state_dict(values | {"target_ids": head.target_ids}, assign=True)
     return head.module.requires_grad_(False).eval()
 
@@ -98,7 +99,7 @@ def _examine(path: Path, target: DecoderConfig, given: Eagle3Overrides) -> _Head
         D2T: Slot("target_ids", (config.draft_vocab_size,), dtypes=("I64",)),
         T2D: Slot("target_ids", (config.vocab_size,), dtypes=("BOOL",)),
     }
-    stored.check(KIND, wanted, optional=vocabulary)
+    check_tensors(stored, stored.source, file, KIND, wanted, optional=vocabulary)
     return _Head(config, module, stored, wanted, _target_ids(stored, config))
 
 

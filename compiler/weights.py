@@ -1,37 +1,26 @@
-"""The tensors of a checkpoint folder, read strictly: every tensor is expected, found, and of the right shape and type.
-
-All headers are read and checked before any weight, so that a bad checkpoint fails at once. Weights are then
-copied one by one into their final type and layout: peak memory is the model and one tensor of the file.
-"""
+"""The tensors of a checkpoint folder of floats: safetensors, in one file or several, or a pickle."""
 
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
-from compiler.models.config import WeightType, read_json
-from compiler.models.quantization import refuse_quantized_tensors
+from compiler.models.config import read_json
+from compiler.quantization.form import WeightSource
+from compiler.tensor_source import Stored
 from plans.errors import CheckpointError
 
 SINGLE, INDEX, PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 # Rotary frequencies that old versions of transformers saved; the compiler recomputes them from config.json.
 HARMLESS = "rotary_emb.inv_freq"
-FLOATS = ("F64", "F32", "F16", "BF16")
-"""The types in which weights may be stored, in safetensors' spelling."""
 
-_TORCH: dict[WeightType, torch.dtype] = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
 _SPELLING = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -48,100 +37,26 @@ def check_folder(path: Path) -> None:
         raise CheckpointError(f"{path} is not a folder; give the folder that holds config.json and *.safetensors")
 
 
-@dataclass(frozen=True)
-class Slot:
-    """The parameter that a tensor of the checkpoint fills; `shape` and `dtypes` are as the checkpoint may store it."""
-
-    parameter: str
-    shape: tuple[int, ...]
-    transposed: bool = False
-    dtypes: tuple[str, ...] = FLOATS
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor's entry in the header of `file`; `dtype` is in safetensors' spelling."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
-
-
-def slots(module: nn.Module, stored_name: Callable[[str], str]) -> dict[str, Slot]:
-    """Return every parameter's slot by its name in the checkpoint, which stores projections transposed."""
-    wanted = {}
-    for parameter, tensor in module.named_parameters():
-        transposed = tensor.ndim == 2 and parameter != "embedding"
-        shape = tuple(tensor.T.shape) if transposed else tuple(tensor.shape)
-        wanted[stored_name(parameter)] = Slot(parameter, shape, transposed)
-    return wanted
-
-
 class Weights:
-    """The tensors of a checkpoint folder: all headers at once (`found`), values on request."""
+    """The `TensorSource` of a checkpoint folder. `source` is the file that lists the tensors."""
 
     def __init__(self, path: Path, pickled: bool = False) -> None:
         """Read the headers. `pickled` allows `pytorch_model.bin` where there is no safetensors file."""
-        self.path = path
         listed = _listed(path)
         self.source = path / INDEX if listed is not None else _single(path, pickled)
         self.found = _inventory(self.source, listed)
 
-    def check(
-        self,
-        kind: str,
-        wanted: Mapping[str, Slot],
-        optional: Mapping[str, Slot] | None = None,
-        hints: Mapping[str, str] | None = None,
-    ) -> None:
-        """Raise `CheckpointError` unless the checkpoint has all `wanted` tensors, and no others but `optional` ones.
-
-        Shapes and types must be the slots'. `kind` names the model that the tensors make; `hints` say, by tensor name,
-        what to do if only that tensor is missing.
-        """
-        config, found, allowed = self.path / "config.json", self.found, {**wanted, **(optional or {})}
-        refuse_quantized_tensors(((name, stored.dtype) for name, stored in found.items()), self.source)
-        missing = [name for name in wanted if name not in found]
-        unexpected = [name for name in found if name not in allowed]
-        if missing:
-            instead = f"; found instead {_some(unexpected)}" if unexpected else ""
-            hint = (hints or {}).get(missing[0]) if len(missing) == 1 else None
-            raise CheckpointError(
-                f"{self.source}: tensor {_some(missing)} is missing, expected of {kind} "
-                f"with shape {list(wanted[missing[0]].shape)}{instead}; {hint or 'give a complete checkpoint'}"
-            )
-        if unexpected:
-            raise CheckpointError(
-                f"{found[unexpected[0]].file}: tensor {_some(unexpected)} is unexpected: {kind}, "
-                f"as {config} describes it, has none of that name; give a checkpoint that is one"
-            )
-        for name, stored in found.items():
-            slot = allowed[name]
-            if stored.shape != slot.shape:
-                raise CheckpointError(
-                    f"{stored.file}: tensor {name!r} has shape {list(stored.shape)}, "
-                    f"but {config} asks for {list(slot.shape)}; give files that belong together"
-                )
-            if stored.dtype not in slot.dtypes:
-                raise CheckpointError(
-                    f"{stored.file}: tensor {name!r} is stored as {stored.dtype}, expected {', '.join(slot.dtypes)}; "
-                    "quantised or converted checkpoints cannot be compiled: give the original one"
-                )
-
-    def fill(self, wanted: Mapping[str, Slot], dtype: WeightType) -> dict[str, Tensor]:
-        """Read the `wanted` tensors by parameter, in `dtype` and in the module's layout, each in its own memory."""
-        weights: dict[str, Tensor] = {}
-        for file in sorted({self.found[name].file for name in wanted}):
-            with _tensors_of(file) as tensors:
-                for name, slot in wanted.items():
-                    if self.found[name].file == file:
-                        weights[slot.parameter] = _copy(tensors.tensor(name), slot, _TORCH[dtype], file, name)
-        return weights
-
     def read(self, name: str) -> Tensor:
-        """Read one tensor as it is stored, into its own memory."""
-        with _tensors_of(self.found[name].file) as tensors:
+        """Read one tensor as it is stored, into its own memory: the file may change while the process runs."""
+        expected = self.found[name]
+        with _tensors_of(expected.file) as tensors:
+            if tensors.header(name) != expected:
+                raise CheckpointError(f"{expected.file}: tensor {name!r} changed while it was read; start again")
             return tensors.tensor(name).clone()
+
+    def quantized(self, name: str) -> WeightSource | None:
+        """Return None: all tensors are floats."""
+        return None
 
 
 def _inventory(source: Path, listed: dict[str, Path] | None) -> dict[str, Stored]:
@@ -286,19 +201,3 @@ def _tensors_of(file: Path) -> Iterator[_Tensors]:
             yield _Safetensors(file, handle)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} is truncated or damaged ({error}); download it again") from None
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:3])
-    return shown if len(names) <= 3 else f"{shown} (and {len(names) - 3} more)"
-
-
-def _copy(stored: Tensor, slot: Slot, dtype: torch.dtype, file: Path, name: str) -> Tensor:
-    """Copy the tensor into its own memory: `stored` may map the file, which may change while the process runs."""
-    source = stored.T if slot.transposed else stored
-    tensor = torch.empty(source.shape, dtype=dtype).copy_(source)
-    if not torch.isfinite(tensor).all():
-        cause = "the file is damaged" if not torch.isfinite(stored).all() else "choose bfloat16 or float32"
-        kind = str(dtype).removeprefix("torch.")
-        raise CheckpointError(f"{file}: tensor {name!r} holds values that are not finite in {kind}; {cause}")
-    return tensor

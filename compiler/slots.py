@@ -1,0 +1,120 @@
+"""What a module asks of its checkpoint: every tensor is expected, found, and of the right shape and type.
+
+All headers are checked before any weight is read, so that a bad checkpoint fails at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from compiler.models.config import WeightType
+from compiler.models.quantization import refuse_quantized_tensors
+from compiler.tensor_source import TensorSource
+from plans.errors import CheckpointError
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""The types in which weights may be stored, in safetensors' spelling."""
+
+_TORCH: dict[WeightType, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The parameter that a tensor of the checkpoint fills; `shape` and `dtypes` are as the checkpoint may store it."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    transposed: bool = False
+    dtypes: tuple[str, ...] = FLOATS
+
+
+def slots(module: nn.Module, stored_name: Callable[[str], str]) -> dict[str, Slot]:
+    """Return every parameter's slot by its name in the checkpoint, which stores projections transposed."""
+    wanted = {}
+    for parameter, tensor in module.named_parameters():
+        transposed = tensor.ndim == 2 and parameter != "embedding"
+        shape = tuple(tensor.T.shape) if transposed else tuple(tensor.shape)
+        wanted[stored_name(parameter)] = Slot(parameter, shape, transposed)
+    return wanted
+
+
+def check_tensors(
+    tensors: TensorSource,
+    listing: Path,
+    config: Path,
+    kind: str,
+    wanted: Mapping[str, Slot],
+    optional: Mapping[str, Slot] | None = None,
+    hints: Mapping[str, str] | None = None,
+) -> None:
+    """Raise `CheckpointError` unless the checkpoint has all `wanted` tensors, and no others but `optional` ones.
+
+    Shapes and types must be the slots'. `kind` names the model that the tensors make, `config` the file that describes
+    it, `listing` the file that lists the tensors; `hints` say, by tensor name, what to do if only that tensor is
+    missing.
+    """
+    found, allowed = tensors.found, {**wanted, **(optional or {})}
+    refuse_quantized_tensors(((name, stored.dtype) for name, stored in found.items()), listing)
+    missing = [name for name in wanted if name not in found]
+    unexpected = [name for name in found if name not in allowed]
+    if missing:
+        instead = f"; found instead {_some(unexpected)}" if unexpected else ""
+        hint = (hints or {}).get(missing[0]) if len(missing) == 1 else None
+        raise CheckpointError(
+            f"{listing}: tensor {_some(missing)} is missing, expected of {kind} "
+            f"with shape {list(wanted[missing[0]].shape)}{instead}; {hint or 'give a complete checkpoint'}"
+        )
+    if unexpected:
+        raise CheckpointError(
+            f"{found[unexpected[0]].file}: tensor {_some(unexpected)} is unexpected: {kind}, "
+            f"as {config} describes it, has none of that name; give a checkpoint that is one"
+        )
+    for name, stored in found.items():
+        slot = allowed[name]
+        if stored.shape != slot.shape:
+            raise CheckpointError(
+                f"{stored.file}: tensor {name!r} has shape {list(stored.shape)}, "
+                f"but {config} asks for {list(slot.shape)}; give files that belong together"
+            )
+        if stored.dtype not in slot.dtypes:
+            raise CheckpointError(
+                f"{stored.file}: tensor {name!r} is stored as {stored.dtype}, expected {', '.join(slot.dtypes)}; "
+                "quantised or converted checkpoints cannot be compiled: give the original one"
+            )
+
+
+def read_parameter(tensors: TensorSource, name: str, slot: Slot, dtype: WeightType) -> Tensor:
+    """Read one tensor in `dtype` and in the module's layout. Raises `CheckpointError` unless all values are finite."""
+    stored, kind = tensors.read(name), _TORCH[dtype]
+    tensor = (stored.T if slot.transposed else stored).to(kind).contiguous()
+    if not _is_finite(tensor):
+        cause = "choose bfloat16 or float32" if _is_finite(stored) else "the file is damaged"
+        raise CheckpointError(
+            f"{tensors.found[name].file}: tensor {name!r} holds values that are not finite in {dtype}; {cause}"
+        )
+    return tensor
+
+
+def fill(tensors: TensorSource, wanted: Mapping[str, Slot], dtype: WeightType) -> dict[str, Tensor]:
+    """Read the `wanted` tensors by parameter, in `dtype` and in the module's layout."""
+    return {slot.parameter: read_parameter(tensors, name, slot, dtype) for name, slot in wanted.items()}
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Return whether all values are finite; `isfinite` of all would take as much memory again."""
+    return all(math.isfinite(extreme.item()) for extreme in tensor.aminmax())
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} (and {len(names) - 3} more)"

@@ -1,0 +1,37 @@
+"""The tensors of a checkpoint, whatever its format: all headers at once, values on request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from compiler.quantization.form import WeightSource
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor's entry in the header of `file`; `dtype` is in safetensors' spelling, or the format's own."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class TensorSource(Protocol):
+    """The tensors of a checkpoint by their names in Hugging Face's layout, in which projections are `[out, in]`."""
+
+    @property
+    def found(self) -> Mapping[str, Stored]:
+        """Every tensor's header. The shape is that of the numbers, however they are stored."""
+
+    def read(self, name: str) -> Tensor:
+        """Read a tensor into its own memory, in the type in which it is stored; a quantised one as floats, by its
+        format's own rule. Raises `CheckpointError` for a damaged file."""
+
+    def quantized(self, name: str) -> WeightSource | None:
+        """Return the integers and scales of a tensor, kept exactly; None where it is stored as floats, or in a form
+        that `WeightSource` has not."""
