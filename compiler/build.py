@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from compiler import drafters
 from compiler.buckets import step_buckets
-from compiler.checkpoint import load_decoder
+from compiler.checkpoint import defer_decoder
 from compiler.design import PlanDesign, design_plan
 from compiler.engines import facts_of_machine, kernel_architectures, open_folder
 from compiler.export import export_draft, export_target
@@ -161,8 +161,8 @@ class _Steps:
 def _export(design: PlanDesign, dtype: WeightType, steps: _Steps) -> dict[str, ir.Model]:
     """Export every model's graph in `dtype`, by name, the target first."""
     recipe, target = design.recipe, design.target
-    steps.begin(f"reading the checkpoint in {dtype}")
-    decoder = load_decoder(recipe.checkpoint_path, dtype, recipe.rope_scaling)
+    steps.begin(f"checking the checkpoint for {dtype}")
+    decoder = defer_decoder(recipe.checkpoint_path, dtype, recipe.rope_scaling)
     steps.begin("exporting the target to ONNX")
     asked = recipe.partial_kv.enabled
     taps = drafters.taps(design.sources)
@@ -172,7 +172,7 @@ def _export(design: PlanDesign, dtype: WeightType, steps: _Steps) -> dict[str, i
         capacity = design.models[name].capacity
         steps.begin(f"exporting the drafter {name} to ONNX")
         graphs[name] = export_draft(
-            drafters.load(recipe, source, decoder, dtype),
+            drafters.defer(recipe, source, decoder, dtype),
             source.tree,
             capacity,
             target.vocab_size if drafter.acceptance == "rejection" else 0,
@@ -185,13 +185,11 @@ def _export(design: PlanDesign, dtype: WeightType, steps: _Steps) -> dict[str, i
 
 
 def _quantize(design: PlanDesign, graphs: Mapping[str, ir.Model]) -> list[RuleReport]:
-    """Quantise the weights of the models whose recipe asks for it."""
+    """Quantise the weights of the models whose recipe or checkpoint has them so."""
     sections = {names.TARGET: design.recipe.target} | {each.section.name: each.section for each in design.sources}
-    return [
-        quantize(name, graphs[name], section.weights.form)
-        for name, section in sections.items()
-        if section.weights is not None
-    ]
+    forms = {name: section.weights.form if section.weights else None for name, section in sections.items()}
+    reports = [quantize(name, graphs[name], form) for name, form in forms.items()]
+    return [report for report in reports if report.applied or report.declined]
 
 
 def _write_engines(

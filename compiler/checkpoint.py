@@ -6,13 +6,14 @@ import hashlib
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
+from compiler.deferred import defer
 from compiler.models.config import WeightType, read_config
 from compiler.models.decoder import Decoder
 from compiler.models.families import FAMILIES
 from compiler.models.rope import RopeScaling
-from compiler.slots import check_tensors, fill, slots
+from compiler.slots import Slot, check_tensors, fill, slots
+from compiler.tensor_source import TensorSource
 from compiler.weights import INDEX, PICKLED, Weights, check_folder
 from plans.errors import CheckpointError
 
@@ -33,6 +34,23 @@ def load_decoder(path: Path, dtype: WeightType = "float32", rope_scaling: RopeSc
     Projections are transposed to `[in, out]`; the embedding stays `[vocab, hidden]`. `rope_scaling` replaces the
     checkpoint's own. Raises `CheckpointError` naming the file, the tensor, the expectation and the finding.
     """
+    model, tensors, wanted = _examine(path, rope_scaling)
+    model.load_state_dict(fill(tensors, wanted, dtype), assign=True)
+    return model.requires_grad_(False).eval()
+
+
+def defer_decoder(path: Path, dtype: WeightType = "float32", rope_scaling: RopeScaling | None = None) -> Decoder:
+    """Return the decoder of `load_decoder` without values, for graphs that read them as they are written.
+
+    Raises `CheckpointError` as `load_decoder`, but for values that are not finite: reading them does.
+    """
+    model, tensors, wanted = _examine(path, rope_scaling)
+    defer(model, tensors, wanted, dtype)
+    return model.eval()
+
+
+def _examine(path: Path, rope_scaling: RopeScaling | None) -> tuple[Decoder, TensorSource, dict[str, Slot]]:
+    """Check the folder, and return its decoder without weights, its tensors, and what the decoder wants of them."""
     check_folder(path)
     config = read_config(path, rope_scaling)
     with torch.device("meta"):
@@ -47,21 +65,19 @@ def load_decoder(path: Path, dtype: WeightType = "float32", rope_scaling: RopeSc
 
     wanted = slots(model, stored_name)
     tied = {TIED_HEAD: wanted[names["embedding"]]} if config.tie_embeddings else {}
-    stored = Weights(path)
+    tensors = Weights(path)
     check_tensors(
-        stored,
-        stored.source,
+        tensors,
+        tensors.source,
         path / "config.json",
         f"a {config.family} model with {config.num_layers} layers",
         wanted,
         optional=tied,
         hints={TIED_HEAD: "if the model shares it with the embedding, set tie_word_embeddings"},
     )
-    weights = fill(stored, wanted, dtype)
-    if TIED_HEAD in tied and TIED_HEAD in stored.found:
-        _check_tied(weights["embedding"], stored)
-    model.load_state_dict(weights, assign=True)
-    return model.requires_grad_(False).eval()
+    if TIED_HEAD in tied and TIED_HEAD in tensors.found:
+        _check_tied(tensors, names["embedding"])
+    return model, tensors, wanted
 
 
 def checkpoint_hashes(path: Path) -> dict[str, str]:
@@ -85,11 +101,13 @@ def checkpoint_hashes(path: Path) -> dict[str, str]:
     return hashes
 
 
-def _check_tied(embedding: Tensor, stored: Weights) -> None:
+def _check_tied(tensors: TensorSource, embedding: str) -> None:
     """Raise `CheckpointError` unless the stored head equals the embedding, which some tied checkpoints repeat."""
-    if not torch.equal(stored.read(TIED_HEAD).to(embedding.dtype), embedding):
+    head, table = tensors.read(TIED_HEAD), tensors.read(embedding)
+    kind = torch.promote_types(head.dtype, table.dtype)
+    if not torch.equal(head.to(kind), table.to(kind)):
         raise CheckpointError(
-            f"{stored.found[TIED_HEAD].file}: tensor {TIED_HEAD!r} differs from the embedding, though config.json sets "
-            "tie_word_embeddings; expected equal values or no such tensor: set tie_word_embeddings to false if the "
-            "head is its own"
+            f"{tensors.found[TIED_HEAD].file}: tensor {TIED_HEAD!r} differs from the embedding, though config.json "
+            "sets tie_word_embeddings; expected equal values or no such tensor: set tie_word_embeddings to false if "
+            "the head is its own"
         )

@@ -10,8 +10,8 @@ from typing import cast
 from tokenizers import Tokenizer
 from torch import nn
 
-from compiler.checkpoint import checkpoint_hashes, load_decoder
-from compiler.eagle3_checkpoint import load_eagle3, read_eagle3_config
+from compiler.checkpoint import checkpoint_hashes, defer_decoder
+from compiler.eagle3_checkpoint import defer_eagle3, read_eagle3_config
 from compiler.models.config import DecoderConfig, WeightType, read_config
 from compiler.models.decoder import Decoder
 from compiler.models.drafting import DecoderDraft, Eagle3Draft
@@ -153,13 +153,16 @@ def manifest_drafters(recipe: Recipe, sources: Sequence[GraphSource]) -> tuple[D
     )
 
 
-def load(recipe: Recipe, source: GraphSource, target: Decoder, dtype: WeightType) -> nn.Module:
-    """Load the drafter's model in `dtype`, which is the dtype of `target`, ready for `export_draft`."""
+def defer(recipe: Recipe, source: GraphSource, target: Decoder, dtype: WeightType) -> nn.Module:
+    """Return the drafter's model in `dtype`, which is the dtype of `target`, ready for `export_draft`.
+
+    Its graph reads its weights as it is written.
+    """
     path, section = recipe.drafter_path(source.section), source.section
     if isinstance(section, Eagle3Section):
-        head = load_eagle3(path, target.config, dtype, section.overrides)
+        head = defer_eagle3(path, target.config, dtype, section.overrides)
         return Eagle3Draft(head, target.embedding)
-    return DecoderDraft(load_decoder(path, dtype, section.scaling))
+    return DecoderDraft(defer_decoder(path, dtype, section.scaling))
 
 
 def _tree(section: GraphSection) -> Tree:

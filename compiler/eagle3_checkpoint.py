@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from compiler.deferred import defer
 from compiler.eagle3_taps import read_taps
 from compiler.models.config import DecoderConfig, Reader, WeightType, read_json, read_rope, refuse_unsupported
 from compiler.models.eagle3 import Eagle3Head
@@ -70,6 +71,19 @@ def load_eagle3(
     values: dict[str, Tensor] = fill(head.stored, head.wanted, dtype)
     head.module.load_state_dict(values | {"target_ids": head.target_ids}, assign=True)
     return head.module.requires_grad_(False).eval()
+
+
+def defer_eagle3(
+    path: Path, target_config: DecoderConfig, dtype: WeightType = "float32", given: Eagle3Overrides | None = None
+) -> Eagle3Head:
+    """Return the head of `load_eagle3` without values, for graphs that read them as they are written.
+
+    Raises `CheckpointError` as `load_eagle3`, but for values that are not finite: reading them does.
+    """
+    head = _examine(path, target_config, given or Eagle3Overrides())
+    defer(head.module, head.stored, head.wanted, dtype)
+    head.module.target_ids = head.target_ids
+    return head.module.eval()
 
 
 class _Head(NamedTuple):

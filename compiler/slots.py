@@ -21,11 +21,12 @@ from plans.errors import CheckpointError
 FLOATS = ("F64", "F32", "F16", "BF16")
 """The types in which weights may be stored, in safetensors' spelling."""
 
-_TORCH: dict[WeightType, torch.dtype] = {
+TORCH_TYPES: dict[WeightType, torch.dtype] = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
+_DAMAGED = "the file is damaged"
 
 
 @dataclass(frozen=True)
@@ -95,14 +96,20 @@ def check_tensors(
 
 def read_parameter(tensors: TensorSource, name: str, slot: Slot, dtype: WeightType) -> Tensor:
     """Read one tensor in `dtype` and in the module's layout. Raises `CheckpointError` unless all values are finite."""
-    stored, kind = tensors.read(name), _TORCH[dtype]
-    tensor = (stored.T if slot.transposed else stored).to(kind).contiguous()
+    stored = tensors.read(name)
+    tensor = (stored.T if slot.transposed else stored).to(TORCH_TYPES[dtype]).contiguous()
     if not _is_finite(tensor):
-        cause = "choose bfloat16 or float32" if _is_finite(stored) else "the file is damaged"
-        raise CheckpointError(
-            f"{tensors.found[name].file}: tensor {name!r} holds values that are not finite in {dtype}; {cause}"
-        )
+        cause = "choose bfloat16 or float32" if _is_finite(stored) else _DAMAGED
+        raise _not_finite(tensors, name, tensor.dtype, cause)
     return tensor
+
+
+def read_finite(tensors: TensorSource, name: str) -> Tensor:
+    """Read one tensor as the checkpoint has it. Raises `CheckpointError` unless all values are finite."""
+    stored = tensors.read(name)
+    if not _is_finite(stored):
+        raise _not_finite(tensors, name, stored.dtype, _DAMAGED)
+    return stored
 
 
 def fill(tensors: TensorSource, wanted: Mapping[str, Slot], dtype: WeightType) -> dict[str, Tensor]:
@@ -113,6 +120,13 @@ def fill(tensors: TensorSource, wanted: Mapping[str, Slot], dtype: WeightType) -
 def _is_finite(tensor: Tensor) -> bool:
     """Return whether all values are finite; `isfinite` of all would take as much memory again."""
     return all(math.isfinite(extreme.item()) for extreme in tensor.aminmax())
+
+
+def _not_finite(tensors: TensorSource, name: str, dtype: torch.dtype, cause: str) -> CheckpointError:
+    kind = str(dtype).removeprefix("torch.")
+    return CheckpointError(
+        f"{tensors.found[name].file}: tensor {name!r} holds values that are not finite in {kind}; {cause}"
+    )
 
 
 def _some(names: list[str]) -> str:

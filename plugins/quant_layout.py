@@ -19,6 +19,7 @@ GROUP = 32
 """Outputs whose weights lie together."""
 
 _QUAD = 4
+_SLICE = 64  # groups packed at once, so that copies stay small
 
 
 @dataclass(frozen=True)
@@ -57,41 +58,50 @@ class QuantLayout:
 
 
 def pack(
-    integers: NDArray[Any], scales: NDArray[np.float32], minimums: NDArray[np.float32] | None, bits: int
-) -> tuple[NDArray[np.uint8], QuantLayout]:
-    """Pack weights `[N, K]` with scales (and minimums) `[N, K / 32]`; return the bytes `[size]` and their layout.
+    integers: NDArray[Any], scales: NDArray[np.float32], minimums: NDArray[np.float32] | None, layout: QuantLayout
+) -> NDArray[np.uint8]:
+    """Pack weights `[N, K]` with scales (and minimums) `[N, K / 32]` into bytes `[layout.size]`.
 
-    Integers are signed where there are no minimums, else unsigned. Scales are stored as float16 where that changes none
-    of them, so nothing is rounded here. Raises `ValueError` for shapes that do not fit or integers out of range.
+    Integers are signed where there are no minimums, else unsigned. Nothing is rounded: raises `ValueError` for scales
+    that the layout cannot hold, as for shapes that do not fit and integers out of range.
     """
+    bits, offset = layout.bits, 0 if layout.minimums else 1 << (layout.bits - 1)
     outputs, inputs = integers.shape
-    offset = 0 if minimums is not None else 1 << (bits - 1)
-    if inputs % BLOCK or scales.shape != (outputs, inputs // BLOCK):
+    blocks = inputs // BLOCK
+    if inputs % BLOCK or scales.shape != (outputs, blocks):
         raise ValueError(f"weights {integers.shape} and scales {scales.shape} are no blocks of {BLOCK}")
     if minimums is not None and minimums.shape != scales.shape:
         raise ValueError(f"scales {scales.shape} and minimums {minimums.shape} differ in shape")
+    if (outputs, inputs, minimums is not None) != (layout.outputs, layout.inputs, layout.minimums):
+        raise ValueError(f"weights {integers.shape} are not those of {layout}")
     if integers.min(initial=0) < -offset or integers.max(initial=0) >= (1 << bits) - offset:
         raise ValueError(f"an integer does not fit into {bits} bits")
     parts = [scales] if minimums is None else [scales, minimums]
-    wide = not all(_fits_half(part) for part in parts)
-    layout = QuantLayout(outputs, inputs, bits, wide, minimums is not None)
-    groups, blocks = layout.groups, inputs // BLOCK
+    if not layout.wide and not all(fits_half(part) for part in parts):
+        raise ValueError("a scale or minimum is no number of float16")
 
-    padded: NDArray[np.uint8] = np.full((groups * GROUP, inputs), offset, np.uint8)
-    padded[:outputs] = integers.view(np.uint8) + np.uint8(offset)  # modulo 256: signed integers become unsigned
-    quads = padded.reshape(groups, GROUP, blocks, BLOCK // _QUAD, _QUAD).transpose(0, 2, 3, 1, 4)
-    if bits == 4:
-        low, high = quads[:, :, : BLOCK // _QUAD // 2], quads[:, :, BLOCK // _QUAD // 2 :]
-        quads = np.bitwise_or(low, high << 4, dtype=np.uint8)
-    sections = [np.ascontiguousarray(quads).reshape(groups, blocks, -1)]
-    for part in parts:
-        whole = np.zeros((groups * GROUP, blocks), np.float32 if wide else np.float16)
-        whole[:outputs] = part
-        columns = np.ascontiguousarray(whole.reshape(groups, GROUP, blocks).transpose(0, 2, 1))
-        sections.append(columns.view(np.uint8).reshape(groups, blocks, -1))
-    packed = np.concatenate(sections, axis=2).reshape(-1)
-    assert packed.size == layout.size
-    return packed, layout
+    size = BLOCK * GROUP * bits // 8
+    packed = np.empty((layout.groups, blocks, layout.size // (layout.groups * blocks)), np.uint8)
+    for first in range(0, layout.groups, _SLICE):
+        out = packed[first : first + _SLICE]
+        rows = slice(first * GROUP, (first + len(out)) * GROUP)
+        given = integers[rows]
+        padded: NDArray[np.uint8] = np.full((len(out) * GROUP, inputs), offset, np.uint8)
+        padded[: len(given)] = given.view(np.uint8) + np.uint8(offset)  # modulo 256: signed integers become unsigned
+        quads = padded.reshape(len(out), GROUP, blocks, BLOCK // _QUAD, _QUAD).transpose(0, 2, 3, 1, 4)
+        if bits == 4:
+            low, high = quads[:, :, : BLOCK // _QUAD // 2], quads[:, :, BLOCK // _QUAD // 2 :]
+            quads = np.bitwise_or(low, high << 4, dtype=np.uint8)
+        out[:, :, :size] = np.ascontiguousarray(quads).reshape(len(out), blocks, -1)
+        at = size
+        for part in parts:
+            whole = np.zeros((len(out) * GROUP, blocks), np.float32 if layout.wide else np.float16)
+            whole[: len(given)] = part[rows]
+            columns = np.ascontiguousarray(whole.reshape(len(out), GROUP, blocks).transpose(0, 2, 1))
+            section = columns.view(np.uint8).reshape(len(out), blocks, -1)
+            out[:, :, at : at + section.shape[2]] = section
+            at += section.shape[2]
+    return packed.reshape(-1)
 
 
 def unpack(
@@ -118,6 +128,7 @@ def unpack(
     return (integers.astype(np.int16) - (1 << (layout.bits - 1))).astype(np.int8), section(0), None
 
 
-def _fits_half(values: NDArray[np.float32]) -> bool:
+def fits_half(values: NDArray[np.float32]) -> bool:
+    """Return whether float16 holds all values exactly."""
     with np.errstate(over="ignore"):
         return bool(np.array_equal(values.astype(np.float16).astype(np.float32), values))

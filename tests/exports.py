@@ -18,6 +18,7 @@ import onnx_ir as ir
 import torch
 from torch.utils._pytree import tree_map
 
+from compiler.deferred import StoredTensor, deferred, stored_of
 from compiler.export import tracing
 
 Once = Callable[[str, Callable[[Path], object]], Path]
@@ -40,6 +41,7 @@ class SharedExports:
             f"export-{_key(module, _shapes(inputs), dynamic, outputs)}", lambda file: ir.save(export(), file)
         )
         model = ir.from_proto(ir.to_proto(ir.load(file)))  # its weights in memory: another test may remove the file
+        tracing.put_weights(model, deferred(module))
         model.graph.meta[tracing.TRACED] = _TracedLater(export, tuple(outputs))
         return model
 
@@ -51,8 +53,16 @@ class _TracedLater(tracing.Traced):
         self._export, self.inputs, self.outputs = export, (), outputs
 
     @cached_property
+    def _traced(self) -> tracing.Traced:
+        return tracing.traced_of(self._export())
+
+    @property
     def program(self) -> torch.export.ExportedProgram:  # type: ignore[override]
-        return tracing.traced_of(self._export()).program
+        return self._traced.program
+
+    @property
+    def weights(self) -> Mapping[str, StoredTensor]:  # type: ignore[override]
+        return self._traced.weights
 
 
 def _key(*parts: Any) -> str:
@@ -74,5 +84,7 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return None
+        stored = stored_of(value)
+        value = value if stored is None else stored.read()
         held = value.detach().contiguous().view(-1).view(torch.uint8).numpy() if value.numel() else b""
         return str(value.dtype), tuple(value.shape), hashlib.sha256(held).hexdigest()

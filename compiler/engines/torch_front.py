@@ -72,7 +72,7 @@ class TorchFront:
             immutable_weights=True,
         )
         traced = traced_of(model)
-        program = pre_export_lowering(traced.program, settings).run_decompositions(get_decompositions())
+        program = pre_export_lowering(traced.materialised(), settings).run_decompositions(get_decompositions())
         context = ConversionContext(network, settings)
         walk = _Walk(post_lowering(program.module(), settings), context, self._trt, model, traced)
         walk.run(enable_io_processing=False)

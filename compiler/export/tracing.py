@@ -14,20 +14,40 @@ import onnx_ir as ir
 import torch
 from torch import nn
 
+from compiler.deferred import StoredTensor, deferred
 from compiler.export.ops import TRANSLATIONS
 from plugins.onnx_ops import OPSET
 
 Shape = Sequence[int | str]
 TRACED = "outrider.traced"
+_COMPARED = 1024  # constants of up to so many numbers are compared by the optimiser, which merges equal ones
 
 
 @dataclass
 class Traced:
-    """The program that a graph was made from, with the contract's names of its inputs and outputs, in its order."""
+    """The program that a graph was made from, with the contract's names of its inputs and outputs, in its order.
+
+    Parameters of `program` that have no values yet are read from `weights`.
+    """
 
     program: torch.export.ExportedProgram
+    weights: Mapping[str, StoredTensor]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+
+    def materialised(self) -> torch.export.ExportedProgram:
+        """Return the program with all its weights read, for a builder that reads the program itself."""
+        program = self.program
+        return torch.export.ExportedProgram(
+            root=program.graph_module,
+            graph=program.graph,
+            graph_signature=program.graph_signature,
+            state_dict=program.state_dict | {n: w.read() for n, w in self.weights.items() if n in program.state_dict},
+            range_constraints=program.range_constraints,
+            module_call_graph=program.module_call_graph,
+            example_inputs=program.example_inputs,
+            constants=program.constants,
+        )
 
 
 def traced_of(model: ir.Model) -> Traced:
@@ -43,8 +63,9 @@ def trace(
 
     `dynamic` holds the `dynamic_shapes` of `torch.export`, by parameter. `outputs` names the outputs and their shapes.
     Inputs keep the exporter's names and symbols until the caller names them (`name_inputs`). Two exports of the same
-    module are identical bytes.
+    module are identical bytes. Large deferred parameters are read when the graph is written.
     """
+    stored = deferred(module)
     with _quiet():
         program = torch.onnx.export(
             module.eval().requires_grad_(False),
@@ -55,15 +76,25 @@ def trace(
             opset_version=OPSET,
             custom_translation_table=TRANSLATIONS,
             verbose=False,
+            optimize=False,  # the optimiser compares small constants, which need values by then
         )
-    assert program is not None
-    assert program.exported_program is not None
+        assert program is not None
+        assert program.exported_program is not None
+        put_weights(program.model, stored)
+        program.optimize()
     model = program.model
     for value, (name, shape) in zip(model.graph.outputs, outputs.items(), strict=True):
         value.name, value.shape = name, ir.Shape(shape)
     _strip(model)
-    model.graph.meta[TRACED] = Traced(program.exported_program, (), tuple(outputs))
+    model.graph.meta[TRACED] = Traced(program.exported_program, stored, (), tuple(outputs))
     return model
+
+
+def put_weights(model: ir.Model, stored: Mapping[str, StoredTensor]) -> None:
+    """Give initializers their stored tensors, by name; small ones their values."""
+    for name, weight in stored.items():
+        if (value := model.graph.initializers.get(name)) is not None:
+            value.const_value = weight if weight.size > _COMPARED else ir.tensor(weight.read(), name=name)
 
 
 def name_inputs(model: ir.Model, inputs: Mapping[str, Shape]) -> None:

@@ -40,16 +40,26 @@ def join_products(products: Sequence[ir.Node], lowering: Lowering) -> ir.Node:
     names = [str(product.inputs[1].name) for product in products if product.inputs[1] is not None]
     sources = [source for product in products if (source := product_source(product)) is not None]
     if not sources:
-        both = np.concatenate([_weight(product).numpy() for product in products], axis=1)
-        return ir.node("MatMul", [first.inputs[0], lowering.constant("+".join(names), ir.tensor(both))])
+        joined = _side_by_side([_weight(product) for product in products])
+        return ir.node("MatMul", [first.inputs[0], lowering.deferred("+".join(names), joined)])
     stem = "+".join(name.rpartition(".")[0] for name in names)
     scales = first.inputs[2]
     assert scales is not None
     assert scales.dtype is not None
     parts = [
-        lowering.constant(f"{stem}.{tensor.part}", tensor) for tensor in side_by_side(sources).tensors(scales.dtype)
+        lowering.deferred(f"{stem}.{tensor.part}", tensor) for tensor in side_by_side(sources).tensors(scales.dtype)
     ]
     return ir.node(first.op_type, [first.inputs[0], *parts], domain=DOMAIN)
+
+
+def _side_by_side(weights: Sequence[ir.TensorProtocol]) -> ir.LazyTensor:
+    """Return matrices `[in, out]` of one input and type as one: their outputs one after another."""
+
+    def read() -> ir.TensorProtocol:
+        return ir.tensor(np.concatenate([weight.numpy() for weight in weights], axis=1), dtype=weights[0].dtype)
+
+    inputs, outputs = weights[0].shape.numpy()[0], sum(weight.shape.numpy()[1] for weight in weights)
+    return ir.LazyTensor(read, weights[0].dtype, ir.Shape([inputs, outputs]))
 
 
 def _weight(product: ir.Node) -> ir.TensorProtocol:

@@ -30,10 +30,14 @@ class PackQuantized(Rule):
         source, integers = product_source(node), node.inputs[1]
         assert source is not None
         assert integers is not None
-        weight = source.read()
-        packed, layout = pack(weight.integers, weight.scales, weight.minimums, weight.bits)
-        name = f"{(integers.name or '').rpartition('.')[0]}.int{weight.bits}"
-        constant = lowering.constant(name, ir.tensor(packed))
+        layout = source.layout
+
+        def packed() -> ir.TensorProtocol:
+            weight = source.read()
+            return ir.tensor(pack(weight.integers, weight.scales, weight.minimums, layout))
+
+        name = f"{(integers.name or '').rpartition('.')[0]}.int{source.bits}"
+        constant = lowering.deferred(name, ir.LazyTensor(packed, ir.DataType.UINT8, ir.Shape([layout.size])))
         for reader in _readers(node):
             new = ir.node(
                 reader.op_type.removeprefix("Asymmetric"),

@@ -29,16 +29,23 @@ class Lowering:
     def constant(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
         """Return an initializer, made once per name. Raises `ValueError` for another tensor of the same name."""
         if name not in self.shared:
-            value = ir.Value(
-                name=name, shape=ir.Shape(tensor.shape.numpy()), type=ir.TensorType(tensor.dtype), const_value=tensor
-            )
-            self.graph.register_initializer(value)
-            self.shared[name] = value
-            return value
+            return self._share(name, tensor)
         made = self.shared[name].const_value
         if made is None or not np.array_equal(made.numpy(), tensor.numpy()):
             raise ValueError(f"the lowered graph has two constants named {name!r}")
         return self.shared[name]
+
+    def deferred(self, name: str, tensor: ir.LazyTensor) -> ir.Value:
+        """Return an initializer that is read when the graph is written, made once per name, which must say of what."""
+        return self.shared[name] if name in self.shared else self._share(name, tensor)
+
+    def _share(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
+        value = ir.Value(
+            name=name, shape=ir.Shape(tensor.shape.numpy()), type=ir.TensorType(tensor.dtype), const_value=tensor
+        )
+        self.graph.register_initializer(value)
+        self.shared[name] = value
+        return value
 
 
 class Rule(ABC):

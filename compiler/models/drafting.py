@@ -45,11 +45,10 @@ class Eagle3Draft(nn.Module):
 
     lead = 1
 
-    def __init__(self, head: Eagle3Head, target_embedding: Tensor) -> None:
+    def __init__(self, head: Eagle3Head, target_embedding: nn.Parameter) -> None:
         super().__init__()
         self.head = head
-        own = head.embedding
-        self.embedding = nn.Parameter(target_embedding, requires_grad=False) if own is None else own
+        self.embedding = target_embedding if head.embedding is None else head.embedding
         c = head.config
         self.full = c.draft_vocab_size == c.vocab_size
 

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from plugins.onnx_ops import DOMAIN
-from plugins.quant_layout import BLOCK
+from plugins.quant_layout import BLOCK, QuantLayout
 from plugins.schema import QUANT_OPS
 
 _TYPES = {
@@ -39,12 +39,21 @@ class QuantizedWeight:
 
 @dataclass(frozen=True)
 class WeightSource:
-    """A quantised weight of `shape` `[N, K]` that `read` makes anew at each call; what it will be is known before."""
+    """A quantised weight of `shape` `[N, K]` that `read` makes anew at each call; what it will be is known before.
+
+    `wide` weights have scales or minimums that float16 does not hold exactly.
+    """
 
     bits: int
     shape: tuple[int, int]
     minimums: bool
     read: Callable[[], QuantizedWeight]
+    wide: bool = False
+
+    @property
+    def layout(self) -> QuantLayout:
+        """The layout of the weight when it is packed."""
+        return QuantLayout(*self.shape, self.bits, self.wide, self.minimums)
 
     def tensors(self, dtype: ir.DataType) -> list[QuantTensor]:
         """Return the integers, scales and minimums as tensors of a graph, the latter two of `dtype`."""
@@ -70,25 +79,28 @@ class QuantTensor(ir.LazyTensor):
         return ir.Tensor(value.astype(kind), dtype=self.dtype)
 
 
-def side_by_side(sources: Sequence[WeightSource]) -> WeightSource:
+def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Return weights of one input, of the same bits, as one: their outputs one after another."""
+    minimums = [part.minimums for part in parts if part.minimums is not None]
+    return QuantizedWeight(
+        parts[0].bits,
+        np.concatenate([part.integers for part in parts]),
+        np.concatenate([part.scales for part in parts]),
+        np.concatenate(minimums) if minimums else None,
+    )
+
+
+def side_by_side(sources: Sequence[WeightSource]) -> WeightSource:
+    """Return sources of weights of one input, of the same bits, as one, which reads them when it is read."""
     first = sources[0]
     assert all((s.bits, s.minimums, s.shape[1]) == (first.bits, first.minimums, first.shape[1]) for s in sources)
-
-    def read() -> QuantizedWeight:
-        parts = [source.read() for source in sources]
-        minimums = (
-            np.concatenate([part.minimums for part in parts if part.minimums is not None]) if first.minimums else None
-        )
-        return QuantizedWeight(
-            first.bits,
-            np.concatenate([part.integers for part in parts]),
-            np.concatenate([part.scales for part in parts]),
-            minimums,
-        )
-
-    outputs = sum(source.shape[0] for source in sources)
-    return WeightSource(first.bits, (outputs, first.shape[1]), first.minimums, read)
+    return WeightSource(
+        first.bits,
+        (sum(source.shape[0] for source in sources), first.shape[1]),
+        first.minimums,
+        lambda: stack([source.read() for source in sources]),
+        any(source.wide for source in sources),
+    )
 
 
 def product_source(node: ir.Node) -> WeightSource | None:

@@ -7,57 +7,66 @@ from collections.abc import Callable
 
 import numpy as np
 import onnx_ir as ir
+import torch
+from torch import Tensor
 
+from compiler.deferred import StoredTensor
 from compiler.graph_edits import replace
-from compiler.quantization.form import QuantizedWeight, WeightSource
+from compiler.quantization.form import QuantizedWeight, WeightSource, stack
 from compiler.quantization.rounding import round_to_nearest
 from compiler.quantization.weight_form import WeightForm
+from plans.errors import CheckpointError
 from plans.manifest import RuleReport
 from plugins.onnx_ops import DOMAIN
-from plugins.quant_layout import BLOCK
+from plugins.quant_layout import BLOCK, fits_half
 
 _HEAD = "lm_head.weight"
+_SLICE = 1 << 22  # numbers rounded at once
 
 
-def quantize(engine: str, model: ir.Model, form: WeightForm) -> RuleReport:
+def quantize(engine: str, model: ir.Model, form: WeightForm | None) -> RuleReport:
     """Replace the large weights of `model` by quantised ones, in place, and report which stay as they are, and why.
 
-    A matrix that several nodes read, such as a tied embedding, is quantised once.
+    Weights that the checkpoint stores as integers keep these, unless `form` has fewer bits; without a `form` all others
+    stay as they are. A matrix that several nodes read, such as a tied embedding, is quantised once.
     """
     graph, applied, declined = model.graph, 0, Counter[str]()
     for name, value in list(graph.initializers.items()):
-        read = _reader_of(value)
-        if read is None:
+        if not _is_weight(value):
             continue
+        assert value.const_value is not None
         users = [use.node for use in value.uses()]
         is_head = name.endswith(_HEAD) or any(node.op_type == "Gather" for node in users)
-        bits = form.head_bits if is_head else form.bits
-        outputs, inputs = _extents(value, users[0])
-        if bits is None:
-            declined["the recipe leaves it as it is"] += 1
-        elif inputs % BLOCK:
+        bits = None if form is None else form.head_bits if is_head else form.bits
+        turned = users[0].op_type == "MatMul"
+        outputs, inputs = reversed(value.const_value.shape.numpy()) if turned else value.const_value.shape.numpy()
+        source = _kept(value.const_value, bits)
+        if source is None and bits is None:
+            if form is not None:
+                declined["the recipe leaves it as it is"] += 1
+            continue
+        if source is None and inputs % BLOCK:
             declined[f"its inputs are no multiple of {BLOCK}"] += 1
-        else:
-            source = WeightSource(bits, (outputs, inputs), False, _rounding(read, bits))
-            _replace(graph, name, value, users, source)
-            applied += 1
+            continue
+        if source is None:
+            assert bits is not None
+            source = WeightSource(bits, (outputs, inputs), False, _rounding(value.const_value, turned, bits))
+        _replace(graph, name, value, users, source)
+        applied += 1
     if applied:
         model.opset_imports.setdefault(DOMAIN, 1)
     return RuleReport(engine=engine, rule="Quantize", applied=applied, declined=dict(declined))
 
 
-def _reader_of(value: ir.Value) -> Callable[[], np.ndarray] | None:
-    """Return what reads `value` as weights `[outputs, inputs]`, float32; None where it is no weight of products."""
+def _is_weight(value: ir.Value) -> bool:
+    """Return whether `value` is a constant matrix that only products and look-ups read, as weights."""
     tensor, uses = value.const_value, value.uses()
     if tensor is None or tensor.dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
-        return None
+        return False
     if len(tensor.shape) != 2 or not uses:
-        return None
-    if all(use.node.op_type == "MatMul" and use.idx == 1 for use in uses):
-        return lambda: np.ascontiguousarray(tensor.numpy().T, np.float32)
-    if all(_is_row_reader(use.node, use.idx) for use in uses):
-        return lambda: np.ascontiguousarray(tensor.numpy(), np.float32)
-    return None
+        return False
+    products = all(use.node.op_type == "MatMul" and use.idx == 1 for use in uses)
+    return products or all(_is_row_reader(use.node, use.idx) for use in uses)
 
 
 def _is_row_reader(node: ir.Node, index: int) -> bool:
@@ -70,14 +79,37 @@ def _is_row_reader(node: ir.Node, index: int) -> bool:
     return node.op_type == "Gemm" and index == 1 and attributes.get("transB") == 1 and plain and bare
 
 
-def _extents(value: ir.Value, user: ir.Node) -> tuple[int, int]:
-    assert value.const_value is not None
-    first, second = value.const_value.shape.numpy()
-    return (second, first) if user.op_type == "MatMul" else (first, second)
+def _kept(tensor: ir.TensorProtocol, bits: int | None) -> WeightSource | None:
+    """Return the weight as the checkpoint stores it, where that is as integers of no more than `bits`."""
+    source = tensor.tensors.quantized(tensor.stored_name) if isinstance(tensor, StoredTensor) else None
+    return None if source is None or (bits is not None and bits < source.bits) else source
 
 
-def _rounding(read: Callable[[], np.ndarray], bits: int) -> Callable[[], QuantizedWeight]:
-    return lambda: round_to_nearest(read(), bits)
+def _rounding(tensor: ir.TensorProtocol, turned: bool, bits: int) -> Callable[[], QuantizedWeight]:
+    """Return the function that reads and rounds a weight: some rows at a time, because copies in float32 are large."""
+
+    def read() -> QuantizedWeight:
+        weight = _read_rows(tensor, turned)
+        rows = torch.split(weight, max(1, _SLICE // weight.shape[1]))
+        made = stack([round_to_nearest(part.float().numpy(), bits) for part in rows])
+        if not fits_half(made.scales):
+            raise CheckpointError(
+                f"the weights {tensor.name} reach {float(weight.abs().max()):.3g}, too much for int{bits} with scales "
+                "in float16; leave the weights of this model as they are"
+            )
+        return made
+
+    return read
+
+
+def _read_rows(tensor: ir.TensorProtocol, turned: bool) -> Tensor:
+    """Read a weight as `[outputs, inputs]`; one of a checkpoint in the type in which it is stored.
+
+    A `turned` one has the other order in the graph.
+    """
+    if isinstance(tensor, StoredTensor):
+        return tensor.read_stored()
+    return torch.from_numpy(np.ascontiguousarray(tensor.numpy().T if turned else tensor.numpy(), np.float32))
 
 
 def _replace(graph: ir.Graph, name: str, value: ir.Value, users: list[ir.Node], source: WeightSource) -> None:

@@ -81,7 +81,7 @@ def test_an_unchanged_recipe_keeps_the_plan_and_says_so(workplace: Path) -> None
 
 def test_changed_drafter_settings_take_the_engines_over(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = open_plan(workplace / "plan").manifest
-    monkeypatch.setattr(compiler.build, "load_decoder", None)  # a weight that is read would be a mistake
+    monkeypatch.setattr(compiler.build, "defer_decoder", None)  # a weight that is read would be a mistake
     built, said = rebuild(workplace, "drafters[0].max_draft=19")
     after = built.plan.manifest
     assert built.reused == (BACKEND,)
@@ -371,7 +371,7 @@ def test_progress_counts_steps_known_from_the_first_report(workplace: Path, over
 
 
 def test_the_place_is_tried_before_the_weights_are_read(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler.build, "load_decoder", None)
+    monkeypatch.setattr(compiler.build, "defer_decoder", None)
     recipe = workplace / "model.yaml"
     for out in ("/proc/nowhere/plan", workplace / "model.yaml" / "plan"):
         with pytest.raises(PlanError, match=r"cannot be written .*choose another --out"):

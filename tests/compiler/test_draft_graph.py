@@ -234,7 +234,7 @@ def test_the_tree_of_a_head_is_the_one_of_the_definition(
     config = target_config()
     write_eagle3(tmp_path / "head", draft_vocab=draft_vocab, layout="angelslim", hidden=24)
     head = load_eagle3(tmp_path / "head", config)
-    model = Eagle3Draft(head, torch.zeros(60, 24))
+    model = Eagle3Draft(head, torch.nn.Parameter(torch.zeros(60, 24), requires_grad=False))
     engine = DraftEngine(model, tree, tmp_path / "engine", target=target)
     random = np.random.default_rng(3)
     tokens = random.integers(0, 60, 15).tolist()

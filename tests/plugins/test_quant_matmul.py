@@ -20,7 +20,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from plugins.onnx_ops import DOMAIN, FUNCTIONS, OPSET, VERSION
 from plugins.onnxruntime_ops import THREADS, cpu_library
-from plugins.quant_layout import QuantLayout, pack, unpack
+from plugins.quant_layout import QuantLayout, fits_half, pack, unpack
 from plugins.reference import dequantize, quant_matmul
 from plugins.schema import CPU_DOMAIN
 
@@ -48,8 +48,15 @@ def session(op: str, layout: QuantLayout, threads: int = 1, rank: int = 2) -> or
     return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
+def packed_weights(weights: Weights, bits: int) -> tuple[NDArray[np.uint8], QuantLayout]:
+    integers, scales, minimums = weights
+    wide = not all(fits_half(part) for part in (scales, minimums) if part is not None)
+    layout = QuantLayout(*integers.shape, bits, wide, minimums is not None)
+    return pack(*weights, layout), layout
+
+
 def multiply(x: NDArray[np.float32], weights: Weights, bits: int, threads: int = 1) -> NDArray[np.float32]:
-    packed, layout = pack(*weights, bits)
+    packed, layout = packed_weights(weights, bits)
     return session("QuantMatMul", layout, threads, x.ndim).run(None, {"x": x, "packed": packed})[0]
 
 
@@ -148,7 +155,7 @@ def test_halves_go_to_even_numbers() -> None:
 def test_packing_can_be_undone_and_looked_up_in(seed, outputs, blocks, bits, minimums, wide) -> None:
     rng = np.random.default_rng(seed)
     weights = drawn(rng, outputs, blocks, bits, minimums, wide)
-    packed, layout = pack(*weights, bits)
+    packed, layout = packed_weights(weights, bits)
     for before, after in zip(weights, unpack(packed, layout), strict=True):
         assert (before is None) == (after is None)
         if before is not None:
@@ -196,7 +203,7 @@ def test_the_bodies_multiply_the_same_weights(bits, minimums, lookup) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     rng = np.random.default_rng(0)
     weights = drawn(rng, 16, 2, 4, False, False)
-    packed, layout = pack(*weights, 4)
+    packed, layout = packed_weights(weights, 4)
     with pytest.raises(Exception, match="width"):
         session("QuantMatMul", layout).run(None, {"x": np.zeros((2, 65), np.float32), "packed": packed})
     with pytest.raises(Exception, match="extent"):
@@ -206,10 +213,15 @@ def test_what_does_not_fit_is_refused() -> None:
             session("QuantGather", layout).run(None, {"x": np.array(ids), "packed": packed})
     with pytest.raises(Exception, match="multiple of 32"):
         session("QuantMatMul", QuantLayout(16, 48, 4, False, False))
+    one, narrow = np.ones((1, 1), np.float32), QuantLayout(1, 32, 4, False, False)
     with pytest.raises(ValueError, match="does not fit into 4 bits"):
-        pack(np.full((1, 32), 8, np.int8), np.ones((1, 1), np.float32), None, 4)
+        pack(np.full((1, 32), 8, np.int8), one, None, narrow)
     with pytest.raises(ValueError, match="no blocks"):
-        pack(np.zeros((1, 48), np.int8), np.ones((1, 1), np.float32), None, 4)
+        pack(np.zeros((1, 48), np.int8), one, None, narrow)
+    with pytest.raises(ValueError, match="no number of float16"):
+        pack(np.zeros((1, 32), np.int8), one / 3, None, narrow)
+    with pytest.raises(ValueError, match="not those of"):
+        pack(np.zeros((1, 32), np.int8), one, one, narrow)
 
 
 def run_with(isa: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,69 @@
+"""Modules without weights, for graphs that read them from the checkpoint as they are written, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx_ir as ir
+import torch
+from onnx_ir.tensor_adapters import TorchTensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from compiler.models.config import WeightType
+from compiler.slots import TORCH_TYPES, Slot, read_finite, read_parameter
+from compiler.tensor_source import TensorSource
+
+_TYPES: dict[WeightType, ir.DataType] = {
+    "float32": ir.DataType.FLOAT,
+    "float16": ir.DataType.FLOAT16,
+    "bfloat16": ir.DataType.BFLOAT16,
+}
+_MODE = FakeTensorMode()  # one for all: a head's graph has parameters of the target
+_MARK = "outrider_stored"
+
+
+class StoredTensor(ir.LazyTensor):
+    """A parameter as a tensor of a graph, read anew each time that its values are asked for."""
+
+    def __init__(self, tensors: TensorSource, stored_name: str, slot: Slot, dtype: WeightType) -> None:
+        self.tensors, self.stored_name = tensors, stored_name
+        self._slot, self._weight_type = slot, dtype
+        shape = reversed(slot.shape) if slot.transposed else slot.shape
+        super().__init__(
+            lambda: TorchTensor(self.read()),
+            _TYPES[dtype],
+            ir.Shape(shape),
+            name=f"{stored_name} of {tensors.found[stored_name].file}",
+        )
+
+    def read(self) -> Tensor:
+        """Read the parameter in its type and layout. Raises `CheckpointError` unless all values are finite."""
+        return read_parameter(self.tensors, self.stored_name, self._slot, self._weight_type)
+
+    def read_stored(self) -> Tensor:
+        """Read the tensor in the checkpoint's type and layout. Raises `CheckpointError` unless all are finite."""
+        return read_finite(self.tensors, self.stored_name)
+
+
+def defer(module: nn.Module, tensors: TensorSource, wanted: Mapping[str, Slot], dtype: WeightType) -> None:
+    """Give `module` parameters of `dtype` that have shapes and no values, each bound to its stored tensor."""
+    parameters = {}
+    for name, slot in wanted.items():
+        stored = StoredTensor(tensors, name, slot, dtype)
+        with _MODE:
+            values = torch.empty(stored.shape.numpy(), dtype=TORCH_TYPES[dtype])
+        parameters[slot.parameter] = nn.Parameter(values, requires_grad=False)
+        setattr(parameters[slot.parameter], _MARK, stored)
+    module.load_state_dict(parameters, strict=False, assign=True)
+
+
+def deferred(module: nn.Module) -> dict[str, StoredTensor]:
+    """Return the stored tensors of all parameters of `module` that have no values, by every name of each."""
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: stored for name, parameter in named if (stored := stored_of(parameter)) is not None}
+
+
+def stored_of(parameter: Tensor) -> StoredTensor | None:
+    """Return the stored tensor of a parameter that `defer` gave; None for any other."""
+    return getattr(parameter, _MARK, None)
