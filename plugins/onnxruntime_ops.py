@@ -26,7 +26,8 @@ that an engine whose products are quantised has the same logits on any processor
 `plugins.reference.quant_matmul` bit for bit on any machine: a row of y is a function of the same row of x.
 `outrider.cpu.QuantGather(ids, packed) -> (rows)` looks rows of such weights up, as float32.
 
-`OUTRIDER_ISA=plain|avx2|avxvnni|avx512` in the environment makes the ops use these instructions and no better ones.
+`OUTRIDER_ISA=plain|avx2|avxvnni|avx512|amx`, or on arm64 `plain|neon|i8mm`, in the environment makes the ops use these
+instructions and no better ones.
 
 `outrider.cpu.RmsNorm(x, weight, added) -> (normed, sum)` norms float32 rows `[..., K]` by their root mean square, with
 attribute `epsilon`; with `added`, the rows of `sum = x + added`.

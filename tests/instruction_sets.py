@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-BETTER_THAN_PLAIN = ("avx2", "avxvnni", "avx512")
+BETTER_THAN_PLAIN = ("avx2", "avxvnni", "avx512", "amx", "neon", "i8mm")
 Results = dict[str, NDArray[Any]]
 
 

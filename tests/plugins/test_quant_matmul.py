@@ -23,6 +23,7 @@ from plugins.onnxruntime_ops import THREADS, cpu_library
 from plugins.quant_layout import QuantLayout, fits_half, pack, unpack
 from plugins.reference import dequantize, quant_matmul
 from plugins.schema import CPU_DOMAIN
+from tests.instruction_sets import BETTER_THAN_PLAIN
 
 BLOCK = 32
 Weights = tuple[NDArray[Any], NDArray[np.float32], NDArray[np.float32] | None]
@@ -232,7 +233,7 @@ def run_with(isa: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif("OUTRIDER_ISA" in os.environ, reason="runs the others with other instructions")
-@pytest.mark.parametrize("isa", ["plain", "avx2", "avxvnni", "avx512"])
+@pytest.mark.parametrize("isa", ["plain", *BETTER_THAN_PLAIN])
 def test_every_instruction_set_has_the_same_bits(isa) -> None:
     tried = run_with(isa, "-c", f"import sys; sys.path.insert(0, '.'); from {__name__} import *; any_session()")
     if "lacks" in tried.stderr:
@@ -248,4 +249,4 @@ def any_session() -> None:
 @pytest.mark.skipif("OUTRIDER_ISA" in os.environ, reason="has its own")
 def test_an_unknown_instruction_set_is_refused() -> None:
     tried = run_with("sse", "-c", f"import sys; sys.path.insert(0, '.'); from {__name__} import *; any_session()")
-    assert "OUTRIDER_ISA must be plain, avx2, avxvnni or avx512" in tried.stderr
+    assert "OUTRIDER_ISA must be plain, avx2, avxvnni, avx512 or amx, or on arm64 plain, neon or i8mm" in tried.stderr

@@ -3,8 +3,9 @@
 
 namespace outrider::engine {
 
-// Each has what those before it have. AVX512: with foundation and DQ; whether it has VNNI is another question.
-enum class Isa { kPlain, kAvx2, kAvxVnni, kAvx512 };
+// Of x86-64, and behind them of arm64: each has what those before it of the same have. AVX512: with foundation and DQ;
+// whether it has VNNI is another question. AMX: with tiles of int8, and with VNNI. NEON: with dot products.
+enum class Isa { kPlain, kAvx2, kAvxVnni, kAvx512, kAmx, kNeon, kI8mm };
 
 // The best of this machine, or the one that OUTRIDER_ISA names in the environment.
 Isa isa_here();

@@ -34,8 +34,10 @@ template class Memory<float>;
 const Kernels& kernels() {
 #if defined(OUTRIDER_X86)
   static const Isa isa = isa_here();
-  if (isa == Isa::kAvx512) return avx512_kernels();
+  if (isa >= Isa::kAvx512) return avx512_kernels();
   if (isa >= Isa::kAvx2) return avx2_kernels();
+#elif defined(OUTRIDER_ARM64)
+  if (isa_here() != Isa::kPlain) return neon_kernels();
 #endif
   return plain_kernels();
 }

@@ -34,6 +34,7 @@ struct Kernels {
   RowKernels rows;
 };
 
+const Kernels& neon_kernels();
 const Kernels& avx512_kernels();
 const Kernels& avx2_kernels();
 const Kernels& plain_kernels();

@@ -61,6 +61,9 @@ struct QuantKernels {
   void (*multiply)(const QuantProduct& product, std::int64_t first, std::int64_t last);
 };
 
+const QuantKernels& quant_i8mm();
+const QuantKernels& quant_neon();
+const QuantKernels& quant_amx();
 const QuantKernels& quant_avx512();
 const QuantKernels& quant_avxvnni();
 const QuantKernels& quant_avx2();

@@ -17,12 +17,19 @@ const QuantKernels& quant_kernels() {
 #if defined(OUTRIDER_X86)
   static const bool vnni = has_avx512_vnni();
   switch (isa_here()) {
-    case Isa::kPlain: break;
+    case Isa::kAmx: return quant_amx();
     case Isa::kAvx512:
       if (vnni) return quant_avx512();
       [[fallthrough]];
     case Isa::kAvx2: return quant_avx2();
     case Isa::kAvxVnni: return quant_avxvnni();
+    default: break;
+  }
+#elif defined(OUTRIDER_ARM64)
+  switch (isa_here()) {
+    case Isa::kI8mm: return quant_i8mm();
+    case Isa::kNeon: return quant_neon();
+    default: break;
   }
 #endif
   return quant_plain();
