@@ -30,12 +30,12 @@ class StoredTensor(ir.LazyTensor):
         self.tensors, self.stored_name = tensors, stored_name
         self._slot, self._weight_type = slot, dtype
         shape = reversed(slot.shape) if slot.transposed else slot.shape
-        super().__init__(
-            lambda: TorchTensor(self.read()),
-            _TYPES[dtype],
-            ir.Shape(shape),
-            name=f"{stored_name} of {tensors.found[stored_name].file}",
-        )
+        super().__init__(lambda: TorchTensor(self.read()), _TYPES[dtype], ir.Shape(shape))
+
+    @property
+    def origin(self) -> str:
+        """The tensor's file and name, for messages."""
+        return f"{self.tensors.found[self.stored_name].file}: tensor {self.stored_name!r}"
 
     def read(self) -> Tensor:
         """Read the parameter in its type and layout. Raises `CheckpointError` unless all values are finite."""

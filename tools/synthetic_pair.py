@@ -8,6 +8,9 @@ the time, along the target's own greedy text.
 A random model that decodes greedily soon runs in a circle, which n-grams would predict and caches would flatter.
 Here the gain of the query norms makes attention pick single tokens out of the whole context instead of averaging
 it, so that the state keeps changing: the figures that are printed count repeated 4-grams and loops.
+
+`--like llama-3.2-1b` writes instead, without a draft model, a random Llama of that geometry, of which no more than one
+layer is ever in memory, and a recipe with weights of 4 bits.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from commands.console import guarded, print_json, progress_bar, stdout
 from commands.packages import optional_packages
 from plans.errors import OutriderError
 from tools.reference.prompts import read_completions
+from tools.synthetic_llama import SHAPES, write_llama
 
 if TYPE_CHECKING:
     import torch
@@ -103,8 +107,7 @@ def write_pair(
         raise OutriderError(
             f"--draft-layers is {draft_layers}; the target has {shape.layers} layers, pass 1 to {shape.layers - 1}"
         )
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise OutriderError(f"{out} exists and is not an empty folder; choose another --out")
+    _check_empty(out)
     steps = _BISECTIONS + 3
     progress(0, steps, "drawing weights")
     target = draw_target(shape, seed)
@@ -124,10 +127,8 @@ def write_pair(
     progress(steps - 1, steps, "writing")
     for name, model in (("target", target), ("draft", draft)):
         model.save_pretrained(out / name)
-        tokenizer.save(str(out / name / "tokenizer.json"))
-        (out / name / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}) + "\n", encoding="utf-8")
-    rows = (json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
-    (out / "held_out.jsonl").write_text("".join(rows), encoding="utf-8")
+        _write_tokenizer(tokenizer, out / name)
+    _write_prompts(prompts, out)
     made = {
         "parameters": sum(p.numel() for p in target.parameters()),
         "draft_parameters": sum(p.numel() for p in draft.parameters()),
@@ -139,6 +140,35 @@ def write_pair(
     }
     (out / "model.yaml").write_text(_recipe(made), encoding="utf-8")
     return {"recipe": str(out / "model.yaml"), **made}
+
+
+def write_alone(
+    like: str, out: Path, *, seed: int = 0, progress: Callable[[int, int, str], None] = lambda *_: None
+) -> dict[str, object]:
+    """Write `out/target`, of the geometry `like`, `out/held_out.jsonl` and `out/model.yaml`; returns what was made."""
+    _check_empty(out)
+    shape = SHAPES[like]
+    write_llama(shape, out / "target", CONTEXT, seed, progress)
+    tokenizer, prompts = train_tokenizer()
+    _write_tokenizer(tokenizer, out / "target")
+    _write_prompts(prompts, out)
+    (out / "model.yaml").write_text(_recipe_alone(like), encoding="utf-8")
+    return {"recipe": str(out / "model.yaml"), "parameters": shape.parameters, **asdict(shape), "seed": seed}
+
+
+def _check_empty(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise OutriderError(f"{out} exists and is not an empty folder; choose another --out")
+
+
+def _write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}) + "\n", encoding="utf-8")
+
+
+def _write_prompts(prompts: list[str], out: Path) -> None:
+    rows = (json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+    (out / "held_out.jsonl").write_text("".join(rows), encoding="utf-8")
 
 
 def draw_target(shape: Shape, seed: int) -> Qwen3ForCausalLM:
@@ -291,6 +321,21 @@ held_out: held_out.jsonl
 """
 
 
+def _recipe_alone(like: str) -> str:
+    return f"""\
+# A random Llama of the geometry of {like}, written by tools.synthetic_pair, in 4 bits and without a draft model.
+name: synthetic-{like}
+target:
+  checkpoint: target
+  weights: {{type: int4}}
+drafters:
+  - {{name: ngram, kind: ngram}}
+capacity:
+  context: 2048
+held_out: held_out.jsonl
+"""
+
+
 def _count(text: str) -> int:
     """A number of parameters, such as 150m, 1.5m or 2000000."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmb]?)", text.lower())
@@ -314,7 +359,11 @@ def _parser() -> Parser:
         epilog="example: %(prog)s --params 150m --out build/synthetic-150m, then "
         "python -m compiler build build/synthetic-150m/model.yaml --out build/synthetic-150m/plan",
     )
-    parser.add_argument("--params", type=_count, required=True, help="the target's parameters: 10m, 40m, 150m ...")
+    size = parser.add_mutually_exclusive_group(required=True)
+    size.add_argument("--params", type=_count, help="the target's parameters: 10m, 40m, 150m ...")
+    size.add_argument(
+        "--like", choices=tuple(SHAPES), help="instead of a pair, a Llama of this geometry, written layer by layer"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to write, new or empty")
     parser.add_argument("--layers", type=at_least_1, help="of the target (default: 12 at 10m, 24 at 150m)")
     parser.add_argument("--draft-layers", type=at_least_1, default=1, help="of the draft model (default 1)")
@@ -331,6 +380,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.like is not None:
+        return _run_alone(options)
     with optional_packages("A synthetic pair", "compiler,dev"), progress_bar("synthetic pair") as progress:
         made = write_pair(
             options.params,
@@ -353,6 +404,16 @@ def _run(options: argparse.Namespace) -> int:
         f"{made['tokens_per_verify']:.2f} tokens per verify with chains of {GAMMA}, "
         f"{made['repeated']:.1%} repeated 4-grams, {made['looping']} looping"
     )
+    return 0
+
+
+def _run_alone(options: argparse.Namespace) -> int:
+    with optional_packages("A synthetic model", "compiler,dev"), progress_bar("synthetic model") as progress:
+        made = write_alone(options.like, options.out, seed=options.seed, progress=progress)
+    if options.json:
+        print_json(made)
+        return 0
+    stdout.print(f"{made['recipe']}: {made['parameters']:,} parameters in {made['layers']} layers")
     return 0
 
 

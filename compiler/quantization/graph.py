@@ -94,8 +94,9 @@ def _rounding(tensor: ir.TensorProtocol, turned: bool, bits: int) -> Callable[[]
         made = stack([round_to_nearest(part.float().numpy(), bits) for part in rows])
         if not fits_half(made.scales):
             raise CheckpointError(
-                f"the weights {tensor.name} reach {float(weight.abs().max()):.3g}, too much for int{bits} with scales "
-                "in float16; leave the weights of this model as they are"
+                f"{tensor.origin if isinstance(tensor, StoredTensor) else tensor.name} has values of "
+                f"{float(weight.abs().max()):.3g}, too large for int{bits}, whose scales are float16; leave out the "
+                "recipe's `weights` for this model"
             )
         return made
 

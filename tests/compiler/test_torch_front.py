@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from compiler.build import build
-from compiler.checkpoint import load_decoder
+from compiler.checkpoint import defer_decoder, load_decoder
 from compiler.engines import tensorrt, torch_front, torch_tensorrt
 from compiler.engines.onnx_front import OnnxFront
 from compiler.engines.tensorrt_library import RtxLibrary
@@ -60,7 +60,7 @@ def builder(log: Any) -> Any:
 
 
 def lowered(checkpoint: Path, dtype: Any = "float32") -> ir.Model:
-    graph = export_target(load_decoder(checkpoint, dtype), CAPACITY, TAPS).clone()
+    graph = export_target(defer_decoder(checkpoint, dtype), CAPACITY, TAPS).clone()
     lower("target", graph, RTX, rows=1)
     return graph
 

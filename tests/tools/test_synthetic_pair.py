@@ -10,10 +10,12 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
+from compiler.checkpoint import load_decoder
 from compiler.held_out import read_prompts
 from compiler.recipe import load_recipe
 from plans.errors import OutriderError
-from tools import synthetic_pair
+from tools import synthetic_llama, synthetic_pair
+from tools.synthetic_llama import LlamaShape
 from tools.synthetic_pair import Shape, commits, loops, repeated, write_pair
 
 Captured = pytest.CaptureFixture[str]
@@ -57,6 +59,26 @@ def test_the_recipe_names_files_that_are_there(pair: tuple[Path, dict]) -> None:
     assert tokenizer.get_vocab_size() == 1024
     text = prompts[0] + "\tü\U0001f600"
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_a_llama_is_written_layer_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    small = LlamaShape(layers=3, hidden=64, intermediate=96, heads=4, kv_heads=2, vocabulary=1100)
+    monkeypatch.setitem(synthetic_llama.SHAPES, "llama-3.2-1b", small)
+    assert synthetic_pair.main(["--like", "llama-3.2-1b", "--out", str(tmp_path / "out"), "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    folder = tmp_path / "out" / "target"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert sum(p.numel() for p in model.parameters()) == made["parameters"] == small.parameters
+    assert len(list(folder.glob("model-*-of-00004.safetensors"))) == 4
+    assert torch.equal(load_decoder(folder).layers[2].up.weight.T, model.model.layers[2].mlp.up_proj.weight.float())
+    weights = load_recipe(Path(made["recipe"])).target.weights
+    assert weights is not None
+    assert weights.form.bits == 4
+
+
+def test_the_published_geometry_has_its_published_size() -> None:
+    assert synthetic_llama.SHAPES["llama-3.2-1b"].parameters == 1_235_814_400
 
 
 def test_the_same_seed_gives_the_same_weights() -> None:
