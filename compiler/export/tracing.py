@@ -38,11 +38,16 @@ class Traced:
     def materialised(self) -> torch.export.ExportedProgram:
         """Return the program with all its weights read, for a builder that reads the program itself."""
         program = self.program
+        read = {
+            name: nn.Parameter(weight.read(), requires_grad=False)
+            for name, weight in self.weights.items()
+            if name in program.state_dict
+        }
         return torch.export.ExportedProgram(
             root=program.graph_module,
             graph=program.graph,
             graph_signature=program.graph_signature,
-            state_dict=program.state_dict | {n: w.read() for n, w in self.weights.items() if n in program.state_dict},
+            state_dict=program.state_dict | read,
             range_constraints=program.range_constraints,
             module_call_graph=program.module_call_graph,
             example_inputs=program.example_inputs,
