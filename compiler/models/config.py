@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from compiler.models.families import FAMILIES, Family
-from compiler.models.quantization import refuse_quantized_config
+from compiler.models.quantization import read_packing
 from compiler.models.rope import LEAST_ROPE_THETA, MOST_ROPE_THETA, RopeScaling
 from plans.errors import CheckpointError
 
@@ -75,6 +75,17 @@ def read_config(checkpoint: Path, rope_scaling: RopeScaling | None = None) -> De
     """
     path = checkpoint / "config.json"
     raw = read_json(path)
+    read_packing(raw, path)
+    return config_from(raw, path, *_eos(checkpoint, raw), rope_scaling)
+
+
+def config_from(
+    raw: Mapping[str, Any], path: Path, eos: Any, eos_path: Path, rope_scaling: RopeScaling | None
+) -> DecoderConfig:
+    """Return the decoder that `raw`, the values of a `config.json`, describe; `path` is the file that has them.
+
+    `eos` are the end tokens, as `eos_path` has them: None, one id or a list. Raises `CheckpointError`.
+    """
     family = _family(raw, path)
     refuse_unsupported(raw, path)
     if family.window is not None:
@@ -107,7 +118,7 @@ def read_config(checkpoint: Path, rope_scaling: RopeScaling | None = None) -> De
         mlp_bias=get.boolean("mlp_bias", False),
         qk_norm=family.qk_norm,
         tie_embeddings=get.boolean("tie_word_embeddings", family.tie_embeddings),
-        eos_token_ids=_eos(checkpoint, raw, vocab_size),
+        eos_token_ids=_end_tokens(eos, eos_path, vocab_size),
     )
     if config.num_heads % config.num_kv_heads:
         raise CheckpointError(
@@ -174,7 +185,6 @@ def read_json(path: Path, missing: str = "a checkpoint folder needs config.json 
 
 def refuse_unsupported(raw: Mapping[str, Any], path: Path) -> None:
     """Raise `CheckpointError` for a setting that no module here computes."""
-    refuse_quantized_config(raw, path)
     if raw.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"{path}: hidden_act is {raw['hidden_act']!r}; only 'silu' can be compiled")
     if raw.get("use_sliding_window"):
@@ -270,12 +280,14 @@ def _scaling(raw: Mapping[str, Any], path: Path, key: str, parameters: dict[str,
         raise CheckpointError(f"{path}: {error}") from None
 
 
-def _eos(checkpoint: Path, raw: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """Return the end tokens; `generation_config.json` wins over `config.json`, as in transformers; one id or a list."""
+def _eos(checkpoint: Path, raw: Mapping[str, Any]) -> tuple[Any, Path]:
+    """Return the end tokens and their file; `generation_config.json` wins over `config.json`, as in transformers."""
     path = checkpoint / "generation_config.json"
     value = read_json(path).get("eos_token_id") if path.exists() else None
-    if value is None:
-        path, value = checkpoint / "config.json", raw.get("eos_token_id")
+    return (value, path) if value is not None else (raw.get("eos_token_id"), checkpoint / "config.json")
+
+
+def _end_tokens(value: Any, path: Path, vocab_size: int) -> tuple[int, ...]:
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]

@@ -1,12 +1,16 @@
-"""Refuse quantised checkpoints, whose kind config.json or the tensors show; no kind can be loaded yet."""
+"""How `config.json` says that a checkpoint's weights are quantised: a way of packing that is read, or a refusal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from plans.errors import CheckpointError
+
+BITS = (4, 8)
+"""Bits of the packed integers that are read."""
 
 _SETTINGS = ("quantization_config", "compression_config")
 _NAMES = {
@@ -21,26 +25,59 @@ _NAMES = {
     "modelopt": "ModelOpt",
     "torchao": "TorchAO",
 }
+_READ = "read are AWQ (gemm), GPTQ and compressed-tensors (pack-quantized) of 4 and 8 bits, and GGUF files"
 _ADVICE = "give the checkpoint that it was made from, in float32, float16 or bfloat16"
 
 
-def refuse_quantized_config(raw: Mapping[str, Any], path: Path) -> None:
-    """Raise `CheckpointError` naming the kind where the `config.json` at `path` describes quantised weights."""
-    for key in _SETTINGS:
-        settings = raw.get(key)
-        if not settings:
-            continue
-        method = settings.get("quant_method") if isinstance(settings, dict) else None
-        kind = _NAMES.get(method, method) if isinstance(method, str) and method else "quantised"
-        raise CheckpointError(
-            f"{path}: this is {_article(kind)} checkpoint ({key}), which is not supported yet; {_ADVICE}"
-        )
+@dataclass(frozen=True)
+class Packing:
+    """How a checkpoint packs its quantised weights. With `zeros_less_one` GPTQ stores each zero point less one."""
+
+    method: Literal["awq", "gptq", "compressed-tensors"]
+    zeros_less_one: bool = False
+
+
+def read_packing(raw: Mapping[str, Any], path: Path) -> Packing | None:
+    """Return the packing that the `config.json` at `path` describes; None for weights in floating point.
+
+    Raises `CheckpointError` naming the kind that is not read, or the key that says so.
+    """
+    key = next((each for each in _SETTINGS if raw.get(each)), None)
+    if key is None:
+        return None
+    settings = _Settings(raw[key], key, path)
+    method = settings.get("quant_method")
+    if method == "awq":
+        return _awq(settings)
+    if method == "gptq":
+        return _gptq(settings)
+    if method == "compressed-tensors":
+        return _compressed_tensors(settings)
+    kind = _NAMES.get(method, method) if isinstance(method, str) and method else "quantised"
+    raise CheckpointError(f"{path}: this is {_article(kind)} checkpoint ({key}), which is not read; {_READ}: {_ADVICE}")
+
+
+def refuse_quantized_head(raw: Mapping[str, Any], path: Path) -> None:
+    """Raise `CheckpointError` where the `config.json` at `path`, an EAGLE3 head's, describes quantised weights."""
+    key = next((each for each in _SETTINGS if raw.get(each)), None)
+    if key is None:
+        return
+    settings = raw[key]
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    kind = _NAMES.get(method, method) if isinstance(method, str) and method else "quantised"
+    raise CheckpointError(
+        f"{path}: this is {_article(kind)} checkpoint ({key}), and EAGLE3 heads are read in floating point; {_ADVICE}"
+    )
 
 
 def refuse_quantized_tensors(stored: Iterable[tuple[str, str]], path: Path) -> None:
-    """Raise `CheckpointError` naming the kind where tensors (name, type in safetensors' spelling) are quantised."""
+    """Raise `CheckpointError` naming the kind where tensors (name, type in safetensors' spelling) are quantised.
+
+    For checkpoints whose `config.json` does not say so.
+    """
     pairs = list(stored)
     last = {name.rpartition(".")[2] for name, _ in pairs}
+    packed = True
     if "g_idx" in last:
         kind = "GPTQ"
     elif "qweight" in last:
@@ -48,14 +85,88 @@ def refuse_quantized_tensors(stored: Iterable[tuple[str, str]], path: Path) -> N
     elif "weight_packed" in last:
         kind = "compressed-tensors"
     elif any(".quant_state" in name or name.endswith(".absmax") for name, _ in pairs):
-        kind = "bitsandbytes"
+        kind, packed = "bitsandbytes", False
     elif any(dtype.startswith("F8_") for _, dtype in pairs):
-        kind = "FP8"
+        kind, packed = "FP8", False
     else:
         return
+    if packed:
+        raise CheckpointError(
+            f"{path}: this is {_article(kind)} checkpoint by its tensors, but config.json has no quantization_config, "
+            "which says how they are packed; add the one that it was made with"
+        )
     raise CheckpointError(
-        f"{path}: this is {_article(kind)} checkpoint by its tensors, which is not supported yet; {_ADVICE}"
+        f"{path}: this is {_article(kind)} checkpoint by its tensors, which is not read; {_READ}: {_ADVICE}"
     )
+
+
+class _Settings:
+    """Values of the object that describes the quantisation, and errors that name file and key."""
+
+    def __init__(self, values: Any, key: str, path: Path) -> None:
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{path}: {key} must be a JSON object, found {values!r:.60}")
+        self._values, self._key, self._path = values, key, path
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self._values.get(key)
+        return default if value is None else value
+
+    def part(self, key: str) -> dict[str, _Settings]:
+        """Return the objects in the object under `key`, by name."""
+        values = self.get(key, {})
+        inner = values if isinstance(values, dict) else {}
+        return {name: _Settings(value, f"{self._key}.{key}.{name}", self._path) for name, value in inner.items()}
+
+    def need(self, key: str, value: Any, allowed: tuple[Any, ...], kind: str) -> None:
+        """Raise `CheckpointError` unless `value`, which `key` gives, is one of those `allowed`."""
+        if value in allowed:
+            return
+        choice = " or ".join("absent" if each is None else f"{each}" for each in allowed)
+        raise CheckpointError(
+            f"{self._path}: {self._key}.{key} is {value!r:.60}, and of {kind} checkpoints only those are read where it "
+            f"is {choice}; {_ADVICE}"
+        )
+
+
+def _awq(settings: _Settings) -> Packing:
+    key = next((each for each in ("version", "checkpoint_format", "format") if settings.get(each)), "version")
+    layout = settings.get(key, "gemm")
+    settings.need(key, layout.lower() if isinstance(layout, str) else layout, ("gemm",), "AWQ")
+    settings.need("bits", settings.get("bits", 4), (4,), "AWQ")
+    return Packing("awq")
+
+
+def _gptq(settings: _Settings) -> Packing:
+    if settings.get("is_marlin_format"):
+        settings.need("is_marlin_format", True, (False,), "GPTQ")
+    key = "checkpoint_format" if settings.get("checkpoint_format") else "format"
+    layout = settings.get(key, "gptq")
+    settings.need(key, layout, ("gptq", "gptq_v2"), "GPTQ")
+    settings.need("bits", settings.get("bits"), BITS, "GPTQ")
+    settings.need("pack_dtype", settings.get("pack_dtype", "int32"), ("int32",), "GPTQ")
+    return Packing("gptq", zeros_less_one=layout == "gptq")
+
+
+def _compressed_tensors(settings: _Settings) -> Packing:
+    kind, layout = "compressed-tensors", "pack-quantized"
+    settings.need("format", settings.get("format"), (layout, "mixed-precision"), kind)
+    for key in ("kv_cache_scheme", "transform_config"):
+        settings.need(key, settings.get(key) or None, (None,), kind)
+    sparsity = settings.get("sparsity_config", {})
+    settings.need(
+        "sparsity_config", sparsity.get("format", "dense") if isinstance(sparsity, dict) else sparsity, ("dense",), kind
+    )
+    for group in settings.part("config_groups").values():
+        group.need("format", group.get("format", layout), (layout,), kind)
+        for key in ("input_activations", "output_activations"):
+            group.need(key, group.get(key), (None,), kind)
+        values = group.get("weights")
+        weights = _Settings(values if values is not None else {}, f"{group._key}.weights", group._path)
+        weights.need("type", weights.get("type", "int"), ("int",), kind)
+        weights.need("num_bits", weights.get("num_bits"), BITS, kind)
+        weights.need("strategy", weights.get("strategy"), ("group", "channel"), kind)
+    return Packing("compressed-tensors")
 
 
 def _article(kind: str) -> str:

@@ -1,4 +1,4 @@
-"""Rotary position tables with the scalings in use: none, linear, llama3, yarn.
+"""Rotary position tables with the scalings in use: none, linear, llama3, yarn, a divisor for each frequency.
 
 Sources: RoFormer (arXiv 2104.09864); linear interpolation (arXiv 2306.15595); the Llama 3.1 reference
 code's frequency bands; YaRN (arXiv 2309.00071) section 3.4. transformers is the oracle in the tests.
@@ -26,7 +26,7 @@ _LEAST_BAND = 1e-6  # least distance between llama3's two factors
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Scaling of rotary frequencies. Field names are Hugging Face's; `kind` is its `rope_type`."""
+    """Scaling of rotary frequencies. Field names are Hugging Face's; `kind` is its `rope_type`, or "divisors"."""
 
     kind: str = "default"
     factor: float = 1.0
@@ -39,6 +39,7 @@ class RopeScaling:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
+    divisors: tuple[float, ...] = ()
 
     @classmethod
     def from_huggingface(cls, parameters: Mapping[str, Any]) -> RopeScaling:
@@ -50,7 +51,7 @@ class RopeScaling:
             raise ValueError(f"rope scaling's 'rope_type' is {kind!r} and its older spelling 'type' is {older!r}")
         if kind not in KINDS:
             raise ValueError(f"rope scaling {kind!r} is not supported; known kinds: {', '.join(KINDS)}")
-        known = {f.name for f in fields(cls)} - {"kind"}
+        known = {f.name for f in fields(cls)} - {"kind", "divisors"}
         unknown = sorted(set(values) - known)
         if unknown:
             raise ValueError(f"rope scaling has an unknown key {unknown[0]!r}; known keys: {', '.join(sorted(known))}")
@@ -64,6 +65,16 @@ class RopeScaling:
         if kind in ("llama3", "yarn") and scaling.original_max_position_embeddings <= 0:
             raise ValueError(f"rope scaling {kind!r} needs 'original_max_position_embeddings'")
         return scaling
+
+    @classmethod
+    def from_divisors(cls, divisors: tuple[float, ...]) -> RopeScaling:
+        """Return the scaling that divides each frequency by its own number, as GGUF files have it. Raises `ValueError`
+        for a divisor that is out of bounds."""
+        least, most = _LEAST["factor"], _MOST["factor"]
+        wrong = next((divisor for divisor in divisors if not least <= divisor <= most), None)
+        if wrong is not None:
+            raise ValueError(f"a divisor of a rotary frequency is {wrong!r}, and must be from {least:g} to {most:g}")
+        return cls(kind="divisors", divisors=divisors)
 
 
 def _check_value(key: str, value: object) -> None:
@@ -95,6 +106,8 @@ def _frequencies(theta: float, head_dim: int, scaling: RopeScaling) -> tuple[NDA
     plain = (1.0 / np.float32(theta) ** exponents).astype(np.float32)
     if scaling.kind == "default":
         return plain, 1.0
+    if scaling.kind == "divisors":
+        return (plain / np.array(scaling.divisors, np.float32)).astype(np.float32), 1.0
     if scaling.kind == "linear":
         return (plain / np.float32(scaling.factor)).astype(np.float32), 1.0
     if scaling.kind == "llama3":

@@ -41,7 +41,7 @@ class QuantizedWeight:
 class WeightSource:
     """A quantised weight of `shape` `[N, K]` that `read` makes anew at each call; what it will be is known before.
 
-    `wide` weights have scales or minimums that float16 does not hold exactly.
+    `wide` weights have scales or minimums that float16 does not hold exactly. With an `order` `[K]` column k multiplies input `order[k]`.
     """
 
     bits: int
@@ -49,6 +49,7 @@ class WeightSource:
     minimums: bool
     read: Callable[[], QuantizedWeight]
     wide: bool = False
+    order: NDArray[np.int64] | None = None
 
     @property
     def layout(self) -> QuantLayout:

@@ -1,0 +1,147 @@
+"""Blocks of GGUF tensors as integers, scales and minimums.
+
+A number is `scale * integer`, or `scale * integer + minimum`. Scales and minimums are those of llama.cpp's own
+dequantisation in float32, and exact: a product of a float16 (11 bits) with 6 or 8 bits fits float32's 24.
+Source: `ggml-common.h` and `ggml-quants.c` of llama.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compiler.quantization.form import QuantizedWeight
+from plugins.quant_layout import BLOCK
+
+Bytes = NDArray[np.uint8]
+Float32 = NDArray[np.float32]
+
+
+class Blocks(NamedTuple):
+    """Blocks: integers `[blocks, numbers]`, int8, or uint8 with minimums; scales and minimums `[blocks, parts]`."""
+
+    integers: NDArray[Any]
+    scales: Float32
+    minimums: Float32 | None = None
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """A way of storing `numbers` numbers in `size` bytes; `width` of them share a scale. Integers have `bits` bits."""
+
+    numbers: int
+    size: int
+    width: int
+    bits: int
+    minimums: bool
+    split: Callable[[Bytes], Blocks]
+
+    @property
+    def has_form(self) -> bool:
+        """Whether `QuantizedWeight` holds it: with a scale for each 32 numbers."""
+        return self.width == BLOCK
+
+    def quantized(self, rows: Bytes) -> QuantizedWeight:
+        """Return rows `[N, bytes]` with their integers and scales kept exactly."""
+        integers, scales, minimums = self.split(rows.reshape(-1, self.size))
+        outputs = len(rows)
+        least = None if minimums is None else minimums.reshape(outputs, -1)
+        return QuantizedWeight(self.bits, integers.reshape(outputs, -1), scales.reshape(outputs, -1), least)
+
+    def numbers_of(self, rows: Bytes) -> Float32:
+        """Return the numbers that rows `[N, bytes]` stand for, `[N, K]`."""
+        integers, scales, minimums = self.split(rows.reshape(-1, self.size))
+        found = integers.reshape(*scales.shape, self.width).astype(np.float32) * scales[:, :, None]
+        if minimums is not None:
+            found = found + minimums[:, :, None]
+        return np.ascontiguousarray(found.reshape(len(rows), -1))
+
+
+def _q8_0(blocks: Bytes) -> Blocks:
+    return Blocks(blocks[:, 2:].view(np.int8), _halves(blocks, 0))
+
+
+def _q4_0(blocks: Bytes) -> Blocks:
+    return Blocks(_signed(_nibbles(blocks[:, 2:]), 8), _halves(blocks, 0))
+
+
+def _q4_1(blocks: Bytes) -> Blocks:
+    return Blocks(_nibbles(blocks[:, 4:]), _halves(blocks, 0), _halves(blocks, 2))
+
+
+def _q5_0(blocks: Bytes) -> Blocks:
+    return Blocks(_signed(_nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6]), 16), _halves(blocks, 0))
+
+
+def _q5_1(blocks: Bytes) -> Blocks:
+    return Blocks(_nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8]), _halves(blocks, 0), _halves(blocks, 2))
+
+
+def _q4_k(blocks: Bytes) -> Blocks:
+    return Blocks(_nibbles_of_pairs(blocks[:, 16:]), *_six_bit_scales(blocks))
+
+
+def _q5_k(blocks: Bytes) -> Blocks:
+    # Bit i of byte j is the fifth bit of number j of part i.
+    fifth = (blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
+    integers = _nibbles_of_pairs(blocks[:, 48:]) | (fifth << 4).reshape(len(blocks), -1)
+    return Blocks(integers, *_six_bit_scales(blocks))
+
+
+def _q6_k(blocks: Bytes) -> Blocks:
+    # Two halves of 128 numbers: 64 bytes of lower four bits, 32 bytes of upper two.
+    low = blocks[:, :128].reshape(-1, 2, 1, 64) >> np.array([0, 4], np.uint8)[:, None]
+    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None]
+    integers = (low & np.uint8(15)).reshape(-1, 256) | ((high & np.uint8(3)) << np.uint8(4)).reshape(-1, 256)
+    scales = blocks[:, 192:208].view(np.int8).astype(np.float32)
+    return Blocks(_signed(integers, 32), scales * _halves(blocks, 208))
+
+
+def _halves(blocks: Bytes, at: int) -> Float32:
+    """Return the float16 at byte `at` of every block, as float32 `[blocks, 1]`."""
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
+
+
+def _nibbles(packed: Bytes) -> Bytes:
+    """Return all lower halves of bytes, then all upper halves."""
+    return np.concatenate([packed & 15, packed >> 4], axis=1)
+
+
+def _nibbles_of_pairs(packed: Bytes) -> Bytes:
+    """Return parts of 32 numbers: of each 32 bytes the lower halves, then the upper halves."""
+    halves: Bytes = packed.reshape(len(packed), -1, 1, BLOCK) >> np.array([0, 4], np.uint8)[:, None]
+    return (halves & np.uint8(15)).reshape(len(packed), -1)
+
+
+def _fifth_bits(packed: Bytes) -> Bytes:
+    return np.unpackbits(packed, axis=1, bitorder="little") << np.uint8(4)
+
+
+def _signed(integers: Bytes, zero: int) -> NDArray[np.int8]:
+    return (integers.astype(np.int16) - zero).astype(np.int8)
+
+
+def _six_bit_scales(blocks: Bytes) -> tuple[Float32, Float32]:
+    """Return scales and minimums of the eight parts of a block: 6 bits each, packed in 12 bytes behind two float16."""
+    packed = blocks[:, 4:16]
+    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = np.concatenate([first & 63, (third & 15) | (first >> 6) << 4], axis=1).astype(np.float32)
+    minimums = np.concatenate([second & 63, (third >> 4) | (second >> 6) << 4], axis=1).astype(np.float32)
+    return scales * _halves(blocks, 0), -(minimums * _halves(blocks, 2))
+
+
+BLOCK_TYPES = {
+    "Q8_0": BlockType(32, 34, 32, 8, False, _q8_0),
+    "Q4_0": BlockType(32, 18, 32, 4, False, _q4_0),
+    "Q4_1": BlockType(32, 20, 32, 4, True, _q4_1),
+    "Q5_0": BlockType(32, 22, 32, 8, False, _q5_0),
+    "Q5_1": BlockType(32, 24, 32, 8, True, _q5_1),
+    "Q4_K": BlockType(256, 144, 32, 4, True, _q4_k),
+    "Q5_K": BlockType(256, 176, 32, 8, True, _q5_k),
+    "Q6_K": BlockType(256, 210, 16, 8, False, _q6_k),
+}
+"""Those that are read, by name. Five bits are kept in eight; 16 numbers to a scale have no form of blocks of 32."""

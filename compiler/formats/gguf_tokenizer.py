@@ -1,0 +1,231 @@
+"""The tokenizer in a GGUF file's metadata, as a `tokenizers` object.
+
+Two kinds: `gpt2`, byte-level BPE with merges, whose pre-tokenizer is known by a name; and `llama`, SentencePiece's BPE,
+which has a score for each piece instead of merges.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+from compiler.formats.gguf_file import GgufFile, Value
+from plans.errors import CheckpointError
+
+_PREFIX = "tokenizer.ggml."
+_TEMPLATE = "tokenizer.chat_template"
+_NORMAL, _UNKNOWN, CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+_SPACE = "\u2581"
+"""Stands for a space in SentencePiece's pieces."""
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CASED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_CASED}\p{{N}}{{1,3}}|{_REST}"
+_QWEN2 = rf"{_CASED}\p{{N}}|{_REST}"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True)
+class _Splitting:
+    """How text is split before merges: regular expressions, one after another; `whole` words need no merges."""
+
+    patterns: tuple[str, ...]
+    whole: bool = False
+    begins: bool = False  # with the beginning-of-sequence token, unless the metadata says otherwise
+    composed: bool = False  # Unicode's normal form C first
+
+
+_SPLITTINGS = {
+    **dict.fromkeys(("gpt-2", "gpt2"), _Splitting((_GPT2,))),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _Splitting((_LLAMA3,), whole=True, begins=True)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _Splitting((_QWEN2,), composed=True)),
+    **dict.fromkeys(("smollm", "starcoder", "refact"), _Splitting((r"\p{N}", _GPT2))),
+    "tekken": _Splitting((_TEKKEN,), whole=True, begins=True),
+}
+
+
+@dataclass(frozen=True)
+class GgufText:
+    """A file's tokenizer, chat template, and texts of its tokens of beginning and end; None for what it has not."""
+
+    tokenizer: Tokenizer
+    template: str | None
+    bos_token: str | None
+    eos_token: str | None
+
+
+def read_gguf_text(file: GgufFile) -> GgufText:
+    """Build the tokenizer of the file. Raises `CheckpointError` naming the key that is missing, wrong or unknown."""
+    vocabulary = _Vocabulary(file)
+    kinds = {"gpt2": _byte_level, "llama": _sentencepiece}
+    kind = vocabulary.text("model")
+    if kind not in kinds:
+        raise vocabulary.wrong("model", f"is {kind!r}; tokenizers of the kinds {' and '.join(kinds)} are read")
+    template = file.metadata.get(_TEMPLATE)
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(f"{file.path}: {_TEMPLATE} must be a text")
+    return GgufText(kinds[kind](vocabulary), template, vocabulary.token_of("bos"), vocabulary.token_of("eos"))
+
+
+class _Vocabulary:
+    """The tokens of a file, their types, and further values by the last part of their keys."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self._file = file
+        tokens = self._value("tokens")
+        if not isinstance(tokens, list) or not tokens:
+            raise self.wrong("tokens", "must be a list of texts; a plan carries the tokenizer")
+        types = self._value("token_type")
+        if types is None:
+            types = np.full(len(tokens), _NORMAL)
+        if not isinstance(types, np.ndarray) or len(types) != len(tokens):
+            raise self.wrong("token_type", f"must be a list of {len(tokens)} integers, one for each token")
+        self.tokens, self.types = tokens, types
+        self.ids: dict[str, int] = {}
+        for number, token in enumerate(tokens):
+            if types[number] == _UNUSED:
+                continue  # fills the vocabulary up to the model's
+            if token in self.ids:
+                raise self.wrong("tokens", f"has {token!r} twice, as {self.ids[token]} and {number}")
+            self.ids[token] = number
+
+    def text(self, key: str) -> str:
+        value = self._value(key)
+        if not isinstance(value, str):
+            raise self.wrong(key, f"must be a text, found {value!r:.40}")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._value(key)
+        return default if value is None else bool(value)
+
+    def texts(self, key: str) -> list[str]:
+        value = self._value(key)
+        if not isinstance(value, list):
+            raise self.wrong(key, "must be a list of texts")
+        return value
+
+    def scores(self) -> NDArray[np.generic]:
+        value = self._value("scores")
+        if not isinstance(value, np.ndarray) or len(value) != len(self.tokens):
+            raise self.wrong("scores", f"must be a list of {len(self.tokens)} numbers, one for each token")
+        return value
+
+    def token_of(self, role: str) -> str | None:
+        """Return the text of the token with a role, such as `bos`; None where the file gives none."""
+        number = self._value(f"{role}_token_id")
+        if number is None:
+            return None
+        if not isinstance(number, int) or not 0 <= number < len(self.tokens):
+            raise self.wrong(f"{role}_token_id", f"is {number!r}; there are {len(self.tokens)} tokens")
+        if self.types[number] == _UNUSED:
+            raise self.wrong(f"{role}_token_id", f"is {number}, a token that token_type calls unused")
+        return self.tokens[number]
+
+    def added(self) -> list[AddedToken]:
+        """Return the tokens that are matched in a text before all others."""
+        return [
+            AddedToken(self.tokens[number], special=bool(self.types[number] != _USER_DEFINED), normalized=False)
+            for number in np.flatnonzero(np.isin(self.types, (_UNKNOWN, CONTROL, _USER_DEFINED)))
+        ]
+
+    def around(self, bos: bool) -> processors.TemplateProcessing | None:
+        """Return what puts special tokens around a text; `bos` is the default of the kind."""
+        first = self.token_of("bos") if self.flag("add_bos_token", bos) else None
+        last = self.token_of("eos") if self.flag("add_eos_token", False) else None
+        if first is None and last is None:
+            return None
+        single = [*([first] if first is not None else []), "$A", *([last] if last is not None else [])]
+        pair = [*single, *(f"{part}:1" if part != "$A" else "$B:1" for part in single)]
+        known = [(token, self.ids[token]) for token in dict.fromkeys((first, last)) if token is not None]
+        return processors.TemplateProcessing(single=single, pair=pair, special_tokens=known)
+
+    def wrong(self, key: str, how: str) -> CheckpointError:
+        return CheckpointError(f"{self._file.path}: {_PREFIX}{key} {how}")
+
+    def _value(self, key: str) -> Value | None:
+        return self._file.metadata.get(_PREFIX + key)
+
+
+def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
+    name = vocabulary.text("pre")
+    if name not in _SPLITTINGS:
+        raise vocabulary.wrong("pre", f"is {name!r}; known pre-tokenizers: {', '.join(_SPLITTINGS)}")
+    splitting = _SPLITTINGS[name]
+    merges = [_pair(vocabulary, merge) for merge in vocabulary.texts("merges")]
+    tokenizer = Tokenizer(_bpe(vocabulary, merges, ignore_merges=splitting.whole))
+    if splitting.composed:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in splitting.patterns),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    around = vocabulary.around(bos=splitting.begins)
+    if around is not None:
+        tokenizer.post_processor = around
+    tokenizer.add_tokens(vocabulary.added())
+    return tokenizer
+
+
+def _pair(vocabulary: _Vocabulary, merge: str) -> tuple[str, str]:
+    first, space, second = merge.partition(" ")
+    if not space or not first or not second:
+        raise vocabulary.wrong("merges", f"has {merge!r}, which is no pair of tokens")
+    return first, second
+
+
+def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
+    unknown = vocabulary.token_of("unknown")
+    tokenizer = Tokenizer(_bpe(vocabulary, _merges(vocabulary), unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    spaces: list[Any] = [normalizers.Replace(" ", _SPACE)]
+    prefix = vocabulary.flag("add_space_prefix", True)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), *spaces] if prefix else spaces)
+    stripped = [decoders.Strip(" ", 1, 0)] if prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *stripped]
+    )
+    around = vocabulary.around(bos=True)
+    if around is not None:
+        tokenizer.post_processor = around
+    tokenizer.add_tokens(vocabulary.added())
+    return tokenizer
+
+
+def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """Return the merges that scores stand for.
+
+    SentencePiece merges the neighbours whose union has the highest score. So every way in which a piece parts into two
+    pieces is a merge, and pieces of higher scores come first; of one piece, the leftmost parting in the vocabulary's
+    order, as transformers has it.
+    """
+    ids, scores = vocabulary.ids, vocabulary.scores()
+    pieces = [token for token, number in ids.items() if vocabulary.types[number] in (_NORMAL, _USER_DEFINED)]
+    ranked = sorted(pieces, key=lambda piece: -float(scores[ids[piece]]))
+    merges = []
+    for piece in ranked:
+        partings = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
+        merges += sorted(
+            (pair for pair in partings if pair[0] in ids and pair[1] in ids),
+            key=lambda pair: (ids[pair[0]], ids[pair[1]]),
+        )
+    return merges
+
+
+def _bpe(vocabulary: _Vocabulary, merges: list[tuple[str, str]], **options: Any) -> BPE:
+    try:
+        return BPE(vocab=vocabulary.ids, merges=merges, **options)
+    except Exception as error:  # the tokenizers library raises plain `Exception`
+        raise vocabulary.wrong("tokens", f"and the merges make no tokenizer: {error}") from None

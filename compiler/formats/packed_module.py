@@ -1,0 +1,163 @@
+"""A projection whose weights are integers in groups along its inputs, packed in several tensors of a checkpoint.
+
+A number is `scale * (integer - zero)`, with a scale and a zero point for each output and group.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from compiler.models.quantization import BITS
+from compiler.quantization.form import QuantizedWeight, WeightSource
+from compiler.tensor_source import Stored, TensorSource
+from plans.errors import CheckpointError
+from plugins.quant_layout import BLOCK
+
+SCALE_TYPES = ("F16", "BF16", "F32")
+
+
+class PackedModule(ABC):
+    """One such projection, `[N, K]`: N outputs, K inputs, G groups. Its layout is checked when it is made.
+
+    `parts` are the headers of its tensors by the last part of their names.
+    """
+
+    format: str
+    """The format's name, as errors have it."""
+    parts: tuple[str, ...]
+    """The last parts of its tensors' names."""
+    shape: tuple[int, int]
+    bits: int
+
+    def __init__(self, name: str, parts: Mapping[str, Stored], tensors: TensorSource) -> None:
+        self._name, self._parts, self._tensors = name, parts, tensors
+
+    @abstractmethod
+    def integers(self) -> NDArray[np.uint8]:
+        """Read the integers `[N, K]`."""
+
+    @abstractmethod
+    def zeros(self) -> NDArray[np.uint8]:
+        """Read the zero points `[N, G]`."""
+
+    @abstractmethod
+    def scales(self) -> NDArray[np.float32]:
+        """Read the scales `[N, G]`."""
+
+    @abstractmethod
+    def groups(self) -> NDArray[np.int64]:
+        """Read the group `[K]` of each input."""
+
+    @property
+    def file(self) -> Path:
+        """The file that holds the module's first tensor."""
+        return next(iter(self._parts.values())).file
+
+    @cached_property
+    def order(self) -> NDArray[np.int64] | None:
+        """The inputs `[K]`, group after group; None where they stand so already."""
+        groups = self.groups()
+        return None if (np.diff(groups) >= 0).all() else np.argsort(groups, kind="stable")
+
+    @cached_property
+    def has_form(self) -> bool:
+        """Whether `QuantizedWeight` holds it, inputs reordered: each 32 of them are in one group."""
+        groups = self.groups()
+        if len(groups) % BLOCK:
+            return False
+        ordered = (groups if self.order is None else groups[self.order]).reshape(-1, BLOCK)
+        return bool((ordered == ordered[:, :1]).all())
+
+    def numbers(self) -> NDArray[np.float32]:
+        """Return the weights `[N, K]`.
+
+        The difference of integer and zero point has 9 bits at most and a scale of float16 11, so the product is exact.
+        """
+        groups = self.groups()
+        steps = self.integers().astype(np.float32) - self.zeros().astype(np.float32)[:, groups]
+        return steps * self.scales()[:, groups]
+
+    def weight_source(self, outputs: NDArray[np.int64] | None, fold: bool) -> WeightSource | None:
+        """Return the weights with their integers kept; None where they have no such form.
+
+        `outputs` reorders the outputs. With `fold` the order of the inputs is made good elsewhere.
+
+        A zero point becomes the minimum `-zero * scale`, exact in float32: it has 8 bits at most, and a scale of
+        float16 or bfloat16 11. With a scale of float32 (24 bits) it is the nearest float32, off by half a unit in its
+        last place. Where all zero points are half of the range the integers become signed, without minimums.
+        """
+        if not self.has_form:
+            return None
+        middle, symmetric = 1 << (self.bits - 1), bool((self.zeros() == 1 << (self.bits - 1)).all())
+
+        def read() -> QuantizedWeight:
+            integers, groups = self.integers(), self.groups()
+            if self.order is not None:
+                integers, groups = integers[:, self.order], groups[self.order]
+            if outputs is not None:
+                integers = integers[outputs]
+            blocks = groups[::BLOCK]
+            scales, zeros = (part if outputs is None else part[outputs] for part in (self.scales(), self.zeros()))
+            if symmetric:
+                signed = (integers.astype(np.int16) - middle).astype(np.int8)
+                return QuantizedWeight(self.bits, signed, np.ascontiguousarray(scales[:, blocks]))
+            minimums = -(zeros.astype(np.float32) * scales)
+            return QuantizedWeight(
+                self.bits,
+                integers,
+                np.ascontiguousarray(scales[:, blocks]),
+                np.ascontiguousarray(minimums[:, blocks]),
+            )
+
+        return WeightSource(self.bits, self.shape, not symmetric, read, None if fold else self.order)
+
+    def _part(self, last: str, dtypes: tuple[str, ...], shape: tuple[int, ...] | None = None) -> tuple[int, ...]:
+        """Return the shape of one of the module's tensors. Raises `CheckpointError` unless it is there and as said."""
+        stored = self._parts.get(last)
+        if stored is None:
+            raise CheckpointError(
+                f"{self.file}: tensor {f'{self._name}.{last}'!r} is missing beside {', '.join(sorted(self._parts))}; "
+                f"{self.format} needs it: give a complete checkpoint"
+            )
+        if stored.dtype not in dtypes:
+            raise self._wrong(last, f"is stored as {stored.dtype}, expected {' or '.join(dtypes)}")
+        if len(stored.shape) != (2 if shape is None else len(shape)) or shape not in (None, stored.shape):
+            expected = "a matrix" if shape is None else f"{list(shape)}"
+            raise self._wrong(last, f"has shape {list(stored.shape)}, expected {expected}")
+        return stored.shape
+
+    def _wrong(self, last: str, how: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._parts[last].file}: tensor {f'{self._name}.{last}'!r} of {self.format} {how}; "
+            "give files that belong together"
+        )
+
+    def _check_bits(self, last: str) -> None:
+        if self.bits not in BITS:
+            raise self._wrong(
+                last, f"has integers of {self.bits} bits; those of {' and '.join(map(str, BITS))} are read"
+            )
+
+    def _read(self, last: str) -> NDArray[Any]:
+        tensor = self._tensors.read(f"{self._name}.{last}")
+        return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+    def _read_scales(self, last: str) -> NDArray[np.float32]:
+        scales = self._read(last).astype(np.float32)
+        if not np.isfinite(scales).all():
+            raise self._wrong(last, "holds values that are not finite: the file is damaged")
+        return scales
+
+    def _read_groups(self, last: str, count: int) -> NDArray[np.int64]:
+        groups = self._read(last).astype(np.int64)
+        if groups.min() < 0 or groups.max() >= count:
+            raise self._wrong(last, f"names groups from {groups.min()} to {groups.max()}, and there are {count}")
+        return groups

@@ -1,0 +1,88 @@
+"""The tensors of a checkpoint folder whose projections are packed, each projection under one name."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from compiler.formats.awq import AwqModule
+from compiler.formats.compressed_tensors import CompressedModule
+from compiler.formats.gptq import FirstGptqModule, GptqModule
+from compiler.formats.packed_module import PackedModule
+from compiler.models.quantization import Packing
+from compiler.quantization.form import WeightSource
+from compiler.tensor_source import Stored, TensorSource
+
+_INTO_DOWN = re.compile(r"(.*\.mlp\.)(?:gate|up)_proj\.(?:weight|bias)")
+_DOWN = re.compile(r".*\.mlp\.down_proj\.weight")
+
+
+class PackedTensors:
+    """The `TensorSource` of such a folder, made from that of the tensors as they are stored.
+
+    GPTQ with `desc_act` puts inputs that are far apart into one group. Blocks need them side by side, so that the
+    product must read its inputs in another order. For the last projection of an MLP this is free: the outputs of the
+    two before it are reordered, here, and the MLP computes the same. Others name the order in `WeightSource.order`.
+    """
+
+    def __init__(self, stored: TensorSource, packing: Packing) -> None:
+        self._stored = stored
+        self._modules = _modules(stored, packing)
+        plain = {name: header for name, header in stored.found.items() if not self._is_part(name)}
+        packed = {
+            f"{name}.weight": Stored(module.file, module.shape, f"{module.format} int{module.bits}")
+            for name, module in self._modules.items()
+        }
+        self.found = plain | packed
+
+    def read(self, name: str) -> Tensor:
+        """Read a tensor: floats in their type, packed weights as float32."""
+        module, outputs = self._modules.get(name.removesuffix(".weight")), self._outputs(name)
+        if module is None:
+            tensor = self._stored.read(name)
+            return tensor if outputs is None else tensor[torch.from_numpy(outputs)]
+        numbers = module.numbers()
+        if self._folds(name) and module.order is not None:
+            numbers = numbers[:, module.order]
+        return torch.from_numpy(np.ascontiguousarray(numbers if outputs is None else numbers[outputs]))
+
+    def quantized(self, name: str) -> WeightSource | None:
+        """Return packed weights with their integers kept; None for floats, and where 32 inputs in a row share no
+        scale."""
+        module = self._modules.get(name.removesuffix(".weight"))
+        return None if module is None else module.weight_source(self._outputs(name), self._folds(name))
+
+    def _is_part(self, name: str) -> bool:
+        module, _, last = name.rpartition(".")
+        return module in self._modules and last in self._modules[module].parts
+
+    def _folds(self, name: str) -> bool:
+        """Return whether the order of the inputs of `name` is that of the outputs of the projections before it."""
+        module = self._modules.get(name.removesuffix(".weight")) if _DOWN.fullmatch(name) else None
+        return module is not None and module.has_form
+
+    def _outputs(self, name: str) -> NDArray[np.int64] | None:
+        """Return the order in which the outputs of `name` are wanted; None for the order that they have."""
+        matched = _INTO_DOWN.fullmatch(name)
+        down = f"{matched[1]}down_proj" if matched is not None else ""
+        return self._modules[down].order if self._folds(f"{down}.weight") else None
+
+
+def _modules(stored: TensorSource, packing: Packing) -> dict[str, PackedModule]:
+    """Return the packed projections by name. Raises `CheckpointError` for one whose tensors do not fit each other."""
+    kinds: dict[str, type[PackedModule]] = {
+        "awq": AwqModule,
+        "gptq": FirstGptqModule if packing.zeros_less_one else GptqModule,
+        "compressed-tensors": CompressedModule,
+    }
+    kind = kinds[packing.method]
+    parts: dict[str, dict[str, Stored]] = {}
+    for name, header in stored.found.items():
+        module, _, last = name.rpartition(".")
+        if last in kind.parts:
+            parts.setdefault(module, {})[last] = header
+    return {name: kind(name, found, stored) for name, found in parts.items()}

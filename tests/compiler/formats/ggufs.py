@@ -1,0 +1,161 @@
+"""GGUF files of small models, written by the package `gguf`, as llama.cpp's converter lays them out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from transformers import PreTrainedModel
+
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+K_QUANTS = {"Q4_K": (2, 2), "Q5_K": (2, 2), "Q6_K": (1, 0)}
+
+
+def own_name(name: str) -> str:
+    """llama.cpp's name of a tensor of transformers."""
+    module, _, last = name.rpartition(".")
+    if module in NAMES:
+        return f"{NAMES[module]}.{last}"
+    _, _, layer, rest = module.split(".", 3)
+    return f"blk.{layer}.{NAMES[rest]}.{last}"
+
+
+def random_blocks(kind: str, rows: int, inputs: int, seed: int) -> NDArray[np.uint8]:
+    """Random blocks of a type that the package cannot quantise to: any bits are integers, but not any a float16."""
+    rng = np.random.default_rng(seed)
+    numbers, size = gguf.GGML_QUANT_SIZES[Type[kind]]
+    blocks = rng.integers(0, 256, (rows * inputs // numbers, size), np.uint8)
+    half = rng.uniform(0.0002, 0.0008, (len(blocks), 2)).astype("<f2").view(np.uint8).reshape(len(blocks), 4)
+    if kind == "Q6_K":
+        blocks[:, 208:] = half[:, :2]
+        blocks[:, 192:208] &= 0x8F  # small scales of either sign
+    else:
+        blocks[:, :4] = half
+    return blocks.reshape(rows, -1)
+
+
+def stored_as(kind: str, weight: NDArray[np.float32], seed: int) -> NDArray[Any]:
+    """The weight in GGUF's type `kind`: rounded by the package, or random blocks in its stead."""
+    if kind in K_QUANTS:
+        return random_blocks(kind, *weight.shape, seed)
+    return gguf.quants.quantize(weight, Type[kind])
+
+
+def rotated(weight: NDArray[Any], heads: int) -> NDArray[Any]:
+    """Rows as llama.cpp's converter orders q and k of Llama: the two halves of a head alternate."""
+    half = weight.shape[0] // heads // 2
+    return weight.reshape(heads, 2, half, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def unrotated(weight: NDArray[Any], heads: int) -> NDArray[Any]:
+    """The inverse of `rotated`."""
+    half = weight.shape[0] // heads // 2
+    return weight.reshape(heads, half, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_model(
+    path: Path,
+    model: PreTrainedModel,
+    kind: str | Mapping[str, str] = "F32",
+    tokenizer: Tokenizer | None = None,
+    metadata: Mapping[str, object] | None = None,
+    extra: Mapping[str, NDArray[np.float32]] | None = None,
+) -> None:
+    """Write the model's weights of two dimensions as `kind` (or by ends of names), and give it the numbers written.
+
+    So the model is the oracle of what the file holds: its weights become `gguf.quants.dequantize` of the stored ones.
+    """
+    import torch
+
+    config: Any = model.config
+    arch = config.model_type
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    if tokenizer is not None:
+        write_byte_level(writer, tokenizer)
+    for key, value in (metadata or {}).items():
+        add = (
+            writer.add_string
+            if isinstance(value, str)
+            else writer.add_bool
+            if isinstance(value, bool)
+            else (writer.add_uint32 if isinstance(value, int) else writer.add_float32)
+        )
+        add(key.format(arch=arch), value)  # type: ignore[arg-type]
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for seed, (name, parameter) in enumerate(model.named_parameters()):
+        weight = parameter.detach().float().numpy()
+        turned = next((heads[each] for each in heads if f".{each}." in name), 0) if arch == "llama" else 0
+        weight = rotated(weight, turned) if turned else weight
+        wanted = kind if isinstance(kind, str) else next(v for k, v in kind.items() if k in name)
+        if weight.ndim == 1 or wanted == "F32":
+            writer.add_tensor(own_name(name), np.ascontiguousarray(weight))
+            continue
+        stored = stored_as(wanted, weight, seed)
+        writer.add_tensor(own_name(name), stored, raw_dtype=Type[wanted])
+        numbers = gguf.quants.dequantize(stored, Type[wanted])
+        numbers = unrotated(numbers, turned) if turned else numbers
+        parameter.data = torch.from_numpy(np.ascontiguousarray(numbers))
+    for name, values in (extra or {}).items():
+        writer.add_tensor(name, values)
+    close(writer)
+
+
+def write_byte_level(writer: gguf.GGUFWriter, tokenizer: Tokenizer, pre: str = "gpt-2") -> None:
+    """The vocabulary of a byte-level BPE tokenizer, as llama.cpp's converter writes it."""
+    import json
+
+    model = json.loads(tokenizer.to_str())["model"]
+    added = tokenizer.get_added_tokens_decoder()
+    tokens = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
+    types = [
+        (gguf.TokenType.CONTROL if added[i].special else gguf.TokenType.USER_DEFINED)
+        if i in added
+        else gguf.TokenType.NORMAL
+        for i in range(len(tokens))
+    ]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
+
+
+def close(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -1,0 +1,143 @@
+"""Checkpoint folders with packed projections.
+
+AWQ and GPTQ are written from the formats' descriptions, compressed-tensors by its own package.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from compressed_tensors.compressors import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output that stands in each place of a word, lowest bits first
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Weights `[N, K]`: `scales * (integers - zeros)`. Scales, zeros are `[N, G]`; `groups` is each input's group."""
+
+    integers: NDArray[np.int64]
+    zeros: NDArray[np.int64]
+    scales: NDArray[np.float32]
+    groups: NDArray[np.int64]
+
+    @property
+    def numbers(self) -> NDArray[np.float32]:
+        steps = self.integers - self.zeros[:, self.groups]
+        return (steps * self.scales[:, self.groups].astype(np.float64)).astype(np.float32)
+
+
+def round_in_groups(
+    weight: NDArray[np.float32], bits: int, size: int, *, symmetric: bool, groups: NDArray[np.int64] | None = None
+) -> Rounded:
+    """Round to the nearest of 2**bits steps; scales are float16."""
+    outputs, inputs = weight.shape
+    count = inputs // size
+    groups = np.arange(inputs) // size if groups is None else groups
+    most = 2**bits - 1
+    zeros, scales = np.zeros((outputs, count), np.int64), np.zeros((outputs, count), np.float32)
+    for group in range(count):
+        part = weight[:, groups == group]
+        low, high = np.minimum(part.min(1), 0), np.maximum(part.max(1), 0)
+        if symmetric:
+            scale = np.maximum(-low, high) / (most // 2)
+            zeros[:, group] = (most + 1) // 2
+        else:
+            scale = (high - low) / most
+        scales[:, group] = scale.astype(np.float16)
+        if not symmetric:
+            zeros[:, group] = np.clip(np.rint(-low / scales[:, group]), 0, most)
+    integers = np.clip(np.rint(weight / scales[:, groups]) + zeros[:, groups], 0, most).astype(np.int64)
+    return Rounded(integers, zeros, scales, groups)
+
+
+def words(values: NDArray[np.int64], bits: int) -> NDArray[np.int32]:
+    """Pack along the last axis, the first value in the lowest bits."""
+    per = 32 // bits
+    found = np.zeros((len(values), values.shape[1] // per), np.uint64)
+    for place in range(per):
+        found |= values[:, place::per].astype(np.uint64) << np.uint64(bits * place)
+    return found.astype(np.uint32).view(np.int32)
+
+
+def awq_tensors(made: Rounded) -> dict[str, NDArray[Any]]:
+    def in_order(values: NDArray[np.int64]) -> NDArray[np.int64]:
+        return values.reshape(len(values), -1, 8)[:, :, AWQ_ORDER].reshape(values.shape)
+
+    return {
+        "qweight": words(in_order(made.integers.T), 4),
+        "qzeros": words(in_order(made.zeros.T), 4),
+        "scales": made.scales.T.astype(np.float16),
+    }
+
+
+def gptq_tensors(made: Rounded, bits: int = 4, less_one: bool = True) -> dict[str, NDArray[Any]]:
+    zeros = words(made.zeros.T, bits).view(np.uint32)
+    ones = np.uint32(sum(1 << place for place in range(0, 32, bits)))
+    return {
+        "qweight": np.ascontiguousarray(words(made.integers, bits).T),
+        "qzeros": (zeros - ones if less_one else zeros).view(np.int32),
+        "scales": made.scales.T.astype(np.float16),
+        "g_idx": made.groups.astype(np.int32),
+    }
+
+
+def compressed_tensors(
+    weight: Tensor, bits: int, size: int | None, symmetric: bool, scale_type: torch.dtype = torch.float16
+) -> tuple[dict[str, NDArray[Any] | Tensor], NDArray[np.float32]]:
+    """The package's own tensors, and the numbers that it makes of them in float32.
+
+    Without `size` there is one scale an output.
+    """
+    made = round_in_groups(weight.numpy(), bits, size or weight.shape[1], symmetric=symmetric)
+    arguments = QuantizationArgs(
+        num_bits=bits, symmetric=symmetric, strategy="group" if size else "channel", group_size=size
+    )
+    scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
+    scale = torch.from_numpy(made.scales).to(scale_type)
+    state = {
+        "weight": weight.to(scale_type),
+        "weight_scale": scale,
+        "weight_zero_point": torch.from_numpy(made.zeros - 2 ** (bits - 1)).to(torch.int8),
+    }
+    found = PackedQuantizationCompressor.compress(state, scheme)
+    wide = {name: part.float() if part.is_floating_point() else part for name, part in found.items()}
+    numbers = PackedQuantizationCompressor.decompress(wide, scheme)["weight"]
+    return dict(found), numbers.numpy()
+
+
+Pack = Callable[[str, Tensor], tuple[dict[str, Any], NDArray[np.float32]]]
+"""From a projection's name and weights to its tensors by last part of name, and the numbers that they stand for."""
+
+
+def write_packed(
+    folder: Path, model: PreTrainedModel, pack: Pack, settings: dict[str, object], tokenizer: str | None = None
+) -> None:
+    """Save the model with its projections packed, and give it the numbers that they stand for: so it is the oracle."""
+    model.save_pretrained(folder)
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = parameter.detach().clone()
+            continue
+        found, numbers = pack(name, parameter.detach().float())
+        parameter.data = torch.from_numpy(numbers)
+        for last, part in found.items():
+            held = part if isinstance(part, Tensor) else torch.from_numpy(np.ascontiguousarray(part))
+            tensors[f"{name.removesuffix('.weight')}.{last}"] = held.contiguous()
+    if model.config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
+    save_file(tensors, folder / "model.safetensors")
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": settings}))

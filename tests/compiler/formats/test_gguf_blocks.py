@@ -1,0 +1,39 @@
+"""Blocks of GGUF files against the package `gguf`, whose dequantisation is llama.cpp's."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+
+from compiler.formats.gguf_blocks import BLOCK_TYPES
+from plugins.quant_layout import pack, unpack
+from plugins.reference import dequantize
+
+from .ggufs import stored_as
+
+KINDS = tuple(BLOCK_TYPES)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1e-3, 1.0, 300.0])
+def test_numbers_are_the_packages_bit_for_bit(kind: str, size: float) -> None:
+    weight = (np.random.default_rng(3).normal(size=(6, 512)) * size).astype(np.float32)
+    rows = stored_as(kind, weight, 7)
+    found = BLOCK_TYPES[kind].numbers_of(rows)
+    np.testing.assert_array_equal(found, gguf.quants.dequantize(rows, Type[kind]))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if BLOCK_TYPES[kind].has_form])
+def test_integers_and_scales_survive_packing_bit_for_bit(kind: str) -> None:
+    rows = stored_as(kind, np.random.default_rng(4).normal(size=(21, 256)).astype(np.float32), 8)
+    made = BLOCK_TYPES[kind].quantized(rows)
+    packed, layout = pack(made.integers, made.scales, made.minimums, made.bits)
+    integers, scales, minimums = unpack(packed, layout)
+    np.testing.assert_array_equal(dequantize(integers, scales, minimums), gguf.quants.dequantize(rows, Type[kind]))
+    assert layout.wide == (kind in ("Q4_K", "Q5_K"))  # products of two scales need float32
+
+
+def test_only_q6_k_has_no_form_of_blocks_of_32() -> None:
+    assert [kind for kind in KINDS if not BLOCK_TYPES[kind].has_form] == ["Q6_K"]

@@ -1,0 +1,220 @@
+"""Packed projections: numbers, integers kept exactly, orders of inputs, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+
+from compiler.formats.packed_tensors import PackedTensors
+from compiler.models.quantization import Packing
+from compiler.quantization.form import WeightSource
+from compiler.tensor_source import Stored
+from plans.errors import CheckpointError
+from plugins.reference import dequantize
+
+from .packed import awq_tensors, compressed_tensors, gptq_tensors, round_in_groups
+
+NAME = "model.layers.0.self_attn.o_proj"
+_SPELLING = {torch.int32: "I32", torch.int64: "I64", torch.int8: "I8", torch.float16: "F16", torch.bfloat16: "BF16"}
+_SPELLING |= {torch.float32: "F32"}
+
+
+class Held:
+    """Tensors in memory, as a `TensorSource` of floats and packed parts."""
+
+    def __init__(self, tensors: dict[str, Any]) -> None:
+        self._tensors = {n: t if isinstance(t, Tensor) else torch.from_numpy(np.array(t)) for n, t in tensors.items()}
+        self.found = {
+            n: Stored(Path("model.safetensors"), tuple(t.shape), _SPELLING[t.dtype]) for n, t in self._tensors.items()
+        }
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[name].clone()
+
+    def quantized(self, name: str) -> WeightSource | None:
+        return None
+
+
+def opened(parts: dict[str, Any], packing: Packing, name: str = NAME) -> PackedTensors:
+    return PackedTensors(Held({f"{name}.{last}": part for last, part in parts.items()}), packing)
+
+
+def kept(source: WeightSource) -> NDArray[np.float32]:
+    """The numbers of integers, scales and minimums, their columns where the inputs are."""
+    made = source.read()
+    assert made.integers.shape == source.shape
+    assert (made.minimums is not None) == source.minimums
+    found = dequantize(made.integers, made.scales, made.minimums)
+    if source.order is None:
+        return found
+    back = np.empty_like(found)
+    back[:, source.order] = found
+    return back
+
+
+def weights(seed: int, outputs: int = 24, inputs: int = 256) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).normal(size=(outputs, inputs)).astype(np.float32)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**31), size=st.sampled_from([32, 64, 128, 256]), symmetric=st.booleans())
+def test_awq(seed: int, size: int, symmetric: bool) -> None:
+    made = round_in_groups(weights(seed), 4, size, symmetric=symmetric)
+    tensors = opened(awq_tensors(made), Packing("awq"))
+    assert tensors.found[f"{NAME}.weight"] == Stored(Path("model.safetensors"), (24, 256), "AWQ int4")
+    np.testing.assert_array_equal(tensors.read(f"{NAME}.weight").numpy(), made.numbers)
+    source = tensors.quantized(f"{NAME}.weight")
+    assert source is not None
+    assert source.minimums is not symmetric
+    np.testing.assert_allclose(kept(source), made.numbers, rtol=0, atol=4e-7 * float(np.abs(made.scales).max()) * 15)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    bits=st.sampled_from([4, 8]),
+    size=st.sampled_from([32, 128]),
+    symmetric=st.booleans(),
+    less_one=st.booleans(),
+    act_order=st.booleans(),
+)
+def test_gptq(seed: int, bits: int, size: int, symmetric: bool, less_one: bool, act_order: bool) -> None:
+    groups = np.random.default_rng(seed).permutation(256) // size if act_order else None
+    made = round_in_groups(weights(seed), bits, size, symmetric=symmetric, groups=groups)
+    tensors = opened(gptq_tensors(made, bits, less_one), Packing("gptq", zeros_less_one=less_one))
+    np.testing.assert_array_equal(tensors.read(f"{NAME}.weight").numpy(), made.numbers)
+    source = tensors.quantized(f"{NAME}.weight")
+    assert source is not None
+    assert (source.order is None) is not act_order
+    assert source.minimums is not symmetric
+    np.testing.assert_allclose(
+        kept(source), made.numbers, rtol=0, atol=1e-7 * float(np.abs(made.scales).max()) * 2**bits
+    )
+
+
+def test_a_zero_point_of_zero_borrows_from_its_neighbour() -> None:
+    weight = np.abs(weights(5))  # all positive: zero points are 0, stored less one
+    made = round_in_groups(weight, 4, 32, symmetric=False)
+    assert not made.zeros.any()
+    found = opened(gptq_tensors(made), Packing("gptq", zeros_less_one=True)).read(f"{NAME}.weight")
+    np.testing.assert_array_equal(found.numpy(), made.numbers)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("size", [32, 128, None])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float32])
+def test_compressed_tensors(bits: int, size: int | None, symmetric: bool, kind: torch.dtype) -> None:
+    parts, numbers = compressed_tensors(torch.from_numpy(weights(9)), bits, size, symmetric, kind)
+    tensors = opened(parts, Packing("compressed-tensors"))
+    np.testing.assert_array_equal(tensors.read(f"{NAME}.weight").numpy(), numbers)
+    source = tensors.quantized(f"{NAME}.weight")
+    assert source is not None
+    assert (source.bits, source.minimums, source.order) == (bits, not symmetric, None)
+    np.testing.assert_allclose(kept(source), numbers, rtol=0, atol=1e-7 * float(np.abs(numbers).max()) * 4)
+
+
+def test_integers_and_minimums_are_exact_where_scales_are_float16() -> None:
+    """Of two roundings that a zero point could cost, neither happens: `zero * scale` fits float32, and so the kernel's
+    sum of products and minimums is that of `scale * (integer - zero)` before its own rounding."""
+    made = round_in_groups(weights(11), 8, 32, symmetric=False)
+    source = opened(gptq_tensors(made, 8), Packing("gptq", zeros_less_one=True)).quantized(f"{NAME}.weight")
+    assert source is not None
+    found = source.read()
+    assert found.minimums is not None
+    exact = found.integers.reshape(24, 8, 32) * found.scales[:, :, None].astype(np.float64) + found.minimums[:, :, None]
+    steps = (made.integers - made.zeros[:, made.groups]) * made.scales[:, made.groups].astype(np.float64)
+    np.testing.assert_array_equal(exact.reshape(24, 256), steps)
+
+
+def test_groups_that_no_32_inputs_share_have_no_form() -> None:
+    made = round_in_groups(weights(2), 4, 16, symmetric=True)
+    tensors = opened(awq_tensors(made), Packing("awq"))
+    assert tensors.quantized(f"{NAME}.weight") is None
+    np.testing.assert_array_equal(tensors.read(f"{NAME}.weight").numpy(), made.numbers)
+
+
+def test_order_of_an_mlps_last_inputs_goes_into_the_outputs_before_it() -> None:
+    rng, layer = np.random.default_rng(3), "model.layers.4.mlp"
+    hidden, inner = 64, 96
+    shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    made = {
+        name: round_in_groups(weights(i, *shape), 4, 32, symmetric=False, groups=rng.permutation(shape[1]) // 32)
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+    held: dict[str, Any] = {
+        f"{layer}.{n}.{last}": part for n, m in made.items() for last, part in gptq_tensors(m).items()
+    }
+    bias = rng.normal(size=inner).astype(np.float32)
+    held[f"{layer}.gate_proj.bias"] = bias
+    tensors = PackedTensors(Held(held), Packing("gptq", zeros_less_one=True))
+
+    def parts(source: WeightSource | None, read: Tensor) -> tuple[NDArray[np.float32], WeightSource]:
+        assert source is not None
+        np.testing.assert_allclose(kept(source), read.numpy(), atol=1e-6)
+        return kept(source).astype(np.float64), source
+
+    (gate, first), (up, _), (down, last) = (
+        parts(tensors.quantized(f"{layer}.{n}.weight"), tensors.read(f"{layer}.{n}.weight")) for n in shapes
+    )
+    assert first.order is not None
+    assert last.order is None
+    moved = tensors.read(f"{layer}.gate_proj.bias").numpy()
+    assert not np.array_equal(moved, bias)
+    x = rng.normal(size=(5, hidden))
+    found = (np.maximum(x @ gate.T + moved, 0) * (x @ up.T)) @ down.T
+    plain = {name: each.numbers.astype(np.float64) for name, each in made.items()}
+    wanted = (np.maximum(x @ plain["gate_proj"].T + bias, 0) * (x @ plain["up_proj"].T)) @ plain["down_proj"].T
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def without(parts: dict[str, Any], last: str) -> dict[str, Any]:
+    return {name: part for name, part in parts.items() if name != last}
+
+
+AWQ = awq_tensors(round_in_groups(weights(1), 4, 32, symmetric=False))
+GPTQ = gptq_tensors(round_in_groups(weights(1), 4, 32, symmetric=False))
+COMPRESSED = compressed_tensors(torch.from_numpy(weights(1)), 4, 32, False)[0]
+
+
+@pytest.mark.parametrize(
+    ("method", "parts", "said"),
+    [
+        ("awq", without(AWQ, "qzeros"), ("'model.layers.0.self_attn.o_proj.qzeros' is missing", "AWQ needs it")),
+        ("awq", AWQ | {"qzeros": AWQ["qzeros"][:2]}, ("qzeros'", "[2, 3]", "expected [8, 3]")),
+        ("awq", AWQ | {"qweight": AWQ["qweight"].astype(np.int64)}, ("qweight'", "I64", "expected I32")),
+        ("awq", AWQ | {"scales": AWQ["scales"][:7]}, ("scales'", "[7, 24]", "256 inputs")),
+        ("gptq", without(GPTQ, "scales"), ("scales' is missing", "GPTQ needs it")),
+        ("gptq", GPTQ | {"g_idx": GPTQ["g_idx"][:8]}, ("g_idx'", "[8]", "expected [256]")),
+        ("gptq", GPTQ | {"qzeros": np.zeros((8, 18), np.int32)}, ("qzeros'", "24 bits")),
+        ("compressed-tensors", without(COMPRESSED, "weight_shape"), ("weight_shape' is missing",)),
+        ("compressed-tensors", COMPRESSED | {"weight_shape": np.array([24, 99])}, ("weight_packed'", "[24, 99]")),
+        ("compressed-tensors", COMPRESSED | {"weight_scale": np.ones((24, 7), "f2")}, ("weight_scale'", "[24, 7]")),
+    ],
+)  # fmt: skip
+def test_tensors_that_do_not_fit_are_named(method: Any, parts: dict[str, Any], said: tuple[str, ...]) -> None:
+    with pytest.raises(CheckpointError) as error:
+        opened(parts, Packing(method))
+    for part in ("model.safetensors", *said):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        (GPTQ | {"g_idx": GPTQ["g_idx"] + 1}, "names groups from 1 to 8, and there are 8"),
+        (GPTQ | {"scales": np.full((8, 24), np.inf, np.float16)}, "not finite"),
+    ],
+)
+def test_values_that_cannot_be_are_named(parts: dict[str, Any], said: str) -> None:
+    tensors = opened(parts, Packing("gptq"))
+    with pytest.raises(CheckpointError, match=said):
+        tensors.read(f"{NAME}.weight")
