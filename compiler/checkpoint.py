@@ -1,4 +1,4 @@
-"""Checkpoint folders: load the decoder strictly, and hash the files that identify it."""
+"""Checkpoints: load the decoder strictly, and hash the files that identify it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from pathlib import Path
 import torch
 
 from compiler.deferred import defer
-from compiler.models.config import WeightType, read_config
+from compiler.formats.gguf_file import is_gguf
+from compiler.models.config import WeightType
 from compiler.models.decoder import Decoder
 from compiler.models.families import FAMILIES
 from compiler.models.rope import RopeScaling
+from compiler.opening import open_checkpoint
 from compiler.slots import Slot, check_tensors, fill, slots
 from compiler.tensor_source import TensorSource
-from compiler.weights import INDEX, PICKLED, Weights, check_folder
+from compiler.weights import INDEX, PICKLED, check_folder
 from plans.errors import CheckpointError
 
-TIED_HEAD = "lm_head.weight"
+TIED_HEAD, GGUF = "lm_head.weight", "model.gguf"
 HASHED = (
     "config.json",
     "generation_config.json",
@@ -29,7 +31,7 @@ HASHED = (
 
 
 def load_decoder(path: Path, dtype: WeightType = "float32", rope_scaling: RopeScaling | None = None) -> Decoder:
-    """Load the checkpoint folder `path` with all weights in `dtype`, on the CPU, frozen and in eval mode.
+    """Load the checkpoint at `path` with all weights in `dtype`, on the CPU, frozen and in eval mode.
 
     Projections are transposed to `[in, out]`; the embedding stays `[vocab, hidden]`. `rope_scaling` replaces the
     checkpoint's own. Raises `CheckpointError` naming the file, the tensor, the expectation and the finding.
@@ -50,9 +52,9 @@ def defer_decoder(path: Path, dtype: WeightType = "float32", rope_scaling: RopeS
 
 
 def _examine(path: Path, rope_scaling: RopeScaling | None) -> tuple[Decoder, TensorSource, dict[str, Slot]]:
-    """Check the folder, and return its decoder without weights, its tensors, and what the decoder wants of them."""
-    check_folder(path)
-    config = read_config(path, rope_scaling)
+    """Check the checkpoint, and return its decoder without weights, its tensors, and what the decoder wants of them."""
+    found = open_checkpoint(path, rope_scaling)
+    config, tensors = found.config, found.tensors
     with torch.device("meta"):
         model = Decoder(config)
     names = FAMILIES[config.family].weights
@@ -65,11 +67,10 @@ def _examine(path: Path, rope_scaling: RopeScaling | None) -> tuple[Decoder, Ten
 
     wanted = slots(model, stored_name)
     tied = {TIED_HEAD: wanted[names["embedding"]]} if config.tie_embeddings else {}
-    tensors = Weights(path)
     check_tensors(
         tensors,
-        tensors.source,
-        path / "config.json",
+        found.listing,
+        found.description,
         f"a {config.family} model with {config.num_layers} layers",
         wanted,
         optional=tied,
@@ -81,24 +82,27 @@ def _examine(path: Path, rope_scaling: RopeScaling | None) -> tuple[Decoder, Ten
 
 
 def checkpoint_hashes(path: Path) -> dict[str, str]:
-    """Return the sha256 (hex) of every file of the folder that can change a plan, by file name in sorted order.
+    """Return the sha256 (hex) of every file of the checkpoint that can change a plan, by file name in sorted order.
 
-    These files are the configuration, the weights, and the tokenizer with its chat template, as far as present. Raises
-    `CheckpointError` if the folder or a file cannot be read.
+    These files are the configuration, the weights, and the tokenizer with its chat template, as far as present; or the
+    one GGUF file, whatever its name. Raises `CheckpointError` if the folder or a file cannot be read.
     """
+    if is_gguf(path):
+        return {GGUF: _sha256(path)}
     check_folder(path)
     names = {name for name in HASHED if (path / name).is_file()}
     weights = {file.name for file in path.glob("*.safetensors") if file.is_file()}
     if not weights and (path / PICKLED).is_file():
         weights = {PICKLED}
-    hashes = {}
-    for name in sorted(names | weights):
-        try:
-            with (path / name).open("rb") as file:
-                hashes[name] = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise CheckpointError(f"{path / name} cannot be read: {error.strerror}") from None
-    return hashes
+    return {name: _sha256(path / name) for name in sorted(names | weights)}
+
+
+def _sha256(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _check_tied(tensors: TensorSource, embedding: str) -> None:

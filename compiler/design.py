@@ -8,7 +8,8 @@ from functools import cached_property
 
 from compiler import drafters
 from compiler.drafters import GraphSource
-from compiler.models.config import DecoderConfig, read_config
+from compiler.models.config import DecoderConfig
+from compiler.opening import read_config
 from compiler.recipe import Recipe, check_capacity
 from compiler.recipe_backends import BackendBuild, OnnxRuntimeCpuSection, TensorRtRtxSection, TensorRtSection
 from compiler.recipe_drafters import NgramSection

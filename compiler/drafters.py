@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from tokenizers import Tokenizer
 from torch import nn
 
 from compiler.checkpoint import checkpoint_hashes, defer_decoder
 from compiler.eagle3_checkpoint import defer_eagle3, read_eagle3_config
-from compiler.models.config import DecoderConfig, WeightType, read_config
+from compiler.models.config import DecoderConfig, WeightType
 from compiler.models.decoder import Decoder
 from compiler.models.drafting import DecoderDraft, Eagle3Draft
 from compiler.models.eagle3_config import Eagle3Config
+from compiler.opening import read_config
 from compiler.recipe import Recipe
 from compiler.recipe_drafters import Eagle3Section, EntropySection, GraphSection, ModelSection, NgramSection
 from compiler.recipe_rope import positions_served
-from plans.errors import CheckpointError
+from compiler.text import read_vocabulary
 from plans.manifest import Drafter, EntropyGamma, Geometry, GraphDrafter, NgramDrafter, Taps, Tree
 
 CHAIN = 4
@@ -179,13 +179,9 @@ def _check_tokens(recipe: Recipe, index: int, path: Path) -> None:
 
     With such a drafter nothing is ever accepted.
     """
-    files = [folder / "tokenizer.json" for folder in (recipe.checkpoint_path, path)]
-    if not all(file.is_file() for file in files):
+    target, own = read_vocabulary(recipe.checkpoint_path), read_vocabulary(path)
+    if target is None or own is None:
         return
-    try:
-        target, own = (Tokenizer.from_file(str(file)).get_vocab() for file in files)
-    except Exception as error:  # the tokenizers library's Rust code raises plain `Exception`
-        raise CheckpointError(f"{files[1]} or {files[0]} cannot be read: {error}") from None
     for token, number in own.items():
         if target.get(token) != number:
             raise recipe.error(

@@ -18,6 +18,7 @@ from compiler.eagle3_taps import read_taps
 from compiler.models.config import DecoderConfig, Reader, WeightType, read_json, read_rope, refuse_unsupported
 from compiler.models.eagle3 import Eagle3Head
 from compiler.models.eagle3_config import TAPS, Eagle3Config, Eagle3Overrides, Taps
+from compiler.models.quantization import refuse_quantized_head
 from compiler.slots import Slot, check_tensors, fill, slots
 from compiler.weights import Weights, check_folder
 from plans.errors import CheckpointError
@@ -126,6 +127,7 @@ def _read_config(
     taps: Taps,
 ) -> Eagle3Config:
     refuse_unsupported(raw, file)
+    refuse_quantized_head(raw, file)
     get = Reader(raw, file)
     if raw.get("norm_before_residual"):
         raise CheckpointError(f"{file}: norm_before_residual is on; such heads cannot be compiled")

@@ -21,10 +21,11 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from compiler.formats.gguf_file import is_gguf
 from compiler.models.config import DecoderConfig, WeightType
 from compiler.models.rope import RopeScaling
 from compiler.recipe_backends import DEFAULT_BACKENDS, BackendBuild, BackendEntry, TensorRtSection, choose_backends
-from compiler.recipe_drafters import DrafterSection, GraphSection, NgramSection
+from compiler.recipe_drafters import DrafterSection, Eagle3Section, GraphSection, ModelSection, NgramSection
 from compiler.recipe_partial import PartialKvSection
 from compiler.recipe_rope import RopeScalingSection, positions_served
 from compiler.recipe_section import Name, Section, WrittenPath
@@ -47,7 +48,9 @@ ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 class TargetSection(Section):
     """The model whose output counts."""
 
-    checkpoint: WrittenPath = Field(description="folder of a Hugging Face checkpoint, relative to the recipe")
+    checkpoint: WrittenPath = Field(
+        description="folder of a Hugging Face checkpoint, or a GGUF file, relative to the recipe"
+    )
     dtype: WeightType = Field("float32", description="type of the compiled weights")
     weights: WeightsSection | None = Field(None, description="quantised weights; without it they are of `dtype`")
     rope_scaling: RopeScalingSection | None = Field(None, description="replaces the checkpoint's own rotary scaling")
@@ -177,11 +180,11 @@ class Recipe(Section):
 
     @property
     def checkpoint_path(self) -> Path:
-        """The target's checkpoint folder, absolute."""
+        """The target's checkpoint, absolute: a folder, or a GGUF file."""
         return self._absolute(self.target.checkpoint)
 
     def drafter_path(self, drafter: GraphSection) -> Path:
-        """A drafter's checkpoint folder, absolute."""
+        """A drafter's checkpoint, absolute: a folder, or a GGUF file."""
         return self._absolute(drafter.checkpoint)
 
     @property
@@ -246,15 +249,17 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     except ValidationError as invalid:
         raise source.errors(invalid, Recipe) from None
     recipe._source = source
-    if not recipe.checkpoint_path.is_dir():
-        raise recipe.error(
-            ("target", "checkpoint"), f"names {recipe.checkpoint_path}, which is not a folder; correct the path"
-        )
+    checkpoints: list[tuple[Location, Path]] = [(("target", "checkpoint"), recipe.checkpoint_path)]
     for index, drafter in enumerate(recipe.drafters):
-        if not isinstance(drafter, NgramSection) and not (folder := recipe.drafter_path(drafter)).is_dir():
+        if isinstance(drafter, Eagle3Section) and not (folder := recipe.drafter_path(drafter)).is_dir():
             raise recipe.error(
                 ("drafters", index, "checkpoint"), f"names {folder}, which is not a folder; correct the path"
             )
+        if isinstance(drafter, ModelSection):
+            checkpoints.append((("drafters", index, "checkpoint"), recipe.drafter_path(drafter)))
+    for location, path in checkpoints:
+        if not path.is_dir() and not (is_gguf(path) and path.is_file()):
+            raise recipe.error(location, f"names {path}, which is neither a folder nor a GGUF file; correct the path")
     for index, backend in enumerate(recipe.backends):
         cache = recipe.timing_cache_path(backend)
         if cache is not None and (cache.is_dir() or not cache.parent.is_dir()):

@@ -164,7 +164,9 @@ class ModelSection(Section):
 
     name: Name = Field(description="what requests call the drafter: small letters, digits, and -_. after the first")
     kind: Literal["model"] = Field(description="the kind of drafter")
-    checkpoint: WrittenPath = Field(description="folder of a Hugging Face checkpoint, relative to the recipe")
+    checkpoint: WrittenPath = Field(
+        description="folder of a Hugging Face checkpoint, or a GGUF file, relative to the recipe"
+    )
     weights: WeightsSection | None = Field(None, description="quantised weights; without it they are of `target.dtype`")
     gamma: Gamma | None = Field(
         None,

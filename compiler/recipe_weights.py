@@ -14,15 +14,24 @@ _BITS = {"int4": 4, "int8": 8, "float": None}
 
 class WeightsSection(Section):
     """Quantised weights: integers in blocks of 32, with a scale each. On the CPU a token's logits do not depend on what
-    is computed in the same pass, so that drafts, branches and other requests change no token."""
+    is computed in the same pass, so that drafts, branches and other requests change no token.
+
+    Weights that a checkpoint stores as such integers keep them.
+    """
 
     type: Literal["int4", "int8"] = Field(description="type of the weights of all layers")
     lm_head: Literal["int4", "int8", "float"] = Field(
         "int8", description="type of the head and of the embedding; float: they stay as dtype has them"
     )
 
+    requantize: bool = Field(
+        False,
+        description="round again what a checkpoint stores as integers of more bits, or in groups that no blocks of 32 "
+        "hold, such as Q6_K of GGUF; false refuses it",
+    )
+
     @property
     def form(self) -> WeightForm:
         bits = _BITS[self.type]
         assert bits is not None
-        return WeightForm(bits, _BITS[self.lm_head])
+        return WeightForm(bits, _BITS[self.lm_head], self.requantize)

@@ -87,10 +87,10 @@ def check_tensors(
                 f"{stored.file}: tensor {name!r} has shape {list(stored.shape)}, "
                 f"but {config} asks for {list(slot.shape)}; give files that belong together"
             )
-        if stored.dtype not in slot.dtypes:
+        if stored.dtype not in slot.dtypes and not stored.packed:
             raise CheckpointError(
                 f"{stored.file}: tensor {name!r} is stored as {stored.dtype}, expected {', '.join(slot.dtypes)}; "
-                "quantised or converted checkpoints cannot be compiled: give the original one"
+                "it was quantised or converted in a way that is not read: give the original one"
             )
 
 

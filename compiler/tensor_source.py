@@ -14,11 +14,15 @@ from compiler.quantization.form import WeightSource
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor's entry in the header of `file`; `dtype` is in safetensors' spelling, or the format's own."""
+    """A tensor's entry in the header of `file`; `dtype` is in safetensors' spelling, or the format's own.
+
+    `packed` numbers are stored as integers with scales.
+    """
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    packed: bool = False
 
 
 class TensorSource(Protocol):

@@ -1,15 +1,18 @@
-"""Take the tokenizer's files and facts from a checkpoint into a plan.
+"""Take the tokenizer and facts about text from a checkpoint into a plan.
 
 The compiler checks them as the runtime will read them, before any work that takes long.
 """
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+
+from compiler.formats.gguf_file import GgufFile, is_gguf
+from compiler.formats.gguf_tokenizer import read_gguf_text
 from compiler.models.config import DecoderConfig, read_json
 from plans.chat_template import REPAIR, ChatTemplate
 from plans.errors import CheckpointError, OutriderError, PlanError
@@ -26,26 +29,57 @@ _PROBES = (
 
 @dataclass(frozen=True)
 class CheckpointText:
-    """A tokenizer that passed all checks: its file, the chat template where there is one, and facts for the plan."""
+    """A tokenizer that passed all checks, as a `tokenizer.json`; the chat template, if any; facts for the plan."""
 
-    tokenizer: Path
+    tokenizer: bytes
     template: str | None
     text: Text
 
     def write(self, folder: Path) -> None:
-        """Make `folder` and copy the files into it."""
+        """Make `folder` and write the files into it."""
         folder.mkdir(parents=True)
-        shutil.copyfile(self.tokenizer, folder / TOKENIZER_FILE)
+        (folder / TOKENIZER_FILE).write_bytes(self.tokenizer)
         if self.template is not None:
             (folder / CHAT_TEMPLATE_FILE).write_text(self.template, encoding="utf-8")
 
 
 def read_text(checkpoint: Path, config: DecoderConfig) -> CheckpointText:
-    """Read the tokenizer of a checkpoint folder, with the chat template from either place Hugging Face keeps it.
+    """Read the tokenizer of a checkpoint, with the chat template from either place Hugging Face keeps it, or from a
+    GGUF file's metadata.
 
     Raises `CheckpointError` for a tokenizer that is missing, unreadable, larger than the model's vocabulary, or whose
     text cannot be streamed, and for a chat template that is not Jinja or renders no plain conversation.
     """
+    return _gguf(checkpoint, config) if is_gguf(checkpoint) else _folder(checkpoint, config)
+
+
+def read_vocabulary(checkpoint: Path) -> dict[str, int] | None:
+    """Return the ids of a checkpoint's tokens; None where it has no tokenizer. Raises `CheckpointError`."""
+    if is_gguf(checkpoint):
+        return read_gguf_text(GgufFile.open(checkpoint)).tokenizer.get_vocab()
+    file = checkpoint / TOKENIZER_FILE
+    if not file.is_file():
+        return None
+    try:
+        return tokenizers.Tokenizer.from_file(str(file)).get_vocab()
+    except Exception as error:  # the library's Rust code raises plain `Exception`
+        raise CheckpointError(f"{file} cannot be read: {error}") from None
+
+
+def _gguf(path: Path, config: DecoderConfig) -> CheckpointText:
+    found = read_gguf_text(GgufFile.open(path))
+    try:
+        tokenizer = Tokenizer(found.tokenizer, source=str(path))
+    except PlanError as error:
+        raise CheckpointError(f"{error}; give a model with another tokenizer") from None
+    _check_size(tokenizer, path, config)
+    text = Text(eos_token_ids=config.eos_token_ids, bos_token=found.bos_token, eos_token=found.eos_token)
+    if found.template is not None:
+        _check_template(found.template, str(path), text)
+    return CheckpointText(found.tokenizer.to_str().encode(), found.template, text)
+
+
+def _folder(checkpoint: Path, config: DecoderConfig) -> CheckpointText:
     file = checkpoint / TOKENIZER_FILE
     if not file.is_file():
         raise CheckpointError(
@@ -55,10 +89,7 @@ def read_text(checkpoint: Path, config: DecoderConfig) -> CheckpointText:
         tokenizer = Tokenizer.read(file)
     except PlanError as error:
         raise CheckpointError(f"{error}; give a checkpoint with another tokenizer.json") from None
-    if tokenizer.vocab_size > config.vocab_size:
-        raise CheckpointError(
-            f"{file} has {tokenizer.vocab_size} tokens, the model {config.vocab_size}; they do not belong together"
-        )
+    _check_size(tokenizer, file, config)
     settings = read_json(checkpoint / _SETTINGS) if (checkpoint / _SETTINGS).is_file() else {}
     text = Text(
         eos_token_ids=config.eos_token_ids,
@@ -68,7 +99,14 @@ def read_text(checkpoint: Path, config: DecoderConfig) -> CheckpointText:
     source, template = _template(checkpoint, settings)
     if template is not None:
         _check_template(template, str(source), text)
-    return CheckpointText(file, template, text)
+    return CheckpointText(file.read_bytes(), template, text)
+
+
+def _check_size(tokenizer: Tokenizer, file: Path, config: DecoderConfig) -> None:
+    if tokenizer.vocab_size > config.vocab_size:
+        raise CheckpointError(
+            f"{file} has {tokenizer.vocab_size} tokens, the model {config.vocab_size}; they do not belong together"
+        )
 
 
 def _template(checkpoint: Path, settings: dict[str, Any]) -> tuple[Path, str | None]:

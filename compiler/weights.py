@@ -121,10 +121,7 @@ def _single(path: Path, pickled: bool) -> Path:
             "save the model again with transformers' save_pretrained"
         )
     if (file := next(path.glob("*.gguf"), None)) is not None:
-        raise CheckpointError(
-            f"{path} holds {file.name} but no {SINGLE}; GGUF files are not supported yet: give the checkpoint that it "
-            "was made from"
-        )
+        raise CheckpointError(f"{path} holds {file.name} but no {SINGLE}; give the path of the GGUF file itself")
     raise CheckpointError(f"{path} holds neither {SINGLE} nor {INDEX}; download the weights of the checkpoint")
 
 

@@ -20,8 +20,6 @@ from numpy.typing import NDArray
 from compiler.formats.gguf_blocks import BLOCK_TYPES
 from plans.errors import CheckpointError
 
-SUFFIX = ".gguf"
-
 Value = int | float | bool | str | list[str] | NDArray[np.generic]
 """A value of the metadata; lists of numbers are arrays. A float32 is the shortest decimal that it is the nearest to."""
 
@@ -49,6 +47,11 @@ _TYPES = {
     29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
 }  # fmt: skip
 _FLOATS: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a checkpoint's path is that of a GGUF file."""
+    return path.suffix.lower() == ".gguf" and not path.is_dir()
 
 
 @dataclass(frozen=True)
@@ -117,10 +120,10 @@ class _Header:
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path, self._file = path, file
-        self._size = path.stat().st_size
+        self._size, self._at = path.stat().st_size, 0
 
     def read(self) -> GgufFile:
-        if self._file.read(4) != _MAGIC:
+        if self._size < len(_MAGIC) or self._take(len(_MAGIC)) != _MAGIC:
             raise CheckpointError(f"{self._path} is not a GGUF file: it does not begin with GGUF; download it again")
         version = self._integer("<u4")
         if version not in _VERSIONS:
@@ -154,7 +157,7 @@ class _Header:
         alignment = metadata.get(_ALIGNMENT, 32)
         if not isinstance(alignment, int) or alignment <= 0:
             raise self._damaged(f"{_ALIGNMENT} is {alignment!r}")
-        return -(-self._file.tell() // alignment) * alignment
+        return -(-self._at // alignment) * alignment
 
     def _tensor(self) -> tuple[str, GgufTensor]:
         name, dimensions = self._string(), self._integer("<u4")
@@ -206,11 +209,12 @@ class _Header:
 
     def _take(self, size: int) -> bytes:
         self._check_left(size)
+        self._at += size
         return self._file.read(size)
 
     def _check_left(self, size: int) -> None:
         """Raise `CheckpointError` where fewer than `size` bytes are left, before a damaged length takes memory."""
-        if size > self._size - self._file.tell():
+        if size > self._size - self._at:
             raise self._damaged("it ends inside its header")
 
     def _damaged(self, how: str) -> CheckpointError:

@@ -50,14 +50,15 @@ class GgufTensors:
         self._file, self._config = file, config
         self._names = {_huggingface(name): name for name in file.tensors if name != ROPE_FACTORS}
         self.found = {
-            name: Stored(file.path, file.tensors[own].shape, file.tensors[own].type)
+            name: Stored(file.path, tensor.shape, tensor.type, packed=tensor.type in BLOCK_TYPES)
             for name, own in self._names.items()
+            for tensor in (file.tensors[own],)
         }
 
     def read(self, name: str) -> Tensor:
         """Read a tensor: floats in their type, blocks as float32."""
         own, stored = self._names[name], self.found[name]
-        if stored.dtype in BLOCK_TYPES:
+        if stored.packed:
             numbers = BLOCK_TYPES[stored.dtype].numbers_of(self._rows(own)).reshape(stored.shape)
             return torch.from_numpy(numbers)
         found = self._file.numbers(own)

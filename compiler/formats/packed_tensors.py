@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from compiler.formats.awq import AwqModule
 from compiler.formats.compressed_tensors import CompressedModule
 from compiler.formats.gptq import FirstGptqModule, GptqModule
 from compiler.formats.packed_module import PackedModule
+from compiler.models.config import DecoderConfig
 from compiler.models.quantization import Packing
 from compiler.quantization.form import WeightSource
 from compiler.tensor_source import Stored, TensorSource
@@ -29,12 +31,21 @@ class PackedTensors:
     two before it are reordered, here, and the MLP computes the same. Others name the order in `WeightSource.order`.
     """
 
-    def __init__(self, stored: TensorSource, packing: Packing) -> None:
+    def __init__(self, stored: TensorSource, packing: Packing, config: DecoderConfig) -> None:
         self._stored = stored
         self._modules = _modules(stored, packing)
-        plain = {name: header for name, header in stored.found.items() if not self._is_part(name)}
+        biased = {
+            **dict.fromkeys(("q_proj", "k_proj", "v_proj"), config.qkv_bias),
+            "o_proj": config.output_bias,
+            **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), config.mlp_bias),
+        }
+        plain = {
+            name: header
+            for name, header in stored.found.items()
+            if not self._is_part(name) and not self._is_spare(name, biased)
+        }
         packed = {
-            f"{name}.weight": Stored(module.file, module.shape, f"{module.format} int{module.bits}")
+            f"{name}.weight": Stored(module.file, module.shape, f"{module.format} int{module.bits}", packed=True)
             for name, module in self._modules.items()
         }
         self.found = plain | packed
@@ -59,6 +70,13 @@ class PackedTensors:
     def _is_part(self, name: str) -> bool:
         module, _, last = name.rpartition(".")
         return module in self._modules and last in self._modules[module].parts
+
+    def _is_spare(self, name: str, biased: Mapping[str, bool]) -> bool:
+        """Return whether `name` is a bias of zeros that the model does not have: AutoGPTQ once wrote one for each
+        projection."""
+        module, _, last = name.rpartition(".")
+        wanted = biased.get(module.rpartition(".")[2], False)
+        return last == "bias" and module in self._modules and not wanted and not self._stored.read(name).any()
 
     def _folds(self, name: str) -> bool:
         """Return whether the order of the inputs of `name` is that of the outputs of the projections before it."""

@@ -68,7 +68,7 @@ class DecoderConfig:
         return self.num_kv_heads * self.head_dim
 
 
-def read_config(checkpoint: Path, rope_scaling: RopeScaling | None = None) -> DecoderConfig:
+def read_folder_config(checkpoint: Path, rope_scaling: RopeScaling | None = None) -> DecoderConfig:
     """Read `config.json` (and the end tokens of `generation_config.json`) of a checkpoint folder.
 
     `rope_scaling` replaces the checkpoint's own. Raises `CheckpointError` naming the file and the key.

@@ -209,10 +209,9 @@ def test_deeply_nested_json_is_refused(tmp_path: Path, make_checkpoint: MakeChec
 @pytest.mark.parametrize(
     ("settings", "kind"),
     [
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "a GPTQ checkpoint"),
-        ({"quantization_config": {"quant_method": "awq", "version": "gemm"}}, "an AWQ checkpoint"),
         ({"quantization_config": {"quant_method": "fp8"}}, "an FP8 checkpoint"),
-        ({"compression_config": {"quant_method": "compressed-tensors"}}, "a compressed-tensors checkpoint"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "a bitsandbytes checkpoint"),
+        ({"compression_config": {"quant_method": "torchao"}}, "a TorchAO checkpoint"),
         ({"quantization_config": {"quant_method": "new-one"}}, "a new-one checkpoint"),
         ({"quantization_config": {"bits": 4}}, "a quantised checkpoint"),
     ],
@@ -222,7 +221,44 @@ def test_quantised_checkpoint_is_named_by_its_config(
 ) -> None:
     make_checkpoint()
     change_config(tmp_path, **settings)
-    refused(tmp_path, f"{tmp_path / 'config.json'}: this is {kind}", "not supported yet; give the checkpoint")
+    refused(
+        tmp_path, f"{tmp_path / 'config.json'}: this is {kind}", "which is not read; read are AWQ", "give the checkp"
+    )
+
+
+def compressed(weights: dict[str, object] | None = None, **changes: object) -> dict[str, object]:
+    chosen = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32} | (weights or {})
+    group = {"targets": ["Linear"], "weights": chosen} | {
+        k: changes.pop(k) for k in ("input_activations",) if k in changes
+    }
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": group}} | changes
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"quant_method": "awq", "version": "gemv"}, ("version is 'gemv'", "AWQ", "gemm")),
+        ({"quant_method": "awq", "format": "marlin"}, ("format is 'marlin'", "AWQ", "gemm")),
+        ({"quant_method": "awq", "bits": 3}, ("bits is 3", "AWQ", "4")),
+        ({"quant_method": "gptq", "bits": 3}, ("bits is 3", "GPTQ", "4 or 8")),
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, ("checkpoint_format is 'marlin'", "gptq_v2")),
+        ({"quant_method": "gptq", "is_marlin_format": True}, ("is_marlin_format is True", "GPTQ")),
+        (compressed(format="float-quantized"), ("format is 'float-quantized'", "pack-quantized")),
+        (compressed({"num_bits": 2}), ("config_groups.g.weights.num_bits is 2", "4 or 8")),
+        (compressed({"type": "float"}), ("config_groups.g.weights.type is 'float'", "int")),
+        (compressed({"strategy": "tensor"}), ("weights.strategy is 'tensor'", "group or channel")),
+        (compressed(input_activations={"num_bits": 8}), ("g.input_activations is {'num_bits': 8}", "absent")),
+        (compressed(kv_cache_scheme={"num_bits": 8}), ("kv_cache_scheme is", "absent")),
+        (compressed(sparsity_config={"format": "sparse-24"}), ("sparsity_config is 'sparse-24'", "dense")),
+        ("awq", ("quantization_config must be a JSON object",)),
+    ],
+)  # fmt: skip
+def test_packing_that_is_not_read_is_named_by_its_key(
+    settings: object, said: tuple[str, ...], tmp_path: Path, make_checkpoint: MakeCheckpoint
+) -> None:
+    make_checkpoint()
+    change_config(tmp_path, quantization_config=settings)
+    refused(tmp_path, f"{tmp_path / 'config.json'}: quantization_config", *said)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +282,8 @@ def test_quantised_checkpoint_is_named_by_its_tensors(
         tensors.update({stem + suffix: torch.zeros(4, dtype=torch.int32) for suffix in suffixes})
 
     change(tmp_path, quantise)
-    refused(tmp_path, f"{tmp_path / FILE}: this is {kind} by its tensors", "not supported yet")
+    wanted = "has no quantization_config" if "bitsandbytes" not in kind else "which is not read; read are AWQ"
+    refused(tmp_path, f"{tmp_path / FILE}: this is {kind} by its tensors", wanted)
 
 
 def test_fp8_checkpoint_is_named_by_its_tensors(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
@@ -258,7 +295,7 @@ def test_fp8_checkpoint_is_named_by_its_tensors(tmp_path: Path, make_checkpoint:
 def test_gguf_is_named(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
     make_checkpoint()
     (tmp_path / FILE).rename(tmp_path / "model-q4_0.gguf")
-    refused(tmp_path, "model-q4_0.gguf", "GGUF files are not supported yet")
+    refused(tmp_path, "model-q4_0.gguf", "give the path of the GGUF file itself")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from compiler.drafters import GraphSource, read_sources
-from compiler.models.config import read_config
+from compiler.opening import read_config
 from compiler.recipe import load_recipe
 from plans.errors import RecipeError
 

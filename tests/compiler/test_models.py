@@ -9,10 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from compiler.checkpoint import load_decoder
-from compiler.models.config import read_config
 from compiler.models.decoder import Decoder
 from compiler.models.eager import sequence_logits
 from compiler.models.rope import RopeScaling
+from compiler.opening import read_config
 
 from .conftest import MakeCheckpoint
 

@@ -10,8 +10,9 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import BaseModel, Field, ValidationError
 
-from compiler.models.config import DecoderConfig, read_config
+from compiler.models.config import DecoderConfig
 from compiler.models.rope import RopeScaling
+from compiler.opening import read_config
 from compiler.recipe import Recipe, check_capacity, load_recipe
 from compiler.recipe_source import RecipeSource
 from plans.errors import RecipeError
@@ -179,10 +180,10 @@ def test_a_recipe_cannot_be_changed(recipe_file: Path) -> None:
         ("[onnxruntime-cpu]", "[{kind: tensorrt, timing_cache: a/b}]", "a/b, which can be no file; name one in"),
         ("[onnxruntime-cpu]", "[]", "FILE:15: backends must have at least 1 entry, found []"),
         ("[onnxruntime-cpu]", "onnxruntime-cpu", "FILE:15: backends must be a list, found 'onnxruntime-cpu'"),
-        ("../model", "../modle", "/modle, which is not a folder; correct the path"),
+        ("../model", "../modle", "/modle, which is neither a folder nor a GGUF file; correct the path"),
         ("../model", '"a\\0b"', "FILE:3: target.checkpoint holds a character that cannot be printed; correct the path"),
         ("../model", "''", "FILE:3: target.checkpoint must not be empty"),
-        ("../model", "~nobody-here/x", "/~nobody-here/x, which is not a folder"),
+        ("../model", "~nobody-here/x", "/~nobody-here/x, which is neither a folder nor a GGUF file"),
         ("../model", "../modle", "FILE:3: target.checkpoint names "),
         ("../held_out.jsonl", "../model", "FILE:16: held_out names "),
         ("name: reference", "name: a\nname: b", "FILE:2: name is given twice; keep one of them"),

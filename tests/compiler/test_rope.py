@@ -14,8 +14,8 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from compiler.models.config import read_config
 from compiler.models.rope import LEAST_ROPE_THETA, MOST_ROPE_THETA, RopeScaling, rope_tables
+from compiler.opening import read_config
 from plans.errors import CheckpointError
 
 POSITIONS, THETA = 4096, 500000.0

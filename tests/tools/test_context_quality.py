@@ -17,7 +17,8 @@ from torch.nn.functional import cross_entropy
 from transformers import Qwen3ForCausalLM
 
 from compiler.checkpoint import load_decoder
-from compiler.models.config import DecoderConfig, read_config
+from compiler.models.config import DecoderConfig
+from compiler.opening import read_config
 from compiler.recipe import load_recipe
 from plans.errors import RequestError
 from tests.conftest import REPOSITORY

@@ -90,7 +90,7 @@ def test_without_a_gpu_there_is_no_report(
 
 
 def test_a_random_llama_is_a_checkpoint_that_builds(tmp_path: Path) -> None:
-    from compiler.models.config import read_config
+    from compiler.opening import read_config
 
     shape = gpu_figures.Shape(hidden=64, intermediate=128, layers=2, heads=4, kv_heads=2, vocab=512)
     read = gpu_figures.write_random_llama(shape, tmp_path)

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from commands.console import progress_bar
 from compiler.checkpoint import checkpoint_hashes, load_decoder
-from compiler.models.config import DecoderConfig, read_config
+from compiler.models.config import DecoderConfig
 from compiler.models.decoder import Decoder
+from compiler.opening import read_config
 from compiler.recipe import check_capacity, load_recipe
 from plans.errors import CheckpointError, RequestError
 from plans.machine import peak_rss_bytes

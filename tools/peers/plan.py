@@ -10,7 +10,7 @@ from commands.console import progress_bar, stderr
 from compiler.build import build
 from compiler.checkpoint import checkpoint_hashes
 from compiler.identity import digest
-from compiler.models.config import read_config
+from compiler.opening import read_config
 from compiler.recipe import load_recipe, source_recipe
 from plans.errors import PlanError
 from tools.peers.with_outrider import BACKEND

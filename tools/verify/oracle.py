@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from compiler.checkpoint import load_decoder
-from compiler.models.config import read_config
 from compiler.models.eager import sequence_logits
+from compiler.opening import read_config
 from compiler.quantization.weight_form import WeightForm
 from compiler.recipe import Recipe
 from plans.errors import CheckpointError, RequestError

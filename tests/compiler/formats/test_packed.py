@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiler.formats.packed_tensors import PackedTensors
+from compiler.models.config import config_from
 from compiler.models.quantization import Packing
 from compiler.quantization.form import WeightSource
 from compiler.tensor_source import Stored
@@ -25,6 +26,15 @@ from .packed import awq_tensors, compressed_tensors, gptq_tensors, round_in_grou
 NAME = "model.layers.0.self_attn.o_proj"
 _SPELLING = {torch.int32: "I32", torch.int64: "I64", torch.int8: "I8", torch.float16: "F16", torch.bfloat16: "BF16"}
 _SPELLING |= {torch.float32: "F32"}
+
+
+CONFIG = config_from(
+    {
+        "model_type": "llama", "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+    },
+    Path("config.json"), None, Path("config.json"), None,
+)  # fmt: skip
 
 
 class Held:
@@ -44,7 +54,7 @@ class Held:
 
 
 def opened(parts: dict[str, Any], packing: Packing, name: str = NAME) -> PackedTensors:
-    return PackedTensors(Held({f"{name}.{last}": part for last, part in parts.items()}), packing)
+    return PackedTensors(Held({f"{name}.{last}": part for last, part in parts.items()}), packing, CONFIG)
 
 
 def kept(source: WeightSource) -> NDArray[np.float32]:
@@ -69,7 +79,7 @@ def weights(seed: int, outputs: int = 24, inputs: int = 256) -> NDArray[np.float
 def test_awq(seed: int, size: int, symmetric: bool) -> None:
     made = round_in_groups(weights(seed), 4, size, symmetric=symmetric)
     tensors = opened(awq_tensors(made), Packing("awq"))
-    assert tensors.found[f"{NAME}.weight"] == Stored(Path("model.safetensors"), (24, 256), "AWQ int4")
+    assert tensors.found[f"{NAME}.weight"] == Stored(Path("model.safetensors"), (24, 256), "AWQ int4", packed=True)
     np.testing.assert_array_equal(tensors.read(f"{NAME}.weight").numpy(), made.numbers)
     source = tensors.quantized(f"{NAME}.weight")
     assert source is not None
@@ -155,7 +165,7 @@ def test_order_of_an_mlps_last_inputs_goes_into_the_outputs_before_it() -> None:
     }
     bias = rng.normal(size=inner).astype(np.float32)
     held[f"{layer}.gate_proj.bias"] = bias
-    tensors = PackedTensors(Held(held), Packing("gptq", zeros_less_one=True))
+    tensors = PackedTensors(Held(held), Packing("gptq", zeros_less_one=True), CONFIG)
 
     def parts(source: WeightSource | None, read: Tensor) -> tuple[NDArray[np.float32], WeightSource]:
         assert source is not None

@@ -1,0 +1,50 @@
+"""Open a checkpoint of any format: a folder of floats, a folder of packed projections, or a GGUF file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from compiler.formats.gguf_config import read_gguf_config
+from compiler.formats.gguf_file import GgufFile, is_gguf
+from compiler.formats.gguf_tensors import GgufTensors
+from compiler.formats.packed_tensors import PackedTensors
+from compiler.models.config import DecoderConfig, read_folder_config, read_json
+from compiler.models.quantization import read_packing
+from compiler.models.rope import RopeScaling
+from compiler.tensor_source import TensorSource
+from compiler.weights import Weights, check_folder
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """A decoder's configuration and its tensors; `description` is the file that has the one, `listing` lists the
+    others."""
+
+    config: DecoderConfig
+    tensors: TensorSource
+    description: Path
+    listing: Path
+
+
+def open_checkpoint(path: Path, rope_scaling: RopeScaling | None = None) -> OpenCheckpoint:
+    """Read the configuration and all headers of the checkpoint at `path`. `rope_scaling` replaces its own.
+
+    Raises `CheckpointError` naming the file and the key or tensor.
+    """
+    if is_gguf(path):
+        file = GgufFile.open(path)
+        config = read_gguf_config(file, rope_scaling)
+        return OpenCheckpoint(config, GgufTensors(file, config), path, path)
+    check_folder(path)
+    config, description = read_folder_config(path, rope_scaling), path / "config.json"
+    stored, packing = Weights(path), read_packing(read_json(description), description)
+    tensors = stored if packing is None else PackedTensors(stored, packing, config)
+    return OpenCheckpoint(config, tensors, description, stored.source)
+
+
+def read_config(path: Path, rope_scaling: RopeScaling | None = None) -> DecoderConfig:
+    """Read the configuration of the checkpoint at `path`; `rope_scaling` replaces its own. Raises `CheckpointError`."""
+    if is_gguf(path):
+        return read_gguf_config(GgufFile.open(path), rope_scaling)
+    return read_folder_config(path, rope_scaling)
