@@ -10,6 +10,7 @@ from pathlib import Path
 from time import perf_counter
 
 import onnx_ir as ir
+from torch import nn
 
 from compiler import drafters
 from compiler.buckets import step_buckets
@@ -24,11 +25,14 @@ from compiler.models.config import WeightType
 from compiler.place import Place
 from compiler.programs import emit_programs, stages_around
 from compiler.quantization.graph import quantize
+from compiler.quantization.keeping import reason_against
 from compiler.recipe import Recipe
 from compiler.recipe_backends import (
     PACKAGES,
     BackendBuild,
 )
+from compiler.recipe_source import Location
+from compiler.recipe_weights import WeightsSection
 from compiler.text import read_text
 from plans import names
 from plans.build_record import BuildRecord, write_build_record
@@ -163,6 +167,7 @@ def _export(design: PlanDesign, dtype: WeightType, steps: _Steps) -> dict[str, i
     recipe, target = design.recipe, design.target
     steps.begin(f"checking the checkpoint for {dtype}")
     decoder = defer_decoder(recipe.checkpoint_path, dtype, recipe.rope_scaling)
+    _check_kept(recipe, ("target",), decoder, recipe.target.weights)
     steps.begin("exporting the target to ONNX")
     asked = recipe.partial_kv.enabled
     taps = drafters.taps(design.sources)
@@ -171,8 +176,10 @@ def _export(design: PlanDesign, dtype: WeightType, steps: _Steps) -> dict[str, i
         name, drafter = source.section.name, source.drafter
         capacity = design.models[name].capacity
         steps.begin(f"exporting the drafter {name} to ONNX")
+        model = drafters.defer(recipe, source, decoder, dtype)
+        _check_kept(recipe, ("drafters", source.index), model, source.section.weights)
         graphs[name] = export_draft(
-            drafters.defer(recipe, source, decoder, dtype),
+            model,
             source.tree,
             capacity,
             target.vocab_size if drafter.acceptance == "rejection" else 0,
@@ -182,6 +189,22 @@ def _export(design: PlanDesign, dtype: WeightType, steps: _Steps) -> dict[str, i
             branches=target.branches,
         )
     return graphs
+
+
+def _check_kept(recipe: Recipe, place: Location, model: nn.Module, weights: WeightsSection | None) -> None:
+    """Raise `RecipeError` where the checkpoint's integers can neither be kept nor rounded."""
+    reason = reason_against(model, None if weights is None else weights.form)
+    if reason is None:
+        return
+    if weights is None:
+        raise recipe.error(
+            (*place, "weights"),
+            f"is not set, and {reason}; set it, as to {{type: int8, requantize: true}}, to round such weights again",
+        )
+    raise recipe.error(
+        (*place, "weights", "requantize"),
+        f"is false, and {reason}; set it to true to round such weights again, or give another checkpoint",
+    )
 
 
 def _quantize(design: PlanDesign, graphs: Mapping[str, ir.Model]) -> list[RuleReport]:

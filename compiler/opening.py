@@ -48,3 +48,8 @@ def read_config(path: Path, rope_scaling: RopeScaling | None = None) -> DecoderC
     if is_gguf(path):
         return read_gguf_config(GgufFile.open(path), rope_scaling)
     return read_folder_config(path, rope_scaling)
+
+
+def stores_integers(path: Path) -> bool:
+    """Return whether the checkpoint at `path` stores weights as integers with scales. Raises `CheckpointError`."""
+    return any(stored.packed for stored in open_checkpoint(path).tensors.found.values())

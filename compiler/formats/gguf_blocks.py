@@ -31,13 +31,17 @@ class Blocks(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockType:
-    """A way of storing `numbers` numbers in `size` bytes; `width` of them share a scale. Integers have `bits` bits."""
+    """A way of storing `numbers` numbers in `size` bytes; `width` of them share a scale. Integers have `bits` bits.
+
+    Scales and minimums are float16 numbers, or, where `wide`, products of one with an integer.
+    """
 
     numbers: int
     size: int
     width: int
     bits: int
     minimums: bool
+    wide: bool
     split: Callable[[Bytes], Blocks]
 
     @property
@@ -55,7 +59,8 @@ class BlockType:
     def numbers_of(self, rows: Bytes) -> Float32:
         """Return the numbers that rows `[N, bytes]` stand for, `[N, K]`."""
         integers, scales, minimums = self.split(rows.reshape(-1, self.size))
-        found = integers.reshape(*scales.shape, self.width).astype(np.float32) * scales[:, :, None]
+        with np.errstate(invalid="ignore"):  # scales that are not finite; whoever reads the numbers says so
+            found = integers.reshape(*scales.shape, self.width).astype(np.float32) * scales[:, :, None]
         if minimums is not None:
             found = found + minimums[:, :, None]
         return np.ascontiguousarray(found.reshape(len(rows), -1))
@@ -135,13 +140,13 @@ def _six_bit_scales(blocks: Bytes) -> tuple[Float32, Float32]:
 
 
 BLOCK_TYPES = {
-    "Q8_0": BlockType(32, 34, 32, 8, False, _q8_0),
-    "Q4_0": BlockType(32, 18, 32, 4, False, _q4_0),
-    "Q4_1": BlockType(32, 20, 32, 4, True, _q4_1),
-    "Q5_0": BlockType(32, 22, 32, 8, False, _q5_0),
-    "Q5_1": BlockType(32, 24, 32, 8, True, _q5_1),
-    "Q4_K": BlockType(256, 144, 32, 4, True, _q4_k),
-    "Q5_K": BlockType(256, 176, 32, 8, True, _q5_k),
-    "Q6_K": BlockType(256, 210, 16, 8, False, _q6_k),
+    "Q8_0": BlockType(32, 34, 32, 8, False, False, _q8_0),
+    "Q4_0": BlockType(32, 18, 32, 4, False, False, _q4_0),
+    "Q4_1": BlockType(32, 20, 32, 4, True, False, _q4_1),
+    "Q5_0": BlockType(32, 22, 32, 8, False, False, _q5_0),
+    "Q5_1": BlockType(32, 24, 32, 8, True, False, _q5_1),
+    "Q4_K": BlockType(256, 144, 32, 4, True, True, _q4_k),
+    "Q5_K": BlockType(256, 176, 32, 8, True, True, _q5_k),
+    "Q6_K": BlockType(256, 210, 16, 8, False, True, _q6_k),
 }
 """Those that are read, by name. Five bits are kept in eight; 16 numbers to a scale have no form of blocks of 32."""

@@ -83,7 +83,7 @@ class GgufTensors:
             return made
 
         outputs, inputs = stored.shape
-        return WeightSource(block.bits, (outputs, inputs), block.minimums, read)
+        return WeightSource(block.bits, (outputs, inputs), block.minimums, read, block.wide)
 
     def _rows(self, own: str) -> NDArray[np.uint8]:
         """Read the bytes of a tensor's rows. To reorder rows moves whole rows, so that no integer changes."""

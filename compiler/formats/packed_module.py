@@ -19,7 +19,7 @@ from compiler.models.quantization import BITS
 from compiler.quantization.form import QuantizedWeight, WeightSource
 from compiler.tensor_source import Stored, TensorSource
 from plans.errors import CheckpointError
-from plugins.quant_layout import BLOCK
+from plugins.quant_layout import BLOCK, fits_half
 
 SCALE_TYPES = ("F16", "BF16", "F32")
 
@@ -96,7 +96,8 @@ class PackedModule(ABC):
         """
         if not self.has_form:
             return None
-        middle, symmetric = 1 << (self.bits - 1), bool((self.zeros() == 1 << (self.bits - 1)).all())
+        middle = 1 << (self.bits - 1)
+        symmetric = bool((self.zeros() == middle).all())
 
         def read() -> QuantizedWeight:
             integers, groups = self.integers(), self.groups()
@@ -117,7 +118,9 @@ class PackedModule(ABC):
                 np.ascontiguousarray(minimums[:, blocks]),
             )
 
-        return WeightSource(self.bits, self.shape, not symmetric, read, None if fold else self.order)
+        scales = self.scales()
+        wide = not fits_half(scales) or not (symmetric or fits_half(self.zeros() * scales))
+        return WeightSource(self.bits, self.shape, not symmetric, read, wide, None if fold else self.order)
 
     def _part(self, last: str, dtypes: tuple[str, ...], shape: tuple[int, ...] | None = None) -> tuple[int, ...]:
         """Return the shape of one of the module's tensors. Raises `CheckpointError` unless it is there and as said."""

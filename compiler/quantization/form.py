@@ -41,8 +41,8 @@ class QuantizedWeight:
 class WeightSource:
     """A quantised weight of `shape` `[N, K]` that `read` makes anew at each call; what it will be is known before.
 
-    `wide` weights have scales or minimums that float16 does not hold exactly. With an `order` `[K]`, column k is that of
-    input `order[k]`.
+    `wide` weights have scales or minimums that float16 does not hold exactly. With an `order` `[K]`, column k is that
+    of input `order[k]`.
     """
 
     bits: int

@@ -8,11 +8,13 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from compiler.deferred import StoredTensor
 from compiler.graph_edits import replace
 from compiler.quantization.form import QuantizedWeight, WeightSource, stack
+from compiler.quantization.keeping import kept
 from compiler.quantization.rounding import round_to_nearest
 from compiler.quantization.weight_form import WeightForm
 from plans.errors import CheckpointError
@@ -40,7 +42,7 @@ def quantize(engine: str, model: ir.Model, form: WeightForm | None) -> RuleRepor
         bits = None if form is None else form.head_bits if is_head else form.bits
         turned = users[0].op_type == "MatMul"
         outputs, inputs = reversed(value.const_value.shape.numpy()) if turned else value.const_value.shape.numpy()
-        source = _kept(value.const_value, bits)
+        source = kept(value.const_value, bits) if isinstance(value.const_value, StoredTensor) else None
         if source is None and bits is None:
             if form is not None:
                 declined["the recipe leaves it as it is"] += 1
@@ -77,12 +79,6 @@ def _is_row_reader(node: ir.Node, index: int) -> bool:
     plain = attributes.get("alpha", 1.0) == attributes.get("beta", 1.0) == 1.0
     bare = len(node.inputs) < 3 or node.inputs[2] is None
     return node.op_type == "Gemm" and index == 1 and attributes.get("transB") == 1 and plain and bare
-
-
-def _kept(tensor: ir.TensorProtocol, bits: int | None) -> WeightSource | None:
-    """Return the weight as the checkpoint stores it, where that is as integers of no more than `bits`."""
-    source = tensor.tensors.quantized(tensor.stored_name) if isinstance(tensor, StoredTensor) else None
-    return None if source is None or (bits is not None and bits < source.bits) else source
 
 
 def _rounding(tensor: ir.TensorProtocol, turned: bool, bits: int) -> Callable[[], QuantizedWeight]:
@@ -126,7 +122,32 @@ def _replace(graph: ir.Graph, name: str, value: ir.Value, users: list[ir.Node], 
     for node in users:
         lookup = node.op_type == "Gather"
         first = node.inputs[1 if lookup else 0]
+        if source.order is not None:
+            assert first is not None
+            first = _reordered(graph, first, source.order)
         new = ir.node(f"{kind}{'QuantGather' if lookup else 'QuantMatMul'}", [first, *parts], domain=DOMAIN)
         graph.insert_before(node, [new])
         replace(graph, node, list(new.outputs))
     del graph.initializers[name]
+
+
+def _reordered(graph: ir.Graph, x: ir.Value, order: NDArray[np.int64]) -> ir.Value:
+    """Return the inputs `x` `[..., K]` in another order; weights that share input and order share the Gather."""
+    for use in x.uses():
+        indices = use.node.inputs[1] if use.node.op_type == "Gather" and use.idx == 0 else None
+        held = indices.const_value if indices is not None else None
+        if held is not None and np.array_equal(held.numpy(), order):
+            return use.node.outputs[0]
+    producer = x.producer()
+    assert producer is not None
+    number = sum(use.node.op_type == "Gather" for use in x.uses())
+    indices = ir.Value(
+        name=f"{x.name}.order.{number}",
+        shape=ir.Shape(order.shape),
+        type=ir.TensorType(ir.DataType.INT64),
+        const_value=ir.tensor(order),
+    )
+    graph.register_initializer(indices)
+    gather = ir.node("Gather", [x, indices], {"axis": -1})
+    graph.insert_after(producer, [gather])
+    return gather.outputs[0]

@@ -15,9 +15,10 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from compiler.checkpoint import load_decoder
+from compiler.checkpoint import defer_decoder, load_decoder
 from compiler.models.eager import sequence_logits
-from compiler.opening import read_config
+from compiler.opening import read_config, stores_integers
+from compiler.quantization.keeping import kept_parameters
 from compiler.quantization.weight_form import WeightForm
 from compiler.recipe import Recipe
 from plans.errors import CheckpointError, RequestError
@@ -43,10 +44,13 @@ def load_oracle(recipe: Recipe, choice: OracleChoice = "auto", form: WeightForm 
     """The oracle of the recipe's target, its rotary scaling replaced where the recipe says so.
 
     With a `form` it has the weights of a plan with such weights.
-    "auto" is transformers where a version that will do is installed. Raises `RequestError` where the one asked for is
+    "auto" is transformers where a version that will do is installed, and the checkpoint stores numbers: weights stored
+    as integers are read by our decoder. Raises `RequestError` where the one asked for is
     not there, `CheckpointError` where it cannot load the checkpoint.
     """
     installed, lacking = _transformers()
+    if stores_integers(recipe.checkpoint_path):
+        lacking = f"{recipe.checkpoint_path.name} stores weights as integers"
     if choice == "transformers" and lacking:
         raise RequestError(f"The oracle transformers is asked for, and {lacking}.")
     if choice == "decoder" or lacking:
@@ -59,7 +63,8 @@ class _OwnDecoder:
         self.name = f"Outrider's own decoder in PyTorch {torch.__version__}" + (f" ({why})" if why else "")
         self._decoder = load_decoder(recipe.checkpoint_path, "float32", recipe.rope_scaling)
         if form is not None:
-            round_weights(self._decoder, form)
+            deferred = defer_decoder(recipe.checkpoint_path, "float32", recipe.rope_scaling)
+            round_weights(self._decoder, form, kept_parameters(deferred, form))
 
     def logits(self, token_ids: list[int], last: int) -> Tensor:
         return sequence_logits(self._decoder, token_ids)[-last:]

@@ -7,6 +7,7 @@ that brings it no nearer, because a last bit turns some roundings over, and thes
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -29,12 +30,15 @@ off by units.
 _EMBEDDINGS, _HEAD = ("embedding", "embed_tokens.weight"), "lm_head.weight"
 
 
-def round_weights(model: nn.Module, form: WeightForm) -> None:
-    """Give `model`, one of transformers' or our decoder, the weights of a plan of that form, in place."""
+def round_weights(model: nn.Module, form: WeightForm, kept: Collection[str] = ()) -> None:
+    """Give `model`, one of transformers' or our decoder, the weights of a plan of that form, in place.
+
+    Parameters in `kept` stay: the plan has the integers of the checkpoint, and they stand for these numbers.
+    """
     for name, parameter in model.named_parameters():
         table = name.endswith(_EMBEDDINGS)
         bits = form.head_bits if table or name.endswith(_HEAD) else form.bits
-        if parameter.ndim != 2 or bits is None:
+        if parameter.ndim != 2 or bits is None or name in kept:
             continue
         turned = isinstance(model, Decoder) and not table  # it stores projections [in, out]
         weight = (parameter.data.T if turned else parameter.data).contiguous().numpy()

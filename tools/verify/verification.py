@@ -14,6 +14,7 @@ import torch
 from compiler.drafters import source_hashes
 from compiler.held_out import read_prompts
 from compiler.identity import plan_identity
+from compiler.opening import stores_integers
 from compiler.recipe import Recipe, check_same_recipe
 from plans.errors import PlanError, RecipeError, RequestError
 from plans.manifest import Manifest, rejects
@@ -125,6 +126,7 @@ def verify_plan(
     checkpoint = None
     if weights is not None:
         checkpoint, result.quantization = load_oracle(recipe, oracle), QuantizationCheck()
+    if weights is not None or stores_integers(recipe.checkpoint_path):
         result.logit_bound = QUANTIZED_LOGIT_BOUND
     longest = runtime.manifest.target.context - new_tokens - 1
     if longest < 1:

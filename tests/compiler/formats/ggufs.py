@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import torch
 from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
@@ -29,7 +31,7 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-K_QUANTS = {"Q4_K": (2, 2), "Q5_K": (2, 2), "Q6_K": (1, 0)}
+K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
 
 
 def own_name(name: str) -> str:
@@ -46,12 +48,14 @@ def random_blocks(kind: str, rows: int, inputs: int, seed: int) -> NDArray[np.ui
     rng = np.random.default_rng(seed)
     numbers, size = gguf.GGML_QUANT_SIZES[Type[kind]]
     blocks = rng.integers(0, 256, (rows * inputs // numbers, size), np.uint8)
-    half = rng.uniform(0.0002, 0.0008, (len(blocks), 2)).astype("<f2").view(np.uint8).reshape(len(blocks), 4)
+    middle = {"Q4_K": 7.5, "Q5_K": 15.5, "Q6_K": 16}[kind]
+    scale = rng.uniform(0.001, 0.002, len(blocks)) / middle  # weights of some hundredths, of either sign
+    halves = np.stack([scale, scale * middle], axis=1).astype("<f2").view(np.uint8)
     if kind == "Q6_K":
-        blocks[:, 208:] = half[:, :2]
-        blocks[:, 192:208] &= 0x8F  # small scales of either sign
+        blocks[:, 192:208] = rng.integers(-20, 21, (len(blocks), 16)).astype(np.int8).view(np.uint8)
+        blocks[:, 208:] = halves[:, :2]
     else:
-        blocks[:, :4] = half
+        blocks[:, :4] = halves
     return blocks.reshape(rows, -1)
 
 
@@ -81,13 +85,12 @@ def write_model(
     tokenizer: Tokenizer | None = None,
     metadata: Mapping[str, object] | None = None,
     extra: Mapping[str, NDArray[np.float32]] | None = None,
+    vocabulary: tuple[list[str], list[gguf.TokenType]] | None = None,
 ) -> None:
     """Write the model's weights of two dimensions as `kind` (or by ends of names), and give it the numbers written.
 
     So the model is the oracle of what the file holds: its weights become `gguf.quants.dequantize` of the stored ones.
     """
-    import torch
-
     config: Any = model.config
     arch = config.model_type
     writer = gguf.GGUFWriter(path, arch)
@@ -106,6 +109,9 @@ def write_model(
     writer.add_vocab_size(config.vocab_size)
     if tokenizer is not None:
         write_byte_level(writer, tokenizer)
+    if vocabulary is not None:
+        writer.add_token_list(vocabulary[0])
+        writer.add_token_types(vocabulary[1])
     for key, value in (metadata or {}).items():
         add = (
             writer.add_string
@@ -136,8 +142,6 @@ def write_model(
 
 def write_byte_level(writer: gguf.GGUFWriter, tokenizer: Tokenizer, pre: str = "gpt-2") -> None:
     """The vocabulary of a byte-level BPE tokenizer, as llama.cpp's converter writes it."""
-    import json
-
     model = json.loads(tokenizer.to_str())["model"]
     added = tokenizer.get_added_tokens_decoder()
     tokens = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]

@@ -1,0 +1,68 @@
+"""Small random models of every family, whose sizes all formats can pack, and a byte-level tokenizer for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedModel
+
+from tests.compiler.conftest import CLASSES
+from tests.conftest import REPOSITORY
+
+VOCABULARY = 320
+SIZES: dict[str, object] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "eos_token_id": 1,
+    "bos_token_id": 0,
+}
+TEXT = "Licensed under the Apache License, Version 2.0\n"
+
+
+def random_model(family: str = "llama", seed: int = 0, **changes: object) -> PreTrainedModel:
+    """A model whose logits are a few units apart."""
+    config_class, model_class = CLASSES[family]
+    model = model_class(config_class(**(SIZES | changes)))
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        centre, spread = (1.0, 0.3) if "norm" in name else (0.0, 0.06)
+        parameter.data = centre + spread * torch.randn(parameter.shape, generator=generator)
+    return model.eval()
+
+
+@torch.no_grad()
+def logits_of(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    """transformers' logits `[N, vocab]` at every position."""
+    found: torch.Tensor = model(torch.tensor([ids]), use_cache=False).logits[0].float()
+    return found
+
+
+def tokenizer(text: str = "LICENSE") -> Tokenizer:
+    """A tokenizer of VOCABULARY tokens, trained on a file of the repository."""
+    made = Tokenizer(BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=["<|begin|>", "<|end|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator([(REPOSITORY / text).read_text(encoding="utf-8")], trainer)
+    return made
+
+
+def write_tokenizer(folder: Path) -> None:
+    """The tokenizer's files in a checkpoint folder."""
+    tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))

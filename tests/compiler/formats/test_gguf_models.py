@@ -1,0 +1,191 @@
+"""Decoders out of GGUF files against transformers' model of the same numbers, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from compiler.checkpoint import checkpoint_hashes, load_decoder
+from compiler.formats.gguf_file import GgufFile
+from compiler.models.config import read_folder_config
+from compiler.models.eager import sequence_logits
+from compiler.opening import open_checkpoint, read_config
+from plans.errors import CheckpointError
+from plugins.reference import dequantize
+
+from .ggufs import write_model
+from .models import VOCABULARY, logits_of, random_model
+
+IDS = [(37 * i) % 310 + 2 for i in range(60)]
+Q4_K_M = {"embed_tokens": "Q4_K", "lm_head": "Q6_K", "v_proj": "Q6_K", "down_proj": "Q5_K", "": "Q4_K"}
+
+MODELS: dict[str, tuple[str, str | Mapping[str, str], dict[str, object]]] = {
+    "llama f32": ("llama", "F32", {"num_hidden_layers": 2}),
+    "llama f16": ("llama", "F16", {}),
+    "llama q8_0, tied": ("llama", "Q8_0", {"tie_word_embeddings": True, "num_hidden_layers": 2}),
+    "llama q4_0": ("llama", "Q4_0", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
+    "llama k, other head size": ("llama", Q4_K_M, {"head_dim": 128}),
+    "llama with biases": ("llama", "Q4_1", {"attention_bias": True, "mlp_bias": True}),
+    "qwen2 q5_1": ("qwen2", "Q5_1", {"rms_norm_eps": 1e-6}),
+    "qwen3 q5_0": ("qwen3", "Q5_0", {"head_dim": 128}),
+    "qwen3 bf16": ("qwen3", "BF16", {}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_decoder_is_transformers_at_every_position(name: str, tmp_path: Path) -> None:
+    family, kind, changes = MODELS[name]
+    model = random_model(family, **changes)
+    model.save_pretrained(tmp_path / "original")
+    file = tmp_path / "model.gguf"
+    write_model(file, model, kind)
+    decoder = load_decoder(file)
+    torch.testing.assert_close(sequence_logits(decoder, IDS), logits_of(model, IDS), atol=2e-5, rtol=1e-5)
+    given = read_folder_config(tmp_path / "original")
+    assert (decoder.config.rope_scaling.kind, given.rope_scaling.kind) == ("default", "default")
+    assert replace(decoder.config, rope_scaling=given.rope_scaling, eos_token_ids=given.eos_token_ids) == given
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "f16" not in name and "f32" not in name])
+def test_integers_are_those_of_the_numbers(name: str, tmp_path: Path) -> None:
+    """With rows reordered as the numbers are; and a matrix has no integers only where its type has no form."""
+    family, kind, changes = MODELS[name]
+    write_model(tmp_path / "model.gguf", random_model(family, **changes), kind)
+    tensors, kept = open_checkpoint(tmp_path / "model.gguf").tensors, 0
+    for name, stored in tensors.found.items():
+        source = tensors.quantized(name)
+        assert (source is None) == (stored.dtype in ("F32", "Q6_K"))
+        if source is not None:
+            made = source.read()
+            numbers = dequantize(made.integers, made.scales, made.minimums)
+            np.testing.assert_array_equal(numbers, tensors.read(name).numpy())
+            kept += 1
+    assert kept
+
+
+def frequencies(model: Any) -> torch.Tensor:
+    found: torch.Tensor = model.model.rotary_emb.inv_freq
+    return found
+
+
+def test_divisors_of_rotary_frequencies(tmp_path: Path) -> None:
+    """llama.cpp's converter writes Llama 3's scaling as a tensor of divisors, and no word of it into the metadata."""
+    theta = {"rope_theta": 10000.0}
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    model = random_model(rope_parameters={"rope_type": "llama3", **scaling, **theta})
+    plain = random_model(rope_parameters={"rope_type": "default", **theta})
+    divisors = (frequencies(plain) / frequencies(model)).numpy().astype(np.float32)
+    assert divisors.max() == 8
+    write_model(tmp_path / "model.gguf", model, "Q8_0", extra={"rope_freqs.weight": divisors})
+    found = sequence_logits(load_decoder(tmp_path / "model.gguf"), IDS)
+    torch.testing.assert_close(found, logits_of(model, IDS), atol=5e-5, rtol=1e-5)
+    assert (found - logits_of(plain, IDS)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_rotary_scaling_of_the_metadata(kind: str, tmp_path: Path) -> None:
+    original = {"original_max_position_embeddings": 64} if kind == "yarn" else {}
+    parameters = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0, **original}
+    model = random_model("qwen2", rope_parameters=parameters)
+    metadata = {"{arch}.rope.scaling.type": kind, "{arch}.rope.scaling.factor": 4.0}
+    if kind == "yarn":
+        metadata["{arch}.rope.scaling.original_context_length"] = 64
+    write_model(tmp_path / "model.gguf", model, "F32", metadata=metadata)
+    found = sequence_logits(load_decoder(tmp_path / "model.gguf"), IDS)
+    torch.testing.assert_close(found, logits_of(model, IDS), atol=5e-5, rtol=1e-5)
+
+
+def test_end_tokens_are_those_named_and_those_known_by_name(tmp_path: Path) -> None:
+    tokens = [f"t{i}" for i in range(VOCABULARY)]
+    tokens[7], tokens[8], tokens[9] = "<|im_end|>", "<|endoftext|>", "<|eot_id|>"
+    kinds = [gguf.TokenType.NORMAL] * VOCABULARY
+    kinds[7] = kinds[8] = gguf.TokenType.CONTROL  # the third is plain text
+    model = random_model()
+    write_model(
+        tmp_path / "model.gguf", model, metadata={"tokenizer.ggml.eos_token_id": 7, "tokenizer.ggml.eot_token_id": 3},
+        vocabulary=(tokens, kinds),
+    )  # fmt: skip
+    assert read_config(tmp_path / "model.gguf").eos_token_ids == (7, 3, 8)
+
+
+def test_hash_is_the_files_whatever_its_name(tmp_path: Path) -> None:
+    write_model(tmp_path / "one.gguf", random_model())
+    (tmp_path / "two.GGUF").write_bytes((tmp_path / "one.gguf").read_bytes())
+    hashes = checkpoint_hashes(tmp_path / "one.gguf")
+    assert hashes == checkpoint_hashes(tmp_path / "two.GGUF")
+    assert list(hashes) == ["model.gguf"]
+
+
+def rename(file: Path, old: str, new: str) -> None:
+    """Rename a key or tensor in place, by a name of the same length."""
+    content = file.read_bytes()
+    assert len(old) == len(new)
+    assert content.count(old.encode()) == 1
+    file.write_bytes(content.replace(old.encode(), new.encode()))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("llama.context_length", "llama.kontext_length", "the key llama.context_length is missing"),
+        ("llama.rope.freq_base", "llama.rope.freq_baze", "llama.rope.freq_baze is 10000.0, which no decoder here"),
+        ("general.architecture", "general.architektur!", "general.architecture is None; GGUF files of llama, qwen2"),
+        ("blk.0.attn_q.weight", "blk.0.attn_x.weight", "'model.layers.0.self_attn.q_proj.weight' is missing"),
+        ("output_norm.weight", "outputanorm.weight", "'model.norm.weight' is missing"),
+        ("token_embd.weight", "token_embb.weight", "tensor 'token_embd.weight' is missing"),
+    ],
+)
+def test_what_is_missing_or_unknown_is_named(old: str, new: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write_model(file, random_model())
+    rename(file, old, new)
+    with pytest.raises(CheckpointError) as error:
+        load_decoder(file)
+    assert str(file) in str(error.value)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "extra", "said"),
+    [
+        ({"{arch}.expert_count": 8}, {}, "llama.expert_count is 8, which no decoder here computes"),
+        ({"{arch}.attention.sliding_window": 4096}, {}, "llama.attention.sliding_window is 4096"),
+        ({"{arch}.rope.scaling.type": "longrope"}, {}, "rope scaling 'longrope' is not supported"),
+        ({"split.count": 3}, {}, "one of 3 parts"),
+        ({}, {"rope_freqs.weight": np.ones(5, "f4")}, "'rope_freqs.weight' is F32 of shape [5], expected F32 of [32]"),
+        ({}, {"rope_freqs.weight": np.zeros(32, "f4")}, "'rope_freqs.weight': a divisor of a rotary frequency is 0"),
+        ({}, {"blk.0.ffn_gate_exps.weight": np.ones((4, 32), "f4")}, "'blk.0.ffn_gate_exps.weight' is unexpected"),
+        ({}, {"blk.1.ffn_up.weight": np.ones((4, 32), "f4")}, "'model.layers.1.mlp.up_proj.weight' is unexpected"),
+    ],
+)  # fmt: skip
+def test_what_no_decoder_computes_is_named(
+    metadata: dict[str, object], extra: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "model.gguf"
+    write_model(file, random_model(), metadata=metadata, extra=extra)
+    with pytest.raises(CheckpointError) as error:
+        load_decoder(file)
+    assert str(file) in str(error.value)
+    assert said in str(error.value)
+
+
+def test_scales_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write_model(file, random_model(), "Q4_0")
+    offset = GgufFile.open(file).tensors["blk.0.ffn_up.weight"].offset
+    content = bytearray(file.read_bytes())
+    content[offset : offset + 2] = b"\x00\x7c"
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"up_proj.weight' holds values that are not finite"):
+        load_decoder(file)
+    source = open_checkpoint(file).tensors.quantized("model.layers.0.mlp.up_proj.weight")
+    assert source is not None
+    with pytest.raises(CheckpointError, match=r"'blk.0.ffn_up.weight' has scales that are not finite"):
+        source.read()

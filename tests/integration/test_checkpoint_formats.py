@@ -1,0 +1,148 @@
+"""Checkpoints as users have them, from file to text: GGUF, AWQ, GPTQ, compressed-tensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from compiler.build import build
+from compiler.drafters import read_sources
+from compiler.inspect import describe
+from compiler.opening import read_config
+from compiler.recipe import load_recipe
+from plans.errors import RecipeError, RequestError
+from runtime import Runtime
+from tests.compiler.formats.ggufs import write_model
+from tests.compiler.formats.models import TEXT, logits_of, random_model, tokenizer, write_tokenizer
+from tests.compiler.formats.packed import write_packed
+from tests.compiler.formats.test_packed_models import FORMATS
+from tools.verify.oracle import load_oracle
+from tools.verify.verification import verify_plan
+
+Q4_K_M = {"embed_tokens": "Q4_K", "lm_head": "Q6_K", "v_proj": "Q6_K", "down_proj": "Q5_K", "": "Q4_K"}
+ENDS = {"tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 1}
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ eos_token }}"
+
+
+def write_recipe(folder: Path, checkpoint: str, **target: object) -> Path:
+    (folder / "held_out.jsonl").write_text(json.dumps({"prompt": TEXT * 2}) + "\n", encoding="utf-8")
+    recipe = {
+        "name": "formats",
+        "target": {"checkpoint": checkpoint, **target},
+        "drafters": [{"name": "ngram", "kind": "ngram", "max_draft": 6, "min_confidence": 0.0}],
+        "capacity": {"context": 128, "prefill_chunk": 16},
+        "held_out": "held_out.jsonl",
+    }
+    (folder / "model.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return folder / "model.yaml"
+
+
+def checked(recipe: Path, out: Path) -> Path:
+    """Build the plan; its logits are the checkpoint's but for the rounding of activations, drafts change no token."""
+    build(load_recipe(recipe), recipe, out)
+    result = verify_plan(load_recipe(recipe), out, prompts=1, new_tokens=24)
+    assert result.passed, result
+    assert 0 < result.max_logit_error < 0.3
+    runtime = Runtime.load(out)
+    drafted = runtime.generate(TEXT, max_new_tokens=24, drafter="ngram", ignore_eos=True)
+    assert drafted.token_ids == runtime.generate(TEXT, max_new_tokens=24, drafter="none", ignore_eos=True).token_ids
+    assert drafted.text
+    return out
+
+
+def stored(plan: Path) -> set[str]:
+    return set(describe(plan)["backends"]["onnxruntime-cpu"]["engines"]["target"]["weights"])
+
+
+def test_gguf_to_text(tmp_path: Path) -> None:
+    """The file alone makes the plan: weights, tokenizer, end token and chat template."""
+    model = random_model()
+    metadata = {**ENDS, "tokenizer.chat_template": TEMPLATE}
+    write_model(tmp_path / "model.gguf", model, "Q4_0", tokenizer(), metadata)
+    recipe = write_recipe(tmp_path, "model.gguf")
+    plan = checked(recipe, tmp_path / "plan")
+    assert stored(plan) == {"int4", "float32", "int64"}
+    runtime = Runtime.load(plan)
+    assert runtime.tokenizer.encode(TEXT) == tokenizer().encode(TEXT).ids
+    asked = [{"role": "user", "content": "Why?"}]
+    assert runtime.tokenizer.apply_chat_template(asked) == "user: Why?\n<|end|>"
+    assert runtime.manifest.text.eos_token_ids == (1,)
+    oracle = load_oracle(load_recipe(recipe))
+    assert "stores weights as integers" in oracle.name
+    ids = runtime.tokenizer.encode(TEXT)
+    assert (oracle.logits(ids, 5) - logits_of(model, ids)[-5:]).abs().max() < 2e-5
+    with pytest.raises(RequestError, match="stores weights as integers"):
+        load_oracle(load_recipe(recipe), "transformers")
+
+
+def test_integers_of_another_form_are_rounded_where_the_recipe_allows_it(tmp_path: Path) -> None:
+    """Q4_K_M, the file that most users have, mixes Q4_K with Q6_K."""
+    write_model(tmp_path / "model.gguf", random_model(), Q4_K_M, tokenizer(), ENDS)
+
+    def refused(weights: dict[str, object] | None, *said: str) -> None:
+        recipe = write_recipe(tmp_path, "model.gguf", **({} if weights is None else {"weights": weights}))
+        with pytest.raises(RecipeError) as error:
+            build(load_recipe(recipe), recipe, tmp_path / "plan")
+        for part in (str(recipe), str(tmp_path / "model.gguf"), *said):
+            assert part in str(error.value)
+
+    refused(None, "target.weights is not set", "v_proj.weight' as Q6_K", "{type: int8, requantize: true}")
+    refused({"type": "int8"}, "target.weights.requantize is false", "as Q6_K", "no blocks of 32 inputs hold")
+    refused({"type": "int4"}, "target.weights.requantize is false", "as Q6_K")
+    recipe = write_recipe(tmp_path, "model.gguf", weights={"type": "int4", "requantize": True})
+    assert {"int4", "int8"} < stored(checked(recipe, tmp_path / "plan"))
+
+
+def test_fewer_bits_than_the_checkpoint_has_are_asked_for_twice(tmp_path: Path) -> None:
+    write_model(tmp_path / "model.gguf", random_model(), "Q8_0", tokenizer(), ENDS)
+    recipe = write_recipe(tmp_path, "model.gguf", weights={"type": "int4"})
+    with pytest.raises(RecipeError, match="as Q8_0, integers of 8 bits, and int4 is asked for"):
+        build(load_recipe(recipe), recipe, tmp_path / "plan")
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq, activations ordered", "compressed int8"])
+def test_packed_folder_to_text(name: str, tmp_path: Path) -> None:
+    pack, settings, family, changes = FORMATS[name]
+    write_packed(tmp_path / "model", random_model(family, **changes), pack, settings)
+    write_tokenizer(tmp_path / "model")
+    # A section is for what the checkpoint has as floats, here the head and the embedding.
+    section = {"weights": {"type": "int8"}} if name == "awq" else {}
+    plan = checked(write_recipe(tmp_path, "model", **section), tmp_path / "plan")
+    integers = {"awq": {"int4", "int8"}, "gptq, activations ordered": {"int4"}, "compressed int8": {"int8"}}
+    assert stored(plan) == {*integers[name], "float32", "int64"}
+
+
+def write_drafting_recipe(folder: Path) -> Path:
+    """A folder of floats as the target, and a GGUF file of the same model as its drafter."""
+    model = random_model()
+    model.save_pretrained(folder / "model")
+    write_tokenizer(folder / "model")
+    write_model(folder / "draft.gguf", model, "Q8_0", tokenizer(), ENDS)
+    recipe = write_recipe(folder, "model")
+    values = yaml.safe_load(recipe.read_text())
+    values["drafters"] = [{"name": "draft", "kind": "model", "checkpoint": "draft.gguf", "gamma": 2}]
+    recipe.write_text(yaml.safe_dump(values))
+    return recipe
+
+
+@pytest.mark.long
+def test_a_gguf_file_drafts(tmp_path: Path) -> None:
+    recipe = write_drafting_recipe(tmp_path)
+    build(load_recipe(recipe), recipe, tmp_path / "plan")
+    runtime = Runtime.load(tmp_path / "plan")
+    plain = runtime.generate(TEXT, max_new_tokens=24, drafter="none", ignore_eos=True)
+    drafted = runtime.generate(TEXT, max_new_tokens=24, drafter="draft", ignore_eos=True)
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.stats.tokens_per_verify > 2  # it is nearly the target itself
+
+
+def test_a_gguf_file_that_drafts_must_have_the_targets_tokens(tmp_path: Path) -> None:
+    recipe = write_drafting_recipe(tmp_path)
+    sources = read_sources(load_recipe(recipe), read_config(tmp_path / "model"))
+    assert [source.section.name for source in sources] == ["draft"]
+    write_model(tmp_path / "draft.gguf", random_model(), "Q8_0", tokenizer("README.md"), ENDS)
+    with pytest.raises(RecipeError, match="has a tokenizer in which"):
+        read_sources(load_recipe(recipe), read_config(tmp_path / "model"))
