@@ -230,7 +230,8 @@ def _write_engines(
         own = graph.clone()
         held = _take_into(own, name, design, backend) if folder.takes_ops(graph) else ()
         caches = 1 + (design.partial is not None and name == names.TARGET)
-        reports += lower(name, own, backend.kind, rows=design.limits[name][names.ROWS], caches=caches)
+        rows, kv_cache = design.limits[name][names.ROWS], design.recipe.kv_cache
+        reports += lower(name, own, backend.kind, rows=rows, caches=caches, kv_cache=kv_cache)
         engines[name] = folder.write(name, own, design.limits[name]).model_copy(update={"holds": held})
     folder.close()
     return Engines(engines, tuple(reports), _compile_kernels(backend, root, steps))

@@ -14,7 +14,7 @@ from compiler.recipe import Recipe, check_capacity
 from compiler.recipe_backends import BackendBuild, OnnxRuntimeCpuSection, TensorRtRtxSection, TensorRtSection
 from compiler.recipe_drafters import NgramSection
 from plans import names
-from plans.buffers import DType, Tensor
+from plans.buffers import Tensor
 from plans.manifest import Drafter, Geometry, GraphDrafter, View, longest_draft, rejects
 from plans.partial_kv import PartialKv
 from plans.step_buffers import drafter_buffers, partial_buffers, sampling_buffers, status_buffers, target_buffers
@@ -62,8 +62,8 @@ class PlanDesign:
         return views
 
     def buffers(self, backend: BackendBuild) -> tuple[Tensor, ...]:
-        """Buffers of a runtime Engine on `backend`; KV caches have the dtype of the weights."""
-        kv = DType(self.recipe.dtype(backend))
+        """Buffers of a runtime Engine on `backend`."""
+        kv = self.recipe.kv_dtype(backend)
         buffers = [
             *target_buffers(self.target, kv, rejection=rejects(self.drafters)),
             *(() if self.partial is None else partial_buffers(self.target, self.partial, kv)),
@@ -82,6 +82,7 @@ class PlanDesign:
             "limits": self.limits if isinstance(backend, TensorRtRtxSection | TensorRtSection) else None,
             "capacity": self.target.capacity,
             "dtype": self.recipe.dtype(backend),
+            "kv_cache": self.recipe.kv_dtype(backend),
             "weights": [
                 None if section.weights is None else section.weights.model_dump()
                 for section in (self.recipe.target, *(each.section for each in self.sources))
@@ -211,6 +212,13 @@ def _check_served(recipe: Recipe) -> None:
                 where,
                 f"is {recipe.dtype(backend)}; onnxruntime-cpu computes in float32: set it to float32 (a checkpoint in "
                 "any of the types is read), and give other backends a dtype of their own in their sections",
+            )
+        own = recipe.dtype(backend)
+        if not isinstance(backend, OnnxRuntimeCpuSection) and recipe.kv_cache not in (None, own):
+            raise recipe.error(
+                ("kv_cache",),
+                f"is {recipe.kv_cache}; {backend.kind} keeps keys and values as its weights are, {own} here: leave "
+                "kv_cache out, or build this backend by a recipe of its own",
             )
         if isinstance(backend, TensorRtRtxSection):
             for place, drafter in enumerate(recipe.drafters):

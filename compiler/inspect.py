@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from plans.build_record import read_build_record
-from plans.check import session_bytes
+from plans.check import kv_caches, session_bytes
 from plans.manifest import BackendPlan, Engine
 from plans.plan import Plan, open_plan
 from plugins.schema import CPU_DOMAIN
@@ -45,6 +45,10 @@ def _backend(plan: Plan, backend: BackendPlan) -> dict[str, Any]:
         },
         "symbols": backend.symbols,
         "session_bytes": session_bytes(backend),
+        "kv_caches": {
+            model: {"type": str(kv.dtype), "bytes": kv.elements({}) * kv.dtype.itemsize}
+            for model, kv in kv_caches(backend).items()
+        },
         "engines": {name: _engine(plan, engine) for name, engine in backend.engines.items()},
         "kernels": backend.kernels,
         "lowering": [report.model_dump() for report in backend.lowering],
@@ -125,6 +129,10 @@ def print_description(description: dict[str, Any], console: Console) -> None:
             )
     for name, backend in description["backends"].items():
         console.print(f"\n[bold]{name}[/bold]  {backend['session_bytes'] / 1e6:.1f} MB of buffers per session")
+        kept = ", ".join(
+            f"{model} {kv['bytes'] / 1e6:.2f} MB {kv['type']}" for model, kv in backend["kv_caches"].items()
+        )
+        console.print(f"  of which KV caches: {kept}")
         for program, stages in backend["programs"].items():
             console.print(f"  {program}: {' -> '.join(stages)}")
         for engine, facts in backend["engines"].items():

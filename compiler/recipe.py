@@ -32,7 +32,9 @@ from compiler.recipe_section import Name, Section, WrittenPath
 from compiler.recipe_source import Location, RecipeSource
 from compiler.recipe_weights import WeightsSection
 from plans import names
+from plans.buffers import DType
 from plans.errors import PlanError, RecipeError
+from plans.kv_slots import KvType
 from plans.manifest import Manifest
 from plans.plan import read_manifest
 from plans.skeleton import is_branch_template
@@ -120,6 +122,11 @@ class Recipe(Section):
         (), strict=False, description="what proposes tokens; the first is the default; may be empty"
     )
     capacity: CapacitySection = Field(description="what a session can hold")
+    kv_cache: KvType | None = Field(
+        None,
+        description="type of keys and values in every model's KV cache; without it, that of the weights (dtype). int8 "
+        "has a scale for each key and value of each head",
+    )
     backends: tuple[BackendEntry, ...] = Field(
         DEFAULT_BACKENDS,
         strict=False,
@@ -204,6 +211,10 @@ class Recipe(Section):
     def dtype(self, backend: BackendBuild) -> WeightType:
         """Dtype of the weights for a backend."""
         return backend.dtype or self.target.dtype
+
+    def kv_dtype(self, backend: BackendBuild) -> DType:
+        """Dtype of the KV caches for a backend."""
+        return DType(self.kv_cache or self.dtype(backend))
 
     @property
     def rope_scaling(self) -> RopeScaling | None:

@@ -27,6 +27,7 @@ class DType(StrEnum):
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"
     FLOAT64 = "float64"
+    INT8 = "int8"
     INT32 = "int32"
     INT64 = "int64"
     UINT64 = "uint64"

@@ -101,6 +101,16 @@ def session_bytes(backend: BackendPlan) -> int:
     return sum(prod(buffer_shape(backend, buffer)) * buffer.dtype.itemsize for buffer in backend.buffers)
 
 
+def kv_caches(backend: BackendPlan) -> dict[str, Tensor]:
+    """The KV cache of each model, and the partial one, `[planes, rows, heads, slots, slot_size]` at its largest shape."""
+    ending = f".{names.KV}"
+    return {
+        buffer.name.removesuffix(ending): buffer.model_copy(update={"shape": buffer_shape(backend, buffer)})
+        for buffer in backend.buffers
+        if buffer.name.endswith(ending)
+    }
+
+
 def _backend(
     backend: BackendPlan, models: Mapping[str, Geometry], drafters: Sequence[Drafter], partial: PartialKv | None
 ) -> Iterator[str]:

@@ -37,7 +37,7 @@ LOGIT_INDICES = "logit_indices"  # int64 [M], new tokens whose logits are wanted
 FREE_BIAS = "free_bias"  # int64 [1], 1: the step runs under an `attn_bias` that the host has written
 
 # A model's KV cache and its slot table.
-KV = "kv"  # [2 * layers, R, kv_heads, capacity, head_dim], K and V planes alternating
+KV = "kv"  # [2 * layers, R, kv_heads, capacity, slot_size], K and V planes alternating
 BIM = "bim"  # int64 [R, capacity], the branch index map: which branch each slot belongs to
 SLOT_POSITIONS = "slot_positions"  # int64 [R, capacity], position of each slot's token
 PAST_LENGTH = "past_length"  # int64 [R]
@@ -145,7 +145,7 @@ def extend(drafter: str) -> str:
 
 
 def k_cache(layer: int) -> str:
-    """KV cache tensor of a layer's keys, `[R, kv_heads, capacity, head_dim]`; the graph's output has `_out` behind."""
+    """KV cache tensor of a layer's keys, `[R, kv_heads, capacity, slot_size]`; the graph's output has `_out` behind."""
     return f"k_cache.{layer}"
 
 

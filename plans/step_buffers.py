@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from plans import names
 from plans.buffers import DType, Tensor
+from plans.kv_slots import slot_size
 from plans.manifest import Geometry, GraphDrafter
 from plans.partial_kv import PartialKv
 
@@ -52,7 +53,7 @@ def partial_buffers(g: Geometry, partial: PartialKv, kv_dtype: DType) -> tuple[T
     summary = (DType.FLOAT32, (g.rows, g.layers, g.kv_heads, g.head_dim, partial.summaries(g.capacity)))
     chosen = (g.layers, g.kv_heads, partial.n_retrieval_blocks)
     table: _Table = {
-        names.KV: (kv_dtype, (2 * g.layers, g.rows, g.kv_heads, capacity, g.head_dim)),
+        names.KV: (kv_dtype, (2 * g.layers, g.rows, g.kv_heads, capacity, slot_size(kv_dtype, g.head_dim))),
         names.BIM: (integer, (g.rows, capacity)),
         names.SLOT_POSITIONS: (integer, (g.rows, capacity)),
         **dict.fromkeys((names.KEY_MAX, names.KEY_MIN), summary),
@@ -102,7 +103,7 @@ def _step(g: Geometry, kv_dtype: DType) -> _Table:
         names.PARENT: (integer, (new,)),
         names.ROW_SPLITS: (integer, (names.ROW_EDGES,)),
         names.ATTN_BIAS: (DType.FLOAT32, (names.ROWS, 1, names.PLACES, names.VIEW)),
-        names.KV: (kv_dtype, (2 * g.layers, names.ROWS, g.kv_heads, g.capacity, g.head_dim)),
+        names.KV: (kv_dtype, (2 * g.layers, names.ROWS, g.kv_heads, g.capacity, slot_size(kv_dtype, g.head_dim))),
         names.BIM: (integer, (names.ROWS, g.capacity)),
         names.SLOT_POSITIONS: (integer, (names.ROWS, g.capacity)),
         names.PAST_LENGTH: (integer, (names.ROWS,)),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from plans import names
 from plugins.schema import (
-    ANY_FLOAT,
+    ANY_KV,
     CAPACITY,
     INTEGER,
     ROW_SPLITS,
+    SLOT,
     AttributeSpec,
     OpSchema,
     Reduction,
@@ -17,7 +18,7 @@ from plugins.schema import (
     per_row,
 )
 
-_KV = TensorSpec(names.KV, ANY_FLOAT, ("planes", names.ROWS, "heads", CAPACITY, "head_dim"))
+_KV = TensorSpec(names.KV, ANY_KV, ("planes", names.ROWS, "heads", CAPACITY, SLOT))
 
 KV_GATHER = OpSchema(
     name="KvGather",
@@ -55,14 +56,15 @@ _PARTIAL_LAYOUT = (
 
 BLOCK_SUMMARY = OpSchema(
     name="BlockSummary",
-    version=2,
+    version=3,
     doc="""The largest and smallest key of each block of tokens, element by element, of all layers and heads.
 
     Of the covered[0] tokens of row row[0] of a KV cache, the first sink_blocks * block_size are the sink. The window is
     the last window_blocks whole blocks and what has begun behind them: it starts on the grid of blocks, no token
     falling between. Blocks between the two, counted from the sink's end, are candidates: block b is of the tokens from
     (sink_blocks + b) * block_size on. Those from summarised[0] on are summarised, the others stay as they are. Planes
-    of kv are K and V of each layer in turn.
+    of kv are K and V of each layer in turn; of an int8 cache (`plans.kv_slots`), keys are integers times their scale,
+    rounded to float32.
     Errors: ValueError for counts out of range and more candidates than there is room for, before anything is written.
     Source: DESIGN section 8; seed 004; arXiv 2512.02337.""",
     inputs=(
@@ -109,7 +111,7 @@ BLOCK_SELECT = OpSchema(
 )
 
 _RESIDENT = TensorSpec(names.RESIDENT, INTEGER, (names.ROWS, *_RETRIEVED))
-_PARTIAL_KV = TensorSpec("partial_kv", ANY_FLOAT, ("planes", names.ROWS, "heads", "partial_capacity", "head_dim"))
+_PARTIAL_KV = TensorSpec("partial_kv", ANY_KV, ("planes", names.ROWS, "heads", "partial_capacity", SLOT))
 
 PARTIAL_KV_GATHER = OpSchema(
     name="PartialKvGather",

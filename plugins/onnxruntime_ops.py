@@ -52,7 +52,7 @@ THREADS = "outrider.threads"
 Attention divides its work by that number; without the entry, by the number of the machine's processors.
 """
 
-_VERSION = 5  # version of the ops that the built library must report
+_VERSION = 6  # version of the ops that the built library must report
 
 
 @cache

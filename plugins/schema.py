@@ -16,7 +16,9 @@ QUANT_OPS = ("QuantMatMul", "AsymmetricQuantMatMul", "QuantGather", "AsymmetricQ
 Dim = int | str
 INTEGER = "int64"
 CAPACITY = "capacity"  # slots of a KV cache
-ANY_FLOAT = "float32 | float16 | bfloat16"  # model precision: the type of data that an op moves, or computes in
+ANY_FLOAT = "float32 | float16 | bfloat16"  # model precision: the type that an op computes in
+ANY_KV = f"{ANY_FLOAT} | int8"  # what a KV cache may be of
+SLOT = "slot_size"  # of a KV cache: elements of a slot for one head (`plans.kv_slots`)
 
 
 class Purpose(IntEnum):

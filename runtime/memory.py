@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
-from plans import names
-from plans.check import buffer_shape, session_bytes
+from plans.check import kv_caches, session_bytes
 from plans.manifest import BackendPlan
 from runtime.engine_pool import EnginePool
 
@@ -36,18 +35,10 @@ class MemoryUse:
 
 def memory_use(plan: BackendPlan, pool: EnginePool) -> MemoryUse:
     """Count what is held now."""
-    kv = {}
-    for buffer in plan.buffers:
-        model, _, tensor = buffer.name.rpartition(".")
-        if tensor == names.KV:
-            size = buffer.dtype.itemsize
-            for extent in buffer_shape(plan, buffer):
-                size *= extent
-            kv[model] = size
     return MemoryUse(
         engines=len(pool.engines),
         idle=len(pool.idle),
         engine_bytes=session_bytes(plan),
         prefix_cache_bytes=0 if pool.cache is None else pool.cache.nbytes,
-        kv_bytes=kv,
+        kv_bytes={model: kv.elements({}) * kv.dtype.itemsize for model, kv in kv_caches(plan).items()},
     )

@@ -23,6 +23,7 @@ DTYPES = {
     ir.DataType.DOUBLE: DType.FLOAT64,
     ir.DataType.FLOAT16: DType.FLOAT16,
     ir.DataType.BFLOAT16: DType.BFLOAT16,
+    ir.DataType.INT8: DType.INT8,
     ir.DataType.INT64: DType.INT64,
     ir.DataType.INT32: DType.INT32,
     ir.DataType.UINT64: DType.UINT64,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import numpy as np
 import onnx_ir as ir
 
 from compiler.lowering.attention import CpuAttention, NormInside, PackedInside, RotateInside
@@ -17,6 +20,8 @@ from compiler.lowering.queries import QueriesFromInside
 from compiler.lowering.rule import Lowering, Rule, apply_rules
 from compiler.lowering.scatter_attention import ScatterAttention, UpdateOnceAttention
 from plans import names
+from plans.buffers import DType
+from plans.kv_slots import KvType, slot_size
 from plans.manifest import RuleReport
 
 RULES: dict[str, tuple[Rule, ...]] = {
@@ -40,8 +45,11 @@ RULES: dict[str, tuple[Rule, ...]] = {
 }
 
 
-def lower(engine: str, model: ir.Model, target: str, rows: int, *, caches: int = 1) -> list[RuleReport]:
-    """Lower `model` in place for the backend `target`, with `rows` rows in its KV cache.
+def lower(
+    engine: str, model: ir.Model, target: str, rows: int, *, caches: int = 1, kv_cache: KvType | None = None
+) -> list[RuleReport]:
+    """Lower `model` in place for the backend `target`, with `rows` rows in its KV cache, which is of type `kv_cache`,
+    or of the model's own.
 
     With several `caches`, any of them may be bound.
     """
@@ -52,6 +60,8 @@ def lower(engine: str, model: ir.Model, target: str, rows: int, *, caches: int =
         _fix_single_row(model)
     if caches > 1:
         _free_capacity(model)
+    if kv_cache is not None:
+        _set_cache_type(model, DType(kv_cache))
     return reports
 
 
@@ -74,8 +84,21 @@ def _fix_single_row(model: ir.Model) -> None:
 
 def _free_capacity(model: ir.Model) -> None:
     """Make the number of slots of caches a symbol; only attention needs it, and reads it from the bound tensor."""
+    for value, (rows, heads, _, size) in _caches(model):
+        value.shape = ir.Shape([rows, heads, names.CAPACITY, size])
+
+
+def _set_cache_type(model: ir.Model, dtype: DType) -> None:
+    """Give the caches the type that they have in memory; only attention, which has a kernel for each, looks inside."""
+    for value, (*slots, head_dim) in _caches(model):
+        assert isinstance(head_dim, int)
+        value.dtype = ir.DataType.from_numpy(np.dtype(dtype.numpy))
+        value.shape = ir.Shape([*slots, slot_size(dtype, head_dim)])
+
+
+def _caches(model: ir.Model) -> Iterator[tuple[ir.Value, tuple[int | ir.SymbolicDim, ...]]]:
+    """Yield the graph's cache inputs and outputs with their shapes."""
     for value in (*model.graph.inputs, *model.graph.outputs):
         if (value.name or "").startswith(("k_cache.", "v_cache.")):
             assert value.shape is not None
-            rows, heads, _, size = value.shape
-            value.shape = ir.Shape([rows, heads, names.CAPACITY, size])
+            yield value, tuple(value.shape)

@@ -14,12 +14,17 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from plans import names
+from plugins.schema import SLOT
 from plugins.schemas import SCHEMAS
 
 THREADS = 256
 ROW_THREADS = 512  # for kernels whose few blocks read much: the most that a block may have (csrc/cuda/block.h)
 
-ELEMENTS = ("float32", "float16", "bfloat16")  # dtypes of a KV cache, in the kernels' numbering (csrc/cuda/element.h)
+ELEMENTS = (
+    "float32",
+    "float16",
+    "bfloat16",
+)  # dtypes of a KV cache on a device, in the kernels' numbering (csrc/cuda/element.h)
 _SHARES = 16  # CUDA blocks per head for new KV blocks: few are new in a step, many at once after a long prompt
 
 Sizes = Mapping[str, int]
@@ -96,7 +101,7 @@ def as_number(kind: type[int] | type[float], value: int | float) -> int:
 
 def move_unit(sizes: Sizes) -> int:
     """Return the bytes that a thread moves at once, a divisor of a slot's bytes."""
-    slot = sizes["head_dim"] * sizes["itemsize"]
+    slot = sizes[SLOT] * sizes["itemsize"]
     return next(unit for unit in (16, 4, 2) if slot % unit == 0)
 
 
@@ -241,7 +246,7 @@ class DeviceOp:
             self._sizes["itemsize"] = tensors[names.KV].itemsize
             self._sizes["element"] = ELEMENTS.index(tensors[names.KV].dtype)
             self._sizes["unit"] = move_unit(self._sizes)
-            slot = self._sizes["head_dim"] * self._sizes["itemsize"]
+            slot = self._sizes[SLOT] * self._sizes["itemsize"]
             self._sizes["units"] = slot // self._sizes["unit"]
         parts = self.launch.scratch.items()
         own = {name: workspace(name, part.size(self._sizes), part.zeroed) for name, part in parts}

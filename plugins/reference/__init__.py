@@ -10,6 +10,7 @@ from plugins.reference.choice import Sampling, choice, fixed_weights, shared_exp
 from plugins.reference.draft_sample import draft_sample
 from plugins.reference.draws import draws
 from plugins.reference.kv_gather import kv_gather
+from plugins.reference.kv_slots import from_slots, to_slots
 from plugins.reference.partial_kv import block_select, block_summary, partial_kv_gather
 from plugins.reference.philox import philox4x32_10, uniform
 from plugins.reference.quant_matmul import dequantize, quant_matmul, quantize_rows
@@ -34,6 +35,7 @@ __all__ = [
     "draft_sample",
     "draws",
     "fixed_weights",
+    "from_slots",
     "kv_gather",
     "partial_kv_gather",
     "philox4x32_10",
@@ -41,6 +43,7 @@ __all__ = [
     "quantize_rows",
     "sample",
     "shared_exp",
+    "to_slots",
     "tree_accept",
     "tree_expand",
     "tree_rerank",

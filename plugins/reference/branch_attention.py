@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from plugins.reference.kv_slots import from_slots, to_slots
+
 Float = NDArray[Any]
 
 
@@ -31,9 +33,10 @@ def branch_attention(
 ) -> tuple[Float, Float, Float]:
     """Return `(out, k_cache_out, v_cache_out)`; shapes as in the schema of BranchAttention, sums in float64.
 
-    The leading 1 of `q`, `k`, `v` may be left out; `out` has the shape and dtype of `q`.
+    The leading 1 of `q`, `k`, `v` may be left out; `out` has the shape and dtype of `q`. Caches may be of any type that
+    `kv_slots` knows: new keys and values are attended to as the caches keep them.
     """
-    head_dim = k_cache.shape[-1]
+    head_dim = q.shape[-1] // num_heads
     view = attn_bias.shape[-1]
     queries = q.reshape(-1, num_heads, head_dim)
     keys = k.reshape(-1, kv_num_heads, head_dim)
@@ -44,13 +47,13 @@ def branch_attention(
     for row, past in enumerate(past_length.tolist()):
         first, end = row_splits[row : row + 2].tolist()
         appended = slice(past, past + end - first)
-        k_cache_out[row, :, appended] = keys[first:end].swapaxes(0, 1)
-        v_cache_out[row, :, appended] = values[first:end].swapaxes(0, 1)
+        k_cache_out[row, :, appended] = to_slots(keys[first:end].swapaxes(0, 1), k_cache.dtype)
+        v_cache_out[row, :, appended] = to_slots(values[first:end].swapaxes(0, 1), v_cache.dtype)
         bias = attn_bias[row, 0, : end - first].astype(np.float64)
         for head in range(num_heads):
             kv_head = head // (num_heads // kv_num_heads)
-            row_keys = k_cache_out[row, kv_head, :view].astype(np.float64)
-            row_values = v_cache_out[row, kv_head, :view].astype(np.float64)
+            row_keys = from_slots(k_cache_out[row, kv_head, :view]).astype(np.float64)
+            row_values = from_slots(v_cache_out[row, kv_head, :view]).astype(np.float64)
             scores = queries[first:end, head].astype(np.float64) @ row_keys.T * scale + bias
             out[first:end, head] = softmax(scores) @ row_values
 

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from plugins.reference.kv_slots import from_slots
+
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
@@ -31,7 +33,7 @@ def block_summary(
     """Summarise the keys of a row's blocks from block `summarised` on, in place."""
     for block in range(summarised, candidate_blocks(covered, block_size, sink_blocks, window_blocks)):
         first = (sink_blocks + block) * block_size
-        keys = kv[::2, row, :, first : first + block_size].astype(np.float32)
+        keys = from_slots(kv[::2, row, :, first : first + block_size])
         key_max[row, ..., block], key_min[row, ..., block] = keys.max(axis=2), keys.min(axis=2)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from plugins.cuda.launches import Launch, as_number, move_unit
-from plugins.schema import TensorSpec
+from plugins.schema import SLOT, TensorSpec
 from plugins.tensorrt.expressions import Expression, Size, expression_of
 
 NAMESPACE = "outrider"
@@ -114,7 +114,7 @@ class Plugin:
         fixed = {name: as_number(self.kind(name), known[name]) for name in wanted}
         if self.constants:
             unit = move_unit(fixed)
-            fixed |= {"unit": unit, "units": fixed["head_dim"] * fixed["itemsize"] // unit}
+            fixed |= {"unit": unit, "units": fixed[SLOT] * fixed["itemsize"] // unit}
         sizes |= fixed
         blocks = cast("Callable[[Mapping[str, Expression | int]], Expression | int]", self.launch.blocks)
         threads = cast("Callable[[Mapping[str, Expression | int]], int]", self.launch.threads)

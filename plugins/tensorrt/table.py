@@ -32,7 +32,7 @@ from dataclasses import replace
 
 from plans import names
 from plugins.cuda.launches import LAUNCHES, STATUS, Launch
-from plugins.schema import QUANT_OPS, TensorSpec
+from plugins.schema import QUANT_OPS, SLOT, TensorSpec
 from plugins.schemas import SCHEMAS
 from plugins.tensorrt.plugin import SAME_SIZE, Declined, Plugin
 
@@ -162,7 +162,7 @@ PLUGINS: dict[str, tuple[Plugin, ...] | Declined] = {
             ),
             extra=(names.NEW,),
             aliased={names.KV: names.KV},
-            constants=("head_dim",),
+            constants=(SLOT,),
         ),
     ),
     **dict.fromkeys(("BlockSummary", "BlockSelect", "PartialKvGather"), _BETWEEN_ENGINES),

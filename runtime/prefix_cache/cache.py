@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plans import names
-from plans.check import buffer_shape
+from plans.check import kv_caches
 from plans.errors import RequestError
 from plans.manifest import BackendPlan
 from runtime.kv.token_kv import TokenKv
@@ -346,11 +346,11 @@ def _since(began: float) -> float:
 
 def token_shapes(plan: BackendPlan) -> dict[str, TokenShape]:
     """Shape of a token's KV in each model of a plan, by its buffers; the partial cache's is the target's."""
-    shapes, ending = {}, f".{names.KV}"
-    for buffer in plan.buffers:
-        if buffer.name.endswith(ending) and buffer.name != names.of(names.PARTIAL, names.KV):
-            planes, _, heads, _, size = buffer_shape(plan, buffer)
-            shapes[buffer.name.removesuffix(ending)] = TokenShape(planes, heads, size, buffer.dtype.numpy)
+    shapes = {}
+    for model, kv in kv_caches(plan).items():
+        if model != names.PARTIAL:
+            planes, _, heads, _, size = kv.resolve({})
+            shapes[model] = TokenShape(planes, heads, size, kv.dtype.numpy)
     return shapes
 
 

@@ -17,7 +17,8 @@ PAGE = 16  # tokens: a run wastes half a page on average at its end, and a copy 
 
 @dataclass(frozen=True)
 class TokenShape:
-    """Shape of a token's KV in a model: keys and values of all layers, `planes` of them, in `heads` heads of `size`."""
+    """Shape of a token's KV in a model: keys and values of all layers, `planes` of them, in `heads` heads with
+    slots of `size` elements."""
 
     planes: int
     heads: int

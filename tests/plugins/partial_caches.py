@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from plugins import native
+from plugins.reference import to_slots
 from plugins.reference.partial_kv import candidate_blocks
 from plugins.schemas import SCHEMAS
 
@@ -27,9 +28,9 @@ class PartialCaches:
             return rng.integers(-2, 3, shape) if ties else rng.normal(size=shape)
 
         self.row = np.array([row])
-        self.kv = numbers(2 * layers, rows, heads, capacity, head_dim).astype(dtype)
+        self.kv = to_slots(numbers(2 * layers, rows, heads, capacity, head_dim).astype(np.float32), dtype)
         room = (sink_blocks + retrieval + window_blocks + 1) * block_size if room is None else room
-        self.partial_kv = np.zeros((2 * layers, rows, heads, room, head_dim), dtype)
+        self.partial_kv = np.zeros((2 * layers, rows, heads, room, self.kv.shape[-1]), dtype)
         self.key_max, self.key_min = np.zeros((2, rows, layers, heads, head_dim, blocks), np.float32)
         self.queries = numbers(layers, new, heads * group * head_dim).astype(np.float32)
         self.selected = np.full((layers, heads, retrieval), -1)

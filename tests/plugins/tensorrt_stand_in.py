@@ -30,7 +30,7 @@ from tests.plugins.emulator import HERE
 ALL = tuple(plugin for plugins in PLUGINS.values() if not isinstance(plugins, Declined) for plugin in plugins)
 SIZES = {
     "capacity": 90, "R": 2, "E": 3, "N": 7, "S": 5, "T": 40, "M": 4, "V": 11, "B": 3, "trees": 3, "depths": 6,
-    "planes": 4, "heads": 2, "head_dim": 24, "frontier": 2, "top_k": 4, "candidates": 8, "nodes": 6, "nodes - 1": 5,
+    "planes": 4, "heads": 2, "slot_size": 24, "frontier": 2, "top_k": 4, "candidates": 8, "nodes": 6, "nodes - 1": 5,
 }  # fmt: skip
 _POISON = 0xA5
 _MARGIN = 64  # poisoned bytes before and behind an output
@@ -147,7 +147,7 @@ class StandIn:
         return cls(ctypes.CDLL(str(library)))
 
     def __post_init__(self) -> None:
-        sizes = {"int32": 4, "int64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+        sizes = {"int32": 4, "int64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
         self.trt = SimpleNamespace(**{name: DataType(name, size) for name, size in sizes.items()})
         self.trtp = SimpleNamespace(
             TensorDesc=TensorDesc, ShapeExpr=Dimension, SymInt32=Int32, SymIntExprs=SymIntExprs,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 from tests.instruction_sets import BETTER_THAN_PLAIN, Results, with_instructions
-from tests.plugins.test_cpu_attention import attend, step, typed
+from tests.plugins.test_cpu_attention import TYPES, attend, step, typed
 from tests.plugins.test_cpu_gated_unit import swiglu
 from tests.plugins.test_cpu_norm import norm
 
@@ -18,7 +17,7 @@ def of_ops(_: Path) -> Results:
     rng = np.random.default_rng(7)
     found: Results = {}
     for size in (8, 16, 20, 64, 72, 128):  # whole vectors of lanes, and parts of one
-        for kind in (np.float32, np.float16, ml_dtypes.bfloat16):
+        for kind in sorted(TYPES):
             outputs = attend(typed(step(rng, 4, 2, size, [1, 7, 3], [0, 90, 300], 2), kind), 4, 2)
             found |= {f"attention {size} {kind} {i}": output.view(np.uint8) for i, output in enumerate(outputs)}
     for size in (3, 16, 100, 1024):

@@ -54,7 +54,7 @@ def gathers(draw):
     new = draw(st.lists(st.integers(0, 8), min_size=1, max_size=4))
     base, destination = ([draw(st.integers(0, 20)) for _ in new] for _ in range(2))
     source = draw(st.lists(st.integers(0, sum(new) - 1), max_size=12)) if sum(new) else []
-    dtype = draw(st.sampled_from(["float32", "float16"]))
+    dtype = draw(st.sampled_from(["float32", "float16", "int8"]))
     return Gather(source, new, base, destination, spare=draw(st.integers(0, 2)), dtype=dtype)
 
 
@@ -127,9 +127,9 @@ def test_bfloat16_is_moved():
     assert gather.kv.astype(np.float32).ravel().tolist() == [6, 7, 2, 3, 4, 5, 6, 7]
 
 
-@pytest.mark.parametrize("dtype", ["float64", "int32", "int16", "int8"])
+@pytest.mark.parametrize("dtype", ["float64", "int32", "int16", "uint8"])
 def test_dtypes_that_are_no_model_precision_are_refused(dtype):
-    with pytest.raises(TypeError, match=f"'kv' .* float32 or float16 or bfloat16 .*found {dtype}"):
+    with pytest.raises(TypeError, match=f"'kv' .* float32 or float16 or bfloat16 or int8 .*found {dtype}"):
         Gather([0], [1], [0], [0], dtype=dtype)
 
 

@@ -12,11 +12,11 @@ import pytest
 
 import plugins
 from plugins import native, onnxruntime_ops
-from plugins.schema import ANY_FLOAT
+from plugins.schema import ANY_KV
 from plugins.schemas import SCHEMAS
 
 CAPACITIES = {"N": 6, "T": 40, "M": 5, "V": 11, "B": 2, "trees": 3, "capacity": 32, "planes": 2, "heads": 2}
-CAPACITIES |= {"head_dim": 4, "R": 3, "E": 4, "S": 6}
+CAPACITIES |= {"head_dim": 4, "slot_size": 4, "R": 3, "E": 4, "S": 6}
 CAPACITIES |= {"depths": 5}
 CAPACITIES |= {"layers": 1, "blocks": 9, "retrieval": 3, "partial_capacity": 20, "num_heads * head_dim": 16}
 LAYOUT = {"block_size": 2, "sink_blocks": 1, "window_blocks": 1}
@@ -34,7 +34,7 @@ def arrays_of(op_name):
     """Arrays of the schema's dtypes and shapes, at CAPACITIES, with values that every op accepts."""
     arrays = {}
     for spec in SCHEMAS[op_name].tensors:
-        arrays[spec.name] = np.zeros(shape_of(spec), "float32" if spec.dtype == ANY_FLOAT else spec.dtype)
+        arrays[spec.name] = np.zeros(shape_of(spec), "float32" if spec.dtype == ANY_KV else spec.dtype)
     if "parent" in arrays:
         arrays["parent"][:] = np.arange(CAPACITIES["N"]) - 1
     if "logit_indices" in arrays:

@@ -15,7 +15,7 @@ EXAMPLES = settings(max_examples=80, deadline=None)
 
 
 @st.composite
-def caches(draw, dtypes=("float32", "float16")):
+def caches(draw, dtypes=("float32", "float16", "int8")):
     return PartialCaches(
         seed=draw(st.integers(0, 2**32 - 1)),
         layers=draw(st.integers(1, 3)),
@@ -34,11 +34,20 @@ def caches(draw, dtypes=("float32", "float16")):
     )
 
 
+def spoil(cache: PartialCaches) -> None:
+    """Make some numbers NaN, or the scales of some slots."""
+    if cache.kv.dtype == np.int8:
+        scales = cache.kv[..., -4:]
+        scales[cache.rng.random(scales.shape[:-1]) < 0.05] = np.array([np.nan], np.float32).view(np.int8)
+    else:
+        cache.kv[cache.rng.random(cache.kv.shape) < 0.05] = np.nan
+
+
 @EXAMPLES
 @given(cache=caches(), data=st.data(), spoiled=st.booleans())
 def test_summaries_grow_block_by_block_and_are_those_of_all_at_once(cache, data, spoiled):
     if spoiled:
-        cache.kv[cache.rng.random(cache.kv.shape) < 0.05] = np.nan
+        spoil(cache)
     lengths = sorted(data.draw(st.lists(st.integers(0, cache.capacity), min_size=1, max_size=4)))
     op = cache.summary()
     for covered in lengths:
@@ -103,7 +112,7 @@ def test_reductions_differ_as_they_say(reduction, chosen):
 
 
 @EXAMPLES
-@given(cache=caches(("float32", "float16")), data=st.data())
+@given(cache=caches(), data=st.data())
 def test_gathering_is_the_reference_and_copies_only_what_is_not_there(cache, data):
     sink = cache.layout["sink_blocks"] * cache.layout["block_size"]
     gather = cache.gather()
@@ -188,6 +197,8 @@ def test_a_cache_that_is_too_small_and_layouts_that_are_none_are_refused():
     with pytest.raises(ValueError, match=r"reduction\[0\] is 3"):
         PartialCaches().select(3, 8)
     cache = PartialCaches(layers=2)
+    with pytest.raises(ValueError, match="a slot of kv must have 8 elements of int8 for 4 numbers"):
+        native.create("BlockSummary", cache.tensors("BlockSummary") | {"kv": cache.kv.astype(np.int8)}, cache.layout)
     tensors = cache.tensors("BlockSummary") | {"kv": cache.kv[:2]}
     with pytest.raises(ValueError, match="two planes for each layer"):
         native.create("BlockSummary", tensors, cache.layout)

@@ -139,7 +139,7 @@ def test_formulas_know_products_and_quotients_rounded_up() -> None:
 
 def test_no_plugin_has_a_type_that_tensorrt_lacks() -> None:
     types = {dtype for plugin in ALL for spec in (*plugin.inputs, *plugin.outputs) for dtype in carried_as(spec)}
-    assert types == {"int64", "float32", "float16", "bfloat16"}
+    assert types == {"int64", "float32", "float16", "bfloat16", "int8"}
 
 
 def test_only_kv_gather_writes_where_it_reads() -> None:
@@ -193,11 +193,11 @@ def test_a_rank_that_is_not_the_plugins_is_refused() -> None:
         StandIn().describe(plugin, [first[0], *others], {})
 
 
-def test_kv_gather_is_built_for_a_fixed_head_dim() -> None:
+def test_kv_gather_is_built_for_a_fixed_slot_size() -> None:
     stand_in, (plugin,) = StandIn(), PLUGINS["KvGather"]
     known, outputs = stand_in.describe(plugin, inputs_of(plugin), {})
     known[0].shape = (-1, -1, -1, -1, -1)
-    with pytest.raises(ValueError, match="outrider::KvGather needs a fixed head_dim: axis 4 of kv"):
+    with pytest.raises(ValueError, match="outrider::KvGather needs a fixed slot_size: axis 4 of kv"):
         stand_in.implemented[plugin.id](*known, outputs, 0)
 
 

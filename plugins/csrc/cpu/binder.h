@@ -47,9 +47,9 @@ class Binder {
   }
   // Which row owns which new tokens: one edge more than there are rows, "R", whose number an earlier array gave.
   const i64* row_splits(nanobind::handle array);
-  // An array of any model precision, which the op only moves. Its element size is `item_size()` afterwards.
+  // A KV cache of any type, which the op moves or converts. Its element size is `item_size()` afterwards.
   void* movable(const char* name, nanobind::handle array, std::initializer_list<Dim> shape) {
-    return bind(name, array, {"float32", "float16", "bfloat16"}, shape, true);
+    return bind(name, array, {"float32", "float16", "bfloat16", "int8"}, shape, true);
   }
 
   i64 size_of(const char* symbol) const;

@@ -28,7 +28,7 @@ class BlockSummary {
       : layout_{block_size, sink_blocks, window_blocks} {
     check_layout(kOp, layout_);
     Binder binder(kOp);
-    kv_ = binder.movable("kv", kv, {"planes", "R", "heads", "capacity", "head_dim"});
+    kv_ = binder.movable("kv", kv, {"planes", "R", "heads", "capacity", "slot_size"});
     dtype_ = binder.dtype();
     const std::initializer_list<Dim> summary = {"R", "layers", "heads", "head_dim", "blocks"};
     key_max_ = binder.output<float>("key_max", key_max, summary);
@@ -42,6 +42,10 @@ class BlockSummary {
     heads_ = binder.size_of("heads");
     capacity_ = binder.size_of("capacity");
     head_dim_ = binder.size_of("head_dim");
+    slot_size_ = dtype_ == "int8" ? engine::slot_size<engine::Int8>(head_dim_) : head_dim_;
+    if (binder.size_of("slot_size") != slot_size_)
+      refuse(kOp, "a slot of kv must have " + std::to_string(slot_size_) + " elements of " + dtype_ + " for " +
+                      std::to_string(head_dim_) + " numbers.");
     blocks_ = binder.size_of("blocks");
     arrays_ = binder.take_arrays();
     high_.resize(static_cast<size_t>(kStrip * head_dim_));
@@ -59,6 +63,7 @@ class BlockSummary {
     const GilReleasedIfLong released((end - first) * layout_.block_size * layers_ * heads_ * head_dim_ * 4);
     if (dtype_ == "float32") return summarise<float>(first, end);
     if (dtype_ == "float16") return summarise<engine::Half>(first, end);
+    if (dtype_ == "int8") return summarise<engine::Int8>(first, end);
     summarise<engine::BFloat16>(first, end);
   }
 
@@ -67,13 +72,13 @@ class BlockSummary {
   void summarise(i64 first, i64 end) {
     for (i64 of = 0; of < layers_ * heads_; ++of) {
       const i64 layer = of / heads_, head = of % heads_;
-      const Key* keys = static_cast<const Key*>(kv_) + ((2 * layer * rows_ + row_[0]) * heads_ + head) * capacity_ * head_dim_;
+      const Key* keys = static_cast<const Key*>(kv_) + ((2 * layer * rows_ + row_[0]) * heads_ + head) * capacity_ * slot_size_;
       const i64 summaries = (row_[0] * layers_ * heads_ + of) * head_dim_ * blocks_;
       float *most = key_max_ + summaries, *least = key_min_ + summaries;
       for (i64 start = first; start < end; start += kStrip) {
         const i64 count = std::min(kStrip, end - start);
         for (i64 b = 0; b < count; ++b)
-          extremes(keys + layout_.first(start + b) * head_dim_, high_.data() + b * head_dim_,
+          extremes(keys + layout_.first(start + b) * slot_size_, high_.data() + b * head_dim_,
                    low_.data() + b * head_dim_);
         for (i64 d = 0; d < head_dim_; ++d)
           for (i64 b = 0; b < count; ++b) {
@@ -87,14 +92,17 @@ class BlockSummary {
   // Of a block's keys, element by element. What is no number stays.
   template <class Key>
   void extremes(const Key* keys, float* __restrict high, float* __restrict low) const {
-    for (i64 d = 0; d < head_dim_; ++d) high[d] = low[d] = engine::to_float(keys[d]);
-    for (i64 t = 1; t < layout_.block_size; ++t)
+    const engine::SlotNumbers<Key> first(keys, head_dim_);
+    for (i64 d = 0; d < head_dim_; ++d) high[d] = low[d] = first[d];
+    for (i64 t = 1; t < layout_.block_size; ++t) {
+      const engine::SlotNumbers<Key> numbers(keys + t * slot_size_, head_dim_);
       for (i64 d = 0; d < head_dim_; ++d) {
-        const float key = engine::to_float(keys[t * head_dim_ + d]);
+        const float key = numbers[d];
         const bool none = key != key;
         high[d] = none | (key > high[d]) ? key : high[d];
         low[d] = none | (key < low[d]) ? key : low[d];
       }
+    }
   }
 
   PartialLayout layout_;
@@ -105,7 +113,7 @@ class BlockSummary {
   const i64* row_;
   const i64* covered_;
   const i64* summarised_;
-  i64 rows_, layers_, heads_, capacity_, head_dim_, blocks_;
+  i64 rows_, layers_, heads_, capacity_, head_dim_, slot_size_, blocks_;
   std::vector<float> high_, low_;  // of a strip's blocks, `[kStrip, head_dim]`
   std::vector<nb::object> arrays_;
 };

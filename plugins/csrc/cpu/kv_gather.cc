@@ -32,8 +32,8 @@ class KvGather {
   KvGather(nb::object kv, nb::object source, nb::object source_count, nb::object row_splits, nb::object source_base,
            nb::object destination) {
     Binder binder(kOp);
-    kv_ = static_cast<char*>(binder.movable("kv", kv, {"planes", "R", "heads", "capacity", "head_dim"}));
-    slot_bytes_ = binder.size_of("head_dim") * binder.item_size();
+    kv_ = static_cast<char*>(binder.movable("kv", kv, {"planes", "R", "heads", "capacity", "slot_size"}));
+    slot_bytes_ = binder.size_of("slot_size") * binder.item_size();
     planes_ = binder.size_of("planes");
     most_rows_ = binder.size_of("R");
     heads_ = binder.size_of("heads");

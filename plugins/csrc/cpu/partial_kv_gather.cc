@@ -26,12 +26,12 @@ class PartialKvGather {
       : layout_{block_size, sink_blocks, window_blocks} {
     check_layout(kOp, layout_);
     Binder binder(kOp);
-    kv_ = static_cast<const char*>(binder.movable("kv", kv, {"planes", "R", "heads", "capacity", "head_dim"}));
+    kv_ = static_cast<const char*>(binder.movable("kv", kv, {"planes", "R", "heads", "capacity", "slot_size"}));
     const std::string dtype = binder.dtype();
     partial_ = static_cast<char*>(
-        binder.movable("partial_kv", partial_kv, {"planes", "R", "heads", "partial_capacity", "head_dim"}));
+        binder.movable("partial_kv", partial_kv, {"planes", "R", "heads", "partial_capacity", "slot_size"}));
     if (binder.dtype() != dtype) throw nb::type_error("PartialKvGather: kv and partial_kv differ in dtype.");
-    slot_bytes_ = binder.size_of("head_dim") * binder.item_size();
+    slot_bytes_ = binder.size_of("slot_size") * binder.item_size();
     const std::initializer_list<Dim> places = {"layers", "heads", "retrieval"};
     selected_ = binder.input<i64>("selected", selected, places);
     resident_ = binder.output<i64>("resident", resident, {"R", "layers", "heads", "retrieval"});

@@ -83,20 +83,46 @@ std::int64_t find_pieces(const Tile<Cached>& tile, Scratch& scratch) {
   return count;
 }
 
-// Vectors of keys or of values that follow one another, or that a list names: called with j, they give the j-th one.
-template <class Cached>
+// A key or value in its slot, as vectors of floats, which `Whole` or `Part` reads.
+template <class Lanes, class Cached>
+struct Slot {
+  const Cached* first;
+  Slot() = default;
+  Slot(const Cached* slot, int /*head_dim*/) : first(slot) {}
+  template <class Access>
+  typename Lanes::Vector at(const Access& access, int d) const {
+    return access.load(first + d);
+  }
+};
+
+template <class Lanes>
+struct Slot<Lanes, Int8> {
+  const Int8* first;
+  typename Lanes::Vector scale;
+  Slot() = default;
+  Slot(const Int8* slot, int head_dim) : first(slot), scale(Lanes::broadcast(scale_of(slot, head_dim))) {}
+  template <class Access>
+  typename Lanes::Vector at(const Access& access, int d) const {
+    return Lanes::mul(access.load(first + d), scale);
+  }
+};
+
+// Keys or values that follow one another, or that a list names: called with j, they give the j-th one.
+template <class Lanes, class Cached>
 struct Neighbours {
   const Cached* first;
   int head_dim;
-  const Cached* operator()(std::int64_t j) const { return first + j * head_dim; }
+  Slot<Lanes, Cached> operator()(std::int64_t j) const { return {first + j * slot_size<Cached>(head_dim), head_dim}; }
 };
 
-template <class Cached>
+template <class Lanes, class Cached>
 struct Listed {
   const Cached* all;
   const std::int32_t* list;
   int head_dim;
-  const Cached* operator()(std::int64_t j) const { return all + std::int64_t{list[j]} * head_dim; }
+  Slot<Lanes, Cached> operator()(std::int64_t j) const {
+    return {all + list[j] * slot_size<Cached>(head_dim), head_dim};
+  }
 };
 
 // A vector of a head's dimensions in memory: all its lanes, or the first `count`, the others being zeros.
@@ -144,7 +170,7 @@ void score(const Keys& keys, std::int64_t count, const float* const* query, int 
       for (int i = 0; i < kKeys; ++i) sums[r][i] = Lanes::zero();
     const auto add = [&](int d, const auto& access) {
       typename Lanes::Vector k[kKeys];
-      for (int i = 0; i < kKeys; ++i) k[i] = access.load(key[i] + d);
+      for (int i = 0; i < kKeys; ++i) k[i] = key[i].at(access, d);
       for (int r = 0; r < Rows; ++r) {
         const auto q = access.load(query[r] + d);
         for (int i = 0; i < kKeys; ++i) sums[r][i] = Lanes::fma(q, k[i], sums[r][i]);
@@ -173,9 +199,9 @@ void weigh_slab(const Values& values, std::int64_t count, const float* const* we
   for (int r = 0; r < Rows; ++r)
     for (int v = 0; v < Vectors; ++v) sums[r][v] = access.load(out[r] + d + v * Lanes::kWidth);
   for (std::int64_t j = 0; j < count; ++j) {
-    const auto* value = values(j) + d;
+    const auto value = values(j);
     typename Lanes::Vector x[Vectors];
-    for (int v = 0; v < Vectors; ++v) x[v] = access.load(value + v * Lanes::kWidth);
+    for (int v = 0; v < Vectors; ++v) x[v] = value.at(access, d + v * Lanes::kWidth);
     for (int r = 0; r < Rows; ++r) {
       const auto weight = Lanes::broadcast(weights[r][j]);
       for (int v = 0; v < Vectors; ++v) sums[r][v] = Lanes::fma(weight, x[v], sums[r][v]);
@@ -233,7 +259,7 @@ void by_fours(int first, int count, const Body& body) {
 // Calls body(rows, r, vectors, count) for every piece, `vectors` being those of its keys in `kv_cache`, and all rows that
 // see it; then moves the rows' cursors by as many. Keys that all see come a block at a time, which then stays in the
 // fastest cache.
-template <class Cached, class Score, class Body>
+template <class Lanes, class Cached, class Score, class Body>
 void over_pieces(const Tile<Cached>& tile, Scratch& scratch, std::int64_t pieces, const Cached* kv_cache, Score** cursors,
                  const Body& body) {
   constexpr std::int64_t kBlock = 64;
@@ -245,12 +271,13 @@ void over_pieces(const Tile<Cached>& tile, Scratch& scratch, std::int64_t pieces
   const Piece* piece = scratch.pieces.room(pieces);
   for (const Piece* end = piece + pieces; piece != end; ++piece) {
     if (piece->token != kEveryone) {
-      const Listed<Cached> vectors{kv_cache, scratch.lists.room(0) + piece->first, tile.head_dim};
+      const Listed<Lanes, Cached> vectors{kv_cache, scratch.lists.room(0) + piece->first, tile.head_dim};
       step(piece->token * heads, heads, vectors, piece->count);
       continue;
     }
     for (std::int64_t done = 0; done < piece->count; done += kBlock) {
-      const Neighbours<Cached> vectors{kv_cache + (piece->first + done) * tile.head_dim, tile.head_dim};
+      const Neighbours<Lanes, Cached> vectors{kv_cache + (piece->first + done) * slot_size<Cached>(tile.head_dim),
+                                              tile.head_dim};
       step(0, tile.rows, vectors, piece->count - done < kBlock ? piece->count - done : kBlock);
     }
   }
@@ -263,7 +290,7 @@ void attend(const Tile<Cached>& tile, Scratch& scratch) {
   float* scores = scratch.scores.room(stride * tile.rows);
   float* end[kRows];
   for (int r = 0; r < tile.rows; ++r) end[r] = scores + r * stride;
-  over_pieces(tile, scratch, pieces, tile.keys, end, [&](auto rows, int r, const auto& keys, std::int64_t count) {
+  over_pieces<Lanes>(tile, scratch, pieces, tile.keys, end, [&](auto rows, int r, const auto& keys, std::int64_t count) {
     score<Lanes, rows()>(keys, count, tile.query + r, tile.head_dim, tile.scale, end + r);
   });
 
@@ -275,7 +302,7 @@ void attend(const Tile<Cached>& tile, Scratch& scratch) {
     next[r] = start;
     for (int d = 0; d < tile.head_dim; ++d) tile.out[r][d] = 0.0f;
   }
-  over_pieces(tile, scratch, pieces, tile.values, next, [&](auto rows, int r, const auto& values, std::int64_t count) {
+  over_pieces<Lanes>(tile, scratch, pieces, tile.values, next, [&](auto rows, int r, const auto& values, std::int64_t count) {
     weigh<Lanes, rows()>(values, count, next + r, tile.head_dim, tile.out + r);
   });
   for (int r = 0; r < tile.rows; ++r)
@@ -284,7 +311,7 @@ void attend(const Tile<Cached>& tile, Scratch& scratch) {
 
 template <class Lanes>
 AttentionKernels attention_of() {
-  return {&attend<Lanes, float>, &attend<Lanes, Half>, &attend<Lanes, BFloat16>};
+  return {&attend<Lanes, float>, &attend<Lanes, Half>, &attend<Lanes, Int8>};
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 
 namespace outrider::engine {
 
+// `Cached` is what a KV cache is of, `Type` the name that ONNX Runtime has for it; everything else is computed in float32.
 template <class Cached, ONNXTensorElementDataType Type>
 class BranchAttentionOp {
   enum Input { kQuery, kKey, kValue, kKeyCache, kValueCache, kBias, kPastLength, kRowSplits, kPositions, kCos, kSin,
@@ -20,12 +21,12 @@ class BranchAttentionOp {
   static constexpr std::size_t kInputs = kKeyNorm + 1, kOutputs = kQueries + 1, kRequired = kQueries;
 
   static ONNXTensorElementDataType input_type(std::size_t index) {
-    if (index == kBias) return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+    if (index == kKeyCache || index == kValueCache) return Type;
     if (index == kPastLength || index == kRowSplits || index == kPositions) return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
-    return Type;
+    return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
   }
   static ONNXTensorElementDataType output_type(std::size_t index) {
-    return index == kQueries ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT : Type;
+    return index == kKeyCacheOut || index == kValueCacheOut ? Type : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
   }
   static bool is_optional(std::size_t index) { return index == kKey || index == kValue || index > kPastLength; }
 
@@ -46,7 +47,8 @@ class BranchAttentionOp {
     run.shape_of(kBias, bias);
     run.shape_of(kCos, cos);
     Shape shape = shape_;
-    shape.head_dim = static_cast<int>(cache[3]);
+    shape.head_dim = static_cast<int>(cache[3] - slot_size<Cached>(0));
+    if (shape.head_dim < 1) run.refuse("the KV cache's slots have no room for a number");
     const std::int64_t query_size = std::int64_t{shape.heads} * shape.head_dim;
     const std::int64_t kv_size = std::int64_t{shape.kv_heads} * shape.head_dim;
 
@@ -56,11 +58,11 @@ class BranchAttentionOp {
     in.places = bias[2];
     in.view = bias[3];
     in.capacity = cache[2];
-    const auto* tokens = run.input<Cached>(kQuery);
+    const auto* tokens = run.input<float>(kQuery);
     in.query = tokens;
     in.query_stride = query[2];
-    in.key = run.input<Cached>(kKey);
-    in.value = run.input<Cached>(kValue);
+    in.key = run.input<float>(kKey);
+    in.value = run.input<float>(kValue);
     if (in.key == nullptr) {
       if (in.query_stride != query_size + 2 * kv_size) run.refuse("the packed q, k and v have another width than heads");
       in.key = tokens + query_size;
@@ -71,21 +73,21 @@ class BranchAttentionOp {
       in.key_stride = in.value_stride = kv_size;
     }
     if (cache[0] != in.rows || cache[1] != shape.kv_heads) run.refuse("the KV cache has other rows or heads");
-    check_others(run, in, query, cache, bias, cos, kv_size);
+    check_others(run, in, shape.head_dim, query, cache, bias, cos);
     in.bias = run.input<float>(kBias);
     in.past_length = run.input<std::int64_t>(kPastLength);
     in.row_splits = run.input<std::int64_t>(kRowSplits);
     in.positions = run.input<std::int64_t>(kPositions);
-    in.cos = run.input<Cached>(kCos);
-    in.sin = run.input<Cached>(kSin);
+    in.cos = run.input<float>(kCos);
+    in.sin = run.input<float>(kSin);
     in.position_limit = cos[0];
     if (in.positions != nullptr && (in.cos == nullptr || in.sin == nullptr || cos[1] * 2 != shape.head_dim))
       run.refuse("positions come without rotations of whole heads");
-    in.query_norm = run.input<Cached>(kQueryNorm);
-    in.key_norm = run.input<Cached>(kKeyNorm);
+    in.query_norm = run.input<float>(kQueryNorm);
+    in.key_norm = run.input<float>(kKeyNorm);
 
     const std::int64_t out[] = {1, in.tokens, query_size}, queries[] = {in.tokens, query_size};
-    const Outputs to{run.output<Cached>(kOut, out), kv_cache(run, cache, kKeyCache, kKeyCacheOut),
+    const Outputs to{run.output<float>(kOut, out), kv_cache(run, cache, kKeyCache, kKeyCacheOut),
                      kv_cache(run, cache, kValueCache, kValueCacheOut), run.output<float>(kQueries, queries)};
     const Parallel parallel{[](const void* on, void (*body)(void*, std::size_t), std::size_t count, void* state) {
                               static_cast<const Run*>(on)->parallel_for(body, count, state);
@@ -98,8 +100,8 @@ class BranchAttentionOp {
  private:
   // The other inputs go with those whose extents are at hand. Looked at when these change: a step has many layers, and
   // asking costs as much as a short one.
-  void check_others(const Run& run, const Inputs& in, const std::int64_t (&query)[3], const std::int64_t (&cache)[4],
-                    const std::int64_t (&bias)[4], const std::int64_t (&cos)[2], std::int64_t kv_size) const {
+  void check_others(const Run& run, const Inputs& in, std::int64_t head_dim, const std::int64_t (&query)[3],
+                    const std::int64_t (&cache)[4], const std::int64_t (&bias)[4], const std::int64_t (&cos)[2]) const {
     std::uint64_t seen = 14695981039346656037u;
     const auto mix = [&](std::int64_t extent) { seen = (seen ^ static_cast<std::uint64_t>(extent)) * 1099511628211u; };
     for (const std::int64_t extent : query) mix(extent);
@@ -108,8 +110,8 @@ class BranchAttentionOp {
     for (const std::int64_t extent : cos) mix(extent);
     if (checked_.value.load(std::memory_order_relaxed) == seen) return;
     if (query[0] != 1 || bias[1] != 1) run.refuse("q or attn_bias has more than one in a dimension of one");
-    const std::int64_t flat[] = {1, in.tokens, kv_size}, rows[] = {in.rows}, edges[] = {in.rows + 1};
-    const std::int64_t one_head[] = {cache[3]}, positions[] = {1, in.tokens};
+    const std::int64_t flat[] = {1, in.tokens, shape_.kv_heads * head_dim}, rows[] = {in.rows}, edges[] = {in.rows + 1};
+    const std::int64_t one_head[] = {head_dim}, positions[] = {1, in.tokens};
     run.expect(kKey, flat);
     run.expect(kValue, flat);
     run.expect(kValueCache, cache);

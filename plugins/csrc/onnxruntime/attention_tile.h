@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <limits>
 
+#include "onnxruntime/kv_slots.h"
+
 namespace outrider::engine {
 
 constexpr int kRows = 24;  // queries of a tile, and tokens that they belong to, at most
@@ -66,19 +68,11 @@ struct Tile {
   const float* bias[kRows];  // of each token: `view` floats; a key is visible where it is 0
   const float* query[kRows];   // head_dim floats each
   float* out[kRows];           // head_dim floats each
-  const Cached* keys;          // [view, head_dim]
-  const Cached* values;        // [view, head_dim]
+  const Cached* keys;          // [view, slot_size]
+  const Cached* values;        // [view, slot_size]
   std::int64_t view;
   int head_dim;
   float scale;
-};
-
-// A 16-bit float as the KV cache holds it.
-struct Half {
-  std::uint16_t bits;
-};
-struct BFloat16 {
-  std::uint16_t bits;
 };
 
 }  // namespace outrider::engine

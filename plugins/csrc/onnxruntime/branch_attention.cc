@@ -27,10 +27,9 @@ struct TokenTile {
 // Memory of the calling thread, which only grows.
 struct Workspace {
   std::vector<TokenTile> tiles;
-  Memory<float> query, out;
+  Memory<float> query;
 };
 
-template <class Cached>
 struct Job {
   const Shape& shape;
   const Inputs& in;
@@ -38,7 +37,7 @@ struct Job {
   const AttentionKernels& kernels;
   const Workspace& space;
   std::atomic<bool>& failed;  // for want of memory: nothing may be thrown past other threads' work
-  float *query, *out;  // [N, heads, head_dim]: ready queries; the op's output, or where it is rounded from
+  float* query;  // [N, heads, head_dim]: ready queries
   std::int64_t head_parts;
 
   std::int64_t row_start(std::int64_t row) const { return in.row_splits == nullptr ? 0 : in.row_splits[row]; }
@@ -51,14 +50,12 @@ std::int64_t tokens_per_tile(const Shape& shape, std::int64_t tokens, int thread
 }
 
 // One head of one token: normed, and rotated by its position, as floats.
-template <class Cached>
-void prepare(const Shape& shape, const Inputs& in, const Cached* from, const void* norm, std::int64_t token,
+void prepare(const Shape& shape, const Inputs& in, const float* from, const float* norm, std::int64_t token,
              float* __restrict to) {
   const int size = shape.head_dim, half = size / 2;
   float head[kMaxHead];
-  for (int d = 0; d < size; ++d) head[d] = to_float(from[d]);
+  std::copy_n(from, size, head);
   if (norm != nullptr) {
-    const auto* weight = static_cast<const Cached*>(norm);
     float partial[8] = {};
     int d = 0;
     for (; d + 8 <= size; d += 8)
@@ -67,43 +64,41 @@ void prepare(const Shape& shape, const Inputs& in, const Cached* from, const voi
     float sum = 0.0f;
     for (const float part : partial) sum += part;
     const float factor = 1.0f / std::sqrt(sum / static_cast<float>(size) + shape.epsilon);
-    for (d = 0; d < size; ++d) head[d] = head[d] * factor * to_float(weight[d]);
+    for (d = 0; d < size; ++d) head[d] = head[d] * factor * norm[d];
   }
   if (in.positions == nullptr) {
     std::copy_n(head, size, to);
     return;
   }
-  const auto* cos = static_cast<const Cached*>(in.cos) + in.positions[token] * half;
-  const auto* sin = static_cast<const Cached*>(in.sin) + in.positions[token] * half;
+  const float* cos = in.cos + in.positions[token] * half;
+  const float* sin = in.sin + in.positions[token] * half;
   for (int d = 0; d < half; ++d) {
-    to[d] = head[d] * to_float(cos[d]) - head[d + half] * to_float(sin[d]);
-    to[d + half] = head[d + half] * to_float(cos[d]) + head[d] * to_float(sin[d]);
+    to[d] = head[d] * cos[d] - head[d + half] * sin[d];
+    to[d + half] = head[d + half] * cos[d] + head[d] * sin[d];
   }
 }
 
 // The new tokens of a tile: queries made ready, keys and values appended.
 template <class Cached>
 void append(void* state, std::size_t index) noexcept {
-  const auto& job = *static_cast<const Job<Cached>*>(state);
+  const auto& job = *static_cast<const Job*>(state);
   const Shape& shape = job.shape;
   const Inputs& in = job.in;
   const TokenTile& tile = job.space.tiles[index];
   const int size = shape.head_dim;
   float head[kMaxHead];
   for (std::int64_t token = tile.first; token < tile.first + tile.tokens; ++token) {
-    const auto* query = static_cast<const Cached*>(in.query) + token * in.query_stride;
-    const auto* key = static_cast<const Cached*>(in.key) + token * in.key_stride;
-    const auto* value = static_cast<const Cached*>(in.value) + token * in.value_stride;
+    const float* query = in.query + token * in.query_stride;
+    const float* key = in.key + token * in.key_stride;
+    const float* value = in.value + token * in.value_stride;
     for (int h = 0; h < shape.heads; ++h)
-      prepare<Cached>(shape, in, query + h * size, in.query_norm, token,
-                      job.query + (token * shape.heads + h) * size);
+      prepare(shape, in, query + h * size, in.query_norm, token, job.query + (token * shape.heads + h) * size);
     const std::int64_t slot = in.past_length[tile.row] + token - job.row_start(tile.row);
     for (int h = 0; h < shape.kv_heads; ++h) {
-      const std::int64_t at = ((tile.row * shape.kv_heads + h) * in.capacity + slot) * size;
-      auto* key_to = static_cast<Cached*>(job.to.key_cache) + at;
-      prepare<Cached>(shape, in, key + h * size, in.key_norm, token, head);
-      for (int d = 0; d < size; ++d) key_to[d] = from_float<Cached>(head[d]);
-      std::memcpy(static_cast<Cached*>(job.to.value_cache) + at, value + h * size, size * sizeof(Cached));
+      const std::int64_t at = ((tile.row * shape.kv_heads + h) * in.capacity + slot) * slot_size<Cached>(size);
+      prepare(shape, in, key + h * size, in.key_norm, token, head);
+      keep(head, size, static_cast<Cached*>(job.to.key_cache) + at);
+      keep(value + h * size, size, static_cast<Cached*>(job.to.value_cache) + at);
     }
   }
 }
@@ -115,14 +110,14 @@ void run(const AttentionKernels& kernels, const Tile<Cached>& tile, Scratch& scr
   else if constexpr (std::is_same_v<Cached, Half>)
     kernels.float16(tile, scratch);
   else
-    kernels.bfloat16(tile, scratch);
+    kernels.int8(tile, scratch);
 }
 
 // One key/value head, some of the query heads that share it, and the tokens of one tile.
 template <class Cached>
 void attend(void* state, std::size_t index) noexcept {
   thread_local Scratch scratch;
-  const auto& job = *static_cast<const Job<Cached>*>(state);
+  const auto& job = *static_cast<const Job*>(state);
   const Shape& shape = job.shape;
   const Inputs& in = job.in;
   const std::size_t tiles = job.space.tiles.size();
@@ -141,10 +136,10 @@ void attend(void* state, std::size_t index) noexcept {
     for (int h = 0; h < heads; ++h, ++r) {
       const std::int64_t at = (token * shape.heads + kv_head * group + first + h) * shape.head_dim;
       tile.query[r] = job.query + at;
-      tile.out[r] = job.out + at;
+      tile.out[r] = job.to.out + at;
     }
   }
-  const std::int64_t cache = (of.row * shape.kv_heads + kv_head) * in.capacity * shape.head_dim;
+  const std::int64_t cache = (of.row * shape.kv_heads + kv_head) * in.capacity * slot_size<Cached>(shape.head_dim);
   tile.keys = static_cast<const Cached*>(job.to.key_cache) + cache;
   tile.values = static_cast<const Cached*>(job.to.value_cache) + cache;
   tile.view = in.view;
@@ -187,18 +182,8 @@ const char* branch_attention(const Shape& shape, const Inputs& in, const Outputs
   const int group = shape.heads / shape.kv_heads;
   const std::int64_t size = in.tokens * shape.heads * shape.head_dim;
   float* queries = to.queries == nullptr ? space.query.room(size) : to.queries;
-  auto* out = static_cast<float*>(to.out);
-  if constexpr (!std::is_same_v<Cached, float>) out = space.out.room(size);
   std::atomic<bool> failed = false;
-  Job<Cached> job{shape,
-                  in,
-                  to,
-                  kernels().attention,
-                  space,
-                  failed,
-                  queries,
-                  out,
-                  (group + kRows - 1) / kRows};
+  Job job{shape, in, to, kernels().attention, space, failed, queries, (group + kRows - 1) / kRows};
 
   space.tiles.clear();
   const std::int64_t most = tokens_per_tile(shape, in.tokens, parallel.threads);
@@ -221,13 +206,11 @@ const char* branch_attention(const Shape& shape, const Inputs& in, const Outputs
   each(&attend<Cached>, space.tiles.size() * shape.kv_heads * job.head_parts,
        2.0 * per_token * static_cast<double>(in.tokens) * static_cast<double>(in.view));
   if (failed) throw std::bad_alloc();
-  if constexpr (!std::is_same_v<Cached, float>)
-    for (std::int64_t i = 0; i < size; ++i) static_cast<Cached*>(to.out)[i] = from_float<Cached>(out[i]);
   return nullptr;
 }
 
 template const char* branch_attention<float>(const Shape&, const Inputs&, const Outputs&, const Parallel&);
 template const char* branch_attention<Half>(const Shape&, const Inputs&, const Outputs&, const Parallel&);
-template const char* branch_attention<BFloat16>(const Shape&, const Inputs&, const Outputs&, const Parallel&);
+template const char* branch_attention<Int8>(const Shape&, const Inputs&, const Outputs&, const Parallel&);
 
 }  // namespace outrider::engine

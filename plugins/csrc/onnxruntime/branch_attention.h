@@ -16,20 +16,20 @@ struct Shape {
 // New tokens of all rows lie one after another. Pointers may be null where it says so.
 struct Inputs {
   std::int64_t tokens, rows, places, view, capacity;  // N, R, S, T and slots of the KV cache
-  const void *query, *key, *value;                    // of the KV cache's type
+  const float *query, *key, *value;
   std::int64_t query_stride, key_stride, value_stride;  // elements from token to token
   const float* bias;                                  // [R, 1, S, T]: 0 where a key is visible
   const std::int64_t* past_length;                    // [R]
   const std::int64_t* row_splits;                     // [R + 1]; null: one row has all tokens
   const std::int64_t* positions;                      // [N]; null: nothing is rotated
-  const void *cos, *sin;                              // [positions, head_dim / 2], of the KV cache's type
+  const float *cos, *sin;                             // [positions, head_dim / 2]
   std::int64_t position_limit;
-  const void *query_norm, *key_norm;                  // [head_dim] each, of the KV cache's type; null: no norm
+  const float *query_norm, *key_norm;                 // [head_dim] each; null: no norm
 };
 
 struct Outputs {
-  void* out;                         // [N, heads * head_dim]
-  void *key_cache, *value_cache;     // [R, kv_heads, capacity, head_dim], holding what was there before
+  float* out;                        // [N, heads * head_dim]
+  void *key_cache, *value_cache;     // [R, kv_heads, capacity, slot_size], holding what was there before
   float* queries;                    // [N, heads * head_dim], normed and rotated; null: nobody asks
 };
 
@@ -40,7 +40,7 @@ struct Parallel {
   int threads;
 };
 
-// Null, or what is wrong with the inputs; nothing is written then.
+// Null, or what is wrong with the inputs; nothing is written then. `Cached` is what the KV cache is of.
 template <class Cached>
 const char* branch_attention(const Shape& shape, const Inputs& in, const Outputs& out, const Parallel& parallel);
 

@@ -1,11 +1,12 @@
-// Floats and the KV cache's types.
+// Floats and the KV cache's types, number by number and slot by slot.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
-#include "onnxruntime/attention_tile.h"
+#include "onnxruntime/kv_slots.h"
+#include "onnxruntime/quantize.h"
 
 namespace outrider::engine {
 
@@ -32,6 +33,8 @@ inline float to_float(Half x) {
   return from_bits(sign | (exponent + 112) << 23 | fraction << 13);
 }
 
+inline float to_float(Int8 x) { return static_cast<float>(x.value); }
+
 // To the nearest, ties to even.
 template <class To>
 To from_float(float x);
@@ -39,13 +42,6 @@ To from_float(float x);
 template <>
 inline float from_float<float>(float x) {
   return x;
-}
-
-template <>
-inline BFloat16 from_float<BFloat16>(float x) {
-  const std::uint32_t bits = bits_of(x);
-  if (x != x) return {static_cast<std::uint16_t>(bits >> 16 | 64u)};
-  return {static_cast<std::uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};
 }
 
 template <>
@@ -60,4 +56,35 @@ inline Half from_float<Half>(float x) {
   return {static_cast<std::uint16_t>(sign | ((size - 0x38000000u + 0xfffu + (size >> 13 & 1u)) >> 13))};
 }
 
+namespace {
+
+// The numbers of one head in a slot, by their index.
+template <class Cached>
+class SlotNumbers {
+ public:
+  SlotNumbers(const Cached* slot, std::int64_t head_dim) : slot_(slot) {
+    if constexpr (std::is_same_v<Cached, Int8>) scale_ = scale_of(slot, head_dim);
+  }
+  float operator[](std::int64_t d) const {
+    if constexpr (std::is_same_v<Cached, Int8>) return to_float(slot_[d]) * scale_;
+    return to_float(slot_[d]);
+  }
+
+ private:
+  const Cached* slot_;
+  float scale_ = 1.0f;
+};
+
+// Keeps one head's numbers in a slot.
+template <class Cached>
+void keep(const float* numbers, std::int64_t head_dim, Cached* slot) {
+  if constexpr (std::is_same_v<Cached, Int8>) {
+    const float scale = quantize(numbers, head_dim, reinterpret_cast<std::int8_t*>(slot));
+    std::memcpy(slot + head_dim, &scale, sizeof scale);
+  } else {
+    for (std::int64_t d = 0; d < head_dim; ++d) slot[d] = from_float<Cached>(numbers[d]);
+  }
+}
+
+}  // namespace
 }  // namespace outrider::engine

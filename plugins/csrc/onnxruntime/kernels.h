@@ -10,7 +10,7 @@ namespace outrider::engine {
 struct AttentionKernels {
   void (*float32)(const Tile<float>&, Scratch&);
   void (*float16)(const Tile<Half>&, Scratch&);
-  void (*bfloat16)(const Tile<BFloat16>&, Scratch&);
+  void (*int8)(const Tile<Int8>&, Scratch&);
 };
 
 // Of a row of numbers. NaN counts as minus infinity.

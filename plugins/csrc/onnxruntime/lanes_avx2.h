@@ -21,7 +21,7 @@ struct Avx2 {
   static Vector zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
   static Vector load(const float* x) { return {_mm256_loadu_ps(x), _mm256_loadu_ps(x + 8)}; }
   static Vector load(const Half* x) { return {_mm256_cvtph_ps(halves(x)), _mm256_cvtph_ps(halves(x + 8))}; }
-  static Vector load(const BFloat16* x) { return {widened(x), widened(x + 8)}; }
+  static Vector load(const Int8* x) { return {widened(x), widened(x + 8)}; }
   static void store(float* to, Vector x) {
     _mm256_storeu_ps(to, x.low);
     _mm256_storeu_ps(to + 8, x.high);
@@ -103,8 +103,8 @@ struct Avx2 {
            static_cast<std::uint32_t>(_mm256_movemask_ps(high)) << 8;
   }
   static __m128i halves(const void* x) { return _mm_loadu_si128(static_cast<const __m128i*>(x)); }
-  static __m256 widened(const BFloat16* x) {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves(x)), 16));
+  static __m256 widened(const Int8* x) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x))));
   }
 };
 

@@ -19,8 +19,8 @@ struct Avx512 {
   static Vector zero() { return _mm512_setzero_ps(); }
   static Vector load(const float* x) { return _mm512_loadu_ps(x); }
   static Vector load(const Half* x) { return _mm512_cvtph_ps(half(x)); }
-  static Vector load(const BFloat16* x) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half(x)), 16));
+  static Vector load(const Int8* x) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))));
   }
   static void store(float* to, Vector x) { _mm512_storeu_ps(to, x); }
   static Vector broadcast(float x) { return _mm512_set1_ps(x); }

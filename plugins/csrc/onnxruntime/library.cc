@@ -26,17 +26,17 @@ constexpr const char* kThreads = "outrider.threads";
 // The ops of sessions with so many threads. They live as long as this library: nobody says when the last session ends.
 struct Domain {
   Domain(const OrtApi& api, int threads)
-      : attention32(threads), attention16(threads), attention_brain16(threads), expand(threads), rerank(threads),
+      : attention32(threads), attention16(threads), attention8(threads), expand(threads), rerank(threads),
         gated(threads), norm(threads), product(threads), lookup(threads) {
     check(api.CreateCustomOpDomain("outrider.cpu", &domain));
-    const OrtCustomOp* const ops[] = {&attention32, &attention16, &attention_brain16, &expand, &rerank,
+    const OrtCustomOp* const ops[] = {&attention32, &attention16, &attention8, &expand, &rerank,
                                        &gated,       &norm,        &product,           &lookup};
     for (const OrtCustomOp* op : ops) check(api.CustomOpDomain_Add(domain, op));
   }
 
   const Op<BranchAttentionOp<float, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT>> attention32;
   const Op<BranchAttentionOp<Half, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16>> attention16;
-  const Op<BranchAttentionOp<BFloat16, ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16>> attention_brain16;
+  const Op<BranchAttentionOp<Int8, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8>> attention8;
   const Op<TreeExpandOp> expand;
   const Op<TreeRerankOp> rerank;
   const Op<SwiGluOp> gated;
@@ -61,7 +61,7 @@ int threads_of(const OrtApi& api, const OrtSessionOptions* options) {
 }  // namespace outrider::engine
 
 // Counts changes of what the ops are; plugins/onnxruntime_ops.py wants the same.
-extern "C" OUTRIDER_EXPORT int outrider_cpu_ops_version() { return 5; }
+extern "C" OUTRIDER_EXPORT int outrider_cpu_ops_version() { return 6; }
 
 // Called by ONNX Runtime with the options of a session that loads this library.
 extern "C" OUTRIDER_EXPORT OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options,

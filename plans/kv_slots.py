@@ -1,0 +1,23 @@
+"""Types of KV caches, and how a slot holds one head's key or value in each.
+
+A slot of a float cache is the head's `head_dim` numbers. A slot of an int8 cache is `head_dim` integers and then the
+bytes of their scale, a float32: each number is its integer times the scale. So a slot is one row of one type in every
+cache, and what moves slots moves rows, whatever they hold.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from plans.buffers import DType
+
+KvType = Literal["float32", "float16", "int8"]
+"""The types that a recipe can ask for."""
+
+SCALE_BYTES = 4
+"""Bytes behind the integers of an int8 slot: their scale, a float32 in the machine's byte order."""
+
+
+def slot_size(dtype: DType, head_dim: int) -> int:
+    """Return the elements of type `dtype` that a slot has for one head of `head_dim` numbers."""
+    return head_dim + SCALE_BYTES if dtype is DType.INT8 else head_dim

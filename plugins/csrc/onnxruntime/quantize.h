@@ -1,0 +1,41 @@
+// Numbers that share a scale, as integers of 8 bits; compiled for each instruction set, with the same bits from all.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace outrider::engine {
+namespace {  // each instruction set has its own copy
+
+// Of numbers whose largest magnitude is `most`: integer = round(x * (127 / most)), halves to even. Returns their scale,
+// most / 127. Numbers below 2^-100 count as zeros. An infinity or a NaN among them makes the scale NaN.
+inline float quantize(const float* __restrict x, std::int64_t count, std::int8_t* __restrict integers) {
+  constexpr float kRounds = 12582912.0f;  // 1.5 * 2^23: a sum with it has no places behind the point
+  constexpr std::int32_t kTiny = 0x0d800000, kInfinity = 0x7f800000;  // bits of 2^-100, of infinity
+  std::int32_t most = 0;
+  for (std::int64_t i = 0; i < count; ++i) {
+    std::int32_t bits;
+    std::memcpy(&bits, x + i, sizeof bits);
+    const std::int32_t size = bits & 0x7fffffff;
+    most = size > most ? size : most;
+  }
+  float scale = 0.0f;
+  if (most < kTiny || most >= kInfinity) {
+    for (std::int64_t i = 0; i < count; ++i) integers[i] = 0;
+    const std::int32_t nan = 0x7fc00000;
+    if (most >= kInfinity) std::memcpy(&scale, &nan, sizeof scale);
+    return scale;
+  }
+  std::memcpy(&scale, &most, sizeof scale);
+  const float inverse = 127.0f / scale;
+  for (std::int64_t i = 0; i < count; ++i) {
+    const float rounded = x[i] * inverse + kRounds;
+    std::int32_t bits;
+    std::memcpy(&bits, &rounded, sizeof bits);
+    integers[i] = static_cast<std::int8_t>(bits - 0x4b400000);  // the bits of kRounds
+  }
+  return scale / 127.0f;
+}
+
+}  // namespace
+}  // namespace outrider::engine
