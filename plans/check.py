@@ -102,7 +102,7 @@ def session_bytes(backend: BackendPlan) -> int:
 
 
 def kv_caches(backend: BackendPlan) -> dict[str, Tensor]:
-    """The KV cache of each model, and the partial one, `[planes, rows, heads, slots, slot_size]` at its largest shape."""
+    """KV caches at their largest shape, `[planes, rows, heads, slots, slot_size]`, by model, the partial one too."""
     ending = f".{names.KV}"
     return {
         buffer.name.removesuffix(ending): buffer.model_copy(update={"shape": buffer_shape(backend, buffer)})

@@ -1,6 +1,6 @@
 """Our ops in ONNX Runtime's engines on the CPU: the library that a session loads, and the ops' domain.
 
-The library has a kernel for each of float32, float16 and bfloat16 KV caches:
+The library has a kernel for each of float32, float16 and int8 KV caches (`plans.kv_slots`); all else is float32:
 
 `outrider.cpu.BranchAttention(q, k, v, k_cache, v_cache, attn_bias, past_length, row_splits, positions, cos, sin,
 q_norm, k_norm) -> (out, k_cache_out, v_cache_out, queries)`, with attributes `num_heads`, `kv_num_heads`, `scale` and
@@ -13,6 +13,8 @@ It is `outrider.BranchAttention` (`plugins.onnx_ops`) with these differences:
 - without k and v, q has all three side by side, `[1, N, (num_heads + 2 * kv_num_heads) * head_dim]`;
 - without row_splits there is one row, which has all tokens;
 - with positions, int64 `[1, N]`, queries and keys are rotated by halves: cos and sin are `[positions, head_dim / 2]`;
+- a key or value is rounded to the cache's type when it is appended, and read as the number that its slot stands for:
+  `plugins.reference.to_slots` and `from_slots`, bit for bit on any machine;
 - with q_norm and k_norm, `[head_dim]`, each head is normed by its root mean square before the rotation;
 - the output queries, float32 `[N, num_heads * head_dim]`, which may be left out, are the ones compared with the keys;
 - the op appends in place to cache outputs that are bound to their inputs' memory, and copies other caches.

@@ -17,8 +17,8 @@ Float32 = NDArray[np.float32]
 def to_slots(x: Float32, dtype: DTypeLike) -> NDArray[Any]:
     """Return the slots `[..., slot_size]` of a cache of `dtype` that keep `x` `[..., head_dim]`.
 
-    int8: scale = max|x| / 127, integers = x * (127 / max|x|) in float32, rounded to the nearest, halves to even. Numbers
-    that are all below 2^-100 are kept as zeros; the scale of some with an infinity or a NaN is NaN.
+    int8: scale = max|x| / 127, integers = x * (127 / max|x|) in float32, rounded to the nearest, halves to even. Where
+    all numbers are below 2^-100 they are kept as zeros; where one is an infinity or a NaN the scale is NaN.
     """
     if np.dtype(dtype) != np.int8:
         return x.astype(dtype)

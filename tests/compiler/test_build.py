@@ -14,9 +14,11 @@ from tokenizers import Tokenizer
 
 import compiler.build
 from compiler.build import Built, build
+from compiler.design import design_plan
 from compiler.identity import tool_versions
 from compiler.inspect import describe
 from compiler.recipe import load_recipe
+from plans.buffers import DType
 from plans.build_record import read_build_record
 from plans.errors import CheckpointError, PlanError, RecipeError
 from plans.plan import open_plan, read_manifest
@@ -245,6 +247,31 @@ def test_half_precision_on_the_cpu_is_refused_with_its_line(workplace: Path) -> 
         rebuild(workplace)
     assert f"model.yaml:{line}" in str(caught.value)
     assert "target.dtype" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kept"),
+    [
+        (["kv_cache=int8", "backends=[onnxruntime-cuda]"], "int8; onnxruntime-cuda keeps .* float32 here"),
+        (
+            ["kv_cache=float16", "backends=[onnxruntime-cpu, {kind: tensorrt-rtx, dtype: bfloat16}]"],
+            "float16; tensorrt-rtx keeps .* bfloat16 here",
+        ),
+    ],
+)
+def test_other_backends_keep_kv_as_their_weights_are(workplace: Path, overrides: list[str], kept: str) -> None:
+    with pytest.raises(RecipeError, match=f"kv_cache is {kept}: leave kv_cache out, or build this backend by a recipe"):
+        design_plan(load_recipe(workplace / "model.yaml", overrides))
+    own = ["kv_cache=float16", "backends=[{kind: onnxruntime-cuda, dtype: float16}]"]
+    design = design_plan(load_recipe(workplace / "model.yaml", own))
+    kv = next(each for each in design.buffers(design.recipe.backends[0]) if each.name == "target.kv")
+    assert kv.dtype is DType.FLOAT16
+
+
+def test_another_type_of_kv_cache_makes_other_engines(workplace: Path) -> None:
+    built, _ = rebuild(workplace, "kv_cache=int8")
+    assert built.reused == ()
+    assert rebuild(workplace, "kv_cache=int8")[0].reused == ("plan",)
 
 
 @pytest.fixture

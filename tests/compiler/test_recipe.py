@@ -123,6 +123,11 @@ def test_a_recipe_cannot_be_changed(recipe_file: Path) -> None:
         ("factor: 4.0, ", "", "FILE:5: target.rope_scaling is wrong: rope scaling 'yarn' needs a 'factor'"),
         ("factor: 4.0", "factor: .inf", "FILE:5: target.rope_scaling.factor must be a finite number, found inf"),
         ("bfloat16", "float64", "FILE:4: target.dtype must be 'float32', 'float16' or 'bfloat16', found 'float64'"),
+        (
+            "name: reference",
+            "name: reference\nkv_cache: int4",
+            "FILE:2: kv_cache must be 'float32', 'float16' or 'int8', found 'int4'",
+        ),
         ("  context: 4096\n", "", "FILE:11: capacity.context is missing; add it (tokens of the longest sequence"),
         ("context: 4096", "context: big", "FILE:12: capacity.context must be a whole number, found 'big' (tokens of"),
         ("context: 4096", "context: '4096'", "FILE:12: capacity.context must be a whole number, found '4096'"),

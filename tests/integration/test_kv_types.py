@@ -13,8 +13,9 @@ from compiler.inspect import describe
 from compiler.recipe import load_recipe
 from plans import names
 from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
-from tests.conftest import EVERYTHING, TOY_DRAFTERS, made_once
+from tests.conftest import EVERYTHING, REFERENCE_RECIPE, made_once
 from tests.integration.random_use import RandomUse
+from tools.verify.verification import KV_LOGIT_BOUND, verify_plan
 
 TYPES = ("float16", "int8")
 PROMPT = [(37 * i) % 299 + 1 for i in range(60)]
@@ -41,8 +42,11 @@ def alone(plan: Path) -> Iterator[Runtime]:
 
 
 @pytest.mark.usefixtures("run_ahead")
+@pytest.mark.parametrize("rounds", [40, pytest.param(400, marks=pytest.mark.long)])
 @pytest.mark.parametrize("mode", ["batching", "in-one-sequence"])
-def test_tokens_depend_on_neither_drafter_nor_company_nor_cache(plan: Path, alone: Runtime, mode: str) -> None:
+def test_tokens_depend_on_neither_drafter_nor_company_nor_cache(
+    plan: Path, alone: Runtime, mode: str, rounds: int
+) -> None:
     """Lossless partial KV, prefix cache, compaction and branches included."""
     used = Runtime.load(
         plan,
@@ -51,8 +55,8 @@ def test_tokens_depend_on_neither_drafter_nor_company_nor_cache(plan: Path, alon
         scheduler=SchedulerConfig(mode=mode),  # type: ignore[arg-type]
     )
     user = RandomUse(alone, used, mode, seed=5)
-    user.run(120)
-    assert user.compared > 120
+    user.run(rounds)
+    assert user.compared > rounds
     assert used.close(timeout=10)
     assert used.prefix_cache is not None
     used.prefix_cache.check()
@@ -126,3 +130,15 @@ def test_memory_and_inspect_count_the_bytes_of_the_type(
     inspected = describe(plan)["backends"]["onnxruntime-cpu"]
     assert inspected["kv_caches"] == {name: {"type": kind, "bytes": size} for name, size in small.kv_bytes.items()}
     assert inspected["session_bytes"] == small.engine_bytes
+
+
+@pytest.mark.parametrize("kept", ["int8", pytest.param("float16", marks=pytest.mark.long)])
+def test_the_reference_agrees_with_its_checkpoint(kept: str, tmp_path: Path) -> None:
+    """Logits within the type's bound of transformers', and with every drafter the tokens of plain decoding."""
+    recipe = load_recipe(REFERENCE_RECIPE, [f"kv_cache={kept}"])
+    build(recipe, REFERENCE_RECIPE, tmp_path / "plan")
+    result = verify_plan(recipe, tmp_path / "plan", prompts=2, new_tokens=32)
+    assert result.passed
+    assert result.logit_bound == KV_LOGIT_BOUND[kept]
+    assert KV_LOGIT_BOUND[kept] / 100 < result.max_logit_error < KV_LOGIT_BOUND[kept] / 2
+    assert all(check.equal_runs == 2 for check in (*result.drafters.values(), *result.sampled.values()))

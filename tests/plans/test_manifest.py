@@ -125,6 +125,7 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "a buffer that is too small": (lambda m: tensor(m, "kept_indices").update(shape=["M"]), "kept_indices"),
     "a KV cache of whole numbers": (lambda m: tensor(m, "kv").update(dtype="int64"), "k_cache.0"),
     "a KV cache of half precision": (lambda m: tensor(m, "kv").update(dtype="float16"), "k_cache.0"),
+    "a KV cache of int8 without scales": (lambda m: tensor(m, "kv").update(dtype="int8"), "target.kv' must be int8"),
     "a missing buffer": (lambda m: rename_buffer(m, "logits", "target.other"), "logits"),
     "a buffer twice": (lambda m: backend(m)["buffers"].append(tensor(m, "bim")), "twice"),
     "a view of an unknown buffer": (lambda m: backend(m)["views"]["target.k_cache.0"].update(buffer="x"), "k_cache.0"),

@@ -220,8 +220,8 @@ def test_a_smaller_cache_is_a_float32_cache_of_the_numbers_that_it_stands_for(
     found, k_cache, v_cache = attend(small, *heads)
     wanted, *caches = attend(whole, *heads)
     np.testing.assert_array_equal(found.view(np.uint32), wanted.view(np.uint32))
-    for cache, wanted_cache in zip((k_cache, v_cache), caches, strict=True):
-        np.testing.assert_array_equal(from_slots(cache), wanted_cache)
+    for found_cache, wanted_cache in zip((k_cache, v_cache), caches, strict=True):
+        np.testing.assert_array_equal(from_slots(found_cache), wanted_cache)
 
 
 @pytest.mark.parametrize("spoiled", [np.nan, np.inf, 0.0, 1e-35, 3e38])

@@ -79,7 +79,7 @@ class SlotNumbers {
 template <class Cached>
 void keep(const float* numbers, std::int64_t head_dim, Cached* slot) {
   if constexpr (std::is_same_v<Cached, Int8>) {
-    const float scale = quantize(numbers, head_dim, reinterpret_cast<std::int8_t*>(slot));
+    const float scale = quantize(numbers, head_dim, reinterpret_cast<std::int8_t*>(slot)).scale;
     std::memcpy(slot + head_dim, &scale, sizeof scale);
   } else {
     for (std::int64_t d = 0; d < head_dim; ++d) slot[d] = from_float<Cached>(numbers[d]);

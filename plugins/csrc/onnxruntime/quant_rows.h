@@ -10,9 +10,7 @@ namespace {  // each instruction set has its own copy
 // Each block has a scale of its own. A block with an infinity or a NaN gives NaN for the whole row.
 inline void quantize_row(const QuantLayout& layout, const float* x, QuantBlock* to, std::int64_t stride) {
   for (std::int64_t block = 0; block < layout.blocks; ++block, x += kBlock, to += stride) {
-    const float scale = quantize(x, kBlock, to->integers);
-    std::int32_t sum = 0;
-    for (int i = 0; i < kBlock; ++i) sum += to->integers[i];
+    const auto [scale, sum] = quantize(x, kBlock, to->integers);
     to->scale = scale;
     to->sum = sum;
     to->correction = -layout.offset * sum;
