@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from plans.build_record import read_build_record
-from plans.check import kv_caches, session_bytes
+from plans.check import kv_bytes, kv_caches, session_bytes
 from plans.manifest import BackendPlan, Engine
 from plans.plan import Plan, open_plan
 from plugins.schema import CPU_DOMAIN
@@ -46,8 +46,8 @@ def _backend(plan: Plan, backend: BackendPlan) -> dict[str, Any]:
         "symbols": backend.symbols,
         "session_bytes": session_bytes(backend),
         "kv_caches": {
-            model: {"type": str(kv.dtype), "bytes": kv.elements({}) * kv.dtype.itemsize}
-            for model, kv in kv_caches(backend).items()
+            model: {"type": str(kv_caches(backend)[model].dtype), "bytes": size}
+            for model, size in kv_bytes(backend).items()
         },
         "engines": {name: _engine(plan, engine) for name, engine in backend.engines.items()},
         "kernels": backend.kernels,

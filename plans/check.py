@@ -111,6 +111,11 @@ def kv_caches(backend: BackendPlan) -> dict[str, Tensor]:
     }
 
 
+def kv_bytes(backend: BackendPlan) -> dict[str, int]:
+    """Bytes of `kv_caches`, by model."""
+    return {model: kv.elements({}) * kv.dtype.itemsize for model, kv in kv_caches(backend).items()}
+
+
 def _backend(
     backend: BackendPlan, models: Mapping[str, Geometry], drafters: Sequence[Drafter], partial: PartialKv | None
 ) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
-from plans.check import kv_caches, session_bytes
+from plans.check import kv_bytes, session_bytes
 from plans.manifest import BackendPlan
 from runtime.engine_pool import EnginePool
 
@@ -40,5 +40,5 @@ def memory_use(plan: BackendPlan, pool: EnginePool) -> MemoryUse:
         idle=len(pool.idle),
         engine_bytes=session_bytes(plan),
         prefix_cache_bytes=0 if pool.cache is None else pool.cache.nbytes,
-        kv_bytes={model: kv.elements({}) * kv.dtype.itemsize for model, kv in kv_caches(plan).items()},
+        kv_bytes=kv_bytes(plan),
     )

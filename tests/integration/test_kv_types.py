@@ -15,6 +15,7 @@ from plans import names
 from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
 from tests.conftest import EVERYTHING, REFERENCE_RECIPE, made_once
 from tests.integration.random_use import RandomUse
+from tests.integration.test_quantized import quantised
 from tools.verify.verification import KV_LOGIT_BOUND, verify_plan
 
 TYPES = ("float16", "int8")
@@ -60,6 +61,18 @@ def test_tokens_depend_on_neither_drafter_nor_company_nor_cache(
     assert used.close(timeout=10)
     assert used.prefix_cache is not None
     used.prefix_cache.check()
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("run_ahead")
+def test_the_same_holds_with_quantised_weights(toy_recipe: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(toy_recipe, [*quantised(EVERYTHING, "int4"), "kv_cache=int8"])
+    build(recipe, toy_recipe, tmp_path / "plan")
+    used = Runtime.load(tmp_path / "plan", threads=2, prefix_cache=PrefixCacheConfig(memory_bytes=1 << 19))
+    user = RandomUse(Runtime.load(tmp_path / "plan", threads=1), used, "batching", seed=6)
+    user.run(150)
+    assert user.compared > 150
+    assert used.close(timeout=10)
 
 
 def test_logits_are_the_same_bits_in_a_prompt_and_in_a_step(plan: Path) -> None:
