@@ -74,6 +74,7 @@ def test_inspect_shows_geometry_programs_ops_and_rules(toy_plan: Path, capsys: C
     text = capsys.readouterr().out
     for part in (
         "4 layers",
+        "KV caches: target 0.39 MB float32, chain ",
         "context 160",
         "speculate.chain",
         "outrider.cpu.BranchAttention 4",
@@ -96,10 +97,11 @@ def test_inspect_shows_geometry_programs_ops_and_rules(toy_plan: Path, capsys: C
         "files",
     }  # fmt: skip
     target = found["backends"]["onnxruntime-cpu"]
-    assert set(target) == {"programs", "symbols", "session_bytes", "engines", "kernels", "lowering"}
+    assert set(target) == {"programs", "symbols", "session_bytes", "kv_caches", "engines", "kernels", "lowering"}
     assert target["programs"]["decode"] == ["op:BimMask", "engine:target", "op:Sample"]
     assert target["engines"]["target"]["ops"]["outrider.cpu.BranchAttention"] == 4
-    assert target["session_bytes"] > 4 * 2 * 384 * 16 * 4  # the KV cache alone
+    assert target["kv_caches"]["target"] == {"type": "float32", "bytes": 2 * 4 * 2 * 384 * 16 * 4}
+    assert target["session_bytes"] > sum(kv["bytes"] for kv in target["kv_caches"].values())
 
 
 def test_verify_compares_with_pytorch_and_exits_with_the_verdict(toy_plan: Path, capsys: Captured) -> None:
