@@ -29,8 +29,13 @@ struct Neon {
   static Vector load(const Half* x) {
     return each([&](int q) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&x[4 * q].bits))); });
   }
-  static Vector load(const BFloat16* x) {
-    return each([&](int q) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(&x[4 * q].bits), 16)); });
+  static Vector load(const Int8* x) {
+    const int8x16_t all = vld1q_s8(&x->value);
+    const int16x8_t halves[] = {vmovl_s8(vget_low_s8(all)), vmovl_s8(vget_high_s8(all))};
+    return each([&](int q) {
+      const int16x8_t half = halves[q / 2];
+      return vcvtq_f32_s32(vmovl_s16(q % 2 == 0 ? vget_low_s16(half) : vget_high_s16(half)));
+    });
   }
   static void store(float* to, Vector x) {
     for (int q = 0; q < 4; ++q) vst1q_f32(to + 4 * q, x.quarter[q]);

@@ -61,7 +61,8 @@ template <class Cached>
 void attention(Numbers n, void (*attend)(const Tile<Cached>&, Scratch&)) {
   const std::int64_t tokens = n[0], heads = n[1], view = n[2], size = n[3], rows = tokens * heads;
   const auto biases = take<float>(tokens * view), queries = take<float>(rows * size);
-  const auto keys = take<Cached>(view * size), values = take<Cached>(view * size);
+  const std::int64_t slots = view * slot_size<Cached>(size);
+  const auto keys = take<Cached>(slots), values = take<Cached>(slots);
   std::vector<float> out(queries.size());
   Tile<Cached> tile{};
   tile.tokens = static_cast<int>(tokens);
@@ -110,7 +111,7 @@ void run(std::int64_t kind, Numbers n) {
     case 1: return row(n);
     case 2: return attention<float>(n, attend.float32);
     case 3: return attention<Half>(n, attend.float16);
-    case 4: return attention<BFloat16>(n, attend.bfloat16);
+    case 4: return attention<Int8>(n, attend.int8);
   }
   std::exit(1);
 }
