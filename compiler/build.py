@@ -25,12 +25,9 @@ from compiler.models.config import WeightType
 from compiler.place import Place
 from compiler.programs import emit_programs, stages_around
 from compiler.quantization.graph import quantize
-from compiler.quantization.keeping import reason_against
+from compiler.quantization.keeping import reason_against, with_minimums
 from compiler.recipe import Recipe
-from compiler.recipe_backends import (
-    PACKAGES,
-    BackendBuild,
-)
+from compiler.recipe_backends import PACKAGES, BackendBuild, TensorRtRtxSection, TensorRtSection
 from compiler.recipe_source import Location
 from compiler.recipe_weights import WeightsSection
 from compiler.text import read_text
@@ -192,8 +189,17 @@ def _export(design: PlanDesign, dtype: WeightType, steps: _Steps) -> dict[str, i
 
 
 def _check_kept(recipe: Recipe, place: Location, model: nn.Module, weights: WeightsSection | None) -> None:
-    """Raise `RecipeError` where the checkpoint's integers can neither be kept nor rounded."""
-    reason = reason_against(model, None if weights is None else weights.form)
+    """Raise `RecipeError` where the checkpoint's integers can neither be kept nor rounded, or a backend has no such."""
+    form = None if weights is None else weights.form
+    for index, backend in enumerate(recipe.backends):
+        unsigned = with_minimums(model, form) if isinstance(backend, TensorRtSection | TensorRtRtxSection) else None
+        if unsigned is not None:
+            raise recipe.error(
+                ("backends", index),
+                f"is {backend.kind}, and {unsigned}, which TensorRT does not read; leave the backend out, or give a "
+                "checkpoint with signed integers, such as Q4_0 or Q8_0 of GGUF",
+            )
+    reason = reason_against(model, form)
     if reason is None:
         return
     if weights is None:

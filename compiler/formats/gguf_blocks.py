@@ -127,7 +127,7 @@ def _fifth_bits(packed: Bytes) -> Bytes:
 
 
 def _signed(integers: Bytes, zero: int) -> NDArray[np.int8]:
-    return (integers.astype(np.int16) - zero).astype(np.int8)
+    return (integers - np.uint8(zero)).view(np.int8)  # modulo 256
 
 
 def _six_bit_scales(blocks: Bytes) -> tuple[Float32, Float32]:

@@ -108,7 +108,7 @@ class PackedModule(ABC):
             blocks = groups[::BLOCK]
             scales, zeros = (part if outputs is None else part[outputs] for part in (self.scales(), self.zeros()))
             if symmetric:
-                signed = (integers.astype(np.int16) - middle).astype(np.int8)
+                signed = (integers - np.uint8(middle)).view(np.int8)  # modulo 256
                 return QuantizedWeight(self.bits, signed, np.ascontiguousarray(scales[:, blocks]))
             minimums = -(zeros.astype(np.float32) * scales)
             return QuantizedWeight(

@@ -44,6 +44,16 @@ def reason_against(module: nn.Module, form: WeightForm | None) -> str | None:
     return None
 
 
+def with_minimums(module: nn.Module, form: WeightForm | None) -> str | None:
+    """Return which weight of `module` keeps integers that have minimums, as a clause; None where none does."""
+    for name, tensor in deferred(module).items():
+        source = kept(tensor, _bits(name, form))
+        if source is not None and source.minimums:
+            stored = tensor.tensors.found[tensor.stored_name]
+            return f"{stored.file} stores {tensor.stored_name!r} as {stored.dtype}, unsigned integers with minimums"
+    return None
+
+
 def _bits(name: str, form: WeightForm | None) -> int | None:
     """Return the bits that `form` asks of a parameter."""
     return None if form is None else form.head_bits if name.endswith(_HEAD) else form.bits

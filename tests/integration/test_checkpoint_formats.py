@@ -103,6 +103,15 @@ def test_fewer_bits_than_the_checkpoint_has_are_asked_for_twice(tmp_path: Path) 
         build(load_recipe(recipe), recipe, tmp_path / "plan")
 
 
+def test_unsigned_integers_are_refused_for_tensorrt(tmp_path: Path) -> None:
+    write_model(tmp_path / "model.gguf", random_model(), "Q4_1", tokenizer(), ENDS)
+    recipe = write_recipe(tmp_path, "model.gguf", dtype="float16")
+    with pytest.raises(
+        RecipeError, match=r"backends\[0\] is tensorrt-rtx, and .*embed_tokens.weight' as Q4_1, unsigned"
+    ):
+        build(load_recipe(recipe).for_backends(["tensorrt-rtx"]), recipe, tmp_path / "plan")
+
+
 @pytest.mark.parametrize("name", ["awq", "gptq, activations ordered", "compressed int8"])
 def test_packed_folder_to_text(name: str, tmp_path: Path) -> None:
     pack, settings, family, changes = FORMATS[name]

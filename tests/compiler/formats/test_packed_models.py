@@ -87,7 +87,7 @@ def test_decoder_is_transformers_at_every_position(name: str, tmp_path: Path) ->
 
 
 def graph_logits(folder: Path, place: Path) -> tuple[NDArray[np.float32], list[Any]]:
-    """Logits of the graph with the checkpoint's integers, its ops their bodies, and the graph's nodes before."""
+    """Logits of the graph with the checkpoint's integers in weight-only operators, and its nodes before lowering."""
     decoder = defer_decoder(folder)
     graph = export_target(decoder, CAPACITY)
     quantize("target", graph, None)
@@ -113,7 +113,7 @@ def graph_logits(folder: Path, place: Path) -> tuple[NDArray[np.float32], list[A
 
 
 def test_graph_with_the_checkpoints_integers_is_transformers(tmp_path: Path) -> None:
-    """Where an op is its body, activations are not rounded, so that a wrong integer, scale or order would show."""
+    """Weight-only operators round no activations, so that a wrong integer, scale or order would show."""
     model = write("gptq, activations ordered", tmp_path)
     found, nodes = graph_logits(tmp_path, tmp_path / "engine")
     np.testing.assert_allclose(found, logits_of(model, IDS).numpy(), atol=1e-4)
