@@ -70,7 +70,7 @@ def _constant(
     def compute() -> ir.TensorProtocol:
         return ir.tensor(part(source.read()).reshape(shape))
 
-    return lowering.constant(name, ir.LazyTensor(compute, dtype=ir.DataType.UINT8, shape=ir.Shape(shape)))
+    return lowering.deferred(name, ir.LazyTensor(compute, dtype=ir.DataType.UINT8, shape=ir.Shape(shape)))
 
 
 def _stored(weight: QuantizedWeight) -> NDArray[np.uint8]:

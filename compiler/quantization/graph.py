@@ -106,7 +106,8 @@ def _read_rows(tensor: ir.TensorProtocol, turned: bool) -> Tensor:
     """
     if isinstance(tensor, StoredTensor):
         return tensor.read_stored()
-    return torch.from_numpy(np.ascontiguousarray(tensor.numpy().T if turned else tensor.numpy(), np.float32))
+    rows = tensor.numpy().T if turned else tensor.numpy()
+    return torch.from_numpy(np.array(rows, np.float32, order="C"))
 
 
 def _replace(graph: ir.Graph, name: str, value: ir.Value, users: list[ir.Node], source: WeightSource) -> None:
