@@ -23,11 +23,18 @@ from compiler.inlining import inline_stages
 from compiler.lowering import lower
 from compiler.models.config import WeightType
 from compiler.place import Place
+from compiler.probes.graph import write_probe
 from compiler.programs import emit_programs, stages_around
 from compiler.quantization.graph import quantize
 from compiler.quantization.keeping import reason_against, with_minimums
 from compiler.recipe import Recipe
-from compiler.recipe_backends import PACKAGES, BackendBuild, TensorRtRtxSection, TensorRtSection
+from compiler.recipe_backends import (
+    PACKAGES,
+    BackendBuild,
+    OnnxRuntimeCpuSection,
+    TensorRtRtxSection,
+    TensorRtSection,
+)
 from compiler.recipe_source import Location
 from compiler.recipe_weights import WeightsSection
 from compiler.text import read_text
@@ -41,7 +48,9 @@ from plans.manifest import (
     GraphDrafter,
     Manifest,
     PlanFile,
+    Probe,
     RuleReport,
+    deciding_engines,
 )
 from plans.plan import MANIFEST, Plan, file_sha256, manifest_json, open_plan
 from plans.skeleton import SKELETON_FILE, Skeleton
@@ -53,11 +62,12 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Engines:
-    """A backend's engines by name, the reports of their lowering, and our ops' kernel files by architecture."""
+    """A backend's engines by name, the reports of their lowering, our ops' kernel files by architecture, the probe."""
 
     engines: dict[str, Engine]
     reports: tuple[RuleReport, ...]
     kernels: dict[str, str]
+    probe: Probe | None
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,7 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
             shutil.copytree(place.folder / "engines" / backend, root / "engines" / backend)
             for file in plan.kernels.values():
                 _copy(place.folder / file, root / file)
-            engines[backend] = Engines(plan.engines, plan.lowering, plan.kernels)
+            engines[backend] = Engines(plan.engines, plan.lowering, plan.kernels, plan.probe)
         for dtype in dtypes:
             exported = _export(design, dtype, steps)
             reports = _quantize(design, exported)
@@ -231,6 +241,9 @@ def _write_engines(
     folder = open_folder(backend, place, lambda text: steps.detail(f"{backend.kind}: {text}"), cache)
     engines: dict[str, Engine] = {}
     reports: list[RuleReport] = []
+    # A GPU's kernels choose by the size of a step, and promise less.
+    decide = deciding_engines(design.drafters) if isinstance(backend, OnnxRuntimeCpuSection) else []
+    deciding: dict[str, ir.Model] = {}
     for name, graph in graphs.items():
         steps.begin(f"{backend.kind}: lowering {name} and writing its engine")
         own = graph.clone()
@@ -239,8 +252,11 @@ def _write_engines(
         rows, kv_cache = design.limits[name][names.ROWS], design.recipe.kv_cache
         reports += lower(name, own, backend.kind, rows=rows, caches=caches, kv_cache=kv_cache)
         engines[name] = folder.write(name, own, design.limits[name]).model_copy(update={"holds": held})
+        if name in decide:
+            deciding[name] = own  # its large weights are in the file by now
     folder.close()
-    return Engines(engines, tuple(reports), _compile_kernels(backend, root, steps))
+    probe = write_probe(deciding, place) if deciding else None
+    return Engines(engines, tuple(reports), _compile_kernels(backend, root, steps), probe)
 
 
 def _take_into(graph: ir.Model, model: str, design: PlanDesign, backend: BackendBuild) -> tuple[str, ...]:
@@ -262,6 +278,7 @@ def _backend_plan(design: PlanDesign, backend: BackendBuild, built: Engines, key
         programs=emit_programs(built.engines, design),
         lowering=built.reports,
         kernels=built.kernels,
+        probe=built.probe,
         buckets=step_buckets(design, built.engines) if built.kernels else {},
     )
 

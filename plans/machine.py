@@ -1,20 +1,36 @@
-"""The machine that figures were measured on, and the memory that a process took."""
+"""The machine: its processor and what that can do, and the memory that a process took."""
 
 from __future__ import annotations
 
 import platform
+import re
 import sys
 from pathlib import Path
+
+_ARITHMETIC = re.compile(r"(s?sse|avx|fma|f16c|amx|asimd|fphp|i8mm|bf16|sve)|sme(?!p)")
+"""How the names of extensions begin that compute, on x86 and on Arm."""
 
 
 def processor() -> str:
     """The model of the CPU."""
+    return _cpu_info("model name") or platform.processor() or platform.machine()
+
+
+def instruction_set() -> str:
+    """The processor's extensions by which libraries choose kernels, such as "avx avx2 fma"; "" where Linux is not."""
+    flags = _cpu_info("flags") or _cpu_info("Features")
+    return " ".join(sorted(flag for flag in flags.split() if _ARITHMETIC.match(flag)))
+
+
+def _cpu_info(key: str) -> str:
+    """What Linux says of the first core; "" where it says nothing of that."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+            name, _, value = line.partition(":")
+            if name.strip() == key:
+                return value.strip()
+    return ""
 
 
 def peak_rss_bytes() -> int | None:

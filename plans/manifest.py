@@ -150,6 +150,14 @@ def rejects(drafters: Iterable[Drafter]) -> bool:
     return any(isinstance(d, GraphDrafter) and d.acceptance == "rejection" for d in drafters)
 
 
+def deciding_engines(drafters: Iterable[Drafter]) -> list[str]:
+    """Engines whose results tokens depend on: the target's, and those of drafters that are accepted by rejection.
+
+    What other drafters propose decides how many tokens a pass commits, and never which.
+    """
+    return [names.TARGET, *(drafter.name for drafter in drafters if rejects([drafter]))]
+
+
 class StageKind(StrEnum):
     OP = "op"  # one of our ops, by schema name
     ENGINE = "engine"  # one of the target's engines, by name
@@ -227,6 +235,17 @@ class Engine(Strict):
         return any(tensor.name == later for tensor in self.outputs)
 
 
+class Probe(Strict):
+    """A graph of single ops of the engines, which shows whether their results depend on the company of a row.
+
+    Inputs are float32. One dimension of every output, and of every input but those that are the same for all rows, is
+    `names.PROBED`. Row i of an output must depend on row i of the inputs alone, bit for bit, in any number of rows.
+    """
+
+    file: str
+    ops: dict[str, str] = Field(description="By output: the engine and the op that it comes from, for the reader.")
+
+
 class RuleReport(Strict):
     """The effect of one lowering rule on one engine's graph."""
 
@@ -264,6 +283,7 @@ class BackendPlan(Strict):
     buckets: dict[str, Buckets] = Field({}, description="By model, where a step has few sizes, so that it is recorded.")
     programs: dict[str, Program]
     lowering: tuple[RuleReport, ...] = ()
+    probe: Probe | None = Field(None, description="Where a row's result is promised to depend on the row alone.")
     kernels: dict[str, str] = Field({}, description="Our ops compiled for a device: architecture (sm_90) to file.")
 
 

@@ -18,6 +18,8 @@ GROWN = "D"  # nodes of all these trees, roots included
 CAPACITY = "C"  # slots of the KV cache that a stage binds: where engines take several, and no size of a step
 SYMBOLS = (NEW, VIEW, LOGITS, ROWS, ROW_EDGES, PLACES, FEATURED, TIPS, GROWN)
 
+PROBED = "P"  # rows of a probe; no size of a step
+
 # Models of a plan. The target is always there; a drafter with weights is another.
 TARGET = "target"
 

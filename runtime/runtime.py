@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Unpack, cast, overload
+from typing import Unpack, cast, get_args, overload
 
 import numpy as np
 import onnxruntime
 
 from plans.errors import ClosedError, RequestError
 from plans.machine import processor
-from plans.manifest import Manifest
+from plans.manifest import Manifest, Probe
 from plans.plan import Plan, open_plan
 from plans.skeleton import read_skeleton
 from plans.tokenizer import Tokenizer
@@ -23,6 +24,7 @@ from runtime.beam_search import BeamOptions, BeamResult, beam_search
 from runtime.branch_request import BranchPrompt, BranchRequest, Mode, check_branches
 from runtime.branch_run import run_branches
 from runtime.engine_pool import EnginePool
+from runtime.exactness import Exactness, Probed, ensure_exact
 from runtime.execution.assembly import Loaded
 from runtime.generation import Generation, Run, Stream
 from runtime.handle import Handle
@@ -37,6 +39,7 @@ from runtime.stats import Stats
 from runtime.text.prompt import Messages, choose_prompt, prepare_prompt
 
 MAX_THREADS = 1024
+_LOG = logging.getLogger("outrider")
 
 
 def check_threads(threads: int) -> None:
@@ -47,11 +50,18 @@ def check_threads(threads: int) -> None:
         )
 
 
+def check_exactness(exactness: str) -> None:
+    """Raise `RequestError` unless `exactness` is one of `Exactness`."""
+    if exactness not in get_args(Exactness):
+        raise RequestError(f"exactness is {exactness!r}; pass one of {', '.join(get_args(Exactness))}.")
+
+
 class Runtime:
     """A plan in memory: engines and tokenizer, shared by any number of sessions.
 
-    `backend` is the one that runs; `passed_over` says why better ones of the plan do not. `skeleton` has the plan's
-    settings of skeleton-of-thought. Safe to use from several threads. `Runtime.load` makes one.
+    `backend` is the one that runs; `passed_over` says why better ones of the plan do not. `probed` says what is known
+    of its exactness on this machine; None for a backend that promises none, and where it is unchecked. `skeleton` has
+    the plan's settings of skeleton-of-thought. Safe to use from several threads. `Runtime.load` makes one.
     """
 
     def __init__(
@@ -61,10 +71,12 @@ class Runtime:
         settings: Settings,
         prefix_cache: PrefixCacheConfig | None = None,
         scheduler: SchedulerConfig | None = None,
+        exactness: Exactness = "probed",
     ) -> None:
         self._plan, self.backend, self.passed_over = plan, chosen.backend, chosen.passed_over
         self.skeleton = read_skeleton(plan)
         backend_plan = plan.manifest.backends[self.backend]
+        self.probed = _probe(plan, backend_plan.probe, settings.threads, exactness)
         driver = BACKENDS[self.backend].make(backend_plan, settings)
         engines = {name: driver.load(plan.file(engine.file), engine) for name, engine in backend_plan.engines.items()}
         text = plan.manifest.text
@@ -89,6 +101,7 @@ class Runtime:
         cuda_graphs: bool = True,
         prefix_cache: PrefixCacheConfig | None = None,
         scheduler: SchedulerConfig | None = None,
+        exactness: Exactness = "probed",
     ) -> Runtime:
         """Open the plan folder `plan` and load its engines for `backend` (default: the best this machine drives).
 
@@ -96,10 +109,13 @@ class Runtime:
         sha256 of the files (sizes are still checked). On a GPU every session first records the rounds that it will
         come to, a few seconds; without `cuda_graphs` it launches them kernel by kernel. With `prefix_cache`, all
         sessions and one-off generations find what was computed of earlier sequences (on the CPU; its memory is taken
-        here). `scheduler` says how `submit` serves requests. Raises `PlanError`, and `RequestError` for a wrong number
-        of threads or a cache that cannot be.
+        here). `scheduler` says how `submit` serves requests. On the CPU, a plan that runs on a machine for the first
+        time is probed, in less than 100 ms: whether drafts and neighbours leave every bit of a token as it is. It is
+        refused where they do not, unless `exactness` is "unchecked", which gives that promise up. Raises `PlanError`,
+        and `RequestError` for a wrong number of threads or a cache that cannot be.
         """
         check_threads(threads)
+        check_exactness(exactness)
         opened = open_plan(Path(plan), verify=verify)
         return cls(
             opened,
@@ -107,6 +123,7 @@ class Runtime:
             Settings(threads, cuda_graphs),
             prefix_cache,
             scheduler,
+            exactness,
         )
 
     @property
@@ -360,3 +377,12 @@ def _is_one(prompt: object) -> bool:
     if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not len(prompt):
         return True
     return isinstance(prompt[0], int | np.integer)
+
+
+def _probe(plan: Plan, probe: Probe | None, threads: int, exactness: Exactness) -> Probed | None:
+    if probe is None:
+        return None
+    if exactness == "unchecked":
+        _LOG.warning("%s runs unchecked: drafts and neighbours may change its tokens on this machine", plan.root)
+        return None
+    return ensure_exact(plan, probe, threads)

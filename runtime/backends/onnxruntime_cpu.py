@@ -56,19 +56,25 @@ class OnnxRuntimeCpu:
         return Buffers(plan)
 
     def _options(self, engine: Engine) -> ort.SessionOptions:
-        options = ort.SessionOptions()
-        options.log_severity_level = 3  # warnings about our own graphs help no user; errors are raised
         small, drafts = engine.weight_bytes <= CACHED_BYTES, any(t.name == names.TREE_TOKEN_IDS for t in engine.outputs)
-        threads = options.intra_op_num_threads = 1 if small and drafts else self._threads
-        if threads:
-            options.add_session_config_entry(THREADS, str(threads))
-        options.register_custom_ops_library(str(cpu_library()))
+        options = session_options(1 if small and drafts else self._threads)
         if drafts:
             options.add_session_config_entry("session.force_spinning_stop", "1")
         else:
             options.add_session_config_entry("session.intra_op.spin_duration_us", "2000")
             options.add_session_config_entry("session.intra_op.spin_backoff_max", "1")
         return options
+
+
+def session_options(threads: int) -> ort.SessionOptions:
+    """Options of a session that knows our ops; `threads` 0 leaves the number to ONNX Runtime."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 3  # warnings about our own graphs help no user; errors are raised
+    options.intra_op_num_threads = threads
+    if threads:
+        options.add_session_config_entry(THREADS, str(threads))
+    options.register_custom_ops_library(str(cpu_library()))
+    return options
 
 
 class _LoadedEngine:

@@ -6,11 +6,13 @@ import argparse
 import sys
 from io import TextIOWrapper
 from pathlib import Path
+from typing import get_args
 
 from commands.arguments import at_least_0, at_least_1, number, whole_number
 from commands.console import stderr
 from plans.errors import RequestError
 from plans.partial_kv import PARTIAL_MODES
+from runtime.exactness import Exactness
 from runtime.generation import Generation
 from runtime.prefix_cache.cache import PrefixCacheConfig
 from runtime.request import Options
@@ -32,6 +34,13 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
         "--no-cuda-graphs",
         action="store_true",
         help="on a GPU, launch kernel by kernel what would be recorded at loading",
+    )
+    parser.add_argument(
+        "--exactness",
+        choices=get_args(Exactness),
+        default="probed",
+        help="on a CPU, unchecked: run the plan even where drafts and neighbours may change its tokens (default: probed, "
+        "once on each machine, and refused there)",
     )
 
 
@@ -113,7 +122,7 @@ def load(
     prefix_cache: PrefixCacheConfig | None = None,
     scheduler: SchedulerConfig | None = None,
 ) -> Runtime:
-    """The plan, loaded; on standard error, why better backends were passed over."""
+    """The plan, loaded; on standard error, why better backends were passed over, and that the machine was probed."""
     with stderr.status(f"loading {arguments.plan}"):
         runtime = Runtime.load(
             arguments.plan,
@@ -122,9 +131,12 @@ def load(
             cuda_graphs=not arguments.no_cuda_graphs,
             prefix_cache=prefix_cache,
             scheduler=scheduler,
+            exactness=arguments.exactness,
         )
     for backend, reason in runtime.passed_over.items():
         stderr.print(f"runs on {runtime.backend}, not on {backend}: {reason}", style="dim", soft_wrap=True)
+    if runtime.probed is not None and not runtime.probed.remembered:
+        stderr.print(runtime.probed.text, style="dim", soft_wrap=True)
     return runtime
 
 

@@ -49,7 +49,7 @@ STATUS: tuple[tuple[type[BaseException], Status], ...] = (
 )
 FINISHED = {FinishReason.STOP: 0, FinishReason.LENGTH: 1, FinishReason.CANCELLED: 2, FinishReason.DEADLINE: 2}
 OPEN_OPTIONS: dict[str, type] = {
-    "backend": str, "threads": int, "verify": bool, "cuda_graphs": bool, "prefix_cache_tokens": int,
+    "backend": str, "threads": int, "verify": bool, "cuda_graphs": bool, "prefix_cache_tokens": int, "exactness": str,
 }  # fmt: skip
 INTEGERS = ("max_new_tokens", "top_k", "seed", "stream_id", "partial_budget")
 AUTO = -1  # of partial_budget

@@ -89,7 +89,8 @@ OUTRIDER_API outrider_status outrider_text_destroy(outrider_text *text);
 
 /* Loads the plan in folder `plan`. `options`, a JSON object or nothing: "backend" (its name; default:
  * the best that runs here), "threads" (0: the backend chooses), "verify" (false: skip the files' sha256), "cuda_graphs",
- * "prefix_cache_tokens" (what is kept of all sessions for all sessions, in 1 GiB at most; 0, the default: nothing).
+ * "prefix_cache_tokens" (what is kept of all sessions for all sessions, in 1 GiB at most; 0, the default: nothing),
+ * "exactness" ("unchecked": run the plan even where drafts and neighbours may change its tokens; default: "probed").
  */
 OUTRIDER_API outrider_status outrider_runtime_open(const char *plan, size_t plan_length, const char *options,
                                                    size_t options_length, outrider_runtime **out);

@@ -20,6 +20,7 @@ from compiler.arguments import add_recipe, recipe_of
 
 if TYPE_CHECKING:
     from tools.verify.agreement import Parting
+    from tools.verify.exactness import ExactnessCheck
     from tools.verify.verification import Divergence
 
 _SHOWN = 10  # tokens that differ, in the text
@@ -40,7 +41,9 @@ def _parser(called: str) -> Parser:
         prog=called,
         description="Compare a plan with its checkpoint, run by transformers in float32, on the recipe's held-out "
         "text: logits, greedy tokens, near ties. Every drafter's tokens are compared with those of plain decoding. "
-        "Exit status 1 if a logit is further off than rounding explains, or a token differs where it is no near tie.",
+        "On the CPU, every op is run in 1 to 32 rows on this machine: a row must have the same bits in any company. "
+        "Exit status 1 if a logit is further off than rounding explains, a token differs where it is no near tie, or a "
+        "row has other bits.",
         epilog=f"example: {called} build/reference --prompts 2",
     )
     parser.add_argument("plan", type=Path, help="folder of the plan")
@@ -93,6 +96,7 @@ def _verify(options: argparse.Namespace) -> int:
                 )
                 tokens = [f"plain {p.plain_token}, drafted {p.drafted_token}" for p in check.partings]
                 _print_differences(check.partings, tokens, result.tolerance)
+        _print_exactness(result.exactness)
         partial = result.partial_kv
         if partial is not None and partial.runs == 0:
             stdout.print(f"partial KV was not checked: contexts of {partial.context} tokens leave no room for the run")
@@ -105,6 +109,25 @@ def _verify(options: argparse.Namespace) -> int:
             )
         stdout.print(f"the plan {'agrees' if result.passed else 'does NOT agree'} with its checkpoint")
     return 0 if result.passed else 1
+
+
+def _print_exactness(check: ExactnessCheck | None) -> None:
+    if check is None:
+        return
+    stdout.print(
+        f"exactness on {check.processor}, ONNX Runtime {check.onnxruntime}: {check.ops} ops in 1 to 32 rows, chunks of "
+        f"1 to {check.largest_chunk} tokens: " + ("the same bits in any company" if check.passed else "NOT exact")
+    )
+    for op in check.inexact_ops:
+        kind = "DIFFERENT" if op.decides else "only drafts differ"
+        threads = f"{op.threads} threads" if op.threads else "as many threads as the backend takes"
+        stdout.print(f"  {op.op}: {kind}, on {threads}, in {_listed(op.rows)} rows")
+    if check.inexact_chunks:
+        stdout.print(f"  target: DIFFERENT logits in chunks of {_listed(check.inexact_chunks)} tokens")
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes))
 
 
 def _print_differences(found: Sequence[Divergence | Parting], tokens: Sequence[str], tolerance: float) -> None:

@@ -18,10 +18,12 @@ from compiler.opening import stores_integers
 from compiler.recipe import Recipe, check_same_recipe
 from plans.errors import PlanError, RecipeError, RequestError
 from plans.manifest import Manifest, rejects
-from plans.plan import read_manifest
+from plans.plan import open_plan
 from runtime import Runtime
+from runtime.backends import choose_backend
 from runtime.request import Options
 from tools.verify.agreement import EXACT, DrafterCheck, compare_drafters
+from tools.verify.exactness import ExactnessCheck, check_chunks, check_ops
 from tools.verify.oracle import Oracle, OracleChoice, load_oracle
 from tools.verify.partial_check import PartialCheck, check_partial
 from tools.verify.quantized import QUANTIZED_LOGIT_BOUND, QuantizationCheck
@@ -65,7 +67,7 @@ class Verification:
     `logit_bound` is absolute: it is what the plan cannot talk itself out of. `tolerance` is twice the largest logit
     error (closer logits than that may change places), but at most the bound. `drafters` holds the
     drafters' greedy runs, `sampled` those at SAMPLED, of which drafters by rejection have none. `partial_kv` is None
-    where no partial KV cache serves.
+    where no partial KV cache serves, `exactness` where the backend promises none.
     """
 
     oracle: str = ""
@@ -80,12 +82,13 @@ class Verification:
     sampled: dict[str, DrafterCheck] = field(default_factory=dict)
     partial_kv: PartialCheck | None = None
     quantization: QuantizationCheck | None = None
+    exactness: ExactnessCheck | None = None
 
     @property
     def passed(self) -> bool:
         tied = all(d.near_tie for d in self.divergences)
         tied &= all(check.passed for check in (*self.drafters.values(), *self.sampled.values()))
-        exact = self.partial_kv is None or self.partial_kv.passed
+        exact = all(check is None or check.passed for check in (self.partial_kv, self.exactness))
         return self.max_logit_error <= self.logit_bound and tied and exact  # NaN fails
 
     def to_json(self) -> dict[str, object]:
@@ -95,10 +98,11 @@ class Verification:
         checks = {kind: {name: c.to_json() for name, c in found.items()} for kind, found in kinds.items()}
         partial = None if self.partial_kv is None else self.partial_kv.to_json()
         cost = None if self.quantization is None else self.quantization.to_json()
+        exactness = None if self.exactness is None else self.exactness.to_json()
         return (
             asdict(self)
             | checks
-            | {"partial_kv": partial, "quantization": cost}
+            | {"partial_kv": partial, "quantization": cost, "exactness": exactness}
             | {"max_logit_error": error, "passed": self.passed}
         )
 
@@ -117,7 +121,8 @@ def verify_plan(
     Every position's logits are compared along the plan's own sequence, so one early difference does not
     hide later errors. Every drafter of the plan runs the same prompts, greedily and at SAMPLED, and must give the
     tokens of plain decoding. With partial KV they run behind long contexts too, in every mode: lossless must give the
-    tokens of full KV, and how far lossy drifts is reported. `progress` gets pieces of work done, and of how many.
+    tokens of full KV, and how far lossy drifts is reported. On a backend that promises exactness every op, and the
+    target in chunks, is probed on this machine. `progress` gets pieces of work done, and of how many.
     Raises `RecipeError` when the recipe names no held-out text, `RequestError` for numbers of prompts or tokens that
     cannot be run or an oracle that is not installed, `CheckpointError` where the oracle cannot load the checkpoint,
     `PlanError` when the plan was built from something else.
@@ -125,11 +130,15 @@ def verify_plan(
     if prompts < 1:
         raise RequestError(f"prompts is {prompts}; run at least 1.")
     texts = _prompts(recipe)[:prompts]
-    check_same_source(recipe, plan, read_manifest(plan))
-    runtime = Runtime.load(plan)
+    opened = open_plan(plan)
+    check_same_source(recipe, plan, opened.manifest)
+    backend = choose_backend(opened.manifest.backends, None).backend
+    exactness = check_ops(opened, backend) if backend in EXACT else None
+    refused = exactness is not None and not exactness.passed
+    runtime = Runtime.load(plan, verify=False, exactness="unchecked" if refused else "probed")
     weights = recipe.target.weights
     model = load_oracle(recipe, oracle, None if weights is None else weights.form)
-    result = Verification(oracle=model.name, prompts=len(texts))
+    result = Verification(oracle=model.name, prompts=len(texts), exactness=exactness)
     result.logit_bound = KV_LOGIT_BOUND.get(recipe.kv_cache or "", LOGIT_BOUND)
     checkpoint = None
     if weights is not None:
@@ -151,6 +160,8 @@ def verify_plan(
     if not math.isfinite(result.max_logit_error):
         return result
     session, limit = runtime.session(), Options(max_new_tokens=new_tokens)
+    if exactness is not None:
+        check_chunks(session, encoded[0], exactness)
 
     def compare(names: list[str], options: Options, done: int) -> dict[str, DrafterCheck]:
         def report(prompt: int) -> None:

@@ -1,0 +1,133 @@
+"""Which ops of an engine are probed, and which need not be."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from compiler.probes.ops import Weight, attributes_of, weight_of
+from plugins.onnx_ops import DOMAIN
+from plugins.schema import CPU_DOMAIN
+
+_APART = {
+    "": {
+        *("Cast", "Concat", "Constant", "ConstantOfShape", "Expand", "Gather", "GatherElements", "Identity", "Range"),
+        *(
+            "Reshape",
+            "ScatterElements",
+            "Shape",
+            "Slice",
+            "Split",
+            "Squeeze",
+            "Tile",
+            "Transpose",
+            "Unsqueeze",
+            "Where",
+        ),
+        *("And", "Equal", "Less", "Mod", "Not", "Or", "Add", "Div", "Mul", "Neg", "Sub"),
+    },
+    CPU_DOMAIN: {"QuantGather"},
+}
+"""Ops that move or compare numbers, or round the result of two correctly: a row of theirs has no company."""
+
+_PROPOSING = {
+    "": {"CumSum", "Exp", "Log", "LogSoftmax", "ReduceSum"},
+    DOMAIN: {"DraftSample"},
+    CPU_DOMAIN: {"TreeExpand", "TreeRerank"},
+}
+"""Ops by which a drafter turns logits into proposals, once a tip. They are not probed: proposals change no token."""
+
+_ROW_OPS = {"RmsNorm", "RMSNormalization", "SwiGlu", "Sigmoid"}
+_WIDTH = 1000
+"""Elements of rows that go through an op element by element, where it does not stand behind a product."""
+
+
+@dataclass(frozen=True)
+class ProbedOp:
+    """An op of the engine `engine`: `node` stands for all that equal it but for their weights' values.
+
+    `width` is that of its rows. `family` is what ops share that differ in columns alone.
+    """
+
+    engine: str
+    node: ir.Node
+    width: int
+    family: Hashable
+    columns: int
+    shape: str
+
+    @property
+    def text(self) -> str:
+        """The op for the reader: `target: MatMul [320, 1664]`."""
+        return f"{self.engine}: {self.node.op_type} {self.shape}"
+
+
+def probed_ops(engines: Mapping[str, ir.Model]) -> list[ProbedOp]:
+    """Return the ops of lowered graphs of onnxruntime-cpu on which bits of a row depend, no two alike.
+
+    Raises `ValueError` for an op of which this file does not know.
+    """
+    found: dict[Hashable, ProbedOp] = {}
+    for engine, model in engines.items():
+        for op in _ops_of(engine, model.graph):
+            found.setdefault((op.family, op.columns), op)
+    return list(found.values())
+
+
+def widest(ops: Iterable[ProbedOp]) -> list[ProbedOp]:
+    """Return the ops without those that have fewer columns than another of their family."""
+    found: dict[Hashable, ProbedOp] = {}
+    for op in ops:
+        if op.family not in found or op.columns > found[op.family].columns:
+            found[op.family] = op
+    return list(found.values())
+
+
+def _ops_of(engine: str, graph: ir.Graph) -> Iterator[ProbedOp]:
+    for node in graph:
+        weight, kind = weight_of(node), (node.domain, node.op_type)
+        if weight is not None:
+            yield _product(engine, node, weight)
+        elif kind == (CPU_DOMAIN, "BranchAttention"):
+            yield _attention(engine, node)
+        elif node.op_type in _ROW_OPS:
+            yield _row_op(engine, node)
+        elif not any(node.op_type in ops.get(node.domain, ()) for ops in (_APART, _PROPOSING)):
+            raise ValueError(f"engine {engine}: nobody has said whether rows of {node.op_type} depend on each other")
+
+
+def _product(engine: str, node: ir.Node, weight: Weight) -> ProbedOp:
+    shape, family = [weight.columns, weight.inputs][:: 1 if weight.axis == 0 else -1], (weight.inputs, weight.axis)
+    text = str(shape)
+    if weight.layout is not None:
+        text += f" of {weight.layout.bits} bits"
+        family = (*family, weight.layout.bits, weight.layout.wide, weight.layout.minimums)
+    return ProbedOp(engine, node, weight.inputs, (node.op_type, family), weight.columns, text)
+
+
+def _attention(engine: str, node: ir.Node) -> ProbedOp:
+    attributes = attributes_of(node)
+    cache = node.inputs[3]
+    assert cache is not None
+    assert cache.shape is not None
+    size = cache.shape[3]
+    given = tuple(value is not None for value in node.inputs)
+    family = (node.op_type, tuple(sorted(attributes.items())), cache.dtype, size, given, len(node.outputs))
+    text = f"[{attributes['num_heads']} heads, {attributes['kv_num_heads']} of keys, {size} each]"
+    return ProbedOp(engine, node, 0, family, 0, text)
+
+
+def _row_op(engine: str, node: ir.Node) -> ProbedOp:
+    constant = next((v.const_value for v in node.inputs if v is not None and v.const_value is not None), None)
+    producer = None if node.inputs[0] is None else node.inputs[0].producer()
+    product = None if producer is None else weight_of(producer)
+    width = _WIDTH
+    if constant is not None:
+        width = int(constant.shape.numpy()[-1])
+    elif product is not None:
+        width = product.columns
+    attributes = tuple(sorted(attributes_of(node).items()))
+    text = f"[{width}]" + (" of a sum" if len(node.inputs) > 2 else "")
+    return ProbedOp(engine, node, width, (node.op_type, attributes, len(node.inputs), width), 0, text)

@@ -1,0 +1,126 @@
+"""Whether a row has the same bits in any company on this machine: every op of a plan by itself, and its whole target.
+
+What loading a plan probes in short (`runtime/exactness.py`), with all shapes, all numbers of rows, and other threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+
+from compiler.probes.choice import ProbedOp, probed_ops
+from compiler.probes.graph import probe_graph
+from plans.machine import instruction_set, processor
+from plans.manifest import deciding_engines
+from plans.plan import Plan
+from runtime import Session
+from runtime.backends.onnxruntime_cpu import session_options
+from runtime.exactness import EVERY, ROWS, differing
+
+THREADS = (0, 1, 2, 3)
+"""Numbers of threads that ops are probed on; 0: as many as the backend takes by itself."""
+
+_WEIGHTS = 2**25
+"""Weights, about, of the ops that are in memory at once."""
+
+
+@dataclass(frozen=True)
+class InexactOp:
+    """An op of which a row has other bits among `rows` rows than among 32, on so many threads.
+
+    It `decides` where tokens depend on it: in the target, and in drafters that are accepted by rejection.
+    """
+
+    op: str
+    threads: int
+    rows: list[int]
+    decides: bool
+
+
+@dataclass
+class ExactnessCheck:
+    """What was probed on which machine: `ops` of all engines, and chunks of 1 to `largest_chunk` tokens.
+
+    `inexact_chunks` are the chunks whose last token has other logits than in a chunk of one.
+    """
+
+    processor: str = field(default_factory=processor)
+    instruction_set: str = field(default_factory=instruction_set)
+    onnxruntime: str = ort.__version__
+    ops: int = 0
+    inexact_ops: list[InexactOp] = field(default_factory=list)
+    largest_chunk: int = 0
+    inexact_chunks: list[int] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return not self.inexact_chunks and not any(op.decides for op in self.inexact_ops)
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self) | {"passed": self.passed}
+
+
+def check_ops(plan: Plan, backend: str) -> ExactnessCheck:
+    """Probe every op of the engines of `backend` with its own weights, on `THREADS`.
+
+    Raises `ValueError` for an engine with an op of which the compiler knows nothing.
+    """
+    decide = deciding_engines(plan.manifest.drafters)
+    engines = plan.manifest.backends[backend].engines
+    order = sorted(engines, key=lambda name: name not in decide)  # an op that several have counts as the first one's
+    paths = {name: plan.file(engines[name].file) for name in order}
+    ops = probed_ops({name: ir.load(path) for name, path in paths.items()})
+    check = ExactnessCheck(ops=len(ops))
+    for batch in _batches(ops):
+        for threads in THREADS:
+            for op, rows in _inexact(batch, threads, paths[batch[0].engine].parent):
+                check.inexact_ops.append(InexactOp(op.text, threads, rows, op.engine in decide))
+    return check
+
+
+def check_chunks(session: Session, ids: Sequence[int], check: ExactnessCheck) -> None:
+    """Compute the last token of `ids` in chunks of 1 to 32 tokens, as far as the plan's go, and compare its logits."""
+    chunk = session.manifest.target.prefill_chunk
+    check.largest_chunk = min(ROWS, chunk, len(ids))
+    alone: np.ndarray | None = None
+    session.reset()
+    session.generate(ids[:-1], max_new_tokens=1, drafter="none", partial_kv="off", ignore_eos=True)
+    for size in range(1, check.largest_chunk + 1):
+        session.truncate(len(ids) - size)
+        session.generate(ids[len(ids) - size :], max_new_tokens=1, drafter="none", partial_kv="off", ignore_eos=True)
+        logits = session.step_logits(0).copy()
+        alone = logits if alone is None else alone
+        if not np.array_equal(logits.view(np.uint32), alone.view(np.uint32)):
+            check.inexact_chunks.append(size)
+
+
+def _batches(ops: Iterable[ProbedOp]) -> Iterator[list[ProbedOp]]:
+    batch: list[ProbedOp] = []
+    weights = 0
+    for op in ops:
+        batch.append(op)
+        weights += op.width * op.columns
+        if weights > _WEIGHTS:
+            yield batch
+            batch, weights = [], 0
+    if batch:
+        yield batch
+
+
+def _inexact(ops: Sequence[ProbedOp], threads: int, folder: Path) -> Iterator[tuple[ProbedOp, list[int]]]:
+    """Probe ops whose weights lie in `folder`; yield each that is not exact, and among how many rows."""
+    model, outputs = probe_graph(ops)
+    options = session_options(threads)
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+    proto = ir.to_proto(model).SerializeToString()
+    session = ort.InferenceSession(proto, options, providers=["CPUExecutionProvider"])
+    found = differing(session, EVERY)
+    for op in ops:
+        rows = {size for output, sizes in found.items() if outputs[output] is op for size in sizes}
+        if rows:
+            yield op, sorted(rows)
