@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx import parser
 
-from compiler.probes.ops import Added, ProbeTape, as_rows, attributes_of, leading, rows_input
+from compiler.probes.ops import Added, ProbeTape, as_rows, attributes_of, extent, leading, rows_input
 
 PAST = 48
 """Slots that are filled before the rows come: more than a vector is wide, and no power of two."""
@@ -90,19 +90,10 @@ def add_attention(tape: ProbeTape, node: ir.Node, label: str) -> Added:
 
 def _widths(node: ir.Node) -> tuple[int, int]:
     """Return the widths of the node's q, and of its k or v."""
-    cache_shape = _cache_shape(node)
-    table = node.inputs[_CONSTANTS] if len(node.inputs) > _CONSTANTS else None
-    size = cache_shape[3] if table is None or table.shape is None else 2 * int(table.shape[1])
+    rotations = node.inputs[_CONSTANTS] if len(node.inputs) > _CONSTANTS else None
+    size = extent(node.inputs[_K_CACHE], 3) if rotations is None else 2 * extent(rotations, 1)
     heads, kv_heads = (node.attributes[name].as_int() for name in ("num_heads", "kv_num_heads"))
     return heads * size, kv_heads * size
-
-
-def _cache_shape(node: ir.Node) -> list[int]:
-    """Return the shape of a cache of one row with the room that a probe needs."""
-    value = node.inputs[_K_CACHE]
-    assert value is not None
-    assert value.shape is not None
-    return [1, int(value.shape[1]), PAST + ROWS, int(value.shape[3])]
 
 
 def _empty_caches(tape: ProbeTape, node: ir.Node) -> list[ir.Value]:
@@ -110,7 +101,7 @@ def _empty_caches(tape: ProbeTape, node: ir.Node) -> list[ir.Value]:
     assert value is not None
     assert value.dtype is not None
     zero = ir.tensor(np.zeros(1, value.dtype.numpy()), dtype=value.dtype)
-    extents = _cache_shape(node)
+    extents = [1, extent(value, 1), PAST + ROWS, extent(value, 3)]
     shape = _constant(tape, f"cache.{'x'.join(map(str, extents))}", np.array(extents))
     return [tape.op("ConstantOfShape", [shape], {"value": zero}) for _ in range(2)]
 
@@ -126,8 +117,8 @@ def _attend(
     inputs: list[ir.Value | None] = [*tokens, *[None] * (3 - len(tokens)), *caches]
     inputs += [layout[index] if node.inputs[index] is not None else None for index in range(_BIAS, _CONSTANTS)]
     for value in node.inputs[_CONSTANTS:]:
-        rows = None if value is None or value.shape is None or len(value.shape) == 1 else [PAST + 1, value.shape[1]]
-        inputs.append(leading(tape, value, rows))
+        is_table = value is not None and value.shape is not None and len(value.shape) == 2  # of rotations
+        inputs.append(leading(tape, value, [PAST + 1, extent(value, 1)] if is_table else None))
     return tape.op_multi_out(
         node.op_type, inputs, attributes_of(node), num_outputs=len(node.outputs), domain=node.domain
     )

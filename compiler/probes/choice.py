@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from compiler.probes.ops import Weight, attributes_of, weight_of
+from compiler.probes.ops import Weight, attributes_of, extent, weight_of
 from plugins.onnx_ops import DOMAIN
 from plugins.schema import CPU_DOMAIN
 
@@ -99,21 +99,18 @@ def _ops_of(engine: str, graph: ir.Graph) -> Iterator[ProbedOp]:
 
 
 def _product(engine: str, node: ir.Node, weight: Weight) -> ProbedOp:
-    shape, family = [weight.columns, weight.inputs][:: 1 if weight.axis == 0 else -1], (weight.inputs, weight.axis)
-    text = str(shape)
+    family: tuple[Hashable, ...] = (node.op_type, weight.inputs, weight.axis)
+    shape = str([weight.columns, weight.inputs] if weight.axis == 0 else [weight.inputs, weight.columns])
     if weight.layout is not None:
-        text += f" of {weight.layout.bits} bits"
-        family = (*family, weight.layout.bits, weight.layout.wide, weight.layout.minimums)
-    return ProbedOp(engine, node, weight.inputs, (node.op_type, family), weight.columns, text)
+        family = (*family, replace(weight.layout, outputs=0))
+        shape += f" of {weight.layout.bits} bits"
+    return ProbedOp(engine, node, weight.inputs, family, weight.columns, shape)
 
 
 def _attention(engine: str, node: ir.Node) -> ProbedOp:
-    attributes = attributes_of(node)
-    cache = node.inputs[3]
+    attributes, cache = attributes_of(node), node.inputs[3]
     assert cache is not None
-    assert cache.shape is not None
-    size = cache.shape[3]
-    given = tuple(value is not None for value in node.inputs)
+    size, given = extent(cache, 3), tuple(value is not None for value in node.inputs)
     family = (node.op_type, tuple(sorted(attributes.items())), cache.dtype, size, given, len(node.outputs))
     text = f"[{attributes['num_heads']} heads, {attributes['kv_num_heads']} of keys, {size} each]"
     return ProbedOp(engine, node, 0, family, 0, text)

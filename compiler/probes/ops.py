@@ -55,7 +55,7 @@ def weight_of(node: ir.Node) -> Weight | None:
     if constant is None or len(constant.shape) != 2:
         return None
     shape = constant.shape.numpy()
-    axis = 0 if node.op_type == "Gemm" and node.attributes.get_int("transB", 0) else 1
+    axis = 0 if attributes_of(node).get("transB") else 1
     return Weight(shape[1 - axis], shape[axis], axis)
 
 
@@ -106,8 +106,18 @@ def rows_input(name: str, width: int, rank: int = 3) -> ir.Value:
 
 def as_rows(value: ir.Value, width: int, rank: int = 3) -> ir.Value:
     """Return `value` with the type and shape of rows."""
-    value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([1, names.PROBED, width][3 - rank :])
+    extents: list[int | str] = [1, names.PROBED, width]
+    value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(extents[3 - rank :])
     return value
+
+
+def extent(value: ir.Value | None, axis: int) -> int:
+    """Return the extent of a value in a dimension that has no symbol."""
+    assert value is not None
+    assert value.shape is not None
+    size = value.shape[axis]
+    assert isinstance(size, int)
+    return size
 
 
 def leading(tape: ProbeTape, value: ir.Value | None, shape: list[int] | None = None) -> ir.Value | None:

@@ -39,8 +39,8 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
         "--exactness",
         choices=get_args(Exactness),
         default="probed",
-        help="on a CPU, unchecked: run the plan even where drafts and neighbours may change its tokens (default: probed, "
-        "once on each machine, and refused there)",
+        help="on a CPU, unchecked: run the plan even where drafts and neighbours may change its tokens (default: "
+        "probed, once on each machine, and refused there)",
     )
 
 

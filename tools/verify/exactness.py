@@ -15,6 +15,7 @@ import onnxruntime as ort
 
 from compiler.probes.choice import ProbedOp, probed_ops
 from compiler.probes.graph import probe_graph
+from plans.errors import PlanError
 from plans.machine import instruction_set, processor
 from plans.manifest import deciding_engines
 from plans.plan import Plan
@@ -68,13 +69,16 @@ class ExactnessCheck:
 def check_ops(plan: Plan, backend: str) -> ExactnessCheck:
     """Probe every op of the engines of `backend` with its own weights, on `THREADS`.
 
-    Raises `ValueError` for an engine with an op of which the compiler knows nothing.
+    Raises `PlanError` for an engine with an op of which the compiler does not know whether its rows stand alone.
     """
     decide = deciding_engines(plan.manifest.drafters)
     engines = plan.manifest.backends[backend].engines
     order = sorted(engines, key=lambda name: name not in decide)  # an op that several have counts as the first one's
     paths = {name: plan.file(engines[name].file) for name in order}
-    ops = probed_ops({name: ir.load(path) for name, path in paths.items()})
+    try:
+        ops = probed_ops({name: ir.load(path) for name, path in paths.items()})
+    except ValueError as error:
+        raise PlanError(f"{plan.root}: {error}; build the plan again with this version of outrider") from None
     check = ExactnessCheck(ops=len(ops))
     for batch in _batches(ops):
         for threads in THREADS:

@@ -99,6 +99,8 @@ static void arguments(const char *plan) {
                    OUTRIDER_INVALID_ARGUMENT, wrong[i].part);
   }
   EXPECT_FAILURE(outrider_runtime_open(plan, strlen(plan), "{\"threads\": -1}", 15, &another), OUTRIDER_REQUEST, "-1");
+  EXPECT_FAILURE(outrider_runtime_open(plan, strlen(plan), "{\"exactness\": \"no\"}", 19, &another), OUTRIDER_REQUEST,
+                 "probed, unchecked");
   EXPECT_FAILURE(outrider_runtime_open(plan, strlen(plan), "{\"backend\": \"gpu\"}", 18, &another), OUTRIDER_PLAN, "gpu");
   EXPECT_FAILURE(outrider_runtime_open(plan, 0, NULL, 0, &another), OUTRIDER_INVALID_ARGUMENT, "path");
   EXPECT_FAILURE(outrider_runtime_open("a\0b", 3, NULL, 0, &another), OUTRIDER_INVALID_ARGUMENT, "path");
