@@ -12,6 +12,8 @@ from plans import names
 from plans.plan import open_plan
 from tests.plans.damage import BACKEND, edit, list_again
 
+INEXACT_OPS = ("DynamicQuantizeLinear", "MatMulInteger")
+
 
 def quantised_by_the_whole(x: str, weight: np.ndarray, y: str) -> tuple[list[onnx.NodeProto], list[onnx.TensorProto]]:
     """The product of `x` with `weight` `[K, N]` in integers, as dynamic quantisation has it: one scale for all rows."""

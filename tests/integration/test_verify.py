@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
 import transformers
@@ -16,10 +17,14 @@ from safetensors.torch import load_file, save_file
 import compiler.__main__
 import compiler.identity
 import compiler.models.config
+import compiler.probes.choice
 import tools.verify.__main__
+import tools.verify.exactness
 import tools.verify.oracle
 from compiler.models.rope import RopeScaling
+from compiler.probes.choice import ProbedOp
 from tests.conftest import PARTIAL_KV
+from tests.inexact import INEXACT_OPS, make_target_inexact
 from tests.plans.damage import list_again
 from tools.verify.partial_check import PartialCheck
 from tools.verify.verification import LOGIT_BOUND, Divergence, Verification
@@ -189,6 +194,53 @@ def test_the_verdict(error: float, margin: float, passed: bool) -> None:
     divergence = Divergence(0, 0, 1, 2, margin, near_tie=margin <= tolerance)
     result = Verification(max_logit_error=error, tolerance=tolerance, divergences=[divergence])
     assert result.passed is passed
+
+
+def test_every_op_and_every_chunk_is_probed_on_this_machine(workplace: Path, capsys: Captured) -> None:
+    assert verify(workplace, "--json") == 0
+    found = json.loads(capsys.readouterr().out)["exactness"]
+    assert (found["passed"], found["inexact_ops"], found["inexact_chunks"]) == (True, [], [])
+    assert found["ops"] > 10
+    assert found["largest_chunk"] == 16
+
+
+def test_an_op_of_which_nothing_is_known_is_refused_by_name(workplace: Path, capsys: Captured) -> None:
+    make_target_inexact(workplace / "plan")
+    assert verify(workplace) == 2
+    assert "nobody has said whether rows of DynamicQuantizeLinear depend on each other" in capsys.readouterr().err
+
+
+def test_a_target_whose_logits_depend_on_the_chunk_fails(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    make_target_inexact(workplace / "plan")
+    monkeypatch.setitem(compiler.probes.choice._APART, "", {*compiler.probes.choice._APART[""], *INEXACT_OPS})
+    assert verify(workplace, "--json") == 1
+    found = json.loads(capsys.readouterr().out)["exactness"]
+    assert (found["passed"], found["inexact_ops"]) == (False, [])
+    assert len(found["inexact_chunks"]) > 5
+    assert verify(workplace) == 1
+    assert "target: DIFFERENT logits in chunks of " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("engine", "decides"), [("target", True), ("chain", False)])
+def test_an_op_that_is_not_exact_fails_where_tokens_depend_on_it(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured, engine: str, decides: bool
+) -> None:
+    across = ir.node("Softmax", [ir.Value(name="x")], {"axis": 1})
+    op = ProbedOp(engine, across, 8, ("Softmax",), 0, "[8]")
+    monkeypatch.setattr(
+        tools.verify.exactness, "probed_ops", lambda engines: [*compiler.probes.choice.probed_ops(engines), op]
+    )
+    assert verify(workplace, "--json") == (1 if decides else 0)
+    found = json.loads(capsys.readouterr().out)["exactness"]
+    assert found["passed"] is not decides
+    assert {(each["op"], each["decides"]) for each in found["inexact_ops"]} == {(f"{engine}: Softmax [8]", decides)}
+    assert [each["threads"] for each in found["inexact_ops"]] == [0, 1, 2, 3]
+    assert found["inexact_ops"][0]["rows"] == list(range(1, 32))
+    verify(workplace)
+    said = "DIFFERENT" if decides else "only drafts differ"
+    assert f"{engine}: Softmax [8]: {said}, on 1 thread, in 1 to 31 rows" in capsys.readouterr().out
 
 
 def test_overrides_of_the_build_are_asked_for_and_taken(workplace: Path, capsys: Captured) -> None:

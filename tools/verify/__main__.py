@@ -120,14 +120,17 @@ def _print_exactness(check: ExactnessCheck | None) -> None:
     )
     for op in check.inexact_ops:
         kind = "DIFFERENT" if op.decides else "only drafts differ"
-        threads = f"{op.threads} threads" if op.threads else "as many threads as the backend takes"
-        stdout.print(f"  {op.op}: {kind}, on {threads}, in {_listed(op.rows)} rows")
+        threads = {0: "all threads", 1: "1 thread"}.get(op.threads, f"{op.threads} threads")
+        stdout.print(f"  {op.op}: {kind}, on {threads}, in {_ranges(op.rows)} rows", markup=False)
     if check.inexact_chunks:
-        stdout.print(f"  target: DIFFERENT logits in chunks of {_listed(check.inexact_chunks)} tokens")
+        stdout.print(f"  target: DIFFERENT logits in chunks of {_ranges(check.inexact_chunks)} tokens")
 
 
-def _listed(sizes: Sequence[int]) -> str:
-    return ", ".join(map(str, sizes))
+def _ranges(sizes: Sequence[int]) -> str:
+    """Ascending numbers as text, those in a row as a range."""
+    firsts = [size for size in sizes if size - 1 not in sizes]
+    lasts = [size for size in sizes if size + 1 not in sizes]
+    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in zip(firsts, lasts, strict=True))
 
 
 def _print_differences(found: Sequence[Divergence | Parting], tokens: Sequence[str], tolerance: float) -> None:
