@@ -51,6 +51,7 @@ def _backend(plan: Plan, backend: BackendPlan) -> dict[str, Any]:
         },
         "engines": {name: _engine(plan, engine) for name, engine in backend.engines.items()},
         "kernels": backend.kernels,
+        "probe": [] if backend.probe is None else sorted(set(backend.probe.ops.values())),
         "lowering": [report.model_dump() for report in backend.lowering],
     }
 
