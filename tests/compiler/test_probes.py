@@ -18,7 +18,7 @@ from compiler.probes.ops import weight_of
 from plans import names
 from plans.manifest import deciding_engines
 from plans.plan import Plan, open_plan
-from plugins.quant_layout import pack
+from plugins.quant_layout import GROUP, QuantLayout, pack
 from plugins.reference.quant_matmul import quant_matmul
 from runtime.backends.onnxruntime_cpu import session_options
 from runtime.exactness import EVERY, ROWS, differing
@@ -105,7 +105,8 @@ def test_the_widest_of_a_family_stands_for_it(plan: Plan) -> None:
 def quantised(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[ProbedOp, tuple[np.ndarray, np.ndarray]]:
     integers = rng.integers(-8, 8, (outputs, inputs)).astype(np.int8)
     scales = rng.random((outputs, inputs // 32), dtype=np.float32).astype(np.float16).astype(np.float32)
-    packed, layout = pack(integers, scales, None, 4)
+    layout = QuantLayout(outputs, inputs, bits=4, wide=False, minimums=False)
+    packed = pack(integers, scales, None, layout)
     x, weight = ir.Value(name="x"), ir.Value(name="w", const_value=ir.tensor(packed, name="w"))
     node = ir.node("QuantMatMul", [x, weight], layout.attributes, domain="outrider.cpu")
     (op,) = probed_ops({"target": ir.Model(ir.Graph([x], [], nodes=[node], opset_imports={"": 24}), ir_version=10)})
@@ -115,11 +116,11 @@ def quantised(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[Prob
 def test_a_product_with_fewer_columns_has_the_first_ones(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     op, (integers, scales) = quantised(rng, outputs=300, inputs=64)
-    model, _ = probe_graph([op], most=64 * 50)
+    model, _ = probe_graph([op], most=64 * (2 * GROUP + 1))
     x = rng.standard_normal((1, ROWS, 64), dtype=np.float32)
     (found,) = session_of(model).run(None, {"0.x": x})
-    assert found.shape == (1, ROWS, 48)  # whole groups of 16
-    expected = quant_matmul(x[0], integers[:48], scales[:48])
+    assert found.shape == (1, ROWS, 2 * GROUP)
+    expected = quant_matmul(x[0], integers[: 2 * GROUP], scales[: 2 * GROUP])
     np.testing.assert_array_equal(found[0].view(np.uint32), expected.view(np.uint32))
 
 
@@ -129,7 +130,7 @@ def test_a_product_keeps_a_group_of_columns_however_long_they_are() -> None:
     (node,) = (node for node in model.graph if node.op_type == "QuantMatMul")
     weight = weight_of(node)
     assert weight is not None
-    assert (weight.inputs, weight.columns) == (128, 16)
+    assert (weight.inputs, weight.columns) == (128, GROUP)
 
 
 def test_attention_reads_the_past_and_what_a_row_chooses_of_it(plan: Plan) -> None:
