@@ -16,8 +16,8 @@ from plugins.schema import CPU_DOMAIN
 
 FILE = "probe.onnx"
 
-_WEIGHTS = 2**20
-"""Most weights of a product in the probe of a plan, about: what a core streams in a millisecond or less."""
+_WEIGHTS = 2**19
+"""Most weights of a product in the probe of a plan, about: a few milliseconds for packing and running them."""
 
 
 def write_probe(engines: Mapping[str, ir.Model], folder: Path) -> Probe:
