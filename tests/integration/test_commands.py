@@ -97,7 +97,10 @@ def test_inspect_shows_geometry_programs_ops_and_rules(toy_plan: Path, capsys: C
         "files",
     }  # fmt: skip
     target = found["backends"]["onnxruntime-cpu"]
-    assert set(target) == {"programs", "symbols", "session_bytes", "kv_caches", "engines", "kernels", "lowering"}
+    assert set(target) == {
+        "programs", "symbols", "session_bytes", "kv_caches", "engines", "kernels", "probe", "lowering",
+    }  # fmt: skip
+    assert any(text.startswith("target: BranchAttention") for text in target["probe"])
     assert target["programs"]["decode"] == ["op:BimMask", "engine:target", "op:Sample"]
     assert target["engines"]["target"]["ops"]["outrider.cpu.BranchAttention"] == 4
     assert target["kv_caches"]["target"] == {"type": "float32", "bytes": 2 * 4 * 2 * 384 * 16 * 4}
