@@ -117,7 +117,7 @@ def test_verify_compares_with_pytorch_and_exits_with_the_verdict(toy_plan: Path,
     found = run_json(capsys, tools.verify.__main__.main, *arguments, "--recipe", recipe, "--json")
     assert set(found) == {
         "oracle", "prompts", "tokens", "max_logit_error", "logit_bound", "tolerance", "equal_runs", "divergences",
-        "drafters", "sampled", "partial_kv", "quantization", "passed",
+        "drafters", "sampled", "partial_kv", "quantization", "exactness", "passed",
     }  # fmt: skip
     assert (found["prompts"], found["tokens"], found["passed"]) == (2, 24, True)
     assert set(found["drafters"]) == set(found["sampled"]) == set(TOY_DRAFTERS)
