@@ -112,7 +112,8 @@ def _attention(engine: str, node: ir.Node) -> ProbedOp:
     assert cache is not None
     size, given = extent(cache, 3), tuple(value is not None for value in node.inputs)
     family = (node.op_type, tuple(sorted(attributes.items())), cache.dtype, size, given, len(node.outputs))
-    text = f"[{attributes['num_heads']} heads, {attributes['kv_num_heads']} of keys, {size} each]"
+    kind = "" if cache.dtype is None else cache.dtype.name.lower()
+    text = f"[{attributes['num_heads']} heads, {attributes['kv_num_heads']} of keys, slots of {size} {kind}]"
     return ProbedOp(engine, node, 0, family, 0, text)
 
 
