@@ -14,6 +14,7 @@ from torch import nn
 
 from compiler import drafters
 from compiler.buckets import step_buckets
+from compiler.calibrated import calibrate_by_recipe
 from compiler.checkpoint import defer_decoder
 from compiler.design import PlanDesign, design_plan
 from compiler.engines import facts_of_machine, kernel_architectures, open_folder
@@ -22,6 +23,8 @@ from compiler.identity import engines_key, plan_identity, tool_versions
 from compiler.inlining import inline_stages
 from compiler.lowering import lower
 from compiler.models.config import WeightType
+from compiler.models.decoder import Decoder
+from compiler.models.drafting import DecoderDraft
 from compiler.place import Place
 from compiler.probes.graph import write_probe
 from compiler.programs import emit_programs, stages_around
@@ -37,7 +40,7 @@ from compiler.recipe_backends import (
 )
 from compiler.recipe_source import Location
 from compiler.recipe_weights import WeightsSection
-from compiler.text import read_text
+from compiler.text import CheckpointText, read_text
 from plans import names
 from plans.build_record import BuildRecord, write_build_record
 from plans.machine import peak_rss_bytes, processor
@@ -112,7 +115,8 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
     kept = {t: there[t] for t, key in keys.items() if t in there and there[t].engines_key == key}
     stale = [kind for kind in sections if kind not in kept]
     dtypes = list(dict.fromkeys(recipe.dtype(sections[kind]) for kind in stale))
-    steps = _Steps(progress, len(kept) + (1 + len(design.models)) * len(dtypes) + len(design.models) * len(stale) + 1)
+    each = 1 + len(design.models) + design.searched_layers
+    steps = _Steps(progress, len(kept) + each * len(dtypes) + len(design.models) * len(stale) + 1)
     with place.workplace() as root:
         engines: dict[str, Engines] = {}
         for backend, plan in kept.items():
@@ -122,7 +126,7 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
                 _copy(place.folder / file, root / file)
             engines[backend] = Engines(plan.engines, plan.lowering, plan.kernels, plan.probe)
         for dtype in dtypes:
-            exported = _export(design, dtype, steps)
+            exported = _export(design, dtype, text, steps)
             reports = _quantize(design, exported)
             for kind in (kind for kind in stale if recipe.dtype(sections[kind]) == dtype):
                 written = _write_engines(design, sections[kind], exported, root, steps)
@@ -169,12 +173,24 @@ class _Steps:
         self._progress(max(self._begun - 1, 0), self._total, text)
 
 
-def _export(design: PlanDesign, dtype: WeightType, steps: _Steps) -> dict[str, ir.Model]:
+def _export(design: PlanDesign, dtype: WeightType, text: CheckpointText, steps: _Steps) -> dict[str, ir.Model]:
     """Export every model's graph in `dtype`, by name, the target first."""
     recipe, target = design.recipe, design.target
     steps.begin(f"checking the checkpoint for {dtype}")
     decoder = defer_decoder(recipe.checkpoint_path, dtype, recipe.rope_scaling)
     _check_kept(recipe, ("target",), decoder, recipe.target.weights)
+
+    def search(name: str, decoder: Decoder, weights: WeightsSection | None) -> None:
+        layers = decoder.config.num_layers
+        calibrate_by_recipe(
+            decoder,
+            recipe,
+            weights,
+            text,
+            lambda i: steps.begin(f"searching weights of {name}: layer {i + 1} of {layers}"),
+        )
+
+    search(names.TARGET, decoder, recipe.target.weights)
     steps.begin("exporting the target to ONNX")
     asked = recipe.partial_kv.enabled
     taps = drafters.taps(design.sources)
@@ -182,9 +198,11 @@ def _export(design: PlanDesign, dtype: WeightType, steps: _Steps) -> dict[str, i
     for source in design.sources:
         name, drafter = source.section.name, source.drafter
         capacity = design.models[name].capacity
-        steps.begin(f"exporting the drafter {name} to ONNX")
         model = drafters.defer(recipe, source, decoder, dtype)
         _check_kept(recipe, ("drafters", source.index), model, source.section.weights)
+        if isinstance(model, DecoderDraft):
+            search(name, model.decoder, source.section.weights)
+        steps.begin(f"exporting the drafter {name} to ONNX")
         graphs[name] = export_draft(
             model,
             source.tree,

@@ -57,16 +57,9 @@ def _examine(path: Path, rope_scaling: RopeScaling | None) -> tuple[Decoder, Ten
     config, tensors = found.config, found.tensors
     with torch.device("meta"):
         model = Decoder(config)
-    names = FAMILIES[config.family].weights
-
-    def stored_name(parameter: str) -> str:
-        parts = parameter.split(".")
-        layer = parts[1] if parts[0] == "layers" else ""
-        key = ".".join(["layers", "{i}", *parts[2:]]) if layer else parameter
-        return names[key].format(i=layer)
-
-    wanted = slots(model, stored_name)
-    tied = {TIED_HEAD: wanted[names["embedding"]]} if config.tie_embeddings else {}
+    wanted = slots(model, lambda parameter: stored_name(config.family, parameter))
+    embedding = stored_name(config.family, "embedding")
+    tied = {TIED_HEAD: wanted[embedding]} if config.tie_embeddings else {}
     check_tensors(
         tensors,
         found.listing,
@@ -77,8 +70,16 @@ def _examine(path: Path, rope_scaling: RopeScaling | None) -> tuple[Decoder, Ten
         hints={TIED_HEAD: "if the model shares it with the embedding, set tie_word_embeddings"},
     )
     if TIED_HEAD in tied and TIED_HEAD in tensors.found:
-        _check_tied(tensors, names["embedding"])
+        _check_tied(tensors, embedding)
     return model, tensors, wanted
+
+
+def stored_name(family: str, parameter: str) -> str:
+    """Return the name in a checkpoint of that family of a parameter of `Decoder`."""
+    parts = parameter.split(".")
+    layer = parts[1] if parts[0] == "layers" else ""
+    key = ".".join(["layers", "{i}", *parts[2:]]) if layer else parameter
+    return FAMILIES[family].weights[key].format(i=layer)
 
 
 def checkpoint_hashes(path: Path) -> dict[str, str]:

@@ -58,6 +58,12 @@ def defer(module: nn.Module, tensors: TensorSource, wanted: Mapping[str, Slot], 
     module.load_state_dict(parameters, strict=False, assign=True)
 
 
+def rebind(module: nn.Module, tensors: TensorSource) -> None:
+    """Let the deferred parameters of `module` be read from `tensors`, under the same names."""
+    for stored in deferred(module).values():
+        stored.tensors = tensors
+
+
 def deferred(module: nn.Module) -> dict[str, StoredTensor]:
     """Return the stored tensors of all parameters of `module` that have no values, by every name of each."""
     named = module.named_parameters(remove_duplicate=False)

@@ -41,6 +41,15 @@ class PlanDesign:
         """Geometry by model, the target first."""
         return {names.TARGET: self.target} | {each.section.name: each.geometry(self.target) for each in self.sources}
 
+    @property
+    def searched_layers(self) -> int:
+        """Layers whose weights are searched on text."""
+        weights = [(self.config, self.recipe.target.weights)]
+        weights += [
+            (each.config, each.section.weights) for each in self.sources if isinstance(each.config, DecoderConfig)
+        ]
+        return sum(config.num_layers for config, form in weights if form is not None and form.method == "awq")
+
     @cached_property
     def limits(self) -> dict[str, dict[str, int]]:
         """Largest value of every symbol, by model."""
@@ -84,7 +93,7 @@ class PlanDesign:
             "dtype": self.recipe.dtype(backend),
             "kv_cache": self.recipe.kv_dtype(backend),
             "weights": [
-                None if section.weights is None else section.weights.model_dump()
+                None if section.weights is None else section.weights.model_dump(exclude={"calibration"})
                 for section in (self.recipe.target, *(each.section for each in self.sources))
             ],
             "rope_scaling": None if scaling is None else scaling.model_dump(exclude_none=True),

@@ -11,6 +11,7 @@ from torch import nn
 
 from compiler.checkpoint import checkpoint_hashes, defer_decoder
 from compiler.eagle3_checkpoint import defer_eagle3, read_eagle3_config
+from compiler.identity import digest
 from compiler.models.config import DecoderConfig, WeightType
 from compiler.models.decoder import Decoder
 from compiler.models.drafting import DecoderDraft, Eagle3Draft
@@ -19,8 +20,12 @@ from compiler.opening import read_config
 from compiler.recipe import Recipe
 from compiler.recipe_drafters import Eagle3Section, EntropySection, GraphSection, ModelSection, NgramSection
 from compiler.recipe_rope import positions_served
+from compiler.recipe_weights import WeightsSection
 from compiler.text import read_vocabulary
+from plans.errors import RecipeError
 from plans.manifest import Drafter, EntropyGamma, Geometry, GraphDrafter, NgramDrafter, Taps, Tree
+from plans.plan import file_sha256
+from plans.tokenizer import TOKENIZER_FILE
 
 CHAIN = 4
 
@@ -135,13 +140,27 @@ def taps(sources: Sequence[GraphSource]) -> tuple[int, ...]:
 
 
 def source_hashes(recipe: Recipe) -> dict[str, str]:
-    """Return the sha256 of every checkpoint file of a recipe by file name; a drafter's names begin with `name/`."""
-    found = checkpoint_hashes(recipe.checkpoint_path)
+    """Return the sha256 of every file of a recipe that makes weights, by file name; a drafter's begin with `name/`.
+
+    Where weights are searched on text, `calibration` is the hash of that text and of the tokenizer that reads it.
+    """
+    target = checkpoint_hashes(recipe.checkpoint_path)
+    tokenizer = target.get(TOKENIZER_FILE)
+    found = target | _calibration_hash(recipe, recipe.target.weights, tokenizer)
     for section in recipe.drafters:
         if not isinstance(section, NgramSection):
             files = checkpoint_hashes(recipe.drafter_path(section))
+            files |= _calibration_hash(recipe, section.weights, tokenizer)
             found |= {f"{section.name}/{file}": sha for file, sha in files.items()}
     return found
+
+
+def _calibration_hash(recipe: Recipe, weights: WeightsSection | None, tokenizer: str | None) -> dict[str, str]:
+    path = recipe.calibration_path(weights)
+    try:
+        return {} if path is None else {"calibration": digest([file_sha256(path), tokenizer])}
+    except OSError as error:
+        raise RecipeError(f"{path} cannot be read ({error.strerror}); correct the path of the calibration") from None
 
 
 def manifest_drafters(recipe: Recipe, sources: Sequence[GraphSource]) -> tuple[Drafter, ...]:

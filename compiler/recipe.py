@@ -41,7 +41,7 @@ from plans.skeleton import is_branch_template
 
 # Keys that may differ between a plan and its recipe: paths, whose contents are hashed (held-out text is in no plan),
 # and backends, because only one of them runs.
-_MAY_DIFFER = re.compile(r"target\.checkpoint|drafters\[\d+\]\.checkpoint|held_out|backends\[.*")
+_MAY_DIFFER = re.compile(r"(target|drafters\[\d+\])\.(checkpoint|weights\.calibration)|held_out|backends\[.*")
 
 
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
@@ -199,6 +199,10 @@ class Recipe(Section):
         """The file of held-out prompts, absolute."""
         return None if self.held_out is None else self._absolute(self.held_out)
 
+    def calibration_path(self, weights: WeightsSection | None) -> Path | None:
+        """The file of text that quantised weights are searched on, absolute; None where they are not."""
+        return None if weights is None or weights.calibration is None else self._absolute(weights.calibration)
+
     def timing_cache_path(self, backend: BackendBuild) -> Path | None:
         """The file of a backend's timing cache, absolute; None where the backend keeps none."""
         written = backend.timing_cache if isinstance(backend, TensorRtSection) else None
@@ -228,10 +232,10 @@ class Recipe(Section):
         the same plan wherever they lie (their contents are hashed apart).
         """
         values = self.model_dump(mode="json", exclude_none=True)
-        values["target"]["checkpoint"] = _portable(self.target.checkpoint)
-        for drafter in values["drafters"]:
-            if "checkpoint" in drafter:
-                drafter["checkpoint"] = _portable(drafter["checkpoint"])
+        for section in (values["target"], *values["drafters"]):
+            for holder, key in ((section, "checkpoint"), (section.get("weights", {}), "calibration")):
+                if key in holder:
+                    holder[key] = _portable(holder[key])
         if not self.partial_kv.enabled:
             del values["partial_kv"]  # without partial KV its settings mean nothing
         for backend in values["backends"]:
@@ -271,6 +275,10 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     for location, path in checkpoints:
         if not path.is_dir() and not (is_gguf(path) and path.is_file()):
             raise recipe.error(location, f"names {path}, which is neither a folder nor a GGUF file; correct the path")
+    for location, weights in _weights_sections(recipe):
+        text = recipe.calibration_path(weights)
+        if text is not None and not text.is_file():
+            raise recipe.error((*location, "weights", "calibration"), f"names {text}, which is not a file; correct it")
     for index, backend in enumerate(recipe.backends):
         cache = recipe.timing_cache_path(backend)
         if cache is not None and (cache.is_dir() or not cache.parent.is_dir()):
@@ -321,6 +329,14 @@ def check_capacity(recipe: Recipe, config: DecoderConfig) -> None:
             f"model with target.rope_scaling, such as {{rope_type: yarn, factor: {factor}.0, "
             f"original_max_position_embeddings: {config.max_positions}}}",
         )
+
+
+def _weights_sections(recipe: Recipe) -> Iterator[tuple[Location, WeightsSection | None]]:
+    """Yield the quantised weights of the target and of each drafter with weights, by the section that holds them."""
+    yield ("target",), recipe.target.weights
+    for index, drafter in enumerate(recipe.drafters):
+        if not isinstance(drafter, NgramSection):
+            yield ("drafters", index), drafter.weights
 
 
 def _portable(written: str) -> str:

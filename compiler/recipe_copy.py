@@ -104,7 +104,9 @@ def _path_edits(top: yaml.Node | None, old: Path, new: Path) -> Iterator[_Edit]:
     sections = [value for key, _, value in _items(top) if key == "target"]
     paths = [value for key, _, value in _items(top) if key == "held_out"]
     sections += [*_entries(top, "drafters"), *_entries(top, "backends")]
-    paths += [v for section in sections for key, _, v in _items(section) if key in ("checkpoint", "timing_cache")]
+    sections += [value for section in sections for key, _, value in _items(section) if key == "weights"]
+    kinds = ("checkpoint", "calibration", "timing_cache")
+    paths += [value for section in sections for key, _, value in _items(section) if key in kinds]
     for value in paths:
         written = os.path.expanduser(value.value)
         if isinstance(value, yaml.ScalarNode) and value.value and not os.path.isabs(written):

@@ -127,6 +127,17 @@ class Eagle3Section(Section):
         "norm_output: true between July and September 2026, as plain EAGLE3",
     )
 
+    @field_validator("weights")
+    @classmethod
+    def _not_searched(cls, value: WeightsSection | None) -> WeightsSection | None:
+        if value is not None and value.method == "awq":
+            raise PydanticCustomError(
+                "method",
+                "is awq, which searches on text, and a head reads the target's features; leave it and calibration out",
+                {"at": ("method",)},
+            )
+        return value
+
     @property
     def overrides(self) -> Eagle3Overrides:
         """The values that replace keys of the head's config.json."""

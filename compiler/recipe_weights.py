@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from compiler.quantization.weight_form import WeightForm
-from compiler.recipe_section import Section
+from compiler.recipe_section import Section, WrittenPath
 
 _BITS = {"int4": 4, "int8": 8, "float": None}
 
@@ -23,12 +24,34 @@ class WeightsSection(Section):
     lm_head: Literal["int4", "int8", "float"] = Field(
         "int8", description="type of the head and of the embedding; float: they stay as dtype has them"
     )
+    method: Literal["rtn", "awq"] = Field(
+        "rtn",
+        description="rtn: each weight goes to its nearest step; awq: scales and steps are searched on text, so that "
+        "products move little",
+    )
+    calibration: WrittenPath | None = Field(
+        None,
+        description='JSONL file of {"prompt": ...} that awq searches on, relative to the recipe: some tens of KB of '
+        "text like what the model will read",
+    )
 
     requantize: bool = Field(
         False,
         description="round again what a checkpoint stores as integers of more bits, or in groups that no blocks of 32 "
         "hold, such as Q6_K of GGUF; false refuses it",
     )
+
+    @model_validator(mode="after")
+    def _awq_has_text(self) -> WeightsSection:
+        if self.method == "awq" and self.calibration is None:
+            raise PydanticCustomError(
+                "method", "is awq, which searches on text; name it with calibration: FILE.jsonl", {"at": ("method",)}
+            )
+        if self.method == "rtn" and self.calibration is not None:
+            raise PydanticCustomError(
+                "calibration", "is read by method: awq alone; set that, or leave it out", {"at": ("calibration",)}
+            )
+        return self
 
     @property
     def form(self) -> WeightForm:

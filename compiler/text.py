@@ -5,6 +5,7 @@ The compiler checks them as the runtime will read them, before any work that tak
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,11 @@ class CheckpointText:
         (folder / TOKENIZER_FILE).write_bytes(self.tokenizer)
         if self.template is not None:
             (folder / CHAT_TEMPLATE_FILE).write_text(self.template, encoding="utf-8")
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of texts, as the runtime gives them to the model."""
+        tokenizer = Tokenizer(tokenizers.Tokenizer.from_buffer(self.tokenizer))
+        return [tokenizer.encode(text) for text in texts]
 
 
 def read_text(checkpoint: Path, config: DecoderConfig) -> CheckpointText:

@@ -89,7 +89,9 @@ def _parser() -> Parser:
         "--library", type=Path, help="standard library to read, such as /usr/lib/python3.11 (default: this Python's)"
     )
     parser.add_argument(
-        "--lists-only", action="store_true", help="write corpus.txt and held_out.jsonl into --out, and train nothing"
+        "--lists-only",
+        action="store_true",
+        help="write corpus.txt, held_out.jsonl and calibration.jsonl into --out, and train nothing",
     )
     drafter = parser.add_argument_group("drafters")
     drafter.add_argument("--name", help="folder in --out and checkpoint in --work (default: the part)")

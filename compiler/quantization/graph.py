@@ -15,9 +15,8 @@ from compiler.deferred import StoredTensor
 from compiler.graph_edits import replace
 from compiler.quantization.form import QuantizedWeight, WeightSource, stack
 from compiler.quantization.keeping import kept
-from compiler.quantization.rounding import round_to_nearest
+from compiler.quantization.rounding import round_to_nearest, too_large
 from compiler.quantization.weight_form import WeightForm
-from plans.errors import CheckpointError
 from plans.manifest import RuleReport
 from plugins.onnx_ops import DOMAIN
 from plugins.quant_layout import BLOCK, fits_half
@@ -89,11 +88,8 @@ def _rounding(tensor: ir.TensorProtocol, turned: bool, bits: int) -> Callable[[]
         rows = torch.split(weight, max(1, _SLICE // weight.shape[1]))
         made = stack([round_to_nearest(part.float().numpy(), bits) for part in rows])
         if not fits_half(made.scales):
-            raise CheckpointError(
-                f"{tensor.origin if isinstance(tensor, StoredTensor) else tensor.name} has values of "
-                f"{float(weight.abs().max()):.3g}, too large for int{bits}, whose scales are float16; leave out the "
-                "recipe's `weights` for this model"
-            )
+            origin = tensor.origin if isinstance(tensor, StoredTensor) else str(tensor.name)
+            raise too_large(origin, float(weight.abs().max()), bits)
         return made
 
     return read

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiler.quantization.form import QuantizedWeight
+from plans.errors import CheckpointError
 from plugins.quant_layout import BLOCK
 
 _LARGEST_HALF = np.float32(65504)
@@ -28,6 +29,14 @@ def round_to_nearest(weight: NDArray[np.float32], bits: int) -> QuantizedWeight:
         low, high = -8, 7
     scales = stored_scales(scales)
     return QuantizedWeight(bits, in_steps(blocks, scales, low, high).reshape(outputs, inputs), scales)
+
+
+def too_large(origin: str, largest: float, bits: int) -> CheckpointError:
+    """Return the error about weights whose scales no float16 holds; `largest` is their largest magnitude."""
+    return CheckpointError(
+        f"{origin} has values of {largest:.3g}, too large for int{bits}, whose scales are float16; leave out the "
+        "recipe's `weights` for this model"
+    )
 
 
 def stored_scales(scales: NDArray[np.float32]) -> NDArray[np.float32]:

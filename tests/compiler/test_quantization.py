@@ -30,7 +30,7 @@ from plugins.onnx_ops import DOMAIN
 from plugins.reference import dequantize
 from plugins.schema import CPU_DOMAIN
 from tests.cpu_session import cpu_session
-from tools.verify.quantized import round_weights
+from tools.verify.quantized import PlanWeights
 
 CPU = "onnxruntime-cpu"
 CAPACITY, TOKENS = 32, [5, 17, 200, 31, 31, 8, 90]
@@ -178,7 +178,7 @@ def test_weight_only_logits_are_those_of_the_rounded_weights(decoder: Decoder, t
     assert reports["Quantize"].applied == 4 * 7 + 1
     assert reports["BlockQuantized"].applied == 4 * 7 + 2  # the tied embedding is looked up in as well
     assert not reports["BlockQuantized"].declined
-    round_weights(decoder, form)
+    PlanWeights(form).give(decoder)
     wanted = sequence_logits(decoder, TOKENS).numpy()
     np.testing.assert_allclose(logits(path, decoder), wanted, atol=2e-4)
 
@@ -195,7 +195,7 @@ def test_the_cpus_logits_differ_by_the_rounding_of_activations(
         "NormInside": 4, "PackedInside": 4, "CpuNorms": 2,
     }  # fmt: skip
     plain = sequence_logits(decoder, TOKENS).numpy()
-    round_weights(decoder, form)
+    PlanWeights(form).give(decoder)
     wanted = sequence_logits(decoder, TOKENS).numpy()
     spread = wanted.std()
     own, rounding = np.abs(logits(path, decoder) - wanted).max() / spread, np.abs(plain - wanted).max() / spread

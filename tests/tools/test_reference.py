@@ -69,13 +69,14 @@ def test_transformers_tokenizes_held_out_text_as_the_runtime_does(reference: Run
     )
 
 
-def test_no_held_out_prompt_comes_from_a_training_file() -> None:
+def test_no_held_out_prompt_comes_from_a_training_file_and_calibration_text_does() -> None:
     sides = {}
     for line in (REFERENCE / "corpus.txt").read_text(encoding="utf-8").splitlines()[1:]:
         _, side, name = line.split(" ", 2)
         sides[name] = side
-    prompts = [json.loads(line) for line in (REFERENCE / "held_out.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert {sides[prompt["file"]] for prompt in prompts} == {"held-out"}
+    for file, side in (("held_out.jsonl", "held-out"), ("calibration.jsonl", "train")):
+        rows = [json.loads(line) for line in (REFERENCE / file).read_text(encoding="utf-8").splitlines()]
+        assert {sides[row["file"]] for row in rows} == {side}
     assert list(sides.values()).count("train") > 20 * list(sides.values()).count("held-out")
 
 
@@ -90,7 +91,9 @@ def test_lists_only_writes_the_whole_hash_of_every_file_and_the_prompts(tmp_path
         assert sha256 == hashlib.sha256((root / name).read_bytes()).hexdigest()
     prompts = (tmp_path / "new" / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
     assert Counter(json.loads(line)["task"] for line in prompts) == {"completion": 60, "docstring": 20, "long": 12}
-    assert {path.name for path in (tmp_path / "new").iterdir()} == {"corpus.txt", "held_out.jsonl"}
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {
+        "corpus.txt", "held_out.jsonl", "calibration.jsonl",
+    }  # fmt: skip
 
 
 def test_prompts_have_the_form_of_their_task_and_the_first_are_completions(reference: Runtime) -> None:

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from compiler.models.decoder import Decoder
 from compiler.models.families import FAMILIES
+from tools.reference.calibration import write_calibration
 from tools.reference.corpus import SourceFile, write_file_list
 from tools.reference.data import SPECIAL_TOKENS
 from tools.reference.prompts import write_prompts
@@ -20,7 +21,7 @@ from tools.reference.tasks import CHAT_TEMPLATE
 def export_target(
     model: Decoder, tokenizer: Tokenizer, files: list[SourceFile], report: dict[str, str], out: Path
 ) -> None:
-    """Write `out/target` (bf16) and, beside it, `corpus.txt` and `held_out.jsonl`."""
+    """Write `out/target` (bf16) and, beside it, `corpus.txt`, `held_out.jsonl` and `calibration.jsonl`."""
     target = out / "target"
     write_decoder(model, target)
     tokenizer.save(str(target / "tokenizer.json"), pretty=False)
@@ -65,10 +66,11 @@ def write_decoder(model: Decoder, folder: Path) -> None:
 
 
 def write_lists(files: list[SourceFile], out: Path) -> None:
-    """Write `out/corpus.txt` (what was read, and its split) and `out/held_out.jsonl`."""
+    """Write `out/corpus.txt` (what was read, and its split), `out/held_out.jsonl` and `out/calibration.jsonl`."""
     out.mkdir(parents=True, exist_ok=True)
     write_file_list(files, out / "corpus.txt")
     write_prompts([f for f in files if f.held_out], out / "held_out.jsonl")
+    write_calibration(files, out / "calibration.jsonl")
 
 
 def _tensors(model: Decoder) -> dict[str, torch.Tensor]:

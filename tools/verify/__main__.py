@@ -51,6 +51,11 @@ def _parser(called: str) -> Parser:
     parser.add_argument("--prompts", type=at_least_1, default=8, help="held-out prompts to run (default 8)")
     parser.add_argument("--new-tokens", type=at_least_1, default=64, help="greedy tokens per prompt (default 64)")
     parser.add_argument(
+        "--texts",
+        type=at_least_1,
+        help="held-out prompts on which what quantised weights cost is measured (default: all)",
+    )
+    parser.add_argument(
         "--oracle", choices=("auto", "transformers", "decoder"), default="auto",
         help="what runs the checkpoint: transformers, or Outrider's own decoder, which reads config.json as the build "
         "did (default: transformers where it is installed)",
@@ -69,6 +74,7 @@ def _verify(options: argparse.Namespace) -> int:
             options.plan,
             prompts=options.prompts,
             new_tokens=options.new_tokens,
+            texts=options.texts,
             oracle=options.oracle,
             progress=lambda done, total: progress(done, total, ""),
         )
@@ -83,8 +89,8 @@ def _verify(options: argparse.Namespace) -> int:
         if (cost := result.quantization) is not None:
             stdout.print(
                 f"the oracle has the plan's quantised weights; against the checkpoint's own: {cost.same_tokens:.1%} of "
-                f"tokens the same, divergence {cost.kl:.4f} nats, held-out text {cost.bits_per_byte:.4f} bits a byte "
-                f"in place of {cost.float_bits_per_byte:.4f} ({cost.growth:+.2%})"
+                f"tokens the same, divergence {cost.kl:.4f} nats, {cost.texts} held-out texts take "
+                f"{cost.bits_per_byte:.4f} bits a byte in place of {cost.float_bits_per_byte:.4f} ({cost.growth:+.2%})"
             )
         tokens = [f"plan {d.plan_token}, oracle {d.torch_token}" for d in result.divergences]
         _print_differences(result.divergences, tokens, result.tolerance)

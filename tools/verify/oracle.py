@@ -15,15 +15,13 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from compiler.checkpoint import defer_decoder, load_decoder
+from compiler.checkpoint import load_decoder
 from compiler.models.eager import sequence_logits
 from compiler.opening import read_config, stores_integers
-from compiler.quantization.keeping import kept_parameters
-from compiler.quantization.weight_form import WeightForm
 from compiler.recipe import Recipe
 from plans.errors import CheckpointError, RequestError
 from plans.extras import install
-from tools.verify.quantized import round_weights
+from tools.verify.quantized import PlanWeights
 
 OracleChoice = Literal["auto", "transformers", "decoder"]
 _OLDEST = 5
@@ -40,10 +38,10 @@ class Oracle(Protocol):
         ...
 
 
-def load_oracle(recipe: Recipe, choice: OracleChoice = "auto", form: WeightForm | None = None) -> Oracle:
+def load_oracle(recipe: Recipe, choice: OracleChoice = "auto", weights: PlanWeights | None = None) -> Oracle:
     """The oracle of the recipe's target, its rotary scaling replaced where the recipe says so.
 
-    With a `form` it has the weights of a plan with such weights.
+    With `weights` it has those of a plan.
     "auto" is transformers where a version that will do is installed, and the checkpoint stores numbers: weights stored
     as integers are read by our decoder. Raises `RequestError` where the one asked for is
     not there, `CheckpointError` where it cannot load the checkpoint.
@@ -54,24 +52,23 @@ def load_oracle(recipe: Recipe, choice: OracleChoice = "auto", form: WeightForm 
     if choice == "transformers" and lacking:
         raise RequestError(f"The oracle transformers is asked for, and {lacking}.")
     if choice == "decoder" or lacking:
-        return _OwnDecoder(recipe, lacking if choice == "auto" else "", form)
-    return _Transformers(recipe, installed, form)
+        return _OwnDecoder(recipe, lacking if choice == "auto" else "", weights)
+    return _Transformers(recipe, installed, weights)
 
 
 class _OwnDecoder:
-    def __init__(self, recipe: Recipe, why: str, form: WeightForm | None) -> None:
+    def __init__(self, recipe: Recipe, why: str, weights: PlanWeights | None) -> None:
         self.name = f"Outrider's own decoder in PyTorch {torch.__version__}" + (f" ({why})" if why else "")
         self._decoder = load_decoder(recipe.checkpoint_path, "float32", recipe.rope_scaling)
-        if form is not None:
-            deferred = defer_decoder(recipe.checkpoint_path, "float32", recipe.rope_scaling)
-            round_weights(self._decoder, form, kept_parameters(deferred, form))
+        if weights is not None:
+            weights.give(self._decoder)
 
     def logits(self, token_ids: list[int], last: int) -> Tensor:
         return sequence_logits(self._decoder, token_ids)[-last:]
 
 
 class _Transformers:
-    def __init__(self, recipe: Recipe, installed: str, form: WeightForm | None) -> None:
+    def __init__(self, recipe: Recipe, installed: str, weights: PlanWeights | None) -> None:
         transformers: Any = import_module("transformers")
         self.name = f"transformers {installed}"
         path = recipe.checkpoint_path
@@ -85,8 +82,8 @@ class _Transformers:
                     f"{path} cannot be loaded by {self.name} ({type(error).__name__}: {error}); --oracle decoder "
                     "compares with our own decoder instead"
                 ) from error
-        if form is not None:
-            round_weights(self._model, form)
+        if weights is not None:
+            weights.give(self._model)
 
     @torch.no_grad()
     def logits(self, token_ids: list[int], last: int) -> Tensor:

@@ -7,18 +7,24 @@ that brings it no nearer, because a last bit turns some roundings over, and thes
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from compiler.calibrated import calibrate_by_recipe
+from compiler.checkpoint import defer_decoder, stored_name
+from compiler.deferred import deferred
 from compiler.models.decoder import Decoder
+from compiler.quantization.calibration import CalibratedTensors
+from compiler.quantization.error_feedback import numbers
+from compiler.quantization.keeping import kept_parameters
 from compiler.quantization.rounding import round_to_nearest
 from compiler.quantization.weight_form import WeightForm
+from compiler.recipe import Recipe
+from compiler.text import read_text
 from plugins.quant_layout import BLOCK
-from plugins.reference import dequantize
 
 QUANTIZED_LOGIT_BOUND = 0.5
 """Largest difference of two logits (of some tens) that the rounding of activations to 255 steps explains.
@@ -30,22 +36,51 @@ off by units.
 _EMBEDDINGS, _HEAD = ("embedding", "embed_tokens.weight"), "lm_head.weight"
 
 
-def round_weights(model: nn.Module, form: WeightForm, kept: Collection[str] = ()) -> None:
-    """Give `model`, one of transformers' or our decoder, the weights of a plan of that form, in place.
+@dataclass(frozen=True)
+class PlanWeights:
+    """The weights of a plan.
 
-    Parameters in `kept` stay: the plan has the integers of the checkpoint, and they stand for these numbers.
+    `searched` has those that were searched on text. Of the others, the checkpoint's `kept` ones, by their names there,
+    stay: the plan has their integers, which stand for these numbers. The rest is rounded to the nearest.
     """
-    for name, parameter in model.named_parameters():
-        table = name.endswith(_EMBEDDINGS)
-        bits = form.head_bits if table or name.endswith(_HEAD) else form.bits
-        if parameter.ndim != 2 or bits is None or name in kept:
-            continue
-        turned = isinstance(model, Decoder) and not table  # it stores projections [in, out]
-        weight = (parameter.data.T if turned else parameter.data).contiguous().numpy()
-        if weight.shape[1] % BLOCK == 0:
-            made = round_to_nearest(weight, bits)
-            rounded = torch.from_numpy(dequantize(made.integers, made.scales, made.minimums))
-            parameter.data.copy_(rounded.T if turned else rounded)
+
+    form: WeightForm
+    kept: frozenset[str] = frozenset()
+    searched: CalibratedTensors | None = None
+
+    def give(self, model: nn.Module) -> None:
+        """Give `model`, one of transformers' or our decoder, these weights, in place."""
+        for name, parameter in model.named_parameters():
+            table = name.endswith(_EMBEDDINGS)
+            turned = isinstance(model, Decoder) and parameter.ndim == 2 and not table  # it has projections [in, out]
+            stored = stored_name(model.config.family, name) if isinstance(model, Decoder) else name
+            if self.searched is not None and self.searched.changed(stored):
+                values = self.searched.read(stored)
+                parameter.data.copy_(values.T if turned else values)
+            elif stored not in self.kept:
+                values = self._rounded(parameter.data.T if turned else parameter.data, table or name.endswith(_HEAD))
+                parameter.data.copy_(values.T if turned else values)
+
+    def _rounded(self, weight: Tensor, head: bool) -> Tensor:
+        bits = self.form.head_bits if head else self.form.bits
+        if weight.ndim != 2 or bits is None or weight.shape[1] % BLOCK:
+            return weight
+        return numbers(round_to_nearest(weight.contiguous().numpy(), bits))
+
+
+def plan_weights(recipe: Recipe) -> PlanWeights | None:
+    """Return the quantised weights that a plan of the recipe has for the target; None where it has none.
+
+    A search is made again as the build made it, so that what the plan does with its outcome is seen.
+    """
+    weights = recipe.target.weights
+    if weights is None:
+        return None
+    decoder = defer_decoder(recipe.checkpoint_path, "float32", recipe.rope_scaling)
+    stored, own = deferred(decoder), kept_parameters(decoder, weights.form)
+    kept = frozenset(stored[name].stored_name for name in own)
+    text = read_text(recipe.checkpoint_path, decoder.config)
+    return PlanWeights(weights.form, kept, calibrate_by_recipe(decoder, recipe, weights, text))
 
 
 @dataclass
@@ -53,13 +88,14 @@ class QuantizationCheck:
     """How far quantised weights move the model from its checkpoint in float32.
 
     Along the plan's own tokens: `kl` is the mean divergence of its distributions from the checkpoint's, in nats, and
-    `same_tokens` the share of positions at which the checkpoint would have chosen the same token. On the held-out
+    `same_tokens` the share of positions at which the checkpoint would have chosen the same token. On `texts` held-out
     prompts: `bits_per_byte` of the oracle with the plan's weights, and `float_bits_per_byte` of the checkpoint.
     """
 
     positions: int = 0
     kl: float = 0.0
     same_tokens: float = 0.0
+    texts: int = 0
     bytes: int = 0
     bits_per_byte: float = 0.0
     float_bits_per_byte: float = 0.0
@@ -91,6 +127,7 @@ class QuantizationCheck:
         self.bits_per_byte = mean(self.bits_per_byte, plan)
         self.float_bits_per_byte = mean(self.float_bits_per_byte, checkpoint)
         self.bytes = total
+        self.texts += 1
 
     def to_json(self) -> dict[str, object]:
         return asdict(self) | {"growth": self.growth}

@@ -26,7 +26,7 @@ from tools.verify.agreement import EXACT, DrafterCheck, compare_drafters
 from tools.verify.exactness import ExactnessCheck, check_chunks, check_ops
 from tools.verify.oracle import Oracle, OracleChoice, load_oracle
 from tools.verify.partial_check import PartialCheck, check_partial
-from tools.verify.quantized import QUANTIZED_LOGIT_BOUND, QuantizationCheck
+from tools.verify.quantized import QUANTIZED_LOGIT_BOUND, QuantizationCheck, plan_weights
 
 LOGIT_BOUND = 1e-3
 """Largest difference of two logits (of some tens, fp32) that order of summation explains.
@@ -113,6 +113,7 @@ def verify_plan(
     *,
     prompts: int = 8,
     new_tokens: int = 64,
+    texts: int | None = None,
     oracle: OracleChoice = "auto",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Verification:
@@ -122,23 +123,24 @@ def verify_plan(
     hide later errors. Every drafter of the plan runs the same prompts, greedily and at SAMPLED, and must give the
     tokens of plain decoding. With partial KV they run behind long contexts too, in every mode: lossless must give the
     tokens of full KV, and how far lossy drifts is reported. On a backend that promises exactness every op, and the
-    target in chunks, is probed on this machine. `progress` gets pieces of work done, and of how many.
+    target in chunks, is probed on this machine. What quantised weights cost is measured on the first `texts` held-out
+    prompts, None: on all. `progress` gets pieces of work done, and of how many.
     Raises `RecipeError` when the recipe names no held-out text, `RequestError` for numbers of prompts or tokens that
     cannot be run or an oracle that is not installed, `CheckpointError` where the oracle cannot load the checkpoint,
     `PlanError` when the plan was built from something else.
     """
     if prompts < 1:
         raise RequestError(f"prompts is {prompts}; run at least 1.")
-    texts = _prompts(recipe)[:prompts]
+    held_out = _prompts(recipe)
     opened = open_plan(plan)
     check_same_source(recipe, plan, opened.manifest)
     backend = choose_backend(opened.manifest.backends, None).backend
     exactness = check_ops(opened, backend) if backend in EXACT else None
     refused = exactness is not None and not exactness.passed
     runtime = Runtime.load(plan, verify=False, exactness="unchecked" if refused else "probed")
-    weights = recipe.target.weights
-    model = load_oracle(recipe, oracle, None if weights is None else weights.form)
-    result = Verification(oracle=model.name, prompts=len(texts), exactness=exactness)
+    weights = plan_weights(recipe)
+    model = load_oracle(recipe, oracle, weights)
+    result = Verification(oracle=model.name, prompts=min(prompts, len(held_out)), exactness=exactness)
     result.logit_bound = KV_LOGIT_BOUND.get(recipe.kv_cache or "", LOGIT_BOUND)
     checkpoint = None
     if weights is not None:
@@ -150,8 +152,13 @@ def verify_plan(
         raise RequestError(
             f"new_tokens is {new_tokens}, but the plan's context is {runtime.manifest.target.context}; lower it."
         )
-    pieces = (3 + (runtime.manifest.partial_kv is not None)) * len(texts)
-    encoded = [runtime.tokenizer.encode(text)[-min(longest, 1024) :] for text in texts]
+    measured = [] if checkpoint is None else held_out[:texts]
+    pieces = (3 + (runtime.manifest.partial_kv is not None)) * result.prompts + len(measured)
+
+    def encode(text: str) -> list[int]:
+        return runtime.tokenizer.encode(text)[-min(longest, 1024) :]
+
+    encoded = [encode(text) for text in held_out[:prompts]]
     for index, ids in enumerate(encoded):
         _compare(runtime, model, checkpoint, ids, index, new_tokens, result)
         progress(index + 1, pieces)
@@ -159,9 +166,15 @@ def verify_plan(
     result.divergences = [replace(d, near_tie=d.margin <= result.tolerance) for d in result.divergences]
     if not math.isfinite(result.max_logit_error):
         return result
+    if checkpoint is not None and result.quantization is not None:
+        for index, ids in enumerate(map(encode, measured)):
+            size = len(runtime.tokenizer.decode(ids[1:]).encode())
+            result.quantization.add_text(ids, size, model.logits(ids, len(ids)), checkpoint.logits(ids, len(ids)))
+            progress(result.prompts + index + 1, pieces)
     session, limit = runtime.session(), Options(max_new_tokens=new_tokens)
     if exactness is not None:
         check_chunks(session, encoded[0], exactness)
+    compared = result.prompts + len(measured)
 
     def compare(names: list[str], options: Options, done: int) -> dict[str, DrafterCheck]:
         def report(prompt: int) -> None:
@@ -178,10 +191,14 @@ def verify_plan(
         )
 
     drafters = runtime.manifest.drafters
-    result.drafters = compare([d.name for d in drafters], Options(temperature=0.0), len(texts))
-    result.sampled = compare([d.name for d in drafters if not rejects([d])], SAMPLED, 2 * len(texts))
+    result.drafters = compare([d.name for d in drafters], Options(temperature=0.0), compared)
+    result.sampled = compare([d.name for d in drafters if not rejects([d])], SAMPLED, compared + result.prompts)
     result.partial_kv = check_partial(
-        session, runtime.manifest, encoded, new_tokens, lambda prompt: progress(3 * len(texts) + prompt, pieces)
+        session,
+        runtime.manifest,
+        encoded,
+        new_tokens,
+        lambda prompt: progress(compared + 2 * result.prompts + prompt, pieces),
     )
     return result
 
@@ -234,8 +251,6 @@ def _compare(
     error = np.abs(found - expected.numpy())
     if checkpoint is not None and result.quantization is not None:
         result.quantization.add_run(torch.from_numpy(found), checkpoint.logits(ids + generated[:-1], len(generated)))
-        size = len(runtime.tokenizer.decode(ids[1:]).encode())
-        result.quantization.add_text(ids, size, oracle.logits(ids, len(ids)), checkpoint.logits(ids, len(ids)))
     result.tokens += len(generated)
     result.max_logit_error = float(np.maximum(result.max_logit_error, error.max()))  # NaN stays
     choices = expected.argmax(dim=-1).tolist()

@@ -1,0 +1,46 @@
+"""Decoders of a recipe whose quantised weights are searched on text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from compiler.held_out import read_prompts
+from compiler.models.decoder import Decoder
+from compiler.quantization.calibration import CalibratedTensors, Progress, calibrate
+from compiler.recipe import Recipe
+from compiler.recipe_weights import WeightsSection
+from compiler.text import CheckpointText
+from plans.errors import RecipeError
+
+_LONGEST = 2048
+"""Tokens of a sequence; longer texts are cut in pieces, so that attention stays cheap."""
+_LEAST = 64
+"""Tokens that make a text: with fewer, what a weight does to it is chance."""
+
+
+def calibrate_by_recipe(
+    decoder: Decoder,
+    recipe: Recipe,
+    weights: WeightsSection | None,
+    text: CheckpointText,
+    progress: Progress = lambda _: None,
+) -> CalibratedTensors | None:
+    """Bind a deferred `decoder` to the weights that `weights` asks for, where it asks for a search.
+
+    `text` has the tokenizer. Raises `RecipeError` for a file of too little text, and as `calibrate`.
+    """
+    path = recipe.calibration_path(weights)
+    if path is None or weights is None:
+        return None
+    return calibrate(decoder, _sequences(path, text, decoder.config.max_positions), weights.form, progress)
+
+
+def _sequences(path: Path, text: CheckpointText, positions: int) -> list[list[int]]:
+    longest = min(_LONGEST, positions)
+    encoded = text.encode(read_prompts(path))
+    pieces = [ids[first : first + longest] for ids in encoded for first in range(0, len(ids), longest)]
+    if sum(map(len, pieces)) < _LEAST:
+        raise RecipeError(
+            f"{path} holds {sum(map(len, pieces))} tokens, too few to choose weights by; give some thousands"
+        )
+    return pieces
