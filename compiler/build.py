@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -262,17 +263,17 @@ def _write_engines(
     # A GPU's kernels choose by the size of a step, and promise less.
     decide = deciding_engines(design.drafters) if isinstance(backend, OnnxRuntimeCpuSection) else []
     deciding: dict[str, ir.Model] = {}
-    for name, graph in graphs.items():
-        steps.begin(f"{backend.kind}: lowering {name} and writing its engine")
-        own = graph.clone()
-        held = _take_into(own, name, design, backend) if folder.takes_ops(graph) else ()
-        caches = 1 + (design.partial is not None and name == names.TARGET)
-        rows, kv_cache = design.limits[name][names.ROWS], design.recipe.kv_cache
-        reports += lower(name, own, backend.kind, rows=rows, caches=caches, kv_cache=kv_cache)
-        engines[name] = folder.write(name, own, design.limits[name]).model_copy(update={"holds": held})
-        if name in decide:
-            deciding[name] = own  # its large weights are in the file by now
-    folder.close()
+    with closing(folder):
+        for name, graph in graphs.items():
+            steps.begin(f"{backend.kind}: lowering {name} and writing its engine")
+            own = graph.clone()
+            held = _take_into(own, name, design, backend) if folder.takes_ops(graph) else ()
+            caches = 1 + (design.partial is not None and name == names.TARGET)
+            rows, kv_cache = design.limits[name][names.ROWS], design.recipe.kv_cache
+            reports += lower(name, own, backend.kind, rows=rows, caches=caches, kv_cache=kv_cache)
+            engines[name] = folder.write(name, own, design.limits[name]).model_copy(update={"holds": held})
+            if name in decide:
+                deciding[name] = own  # its large weights are in the file by now
     probe = write_probe(deciding, place) if deciding else None
     return Engines(engines, tuple(reports), _compile_kernels(backend, root, steps), probe)
 

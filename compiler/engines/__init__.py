@@ -28,7 +28,7 @@ class EngineFolder(Protocol):
         """
 
     def close(self) -> None:
-        """Finish the folder; called once, after the last engine."""
+        """Finish the folder; called once, after the last engine or the first that failed."""
 
 
 def open_folder(backend: BackendBuild, folder: Path, report: Report, timing_cache: Path | None = None) -> EngineFolder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,8 @@ class OnnxFront:
 
     def fill(self, engine: str, model: ir.Model, network: Any, workplace: Path) -> Any:
         carry_bits(engine, model)
-        weights = WeightFile(workplace)
-        write_graph(model, workplace / "graph.onnx", weights, inlined=True)
-        weights.close()
+        with closing(WeightFile(workplace)) as weights:
+            write_graph(model, workplace / "graph.onnx", weights, inlined=True)
         parser = self._trt.OnnxParser(network, self._log)
         if not parser.parse_from_file(str(workplace / "graph.onnx")):
             said = "; ".join(parser.get_error(i).desc() for i in range(parser.num_errors))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compiler.deferred import StoredTensor
 from compiler.graph_edits import replace
-from compiler.quantization.form import QuantizedWeight, WeightSource, stack
+from compiler.quantization.form import QuantizedWeight, WeightSource
 from compiler.quantization.keeping import kept
 from compiler.quantization.rounding import round_to_nearest, too_large
 from compiler.quantization.weight_form import WeightForm
@@ -22,7 +22,7 @@ from plugins.onnx_ops import DOMAIN
 from plugins.quant_layout import BLOCK, fits_half
 
 _HEAD = "lm_head.weight"
-_SLICE = 1 << 22  # numbers rounded at once
+_SLICE = 1 << 20  # numbers rounded at once
 
 
 def quantize(engine: str, model: ir.Model, form: WeightForm | None) -> RuleReport:
@@ -81,12 +81,21 @@ def _is_row_reader(node: ir.Node, index: int) -> bool:
 
 
 def _rounding(tensor: ir.TensorProtocol, turned: bool, bits: int) -> Callable[[], QuantizedWeight]:
-    """Return the function that reads and rounds a weight: some rows at a time, because copies in float32 are large."""
+    """Return the function that reads and rounds a weight: some rows at a time, because copies in float32 are large.
+
+    Results go into whole arrays. Kept in pieces, they would lie between the freed copies and keep all that memory.
+    """
 
     def read() -> QuantizedWeight:
         weight = _read_rows(tensor, turned)
-        rows = torch.split(weight, max(1, _SLICE // weight.shape[1]))
-        made = stack([round_to_nearest(part.float().numpy(), bits) for part in rows])
+        outputs, inputs = weight.shape
+        made = QuantizedWeight(
+            bits, np.empty((outputs, inputs), np.int8), np.empty((outputs, inputs // BLOCK), np.float32)
+        )
+        step = max(1, _SLICE // inputs)
+        for rows in (slice(begin, begin + step) for begin in range(0, outputs, step)):
+            part = round_to_nearest(weight[rows].float().numpy(), bits)
+            made.integers[rows], made.scales[rows] = part.integers, part.scales
         if not fits_half(made.scales):
             origin = tensor.origin if isinstance(tensor, StoredTensor) else str(tensor.name)
             raise too_large(origin, float(weight.abs().max()), bits)
