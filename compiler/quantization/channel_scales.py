@@ -21,7 +21,7 @@ from compiler.quantization.moments import Moments
 from plugins.quant_layout import BLOCK
 
 _GRID = [step / 20 for step in range(20)]  # exponents of the mean magnitude; 0 scales nothing
-_ROWS = 256  # outputs by which exponents are compared
+_ROWS = 128  # outputs by which exponents are compared
 
 
 @dataclass(frozen=True)

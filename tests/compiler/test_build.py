@@ -125,6 +125,45 @@ def test_changed_weights_build_anew(workplace: Path) -> None:
     assert Runtime.load(workplace / "plan").generate("import", max_new_tokens=8, ignore_eos=True).token_ids != old
 
 
+SEARCHED = "target.weights={type: int4, method: awq, calibration: text.jsonl}"
+
+
+def test_weights_are_searched_anew_for_another_text_or_another_tokenizer(workplace: Path) -> None:
+    text = workplace / "text.jsonl"
+    text.write_text(json.dumps({"prompt": "import os and read the licence of the work. " * 8}) + "\n", encoding="utf-8")
+    first, said = rebuild(workplace, SEARCHED, out="first")
+    assert [step for step in said if "searching" in step] == [
+        f"searching weights of target: layer {layer} of 4" for layer in (1, 2, 3, 4)
+    ]
+    second, _ = rebuild(workplace, SEARCHED, out="second")
+    assert hashes(first) == hashes(second)  # the same text gives the same bits
+
+    moved = text.rename(workplace / "moved.jsonl")
+    elsewhere, _ = rebuild(workplace, SEARCHED.replace("text", "moved"), out="first")
+    assert elsewhere.reused == (BACKEND,)
+
+    moved.write_text(json.dumps({"prompt": "Other words, of which there are enough. " * 8}) + "\n", encoding="utf-8")
+    other, _ = rebuild(workplace, SEARCHED.replace("text", "moved"), out="first")
+    assert other.reused == ()
+    assert other.plan.manifest.identity != elsewhere.plan.manifest.identity
+    weights = f"engines/{BACKEND}/weights.bin"
+    assert hashes(other)[weights] != hashes(first)[weights]
+
+    tokenizer = workplace / "target" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text(encoding="utf-8") + "\n", encoding="utf-8")
+    again, _ = rebuild(workplace, SEARCHED.replace("text", "moved"), out="first")
+    assert again.reused == ()
+
+
+def test_a_text_too_short_to_choose_weights_by_is_refused(workplace: Path) -> None:
+    (workplace / "text.jsonl").write_text('{"prompt": "short"}\n', encoding="utf-8")
+    with pytest.raises(
+        RecipeError, match=r"text\.jsonl holds \d+ tokens, too few to choose weights by; give some thou"
+    ):
+        rebuild(workplace, SEARCHED)
+    assert leftovers(workplace) == []
+
+
 def test_a_changed_chat_template_keeps_the_engines(workplace: Path) -> None:
     path = workplace / "target" / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))

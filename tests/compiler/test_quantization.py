@@ -14,13 +14,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
 
-from compiler.checkpoint import load_decoder
+from compiler.checkpoint import defer_decoder, load_decoder
 from compiler.engines.onnxruntime import OnnxRuntimeEngines
 from compiler.export import export_target
 from compiler.lowering import lower
 from compiler.models.decoder import Decoder
 from compiler.models.eager import sequence_logits
+from compiler.quantization.calibration import calibrate
 from compiler.quantization.form import QuantizedWeight, WeightSource, side_by_side
 from compiler.quantization.graph import quantize
 from compiler.quantization.rounding import round_to_nearest
@@ -181,6 +183,24 @@ def test_weight_only_logits_are_those_of_the_rounded_weights(decoder: Decoder, t
     PlanWeights(form).give(decoder)
     wanted = sequence_logits(decoder, TOKENS).numpy()
     np.testing.assert_allclose(logits(path, decoder), wanted, atol=2e-4)
+
+
+def test_a_bodys_logits_are_those_of_searched_weights(toy_recipe: Path, tmp_path: Path) -> None:
+    """The graph has the integers and the folded norms; both oracles get the same numbers."""
+    form, checkpoint = WeightForm(4, 4), toy_recipe.parent / "target"
+    found = defer_decoder(checkpoint)
+    weights = PlanWeights(form, searched=calibrate(found, [[(37 * i) % 299 + 1 for i in range(90)]], form))
+    path, reports = engine(found, tmp_path / "one", form, "onnxruntime-cuda")
+    assert reports["Quantize"].applied == 4 * 7 + 1
+    decoder, theirs = load_decoder(checkpoint), AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    plain = sequence_logits(decoder, TOKENS)
+    weights.give(decoder)
+    weights.give(theirs)
+    wanted = sequence_logits(decoder, TOKENS)
+    assert (wanted - plain).abs().max() > 0.1
+    np.testing.assert_allclose(logits(path, decoder), wanted.numpy(), atol=2e-4)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(torch.tensor([TOKENS])).logits[0], wanted, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("bits", "head"), [(4, 8), (8, 8), (4, 4), (8, None)])

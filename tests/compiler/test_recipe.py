@@ -394,3 +394,65 @@ def test_a_wrong_drafter_with_weights_gets_a_sentence(tmp_path: Path, shape: str
         load_recipe(file)
     (line,) = str(refused.value).splitlines()
     assert line.startswith(f"{file}:5: {said}")
+
+
+SEARCHED = "{type: int4, method: awq, calibration: text.jsonl}"
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter", "said"),
+    [
+        ("{type: int4, method: awq}", "", "target.weights.method is awq, which searches on text; name it with"),
+        (
+            "{type: int4, calibration: text.jsonl}",
+            "",
+            "target.weights.calibration is read by method: awq alone; set that",
+        ),
+        ("{type: int4, method: gptq}", "", "target.weights.method must be 'rtn' or 'awq'"),
+        (
+            "{type: int4, method: awq, calibration: gone.jsonl}",
+            "",
+            "target.weights.calibration names FOLDER/gone.jsonl, which is not a file; correct it",
+        ),
+        (
+            "{type: int8}",
+            "{name: d, kind: model, checkpoint: target, weights: {type: int4, method: awq, calibration: target}}",
+            "drafters[0].weights.calibration names FOLDER/target, which is not a file; correct it",
+        ),
+        (
+            "{type: int8}",
+            f"{{name: d, kind: eagle3, checkpoint: target, weights: {SEARCHED}}}",
+            "drafters[0].weights.method is awq, which searches on text, and a head reads the target's features; leave",
+        ),
+    ],
+)
+def test_a_search_of_weights_needs_text_and_a_model_that_reads_it(
+    tmp_path: Path, target: str, drafter: str, said: str
+) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "text.jsonl").write_text('{"prompt": "a"}\n')
+    file = tmp_path / "model.yaml"
+    file.write_text(
+        f"name: a\ntarget: {{checkpoint: target, weights: {target}}}\ncapacity: {{context: 64}}\ndrafters: [{drafter}]\n"
+    )
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(file)
+    (line,) = str(refused.value).replace(str(tmp_path), "FOLDER").splitlines()
+    assert said in line
+
+
+def test_where_the_text_of_a_search_lies_is_no_part_of_the_recipe(tmp_path: Path) -> None:
+    """Its contents are hashed apart."""
+    (tmp_path / "target").mkdir()
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"prompt": "a"}\n')
+    file = tmp_path / "model.yaml"
+    weights = SEARCHED.replace("text.jsonl", str(text))
+    file.write_text(f"name: a\ntarget: {{checkpoint: target, weights: {weights}}}\ncapacity: {{context: 64}}\n")
+    recipe = load_recipe(file)
+    assert recipe.calibration_path(recipe.target.weights) == text
+    target = recipe.resolved()["target"]
+    assert isinstance(target, dict)
+    assert target["weights"] == {
+        "type": "int4", "lm_head": "int8", "method": "awq", "calibration": "text.jsonl", "requantize": False,
+    }  # fmt: skip

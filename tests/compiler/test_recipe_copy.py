@@ -127,6 +127,18 @@ def test_paths_lead_to_the_same_files_from_another_folder(folder: Path) -> None:
     assert "# big" in out.read_text(encoding="utf-8")
 
 
+def test_the_text_of_a_search_of_weights_keeps_its_place(folder: Path) -> None:
+    weights = "weights: {type: int4, method: awq, calibration: text/held_out.jsonl}"
+    header = HEADER.replace("models/target # big", f"models/target\n  {weights}")
+    path = recipe(folder, f"  - {{name: d, kind: model, checkpoint: models/drafter, {weights}}}\n", header)
+    out = folder / "elsewhere" / "copy.yaml"
+    RecipeCopy(path, out, "d").write(TREE)
+    new = load_recipe(out)
+    (section,) = (d for d in new.drafters if not isinstance(d, NgramSection))
+    for found in (new.target.weights, section.weights):
+        assert new.calibration_path(found) == folder / "recipes" / "text" / "held_out.jsonl"
+
+
 def test_absolute_paths_and_line_ends_stay(folder: Path) -> None:
     header = HEADER.replace("models/target", str(folder / "recipes" / "models" / "target")).replace("\n", "\r\n")
     path = recipe(folder, "  - {name: d, kind: model, checkpoint: models/drafter}\n", header)

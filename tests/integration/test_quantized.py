@@ -14,7 +14,7 @@ from compiler.build import build
 from compiler.inspect import describe
 from compiler.recipe import load_recipe
 from runtime import Runtime, SchedulerConfig
-from tests.conftest import EVERYTHING, REFERENCE_RECIPE, made_once
+from tests.conftest import EVERYTHING, HELD_OUT, REFERENCE_RECIPE, made_once
 from tests.instruction_sets import BETTER_THAN_PLAIN, Results, with_instructions
 from tests.integration.random_use import RandomUse
 from tools.verify.verification import verify_plan
@@ -22,22 +22,30 @@ from tools.verify.verification import verify_plan
 TYPES = ("int4", "int8")
 PAGE = 4096
 INT4_RECIPE = REFERENCE_RECIPE.with_name("reference-int4.yaml")
+CALIBRATION = HELD_OUT.with_name("calibration.jsonl")
+ROUNDED = ["target.weights={type: int4}", "drafters[1].weights={type: int4}"]
 
 
-def quantised(overrides: list[str], kind: str) -> list[str]:
-    """The same recipe with weights of `kind` in the target and in all drafters but a head, which stays float32."""
+def quantised(overrides: list[str], kind: str, text: Path) -> list[str]:
+    """The same recipe with weights of `kind` in the target and in all drafters but a head, which stays float32.
+
+    Those of int4 are searched on `text`, in the target and in the first draft model.
+    """
+    searched = {"type": kind, "method": "awq", "calibration": str(text)} if kind == "int4" else {"type": kind}
     (drafters,) = (override for override in overrides if override.startswith("drafters="))
     sections = yaml.safe_load(drafters.removeprefix("drafters="))
     for section in sections:
         if section["kind"] != "ngram" and section["name"] != "classical-head":
-            section["weights"] = {"type": kind}
+            section["weights"] = searched if section["name"] == "chain" else {"type": kind}
     others = [override for override in overrides if override is not drafters]
-    return [*others, f"drafters={sections!r}", f"target.weights={{type: {kind}}}"]
+    return [*others, f"drafters={sections!r}", f"target.weights={searched!r}"]
 
 
 @pytest.fixture(scope="module", params=TYPES)
 def plan(request: pytest.FixtureRequest, toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    recipe = load_recipe(toy_recipe, quantised(EVERYTHING, request.param))
+    text = tmp_path_factory.mktemp("calibration") / "text.jsonl"
+    text.write_text("".join(f"{line}\n" for line in CALIBRATION.read_text(encoding="utf-8").splitlines()[:2]))
+    recipe = load_recipe(toy_recipe, quantised(EVERYTHING, request.param, text))
     return made_once(tmp_path_factory, f"{request.param}-plan", lambda out: build(recipe, toy_recipe, out))
 
 
@@ -127,11 +135,11 @@ def test_inspect_shows_bytes_by_type(plan: Path) -> None:
 
 
 def test_the_reference_in_int4_agrees_with_its_checkpoint(tmp_path: Path) -> None:
-    """Greedily and sampled, with every drafter; and what quantising costs is small."""
-    recipe = load_recipe(INT4_RECIPE)
+    """Greedily and sampled, with every drafter; and what rounding to the nearest costs is small."""
+    recipe = load_recipe(INT4_RECIPE, ROUNDED)
     plan = tmp_path / "plan"
     build(recipe, INT4_RECIPE, plan)
-    result = verify_plan(recipe, plan, prompts=3, new_tokens=48)
+    result = verify_plan(recipe, plan, prompts=3, new_tokens=48, texts=3)
     assert result.passed
     assert set(result.drafters) == set(result.sampled) == {"ngram", "model", "eagle3"}
     assert all(check.equal_runs == 3 for check in (*result.drafters.values(), *result.sampled.values()))
@@ -141,3 +149,19 @@ def test_the_reference_in_int4_agrees_with_its_checkpoint(tmp_path: Path) -> Non
     assert cost.same_tokens > 0.9
     assert 0 < cost.kl < 0.05
     assert 0 < cost.bits_per_byte < 1.04 * cost.float_bits_per_byte  # the goal for int4
+
+
+@pytest.mark.long
+def test_a_search_on_text_halves_what_int4_costs_the_reference(tmp_path: Path) -> None:
+    costs = []
+    for name, overrides in (("searched", []), ("rounded", ROUNDED)):
+        recipe = load_recipe(INT4_RECIPE, ["drafters=[]", *overrides[:1]])
+        build(recipe, INT4_RECIPE, tmp_path / name)
+        result = verify_plan(recipe, tmp_path / name, prompts=8, new_tokens=64)
+        assert result.passed
+        assert result.quantization is not None
+        assert result.quantization.texts == 92
+        costs.append(result.quantization)
+    searched, rounded = costs
+    assert searched.kl < 0.6 * rounded.kl
+    assert 0 < searched.growth < 0.7 * rounded.growth < 0.01

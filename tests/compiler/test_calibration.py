@@ -1,0 +1,278 @@
+"""Quantised weights searched on text: what they keep, and that they never cost more than rounding to the nearest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from compiler.checkpoint import defer_decoder, load_decoder, stored_name
+from compiler.deferred import deferred
+from compiler.export import export_target
+from compiler.models.decoder import Decoder, DecoderLayer
+from compiler.models.eager import CausalExecution, sequence_logits
+from compiler.quantization.block_search import SHORT, THOROUGH, search_block
+from compiler.quantization.calibration import calibrate, calibrate_layer
+from compiler.quantization.channel_scales import GROUPS, copies_of, fold
+from compiler.quantization.error_feedback import feed_back, numbers, round_with_feedback
+from compiler.quantization.graph import quantize
+from compiler.quantization.moments import WINDOW, Moments, MomentSums
+from compiler.quantization.rounding import round_to_nearest
+from compiler.quantization.weight_form import WeightForm
+from plans.errors import CheckpointError
+from tests.compiler.conftest import MakeCheckpoint
+
+TEXTS = [[(37 * i + 11 * t) % 299 + 1 for i in range(90)] for t in range(4)]
+
+
+def inputs(count: int, size: int, seed: int = 0) -> Tensor:
+    """Inputs that vary together, some much larger than others."""
+    rng = torch.Generator().manual_seed(seed)
+    mixed = torch.randn(count, size, generator=rng) @ torch.randn(size, size, generator=rng) / size**0.5
+    return mixed * torch.exp(torch.randn(size, generator=rng))
+
+
+def moments_of(x: Tensor) -> Moments:
+    sums = MomentSums(x.shape[1])
+    for part in torch.split(x, 50):
+        sums.add(part)
+    return sums.moments()
+
+
+def weights(outputs: int, size: int, seed: int = 1) -> Tensor:
+    return torch.randn(outputs, size, generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_cost_of_errors_is_what_they_do_to_the_outputs() -> None:
+    x, errors = inputs(200, 96), weights(5, 96)
+    moved = (x.double() @ errors.double().T).square().mean(0)
+    np.testing.assert_allclose(moments_of(x).cost(errors), moved, rtol=1e-4)
+
+
+def test_moments_are_kept_in_windows() -> None:
+    """Beyond a window nothing is known of how inputs vary together, so that memory grows with the inputs alone."""
+    x = inputs(40, WINDOW + 64)
+    found = moments_of(x)
+    assert [window.shape for window in found.windows] == [(WINDOW, WINDOW), (64, 64)]
+    errors = torch.zeros(1, WINDOW + 64)
+    errors[:, WINDOW:] = 1
+    moved = (x[:, WINDOW:].double().sum(1)).square().mean()
+    np.testing.assert_allclose(found.cost(errors), moved[None], rtol=1e-4)
+
+
+def test_moments_of_divided_inputs_are_those_of_the_inputs_divided() -> None:
+    x, scales = inputs(200, 64), torch.exp(torch.randn(64, generator=torch.Generator().manual_seed(2)))
+    divided, direct = moments_of(x).divided(scales), moments_of(x / scales)
+    torch.testing.assert_close(divided.windows[0], direct.windows[0], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(divided.magnitudes, direct.magnitudes, rtol=1e-4, atol=1e-6)
+    root = divided.roots[0]  # damped before it was divided
+    damped = moments_of(x).windows[0] + 0.01 * moments_of(x).windows[0].diagonal().mean() * torch.eye(64)
+    inverse = torch.linalg.inv(damped / scales / scales[:, None])
+    torch.testing.assert_close(root.T @ root, inverse, rtol=1e-3, atol=1e-3)
+
+
+# Blocks.
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_searched_block_costs_no_more_than_the_nearest_steps(bits: int) -> None:
+    weight, moments = weights(300, 32), moments_of(inputs(400, 32))
+    integers, scales = search_block(weight, moments.windows[0].float(), bits, THOROUGH)
+    nearest = moments.cost(weight - numbers(round_to_nearest(weight.numpy(), bits)))
+    found = moments.cost(weight - integers * scales[:, None])
+    low, high = (-8, 7) if bits == 4 else (-127, 127)
+    assert low <= integers.min() <= integers.max() <= high
+    assert torch.equal(integers, integers.round())
+    assert torch.equal(scales, scales.half().float())
+    assert (found <= nearest * 1.001).all()  # the best scale is rounded as well
+    assert found.sum() < (0.6 if bits == 4 else 0.9) * nearest.sum()
+
+
+def test_no_other_integer_of_a_searched_block_costs_less() -> None:
+    """One at a time, by brute force: what sweeps end in."""
+    weight, moments = weights(40, 32), moments_of(inputs(400, 32))
+    integers, scales = search_block(weight, moments.windows[0].float(), 4, replace(THOROUGH, sweeps=40))
+    least = moments.cost(weight - integers * scales[:, None])
+    for i in range(32):
+        for step in (-1, 1):
+            other = integers.clone()
+            other[:, i] = (other[:, i] + step).clamp(-8, 7)
+            assert (moments.cost(weight - other * scales[:, None]) >= least * 0.9999).all()
+
+
+def test_a_block_of_zeros_has_scale_zero() -> None:
+    weight = weights(4, 32)
+    weight[1] = 0
+    integers, scales = search_block(weight, moments_of(inputs(100, 32)).windows[0].float(), 4, THOROUGH)
+    assert not scales[1]
+    assert not integers[1].any()
+    assert scales[0]
+
+
+def test_inputs_that_are_always_zero_do_no_harm() -> None:
+    x = inputs(100, 64)
+    x[:, :40] = 0
+    weight = weights(6, 64)
+    made = round_with_feedback(weight, moments_of(x), 4)
+    assert np.isfinite(made.scales).all()
+    none = round_with_feedback(weight, moments_of(x * 0), 4)
+    assert np.isfinite(none.scales).all()
+    assert (numbers(none) - weight).abs().max() < 0.5 * weight.abs().max()
+
+
+# Matrices.
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_no_output_moves_more_than_with_the_nearest_steps(bits: int) -> None:
+    weight, moments = weights(200, 160), moments_of(inputs(600, 160))
+    found = moments.cost(weight - numbers(round_with_feedback(weight, moments, bits)))
+    nearest = moments.cost(weight - numbers(round_to_nearest(weight.numpy(), bits)))
+    assert (found <= nearest).all()
+    assert found.sum() < (0.5 if bits == 4 else 0.8) * nearest.sum()
+
+
+def test_feedback_is_the_best_change_of_the_weights_behind() -> None:
+    """Against least squares: with the first block rounded, what best makes up for its error on the inputs."""
+    x = inputs(3000, 64).double()
+    weight, moments = weights(7, 64), moments_of(x.float())
+    root = moments.roots[0]
+    mean = torch.linalg.inv(root.T @ root)  # damped, as the feedback sees it
+    complement = mean[:32, :32] - mean[:32, 32:] @ torch.linalg.inv(mean[32:, 32:]) @ mean[32:, :32]
+    integers, scales = search_block(weight[:, :32].contiguous(), complement.float(), 4, SHORT)
+    errors = (weight[:, :32] - integers * scales[:, None]).double()
+    change = errors @ mean[:32, 32:] @ torch.linalg.inv(mean[32:, 32:])
+    behind = (weight[:, 32:] + change).float()
+    last, steps = search_block(behind, mean[32:, 32:].float(), 4, SHORT)
+    found, all_scales = feed_back(weight, moments, 4, SHORT)
+    torch.testing.assert_close(all_scales, torch.stack([scales, steps], 1), rtol=1e-3, atol=0)
+    assert (found == torch.cat([integers, last], 1)).float().mean() > 0.99  # a last bit may turn a rounding over
+
+
+def test_rows_do_not_depend_on_each_other() -> None:
+    weight, moments = weights(50, 96), moments_of(inputs(300, 96))
+    whole, part = round_with_feedback(weight, moments, 4), round_with_feedback(weight[10:20].contiguous(), moments, 4)
+    np.testing.assert_array_equal(whole.integers[10:20], part.integers)
+    np.testing.assert_array_equal(whole.scales[10:20], part.scales)
+
+
+# Layers and models.
+
+
+@pytest.fixture
+def decoder(toy_recipe: Path) -> Decoder:
+    return load_decoder(toy_recipe.parent / "target")
+
+
+def layer_of(decoder: Decoder) -> DecoderLayer:
+    layer = decoder.layers[0]
+    assert isinstance(layer, DecoderLayer)
+    return layer
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_folded_scales_change_nothing(make_checkpoint: MakeCheckpoint, tmp_path: Path, family: str) -> None:
+    """Biases too, and heads that share KV."""
+    changes: dict[str, object] = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
+    make_checkpoint(family, sliding_window=None, **changes) if family == "mistral" else make_checkpoint(
+        family, **changes
+    )
+    model = load_decoder(tmp_path)
+    ids = list(range(3, 40))
+    wanted = sequence_logits(model, ids)
+    rng = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for layer in model.layers:
+            assert isinstance(layer, DecoderLayer)
+            for group in GROUPS:
+                _, count = copies_of(layer.config, group)
+                size = getattr(layer, group.products[0]).weight.shape[0] // count
+                fold(layer, group, torch.exp(torch.randn(size, generator=rng) / 2))
+    torch.testing.assert_close(sequence_logits(model, ids), wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_searched_layer_moves_less_than_a_rounded_one(decoder: Decoder, bits: int) -> None:
+    layer, c = layer_of(decoder), decoder.config
+    with torch.no_grad():
+        hidden = [decoder.embedding[ids] for ids in TEXTS]
+        executions = [CausalExecution(c, 1, len(ids)) for ids in TEXTS]
+
+        def outputs(of: DecoderLayer) -> Tensor:
+            return torch.cat([of(h, 0, e) for h, e in zip(hidden, executions, strict=True)])
+
+        wanted = outputs(layer)
+        rounded, searched = (DecoderLayer(c).requires_grad_(False) for _ in range(2))
+        for each in (rounded, searched):
+            each.load_state_dict(layer.state_dict())
+        for name in ("q", "k", "v", "o", "gate", "up", "down"):
+            weight = getattr(rounded, name).weight
+            weight.copy_(numbers(round_to_nearest(weight.T.contiguous().numpy(), bits)).T)
+        made = calibrate_layer(searched, hidden, executions, bits)
+        assert set(made) == {"q", "k", "v", "o", "gate", "up", "down"}
+        off = [float((outputs(each) - wanted).square().mean()) for each in (searched, rounded)]
+    assert off[0] < (0.7 if bits == 4 else 1.0) * off[1]
+
+
+def calibrated(checkpoint: Path, form: WeightForm) -> tuple[Decoder, Decoder]:
+    """A deferred decoder bound to searched weights, and the same read."""
+    found = defer_decoder(checkpoint)
+    calibrate(found, TEXTS, form)
+    read = load_decoder(checkpoint)
+    read.load_state_dict({name: stored.read() for name, stored in deferred(found).items()})
+    return found, read
+
+
+def test_the_graph_has_the_searched_weights_and_the_oracle_reads_them(toy_recipe: Path) -> None:
+    """`read` gives the numbers that `quantized`'s integers stand for; a norm has the scales."""
+    found, read = calibrated(toy_recipe.parent / "target", WeightForm(4, 4))
+    graph = export_target(found, 32)
+    report = quantize("target", graph, WeightForm(4, 4))
+    assert report.applied == 4 * 7 + 1
+    values = {str(name): value.const_value for name, value in graph.graph.initializers.items()}
+    for index in range(4):
+        prefix = f"decoder.layers.{index}"
+        made = values[f"{prefix}.q.weight.integers"], values[f"{prefix}.q.weight.scales"]
+        integers, scales = (tensor.numpy() for tensor in made if tensor is not None)
+        weight = integers.astype(np.float32).reshape(*scales.shape, 32) * scales[..., None]
+        layer = read.layers[index]
+        assert isinstance(layer, DecoderLayer)
+        np.testing.assert_array_equal(weight.reshape(integers.shape), layer.q.weight.detach().T)
+        norm = values[f"{prefix}.attention_norm.weight"]
+        assert norm is not None
+        np.testing.assert_array_equal(norm.numpy(), layer.attention_norm.weight.detach())
+    plain = load_decoder(toy_recipe.parent / "target")
+    assert not torch.equal(read.embedding, plain.embedding)
+
+
+def test_the_same_inputs_give_the_same_bits(toy_recipe: Path) -> None:
+    first, second = (calibrated(toy_recipe.parent / "target", WeightForm(4, 8))[1] for _ in range(2))
+    for name, value in first.state_dict().items():
+        assert torch.equal(value, second.state_dict()[name]), name
+
+
+def test_products_whose_inputs_are_no_multiple_of_32_stay_as_they_are(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    make_checkpoint("qwen2", vocab_size=300)  # 48 inputs of the product down
+    found, read = calibrated(tmp_path, WeightForm(4, 8))
+    plain, source = load_decoder(tmp_path), deferred(found)["layers.0.down.weight"].tensors
+    assert source.quantized(stored_name("qwen2", "layers.0.down.weight")) is None
+    assert source.quantized(stored_name("qwen2", "layers.0.up.weight")) is not None
+    assert torch.equal(layer_of(read).down.weight, layer_of(plain).down.weight)
+    assert torch.isfinite(sequence_logits(read, TEXTS[0])).all()
+
+
+def test_weights_too_large_for_float16_scales_are_refused_by_name(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    model = make_checkpoint("llama", vocab_size=300)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 5] = 1e7
+    model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"'model.layers.1.mlp.up_proj.weight' has values of 1e\+07, too large"):
+        calibrate(defer_decoder(tmp_path), TEXTS, WeightForm(4, 8))
