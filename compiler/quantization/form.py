@@ -81,7 +81,7 @@ class QuantTensor(ir.LazyTensor):
         return ir.Tensor(value.astype(kind), dtype=self.dtype)
 
 
-def _stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Return weights of one input, of the same bits, as one: their outputs one after another."""
     minimums = [part.minimums for part in parts if part.minimums is not None]
     return QuantizedWeight(
@@ -100,7 +100,7 @@ def side_by_side(sources: Sequence[WeightSource]) -> WeightSource:
         first.bits,
         (sum(source.shape[0] for source in sources), first.shape[1]),
         first.minimums,
-        lambda: _stack([source.read() for source in sources]),
+        lambda: stack([source.read() for source in sources]),
         any(source.wide for source in sources),
     )
 

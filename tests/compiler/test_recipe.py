@@ -433,7 +433,8 @@ def test_a_search_of_weights_needs_text_and_a_model_that_reads_it(
     (tmp_path / "text.jsonl").write_text('{"prompt": "a"}\n')
     file = tmp_path / "model.yaml"
     file.write_text(
-        f"name: a\ntarget: {{checkpoint: target, weights: {target}}}\ncapacity: {{context: 64}}\ndrafters: [{drafter}]\n"
+        f"name: a\ntarget: {{checkpoint: target, weights: {target}}}\n"
+        f"capacity: {{context: 64}}\ndrafters: [{drafter}]\n"
     )
     with pytest.raises(RecipeError) as refused:
         load_recipe(file)
