@@ -96,10 +96,12 @@ def trace(
 
 
 def put_weights(model: ir.Model, stored: Mapping[str, StoredTensor]) -> None:
-    """Give initializers their stored tensors, by name; small ones their values."""
+    """Give initializers their stored tensors, by name; small ones their values, but for matrices, whose integers the
+    graph may keep."""
     for name, weight in stored.items():
         if (value := model.graph.initializers.get(name)) is not None:
-            value.const_value = weight if weight.size > _COMPARED else ir.tensor(weight.read(), name=name)
+            compared = weight.size <= _COMPARED and len(weight.shape) < 2
+            value.const_value = ir.tensor(weight.read(), name=name) if compared else weight
 
 
 def name_inputs(model: ir.Model, inputs: Mapping[str, Shape]) -> None:
