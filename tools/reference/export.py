@@ -107,7 +107,7 @@ Written by `python -m tools.train_reference`.
 - **Use**: a small model whose text is real, for building, testing and measuring plans. It writes plausible Python, not
   correct Python.
 - **Licence**: the weights, Apache-2.0 as this repository; the training text is under the PSF License Agreement, and so
-  are the excerpts in `../held_out.jsonl`.
+  are the excerpts in `../held_out.jsonl` and `../calibration.jsonl`.
 """
 
 
