@@ -1,4 +1,4 @@
-"""`python -m tools.bench latency | sweep | context | startup | embedded`: what a plan costs, on this machine."""
+"""`python -m tools.bench latency | sweep | context | startup | embedded | matmul`: what it costs, on this machine."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ if __name__ == "__main__":  # before the imports, which take a second
 import argparse
 import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from commands.arguments import Parser, at_least_0, at_least_1
@@ -18,6 +19,7 @@ from commands.packages import optional_packages
 from plans.errors import OutriderError
 from plans.plan import read_manifest
 from tools.bench.machine import describe_run
+from tools.bench.matmul.shapes import SHAPES
 from tools.bench.sampling import GREEDY, read_sampling
 from tools.bench.shapes import choose_drafters, read_depths, read_trees, takes_trees
 from tools.output import print_report
@@ -150,7 +152,54 @@ def _parser(called: str) -> Parser:
     embedded.add_argument("--runs", type=at_least_1, default=30, help="generations of each process (default 30)")
     embedded.add_argument("--json", action="store_true")
     embedded.set_defaults(command=_embedded)
+
+    matmul = commands.add_parser(
+        "matmul",
+        help="products with quantised weights, against ONNX Runtime's and OpenVINO's",
+        description="All products of a model with random quantised weights, chained in one graph: our QuantMatMul, "
+        "ONNX Runtime's MatMulNBits (accuracy level 4, blocks of 32) and OpenVINO's compressed MatMul (groups of 32), "
+        "by turns in one process. Minima and medians, and what part of their time ours takes.",
+        epilog="example: %(prog)s --shape 150m,1b --rows 1,8 --types int4",
+    )
+    matmul.add_argument(
+        "--shape",
+        type=_shapes,
+        default=["150m"],
+        metavar="NAME,...",
+        help="40m, 150m (targets of tools.synthetic_pair), 1b, 1b-128k (a Llama of 1B with 32k or 128k tokens; "
+        "default 150m)",
+    )
+    matmul.add_argument(
+        "--rows", type=_lengths, default=(1, 4, 8, 16, 32), metavar="N,...", help="rows of a pass (1,4,8,16,32)"
+    )
+    matmul.add_argument("--types", type=_bits, dest="bits", default=[4, 8], metavar="int4,int8", help="of the weights")
+    matmul.add_argument("--reps", type=at_least_1, default=15, help="turns of each engine (default 15)")
+    matmul.add_argument("--threads", type=at_least_0, default=0, help="0: as many as there are cores (default)")
+    matmul.add_argument("--json", action="store_true", help="print one JSON object")
+    matmul.set_defaults(command=_matmul)
     return parser
+
+
+def _shapes(text: str) -> list[str]:
+    return [_known(word.strip(), SHAPES) for word in text.split(",")]
+
+
+def _bits(text: str) -> list[int]:
+    types = {"int4": 4, "int8": 8}
+    return [types[_known(word.strip(), types)] for word in text.split(",")]
+
+
+def _known(word: str, known: Iterable[str]) -> str:
+    if word not in known:
+        raise argparse.ArgumentTypeError(f"is {word!r}; choose from {', '.join(known)}")
+    return word
+
+
+def _matmul(options: argparse.Namespace) -> int:
+    from tools.bench.matmul.measure import measure
+    from tools.bench.matmul.table import print_table
+
+    return print_report({**describe_run(), **measure(options)}, options.json, print_table)
 
 
 def _budgets(text: str) -> list[int | str]:
