@@ -50,7 +50,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "bench": Command("tools.bench.__main__", "drafters, draft trees, long contexts and start-up, by the clock"),
         "modes": Command("tools.modes", "branches in one sequence, in batching, and one after another"),
         "serving": Command("tools.serving.__main__", "what a prefix cache and shared passes bring"),
-        "peers": Command("tools.peers.__main__", "against transformers and onnxruntime-genai"),
+        "peers": Command("tools.peers.__main__", "against transformers, onnxruntime-genai, OpenVINO and llama.cpp"),
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}

@@ -67,8 +67,8 @@ class Shape:
         layers = layers or max(4, round(24 * (parameters / 150e6) ** 0.25))
         hidden = max(1, round(math.sqrt(parameters / (12 * layers)) / (2 * HEAD_DIM))) * 2 * HEAD_DIM
         rest = parameters - 2 * VOCABULARY * hidden - layers * 3 * hidden**2
-        intermediate = round(rest / (3 * hidden * layers) / 16) * 16
-        if intermediate < 16:
+        intermediate = round(rest / (3 * hidden * layers) / 32) * 32  # whole blocks of any quantised format
+        if intermediate < 32:
             raise OutriderError(
                 f"--params {parameters} is too small for {layers} layers; pass at least 1m, or fewer --layers"
             )

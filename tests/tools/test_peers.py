@@ -13,14 +13,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from compiler.recipe import source_recipe
 from plans.errors import OutriderError, PlanError
 from plans.plan import read_manifest
 from runtime import Runtime
 from tests.conftest import TOY_DRAFTERS
 from tools.peers import __main__ as peers
 from tools.peers import measure, process
-from tools.peers.conversion import convert_for_genai
-from tools.peers.engine import GENAI, OURS, TRANSFORMERS, Clock, Generated, Settings
+from tools.peers.conversion import convert
+from tools.peers.engine import GENAI, LLAMA_CPP, OPENVINO, OURS, TRANSFORMERS, Clock, Generated, Settings
 from tools.peers.figures import Generation, Mode, report
 from tools.peers.plan import build_plan, check_plan
 from tools.peers.process import LostEngineError, WorkerError, rest
@@ -31,6 +32,20 @@ Captured = pytest.CaptureFixture[str]
 @pytest.fixture
 def workplace(toy_recipe: Path, toy_plan: Path, tmp_path: Path) -> Path:
     return shutil.copytree(toy_recipe.parent, tmp_path / "work")
+
+
+PEERS = {
+    TRANSFORMERS: ("plain", "prompt-lookup", "assisted"),
+    GENAI: ("plain", "ngram", "ngram-adaptive", "ngram-16", "draft"),
+    OPENVINO: ("plain", "prompt-lookup", "draft"),
+    LLAMA_CPP: ("plain", "prompt-lookup", "draft"),
+}
+
+
+def installed() -> list[str]:
+    """Peers whose packages are here."""
+    packages = measure._PACKAGES
+    return [engine for engine in PEERS if all(importlib.util.find_spec(package) for package in packages[engine])]
 
 
 def arguments(workplace: Path, *more: str) -> list[str]:
@@ -54,44 +69,66 @@ def test_every_engine_gives_the_same_tokens_and_ignores_end_tokens(
     draft = ("--draft", str(workplace / "drafter"))
     assert peers.main([*arguments(workplace, *draft), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    modes = {(row["engine"], row["mode"]): row for row in found["rows"]}
-    expected = {(OURS, mode) for mode in ("none", "ngram", "model")}
-    expected |= {(TRANSFORMERS, mode) for mode in ("plain", "prompt-lookup", "assisted")}
-    if importlib.util.find_spec("onnxruntime_genai"):
-        expected |= {(GENAI, mode) for mode in ("plain", "ngram", "ngram-adaptive", "ngram-16", "draft")}
-        assert found["missing"] == []
-    else:
-        assert [(absent["engine"], absent["mode"]) for absent in found["missing"]] == [(GENAI, None)]
-    assert set(modes) == expected
+    (section,) = found["precisions"]
+    modes = {(row["engine"], row["mode"]): row for row in section["rows"]}
+    assert set(modes) == {(OURS, mode) for mode in ("none", "ngram", "model")} | {
+        (engine, mode) for engine in installed() for mode in PEERS[engine]
+    }
+    assert {absent["engine"] for absent in section["missing"]} == set(PEERS) - set(installed())
     for row in modes.values():
-        assert (row["same_runs"], row["runs"], row["differences"]) == (4, 4, [])
+        assert (row["same_runs"], row["runs"], row["differences"], row["agreement"]) == (4, 4, [], 1)
         assert 0 < row["ttft_ms"] < row["e2e_ms"]
         assert row["tokens_per_second_p10"] <= row["tokens_per_second"] <= row["tokens_per_second_p90"]
     assert modes[OURS, "none"]["speedup"] == 1
-    assert found["idle_share"] < 0.5
-    assert {ratio["ours"] for ratio in found["ratios"]} == {"none", "ngram", "model"}
-    assert found["best_ratio"] == min(best["best_ratio"] for best in found["best"])
-    assert (found["threads"], found["dtype"], found["prompts"]) == (1, "float32", 2)
-    assert (len(found["prompts_sha256"]), found["new_tokens"]) == (64, 12)
+    assert section["idle_share"] < 0.5
+    assert {ratio["ours"] for ratio in section["ratios"]} == {"none", "ngram", "model"}
+    assert section["best_ratio"] == min(best["ratio"] for best in section["best"])
+    assert [plain["engine"] for plain in section["plain"]] == installed()
+    assert (found["threads"], section["precision"], section["prompts"]) == (1, "fp32", 2)
+    assert (len(section["prompts_sha256"]), found["new_tokens"]) == (64, 12)
     assert datetime.fromisoformat(found["time"]).tzinfo is not None
+
+
+@pytest.mark.long
+def test_every_engine_runs_quantised_weights(workplace: Path, capsys: Captured) -> None:
+    draft = ("--draft", str(workplace / "drafter"), "--precision", "int4,int8")
+    assert peers.main([*arguments(workplace, *draft), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    quantising = [engine for engine in installed() if engine != TRANSFORMERS]
+    assert [section["precision"] for section in found["precisions"]] == ["int8", "int4"]
+    for section in found["precisions"]:
+        missing = [(absent["engine"], absent["mode"]) for absent in section["missing"]]
+        assert missing == [(engine, None) for engine in PEERS if engine not in quantising]
+        modes = {(row["engine"], row["mode"]): row for row in section["rows"]}
+        assert set(modes) == {(OURS, mode) for mode in ("none", "ngram", "model")} | {
+            (engine, mode) for engine in quantising for mode in PEERS[engine]
+        }
+        for (engine, _), row in modes.items():
+            assert row["runs"] == 4
+            assert (row["same_runs"], row["agreement"]) == (4, 1) or engine != OURS
+            assert row["agreement"] > 0.1 or section["precision"] == "int4"  # by chance it would be below 0.01
+    assert peers.main(arguments(workplace, *draft, "--count", "1")) == 0
+    printed = capsys.readouterr().out
+    assert printed.index(", int8, greedy") < printed.index(", int4, greedy")
+    assert printed.count("plain against plain: none is") == 2 * len(quantising)
+    assert printed.count("missing: transformers: has no weights in int") == 2
 
 
 def test_what_is_missing_is_listed_with_the_reason(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(measure, "check_plan", lambda plan, checkpoint: None)
+    monkeypatch.setattr(measure, "check_plan", lambda plan, checkpoint: "fp32")
     assert peers.main([*arguments(workplace, "--plan", str(workplace / "plan"), "--count", "1", "--json")]) == 0
-    found = json.loads(capsys.readouterr().out)
+    (found,) = json.loads(capsys.readouterr().out)["precisions"]
     assert [row["mode"] for row in found["rows"]] == ["none", *TOY_DRAFTERS]
-    assert (found["ratios"], found["best"], found["best_ratio"]) == ([], [], None)
-    assert found["missing"] == [
-        {"engine": TRANSFORMERS, "mode": None, "reason": "not installed; run `pip install transformers`"},
-        {"engine": GENAI, "mode": None, "reason": "not installed; run `pip install onnxruntime-genai`"},
-    ]
+    assert (found["ratios"], found["plain"], found["best"], found["best_ratio"]) == ([], [], [], None)
+    assert [absent["engine"] for absent in found["missing"]] == list(PEERS)
+    for absent, packages in zip(found["missing"], measure._PACKAGES.values(), strict=True):
+        assert absent["reason"].startswith(f"{packages[0]} is not installed; run `pip install '.[peers]'`")
     assert peers.main(arguments(workplace, "--plan", str(workplace / "plan"), "--count", "1")) == 0
     text = capsys.readouterr().out
-    assert "missing: transformers: not installed; run `pip install transformers`" in text
+    assert "missing: transformers: transformers is not installed; run" in text
     assert re.search(r"1 prompts \(\d+ tokens\) x 2 runs, 12 new tokens", text)
 
 
@@ -104,13 +141,16 @@ def test_mistakes_are_sentences(workplace: Path, capsys: Captured) -> None:
         (("--threads", "-1"), "--threads is '-1'; pass a whole number of at least 0"),
         (("--draft", str(workplace / "away")), "away is not a folder; give the folder that holds config.json"),
         (("--task", "chat"), "--task is 'chat', but"),
+        (("--precision", "int4"), "is in fp32, which --precision leaves out; leave out that plan as well"),
+        (("--precision", "fp32,fp8"), "--precision is 'fp8'; choose from fp32, int8, int4"),
+        (plan, "--plan names two plans in fp32"),
     ]:
         assert peers.main(arguments(workplace, *plan, *more)) == 2
         assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_plan_must_be_of_the_checkpoint(workplace: Path) -> None:
-    check_plan(workplace / "plan", workplace / "target")
+    assert check_plan(workplace / "plan", workplace / "target") == "fp32"
     with pytest.raises(PlanError, match=r"whose files differ from those of .*drafter; pass that one"):
         check_plan(workplace / "plan", workplace / "drafter")
     (workplace / "model.yaml").unlink()
@@ -118,15 +158,18 @@ def test_a_plan_must_be_of_the_checkpoint(workplace: Path) -> None:
         check_plan(workplace / "plan", workplace / "target")
 
 
-def test_a_plan_that_is_built_is_kept_by_its_checkpoints(workplace: Path) -> None:
-    plan = build_plan(workplace / "target", None, workplace / "build")
+def test_a_plan_that_is_built_is_kept_by_its_checkpoints_and_precision(workplace: Path) -> None:
+    plan = build_plan(workplace / "target", None, workplace / "build", "fp32")
     assert [drafter.kind for drafter in read_manifest(plan).drafters] == ["ngram"]
     check_plan(plan, workplace / "target")
     written = (plan / "plan.json").stat().st_mtime_ns
-    assert build_plan(workplace / "target", None, workplace / "build") == plan
+    assert build_plan(workplace / "target", None, workplace / "build", "fp32") == plan
     assert (plan / "plan.json").stat().st_mtime_ns == written
-    both = build_plan(workplace / "target", workplace / "drafter", workplace / "build")
+    both = build_plan(workplace / "target", workplace / "drafter", workplace / "build", "int8")
     assert both != plan
+    assert check_plan(both, workplace / "target") == "int8"
+    recipe = source_recipe(both, option="")
+    assert [drafter.weights is not None for drafter in recipe.drafters if drafter.kind == "model"] == [True]
     assert [drafter.kind for drafter in read_manifest(both).drafters] == ["ngram", "model"]
 
 
@@ -152,30 +195,46 @@ def test_ratios_are_of_pairs_and_best_meets_best() -> None:
     assert ratios["none", TRANSFORMERS, "plain"]["ratio"] == 2
     assert ratios["none", TRANSFORMERS, "plain"]["decode_ratio"] == 2
     assert ratios["none", TRANSFORMERS, "plain"]["ttft_ratio"] == 2
-    assert [(b["ours"], b["engine"], b["mode"], b["best_ratio"]) for b in found["best"]] == [
+    assert [(b["ours"], b["engine"], b["mode"], b["ratio"]) for b in found["best"]] == [
         ("ngram", TRANSFORMERS, "assisted", 3),
         ("ngram", GENAI, "plain", 3),
     ]
     assert found["best"][1]["by_task"] == {"short": 1.5, "long": 4}
-    assert (found["best"][1]["best_ratio_p10"], found["best"][1]["best_ratio_p90"]) == (1, 4)
+    assert (found["best"][1]["ratio_p10"], found["best"][1]["ratio_p90"]) == (1, 4)
     assert found["best_ratio"] == 3
+    assert [(p["ours"], p["engine"], p["mode"], p["ratio"]) for p in found["plain"]] == [
+        ("none", TRANSFORMERS, "plain", 2),
+        ("none", GENAI, "plain", 1.5),
+    ]
+    assert found["plain_ratio"] == 1.5
 
 
 def test_tokens_that_differ_are_told_by_prompt() -> None:
     plain, other = mode(OURS, "none", 1, 1), mode(GENAI, "plain", 1, 1)
     other.runs[1].generated.ids[5] = 99
     ours = SimpleNamespace(part=lambda ids, first, second: (5, 0.25))
-    measure._compare([plain, other], ours, [[1], [2, 3]])  # type: ignore[arg-type]
+    measure._compare([plain, other], ours, [[1], [2, 3]], "fp32")  # type: ignore[arg-type]
     row = report([plain, other], [None, None])["rows"][1]
     assert row["differences"] == [{"prompt": 1, "prompt_tokens": 2, "index": 5, "margin": 0.25}]
-    assert (row["same_runs"], row["runs"]) == (1, 2)
+    assert (row["same_runs"], row["runs"], row["agreement"]) == (1, 2, (1 + 5 / 11) / 2)
+
+
+def test_tokens_of_others_quantised_weights_are_counted_and_not_examined() -> None:
+    modes = [mode(OURS, "none", 1, 1), mode(OURS, "ngram", 1, 1), mode(GENAI, "plain", 1, 1)]
+    for other in modes[1:]:
+        other.runs[1].generated.ids[5] = 99
+    ours = SimpleNamespace(part=lambda ids, first, second: (5, 0.25))
+    measure._compare(modes, ours, [[1], [2, 3]], "int4")  # type: ignore[arg-type]
+    rows = report(modes, [None, None])["rows"]
+    assert [len(row["differences"]) for row in rows] == [0, 1, 0]
+    assert rows[2]["same_runs"] == 1
 
 
 def test_repetitions_of_our_plain_decoding_are_compared_with_each_other() -> None:
     plain, other = mode(OURS, "none", 1, 1, 1, 1), mode(GENAI, "plain", 1, 1, 1, 1)
     plain.runs[3].generated.ids[5] = 99
     ours = SimpleNamespace(part=lambda ids, first, second: (5, 0.25))
-    measure._compare([plain, other], ours, [[1], [2, 3]])  # type: ignore[arg-type]
+    measure._compare([plain, other], ours, [[1], [2, 3]], "fp32")  # type: ignore[arg-type]
     rows = report([plain, other], [None, None])["rows"]
     assert [row["same_runs"] for row in rows] == [3, 4]
     assert [len(row["differences"]) for row in rows] == [1, 0]
@@ -204,7 +263,7 @@ def test_nothing_is_measured_while_an_idle_process_computes(monkeypatch: pytest.
 
 
 def test_an_engine_that_cannot_load_is_told_in_its_words(workplace: Path) -> None:
-    settings = Settings(str(workplace / "target"), str(workplace / "away"), None, 1)
+    settings = Settings(str(workplace / "target"), str(workplace / "away"), None, 1, 8)
     with pytest.raises(WorkerError, match=r"^.*away is not a plan"):
         process.Worker(OURS, settings)
 
@@ -212,7 +271,7 @@ def test_an_engine_that_cannot_load_is_told_in_its_words(workplace: Path) -> Non
 def test_a_process_that_dies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process.sys, "executable", shutil.which("false"))
     with pytest.raises(LostEngineError, match="the process of outrider ended: exit status 1"):
-        process.Worker(OURS, Settings("", "", None, 1))
+        process.Worker(OURS, Settings("", "", None, 1, 8))
 
 
 def converter(monkeypatch: pytest.MonkeyPatch, status: int = 0) -> list[Path]:
@@ -233,14 +292,15 @@ def converter(monkeypatch: pytest.MonkeyPatch, status: int = 0) -> list[Path]:
 
 def test_a_conversion_is_kept_for_its_checkpoint_alone(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = converter(monkeypatch)
-    first = convert_for_genai(workplace / "target", workplace)
-    assert convert_for_genai(workplace / "target", workplace) == first
+    first = convert(GENAI, workplace / "target", workplace, "int4")
+    assert convert(GENAI, workplace / "target", workplace, "int4") == first
     assert len(asked) == 1
     path = workplace / "target" / "config.json"
     path.write_text(path.read_text(encoding="utf-8") + "\n", encoding="utf-8")
-    second = convert_for_genai(workplace / "target", workplace)
+    second = convert(GENAI, workplace / "target", workplace, "int4")
     assert second != first
     assert (second / "genai_config.json").is_file()
+    assert convert(GENAI, workplace / "target", workplace, "int8") not in (first, second)
 
 
 def test_a_builder_that_fails_is_a_sentence_and_leaves_nothing(
@@ -249,5 +309,5 @@ def test_a_builder_that_fails_is_a_sentence_and_leaves_nothing(
     converter(monkeypatch, status=1)
     before = set(workplace.iterdir())
     with pytest.raises(OutriderError, match=r"cannot convert .*target \(ValueError: no such model\)"):
-        convert_for_genai(workplace / "target", workplace)
+        convert(GENAI, workplace / "target", workplace, "fp32")
     assert set(workplace.iterdir()) == before

@@ -16,7 +16,7 @@ from tests.conftest import TOY_DRAFTERS
 from tools.peers import __main__ as peers
 from tools.peers import measure, process
 from tools.peers.end_token import choose_end_token
-from tools.peers.engine import GENAI, OURS, TRANSFORMERS, Settings
+from tools.peers.engine import ENGINES, GENAI, OURS, TRANSFORMERS, Settings
 from tools.peers.process import Worker, WorkerError
 
 Captured = pytest.CaptureFixture[str]
@@ -43,10 +43,11 @@ def rename_token(checkpoint: Path, token: int, other: int) -> None:
 
 
 def test_random_checkpoints_that_choose_the_last_id_of_the_vocabulary_run_to_the_end(
-    workplace: Path, toy: Runtime, capsys: Captured
+    workplace: Path, toy: Runtime, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     """No id is safe for an engine that must have an end token: random models choose any."""
     genai = pytest.importorskip("onnxruntime_genai")
+    monkeypatch.setattr(measure, "_PACKAGES", {GENAI: measure._PACKAGES[GENAI]})
     chosen = toy.generate("import os\nimport sys\n", drafter="none", max_new_tokens=12, ignore_eos=True).token_ids
     prompts = [line["prompt"] for line in map(json.loads, (workplace / "held_out.jsonl").read_text().splitlines())]
     prompted = {token for text in prompts for token in toy.tokenizer.encode(text)}
@@ -59,10 +60,11 @@ def test_random_checkpoints_that_choose_the_last_id_of_the_vocabulary_run_to_the
     given += ["--draft", str(workplace / "drafter"), "--new", "12", "--reps", "1", "--json"]
     assert peers.main([str(workplace / "target"), *given]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert genai.__version__ in found["versions"][GENAI]
-    assert found["missing"] == []
-    assert {row["mode"] for row in found["rows"] if row["engine"] == GENAI} > {"plain", "ngram", "draft"}
-    for row in found["rows"]:
+    (section,) = found["precisions"]
+    assert genai.__version__ in section["versions"][GENAI]
+    assert section["missing"] == []
+    assert {row["mode"] for row in section["rows"] if row["engine"] == GENAI} > {"plain", "ngram", "draft"}
+    for row in section["rows"]:
         assert (row["same_runs"], row["runs"]) == (2, 2)
     (plan,) = (workplace / "build").glob("peers-*/plan")
     assert last in Runtime.load(plan, threads=1).generate(prompts[0], drafter="none", max_new_tokens=12).token_ids
@@ -86,16 +88,15 @@ def test_threads_of_the_command_line_reach_every_worker(
     monkeypatch.setattr(measure, "available_cores", lambda: 7)
     assert peers.main(given) == 2
     assert "outrider with 7 threads" in capsys.readouterr().err
-    monkeypatch.setattr(measure, "convert_for_genai", lambda checkpoint, work: checkpoint)
+    monkeypatch.setattr(measure, "convert", lambda engine, checkpoint, work, precision: checkpoint)
     monkeypatch.setattr(measure.importlib.util, "find_spec", lambda name: object())  # type: ignore[attr-defined]
     monkeypatch.setattr(measure, "Worker", lambda e, s: Worker(e, s) if e == OURS else Recorder(e, s))
     assert peers.main([*given, "--threads", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [absent["reason"] for absent in found["missing"]] == [
-        f"{engine} with 2 threads" for engine in (TRANSFORMERS, GENAI)
-    ]
+    (section,) = found["precisions"]
+    assert [absent["reason"] for absent in section["missing"]] == [f"{engine} with 2 threads" for engine in ENGINES[1:]]
     assert found["threads"] == 2
-    assert [row["mode"] for row in found["rows"]] == ["none", *TOY_DRAFTERS]
+    assert [row["mode"] for row in section["rows"]] == ["none", *TOY_DRAFTERS]
 
 
 def test_a_worker_is_started_with_its_threads_for_every_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +109,7 @@ def test_a_worker_is_started_with_its_threads_for_every_library(monkeypatch: pyt
 
     monkeypatch.setattr(process.subprocess, "Popen", start)
     with pytest.raises(KeyError):
-        Worker(TRANSFORMERS, Settings("", "", None, 3))
+        Worker(TRANSFORMERS, Settings("", "", None, 3, 8))
     assert (asked["OMP_NUM_THREADS"], asked["MKL_NUM_THREADS"]) == ("3", "3")
 
 
@@ -123,7 +124,7 @@ def tell(*arguments: Any, **options: Any) -> None:
 def test_every_engine_hands_its_threads_to_its_library(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tools.peers import with_outrider, with_transformers
 
-    settings = Settings(str(workplace / "target"), "plan", None, 3, converted="away", end_token=5)
+    settings = Settings(str(workplace / "target"), "plan", None, 3, 8, converted="away", end_token=5)
     monkeypatch.setattr(with_outrider.Runtime, "load", tell)
     with pytest.raises(Loaded) as told:
         with_outrider.Outrider(settings)
@@ -154,7 +155,7 @@ def test_onnxruntime_genai_is_given_threads_and_the_end_token(workplace: Path, m
         (workplace / name).mkdir()
         (workplace / name / "genai_config.json").write_text(json.dumps(own), encoding="utf-8")
     folders = {"converted": str(workplace / "a"), "converted_draft": str(workplace / "b")}
-    with_genai.Genai(Settings("", "", "", 3, **folders, end_token=5))
+    with_genai.Genai(Settings("", "", "", 3, 8, **folders, end_token=5))
     threads = [found["decoder"]["session_options"]["intra_op_num_threads"] for found in overlays]
     assert threads == [3, 3]
     assert [found["eos_token_id"] for found in overlays] == [5, 5]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from tools.peers import measure, process, turns
-from tools.peers.engine import GENAI, OURS, TRANSFORMERS, Generated
+from tools.peers.engine import GENAI, LLAMA_CPP, OPENVINO, OURS, TRANSFORMERS, Generated
 from tools.peers.figures import report
 from tools.peers.process import LostEngineError, WorkerError
 from tools.peers.turns import Missing, Turns
@@ -74,21 +74,21 @@ def test_what_cannot_run_is_listed_and_the_others_are_warmed_up(monkeypatch: pyt
             raise WorkerError("ValueError: another vocabulary")
 
     def load(engine: str, *_: object) -> FakeWorker:
-        if engine == GENAI:
-            raise WorkerError("RuntimeError: no such model")
+        if engine != TRANSFORMERS:
+            raise WorkerError(f"RuntimeError: no such model for {engine}")
         return FakeWorker(engine, ["a", "b"], calls, fail)
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(measure, "_load", load)
-    monkeypatch.setattr(measure, "_converted", lambda settings, options: settings)
+    monkeypatch.setattr(measure, "_converted", lambda engine, settings, options, precision: settings)
     missing: list[Missing] = []
-    peers = measure._peers(None, Namespace(), None, missing)  # type: ignore[arg-type]
+    peers = measure._peers(None, Namespace(), "fp32", None, missing)  # type: ignore[arg-type]
     found = Turns([FakeWorker(OURS, ["none"], calls), *peers], missing)  # type: ignore[list-item]
     found.warm_up([0], 4)
     assert names(found) == [(OURS, "none"), (TRANSFORMERS, "a")]
     assert [tuple(absent.values()) for absent in missing] == [
         (TRANSFORMERS, "c", "needs a draft model"),
-        (GENAI, None, "RuntimeError: no such model"),
+        *((engine, None, f"RuntimeError: no such model for {engine}") for engine in (GENAI, OPENVINO, LLAMA_CPP)),
         (TRANSFORMERS, "b", "prompt 0: ValueError: another vocabulary"),
     ]
     assert all(not mode.runs for mode in found.modes)
@@ -165,3 +165,13 @@ def test_an_engine_that_does_not_rest_leaves_and_the_mode_whose_turn_it_is_runs(
     assert names(found) == [(OURS, "none"), (OURS, "ngram")]
     assert [absent["engine"] for absent in missing] == [GENAI]
     assert restless.closed
+
+
+def test_transformers_has_no_quantised_weights_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(measure, "_load", lambda engine, *_: FakeWorker(engine, ["plain"], []))
+    monkeypatch.setattr(measure, "_converted", lambda engine, settings, options, precision: settings)
+    missing: list[Missing] = []
+    peers = measure._peers(None, Namespace(), "int8", None, missing)  # type: ignore[arg-type]
+    assert [worker.engine for worker in peers] == [GENAI, OPENVINO, LLAMA_CPP]
+    assert missing[0]["reason"] == "has no weights in int8 on a CPU by itself"

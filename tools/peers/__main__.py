@@ -16,6 +16,7 @@ from commands.console import guarded
 from commands.packages import optional_packages
 from tools.bench.machine import describe_run
 from tools.output import print_report
+from tools.peers.precision import PRECISIONS, Precision
 
 
 def main(arguments: list[str] | None = None, called: str = "python -m tools.peers") -> int:
@@ -27,17 +28,23 @@ def _parser(called: str) -> Parser:
     parser = Parser(
         prog=called,
         description="Generate from the same prompts with Outrider (plain decoding, and every drafter of the plan), "
-        "transformers (plain, assisted by a draft model, prompt lookup) and onnxruntime-genai (plain, n-gram lookup, "
-        "draft model): fp32, greedy, batch 1, the same number of threads, end tokens ignored. Every engine has a "
-        "process of its own, in which its model is loaded once; one generates at a time, in turn, once the others "
-        "use no CPU. Prints ratios of pairs, ours to theirs, whether the tokens are the same, and what is missing "
-        "and why.",
+        "transformers (plain, assisted by a draft model, prompt lookup), onnxruntime-genai (plain, n-gram lookup, "
+        "draft model), OpenVINO GenAI and llama.cpp (plain, prompt lookup, draft model): greedy, batch 1, the same "
+        "number of threads, end tokens ignored, in each --precision for itself. Every engine has a process of its "
+        "own, in which its model is loaded once; one generates at a time, in turn, once the others use no CPU. Prints "
+        "ratios of pairs, ours to theirs, how far the tokens are the same, and what is missing and why.",
         epilog="example: %(prog)s plans/reference/target --draft plans/reference/model --plan build/reference",
     )
     parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="folder of a Hugging Face checkpoint")
     parser.add_argument(
-        "--plan", type=Path, help="our plan of the checkpoint (default: one is built, with an n-gram drafter and DRAFT)"
-    )
+        "--precision", type=_precisions, metavar="fp32,int8,int4",
+        help="of the weights, one or several (default: those of the plans given, or fp32)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--plan", type=Path, action="append", default=[],
+        help="our plan of the checkpoint; may be repeated, once for a precision (default: one is built, with an n-gram "
+        "drafter and DRAFT)",
+    )  # fmt: skip
     parser.add_argument(
         "--draft",
         type=Path,
@@ -58,6 +65,14 @@ def _parser(called: str) -> Parser:
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
+
+
+def _precisions(text: str) -> list[Precision]:
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if word not in PRECISIONS:
+            raise argparse.ArgumentTypeError(f"is {word!r}; choose from {', '.join(PRECISIONS)}")
+    return [precision for precision in PRECISIONS if precision in words]
 
 
 def _run(options: argparse.Namespace) -> int:

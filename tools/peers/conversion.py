@@ -1,44 +1,85 @@
-"""A checkpoint in onnxruntime-genai's own format, converted by the package's own builder."""
+"""A checkpoint in the formats of other engines; each is kept for the next time."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from commands.console import stderr
 from compiler.checkpoint import checkpoint_hashes
 from compiler.identity import digest
 from plans.errors import OutriderError
+from tools.peers.engine import GENAI, LLAMA_CPP, OPENVINO
+from tools.peers.precision import Precision
+
+_LLAMA_CPP_TYPES: dict[Precision, str] = {"fp32": "F32", "int8": "Q8_0", "int4": "Q4_0"}
+_OPENVINO_TYPES = _LLAMA_CPP_TYPES | {"fp32": "F16"}  # it reads no F32; at load it makes float32 of F16
+_MODEL = "model.gguf"
 
 
-def convert_for_genai(checkpoint: Path, work: Path) -> Path:
-    """The checkpoint in fp32 for the CPU; kept in `work` under the hash of the checkpoint's files.
+def convert(engine: str, checkpoint: Path, work: Path, precision: Precision) -> Path:
+    """Return a file or folder that `engine` reads; kept in `work` under the hash of the checkpoint's files.
 
-    Raises `OutriderError` with the builder's last words where it fails.
+    Raises `OutriderError` with the reason where the checkpoint cannot be converted.
     """
-    folder = work / f"genai-fp32-{digest(checkpoint_hashes(checkpoint))[:12]}"
-    if folder.is_dir():
-        return folder
-    unfinished = work / f".{folder.name}.building"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    work.mkdir(parents=True, exist_ok=True)
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "onnxruntime_genai.models.builder",
-        "-i",
-        str(checkpoint),
-        "-o",
-        str(unfinished),
-    ]
-    with stderr.status(f"converting {checkpoint} with onnxruntime-genai's builder"):
-        ended = subprocess.run([*command, "-p", "fp32", "-e", "cpu"], capture_output=True, text=True, errors="replace")
-    if ended.returncode:
+    kept = work / f"{engine}-{precision}-{digest(checkpoint_hashes(checkpoint))[:12]}"
+    if not kept.exists():
+        unfinished = work / f".{kept.name}.building"
         shutil.rmtree(unfinished, ignore_errors=True)
+        work.mkdir(parents=True, exist_ok=True)
+        try:
+            with stderr.status(f"converting {checkpoint} for {engine}, {precision}"):
+                _CONVERTERS[engine](checkpoint, unfinished, precision)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        unfinished.rename(kept)
+    return kept / _MODEL if engine == LLAMA_CPP else kept
+
+
+def _for_genai(checkpoint: Path, folder: Path, precision: Precision) -> None:
+    """Blocks of 32 and accuracy level 4 are the builder's own choice for quantised weights on the CPU."""
+    options = ["-i", str(checkpoint), "-o", str(folder), "-p", precision, "-e", "cpu"]
+    _run("onnxruntime-genai's builder", checkpoint, ["onnxruntime_genai.models.builder", *options])
+
+
+def _for_llama_cpp(checkpoint: Path, folder: Path, precision: Precision) -> None:
+    _write_gguf(checkpoint, folder, _LLAMA_CPP_TYPES[precision])
+
+
+def _for_openvino(checkpoint: Path, folder: Path, precision: Precision) -> None:
+    """A draft model must be in OpenVINO's format, so that the target is in it too."""
+    _write_gguf(checkpoint, folder, _OPENVINO_TYPES[precision])
+    _run("OpenVINO GenAI", checkpoint, ["tools.peers.gguf_to_openvino", str(folder / _MODEL)])
+    (folder / _MODEL).unlink()
+
+
+_CONVERTERS: dict[str, Callable[[Path, Path, Precision], None]] = {
+    GENAI: _for_genai,
+    LLAMA_CPP: _for_llama_cpp,
+    OPENVINO: _for_openvino,
+}
+CONVERTED = frozenset(_CONVERTERS)
+"""Engines that read a format of their own."""
+
+
+def _write_gguf(checkpoint: Path, folder: Path, kind: str) -> None:
+    from tools.peers.gguf_file import write_gguf  # imports gguf, which need not be installed
+
+    folder.mkdir()
+    write_gguf(checkpoint, folder / _MODEL, kind)
+
+
+def _run(who: str, checkpoint: Path, module: Sequence[str]) -> None:
+    """Run a module in a process of its own: what it imports and prints stays there."""
+    repository = Path(__file__).resolve().parent.parent.parent
+    command = [sys.executable, "-P", "-m", *module]
+    environment = os.environ | {"PYTHONPATH": str(repository)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
+    if ended.returncode:
         said = ended.stderr.strip().splitlines() or ["it said nothing"]
-        raise OutriderError(f"onnxruntime-genai's builder cannot convert {checkpoint} ({said[-1].strip()})")
-    unfinished.rename(folder)
-    return folder
+        raise OutriderError(f"{who} cannot convert {checkpoint} ({said[-1].strip()})")

@@ -6,19 +6,28 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
 
-OURS, TRANSFORMERS, GENAI = ENGINES = ("outrider", "transformers", "onnxruntime-genai")
+OURS, TRANSFORMERS, GENAI, OPENVINO, LLAMA_CPP = ENGINES = (
+    "outrider", "transformers", "onnxruntime-genai", "openvino-genai", "llama-cpp-python"
+)  # fmt: skip
+
+
+PLAIN = "plain"
+"""What every peer calls decoding without speculation."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Folders, absolute, and the number of threads. `converted` and `converted_draft` are in onnxruntime-genai's own
-    format; `draft_fault` says why a draft model is not. `end_token` is for an engine that must have one: what ends no
-    generation."""
+    """Folders, absolute, and the number of threads. `context`: tokens of the longest prompt and what is generated.
+
+    `converted` and `converted_draft` are in the engine's own format; `draft_fault` says why a draft model is not.
+    `end_token` is for an engine that must have one: what ends no generation.
+    """
 
     checkpoint: str
     plan: str
     draft: str | None
     threads: int
+    context: int
     converted: str | None = None
     converted_draft: str | None = None
     draft_fault: str = ""

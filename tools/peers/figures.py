@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import mean
 from typing import Any
 
 from tools.bench.rows import Divergence, middle, spread
-from tools.peers.engine import OURS, Generated
+from tools.peers.engine import OURS, PLAIN, Generated
 
 Ratio = Callable[["Generation", "Generation"], float | None]
 
@@ -50,12 +51,14 @@ def first_tokens(plain: Mode) -> dict[int, list[int]]:
 
 
 def report(modes: Sequence[Mode], tasks: Sequence[str | None]) -> dict[str, Any]:
-    """`rows` of every mode, `ratios` of each of ours to each of theirs, and `best` against best, peer by peer.
+    """`rows` of every mode, `ratios` of each of ours to each of theirs, and peer by peer `plain` decoding against plain
+    and `best` against best.
 
     A ratio of 2 says that ours takes half the time, prompt included; `decode_ratio` begins behind the tokens that come
     first, and is None where none come later; `ttft_ratio` ends there. They are medians over pairs of the same prompt
     and repetition. The best mode of an engine is the one that is fastest by the median of pairs with our plain
-    decoding, the first of `modes`; `best_ratio` is that of the peer which comes nearest. `tasks` by index of prompt.
+    decoding, the first of `modes`; `best_ratio` and `plain_ratio` are those of the peer which comes nearest. `tasks` by
+    index of prompt.
     """
     plain = modes[0]
     rows = [_row(mode, plain) for mode in modes]
@@ -65,12 +68,15 @@ def report(modes: Sequence[Mode], tasks: Sequence[str | None]) -> dict[str, Any]
             fastest[mode.engine] = (row["speedup"], mode)
     ours = [mode for mode in modes if mode.engine == OURS]
     theirs = [mode for mode in modes if mode.engine != OURS]
-    best = [_best(fastest[OURS][1], mode, tasks) for engine, (_, mode) in fastest.items() if engine != OURS]
+    best = [_duel(fastest[OURS][1], mode, tasks) for engine, (_, mode) in fastest.items() if engine != OURS]
+    plainly = [_duel(plain, mode, tasks) for mode in theirs if mode.name == PLAIN]
     return {
         "rows": rows,
         "ratios": [_ratios(our, their) for our in ours for their in theirs],
+        "plain": plainly,
         "best": best,
-        "best_ratio": min((entry["best_ratio"] for entry in best), default=None),
+        "plain_ratio": _nearest(plainly),
+        "best_ratio": _nearest(best),
     }
 
 
@@ -86,8 +92,15 @@ def _row(mode: Mode, plain: Mode) -> dict[str, Any]:
         **spread("e2e_ms", [run.generated.total_ms for run in mode.runs]),
         "same_runs": same,
         "runs": len(mode.runs),
+        "agreement": mean(_same_share(run.generated.ids, expected[run.prompt]) for run in mode.runs),
         "differences": [asdict(difference) for _, difference in sorted(mode.differences.items())],
     }
+
+
+def _same_share(ids: Sequence[int], expected: Sequence[int]) -> float:
+    """Share of the tokens before the first that differs."""
+    same = (index for index, (one, other) in enumerate(zip(ids, expected, strict=True)) if one != other)
+    return next(same, len(ids)) / len(ids)
 
 
 def _ratios(ours: Mode, theirs: Mode) -> dict[str, Any]:
@@ -101,13 +114,17 @@ def _ratios(ours: Mode, theirs: Mode) -> dict[str, Any]:
     }
 
 
-def _best(ours: Mode, theirs: Mode, tasks: Sequence[str | None]) -> dict[str, Any]:
+def _nearest(duels: Sequence[dict[str, Any]]) -> float | None:
+    return min((duel["ratio"] for duel in duels), default=None)
+
+
+def _duel(ours: Mode, theirs: Mode, tasks: Sequence[str | None]) -> dict[str, Any]:
     by_task = {task: [i for i, other in enumerate(tasks) if other == task] for task in dict.fromkeys(tasks) if task}
     return {
         "engine": theirs.engine,
         "mode": theirs.name,
         "ours": ours.name,
-        **spread("best_ratio", _pairs(ours, theirs, _whole)),
+        **spread("ratio", _pairs(ours, theirs, _whole)),
         "decode_ratio": middle(_pairs(ours, theirs, _decoding)),
         "by_task": {task: middle(_pairs(ours, theirs, _whole, prompts)) for task, prompts in by_task.items()},
     }

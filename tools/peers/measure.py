@@ -7,40 +7,74 @@ import importlib.util
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from commands.console import progress_bar, stderr
 from compiler.weights import check_folder
-from plans.errors import OutriderError
+from plans.errors import OutriderError, UsageError
+from plans.extras import install
 from plans.plan import read_manifest
 from plans.tokenizer import Tokenizer
 from runtime.runtime import check_threads
 from tools.bench.machine import available_cores
 from tools.bench.prompts import choose_prompts, encode_prompts
 from tools.bench.rows import Divergence
-from tools.peers.conversion import convert_for_genai
+from tools.peers.conversion import CONVERTED, convert
 from tools.peers.end_token import choose_end_token
-from tools.peers.engine import GENAI, OURS, TRANSFORMERS, Settings
+from tools.peers.engine import GENAI, LLAMA_CPP, OPENVINO, OURS, TRANSFORMERS, Settings
 from tools.peers.figures import Mode, first_tokens, report
 from tools.peers.plan import build_plan, check_plan
+from tools.peers.precision import PRECISIONS, Precision
 from tools.peers.process import Worker
 from tools.peers.turns import Missing, Turns
 
-_PACKAGES = {TRANSFORMERS: "transformers", GENAI: "onnxruntime_genai"}
+_PACKAGES = {
+    TRANSFORMERS: ("transformers",),
+    GENAI: ("onnxruntime_genai",),
+    OPENVINO: ("openvino_genai", "gguf"),
+    LLAMA_CPP: ("llama_cpp", "gguf"),
+}
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All modes of all engines on every prompt, `reps` times, after one generation of each that is not counted.
-
-    Before the others are loaded, ours decodes every prompt plainly: that says which token may be an end token.
-    """
+    """Compare in every precision for itself: `precisions` has a report of each. The prompts are the same in all."""
     check_threads(options.threads)
     for folder in (options.checkpoint, options.draft):
         if folder is not None:
             check_folder(folder)
-    plan = options.plan or build_plan(options.checkpoint, options.draft, options.work)
-    check_plan(plan, options.checkpoint)
+    return {
+        "checkpoint": str(options.checkpoint),
+        "draft": None if options.draft is None else str(options.draft),
+        "threads": options.threads or available_cores(),
+        "task": options.task,
+        "new_tokens": options.new,
+        "reps": options.reps,
+        "precisions": [_measure(precision, plan, options) for precision, plan in _plans(options).items()],
+    }
+
+
+def _plans(options: argparse.Namespace) -> dict[Precision, Path]:
+    """Return our plan in every precision that is asked for: one that was given, or one that is built."""
+    given: dict[Precision, Path] = {}
+    for plan in options.plan:
+        precision = check_plan(plan, options.checkpoint)
+        if precision in given:
+            raise UsageError(f"--plan names two plans in {precision}, {given[precision]} and {plan}; pass one of them")
+        given[precision] = plan
+    asked: list[Precision] = options.precision or [p for p in PRECISIONS if p in given] or ["fp32"]
+    for precision, plan in given.items():
+        if precision not in asked:
+            raise UsageError(f"{plan} is in {precision}, which --precision leaves out; leave out that plan as well")
+    return {p: given.get(p) or build_plan(options.checkpoint, options.draft, options.work, p) for p in asked}
+
+
+def _measure(precision: Precision, plan: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """All modes of all engines on every prompt, `reps` times, after one generation of each that is not counted.
+
+    Before the others are loaded, ours decodes every prompt plainly: that says which token may be an end token.
+    """
     manifest = read_manifest(plan)
     geometry = manifest.target
     chosen = choose_prompts(plan, options.prompts, options.task)[: options.count]
@@ -52,29 +86,24 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             plan=str(plan.resolve()),
             draft=None if options.draft is None else str(options.draft.resolve()),
             threads=options.threads or available_cores(),
+            context=max(map(len, prompts.ids)) + options.new,
         )
         ours = _load(OURS, settings, stack)
         settings = replace(settings, end_token=_end_token(ours, prompts.ids, options.new, geometry.vocab_size))
-        workers = [ours, *_peers(settings, options, stack, missing)]
+        workers = [ours, *_peers(settings, options, precision, stack, missing)]
         turns = Turns(workers, missing)
         turns.warm_up(prompts.ids[0], options.new)
         idle_share = turns.run(prompts.ids, options.new, options.reps)
         modes = turns.modes
-        _compare(modes, ours, prompts.ids)
+        _compare(modes, ours, prompts.ids, precision)
         return {
-            "checkpoint": str(options.checkpoint),
-            "draft": None if options.draft is None else str(options.draft),
+            "precision": precision,
             "plan": str(plan),
             "identity": manifest.identity,
             "versions": {worker.engine: worker.version for worker in workers},
-            "dtype": "float32",
-            "threads": settings.threads,
-            "task": options.task,
             "prompts": len(prompts.ids),
             "prompts_sha256": prompts.sha256,
             "prompt_tokens": median(len(ids) for ids in prompts.ids),
-            "new_tokens": options.new,
-            "reps": options.reps,
             "idle_share": idle_share,
             "missing": missing,
             **report(modes, prompts.tasks),
@@ -91,15 +120,15 @@ def _end_token(ours: Worker, prompts: Sequence[list[int]], new: int, vocab_size:
     return choose_end_token(generated, vocab_size)
 
 
-def _peers(settings: Settings, options: argparse.Namespace, stack: ExitStack, missing: list[Missing]) -> list[Worker]:
+def _peers(
+    settings: Settings, options: argparse.Namespace, precision: Precision, stack: ExitStack, missing: list[Missing]
+) -> list[Worker]:
     """Start workers of the peers that can be loaded."""
     workers = []
-    for engine, package in _PACKAGES.items():
-        if importlib.util.find_spec(package) is None:
-            missing.append({"engine": engine, "mode": None, "reason": f"not installed; run `pip install {engine}`"})
-            continue
+    for engine, packages in _PACKAGES.items():
         try:
-            worker = _load(engine, _converted(settings, options) if engine == GENAI else settings, stack)
+            _check_engine(engine, packages, precision)
+            worker = _load(engine, _converted(engine, settings, options, precision), stack)
         except OutriderError as error:
             missing.append({"engine": engine, "mode": None, "reason": str(error)})
             continue
@@ -108,27 +137,42 @@ def _peers(settings: Settings, options: argparse.Namespace, stack: ExitStack, mi
     return workers
 
 
+def _check_engine(engine: str, packages: Sequence[str], precision: Precision) -> None:
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise OutriderError(f"{package} is not installed; {install('peers')}")
+    if engine == TRANSFORMERS and precision != "fp32":
+        raise OutriderError(f"has no weights in {precision} on a CPU by itself")
+
+
 def _load(engine: str, settings: Settings, stack: ExitStack) -> Worker:
     with stderr.status(f"loading {engine}"):
         return stack.enter_context(Worker(engine, settings))
 
 
-def _converted(settings: Settings, options: argparse.Namespace) -> Settings:
-    """With the folders that onnxruntime-genai reads; a draft model that it cannot have is a mode less."""
-    settings = replace(settings, converted=str(convert_for_genai(options.checkpoint, options.work).resolve()))
+def _converted(engine: str, settings: Settings, options: argparse.Namespace, precision: Precision) -> Settings:
+    """With what the engine reads, where that is no checkpoint; a draft model that it cannot have is a mode less."""
+    if engine not in CONVERTED:
+        return settings
+    target = convert(engine, options.checkpoint, options.work, precision)
+    settings = replace(settings, converted=str(target.resolve()))
     if options.draft is None:
         return settings
     try:
-        return replace(settings, converted_draft=str(convert_for_genai(options.draft, options.work).resolve()))
+        draft = convert(engine, options.draft, options.work, precision)
     except OutriderError as error:
         return replace(settings, draft_fault=str(error))
+    return replace(settings, converted_draft=str(draft.resolve()))
 
 
-def _compare(modes: Sequence[Mode], ours: Worker, prompts: Sequence[list[int]]) -> None:
+def _compare(modes: Sequence[Mode], ours: Worker, prompts: Sequence[list[int]], precision: Precision) -> None:
     """Fill the modes' `differences`, of the first repetition in which a prompt's tokens differ. Repetitions of our
-    plain decoding are compared with the first one."""
+    plain decoding are compared with the first one. Of others' quantised weights, which are not ours, no tokens are
+    expected."""
     expected = first_tokens(modes[0])
     for mode in modes:
+        if precision != "fp32" and mode.engine != OURS:
+            continue
         for run in mode.runs:
             ids, plain = prompts[run.prompt], expected[run.prompt]
             if run.prompt in mode.differences or run.generated.ids == plain:

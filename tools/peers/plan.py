@@ -13,6 +13,7 @@ from compiler.identity import digest
 from compiler.opening import read_config
 from compiler.recipe import load_recipe, source_recipe
 from plans.errors import PlanError
+from tools.peers.precision import Precision, precision_of, weights_section
 from tools.peers.with_outrider import BACKEND
 
 _HELD_OUT = Path(__file__).resolve().parent.parent.parent / "plans" / "reference" / "held_out.jsonl"
@@ -20,8 +21,9 @@ _CONTEXT = 4096  # or the model's, where that is less
 _GAMMA = 4
 
 
-def check_plan(plan: Path, checkpoint: Path) -> None:
-    """Raise `PlanError` unless the plan was built from the checkpoint as it is now, in float32 for the CPU."""
+def check_plan(plan: Path, checkpoint: Path) -> Precision:
+    """Return the precision of the plan's weights. Raise `PlanError` unless it was built from the checkpoint as it is
+    now, with float32 engines for the CPU."""
     recipe = source_recipe(plan, option="no --plan, and one is built from the checkpoint")
     found = next((backend for backend in recipe.backends if backend.kind == BACKEND), None)
     if found is None or recipe.dtype(found) != "float32":
@@ -29,17 +31,20 @@ def check_plan(plan: Path, checkpoint: Path) -> None:
     source = recipe.checkpoint_path
     if source.resolve() != checkpoint.resolve() and checkpoint_hashes(source) != checkpoint_hashes(checkpoint):
         raise PlanError(f"{plan} was built from {source}, whose files differ from those of {checkpoint}; pass that one")
+    return precision_of(recipe)
 
 
-def build_plan(checkpoint: Path, draft: Path | None, work: Path) -> Path:
-    """A plan with an n-gram drafter, and the draft model where there is one; an unchanged one in `work` is kept."""
+def build_plan(checkpoint: Path, draft: Path | None, work: Path, precision: Precision) -> Path:
+    """A plan with an n-gram drafter, and the draft model where there is one, both models with weights of `precision`;
+    an unchanged one in `work` is kept."""
     checkpoint = checkpoint.resolve()
     drafters: list[dict[str, object]] = [{"name": "ngram", "kind": "ngram"}]
     if draft is not None:
-        drafters.append({"name": "model", "kind": "model", "checkpoint": str(draft.resolve()), "gamma": _GAMMA})
+        model = {"name": "model", "kind": "model", "checkpoint": str(draft.resolve()), "gamma": _GAMMA}
+        drafters.append(model | weights_section(precision))
     recipe = {
         "name": "peers",
-        "target": {"checkpoint": str(checkpoint), "dtype": "float32"},
+        "target": {"checkpoint": str(checkpoint), "dtype": "float32"} | weights_section(precision),
         "drafters": drafters,
         "capacity": {"context": min(read_config(checkpoint).max_positions, _CONTEXT)},
         "backends": [BACKEND],
@@ -49,7 +54,7 @@ def build_plan(checkpoint: Path, draft: Path | None, work: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "model.yaml"
     path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
-    stderr.print(f"no --plan: building one of {checkpoint} in {folder}", soft_wrap=True)
+    stderr.print(f"no --plan in {precision}: building one of {checkpoint} in {folder}", soft_wrap=True)
     with progress_bar("building") as progress:
         build(load_recipe(path), path, folder / "plan", progress)
     return folder / "plan"

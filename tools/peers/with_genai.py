@@ -10,9 +10,9 @@ from typing import Any
 
 import onnxruntime_genai as genai
 
-from tools.peers.engine import Clock, Generated, Settings
+from tools.peers.engine import PLAIN, Clock, Generated, Settings
 
-PLAIN, DRAFT = "plain", "draft"
+DRAFT = "draft"
 # The first n-gram settings are those of its documentation, without and with a width that follows what is accepted; the
 # last has the largest width that it takes. A draft model proposes its default number of tokens.
 LOOKUPS: dict[str, dict[str, Any]] = {

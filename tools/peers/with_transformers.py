@@ -10,9 +10,9 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from tools.peers.engine import Clock, Generated, Settings
+from tools.peers.engine import PLAIN, Clock, Generated, Settings
 
-PLAIN, ASSISTED, LOOKUP = "plain", "assisted", "prompt-lookup"
+ASSISTED, LOOKUP = "assisted", "prompt-lookup"
 LOOKUP_TOKENS = 10  # the number in the library's documentation; it has no default
 
 

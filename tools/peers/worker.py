@@ -16,12 +16,14 @@ from time import process_time
 from typing import Any, TextIO
 
 from plans.errors import OutriderError
-from tools.peers.engine import GENAI, OURS, TRANSFORMERS, Engine, Settings
+from tools.peers.engine import GENAI, LLAMA_CPP, OPENVINO, OURS, TRANSFORMERS, Engine, Settings
 
 _CLASSES = {
     OURS: ("tools.peers.with_outrider", "Outrider"),
     TRANSFORMERS: ("tools.peers.with_transformers", "Transformers"),
     GENAI: ("tools.peers.with_genai", "Genai"),
+    OPENVINO: ("tools.peers.with_openvino", "OpenVino"),
+    LLAMA_CPP: ("tools.peers.with_llama_cpp", "LlamaCpp"),
 }
 _WARM_UP_TOKENS = 4  # the caches hold the weights of the engine that ran before
 

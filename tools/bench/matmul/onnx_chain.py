@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from plugins.onnxruntime_ops import THREADS, cpu_library
-from plugins.quant_layout import BLOCK, pack
+from plugins.quant_layout import BLOCK, QuantLayout, pack
 from plugins.schema import CPU_DOMAIN
 from tools.bench.matmul.shapes import Product
 from tools.bench.matmul.weights import RandomWeight, draw_weight, of_layer
@@ -76,7 +76,9 @@ class BoundChain:
 
 def for_our_op(weight: RandomWeight) -> Encoded:
     """Encode for `outrider.cpu.QuantMatMul`."""
-    packed, layout = pack(weight.integers, weight.scales, None, weight.bits)
+    outputs, inputs = weight.integers.shape
+    layout = QuantLayout(outputs, inputs, weight.bits, wide=False, minimums=False)
+    packed = pack(weight.integers, weight.scales, None, layout)
     return "QuantMatMul", CPU_DOMAIN, [packed], {**layout.attributes}
 
 

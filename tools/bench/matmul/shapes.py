@@ -45,7 +45,7 @@ class ModelShape:
 
 
 SHAPES = {
-    "40m": ModelShape(384, 17, 1616, 6, 3, 1024),  # the targets of tools.synthetic_pair
+    "40m": ModelShape(384, 17, 1632, 6, 3, 1024),  # the targets of tools.synthetic_pair
     "150m": ModelShape(768, 24, 1920, 12, 6, 1024),
     "1b": ModelShape(2048, 16, 8192, 32, 8, 32768),
     "1b-128k": ModelShape(2048, 16, 8192, 32, 8, 131072),

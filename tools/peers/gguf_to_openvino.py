@@ -1,0 +1,10 @@
+"""`python -m tools.peers.gguf_to_openvino FILE`: write what OpenVINO GenAI makes of a GGUF file beside that file."""
+
+from __future__ import annotations
+
+import sys
+
+import openvino_genai as genai
+
+if __name__ == "__main__":
+    genai.LLMPipeline(sys.argv[1], "CPU", enable_save_ov_model=True)
