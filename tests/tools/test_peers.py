@@ -106,7 +106,6 @@ def test_every_engine_runs_quantised_weights(workplace: Path, capsys: Captured) 
         for (engine, _), row in modes.items():
             assert row["runs"] == 4
             assert (row["same_runs"], row["agreement"]) == (4, 1) or engine != OURS
-            assert row["agreement"] > 0.1 or section["precision"] == "int4"  # by chance it would be below 0.01
     assert peers.main(arguments(workplace, *draft, "--count", "1")) == 0
     printed = capsys.readouterr().out
     assert printed.index(", int8, greedy") < printed.index(", int4, greedy")

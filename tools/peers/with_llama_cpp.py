@@ -8,7 +8,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 from llama_cpp import Llama
-from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+from llama_cpp.llama_speculative import LlamaDraftModel, LlamaPromptLookupDecoding
 from numpy.typing import NDArray
 
 from tools.peers.engine import PLAIN, Clock, Generated, Settings
@@ -23,25 +23,23 @@ class LlamaCpp:
         assert settings.converted is not None
         self.version = str(llama_cpp.__version__)
         self.missing = {}
-        self._plain: Any = _load(settings.converted, settings)  # its `reset` is untyped
+        self._plain = _load(settings.converted, settings)
         # A model that verifies drafts copies the logits of all tokens, so plain decoding has one of its own.
-        self._verifying: Any = _load(settings.converted, settings, logits_all=True)
-        self._drafters: dict[str, Any] = {LOOKUP: LlamaPromptLookupDecoding()}
-        self._draft: Any = None
+        self._verifying = _load(settings.converted, settings, draft_model=LlamaPromptLookupDecoding())
+        self._drafters = {LOOKUP: self._verifying.draft_model}
         if settings.converted_draft is None:
             self.missing[DRAFT] = settings.draft_fault or "needs a draft model; pass --draft CKPT"
         else:
-            self._draft = _load(settings.converted_draft, settings)
-            self._drafters[DRAFT] = _Drafting(self._draft)
+            self._drafters[DRAFT] = _Drafting(_load(settings.converted_draft, settings))
         self.modes = (PLAIN, *self._drafters)
 
     def generate(self, mode: str, ids: list[int], new: int) -> Generated:
         model = self._plain if mode == PLAIN else self._verifying
-        for used in (model, self._draft):
-            if used is not None:
-                used.reset()
+        model.reset()
         if mode != PLAIN:
             model.draft_model = self._drafters[mode]
+            if mode == DRAFT:
+                self._drafters[DRAFT].model.reset()
         clock, found = Clock(), list[int]()
         for token in islice(model.generate(ids, temp=0.0), new):
             found.append(int(token))
@@ -49,16 +47,19 @@ class LlamaCpp:
         return clock.generated(found, clock.done())
 
 
-class _Drafting:
-    """A smaller model's own greedy tokens, as the bindings ask a drafter for them. It keeps the KV cache of what is the same as before."""
+class _Drafting(LlamaDraftModel):  # type: ignore[misc]  # untyped
+    """A smaller model's own greedy tokens. It keeps the KV cache of what is the same as before."""
 
     def __init__(self, model: Llama) -> None:
-        self._model = model
+        self.model = model
 
     def __call__(self, input_ids: NDArray[np.intc], /, **_: Any) -> NDArray[np.intc]:
-        return np.array(list(islice(self._model.generate(input_ids.tolist(), temp=0.0), _DRAFTED)), np.intc)
+        return np.array(list(islice(self.model.generate(input_ids.tolist(), temp=0.0), _DRAFTED)), np.intc)
 
 
-def _load(path: str, settings: Settings, logits_all: bool = False) -> Llama:
-    threads, context = settings.threads, settings.context + _AHEAD
-    return Llama(path, n_ctx=context, n_threads=threads, n_threads_batch=threads, logits_all=logits_all, verbose=False)
+def _load(path: str, settings: Settings, draft_model: LlamaDraftModel | None = None) -> Llama:
+    threads = settings.threads
+    context = settings.context + _AHEAD
+    return Llama(
+        path, n_ctx=context, n_threads=threads, n_threads_batch=threads, draft_model=draft_model, verbose=False
+    )
