@@ -14,8 +14,9 @@ from plans.build_record import read_build_record
 from plans.check import kv_bytes, kv_caches, session_bytes
 from plans.manifest import BackendPlan, Engine
 from plans.plan import Plan, open_plan
-from plugins.schema import CPU_DOMAIN
 
+_PACKED = {"QuantMatMul": 1, "QuantGather": 1, "MatMulNBits": 1, "GatherBlockQuantized": 0}
+"""The input with packed weights of ops whose attribute `bits` says of which."""
 _TYPES = {"float": "float32", "double": "float64"}  # as everybody calls them
 
 
@@ -85,9 +86,9 @@ def op_counts(graph: onnx.GraphProto) -> dict[str, int]:
 def weight_bytes(graph: onnx.GraphProto) -> dict[str, int]:
     """Return the bytes of an engine's constants by type, most first; scales count as quantised weights."""
     packed = {
-        node.input[1]: f"int{attribute.i}"
+        node.input[_PACKED[node.op_type]]: f"int{attribute.i}"
         for node in graph.node
-        if node.op_type in ("QuantMatMul", "QuantGather") and node.domain == CPU_DOMAIN
+        if node.op_type in _PACKED
         for attribute in node.attribute
         if attribute.name == "bits"
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from compiler.formats.compressed_tensors import read_groups
 from compiler.formats.gguf_config import read_gguf_config
 from compiler.formats.gguf_file import GgufFile, is_gguf
 from compiler.formats.gguf_tensors import GgufTensors
@@ -38,8 +39,9 @@ def open_checkpoint(path: Path, rope_scaling: RopeScaling | None = None) -> Open
         return OpenCheckpoint(config, GgufTensors(file, config), path, path)
     check_folder(path)
     config, description = read_folder_config(path, rope_scaling), path / "config.json"
-    stored, packing = Weights(path), read_packing(read_json(description), description)
-    tensors = stored if packing is None else PackedTensors(stored, packing, config)
+    raw = read_json(description)
+    stored, packing = Weights(path), read_packing(raw, description)
+    tensors = stored if packing is None else PackedTensors(stored, packing, config, read_groups(raw, description))
     return OpenCheckpoint(config, tensors, description, stored.source)
 
 
@@ -50,6 +52,6 @@ def read_config(path: Path, rope_scaling: RopeScaling | None = None) -> DecoderC
     return read_folder_config(path, rope_scaling)
 
 
-def stores_integers(path: Path) -> bool:
-    """Return whether the checkpoint at `path` stores weights as integers with scales. Raises `CheckpointError`."""
-    return any(stored.packed for stored in open_checkpoint(path).tensors.found.values())
+def stores_integers(path: Path, rope_scaling: RopeScaling | None = None) -> bool:
+    """Return whether the checkpoint at `path` stores weights as integers with scales. Raises as `open_checkpoint`."""
+    return any(stored.packed for stored in open_checkpoint(path, rope_scaling).tensors.found.values())

@@ -54,7 +54,9 @@ class TargetSection(Section):
         description="folder of a Hugging Face checkpoint, or a GGUF file, relative to the recipe"
     )
     dtype: WeightType = Field("float32", description="type of the compiled weights")
-    weights: WeightsSection | None = Field(None, description="quantised weights; without it they are of `dtype`")
+    weights: WeightsSection | None = Field(
+        None, description="quantised weights; without it they are of `dtype`, or the checkpoint's own integers"
+    )
     rope_scaling: RopeScalingSection | None = Field(None, description="replaces the checkpoint's own rotary scaling")
 
 

@@ -178,7 +178,9 @@ class ModelSection(Section):
     checkpoint: WrittenPath = Field(
         description="folder of a Hugging Face checkpoint, or a GGUF file, relative to the recipe"
     )
-    weights: WeightsSection | None = Field(None, description="quantised weights; without it they are of `target.dtype`")
+    weights: WeightsSection | None = Field(
+        None, description="quantised weights; without it they are of `target.dtype`, or the checkpoint's own integers"
+    )
     gamma: Gamma | None = Field(
         None,
         description="drafts a chain of this many tokens, and takes as much longer to build; {min, max, beta}: of as "

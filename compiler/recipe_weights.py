@@ -22,12 +22,13 @@ class WeightsSection(Section):
 
     type: Literal["int4", "int8"] = Field(description="type of the weights of all layers")
     lm_head: Literal["int4", "int8", "float"] = Field(
-        "int8", description="type of the head and of the embedding; float: they stay as dtype has them"
+        "int8", description="type of the head and of the embedding; float: they stay as the checkpoint has them"
     )
     method: Literal["rtn", "awq"] = Field(
         "rtn",
-        description="rtn: each weight goes to its nearest step; awq: scales and steps are searched on text, so that "
-        "products move little",
+        description="rtn: each weight goes to its nearest step; awq: on text, scales of the inputs "
+        "are searched, and what rounding takes from one input's weight those of others make up for, so that products "
+        "move little",
     )
     calibration: WrittenPath | None = Field(
         None,

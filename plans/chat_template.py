@@ -17,7 +17,8 @@ from jinja2.utils import Namespace
 from plans.errors import PlanError, RequestError
 
 REPAIR = (
-    "It is the checkpoint's own (chat_template.jinja, or chat_template in tokenizer_config.json): correct it there, or "
+    "It is the checkpoint's own (chat_template.jinja, chat_template in tokenizer_config.json, or "
+    "tokenizer.chat_template in a GGUF file's metadata, which `gguf-new-metadata` changes): correct it there, or "
     "remove it, so that the plan continues prompts and has no chat, and build again."
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import sys
@@ -12,8 +13,15 @@ _ARITHMETIC = re.compile(r"(s?sse|avx|fma|f16c|amx|asimd|fphp|i8mm|bf16|sve)|sme
 
 
 def processor() -> str:
-    """The model of the CPU."""
-    return _cpu_info("model name") or platform.processor() or platform.machine()
+    """The model of the CPU; on Arm, where Linux knows no names, the numbers of who made it and what it is."""
+    maker, part = _cpu_info("CPU implementer"), _cpu_info("CPU part")
+    numbers = f"{platform.machine()} of {maker}, part {part}" if maker and part else ""
+    return _cpu_info("model name") or numbers or platform.processor() or platform.machine()
+
+
+def available_cores() -> int:
+    """Number of cores that this process may use, as the system counts them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def instruction_set() -> str:

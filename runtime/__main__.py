@@ -25,7 +25,7 @@ from runtime.server.command import add_serve
 _EARLY_STOPPING: dict[str, EarlyStopping] = {"false": False, "true": True, "never": "never"}
 _OF_BEAMS = {"length_penalty", "early_stopping", "num_return"}
 _WITH_BEAMS = {
-    "plan", "target", "threads", "exactness", "prompt", "prompt_file", "token_ids", "max_new_tokens", "ignore_eos",
+    "plan", "backend", "threads", "exactness", "prompt", "prompt_file", "token_ids", "max_new_tokens", "ignore_eos",
     "json",
 }  # fmt: skip
 

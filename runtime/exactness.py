@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from plans import names
 from plans.errors import PlanError
-from plans.machine import instruction_set, processor
+from plans.machine import available_cores, instruction_set, processor
 from plans.manifest import Probe
 from plans.plan import Plan, file_sha256
 from plugins.onnxruntime_ops import cpu_library
@@ -62,8 +62,8 @@ class Probed:
     def text(self) -> str:
         """What was done, for the reader."""
         return (
-            f"probed this machine, on which the plan has not run before: rows of {self.ops} ops have the same bits in "
-            f"any company ({1e3 * self.seconds:.0f} ms)"
+            f"probed this machine, on which the plan has not run before: rows of {self.ops} ops have the same bits "
+            f"alone and among up to {ROWS} ({1e3 * self.seconds:.0f} ms)"
         )
 
 
@@ -146,17 +146,24 @@ def _refusal(plan: Plan, found: Mapping[str, list[int]]) -> str:
     )
 
 
-def _conditions(plan: Plan, probe: Probe, threads: int) -> dict[str, object]:
-    """Return all that decides which kernels run: equal conditions, equal result."""
+def kernels_here() -> dict[str, str]:
+    """Return what decides which kernels compute on this machine, by name: where all of it is equal, so are all bits."""
     return {
-        "probe": next(entry.sha256 for entry in plan.manifest.files if entry.path == probe.file),
         "processor": processor(),
         "instruction set": instruction_set(),
         "OUTRIDER_ISA": os.environ.get("OUTRIDER_ISA", ""),
-        "cores": os.cpu_count(),
+        "version of ONNX Runtime": f"{ort.__version__} ({ort.get_build_info()})",
+        "build of outrider's ops": file_sha256(cpu_library()),
+    }
+
+
+def _conditions(plan: Plan, probe: Probe, threads: int) -> dict[str, object]:
+    """Return all on which a verdict depends: equal conditions, equal result."""
+    return kernels_here() | {
+        "probe": next(entry.sha256 for entry in plan.manifest.files if entry.path == probe.file),
+        "companies": [ROWS, SHORT],
+        "cores": available_cores(),
         "threads": threads,
-        "ONNX Runtime": ort.__version__,
-        "ops": file_sha256(cpu_library()),
     }
 
 

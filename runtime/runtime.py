@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Unpack, cast, get_args, overload
 
 import numpy as np
-import onnxruntime
 
 from plans.errors import ClosedError, RequestError
-from plans.machine import processor
 from plans.manifest import Manifest, Probe
 from plans.plan import Plan, open_plan
 from plans.skeleton import read_skeleton
@@ -24,7 +22,7 @@ from runtime.beam_search import BeamOptions, BeamResult, beam_search
 from runtime.branch_request import BranchPrompt, BranchRequest, Mode, check_branches
 from runtime.branch_run import run_branches
 from runtime.engine_pool import EnginePool
-from runtime.exactness import Exactness, Probed, ensure_exact
+from runtime.exactness import Exactness, Probed, ensure_exact, kernels_here
 from runtime.execution.assembly import Loaded
 from runtime.generation import Generation, Run, Stream
 from runtime.handle import Handle
@@ -249,8 +247,8 @@ class Runtime:
     def load_prefix_cache(self, path: str | PathLike[str]) -> int:
         """Load a saved prefix cache; return the number of tokens added.
 
-        Raises RequestError without a cache, and PlanError for a file that is damaged, or that another plan, version of
-        ONNX Runtime or processor has made: its KV would not be, bit for bit, what is computed here.
+        Raises RequestError without a cache, and PlanError for a file that is damaged, or that another plan, processor,
+        or build of ONNX Runtime or our ops has made: its KV would not be, bit for bit, what is computed here.
         """
         return load_prefix_cache(self._cache(), Path(path), self._bound_to())
 
@@ -260,12 +258,7 @@ class Runtime:
         return self.prefix_cache
 
     def _bound_to(self) -> dict[str, str]:
-        return {
-            "plan": self.manifest.identity,
-            "backend": self.backend,
-            "version of ONNX Runtime": onnxruntime.__version__,
-            "processor": processor(),
-        }
+        return {"plan": self.manifest.identity, "backend": self.backend} | kernels_here()
 
     def start(self) -> None:
         """Prepare the scheduler now; else the first `submit` does, and waits for it. Raises RequestError as `submit`

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 from commands.arguments import Parser, at_least_0, at_least_1, number
 from commands.console import guarded, print_json, progress_bar, stdout
 from commands.packages import optional_packages
-from plans.errors import OutriderError
+from plans.errors import OutriderError, UsageError
 from tools.reference.prompts import read_completions
 from tools.synthetic_llama import SHAPES, write_llama
 
@@ -355,7 +355,8 @@ def _parser() -> Parser:
     parser = Parser(
         prog="python -m tools.synthetic_pair",
         description="Write a random Qwen3 target, a draft model made of its first layers, a byte-level tokenizer and "
-        "the recipe of the pair, for measuring speculation at sizes where weights dominate.",
+        "the recipe of the pair, for measuring speculation at sizes where weights dominate; or, with --like, a large "
+        "target alone, with a recipe in 4 bits.",
         epilog="example: %(prog)s --params 150m --out build/synthetic-150m, then "
         "python -m compiler build build/synthetic-150m/model.yaml --out build/synthetic-150m/plan",
     )
@@ -366,10 +367,8 @@ def _parser() -> Parser:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write, new or empty")
     parser.add_argument("--layers", type=at_least_1, help="of the target (default: 12 at 10m, 24 at 150m)")
-    parser.add_argument("--draft-layers", type=at_least_1, default=1, help="of the draft model (default 1)")
-    parser.add_argument(
-        "--agreement", type=_share, default=0.62, help="how often the draft model is to be right (default 0.62)"
-    )
+    parser.add_argument("--draft-layers", type=at_least_1, help="of the draft model (default 1)")
+    parser.add_argument("--agreement", type=_share, help="how often the draft model is to be right (default 0.62)")
     parser.add_argument("--seed", type=at_least_0, default=0, help="of the weights (default 0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
@@ -380,17 +379,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    pair = {name: getattr(options, name) for name in ("layers", "draft_layers", "agreement")}
+    given = {name: value for name, value in pair.items() if value is not None}
     if options.like is not None:
+        if given:
+            raise UsageError(f"--{next(iter(given)).replace('_', '-')} is of a pair; leave it out, or pass --params")
         return _run_alone(options)
     with optional_packages("A synthetic pair", "compiler,dev"), progress_bar("synthetic pair") as progress:
         made = write_pair(
             options.params,
             options.out,
-            layers=options.layers,
-            draft_layers=options.draft_layers,
-            agreement=options.agreement,
             seed=options.seed,
             progress=progress,
+            **given,
         )
     if options.json:
         print_json(made)

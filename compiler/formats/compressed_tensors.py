@@ -4,11 +4,17 @@
 added; `weight_scale` is `[N, G]`, or `[N, 1]` for whole outputs; `weight_zero_point`, where there is one, is int8
 `[N, G]`, or packed like the weights, along the outputs; `weight_shape` is `[N, K]`. `weight_g_idx` int32 `[K]` gives
 the group of each input, in any order with the activation ordering `group`; -1 stands for none.
+
+`config_groups` of the configuration say the same of whole groups of projections, and must not contradict the tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +23,7 @@ from compiler.formats.int32 import unpack
 from compiler.formats.packed_module import SCALE_TYPES, PackedModule
 from compiler.models.quantization import BITS
 from compiler.tensor_source import Stored, TensorSource
+from plans.errors import CheckpointError
 
 _WEIGHT, _SCALE, _ZERO, _SHAPE, _GROUPS = (
     "weight_packed",
@@ -25,6 +32,50 @@ _WEIGHT, _SCALE, _ZERO, _SHAPE, _GROUPS = (
     "weight_shape",
     "weight_g_idx",
 )
+_SETTINGS = ("quantization_config", "compression_config")
+_PATTERN, _CLASS = "re:", "Linear"
+
+
+@dataclass(frozen=True)
+class WeightGroup:
+    """The weights of the projections that `targets` name: by name, pattern or class. `key` is its place in the file."""
+
+    key: str
+    targets: tuple[str, ...]
+    bits: int
+    symmetric: bool
+
+
+def read_groups(raw: Mapping[str, Any], path: Path) -> tuple[WeightGroup, ...]:
+    """Return the groups of the `config.json` at `path`, after `read_packing` checked it; no groups of other formats.
+
+    Raises `CheckpointError` naming the key that is wrong.
+    """
+    place = next((key for key in _SETTINGS if raw.get(key)), None)
+    groups = (raw[place].get("config_groups") or {}) if place is not None else {}
+    return tuple(_read_group(f"{place}.config_groups.{name}", group, path) for name, group in groups.items())
+
+
+def _read_group(key: str, group: Mapping[str, Any], path: Path) -> WeightGroup:
+    targets, symmetric = group.get("targets"), group["weights"].get("symmetric", True)
+    if not isinstance(symmetric, bool):
+        raise CheckpointError(f"{path}: {key}.weights.symmetric must be true or false, found {symmetric!r:.60}")
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise CheckpointError(f"{path}: {key}.targets must be a list of texts, found {targets!r:.60}")
+    for pattern in (target for target in targets if target.startswith(_PATTERN)):
+        try:
+            re.compile(pattern.removeprefix(_PATTERN))
+        except re.error as error:
+            raise CheckpointError(f"{path}: {key}.targets has {pattern!r}, no regular expression: {error}") from None
+    return WeightGroup(key, tuple(targets), group["weights"]["num_bits"], symmetric)
+
+
+def _group_of(name: str, groups: Sequence[WeightGroup]) -> WeightGroup | None:
+    """Return the group of a projection: one that has its name, else a pattern that matches it, else its class."""
+    by_target = {target: group for group in groups for target in group.targets}
+    patterns = sorted(target for target in by_target if target.startswith(_PATTERN))
+    matching = [pattern for pattern in patterns if re.match(pattern.removeprefix(_PATTERN), name)]
+    return next((by_target[target] for target in (name, *matching, _CLASS) if target in by_target), None)
 
 
 class CompressedModule(PackedModule):
@@ -54,6 +105,21 @@ class CompressedModule(PackedModule):
             packed = parts[_ZERO].dtype == "I32"
             self._part(_ZERO, ("I8", "I32"), (-(-outputs * self.bits // 32) if packed else outputs, count))
         self.shape, self._count = (outputs, inputs), count
+
+    def check(self, groups: Sequence[WeightGroup]) -> None:
+        """Raise `CheckpointError` where the tensors are not as the projection's group says."""
+        group = _group_of(self._name, groups)
+        if group is None:
+            return
+        if self.bits != group.bits:
+            raise self._wrong(_WEIGHT, f"has integers of {self.bits} bits, and {group.key} has {group.bits}")
+        if not group.symmetric and _ZERO not in self._parts:
+            raise CheckpointError(
+                f"{self.file}: tensor {f'{self._name}.{_ZERO}'!r} is missing, and {group.key} is not symmetric; "
+                "give a complete checkpoint"
+            )
+        if group.symmetric and _ZERO in self._parts and (self.zeros() != 1 << (self.bits - 1)).any():
+            raise self._wrong(_ZERO, f"has zero points, and {group.key} is symmetric")
 
     def integers(self) -> NDArray[np.uint8]:
         return unpack(self._read(_WEIGHT), self.bits, axis=1)[:, : self.shape[1]]

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,9 @@ from plans.errors import CheckpointError
 
 Value = int | float | bool | str | list[str] | NDArray[np.generic]
 """A value of the metadata; lists of numbers are arrays. A float32 is the shortest decimal that it is the nearest to."""
+
+_Scalar = TypeVar("_Scalar", bound=int | float | str)
+_NOUNS: dict[type, str] = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _SCALARS = {
@@ -47,6 +50,11 @@ _TYPES = {
     29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
 }  # fmt: skip
 _FLOATS: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+
+
+def shown(value: Value) -> str:
+    """Return a value of the metadata as errors show it."""
+    return f"a list of {len(value)}" if isinstance(value, list | np.ndarray) else f"{value!r:.60}"
 
 
 def is_gguf(path: Path) -> bool:
@@ -92,6 +100,44 @@ class GgufFile:
                 return _Header(path, file).read()
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+
+    def value(self, key: str, kind: type[_Scalar]) -> _Scalar | None:
+        """Return the metadata's value of `key`; None where there is none. An integer is a number (float), too.
+
+        Raises `CheckpointError` naming the key for a value of another kind: GGUF files give each value its own type.
+        """
+        found = self.metadata.get(key)
+        if found is None:
+            return None
+        if type(found) is kind or (kind is float and type(found) is int):
+            return kind(found)
+        raise self._mistyped(key, _NOUNS[kind], found)
+
+    def texts(self, key: str) -> list[str] | None:
+        """Return the metadata's list of texts of `key`; None where there is none. Raises `CheckpointError`."""
+        found = self.metadata.get(key)
+        if found is not None and not isinstance(found, list):
+            raise self._mistyped(key, "a list of texts", found)
+        return found
+
+    def array(self, key: str, length: int, *, integers: bool = False) -> NDArray[np.generic] | None:
+        """Return the metadata's list of `length` numbers of `key`; None where there is none. Raises `CheckpointError`.
+
+        With `integers` no others will do.
+        """
+        found = self.metadata.get(key)
+        if found is None:
+            return None
+        if isinstance(found, np.ndarray) and found.dtype.kind in ("iu" if integers else "iuf") and len(found) == length:
+            return found
+        raise self._mistyped(key, f"a list of {length} {'integers' if integers else 'numbers'}", found)
+
+    def wrong(self, key: str, how: str) -> CheckpointError:
+        """Return the error that names the file and a key of its metadata."""
+        return CheckpointError(f"{self.path}: {key} {how}")
+
+    def _mistyped(self, key: str, noun: str, found: Value) -> CheckpointError:
+        return self.wrong(key, f"must be {noun}, found {shown(found)}; convert the model again")
 
     def numbers(self, name: str) -> NDArray[Any]:
         """Read a tensor of floats: float32, float16, or the bits of bfloat16 as uint16."""
@@ -145,18 +191,18 @@ class _Header:
             if name in tensors:
                 raise self._damaged(f"tensor {name!r} stands there twice")
             tensors[name] = tensor
-        start = self._aligned(metadata)
+        start = self._aligned(GgufFile(self._path, metadata, tensors).value(_ALIGNMENT, int))
         placed = {name: GgufTensor(t.type, t.shape, start + t.offset) for name, t in tensors.items()}
         for name, tensor in placed.items():
             if tensor.offset + tensor.rows * tensor.row_bytes > self._size:
                 raise self._damaged(f"it ends before tensor {name!r} does")
         return GgufFile(self._path, metadata, placed)
 
-    def _aligned(self, metadata: Mapping[str, Value]) -> int:
+    def _aligned(self, given: int | None) -> int:
         """Return where the tensors' bytes begin: behind the header, at the next multiple of the alignment."""
-        alignment = metadata.get(_ALIGNMENT, 32)
-        if not isinstance(alignment, int) or alignment <= 0:
-            raise self._damaged(f"{_ALIGNMENT} is {alignment!r}")
+        alignment = 32 if given is None else given
+        if alignment <= 0:
+            raise self._damaged(f"{_ALIGNMENT} is {alignment}")
         return -(-self._at // alignment) * alignment
 
     def _tensor(self) -> tuple[str, GgufTensor]:

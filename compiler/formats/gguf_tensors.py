@@ -44,11 +44,24 @@ INTERLEAVED = "llama"
 
 
 class GgufTensors:
-    """The `TensorSource` of a GGUF file, whose decoder is `config`."""
+    """The `TensorSource` of a GGUF file, whose decoder is `config`.
+
+    Raises `CheckpointError` for tensors whose names are not llama.cpp's: of one that is named as Hugging Face does,
+    nobody knows the order of its rows.
+    """
 
     def __init__(self, file: GgufFile, config: DecoderConfig) -> None:
         self._file, self._config = file, config
-        self._names = {_huggingface(name): name for name in file.tensors if name != ROPE_FACTORS}
+        self._names: dict[str, str] = {}
+        for own in file.tensors:
+            name = _huggingface(own)
+            if name is not None:
+                self._names[name] = own
+            elif own != ROPE_FACTORS:
+                raise CheckpointError(
+                    f"{file.path}: tensor {own!r} is unexpected: GGUF files of {config.family} models have none of "
+                    "that name; give one that llama.cpp's converter made"
+                )
         self.found = {
             name: Stored(file.path, tensor.shape, tensor.type, packed=tensor.type in BLOCK_TYPES)
             for name, own in self._names.items()
@@ -104,9 +117,9 @@ class GgufTensors:
         return rows.reshape(heads, c.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
-def _huggingface(own: str) -> str:
-    """Return Hugging Face's name for a tensor; an unknown one keeps its own, under which it is refused."""
+def _huggingface(own: str) -> str | None:
+    """Return Hugging Face's name for a tensor, of each another one; None for an unknown tensor."""
     matched = _LAYER_TENSOR.fullmatch(own)
     if matched is None or matched[2] not in _OF_LAYER:
-        return _OF_MODEL.get(own, own)
+        return _OF_MODEL.get(own)
     return f"model.layers.{matched[1]}.{_OF_LAYER[matched[2]]}.{matched[3]}"

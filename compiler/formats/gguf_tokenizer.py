@@ -6,6 +6,7 @@ which has a score for each piece instead of merges.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +15,14 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from compiler.formats.gguf_file import GgufFile, Value
+from compiler.formats.gguf_file import GgufFile
 from plans.errors import CheckpointError
 
 _PREFIX = "tokenizer.ggml."
+TOKENS, TOKEN_TYPES = f"{_PREFIX}tokens", f"{_PREFIX}token_type"
 _TEMPLATE = "tokenizer.chat_template"
 _NORMAL, _UNKNOWN, CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+_DEFAULT = "default"
 _SPACE = "\u2581"
 """Stands for a space in SentencePiece's pieces."""
 
@@ -29,6 +32,8 @@ _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_CASED}\p{{N}}{{1,3}}|{_REST}"
 _QWEN2 = rf"{_CASED}\p{{N}}|{_REST}"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_NUMBERS = r"\p{N}+"
+_SYMBOLS = r"[\p{P}$+<=>^~|]+"
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|"
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -51,7 +56,9 @@ _SPLITTINGS = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _Splitting((_QWEN2,), composed=True)),
     **dict.fromkeys(("smollm", "starcoder", "refact"), _Splitting((r"\p{N}", _GPT2))),
     "tekken": _Splitting((_TEKKEN,), whole=True, begins=True),
+    _DEFAULT: _Splitting((_SYMBOLS, _GPT2, _NUMBERS, "[0-9][0-9][0-9]")),
 }
+"""By llama.cpp's names. `default` is that of files which name none; it is llama.cpp's, and no model's own."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +78,7 @@ def read_gguf_text(file: GgufFile) -> GgufText:
     kind = vocabulary.text("model")
     if kind not in kinds:
         raise vocabulary.wrong("model", f"is {kind!r}; tokenizers of the kinds {' and '.join(kinds)} are read")
-    template = file.metadata.get(_TEMPLATE)
-    if template is not None and not isinstance(template, str):
-        raise CheckpointError(f"{file.path}: {_TEMPLATE} must be a text")
+    template = file.value(_TEMPLATE, str)
     return GgufText(kinds[kind](vocabulary), template, vocabulary.token_of("bos"), vocabulary.token_of("eos"))
 
 
@@ -82,14 +87,12 @@ class _Vocabulary:
 
     def __init__(self, file: GgufFile) -> None:
         self._file = file
-        tokens = self._value("tokens")
-        if not isinstance(tokens, list) or not tokens:
+        tokens = file.texts(TOKENS)
+        if not tokens:
             raise self.wrong("tokens", "must be a list of texts; a plan carries the tokenizer")
-        types = self._value("token_type")
+        types = file.array(TOKEN_TYPES, len(tokens), integers=True)
         if types is None:
             types = np.full(len(tokens), _NORMAL)
-        if not isinstance(types, np.ndarray) or len(types) != len(tokens):
-            raise self.wrong("token_type", f"must be a list of {len(tokens)} integers, one for each token")
         self.tokens, self.types = tokens, types
         self.ids: dict[str, int] = {}
         for number, token in enumerate(tokens):
@@ -99,35 +102,36 @@ class _Vocabulary:
                 raise self.wrong("tokens", f"has {token!r} twice, as {self.ids[token]} and {number}")
             self.ids[token] = number
 
-    def text(self, key: str) -> str:
-        value = self._value(key)
-        if not isinstance(value, str):
-            raise self.wrong(key, f"must be a text, found {value!r:.40}")
+    def text(self, key: str, default: str | None = None) -> str:
+        found = self._file.value(_PREFIX + key, str)
+        value = default if found is None else found
+        if value is None:
+            raise self.wrong(key, "is missing; convert the model again")
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self._value(key)
-        return default if value is None else bool(value)
+        value = self._file.value(_PREFIX + key, bool)
+        return default if value is None else value
 
-    def texts(self, key: str) -> list[str]:
-        value = self._value(key)
-        if not isinstance(value, list):
-            raise self.wrong(key, "must be a list of texts")
-        return value
+    def merges(self) -> list[tuple[str, str]]:
+        merges = self._file.texts(f"{_PREFIX}merges")
+        if merges is None:
+            raise self.wrong("merges", "must be a list of texts; convert the model again")
+        return [self._pair(merge) for merge in merges]
 
     def scores(self) -> NDArray[np.generic]:
-        value = self._value("scores")
-        if not isinstance(value, np.ndarray) or len(value) != len(self.tokens):
-            raise self.wrong("scores", f"must be a list of {len(self.tokens)} numbers, one for each token")
-        return value
+        scores = self._file.array(f"{_PREFIX}scores", len(self.tokens))
+        if scores is None:
+            raise self.wrong("scores", f"must be a list of {len(self.tokens)} numbers; convert the model again")
+        return scores
 
     def token_of(self, role: str) -> str | None:
         """Return the text of the token with a role, such as `bos`; None where the file gives none."""
-        number = self._value(f"{role}_token_id")
+        number = self._file.value(f"{_PREFIX}{role}_token_id", int)
         if number is None:
             return None
-        if not isinstance(number, int) or not 0 <= number < len(self.tokens):
-            raise self.wrong(f"{role}_token_id", f"is {number!r}; there are {len(self.tokens)} tokens")
+        if not 0 <= number < len(self.tokens):
+            raise self.wrong(f"{role}_token_id", f"is {number}; there are {len(self.tokens)} tokens")
         if self.types[number] == _UNUSED:
             raise self.wrong(f"{role}_token_id", f"is {number}, a token that token_type calls unused")
         return self.tokens[number]
@@ -151,19 +155,21 @@ class _Vocabulary:
         return processors.TemplateProcessing(single=single, pair=pair, special_tokens=known)
 
     def wrong(self, key: str, how: str) -> CheckpointError:
-        return CheckpointError(f"{self._file.path}: {_PREFIX}{key} {how}")
+        return self._file.wrong(_PREFIX + key, how)
 
-    def _value(self, key: str) -> Value | None:
-        return self._file.metadata.get(_PREFIX + key)
+    def _pair(self, merge: str) -> tuple[str, str]:
+        first, space, second = merge.partition(" ")
+        if not space or not first or not second:
+            raise self.wrong("merges", f"has {merge!r}, which is no pair of tokens")
+        return first, second
 
 
 def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
-    name = vocabulary.text("pre")
+    name = vocabulary.text("pre", _DEFAULT)
     if name not in _SPLITTINGS:
         raise vocabulary.wrong("pre", f"is {name!r}; known pre-tokenizers: {', '.join(_SPLITTINGS)}")
     splitting = _SPLITTINGS[name]
-    merges = [_pair(vocabulary, merge) for merge in vocabulary.texts("merges")]
-    tokenizer = Tokenizer(_bpe(vocabulary, merges, ignore_merges=splitting.whole))
+    tokenizer = Tokenizer(_bpe(vocabulary, vocabulary.merges(), ignore_merges=splitting.whole))
     if splitting.composed:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -178,13 +184,6 @@ def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
         tokenizer.post_processor = around
     tokenizer.add_tokens(vocabulary.added())
     return tokenizer
-
-
-def _pair(vocabulary: _Vocabulary, merge: str) -> tuple[str, str]:
-    first, space, second = merge.partition(" ")
-    if not space or not first or not second:
-        raise vocabulary.wrong("merges", f"has {merge!r}, which is no pair of tokens")
-    return first, second
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
@@ -214,14 +213,24 @@ def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     ids, scores = vocabulary.ids, vocabulary.scores()
     pieces = [token for token, number in ids.items() if vocabulary.types[number] in (_NORMAL, _USER_DEFINED)]
     ranked = sorted(pieces, key=lambda piece: -float(scores[ids[piece]]))
-    merges = []
-    for piece in ranked:
-        partings = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
-        merges += sorted(
-            (pair for pair in partings if pair[0] in ids and pair[1] in ids),
-            key=lambda pair: (ids[pair[0]], ids[pair[1]]),
-        )
-    return merges
+    lengths = sorted({len(token) for token in ids})
+    return [
+        (vocabulary.tokens[first], vocabulary.tokens[second])
+        for piece in ranked
+        for first, second in sorted(_partings(piece, ids, lengths))
+    ]
+
+
+def _partings(piece: str, ids: Mapping[str, int], lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the ids of each two tokens that make `piece`. A damaged piece may be long: only `lengths` of tokens are
+    tried, and no part is kept."""
+    for length in lengths:
+        if length >= len(piece):
+            return
+        first = ids.get(piece[:length])
+        second = None if first is None else ids.get(piece[length:])
+        if first is not None and second is not None:
+            yield first, second
 
 
 def _bpe(vocabulary: _Vocabulary, merges: list[tuple[str, str]], **options: Any) -> BPE:

@@ -65,7 +65,9 @@ class GptqModule(PackedModule):
 class FirstGptqModule(GptqModule):
     """A projection in GPTQ's first layout, whose zero points are stored less one.
 
-    The one is added to whole words, as it was taken off by GPTQModel: a zero point of 0 borrows from its neighbour.
+    The ones are added to whole words, as GPTQModel takes them off: a zero point of 0 borrows from its neighbour. Where
+    no zero point is 0 this is AutoGPTQ's `(stored + 1) & 15` in each place, and AutoGPTQ's own writer spoils the word
+    of a zero point of 0, so that GPTQModel alone says what such a word means.
     """
 
     def _zero_words(self) -> NDArray[np.int32]:

@@ -105,22 +105,28 @@ class PackedModule(ABC):
                 integers, groups = integers[:, self.order], groups[self.order]
             if outputs is not None:
                 integers = integers[outputs]
-            blocks = groups[::BLOCK]
-            scales, zeros = (part if outputs is None else part[outputs] for part in (self.scales(), self.zeros()))
+
+            def of_blocks(parts: NDArray[np.float32]) -> NDArray[np.float32]:
+                return np.ascontiguousarray((parts if outputs is None else parts[outputs])[:, groups[::BLOCK]])
+
             if symmetric:
                 signed = (integers - np.uint8(middle)).view(np.int8)  # modulo 256
-                return QuantizedWeight(self.bits, signed, np.ascontiguousarray(scales[:, blocks]))
-            minimums = -(zeros.astype(np.float32) * scales)
-            return QuantizedWeight(
-                self.bits,
-                integers,
-                np.ascontiguousarray(scales[:, blocks]),
-                np.ascontiguousarray(minimums[:, blocks]),
-            )
+                return QuantizedWeight(self.bits, signed, of_blocks(self.scales()))
+            return QuantizedWeight(self.bits, integers, of_blocks(self.scales()), of_blocks(self._minimums()))
 
-        scales = self.scales()
-        wide = not fits_half(scales) or not (symmetric or fits_half(self.zeros() * scales))
+        wide = not fits_half(self.scales()) or not (symmetric or fits_half(self._minimums()))
         return WeightSource(self.bits, self.shape, not symmetric, read, wide, None if fold else self.order)
+
+    def _minimums(self) -> NDArray[np.float32]:
+        """Read the minimums `[N, G]`. Raises `CheckpointError` where one is too large for float32."""
+        with np.errstate(over="ignore"):
+            minimums = -(self.zeros().astype(np.float32) * self.scales())
+        if not np.isfinite(minimums).all():
+            raise CheckpointError(
+                f"{self.file}: zero points of {self._name!r} times their scales are not finite in float32; "
+                "the file is damaged"
+            )
+        return minimums
 
     def _part(self, last: str, dtypes: tuple[str, ...], shape: tuple[int, ...] | None = None) -> tuple[int, ...]:
         """Return the shape of one of the module's tensors. Raises `CheckpointError` unless it is there and as said."""

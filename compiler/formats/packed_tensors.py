@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiler.formats.awq import AwqModule
-from compiler.formats.compressed_tensors import CompressedModule
+from compiler.formats.compressed_tensors import CompressedModule, WeightGroup
 from compiler.formats.gptq import FirstGptqModule, GptqModule
 from compiler.formats.packed_module import PackedModule
 from compiler.models.config import DecoderConfig
 from compiler.models.quantization import Packing
 from compiler.quantization.form import WeightSource
 from compiler.tensor_source import Stored, TensorSource
+from plans.errors import CheckpointError
 
 _INTO_DOWN = re.compile(r"(.*\.mlp\.)(?:gate|up)_proj\.(?:weight|bias)")
 _DOWN = re.compile(r".*\.mlp\.down_proj\.weight")
@@ -31,9 +32,12 @@ class PackedTensors:
     two before it are reordered, here, and the MLP computes the same. Others name the order in `WeightSource.order`.
     """
 
-    def __init__(self, stored: TensorSource, packing: Packing, config: DecoderConfig) -> None:
+    def __init__(
+        self, stored: TensorSource, packing: Packing, config: DecoderConfig, groups: Sequence[WeightGroup] = ()
+    ) -> None:
+        """Check all headers; with `groups` compressed-tensors are as those say. Raises `CheckpointError`."""
         self._stored = stored
-        self._modules = _modules(stored, packing)
+        self._modules = _modules(stored, packing, groups)
         biased = {
             **dict.fromkeys(("q_proj", "k_proj", "v_proj"), config.qkv_bias),
             "o_proj": config.output_bias,
@@ -48,6 +52,12 @@ class PackedTensors:
             f"{name}.weight": Stored(module.file, module.shape, f"{module.format} int{module.bits}", packed=True)
             for name, module in self._modules.items()
         }
+        twice = next((name for name in packed if name in plain), None)
+        if twice is not None:
+            raise CheckpointError(
+                f"{plain[twice].file}: tensor {twice!r} stands beside packed tensors of the same projection, in "
+                f"{packed[twice].file}; remove the wrong ones"
+            )
         self.found = plain | packed
 
     def read(self, name: str) -> Tensor:
@@ -90,8 +100,9 @@ class PackedTensors:
         return self._modules[down].order if self._folds(f"{down}.weight") else None
 
 
-def _modules(stored: TensorSource, packing: Packing) -> dict[str, PackedModule]:
-    """Return the packed projections by name. Raises `CheckpointError` for one whose tensors do not fit each other."""
+def _modules(stored: TensorSource, packing: Packing, groups: Sequence[WeightGroup]) -> dict[str, PackedModule]:
+    """Return the packed projections by name. Raises `CheckpointError` for one whose tensors do not fit each other, or
+    its group."""
     kinds: dict[str, type[PackedModule]] = {
         "awq": AwqModule,
         "gptq": FirstGptqModule if packing.zeros_less_one else GptqModule,
@@ -103,4 +114,8 @@ def _modules(stored: TensorSource, packing: Packing) -> dict[str, PackedModule]:
         module, _, last = name.rpartition(".")
         if last in kind.parts:
             parts.setdefault(module, {})[last] = header
-    return {name: kind(name, found, stored) for name, found in parts.items()}
+    modules = {module: kind(module, found, stored) for module, found in parts.items()}
+    for made in modules.values():
+        if isinstance(made, CompressedModule):
+            made.check(groups)
+    return modules

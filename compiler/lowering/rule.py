@@ -36,8 +36,16 @@ class Lowering:
         return self.shared[name]
 
     def deferred(self, name: str, tensor: ir.LazyTensor) -> ir.Value:
-        """Return an initializer that is read when the graph is written, made once per name, which must say of what."""
-        return self.shared[name] if name in self.shared else self._share(name, tensor)
+        """Return an initializer that is read when the graph is written, made once per name, which must say of what.
+
+        Raises `ValueError` for one of the same name that has another type or shape.
+        """
+        if name not in self.shared:
+            return self._share(name, tensor)
+        made = self.shared[name]
+        if (made.dtype, made.shape) != (tensor.dtype, tensor.shape):
+            raise ValueError(f"the lowered graph has two constants named {name!r}")
+        return made
 
     def _share(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
         value = ir.Value(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from compiler.probes.ops import Weight, attributes_of, extent, weight_of
+from plans import names
 from plugins.onnx_ops import DOMAIN
 from plugins.schema import CPU_DOMAIN
 
@@ -32,7 +33,7 @@ _APART = {
 }
 """Ops that move or compare numbers, or round the result of two correctly: a row of theirs has no company."""
 
-_PROPOSING = {
+_PROPOSING = {  # in drafters
     "": {"CumSum", "Exp", "Log", "LogSoftmax", "ReduceSum"},
     DOMAIN: {"DraftSample"},
     CPU_DOMAIN: {"TreeExpand", "TreeRerank"},
@@ -86,6 +87,7 @@ def widest(ops: Iterable[ProbedOp]) -> list[ProbedOp]:
 
 
 def _ops_of(engine: str, graph: ir.Graph) -> Iterator[ProbedOp]:
+    passed = (_APART,) if engine == names.TARGET else (_APART, _PROPOSING)
     for node in graph:
         weight, kind = weight_of(node), (node.domain, node.op_type)
         if weight is not None:
@@ -94,7 +96,7 @@ def _ops_of(engine: str, graph: ir.Graph) -> Iterator[ProbedOp]:
             yield _attention(engine, node)
         elif node.op_type in _ROW_OPS:
             yield _row_op(engine, node)
-        elif not any(node.op_type in ops.get(node.domain, ()) for ops in (_APART, _PROPOSING)):
+        elif not any(node.op_type in ops.get(node.domain, ()) for ops in passed):
             raise ValueError(f"engine {engine}: nobody has said whether rows of {node.op_type} depend on each other")
 
 

@@ -65,7 +65,10 @@ def add_product(tape: ProbeTape, node: ir.Node, label: str, most: int | None) ->
     assert weight is not None
     columns = weight.columns
     if most is not None:
-        columns = min(columns, max(GROUP, most // weight.inputs // GROUP * GROUP))
+        # Kernels of float32 take columns that are left over in another way, and share work out by rows where these are
+        # more than the columns.
+        least, tail = (GROUP, 0) if weight.layout is not None else (2 * GROUP, columns % GROUP)
+        columns = min(columns, max(least, most // weight.inputs // GROUP * GROUP) + tail)
     attributes = attributes_of(node)
     if weight.layout is None:
         shape = [weight.inputs, columns] if weight.axis == 1 else [columns, weight.inputs]
@@ -92,7 +95,7 @@ def add_row_op(tape: ProbeTape, node: ir.Node, label: str, width: int) -> Added:
     made = tape.op_multi_out(
         node.op_type, inputs, attributes_of(node), num_outputs=len(node.outputs), domain=node.domain
     )
-    return Added(rows, [as_rows(made[0], width)])
+    return Added(rows, [as_rows(made[0], width // 2 if node.op_type == "SwiGlu" else width)])
 
 
 def attributes_of(node: ir.Node) -> dict[str, Any]:

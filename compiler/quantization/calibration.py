@@ -53,8 +53,8 @@ class CalibratedTensors:
         return self._floats[name].clone() if name in self._floats else self._tensors.read(name)
 
     def quantized(self, name: str) -> WeightSource | None:
-        """Return the integers and scales of a weight; None for all else."""
-        return self._weights.get(name)
+        """Return the integers and scales of a weight: those chosen, or where it was left alone the checkpoint's own."""
+        return self._weights.get(name) if self.changed(name) else self._tensors.quantized(name)
 
     def changed(self, name: str) -> bool:
         """Return whether the tensor is another than the checkpoint's."""

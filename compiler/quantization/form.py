@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from plans.errors import CheckpointError
 from plugins.onnx_ops import DOMAIN
 from plugins.quant_layout import BLOCK, QuantLayout
 from plugins.schema import QUANT_OPS
@@ -42,7 +43,7 @@ class WeightSource:
     """A quantised weight of `shape` `[N, K]` that `read` makes anew at each call; what it will be is known before.
 
     `wide` weights have scales or minimums that float16 does not hold exactly. With an `order` `[K]`, column k is that
-    of input `order[k]`.
+    of input `order[k]`. A checkpoint's own integers have an `origin`, for messages; their scales are not rounded.
     """
 
     bits: int
@@ -51,6 +52,7 @@ class WeightSource:
     read: Callable[[], QuantizedWeight]
     wide: bool = False
     order: NDArray[np.int64] | None = None
+    origin: str = ""
 
     @property
     def layout(self) -> QuantLayout:
@@ -78,7 +80,13 @@ class QuantTensor(ir.LazyTensor):
             _, kind = _TYPES[self.source.bits, self.source.minimums]
         else:
             kind = self.dtype.numpy()
-        return ir.Tensor(value.astype(kind), dtype=self.dtype)
+        stored = value.astype(kind)
+        if self.source.origin and not np.array_equal(stored.astype(value.dtype), value):
+            raise CheckpointError(
+                f"{self.source.origin} has {self.part} that {self.dtype.name.lower()} does not hold exactly; build for "
+                "this backend with another dtype, such as float32"
+            )
+        return ir.Tensor(stored, dtype=self.dtype)
 
 
 def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
@@ -102,6 +110,7 @@ def side_by_side(sources: Sequence[WeightSource]) -> WeightSource:
         first.minimums,
         lambda: stack([source.read() for source in sources]),
         any(source.wide for source in sources),
+        origin=first.origin,
     )
 
 

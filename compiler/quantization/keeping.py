@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from compiler.deferred import StoredTensor, deferred
@@ -15,7 +17,9 @@ _HEAD = ("lm_head.weight", "embedding")
 def kept(tensor: StoredTensor, bits: int | None) -> WeightSource | None:
     """Return the weight as the checkpoint stores it, where that is as integers of blocks of 32 and at most `bits`."""
     source = tensor.tensors.quantized(tensor.stored_name)
-    return None if source is None or (bits is not None and bits < source.bits) else source
+    if source is None or (bits is not None and bits < source.bits):
+        return None
+    return replace(source, origin=tensor.origin) if tensor.tensors.found[tensor.stored_name].packed else source
 
 
 def kept_parameters(module: nn.Module, form: WeightForm | None) -> set[str]:

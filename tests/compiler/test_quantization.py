@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,13 @@ from compiler.export import export_target
 from compiler.lowering import lower
 from compiler.models.decoder import Decoder
 from compiler.models.eager import sequence_logits
+from compiler.probes.choice import probed_ops
 from compiler.quantization.calibration import calibrate
 from compiler.quantization.form import QuantizedWeight, WeightSource, side_by_side
 from compiler.quantization.graph import quantize
 from compiler.quantization.rounding import round_to_nearest
 from compiler.quantization.weight_form import WeightForm
+from plans.errors import CheckpointError
 from plans.manifest import RuleReport
 from plugins.onnx_ops import DOMAIN
 from plugins.reference import dequantize
@@ -94,6 +97,21 @@ def test_weights_of_one_input_stand_side_by_side(minimums: bool) -> None:
     joined = side_by_side(parts)
     assert joined.shape == (8, 64)
     np.testing.assert_array_equal(numbers(joined.read()), np.concatenate([numbers(part.read()) for part in parts]))
+
+
+def test_scales_of_a_checkpoint_are_not_rounded() -> None:
+    """A graph of fewer bits that cannot hold them is refused by the tensor's name; our own are made to fit."""
+    scales = np.full((1, 1), 1 + 2.0**-10, np.float32)  # a number of float16, none of bfloat16
+    made = QuantizedWeight(4, np.ones((1, 32), np.int8), scales)
+
+    def tensors(origin: str, dtype: ir.DataType) -> list[ir.TensorProtocol]:
+        source = WeightSource(4, (1, 32), False, lambda: made, origin=origin)
+        return [ir.tensor(tensor.numpy(), dtype=tensor.dtype) for tensor in source.tensors(dtype)]
+
+    assert len(tensors("a file: tensor 'q'", ir.DataType.FLOAT16)) == 2
+    assert len(tensors("", ir.DataType.BFLOAT16)) == 2
+    with pytest.raises(CheckpointError, match="a file: tensor 'q' has scales that bfloat16 does not hold exactly"):
+        tensors("a file: tensor 'q'", ir.DataType.BFLOAT16)
 
 
 @pytest.mark.parametrize("lookup", [False, True])
@@ -221,6 +239,23 @@ def test_the_cpus_logits_differ_by_the_rounding_of_activations(
     own, rounding = np.abs(logits(path, decoder) - wanted).max() / spread, np.abs(plain - wanted).max() / spread
     print(f"of the logits' spread: rows {own:.3f}, weights {rounding:.3f}")
     assert own < 0.4  # random weights amplify: it is 0.08 to 0.2, and another product's weights give 4 and more
+
+
+def test_units_with_biases_are_our_own_as_well(decoder: Decoder, tmp_path: Path) -> None:
+    """What computes in floats behind quantised products has one order of sums: nothing is left to ONNX Runtime."""
+    torch.manual_seed(1)
+    biased = Decoder(replace(decoder.config, mlp_bias=True, qkv_bias=True)).eval()
+    for parameter in biased.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    path, reports = engine(biased, tmp_path / "one", WeightForm(8, 8))
+    assert reports["FuseGatedUnit"].applied == 4
+    graph = ir.load(path).graph
+    ours = {op.node.op_type for op in probed_ops({"target": ir.load(path)})}
+    assert ours == {"QuantMatMul", "BranchAttention", "RmsNorm", "SwiGlu"}
+    assert sum(node.op_type == "SwiGlu" for node in graph) == 4
+    PlanWeights(WeightForm(8, 8)).give(biased)
+    wanted = sequence_logits(biased, TOKENS).numpy()
+    assert np.abs(logits(path, biased) - wanted).max() < 0.1 * wanted.std()
 
 
 def test_a_tied_embedding_is_stored_once(decoder: Decoder, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from compiler.drafters import read_sources
 from compiler.inspect import describe
 from compiler.opening import read_config
 from compiler.recipe import load_recipe
-from plans.errors import RecipeError, RequestError
+from compiler.text import read_text
+from plans.errors import CheckpointError, RecipeError, RequestError
 from runtime import Runtime
 from tests.compiler.formats.ggufs import write_model
 from tests.compiler.formats.models import TEXT, logits_of, random_model, tokenizer, write_tokenizer
@@ -76,6 +77,16 @@ def test_gguf_to_text(tmp_path: Path) -> None:
     assert (oracle.logits(ids, 5) - logits_of(model, ids)[-5:]).abs().max() < 2e-5
     with pytest.raises(RequestError, match="stores weights as integers"):
         load_oracle(load_recipe(recipe), "transformers")
+
+
+def test_the_place_of_a_chat_template_with_a_mistake_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write_model(file, random_model(), "F32", tokenizer(), {**ENDS, "tokenizer.chat_template": "{% if %}"})
+    with pytest.raises(
+        CheckpointError, match=r"not a Jinja template.* tokenizer\.chat_template in a GGUF file"
+    ) as error:
+        read_text(file, read_config(file))
+    assert str(file) in str(error.value)
 
 
 def test_integers_of_another_form_are_rounded_where_the_recipe_allows_it(tmp_path: Path) -> None:

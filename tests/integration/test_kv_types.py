@@ -14,8 +14,9 @@ from compiler.recipe import load_recipe
 from plans import names
 from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
 from tests.conftest import EVERYTHING, REFERENCE_RECIPE, made_once
+from tests.integration.quantised import calibration_text, quantised
 from tests.integration.random_use import RandomUse
-from tests.integration.test_quantized import quantised
+from tests.integration.step_logits import expect_the_same_bits
 from tools.verify.verification import KV_LOGIT_BOUND, verify_plan
 
 TYPES = ("float16", "int8")
@@ -63,29 +64,19 @@ def test_tokens_depend_on_neither_drafter_nor_company_nor_cache(
     used.prefix_cache.check()
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("run_ahead")
 def test_the_same_holds_with_quantised_weights(toy_recipe: Path, tmp_path: Path) -> None:
-    recipe = load_recipe(toy_recipe, [*quantised(EVERYTHING, "int4"), "kv_cache=int8"])
+    recipe = load_recipe(toy_recipe, [*quantised(EVERYTHING, "int4", calibration_text(tmp_path)), "kv_cache=int8"])
     build(recipe, toy_recipe, tmp_path / "plan")
     used = Runtime.load(tmp_path / "plan", threads=2, prefix_cache=PrefixCacheConfig(memory_bytes=1 << 19))
     user = RandomUse(Runtime.load(tmp_path / "plan", threads=1), used, "batching", seed=6)
-    user.run(150)
-    assert user.compared > 150
+    user.run(40)
+    assert user.compared > 40
     assert used.close(timeout=10)
 
 
 def test_logits_are_the_same_bits_in_a_prompt_and_in_a_step(plan: Path) -> None:
-    runtime = Runtime.load(plan, threads=2)
-    found = []
-    for last in (1, 2, 5, 16):
-        session = runtime.session()
-        session.generate(PROMPT[:-last], max_new_tokens=1, drafter="none", ignore_eos=True)
-        session.truncate(len(PROMPT) - last)
-        session.generate(PROMPT[-last:], max_new_tokens=1, drafter="none", ignore_eos=True)
-        found.append(session.step_logits(0).copy())
-    for logits in found[1:]:
-        np.testing.assert_array_equal(logits.view(np.uint32), found[0].view(np.uint32))
+    expect_the_same_bits(Runtime.load(plan, threads=2), PROMPT, (1, 2, 5, 16))
 
 
 @pytest.mark.usefixtures("run_ahead")

@@ -8,43 +8,27 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-import yaml
 
 from compiler.build import build
 from compiler.inspect import describe
 from compiler.recipe import load_recipe
 from runtime import Runtime, SchedulerConfig
-from tests.conftest import EVERYTHING, HELD_OUT, REFERENCE_RECIPE, made_once
+from tests.conftest import EVERYTHING, REFERENCE_RECIPE, made_once
 from tests.instruction_sets import BETTER_THAN_PLAIN, Results, with_instructions
+from tests.integration.quantised import calibration_text, quantised
 from tests.integration.random_use import RandomUse
+from tests.integration.step_logits import expect_the_same_bits
 from tools.verify.verification import verify_plan
 
 TYPES = ("int4", "int8")
 PAGE = 4096
 INT4_RECIPE = REFERENCE_RECIPE.with_name("reference-int4.yaml")
-CALIBRATION = HELD_OUT.with_name("calibration.jsonl")
 ROUNDED = ["target.weights={type: int4}", "drafters[1].weights={type: int4}"]
-
-
-def quantised(overrides: list[str], kind: str, text: Path) -> list[str]:
-    """The same recipe with weights of `kind` in the target and in all drafters but a head, which stays float32.
-
-    Those of int4 are searched on `text`, in the target and in the first draft model.
-    """
-    searched = {"type": kind, "method": "awq", "calibration": str(text)} if kind == "int4" else {"type": kind}
-    (drafters,) = (override for override in overrides if override.startswith("drafters="))
-    sections = yaml.safe_load(drafters.removeprefix("drafters="))
-    for section in sections:
-        if section["kind"] != "ngram" and section["name"] != "classical-head":
-            section["weights"] = searched if section["name"] == "chain" else {"type": kind}
-    others = [override for override in overrides if override is not drafters]
-    return [*others, f"drafters={sections!r}", f"target.weights={searched!r}"]
 
 
 @pytest.fixture(scope="module", params=TYPES)
 def plan(request: pytest.FixtureRequest, toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    text = tmp_path_factory.mktemp("calibration") / "text.jsonl"
-    text.write_text("".join(f"{line}\n" for line in CALIBRATION.read_text(encoding="utf-8").splitlines()[:2]))
+    text = calibration_text(tmp_path_factory.mktemp("calibration"))
     recipe = load_recipe(toy_recipe, quantised(EVERYTHING, request.param, text))
     return made_once(tmp_path_factory, f"{request.param}-plan", lambda out: build(recipe, toy_recipe, out))
 
@@ -88,18 +72,7 @@ def test_tokens_depend_on_neither_drafter_nor_company(plan: Path, alone: Runtime
 
 
 def test_logits_are_the_same_bits_in_a_prompt_and_in_a_step(plan: Path) -> None:
-    """A prompt's last row comes out of a pass of 16 rows, or of one, or of any number between."""
-    prompt = [(37 * i) % 299 + 1 for i in range(40)]
-    runtime = Runtime.load(plan, threads=2)
-    found = []
-    for last in (1, 2, 5, 8, 15):
-        session = runtime.session()
-        session.generate(prompt[:-last], max_new_tokens=1, drafter="none", ignore_eos=True)
-        session.truncate(len(prompt) - last)
-        session.generate(prompt[-last:], max_new_tokens=1, drafter="none", ignore_eos=True)
-        found.append(session.step_logits(0).copy())
-    for logits in found[1:]:
-        np.testing.assert_array_equal(logits.view(np.uint32), found[0].view(np.uint32))
+    expect_the_same_bits(Runtime.load(plan, threads=2), [(37 * i) % 299 + 1 for i in range(40)], (1, 2, 5, 8, 15))
 
 
 def logits_of(plan: Path) -> Results:

@@ -104,6 +104,16 @@ def test_a_scaling_that_the_recipe_replaces_goes_to_the_oracle(plain_toy: Path, 
     assert f"against transformers {version('transformers')}: 2 prompts, 24 tokens" in capsys.readouterr().out
 
 
+def test_one_that_is_not_read_is_replaced_too(plain_toy: Path, capsys: Captured) -> None:
+    path = plain_toy / "target" / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(config | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}), encoding="utf-8")
+    override = f"target.rope_scaling={json.dumps(YARN)}"
+    assert run("build", plain_toy / "model.yaml", "--out", plain_toy / "plan", "--set", override) == 0
+    capsys.readouterr()
+    assert verify(plain_toy, "--oracle", "decoder", "--set", override) == 0
+
+
 def test_mistral_without_a_window_gives_the_tokens_of_transformers(plain_toy: Path, capsys: Captured) -> None:
     torch.manual_seed(0)
     config = transformers.MistralConfig(

@@ -214,6 +214,13 @@ def test_what_does_not_fit_is_refused() -> None:
             session("QuantGather", layout).run(None, {"x": np.array(ids), "packed": packed})
     with pytest.raises(Exception, match="multiple of 32"):
         session("QuantMatMul", QuantLayout(16, 48, 4, False, False))
+    for op in ("QuantMatMul", "QuantGather"):
+        for outputs, inputs, bits, said in (
+            (16, 32, 3, "bits must be"), (16, 32, 0, "bits must be"), (16, 32, 2**32 + 4, "bits must be"),
+            (0, 32, 4, "N must be"), (2**62, 64, 4, "N must be"), (16, 2**32, 4, "K must be"),
+        ):  # fmt: skip
+            with pytest.raises(Exception, match=said):
+                session(op, QuantLayout(outputs, inputs, bits, False, False))
     one, narrow = np.ones((1, 1), np.float32), QuantLayout(1, 32, 4, False, False)
     with pytest.raises(ValueError, match="does not fit into 4 bits"):
         pack(np.full((1, 32), 8, np.int8), one, None, narrow)

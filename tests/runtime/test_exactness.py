@@ -113,7 +113,7 @@ def test_a_probe_that_cannot_be_run_is_refused(plan: Path, cache: Path) -> None:
 
 def test_the_command_says_that_it_probed(toy_plan: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["generate", str(toy_plan), "--prompt", "import", "--max-new-tokens", "2", "--threads", "1"]
-    said = "have the same bits in any company"
+    said = "have the same bits alone and among up to 32"
     assert runtime.__main__.main(command) == 0
     assert said in capsys.readouterr().err
     assert runtime.__main__.main(command) == 0

@@ -61,8 +61,8 @@ def latency(workplace: Path, capsys: Captured):
 
 
 ROW_KEYS = {
-    "git_sha", "identity", "backend", "backend_version", "device", "threads", "dtype", "sampling", "reps", "task",
-    "auto_disable",
+    "git_sha", "identity", "backend", "backend_version", "device", "threads", "weights", "dtype", "sampling", "reps",
+    "task", "auto_disable",
     "drafter", "kind", "tree", "nodes", "depth", "acceptance", "otherwise", "synthetic_accept", "prompts",
     "prompts_sha256", "prompt_tokens", "new_tokens",
     "build_seconds", "build_peak_rss_bytes", "plan_bytes", "load_ms", "peak_rss_bytes",

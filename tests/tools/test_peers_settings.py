@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from compiler import __main__ as compiler
 from runtime import Runtime
 from tests.conftest import TOY_DRAFTERS
 from tools.peers import __main__ as peers
@@ -27,10 +28,10 @@ def workplace(toy_recipe: Path, toy_plan: Path, tmp_path: Path) -> Path:
     return shutil.copytree(toy_recipe.parent, tmp_path / "work")
 
 
-def test_the_end_token_is_the_last_one_that_nothing_chose() -> None:
-    assert choose_end_token([[1, 2], [8, 9]], 10) == 7
-    assert choose_end_token([[1, 2]], 10) == 9
-    assert choose_end_token([[0, 1], [1, 2, 2]], 3) == 0  # all were chosen: the rarest
+def test_the_end_token_is_the_last_one_that_was_not_generated() -> None:
+    assert choose_end_token({1: 1, 8: 1, 9: 1}, 10) == 7
+    assert choose_end_token({1: 1}, 10) == 9
+    assert choose_end_token({0: 1, 1: 2, 2: 2}, 3) == 0  # all were: the rarest
 
 
 def rename_token(checkpoint: Path, token: int, other: int) -> None:
@@ -68,6 +69,23 @@ def test_random_checkpoints_that_choose_the_last_id_of_the_vocabulary_run_to_the
         assert (row["same_runs"], row["runs"]) == (2, 2)
     (plan,) = (workplace / "build").glob("peers-*/plan")
     assert last in Runtime.load(plan, threads=1).generate(prompts[0], drafter="none", max_new_tokens=12).token_ids
+
+
+def test_models_of_other_precisions_are_not_compared(workplace: Path, capsys: Captured) -> None:
+    recipe = str(workplace / "model.yaml")
+    sections = [{"name": "model", "kind": "model", "checkpoint": "drafter", "weights": {"type": "int8"}}]
+    given = ["--set", "target.weights={type: int4}", "--set", f"drafters={sections}"]
+    assert compiler.main(["build", recipe, "--out", str(workplace / "mixed"), *given]) == 0
+    capsys.readouterr()
+    given = ["--plan", str(workplace / "mixed"), "--prompts", str(workplace / "held_out.jsonl")]
+    assert peers.main([str(workplace / "target"), *given]) == 2
+    assert "a target in int4 and a draft model (model) in int8" in " ".join(capsys.readouterr().err.split())
+
+
+def test_integers_are_not_compared(workplace: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "stores_integers", lambda folder: True)
+    assert peers.main([str(workplace / "target")]) == 2
+    assert "target stores weights as integers" in " ".join(capsys.readouterr().err.split())
 
 
 class Recorder(Worker):
@@ -124,7 +142,7 @@ def tell(*arguments: Any, **options: Any) -> None:
 def test_every_engine_hands_its_threads_to_its_library(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tools.peers import with_outrider, with_transformers
 
-    settings = Settings(str(workplace / "target"), "plan", None, 3, 8, converted="away", end_token=5)
+    settings = Settings(str(workplace / "target"), "plan", None, 3, 8, converted="away")
     monkeypatch.setattr(with_outrider.Runtime, "load", tell)
     with pytest.raises(Loaded) as told:
         with_outrider.Outrider(settings)
@@ -155,10 +173,10 @@ def test_onnxruntime_genai_is_given_threads_and_the_end_token(workplace: Path, m
         (workplace / name).mkdir()
         (workplace / name / "genai_config.json").write_text(json.dumps(own), encoding="utf-8")
     folders = {"converted": str(workplace / "a"), "converted_draft": str(workplace / "b")}
-    with_genai.Genai(Settings("", "", "", 3, 8, **folders, end_token=5))
+    with_genai.Genai(Settings("", "", "", 3, 8, **folders))
     threads = [found["decoder"]["session_options"]["intra_op_num_threads"] for found in overlays]
     assert threads == [3, 3]
-    assert [found["eos_token_id"] for found in overlays] == [5, 5]
+    assert [found["eos_token_id"] for found in overlays] == [299, 299]
     assert overlays[1]["draft"]["session_options"] == {"log_id": "x", "intra_op_num_threads": 3}
 
 

@@ -108,7 +108,7 @@ def test_the_command_prints_one_object(tmp_path: Path, capsys: Captured, monkeyp
     asked: list[tuple[object, ...]] = []
 
     def write(parameters: int, out: Path, **options: object) -> dict[str, object]:
-        asked.append((parameters, out, options["layers"], options["seed"]))
+        asked.append((parameters, out, options.get("layers"), options["seed"]))
         return {"recipe": "x"}
 
     monkeypatch.setattr(synthetic_pair, "write_pair", write)
@@ -127,6 +127,8 @@ def test_what_cannot_be_made_is_refused_in_a_sentence(tmp_path: Path, capsys: Ca
     (tmp_path / "file").write_text("mine")
     assert synthetic_pair.main(["--params", "1m", "--out", str(tmp_path)]) == 2
     assert "is not an empty folder; choose another --out" in " ".join(capsys.readouterr().err.split())
+    assert synthetic_pair.main(["--like", "llama-3.2-1b", "--draft-layers", "2", "--out", str(tmp_path / "new")]) == 2
+    assert "--draft-layers is of a pair; leave it out" in capsys.readouterr().err
     with pytest.raises(OutriderError, match="--draft-layers is 4; the target has 4 layers"):
         write_pair(500_000, tmp_path / "new", layers=4, draft_layers=4)
     assert not (tmp_path / "new").exists()

@@ -23,6 +23,7 @@ _IDENTIFYING = {
     "backend_version": "what built its engines, or runs them here",
     "device": "the processor, or the GPU",
     "threads": "that the target's engine computes with on the CPU, also where the backend chose; empty on a GPU",
+    "weights": "of the target's matrices: the recipe's type and method, or that they are the checkpoint's integers",
     "dtype": "of keys and values",
     "sampling": "as --sampling takes it",
     "reps": "runs of each prompt",

@@ -32,6 +32,7 @@ def identity_columns(runtime: Runtime, options: argparse.Namespace) -> dict[str,
         "backend_version": _version(manifest, runtime.backend),
         "device": _device(runtime.backend),
         "threads": threads_used(runtime.backend, options.threads),
+        "weights": _weights(manifest, runtime.backend),
         "dtype": str(next(t.dtype for t in engine.inputs if t.name == names.k_cache(0))),
         "sampling": name_sampling(options.sampling),
         "reps": options.reps,
@@ -47,6 +48,18 @@ def plan_columns(plan: Path, manifest: Manifest) -> dict[str, Any]:
         "build_peak_rss_bytes": None if record is None else record.peak_rss_bytes,
         "plan_bytes": sum(file.size for file in manifest.files),
     }
+
+
+def _weights(manifest: Manifest, backend: str) -> str:
+    """Return what the target's weights are: the recipe's type, or that they are the checkpoint's integers."""
+    asked = manifest.recipe["target"].get("weights")
+    if asked is not None:
+        return str(asked["type"]) if asked["method"] == "rtn" else f"{asked['type']} ({asked['method']})"
+    reports = manifest.backends[backend].lowering
+    if any(report.engine == names.TARGET and report.rule == "Quantize" and report.applied for report in reports):
+        return "quantised as in the checkpoint"
+    own = next(entry for entry in manifest.recipe["backends"] if entry["kind"] == backend)
+    return str(own.get("dtype") or manifest.recipe["target"]["dtype"])
 
 
 def _device(backend: str) -> str:

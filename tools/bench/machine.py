@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from datetime import datetime
 from typing import Any
 
 import onnxruntime
 
-from plans.machine import processor
+from plans.machine import available_cores, processor
 
 CPU = "onnxruntime-cpu"
 """The backend whose logits are on the host, and whose threads are ours to choose."""
@@ -28,8 +27,3 @@ def describe_machine() -> dict[str, str | int]:
         "python": platform.python_version(),
         "onnxruntime": onnxruntime.__version__,
     }
-
-
-def available_cores() -> int:
-    """Number of cores that this process may use, as the system counts them."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

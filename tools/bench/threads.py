@@ -7,7 +7,8 @@ from pathlib import Path
 
 import onnxruntime as ort
 
-from tools.bench.machine import CPU, available_cores
+from plans.machine import available_cores
+from tools.bench.machine import CPU
 
 _TASKS = Path("/proc/self/task")
 # `y = x`, float32 `[1]`: an ONNX model of one Identity, opset 13, in its bytes, so that no onnx is imported to measure.

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Mapping
 
 
-def choose_end_token(generated: Iterable[Sequence[int]], vocab_size: int) -> int:
-    """The last id of the vocabulary that is in none of the `generated` tokens.
+def choose_end_token(generated: Mapping[int, int], vocab_size: int) -> int:
+    """The last id of the vocabulary that was not `generated`: how often each was. Where all were, the rarest of them.
 
     onnxruntime-genai refuses ids outside of the vocabulary and ends wherever its end token comes; `min_length` forbids
-    that token, and so changes what is generated. An id that greedy decoding does not choose behind these prompts ends
-    none of its generations, as far as its tokens are the same. Where all ids were chosen, the rarest of them.
+    that token, and so changes what is generated. An id that is not generated changes nothing.
     """
-    chosen = Counter(chain.from_iterable(generated))
-    return min(reversed(range(vocab_size)), key=lambda token: chosen[token])
+    return min(reversed(range(vocab_size)), key=lambda token: generated.get(token, 0))

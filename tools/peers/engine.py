@@ -20,7 +20,6 @@ class Settings:
     """Folders, absolute, and the number of threads. `context`: tokens of the longest prompt and what is generated.
 
     `converted` and `converted_draft` are in the engine's own format; `draft_fault` says why a draft model is not.
-    `end_token` is for an engine that must have one: what ends no generation.
     """
 
     checkpoint: str
@@ -31,7 +30,6 @@ class Settings:
     converted: str | None = None
     converted_draft: str | None = None
     draft_fault: str = ""
-    end_token: int | None = None
 
 
 @dataclass(frozen=True)

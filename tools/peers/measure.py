@@ -11,18 +11,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from commands.console import progress_bar, stderr
+from commands.console import stderr
+from compiler.opening import stores_integers
 from compiler.weights import check_folder
 from plans.errors import OutriderError, UsageError
 from plans.extras import install
+from plans.machine import available_cores
 from plans.plan import read_manifest
 from plans.tokenizer import Tokenizer
 from runtime.runtime import check_threads
-from tools.bench.machine import available_cores
 from tools.bench.prompts import choose_prompts, encode_prompts
 from tools.bench.rows import Divergence
 from tools.peers.conversion import CONVERTED, convert
-from tools.peers.end_token import choose_end_token
 from tools.peers.engine import GENAI, LLAMA_CPP, OPENVINO, OURS, TRANSFORMERS, Settings
 from tools.peers.figures import Mode, first_tokens, report
 from tools.peers.plan import build_plan, check_plan
@@ -44,6 +44,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for folder in (options.checkpoint, options.draft):
         if folder is not None:
             check_folder(folder)
+            if stores_integers(folder):
+                raise UsageError(
+                    f"{folder} stores weights as integers, and every engine has to quantise the same numbers; give the "
+                    "checkpoint in floating point"
+                )
     return {
         "checkpoint": str(options.checkpoint),
         "draft": None if options.draft is None else str(options.draft),
@@ -71,10 +76,7 @@ def _plans(options: argparse.Namespace) -> dict[Precision, Path]:
 
 
 def _measure(precision: Precision, plan: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """All modes of all engines on every prompt, `reps` times, after one generation of each that is not counted.
-
-    Before the others are loaded, ours decodes every prompt plainly: that says which token may be an end token.
-    """
+    """All modes of all engines on every prompt, `reps` times, after one generation of each that is not counted."""
     manifest = read_manifest(plan)
     geometry = manifest.target
     chosen = choose_prompts(plan, options.prompts, options.task)[: options.count]
@@ -89,7 +91,6 @@ def _measure(precision: Precision, plan: Path, options: argparse.Namespace) -> d
             context=max(map(len, prompts.ids)) + options.new,
         )
         ours = _load(OURS, settings, stack)
-        settings = replace(settings, end_token=_end_token(ours, prompts.ids, options.new, geometry.vocab_size))
         workers = [ours, *_peers(settings, options, precision, stack, missing)]
         turns = Turns(workers, missing)
         turns.warm_up(prompts.ids[0], options.new)
@@ -108,16 +109,6 @@ def _measure(precision: Precision, plan: Path, options: argparse.Namespace) -> d
             "missing": missing,
             **report(modes, prompts.tasks),
         }
-
-
-def _end_token(ours: Worker, prompts: Sequence[list[int]], new: int, vocab_size: int) -> int:
-    """What our plain decoding chooses behind none of the prompts."""
-    generated = []
-    with progress_bar("choosing an end token that ends nothing") as progress:
-        for index, ids in enumerate(prompts):
-            progress(index, len(prompts))
-            generated.append(ours.generate(ours.modes[0], ids, new).ids)
-    return choose_end_token(generated, vocab_size)
 
 
 def _peers(

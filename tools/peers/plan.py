@@ -13,6 +13,7 @@ from compiler.identity import digest
 from compiler.opening import read_config
 from compiler.recipe import load_recipe, source_recipe
 from plans.errors import PlanError
+from plans.plan import read_manifest
 from tools.peers.precision import Precision, precision_of, weights_section
 from tools.peers.with_outrider import BACKEND
 
@@ -23,7 +24,7 @@ _GAMMA = 4
 
 def check_plan(plan: Path, checkpoint: Path) -> Precision:
     """Return the precision of the plan's weights. Raise `PlanError` unless it was built from the checkpoint as it is
-    now, with float32 engines for the CPU."""
+    now, with float32 engines for the CPU, and its draft models have weights of the same precision."""
     recipe = source_recipe(plan, option="no --plan, and one is built from the checkpoint")
     found = next((backend for backend in recipe.backends if backend.kind == BACKEND), None)
     if found is None or recipe.dtype(found) != "float32":
@@ -31,7 +32,15 @@ def check_plan(plan: Path, checkpoint: Path) -> Precision:
     source = recipe.checkpoint_path
     if source.resolve() != checkpoint.resolve() and checkpoint_hashes(source) != checkpoint_hashes(checkpoint):
         raise PlanError(f"{plan} was built from {source}, whose files differ from those of {checkpoint}; pass that one")
-    return precision_of(recipe)
+    built = read_manifest(plan).recipe  # with what --set changed
+    precision = precision_of(built["target"])
+    for drafter in built["drafters"]:
+        if drafter["kind"] == "model" and precision_of(drafter) != precision:
+            raise PlanError(
+                f"{plan} has a target in {precision} and a draft model ({drafter['name']}) in {precision_of(drafter)}; "
+                "other engines' are of one precision: leave out --plan, and one is built"
+            )
+    return precision
 
 
 def build_plan(checkpoint: Path, draft: Path | None, work: Path, precision: Precision) -> Path:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
-
-if TYPE_CHECKING:
-    from compiler.recipe import Recipe
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
 Precision = Literal["fp32", "int8", "int4"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -16,7 +14,7 @@ def weights_section(precision: Precision) -> dict[str, object]:
     return {} if precision == "fp32" else {"weights": {"type": precision}}
 
 
-def precision_of(recipe: Recipe) -> Precision:
-    """Return the precision of a recipe's target in float32 engines."""
-    weights = recipe.target.weights
-    return "fp32" if weights is None else weights.type
+def precision_of(section: Mapping[str, Any]) -> Precision:
+    """Return the precision of the section of a target or draft model, in float32 engines, of a resolved recipe."""
+    weights = section.get("weights")
+    return "fp32" if weights is None else weights["type"]

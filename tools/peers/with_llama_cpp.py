@@ -23,10 +23,10 @@ class LlamaCpp:
         assert settings.converted is not None
         self.version = str(llama_cpp.__version__)
         self.missing = {}
-        self._plain = _load(settings.converted, settings)
+        self._plain: Any = _load(settings.converted, settings)  # some of its methods have no types
         # A model that verifies drafts copies the logits of all tokens, so plain decoding has one of its own.
-        self._verifying = _load(settings.converted, settings, draft_model=LlamaPromptLookupDecoding())
-        self._drafters = {LOOKUP: self._verifying.draft_model}
+        self._verifying: Any = _load(settings.converted, settings, draft_model=LlamaPromptLookupDecoding())
+        self._drafters: dict[str, Any] = {LOOKUP: self._verifying.draft_model}
         if settings.converted_draft is None:
             self.missing[DRAFT] = settings.draft_fault or "needs a draft model; pass --draft CKPT"
         else:
@@ -47,7 +47,7 @@ class LlamaCpp:
         return clock.generated(found, clock.done())
 
 
-class _Drafting(LlamaDraftModel):  # type: ignore[misc]  # untyped
+class _Drafting(LlamaDraftModel):  # type: ignore[misc, unused-ignore]  # Any, where it is not installed
     """A smaller model's own greedy tokens. It keeps the KV cache of what is the same as before."""
 
     def __init__(self, model: Llama) -> None:
@@ -58,8 +58,12 @@ class _Drafting(LlamaDraftModel):  # type: ignore[misc]  # untyped
 
 
 def _load(path: str, settings: Settings, draft_model: LlamaDraftModel | None = None) -> Llama:
-    threads = settings.threads
-    context = settings.context + _AHEAD
     return Llama(
-        path, n_ctx=context, n_threads=threads, n_threads_batch=threads, draft_model=draft_model, verbose=False
+        path,
+        n_ctx=settings.context + _AHEAD,
+        n_threads=settings.threads,
+        n_threads_batch=settings.threads,
+        draft_model=draft_model,
+        logits_all=draft_model is not None,  # else the bindings have room for those of 512 tokens
+        verbose=False,
     )

@@ -122,7 +122,7 @@ def _print_exactness(check: ExactnessCheck | None) -> None:
         return
     stdout.print(
         f"exactness on {check.processor}, ONNX Runtime {check.onnxruntime}: {check.ops} ops in 1 to 32 rows, chunks of "
-        f"1 to {check.largest_chunk} tokens: " + ("the same bits in any company" if check.passed else "NOT exact")
+        f"up to {check.largest_chunk} tokens: " + ("the same bits in any company" if check.passed else "NOT exact")
     )
     for op in check.inexact_ops:
         kind = "DIFFERENT" if op.decides else "only drafts differ"

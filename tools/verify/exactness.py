@@ -45,7 +45,7 @@ class InexactOp:
 
 @dataclass
 class ExactnessCheck:
-    """What was probed on which machine: `ops` of all engines, and chunks of 1 to `largest_chunk` tokens.
+    """What was probed on which machine: `ops` of all engines, and chunks of 1 to 32 tokens and of `largest_chunk`.
 
     `inexact_chunks` are the chunks whose last token has other logits than in a chunk of one.
     """
@@ -88,13 +88,15 @@ def check_ops(plan: Plan, backend: str) -> ExactnessCheck:
 
 
 def check_chunks(session: Session, ids: Sequence[int], check: ExactnessCheck) -> None:
-    """Compute the last token of `ids` in chunks of 1 to 32 tokens, as far as the plan's go, and compare its logits."""
-    chunk = session.manifest.target.prefill_chunk
-    check.largest_chunk = min(ROWS, chunk, len(ids))
+    """Compute the last token of `ids` in chunks of 1 to 32 tokens, and in the plan's largest, as far as `ids` goes.
+
+    Its logits in each are compared with those in the first.
+    """
+    check.largest_chunk = min(session.manifest.target.prefill_chunk, len(ids))
     alone: np.ndarray | None = None
     session.reset()
     session.generate(ids[:-1], max_new_tokens=1, drafter="none", partial_kv="off", ignore_eos=True)
-    for size in range(1, check.largest_chunk + 1):
+    for size in sorted({*range(1, min(ROWS, check.largest_chunk) + 1), check.largest_chunk}):
         session.truncate(len(ids) - size)
         session.generate(ids[len(ids) - size :], max_new_tokens=1, drafter="none", partial_kv="off", ignore_eos=True)
         logits = session.step_logits(0).copy()

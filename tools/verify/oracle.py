@@ -47,7 +47,7 @@ def load_oracle(recipe: Recipe, choice: OracleChoice = "auto", weights: PlanWeig
     not there, `CheckpointError` where it cannot load the checkpoint.
     """
     installed, lacking = _transformers()
-    if stores_integers(recipe.checkpoint_path):
+    if stores_integers(recipe.checkpoint_path, recipe.rope_scaling):
         lacking = f"{recipe.checkpoint_path.name} stores weights as integers"
     if choice == "transformers" and lacking:
         raise RequestError(f"The oracle transformers is asked for, and {lacking}.")

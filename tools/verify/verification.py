@@ -145,7 +145,7 @@ def verify_plan(
     checkpoint = None
     if weights is not None:
         checkpoint, result.quantization = load_oracle(recipe, oracle), QuantizationCheck()
-    if weights is not None or stores_integers(recipe.checkpoint_path):
+    if weights is not None or stores_integers(recipe.checkpoint_path, recipe.rope_scaling):
         result.logit_bound = max(result.logit_bound, QUANTIZED_LOGIT_BOUND)
     longest = runtime.manifest.target.context - new_tokens - 1
     if longest < 1:
@@ -173,7 +173,7 @@ def verify_plan(
             progress(result.prompts + index + 1, pieces)
     session, limit = runtime.session(), Options(max_new_tokens=new_tokens)
     if exactness is not None:
-        check_chunks(session, encoded[0], exactness)
+        check_chunks(session, max(encoded, key=len), exactness)
     compared = result.prompts + len(measured)
 
     def compare(names: list[str], options: Options, done: int) -> dict[str, DrafterCheck]:

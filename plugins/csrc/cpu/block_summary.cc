@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "../onnxruntime/convert.h"
+#include "../onnxruntime/slot_numbers.h"
 #include "binder.h"
 #include "gil.h"
 #include "ops.h"

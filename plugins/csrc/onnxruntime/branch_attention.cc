@@ -8,7 +8,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "onnxruntime/convert.h"
+#include "onnxruntime/slot_numbers.h"
 #include "onnxruntime/kernels.h"
 
 namespace outrider::engine {

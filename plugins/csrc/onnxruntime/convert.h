@@ -1,4 +1,4 @@
-// Floats and the KV cache's types, number by number and slot by slot.
+// Floats and the KV cache's types, number by number.
 #pragma once
 
 #include <cmath>
@@ -6,7 +6,6 @@
 #include <cstring>
 
 #include "onnxruntime/kv_slots.h"
-#include "onnxruntime/quantize.h"
 
 namespace outrider::engine {
 
@@ -56,35 +55,4 @@ inline Half from_float<Half>(float x) {
   return {static_cast<std::uint16_t>(sign | ((size - 0x38000000u + 0xfffu + (size >> 13 & 1u)) >> 13))};
 }
 
-namespace {
-
-// The numbers of one head in a slot, by their index.
-template <class Cached>
-class SlotNumbers {
- public:
-  SlotNumbers(const Cached* slot, std::int64_t head_dim) : slot_(slot) {
-    if constexpr (std::is_same_v<Cached, Int8>) scale_ = scale_of(slot, head_dim);
-  }
-  float operator[](std::int64_t d) const {
-    if constexpr (std::is_same_v<Cached, Int8>) return to_float(slot_[d]) * scale_;
-    return to_float(slot_[d]);
-  }
-
- private:
-  const Cached* slot_;
-  float scale_ = 1.0f;
-};
-
-// Keeps one head's numbers in a slot.
-template <class Cached>
-void keep(const float* numbers, std::int64_t head_dim, Cached* slot) {
-  if constexpr (std::is_same_v<Cached, Int8>) {
-    const float scale = quantize(numbers, head_dim, reinterpret_cast<std::int8_t*>(slot)).scale;
-    std::memcpy(slot + head_dim, &scale, sizeof scale);
-  } else {
-    for (std::int64_t d = 0; d < head_dim; ++d) slot[d] = from_float<Cached>(numbers[d]);
-  }
-}
-
-}  // namespace
 }  // namespace outrider::engine

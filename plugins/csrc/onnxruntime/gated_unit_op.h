@@ -24,15 +24,11 @@ class SwiGluOp {
     const std::int64_t rows = shape[0] * shape[1], size = shape[2] / 2;
     const std::int64_t out[] = {shape[0], shape[1], size};
     Job job{run.input<float>(0), run.output<float>(0, out), size};
-    if (rows * size < kAlone) {
-      for (std::int64_t row = 0; row < rows; ++row) one_row(&job, static_cast<std::size_t>(row));
-    } else {
-      run.parallel_for(&one_row, static_cast<std::size_t>(rows), &job);
-    }
+    run.parallel_for(&one_row, static_cast<std::size_t>(rows), &job, rows * size < kSmall);
   }
 
  private:
-  static constexpr std::int64_t kAlone = 16384;  // elements below which waking other threads costs more
+  static constexpr std::int64_t kSmall = 16384;  // elements
 
   struct Job {
     const float* both;  // [rows, 2 * size]

@@ -3,8 +3,8 @@
 
 namespace outrider::engine {
 
-// Of x86-64, and behind them of arm64: each has what those before it of the same have. AVX512: with foundation and DQ;
-// whether it has VNNI is another question. AMX: with tiles of int8, and with VNNI. NEON: with dot products.
+// Of x86-64, and behind them of arm64. All but kPlain have AVX2, FMA and F16C, or NEON with dot products. AVX512: with
+// foundation and DQ, not always with VNNI, nor with that of AVX. AMX: with tiles of int8, and AVX-512's VNNI.
 enum class Isa { kPlain, kAvx2, kAvxVnni, kAvx512, kAmx, kNeon, kI8mm };
 
 // The best of this machine, or the one that OUTRIDER_ISA names in the environment.

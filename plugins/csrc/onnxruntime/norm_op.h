@@ -33,15 +33,11 @@ class RmsNormOp {
     Job job{run.input<float>(kX), run.input<float>(kAdded), run.input<float>(kWeight),
             run.output<float>(kNormed, shape), nullptr, size, epsilon_};
     if (job.added != nullptr) job.sum = run.output<float>(kSum, shape);
-    if (rows * size < kAlone) {
-      for (std::int64_t row = 0; row < rows; ++row) one_row(&job, static_cast<std::size_t>(row));
-    } else {
-      run.parallel_for(&one_row, static_cast<std::size_t>(rows), &job);
-    }
+    run.parallel_for(&one_row, static_cast<std::size_t>(rows), &job, rows * size < kSmall);
   }
 
  private:
-  static constexpr std::int64_t kAlone = 65536;  // elements below which waking other threads costs more
+  static constexpr std::int64_t kSmall = 65536;  // elements
 
   struct Job {
     const float *x, *added, *weight;  // [rows, size], the same or null, [size]

@@ -110,8 +110,13 @@ class Run {
     return value == nullptr ? nullptr : static_cast<T*>(memory(value));
   }
 
-  // Calls body(state, i) for all i < count, on the session's threads.
-  void parallel_for(void (*body)(void*, std::size_t), std::size_t count, void* state) const {
+  // Calls body(state, i) for all i < count, on the session's threads; on this one alone where `small`, because waking
+  // others would cost more than they bring.
+  void parallel_for(void (*body)(void*, std::size_t), std::size_t count, void* state, bool small = false) const {
+    if (small) {
+      for (std::size_t i = 0; i < count; ++i) body(state, i);
+      return;
+    }
     check(api_.KernelContext_ParallelFor(context_, body, count, 0, state));
   }
 

@@ -19,21 +19,10 @@ __m256 load_scales(const std::uint8_t* from) {
 // makes them signed; and Sum, start(), add(sum, integers, row's integers) and total(sum), eight int32.
 template <template <int> class Dot>
 struct Quant256 {
-  static constexpr int kRows = 4;
+  static constexpr int kRows = 4, kColumns = 8;
 
   template <int Rows, int Bits, bool Wide, bool Minimums>
-  static void tile(const std::uint8_t* packed, std::int64_t blocks, const QuantBlock* x, std::int64_t rows, float* to,
-                   std::int64_t stride, const Ahead& ahead) {
-    for (int quarter = 0; quarter < kGroup / kColumns; ++quarter)
-      columns<Rows, Bits, Wide, Minimums>(packed, quarter, blocks, x, rows, to + quarter * kColumns, stride,
-                                          quarter == 0 ? ahead : Ahead{nullptr, 0});
-  }
-
- private:
-  static constexpr int kColumns = 8;
-
-  template <int Rows, int Bits, bool Wide, bool Minimums>
-  static void columns(const std::uint8_t* packed, int quarter, std::int64_t blocks, const QuantBlock* x,
+  static void columns(const std::uint8_t* packed, int first, std::int64_t blocks, const QuantBlock* x,
                       std::int64_t rows, float* to, std::int64_t stride, const Ahead& ahead) {
     using Dots = Dot<Bits>;
     constexpr int kQuads = kBlock / kQuad, kQuadBytes = kGroup * kQuad, kScale = kGroup * (Wide ? 4 : 2);
@@ -55,7 +44,7 @@ struct Quant256 {
       };
       const auto load = [&](int quad) __attribute__((always_inline)) {
         return _mm256_loadu_si256(
-            reinterpret_cast<const __m256i*>(packed + quad * kQuadBytes + quarter * kColumns * kQuad));
+            reinterpret_cast<const __m256i*>(packed + quad * kQuadBytes + first * kQuad));
       };
       if constexpr (Bits == 4) {
 #pragma GCC unroll 4
@@ -69,7 +58,7 @@ struct Quant256 {
         for (int quad = 0; quad < kQuads; ++quad) add(quad, load(quad));
       }
       packed += kBlock * kGroup * Bits / 8;
-      const __m256 scales = load_scales<Wide>(packed + quarter * kScale * kColumns / kGroup);
+      const __m256 scales = load_scales<Wide>(packed + first * kScale / kGroup);
       packed += kScale;
       for (int r = 0; r < Rows; ++r) {
         __m256i sum = Dots::total(integers[r]);
@@ -79,7 +68,7 @@ struct Quant256 {
         sums[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), scale, sums[r]);
       }
       if constexpr (Minimums) {
-        const __m256 minimums = load_scales<Wide>(packed + quarter * kScale * kColumns / kGroup);
+        const __m256 minimums = load_scales<Wide>(packed + first * kScale / kGroup);
         packed += kScale;
         for (int r = 0; r < Rows; ++r)
           sums[r] = _mm256_fmadd_ps(minimums, _mm256_set1_ps(x[r].scaled_sum), sums[r]);

@@ -36,7 +36,7 @@ struct PairsDot<8> {
 }  // namespace
 
 const QuantKernels& quant_avx2() {
-  static const QuantKernels kernels = quant_of<Quant256<PairsDot>>();
+  static const QuantKernels kernels = quant_of<InParts<Quant256<PairsDot>>>();
   return kernels;
 }
 

@@ -16,7 +16,7 @@ struct FoursDot {
 }  // namespace
 
 const QuantKernels& quant_avxvnni() {
-  static const QuantKernels kernels = quant_of<Quant256<FoursDot>>();
+  static const QuantKernels kernels = quant_of<InParts<Quant256<FoursDot>>>();
   return kernels;
 }
 

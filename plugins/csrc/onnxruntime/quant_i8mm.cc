@@ -7,8 +7,6 @@
 namespace outrider::engine {
 namespace {
 
-constexpr int kPairs = kColumns / 2;
-
 // What belongs to one row and what belongs to the other, as sums lie.
 inline float32x4_t of_rows(float one, float other) { return vzip1q_f32(vdupq_n_f32(one), vdupq_n_f32(other)); }
 inline int32x4_t of_rows(std::int32_t one, std::int32_t other) {
@@ -24,22 +22,8 @@ inline void load_octet(const std::uint8_t* packed, uint8x16_t* to) {
 }
 
 struct I8mmQuant {
-  static constexpr int kRows = 4;
-
-  template <int Rows, int Bits, bool Wide, bool Minimums>
-  static void tile(const std::uint8_t* packed, std::int64_t blocks, const QuantBlock* x, std::int64_t rows, float* to,
-                   std::int64_t stride, const Ahead& ahead) {
-    for (int part = 0; part < kParts; ++part)
-      columns<Rows, Bits, Wide, Minimums>(packed, part * kColumns, blocks, x, rows, to + part * kColumns, stride,
-                                          part == 0 ? ahead : Ahead{nullptr, 0});
-  }
-
- private:
-  // Rows of a pair. The last of an odd number of rows is its own partner.
-  template <int Rows>
-  static constexpr int row(int pair, int which) {
-    return 2 * pair + which < Rows ? 2 * pair + which : 2 * pair;
-  }
+  static constexpr int kRows = 4, kColumns = 8;
+  static constexpr int kPairs = kColumns / 2;
 
   template <int Rows, int Bits, bool Wide, bool Minimums>
   static void columns(const std::uint8_t* packed, int first, std::int64_t blocks, const QuantBlock* x,
@@ -94,6 +78,13 @@ struct I8mmQuant {
       }
   }
 
+ private:
+  // Rows of a pair. The last of an odd number of rows is its own partner.
+  template <int Rows>
+  static constexpr int row(int pair, int which) {
+    return 2 * pair + which < Rows ? 2 * pair + which : 2 * pair;
+  }
+
   // Adds the products of inputs 8 * Octet and the seven behind it, and of those 16 further on.
   template <int Rows, int Bits, int Octet>
   static void add_octets(const std::uint8_t* packed, const QuantBlock* x, int32x4_t (&to)[(Rows + 1) / 2][kPairs]) {
@@ -125,7 +116,7 @@ struct I8mmQuant {
 // A row alone would be its own partner all the way.
 void multiply_rows(const QuantProduct& product, std::int64_t first, std::int64_t last) {
   if (product.rows == 1) return quant_neon().multiply(product, first, last);
-  multiply<I8mmQuant>(product, first, last);
+  multiply<InParts<I8mmQuant>>(product, first, last);
 }
 
 }  // namespace

@@ -5,27 +5,7 @@ namespace outrider::engine {
 namespace {
 
 struct NeonQuant {
-  static constexpr int kRows = 4;
-
-  template <int Rows, int Bits, bool Wide, bool Minimums>
-  static void tile(const std::uint8_t* packed, std::int64_t blocks, const QuantBlock* x, std::int64_t rows, float* to,
-                   std::int64_t stride, const Ahead& ahead) {
-    for (int part = 0; part < kParts; ++part)
-      columns<Rows, Bits, Wide, Minimums>(packed, part * kColumns, blocks, x, rows, to + part * kColumns, stride,
-                                          part == 0 ? ahead : Ahead{nullptr, 0});
-  }
-
- private:
-  template <int Rows>
-  using Integers = int32x4_t[Rows][2];
-
-  // The instruction takes signed weights: the highest of 8 bits is turned over, which takes 128 away. That is what was
-  // added to weights without minimums.
-  template <int Bits, bool Minimums>
-  static std::int32_t start(const QuantBlock& x) {
-    if constexpr (Bits == 8) return Minimums ? 128 * x.sum : 0;
-    return Minimums ? 0 : x.correction;
-  }
+  static constexpr int kRows = 4, kColumns = 8;
 
   template <int Rows, int Bits, bool Wide, bool Minimums>
   static void columns(const std::uint8_t* packed, int first, std::int64_t blocks, const QuantBlock* x,
@@ -66,6 +46,18 @@ struct NeonQuant {
       for (int half = 0; half < 2; ++half) vst1q_f32(to + r * stride + half * kColumns / 2, sums[r][half]);
   }
 
+ private:
+  template <int Rows>
+  using Integers = int32x4_t[Rows][2];
+
+  // The instruction takes signed weights: the highest of 8 bits is turned over, which takes 128 away. That is what was
+  // added to weights without minimums.
+  template <int Bits, bool Minimums>
+  static std::int32_t start(const QuantBlock& x) {
+    if constexpr (Bits == 8) return Minimums ? 128 * x.sum : 0;
+    return Minimums ? 0 : x.correction;
+  }
+
   // Adds the products of four columns.
   template <int Rows, int Bits, int Half>
   static void add_four(const std::uint8_t* packed, const int8x16_t (&low)[Rows], const int8x16_t (&high)[Rows],
@@ -101,7 +93,7 @@ struct NeonQuant {
 }  // namespace
 
 const QuantKernels& quant_neon() {
-  static const QuantKernels kernels = quant_of<NeonQuant>();
+  static const QuantKernels kernels = quant_of<InParts<NeonQuant>>();
   return kernels;
 }
 

@@ -8,8 +8,6 @@
 namespace outrider::engine {
 namespace {  // each instruction set has its own copy
 
-constexpr int kColumns = 8;  // outputs that are computed at once
-constexpr int kParts = kGroup / kColumns;
 constexpr int kLine = kGroup * kQuad;  // bytes: a quad of all columns
 
 // Four scales, from column `column` of the group on.

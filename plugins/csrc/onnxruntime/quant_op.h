@@ -2,6 +2,9 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
+#include <new>
+#include <string>
 
 #include "onnxruntime/kernels.h"
 #include "onnxruntime/ort.h"
@@ -23,16 +26,7 @@ class QuantOp {
   static bool is_optional(std::size_t) { return false; }
 
  protected:
-  QuantOp(const OrtApi& api, const OrtKernelInfo* info, const char* name)
-      : layout_(quant_layout(int_attribute(api, info, "N"), int_attribute(api, info, "K"),
-                             static_cast<int>(int_attribute(api, info, "bits")), int_attribute(api, info, "wide") != 0,
-                             int_attribute(api, info, "minimums") != 0)) {
-    const std::string op = name;
-    if (layout_.bits != 4 && layout_.bits != 8)
-      check(api.CreateStatus(ORT_INVALID_ARGUMENT, (op + ": bits must be 4 or 8").c_str()));
-    if (layout_.outputs < 1 || layout_.inputs < kBlock || layout_.inputs % kBlock != 0)
-      check(api.CreateStatus(ORT_INVALID_ARGUMENT, (op + ": K must be a multiple of 32, and N positive").c_str()));
-  }
+  QuantOp(const OrtApi& api, const OrtKernelInfo* info, const char* name) : layout_(read_layout(api, info, name)) {}
 
   const QuantLayout& layout() const { return layout_; }
 
@@ -43,6 +37,21 @@ class QuantOp {
   }
 
  private:
+  // So that the bytes of the largest weights can be counted in 64 bits.
+  static constexpr std::int64_t kMost = std::int64_t{1} << 31;
+
+  static QuantLayout read_layout(const OrtApi& api, const OrtKernelInfo* info, const std::string& op) {
+    const auto attribute = [&](const char* name) { return int_attribute(api, info, name); };
+    const auto expect = [&](bool holds, const char* what) {
+      if (!holds) check(api.CreateStatus(ORT_INVALID_ARGUMENT, (op + ": " + what).c_str()));
+    };
+    const std::int64_t outputs = attribute("N"), inputs = attribute("K"), bits = attribute("bits");
+    expect(bits == 4 || bits == 8, "bits must be 4 or 8");
+    expect(outputs >= 1 && outputs <= kMost, "N must be from 1 to 2^31");
+    expect(inputs >= kBlock && inputs <= kMost && inputs % kBlock == 0, "K must be a multiple of 32, at most 2^31");
+    return quant_layout(outputs, inputs, static_cast<int>(bits), attribute("wide") != 0, attribute("minimums") != 0);
+  }
+
   QuantLayout layout_;
 };
 
@@ -62,10 +71,13 @@ class QuantMatMulOp : public QuantOp<ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT> {
 
     thread_local Memory<QuantBlock> quantised;
     QuantBlock* x = quantised.room(rows * layout.blocks);
-    Job job{{layout, this->packed(run), x, rows, run.output<float>(0, shape)}, run.input<float>(0), x, quant_kernels(), 1};
+    std::atomic<bool> failed = false;
+    Job job{{layout, this->packed(run), x, rows, run.output<float>(0, shape)},
+            run.input<float>(0), x, quant_kernels(), 1, failed};
     if (rows == 0) return;
     each(run, rows * layout.inputs < kQuantised ? 1 : rows, job, &quantize_part);
     each(run, rows * layout.inputs * layout.outputs < kMultiplied ? 1 : layout.groups, job, &multiply_part);
+    if (failed) throw std::bad_alloc();
   }
 
  private:
@@ -78,13 +90,13 @@ class QuantMatMulOp : public QuantOp<ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT> {
     QuantBlock* quantised;  // what the product reads
     const QuantKernels& kernels;
     std::int64_t parts;
+    std::atomic<bool>& failed;  // a part's memory did not suffice: nothing may be thrown past other threads' parts
   };
 
   // Runs `body` in as many parts as there are threads, of at most `most`.
   static void each(const Run& run, std::int64_t most, Job& job, void (*body)(void*, std::size_t)) {
     job.parts = std::min<std::int64_t>(most, run.threads());
-    if (job.parts == 1) return body(&job, 0);
-    run.parallel_for(body, static_cast<std::size_t>(job.parts), &job);
+    run.parallel_for(body, static_cast<std::size_t>(job.parts), &job, job.parts == 1);
   }
 
   static void quantize_part(void* state, std::size_t part) {
@@ -98,7 +110,11 @@ class QuantMatMulOp : public QuantOp<ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT> {
   static void multiply_part(void* state, std::size_t part) {
     const auto& job = *static_cast<const Job*>(state);
     const std::int64_t at = static_cast<std::int64_t>(part), groups = job.product.layout.groups;
-    job.kernels.multiply(job.product, at * groups / job.parts, (at + 1) * groups / job.parts);
+    try {
+      job.kernels.multiply(job.product, at * groups / job.parts, (at + 1) * groups / job.parts);
+    } catch (const std::bad_alloc&) {
+      job.failed = true;
+    }
   }
 };
 

@@ -33,6 +33,21 @@ void tile_of_at_most(int count, const std::uint8_t* packed, std::int64_t blocks,
   }
 }
 
+// The tile of an instruction set whose registers hold no whole group: `Part` has kRows, kColumns and columns(), a tile
+// of kColumns outputs from column `first` of the group on.
+template <class Part>
+struct InParts {
+  static constexpr int kRows = Part::kRows;
+
+  template <int Rows, int Bits, bool Wide, bool Minimums>
+  static void tile(const std::uint8_t* packed, std::int64_t blocks, const QuantBlock* x, std::int64_t rows, float* to,
+                   std::int64_t stride, const Ahead& ahead) {
+    for (int first = 0; first < kGroup; first += Part::kColumns)
+      Part::template columns<Rows, Bits, Wide, Minimums>(packed, first, blocks, x, rows, to + first, stride,
+                                                         first == 0 ? ahead : Ahead{nullptr, 0});
+  }
+};
+
 template <class Isa, int Bits, bool Wide, bool Minimums>
 void multiply_groups(const QuantProduct& product, std::int64_t first, std::int64_t last) {
   const QuantLayout& layout = product.layout;

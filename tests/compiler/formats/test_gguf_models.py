@@ -24,6 +24,7 @@ from .ggufs import write_model
 from .models import VOCABULARY, logits_of, random_model
 
 IDS = [(37 * i) % 310 + 2 for i in range(60)]
+Q_PROJ = "model.layers.0.self_attn.q_proj"
 Q4_K_M = {"embed_tokens": "Q4_K", "lm_head": "Q6_K", "v_proj": "Q6_K", "down_proj": "Q5_K", "": "Q4_K"}
 
 MODELS: dict[str, tuple[str, str | Mapping[str, str], dict[str, object]]] = {
@@ -89,30 +90,59 @@ def test_divisors_of_rotary_frequencies(tmp_path: Path) -> None:
     assert (found - logits_of(plain, IDS)).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("kind", ["linear", "yarn"])
-def test_rotary_scaling_of_the_metadata(kind: str, tmp_path: Path) -> None:
-    original = {"original_max_position_embeddings": 64} if kind == "yarn" else {}
-    parameters = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0, **original}
-    model = random_model("qwen2", rope_parameters=parameters)
-    metadata = {"{arch}.rope.scaling.type": kind, "{arch}.rope.scaling.factor": 4.0}
-    if kind == "yarn":
-        metadata["{arch}.rope.scaling.original_context_length"] = 64
+@pytest.mark.parametrize(
+    ("kind", "written", "original"),
+    [
+        ("linear", {"type": "linear"}, None),
+        ("linear", {}, None),  # llama.cpp's default type
+        ("yarn", {"type": "yarn", "original_context_length": 64}, 64),
+        ("yarn", {"type": "yarn"}, 256),  # the model's own context length
+    ],
+)
+def test_rotary_scaling_of_the_metadata(
+    kind: str, written: dict[str, object], original: int | None, tmp_path: Path
+) -> None:
+    parameters = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0}
+    context = {} if original is None else {"original_max_position_embeddings": original}
+    model = random_model("qwen2", rope_parameters=parameters | context)
+    metadata = {f"{{arch}}.rope.scaling.{key}": value for key, value in (written | {"factor": 4.0}).items()}
     write_model(tmp_path / "model.gguf", model, "F32", metadata=metadata)
     found = sequence_logits(load_decoder(tmp_path / "model.gguf"), IDS)
     torch.testing.assert_close(found, logits_of(model, IDS), atol=5e-5, rtol=1e-5)
 
 
-def test_end_tokens_are_those_named_and_those_known_by_name(tmp_path: Path) -> None:
-    tokens = [f"t{i}" for i in range(VOCABULARY)]
-    tokens[7], tokens[8], tokens[9] = "<|im_end|>", "<|endoftext|>", "<|eot_id|>"
+@pytest.mark.parametrize("factor", [0.0, 1.0])
+def test_a_factor_of_the_metadata_that_scales_nothing(factor: float, tmp_path: Path) -> None:
+    write_model(tmp_path / "model.gguf", random_model(), metadata={"{arch}.rope.scaling.factor": factor})
+    assert read_config(tmp_path / "model.gguf").rope_scaling.kind == "default"
+
+
+CONTROL, NORMAL, USER = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL, gguf.TokenType.USER_DEFINED
+
+
+@pytest.mark.parametrize(
+    ("tokens", "found"),
+    [
+        ({"<|im_end|>": CONTROL, "<|endoftext|>": CONTROL, "<|eot_id|>": NORMAL}, (7, 3, 8, 9)),  # of any type
+        ({"<|end_of_text|>": USER, "<EOT>": NORMAL, "_<EOT>": NORMAL, "<|flush|>": NORMAL}, (7, 3, 8, 9, 10)),
+        ({"t": CONTROL, "<end_of_utterance>": CONTROL, "[EOS]": CONTROL, "\uff5cend\uff5c": CONTROL}, (7, 3, 8, 9)),
+        ({"t": NORMAL, "<\uff5cend\u2581of\u2581sentence\uff5c>": CONTROL}, (7, 3, 8)),
+        ({"t": NORMAL, "</s>": CONTROL}, (7, 3, 8)),
+        ({"t": NORMAL, "</s>": NORMAL}, (7, 3)),  # a tag of HTML
+        ({"<|return|>": CONTROL, "<|call|>": CONTROL, "<|end|>": CONTROL}, (7, 3, 8)),  # of a part of an answer
+        ({"<|return|>": CONTROL, "<|end|>": CONTROL}, (7, 3, 8)),
+    ],
+)
+def test_end_tokens_are_those_named_and_those_known_by_name(
+    tokens: dict[str, gguf.TokenType], found: tuple[int, ...], tmp_path: Path
+) -> None:
+    texts = [f"t{i}" for i in range(VOCABULARY)]
     kinds = [gguf.TokenType.NORMAL] * VOCABULARY
-    kinds[7] = kinds[8] = gguf.TokenType.CONTROL  # the third is plain text
-    model = random_model()
-    write_model(
-        tmp_path / "model.gguf", model, metadata={"tokenizer.ggml.eos_token_id": 7, "tokenizer.ggml.eot_token_id": 3},
-        vocabulary=(tokens, kinds),
-    )  # fmt: skip
-    assert read_config(tmp_path / "model.gguf").eos_token_ids == (7, 3, 8)
+    for number, (text, kind) in enumerate(tokens.items(), start=7):
+        texts[number], kinds[number] = text, kind
+    named = {"tokenizer.ggml.eos_token_id": 7, "tokenizer.ggml.eot_token_id": 3}
+    write_model(tmp_path / "model.gguf", random_model(), metadata=named, vocabulary=(texts, kinds))
+    assert read_config(tmp_path / "model.gguf").eos_token_ids == found
 
 
 def test_hash_is_the_files_whatever_its_name(tmp_path: Path) -> None:
@@ -137,8 +167,9 @@ def rename(file: Path, old: str, new: str) -> None:
         ("llama.context_length", "llama.kontext_length", "the key llama.context_length is missing"),
         ("llama.rope.freq_base", "llama.rope.freq_baze", "llama.rope.freq_baze is 10000.0, which no decoder here"),
         ("general.architecture", "general.architektur!", "general.architecture is None; GGUF files of llama, qwen2"),
-        ("blk.0.attn_q.weight", "blk.0.attn_x.weight", "'model.layers.0.self_attn.q_proj.weight' is missing"),
-        ("output_norm.weight", "outputanorm.weight", "'model.norm.weight' is missing"),
+        ("blk.0.attn_q.weight", "blk.9.attn_q.weight", "'model.layers.0.self_attn.q_proj.weight' is missing"),
+        ("blk.0.attn_q.weight", "blk.0.attn_x.weight", "tensor 'blk.0.attn_x.weight' is unexpected"),
+        ("output_norm.weight", "outputanorm.weight", "tensor 'outputanorm.weight' is unexpected"),
         ("token_embd.weight", "token_embb.weight", "tensor 'token_embd.weight' is missing"),
     ],
 )
@@ -162,6 +193,7 @@ def test_what_is_missing_or_unknown_is_named(old: str, new: str, said: str, tmp_
         ({}, {"rope_freqs.weight": np.ones(5, "f4")}, "'rope_freqs.weight' is F32 of shape [5], expected F32 of [32]"),
         ({}, {"rope_freqs.weight": np.zeros(32, "f4")}, "'rope_freqs.weight': a divisor of a rotary frequency is 0"),
         ({}, {"blk.0.ffn_gate_exps.weight": np.ones((4, 32), "f4")}, "'blk.0.ffn_gate_exps.weight' is unexpected"),
+        ({}, {f"{Q_PROJ}.weight": np.ones((256, 256), "f4")}, f"'{Q_PROJ}.weight' is unexpected: GGUF files of llama"),
         ({}, {"blk.1.ffn_up.weight": np.ones((4, 32), "f4")}, "'model.layers.1.mlp.up_proj.weight' is unexpected"),
     ],
 )  # fmt: skip

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,7 @@ PRE: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     ),
 }
+SPACE = "\u0120"  # of byte-level tokens
 BEGINS = ("llama-bpe", "tekken")
 
 
@@ -131,6 +134,21 @@ def test_the_texts_tell_the_pre_tokenizers_apart() -> None:
 
     found = [ids(pre) for pre in PRE]
     assert all(found.count(each) == 1 for each in found)
+
+
+@pytest.mark.parametrize("pre", ["default", None])
+def test_default_pre_tokenizer_is_that_of_llama_cpp(pre: str | None, tmp_path: Path) -> None:
+    """The pieces are tokens of llama-cpp-python 0.3.36, of a vocabulary that has all of the text's substrings."""
+
+    def fill(writer: gguf.GGUFWriter) -> None:
+        write_byte_level(writer, original("gpt-2"), "default")
+        if pre is None:
+            del writer.kv_data[0]["tokenizer.ggml.pre"]
+
+    split = written(tmp_path, fill).tokenizer.pre_tokenizer
+    assert split is not None
+    pieces = [piece for piece, _ in split.pre_tokenize_str("It's $5.00+12345 (a!) 67")]
+    assert pieces == ["It", "'", "s", SPACE, "$", "5", ".", "00", "+", "123", "45", SPACE, "(", "a", "!)", SPACE, "67"]
 
 
 def test_metadata_says_what_stands_around_a_text(tmp_path: Path) -> None:
@@ -203,12 +221,32 @@ def test_sentencepiece_is_the_original(tmp_path: Path, pieces: sentencepiece.Sen
     assert plan.fallback_byte(pieces.piece_to_id("<0xE5>")) == b"\xe5"
 
 
+def test_a_long_piece_takes_little_memory(tmp_path: Path) -> None:
+    """Every parting of it would take 400 MB."""
+    half = 10000
+    tokens = ["<unk>", "a", "b", "a" * half, "a" * half + "b" * half, "b" * half]
+    types = [gguf.TokenType.UNKNOWN, *[gguf.TokenType.NORMAL] * (len(tokens) - 1)]
+
+    def fill(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(tokens)
+        writer.add_token_scores([0.0] * len(tokens))
+        writer.add_token_types(types)
+
+    tracemalloc.start()
+    found = written(tmp_path, fill)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 5e6
+    assert json.loads(found.tokenizer.to_str())["model"]["merges"] == [["a" * half, "b" * half]]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (lambda kv: kv.pop("tokenizer.ggml.tokens"), "tokenizer.ggml.tokens must be a list"),
         (lambda kv: kv.pop("tokenizer.ggml.merges"), "tokenizer.ggml.merges must be a list"),
-        (lambda kv: kv.pop("tokenizer.ggml.pre"), "tokenizer.ggml.pre must be a text"),
+        (lambda kv: kv.pop("tokenizer.ggml.model"), "tokenizer.ggml.model is missing"),
         (lambda kv: setattr(kv["tokenizer.ggml.pre"], "value", "viking"), "pre is 'viking'; known pre-tokenizers: "),
         (lambda kv: setattr(kv["tokenizer.ggml.model"], "value", "rwkv"), "model is 'rwkv'; tokenizers of the kinds"),
         (lambda kv: kv["tokenizer.ggml.token_type"].value.pop(), "token_type must be a list of 702 integers"),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
+from compiler.formats.compressed_tensors import WeightGroup, read_groups
 from compiler.formats.packed_tensors import PackedTensors
 from compiler.models.config import config_from
 from compiler.models.quantization import Packing
@@ -53,8 +54,8 @@ class Held:
         return None
 
 
-def opened(parts: dict[str, Any], packing: Packing, name: str = NAME) -> PackedTensors:
-    return PackedTensors(Held({f"{name}.{last}": part for last, part in parts.items()}), packing, CONFIG)
+def opened(parts: dict[str, Any], packing: Packing, *groups: WeightGroup) -> PackedTensors:
+    return PackedTensors(Held({f"{NAME}.{last}": part for last, part in parts.items()}), packing, CONFIG, groups)
 
 
 def kept(source: WeightSource) -> NDArray[np.float32]:
@@ -108,6 +109,37 @@ def test_gptq(seed: int, bits: int, size: int, symmetric: bool, less_one: bool, 
     np.testing.assert_allclose(
         kept(source), made.numbers, rtol=0, atol=1e-7 * float(np.abs(made.scales).max()) * 2**bits
     )
+
+
+def word(value: int) -> NDArray[np.int32]:
+    return np.array([[value]], np.uint32).view(np.int32)
+
+
+def test_a_word_of_awq() -> None:
+    """AutoAWQ (`awq/modules/linear/gemm.py`) packs eight outputs so: place i, counted from the lowest bits, gets output
+    `[0, 2, 4, 6, 1, 3, 5, 7][i]`."""
+    parts = {"qweight": word(0xAC0E5973), "qzeros": word(0xF6E4D2C0), "scales": np.ones((1, 8), np.float16)}
+    integers, zeros = [3, 14, 7, 0, 9, 12, 5, 10], [0, 4, 12, 14, 2, 6, 13, 15]
+    found = opened(parts, Packing("awq")).read(f"{NAME}.weight")
+    np.testing.assert_array_equal(found.numpy(), np.subtract(integers, zeros)[:, None])
+
+
+@pytest.mark.parametrize(
+    ("stored", "less_one", "zeros"),
+    [
+        # AutoGPTQ (`qlinear_cuda.py`, `pack`): `zeros -= 1`, then `qzeros |= zeros[:, j] << (bits * (j - i))`.
+        (0x76543210, True, [1, 2, 3, 4, 5, 6, 7, 8]),
+        (0x76543210, False, [0, 1, 2, 3, 4, 5, 6, 7]),
+        # GPTQModel (`utils/model.py`, `convert_gptq_v2_to_v1_format_module`): 0x8888_8880 - 0x1111_1111.
+        (0x7777776F, True, [0, 8, 8, 8, 8, 8, 8, 8]),
+        (0xF7777777, True, [8, 8, 8, 8, 8, 8, 8, 0]),
+    ],
+)
+def test_a_word_of_gptq(stored: int, less_one: bool, zeros: list[int]) -> None:
+    qweight = np.tile(word(0x76543210), (1, 8))  # eight inputs of each output, the first in the lowest bits
+    parts = {"qweight": qweight, "qzeros": word(stored), "scales": np.ones((1, 8), np.float16)}
+    found = opened(parts, Packing("gptq", zeros_less_one=less_one)).read(f"{NAME}.weight")
+    np.testing.assert_array_equal(found.numpy(), np.arange(8)[None] - np.array(zeros)[:, None])
 
 
 def test_a_zero_point_of_zero_borrows_from_its_neighbour() -> None:
@@ -215,6 +247,81 @@ def test_tensors_that_do_not_fit_are_named(method: Any, parts: dict[str, Any], s
         opened(parts, Packing(method))
     for part in ("model.safetensors", *said):
         assert part in str(error.value)
+
+
+SYMMETRIC = compressed_tensors(torch.from_numpy(weights(1)), 4, 32, True)[0]
+GROUPS = (
+    WeightGroup("config_groups.group_0", ("Linear",), 4, False),
+    WeightGroup("config_groups.group_1", ("re:.*o_proj$",), 4, True),
+    WeightGroup("config_groups.group_2", ("model.layers.0.self_attn.o_proj",), 8, True),
+)
+
+
+@pytest.mark.parametrize(
+    ("groups", "parts", "said"),
+    [
+        (GROUPS[:1], COMPRESSED, None),
+        (GROUPS[:1], SYMMETRIC, f"'{NAME}.weight_zero_point' is missing, and config_groups.group_0 is not symmetric"),
+        (GROUPS[:2], SYMMETRIC, None),
+        (GROUPS[:2], SYMMETRIC | {"weight_zero_point": np.zeros((24, 8), np.int8)}, None),
+        (GROUPS[:2], COMPRESSED, "weight_zero_point' of compressed-tensors has zero points, and config_groups.group_1"),
+        (
+            GROUPS,
+            SYMMETRIC,
+            "weight_packed' of compressed-tensors has integers of 4 bits, and config_groups.group_2 ha",
+        ),
+        ((WeightGroup("config_groups.group_3", ("Embedding", "re:lm_head"), 8, False),), SYMMETRIC, None),
+    ],
+)
+def test_tensors_are_as_their_group_says(
+    groups: tuple[WeightGroup, ...], parts: dict[str, Any], said: str | None
+) -> None:
+    if said is None:
+        opened(parts, Packing("compressed-tensors"), *groups)
+        return
+    with pytest.raises(CheckpointError) as error:
+        opened(parts, Packing("compressed-tensors"), *groups)
+    assert said in str(error.value)
+    assert "model.safetensors" in str(error.value)
+
+
+def test_groups_of_a_configuration() -> None:
+    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group", "symmetric": False}}
+    other = {"targets": ["re:.*down_proj$"], "weights": {"num_bits": 8, "strategy": "group"}}
+
+    def read(**changes: object) -> tuple[WeightGroup, ...]:
+        settings = {"quant_method": "compressed-tensors", "config_groups": {"a": group | changes, "b": other}}
+        return read_groups({"quantization_config": settings}, Path("config.json"))
+
+    assert read() == (
+        WeightGroup("quantization_config.config_groups.a", ("Linear",), 4, False),
+        WeightGroup("quantization_config.config_groups.b", ("re:.*down_proj$",), 8, True),
+    )
+    assert read_groups({}, Path("config.json")) == ()
+    assert read_groups({"quantization_config": {"quant_method": "awq"}}, Path("config.json")) == ()
+    place = "config.json: quantization_config.config_groups.a"
+    with pytest.raises(CheckpointError, match=rf"{place}.weights.symmetric must be true or false, found 'no'"):
+        read(weights={"num_bits": 4, "symmetric": "no"})
+    with pytest.raises(CheckpointError, match=rf"{place}.targets must be a list of texts, found 'Linear'"):
+        read(targets="Linear")
+    with pytest.raises(CheckpointError, match=rf"{place}.targets has 're:\(', no regular expression"):
+        read(targets=["re:("])
+
+
+def test_floats_beside_packed_tensors_are_refused() -> None:
+    parts = AWQ | {"weight": np.ones((24, 256), np.float32)}
+    with pytest.raises(CheckpointError, match=rf"tensor '{NAME}.weight' stands beside packed tensors of the same"):
+        opened(parts, Packing("awq"))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_a_minimum_that_is_not_finite_is_refused(kind: torch.dtype) -> None:
+    """Though its scale and zero point are."""
+    tensors = opened(GPTQ | {"scales": torch.full((8, 24), 3e38, dtype=kind)}, Packing("gptq"))
+    source = tensors.quantized(f"{NAME}.weight")
+    assert source is not None
+    with pytest.raises(CheckpointError, match=rf"zero points of '{NAME}' times their scales are not finite"):
+        source.read()
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,11 @@ def compressed(bits: int, size: int | None, symmetric: bool) -> Pack:
     return lambda name, weight: compressed_tensors(weight, bits, size, symmetric, torch.bfloat16)
 
 
-def compressed_settings(bits: int, size: int | None) -> dict[str, object]:
-    weights = {"num_bits": bits, "type": "int", "strategy": "group" if size else "channel", "group_size": size}
+def compressed_settings(bits: int, size: int | None, symmetric: bool) -> dict[str, object]:
+    strategy = "group" if size else "channel"
+    weights = {
+        "num_bits": bits, "type": "int", "strategy": strategy, "group_size": size, "symmetric": symmetric,
+    }  # fmt: skip
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
     return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
 
@@ -67,8 +70,10 @@ FORMATS: dict[str, tuple[Pack, dict[str, object], str, dict[str, object]]] = {
     "gptq v2 int8": (
         gptq(bits=8, less_one=False, symmetric=False), GPTQ | {"bits": 8, "checkpoint_format": "gptq_v2"}, "qwen3", {},
     ),
-    "compressed int4": (compressed(4, 128, False), compressed_settings(4, 128), "llama", {"tie_word_embeddings": True}),
-    "compressed int8": (compressed(8, None, True), compressed_settings(8, None), "qwen3", {}),
+    "compressed int4": (
+        compressed(4, 128, False), compressed_settings(4, 128, False), "llama", {"tie_word_embeddings": True},
+    ),
+    "compressed int8": (compressed(8, None, True), compressed_settings(8, None, True), "qwen3", {}),
 }  # fmt: skip
 
 

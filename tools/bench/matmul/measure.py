@@ -16,8 +16,8 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from commands.console import progress_bar
+from plans.machine import available_cores
 from runtime.runtime import check_threads
-from tools.bench.machine import available_cores
 from tools.bench.matmul.onnx_chain import SPIN_MS, OnnxChain, for_matmul_nbits, for_our_op
 from tools.bench.matmul.shapes import SHAPES, Product
 

@@ -1,0 +1,146 @@
+"""Metadata of other types than the format gives them: each value is read, or refused by a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from compiler.formats.gguf_config import read_gguf_config
+from compiler.formats.gguf_file import GgufFile, Value
+from compiler.formats.gguf_tokenizer import read_gguf_text
+from plans.errors import CheckpointError
+
+from .ggufs import close
+
+OTHERS: tuple[Value, ...] = (
+    -1, 0, 3, 2**64 - 1, 2.5, float("nan"), float("inf"), "text", "", True, False, [], ["text"], np.arange(3),
+    np.ones(2, np.float32), np.zeros(1, bool), np.array([], np.uint8),
+)  # fmt: skip
+WITHOUT_DIVISORS: dict[str, Value] = {
+    "llama.attention.key_length": 4,
+    "llama.attention.value_length": 4,
+    "llama.rope.dimension_count": 4,
+    "llama.rope.scaling.type": "yarn",
+    "llama.rope.scaling.factor": 4.0,
+}
+EXTRA: dict[str, Value] = {
+    "split.count": 1,
+    "llama.expert_count": 0,
+    "llama.attention.causal": True,
+    "llama.rope.scaling.attn_factor": 1.0,
+    "llama.rope.scaling.original_context_length": 64,
+    "llama.rope.scaling.yarn_beta_fast": 32.0,
+    "llama.rope.scaling.yarn_beta_slow": 1.0,
+    "llama.vocab_size": 8,
+    "llama.attention.head_count_kv": 1,
+    "llama.rope.freq_base": 10000.0,
+    "tokenizer.ggml.bos_token_id": 0,
+    "tokenizer.ggml.eos_token_id": 1,
+    "tokenizer.ggml.eot_token_id": 1,
+    "tokenizer.ggml.eom_token_id": 1,
+    "tokenizer.ggml.unknown_token_id": 2,
+    "tokenizer.ggml.add_bos_token": True,
+    "tokenizer.ggml.add_eos_token": True,
+    "tokenizer.ggml.add_space_prefix": True,
+    "tokenizer.chat_template": "{{ messages }}",
+}
+
+
+def written(path: Path, tokenizer: dict[str, Value], rope_freqs: bool) -> GgufFile:
+    """A file with every key that is read, `tokenizer`'s among them; or with divisors of frequencies, and fewer keys."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(8)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(16)
+    writer.add_head_count(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tensor("token_embd.weight", np.zeros((8, 8), np.float32))
+    if rope_freqs:
+        writer.add_tensor("rope_freqs.weight", np.ones(2, np.float32))
+    close(writer)
+    file = GgufFile.open(path)
+    return replace(file, metadata={**file.metadata, **EXTRA, **({} if rope_freqs else WITHOUT_DIVISORS), **tokenizer})
+
+
+BYTES: dict[str, Value] = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "llama-bpe",
+    "tokenizer.ggml.tokens": ["<s>", "</s>", "<unk>", "a", "b", "ab"],
+    "tokenizer.ggml.token_type": np.array([3, 3, 2, 1, 1, 1], np.int32),
+    "tokenizer.ggml.merges": ["a b"],
+}
+PIECES: dict[str, Value] = {
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.tokens": ["<s>", "</s>", "<unk>", "a", "b", "ab"],
+    "tokenizer.ggml.token_type": np.array([3, 3, 2, 1, 1, 1], np.int32),
+    "tokenizer.ggml.scores": np.array([0, 0, 0, -2, -1, -0.5], np.float32),
+}
+
+
+def sentence_of(read: Callable[[GgufFile], object], file: GgufFile) -> str | None:
+    try:
+        read(file)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(("tokenizer", "rope_freqs"), [(BYTES, False), (PIECES, True)])
+@pytest.mark.parametrize("read", [read_gguf_config, read_gguf_text])
+def test_any_value_in_place_of_another_is_read_or_gets_a_sentence(
+    read: Callable[[GgufFile], object], tokenizer: dict[str, Value], rope_freqs: bool, tmp_path: Path
+) -> None:
+    file = written(tmp_path / "model.gguf", tokenizer, rope_freqs)
+    read(file)
+    changed = [replace(file, metadata={**file.metadata, key: other}) for key in file.metadata for other in OTHERS]
+    refused = [sentence for each in changed if (sentence := sentence_of(read, each))]
+    assert len(refused) > 5 * len(OTHERS)
+    assert all(str(file.path) in sentence for sentence in refused)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("general.architecture", 3, "must be a text, found 3"),
+        ("split.count", np.arange(3), "must be an integer, found a list of 3"),
+        ("llama.block_count", True, "must be an integer, found True"),
+        ("llama.expert_count", np.arange(3), "must be an integer, found a list of 3"),
+        ("llama.attention.causal", 1, "must be true or false, found 1"),
+        ("llama.attention.key_length", "text", "must be an integer, found 'text'"),
+        ("llama.rope.scaling.type", ["yarn"], "must be a text, found a list of 1"),
+        ("llama.rope.scaling.factor", "4", "must be a number, found '4'"),
+        ("tokenizer.ggml.eos_token_id", 2.0, "must be an integer, found 2.0"),
+        ("tokenizer.ggml.tokens", "text", "must be a list of texts, found 'text'"),
+        ("tokenizer.ggml.token_type", ["text"] * 6, "must be a list of 6 integers, found a list of 6"),
+    ],
+)
+def test_the_key_of_a_mistyped_value_is_named(key: str, value: Value, said: str, tmp_path: Path) -> None:
+    file = written(tmp_path / "model.gguf", BYTES, rope_freqs=False)
+    with pytest.raises(CheckpointError) as error:
+        read_gguf_config(replace(file, metadata={**file.metadata, key: value}))
+    assert f"{file.path}: {key} {said}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("tokenizer.ggml.add_bos_token", [], "must be true or false, found a list of 0"),
+        ("tokenizer.ggml.bos_token_id", "0", "must be an integer, found '0'"),
+        ("tokenizer.ggml.merges", np.arange(3), "must be a list of texts, found a list of 3"),
+        ("tokenizer.ggml.pre", 3, "must be a text, found 3"),
+        ("tokenizer.chat_template", False, "must be a text, found False"),
+    ],
+)
+def test_the_key_of_a_mistyped_value_of_the_tokenizer_is_named(
+    key: str, value: Value, said: str, tmp_path: Path
+) -> None:
+    file = written(tmp_path / "model.gguf", BYTES, rope_freqs=False)
+    with pytest.raises(CheckpointError) as error:
+        read_gguf_text(replace(file, metadata={**file.metadata, key: value}))
+    assert f"{file.path}: {key} {said}" in str(error.value)
