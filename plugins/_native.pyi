@@ -180,6 +180,15 @@ def weights(logits: NDArray[np.float32], temperature: float, out: NDArray[np.uin
 def uniform(seed: int, stream: int, position: int, purpose: int) -> int:
     """Return the integer in [0, 2**53) of a draw: `reference.uniform`."""
 
+def race(weights: NDArray[np.uint64], seed: int, stream: int, position: int, purpose: int) -> int:
+    """Return the winner among weights `[V]`: `reference.race`. Raises ValueError where all are 0, one above 2**40."""
+
+def noise(seed: int, stream: int, position: int, purpose: int, id: int) -> float:
+    """Return an id's noise in races: `reference.exponential` of its word."""
+
+def exponential(word: int) -> float:
+    """Return `reference.exponential` of a word in [0, 2**32)."""
+
 def residual(weights: NDArray[np.uint64], draft_probs: NDArray[np.float32], out: NDArray[np.uint64]) -> None:
     """Write max(0, p - q) `[V]`, p from filtered weights: the residual that `reference.chain_accept` draws from."""
 

@@ -12,8 +12,9 @@ from plugins.reference.draws import draws
 from plugins.reference.kv_gather import kv_gather
 from plugins.reference.kv_slots import from_slots, to_slots
 from plugins.reference.partial_kv import block_select, block_summary, partial_kv_gather
-from plugins.reference.philox import philox4x32_10, uniform
+from plugins.reference.philox import philox4x32, uniform
 from plugins.reference.quant_matmul import dequantize, quant_matmul, quantize_rows
+from plugins.reference.race import exponential, noise_words, race
 from plugins.reference.sample import SamplingSlots, sample
 from plugins.reference.tree_accept import Accepted, tree_accept
 from plugins.reference.tree_expand import Expanded, tree_expand
@@ -34,13 +35,16 @@ __all__ = [
     "dequantize",
     "draft_sample",
     "draws",
+    "exponential",
     "fixed_weights",
     "from_slots",
     "kv_gather",
+    "noise_words",
     "partial_kv_gather",
-    "philox4x32_10",
+    "philox4x32",
     "quant_matmul",
     "quantize_rows",
+    "race",
     "sample",
     "shared_exp",
     "to_slots",

@@ -8,11 +8,13 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
 
-def philox4x32_10(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+def philox4x32(
+    counter: tuple[int, int, int, int], key: tuple[int, int], rounds: int = _ROUNDS
+) -> tuple[int, int, int, int]:
     """Return four 32-bit words for a 128-bit counter and a 64-bit key."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         product0 = _MULTIPLIERS[0] * c0
         product1 = _MULTIPLIERS[1] * c2
         c0, c1, c2, c3 = (product1 >> 32) ^ c1 ^ k0, product1 & _WORD, (product0 >> 32) ^ c3 ^ k1, product0 & _WORD
@@ -20,12 +22,17 @@ def philox4x32_10(counter: tuple[int, int, int, int], key: tuple[int, int]) -> t
     return c0, c1, c2, c3
 
 
-def uniform(seed: int, stream: int, position: int, purpose: int) -> int:
-    """Return the integer u in [0, 2**53) that stands for u / 2**53 (DESIGN section 7).
+def position_words(seed: int, stream: int, position: int, purpose: int) -> tuple[int, int, int, int]:
+    """Return four random 32-bit words of a position.
 
     `seed` is a uint64, `stream` an int64, `position` counts modulo 2**32, `purpose` is a `plugins.schemas.Purpose`.
     """
     key = (seed & _WORD, (seed >> 32) & _WORD)
-    counter = (position & _WORD, stream & _WORD, (stream >> 32) & _WORD, purpose)
-    x0, x1, _, _ = philox4x32_10(counter, key)
+    return philox4x32((position & _WORD, stream & _WORD, (stream >> 32) & _WORD, purpose), key)
+
+
+def uniform(seed: int, stream: int, position: int, purpose: int) -> int:
+    """Return the integer u in [0, 2**53) that stands for u / 2**53 (DESIGN section 7); arguments as of
+    `position_words`."""
+    x0, x1, _, _ = position_words(seed, stream, position, purpose)
     return (x0 >> 5) << 26 | x1 >> 6

@@ -2,11 +2,13 @@
 #include <nanobind/nanobind.h>
 
 #include <cmath>
+#include <vector>
 
 #include "../philox.h"
 #include "binder.h"
 #include "choose.h"
 #include "ops.h"
+#include "race.h"
 #include "refuse.h"
 
 namespace outrider {
@@ -27,10 +29,34 @@ void weights(nb::object logits, double temperature, nb::object out) {
   }
 }
 
+i64 winner(nb::object weights, u64 seed, i64 stream, i64 position, u32 purpose) {
+  Binder binder("race");
+  const u64* from = binder.input<u64>("weights", weights, {"V"});
+  const i64 size = binder.size_of("V");
+  std::vector<u64> own(from, from + size), block_sum((size + kBlock - 1) / kBlock);
+  u64 total = 0;
+  for (i64 i = 0; i < size; ++i) {
+    if (own[i] > static_cast<u64>(kWeightOne)) refuse("race", "a weight is more than 2^40.");
+    block_sum[i / kBlock] += own[i];
+    total += own[i];
+  }
+  if (total == 0) refuse("race", "no weight is more than 0.");
+  return raced({nullptr, own.data(), block_sum.data(), size, total}, race_key(seed, stream, position, purpose));
+}
+
+float noise(u64 seed, i64 stream, i64 position, u32 purpose, i64 id) {
+  if (id < 0 || id >= kMostVocabulary) refuse("noise", "the id is in no vocabulary.");
+  return exponential(race_block(race_key(seed, stream, position, purpose), static_cast<u32>(id / kRacers)).word[id % kRacers]);
+}
+
 }  // namespace
 
 void register_choice_parts(nb::module_& module) {
   module.def("weights", &weights, nb::arg("logits"), nb::arg("temperature"), nb::arg("out"));
+  module.def("race", &winner, nb::arg("weights"), nb::arg("seed"), nb::arg("stream"), nb::arg("position"),
+             nb::arg("purpose"));
+  module.def("noise", &noise, nb::arg("seed"), nb::arg("stream"), nb::arg("position"), nb::arg("purpose"), nb::arg("id"));
+  module.def("exponential", &exponential, nb::arg("word"));
   module.def("uniform", &uniform53, nb::arg("seed"), nb::arg("stream"), nb::arg("position"), nb::arg("purpose"));
 }
 
