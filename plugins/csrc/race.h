@@ -32,7 +32,8 @@ OUTRIDER_HD inline PhiloxBlock race_block(const RaceKey& key, u32 quad) {
 }
 
 // -log of (word + 1/2) / 2^32, which is exponentially distributed, in (2^-34, 22.9). Words from 2^31 on take the
-// logarithm of 1 - y, which keeps the digits of small results. Both are 2 atanh s = 2 s (1 + s^2 / 3 + ...), |s| <= 1/3.
+// logarithm of 1 - y, which keeps the digits of small results. Both are 2 atanh s = 2 s (1 + s^2 / 3 + ...) with
+// |s| <= 1/3, and a multiple of ln 2.
 OUTRIDER_HD inline float exponential(u32 word) {
   constexpr float kLn2 = 0x1.62e430p-1f, kSqrtHalf = 0x1.6a09e6p-1f;
   const bool small = static_cast<i32>(word) < 0;

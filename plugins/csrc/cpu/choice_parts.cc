@@ -46,7 +46,8 @@ i64 winner(nb::object weights, u64 seed, i64 stream, i64 position, u32 purpose) 
 
 float noise(u64 seed, i64 stream, i64 position, u32 purpose, i64 id) {
   if (id < 0 || id >= kMostVocabulary) refuse("noise", "the id is in no vocabulary.");
-  return exponential(race_block(race_key(seed, stream, position, purpose), static_cast<u32>(id / kRacers)).word[id % kRacers]);
+  const PhiloxBlock block = race_block(race_key(seed, stream, position, purpose), static_cast<u32>(id / kRacers));
+  return exponential(block.word[id % kRacers]);
 }
 
 }  // namespace
@@ -55,7 +56,8 @@ void register_choice_parts(nb::module_& module) {
   module.def("weights", &weights, nb::arg("logits"), nb::arg("temperature"), nb::arg("out"));
   module.def("race", &winner, nb::arg("weights"), nb::arg("seed"), nb::arg("stream"), nb::arg("position"),
              nb::arg("purpose"));
-  module.def("noise", &noise, nb::arg("seed"), nb::arg("stream"), nb::arg("position"), nb::arg("purpose"), nb::arg("id"));
+  module.def("noise", &noise, nb::arg("seed"), nb::arg("stream"), nb::arg("position"), nb::arg("purpose"),
+             nb::arg("id"));
   module.def("exponential", &exponential, nb::arg("word"));
   module.def("uniform", &uniform53, nb::arg("seed"), nb::arg("stream"), nb::arg("position"), nb::arg("purpose"));
 }
