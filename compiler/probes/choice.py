@@ -15,19 +15,8 @@ from plugins.schema import CPU_DOMAIN
 _APART = {
     "": {
         *("Cast", "Concat", "Constant", "ConstantOfShape", "Expand", "Gather", "GatherElements", "Identity", "Range"),
-        *(
-            "Reshape",
-            "ScatterElements",
-            "Shape",
-            "Slice",
-            "Split",
-            "Squeeze",
-            "Tile",
-            "Transpose",
-            "Unsqueeze",
-            "Where",
-        ),
-        *("And", "Equal", "Less", "Mod", "Not", "Or", "Add", "Div", "Mul", "Neg", "Sub"),
+        *("Reshape", "ScatterElements", "Shape", "Slice", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze"),
+        *("Where", "And", "Equal", "Less", "Mod", "Not", "Or", "Add", "Div", "Mul", "Neg", "Sub"),
     },
     CPU_DOMAIN: {"QuantGather"},
 }

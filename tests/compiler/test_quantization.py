@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from compiler.checkpoint import defer_decoder, load_decoder
 from compiler.engines.onnxruntime import OnnxRuntimeEngines
 from compiler.export import export_target
+from compiler.inspect import weight_bytes
 from compiler.lowering import lower
 from compiler.models.decoder import Decoder
 from compiler.models.eager import sequence_logits
@@ -197,6 +198,8 @@ def test_weight_only_logits_are_those_of_the_rounded_weights(decoder: Decoder, t
     path, reports = engine(decoder, tmp_path / "one", form, "onnxruntime-cuda")
     assert reports["Quantize"].applied == 4 * 7 + 1
     assert reports["BlockQuantized"].applied == 4 * 7 + 2  # the tied embedding is looked up in as well
+    packed = weight_bytes(onnx.load(path, load_external_data=False).graph)
+    assert {"int4", "int8"} & set(packed) == {f"int{bits}", "int8"}
     assert not reports["BlockQuantized"].declined
     PlanWeights(form).give(decoder)
     wanted = sequence_logits(decoder, TOKENS).numpy()
