@@ -66,15 +66,10 @@ def check_branches(
         if not given:
             raise RequestError("`branches` is empty; there is nothing to continue.")
     asked = []
-    constraints = [branch.get("constraint") for branch in given if branch.get("constraint") is not None]
-    if len({id(constraint) for constraint in constraints}) < len(constraints):
-        raise RequestError("Two branches have one constraint; make one for each.")
     for place, branch in enumerate(given):
         try:
             own = {name: value for name, value in branch.items() if name not in _NO_OPTIONS}
             merged = cast(Options, {**options, **own})
-            if merged.get("constraint") is not None and "constraint" not in own:
-                raise RequestError("constraint is of one text; pass one in the mapping of each branch.")
             request = check_request(merged, manifest, shared=mode == "in-one-sequence")
             if "stream_id" not in own:
                 sampling = replace(request.sampling, stream=request.sampling.stream + place)

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as List
 from contextlib import contextmanager
+from dataclasses import replace
 from time import perf_counter
 
 import numpy as np
@@ -25,6 +26,7 @@ from runtime.drafters.drafting import Allowed, Drafting
 from runtime.execution.assembly import Loaded, assemble
 from runtime.execution.layout import Placed, lay_out, lay_out_one
 from runtime.execution.program import Program
+from runtime.execution.ruled_walk import RuledWalk
 from runtime.execution.warmup import warm_up
 from runtime.generation import FinishReason, GrowingGeneration, Span
 from runtime.kv.cache import KvCache
@@ -75,6 +77,8 @@ class Engine:
         self.paused = 0.0  # seconds that callers had
         # Drafters accepted by rejection, and how much they draft at most.
         self._rejecting = {d.name: longest_draft([d]) for d in self.manifest.drafters if rejects([d])}
+        self._ruled_walk = RuledWalk(parts.buffers, parts.step)
+        self._halts = all(program.halts for program in self.programs.values() if program.tokens is not None)
         self.begin()
         if parts.buffers.exchange is not None and parts.buffers.exchange.records and loaded.plan.buckets:
             self._record(parts.draft_steps)
@@ -225,11 +229,15 @@ class Engine:
     def start(self, sequence: Sequence, request: Request, text: TextStream) -> None:
         """Generate behind the sequence's tokens from now on; what it is generated for ends with `finish`."""
         tokens = sequence.tokens
+        if request.rules and not self._halts:
+            request = replace(request, drafter=None)
         stats = Stats(prompt_tokens=len(tokens), partial_mode=request.partial_kv)
         sequence.request, sequence.generation = request, GrowingGeneration(request, text, stats)
         sequence.began, sequence.rounds, sequence.inserted = self.now(), 0, False
-        sequence.reason = sequence.error = sequence.chosen_by = None
+        sequence.reason = sequence.stuck = sequence.error = sequence.chosen_by = None
         sequence.stopped = False
+        sequence.prompted = len(tokens)
+        sequence.rules = tuple(rule.begin(tokens) for rule in request.rules)
         sequence.end = self._end(len(tokens), request)
         self.buffers.set_sampling(sequence.number, request.sampling)
         self.buffers.arrays[names.BY_REJECTION][sequence.number] = request.drafter in self._rejecting
@@ -315,6 +323,10 @@ class Engine:
         for each in sequences:
             if each.over:
                 continue
+            if each.stuck is not None:
+                each.error = each.stuck
+                found.append(Committed(each, [], error=each.error))
+                continue
             if each.request.cancelled:
                 each.reason = FinishReason.CANCELLED
                 found.append(Committed(each, [], reason=each.reason))
@@ -379,7 +391,7 @@ class Engine:
             self._lay_out_probs(placed)
         program = self._choose(placed, partial=partial_room is not None)
         self.passes += 1
-        program.run()
+        self._run(program, placed)
         found = self._commit(placed, confirming, program, cache, partial_room, alone=alone)
         self._note(placed, found, confirming, partial_room, began, drafted_at, perf_counter())
         if partial is None:
@@ -425,6 +437,14 @@ class Engine:
         if drafted and isinstance(tree := placed[0].draft, TreeInPlace):  # of a sequence that is alone
             name = tree.program
         return self.programs[names.partial(name) if partial else name]
+
+    def _run(self, program: Program, placed: List[Placed]) -> None:
+        """Run a pass; before it accepts, apply the rules of its sequences."""
+        ruled = [each for each in placed if each.sequence.rules and each.root >= 0]
+        if ruled and program.halts:
+            program.run(lambda: self._ruled_walk.run(ruled))
+        else:
+            program.run()
 
     def _lay_out_probs(self, placed: List[Placed]) -> None:
         """Put the distributions that chains were drawn from where acceptance by rejection reads them."""
@@ -527,8 +547,8 @@ class Engine:
             committed.token_ids = sequence.ahead.cut(chosen)
             sequence.tokens += committed.token_ids
             return committed
-        if request.constraint is not None:
-            chosen = self._constrained(placed, committed)
+        if sequence.rules:
+            chosen = self._by_rules(placed, program, chosen, committed)
         if chosen:
             committed.token_ids, committed.reason = sequence.generation.cut(chosen, len(chosen) == room)
         sequence.reason, sequence.error = committed.reason, committed.error
@@ -540,7 +560,8 @@ class Engine:
             for index, token in enumerate(ids):
                 logits = self.logits_of(sequence, index)
                 if request.logprobs is not None:
-                    committed.logprobs.append(logprobs(logits, token, request.logprobs))
+                    raw = (placed.raw_logits or {}).get(_logits_index(placed, index), logits)
+                    committed.logprobs.append(logprobs(raw, token, request.logprobs))
                 if host is not None and wanted and not sequence.disabled:
                     host.observe(len(sequence.tokens) + index, likeliest(logits, wanted)[::-1])
         if request.on_round is not None:
@@ -554,20 +575,22 @@ class Engine:
         sequence.rounds += 1
         return committed
 
-    def _constrained(self, placed: Placed, committed: Committed) -> list[int]:
-        """Choose the token that a sequence's constraint allows; none where there is none, which is its error alone."""
-        sequence = placed.sequence
-        constraint = sequence.request.constraint
-        assert constraint is not None
-        logits = self.logits(placed.first, placed.first + 1)[0]
+    def _by_rules(self, placed: Placed, program: Program, chosen: list[int], committed: Committed) -> list[int]:
+        """Return the tokens of a pass that the sequence's rules allow, up to where no token may follow: an error of
+        this sequence alone."""
         try:
-            position = int(self.target_step.positions[placed.root])
-            token = constraint.choose(logits, position, sequence.request.sampling)
-            constraint.advance(token)
+            if not program.halts:
+                return [self._ruled_walk.choose_again(placed)]
         except RequestError as error:
-            committed.error = error
-            return []
-        return [token]
+            placed.stuck = 0, error
+        if placed.stuck is None or placed.stuck[0] >= len(chosen):
+            return chosen
+        kept, reason = placed.stuck
+        if kept:
+            placed.sequence.stuck = reason
+        else:
+            committed.error = reason
+        return chosen[:kept]
 
     def _note(
         self,
@@ -630,13 +653,11 @@ class Engine:
         return rows
 
     def logits_of(self, sequence: Sequence, index: int) -> NDArray[np.float32]:
-        """Logits f32 `[vocab]` that the `index`-th token of the sequence's last round was chosen by: a view."""
-        if sequence.chosen_by is None:  # its first pass has failed
-            tip: NDArray[np.float32] = self.logits(0, 1)[0]
-            return tip
-        placed = sequence.chosen_by
-        node = 0 if placed.kept is None else int(placed.kept[placed.fed - 1 + index]) - placed.root
-        at = placed.first + node
+        """Logits f32 `[vocab]` that the `index`-th token of the sequence's last round was chosen by, its rules applied:
+        a view."""
+        at = 0  # its first pass has failed
+        if sequence.chosen_by is not None:
+            at = _logits_index(sequence.chosen_by, index)
         logits: NDArray[np.float32] = self.logits(at, at + 1)[0]
         return logits
 
@@ -729,3 +750,9 @@ class Engine:
         text += generation.finish()
         generation.stats.total_ms = (self.now() - sequence.began) * 1000
         return Span(token_ids, text, logprobs, sequence=sequence.id, result=generation.result())
+
+
+def _logits_index(placed: Placed, index: int) -> int:
+    """Return the logits index that the `index`-th token of a round was chosen by."""
+    node = 0 if placed.kept is None else int(placed.kept[placed.fed - 1 + index]) - placed.root
+    return placed.first + node

@@ -13,7 +13,7 @@ from plans.errors import RequestError
 from plans.manifest import Manifest, rejects
 from plans.partial_kv import PARTIAL_MODES, PartialKv, PartialMode
 from runtime.sampling import FilterOrder, SamplingParams
-from runtime.text.constraint import Constraint
+from runtime.text.rules import LogitsRule
 from runtime.trace import Watcher
 
 MAX_LOGPROBS = 20
@@ -44,7 +44,7 @@ class Options(TypedDict, total=False):
       many as context, room and, in lossless mode, agreement make sensible; default: the plan's.
     - `tentative` (False): give out spans of tokens that are not confirmed yet, marked, in lossless mode. Their text is
       what is still to be shown if all that waits is confirmed and nothing follows.
-    - `constraint`: a fresh `constraint.Constraint`, whose form the text keeps to; decoding is then plain.
+    - `constraint`: a `rules.LogitsRule` that the text keeps to, such as a `constraint.Constraint`.
     """
 
     max_new_tokens: int
@@ -63,7 +63,7 @@ class Options(TypedDict, total=False):
     on_round: Watcher | None
     logprobs: int | None
     cancel: threading.Event | None
-    constraint: Constraint | None
+    constraint: LogitsRule | None
     partial_kv: PartialMode
     partial_budget: int | Literal["auto"] | None
     tentative: bool
@@ -71,7 +71,7 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Request:
-    """Checked options. `drafter` is None for plain decoding."""
+    """Checked options. `drafter` is None for plain decoding; `rules` are applied in their order."""
 
     max_new_tokens: int
     sampling: SamplingParams
@@ -82,7 +82,7 @@ class Request:
     on_round: Watcher | None
     logprobs: int | None
     cancel: threading.Event | None
-    constraint: Constraint | None
+    rules: tuple[LogitsRule, ...] = ()
     partial_kv: PartialMode = "off"
     partial_budget: int | Literal["auto"] | None = None
     tentative: bool = False
@@ -91,12 +91,6 @@ class Request:
     def cancelled(self) -> bool:
         """Whether the caller has cancelled it."""
         return self.cancel is not None and self.cancel.is_set()
-
-
-def check_fresh(constraint: Constraint | None) -> None:
-    """Raise RequestError for a constraint that has followed a text."""
-    if constraint is not None and constraint.begun:
-        raise RequestError("constraint has followed a text already; make one for each generation.")
 
 
 def check_options(
@@ -142,9 +136,9 @@ def check_options(
     if cancel is not None and not isinstance(cancel, threading.Event):
         raise RequestError(f"cancel is a {type(cancel).__name__}; pass a threading.Event, and set it to cancel.")
     constraint = options.get("constraint")
-    if constraint is not None and not isinstance(constraint, Constraint):
-        raise RequestError(f"constraint is a {type(constraint).__name__}; pass a Constraint.")
-    check_fresh(constraint)
+    if constraint is not None and not isinstance(constraint, LogitsRule):
+        raise RequestError(f"constraint is a {type(constraint).__name__}; pass a LogitsRule, such as a Constraint.")
+    rules = () if constraint is None else (constraint,)
     mode = options.get("partial_kv")
     if mode is not None and mode not in PARTIAL_MODES:
         raise RequestError(f"partial_kv is {mode!r}; pass one of {', '.join(PARTIAL_MODES)}.")
@@ -157,7 +151,7 @@ def check_options(
         name = "tentative" if budget is None else "partial_budget"
         raise RequestError(f"{name} is given, and the plan has no partial KV cache; build it with partial_kv.enabled.")
     asked = mode not in (None, "off")
-    if asked and constraint is not None:
+    if asked and rules:
         raise RequestError(f"partial_kv is {mode!r}, and a constraint goes with full KV alone; leave one of them out.")
     if asked and drafter in rejecting:
         raise RequestError(
@@ -172,7 +166,7 @@ def check_options(
     counted = isinstance(budget, int) and not isinstance(budget, bool) and 1 <= budget <= most
     if budget not in (None, "auto") and not counted:
         raise RequestError(f"partial_budget is {budget!r}; pass auto, or 1 to {most} blocks.")
-    if partial is None or constraint is not None or drafter in rejecting or shared:
+    if partial is None or rules or drafter in rejecting or shared:
         mode = "off"
     if partial is not None and budget is None:
         budget = partial.budget
@@ -189,12 +183,12 @@ def check_options(
         ),
         stop=stop,
         eos_token_ids=frozenset() if options.get("ignore_eos", False) else frozenset(ends),
-        drafter=None if drafter == "none" or constraint is not None else drafter,
+        drafter=None if drafter == "none" else drafter,
         auto_disable=bool(options.get("auto_disable", True)),
         on_round=on_round,
         logprobs=logprobs,
         cancel=cancel,
-        constraint=constraint,
+        rules=rules,
         partial_kv=mode or ("off" if partial is None else partial.mode),
         partial_budget=budget,
         tentative=bool(options.get("tentative", False)),

@@ -160,8 +160,6 @@ class Runtime:
         if messages is not None or _is_one(prompt):
             return self.stream(cast("str | Sequence[int] | None", prompt), messages=messages, **options).result
         prompts = cast("Sequence[str | Sequence[int]]", prompt)
-        if options.get("constraint") is not None:
-            raise RequestError("constraint is of one text; submit each prompt with one of its own.")
         asked = [self._ask(each, options) for each in prompts]
         handles: list[Handle] = []
         try:

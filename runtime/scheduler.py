@@ -148,8 +148,7 @@ class Scheduler:
 
         `deadline` is in seconds from now; what a request has by then is its result. `client` names the submitter. With
         `wait`, the call blocks until the queue has room. All requests are taken, or none. Raises BusyError where too
-        many wait, ClosedError where the scheduler is closed, and RequestError for a constraint that another request
-        has.
+        many wait, and ClosedError where the scheduler is closed.
         """
         until = None if deadline is None else monotonic() + deadline
         with self._changed:
@@ -157,7 +156,6 @@ class Scheduler:
                 self._changed.wait_for(lambda: self._closed or self._room(client) >= len(asked))
             if self._closed:
                 raise ClosedError("The runtime takes no more requests: it was closed.")
-            self._check_constraints(asked)
             self._check_room(len(asked), client)
             made = [self._made(each, -priority, until, client) for each in asked]
             for request in made:
@@ -210,15 +208,6 @@ class Scheduler:
             f"The queue is full: {len(self._waiting)} requests wait already, and {count} more are not taken now. "
             "Try again later."
         )
-
-    def _check_constraints(self, asked: List[BranchRequest]) -> None:
-        others = [*self._waiting, *self._by_place.values()]
-        taken = [each.asked.request.constraint for each in others]
-        for each in asked:
-            own = each.request.constraint
-            if own is not None and any(own is other for other in taken):
-                raise RequestError("Two requests have one constraint; make one for each.")
-            taken.append(own)
 
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._work, name="outrider-scheduler", daemon=True)

@@ -17,6 +17,7 @@ from runtime.drafters.base import HostDrafter
 from runtime.generation import FinishReason, GrowingGeneration
 from runtime.request import Request
 from runtime.sampling import TokenLogprob
+from runtime.text.rules import LogitsRule
 from runtime.trace import Round
 
 if TYPE_CHECKING:
@@ -48,7 +49,9 @@ class Sequence:
     # Of the generation that runs; set by `Engine.start`.
     request: Request = field(init=False)
     generation: GrowingGeneration = field(init=False)
+    prompted: int = 0  # tokens before the first generated one
     end: int = 0  # most tokens that it may come to
+    rules: tuple[LogitsRule, ...] = ()
     host_drafter: HostDrafter | None = None
     engine_drafter: EngineDrafter | None = None
     least: int = 1  # tokens that `host_drafter` must foresee, else `engine_drafter` drafts
@@ -64,6 +67,7 @@ class Sequence:
     inserted: bool = False  # whether the prefix cache has its beginning
     reason: FinishReason | None = None  # why its tokens end
     stopped: bool = False  # whether its text has ended
+    stuck: RequestError | None = None  # why no token may follow, which the next step tells
     error: RequestError | None = None  # why it cannot go on
     chosen_by: Placed | None = None  # where its last tokens' logits are
 
@@ -71,6 +75,11 @@ class Sequence:
     def pending(self) -> int:
         """Tokens without KV."""
         return len(self.tokens) - self.computed
+
+    @property
+    def generated(self) -> list[int]:
+        """Tokens of the generation that runs."""
+        return self.tokens[self.prompted :]
 
     @property
     def over(self) -> bool:

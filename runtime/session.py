@@ -23,7 +23,7 @@ from runtime.execution.buffers import Buffers
 from runtime.execution.program import Program
 from runtime.generation import Generation, Run, Stream
 from runtime.prefix_cache.radix_tree import common_length
-from runtime.request import Options, Request, check_fresh, check_options, check_request
+from runtime.request import Options, Request, check_options, check_request
 from runtime.sequence import Sequence
 from runtime.stats import StageClock, Stats
 from runtime.text.prompt import Messages, Prompt, choose_prompt, prepare_prompt
@@ -162,7 +162,6 @@ class Session:
 
     def _run(self, prompt: str | List[int], whole: bool, request: Request, prepared: Prompt, changes: int) -> Run:
         with self._exclusive:
-            check_fresh(request.constraint)  # again: another generation may have had it since
             if changes != self._changes:  # the session was used between the call and the first span
                 prepared = self._prepare(prompt, whole, request)
             self._changes += 1

@@ -230,6 +230,12 @@ class DeviceBuffers(Buffers):
         with self.device.lock():
             self.device.to_device(memory.address, self.arrays[name].ctypes.data, elements * memory.itemsize)
 
+    def send_rows(self, model: str, tensor: str, start: int, stop: int) -> None:
+        name = names.of(model, tensor)
+        memory, rows = self.memory[name], self.arrays[name][start:stop]
+        with self.device.lock():
+            self.device.to_device(memory.address + start * memory.row_bytes, rows.ctypes.data, rows.nbytes)
+
     def copy_row(self, source: tuple[str, str, int], to: tuple[str, str, int]) -> None:
         (a, i), (b, j) = ((self.memory[names.of(model, tensor)], row) for model, tensor, row in (source, to))
         with self.device.lock():

@@ -118,13 +118,16 @@ class _Watch:
         self.burst.clear()
 
 
+_Way = tuple[SamplingParams, bool]  # how tokens are chosen: the seed does not matter, and rules apply or not
+
+
 class AdaptiveSpeculations:
     """Measurements of each drafter, kept from generation to generation while these sample alike."""
 
     def __init__(self, manifest: Manifest) -> None:
         # By rejection, which draws decide depends on what was drafted: tokens must not depend on the clock.
         self._measured = {d.name for d in manifest.drafters if not rejects([d])}
-        self._idle: dict[str, tuple[SamplingParams, AdaptiveSpeculation]] = {}
+        self._idle: dict[str, tuple[_Way, AdaptiveSpeculation]] = {}
 
     def take(self, request: Request) -> AdaptiveSpeculation | None:
         """Take the state for one sequence, until it is given back, with earlier measurements of the same sampling.
@@ -135,17 +138,17 @@ class AdaptiveSpeculations:
         name = request.drafter
         if name not in self._measured or not request.auto_disable or request.partial_kv == "lossy":
             return None
-        sampling, known = self._idle.pop(name, (None, None))
-        return known if known is not None and sampling == _unseeded(request) else AdaptiveSpeculation(name)
+        way, known = self._idle.pop(name, (None, None))
+        return known if known is not None and way == _way_of(request) else AdaptiveSpeculation(name)
 
     def give_back(self, request: Request, adaptive: AdaptiveSpeculation | None) -> None:
         """The sequence is over; the next one goes on from there."""
         if adaptive is not None and request.drafter is not None:
-            self._idle[request.drafter] = _unseeded(request), adaptive
+            self._idle[request.drafter] = _way_of(request), adaptive
 
 
-def _unseeded(request: Request) -> SamplingParams:
-    return replace(request.sampling, seed=0, stream=0)
+def _way_of(request: Request) -> _Way:
+    return replace(request.sampling, seed=0, stream=0), bool(request.rules)
 
 
 def _median(values: Sequence[float]) -> float:

@@ -169,8 +169,12 @@ class Drafting:
         """
         chains: dict[int, tuple[HostDrafter, int]] = {}
         wanting: dict[str, dict[int, int]] = {}
+        forced: dict[int, Draft] = {}
         for number, (each, limit, by_engine) in live.items():
             if limit <= 0:
+                continue
+            if each.rules and (chain := _forced(each, min(limit, nodes // len(live)))):
+                forced[number] = chain
                 continue
             if each.host_drafter is not None:
                 limit = min(limit, each.reach) if len(live) > 1 else limit
@@ -185,7 +189,7 @@ class Drafting:
             of_engine = [each for each in following if each.engine_drafter is engine]
             if of_engine:
                 drafts |= engine.draft(wanting.get(engine.name, {}), of_engine)
-        return self._divide(live, chains, drafts, nodes)
+        return forced | self._divide(live, chains, drafts, nodes - sum(map(len, forced.values())))
 
     def propose_one(self, allowed: Allowed, past: int) -> Draft | TreeInPlace | None:
         """Propose for one sequence that is alone, behind `past` slots of the cache that is read."""
@@ -193,6 +197,10 @@ class Drafting:
         host, engine = sequence.host_drafter, sequence.engine_drafter
         if sequence.disabled or (host is None and engine is None):
             return None
+        if sequence.rules and (forced := _forced(sequence, limit)):
+            if engine is not None:
+                engine.sync(sequence)
+            return forced
         foreseen = 0 if host is None or engine is None else host.foresee(sequence.tokens, limit)
         if limit > 0 and engine is not None and by_engine and (host is None or foreseen < min(sequence.least, limit)):
             tree = self._of_engine(engine, sequence, limit, past)
@@ -269,6 +277,16 @@ class Drafting:
             yield from chain_rounds(length, step, settings.max_draft)
             if settings.otherwise is not None:
                 yield from self.engine_drafters[settings.otherwise].extensions(length, 1 + step.max_nodes)
+
+
+def _forced(sequence: Sequence, limit: int) -> Draft:
+    """Draft the tokens that a rule of the sequence forces; nothing by rejection, where tokens depend on the draft."""
+    host, engine = sequence.host_drafter, sequence.engine_drafter
+    if limit > 0 and not (host is None and engine is None) and not (engine is not None and engine.rejects):
+        for rule in sequence.rules:
+            if tokens := rule.forced(sequence.generated, limit)[:limit]:
+                return Draft(tokens, range(-1, len(tokens) - 1))
+    return NOTHING
 
 
 def _part(tree: Draft, nodes: List[int]) -> Draft:

@@ -91,6 +91,9 @@ class Buffers:
     def send(self, model: str, tensor: str, elements: int) -> None:
         """Note that the host has written the first `elements` of a large buffer."""
 
+    def send_rows(self, model: str, tensor: str, start: int, stop: int) -> None:
+        """Note that the host has changed rows `[start, stop)` of a large buffer, which it had asked for by `rows`."""
+
     def copy_row(self, source: tuple[str, str, int], to: tuple[str, str, int]) -> None:
         """Copy a row `(model, tensor, index)` of a large buffer to another."""
         self.of(*to[:2])[to[2]] = self.of(*source[:2])[source[2]]

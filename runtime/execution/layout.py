@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from plans.errors import RequestError
 from runtime.drafters.base import NOTHING, Draft, TreeInPlace
 from runtime.execution.step import TargetStep
 from runtime.kv.cache import KvCache
@@ -20,7 +21,9 @@ class Placed:
 
     `root` is the token index of its tip, -1 where the step does not come to it; `tree` counts the roots before it, and
     `first` is its logits index. `draft` is what was proposed. `kept` are the token indices whose KV stays, once the
-    step has run; None: the first.
+    step has run; None: the first. Of a sequence with rules, `raw_logits` are rows as they were before the rules, by
+    logits index, where log-probabilities are wanted; `stuck` says behind how many tokens of the walk no token may
+    follow, and why.
     """
 
     sequence: Sequence
@@ -32,6 +35,8 @@ class Placed:
     drafted: int = 0
     draft: Draft | TreeInPlace | None = None
     kept: NDArray[np.int64] | None = None
+    raw_logits: dict[int, NDArray[np.float32]] | None = None
+    stuck: tuple[int, RequestError] | None = None
 
 
 def lay_out_one(

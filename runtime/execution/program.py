@@ -6,7 +6,7 @@ drafter or backend.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter_ns
@@ -25,6 +25,7 @@ from runtime.execution.buffers import Buffers, Call, Exchange
 from runtime.execution.step import Step
 
 _T = TypeVar("_T")
+_ACCEPTING = frozenset({"Sample", "TreeAccept", "ChainAccept"})
 
 
 class Program:
@@ -43,22 +44,49 @@ class Program:
         stages = [_Ready(stage.run, stage.kind, resolver.resolve(stage), stage.model) for stage in data.stages]
         self.calls = tuple(stage.call for stage in stages)
         """Every stage of the plan alone: on a device it only enqueues, by who holds the device's lock."""
+        accept = next((place for place, stage in enumerate(stages) if stage.name in _ACCEPTING), None)
+        whole, halves = stages, list[_Ready]()
         if buffers.exchange is not None:
-            stages = _on_device(stages, buffers.exchange, steps)
-        self.stage_names = tuple(stage.name for stage in stages)
-        self.is_engine = tuple(stage.kind is StageKind.ENGINE for stage in stages)
-        self._stages = tuple(stage.call for stage in stages)
-        self.nanoseconds = [0] * len(self._stages)
+            whole = _on_device(stages, buffers.exchange, steps)
+            if accept is not None:
+                before = _on_device(stages[:accept], buffers.exchange, steps)
+                halves = before + _on_device(stages[accept:], buffers.exchange, steps, uploads=False)
+                accept = len(before)
+        every = whole + halves
+        self.stage_names = tuple(stage.name for stage in every)
+        self.is_engine = tuple(stage.kind is StageKind.ENGINE for stage in every)
+        self.nanoseconds = [0] * len(every)
+        timed = tuple((place, stage.call) for place, stage in enumerate(every))
+        self._stages, apart = timed[: len(whole)], timed[len(whole) :] or timed
+        self._halves = None if accept is None else (apart[:accept], apart[accept:])
         results = data.results
         self.tokens: NDArray[np.int64] | None = resolver.result(results.tokens if results else None)
         self.counts: NDArray[np.int64] | None = resolver.result(results.counts if results else None)
         self.kept: NDArray[np.int64] | None = resolver.result(results.kept if results else None)
 
-    def run(self) -> None:
-        """Run every stage once on the prepared step, and add up the time of each."""
+    @property
+    def halts(self) -> bool:
+        """Whether it can halt before its accept stage: an engine that accepts itself cannot."""
+        return self._halves is not None
+
+    def run(self, before_accept: Call | None = None) -> None:
+        """Run every stage once on the prepared step, and add up the time of each.
+
+        `before_accept` is called before the accept stage, of a program that `halts`: what stages have written is on the
+        host then, and logits that the host has changed and sent are accepted by.
+        """
+        if before_accept is None:
+            self._run(self._stages)
+            return
+        assert self._halves is not None, "an engine accepts"
+        self._run(self._halves[0])
+        before_accept()
+        self._run(self._halves[1])
+
+    def _run(self, stages: Sequence[tuple[int, Call]]) -> None:
         nanoseconds = self.nanoseconds
         before = perf_counter_ns()
-        for index, stage in enumerate(self._stages):
+        for index, stage in stages:
             try:
                 stage()
             except ValueError as error:  # an op refuses what it was given, such as logits that are not numbers
@@ -78,7 +106,9 @@ class _Ready:
     model: str | None = None
 
 
-def _on_device(stages: list[_Ready], exchange: Exchange, steps: Mapping[str, Step]) -> list[_Ready]:
+def _on_device(
+    stages: list[_Ready], exchange: Exchange, steps: Mapping[str, Step], *, uploads: bool = True
+) -> list[_Ready]:
     """Put uploading before the stages, and downloading and waiting behind them; join consecutive stages that can be
     recorded into stretches.
     """
@@ -93,7 +123,7 @@ def _on_device(stages: list[_Ready], exchange: Exchange, steps: Mapping[str, Ste
             ready.append(_Ready("+".join(stage.name for stage in stretch), kind, call))
             stretch.clear()
 
-    for stage in (there, *stages, back):
+    for stage in (*([there] if uploads else ()), *stages, back):
         if stage.kind is StageKind.ENGINE and not exchange.records_engines:
             close()
             ready.append(_Ready(stage.name, stage.kind, exchange.singly(stage.call), stage.model))

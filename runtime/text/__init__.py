@@ -1,1 +1,1 @@
-"""Prompts to tokens, tokens to text, and constrained decoding."""
+"""Prompts to tokens, tokens to text, and rules over logits."""

@@ -6,19 +6,16 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from plans import names
 from plans.errors import RequestError
-from plans.step_buffers import sampling_buffers
 from plans.tokenizer import Tokenizer
-from plugins import native
-from runtime.sampling import SamplingParams
+from runtime.prefix_cache.radix_tree import common_length
 from runtime.text.grammar import DEAD, Grammar
+from runtime.text.rules import LogitsRule
 
 
 class Vocabulary:
@@ -54,47 +51,29 @@ class Vocabulary:
         return known
 
 
-class Constraint:
-    """The constraint of one text. A generation with a constraint decodes plainly, token by token."""
+class Constraint(LogitsRule):
+    """The rule that a text keeps to a grammar."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self.state, self.begun = 0, False
-        size = len(vocabulary.texts)
-        table = {buffer.name: np.zeros(1, buffer.dtype.numpy) for buffer in sampling_buffers(1)}
-        self._logits = np.zeros((1, size), np.float32)
-        self._position, self._chosen = np.zeros(1, np.int64), np.zeros(1, np.int64)
-        self._settings = table
-        arrays: dict[str, NDArray[Any]] = {
-            names.LOGITS_OUT: self._logits,
-            names.LOGIT_INDICES: np.zeros(1, np.int64),
-            names.POSITIONS: self._position,
-            names.BRANCH: np.zeros(1, np.int64),
-            names.COMMITTED: self._chosen,
-            **{name: table[name] for name in _SETTINGS},
-        }
-        self._sample = native.create("Sample", arrays, {})
+        self._path: list[int] = []
+        self._states = [0]  # behind each token of the path that was last asked for
 
-    def choose(self, logits: NDArray[np.float32], position: int, params: SamplingParams) -> int:
-        """Return the target's choice among the allowed tokens, from `logits` `[vocab]` behind the token at `position`.
+    def begin(self, prompt: Sequence[int]) -> Constraint:
+        return Constraint(self._vocabulary)
 
-        The draw is the one that the token would have without a constraint. Raises `RequestError` where no token is
-        allowed.
-        """
-        mask = self._vocabulary.mask(self.state)
+    def apply(self, logits: NDArray[np.float32], path: Sequence[int]) -> None:
+        """Exclude tokens that the grammar does not allow behind `path`. Raises RequestError where it allows none."""
+        mask = self._vocabulary.mask(self._follow(path))
         if not mask.any():
             raise RequestError("The form allows no token of the vocabulary here: it has bytes that no token has.")
-        self._logits[0] = np.where(mask, logits, -np.inf)
-        self._position[0] = position
-        for name, value in params.slots().items():
-            self._settings[name][0] = value
-        self._sample(1, 1)
-        return int(self._chosen[0])
+        logits[~mask] = -np.inf
 
-    def advance(self, token: int) -> None:
-        """Take note of a committed token."""
-        self.begun = True
-        self.state = self._vocabulary.grammar.follow(self.state, self._vocabulary.texts[token])
-
-
-_SETTINGS = (names.TEMPERATURE, names.TOP_K, names.TOP_P, names.FILTER_ORDER, names.SEED, names.STREAM)
+    def _follow(self, path: Sequence[int]) -> int:
+        """Return the grammar's state behind `path`; the states on the way there are kept for the next call."""
+        known = len(self._path) if path[: len(self._path)] == self._path else common_length(self._path, path)
+        del self._path[known:], self._states[known + 1 :]
+        for token in path[known:]:
+            self._path.append(token)
+            self._states.append(self._vocabulary.grammar.follow(self._states[-1], self._vocabulary.texts[token]))
+        return self._states[-1]

@@ -249,10 +249,10 @@ def test_spans_joined_are_the_text_and_a_cancelled_branch_leaves_the_others(bran
 
 
 def test_a_branch_whose_form_cannot_go_on_is_named(branching, monkeypatch) -> None:
-    def fails(*_: Any) -> int:
+    def fails(*_: Any) -> None:
         raise RequestError("There is no token.")
 
-    monkeypatch.setattr(Constraint, "choose", fails)
+    monkeypatch.setattr(Constraint, "apply", fails)
     grammar = Grammar(repeat(one_of(range(0x20, 0x7F))))
     vocabulary = Vocabulary(grammar, branching.tokenizer, branching.manifest.target.vocab_size, [0])
     with pytest.raises(RequestError, match="Branch 1: There is no token"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -67,19 +69,22 @@ def test_a_choice_is_the_likeliest_that_may_come(toy: Runtime) -> None:
     assert found.token_ids[0] == int(np.argmax(np.where(first, logits, -np.inf)))
 
 
-def test_what_cannot_be_kept_to_is_refused(toy: Runtime, branch_plan) -> None:
-    with pytest.raises(RequestError, match="constraint is a str"):
+def test_what_cannot_be_kept_to_is_refused(toy: Runtime) -> None:
+    with pytest.raises(RequestError, match="constraint is a str; pass a LogitsRule"):
         toy.generate([1], constraint="json")
-    branches = Runtime.load(branch_plan, threads=1)
-    constraint = Constraint(vocabulary_of(branches, Grammar(literal("a"))))
-    with pytest.raises(RequestError, match="constraint is of one text"):
-        branches.generate_branches([1], [[2]], constraint=constraint)
-    used = Constraint(vocabulary_of(toy, Grammar(literal("ab"))))
-    toy.generate([1], constraint=used, max_new_tokens=1)
-    with pytest.raises(RequestError, match="has followed a text already"):
-        toy.generate([1], constraint=used)
-    with pytest.raises(RequestError, match="Two branches have one constraint"):
-        branches.generate_branches([1], [{"prompt": [2], "constraint": constraint}] * 2)
     ended = vocabulary_of(toy, Grammar(sequence(literal("a"), one_of([]))))
     with pytest.raises(RequestError, match="allows no token"):
         toy.generate([1], constraint=Constraint(ended), max_new_tokens=5)
+
+
+def test_one_constraint_serves_any_number_of_texts(toy: Runtime, branch_plan: Path) -> None:
+    constraint = Constraint(vocabulary_of(toy, Grammar(repeat(one_of(range(0x20, 0x7F))))))
+    options = {"max_new_tokens": 12, "constraint": constraint}
+    expected = [toy.generate([5, place], **options).token_ids for place in range(4)]
+    assert [toy.generate([5, place], **options).token_ids for place in range(4)] == expected
+    branches = Runtime.load(branch_plan, threads=1)
+    found = branches.generate([[5, place] for place in range(4)], **options)
+    assert [each.token_ids for each in found] == expected
+    found = branches.generate_branches([5], [[place] for place in range(4)], **options)
+    assert [each.token_ids for each in found] == expected
+    branches.close()

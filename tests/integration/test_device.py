@@ -18,6 +18,7 @@ from runtime.backends.device import LARGE, lay_out
 from runtime.engine import Engine
 from runtime.request import Options
 from tests.conftest import TOY_DRAFTERS
+from tests.integration.shifting_rule import Shifting
 from tests.integration.test_onnxruntime_cuda import CUDA
 from tests.plugins.emulator import Emulator
 from tests.runtime.emulated_device import EmulatedBackend, EmulatedDevice
@@ -56,6 +57,20 @@ def test_tokens_are_those_of_the_cpu(runtime: Runtime, toy: Runtime, drafter: st
     found = runtime.generate(PROMPT, drafter=drafter, **options)
     assert found.token_ids == expected.token_ids
     assert found.stats.drafted > 0 or drafter in ("none", "ngram", "short")  # counts may have nothing to say
+
+
+@pytest.mark.parametrize("drafter", ["none", *TOY_DRAFTERS])
+def test_rules(runtime: Runtime, toy: Runtime, drafter: str) -> None:
+    """The host changes rows of logits that lie on the device, before the ops there choose from them."""
+    for temperature in (0.0, 1.0):
+        options = Options(
+            constraint=Shifting(), temperature=temperature, seed=5, max_new_tokens=14, ignore_eos=True, logprobs=1
+        )
+        expected = toy.generate(PROMPT, drafter="none", **options)
+        found = runtime.generate(PROMPT, drafter=drafter, auto_disable=False, **options)
+        assert found.token_ids == expected.token_ids
+        assert [entry.top[0][0] for entry in found.logprobs] == [entry.top[0][0] for entry in expected.logprobs]
+        assert found.stats.drafted > 0 or drafter in ("none", "ngram", "short")
 
 
 def test_turns_cuts_and_logprobs(runtime: Runtime, toy: Runtime) -> None:

@@ -13,8 +13,6 @@ from transformers import Qwen3ForCausalLM
 from runtime import BusyError, FinishReason, OutriderError, PlanError, RequestError, Runtime
 from runtime.engine import Engine
 from runtime.request import Options
-from runtime.text.constraint import Constraint, Vocabulary
-from runtime.text.grammar import Grammar, one_of, repeat
 from tests.conftest import TOY_DRAFTERS
 
 PROMPT = "def add(a, b):\n"
@@ -344,18 +342,6 @@ def test_a_cancellation_taken_back_during_prefill_still_ends_the_generation(toy:
     assert cancelled.token_ids == []
     rest = session.generate([], max_new_tokens=10, ignore_eos=True)
     assert rest.token_ids == toy.generate(prompt, max_new_tokens=10, ignore_eos=True).token_ids
-
-
-def test_a_form_that_two_streams_share_ends_the_second(toy: Runtime) -> None:
-    """Both were made before either began."""
-    grammar = Grammar(repeat(one_of(range(0x20, 0x7F))))
-    constraint = Constraint(Vocabulary(grammar, toy.tokenizer, toy.manifest.target.vocab_size, [0]))
-    session = toy.session()
-    first, second = (session.stream([5], constraint=constraint, max_new_tokens=4) for _ in range(2))
-    assert len(first.result.token_ids) == 4
-    with pytest.raises(RequestError, match="has followed a text already"):
-        next(second)
-    assert len(session.token_ids) == 5
 
 
 def test_streams_that_are_never_read_hold_nothing(toy_plan, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from runtime.backends import BACKENDS, Driver
 from runtime.drafters.drafting import Drafting
 from runtime.request import Options
 from tests.conftest import TOY_DRAFTERS, TOY_RECIPE
+from tests.integration.shifting_rule import Shifting
 from tests.plugins.emulator import Emulator
 from tests.plugins.tensorrt_stand_in import StandIn
 from tests.runtime.emulated_device import EmulatedDevice
@@ -136,6 +137,17 @@ def test_tokens_are_those_of_the_cpu(runtime: Runtime, cpu: Runtime, drafter: st
     found = runtime.generate(PROMPT, drafter=drafter, **options)
     assert found.token_ids == expected.token_ids
     assert found.stats.drafted > 0 or drafter in ("none", "ngram", "short")  # counts may have nothing to say
+
+
+@pytest.mark.parametrize("drafter", ["none", "chain", "head"])
+def test_rules_are_applied_behind_an_engine_that_accepts(runtime: Runtime, cpu: Runtime, drafter: str) -> None:
+    """Plainly: the host chooses each token again."""
+    for temperature in (0.0, 1.0):
+        options = Options(constraint=Shifting(), temperature=temperature, seed=5, max_new_tokens=14, ignore_eos=True)
+        expected = cpu.generate(PROMPT, drafter="none", **options)
+        found = runtime.generate(PROMPT, drafter=drafter, **options)
+        assert found.token_ids == expected.token_ids
+        assert found.stats.drafted == 0
 
 
 def test_a_target_engine_may_leave_the_ops_around_it_outside(

@@ -20,6 +20,7 @@ from runtime.backends.recorder import Recorder
 from runtime.engine import Engine
 from runtime.request import Options
 from tests.conftest import TOY_DRAFTERS
+from tests.integration.shifting_rule import Shifting
 from tests.integration.test_onnxruntime_cuda import CUDA
 from tests.plugins.emulator import Emulator
 from tests.runtime.emulated_device import EmulatedBackend, EmulatedDevice
@@ -108,6 +109,22 @@ def test_engines_that_record_themselves_are_one_launch_each(
             rounds += 1
             plain.clear()
     assert found == expected.token_ids
+
+
+@pytest.mark.parametrize("drafter", ["none", *TOY_DRAFTERS])
+@pytest.mark.parametrize("engines", [True, False])
+def test_a_round_with_rules_halts_before_it_accepts(
+    recorded: Runtime, halves: Runtime, toy: Runtime, drafter: str, engines: bool
+) -> None:
+    """What is recorded as one launch runs in two parts, and rounds without rules are recorded as before."""
+    runtime = recorded if engines else halves
+    options = Options(max_new_tokens=30, ignore_eos=True, auto_disable=False, temperature=0.7, seed=2)
+    expected = toy.generate(PROMPT, constraint=Shifting(), **options | Options(drafter="none"))
+    found = runtime.generate(PROMPT, constraint=Shifting(), **options | Options(drafter=drafter))
+    assert found.token_ids == expected.token_ids
+    assert found.stats.accepted > 0 or drafter not in ("chain", "bushy", "sure")
+    free = runtime.generate(PROMPT, **options | Options(drafter=drafter))
+    assert free.token_ids == toy.generate(PROMPT, **options | Options(drafter="none")).token_ids
 
 
 def test_turns_with_cuts_in_several_threads(halves: Runtime, toy: Runtime) -> None:

@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from plans.errors import BusyError, RequestError
 from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
@@ -249,19 +251,6 @@ def test_requests_with_one_event_are_cancelled_one_by_one(serving: Runtime) -> N
     assert third.result(60).finish_reason == "cancelled"
 
 
-def test_a_form_is_of_one_request(serving: Runtime) -> None:
-    grammar = Grammar(repeat(one_of(range(0x20, 0x7F))))
-    constraint = Constraint(Vocabulary(grammar, serving.tokenizer, serving.manifest.target.vocab_size, [0]))
-    with pytest.raises(RequestError, match="constraint is of one text"):
-        serving.generate([[5], [6]], constraint=constraint)
-    running = [serving.submit([9, place], max_new_tokens=40, ignore_eos=True) for place in range(16)]
-    first = serving.submit([5], constraint=constraint, max_new_tokens=5)
-    with pytest.raises(RequestError, match="one constraint"):
-        serving.submit([6], constraint=constraint)
-    for handle in [first, *running]:
-        handle.result(60)
-
-
 @pytest.mark.parametrize("drafter", ["chain", "bushy", "head"])
 @pytest.mark.parametrize("mode", MODES)
 def test_drafts_are_as_good_behind_rows_of_others(branch_plan: Path, drafter: str, mode: Any) -> None:
@@ -290,17 +279,15 @@ def test_a_form_that_cannot_go_on_fails_its_request_alone(serving: Runtime, alon
         Grammar(repeat(one_of(range(0x20, 0x7F)))), serving.tokenizer, serving.manifest.target.vocab_size, [0]
     )
     constraint = Constraint(vocabulary)
-    choose, calls = Constraint.choose, 0
+    apply = Constraint.apply
 
-    def fails(self: Constraint, *arguments: Any) -> int:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
+    def fails(self: Constraint, logits: NDArray[np.float32], path: list[int]) -> None:
+        if len(path) == 3:
             raise RequestError("There is no token.")
-        return choose(self, *arguments)
+        apply(self, logits, path)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Constraint, "choose", fails)
+        patch.setattr(Constraint, "apply", fails)
         other = serving.submit([5, 6], max_new_tokens=20, ignore_eos=True)
         handle = serving.submit([7], max_new_tokens=20, constraint=constraint)
         with pytest.raises(RequestError, match="There is no token"):

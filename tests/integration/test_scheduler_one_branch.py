@@ -113,23 +113,20 @@ def test_stops_and_rounds(serving: Runtime, toy: Runtime) -> None:
     assert len(rounds) == watched.stats.rounds
 
 
-def test_a_form_is_of_one_request(serving: Runtime, toy: Runtime, printable: Vocabulary) -> None:
+def test_a_form_serves_several_requests(serving: Runtime, toy: Runtime, printable: Vocabulary) -> None:
     constraint = Constraint(printable)
-    formed = serving.submit([5], constraint=constraint, max_new_tokens=8).result(60)
-    assert formed.token_ids == toy.generate([5], constraint=Constraint(printable), max_new_tokens=8).token_ids
-    with pytest.raises(RequestError, match="has followed a text already"):
-        serving.submit([5], constraint=constraint)
-    with pytest.raises(RequestError, match="constraint is of one text"):
-        serving.generate([[5], [6]], constraint=Constraint(printable))
+    expected = [toy.generate([place], constraint=constraint, max_new_tokens=8).token_ids for place in (5, 6)]
+    found = serving.generate([[5], [6]], constraint=constraint, max_new_tokens=8)
+    assert [each.token_ids for each in found] == expected
 
 
 def test_a_form_that_cannot_go_on_fails_its_request_alone(
     serving: Runtime, toy: Runtime, printable: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: object) -> int:
+    def fails(*_: object) -> None:
         raise RequestError("There is no token.")
 
-    monkeypatch.setattr(Constraint, "choose", fails)
+    monkeypatch.setattr(Constraint, "apply", fails)
     handles = [serving.submit([7], constraint=Constraint(printable)), serving.submit([5, 6], max_new_tokens=9)]
     with pytest.raises(RequestError, match="There is no token"):
         handles[0].result(60)

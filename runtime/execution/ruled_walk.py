@@ -1,0 +1,144 @@
+"""Rules of requests, applied between the target's engine and the accept stage.
+
+The accept stage walks down each draft tree along the target's choices. This walk goes before it, to apply the rules to
+each row of logits just before the row is chosen from: the accept stage then makes the same choices. Rows that the walk
+does not come to are left as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plans import names
+from plans.errors import RequestError
+from plugins import native
+from plugins.schemas import SCHEMAS
+from runtime.execution.buffers import Buffers
+from runtime.execution.layout import Placed
+from runtime.execution.step import TargetStep
+from runtime.sequence import Sequence
+
+
+class RuledWalk:
+    """Applies the rules of sequences to the logits of a step, and chooses from a row as the accept stage does."""
+
+    def __init__(self, buffers: Buffers, step: TargetStep) -> None:
+        self._buffers, self._step = buffers, step
+        self._by_rejection = buffers.arrays[names.BY_REJECTION]
+        self._logits = buffers.of(names.TARGET, names.LOGITS_OUT)
+        self._raw = np.zeros(self._logits.shape[1], np.float32)  # the row that is being changed, as it was
+        self._own: dict[str, NDArray[Any]] = {
+            names.LOGIT_INDICES: np.zeros(1, np.int64),
+            names.POSITIONS: np.zeros(1, np.int64),
+            names.BRANCH: np.zeros(1, np.int64),
+            names.COMMITTED: np.zeros(1, np.int64),
+        }
+        self._choices: dict[int, native.BoundOp] = {}  # by row of logits
+
+    def run(self, placed: List[Placed]) -> None:
+        """Apply the rules of the sequences to the rows of logits that the accept stage will choose from.
+
+        Where a rule allows no token, its row stays, and `Placed.stuck` tells.
+        """
+        for each in placed:
+            if self._by_rejection[each.sequence.number]:
+                self._apply_along(each)
+            else:
+                self._walk(each)
+
+    def _walk(self, placed: Placed) -> None:
+        sequence, root = placed.sequence, placed.root
+        children = self._children(placed)
+        path, node = sequence.generated, 0
+        while self._apply(placed, node, path) is not None:
+            if node not in children:
+                break
+            token = self._choose(placed.first + node, int(self._step.positions[root + node]), sequence.number)
+            child = children[node].get(token)
+            path.append(token)
+            if child is None or self._ends(sequence, path):
+                break
+            node = child
+
+    def _apply_along(self, placed: Placed) -> None:
+        """Apply the rules along a chain, as far as the rules allow its tokens: acceptance by rejection reads the row of
+        each node that it may come to."""
+        path = placed.sequence.generated
+        tokens: list[int] = self._step.token_ids[placed.root + 1 : placed.root + placed.drafted + 1].tolist()
+        row = self._apply(placed, 0, path)
+        for node, token in enumerate(tokens, 1):
+            if row is None or np.isneginf(row[token]):
+                break
+            path.append(token)
+            if self._ends(placed.sequence, path):
+                break
+            row = self._apply(placed, node, path)
+
+    @staticmethod
+    def _ends(sequence: Sequence, path: list[int]) -> bool:
+        """Whether the generation is over behind `path`."""
+        return path[-1] in sequence.request.eos_token_ids or sequence.prompted + len(path) >= sequence.end
+
+    def _children(self, placed: Placed) -> dict[int, dict[int, int]]:
+        """Children of each node by token, of equal ones the first; nodes count from the tip, node 0."""
+        root, end = placed.root, placed.root + placed.drafted + 1
+        children: dict[int, dict[int, int]] = {}
+        tokens: list[int] = self._step.token_ids[root + 1 : end].tolist()
+        parents: list[int] = self._step.parent[root + 1 : end].tolist()
+        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True), 1):
+            children.setdefault(parent - root, {}).setdefault(token, node)
+        return children
+
+    def _apply(self, placed: Placed, node: int, path: list[int]) -> NDArray[np.float32] | None:
+        """Apply the sequence's rules to the row of a node; return the row, None where no token may follow."""
+        sequence, at = placed.sequence, placed.first + node
+        row: NDArray[np.float32] = self._buffers.rows(names.TARGET, names.LOGITS_OUT, at, at + 1)[0]
+        np.copyto(self._raw, row)
+        try:
+            apply_rules(sequence, row, path)
+        except RequestError as error:
+            np.copyto(row, self._raw)
+            placed.stuck = len(path) - len(sequence.tokens) + sequence.prompted, error
+            return None
+        if sequence.request.logprobs is not None:
+            placed.raw_logits = {**(placed.raw_logits or {}), at: self._raw.copy()}
+        self._buffers.send_rows(names.TARGET, names.LOGITS_OUT, at, at + 1)
+        return row
+
+    def choose_again(self, placed: Placed) -> int:
+        """Apply the rules behind an accept stage that cannot be preceded, and choose the token behind the tip again."""
+        row = self._buffers.rows(names.TARGET, names.LOGITS_OUT, placed.first, placed.first + 1)[0]
+        apply_rules(placed.sequence, row, placed.sequence.generated)
+        position = int(self._step.positions[placed.root])
+        return self._choose(placed.first, position, placed.sequence.number)
+
+    def _choose(self, at: int, position: int, number: int) -> int:
+        """Choose from row `at` as the op Sample does, for the sequence `number` behind the token at `position`."""
+        own = self._own
+        own[names.POSITIONS][0], own[names.BRANCH][0] = position, number
+        choice = self._choices.get(at)
+        if choice is None:
+            bound = {tensor.name: self._bound(tensor.name, at) for tensor in SCHEMAS["Sample"].tensors}
+            choice = self._choices[at] = native.create("Sample", bound)
+        choice(1, 1)
+        return int(own[names.COMMITTED][0])
+
+    def _bound(self, tensor: str, at: int) -> NDArray[Any]:
+        if tensor == names.LOGITS_OUT:
+            return self._logits[at : at + 1]
+        return self._own[tensor] if tensor in self._own else self._buffers.arrays[tensor]
+
+
+def apply_rules(sequence: Sequence, logits: NDArray[np.float32], path: List[int]) -> None:
+    """Apply a sequence's rules in their order to the row `logits` behind `path`.
+
+    Raises RequestError where they allow no token.
+    """
+    for rule in sequence.rules:
+        rule.apply(logits, path)
+    if np.isneginf(logits.max()):
+        raise RequestError("No token may follow: the rules of the request exclude all tokens of the vocabulary.")

@@ -1,0 +1,38 @@
+"""Rules over logits: what a request changes about the target's logits before a token is chosen.
+
+A rule is a function of the path, the tokens generated so far: committed ones, and those of the walk down a draft tree.
+So a request has the same tokens with any drafter as without one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class LogitsRule(ABC):
+    """A change of the target's logits, by the tokens generated so far. One rule may serve any number of requests."""
+
+    def begin(self, prompt: Sequence[int]) -> LogitsRule:
+        """Return the rule for one generation behind `prompt`: the rule itself, unless it depends on the prompt or keeps
+        something from call to call."""
+        return self
+
+    @abstractmethod
+    def apply(self, logits: NDArray[np.float32], path: Sequence[int]) -> None:
+        """Change `logits`, f32 `[vocab]`, in place: the token behind `path` is chosen from them.
+
+        `path` are the tokens generated so far, each of which was allowed; it is not to be changed. The next call may be
+        for a path that goes on from any earlier one. Raises RequestError where no token may follow, which ends the
+        generation.
+        """
+
+    def forced(self, path: Sequence[int], limit: int) -> Sequence[int]:
+        """Return at most `limit` tokens that follow `path` whatever the target says, as far as is easily known.
+
+        They are drafted in place of the drafter's tokens.
+        """
+        return ()
