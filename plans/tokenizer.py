@@ -61,6 +61,7 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}  # by token id, at most the vocabulary
         self._pieces: dict[int, str] = {}  # the same
         self._anchor, self._anchor_length = (0, 0) if self._byte_level else self._find_anchor()
+        self._continuing: tokenizers.Tokenizer | None = None
         self._bound = bound_of(tokenizer, set(_BYTE_OF))
 
     @classmethod
@@ -109,6 +110,12 @@ class Tokenizer:
         check_text(text, "The prompt")
         # Unlike `encode`, the library's batches let other threads of Python run, and leave out offsets.
         return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+    def encode_continuation(self, text: str) -> list[int]:
+        """Token ids of `text` where it goes on from another: nothing is put before it, and no token is special."""
+        if self._continuing is None:
+            self._continuing = _without_prefix(self._tokenizer)
+        return list(self._continuing.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def least_tokens(self, text: str) -> int:
         """Tokens that `text` becomes at least, known without encoding it; 0 where nothing is known."""
@@ -161,6 +168,23 @@ class Tokenizer:
         """True for special tokens and for ids without a token: they print nothing and part nothing."""
         token = self._tokenizer.id_to_token(token_id)
         return token is None or token in self._special
+
+    @property
+    def special_tokens(self) -> dict[int, str]:
+        """Special tokens by id, as they are spelled."""
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        return {token_id: token.content for token_id, token in added if token.special}
+
+    def text_bytes(self) -> list[bytes]:
+        """Bytes that each token adds to a text that has begun; none for skipped tokens and ids without one."""
+        ids = range(max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1)
+        if self._byte_level:
+            return [self.token_bytes(token_id) for token_id in ids]
+        texts = self._tokenizer.decode_batch([[self._anchor, token_id] for token_id in ids])
+        return [
+            b"" if self.is_skipped(token_id) else self.fallback_byte(token_id) or text[self._anchor_length :].encode()
+            for token_id, text in zip(ids, texts, strict=True)
+        ]
 
     def fallback_byte(self, token_id: int) -> bytes:
         """The byte that a token such as `<0xE2>` stands for in a tokenizer with byte fallback; none for others."""
@@ -227,6 +251,36 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"{path} cannot be read as UTF-8 text: {error}") from error
+
+
+def _without_prefix(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """A copy that puts no space before a text, and takes special tokens that the text spells for plain text."""
+    parts = json.loads(tokenizer.to_str())
+    parts["normalizer"] = _without_prepend(parts["normalizer"])
+    for part in _flat_parts(parts["pre_tokenizer"], "pretokenizers"):
+        if part["type"] == "Metaspace":
+            part["prepend_scheme"] = "never"
+        elif part["type"] == "ByteLevel":
+            part["add_prefix_space"] = False
+    copy = tokenizers.Tokenizer.from_str(json.dumps(parts))
+    copy.encode_special_tokens = True
+    return copy
+
+
+def _without_prepend(normalizer: dict[str, Any] | None) -> dict[str, Any] | None:
+    if normalizer is None or normalizer["type"] == "Prepend":
+        return None
+    if normalizer["type"] != "Sequence":
+        return normalizer
+    parts = [part for each in normalizer["normalizers"] if (part := _without_prepend(each)) is not None]
+    return {"type": "Sequence", "normalizers": parts} if parts else None
+
+
+def _flat_parts(part: dict[str, Any] | None, within: str) -> list[dict[str, Any]]:
+    """A part of `tokenizer.json`, or those that a sequence of them has under the key `within`."""
+    if part is None:
+        return []
+    return [each for inner in part[within] for each in _flat_parts(inner, within)] if within in part else [part]
 
 
 def _flat_decoder(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:

@@ -15,7 +15,16 @@ from commands.arguments import Parser, at_least_0, at_least_1, number
 from commands.console import guarded, print_json, report_error, stderr
 from plans.errors import RequestError
 from runtime.beam_search import BeamOptions, BeamResult, EarlyStopping
-from runtime.cli.arguments import add_prompt, add_shared, generation_json, load, read_options, read_prompt
+from runtime.cli.arguments import (
+    add_form,
+    add_prompt,
+    add_shared,
+    generation_json,
+    load,
+    read_form,
+    read_options,
+    read_prompt,
+)
 from runtime.cli.branches import add_branches
 from runtime.cli.debug import RoundPrinter, log_to
 from runtime.cli.skeleton import add_skeleton
@@ -56,6 +65,7 @@ def _parser(called: str) -> Parser:
     )
     add_shared(generate)
     add_prompt(generate)
+    add_form(generate)
     generate.add_argument("--stream", action="store_true", help="print text as it is committed")
     generate.add_argument(
         "--json", action="store_true", help="print one JSON object: text token_ids finish_reason stats"
@@ -97,6 +107,7 @@ def _parser(called: str) -> Parser:
         epilog='example: %(prog)s build/chat --system "Answer in one sentence."',
     )
     add_shared(chat)
+    add_form(chat)
     chat.add_argument("--system", help="a system message")
     chat.add_argument("--json", action="store_true", help="print one JSON object per reply")
     chat.set_defaults(command=_chat)
@@ -137,6 +148,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     prompt = read_prompt(arguments)
     options = read_options(arguments)
     options["logprobs"] = arguments.logprobs
+    options["structured_outputs"] = read_form(arguments)
     runtime = load(arguments)
     if arguments.debug:
         options["on_round"] = RoundPrinter(runtime.tokenizer, stderr)
@@ -193,8 +205,10 @@ def _given(arguments: argparse.Namespace, options: set[str]) -> list[str]:
 def _chat(arguments: argparse.Namespace) -> int:
     runtime = load(arguments)
     runtime.tokenizer.check_chat()
+    options = read_options(arguments)
+    options["structured_outputs"] = read_form(arguments)
     session = runtime.session()
-    session.stream([0], whole=True, **read_options(arguments)).close()  # wrong options end the command, not a turn
+    session.stream([0], whole=True, **options).close()  # wrong options end the command, not a turn
     messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
     while True:
         try:
@@ -207,7 +221,7 @@ def _chat(arguments: argparse.Namespace) -> int:
             return 0
         messages.append({"role": "user", "content": line})
         try:
-            stream = session.stream(messages=messages, **read_options(arguments))
+            stream = session.stream(messages=messages, **options)
         except RequestError as error:  # such as a turn too long: the conversation goes on without it
             report_error(error)
             messages.pop()

@@ -12,6 +12,7 @@ from plans.errors import RequestError
 from plans.manifest import Manifest
 from plans.tokenizer import Tokenizer
 from runtime.request import Options, Request, check_request
+from runtime.text.grammars import Grammars
 from runtime.text.prompt import prepare_prompt
 
 Mode = Literal["in-one-sequence", "batching"]
@@ -35,6 +36,7 @@ class BranchRequest:
 
 def check_branches(
     manifest: Manifest,
+    grammars: Grammars,
     tokenizer: Tokenizer,
     prompt: str | Sequence[int],
     branches: Sequence[BranchPrompt] | None,
@@ -70,7 +72,7 @@ def check_branches(
         try:
             own = {name: value for name, value in branch.items() if name not in _NO_OPTIONS}
             merged = cast(Options, {**options, **own})
-            request = check_request(merged, manifest, shared=mode == "in-one-sequence")
+            request = check_request(merged, manifest, grammars, shared=mode == "in-one-sequence")
             if "stream_id" not in own:
                 sampling = replace(request.sampling, stream=request.sampling.stream + place)
                 request = replace(request, sampling=sampling)

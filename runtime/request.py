@@ -13,7 +13,9 @@ from plans.errors import RequestError
 from plans.manifest import Manifest, rejects
 from plans.partial_kv import PARTIAL_MODES, PartialKv, PartialMode
 from runtime.sampling import FilterOrder, SamplingParams
+from runtime.text.grammars import Grammars
 from runtime.text.rules import LogitsRule
+from runtime.text.structured_outputs import StructuredOutputs
 from runtime.trace import Watcher
 
 MAX_LOGPROBS = 20
@@ -44,7 +46,8 @@ class Options(TypedDict, total=False):
       many as context, room and, in lossless mode, agreement make sensible; default: the plan's.
     - `tentative` (False): give out spans of tokens that are not confirmed yet, marked, in lossless mode. Their text is
       what is still to be shown if all that waits is confirmed and nothing follows.
-    - `constraint`: a `rules.LogitsRule` that the text keeps to, such as a `constraint.Constraint`.
+    - `structured_outputs`: the form that the text keeps to; see `structured_outputs.StructuredOutputs`.
+    - `constraint`: a `rules.LogitsRule` of your own.
     """
 
     max_new_tokens: int
@@ -63,6 +66,7 @@ class Options(TypedDict, total=False):
     on_round: Watcher | None
     logprobs: int | None
     cancel: threading.Event | None
+    structured_outputs: StructuredOutputs | None
     constraint: LogitsRule | None
     partial_kv: PartialMode
     partial_budget: int | Literal["auto"] | None
@@ -99,6 +103,7 @@ def check_options(
     eos_token_ids: Sequence[int],
     partial: PartialKv | None = None,
     vocab_size: int | None = None,
+    grammars: Grammars | None = None,
     *,
     rejecting: Collection[str] = (),
     shared: bool = False,
@@ -137,8 +142,11 @@ def check_options(
         raise RequestError(f"cancel is a {type(cancel).__name__}; pass a threading.Event, and set it to cancel.")
     constraint = options.get("constraint")
     if constraint is not None and not isinstance(constraint, LogitsRule):
-        raise RequestError(f"constraint is a {type(constraint).__name__}; pass a LogitsRule, such as a Constraint.")
-    rules = () if constraint is None else (constraint,)
+        raise RequestError(f"constraint is a {type(constraint).__name__}; pass a LogitsRule.")
+    rules: tuple[LogitsRule, ...] = () if constraint is None else (constraint,)
+    if (form := options.get("structured_outputs")) is not None:
+        assert grammars is not None, "whoever takes this option passes them"
+        rules = (grammars.rule(form, () if options.get("ignore_eos") else ends), *rules)
     mode = options.get("partial_kv")
     if mode is not None and mode not in PARTIAL_MODES:
         raise RequestError(f"partial_kv is {mode!r}; pass one of {', '.join(PARTIAL_MODES)}.")
@@ -152,7 +160,10 @@ def check_options(
         raise RequestError(f"{name} is given, and the plan has no partial KV cache; build it with partial_kv.enabled.")
     asked = mode not in (None, "off")
     if asked and rules:
-        raise RequestError(f"partial_kv is {mode!r}, and a constraint goes with full KV alone; leave one of them out.")
+        raise RequestError(
+            f"partial_kv is {mode!r}, and structured_outputs and constraint go with full KV alone; leave one of them "
+            "out."
+        )
     if asked and drafter in rejecting:
         raise RequestError(
             f"partial_kv is {mode!r}, and tokens of the drafter {drafter!r}, which is accepted by rejection, depend on "
@@ -195,7 +206,7 @@ def check_options(
     )
 
 
-def check_request(options: Options, manifest: Manifest, *, shared: bool = False) -> Request:
+def check_request(options: Options, manifest: Manifest, grammars: Grammars, *, shared: bool = False) -> Request:
     """Check options against all that a plan has. Raises RequestError."""
     return check_options(
         options,
@@ -203,6 +214,7 @@ def check_request(options: Options, manifest: Manifest, *, shared: bool = False)
         manifest.text.eos_token_ids,
         manifest.partial_kv,
         manifest.target.vocab_size,
+        grammars,
         rejecting=[drafter.name for drafter in manifest.drafters if rejects([drafter])],
         shared=shared,
     )

@@ -34,6 +34,7 @@ from runtime.scheduler import Scheduler, SchedulerConfig
 from runtime.scheduler_stats import SchedulerStats
 from runtime.session import Session
 from runtime.stats import Stats
+from runtime.text.grammars import Grammars
 from runtime.text.prompt import Messages, choose_prompt, prepare_prompt
 
 MAX_THREADS = 1024
@@ -79,7 +80,8 @@ class Runtime:
         engines = {name: driver.load(plan.file(engine.file), engine) for name, engine in backend_plan.engines.items()}
         text = plan.manifest.text
         self.tokenizer = Tokenizer.load(plan.root / "tokenizer", bos_token=text.bos_token, eos_token=text.eos_token)
-        self.loaded = Loaded(plan.manifest, backend_plan, driver, engines, self.tokenizer)
+        self.grammars = Grammars(self.tokenizer, plan.manifest.target.vocab_size)
+        self.loaded = Loaded(plan.manifest, backend_plan, driver, engines, self.tokenizer, self.grammars)
         self.prefix_cache = None
         if prefix_cache is not None:
             self.prefix_cache = PrefixCache(token_shapes(backend_plan), prefix_cache)
@@ -217,7 +219,7 @@ class Runtime:
         self, prompt: str | Sequence[int], options: Options, *, shared: bool = False
     ) -> tuple[list[int], Request]:
         """Check the prompt and options of a sequence of its own. Raises RequestError."""
-        request = check_request(options, self.manifest, shared=shared)
+        request = check_request(options, self.manifest, self.grammars, shared=shared)
         return prepare_prompt(prompt, (), request.stop, self.tokenizer, self.manifest.target).ids, request
 
     def _choose(self, prompt: str | Sequence[int] | None, messages: Messages | None) -> str | Sequence[int]:
@@ -331,7 +333,7 @@ class Runtime:
         Each branch gets the tokens that it would get alone, behind prompt and beginning, with its `stream_id`: that
         given, plus the branch's place. Raises RequestError, before anything runs.
         """
-        asked = check_branches(self.manifest, self.tokenizer, prompt, branches, n, mode, options)
+        asked = check_branches(self.manifest, self.grammars, self.tokenizer, prompt, branches, n, mode, options)
         most = self.manifest.target.branches
         parallel = most if max_parallel is None else max_parallel
         if isinstance(parallel, bool) or not isinstance(parallel, int) or not 1 <= parallel <= most:

@@ -18,6 +18,7 @@ from runtime.prefix_cache.cache import PrefixCacheConfig
 from runtime.request import Options
 from runtime.runtime import Runtime
 from runtime.scheduler import SchedulerConfig
+from runtime.text.structured_outputs import StructuredOutputs
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
@@ -85,6 +86,30 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         help="for debugging drafters with acceptance: rejection: draw a rejected token's replacement from the target's "
         "own distribution, which is wrong",
     )
+
+
+def add_form(parser: argparse.ArgumentParser) -> None:
+    """The form that the text keeps to."""
+    group = parser.add_argument_group("structured outputs", "The text keeps to a form; at most one of them.")
+    form = group.add_mutually_exclusive_group()
+    form.add_argument("--json-schema", type=Path, metavar="FILE", help="JSON of the schema in the file")
+    form.add_argument("--json-object", action="store_true", help="any JSON object")
+    form.add_argument("--regex", metavar="PATTERN", help="text that the regular expression matches as a whole")
+    form.add_argument("--grammar", type=Path, metavar="FILE", help="text of the grammar, for Lark or llama.cpp")
+    form.add_argument("--choice", action="append", metavar="TEXT", help="one of these texts; repeatable")
+
+
+def read_form(arguments: argparse.Namespace) -> StructuredOutputs | None:
+    """What `add_form` has taken. Raises `RequestError` for a file that cannot be read."""
+    if arguments.json_schema is not None:
+        return {"json": _read_text("--json-schema", arguments.json_schema)}
+    if arguments.json_object:
+        return {"json_object": True}
+    if arguments.regex is not None:
+        return {"regex": arguments.regex}
+    if arguments.grammar is not None:
+        return {"grammar": _read_text("--grammar", arguments.grammar)}
+    return None if arguments.choice is None else {"choice": arguments.choice}
 
 
 def _budget(text: str) -> int | str:
@@ -159,14 +184,19 @@ def read_prompt(arguments: argparse.Namespace) -> str | list[int]:
             raise RequestError(
                 f"--token-ids is {arguments.token_ids!r}; pass whole numbers separated by commas, such as 12,7,99."
             ) from None
+    return _read_text("--prompt-file", arguments.prompt_file)
+
+
+def _read_text(option: str, path: Path) -> str:
+    """The text of a file; - is standard input."""
     try:
-        if str(arguments.prompt_file) == "-":
+        if str(path) == "-":
             if isinstance(sys.stdin, TextIOWrapper):
                 sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # as files are read, whatever the locale says
             return sys.stdin.read()
-        return str(arguments.prompt_file.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"--prompt-file {arguments.prompt_file} cannot be read as UTF-8 text: {error}") from None
+        raise RequestError(f"{option} {path} cannot be read as UTF-8 text: {error}") from None
 
 
 def generation_json(generation: Generation) -> dict[str, object]:

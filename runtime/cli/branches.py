@@ -9,7 +9,16 @@ from commands.arguments import at_least_1
 from commands.console import print_json, stderr, stdout
 from plans.errors import RequestError
 from runtime.branch_request import MODES
-from runtime.cli.arguments import add_prompt, add_shared, generation_json, load, read_options, read_prompt
+from runtime.cli.arguments import (
+    add_form,
+    add_prompt,
+    add_shared,
+    generation_json,
+    load,
+    read_form,
+    read_options,
+    read_prompt,
+)
 from runtime.cli.side_by_side import SideBySide
 from runtime.generation import Generation, Stream
 from runtime.stats import Stats
@@ -28,6 +37,7 @@ def add_branches(commands: Any) -> None:
     )
     add_shared(parser)
     add_prompt(parser)
+    add_form(parser)
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument(
         "--branch", action="append", metavar="TEXT", help="what a branch begins with behind the prompt; repeatable"
@@ -56,6 +66,7 @@ def add_branches(commands: Any) -> None:
 def _branches(arguments: argparse.Namespace) -> int:
     prompt = read_prompt(arguments)
     options = read_options(arguments)
+    options["structured_outputs"] = read_form(arguments)
     if arguments.n is not None and arguments.n > 1 and not arguments.temperature:
         raise RequestError("Greedy samples are all the same; add --temperature, or leave --n out.")
     runtime = load(arguments)

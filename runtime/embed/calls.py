@@ -22,6 +22,7 @@ from runtime.prefix_cache.cache import PrefixCacheConfig
 from runtime.request import Options
 from runtime.runtime import Runtime
 from runtime.session import Session
+from runtime.text.structured_outputs import FORMS
 
 
 class Status(IntEnum):
@@ -56,10 +57,11 @@ AUTO = -1  # of partial_budget
 DOUBLES = ("temperature", "top_p")
 BOOLEANS = ("ignore_eos", "auto_disable", "skip_sample_adjustment")
 TEXTS = ("drafter", "filter_order", "partial_kv")
+OBJECTS = ("structured_outputs",)  # given as JSON
 TEXT_LISTS = ("stop",)
 INTEGER_LISTS = ("eos_token_ids",)
 OF_A_BRANCH = (
-    "prompt", "predicted_tokens", *INTEGERS, *DOUBLES, *BOOLEANS, *TEXTS, *TEXT_LISTS, *INTEGER_LISTS,
+    "prompt", "predicted_tokens", *INTEGERS, *DOUBLES, *BOOLEANS, *TEXTS, *OBJECTS, *TEXT_LISTS, *INTEGER_LISTS,
 )  # fmt: skip
 BRANCH_KEYS = ("prompt", "branches", "n", "mode", "max_parallel")
 
@@ -217,7 +219,9 @@ class Calls:
         self._set(params, key, length, BOOLEANS, "bool", bool(value))
 
     def set_text(self, params: int, key: Any, length: int, value: Any, value_length: int) -> None:
-        self._set(params, key, length, TEXTS, "text", self._text(value, value_length, "value"))
+        text: Any = self._text(value, value_length, "value")
+        name = self._key(key, length, (*TEXTS, *OBJECTS), "text options are set")
+        self._handles.get(Kind.PARAMS, params)[name] = _json_object(text, name, FORMS) if name in OBJECTS else text
 
     def add_text(self, params: int, key: Any, length: int, value: Any, value_length: int) -> None:
         self._add(params, key, length, TEXT_LISTS, self._text(value, value_length, "value"))

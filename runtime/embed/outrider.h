@@ -122,7 +122,9 @@ OUTRIDER_API outrider_status outrider_params_create(outrider_params **out);
  *   int     max_new_tokens, top_k, seed, stream_id, partial_budget (blocks; -1: auto)
  *   double  temperature, top_p
  *   bool    ignore_eos, auto_disable, skip_sample_adjustment (0 or 1)
- *   text    drafter ("none" for none), filter_order, partial_kv ("lossless", "lossy", "off")
+ *   text    drafter ("none" for none), filter_order, partial_kv ("lossless", "lossy", "off"),
+ *           structured_outputs (the form of the text as a JSON object of one key: "json", a JSON schema; "json_object",
+ *           true; "regex"; "grammar", for Lark or llama.cpp; "choice", a list of texts)
  *
  * Values are checked when a generation begins. */
 OUTRIDER_API outrider_status outrider_params_set_int(outrider_params *params, const char *key, size_t key_length,
@@ -186,7 +188,7 @@ typedef int32_t (*outrider_on_branch)(void *user, size_t branch, const int64_t *
 /* Continues a prompt in several branches at once, each with the tokens that it would have alone. `request` is a JSON
  * object: "prompt", a text or a list of token ids; "branches", a list of what each begins with behind it: a text, token
  * ids, or an object of "prompt", "predicted_tokens" and options of its own (those of outrider_params, "stop" and
- * "eos_token_ids" being lists); or in place of that "n", so many samples of the prompt; "mode", "in-one-sequence" or
+ * "eos_token_ids" being lists, "structured_outputs" an object); or in place of that "n", so many samples of the prompt; "mode", "in-one-sequence" or
  * "batching"; "max_parallel". `params` holds for all branches; it and `on_branch` may be NULL. Needs a plan of several
  * branches. Blocks until all have ended; to end it from another thread, have `on_branch` return what that thread wrote
  * down. Runs of one runtime may be under way in several threads. */

@@ -12,6 +12,7 @@ from runtime.backends.base import Backend, LoadedEngine
 from runtime.execution.buffers import Buffers
 from runtime.execution.program import Program
 from runtime.execution.step import DraftStep, Step, TargetStep
+from runtime.text.grammars import Grammars
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Loaded:
     backend: Backend
     engines: Mapping[str, LoadedEngine]
     tokenizer: Tokenizer
+    grammars: Grammars
 
 
 @dataclass(frozen=True)

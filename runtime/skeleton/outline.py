@@ -16,12 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plans.errors import OutriderError
-from runtime.text.grammar import Grammar, Piece, choice, literal, one_of, repeat, sequence
+from runtime.text.structured_outputs import lark_text
 
 PLAN, DIRECT, END = "[PLAN]", "[DIRECT]", "[END]"
 MOST_POINTS = 16
 _LINE = re.compile(r"(\d{1,3})\.<(\d{1,6})><([^<>\n]*)>\[(-|\d{1,3}(?:,\d{1,3})*)\](.*\S)\s*")
-_PRINTED = range(0x20, 0x7F)
 
 
 class OutlineError(OutriderError):
@@ -78,59 +77,24 @@ def parse_outline(text: str) -> Outline:
     return Outline(f"{PLAN}{body}{ended}", tuple(points.values()))
 
 
-def outline_grammar(tools: Sequence[str] = (), most: int = MOST_POINTS, *, direct: bool = True) -> Grammar:
-    """The form of an outline of at most `most` points, numbered from 1, with these tools; or of a `direct` answer."""
-    digits = one_of(b"0123456789")
-    character = choice(one_of(_PRINTED), *_beyond_ascii(_SEQUENCES))
-    opening = choice(one_of(byte for byte in _PRINTED if chr(byte) not in " ["), *_beyond_ascii(_PRINTED_SEQUENCES))
-    title = sequence(opening, repeat(character))
-    tool = choice(*(literal(name) for name in ("None", *tools)))
-    points: Piece | None = None
-    for number in range(most, 0, -1):
-        waits = literal("-")
-        if number > 1:
-            before = choice(*(literal(str(other)) for other in range(1, number)))
-            waits = choice(waits, sequence(before, repeat(sequence(literal(","), before), 0, 2)))
-        line = sequence(
-            literal(f"{number}.<"), one_of(b"123456789"), repeat(digits, 0, 4), literal("><"), tool, literal(">["),
-            waits, literal("]"), title, literal("\n"),
-        )  # fmt: skip
-        points = sequence(line) if points is None else sequence(line, repeat(points, 0, 1))
-    assert points is not None
-    plan = sequence(literal(f"{PLAN}\n"), points, literal(END))
-    if not direct:
-        return Grammar(plan)
-    return Grammar(choice(plan, sequence(literal(f"{DIRECT}\n"), repeat(choice(one_of(b"\t\n"), character)))))
+def outline_grammar(tools: Sequence[str] = (), most: int = MOST_POINTS, *, direct: bool = True) -> str:
+    """The grammar, for Lark, of an outline of at most `most` points, numbered from 1, with these tools.
 
-
-# Lead bytes, the bytes that may come second, and how many more follow: Unicode table 3-7.
-_SEQUENCES = (
-    (0xC2, 0xDF, (0x80, 0xBF), 0),
-    (0xE0, 0xE0, (0xA0, 0xBF), 1),
-    (0xE1, 0xEC, (0x80, 0xBF), 1),
-    (0xED, 0xED, (0x80, 0x9F), 1),
-    (0xEE, 0xEF, (0x80, 0xBF), 1),
-    (0xF0, 0xF0, (0x90, 0xBF), 2),
-    (0xF1, 0xF3, (0x80, 0xBF), 2),
-    (0xF4, 0xF4, (0x80, 0x8F), 2),
-)
-# The same without those that white space is among.
-_PRINTED_SEQUENCES = (
-    (0xC2, 0xC2, (0xA1, 0xBF), 0),
-    (0xC3, 0xDF, (0x80, 0xBF), 0),
-    (0xE0, 0xE0, (0xA0, 0xBF), 1),
-    (0xE1, 0xE1, (0x80, 0x99), 1),
-    (0xE1, 0xE1, (0x9B, 0xBF), 1),
-    (0xE2, 0xE3, (0x82, 0xBF), 1),
-    (0xE4, 0xEC, (0x80, 0xBF), 1),
-    *_SEQUENCES[3:],
-)
-
-
-def _beyond_ascii(sequences: Sequence[tuple[int, int, tuple[int, int], int]]) -> list[Piece]:
-    """Characters of UTF-8, as well-formed byte sequences."""
-    rest = one_of(range(0x80, 0xC0))
-    return [
-        sequence(one_of(range(low, high + 1)), one_of(range(second[0], second[1] + 1)), *[rest] * more)
-        for low, high, second, more in sequences
+    With `direct`, it may be a direct answer instead.
+    """
+    rules = [
+        f"start: plan | {lark_text(DIRECT + chr(10))} ANSWER" if direct else "start: plan",
+        f"plan: {lark_text(PLAN + chr(10))} points_1 {lark_text(END)}",
+        r"TOKENS: /[1-9][0-9]{0,4}/",
+        r"TITLE: /[^\s\[\x00-\x1F\x7F][^\x00-\x1F\x7F]*\n/",
+        r"ANSWER: /[^\x00-\x08\x0B-\x1F\x7F]*/",
+        f"TOOL: {' | '.join(lark_text(f'><{name}>[') for name in ('None', *tools))}",
     ]
+    for number in range(1, most + 1):
+        rest = f" points_{number + 1}?" if number < most else ""
+        waits = '"-"'
+        if number > 1:
+            before = "|".join(str(other) for other in range(1, number))
+            waits = f"/-|({before})(,({before})){{0,2}}/"
+        rules.append(f'points_{number}: "{number}.<" TOKENS TOOL {waits} "]" TITLE{rest}')
+    return "\n".join(rules) + "\n"

@@ -20,7 +20,6 @@ from runtime.request import MAX_STOPS, Options, check_stops
 from runtime.runtime import Runtime
 from runtime.skeleton.outline import END, PLAN, Outline, OutlineError, Point, outline_grammar, parse_outline
 from runtime.stats import Stats
-from runtime.text.constraint import Constraint, Vocabulary
 from runtime.text.prompt import chat_prompt
 
 
@@ -55,18 +54,13 @@ class Answer:
 
 
 class Skeleton:
-    """Answers questions with one plan; the vocabulary's masks are made once."""
+    """Answers questions with one plan."""
 
     def __init__(self, runtime: Runtime, settings: Settings | None = None) -> None:
-        """`settings` in place of the plan's.
-
-        Raises `RequestError` for a plan whose tokens are not bytes.
-        """
-        plan = runtime.manifest
+        """`settings` in place of the plan's."""
         self._runtime, self._settings = runtime, runtime.skeleton if settings is None else settings
         own = self._settings
-        grammar = outline_grammar(own.tools, own.most_points, direct=own.direct)
-        self._vocabulary = Vocabulary(grammar, runtime.tokenizer, plan.target.vocab_size, plan.text.eos_token_ids)
+        self._grammar = outline_grammar(own.tools, own.most_points, direct=own.direct)
 
     def answer(
         self,
@@ -109,7 +103,8 @@ class Skeleton:
         prefix = chat_prompt(messages, runtime.tokenizer, runtime.manifest.target)
         own = {
             "max_new_tokens": self._settings.outline_tokens,
-            "constraint": Constraint(self._vocabulary),
+            "structured_outputs": {"grammar": self._grammar},
+            "ignore_eos": False,
             "stop": [END],
         }
         branch = {"prompt": prefix[-1:], **own}

@@ -1,1 +1,1 @@
-"""Prompts to tokens, tokens to text, and rules over logits."""
+"""Prompts to tokens, tokens to text, rules over logits, and structured outputs."""

@@ -17,8 +17,7 @@ from runtime import Runtime
 from runtime.branch_request import MODES
 from runtime.engine import Engine
 from runtime.kv.cache import KvCache
-from runtime.text.constraint import Constraint, Vocabulary
-from runtime.text.grammar import Grammar, one_of, repeat
+from runtime.text.grammar_rule import GrammarRule
 
 DRAFTERS = ["none", "ngram", "short", "chain", "bushy", "head", "mixed"]
 TOKENS = st.lists(st.integers(1, 299), min_size=1, max_size=24)
@@ -252,11 +251,9 @@ def test_a_branch_whose_form_cannot_go_on_is_named(branching, monkeypatch) -> No
     def fails(*_: Any) -> None:
         raise RequestError("There is no token.")
 
-    monkeypatch.setattr(Constraint, "apply", fails)
-    grammar = Grammar(repeat(one_of(range(0x20, 0x7F))))
-    vocabulary = Vocabulary(grammar, branching.tokenizer, branching.manifest.target.vocab_size, [0])
+    monkeypatch.setattr(GrammarRule, "apply", fails)
     with pytest.raises(RequestError, match="Branch 1: There is no token"):
-        branching.generate_branches([5], [[6], {"prompt": [7], "constraint": Constraint(vocabulary)}])
+        branching.generate_branches([5], [[6], {"prompt": [7], "structured_outputs": {"regex": "[ -~]*"}}])
 
 
 @pytest.mark.parametrize(

@@ -266,6 +266,41 @@ def test_generate_refuses_with_one_sentence(generate, capsys: Captured, argument
     assert said in refused(capsys, generate(*arguments))
 
 
+def test_a_form_is_asked_for_in_five_ways(
+    toy: Runtime, toy_plan: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Runtime, "load", lambda *_, **__: toy)
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text('{"enum": ["a", "é"]}', encoding="utf-8")
+    grammar.write_text('start: "x" "y"+', encoding="utf-8")
+    for arguments, form in (
+        (["--json-schema", str(schema)], {"json": {"enum": ["a", "é"]}}),
+        (["--json-object"], {"json_object": True}),
+        (["--regex", "[0-9]{5}"], {"regex": "[0-9]{5}"}),
+        (["--grammar", str(grammar)], {"grammar": 'start: "x" "y"+'}),
+        (["--choice", "yes", "--choice", "no"], {"choice": ["yes", "no"]}),
+    ):
+        command = ["generate", str(toy_plan), "--prompt", PROMPT, "--max-new-tokens", "9", *arguments]
+        assert runtime.__main__.main(command) == 0
+        expected = toy.generate(PROMPT, max_new_tokens=9, structured_outputs=form)
+        assert capsys.readouterr().out == expected.text + "\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--grammar", "."], "--grammar . cannot be read"),
+        (["--json-schema", "/nowhere/schema.json"], "--json-schema /nowhere/schema.json cannot be read"),
+        (["--choice", ""], "structured_outputs.choice[0] is empty"),
+        (["--regex", "a", "--json-object"], "not allowed with"),
+        (["--regex", "a", "--ignore-eos"], "no token ends a text"),
+        (["--regex", "a", "--beams", "2"], "--regex cannot go with --beams"),
+    ],
+)
+def test_a_form_that_is_none_is_refused(generate, capsys: Captured, arguments: list[str], said: str) -> None:
+    assert said in refused(capsys, generate("--prompt", PROMPT, *arguments))
+
+
 def test_a_prompt_file_that_is_not_text_is_refused(generate, tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     assert "UTF-8" in refused(capsys, generate("--prompt-file", str(tmp_path / "binary")))

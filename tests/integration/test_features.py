@@ -21,8 +21,6 @@ from runtime import Generation, PrefixCacheConfig, Runtime, SchedulerConfig
 from runtime.branch_request import Mode
 from runtime.drafters.adaptive import AdaptiveSpeculation
 from runtime.request import Options
-from runtime.text.constraint import Constraint, Vocabulary
-from runtime.text.grammar import Grammar, one_of, repeat
 from tests.conftest import TOY_DRAFTERS
 from tests.integration.long_context import prompt
 from tests.integration.served import client_of, listening
@@ -143,22 +141,14 @@ def test_adaptive_speculation(doors: Doors, way: str, monkeypatch: pytest.Monkey
     assert all(each.stats.plain_rounds > 0 for each in found[:3])
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "server"])
-def test_constraints(doors: Doors, way: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_structured_outputs(doors: Doors, way: str) -> None:
     """Digits alone, beside sequences that may say anything."""
-    manifest, tokenizer = doors.rows.manifest, doors.rows.tokenizer
-    vocabulary = Vocabulary(
-        Grammar(repeat(one_of(b"0123456789"))), tokenizer, manifest.target.vocab_size, manifest.text.eos_token_ids
-    )
-    asked = [
-        options(constraint=Constraint(vocabulary) if place % 2 else None, drafter="head", max_new_tokens=12)
-        for place in range(4)
-    ]
-    found = doors.ask(way, asked)
-    assert found[1].text.isdigit()
-    assert found[3].text.isdigit()
-    free = doors.ask("generate", [options(drafter="none", max_new_tokens=12)] * 4)
-    assert [each.token_ids for each in found[::2]] == [each.token_ids for each in free[::2]]
+    digits = {"structured_outputs": {"regex": "[0-9]{12}"}, "ignore_eos": False}
+    asked = [options(drafter="head", max_new_tokens=12, **(digits if place % 2 else {})) for place in range(4)]
+    found = doors.texts(way, asked)
+    assert all(text.isdigit() for text in found[1::2])
+    assert found[::2] == doors.texts("generate", [options(drafter="none", max_new_tokens=12)] * 4)[::2]
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "server"])

@@ -19,8 +19,7 @@ from plans.errors import BusyError, RequestError
 from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
 from runtime.branch_request import MODES
 from runtime.engine import Engine
-from runtime.text.constraint import Constraint, Vocabulary
-from runtime.text.grammar import Grammar, one_of, repeat
+from runtime.text.grammar_rule import GrammarRule
 
 DRAFTERS = ["none", "ngram", "short", "chain", "bushy", "head", "mixed"]
 KEEP = PrefixCacheConfig(max_cached_tokens=4096, min_prefix_length=1)
@@ -275,21 +274,17 @@ def test_drafts_are_as_good_behind_rows_of_others(branch_plan: Path, drafter: st
 
 
 def test_a_form_that_cannot_go_on_fails_its_request_alone(serving: Runtime, alone: Runtime) -> None:
-    vocabulary = Vocabulary(
-        Grammar(repeat(one_of(range(0x20, 0x7F)))), serving.tokenizer, serving.manifest.target.vocab_size, [0]
-    )
-    constraint = Constraint(vocabulary)
-    apply = Constraint.apply
+    apply = GrammarRule.apply
 
-    def fails(self: Constraint, logits: NDArray[np.float32], path: list[int]) -> None:
+    def fails(self: GrammarRule, logits: NDArray[np.float32], path: list[int]) -> None:
         if len(path) == 3:
             raise RequestError("There is no token.")
         apply(self, logits, path)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Constraint, "apply", fails)
+        patch.setattr(GrammarRule, "apply", fails)
         other = serving.submit([5, 6], max_new_tokens=20, ignore_eos=True)
-        handle = serving.submit([7], max_new_tokens=20, constraint=constraint)
+        handle = serving.submit([7], max_new_tokens=20, structured_outputs={"regex": "[ -~]*"})
         with pytest.raises(RequestError, match="There is no token"):
             handle.result(60)
         with pytest.raises(RequestError, match="There is no token"):

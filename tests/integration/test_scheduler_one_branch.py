@@ -14,8 +14,7 @@ from compiler.recipe import load_recipe
 from runtime import BusyError, PlanError, PrefixCacheConfig, RequestError, Runtime, SchedulerConfig
 from runtime.engine import Engine
 from runtime.execution.program import Program
-from runtime.text.constraint import Constraint, Vocabulary
-from runtime.text.grammar import Grammar, one_of, repeat
+from runtime.text.grammar_rule import GrammarRule
 from tests.conftest import TOY_DRAFTERS
 
 PROMPT = [(37 * i) % 299 + 1 for i in range(50)]  # four chunks
@@ -55,12 +54,6 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     return Gate(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def printable(toy: Runtime) -> Vocabulary:
-    grammar = Grammar(repeat(one_of(range(0x20, 0x7F))))
-    return Vocabulary(grammar, toy.tokenizer, toy.manifest.target.vocab_size, [0])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -113,21 +106,21 @@ def test_stops_and_rounds(serving: Runtime, toy: Runtime) -> None:
     assert len(rounds) == watched.stats.rounds
 
 
-def test_a_form_serves_several_requests(serving: Runtime, toy: Runtime, printable: Vocabulary) -> None:
-    constraint = Constraint(printable)
-    expected = [toy.generate([place], constraint=constraint, max_new_tokens=8).token_ids for place in (5, 6)]
-    found = serving.generate([[5], [6]], constraint=constraint, max_new_tokens=8)
+def test_a_form_serves_several_requests(serving: Runtime, toy: Runtime) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 8, "structured_outputs": {"regex": "[ -~]*"}}
+    expected = [toy.generate([place], **options).token_ids for place in (5, 6)]
+    found = serving.generate([[5], [6]], **options)
     assert [each.token_ids for each in found] == expected
 
 
 def test_a_form_that_cannot_go_on_fails_its_request_alone(
-    serving: Runtime, toy: Runtime, printable: Vocabulary, monkeypatch: pytest.MonkeyPatch
+    serving: Runtime, toy: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object) -> None:
         raise RequestError("There is no token.")
 
-    monkeypatch.setattr(Constraint, "apply", fails)
-    handles = [serving.submit([7], constraint=Constraint(printable)), serving.submit([5, 6], max_new_tokens=9)]
+    monkeypatch.setattr(GrammarRule, "apply", fails)
+    handles = [serving.submit([7], structured_outputs={"regex": "[ -~]*"}), serving.submit([5, 6], max_new_tokens=9)]
     with pytest.raises(RequestError, match="There is no token"):
         handles[0].result(60)
     assert handles[1].result(60).token_ids == toy.generate([5, 6], max_new_tokens=9).token_ids

@@ -16,7 +16,6 @@ from runtime.__main__ import main
 from runtime.cli import skeleton as skeleton_command
 from runtime.skeleton.outline import END, outline_grammar, parse_outline
 from runtime.skeleton.skeleton import Skeleton, titles
-from runtime.text.constraint import Constraint, Vocabulary
 
 QUESTION = "a module that reads files"
 BRANCH = "{point}: {outline}"
@@ -45,10 +44,10 @@ def test_it_is_what_one_would_do_by_hand(runtime: Runtime, drafter: str, mode: s
     tokenizer = runtime.tokenizer
     messages = [{"role": "user", "content": QUESTION}]
     prompt = tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
-    vocabulary = Vocabulary(outline_grammar((), 3, direct=direct), tokenizer, 300, runtime.manifest.text.eos_token_ids)
+    form = {"grammar": outline_grammar((), 3, direct=direct)}
     session = runtime.session()
-    own = options | {"max_new_tokens": 40, "stop": [END]}
-    planned = session.generate(prompt, constraint=Constraint(vocabulary), **own)
+    own = options | {"max_new_tokens": 40, "stop": [END], "ignore_eos": False}
+    planned = session.generate(prompt, structured_outputs=form, **own)
     assert answer.planned.token_ids == planned.token_ids
     assert said[None] == planned.text
     if planned.finish_reason == "stop":

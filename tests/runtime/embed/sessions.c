@@ -81,6 +81,16 @@ static void results(outrider_runtime *runtime) {
   EXPECT(strchr(stats, '\n') == NULL && strchr(stats, 'e') == NULL);
   EXPECT_OK(outrider_result_destroy(result));
   EXPECT_OK(outrider_params_destroy(params));
+
+  static const char form[] = "{\"choice\": [\"first of two\", \"second of two\"]}";
+  EXPECT_OK(outrider_params_create(&params));
+  EXPECT_OK(outrider_params_set_text(params, "structured_outputs", 18, form, strlen(form)));
+  EXPECT_OK(outrider_generate(session, "import", 6, params, NULL, NULL, &result));
+  EXPECT_OK(outrider_result_text(result, &stats, &length));
+  EXPECT(strcmp(stats, "first of two") == 0 || strcmp(stats, "second of two") == 0);
+  EXPECT(reason_of(result) == OUTRIDER_STOPPED);
+  EXPECT_OK(outrider_result_destroy(result));
+  EXPECT_OK(outrider_params_destroy(params));
   EXPECT_OK(outrider_session_destroy(session));
 }
 

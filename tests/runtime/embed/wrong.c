@@ -77,6 +77,12 @@ static void arguments(const char *plan) {
   EXPECT_OK(outrider_params_set_text(params, "drafter", 7, "nobody", 6));
   EXPECT_FAILURE(outrider_generate(session, "a", 1, params, NULL, NULL, &result), OUTRIDER_REQUEST, "nobody");
   EXPECT_OK(outrider_params_set_text(params, "drafter", 7, "none", 4));
+  EXPECT_FAILURE(outrider_params_set_text(params, "structured_outputs", 18, "{", 1), OUTRIDER_INVALID_ARGUMENT, "JSON");
+  EXPECT_FAILURE(outrider_params_set_text(params, "structured_outputs", 18, "{\"a\": 1}", 8), OUTRIDER_INVALID_ARGUMENT,
+                 "regex");
+  EXPECT_OK(outrider_params_set_text(params, "structured_outputs", 18, "{\"regex\": \"([\"}", 15));
+  EXPECT_FAILURE(outrider_generate(session, "a", 1, params, NULL, NULL, &result), OUTRIDER_REQUEST, "unclosed");
+  EXPECT_OK(outrider_params_set_text(params, "structured_outputs", 18, "{\"regex\": \"[ab]\"}", 17));
   EXPECT_OK(outrider_params_add_int(params, "eos_token_ids", 13, 1000000000));
   EXPECT_FAILURE(outrider_generate(session, "a", 1, params, NULL, NULL, &result), OUTRIDER_REQUEST, "1000000000");
   for (int i = 0; i < 17; ++i) {

@@ -1,0 +1,72 @@
+"""The rule that a text keeps to a grammar: at each token, those of the vocabulary that it may go on with."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from llguidance import LLMatcher
+from numpy.typing import NDArray
+
+from plans.errors import RequestError
+from runtime.prefix_cache.radix_tree import common_length
+from runtime.text.grammar_compiler import Vocabulary
+from runtime.text.rules import LogitsRule
+
+
+class GrammarRule(LogitsRule):
+    """The rule that a text keeps to a grammar, and ends with an end token where the grammar has been satisfied."""
+
+    def __init__(self, vocabulary: Vocabulary, grammar: LLMatcher, ends: Collection[int]) -> None:
+        """`grammar` is a matcher that has taken nothing in, and is to take nothing in: each text has a copy."""
+        self._vocabulary, self._grammar = vocabulary, grammar
+        self._ends = np.array(sorted(ends), np.int64)
+        self._path: list[int] = []  # what the matcher has taken in
+        self._matcher = grammar.deep_copy()
+        self._mask = np.zeros((vocabulary.size + 1 + 31) // 32, np.int32)
+        self._address = self._mask.ctypes.data
+
+    def begin(self, prompt: Sequence[int]) -> GrammarRule:
+        return GrammarRule(self._vocabulary, self._grammar, self._ends.tolist())
+
+    def apply(self, logits: NDArray[np.float32], path: Sequence[int]) -> None:
+        """Exclude tokens that the grammar does not allow behind `path`. Raises RequestError where it allows none."""
+        self._follow(path)
+        np.copyto(logits, -np.inf, where=self._excluded())
+
+    def forced(self, path: Sequence[int], limit: int) -> Sequence[int]:
+        try:
+            self._follow(path)
+        except RequestError:
+            return ()
+        return self._matcher.compute_ff_tokens()[:limit]
+
+    def _follow(self, path: Sequence[int]) -> None:
+        """Bring the matcher behind `path`. Raises RequestError where the grammar does not allow it."""
+        known = len(self._path)
+        if path[:known] != self._path:
+            common = common_length(self._path, path)
+            if not self._matcher.rollback(known - common):  # as with grammars that count tokens
+                self._matcher, common = self._grammar.deep_copy(), 0
+            del self._path[common:]
+            known = common
+        rest = list(path[known:])
+        if rest:
+            taken = self._matcher.try_consume_tokens(rest)
+            self._path += rest[:taken]
+            if taken < len(rest):
+                raise RequestError("The grammar does not allow the text so far; no token may follow it.")
+
+    def _excluded(self) -> NDArray[np.bool_]:
+        """Return bool `[vocab]`: the tokens that may not come next. Raises RequestError where none may."""
+        size = self._vocabulary.size
+        self._matcher.unsafe_compute_mask_ptr(self._address, self._mask.nbytes)
+        if self._matcher.is_error():
+            raise RequestError(
+                "The grammar allows no token of the vocabulary here: it leads to text that no token has, or it is too "
+                "complex. Correct it."
+            )
+        excluded = ~np.unpackbits(self._mask.view(np.uint8), count=size, bitorder="little").view(np.bool_)
+        excluded[self._ends] = not self._matcher.is_accepting()
+        excluded[self._vocabulary.absent] = True
+        return excluded

@@ -1,0 +1,76 @@
+"""From the form that a request asks for to the grammar that llguidance reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import any_to_lark
+
+from plans.chat_template import check_text
+from plans.errors import RequestError
+from runtime.text.structured_outputs import FORMS, lark_text
+
+MOST_CHOICES = 10_000
+WHITESPACE = r"(?: |\n[ \t]{0,20})"
+"""Between the parts of JSON: bounded, so that a text cannot go on with white space for ever."""
+
+
+def to_grammar(asked: object, name: str = "structured_outputs") -> tuple[str, str]:
+    """Return the form that `asked` has, and its grammar as llguidance reads it; `name` is what errors call it.
+
+    Raises RequestError for what is no form. Whether the grammar makes sense is for llguidance to say.
+    """
+    if not isinstance(asked, Mapping) or len(asked) != 1 or next(iter(asked)) not in FORMS:
+        raise RequestError(f"{name} must be an object with exactly one of the keys {', '.join(FORMS)}.")
+    ((form, value),) = asked.items()
+    where = f"{name}.{form}"
+    if form == "json":
+        return where, _of_schema(_schema(value, where), where)
+    if form == "json_object":
+        if value is not True:
+            raise RequestError(f"{where} is {value!r}; pass true, or leave it out.")
+        return where, _of_schema({"type": "object"}, where)
+    if form == "choice":
+        return where, _of_choice(value, where)
+    check_text(value, where)
+    if form == "regex":
+        return where, LLMatcher.grammar_from_regex(value)
+    try:
+        return where, LLMatcher.grammar_from_lark(any_to_lark(value))
+    except Exception as error:  # the converter of GBNF raises plain ones
+        raise RequestError(
+            f"{where} is no grammar of llama.cpp's: {error}. Correct it, or write it for Lark."
+        ) from None
+
+
+def _schema(value: object, where: str) -> Mapping[str, object]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{where} is not JSON: {error}. Pass a JSON schema.") from None
+    if not isinstance(value, Mapping):
+        raise RequestError(f"{where} is a {type(value).__name__}; pass a JSON schema, which is an object.")
+    return value
+
+
+def _of_schema(schema: Mapping[str, object], where: str) -> str:
+    try:
+        text = json.dumps(schema, allow_nan=False)
+        own = schema.get("x-guidance")
+        bounded = not (isinstance(own, Mapping) and own.keys() & {"whitespace_flexible", "whitespace_pattern"})
+        return LLMatcher.grammar_from_json_schema(text, {"whitespace_pattern": WHITESPACE} if bounded else None)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"{where} is no JSON schema that can be read: {error}. Correct it.") from None
+
+
+def _of_choice(value: object, where: str) -> str:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not 1 <= len(value) <= MOST_CHOICES:
+        raise RequestError(f"{where} must be a list of 1 to {MOST_CHOICES} texts.")
+    for place, text in enumerate(value):
+        check_text(text, f"{where}[{place}]")
+        if not text:
+            raise RequestError(f"{where}[{place}] is empty; pass a text of at least one character.")
+    return LLMatcher.grammar_from_lark("start: " + " | ".join(map(lark_text, value)))

@@ -1,0 +1,33 @@
+"""Structured outputs: what a request says about the form of its text. The names of the forms are vLLM's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+
+class StructuredOutputs(TypedDict, total=False):
+    """The form that a text keeps to; exactly one key.
+
+    - `json`: a JSON schema, as a mapping or as JSON text. What llguidance does not know in a schema is refused, unless
+      the schema has `"x-guidance": {"lenient": true}`; other keys of `x-guidance` say how white space may stand.
+    - `json_object`: true; any JSON object.
+    - `regex`: a regular expression, as Rust's crate regex writes them, that all of the text matches.
+    - `grammar`: a context-free grammar, as Lark or llama.cpp (GBNF) writes them.
+    - `choice`: a list of texts, of which the text is one.
+    """
+
+    json: Mapping[str, object] | str
+    json_object: bool
+    regex: str
+    grammar: str
+    choice: Sequence[str]
+
+
+FORMS = tuple(StructuredOutputs.__annotations__)
+
+
+def lark_text(text: str) -> str:
+    """Write `text` as a string literal of a Lark grammar."""
+    return json.dumps(text)

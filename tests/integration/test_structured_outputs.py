@@ -1,0 +1,169 @@
+"""Structured outputs: texts of the form at any temperature, and the tokens of plain decoding whatever drafts."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jsonschema import Draft202012Validator
+
+from plans.errors import RequestError
+from runtime import Runtime
+from runtime.request import Options
+from runtime.skeleton.outline import END, outline_grammar, parse_outline
+from tests.conftest import TOY_DRAFTERS
+from tests.integration.json_schemas import draw_schema
+
+SCHEMAS = 200
+
+
+def test_answers_keep_to_their_schemas(reference: Runtime) -> None:
+    """Random schemas, with each of the plan's drafters in turn; all but a few texts end by themselves."""
+    drafters = [drafter.name for drafter in reference.manifest.drafters]
+    ended = drafted = accepted = 0
+    for seed in range(SCHEMAS):
+        schema = draw_schema(seed)
+        options = Options(
+            structured_outputs={"json": schema},
+            temperature=1.0,
+            seed=seed,
+            max_new_tokens=400,
+            drafter=drafters[seed % len(drafters)],
+            auto_disable=False,
+        )
+        found = reference.generate('config = json.loads("""', **options)
+        drafted, accepted = drafted + found.stats.drafted, accepted + found.stats.accepted
+        if found.finish_reason == "stop":
+            ended += 1
+            Draft202012Validator(schema).validate(json.loads(found.text))
+        if seed % 20 == 0:
+            for drafter in ["none", *drafters]:
+                again = reference.generate('config = json.loads("""', **options | Options(drafter=drafter))
+                assert again.token_ids == found.token_ids
+    assert ended >= SCHEMAS - 4
+    assert accepted > drafted / 8
+
+
+@pytest.mark.parametrize("drafter", TOY_DRAFTERS)
+def test_same_tokens_with_any_drafter(toy: Runtime, drafter: str) -> None:
+    """Of a target that likes nothing that a form allows, greedy and not."""
+    ended = 0
+    for seed in range(12):
+        options = Options(
+            structured_outputs={"json": draw_schema(seed)},
+            temperature=float(seed % 2),
+            seed=seed,
+            max_new_tokens=120,
+            auto_disable=False,
+        )
+        prompt = [5 + seed, 6, 7]
+        expected = toy.generate(prompt, **options | Options(drafter="none"))
+        found = toy.generate(prompt, **options | Options(drafter=drafter))
+        assert found.token_ids == expected.token_ids
+        assert found.finish_reason == expected.finish_reason
+        ended += found.finish_reason == "stop"
+    assert ended > 6
+
+
+FORMS: list[tuple[dict[str, Any], str]] = [
+    ({"regex": "[a-c]{3,8}é?"}, "[a-c]{3,8}é?"),
+    ({"choice": ["yes", "no", 'a "b"\n']}, '(yes|no|a "b"\n)'),
+    ({"grammar": 'start: "x" ("y" | "z"){2} NUMBER\nNUMBER: /[0-9]{1,3}/'}, "x[yz]{2}[0-9]{1,3}"),
+    ({"grammar": 'root ::= "(" root ")" | [0-9]'}, r"\(*[0-9]\)*"),
+    ({"json": {"enum": ["a", 1]}}, '("a"|1)'),
+    ({"json": '{"type": "boolean"}'}, "(true|false)"),
+]
+
+
+@pytest.mark.parametrize(("form", "expected"), FORMS)
+def test_each_kind_of_form(toy: Runtime, form: dict[str, Any], expected: str) -> None:
+    for seed in range(4):
+        found = toy.generate([seed, 6], structured_outputs=form, temperature=1.0, seed=seed, max_new_tokens=80)
+        assert found.finish_reason == "length" or re.fullmatch(expected, found.text)
+        assert found.finish_reason == "stop" or "root" in str(form)
+
+
+def test_any_json_object(reference: Runtime) -> None:
+    for seed in range(3):
+        found = reference.generate(
+            "x = ", structured_outputs={"json_object": True}, temperature=0.7, seed=seed, max_new_tokens=300
+        )
+        assert found.text.startswith("{")
+        assert found.finish_reason == "length" or isinstance(json.loads(found.text), dict)
+
+
+def test_a_limit_ends_a_text_first(toy: Runtime) -> None:
+    whole = toy.generate([5], structured_outputs={"regex": "[a-f]{30}"}, max_new_tokens=100)
+    cut = toy.generate([5], structured_outputs={"regex": "[a-f]{30}"}, max_new_tokens=7)
+    assert (whole.finish_reason, cut.finish_reason) == ("stop", "length")
+    assert cut.token_ids == whole.token_ids[:7]
+
+
+def test_a_form_that_allows_everything_changes_nothing(reference: Runtime) -> None:
+    for seed in range(3):
+        options = Options(max_new_tokens=40, temperature=0.6, top_p=0.9, seed=seed)
+        free = reference.generate("import os\n", drafter="none", **options)
+        found = reference.generate("import os\n", structured_outputs={"regex": "(.|\n)*"}, **options)
+        assert found.token_ids == free.token_ids
+
+
+def test_a_choice_is_the_likeliest_that_may_come(toy: Runtime) -> None:
+    words = [" import", "return", "zebra"]
+    found = toy.generate("x =", structured_outputs={"choice": words}, max_new_tokens=20)
+    assert found.text in words
+    session = toy.session()
+    next(session.stream("x =", max_new_tokens=1, drafter="none", ignore_eos=True))
+    texts = toy.tokenizer.text_bytes()
+    first = [bool(text) and any(word.encode().startswith(text) for word in words) for text in texts]
+    logits = np.where(first, session.step_logits(0), -np.inf)
+    assert found.token_ids[0] == int(logits.argmax())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 3.0])
+def test_whatever_comes_is_the_beginning_of_an_outline(toy: Runtime, temperature: float) -> None:
+    form = {"grammar": outline_grammar(["search"], most=3)}
+    for seed in range(6):
+        options = Options(max_new_tokens=100, temperature=temperature, seed=seed, stop=[END])
+        found = toy.generate([5, seed + 1], structured_outputs=form, **options)
+        again = toy.generate([5, seed + 1], structured_outputs=form, drafter="none", **options)
+        assert again.token_ids == found.token_ids
+        if found.finish_reason == "stop":
+            parse_outline(found.text + END)
+
+
+def test_one_form_serves_any_number_of_texts(toy: Runtime, branch_plan: Path) -> None:
+    options = Options(max_new_tokens=12, structured_outputs={"regex": "[ -~]*"})
+    expected = [toy.generate([5, place], **options).token_ids for place in range(4)]
+    assert [toy.generate([5, place], **options).token_ids for place in range(4)] == expected
+    branches = Runtime.load(branch_plan, threads=1)
+    found = branches.generate([[5, place] for place in range(4)], **options)
+    assert [each.token_ids for each in found] == expected
+    found = branches.generate_branches([5], [[place] for place in range(4)], **options)
+    assert [each.token_ids for each in found] == expected
+    branches.close()
+
+
+def test_a_turn_has_a_form_of_its_own(toy: Runtime) -> None:
+    session = toy.session()
+    for word in ("yes", "no", "yes"):
+        assert session.generate("?", structured_outputs={"choice": [word]}, max_new_tokens=9).text == word
+    assert session.generate("?", max_new_tokens=9, ignore_eos=True).text != "yes"
+
+
+def test_what_cannot_be_is_refused_before_anything_runs(toy: Runtime) -> None:
+    with pytest.raises(RequestError, match=r"structured_outputs\.regex has a regular expression"):
+        toy.stream([1], structured_outputs={"regex": "(["})
+    with pytest.raises(RequestError, match="structured_outputs is given, and no token ends a text"):
+        toy.stream([1], structured_outputs={"choice": ["a"]}, ignore_eos=True)
+    with pytest.raises(RequestError, match="constraint is a str; pass a LogitsRule"):
+        toy.stream([1], constraint="json")  # type: ignore[arg-type]
+
+
+def test_text_that_no_token_has_ends_in_an_error(toy: Runtime) -> None:
+    """A grammar that leads nowhere says so, instead of a text that is none of it."""
+    with pytest.raises(RequestError, match="The grammar allows no token of the vocabulary here"):
+        toy.generate([5], structured_outputs={"regex": "a{9999}{9999}"}, max_new_tokens=50)

@@ -1,0 +1,270 @@
+"""Grammars on tokenizers of both kinds: what masks allow, how a rule follows paths, what it forces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as LibraryTokenizer
+
+from plans.errors import RequestError
+from plans.tokenizer import Tokenizer
+from runtime.text import grammar_compiler
+from runtime.text.grammar_rule import GrammarRule
+from runtime.text.grammars import Grammars
+
+WORDS = ["import os", "import sys", "return", "naïve", "日本", "日本語", '{"a": 1}', "a  b", "</s>", "[END]"]
+
+
+def byte_level() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: place for place, token in enumerate(["</s>", *alphabet, "im", "port", "Ġos", "import"])}
+    merges = [("i", "m"), ("p", "o"), ("po", "r"), ("por", "t"), ("im", "port")]
+    vocab |= {token: len(vocab) + place for place, token in enumerate(["po", "por"])}
+    library = LibraryTokenizer(models.BPE(vocab=vocab, merges=merges))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=True)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens(["</s>"])
+    library.add_tokens([AddedToken("return", normalized=False)])
+    return Tokenizer(library)
+
+
+def byte_fallback(metaspace: bool) -> Tokenizer:
+    """As of Llama 2: pieces of text, bytes of what no piece has, and a space before all."""
+    vocab = {token: place for place, token in enumerate(["<unk>", "<s>", "</s>"])}
+    vocab |= {f"<0x{byte:02X}>": len(vocab) + byte for byte in range(256)}
+    pieces = ["▁", "i", "m", "p", "o", "r", "t", "s", "y", "e", "n", "▁o", "▁os", "im", "日", "▁▁", "ur", "re", "{"]
+    vocab |= {piece: len(vocab) + place for place, piece in enumerate(pieces)}
+    merges = [("▁", "o"), ("▁o", "s"), ("i", "m"), ("▁", "▁"), ("u", "r"), ("r", "e")]
+    vocab["u"] = len(vocab)
+    library = LibraryTokenizer(
+        models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    if metaspace:
+        library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    else:
+        library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    library.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    library.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return Tokenizer(library)
+
+
+MORE = 5  # tokens that the target has and the tokenizer has not
+KINDS = ["byte-level", "byte fallback", "metaspace"]
+
+
+@cache
+def grammars_of(kind: str) -> tuple[Tokenizer, Grammars, int]:
+    tokenizer = byte_level() if kind == "byte-level" else byte_fallback(kind == "metaspace")
+    size = tokenizer.vocab_size + MORE
+    return tokenizer, Grammars(tokenizer, size), size
+
+
+def end_of(tokenizer: Tokenizer) -> int:
+    return next(token for token, text in tokenizer.special_tokens.items() if text == "</s>")
+
+
+def allowed(rule: GrammarRule, path: Sequence[int], size: int) -> list[int]:
+    logits = np.zeros(size, np.float32)
+    rule.apply(logits, list(path))
+    assert set(logits) <= {0.0, -np.inf}
+    found: list[int] = np.flatnonzero(logits == 0).tolist()
+    return found
+
+
+def texts_behind_a_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> bytes:
+    texts = tokenizer.text_bytes()
+    return b"".join(texts[token] for token in tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=30, deadline=None)
+@given(words=st.lists(st.sampled_from(WORDS), min_size=1, max_size=5, unique=True), seed=st.integers(0, 2**32 - 1))
+def test_whatever_is_allowed_leads_to_a_text_of_the_grammar(kind: str, words: list[str], seed: int) -> None:
+    tokenizer, grammars, size = grammars_of(kind)
+    end = end_of(tokenizer)
+    rule = grammars.rule({"choice": words}, [end]).begin([])
+    encoded = [word.encode() for word in words]
+    drawn, path = np.random.default_rng(seed), list[int]()
+    while True:
+        so_far = texts_behind_a_text(tokenizer, path)
+        choices = allowed(rule, path, size)
+        assert (end in choices) == (so_far in encoded) or choices == rule.forced(path, 1)
+        for token in choices:
+            text = so_far + texts_behind_a_text(tokenizer, [token])
+            assert token == end or (text != so_far and any(word.startswith(text) for word in encoded))
+        path.append(int(drawn.choice(choices)))
+        if path[-1] == end:
+            break
+    assert so_far in encoded
+    anchor = tokenizer.encode("a", add_special_tokens=False)
+    assert tokenizer.decode([*anchor, *path]).endswith(so_far.decode())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 2**32 - 1))
+def test_a_path_has_one_mask_however_a_rule_came_to_it(kind: str, data: st.DataObject, seed: int) -> None:
+    tokenizer, grammars, size = grammars_of(kind)
+    form = data.draw(
+        st.sampled_from(
+            [
+                {"choice": WORDS},
+                {"regex": "(im|port| os){1,8}é?"},
+                {"json_object": True},
+                {"json": {"type": "array", "items": {"enum": ["import", "return"]}, "maxItems": 3}},
+                {"grammar": 'start: part "." start | "!"\npart[max_tokens=3]: /[a-z]*/'},
+            ]
+        )
+    )
+    end, drawn = end_of(tokenizer), np.random.default_rng(seed)
+    rule, path = grammars.rule(form, [end]).begin([]), list[int]()
+    for _ in range(12):
+        choices = allowed(rule, path, size)
+        assert choices == allowed(grammars.rule(form, [end]).begin([]), path, size)
+        forced = rule.forced(path, 4)
+        assert forced == grammars.rule(form, [end]).begin([]).forced(path, 4)
+        path.append(int(drawn.choice(choices)))
+        if path[-1] == end or drawn.random() < 0.3:
+            del path[int(drawn.integers(len(path))) :]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_forced_is_what_masks_allow(kind: str) -> None:
+    tokenizer, grammars, size = grammars_of(kind)
+    schema = {"type": "object", "properties": {"import": {"const": "日本 </s>"}}, "required": ["import"]}
+    form = {"json": schema | {"additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}}
+    rule, path, forced = grammars.rule(form, [end_of(tokenizer)]).begin([]), list[int](), 0
+    while (choices := allowed(rule, path, size)) != [end_of(tokenizer)]:
+        tokens = rule.forced(path, 100)
+        for token in tokens:
+            assert allowed(rule, path, size) == [token]
+            path.append(token)
+        forced += len(tokens)
+        if not tokens:
+            path.append(choices[0])
+    assert texts_behind_a_text(tokenizer, path).decode() == '{"import":"日本 </s>"}'
+    assert forced > len(path) / 2
+    assert rule.forced([], 2) == path[:2]
+
+
+def test_forced_text_is_spelled_as_the_tokenizer_spells_it() -> None:
+    """With no space before it, and with no special token where the text only looks like one."""
+    for kind in KINDS:
+        tokenizer, grammars, _ = grammars_of(kind)
+        rule = grammars.rule({"regex": "im</s> os"}, [end_of(tokenizer)]).begin([])
+        names = [tokenizer._tokenizer.id_to_token(token) for token in rule.forced([], 100)]
+        assert names[0] == "im"
+        assert "</s>" not in names
+        assert len(names) >= 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_without_text_are_never_allowed(kind: str) -> None:
+    """Neither those that the target has more than the tokenizer, nor special ones, unless the grammar names them."""
+    tokenizer, grammars, size = grammars_of(kind)
+    end = end_of(tokenizer)
+    anything = allowed(grammars.rule({"regex": "(.|\n)*"}, [end]).begin([]), [], size)
+    assert max(anything) < size - MORE
+    assert {token for token in anything if token in tokenizer.special_tokens} == {end}
+    named = allowed(grammars.rule({"grammar": "start: <[*]>"}, [end]).begin([]), [], size)
+    assert max(named) < size - MORE
+    assert end not in named
+
+
+def test_a_text_ends_with_the_tokens_of_its_request_alone() -> None:
+    tokenizer, grammars, size = grammars_of("byte-level")
+    texts = tokenizer.text_bytes()
+    letter = texts.index(b"b")
+    rule = grammars.rule({"regex": "ab?"}, [letter, 0]).begin([])
+    a = texts.index(b"a")
+    assert allowed(rule, [], size) == [a]
+    assert allowed(rule, [a], size) == sorted([0, letter])  # as an end, not as text
+    other = grammars.rule({"regex": "ab"}, [letter]).begin([])
+    with pytest.raises(RequestError, match="does not allow the text so far"):
+        allowed(other, [a, a], size)
+    assert allowed(other, [], size) == [a]  # an earlier path, after one that was not allowed
+
+
+def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_level()
+    grammars, compiled = Grammars(tokenizer, tokenizer.vocab_size), list[str]()
+    original = grammar_compiler.compile_grammar
+
+    def counted(*arguments: object) -> object:
+        compiled.append(str(arguments[1]))
+        return original(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(grammar_compiler, "compile_grammar", counted)
+    for _ in range(3):
+        for word in ("a", "b"):
+            grammars.rule({"choice": [word]}, [0])
+            grammars.rule({"json": json.dumps({"const": word})}, [0])
+    assert len(compiled) == 4
+
+
+NO_FORM = "exactly one of the keys json, json_object, regex, grammar, choice"
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        (5, NO_FORM),
+        ({}, NO_FORM),
+        ({"regex": "a", "json_object": True}, NO_FORM),
+        ({"structural_tag": "x"}, NO_FORM),
+        ({"regex": "(["}, r"regex has a regular expression that cannot be read, \(\[: unclosed character class"),
+        ({"regex": 1}, "regex must be text"),
+        ({"grammar": "start: foo"}, 'grammar cannot be served at line 1, column 8: unknown name: "foo"'),
+        ({"grammar": "root ::= a"}, "grammar is no grammar of llama.cpp's: Rule 'a' not found"),
+        ({"grammar": 'start: start "a"'}, "grammar has no text that the plan's tokens can spell"),
+        ({"grammar": "start: <|nope|>"}, "unknown special token"),
+        ({"json": {"type": "strin"}}, "json cannot be served: Invalid type: strin"),
+        ({"json": {"not": {}}}, "json cannot be served: Unimplemented keys"),
+        ({"json": {"pattern": "(?=a)b"}}, r"json has a regular expression .*, \(\?=a\)b: look-around"),
+        ({"json": "{"}, "json is not JSON"),
+        ({"json": [1]}, "json is a list; pass a JSON schema"),
+        ({"json": {"const": "\ud800"}}, "json is no JSON schema that can be read"),
+        ({"json": {"const": {1, 2}}}, "json is no JSON schema that can be read"),
+        ({"json_object": False}, "json_object is False; pass true"),
+        ({"choice": []}, "choice must be a list of 1 to 10000 texts"),
+        ({"choice": "ab"}, "choice must be a list of 1 to 10000 texts"),
+        ({"choice": ["a", ""]}, r"choice\[1\] is empty"),
+        ({"choice": ["\ud800"]}, r"choice\[0\] holds half a character"),
+    ],
+)
+def test_a_form_that_is_none_is_refused_in_a_sentence(form: object, said: str) -> None:
+    tokenizer, grammars, _ = grammars_of("byte-level")
+    with pytest.raises(RequestError, match=said) as refused:
+        grammars.rule(form, [end_of(tokenizer)])
+    assert "\n" not in str(refused.value)
+    assert str(refused.value).endswith(".")
+    assert len(str(refused.value)) < 500
+
+
+def test_a_schema_nested_too_deeply_is_refused() -> None:
+    _, grammars, _ = grammars_of("byte-level")
+    schema: dict[str, object] = {"type": "integer"}
+    for _ in range(200):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(RequestError, match="json is no JSON schema that can be read"):
+        grammars.rule({"json": schema}, [0])
+
+
+def test_what_a_schema_has_that_is_not_known_can_be_passed_over() -> None:
+    _, grammars, _ = grammars_of("byte-level")
+    grammars.rule({"json": {"type": "string", "not": {}, "x-guidance": {"lenient": True}}}, [0])
+
+
+def test_a_form_needs_an_end_token() -> None:
+    _, grammars, _ = grammars_of("byte-level")
+    with pytest.raises(RequestError, match="no token ends a text: the plan has no end token, or ignore_eos is true"):
+        grammars.rule({"choice": ["a"]}, [])

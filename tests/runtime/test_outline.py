@@ -1,0 +1,117 @@
+"""Outlines: what their texts say, and what their grammar takes."""
+
+from __future__ import annotations
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from runtime.skeleton.outline import OutlineError, outline_grammar, parse_outline
+
+BYTES = LLTokenizer("byte")
+
+
+def begins(grammar: str, text: bytes) -> LLMatcher | None:
+    """A matcher behind `text`; None where the grammar does not take it."""
+    matcher = LLMatcher(BYTES, grammar, log_level=0)
+    assert not matcher.get_error()
+    return matcher if matcher.try_consume_tokens(list(text)) == len(text) else None
+
+
+def takes(grammar: str, text: str) -> bool:
+    matcher = begins(grammar, text.encode())
+    return matcher is not None and matcher.is_accepting()
+
+
+TEXT = "[PLAN]\n1.<120><None>[-]read(path)\n2.<80><search>[1]look up\n\n3.<9><None>[1,2] join \n[END]\nmore"
+
+
+def test_a_plan_is_its_points() -> None:
+    outline = parse_outline(TEXT)
+    assert outline.direct is None
+    assert [(p.number, p.tokens, p.tool, p.waits_for, p.title) for p in outline.points] == [
+        (1, 120, None, (), "read(path)"),
+        (2, 80, "search", (1,), "look up"),
+        (3, 9, None, (1, 2), " join"),
+    ]
+    assert outline.points[1].line == "2.<80><search>[1]look up"
+    assert outline.text == TEXT.removesuffix("\nmore")
+
+
+@pytest.mark.parametrize(
+    ("text", "direct"),
+    [
+        ("[DIRECT]\nimport os\n[END]\n", "import os"),
+        ("[DIRECT]\nimport os", "import os"),
+        ("just an answer", "just an answer"),
+        ("an answer[END] and more", "an answer"),
+        ("[DIRECT] of a [PLAN]\n1.<1><None>[-]x", "of a [PLAN]\n1.<1><None>[-]x"),
+    ],
+)
+def test_what_is_no_plan_is_a_direct_answer(text: str, direct: str) -> None:
+    outline = parse_outline(text)
+    assert (outline.direct, outline.points) == (direct, ())
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("nothing", "has no line such as"),
+        ("1.<x><None>[-]a", "has no line such as"),
+        ("1.<5><None>[-]", "has no line such as"),
+        ("1.<5><None>[-]a\n1.<6><None>[-]b", "two points 1"),
+        ("1.<5><None>[2]a\n2.<6><None>[-]b", "waits for 2"),
+    ],
+)
+def test_a_plan_without_sense_is_refused(body: str, said: str) -> None:
+    with pytest.raises(OutlineError, match=said):
+        parse_outline(f"[PLAN]\n{body}\n[END]")
+
+
+def test_the_form_of_an_outline_takes_outlines_alone() -> None:
+    grammar = outline_grammar(["search"], most=3)
+    line = "1.<120><None>[-]read(path)\n"
+    assert takes(grammar, f"[PLAN]\n{line}[END]")
+    assert takes(grammar, f"[PLAN]\n{line}2.<5><search>[1]look\n3.<7><None>[2,1]é\n[END]")
+    assert takes(grammar, "[DIRECT]\nanything\n[END]\n")
+    for wrong in (
+        "[PLAN]\n[END]",
+        f"[PLAN]\n{line}",
+        f"[PLAN]\n{line}{line}[END]",
+        "[PLAN]\n2.<5><None>[-]a\n[END]",
+        "[PLAN]\n1.<05><None>[-]a\n[END]",
+        "[PLAN]\n1.<5><other>[-]a\n[END]",
+        "[PLAN]\n1.<5><None>[1]a\n[END]",
+        "[PLAN]\n1.<5><None>[-] a\n[END]",
+        f"[PLAN]\n{line}2.<5><None>[3]a\n[END]",
+        "plain",
+    ):
+        assert not takes(grammar, wrong)
+
+
+@pytest.mark.parametrize(
+    ("title", "there"),
+    [
+        ("a title", True),
+        ("caf\u00e9 \u2028 \u0085 x", True),  # lines end at "\n" alone
+        ("x[1] y", True),
+        ("\u00e9t\u00e9", True),
+        ("\u8bfb\u53d6", True),
+        ("\u00a0", False),
+        ("\u2003x", False),
+        ("\u3000x", False),
+        ("[END]", False),
+        (" a", False),
+    ],
+)
+def test_a_title_that_the_form_lets_through_is_read(title: str, there: bool) -> None:
+    grammar = outline_grammar((), most=2)
+    text = f"[PLAN]\n1.<10><None>[-]{title}\n[END]"
+    assert takes(grammar, text) == there
+    if there:
+        assert [point.title for point in parse_outline(text).points] == [title]
+
+
+@pytest.mark.parametrize("bad", [b"\xff", b"\xc3(", b"\xe2\x80(", b"\xc0\x80", b"\xed\xa0\x80"])
+def test_a_title_is_well_formed_utf8(bad: bytes) -> None:
+    grammar = outline_grammar((), most=2)
+    assert begins(grammar, b"[PLAN]\n1.<10><None>[-]a" + bad) is None
