@@ -70,7 +70,7 @@ def check_branches(
         try:
             own = {name: value for name, value in branch.items() if name not in _NO_OPTIONS}
             merged = cast(Options, {**options, **own})
-            request = check_request(merged, manifest, shared=mode == "in-one-sequence")
+            request = check_request(merged, manifest, tokenizer, shared=mode == "in-one-sequence")
             if "stream_id" not in own:
                 sampling = replace(request.sampling, stream=request.sampling.stream + place)
                 request = replace(request, sampling=sampling)

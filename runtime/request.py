@@ -6,12 +6,14 @@ import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal, TypedDict
+from typing import Literal
 
 from plans.chat_template import check_text
 from plans.errors import RequestError
 from plans.manifest import Manifest, rejects
 from plans.partial_kv import PARTIAL_MODES, PartialKv, PartialMode
+from plans.tokenizer import Tokenizer
+from runtime.logits_options import LogitsOptions, check_min_tokens, check_rules
 from runtime.sampling import FilterOrder, SamplingParams
 from runtime.text.rules import LogitsRule
 from runtime.trace import Watcher
@@ -21,8 +23,8 @@ MAX_STOPS = 16
 MAX_STOP_BYTES = 1000
 
 
-class Options(TypedDict, total=False):
-    """Keyword arguments of `generate` and `stream`, in every place that has them.
+class Options(LogitsOptions, total=False):
+    """Keyword arguments of `generate` and `stream`, in every place that has them; those of `LogitsOptions` too.
 
     - `max_new_tokens` (128): most tokens to generate; the context's end comes first where it is nearer.
     - `temperature` (0, greedy), `top_k` (0, off), `top_p` (1, off), `seed` (0), `stream_id` (0), `filter_order`:
@@ -44,7 +46,6 @@ class Options(TypedDict, total=False):
       many as context, room and, in lossless mode, agreement make sensible; default: the plan's.
     - `tentative` (False): give out spans of tokens that are not confirmed yet, marked, in lossless mode. Their text is
       what is still to be shown if all that waits is confirmed and nothing follows.
-    - `constraint`: a `rules.LogitsRule` that the text keeps to, such as a `constraint.Constraint`.
     """
 
     max_new_tokens: int
@@ -63,7 +64,6 @@ class Options(TypedDict, total=False):
     on_round: Watcher | None
     logprobs: int | None
     cancel: threading.Event | None
-    constraint: LogitsRule | None
     partial_kv: PartialMode
     partial_budget: int | Literal["auto"] | None
     tentative: bool
@@ -83,6 +83,7 @@ class Request:
     logprobs: int | None
     cancel: threading.Event | None
     rules: tuple[LogitsRule, ...] = ()
+    min_tokens: int = 0
     partial_kv: PartialMode = "off"
     partial_budget: int | Literal["auto"] | None = None
     tentative: bool = False
@@ -99,14 +100,16 @@ def check_options(
     eos_token_ids: Sequence[int],
     partial: PartialKv | None = None,
     vocab_size: int | None = None,
+    tokenizer: Tokenizer | None = None,
     *,
     rejecting: Collection[str] = (),
     shared: bool = False,
 ) -> Request:
     """Turn keyword arguments into a `Request`; raises RequestError naming the option and its limits.
 
-    Without `vocab_size`, end tokens that the caller names may be any numbers. Drafters that are `rejecting` are
-    accepted by rejection. `shared`: others are to stand in the same row of the KV cache.
+    Without `vocab_size`, tokens that the caller names may be any numbers; without `tokenizer`, there are no
+    `bad_words`. Drafters that are `rejecting` are accepted by rejection. `shared`: others are to stand in the same row
+    of the KV cache.
     """
     unknown = sorted(set(options) - set(Options.__annotations__))
     if unknown:
@@ -135,10 +138,7 @@ def check_options(
     cancel = options.get("cancel")
     if cancel is not None and not isinstance(cancel, threading.Event):
         raise RequestError(f"cancel is a {type(cancel).__name__}; pass a threading.Event, and set it to cancel.")
-    constraint = options.get("constraint")
-    if constraint is not None and not isinstance(constraint, LogitsRule):
-        raise RequestError(f"constraint is a {type(constraint).__name__}; pass a LogitsRule, such as a Constraint.")
-    rules = () if constraint is None else (constraint,)
+    rules = check_rules(options, max_new_tokens=max_new_tokens, ends=ends, vocab_size=vocab_size, tokenizer=tokenizer)
     mode = options.get("partial_kv")
     if mode is not None and mode not in PARTIAL_MODES:
         raise RequestError(f"partial_kv is {mode!r}; pass one of {', '.join(PARTIAL_MODES)}.")
@@ -152,7 +152,9 @@ def check_options(
         raise RequestError(f"{name} is given, and the plan has no partial KV cache; build it with partial_kv.enabled.")
     asked = mode not in (None, "off")
     if asked and rules:
-        raise RequestError(f"partial_kv is {mode!r}, and a constraint goes with full KV alone; leave one of them out.")
+        raise RequestError(
+            f"partial_kv is {mode!r}, and {next(iter(rules))} goes with full KV alone; leave one of them out."
+        )
     if asked and drafter in rejecting:
         raise RequestError(
             f"partial_kv is {mode!r}, and tokens of the drafter {drafter!r}, which is accepted by rejection, depend on "
@@ -188,14 +190,15 @@ def check_options(
         on_round=on_round,
         logprobs=logprobs,
         cancel=cancel,
-        rules=rules,
+        rules=tuple(rule for of_option in rules.values() for rule in of_option),
+        min_tokens=check_min_tokens(options, max_new_tokens),
         partial_kv=mode or ("off" if partial is None else partial.mode),
         partial_budget=budget,
         tentative=bool(options.get("tentative", False)),
     )
 
 
-def check_request(options: Options, manifest: Manifest, *, shared: bool = False) -> Request:
+def check_request(options: Options, manifest: Manifest, tokenizer: Tokenizer, *, shared: bool = False) -> Request:
     """Check options against all that a plan has. Raises RequestError."""
     return check_options(
         options,
@@ -203,6 +206,7 @@ def check_request(options: Options, manifest: Manifest, *, shared: bool = False)
         manifest.text.eos_token_ids,
         manifest.partial_kv,
         manifest.target.vocab_size,
+        tokenizer,
         rejecting=[drafter.name for drafter in manifest.drafters if rejects([drafter])],
         shared=shared,
     )

@@ -217,7 +217,7 @@ class Runtime:
         self, prompt: str | Sequence[int], options: Options, *, shared: bool = False
     ) -> tuple[list[int], Request]:
         """Check the prompt and options of a sequence of its own. Raises RequestError."""
-        request = check_request(options, self.manifest, shared=shared)
+        request = check_request(options, self.manifest, self.tokenizer, shared=shared)
         return prepare_prompt(prompt, (), request.stop, self.tokenizer, self.manifest.target).ids, request
 
     def _choose(self, prompt: str | Sequence[int] | None, messages: Messages | None) -> str | Sequence[int]:

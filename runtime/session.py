@@ -148,7 +148,7 @@ class Session:
         With `whole` it is the whole sequence, as `messages` are the whole conversation: KV is kept as far as it agrees
         with the present one. Raises RequestError, before anything changes, for what cannot be served.
         """
-        request = check_request(options, self._manifest)
+        request = check_request(options, self._manifest, self._tokenizer)
         prompt = "" if prompt is None and messages is None else prompt
         chosen = choose_prompt(prompt, messages, self._tokenizer, self._geometry)
         return Stream(self.run(chosen, request, whole=whole or messages is not None))

@@ -71,7 +71,7 @@ class Constraint(LogitsRule):
 
     def _follow(self, path: Sequence[int]) -> int:
         """Return the grammar's state behind `path`; the states on the way there are kept for the next call."""
-        known = len(self._path) if path[: len(self._path)] == self._path else common_length(self._path, path)
+        known = common_length(self._path, path)
         del self._path[known:], self._states[known + 1 :]
         for token in path[known:]:
             self._path.append(token)
