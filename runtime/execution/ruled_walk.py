@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as List
 from math import isfinite
+from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,15 @@ from runtime.sequence import Sequence
 
 
 class RuledWalk:
-    """Applies the rules of sequences to the logits of a step, and chooses from a row as the accept stage does."""
+    """Applies the rules of sequences to the logits of a step, and chooses from a row as the accept stage does.
+
+    Its time is counted as of a program of one stage.
+    """
+
+    stage_names, is_engine = ("rules",), (False,)
 
     def __init__(self, buffers: Buffers, step: TargetStep) -> None:
+        self.nanoseconds = [0]
         self._buffers, self._step = buffers, step
         self._by_rejection = buffers.arrays[names.BY_REJECTION]
         self._logits = buffers.of(names.TARGET, names.LOGITS_OUT)
@@ -45,11 +52,13 @@ class RuledWalk:
 
         Where a rule allows no token, its row stays, and `Placed.stuck` tells.
         """
+        began = perf_counter_ns()
         for each in placed:
             if self._by_rejection[each.sequence.number]:
                 self._apply_along(each)
             else:
                 self._walk(each)
+        self.nanoseconds[0] += perf_counter_ns() - began
 
     def _walk(self, placed: Placed) -> None:
         sequence, root = placed.sequence, placed.root
