@@ -172,7 +172,7 @@ class Engine:
 
     def stage_clock(self) -> StageClock:
         """Times of all stages from now on."""
-        return StageClock([*self.programs.values(), *self.drafting.host_times.values()])
+        return StageClock([*self.programs.values(), *self.drafting.host_times.values(), self._ruled_walk])
 
     def warm_up(self, mode: Mode) -> None:
         """Run a pass of as many sequences as there can be, so that no later one waits for memory to be handed out."""

@@ -121,6 +121,7 @@ class GrowingGeneration:
 
     def __init__(self, request: Request, text: TextStream, stats: Stats) -> None:
         self._request, self._text, self.stats = request, text, stats
+        text.least = request.min_tokens
         self._token_ids: list[int] = []
         self._shown: list[str] = []
         self.logprobs: list[TokenLogprob] = []

@@ -6,16 +6,16 @@ import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal, TypedDict
+from typing import Literal
 
 from plans.chat_template import check_text
 from plans.errors import RequestError
 from plans.manifest import Manifest, rejects
 from plans.partial_kv import PARTIAL_MODES, PartialKv, PartialMode
+from runtime.logits_options import LogitsOptions, check_min_tokens, check_rules
 from runtime.sampling import FilterOrder, SamplingParams
 from runtime.text.grammars import Grammars
 from runtime.text.rules import LogitsRule
-from runtime.text.structured_outputs import StructuredOutputs
 from runtime.trace import Watcher
 
 MAX_LOGPROBS = 20
@@ -23,8 +23,8 @@ MAX_STOPS = 16
 MAX_STOP_BYTES = 1000
 
 
-class Options(TypedDict, total=False):
-    """Keyword arguments of `generate` and `stream`, in every place that has them.
+class Options(LogitsOptions, total=False):
+    """Keyword arguments of `generate` and `stream`, in every place that has them; those of `LogitsOptions` too.
 
     - `max_new_tokens` (128): most tokens to generate; the context's end comes first where it is nearer.
     - `temperature` (0, greedy), `top_k` (0, off), `top_p` (1, off), `seed` (0), `stream_id` (0), `filter_order`:
@@ -46,8 +46,6 @@ class Options(TypedDict, total=False):
       many as context, room and, in lossless mode, agreement make sensible; default: the plan's.
     - `tentative` (False): give out spans of tokens that are not confirmed yet, marked, in lossless mode. Their text is
       what is still to be shown if all that waits is confirmed and nothing follows.
-    - `structured_outputs`: the form that the text keeps to; see `structured_outputs.StructuredOutputs`.
-    - `constraint`: a `rules.LogitsRule` of your own.
     """
 
     max_new_tokens: int
@@ -66,8 +64,6 @@ class Options(TypedDict, total=False):
     on_round: Watcher | None
     logprobs: int | None
     cancel: threading.Event | None
-    structured_outputs: StructuredOutputs | None
-    constraint: LogitsRule | None
     partial_kv: PartialMode
     partial_budget: int | Literal["auto"] | None
     tentative: bool
@@ -87,6 +83,7 @@ class Request:
     logprobs: int | None
     cancel: threading.Event | None
     rules: tuple[LogitsRule, ...] = ()
+    min_tokens: int = 0
     partial_kv: PartialMode = "off"
     partial_budget: int | Literal["auto"] | None = None
     tentative: bool = False
@@ -110,8 +107,9 @@ def check_options(
 ) -> Request:
     """Turn keyword arguments into a `Request`; raises RequestError naming the option and its limits.
 
-    Without `vocab_size`, end tokens that the caller names may be any numbers. Drafters that are `rejecting` are
-    accepted by rejection. `shared`: others are to stand in the same row of the KV cache.
+    Without `vocab_size`, tokens that the caller names may be any numbers; without `tokenizer`, there are no
+    `bad_words`. Drafters that are `rejecting` are accepted by rejection. `shared`: others are to stand in the same row
+    of the KV cache.
     """
     unknown = sorted(set(options) - set(Options.__annotations__))
     if unknown:
@@ -140,13 +138,11 @@ def check_options(
     cancel = options.get("cancel")
     if cancel is not None and not isinstance(cancel, threading.Event):
         raise RequestError(f"cancel is a {type(cancel).__name__}; pass a threading.Event, and set it to cancel.")
-    constraint = options.get("constraint")
-    if constraint is not None and not isinstance(constraint, LogitsRule):
-        raise RequestError(f"constraint is a {type(constraint).__name__}; pass a LogitsRule.")
-    rules: tuple[LogitsRule, ...] = () if constraint is None else (constraint,)
-    if (form := options.get("structured_outputs")) is not None:
-        assert grammars is not None, "whoever takes this option passes them"
-        rules = (grammars.rule(form, () if options.get("ignore_eos") else ends), *rules)
+    if options.get("ignore_eos") and options.get("structured_outputs") is not None:
+        raise RequestError(
+            "ignore_eos is true, and a text of structured_outputs ends with an end token; leave one of them out."
+        )
+    rules = check_rules(options, max_new_tokens=max_new_tokens, ends=ends, vocab_size=vocab_size, grammars=grammars)
     mode = options.get("partial_kv")
     if mode is not None and mode not in PARTIAL_MODES:
         raise RequestError(f"partial_kv is {mode!r}; pass one of {', '.join(PARTIAL_MODES)}.")
@@ -161,8 +157,7 @@ def check_options(
     asked = mode not in (None, "off")
     if asked and rules:
         raise RequestError(
-            f"partial_kv is {mode!r}, and structured_outputs and constraint go with full KV alone; leave one of them "
-            "out."
+            f"partial_kv is {mode!r}, and {next(iter(rules))} goes with full KV alone; leave one of them out."
         )
     if asked and drafter in rejecting:
         raise RequestError(
@@ -199,7 +194,8 @@ def check_options(
         on_round=on_round,
         logprobs=logprobs,
         cancel=cancel,
-        rules=rules,
+        rules=tuple(rule for of_option in rules.values() for rule in of_option),
+        min_tokens=check_min_tokens(options, max_new_tokens),
         partial_kv=mode or ("off" if partial is None else partial.mode),
         partial_budget=budget,
         tentative=bool(options.get("tentative", False)),

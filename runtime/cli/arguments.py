@@ -14,6 +14,7 @@ from plans.errors import RequestError
 from plans.partial_kv import PARTIAL_MODES
 from runtime.exactness import Exactness
 from runtime.generation import Generation
+from runtime.logits_options import MAX_BIAS, MAX_PENALTY, MAX_REPETITION_PENALTY
 from runtime.prefix_cache.cache import PrefixCacheConfig
 from runtime.request import Options
 from runtime.runtime import Runtime
@@ -68,6 +69,7 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stream-id", type=at_least_0, default=0, metavar="N", help="which of the seed's streams of draws"
     )
+    _add_logits_options(parser)
     parser.add_argument("--drafter", metavar="NAME|none", help="drafter of the plan (default: its first)")
     parser.add_argument(
         "--partial-kv",
@@ -86,6 +88,72 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         help="for debugging drafters with acceptance: rejection: draw a rejected token's replacement from the target's "
         "own distribution, which is wrong",
     )
+
+
+def _add_logits_options(parser: argparse.ArgumentParser) -> None:
+    """Options that change logits; their meanings are those of `runtime.logits_options`."""
+    penalty = number(-MAX_PENALTY, MAX_PENALTY)
+    parser.add_argument(
+        "--presence-penalty",
+        type=penalty,
+        default=0.0,
+        metavar="X",
+        help="off a generated token's logit, once; -2 to 2",
+    )
+    parser.add_argument(
+        "--frequency-penalty",
+        type=penalty,
+        default=0.0,
+        metavar="X",
+        help="off a generated token's logit, as often as it was generated; -2 to 2",
+    )
+    parser.add_argument(
+        "--repetition-penalty",
+        type=number(above=0, most=MAX_REPETITION_PENALTY),
+        default=1.0,
+        metavar="X",
+        help="logits of tokens of the prompt and the text are divided by it, those below 0 multiplied; 1 is off",
+    )
+    parser.add_argument(
+        "--logit-bias",
+        action="append",
+        default=[],
+        type=_bias,
+        metavar="TOKEN=X",
+        help="add X, -100 to 100, to the logit of a token id; repeatable",
+    )
+    parser.add_argument(
+        "--min-tokens",
+        type=at_least_0,
+        default=0,
+        metavar="N",
+        help="no end token, and no end by --stop, before N tokens",
+    )
+    parser.add_argument(
+        "--bad-word", action="append", default=[], metavar="TEXT", help="never complete this text; repeatable"
+    )
+    parser.add_argument(
+        "--allowed-token-ids", type=_token_ids, metavar="IDS", help="the only tokens that may come, separated by commas"
+    )
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), number(-MAX_BIAS, MAX_BIAS)(bias)
+    except (ValueError, argparse.ArgumentTypeError):
+        raise argparse.ArgumentTypeError(
+            f"is {text!r}; pass a token id and a number from -100 to 100, such as 50256=-100"
+        ) from None
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"is {text!r}; pass whole numbers separated by commas, such as 12,7,99"
+        ) from None
 
 
 def add_form(parser: argparse.ArgumentParser) -> None:
@@ -132,6 +200,13 @@ def read_options(arguments: argparse.Namespace) -> Options:
         stream_id=arguments.stream_id,
         auto_disable=not arguments.keep_drafting,
         skip_sample_adjustment=arguments.skip_sample_adjustment,
+        presence_penalty=arguments.presence_penalty,
+        frequency_penalty=arguments.frequency_penalty,
+        repetition_penalty=arguments.repetition_penalty,
+        logit_bias=dict(arguments.logit_bias),
+        min_tokens=arguments.min_tokens,
+        bad_words=arguments.bad_word,
+        allowed_token_ids=arguments.allowed_token_ids,
     )
     if arguments.drafter is not None:
         options["drafter"] = arguments.drafter

@@ -52,14 +52,14 @@ FINISHED = {FinishReason.STOP: 0, FinishReason.LENGTH: 1, FinishReason.CANCELLED
 OPEN_OPTIONS: dict[str, type] = {
     "backend": str, "threads": int, "verify": bool, "cuda_graphs": bool, "prefix_cache_tokens": int, "exactness": str,
 }  # fmt: skip
-INTEGERS = ("max_new_tokens", "top_k", "seed", "stream_id", "partial_budget")
+INTEGERS = ("max_new_tokens", "top_k", "seed", "stream_id", "partial_budget", "min_tokens")
 AUTO = -1  # of partial_budget
-DOUBLES = ("temperature", "top_p")
+DOUBLES = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 BOOLEANS = ("ignore_eos", "auto_disable", "skip_sample_adjustment")
 TEXTS = ("drafter", "filter_order", "partial_kv")
-OBJECTS = ("structured_outputs",)  # given as JSON
-TEXT_LISTS = ("stop",)
-INTEGER_LISTS = ("eos_token_ids",)
+OBJECTS = ("logit_bias", "structured_outputs")  # set as texts of JSON
+TEXT_LISTS = ("stop", "bad_words")
+INTEGER_LISTS = ("eos_token_ids", "allowed_token_ids")
 OF_A_BRANCH = (
     "prompt", "predicted_tokens", *INTEGERS, *DOUBLES, *BOOLEANS, *TEXTS, *OBJECTS, *TEXT_LISTS, *INTEGER_LISTS,
 )  # fmt: skip
@@ -219,9 +219,12 @@ class Calls:
         self._set(params, key, length, BOOLEANS, "bool", bool(value))
 
     def set_text(self, params: int, key: Any, length: int, value: Any, value_length: int) -> None:
-        text: Any = self._text(value, value_length, "value")
+        options = self._handles.get(Kind.PARAMS, params)
         name = self._key(key, length, (*TEXTS, *OBJECTS), "text options are set")
-        self._handles.get(Kind.PARAMS, params)[name] = _json_object(text, name, FORMS) if name in OBJECTS else text
+        text = self._text(value, value_length, "value")
+        options[name] = (
+            _json_object(text, name, FORMS if name == "structured_outputs" else None) if name in OBJECTS else text
+        )
 
     def add_text(self, params: int, key: Any, length: int, value: Any, value_length: int) -> None:
         self._add(params, key, length, TEXT_LISTS, self._text(value, value_length, "value"))
@@ -378,8 +381,8 @@ def _open_options(given: str) -> dict[str, Any]:
     return options
 
 
-def _json_object(given: str, name: str, keys: Collection[str]) -> dict[str, Any]:
-    """A JSON object with no other keys than these; nothing is an empty one."""
+def _json_object(given: str, name: str, keys: Collection[str] | None = None) -> dict[str, Any]:
+    """A JSON object with no other keys than these, if any are known; nothing is an empty one."""
     if not given.strip():
         return {}
     try:
@@ -387,8 +390,9 @@ def _json_object(given: str, name: str, keys: Collection[str]) -> dict[str, Any]
     except (ValueError, RecursionError) as error:
         raise InvalidArgumentError(f"{name} must be a JSON object, and is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise InvalidArgumentError(f'{name} must be a JSON object, such as {{"{next(iter(keys))}": ...}}')
-    _check_keys(value, keys)
+        raise InvalidArgumentError(f'{name} must be a JSON object, such as {{"{next(iter(keys or ("12",)))}": ...}}')
+    if keys is not None:
+        _check_keys(value, keys)
     return value
 
 

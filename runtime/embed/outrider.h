@@ -119,10 +119,11 @@ OUTRIDER_API outrider_status outrider_params_create(outrider_params **out);
 
 /* Sets the option `key`. Each has one type:
  *
- *   int     max_new_tokens, top_k, seed, stream_id, partial_budget (blocks; -1: auto)
- *   double  temperature, top_p
+ *   int     max_new_tokens, top_k, seed, stream_id, min_tokens, partial_budget (blocks; -1: auto)
+ *   double  temperature, top_p, presence_penalty, frequency_penalty, repetition_penalty
  *   bool    ignore_eos, auto_disable, skip_sample_adjustment (0 or 1)
  *   text    drafter ("none" for none), filter_order, partial_kv ("lossless", "lossy", "off"),
+ *           logit_bias (a JSON object of numbers from -100 to 100 by token id, such as {"12": -100}),
  *           structured_outputs (the form of the text as a JSON object of one key: "json", a JSON schema; "json_object",
  *           true; "regex"; "grammar", for Lark or llama.cpp; "choice", a list of texts)
  *
@@ -138,10 +139,12 @@ OUTRIDER_API outrider_status outrider_params_set_bool(outrider_params *params, c
                                                       int32_t value);
 OUTRIDER_API outrider_status outrider_params_set_text(outrider_params *params, const char *key, size_t key_length,
                                                       const char *value, size_t value_length);
-/* Adds to a list: "stop", texts before which a generation ends, at most 16 of at most 1,000 bytes. */
+/* Adds to a list: "stop", texts before which a generation ends, at most 16 of at most 1,000 bytes; "bad_words", texts
+ * that are not generated. */
 OUTRIDER_API outrider_status outrider_params_add_text(outrider_params *params, const char *key, size_t key_length,
                                                       const char *value, size_t value_length);
-/* Adds to a list: "eos_token_ids", tokens that end a generation, in place of the plan's own. */
+/* Adds to a list: "eos_token_ids", tokens that end a generation, in place of the plan's own; "allowed_token_ids", the
+ * only tokens that may come. */
 OUTRIDER_API outrider_status outrider_params_add_int(outrider_params *params, const char *key, size_t key_length,
                                                      int64_t value);
 OUTRIDER_API outrider_status outrider_params_destroy(outrider_params *params);
@@ -187,9 +190,10 @@ typedef int32_t (*outrider_on_branch)(void *user, size_t branch, const int64_t *
 
 /* Continues a prompt in several branches at once, each with the tokens that it would have alone. `request` is a JSON
  * object: "prompt", a text or a list of token ids; "branches", a list of what each begins with behind it: a text, token
- * ids, or an object of "prompt", "predicted_tokens" and options of its own (those of outrider_params, "stop" and
- * "eos_token_ids" being lists, "structured_outputs" an object); or in place of that "n", so many samples of the prompt; "mode", "in-one-sequence" or
- * "batching"; "max_parallel". `params` holds for all branches; it and `on_branch` may be NULL. Needs a plan of several
+ * ids, or an object of "prompt", "predicted_tokens" and options of its own (those of outrider_params, what is added to
+ * being a list, "logit_bias" and "structured_outputs" objects); or in place of that "n", so many samples of the prompt;
+ * "mode", "in-one-sequence" or "batching"; "max_parallel". `params` holds for all branches; it and `on_branch` may be
+ * NULL. Needs a plan of several
  * branches. Blocks until all have ended; to end it from another thread, have `on_branch` return what that thread wrote
  * down. Runs of one runtime may be under way in several threads. */
 OUTRIDER_API outrider_status outrider_generate_branches(outrider_runtime *runtime, const char *request,

@@ -6,8 +6,9 @@ drafter or backend.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter_ns
 from typing import TypeVar
@@ -26,6 +27,7 @@ from runtime.execution.step import Step
 
 _T = TypeVar("_T")
 _ACCEPTING = frozenset({"Sample", "TreeAccept", "ChainAccept"})
+_BEHIND = 1_000_000  # the place of what comes behind all stages
 
 
 class Program:
@@ -41,24 +43,24 @@ class Program:
     ) -> None:
         self.name = name
         resolver = _Resolver(name, buffers, steps, engines)
-        stages = [_Ready(stage.run, stage.kind, resolver.resolve(stage), stage.model) for stage in data.stages]
+        stages = [
+            _Ready(stage.run, stage.kind, resolver.resolve(stage), place, stage.model)
+            for place, stage in enumerate(data.stages)
+        ]
         self.calls = tuple(stage.call for stage in stages)
         """Every stage of the plan alone: on a device it only enqueues, by who holds the device's lock."""
         accept = next((place for place, stage in enumerate(stages) if stage.name in _ACCEPTING), None)
-        whole, halves = stages, list[_Ready]()
+        whole, halves = stages, None if accept is None else (stages[:accept], stages[accept:])
         if buffers.exchange is not None:
             whole = _on_device(stages, buffers.exchange, steps)
-            if accept is not None:
-                before = _on_device(stages[:accept], buffers.exchange, steps)
-                halves = before + _on_device(stages[accept:], buffers.exchange, steps, uploads=False)
-                accept = len(before)
-        every = whole + halves
-        self.stage_names = tuple(stage.name for stage in every)
-        self.is_engine = tuple(stage.kind is StageKind.ENGINE for stage in every)
-        self.nanoseconds = [0] * len(every)
-        timed = tuple((place, stage.call) for place, stage in enumerate(every))
-        self._stages, apart = timed[: len(whole)], timed[len(whole) :] or timed
-        self._halves = None if accept is None else (apart[:accept], apart[accept:])
+            if halves is not None:
+                before = _on_device(halves[0], buffers.exchange, steps)
+                halves = before, _on_device(halves[1], buffers.exchange, steps, uploads=False)
+        self.stage_names = tuple(stage.name for stage in whole)
+        self.is_engine = tuple(stage.kind is StageKind.ENGINE for stage in whole)
+        self.nanoseconds = [0] * len(whole)
+        self._stages = _timed(whole, whole)
+        self._halves = None if halves is None else (_timed(halves[0], whole), _timed(halves[1], whole))
         results = data.results
         self.tokens: NDArray[np.int64] | None = resolver.result(results.tokens if results else None)
         self.counts: NDArray[np.int64] | None = resolver.result(results.counts if results else None)
@@ -98,12 +100,20 @@ class Program:
 
 @dataclass(frozen=True)
 class _Ready:
-    """A stage that needs no arguments any more; `kind` is None for what no plan lists, `model` whose sizes it has."""
+    """A stage that needs no arguments any more, at a `place` in its program; several that were joined have that of the
+    first. `kind` is None for what no plan lists, `model` whose sizes it has."""
 
     name: str
     kind: StageKind | None
     call: Call
+    place: int
     model: str | None = None
+
+
+def _timed(stages: Sequence[_Ready], whole: Sequence[_Ready]) -> tuple[tuple[int, Call], ...]:
+    """Return the calls of `stages`, each with the place of the stage of the `whole` that its time is counted to."""
+    places = [stage.place for stage in whole]
+    return tuple((bisect_right(places, stage.place) - 1, stage.call) for stage in stages)
 
 
 def _on_device(
@@ -112,7 +122,7 @@ def _on_device(
     """Put uploading before the stages, and downloading and waiting behind them; join consecutive stages that can be
     recorded into stretches.
     """
-    there, back = _Ready("upload", None, exchange.upload), _Ready("download", None, exchange.download)
+    there, back = _Ready("upload", None, exchange.upload, -1), _Ready("download", None, exchange.download, _BEHIND)
     ready, stretch = list[_Ready](), list[_Ready]()
 
     def close() -> None:
@@ -120,17 +130,17 @@ def _on_device(
             models = dict.fromkeys(stage.model for stage in stretch if stage.model is not None)
             call = exchange.stretch([stage.call for stage in stretch], [steps[model].sizes for model in models])
             kind = StageKind.ENGINE if any(stage.kind is StageKind.ENGINE for stage in stretch) else None
-            ready.append(_Ready("+".join(stage.name for stage in stretch), kind, call))
+            ready.append(_Ready("+".join(stage.name for stage in stretch), kind, call, stretch[0].place))
             stretch.clear()
 
     for stage in (*([there] if uploads else ()), *stages, back):
         if stage.kind is StageKind.ENGINE and not exchange.records_engines:
             close()
-            ready.append(_Ready(stage.name, stage.kind, exchange.singly(stage.call), stage.model))
+            ready.append(replace(stage, call=exchange.singly(stage.call)))
         else:
             stretch.append(stage)
     close()
-    return [*ready, _Ready("wait", None, exchange.wait)]
+    return [*ready, _Ready("wait", None, exchange.wait, _BEHIND + 1)]
 
 
 class _Resolver:

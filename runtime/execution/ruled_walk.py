@@ -8,6 +8,8 @@ does not come to are left as they are.
 from __future__ import annotations
 
 from collections.abc import Sequence as List
+from math import isfinite
+from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
@@ -24,9 +26,15 @@ from runtime.sequence import Sequence
 
 
 class RuledWalk:
-    """Applies the rules of sequences to the logits of a step, and chooses from a row as the accept stage does."""
+    """Applies the rules of sequences to the logits of a step, and chooses from a row as the accept stage does.
+
+    Its time is counted as of a program of one stage.
+    """
+
+    stage_names, is_engine = ("rules",), (False,)
 
     def __init__(self, buffers: Buffers, step: TargetStep) -> None:
+        self.nanoseconds = [0]
         self._buffers, self._step = buffers, step
         self._by_rejection = buffers.arrays[names.BY_REJECTION]
         self._logits = buffers.of(names.TARGET, names.LOGITS_OUT)
@@ -44,11 +52,13 @@ class RuledWalk:
 
         Where a rule allows no token, its row stays, and `Placed.stuck` tells.
         """
+        began = perf_counter_ns()
         for each in placed:
             if self._by_rejection[each.sequence.number]:
                 self._apply_along(each)
             else:
                 self._walk(each)
+        self.nanoseconds[0] += perf_counter_ns() - began
 
     def _walk(self, placed: Placed) -> None:
         sequence, root = placed.sequence, placed.root
@@ -97,9 +107,8 @@ class RuledWalk:
         """Apply the sequence's rules to the row of a node; return the row, None where no token may follow."""
         sequence, at = placed.sequence, placed.first + node
         row: NDArray[np.float32] = self._buffers.rows(names.TARGET, names.LOGITS_OUT, at, at + 1)[0]
-        np.copyto(self._raw, row)
         try:
-            apply_rules(sequence, row, path)
+            self._change(sequence, row, path)
         except RequestError as error:
             np.copyto(row, self._raw)
             placed.stuck = len(path) - len(sequence.tokens) + sequence.prompted, error
@@ -109,10 +118,24 @@ class RuledWalk:
         self._buffers.send_rows(names.TARGET, names.LOGITS_OUT, at, at + 1)
         return row
 
+    def _change(self, sequence: Sequence, row: NDArray[np.float32], path: list[int]) -> None:
+        """Apply the sequence's rules to the row behind `path`, and keep the row as it was.
+
+        Raises RequestError where the rules allow no token, or make logits that are no numbers.
+        """
+        np.copyto(self._raw, row)
+        for rule in sequence.rules:
+            rule.apply(row, path)
+        highest = float(row.max())
+        if highest == -np.inf:
+            raise RequestError("No token may follow: the rules of the request exclude all tokens of the vocabulary.")
+        if not isfinite(highest) and isfinite(float(self._raw.max())):
+            raise RequestError(f"The rules of the request make logits that are no numbers: their maximum is {highest}.")
+
     def choose_again(self, placed: Placed) -> int:
         """Apply the rules behind an accept stage that cannot be preceded, and choose the token behind the tip again."""
         row = self._buffers.rows(names.TARGET, names.LOGITS_OUT, placed.first, placed.first + 1)[0]
-        apply_rules(placed.sequence, row, placed.sequence.generated)
+        self._change(placed.sequence, row, placed.sequence.generated)
         position = int(self._step.positions[placed.root])
         return self._choose(placed.first, position, placed.sequence.number)
 
@@ -131,14 +154,3 @@ class RuledWalk:
         if tensor == names.LOGITS_OUT:
             return self._logits[at : at + 1]
         return self._own[tensor] if tensor in self._own else self._buffers.arrays[tensor]
-
-
-def apply_rules(sequence: Sequence, logits: NDArray[np.float32], path: List[int]) -> None:
-    """Apply a sequence's rules in their order to the row `logits` behind `path`.
-
-    Raises RequestError where they allow no token.
-    """
-    for rule in sequence.rules:
-        rule.apply(logits, path)
-    if np.isneginf(logits.max()):
-        raise RequestError("No token may follow: the rules of the request exclude all tokens of the vocabulary.")

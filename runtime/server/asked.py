@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
 from plans.errors import RequestError
 from plans.partial_kv import PARTIAL_MODES, PartialMode
+from runtime.logits_options import MAX_PENALTY
 from runtime.request import MAX_LOGPROBS, MAX_STOPS, Options
 from runtime.server.refusals import shown
 
@@ -51,8 +52,8 @@ class StreamOptions(_Body):
 
 
 class _Asked(_Body):
-    """Fields of both kinds of request. `top_k`, `drafter`, `partial_kv`, `ignore_eos`, `priority` and `deadline`
-    are ours.
+    """Fields of both kinds of request. `top_k`, `repetition_penalty`, `min_tokens`, `bad_words`, `allowed_token_ids`
+    and `ignore_eos` are as vLLM has them; `drafter`, `partial_kv`, `priority` and `deadline` are ours.
 
     A field's description says what to pass; `refusals.py` tells it to a client that passed something else.
     """
@@ -65,14 +66,18 @@ class _Asked(_Body):
     seed: int | None = Field(None, description="a whole number")
     stream: bool = Field(False, description="true or false")
     stream_options: StreamOptions | None = Field(None, description='an object such as {"include_usage": true}')
-    presence_penalty: float = Field(0.0, ge=0, le=0, description="0, as penalties are not served")
-    frequency_penalty: float = Field(0.0, ge=0, le=0, description="0, as penalties are not served")
-    logit_bias: dict[str, Any] | None = Field(None, max_length=0, description="none, as biases are not served")
+    presence_penalty: float = Field(0.0, ge=-MAX_PENALTY, le=MAX_PENALTY, description="a number from -2 to 2")
+    frequency_penalty: float = Field(0.0, ge=-MAX_PENALTY, le=MAX_PENALTY, description="a number from -2 to 2")
+    logit_bias: dict[str, Any] | None = Field(None, description="an object of numbers by token id")  # likewise
     user: str | None = Field(None, description="a text")
     metadata: dict[str, Any] | None = Field(None, description="an object")
     store: bool | None = Field(None, description="true or false")
 
     top_k: int = Field(0, description="a whole number of at least 0")
+    repetition_penalty: float = Field(1.0, gt=0, description="a number above 0")
+    min_tokens: int = Field(0, ge=0, description="a whole number of at least 0")
+    bad_words: list[Any] | None = Field(None, description="a list of texts")  # checked as an option
+    allowed_token_ids: list[Any] | None = Field(None, description="a list of token ids")  # likewise
     drafter: str | None = Field(None, description="the name of a drafter, or none")
     partial_kv: PartialMode | None = Field(None, description=f"one of {', '.join(PARTIAL_MODES)}")
     ignore_eos: bool = Field(False, description="true or false")
@@ -97,6 +102,13 @@ class _Asked(_Body):
             stop=() if self.stop is None else self.stop,
             ignore_eos=self.ignore_eos,
             logprobs=logprobs,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias,
+            min_tokens=self.min_tokens,
+            bad_words=self.bad_words or (),
+            allowed_token_ids=self.allowed_token_ids,
         )
         if limit is not None:
             options["max_new_tokens"] = limit

@@ -28,7 +28,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
         """`size` is the target's vocabulary, which may be larger than the tokenizer's."""
-        self._tokenizer, self._size = tokenizer, size
+        self.tokenizer, self._size = tokenizer, size
         self._vocabulary: Vocabulary | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
@@ -44,13 +44,10 @@ class Grammars:
 
         where, grammar = to_grammar(asked, name)
         if not ends:
-            raise RequestError(
-                f"{name} is given, and no token ends a text: the plan has no end token, or ignore_eos is true. Leave "
-                "one of them out, or pass eos_token_ids."
-            )
+            raise RequestError(f"{name} is given, and the plan has no end token; pass eos_token_ids.")
         with self._lock:
             if self._vocabulary is None:
-                self._vocabulary = Vocabulary(self._tokenizer, self._size)
+                self._vocabulary = Vocabulary(self.tokenizer, self._size)
             vocabulary, matcher = self._vocabulary, self._compiled.get(grammar)
             if matcher is not None:
                 self._compiled.move_to_end(grammar)

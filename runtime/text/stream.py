@@ -54,6 +54,9 @@ class TextStream:
             _ByteLevelText(tokenizer, tail) if tokenizer.byte_level else _PieceText(tokenizer, tail)
         )
         self._stops = _StopStrings(stop)
+        self._taken = 0
+        self.least = 0
+        """How many tokens come before stop strings count: one that a later token completes does."""
 
     @property
     def stopped(self) -> str | None:
@@ -70,8 +73,9 @@ class TextStream:
         shown = []
         for place, token_id in enumerate(ids):
             text = self._detokenizer.push([token_id])
+            self._taken += 1
             if text:
-                shown.append(self._stops.push(text))
+                shown.append(self._stops.push(text, ends=self._taken > self.least))
                 if self.stopped is not None:
                     return Pushed("".join(shown), place + 1, self.stopped)
         return Pushed("".join(shown), len(ids), None)
@@ -84,18 +88,18 @@ class TextStream:
         """
         if self.stopped is not None:
             return ""
-        shown = self._stops.push(self._detokenizer.finish())
+        shown = self._stops.push(self._detokenizer.finish(), ends=self._taken > self.least)
         return shown + self._stops.flush()
 
     def preview(self, token_ids: TokenIds) -> str:
         """The text that `push` of these tokens and `finish` would return. Changes nothing."""
-        detokenizer, stops = self._detokenizer, self._stops
+        detokenizer, stops, taken = self._detokenizer, self._stops, self._taken
         self._detokenizer, self._stops = copy(detokenizer), copy(stops)
         try:
             shown = self.push(token_ids).text
             return shown + self.finish()
         finally:
-            self._detokenizer, self._stops = detokenizer, stops
+            self._detokenizer, self._stops, self._taken = detokenizer, stops, taken
 
 
 class _Detokenizer(Protocol):
@@ -204,15 +208,15 @@ class _StopStrings:
             self._add(stop, place)
         self._fail = self._link()
 
-    def push(self, text: str) -> str:
-        """Text that may be shown: up to a stop string, or up to what may start one."""
+    def push(self, text: str, *, ends: bool = True) -> str:
+        """Text that may be shown: up to a stop string that `ends` here, or up to what may start one."""
         if not self.wanted:
             return text
         state = self._state
         for place, character in enumerate(text):
             state = self._step(state, character)
             match = self._match[state]
-            if match is not None:
+            if match is not None and ends:
                 self.found = match
                 # The match is an end of held + text up to here, and a held text is its start: it fits.
                 return (self._held + text[: place + 1])[: -len(match)]

@@ -27,7 +27,7 @@ MODULES = {
     "tools.gpu_report": None,
     "tools.paired": None,
 }
-NEGATIVE = {"--length-penalty"}  # options that may be below 0
+NEGATIVE = {"--length-penalty", "--presence-penalty", "--frequency-penalty"}  # options that may be below 0
 
 
 def parsers(module: str, called: str | None) -> Iterator[Parser]:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -213,6 +214,30 @@ def test_json_has_stable_keys_and_the_tokens_of_the_runtime(generate, toy: Runti
     assert streamed["token_ids"] == found["token_ids"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        (["--presence-penalty", "-1.5"], {"presence_penalty": -1.5}),
+        (["--frequency-penalty", "1"], {"frequency_penalty": 1.0}),
+        (["--repetition-penalty", "1.3"], {"repetition_penalty": 1.3}),
+        (["--logit-bias", "40=60", "--logit-bias", "41=-2.5"], {"logit_bias": {40: 60.0, 41: -2.5}}),
+        (["--logit-bias", "40=60", "--logit-bias", "41=50", "--bad-word", "H"],
+         {"logit_bias": {40: 60.0, 41: 50.0}, "bad_words": ["H"]}),
+        (["--allowed-token-ids", "40,41,42"], {"allowed_token_ids": [40, 41, 42]}),
+        (["--stop", "H", "--min-tokens", "20", "--logit-bias", "40=90"],
+         {"stop": ["H"], "min_tokens": 20, "logit_bias": {40: 90.0}}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options_that_change_logits(
+    generate, toy: Runtime, capsys: Captured, arguments: list[str], options: dict[str, Any]
+) -> None:
+    found = run_json(capsys, lambda a: generate(*a), "--prompt", PROMPT, "--json", *arguments)
+    expected = toy.generate(PROMPT, max_new_tokens=24, ignore_eos=True, drafter="none", **options)
+    assert found["token_ids"] == expected.token_ids
+    assert expected.token_ids != toy.generate(PROMPT, max_new_tokens=24, ignore_eos=True).token_ids
+
+
 def test_json_with_logprobs(generate, capsys: Captured) -> None:
     found = run_json(capsys, lambda a: generate(*a), "--prompt", PROMPT, "--json", "--logprobs", "2")
     assert set(found) == GENERATION_KEYS | {"logprobs"}
@@ -259,6 +284,13 @@ def test_every_way_to_give_the_prompt_gives_the_same(
         (["--prompt", "x", "--seed", "-1"], "seed"),
         (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens"),
         (["--prompt", "x", "--stop", ""], "stop"),
+        (["--prompt", "x", "--presence-penalty", "3"], "--presence-penalty"),
+        (["--prompt", "x", "--logit-bias", "40"], "--logit-bias is '40'; pass a token id and a number"),
+        (["--prompt", "x", "--logit-bias", "40=101"], "--logit-bias is '40=101'"),
+        (["--prompt", "x", "--logit-bias", "999=1"], "logit_bias holds 999"),
+        (["--prompt", "x", "--bad-word", ""], "bad_words[0]"),
+        (["--prompt", "x", "--allowed-token-ids", "1,x"], "--allowed-token-ids is '1,x'"),
+        (["--prompt", "x", "--min-tokens", "25"], "min_tokens is 25"),
         (["--prompt", "x", "--json", "--logprobs", "99"], "logprobs"),
     ],
 )
@@ -291,9 +323,8 @@ def test_a_form_is_asked_for_in_five_ways(
     [
         (["--grammar", "."], "--grammar . cannot be read"),
         (["--json-schema", "/nowhere/schema.json"], "--json-schema /nowhere/schema.json cannot be read"),
-        (["--choice", ""], "structured_outputs.choice[0] is empty"),
         (["--regex", "a", "--json-object"], "not allowed with"),
-        (["--regex", "a", "--ignore-eos"], "no token ends a text"),
+        (["--regex", "a"], "ignore_eos is true, and a text of structured_outputs"),
         (["--regex", "a", "--beams", "2"], "--regex cannot go with --beams"),
     ],
 )

@@ -171,6 +171,39 @@ def test_stops_are_not_part_of_the_text(client: openai.OpenAI, alone: Runtime) -
     assert found.choices[0].finish_reason == "stop"
 
 
+@pytest.mark.parametrize(
+    ("own", "ours"),
+    [
+        ({"presence_penalty": 1.5, "frequency_penalty": -0.5}, {}),
+        ({"logit_bias": {"40": 50, "41": 49.5}}, {}),
+        ({}, {"repetition_penalty": 1.4}),
+        ({"logit_bias": {"0": 100}}, {"min_tokens": 7, "ignore_eos": False}),
+        ({"logit_bias": {"40": 50, "41": 49.5}}, {"bad_words": ["H"]}),
+        ({}, {"allowed_token_ids": [40, 41, 42, 43]}),
+    ],
+    ids=str,
+)
+def test_options_that_change_logits(
+    client: openai.OpenAI, alone: Runtime, own: dict[str, Any], ours: dict[str, Any]
+) -> None:
+    common = {"temperature": 0.0, "seed": 3}
+    options: dict[str, Any] = {"ignore_eos": True, **own, **ours}
+    expected = alone.generate("import os\n", max_new_tokens=20, drafter="none", **common, **options)
+    free = alone.generate("import os\n", max_new_tokens=20, drafter="none", ignore_eos=True, **common)
+    assert expected.text != free.text
+    found = client.completions.create(
+        model="toy", prompt="import os\n", max_tokens=20, **common, **own, extra_body={"ignore_eos": True, **ours}
+    )
+    assert found.choices[0].text == expected.text
+    assert found.choices[0].finish_reason == expected.finish_reason
+    message = {"role": "user", "content": "hello"}
+    chat = client.chat.completions.create(
+        model="toy", messages=[message], max_tokens=20, **common, **own, extra_body={"ignore_eos": True, **ours}
+    )  # type: ignore[call-overload]
+    said = alone.generate(messages=[message], max_new_tokens=20, drafter="none", **common, **options)
+    assert chat.choices[0].message.content == said.text
+
+
 def test_without_a_seed_samples_differ(client: openai.OpenAI) -> None:
     texts = {
         client.completions.create(model="toy", prompt=[5], max_tokens=12, extra_body={"ignore_eos": True})
@@ -206,12 +239,17 @@ def test_a_client_that_goes_cancels_its_request(client: openai.OpenAI, runtime: 
     ("own", "words"),
     [
         ({"prompt": "x", "echo": True}, "echo is not served"),
-        ({"prompt": "x", "presence_penalty": 1.0}, "presence_penalty is 1.0; pass 0, as penalties are not served"),
+        ({"prompt": "x", "presence_penalty": 2.5}, "presence_penalty is 2.5; pass a number from -2 to 2"),
+        ({"prompt": "x", "extra_body": {"repetition_penalty": 0}}, "repetition_penalty is 0; pass a number above 0"),
+        ({"prompt": "x", "extra_body": {"min_tokens": 17}}, "min_tokens is 17; pass a whole number from 0 to"),
+        ({"prompt": "x", "extra_body": {"bad_words": [5]}}, r"bad_words\[0\] is 5; pass a text"),
+        ({"prompt": "x", "extra_body": {"allowed_token_ids": []}}, r"allowed_token_ids is \[\]; pass a list"),
         ({"prompt": "x", "temperature": 3}, "temperature"),
         ({"prompt": "x", "n": 99}, "n is 99; pass a whole number from 1 to 16"),
         ({"prompt": "x", "max_tokens": True}, "max_tokens is true; pass a whole number of at least 1"),
         ({"prompt": "x", "stream": 1}, "stream is 1; pass true or false"),
-        ({"prompt": "x", "logit_bias": {"5": 1}}, "logit_bias is an object; pass none, as biases are not served"),
+        ({"prompt": "x", "logit_bias": {"5": 101}}, r"logit_bias\[5\] is 101; pass a number from -100 to 100"),
+        ({"prompt": "x", "logit_bias": {"999": 1}}, "logit_bias holds 999, which is not in the vocabulary"),
         ({"prompt": "x", "stop": ["a"] * 17}, "stop holds more than 16 texts"),
         ({"prompt": "x", "stop": {"a": 1}}, "stop is .*; pass a list of texts"),
         ({"prompt": []}, "prompt is an empty list"),

@@ -157,7 +157,7 @@ def test_a_turn_has_a_form_of_its_own(toy: Runtime) -> None:
 def test_what_cannot_be_is_refused_before_anything_runs(toy: Runtime) -> None:
     with pytest.raises(RequestError, match=r"structured_outputs\.regex has a regular expression"):
         toy.stream([1], structured_outputs={"regex": "(["})
-    with pytest.raises(RequestError, match="structured_outputs is given, and no token ends a text"):
+    with pytest.raises(RequestError, match="ignore_eos is true, and a text of structured_outputs ends"):
         toy.stream([1], structured_outputs={"choice": ["a"]}, ignore_eos=True)
     with pytest.raises(RequestError, match="constraint is a str; pass a LogitsRule"):
         toy.stream([1], constraint="json")  # type: ignore[arg-type]

@@ -266,5 +266,7 @@ def test_what_a_schema_has_that_is_not_known_can_be_passed_over() -> None:
 
 def test_a_form_needs_an_end_token() -> None:
     _, grammars, _ = grammars_of("byte-level")
-    with pytest.raises(RequestError, match="no token ends a text: the plan has no end token, or ignore_eos is true"):
+    with pytest.raises(
+        RequestError, match="structured_outputs is given, and the plan has no end token; pass eos_token_ids"
+    ):
         grammars.rule({"choice": ["a"]}, [])

@@ -80,9 +80,10 @@ STOPS = st.lists(
 )
 
 
-def cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
-    """The definition, by trying all: the stop string complete first, of several the longest."""
-    for end in range(1, len(text) + 1):
+def cut(text: str, stops: Sequence[str], behind: int = 0) -> tuple[str, str | None]:
+    """The definition, by trying all: the stop string complete first, `behind` so many characters, of several the
+    longest."""
+    for end in range(behind + 1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
             longest = max(complete, key=len)
@@ -138,6 +139,25 @@ def test_a_preview_is_what_would_be_shown_and_changes_nothing(
         expected, _ = cut(tokenizer.decode(ids[: max(end, pushed)]), stops)
         assert shown + text_stream.preview(ids[pushed:end]) == expected
     assert shown + text_stream.push(ids[pushed:]).text + text_stream.finish() == cut(tokenizer.decode(ids), stops)[0]
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@given(data=st.data(), stops=STOPS, least=st.integers(0, 9), size=st.integers(1, 7))
+def test_stop_strings_count_behind_the_least_tokens(
+    kind: str, data: st.DataObject, stops: list[str], least: int, size: int
+) -> None:
+    tokenizer = TOKENIZERS[kind]()
+    ids = data.draw(token_lists(tokenizer))
+    before = len(TextStream(tokenizer).push(ids[:least]).text) if least < len(ids) else len(tokenizer.decode(ids))
+    text_stream = TextStream(tokenizer, (), stops)
+    text_stream.least = least
+    shown = ""
+    for start in range(0, len(ids), size):
+        pushed = text_stream.push(ids[start : start + size])
+        shown += pushed.text
+        if pushed.stop is not None:
+            break
+    assert (shown + text_stream.finish(), text_stream.stopped) == cut(tokenizer.decode(ids), stops, before)
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)

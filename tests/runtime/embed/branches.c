@@ -60,7 +60,8 @@ int main(int count, char **words) {
   outrider_runtime *runtime = open_plan(words[1]), *one = open_plan(words[2]);
   outrider_params *params = params_of(9);
   const char *three =
-      "{\"prompt\": \"import\", \"branches\": [\" os\", {\"prompt\": \" sys\", \"temperature\": 1.0, \"seed\": 4}, [9, 8]]}";
+      "{\"prompt\": \"import\", \"branches\": [\" os\", {\"prompt\": \" sys\", \"temperature\": 1.0, \"seed\": 4}, "
+      "{\"prompt\": [9, 8], \"logit_bias\": {\"40\": 9}, \"bad_words\": [\"H\"], \"presence_penalty\": 1}]}";
   show(runtime, three, params, 4);
   show(runtime, "{\"prompt\": [5, 6, 7], \"n\": 4, \"mode\": \"batching\"}", params, 4);
   show(runtime, three, params, 1);

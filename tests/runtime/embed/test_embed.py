@@ -219,7 +219,8 @@ def test_branches_say_what_they_say_in_python(
     program = compiled("branches.c", library, tmp_path, *flags)
     found = passes(program, branch_plan, toy_plan, **environment)
     runtime = Runtime.load(branch_plan, threads=1)
-    branches = [" os", {"prompt": " sys", "temperature": 1.0, "seed": 4}, [9, 8]]
+    ruled = {"prompt": [9, 8], "logit_bias": {40: 9}, "bad_words": ["H"], "presence_penalty": 1}
+    branches = [" os", {"prompt": " sys", "temperature": 1.0, "seed": 4}, ruled]
     options = {"max_new_tokens": 9, "ignore_eos": True}
     expected = runtime.generate_branches("import", branches, **options)
     expected += runtime.generate_branches([5, 6, 7], n=4, **options)

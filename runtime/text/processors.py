@@ -1,0 +1,37 @@
+"""The rule that a caller's own function changes the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from plans.errors import RequestError
+from runtime.text.rules import LogitsRule
+
+LogitsProcessor = Callable[[list[int], NDArray[np.float32]], ArrayLike | None]
+"""A function of the tokens generated so far and the logits f32 `[vocab]`: it returns logits, or None if it has changed
+these in place."""
+
+
+class Processor(LogitsRule):
+    """Applies a caller's function; what it raises ends the request alone."""
+
+    def __init__(self, process: LogitsProcessor, place: int) -> None:
+        """`place` is that of the function among the request's `logits_processors`."""
+        self._process, self._name = process, f"logits_processors[{place}]"
+
+    def apply(self, logits: NDArray[np.float32], path: Sequence[int]) -> None:
+        try:
+            made = self._process(list(path), logits)
+            given = logits if made is None else np.asarray(made, np.float32)
+        except Exception as error:
+            raise RequestError(f"{self._name} failed: {type(error).__name__}: {error}") from error
+        if given.shape != logits.shape:
+            raise RequestError(
+                f"{self._name} returned logits of shape {given.shape}; return a row of {len(logits)}, or None for a "
+                "row that was changed in place."
+            )
+        if given is not logits:
+            logits[:] = given
