@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from jinja2 import DictLoader, TemplateError, TemplateNotFound, TemplateSyntaxError, Undefined, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -28,7 +29,7 @@ class ChatTemplate:
 
     The names a template may use are those of transformers (`transformers/utils/chat_template_utils.py`), since
     that is what templates are written for: `raise_exception`, `strftime_now`, `tojson`, `{% break %}`,
-    `{% generation %}`.
+    `{% generation %}`. `names` are those that this one reads and does not set.
     """
 
     def __init__(self, text: str, *, source: str, bos_token: str | None = None, eos_token: str | None = None) -> None:
@@ -37,7 +38,7 @@ class ChatTemplate:
         A plan with such a template does not load, for completions neither: whoever serves it finds the fault at once,
         and not at the first chat.
         """
-        self._source = source
+        self._source, self.text = source, text
         special_tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._special_tokens = {name: token for name, token in special_tokens.items() if token is not None}
         environment = ImmutableSandboxedEnvironment(
@@ -49,6 +50,7 @@ class ChatTemplate:
         environment.globals["namespace"] = _PublicNamespace
         try:
             self._template = environment.from_string(text)
+            self.names = frozenset(find_undeclared_variables(environment.parse(text)))
         except Exception as error:  # Jinja compiles to Python, which has errors of its own for what it refuses
             line = f", line {error.lineno}," if isinstance(error, TemplateSyntaxError) else ""
             said = str(error).rstrip(".")

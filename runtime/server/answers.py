@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from time import time
 from typing import Any
 
@@ -11,6 +11,7 @@ from plans.tokenizer import Tokenizer
 from runtime.generation import FinishReason, Generation, Span
 from runtime.runtime import Runtime
 from runtime.sampling import TokenLogprob
+from runtime.server.tool_calling import CallReader, Read, ToolCalling, joined
 
 _REASONS = {
     FinishReason.STOP: "stop",
@@ -67,11 +68,22 @@ def _completion_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob], 
     }
 
 
+def _delta(read: Read) -> dict[str, Any]:
+    """What a piece of text said, as the `delta` of a chunk."""
+    content = {"content": read.content} if read.content else {}
+    return content | ({"tool_calls": list(read.calls.values())} if read.calls else {})
+
+
 class Answer:
     """One answer's objects: what they have in common, and how choices look."""
 
     def __init__(self, prefix: str, whole: str, chunk: str, model: str, runtime: Runtime, *, chat: bool) -> None:
         self._tokenizer, self._chat = runtime.tokenizer, chat
+        self.calling: ToolCalling | None = None  # the tools that may be called
+        self.with_usage = (
+            False  # of a stream: whether its last object has the usage, and the others say that they have none
+        )
+        self._readers: dict[int, CallReader] = {}  # by choice
         self._whole, self._chunk = whole, chunk
         self._common = {
             "id": f"{prefix}-{secrets.token_hex(12)}",
@@ -83,35 +95,65 @@ class Answer:
     def whole(self, found: Sequence[Generation], prompts: int, logprobs: bool) -> dict[str, Any]:
         choices = []
         for index, each in enumerate(found):
-            choice: dict[str, Any] = {"index": index, "finish_reason": _REASONS[each.finish_reason], "logprobs": None}
+            choice: dict[str, Any] = {"index": index, "logprobs": None}
             if self._chat:
-                choice["message"] = {"role": "assistant", "content": each.text, "refusal": None}
+                choice["message"] = self._message(index, each)
             else:
                 choice["text"] = each.text
+            choice["finish_reason"] = self._reason(index, each)
             if logprobs:
                 choice["logprobs"] = self._logprobs(each.logprobs, 0)
             choices.append(choice)
         return {**self._common, "object": self._whole, "choices": choices, "usage": _usage(found, prompts)}
 
+    def _message(self, index: int, found: Generation) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": found.text, "refusal": None}
+        if (reader := self._reader(index)) is not None:
+            read = joined([reader.push(found.text), reader.finish()])
+            message["content"] = read.content or None if read.calls else read.content
+            if read.calls:
+                message["tool_calls"] = list(read.calls.values())
+        return message
+
+    def _reader(self, index: int) -> CallReader | None:
+        """The reader of a choice's calls."""
+        if self.calling is None:
+            return None
+        return self._readers.setdefault(index, self.calling.reader())
+
+    def _reason(self, index: int, found: Generation) -> str:
+        reader = self._reader(index)
+        called = reader is not None and reader.whole and found.finish_reason is FinishReason.STOP
+        return "tool_calls" if called else _REASONS[found.finish_reason]
+
     def opening(self, index: int) -> dict[str, Any] | None:
         """The object that comes before a choice's first text."""
         return self._piece(index, {"delta": {"role": "assistant", "content": ""}}, None) if self._chat else None
 
-    def piece(self, index: int, span: Span, offset: int, logprobs: bool) -> dict[str, Any]:
+    def piece(self, index: int, span: Span, offset: int, logprobs: bool) -> dict[str, Any] | None:
+        """The object of a span; None where its text is held back, as it may begin a call."""
         own: dict[str, Any] = {"delta": {"content": span.text}} if self._chat else {"text": span.text}
+        if (reader := self._reader(index)) is not None:
+            own = {"delta": _delta(reader.push(span.text))}
+            if not own["delta"] and not logprobs:
+                return None
         if logprobs:
             own["logprobs"] = self._logprobs(span.logprobs, offset)
         return self._piece(index, own, None)
 
-    def ending(self, index: int, found: Generation) -> dict[str, Any]:
-        return self._piece(index, {"delta": {}} if self._chat else {"text": ""}, _REASONS[found.finish_reason])
+    def ending(self, index: int, found: Generation) -> Iterator[dict[str, Any]]:
+        """The last objects of a choice: of text that was held back, if any, and of the reason why it ends."""
+        if (reader := self._reader(index)) is not None and (delta := _delta(reader.finish())):
+            yield self._piece(index, {"delta": delta}, None)
+        yield self._piece(index, {"delta": {}} if self._chat else {"text": ""}, self._reason(index, found))
 
     def usage(self, found: Sequence[Generation], prompts: int) -> dict[str, Any]:
         return {**self._common, "object": self._chunk, "choices": [], "usage": _usage(found, prompts)}
 
     def _piece(self, index: int, own: dict[str, Any], reason: str | None) -> dict[str, Any]:
         choice = {"index": index, "finish_reason": reason, "logprobs": None, **own}
-        return {**self._common, "object": self._chunk, "choices": [choice]}
+        usage = {"usage": None} if self.with_usage else {}
+        return {**self._common, "object": self._chunk, "choices": [choice], **usage}
 
     def _logprobs(self, entries: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
         if self._chat:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from time import perf_counter, time
-from typing import Any
+from typing import Any, cast
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -31,6 +31,8 @@ from runtime.server.answers import Answer, error_body
 from runtime.server.asked import ChatAsked, CompletionAsked
 from runtime.server.metrics import Metrics
 from runtime.server.refusals import refusal
+from runtime.server.tool_calling import ToolCalling
+from runtime.server.tool_formats import format_of
 from runtime.text.prompt import chat_prompt, encode_prompt
 
 _COMPLETIONS = "/v1/completions"
@@ -247,33 +249,66 @@ class _Serving:
         self.check_model(asked.model)
         asked.check()
         async with self._preparing:
-            handles = await run_in_threadpool(self._submit, asked, getattr(request.state, "client", None))
+            handles, calling = await run_in_threadpool(self._submit, asked, getattr(request.state, "client", None))
+        answer.calling = calling
         logprobs = asked.logprobs is not None and asked.logprobs is not False
         prompts = len(handles) // asked.n
         if asked.stream:
-            events = self._events(answer, handles, prompts, logprobs, asked.include_usage, began)
+            answer.with_usage = asked.include_usage
+            events = self._events(answer, handles, prompts, logprobs, began)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         found = await self._whole(request, handles, began)
         return JSONResponse(answer.whole(found, prompts, logprobs))
 
-    def _submit(self, asked: CompletionAsked | ChatAsked, client: str | None) -> list[Handle]:
-        """Every choice of every prompt. Texts are encoded here, once each, in a thread that is not the loop's."""
+    def _submit(
+        self, asked: CompletionAsked | ChatAsked, client: str | None
+    ) -> tuple[list[Handle], ToolCalling | None]:
+        """Every choice of every prompt, and the tools that they may call.
+
+        Texts are encoded and grammars compiled here, once each, in a thread that is not the loop's.
+        """
         prompts, most = 1 if isinstance(asked, ChatAsked) else len(asked.prompts), self._config.max_choices
         if prompts * asked.n > most:
             raise RequestError(
                 f"The request asks for {prompts * asked.n} choices (prompts: {prompts}, n: {asked.n}); this server "
                 f"takes at most {most} in a request. Send fewer prompts at a time, or a smaller n."
             )
-        wanted = [(ids, own) for ids, options in self._wanted(asked) for own in options]
-        return self._runtime.submit_all(wanted, priority=asked.priority, deadline=asked.deadline, client=client)
+        calling = self._calling(asked) if isinstance(asked, ChatAsked) else None
+        wanted = [(ids, own) for ids, options in self._wanted(asked, calling) for own in options]
+        handles = self._runtime.submit_all(wanted, priority=asked.priority, deadline=asked.deadline, client=client)
+        return handles, calling
 
-    def _wanted(self, asked: CompletionAsked | ChatAsked) -> Iterator[tuple[list[int], list[Options]]]:
+    def _calling(self, asked: ChatAsked) -> ToolCalling | None:
+        """The tools that an answer may call. Raises RequestError for schemas, or a template, that cannot be served."""
+        grammars = self._runtime.grammars
+        if asked.response_format is not None and asked.response_format.json_schema is not None:
+            form = asked.response_format.form or {}
+            grammars.check_schema(cast("dict[str, object]", form["json"]), "response_format.json_schema.schema")
+        if not asked.calls_tools:
+            return None
+        template = self._runtime.tokenizer.check_chat()
+        if "tools" not in template.names:
+            raise RequestError(
+                "The chat template of the plan does not know tools, so that the model would not see them; leave tools "
+                "out, or serve a plan whose template has them."
+            )
+        for place, tool in enumerate(asked.tools or ()):
+            grammars.check_schema(tool.function.schema_of_arguments, f"tools[{place}].function.parameters")
+        return asked.calling(format_of(template.text))
+
+    def _wanted(
+        self, asked: CompletionAsked | ChatAsked, calling: ToolCalling | None
+    ) -> Iterator[tuple[list[int], list[Options]]]:
         """Token ids of each prompt, and the options of its choices."""
         tokenizer, geometry = self._runtime.tokenizer, self._runtime.manifest.target
         if isinstance(asked, ChatAsked):
-            ids = chat_prompt([message.plain() for message in asked.messages], tokenizer, geometry)
+            tools = None if calling is None else {"tools": [tool.plain() for tool in asked.tools or ()]}
+            ids = chat_prompt([message.plain() for message in asked.messages], tokenizer, geometry, tools)
             limit = max(1, geometry.context - len(ids)) if asked.limit is None else asked.limit
-            yield ids, asked.options(limit, (asked.top_logprobs or 0) if asked.logprobs else None)
+            options = asked.options(limit, (asked.top_logprobs or 0) if asked.logprobs else None)
+            if calling is not None:
+                options = [Options(**{**own, "structured_outputs": {"grammar": calling.grammar}}) for own in options]
+            yield ids, options
             return
         options = asked.options(asked.max_tokens, asked.logprobs)
         for prompt in asked.prompts:
@@ -303,7 +338,7 @@ class _Serving:
         return list(found)
 
     async def _events(
-        self, answer: Answer, handles: list[Handle], prompts: int, logprobs: bool, with_usage: bool, began: float
+        self, answer: Answer, handles: list[Handle], prompts: int, logprobs: bool, began: float
     ) -> AsyncIterator[str]:
         """Server-sent events of all choices as they come. Left unfinished, it cancels them."""
         queue: asyncio.Queue[tuple[int, Span | None]] = asyncio.Queue()
@@ -325,15 +360,17 @@ class _Serving:
                 index, span = await queue.get()
                 if span is None:
                     left -= 1
-                    yield _event(answer.ending(index, await handles[index]))
+                    for ending in answer.ending(index, await handles[index]):
+                        yield _event(ending)
                     continue
                 if index not in begun:
                     begun.add(index)
                     self._metrics.ttft.observe(perf_counter() - began)
-                yield _event(answer.piece(index, span, offsets[index], logprobs))
+                if piece := answer.piece(index, span, offsets[index], logprobs):
+                    yield _event(piece)
                 offsets[index] += len(span.text)
             found = [await handle for handle in handles]
-            if with_usage:
+            if answer.with_usage:
                 yield _event(answer.usage(found, prompts))
             if cut := _cut_off(found):
                 yield _event(cut.body)

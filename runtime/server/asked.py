@@ -7,53 +7,34 @@ OpenAI's API reference, `/v1/completions` and `/v1/chat/completions`.
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
+from pydantic import Field
 
 from plans.errors import RequestError
 from plans.partial_kv import PARTIAL_MODES, PartialMode
 from runtime.logits_options import MAX_PENALTY
 from runtime.request import MAX_LOGPROBS, MAX_STOPS, Options
+from runtime.server.body import FIRST_FAULT, Body
+from runtime.server.messages import Message
 from runtime.server.refusals import shown
+from runtime.server.response_format import ResponseFormat
+from runtime.server.tool_calling import ToolCalling
+from runtime.server.tool_formats import ToolFormat
+from runtime.server.tools import MOST_TOOLS, NamedTool, Tool
+from runtime.text.structured_outputs import StructuredOutputs
 
 MOST_CHOICES = 16
 
 
-class _FirstFault(FailFast):
-    """Ends a list's check at its first fault: a body may have a hundred thousand. Hashed by Python, in a union."""
-
-    def __hash__(self) -> int:
-        return hash(self.fail_fast)
-
-
-_FIRST_FAULT = _FirstFault()
-
-
-class _Body(BaseModel):
-    """An object whose values have the very types they are to have, and which has no other keys."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_unknown_key(cls, given: object) -> object:
-        """Leave one key of those that are not known: one is enough to be refused. Half a character in it, which
-        Pydantic does not take, becomes its escape."""
-        if not isinstance(given, dict) or given.keys() <= cls.model_fields.keys():
-            return given
-        unknown = next(key for key in given if key not in cls.model_fields)
-        known = {key: value for key, value in given.items() if key in cls.model_fields}
-        return known | {unknown.encode("utf-8", "backslashreplace").decode("utf-8"): given[unknown]}
-
-
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool = Field(False, description="true or false")
 
 
-class _Asked(_Body):
-    """Fields of both kinds of request. `top_k`, `repetition_penalty`, `min_tokens`, `bad_words`, `allowed_token_ids`
-    and `ignore_eos` are as vLLM has them; `drafter`, `partial_kv`, `priority` and `deadline` are ours.
+class _Asked(Body):
+    """Fields of both kinds of request. `top_k`, `repetition_penalty`, `min_tokens`, `bad_words`, `allowed_token_ids`,
+    `structured_outputs` and `ignore_eos` are as vLLM has them; `drafter`, `partial_kv`, `priority` and `deadline` are
+    ours.
 
     A field's description says what to pass; `refusals.py` tells it to a client that passed something else.
     """
@@ -74,6 +55,9 @@ class _Asked(_Body):
     store: bool | None = Field(None, description="true or false")
 
     top_k: int = Field(0, description="a whole number of at least 0")
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description='an object such as {"regex": "[0-9]+"}'
+    )  # checked as an option
     repetition_penalty: float = Field(1.0, gt=0, description="a number above 0")
     min_tokens: int = Field(0, ge=0, description="a whole number of at least 0")
     bad_words: list[Any] | None = Field(None, description="a list of texts")  # checked as an option
@@ -86,6 +70,11 @@ class _Asked(_Body):
 
     def check(self) -> None:
         """Raise RequestError for what is not served, and for options that do not go together."""
+
+    @property
+    def form(self) -> StructuredOutputs | None:
+        """The form that the text keeps to."""
+        return cast("StructuredOutputs | None", self.structured_outputs)
 
     @property
     def include_usage(self) -> bool:
@@ -109,6 +98,7 @@ class _Asked(_Body):
             min_tokens=self.min_tokens,
             bad_words=self.bad_words or (),
             allowed_token_ids=self.allowed_token_ids,
+            structured_outputs=self.form,
         )
         if limit is not None:
             options["max_new_tokens"] = limit
@@ -156,35 +146,10 @@ class CompletionAsked(_Asked):
         return list(found)
 
 
-class Part(_Body):
-    type: Literal["text"] = Field(description='"text", as other parts are not served')
-    text: str = Field(description="a text")
-
-
-class Message(_Body):
-    """A message; its parts are texts."""
-
-    role: Literal["system", "developer", "user", "assistant"] = Field(
-        description='"system", "developer", "user" or "assistant"'
-    )
-    content: str | Annotated[list[Part], _FIRST_FAULT] = Field(
-        description='a text, or a list of parts such as {"type": "text", "text": "..."}'
-    )
-    name: str | None = Field(None, description="a text")
-
-    def plain(self) -> dict[str, object]:
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
-
-
-class ResponseFormat(_Body):
-    type: Literal["text"] = Field(description='"text", as other forms are not served')
-
-
 class ChatAsked(_Asked):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], _FIRST_FAULT] = Field(
+    messages: Annotated[list[Message], FIRST_FAULT] = Field(
         min_length=1, description='a list of at least one message such as {"role": "user", "content": "..."}'
     )
     max_tokens: int | None = Field(None, ge=1, description="a whole number of at least 1")
@@ -193,7 +158,14 @@ class ChatAsked(_Asked):
     top_logprobs: int | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description=f"a whole number from 0 to {MAX_LOGPROBS}"
     )
-    response_format: ResponseFormat | None = Field(None, description='an object such as {"type": "text"}')
+    response_format: ResponseFormat | None = Field(None, description='an object such as {"type": "json_object"}')
+    tools: Annotated[list[Tool], FIRST_FAULT] | None = Field(
+        None, max_length=MOST_TOOLS, description=f"a list of at most {MOST_TOOLS} functions"
+    )
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
+        None, description='"none", "auto", "required", or an object such as {"type": "function", "function": {...}}'
+    )
+    parallel_tool_calls: bool | None = Field(None, description="true or false")
 
     def check(self) -> None:
         if self.top_logprobs is not None and not self.logprobs:
@@ -201,6 +173,55 @@ class ChatAsked(_Asked):
                 f"top_logprobs is {self.top_logprobs}, and logprobs is not true; "
                 "add logprobs: true, or leave top_logprobs out."
             )
+        for place, message in enumerate(self.messages):
+            message.check(place)
+        if self.response_format is not None:
+            self.response_format.check()
+        self._check_tools()
+        forms = {
+            "structured_outputs": self.structured_outputs is not None,
+            "response_format": self.response_format is not None and self.response_format.type != "text",
+            "tools": self.calls_tools,
+        }
+        if len(given := [name for name, there in forms.items() if there]) > 1:
+            raise RequestError(f"{given[0]} and {given[1]} both say what form the answer has; leave one of them out.")
+
+    def _check_tools(self) -> None:
+        names = [tool.function.name for tool in self.tools or ()]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise RequestError(f"tools has two functions {twice!r}; give each a name of its own.")
+        for place, tool in enumerate(self.tools or ()):
+            kind = (tool.function.parameters or {}).get("type", "object")
+            if kind != "object":
+                raise RequestError(
+                    f'tools[{place}].function.parameters.type is {shown(kind)}; pass "object", as arguments have names.'
+                )
+        if self.tool_choice in (None, "none"):
+            return
+        if not names:
+            raise RequestError("tool_choice is given, and there are no tools; pass tools, or leave it out.")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise RequestError(
+                f"tool_choice names the function {self.tool_choice.function.name!r}; tools has {', '.join(names)}."
+            )
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether the answer may call a tool."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    def calling(self, form: ToolFormat) -> ToolCalling:
+        """What the answer may call, by a model that writes calls in this format."""
+        functions = {tool.function.name: tool.function.schema_of_arguments for tool in self.tools or ()}
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            return ToolCalling(form, {name: functions[name]}, must=True, several=False)
+        several = self.parallel_tool_calls is not False
+        return ToolCalling(form, functions, must=self.tool_choice == "required", several=several)
+
+    @property
+    def form(self) -> StructuredOutputs | None:
+        return super().form if self.response_format is None else self.response_format.form or super().form
 
     @property
     def limit(self) -> int | None:

@@ -10,28 +10,28 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from plans.chat_template import check_text
 from plans.errors import RequestError
-from runtime.text.structured_outputs import FORMS, lark_text
+from runtime.text.structured_outputs import FORMS, guided, lark_text
 
 MOST_CHOICES = 10_000
-WHITESPACE = r"(?: |\n[ \t]{0,20})"
-"""Between the parts of JSON: bounded, so that a text cannot go on with white space for ever."""
 
 
-def to_grammar(asked: object, name: str = "structured_outputs") -> tuple[str, str]:
-    """Return the form that `asked` has, and its grammar as llguidance reads it; `name` is what errors call it.
+def to_grammar(asked: object) -> tuple[str, str]:
+    """Return what errors call the form of `asked`, and its grammar as llguidance reads it.
 
     Raises RequestError for what is no form. Whether the grammar makes sense is for llguidance to say.
     """
     if not isinstance(asked, Mapping) or len(asked) != 1 or next(iter(asked)) not in FORMS:
-        raise RequestError(f"{name} must be an object with exactly one of the keys {', '.join(FORMS)}.")
+        raise RequestError(
+            "structured_outputs must be an object with exactly one of the keys " + ", ".join(FORMS) + "."
+        )
     ((form, value),) = asked.items()
-    where = f"{name}.{form}"
+    where = f"structured_outputs.{form}"
     if form == "json":
-        return where, _of_schema(_schema(value, where), where)
+        return where, of_schema(_schema(value, where), where)
     if form == "json_object":
         if value is not True:
             raise RequestError(f"{where} is {value!r}; pass true, or leave it out.")
-        return where, _of_schema({"type": "object"}, where)
+        return where, of_schema({"type": "object"}, where)
     if form == "choice":
         return where, _of_choice(value, where)
     check_text(value, where)
@@ -56,12 +56,11 @@ def _schema(value: object, where: str) -> Mapping[str, object]:
     return value
 
 
-def _of_schema(schema: Mapping[str, object], where: str) -> str:
+def of_schema(schema: Mapping[str, object], where: str) -> str:
+    """Return the grammar of a JSON schema; `where` is what errors call it. Raises RequestError where it is no JSON."""
     try:
-        text = json.dumps(schema, allow_nan=False)
-        own = schema.get("x-guidance")
-        bounded = not (isinstance(own, Mapping) and own.keys() & {"whitespace_flexible", "whitespace_pattern"})
-        return LLMatcher.grammar_from_json_schema(text, {"whitespace_pattern": WHITESPACE} if bounded else None)
+        text = json.dumps(guided(schema), allow_nan=False)
+        return LLMatcher.grammar_from_json_schema(text)
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"{where} is no JSON schema that can be read: {error}. Correct it.") from None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from plans.errors import RequestError
@@ -33,18 +33,28 @@ class Grammars:
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
-    def rule(self, asked: object, ends: Collection[int], name: str = "structured_outputs") -> GrammarRule:
+    def rule(self, asked: object, ends: Collection[int]) -> GrammarRule:
         """Return the rule that a text keeps to the form `asked`, a `StructuredOutputs`, and ends with one of `ends`.
 
         Raises RequestError for a form that is none, or that no text of the vocabulary has.
         """
-        from runtime.text.grammar_compiler import Vocabulary, compile_grammar
         from runtime.text.grammar_rule import GrammarRule
         from runtime.text.grammar_text import to_grammar
 
-        where, grammar = to_grammar(asked, name)
+        where, grammar = to_grammar(asked)
         if not ends:
-            raise RequestError(f"{name} is given, and the plan has no end token; pass eos_token_ids.")
+            raise RequestError("structured_outputs is given, and the plan has no end token; pass eos_token_ids.")
+        return GrammarRule(*self._compile(grammar, where), ends)
+
+    def check_schema(self, schema: Mapping[str, object], where: str) -> None:
+        """Raise RequestError, which calls it `where`, for a JSON schema that `rule` would refuse."""
+        from runtime.text.grammar_text import of_schema
+
+        self._compile(of_schema(schema, where), where)
+
+    def _compile(self, grammar: str, where: str) -> tuple[Vocabulary, LLMatcher]:
+        from runtime.text.grammar_compiler import Vocabulary, compile_grammar
+
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = Vocabulary(self.tokenizer, self._size)
@@ -57,4 +67,4 @@ class Grammars:
                 self._compiled[grammar] = matcher
                 if len(self._compiled) > _MOST_KEPT:
                     self._compiled.popitem(last=False)
-        return GrammarRule(vocabulary, matcher, ends)
+        return vocabulary, matcher

@@ -78,8 +78,13 @@ def encode_prompt(
     return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
-def chat_prompt(messages: Messages, tokenizer: Tokenizer, geometry: Geometry) -> list[int]:
-    """Encode a conversation through the plan's chat template. Raises RequestError as `encode_prompt` does."""
+def chat_prompt(
+    messages: Messages, tokenizer: Tokenizer, geometry: Geometry, variables: Mapping[str, object] | None = None
+) -> list[int]:
+    """Encode a conversation through the plan's chat template, which may read further `variables`.
+
+    Raises RequestError as `encode_prompt` does.
+    """
     if (
         isinstance(messages, Sequence) and len(messages) >= geometry.context
     ):  # a template may take a time that grows with their square
@@ -87,7 +92,7 @@ def chat_prompt(messages: Messages, tokenizer: Tokenizer, geometry: Geometry) ->
             f"The conversation has {len(messages)} messages, each of a token or more; the plan's context is "
             f"{geometry.context}. Leave messages out."
         )
-    return encode_prompt(tokenizer.apply_chat_template(messages), tokenizer, geometry)
+    return encode_prompt(tokenizer.apply_chat_template(messages, variables=variables), tokenizer, geometry)
 
 
 def _too_long(tokens: str, geometry: Geometry) -> RequestError:

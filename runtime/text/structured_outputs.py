@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 
 class StructuredOutputs(TypedDict, total=False):
@@ -26,6 +26,24 @@ class StructuredOutputs(TypedDict, total=False):
 
 
 FORMS = tuple(StructuredOutputs.__annotations__)
+
+
+WHITESPACE = r"(?: |\n[ \t]{0,20})"
+"""Between the parts of JSON: bounded, so that a text cannot go on with white space for ever."""
+
+
+def guided(schema: Mapping[str, Any], *, lenient: bool = False) -> dict[str, Any]:
+    """Return a JSON schema that also says how white space may stand, unless it does already.
+
+    `lenient`: what llguidance does not know in it is passed over, unless it says otherwise.
+    """
+    own = schema.get("x-guidance", {})
+    if not isinstance(own, Mapping):
+        return dict(schema)
+    added: dict[str, Any] = {} if "whitespace_flexible" in own else {"whitespace_pattern": WHITESPACE}
+    if lenient:
+        added["lenient"] = True
+    return {**schema, "x-guidance": {**added, **own}}
 
 
 def lark_text(text: str) -> str:

@@ -1,0 +1,315 @@
+"""Tools and response formats, used by OpenAI's own client over loopback."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import openai
+import pytest
+from jsonschema import Draft202012Validator
+from openai.types.chat import ChatCompletion
+from pydantic import BaseModel, Field
+
+from plans.chat_template import ChatTemplate
+from runtime import Runtime
+from tests.integration.served import client_of, listening
+
+ASK: list[Any] = [{"role": "user", "content": "hi"}]
+PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", "yy"]}, "n": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["a", "n"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "f", "description": "does it", "parameters": PARAMETERS, "strict": True}},
+    {"type": "function", "function": {"name": "now"}},
+]
+TEMPLATE = """\
+{% for t in tools or [] %}{{ t.function.name }}:{{ t.function.description }} {% endfor %}\
+{% for m in messages %}{{ m.role[0] }}{{ m.content }}\
+{% for c in m.tool_calls or [] %}!{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}\
+{% if m.tool_call_id %}={{ m.tool_call_id }}{% endif %}|{% endfor %}a"""
+HERMES = TEMPLATE + "{# <tool_call> #}"
+LLAMA = TEMPLATE + """{# "parameters": #}"""
+
+
+class Served:
+    """A runtime whose chat template can be changed, its client, and another runtime of the same plan."""
+
+    def __init__(self, runtime: Runtime, client: openai.OpenAI, alone: Runtime) -> None:
+        self.runtime, self.client, self.alone = runtime, client, alone
+
+    def use(self, template: str) -> None:
+        for each in (self.runtime, self.alone):
+            each.tokenizer._chat_template = ChatTemplate(template, source="the test's")
+
+    def ask(self, **own: Any) -> ChatCompletion:
+        found: ChatCompletion = self.client.chat.completions.create(**{"model": "toy", "messages": ASK, **own})
+        return found
+
+
+@pytest.fixture(scope="module")
+def listened(branch_plan: Path) -> Iterator[Served]:
+    runtime = Runtime.load(branch_plan, threads=1)
+    with listening(runtime) as address, client_of(address) as client:
+        yield Served(runtime, client, Runtime.load(branch_plan, threads=1))
+
+
+@pytest.fixture
+def served(listened: Served) -> Served:
+    listened.use(HERMES)
+    return listened
+
+
+def check_call(call: Any) -> None:
+    assert call.type == "function"
+    assert call.id.startswith("call_")
+    arguments = json.loads(call.function.arguments)
+    assert call.function.name in ("f", "now")
+    if call.function.name == "f":
+        Draft202012Validator(PARAMETERS).validate(arguments)
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "head"])
+@pytest.mark.parametrize("template", [HERMES, LLAMA, TEMPLATE], ids=["hermes", "llama", "plain"])
+def test_a_call_that_is_required(served: Served, template: str, drafter: str) -> None:
+    served.use(template)
+    tools, texts = TOOLS[:1], []
+    for seed in range(3):
+        own: dict[str, Any] = {"tools": tools, "tool_choice": "required", "temperature": 1.0, "seed": seed}
+        own["parallel_tool_calls"] = False
+        found = served.ask(**own, extra_body={"drafter": drafter})
+        (choice,) = found.choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content is None
+        (call,) = choice.message.tool_calls or ()
+        check_call(call)
+        texts.append(call.function.arguments)
+        pieces = list(served.ask(**own, stream=True, extra_body={"drafter": "none"}))  # type: ignore[arg-type]
+        assert [piece.choices[0].finish_reason for piece in pieces][-1] == "tool_calls"
+        deltas = [delta for piece in pieces for delta in piece.choices[0].delta.tool_calls or ()]
+        assert (deltas[0].index, deltas[0].type, deltas[0].function.name) == (0, "function", "f")
+        assert deltas[0].id.startswith("call_")
+        assert all((delta.index, delta.id, delta.function.name) == (0, None, None) for delta in deltas[1:])
+        assert "".join(delta.function.arguments for delta in deltas) == call.function.arguments
+        assert not any(piece.choices[0].delta.content for piece in pieces)
+    assert len(set(texts)) > 1
+
+
+def test_a_function_that_is_named(served: Served) -> None:
+    end = str(served.alone.tokenizer.encode("}", add_special_tokens=False)[0])
+    for name in ("f", "now"):
+        choice = {"type": "function", "function": {"name": name}}
+        found = served.ask(tools=TOOLS, tool_choice=choice, max_tokens=110, logit_bias={end: 100})
+        assert [call.function.name for call in found.choices[0].message.tool_calls or ()] == [name]
+        assert found.choices[0].finish_reason == "tool_calls"
+
+
+def test_several_choices_stream_their_calls_side_by_side(served: Served) -> None:
+    own: dict[str, Any] = {
+        "tools": TOOLS[:1],
+        "tool_choice": "required",
+        "n": 3,
+        "seed": 4,
+        "parallel_tool_calls": False,
+    }
+    own["stream_options"] = {"include_usage": True}
+    *pieces, last = served.ask(**own, stream=True)
+    found: list[str] = [""] * 3
+    for piece in pieces:  # type: ignore[assignment]
+        assert piece.usage is None
+        for delta in piece.choices[0].delta.tool_calls or ():
+            found[piece.choices[0].index] += delta.function.arguments
+    assert last.choices == []
+    assert last.usage.prompt_tokens > 0
+    del own["stream_options"]
+    expected = [choice.message.tool_calls[0].function.arguments for choice in served.ask(**own).choices]
+    assert found == expected
+    assert len(set(found)) > 1
+
+
+def test_an_answer_may_be_text(served: Served) -> None:
+    own: dict[str, Any] = {"tools": TOOLS, "temperature": 0, "max_completion_tokens": 12}
+    for choice in ({}, {"tool_choice": "auto"}):
+        found = served.ask(**own, **choice).choices[0]
+        assert found.message.tool_calls is None
+        assert found.message.content
+        prompt = "f:does it now: uhi|a"
+        ids = served.alone.tokenizer.encode(prompt, add_special_tokens=False)
+        form: Any = {"regex": "(.|\n)*"}
+        assert found.message.content == served.alone.generate(ids, max_new_tokens=12, structured_outputs=form).text
+        pieces = served.ask(**own, **choice, stream=True)
+        assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == found.message.content
+
+
+def test_an_answer_may_be_a_call(served: Served) -> None:
+    """Where it begins with a brace, as the bias has it."""
+    served.use(LLAMA)
+    brace = served.alone.tokenizer.encode("{", add_special_tokens=False)[0]
+    own: dict[str, Any] = {"tools": TOOLS[:1], "logit_bias": {str(brace): 100}, "seed": 1}
+    choice = served.ask(**own).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    check_call((choice.message.tool_calls or [None])[0])
+    free = served.ask(**own, tool_choice="none", max_completion_tokens=9).choices[0]
+    assert free.message.tool_calls is None
+    assert (free.message.content or "").startswith("{{")
+
+
+def test_without_tools_to_call_there_are_none(served: Served) -> None:
+    own: dict[str, Any] = {"temperature": 0, "max_completion_tokens": 9}
+    expected = served.ask(**own).choices[0].message.content
+    assert served.ask(**own, tools=TOOLS, tool_choice="none").choices[0].message.content == expected
+    assert served.ask(**own, tools=[]).choices[0].message.content == expected
+
+
+def test_a_call_that_the_limit_cuts_off_is_there_as_far_as_it_goes(served: Served) -> None:
+    whole = served.ask(tools=TOOLS[:1], tool_choice="required", temperature=0, parallel_tool_calls=False)
+    count, text = whole.usage.completion_tokens, whole.choices[0].message.tool_calls[0].function.arguments  # type: ignore[union-attr,index]
+    for limit in (1, 5, count // 2, count - 8, count - 1):
+        choice = served.ask(
+            tools=TOOLS[:1], tool_choice="required", temperature=0, parallel_tool_calls=False, max_tokens=limit
+        ).choices[0]
+        assert choice.finish_reason == "length"
+        assert text.startswith("".join(call.function.arguments for call in choice.message.tool_calls or ()))
+
+
+def test_a_conversation_goes_on_behind_a_call(served: Served) -> None:
+    """The client sends the message back as it came, and the tool's result."""
+    first = served.ask(tools=TOOLS[:1], tool_choice="required", temperature=0, parallel_tool_calls=False).choices[0]
+    (call,) = first.message.tool_calls or ()
+    messages = [*ASK, first.message, {"role": "tool", "tool_call_id": call.id, "content": "42"}]
+    found = served.ask(messages=messages, temperature=0, max_completion_tokens=8)
+    arguments = json.dumps(json.loads(call.function.arguments))
+    prompt = f"uhi|a!f{arguments}|t42={call.id}|a"
+    ids = served.alone.tokenizer.encode(prompt, add_special_tokens=False)
+    assert found.choices[0].message.content == served.alone.generate(ids, max_new_tokens=8).text
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ({"tools": [{"type": "web_search"}]}, r'tools\[0\].type is "web_search"; pass "function", as other tools'),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            r'tools\[0\].function.name is "a b"; pass 1 to 64',
+        ),
+        ({"tools": TOOLS * 2}, "tools has two functions 'f'"),
+        ({"tools": TOOLS * 65}, "tools is a list; pass a list of at most 128 functions"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+            r'tools\[0\].function.parameters.type is "array"; pass "object"',
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}}}}]},
+            r"tools\[0\].function.parameters cannot be served: Unimplemented keys",
+        ),
+        ({"tool_choice": "auto"}, "tool_choice is given, and there are no tools"),
+        ({"tools": TOOLS, "tool_choice": "any"}, 'tool_choice is "any"; pass "none", "auto", "required"'),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice names the function 'g'; tools has f, now",
+        ),
+        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format and tools both say what form"),
+        ({"tools": TOOLS, "extra_body": {"ignore_eos": True}}, "ignore_eos is true, and a text of structured_outputs"),
+        ({"functions": []}, "functions is no key that this server knows"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, r"messages\[0\].tool_call_id is missing; pass the id of"),
+        (
+            {"messages": [{"role": "user", "content": "x", "tool_call_id": "y"}]},
+            r"messages\[0\].tool_call_id is given, and its role is user",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"id": "x", "function": {"name": "f", "arguments": "["}}]}
+                ]
+            },
+            r'messages\[0\].tool_calls\[0\].function.arguments is "\["; pass JSON of an object',
+        ),
+        ({"messages": [{"role": "assistant", "content": None}]}, r"messages\[0\].content is null; pass a text"),
+        ({"response_format": {"type": "json"}}, 'response_format.type is "json"; pass "text", "json_object" or'),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema is missing; pass it with"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": 5}}},
+            "response_format.json_schema.name is 5; pass a text",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schemas": {}}}},
+            "response_format.json_schema.schemas is no key that this server knows",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "strict": True, "schema": {"not": {}}},
+                }
+            },
+            "response_format.json_schema.schema cannot be served: Unimplemented keys",
+        ),
+        ({"extra_body": {"structured_outputs": {"regex": "(["}}}, "structured_outputs.regex has a regular expression"),
+        ({"extra_body": {"structured_outputs": {"ebnf": ""}}}, "structured_outputs must be an object with exactly one"),
+        ({"extra_body": {"structured_outputs": 5}}, "structured_outputs is 5; pass an object such as"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_said(served: Served, own: dict[str, Any], words: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=words) as caught:
+        served.ask(**own)
+    assert caught.value.type == "invalid_request_error"
+
+
+def test_a_template_must_know_tools(served: Served) -> None:
+    served.use("{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(openai.BadRequestError, match="The chat template of the plan does not know tools"):
+        served.ask(tools=TOOLS)
+    assert served.ask(tools=TOOLS, tool_choice="none", max_tokens=2).choices[0].message.content
+    served.use(TEMPLATE + "{# [TOOL_CALLS] #}")
+    with pytest.raises(
+        openai.BadRequestError, match=r"write calls of tools behind \[TOOL_CALLS\], which is not served"
+    ):
+        served.ask(tools=TOOLS)
+
+
+# Response formats.
+
+
+class Person(BaseModel):
+    kind: Literal["a", "b"]
+    age: int = Field(ge=0, le=130)
+    happy: bool | None
+
+
+def test_an_answer_is_read_as_the_model_that_it_was_asked_for(served: Served) -> None:
+    for seed in range(4):
+        found = served.client.chat.completions.parse(model="toy", messages=ASK, response_format=Person, seed=seed)
+        assert isinstance(found.choices[0].message.parsed, Person)
+        assert found.choices[0].finish_reason == "stop"
+
+
+def test_any_object(served: Served) -> None:
+    end = served.alone.tokenizer.encode("}", add_special_tokens=False)[0]
+    own: dict[str, Any] = {"response_format": {"type": "json_object"}, "logit_bias": {str(end): 100}}
+    found = served.ask(**own).choices[0]
+    assert (json.loads(found.message.content or ""), found.finish_reason) == ({}, "stop")
+    assert served.ask(response_format={"type": "text"}, max_tokens=3).choices[0].message.content
+
+
+def test_what_a_schema_has_that_is_not_known_is_passed_over_unless_it_is_strict(served: Served) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "boolean", "not": {}}}}
+    assert served.ask(response_format=form).choices[0].message.content in ("true", "false")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_forms_as_vllm_names_them(served: Served, stream: bool) -> None:
+    form = {"structured_outputs": {"choice": ["yes", "no"]}}
+    text = served.client.completions.create(model="toy", prompt="x", extra_body=form).choices[0].text
+    assert text in ("yes", "no")
+    own: dict[str, Any] = {"temperature": 0, "extra_body": form, "stream": stream}
+    found: Any = served.ask(**own)
+    said = (
+        "".join(piece.choices[0].delta.content or "" for piece in found) if stream else found.choices[0].message.content
+    )
+    assert said in ("yes", "no")

@@ -1,0 +1,154 @@
+"""Calls of tools: what their grammars take, and what an answer's text says however it is parted."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from plans.errors import RequestError
+from runtime.server.tool_calling import ToolCalling, joined
+from runtime.server.tool_formats import HERMES, LLAMA, PLAIN, ToolFormat, format_of
+from runtime.text.structured_outputs import guided
+
+BYTES = LLTokenizer("byte")
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+NUMBER = {"$defs": {"n": {"type": "integer"}}, "type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}}
+FUNCTIONS = {"get": guided({**CITY, "additionalProperties": False}), "get-all": guided(NUMBER)}
+
+
+def calling(form: ToolFormat, *, must: bool = False, several: bool = True) -> ToolCalling:
+    return ToolCalling(form, FUNCTIONS, must=must, several=several)
+
+
+def takes(grammar: str, text: str) -> bool:
+    matcher = LLMatcher(BYTES, grammar, log_level=0)
+    assert not matcher.get_error()
+    return matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting()
+
+
+ONE = '<tool_call>\n{"name": "get", "arguments": {"city": "}\\"é"}}\n</tool_call>'
+TWO = '<tool_call>\n{"name": "get-all", "arguments": {"n":\n  1, "m": [{}, "]"]}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "auto", "must", "alone"),
+    [
+        ("", True, False, False),
+        ("an answer {", True, False, False),
+        (ONE, True, True, True),
+        (f"first this:\n{ONE}", True, False, False),
+        (f"{ONE}\n{TWO}", True, True, False),
+        (f"{ONE} and this", False, False, False),
+        ("a <tool_call> of mine", False, False, False),
+        (ONE.replace("get", "got"), False, False, False),
+        (ONE.replace('"city"', '"town"'), False, False, False),
+        (ONE.removesuffix("</tool_call>"), False, False, False),
+    ],
+)
+def test_what_an_answer_may_be(text: str, auto: bool, must: bool, alone: bool) -> None:
+    assert takes(calling(HERMES).grammar, text) == auto
+    assert takes(calling(HERMES, must=True).grammar, text) == must
+    assert takes(calling(HERMES, must=True, several=False).grammar, text) == alone
+
+
+@pytest.mark.parametrize(
+    ("text", "auto", "must"),
+    [
+        ("", True, False),
+        ("an answer {", True, False),
+        ('{"name": "get", "parameters": {"city": "x"}}', True, True),
+        ('{"name": "get", "parameters": {"city": "x"}} ', False, False),
+        ('{"name": "get", "arguments": {"city": "x"}}', False, False),
+        ('{"an": "object"}', False, False),
+    ],
+)
+def test_without_a_trigger_the_first_character_decides(text: str, auto: bool, must: bool) -> None:
+    assert takes(calling(LLAMA).grammar, text) == auto
+    assert takes(calling(LLAMA, must=True).grammar, text) == must
+
+
+def read(way: ToolCalling, text: str, pieces: list[str] | None = None) -> tuple[str, list[tuple[str, str]], bool]:
+    """Content, calls, and whether the last call is whole."""
+    reader = way.reader()
+    found = joined([*map(reader.push, [text] if pieces is None else pieces), reader.finish()])
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in found.calls.values()]
+    assert len({call["id"] for call in found.calls.values()}) == len(calls) == reader.calls
+    return found.content, calls, reader.whole
+
+
+TEXTS: list[tuple[ToolFormat, bool, str, str, list[tuple[str, str]], bool]] = [
+    (HERMES, False, "an <answer", "an <answer", [], False),
+    (HERMES, False, "", "", [], False),
+    (HERMES, False, ONE, "", [("get", '{"city": "}\\"é"}')], True),
+    (
+        HERMES,
+        False,
+        f"so <tool_ <{ONE}\n{TWO}",
+        "so <tool_ <",
+        [("get", '{"city": "}\\"é"}'), ("get-all", '{"n":\n  1, "m": [{}, "]"]}')],
+        True,
+    ),
+    (HERMES, True, ONE[:50], "", [("get", '{"city": ')], False),
+    (HERMES, True, ONE[:20], "", [], False),
+    (HERMES, False, f"{ONE}\n<tool_call>\n", "", [("get", '{"city": "}\\"é"}')], True),
+    (LLAMA, False, '{"name": "get", "parameters": {}}', "", [("get", "{}")], True),
+    (LLAMA, False, 'so: {"name": "get"', 'so: {"name": "get"', [], False),
+    (PLAIN, True, '{"name": "get-all", "arguments": {"n": 5}}', "", [("get-all", '{"n": 5}')], True),
+]
+
+
+@pytest.mark.parametrize(("form", "must", "text", "content", "calls", "whole"), TEXTS)
+def test_what_an_answer_says(
+    form: ToolFormat, must: bool, text: str, content: str, calls: list[tuple[str, str]], whole: bool
+) -> None:
+    way = calling(form, must=must)
+    assert read(way, text) == (content, calls, whole)
+    for seed in range(50):
+        drawn = random.Random(seed)
+        cuts = sorted(drawn.choices(range(len(text) + 1), k=drawn.randint(0, 12)))
+        pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        assert read(way, text, pieces) == (content, calls, whole)
+    assert read(way, text, list(text)) == (content, calls, whole)
+
+
+def test_text_is_held_back_only_while_it_may_begin_a_call() -> None:
+    reader = calling(HERMES).reader()
+    assert reader.push("a <tool").content == "a "
+    assert reader.push("box> <").content == "<toolbox> "
+    assert reader.push("tool_call>\n").content == ""
+    first = reader.push('{"name": "get", "arguments": {"ci').calls[0]
+    assert first["function"] == {"name": "get", "arguments": '{"ci'}
+    assert reader.push('ty": "x').calls[0] == {"index": 0, "function": {"arguments": 'ty": "x'}}
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        ("{% if tools %}<tools></tools> as <tool_call>{% endif %}", HERMES),
+        ("""{{ '{"name": "' + name + '", ' }}{{ '"parameters": ' }}""", LLAMA),
+        ("{{ tools | tojson }}", PLAIN),
+    ],
+)
+def test_the_template_shows_the_format(template: str, form: ToolFormat) -> None:
+    assert format_of(template) is form
+
+
+@pytest.mark.parametrize(
+    "template", ["<tool_call>\n<function=f>", "[TOOL_CALLS]", "<\uff5ctool\u2581calls", "<|channel|>"]
+)
+def test_a_format_that_is_not_served_is_named(template: str) -> None:
+    with pytest.raises(
+        RequestError, match=r"has the model write calls of tools .*, which is not served; leave tools out"
+    ):
+        format_of(template)
+
+
+def test_a_grammar_of_many_functions_is_small() -> None:
+    functions: dict[str, dict[str, Any]] = {f"function_{place}": guided(CITY) for place in range(128)}
+    grammar = ToolCalling(HERMES, functions, must=True, several=True).grammar
+    call = {"name": "function_77", "arguments": {"city": "x"}}
+    assert takes(grammar, f"<tool_call>\n{json.dumps(call)}\n</tool_call>")
