@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal
 
@@ -13,6 +13,7 @@ from plans.errors import RequestError
 from plans.manifest import Manifest, rejects
 from plans.partial_kv import PARTIAL_MODES, PartialKv, PartialMode
 from plans.tokenizer import Tokenizer
+from runtime.draft_options import DraftLimits, DraftOptions, check_draft_limits
 from runtime.logits_options import LogitsOptions, check_min_tokens, check_rules
 from runtime.sampling import FilterOrder, SamplingParams
 from runtime.text.rules import LogitsRule
@@ -23,8 +24,9 @@ MAX_STOPS = 16
 MAX_STOP_BYTES = 1000
 
 
-class Options(LogitsOptions, total=False):
-    """Keyword arguments of `generate` and `stream`, in every place that has them; those of `LogitsOptions` too.
+class Options(LogitsOptions, DraftOptions, total=False):
+    """Keyword arguments of `generate` and `stream`, in every place that has them; those of `LogitsOptions` and
+    `DraftOptions` too.
 
     - `max_new_tokens` (128): most tokens to generate; the context's end comes first where it is nearer.
     - `temperature` (0, greedy), `top_k` (0, off), `top_p` (1, off), `seed` (0), `stream_id` (0), `filter_order`:
@@ -84,6 +86,7 @@ class Request:
     cancel: threading.Event | None
     rules: tuple[LogitsRule, ...] = ()
     min_tokens: int = 0
+    limits: DraftLimits = field(default_factory=DraftLimits)
     partial_kv: PartialMode = "off"
     partial_budget: int | Literal["auto"] | None = None
     tentative: bool = False
@@ -200,7 +203,7 @@ def check_options(
 
 def check_request(options: Options, manifest: Manifest, tokenizer: Tokenizer, *, shared: bool = False) -> Request:
     """Check options against all that a plan has. Raises RequestError."""
-    return check_options(
+    request = check_options(
         options,
         [drafter.name for drafter in manifest.drafters],
         manifest.text.eos_token_ids,
@@ -210,6 +213,8 @@ def check_request(options: Options, manifest: Manifest, tokenizer: Tokenizer, *,
         rejecting=[drafter.name for drafter in manifest.drafters if rejects([drafter])],
         shared=shared,
     )
+    limits = check_draft_limits(options, request.drafter, manifest.drafters)
+    return request if limits == request.limits else replace(request, limits=limits)
 
 
 def check_stops(stop: object) -> tuple[str, ...]:

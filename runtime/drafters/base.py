@@ -49,6 +49,24 @@ class TreeInPlace:
 NOTHING = Draft((), ())
 
 
+def within(
+    parent: Sequence[int],
+    scores: Sequence[float] | NDArray[np.float32] | None,
+    tokens: int | None,
+    depth: int | None,
+) -> list[int]:
+    """Return the nodes of a draft that stay, ascending, with their ancestors: at most `tokens`, the likeliest, and at
+    most `depth` one behind another.
+    """
+    depths: list[int] = []
+    for each in parent:
+        depths.append(1 if each < 0 else depths[each] + 1)
+    nodes = [node for node in range(len(parent)) if depth is None or depths[node] <= depth]
+    if tokens is None or len(nodes) <= tokens:
+        return nodes
+    return sorted(sorted(nodes, key=lambda node: 0.0 if scores is None else -float(scores[node]))[:tokens])
+
+
 class HostDrafter(Protocol):
     """Proposes chains for one sequence, on the host. It owns what it knows of the sequence's tokens.
 

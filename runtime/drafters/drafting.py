@@ -17,7 +17,7 @@ import numpy as np
 
 from plans.manifest import GraphDrafter, NgramDrafter
 from runtime.drafters import HostDrafter, make_host_drafter
-from runtime.drafters.base import NOTHING, Draft, TreeInPlace
+from runtime.drafters.base import NOTHING, Draft, TreeInPlace, within
 from runtime.drafters.engine import EngineDrafter, chain_rounds
 from runtime.execution.assembly import Assembly, Loaded
 from runtime.execution.layout import Placed
@@ -173,22 +173,27 @@ class Drafting:
         for number, (each, limit, by_engine) in live.items():
             if limit <= 0:
                 continue
-            if each.rules and (chain := _forced(each, min(limit, nodes // len(live)))):
-                forced[number] = chain
+            if each.rules and (known := _forced(each, min(limit, nodes // len(live)))):
+                forced[number] = known
                 continue
+            chain = _chain_limit(each, limit)
             if each.host_drafter is not None:
                 limit = min(limit, each.reach) if len(live) > 1 else limit
-                foreseen = each.host_drafter.foresee(each.tokens, limit)
-                if foreseen >= min(each.least, limit) or each.engine_drafter is None:
+                chain = min(chain, limit)
+                foreseen = each.host_drafter.foresee(each.tokens, chain)
+                if foreseen >= min(each.least, chain) or each.engine_drafter is None:
                     chains[number] = each.host_drafter, foreseen
                     continue
             if each.engine_drafter is not None and by_engine:
-                wanting.setdefault(each.engine_drafter.name, {})[number] = limit
+                wanting.setdefault(each.engine_drafter.name, {})[number] = (
+                    chain if each.engine_drafter.settings.tree.top_k == 1 else limit
+                )
         drafts: dict[int, Draft] = {}
         for engine in self.engine_drafters.values():
             of_engine = [each for each in following if each.engine_drafter is engine]
             if of_engine:
-                drafts |= engine.draft(wanting.get(engine.name, {}), of_engine)
+                drafted = engine.draft(wanting.get(engine.name, {}), of_engine)
+                drafts |= {number: _limited(draft, live[number].sequence) for number, draft in drafted.items()}
         return forced | self._divide(live, chains, drafts, nodes - sum(map(len, forced.values())))
 
     def propose_one(self, allowed: Allowed, past: int) -> Draft | TreeInPlace | None:
@@ -201,16 +206,17 @@ class Drafting:
             if engine is not None:
                 engine.sync(sequence)
             return forced
-        foreseen = 0 if host is None or engine is None else host.foresee(sequence.tokens, limit)
-        if limit > 0 and engine is not None and by_engine and (host is None or foreseen < min(sequence.least, limit)):
-            tree = self._of_engine(engine, sequence, limit, past)
+        chain = _chain_limit(sequence, limit)
+        foreseen = 0 if host is None or engine is None else host.foresee(sequence.tokens, chain)
+        if limit > 0 and engine is not None and by_engine and (host is None or foreseen < min(sequence.least, chain)):
+            tree = self._of_engine(engine, sequence, chain, past)
             if tree is not None:
                 return tree
         if engine is not None:
             engine.sync(sequence)
         if limit > 0 and host is not None:
             host.sync(sequence.tokens)
-            return self._chain_of(host, limit)
+            return self._chain_of(host, chain)
         return None
 
     def _of_engine(
@@ -287,6 +293,21 @@ def _forced(sequence: Sequence, limit: int) -> Draft:
             if tokens := rule.forced(sequence.generated, limit)[:limit]:
                 return Draft(tokens, range(-1, len(tokens) - 1))
     return NOTHING
+
+
+def _chain_limit(sequence: Sequence, limit: int) -> int:
+    """Return how long a chain may be where `limit` nodes may be drafted."""
+    depth = sequence.request.limits.depth
+    return limit if depth is None else min(limit, depth)
+
+
+def _limited(draft: Draft, sequence: Sequence) -> Draft:
+    """Cut a draft to the limits of the sequence's request."""
+    limits = sequence.request.limits
+    if limits.tokens is None and limits.depth is None:
+        return draft
+    nodes = within(np.asarray(draft.parent).tolist(), draft.scores, limits.tokens, limits.depth)
+    return draft if len(nodes) == len(draft) else _part(draft, nodes)
 
 
 def _part(tree: Draft, nodes: List[int]) -> Draft:
