@@ -70,6 +70,15 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
     )
     _add_logits_options(parser)
     parser.add_argument("--drafter", metavar="NAME|none", help="drafter of the plan (default: its first)")
+    parser.add_argument("--draft-tokens", type=at_least_1, metavar="N", help="draft at most N tokens a pass")
+    parser.add_argument("--draft-depth", type=at_least_1, metavar="N", help="at most N of them one behind another")
+    parser.add_argument(
+        "--gamma-min",
+        type=at_least_1,
+        metavar="N",
+        help="shortest chain of a drafter whose chains are as long as it is sure",
+    )
+    parser.add_argument("--gamma-max", type=at_least_1, metavar="N", help="longest of these chains")
     parser.add_argument(
         "--partial-kv",
         choices=PARTIAL_MODES,
@@ -182,6 +191,10 @@ def read_options(arguments: argparse.Namespace) -> Options:
         min_tokens=arguments.min_tokens,
         bad_words=arguments.bad_word,
         allowed_token_ids=arguments.allowed_token_ids,
+        draft_tokens=arguments.draft_tokens,
+        draft_depth=arguments.draft_depth,
+        gamma_min=arguments.gamma_min,
+        gamma_max=arguments.gamma_max,
     )
     if arguments.drafter is not None:
         options["drafter"] = arguments.drafter

@@ -53,7 +53,8 @@ class StreamOptions(_Body):
 
 class _Asked(_Body):
     """Fields of both kinds of request. `top_k`, `repetition_penalty`, `min_tokens`, `bad_words`, `allowed_token_ids`
-    and `ignore_eos` are as vLLM has them; `drafter`, `partial_kv`, `priority` and `deadline` are ours.
+    and `ignore_eos` are as vLLM has them; `drafter`, how much it drafts, `partial_kv`, `priority` and `deadline` are
+    ours.
 
     A field's description says what to pass; `refusals.py` tells it to a client that passed something else.
     """
@@ -79,6 +80,10 @@ class _Asked(_Body):
     bad_words: list[Any] | None = Field(None, description="a list of texts")  # checked as an option
     allowed_token_ids: list[Any] | None = Field(None, description="a list of token ids")  # likewise
     drafter: str | None = Field(None, description="the name of a drafter, or none")
+    draft_tokens: int | None = Field(None, description="a whole number of at least 1")
+    draft_depth: int | None = Field(None, description="a whole number of at least 1")
+    gamma_min: int | None = Field(None, description="a whole number of at least 1")
+    gamma_max: int | None = Field(None, description="a whole number of at least 1")
     partial_kv: PartialMode | None = Field(None, description=f"one of {', '.join(PARTIAL_MODES)}")
     ignore_eos: bool = Field(False, description="true or false")
     priority: int = Field(0, description="a whole number")
@@ -109,6 +114,10 @@ class _Asked(_Body):
             min_tokens=self.min_tokens,
             bad_words=self.bad_words or (),
             allowed_token_ids=self.allowed_token_ids,
+            draft_tokens=self.draft_tokens,
+            draft_depth=self.draft_depth,
+            gamma_min=self.gamma_min,
+            gamma_max=self.gamma_max,
         )
         if limit is not None:
             options["max_new_tokens"] = limit
