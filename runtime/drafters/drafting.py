@@ -173,10 +173,10 @@ class Drafting:
         for number, (each, limit, by_engine) in live.items():
             if limit <= 0:
                 continue
-            if each.rules and (known := _forced(each, min(limit, nodes // len(live)))):
+            chain = _chain_limit(each, limit)
+            if each.rules and (known := _forced(each, min(chain, nodes // len(live)))):
                 forced[number] = known
                 continue
-            chain = _chain_limit(each, limit)
             if each.host_drafter is not None:
                 limit = min(limit, each.reach) if len(live) > 1 else limit
                 chain = min(chain, limit)
@@ -202,11 +202,11 @@ class Drafting:
         host, engine = sequence.host_drafter, sequence.engine_drafter
         if sequence.disabled or (host is None and engine is None):
             return None
-        if sequence.rules and (forced := _forced(sequence, limit)):
+        chain = _chain_limit(sequence, limit)
+        if sequence.rules and (forced := _forced(sequence, chain)):
             if engine is not None:
                 engine.sync(sequence)
             return forced
-        chain = _chain_limit(sequence, limit)
         foreseen = 0 if host is None or engine is None else host.foresee(sequence.tokens, chain)
         if limit > 0 and engine is not None and by_engine and (host is None or foreseen < min(sequence.least, chain)):
             tree = self._of_engine(engine, sequence, chain, past)

@@ -86,11 +86,21 @@ class Program:
             return
         self._run(self._drafting)
         if before_verify is not None:
-            before_verify()
+            self._guarded("before it verifies", before_verify)
         self._run(self._verifying)
         if before_accept is not None:
-            before_accept()
+            self._guarded("before it accepts", before_accept)
         self._run(self._accepting)
+
+    def _guarded(self, place: str, call: Call) -> None:
+        try:
+            call()
+        except ValueError as error:
+            raise self._refused(place, error) from error
+
+    def _refused(self, place: str, error: ValueError) -> PlanError:
+        """An op refuses what it was given, such as logits that are not numbers."""
+        return PlanError(f"program {self.name!r}, {place}: {error}")
 
     def _run(self, stages: Sequence[tuple[int, Call]]) -> None:
         nanoseconds = self.nanoseconds
@@ -98,8 +108,8 @@ class Program:
         for index, stage in stages:
             try:
                 stage()
-            except ValueError as error:  # an op refuses what it was given, such as logits that are not numbers
-                raise PlanError(f"program {self.name!r}, stage {self.stage_names[index]}: {error}") from error
+            except ValueError as error:
+                raise self._refused(f"stage {self.stage_names[index]}", error) from error
             now = perf_counter_ns()
             nanoseconds[index] += now - before
             before = now
