@@ -444,10 +444,12 @@ class Engine:
         accepts, apply the rules of its sequences."""
         first, limits = placed[0], placed[0].sequence.request.limits
         cuts = isinstance(first.draft, TreeInPlace) and (limits.tokens is not None or limits.depth is not None)
-        ruled = [each for each in placed if each.sequence.rules and each.root >= 0]
+        ruled = [each for each in placed if each.sequence.rules and each.root >= 0] if program.halts else []
+        if not cuts and not ruled:
+            program.run()
+            return
         program.run(
-            (lambda: self._cut(first)) if cuts else None,
-            (lambda: self._ruled_walk.run(ruled)) if ruled and program.halts else None,
+            (lambda: self._cut(first)) if cuts else None, (lambda: self._ruled_walk.run(ruled)) if ruled else None
         )
 
     def _cut(self, placed: Placed) -> None:
