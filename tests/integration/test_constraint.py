@@ -14,6 +14,7 @@ from runtime import Runtime
 from runtime.skeleton.outline import outline_grammar, parse_outline
 from runtime.text.constraint import Constraint, Vocabulary
 from runtime.text.grammar import DEAD, Grammar, choice, literal, one_of, repeat, sequence
+from tests.conftest import TOY_DRAFTERS
 
 
 def vocabulary_of(runtime: Runtime, grammar: Grammar) -> Vocabulary:
@@ -53,6 +54,26 @@ def test_a_form_that_allows_everything_changes_nothing(toy: Runtime) -> None:
         special = [token for token in plain.token_ids if not free.texts[token] and token != 0]
         found = toy.generate([5, 6, 7], constraint=Constraint(free), **options)
         assert special or found.token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("drafter", TOY_DRAFTERS)
+def test_text_that_keeps_to_a_form_is_drafted(
+    toy: Runtime, branch_plan: Path, drafter: str, temperature: float
+) -> None:
+    """With the tokens of plain decoding, alone and beside others."""
+    wide = [*range(0x20, 0x7F), *range(0xA0, 0x100)]
+    allowed = list(b"abc ") if drafter in ("ngram", "short") else wide  # n-grams foresee what comes again
+    constraint = Constraint(vocabulary_of(toy, Grammar(repeat(one_of(allowed)))))
+    options = {"constraint": constraint, "max_new_tokens": 90, "temperature": temperature, "auto_disable": False}
+    prompts = [[(37 * i + place) % 299 + 1 for i in range(20)] for place in range(4)]
+    expected = [toy.generate(prompt, drafter="none", **options).token_ids for prompt in prompts]
+    found = [toy.generate(prompt, drafter=drafter, **options) for prompt in prompts]
+    assert [each.token_ids for each in found] == expected
+    assert sum(each.stats.accepted for each in found) > 0 or drafter == "short"  # which is hardly ever right
+    together = Runtime.load(branch_plan, threads=1)
+    assert [each.token_ids for each in together.generate(prompts, drafter=drafter, **options)] == expected
+    together.close()
 
 
 def test_a_choice_is_the_likeliest_that_may_come(toy: Runtime) -> None:
