@@ -53,7 +53,7 @@ OPEN_OPTIONS: dict[str, type] = {
 }  # fmt: skip
 INTEGERS = ("max_new_tokens", "top_k", "seed", "stream_id", "partial_budget")
 AUTO = -1  # of partial_budget
-DOUBLES = ("temperature", "top_p")
+DOUBLES = ("temperature", "top_p", "min_p")
 BOOLEANS = ("ignore_eos", "auto_disable", "skip_sample_adjustment")
 TEXTS = ("drafter", "filter_order", "partial_kv")
 TEXT_LISTS = ("stop",)

@@ -120,7 +120,7 @@ OUTRIDER_API outrider_status outrider_params_create(outrider_params **out);
 /* Sets the option `key`. Each has one type:
  *
  *   int     max_new_tokens, top_k, seed, stream_id, partial_budget (blocks; -1: auto)
- *   double  temperature, top_p
+ *   double  temperature, top_p, min_p
  *   bool    ignore_eos, auto_disable, skip_sample_adjustment (0 or 1)
  *   text    drafter ("none" for none), filter_order, partial_kv ("lossless", "lossy", "off")
  *

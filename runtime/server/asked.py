@@ -51,8 +51,8 @@ class StreamOptions(_Body):
 
 
 class _Asked(_Body):
-    """Fields of both kinds of request. `top_k`, `drafter`, `partial_kv`, `ignore_eos`, `priority` and `deadline`
-    are ours.
+    """Fields of both kinds of request. `top_k`, `min_p`, `drafter`, `partial_kv`, `ignore_eos`, `priority` and
+    `deadline` are ours.
 
     A field's description says what to pass; `refusals.py` tells it to a client that passed something else.
     """
@@ -73,6 +73,7 @@ class _Asked(_Body):
     store: bool | None = Field(None, description="true or false")
 
     top_k: int = Field(0, description="a whole number of at least 0")
+    min_p: float = Field(0.0, ge=0, le=1, description="a number from 0 to 1")
     drafter: str | None = Field(None, description="the name of a drafter, or none")
     partial_kv: PartialMode | None = Field(None, description=f"one of {', '.join(PARTIAL_MODES)}")
     ignore_eos: bool = Field(False, description="true or false")
@@ -93,6 +94,7 @@ class _Asked(_Body):
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
+            min_p=self.min_p,
             seed=seed,
             stop=() if self.stop is None else self.stop,
             ignore_eos=self.ignore_eos,

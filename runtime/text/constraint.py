@@ -97,4 +97,4 @@ class Constraint:
         self.state = self._vocabulary.grammar.follow(self.state, self._vocabulary.texts[token])
 
 
-_SETTINGS = (names.TEMPERATURE, names.TOP_K, names.TOP_P, names.FILTER_ORDER, names.SEED, names.STREAM)
+_SETTINGS = (names.TEMPERATURE, names.TOP_K, names.TOP_P, names.MIN_P, names.FILTER_ORDER, names.SEED, names.STREAM)
