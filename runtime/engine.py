@@ -114,6 +114,8 @@ class Engine:
         self.drafting.begin(prefix, set(drafters), pooled=pooled, here=here)
         self.mode, self.prefix = mode, prefix
         self._free = list(range(self._geometry.branches - 1, -1, -1))
+        for number in self._free:
+            self._set_greedy(number)
         self._live.clear()
         self._open.clear()
         if self._partial is not None:
@@ -296,10 +298,15 @@ class Engine:
         if self.prefix_cache is not None and not self.prefix:
             self.prefix_cache.leave(sequence)
         del self._open[sequence.number]
+        self._set_greedy(sequence.number)
         self._free.append(sequence.number)
         self._free.sort(reverse=True)
         self.cache.close(sequence.number)
         self.drafting.close(sequence)
+
+    def _set_greedy(self, number: int) -> None:
+        """Leave a number to no one: drafters compute noise for those that sample."""
+        self.buffers.set_sampling(number, SamplingParams())
 
     def settle(self, running: list[Sequence]) -> None:
         """Release sequences that are over, and take them out of `running`."""

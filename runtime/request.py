@@ -29,8 +29,8 @@ class Options(LogitsOptions, DraftOptions, total=False):
     `DraftOptions` too.
 
     - `max_new_tokens` (128): most tokens to generate; the context's end comes first where it is nearer.
-    - `temperature` (0, greedy), `top_k` (0, off), `top_p` (1, off), `seed` (0), `stream_id` (0), `filter_order`:
-      see `sampling.SamplingParams`; `stream_id` is its `stream`.
+    - `temperature` (0, greedy), `top_k` (0, off), `top_p` (1, off), `min_p` (0, off), `seed` (0), `stream_id` (0),
+      `filter_order`: see `sampling.SamplingParams`; `stream_id` is its `stream`.
     - `stop`: texts that end the generation, at most 16 of at most 1,000 bytes; they are not part of its text.
     - `eos_token_ids`: end tokens of the vocabulary, in place of the plan's; `ignore_eos` (False): go on past them.
     - `drafter`: name of a drafter of the plan, "none" for plain decoding; default: the plan's first. Of a drafter
@@ -54,6 +54,7 @@ class Options(LogitsOptions, DraftOptions, total=False):
     temperature: float
     top_k: int
     top_p: float
+    min_p: float
     seed: int
     stream_id: int
     filter_order: FilterOrder
@@ -181,6 +182,7 @@ def check_options(
             temperature=options.get("temperature", 0.0),
             top_k=options.get("top_k", 0),
             top_p=options.get("top_p", 1.0),
+            min_p=options.get("min_p", 0.0),
             seed=options.get("seed", 0),
             stream=options.get("stream_id", 0),
             filter_order=options.get("filter_order", "temperature_first"),

@@ -54,6 +54,10 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top-p", type=number(most=1, above=0), default=1.0, help="keep the most probable tokens up to p; 1 is off"
     )
+    parser.add_argument(
+        "--min-p", type=number(0, 1), default=0.0,
+        help="keep tokens at least this share as probable as the most probable one; 0 is off",
+    )  # fmt: skip
     parser.add_argument("--seed", type=whole_number(0, 2**64 - 1), default=0, help="seed of the draws")
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end before this text; up to 16 times"
@@ -63,7 +67,7 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         "--filter-order",
         choices=("temperature_first", "temperature_last"),
         default="temperature_first",
-        help="temperature before top-k and top-p (default), or after them",
+        help="temperature before top-k, top-p and min-p (default), or after them",
     )
     parser.add_argument(
         "--stream-id", type=at_least_0, default=0, metavar="N", help="which of the seed's streams of draws"
@@ -177,6 +181,7 @@ def read_options(arguments: argparse.Namespace) -> Options:
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
+        min_p=arguments.min_p,
         seed=arguments.seed,
         stop=arguments.stop,
         ignore_eos=arguments.ignore_eos,

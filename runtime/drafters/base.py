@@ -9,6 +9,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.sampling import SamplingParams
+
 
 @dataclass
 class Draft:
@@ -94,11 +96,20 @@ class HostDrafter(Protocol):
     def observe(self, index: int, likely: NDArray[np.int64]) -> None:
         """Token `index` of the sequence has been chosen; `likely` are the target's likeliest there, best last."""
 
-    def foresee(self, tokens: Sequence[int], limit: int) -> int:
+    def foresee(self, tokens: Sequence[int], limit: int, sampling: SamplingParams) -> int:
         """How many nodes `draft` would write behind `tokens`."""
 
-    def draft(self, limit: int, token_ids: NDArray[np.int64], parent: NDArray[np.int64], root: int) -> int:
+    def draft(
+        self,
+        limit: int,
+        token_ids: NDArray[np.int64],
+        parent: NDArray[np.int64],
+        root: int,
+        sampling: SamplingParams,
+    ) -> int:
         """Write at most `limit` nodes of a draft tree whose root, the tip, is node `root`; return how many.
+
+        `sampling` says how the target chooses: a drafter may run the target's races with what it knows.
 
         `token_ids` and `parent`, int64 [nodes], are arrays that several trees may share. The nodes go to indices
         root + 1, root + 2, ...; `parent` holds indices into the same arrays, ancestors come before descendants, and

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from plans.manifest import GraphDrafter, NgramDrafter
-from runtime.drafters import HostDrafter, make_host_drafter
+from runtime.drafters import make_host_drafter
 from runtime.drafters.base import NOTHING, Draft, TreeInPlace, within
 from runtime.drafters.engine import EngineDrafter, chain_rounds
 from runtime.execution.assembly import Assembly, Loaded
@@ -167,7 +167,7 @@ class Drafting:
 
         `following` are all whose drafters are enabled: heads take in what those have committed.
         """
-        chains: dict[int, tuple[HostDrafter, int]] = {}
+        chains: dict[int, tuple[Sequence, int]] = {}
         wanting: dict[str, dict[int, int]] = {}
         forced: dict[int, Draft] = {}
         for number, (each, limit, by_engine) in live.items():
@@ -180,9 +180,9 @@ class Drafting:
             if each.host_drafter is not None:
                 limit = min(limit, each.reach) if len(live) > 1 else limit
                 chain = min(chain, limit)
-                foreseen = each.host_drafter.foresee(each.tokens, chain)
+                foreseen = each.host_drafter.foresee(each.tokens, chain, each.request.sampling)
                 if foreseen >= min(each.least, chain) or each.engine_drafter is None:
-                    chains[number] = each.host_drafter, foreseen
+                    chains[number] = each, foreseen
                     continue
             if each.engine_drafter is not None and by_engine:
                 wanting.setdefault(each.engine_drafter.name, {})[number] = (
@@ -207,7 +207,9 @@ class Drafting:
             if engine is not None:
                 engine.sync(sequence)
             return forced
-        foreseen = 0 if host is None or engine is None else host.foresee(sequence.tokens, chain)
+        foreseen = (
+            0 if host is None or engine is None else host.foresee(sequence.tokens, chain, sequence.request.sampling)
+        )
         if limit > 0 and engine is not None and by_engine and (host is None or foreseen < min(sequence.least, chain)):
             tree = self._of_engine(engine, sequence, chain, past)
             if tree is not None:
@@ -216,7 +218,7 @@ class Drafting:
             engine.sync(sequence)
         if limit > 0 and host is not None:
             host.sync(sequence.tokens)
-            return self._chain_of(host, chain)
+            return self._chain_of(sequence, chain)
         return None
 
     def _of_engine(
@@ -231,7 +233,7 @@ class Drafting:
     def _divide(
         self,
         live: Mapping[int, Allowed],
-        chains: Mapping[int, tuple[HostDrafter, int]],
+        chains: Mapping[int, tuple[Sequence, int]],
         drafts: dict[int, Draft],
         budget: int,
     ) -> dict[int, Draft]:
@@ -248,16 +250,18 @@ class Drafting:
         for _, _, number in nodes:
             wanted[number] += 1
         shares = divide(budget - sum(map(len, whole.values())), wanted)
-        found = whole | {number: self._chain_of(host, shares[number]) for number, (host, _) in chains.items()}
+        found = whole | {number: self._chain_of(each, shares[number]) for number, (each, _) in chains.items()}
         chosen: dict[int, list[int]] = {number: [] for number in trees}
         for _, place, number in nlargest(sum(shares[number] for number in trees), nodes):
             chosen[number].append(-place)
         return found | {number: _part(trees[number], sorted(places)) for number, places in chosen.items()}
 
-    def _chain_of(self, host: HostDrafter, limit: int) -> Draft:
+    def _chain_of(self, sequence: Sequence, limit: int) -> Draft:
+        host = sequence.host_drafter
+        assert host is not None
         began = perf_counter_ns()
         token_ids, parent = self._chain
-        count = host.draft(limit, token_ids, parent, 0) if limit else 0
+        count = host.draft(limit, token_ids, parent, 0, sequence.request.sampling) if limit else 0
         draft = Draft(token_ids[1 : 1 + count].copy(), parent[1 : 1 + count] - 1) if count else NOTHING
         self.host_times[host.name].nanoseconds[0] += perf_counter_ns() - began
         return draft

@@ -56,7 +56,7 @@ INTEGERS = (
     "gamma_min", "gamma_max",
 )  # fmt: skip
 AUTO = -1  # of partial_budget
-DOUBLES = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+DOUBLES = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 BOOLEANS = ("ignore_eos", "auto_disable", "skip_sample_adjustment")
 TEXTS = ("drafter", "filter_order", "partial_kv")
 OBJECTS = ("logit_bias",)  # set as texts of JSON

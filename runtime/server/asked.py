@@ -52,9 +52,9 @@ class StreamOptions(_Body):
 
 
 class _Asked(_Body):
-    """Fields of both kinds of request. `top_k`, `repetition_penalty`, `min_tokens`, `bad_words`, `allowed_token_ids`
-    and `ignore_eos` are as vLLM has them; `drafter`, how much it drafts, `partial_kv`, `priority` and `deadline` are
-    ours.
+    """Fields of both kinds of request. `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `bad_words`,
+    `allowed_token_ids` and `ignore_eos` are as vLLM has them; `drafter`, how much it drafts, `partial_kv`, `priority`
+    and `deadline` are ours.
 
     A field's description says what to pass; `refusals.py` tells it to a client that passed something else.
     """
@@ -75,6 +75,7 @@ class _Asked(_Body):
     store: bool | None = Field(None, description="true or false")
 
     top_k: int = Field(0, description="a whole number of at least 0")
+    min_p: float = Field(0.0, ge=0, le=1, description="a number from 0 to 1")
     repetition_penalty: float = Field(1.0, gt=0, description="a number above 0")
     min_tokens: int = Field(0, ge=0, description="a whole number of at least 0")
     bad_words: list[Any] | None = Field(None, description="a list of texts")  # checked as an option
@@ -103,6 +104,7 @@ class _Asked(_Body):
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
+            min_p=self.min_p,
             seed=seed,
             stop=() if self.stop is None else self.stop,
             ignore_eos=self.ignore_eos,
