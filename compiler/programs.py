@@ -32,10 +32,10 @@ def stages_around(model: str, drafter: GraphDrafter | None = None) -> tuple[tupl
     mask = _op("BimMask", model)
     if drafter is None:
         return (mask,), (_op("TreeAccept", model),)
-    draws = _op("CoupledDraws", model)
-    if drafter.acceptance == "rejection":  # the drafter must not use the target's draws
-        draws = _op("Draws", model).model_copy(update={"attributes": {"purpose": int(Purpose.DRAFT)}})
-    return (draws, mask), ()
+    noise = _op("RaceNoise", model)
+    if drafter.acceptance == "rejection":  # the drafter must not use the target's noise
+        noise = noise.model_copy(update={"attributes": {"purpose": int(Purpose.DRAFT)}})
+    return (noise, mask), ()
 
 
 def emit_programs(engines: Mapping[str, Engine], design: PlanDesign) -> dict[str, Program]:
@@ -76,8 +76,8 @@ def emit_programs(engines: Mapping[str, Engine], design: PlanDesign) -> dict[str
         if not isinstance(drafter, GraphDrafter):
             continue
         name, engine = drafter.name, engines[drafter.name]
-        (draws, own_mask), _ = stages_around(name, drafter)
-        around, apart = _needed(engine, draws, own_mask), _engine(name, engine)
+        (noise, own_mask), _ = stages_around(name, drafter)
+        around, apart = _needed(engine, noise, own_mask), _engine(name, engine)
         if names.speculate(name) in listed:
             into_step = _engine(name, engine, names.DRAFTED)
             judged = verify(by_rejection if drafter in rejecting else walk)

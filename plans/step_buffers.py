@@ -84,11 +84,9 @@ def drafter_buffers(drafter: GraphDrafter, geometry: Geometry, target: Geometry,
     if drafter.entropy is not None:
         table[names.DRAFT_ENTROPY] = (DType.FLOAT32, (names.ROWS, names.TIPS) if several else (1,))
     table[names.TIP_POSITION] = (DType.INT64, (geometry.branches,))
-    coupled = drafter.acceptance == "coupled"
-    drawn = DType.FLOAT32 if coupled else DType.FLOAT64
-    table[names.DRAWS] = (drawn, (geometry.branches, drafter.tree.depth + 1))
-    if coupled:
-        table[names.DRAFT_TEMPERATURE] = table[names.DRAFT_TOP_P] = (DType.FLOAT32, (geometry.branches,))
+    table[names.NOISE] = (DType.FLOAT32, (geometry.branches, drafter.tree.depth + 1, target.vocab_size))
+    for setting in (names.DRAFT_TEMPERATURE, names.DRAFT_TOP_P, names.DRAFT_MIN_P):
+        table[setting] = (DType.FLOAT32, (geometry.branches,))
     if drafter.kind == "eagle3":
         table[names.FEATURE_INDICES] = (DType.INT64, (names.NEW,))
     return _named(drafter.name, table)
@@ -120,6 +118,7 @@ def sampling_buffers(branches: int) -> tuple[Tensor, ...]:
         names.TEMPERATURE: DType.FLOAT64,
         names.TOP_K: DType.INT64,
         names.TOP_P: DType.FLOAT64,
+        names.MIN_P: DType.FLOAT64,
         names.FILTER_ORDER: DType.INT64,
         names.SEED: DType.UINT64,
         names.STREAM: DType.INT64,

@@ -80,6 +80,7 @@ class Sample:
         temperature: _Double,
         top_k: _Int,
         top_p: _Double,
+        min_p: _Double,
         filter_order: _Int,
         seed: NDArray[np.uint64],
         stream: _Int,
@@ -98,6 +99,7 @@ class TreeAccept:
         temperature: _Double,
         top_k: _Int,
         top_p: _Double,
+        min_p: _Double,
         filter_order: _Int,
         seed: NDArray[np.uint64],
         stream: _Int,
@@ -121,6 +123,7 @@ class ChainAccept:
         temperature: _Double,
         top_k: _Int,
         top_p: _Double,
+        min_p: _Double,
         filter_order: _Int,
         seed: NDArray[np.uint64],
         stream: _Int,
@@ -137,7 +140,7 @@ class ChainAccept:
     ) -> None: ...
     def __call__(self, new: int, logits: int, /) -> None: ...
 
-class CoupledDraws:
+class RaceNoise:
     def __init__(
         self,
         tip_position: _Int,
@@ -145,19 +148,11 @@ class CoupledDraws:
         stream: _Int,
         temperature: _Double,
         top_p: _Double,
-        draws: NDArray[np.float32],
+        min_p: _Double,
+        noise: NDArray[np.float32],
         draft_temperature: NDArray[np.float32],
         draft_top_p: NDArray[np.float32],
-    ) -> None: ...
-    def __call__(self) -> None: ...
-
-class Draws:
-    def __init__(
-        self,
-        tip_position: _Int,
-        seed: NDArray[np.uint64],
-        stream: _Int,
-        draws: _Double,
+        draft_min_p: NDArray[np.float32],
         purpose: int = 0,
     ) -> None: ...
     def __call__(self) -> None: ...
@@ -181,7 +176,7 @@ def uniform(seed: int, stream: int, position: int, purpose: int) -> int:
     """Return the integer in [0, 2**53) of a draw: `reference.uniform`."""
 
 def race(weights: NDArray[np.uint64], seed: int, stream: int, position: int, purpose: int) -> int:
-    """Return the winner among weights `[V]`: `reference.race`. Raises ValueError where all are 0, one above 2**40."""
+    """Return the winner among weights `[V]`: `reference.race`. Raises ValueError where all are 0, one above 2**50."""
 
 def noise(seed: int, stream: int, position: int, purpose: int, id: int) -> float:
     """Return an id's noise in races: `reference.exponential` of its word."""
@@ -212,8 +207,19 @@ class Ngrams:
     def go_back(self) -> None:
         """Return to the sequence before `go_ahead`; needed before tokens are counted."""
 
-    def foresee(self, limit: int) -> int:
+    def foresee(self, limit: int, seed: int = 0, stream: int = 0, position: int = 0, temperature: float = 0.0) -> int:
         """Return how many tokens `draft` would write."""
 
-    def draft(self, limit: int, token_ids: _Int, parent: _Int, root: int) -> int:
-        """Write a chain of at most `limit` tokens behind node `root`, and return its length."""
+    def draft(
+        self,
+        limit: int,
+        token_ids: _Int,
+        parent: _Int,
+        root: int,
+        seed: int = 0,
+        stream: int = 0,
+        position: int = 0,
+        temperature: float = 0.0,
+    ) -> int:
+        """Write a chain of at most `limit` tokens behind node `root`, and return its length. At a temperature above 0
+        the tokens are those likely to win the target's races from `position` on."""

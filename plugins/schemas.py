@@ -34,6 +34,7 @@ _CHOICE_INPUTS = (
     TensorSpec(names.TEMPERATURE, "float64", (_SLOTS,)),
     TensorSpec(names.TOP_K, INTEGER, (_SLOTS,)),
     TensorSpec(names.TOP_P, "float64", (_SLOTS,)),
+    TensorSpec(names.MIN_P, "float64", (_SLOTS,)),
     TensorSpec(names.FILTER_ORDER, INTEGER, (_SLOTS,)),
     TensorSpec(names.SEED, "uint64", (_SLOTS,)),
     TensorSpec(names.STREAM, INTEGER, (_SLOTS,)),
@@ -76,11 +77,11 @@ _BIM_MASK = OpSchema(
 
 _SAMPLE = OpSchema(
     name="Sample",
-    version=1,
+    version=2,
     doc="""One token for each new token with logits.
 
-    committed[m] = choice(logits[m], settings[b], u), with n = logit_indices[m], b = branch[n] and
-    u = uniform(seed[b], stream[b], positions[n] + 1, purpose).
+    committed[m] = choice(logits[m], settings[b], noise), with n = logit_indices[m], b = branch[n] and the noise of
+    (seed[b], stream[b], positions[n] + 1, purpose): an exponential race among the tokens that the filters keep.
     Errors: ValueError for extents, indices or settings out of range, and for logits with NaN or with -inf alone.
     Source: DESIGN section 7.""",
     inputs=_CHOICE_INPUTS,
@@ -91,7 +92,7 @@ _SAMPLE = OpSchema(
 
 _TREE_ACCEPT = OpSchema(
     name="TreeAccept",
-    version=1,
+    version=2,
     doc="""Walk each draft tree along the target's own choices.
 
     logit_indices ascends. A token in it whose parent is not in it is the root of a tree (its tip), the others are
@@ -114,7 +115,7 @@ _TREE_ACCEPT = OpSchema(
 
 _CHAIN_ACCEPT = OpSchema(
     name="ChainAccept",
-    version=3,
+    version=4,
     doc="""Walk each drafted chain by classical speculative sampling: accept by p / q, or correct from the residual.
 
     Tokens stand as in TreeAccept. That is for trees of branches b whose by_rejection[b] is 1, which are chains: in
@@ -123,9 +124,10 @@ _CHAIN_ACCEPT = OpSchema(
     about 1; p is what Sample draws from at the parent, filters included (greedy: all of it at the argmax). Draws are
     those of the token behind the parent, at positions[parent] + 1. With r = uniform(.., Purpose.REJECTION):
     x is accepted iff p(x) > 0 and r q(x) <= p(x), and the walk goes on at its node.
-    Otherwise a token drawn from norm(max(0, p - q)) at uniform(.., Purpose.TARGET) is committed, and the walk stops.
-    It is drawn from p where nothing is left of p - q, or where skip_sample_adjustment[b] is 1 (debugging: the output
-    no longer has the target's distribution). Behind the last node, if accepted: one more token, as Sample draws it.
+    Otherwise a token that wins a race of weights max(0, p - q), with the noise that Sample takes, is committed, and the
+    walk stops. It is drawn from p where nothing is left of p - q, or where skip_sample_adjustment[b] is 1 (debugging:
+    the output no longer has the target's distribution). Behind the last node, if accepted: one more token, as Sample
+    draws it.
     p and q are compared in integer units of 2^-50; q above 1 counts as 1. A q that sums to 1 + e moves the output's
     distribution by no more than about e.
 
@@ -146,31 +148,16 @@ _CHAIN_ACCEPT = OpSchema(
     extents=(names.NEW, names.LOGITS),
 )
 
-_DRAWS = OpSchema(
-    name="Draws",
-    version=2,
-    doc="""Draws at the positions behind each tip, for a drafter that is accepted by rejection.
-
-    draws[b, d] = uniform(seed[b], stream[b], tip_position[b] + 1 + d, purpose), in [0, 1).
-    Errors: ValueError for an unknown purpose.
-    Source: DESIGN section 7.""",
-    inputs=(
-        TensorSpec(names.TIP_POSITION, INTEGER, (_SLOTS,)),
-        TensorSpec(names.SEED, "uint64", (_SLOTS,)),
-        TensorSpec(names.STREAM, INTEGER, (_SLOTS,)),
-    ),
-    outputs=(TensorSpec(names.DRAWS, "float64", (_SLOTS, "depths")),),
-    attributes=(_PURPOSE,),
-)
-
-_COUPLED_DRAWS = OpSchema(
-    name="CoupledDraws",
+_RACE_NOISE = OpSchema(
+    name="RaceNoise",
     version=1,
-    doc="""What a coupled drafter looks at: the target's own draws behind each tip, and its settings, in float32.
+    doc="""What a drafter looks at: the noise of the races behind each tip, and the branch's settings in float32.
 
-    draws[b, d] = uniform(seed[b], stream[b], tip_position[b] + 1 + d, Purpose.TARGET), draft_temperature[b] =
-    temperature[b] and draft_top_p[b] = top_p[b], each rounded to the nearest float32: a draw may become 1. What is
-    drafted is a guess; backends without float64 make it too.
+    noise[b, d, i] is that of token i at (seed[b], stream[b], tip_position[b] + 1 + d, purpose), exponentially
+    distributed: by the default purpose the target's own, so that the drafter runs the race that the target will.
+    Not written where temperature[b] is 0. draft_temperature, draft_top_p and draft_min_p are the settings, each
+    rounded to the nearest float32: what is drafted is a guess, and backends without float64 make it too.
+    Errors: ValueError for an unknown purpose.
     Source: DESIGN section 7.""",
     inputs=(
         TensorSpec(names.TIP_POSITION, INTEGER, (_SLOTS,)),
@@ -178,12 +165,15 @@ _COUPLED_DRAWS = OpSchema(
         TensorSpec(names.STREAM, INTEGER, (_SLOTS,)),
         TensorSpec(names.TEMPERATURE, "float64", (_SLOTS,)),
         TensorSpec(names.TOP_P, "float64", (_SLOTS,)),
+        TensorSpec(names.MIN_P, "float64", (_SLOTS,)),
     ),
     outputs=(
-        TensorSpec(names.DRAWS, "float32", (_SLOTS, "depths")),
+        TensorSpec(names.NOISE, "float32", (_SLOTS, "depths", _VOCABULARY)),
         TensorSpec(names.DRAFT_TEMPERATURE, "float32", (_SLOTS,)),
         TensorSpec(names.DRAFT_TOP_P, "float32", (_SLOTS,)),
+        TensorSpec(names.DRAFT_MIN_P, "float32", (_SLOTS,)),
     ),
+    attributes=(_PURPOSE,),
 )
 
 _CACHE = (names.ROWS, "kv_num_heads", CAPACITY, "head_dim")
@@ -221,21 +211,27 @@ _BRANCH_ATTENTION = OpSchema(
     ),
 )
 
+_DRAFT_SETTINGS = (
+    TensorSpec(names.NOISE, "float32", ("trees", _VOCABULARY)),
+    TensorSpec(names.TEMPERATURE, "float32", ("trees",)),
+    TensorSpec("top_k_filter", INTEGER, ("trees",)),
+    TensorSpec(names.TOP_P, "float32", ("trees",)),
+    TensorSpec(names.MIN_P, "float32", ("trees",)),
+)
+
 _DRAFT_SAMPLE = OpSchema(
     name="DraftSample",
-    version=2,
+    version=3,
     doc="""A token drawn from a drafter's own distribution, and that distribution, for rejection.
 
-    token[b] is the inverse CDF at draws[b], in id order, of probability[b]: the drafter's distribution under the
-    branch's temperature, top-k and top-p (looked for among the 64 likeliest tokens); greedy, all of it at the argmax.
+    token[b] wins the race of probability[b] with noise[b]: the largest probability over noise. probability[b] is the
+    drafter's distribution under the branch's temperature, top-k, top-p (their cuts looked for among the 64 likeliest
+    tokens) and min-p; greedy, all of it at the argmax.
     Stands in graphs only: a function body of standard ops, or the CUDA kernel.
     Source: DESIGN section 7; seed 001.""",
     inputs=(
         TensorSpec("logits", "float32", ("trees", "nodes", _VOCABULARY)),
-        TensorSpec(names.DRAWS, "float64", ("trees",)),
-        TensorSpec(names.TEMPERATURE, "float64", ("trees",)),
-        TensorSpec(names.TOP_K, INTEGER, ("trees",)),
-        TensorSpec(names.TOP_P, "float64", ("trees",)),
+        *_DRAFT_SETTINGS,
     ),
     outputs=(
         TensorSpec("token", INTEGER, ("trees", "nodes")),
@@ -248,35 +244,32 @@ _CANDIDATES = ("trees", "candidates")
 
 _TREE_EXPAND = OpSchema(
     name="TreeExpand",
-    version=3,
+    version=4,
     doc="""Children of a draft tree's frontier nodes, and which of them are expanded next.
 
     A node's children are its top_k likeliest tokens, scored by the node's score plus their log-probability. Where a
-    branch samples (temperature[b] > 0) the target will choose at draws[b], by the inverse CDF in id order, and what is
-    likely depends on that. With F the drafter's CDF in id order under the branch's temperature, top-k and top-p (looked
-    for among the 64 likeliest tokens), token x is the target's choice with probability
+    branch samples (temperature[b] > 0) the target will run a race with noise[b], and what is likely depends on that.
+    With q the drafter's distribution at the branch's temperature, and k the same under top-k, top-p (their cuts looked
+    for among the 64 likeliest tokens) and min-p, token x counts as the target's choice with probability
 
-        (1 - doubt) * share of [draw - spread, draw + spread] between F(x - 1) and F(x) + doubt * q(x)
+        (1 - doubt) * r(x) / sum of r + doubt * q(x), where r(x) = k(x) / noise(x)
 
-    since the target's CDF differs from F. q is the distribution at the temperature alone: where a filter cuts differs
-    too. It counts as 1e-30 at least.
+    The race's winner under the drafter has the largest r; the target's distribution differs, and so may its winner.
+    A probability counts as 1e-30 at least.
     Candidates are node-major, a node's best first; frontier holds the top_k best of them, best first. Of equals, the
     lower index comes first. Stands in graphs only: a function body of standard ops, or the CUDA kernel.
     Source: DESIGN section 7; EAGLE-2 (arXiv 2406.16858) for the tree.""",
     inputs=(
         TensorSpec("logits", "float32", (*_FRONTIER, _VOCABULARY)),
         TensorSpec("score", "float32", _FRONTIER),
-        TensorSpec(names.DRAWS, "float32", ("trees",)),
-        TensorSpec(names.TEMPERATURE, "float32", ("trees",)),
-        TensorSpec("top_k_filter", INTEGER, ("trees",)),
-        TensorSpec(names.TOP_P, "float32", ("trees",)),
+        *_DRAFT_SETTINGS,
     ),
     outputs=(
         TensorSpec("token", INTEGER, _CANDIDATES),
         TensorSpec("candidate_score", "float32", _CANDIDATES),
         TensorSpec("frontier", INTEGER, ("trees", "top_k")),
     ),
-    attributes=(AttributeSpec("top_k", int), AttributeSpec("spread", float), AttributeSpec("doubt", float)),
+    attributes=(AttributeSpec("top_k", int), AttributeSpec("doubt", float)),
 )
 
 _NODES = ("trees", "nodes - 1")
@@ -314,8 +307,7 @@ SCHEMAS: dict[str, OpSchema] = {
         _SAMPLE,
         _TREE_ACCEPT,
         _CHAIN_ACCEPT,
-        _DRAWS,
-        _COUPLED_DRAWS,
+        _RACE_NOISE,
         KV_GATHER,
         BLOCK_SUMMARY,
         BLOCK_SELECT,

@@ -114,6 +114,8 @@ class Engine:
         self.drafting.begin(prefix, set(drafters), pooled=pooled, here=here)
         self.mode, self.prefix = mode, prefix
         self._free = list(range(self._geometry.branches - 1, -1, -1))
+        for number in self._free:
+            self._set_greedy(number)
         self._live.clear()
         self._open.clear()
         if self._partial is not None:
@@ -296,10 +298,15 @@ class Engine:
         if self.prefix_cache is not None and not self.prefix:
             self.prefix_cache.leave(sequence)
         del self._open[sequence.number]
+        self._set_greedy(sequence.number)
         self._free.append(sequence.number)
         self._free.sort(reverse=True)
         self.cache.close(sequence.number)
         self.drafting.close(sequence)
+
+    def _set_greedy(self, number: int) -> None:
+        """Leave a number to no one: drafters compute noise for those that sample."""
+        self.buffers.set_sampling(number, SamplingParams())
 
     def settle(self, running: list[Sequence]) -> None:
         """Release sequences that are over, and take them out of `running`."""
@@ -423,7 +430,8 @@ class Engine:
             return start, Allowed(sequence, 0)
         if self._rejecting and sequence.rounds == 0 and sequence.request.drafter in self._rejecting:
             return start, Allowed(sequence, 0)  # whether a prompt was computed, or its KV known, must not change tokens
-        return start, Allowed(sequence, min(self.target_step.max_nodes, room - 1), pending == 1)
+        nodes, most = min(self.target_step.max_nodes, room - 1), sequence.request.limits.tokens
+        return start, Allowed(sequence, nodes if most is None else min(nodes, most), pending == 1)
 
     def _choose(self, placed: List[Placed], *, partial: bool) -> Program:
         """The program of the step that is laid out."""
@@ -439,12 +447,24 @@ class Engine:
         return self.programs[names.partial(name) if partial else name]
 
     def _run(self, program: Program, placed: List[Placed]) -> None:
-        """Run a pass; before it accepts, apply the rules of its sequences."""
-        ruled = [each for each in placed if each.sequence.rules and each.root >= 0]
-        if ruled and program.halts:
-            program.run(lambda: self._ruled_walk.run(ruled))
-        else:
+        """Run a pass. Before it verifies, cut a tree that was drafted in place to its request's limits; before it
+        accepts, apply the rules of its sequences."""
+        first, limits = placed[0], placed[0].sequence.request.limits
+        cuts = isinstance(first.draft, TreeInPlace) and (limits.tokens is not None or limits.depth is not None)
+        ruled = [each for each in placed if each.sequence.rules and each.root >= 0] if program.halts else []
+        if not cuts and not ruled:
             program.run()
+            return
+        program.run(
+            (lambda: self._cut(first)) if cuts else None, (lambda: self._ruled_walk.run(ruled)) if ruled else None
+        )
+
+    def _cut(self, placed: Placed) -> None:
+        engine = placed.sequence.engine_drafter
+        assert engine is not None, "it has drafted in place"
+        assert isinstance(placed.draft, TreeInPlace)
+        placed.draft = engine.cut_in_place(self.target_step, placed.draft, placed.sequence.request.limits)
+        placed.drafted = self.target_step.drafted
 
     def _lay_out_probs(self, placed: List[Placed]) -> None:
         """Put the distributions that chains were drawn from where acceptance by rejection reads them."""

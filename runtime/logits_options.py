@@ -47,8 +47,8 @@ class LogitsOptions(TypedDict, total=False):
     - `allowed_token_ids`: the only tokens that may come.
     - `bad_words`: texts that are not generated, at most 1,000. The last token of one is excluded where the ones before
       it have just been generated; what the prompt ends with does not count.
-    - `min_tokens` (0): end tokens are excluded, and stop strings do not end the text, until so many tokens were
-      generated. A stop string that a later token completes counts.
+    - `min_tokens` (0): end tokens are excluded, with `ignore_eos` too, and stop strings do not end the text, until so
+      many tokens were generated. A stop string that a later token completes counts.
     - `logit_bias`: numbers from -100 to 100, by token id, added to the logits.
     - `logits_processors`: functions of the tokens generated so far and the logits f32 `[vocab]`, which return logits or
       change them in place. A function is to depend on its arguments alone.

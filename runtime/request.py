@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal
 
@@ -12,6 +12,7 @@ from plans.chat_template import check_text
 from plans.errors import RequestError
 from plans.manifest import Manifest, rejects
 from plans.partial_kv import PARTIAL_MODES, PartialKv, PartialMode
+from runtime.draft_options import DraftLimits, DraftOptions, check_draft_limits
 from runtime.logits_options import LogitsOptions, check_min_tokens, check_rules
 from runtime.sampling import FilterOrder, SamplingParams
 from runtime.text.grammars import Grammars
@@ -23,12 +24,13 @@ MAX_STOPS = 16
 MAX_STOP_BYTES = 1000
 
 
-class Options(LogitsOptions, total=False):
-    """Keyword arguments of `generate` and `stream`, in every place that has them; those of `LogitsOptions` too.
+class Options(LogitsOptions, DraftOptions, total=False):
+    """Keyword arguments of `generate` and `stream`, in every place that has them; those of `LogitsOptions` and
+    `DraftOptions` too.
 
     - `max_new_tokens` (128): most tokens to generate; the context's end comes first where it is nearer.
-    - `temperature` (0, greedy), `top_k` (0, off), `top_p` (1, off), `seed` (0), `stream_id` (0), `filter_order`:
-      see `sampling.SamplingParams`; `stream_id` is its `stream`.
+    - `temperature` (0, greedy), `top_k` (0, off), `top_p` (1, off), `min_p` (0, off), `seed` (0), `stream_id` (0),
+      `filter_order`: see `sampling.SamplingParams`; `stream_id` is its `stream`.
     - `stop`: texts that end the generation, at most 16 of at most 1,000 bytes; they are not part of its text.
     - `eos_token_ids`: end tokens of the vocabulary, in place of the plan's; `ignore_eos` (False): go on past them.
     - `drafter`: name of a drafter of the plan, "none" for plain decoding; default: the plan's first. Of a drafter
@@ -52,6 +54,7 @@ class Options(LogitsOptions, total=False):
     temperature: float
     top_k: int
     top_p: float
+    min_p: float
     seed: int
     stream_id: int
     filter_order: FilterOrder
@@ -84,6 +87,7 @@ class Request:
     cancel: threading.Event | None
     rules: tuple[LogitsRule, ...] = ()
     min_tokens: int = 0
+    limits: DraftLimits = field(default_factory=DraftLimits)
     partial_kv: PartialMode = "off"
     partial_budget: int | Literal["auto"] | None = None
     tentative: bool = False
@@ -182,6 +186,7 @@ def check_options(
             temperature=options.get("temperature", 0.0),
             top_k=options.get("top_k", 0),
             top_p=options.get("top_p", 1.0),
+            min_p=options.get("min_p", 0.0),
             seed=options.get("seed", 0),
             stream=options.get("stream_id", 0),
             filter_order=options.get("filter_order", "temperature_first"),
@@ -204,7 +209,7 @@ def check_options(
 
 def check_request(options: Options, manifest: Manifest, grammars: Grammars, *, shared: bool = False) -> Request:
     """Check options against all that a plan has. Raises RequestError."""
-    return check_options(
+    request = check_options(
         options,
         [drafter.name for drafter in manifest.drafters],
         manifest.text.eos_token_ids,
@@ -214,6 +219,8 @@ def check_request(options: Options, manifest: Manifest, grammars: Grammars, *, s
         rejecting=[drafter.name for drafter in manifest.drafters if rejects([drafter])],
         shared=shared,
     )
+    limits = check_draft_limits(options, request.drafter, manifest.drafters)
+    return request if limits == request.limits else replace(request, limits=limits)
 
 
 def check_stops(stop: object) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ class SamplingParams:
     - `temperature`: 0 to 100; 0 is greedy, and the filters are then without effect.
     - `top_k`: keep the k most probable tokens, ties at the cut included; 0 is off.
     - `top_p`: above 0, at most 1; keep the most probable tokens up to the one that crosses p; 1 is off.
+    - `min_p`: 0 to 1; keep the tokens that are at least this share as probable as the most probable one; 0 is off.
     - `seed`, `stream`: every draw is a function of (seed, stream, position, purpose); 0 to 2**64 - 1 and
       0 to 2**63 - 1. `stream` numbers the branch within its request, so that a branch can be replayed alone.
     - `skip_sample_adjustment`: where a drafter is accepted by rejection, correct from the target's distribution instead
@@ -39,6 +40,7 @@ class SamplingParams:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     seed: int = 0
     stream: int = 0
     filter_order: FilterOrder = "temperature_first"
@@ -49,6 +51,7 @@ class SamplingParams:
         set_field = object.__setattr__
         set_field(self, "temperature", _real(self.temperature, "temperature", "from 0 (greedy) to 100"))
         set_field(self, "top_p", _real(self.top_p, "top_p", "above 0 and at most 1 (off)"))
+        set_field(self, "min_p", _real(self.min_p, "min_p", "from 0 (off) to 1"))
         set_field(self, "top_k", _integer(self.top_k, "top_k", _INT64_MAX))
         set_field(self, "seed", _integer(self.seed, "seed", _UINT64_MAX))
         set_field(self, "stream", _integer(self.stream, "stream", _INT64_MAX))
@@ -56,6 +59,8 @@ class SamplingParams:
             raise RequestError(f"temperature is {self.temperature}; pass a number from 0 (greedy) to 100.")
         if not 0.0 < self.top_p <= 1.0:
             raise RequestError(f"top_p is {self.top_p}; pass a number above 0 and at most 1 (off).")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise RequestError(f"min_p is {self.min_p}; pass a number from 0 (off) to 1.")
         if self.filter_order not in get_args(FilterOrder):
             raise RequestError(
                 f"filter_order is {self.filter_order!r}; pass 'temperature_first' or 'temperature_last'."
@@ -67,6 +72,7 @@ class SamplingParams:
             names.TEMPERATURE: self.temperature,
             names.TOP_K: self.top_k,
             names.TOP_P: self.top_p,
+            names.MIN_P: self.min_p,
             names.FILTER_ORDER: int(self.filter_order == "temperature_last"),
             names.SEED: self.seed,
             names.STREAM: self.stream,

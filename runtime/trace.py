@@ -18,8 +18,9 @@ class Node:
     """A drafted token. `parent` counts nodes, 0 is the tip.
 
     `probability` is the drafter's that the target chooses it behind its parent, None where it has none: greedy, and by
-    rejection, its own probability of the token; else what TreeExpand makes of that at the target's draw. By rejection,
-    a node that the target came to was accepted where `draw` <= `ratio`, r and p / q of the rule; else they are None.
+    rejection, its own probability of the token; else what TreeExpand makes of that with the target's noise. By
+    rejection, a node that the target came to was accepted where `draw` <= `ratio`, r and p / q of the rule; else they
+    are None.
     """
 
     token_id: int

@@ -1,13 +1,14 @@
 """What to draft at a temperature: `python -m tools.proposals [--models DIR] [--temperature 0.7]`.
 
-A coupled drafter knows the target's draw u. Along the target's own continuations of held-out prompts, how often is the
-token that it chooses at u the drafter's first proposal, and how often among the first three? Compared are
+A coupled drafter knows the noise of the target's race. Along the target's own continuations of held-out prompts, how
+often is the token that wins the target's race the drafter's first proposal, and how often among the first 2, 3 and 8?
+Compared are
 
-    likeliest   the drafter's likeliest tokens: argmax chains and trees
-    cdf         its own inverse CDF at u first, then its likeliest
-    window      by the score of TreeExpand: which tokens a CDF that may be off by `spread` meets at u, with `doubt`
+    likeliest   the drafter's likeliest tokens, without the noise
+    race        by the score of TreeExpand: who wins the drafter's race with the same noise, which tells nothing with
+                `doubt`
 
-of which the last is what plans use (`compiler/export/draft_graph.py` holds its two constants).
+of which plans use the latter (`compiler/export/draft_graph.py` holds its constant).
 """
 
 from __future__ import annotations
@@ -19,9 +20,8 @@ if __name__ == "__main__":  # before the imports, which take a second
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -32,52 +32,37 @@ from commands.arguments import Parser, at_least_1, number
 from commands.console import guarded, print_json, stdout
 from compiler.checkpoint import load_decoder
 from compiler.eagle3_checkpoint import load_eagle3
-from compiler.export.draft_graph import DOUBT, SPREAD
+from compiler.export.draft_graph import DOUBT
 from tools.reference.acceptance import Drafts, continue_prompts, read_prompts
 from tools.reference.draft_model import model_drafts
 from tools.reference.eagle3 import head_drafts
 from tools.reference.teacher import Teacher
 
-SPREADS, DOUBTS = (0.05, 0.1, 0.15, 0.25), (0.1, 0.3, 0.5)
-CHILDREN = (1, 3)
+DOUBTS = (0.0, 0.1, 0.3, 0.5, 0.7)
+CHILDREN = (1, 2, 3, 8)
 
 
 @dataclass(frozen=True)
 class Places:
-    """Distributions at the temperature behind the same tokens, f64 `[places, vocab]`, and a draw for each."""
+    """Distributions at the temperature behind the same tokens, and each token's noise, f64 `[places, vocab]`."""
 
     target: Tensor
     drafter: Tensor
-    draw: Tensor
+    noise: Tensor
 
     @property
     def overlap(self) -> float:
         return float(torch.minimum(self.target, self.drafter).sum(-1).mean())
 
     def hits(self, score: Tensor) -> list[float]:
-        """The share of places where the target's token is among the best 1 and 3 by `score` `[places, vocab]`."""
-        token = chosen(self.target, self.draw)
+        """The share of places where the target's token is among the best CHILDREN by `score` `[places, vocab]`."""
+        token = (self.target / self.noise).argmax(-1)
         best = score.topk(max(CHILDREN), dim=-1).indices
         return [float((best[:, :k] == token[:, None]).any(-1).double().mean()) for k in CHILDREN]
 
-    def likeliest(self) -> Tensor:
-        return self.drafter
-
-    def cdf(self) -> Tensor:
-        return self.drafter.scatter(1, chosen(self.drafter, self.draw)[:, None], 2.0)
-
-    def window(self, spread: float, doubt: float) -> Tensor:
-        edges = self.drafter.cumsum(-1) - self.draw[:, None]
-        before = edges - self.drafter
-        near = (edges.clamp(-spread, spread) - before.clamp(-spread, spread)) / (2 * spread)
-        return (1 - doubt) * near + doubt * self.drafter
-
-
-def chosen(p: Tensor, draw: Tensor) -> Tensor:
-    """The inverse CDF of `p` `[places, vocab]` at `draw` `[places]`, in id order."""
-    return torch.searchsorted(p.cumsum(-1), draw[:, None] * p.sum(-1, keepdim=True), right=True)[:, 0].clamp(
-        max=p.shape[1] - 1
-    )
+    def race(self, doubt: float) -> Tensor:
+        pace = self.drafter / self.noise
+        return (1 - doubt) * pace / pace.sum(-1, keepdim=True) + doubt * self.drafter
 
 
 @torch.no_grad()
@@ -95,17 +80,14 @@ def places(
             target.append((p / temperature).softmax(-1))
             drafter.append((q / temperature).softmax(-1))
     joined = torch.cat(target)
-    return Places(joined, torch.cat(drafter), torch.rand(len(joined), generator=rng, dtype=torch.float64))
+    return Places(joined, torch.cat(drafter), torch.empty_like(joined).exponential_(generator=rng))
 
 
 def rows(found: Places) -> Iterator[tuple[str, list[float]]]:
     """Every way to propose, and its hits."""
-    ways: dict[str, Callable[[], Tensor]] = {"likeliest": found.likeliest, "cdf": found.cdf}
-    for name, score in ways.items():
-        yield name, found.hits(score())
-    for spread, doubt in product(SPREADS, DOUBTS):
-        mark = ", as built" if (spread, doubt) == (SPREAD, DOUBT) else ""
-        yield f"window {spread} {doubt}{mark}", found.hits(found.window(spread, doubt))
+    yield "likeliest", found.hits(found.drafter)
+    for doubt in DOUBTS:
+        yield f"race {doubt}{', as built' if doubt == DOUBT else ''}", found.hits(found.race(doubt))
 
 
 def main(given: list[str] | None = None) -> int:
@@ -139,14 +121,14 @@ def measure(arguments: argparse.Namespace) -> int:
     for name, (drafts, taps) in drafters.items():
         found = places(teacher, drafts, taps, prompts, arguments.temperature)
         ways = dict(rows(found))
-        report[name] = {"places": len(found.draw), "overlap": found.overlap, "ways": ways}
+        report[name] = {"places": len(found.noise), "overlap": found.overlap, "ways": ways}
         if arguments.json:
             continue
         table = Table(f"{name}: proposals", *(f"among {k}" for k in CHILDREN), box=None, pad_edge=False)
         for way, hits in ways.items():
             table.add_row(way, *(f"{share:.3f}" for share in hits))
         stdout.print(
-            f"{name} at temperature {arguments.temperature}: {len(found.draw)} places, sum of min(p, q) "
+            f"{name} at temperature {arguments.temperature}: {len(found.noise)} places, sum of min(p, q) "
             f"{found.overlap:.3f}"
         )
         stdout.print(table)

@@ -17,8 +17,9 @@ def export_draft(
     model: nn.Module,
     tree: Tree,
     capacity: int,
-    rejected: int = 0,
+    vocab_size: int,
     *,
+    rejected: bool = False,
     positions: int | None = None,
     entropy: bool = False,
     slots: bool = False,
@@ -26,12 +27,14 @@ def export_draft(
 ) -> ir.Model:
     """Export a `DraftModel` over a KV cache of `capacity` slots and one row, for `positions` (default: `capacity`).
 
+    `vocab_size` is the target's: a branch's noise is by its tokens.
+
     A head reads `features` of the target's last step; `feature_indices` picks the features of its pairs. Outputs, in
     the layout of the target's next step, the root (the tip) first: `tree_token_ids`, `tree_positions`, `tree_parent`
     `[nodes]`; `tree_score` f32 `[nodes]`, log-probabilities summed from the root.
 
-    With `rejected`, the size of the target's vocabulary, the tree is a chain (`top_k` 1) whose tokens are drawn, for
-    acceptance by rejection, and `draft_probs` f32 `[nodes, vocab]` holds the distribution of each draw. With `entropy`,
+    With `rejected` the tree is a chain (`top_k` 1) whose tokens are drawn, for acceptance by rejection, and
+    `draft_probs` f32 `[nodes, vocab]` holds the distribution of each draw. With `entropy`,
     `draft_entropy` f32 `[1]` is the entropy of the distribution at the tip, over ln V.
 
     With `slots`, and a tree with levels, `tree_slots` int64 `[nodes]` says where the levels put each node: value s is
@@ -39,7 +42,7 @@ def export_draft(
     of the N tokens fed. Only frontiers are run: a node with children has a slot, and slots ascend along a path.
 
     With several `branches`, the KV cache may have several rows, and trees grow from the tokens `tip_indices` int64
-    `[R, B]`, equally many in each row, with the draws and settings of `tip_branch` int64 `[R, B]`. Outputs hold one
+    `[R, B]`, equally many in each row, with the noise and settings of `tip_branch` int64 `[R, B]`. Outputs hold one
     tree after another, `[D]` in all, but parents count within a tree, and `tree_slots` counts from the first slot
     behind the row's tokens. A level takes B * k slots of each row. `draft_entropy` is `[R, B]`, one value per tip.
     """
@@ -48,7 +51,6 @@ def export_draft(
     several = branches > 1
     new, view, index = 4, 8 + several, torch.int64  # example sizes, which differ where several become symbols
     count, trees = (2, 3) if several else (1, 1)  # rows, and trees of each row
-    settings = torch.float64 if rejected else torch.float32
     layers = range(heads.num_layers)
 
     def caches() -> list[Tensor]:
@@ -70,15 +72,16 @@ def export_draft(
         names.ATTN_BIAS: (row, 1, names.PLACES if several else names.NEW, names.VIEW),
         names.PAST_LENGTH: (row,),
         **(tips if several else {}),
-        names.DRAWS: (branches, tree.depth + 1),
-        names.TEMPERATURE if rejected else names.DRAFT_TEMPERATURE: (branches,),
+        names.NOISE: (branches, tree.depth + 1, vocab_size),
+        names.DRAFT_TEMPERATURE: (branches,),
         names.TOP_K: (branches,),
-        names.TOP_P if rejected else names.DRAFT_TOP_P: (branches,),
+        names.DRAFT_TOP_P: (branches,),
+        names.DRAFT_MIN_P: (branches,),
         **{names.k_cache(i): cache for i in layers},
         **{names.v_cache(i): cache for i in layers},
     }
     traced = trace(
-        DraftGraph(model, tree, positions or capacity, rejected, entropy, slots),
+        DraftGraph(model, tree, positions or capacity, vocab_size if rejected else 0, entropy, slots),
         inputs={
             "features": torch.zeros(5, features) if features else None,
             "feature_indices": torch.zeros(new, dtype=index) if features else None,
@@ -89,10 +92,11 @@ def export_draft(
             "past_length": torch.zeros(count, dtype=index),
             "tip_indices": torch.zeros(count, trees, dtype=index) if several else None,
             "tip_branch": torch.zeros(count, trees, dtype=index) if several else None,
-            "draws": torch.zeros(branches, tree.depth + 1, dtype=settings),
-            "temperature": torch.zeros(branches, dtype=settings),
+            "noise": torch.ones(branches, tree.depth + 1, vocab_size),
+            "temperature": torch.zeros(branches),
             "top_k": torch.zeros(branches, dtype=index),
-            "top_p": torch.zeros(branches, dtype=settings),
+            "top_p": torch.zeros(branches),
+            "min_p": torch.zeros(branches),
             "k_caches": caches(),
             "v_caches": caches(),
         },
@@ -106,14 +110,14 @@ def export_draft(
             "past_length": {0: free} if several else None,
             "tip_indices": {0: free, 1: free} if several else None,
             "tip_branch": {0: free, 1: free} if several else None,
-            **dict.fromkeys(("draws", "temperature", "top_k", "top_p")),
+            **dict.fromkeys(("noise", "temperature", "top_k", "top_p", "min_p")),
             "k_caches": by_row,
             "v_caches": by_row,
         },
         outputs={
             **dict.fromkeys(names.TREE, grown),
             **({names.TREE_SLOTS: grown} if slots else {}),
-            **({names.DRAFT_PROBS: (*grown, rejected)} if rejected else {}),
+            **({names.DRAFT_PROBS: (*grown, vocab_size)} if rejected else {}),
             **({names.DRAFT_ENTROPY: (names.ROWS, names.TIPS) if several else (1,)} if entropy else {}),
             **dict.fromkeys(cache_outputs(heads.num_layers, 1 + tree.depth), cache),
         },

@@ -22,10 +22,8 @@ from compiler.export.ops import draft_sample, tree_expand, tree_rerank
 from compiler.models.decoder import Execution
 from plans.manifest import Tree
 
-# SPREAD: how far a drafter's CDF may be from the target's at the draw. DOUBT: how often the draw tells nothing.
-# Measured on the reference drafters (`python -m tools.proposals`), and on mixtures with the target's distribution that
-# overlap by up to 0.98: never far from the best of a grid. Drafting the likeliest tokens is a good deal worse there.
-SPREAD, DOUBT = 0.15, 0.3
+# How often the drafter's race tells nothing of the target's.
+DOUBT = 0.5
 
 
 class DraftModel(Protocol):
@@ -72,8 +70,9 @@ class _Tips:
     token: Tensor  # [n]
     position: Tensor  # [n]
     bias: Tensor  # [n, T]
-    draws: Tensor  # [n, depth + 1]
-    filters: tuple[Tensor, Tensor, Tensor]  # [n] each
+    noise: Tensor  # [branches, depth + 1, V], of the target's tokens
+    branch: Tensor | None  # [n], of each tip; None where there is one branch
+    filters: tuple[Tensor, Tensor, Tensor, Tensor]  # [n] each: temperature, top_k, top_p, min_p
     start: Tensor  # [R], first slot of the first level
     slots: Tensor  # [n * k, 1], slots of the first level's nodes
     splits: Tensor  # [R + 1], row splits of a level's nodes
@@ -124,10 +123,11 @@ class DraftGraph(nn.Module):
         past_length: Tensor,
         tip_indices: Tensor | None,
         tip_branch: Tensor | None,
-        draws: Tensor,
+        noise: Tensor,
         temperature: Tensor,
         top_k: Tensor,
         top_p: Tensor,
+        min_p: Tensor,
         k_caches: Sequence[Tensor],
         v_caches: Sequence[Tensor],
     ) -> tuple[Tensor, ...]:
@@ -139,7 +139,7 @@ class DraftGraph(nn.Module):
         splits = self.splits if row_splits is None else row_splits
         execution = self._pass(caches, positions.unsqueeze(0), attn_bias, past_length, splits)
         hidden = model.run(token_ids.unsqueeze(0), fused, execution)
-        filters = (temperature, top_k, top_p)
+        filters = (temperature, top_k, top_p, min_p)
         if tip_indices is None or tip_branch is None or row_splits is None:
             start = past_length + token_ids.shape[0]
             tips = _Tips(
@@ -148,7 +148,8 @@ class DraftGraph(nn.Module):
                 token_ids[-1].unsqueeze(0),  # not [-1:], whose size would be symbolic
                 positions[-1].unsqueeze(0),
                 attn_bias[0, 0, -1].unsqueeze(0),
-                draws,
+                noise,
+                None,
                 filters,
                 start,
                 start + self.diagonal,
@@ -159,8 +160,8 @@ class DraftGraph(nn.Module):
         else:
             tips = self._tips(caches, hidden, token_ids, positions, row_splits, attn_bias, past_length, tip_indices)
             of = tip_branch.reshape(-1)
-            drawn = [torch.index_select(each, 0, of) for each in (draws, *filters)]
-            tips = replace(tips, draws=drawn[0], filters=(drawn[1], drawn[2], drawn[3]))
+            heat, most, share, least = (torch.index_select(each, 0, of) for each in filters)
+            tips = replace(tips, noise=noise, branch=of, filters=(heat, most, share, least))
         logits = model.logits(tips.hidden).float()
         token, parent, depth, score, *others = self._chain(tips, logits) if self.rejected else self._tree(tips, logits)
         if self.entropy:
@@ -187,7 +188,9 @@ class DraftGraph(nn.Module):
         past_length: Tensor,
         tip_indices: Tensor,
     ) -> _Tips:
-        """Gather the tips at `tip_indices` `[R, tips]`; the caller replaces the placeholders `draws` and `filters`."""
+        """Gather the tips at `tip_indices` `[R, tips]`; the caller replaces the placeholders `noise`,
+        `branch` and `filters`.
+        """
         k, (rows, each) = self.tree.top_k, tip_indices.shape
         tip = tip_indices.reshape(-1)
         row, width = torch.arange(rows).unsqueeze(1), each * k
@@ -201,8 +204,9 @@ class DraftGraph(nn.Module):
             torch.index_select(token_ids, 0, tip),
             torch.index_select(positions, 0, tip),
             torch.index_select(attn_bias.reshape(-1, attn_bias.shape[3]), 0, place.reshape(-1)),
-            draws=tip,
-            filters=(tip, tip, tip),
+            noise=tip,
+            branch=tip,
+            filters=(tip, tip, tip, tip),
             start=start,
             slots=(start.unsqueeze(1) + torch.arange(width)).reshape(-1, 1),
             splits=torch.arange(rows + 1) * width,
@@ -223,7 +227,7 @@ class DraftGraph(nn.Module):
             if several is not None:
                 logits = logits.reshape(-1, nodes, logits.shape[2])
             grown: tuple[Tensor, Tensor, Tensor] = tree_expand(
-                logits, score, tips.draws[:, depth], *tips.filters, k, SPREAD, DOUBT
+                logits, score, self._noise(tips, depth), *tips.filters, k, DOUBT
             )
             return grown
 
@@ -302,7 +306,7 @@ class DraftGraph(nn.Module):
             if depth:
                 hidden, bias = self._level(tokens[-1], hidden, bias, depth - 1, tips)
                 logits = model.logits(hidden).float()
-            token, probability = draft_sample(of_chains(logits), tips.draws[:, depth], *tips.filters)
+            token, probability = draft_sample(of_chains(logits), self._noise(tips, depth), *tips.filters)
             tokens.append(token)
             if model.vocabulary is not None:
                 columns = model.vocabulary.reshape(1, 1, -1)
@@ -339,6 +343,14 @@ class DraftGraph(nn.Module):
     def _pass(self, caches: KvCaches, positions: Tensor, bias: Tensor, past: Tensor, splits: Tensor) -> GraphExecution:
         model: DraftModel = self.model  # type: ignore[assignment]
         return GraphExecution(model.heads, self.tables, caches, positions, bias, past, splits)
+
+    def _noise(self, tips: _Tips, depth: int) -> Tensor:
+        """Return the noise `[n, Vd]` of the drafter's tokens behind the tips' nodes at `depth`."""
+        vocabulary: Tensor | None = self.model.vocabulary  # type: ignore[assignment]
+        noise = tips.noise[:, depth]
+        if tips.branch is not None:
+            noise = torch.index_select(noise, 0, tips.branch)
+        return noise if vocabulary is None else torch.index_select(noise, 1, vocabulary)
 
     def _target_ids(self, token: Tensor) -> Tensor:
         """Map draft tokens `[n, m]` to target tokens."""

@@ -39,12 +39,12 @@ def _(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any
 def tree_expand(
     logits: Tensor,
     score: Tensor,
-    draws: Tensor,
+    noise: Tensor,
     temperature: Tensor,
     top_k_filter: Tensor,
     top_p: Tensor,
+    min_p: Tensor,
     top_k: int,
-    spread: float,
     doubt: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Shapes: `plugins.schemas`, TreeExpand."""
@@ -53,7 +53,7 @@ def tree_expand(
 
 @tree_expand.register_fake
 def _(logits: Tensor, score: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    (trees, nodes), top_k = score.shape, rest[4]
+    (trees, nodes), top_k = score.shape, rest[5]
     return (
         logits.new_empty((trees, nodes * top_k), dtype=torch.int64),
         logits.new_empty((trees, nodes * top_k)),
@@ -63,7 +63,7 @@ def _(logits: Tensor, score: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor
 
 @torch.library.custom_op("outrider::draft_sample", mutates_args=())
 def draft_sample(
-    logits: Tensor, draws: Tensor, temperature: Tensor, top_k_filter: Tensor, top_p: Tensor
+    logits: Tensor, noise: Tensor, temperature: Tensor, top_k_filter: Tensor, top_p: Tensor, min_p: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Shapes: `plugins.schemas`, DraftSample."""
     raise NotImplementedError("outrider::draft_sample exists for export only")
@@ -102,7 +102,7 @@ def _translated(op: str, attributes: tuple[str, ...]) -> Callable[..., Any]:
 
 TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.outrider.branch_attention.default: _translated("BranchAttention", ("num_heads", "kv_num_heads", "scale")),
-    torch.ops.outrider.tree_expand.default: _translated("TreeExpand", ("top_k", "spread", "doubt")),
+    torch.ops.outrider.tree_expand.default: _translated("TreeExpand", ("top_k", "doubt")),
     torch.ops.outrider.draft_sample.default: _translated("DraftSample", ()),
     torch.ops.outrider.tree_rerank.default: _translated("TreeRerank", ("nodes",)),
 }

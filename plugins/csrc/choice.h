@@ -1,4 +1,4 @@
-// The choice of a token from its logits: argmax, or the inverse CDF in id order of the filtered distribution.
+// The choice of a token from its logits: argmax, or who wins an exponential race (race.h) among those that filters keep.
 //
 // Weights are integers (exp in units of 2^-40), so their sums do not depend on the order of summation, and neither does
 // the chosen token: one thread, many lanes or a GPU block choose alike. DESIGN section 7; plugins/reference/choice.py.
@@ -14,6 +14,7 @@ struct Sampling {
   double temperature;  // 0 is greedy
   i64 top_k;           // 0 is off
   double top_p;        // 1 is off
+  double min_p;        // 0 is off
   i64 filter_order;    // one of the two below
 };
 
@@ -65,7 +66,9 @@ OUTRIDER_HD inline u64 nucleus_need(double top_p, u64 total) {
   return ceil_share(static_cast<u64>(top_p * 0x1p+53), total);
 }
 
-// The draw's place in [0, total): the choice is the first id whose cumulative weight exceeds it.
-OUTRIDER_HD inline u64 draw_place(u64 uniform53, u64 total) { return floor_share(uniform53, total); }
+// The least weight that is at least the share min_p <= 1 of the largest.
+OUTRIDER_HD inline u64 least_share(double min_p) {
+  return ceil_share(static_cast<u64>(min_p * 0x1p+53), static_cast<u64>(kWeightOne));
+}
 
 }  // namespace outrider

@@ -1,4 +1,4 @@
-// A drafter's distribution, under a branch's filters and at the target's draw.
+// A drafter's distribution, under a branch's filters and with the target's noise.
 //
 // Calculated in float32: it is a guess, and most GPUs are slow in float64. Sums are of integers all the same (units of
 // 2^-40 of the likeliest token's weight), so that they do not depend on their order. DESIGN section 7;
@@ -30,14 +30,16 @@ struct DraftFilters {
   float heat;    // what logits are divided by
   i64 top_k;     // 0 or less is off
   u64 top_p;     // in units of 2^-53; all of them are off
+  float min_p;   // 0 is off
 
+  // Whether cuts are looked for among the likeliest.
   OUTRIDER_HD bool cut() const { return sampled && (top_k > 0 || top_p < kWhole53); }
 };
 
-OUTRIDER_HD inline DraftFilters draft_filters(double temperature, i64 top_k, double top_p) {
-  const float heat = static_cast<float>(temperature);
-  const bool sampled = temperature > 0.0;
-  return {sampled, !sampled ? 1.0f : heat > kCoolest ? heat : kCoolest, top_k, fraction53(top_p)};
+OUTRIDER_HD inline DraftFilters draft_filters(float temperature, i64 top_k, float top_p, float min_p) {
+  const bool sampled = temperature > 0.0f;
+  const float heat = !sampled ? 1.0f : temperature > kCoolest ? temperature : kCoolest;
+  return {sampled, heat, top_k, fraction53(top_p), min_p};
 }
 
 // Weight of a legible logit whose row's largest is `top`, in [0, 1]: exp of how far it lies below, at the temperature.
@@ -63,36 +65,22 @@ OUTRIDER_HD inline float child_score(float parent, double log_prob) {
   return sum < parent ? sum : parent;
 }
 
-// Where the target is likely to choose, in the units of the kept weights' cumulative sums, and what that counts.
-struct DrawWindow {
-  u64 first;
-  u64 last;
-  float near;  // probability of a kept weight inside
-  float far;   // probability of any weight anywhere
+// How fast a token runs in the target's race if the drafter is right: the largest wins.
+OUTRIDER_HD inline float pace(float kept_weight, float noise) { return kept_weight / noise; }
+
+// What a share of all paces, and one of all weights, count of the probability that the target chooses a token.
+struct Likelihood {
+  float near;
+  float far;
+
+  OUTRIDER_HD float of(float pace, float weight) const {
+    const float mass = near * pace + far * weight;
+    return mass > kLeastMass ? mass : kLeastMass;
+  }
 };
 
-OUTRIDER_HD inline u64 place_within(double fraction, u64 total) {
-  return !(fraction > 0.0) ? 0 : fraction >= 1.0 ? total : static_cast<u64>(fraction * static_cast<double>(total));
-}
-
-OUTRIDER_HD inline DrawWindow draw_window(float draw, float spread, float doubt, u64 kept_total, u64 total) {
-  const double middle = draw;
-  const double trust = (1.0 - doubt) / (2.0 * spread);
-  return {place_within(middle - spread, kept_total), place_within(middle + spread, kept_total),
-          static_cast<float>(trust / sum_of(kept_total)), static_cast<float>(doubt / sum_of(total))};
-}
-
-// Probability that the target chooses a token of this weight: the share of the window that lies in its interval, whose
-// `kept` units stand behind the `below` units of lower ids, and its own probability. A token that the filters drop has
-// no interval. Inside the window it is the weight that counts, not its units, of which faint tokens have none.
-OUTRIDER_HD inline float chosen_mass(const DrawWindow& window, float weight, bool is_kept, u64 below, u64 kept) {
-  const u64 above = below + kept;
-  const u64 lower = below > window.first ? below : window.first;
-  const u64 upper = above < window.last ? above : window.last;
-  const bool inside = lower == below && upper == above;
-  const float part = inside ? weight : lower < upper ? static_cast<float>(upper - lower) * 0x1p-40f : 0.0f;
-  const float mass = (is_kept ? window.near * part : 0.0f) + window.far * weight;
-  return mass > kLeastMass ? mass : kLeastMass;
+OUTRIDER_HD inline Likelihood likelihood(float doubt, double paces, double weights) {
+  return {static_cast<float>((1.0 - doubt) / paces), static_cast<float>(doubt / weights)};
 }
 
 }  // namespace outrider

@@ -57,7 +57,7 @@ OUTRIDER_HD inline float exponential(u32 word) {
   return 2.0f * s * p - (small ? 0.0f : static_cast<float>(k) * kLn2);
 }
 
-// When an id of this weight comes in, of a race that the least time wins. `weight` is in [1, 2^40].
+// When an id of this weight comes in, of a race that the least time wins. `weight` is in [1, 2^50].
 OUTRIDER_HD inline float race_time(u32 word, u64 weight) {
   return exponential(word) / static_cast<float>(double_from(weight));
 }

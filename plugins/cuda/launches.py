@@ -76,8 +76,9 @@ FAULTS = {
 
 _CHOICE = (
     names.LOGITS_OUT, names.LOGIT_INDICES, names.POSITIONS, names.BRANCH, names.TEMPERATURE, names.TOP_K, names.TOP_P,
-    names.FILTER_ORDER, names.SEED, names.STREAM,
+    names.MIN_P, names.FILTER_ORDER, names.SEED, names.STREAM,
 )  # fmt: skip
+_DRAFT = (names.NOISE, names.TEMPERATURE, "top_k_filter", names.TOP_P, names.MIN_P)
 _TREE = (names.TOKEN_IDS, names.PARENT)
 _ACCEPTED = (names.COMMITTED, names.ACCEPTED_COUNT, names.KEPT_INDICES, names.KEPT_COUNT)
 _PARTIAL_LAYOUT = ("block_size", "sink_blocks", "window_blocks")
@@ -133,20 +134,14 @@ LAUNCHES: dict[str, Launch] = {
         blocks=lambda s: s[names.LOGITS],
         scratch={**_WALK, "weighed": Scratch(lambda s: 16 * s[names.LOGITS])},
     ),
-    "Draws": Launch(
-        kernel="outrider_draws",
-        pointers=(names.TIP_POSITION, names.SEED, names.STREAM, names.DRAWS),
-        numbers=("B", "depths", "purpose"),
-        blocks=lambda s: -(-s["B"] * s["depths"] // THREADS),
-    ),
-    "CoupledDraws": Launch(
-        kernel="outrider_coupled_draws",
+    "RaceNoise": Launch(
+        kernel="outrider_race_noise",
         pointers=(
-            names.TIP_POSITION, names.SEED, names.STREAM, names.TEMPERATURE, names.TOP_P, names.DRAWS,
-            names.DRAFT_TEMPERATURE, names.DRAFT_TOP_P,
+            names.TIP_POSITION, names.SEED, names.STREAM, names.TEMPERATURE, names.TOP_P, names.MIN_P, names.NOISE,
+            names.DRAFT_TEMPERATURE, names.DRAFT_TOP_P, names.DRAFT_MIN_P,
         ),
-        numbers=("B", "depths"),
-        blocks=lambda s: -(-s["B"] * s["depths"] // THREADS),
+        numbers=("B", "depths", "V", "purpose"),
+        blocks=lambda s: -(-s["B"] * s["depths"] * s["V"] // (4 * THREADS)),
     ),
     "KvGather": Launch(
         kernel="outrider_kv_gather",
@@ -188,7 +183,7 @@ LAUNCHES: dict[str, Launch] = {
     ),
     "DraftSample": Launch(
         kernel="outrider_draft_sample",
-        pointers=("logits", names.DRAWS, names.TEMPERATURE, names.TOP_K, names.TOP_P, "token", "probability"),
+        pointers=("logits", *_DRAFT, "token", "probability"),
         numbers=("nodes", "V"),
         blocks=lambda s: s["trees"] * s["nodes"],
         threads=lambda s: ROW_THREADS,
@@ -196,10 +191,9 @@ LAUNCHES: dict[str, Launch] = {
     "TreeExpand": Launch(
         kernel="outrider_tree_expand",
         pointers=(
-            "logits", "score", names.DRAWS, names.TEMPERATURE, "top_k_filter", names.TOP_P, "token", "candidate_score",
-            "frontier", "counter",
+            "logits", "score", *_DRAFT, "token", "candidate_score", "frontier", "counter",
         ),
-        numbers=("frontier", "V", "top_k", "spread", "doubt"),
+        numbers=("frontier", "V", "top_k", "doubt"),
         blocks=lambda s: s["trees"] * s["frontier"],
         threads=lambda s: ROW_THREADS,
         scratch=_COUNTER,

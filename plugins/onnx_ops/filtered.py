@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-# Inputs: logits [B, F, V], temperature, top_k_filter, top_p and sampled (bool) [B], and the constants one_1 = [1],
-# last_1 = [-1], behind = [1, 2]. Results: weights [B, F, V] at the branch's temperature, total [B, F, 1], their sum,
-# kept_weights [B, F, V], the weights of the tokens that top-k and top-p keep, else 0, and sampled_3 [B, 1, 1].
+from onnx import defs
+
+# Inputs: logits [B, F, V], noise [B, V], temperature, top_k_filter, top_p, min_p and sampled (bool) [B], and the
+# constants one_1 = [1], last_1 = [-1], behind = [1, 2]. Results: weights [B, F, V] at the branch's temperature, total
+# [B, F, 1], their sum, kept_weights [B, F, V], the weights of the tokens that the filters keep, else 0, pace [B, F, V],
+# these over the noise, and sampled_3 [B, 1, 1].
 # The cuts of top-k and top-p are searched among the 64 likeliest tokens: sorting a whole vocabulary costs more than
 # drafting. Temperatures below 1e-30 count as 1e-30, near the end of float32.
 FILTERED = """
@@ -13,8 +16,7 @@ one_i = Constant <value_int: int = 1> ()
 one_f = Constant <value_float: float = 1.0> ()
 sampled_3 = Unsqueeze (sampled, behind)
 coolest = Constant <value_float: float = 1e-30> ()
-heat_any = Cast <to: int = 1> (temperature)
-heat_warm = Max (heat_any, coolest)
+heat_warm = Max (temperature, coolest)
 heat = Where (sampled, heat_warm, one_f)
 heat_3 = Unsqueeze (heat, behind)
 largest = ReduceMax (logits, last_1)
@@ -22,14 +24,13 @@ lowered = Sub (logits, largest)
 scaled = Div (lowered, heat_3)
 weights = Exp (scaled)
 total = ReduceSum (weights, last_1)
-share = Cast <to: int = 1> (top_p)
 limited = Greater (top_k_filter, zero_i)
-cut = Less (share, one_f)
+cut = Less (top_p, one_f)
 filtered = Or (limited, cut)
 filtered_i = Cast <to: int = 7> (filtered)
 filtered_any = ReduceMax <keepdims: int = 0> (filtered_i)
 any_filtered = Cast <to: int = 9> (filtered_any)
-kept_weights = If (any_filtered) <
+within_cuts = If (any_filtered) <
     then_branch = filters () => (float["B", "F", "V"] kept_some) {
         endless = Constant <value_int: int = 4611686018427387904> ()
         lowest = Constant <value_float: float = -3.4e38> ()
@@ -51,7 +52,7 @@ kept_weights = If (any_filtered) <
         few = LessOrEqual (most_3, width)
         survivors = Where (few, sorted_total, total)
         before_it = CumSum <exclusive: int = 1> (sorted_weights, axis)
-        share_3 = Unsqueeze (share, behind)
+        share_3 = Unsqueeze (top_p, behind)
         goal_p = Mul (share_3, survivors)
         full = GreaterOrEqual (share_3, one_f)
         below_p = Less (before_it, goal_p)
@@ -75,4 +76,23 @@ kept_weights = If (any_filtered) <
         kept_all = Identity (weights)
     }
 >
+least_3 = Unsqueeze (min_p, behind)
+weighs = GreaterOrEqual (weights, least_3)
+nothing = Constant <value_float: float = 0.0> ()
+kept_weights = Where (weighs, within_cuts, nothing)
+middle_1 = Constant <value_ints: ints = [1]> ()
+noise_3 = Unsqueeze (noise, middle_1)
+pace = Div (kept_weights, noise_3)
 """
+
+
+def settings_parameters() -> list[defs.OpSchema.FormalParameter]:
+    """Return the inputs that say what a drafter knows of a branch, for the schemas of ops that include FILTERED."""
+    parameter = defs.OpSchema.FormalParameter
+    return [
+        parameter("noise", "F", "[B, V], of the race that chooses the children"),
+        parameter("temperature", "F", "[B], 0 is greedy"),
+        parameter("top_k_filter", "I", "[B], 0 is off"),
+        parameter("top_p", "F", "[B], 1 is off"),
+        parameter("min_p", "F", "[B], 0 is off"),
+    ]

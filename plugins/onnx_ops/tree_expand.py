@@ -8,13 +8,13 @@ import onnx
 from onnx import defs, parser
 
 from plugins.onnx_ops.domain import DOMAIN, VERSION
-from plugins.onnx_ops.filtered import FILTERED
+from plugins.onnx_ops.filtered import FILTERED, settings_parameters
 
 # Log-probabilities are computed for the chosen logits only: the vocabulary is read twice and never written. The nodes
-# for the target's draws are in an If, so that greedy drafting does not pay for them.
+# for the target's races are in an If, so that greedy drafting does not pay for them.
 _TREE_EXPAND = """
 <opset_import: ["" : 24], domain: "outrider">
-TreeExpand <top_k, spread, doubt> (logits, score, draws, temperature, top_k_filter, top_p)
+TreeExpand <top_k, doubt> (logits, score, noise, temperature, top_k_filter, top_p, min_p)
     => (token, candidate_score, frontier)
 {
     one_1 = Constant <value_ints: ints = [1]> ()
@@ -23,13 +23,10 @@ TreeExpand <top_k, spread, doubt> (logits, score, draws, temperature, top_k_filt
     flat = Constant <value_ints: ints = [0, -1]> ()
     k = Constant <value_int: int = @top_k> ()
     k_1 = Reshape (k, one_1)
-    spread = Constant <value_float: float = @spread> ()
     doubt = Constant <value_float: float = @doubt> ()
     certain = Constant <value_float: float = 1.0> ()
     trust = Sub (certain, doubt)
     tiny = Constant <value_float: float = 1e-30> ()
-    width_of_spread = Add (spread, spread)
-    trust_density = Div (trust, width_of_spread)
 
     best, likely = TopK (logits, k_1)
     normaliser = ReduceLogSumExp (logits, last_1)
@@ -43,22 +40,9 @@ TreeExpand <top_k, spread, doubt> (logits, score, draws, temperature, top_k_filt
     child, own = If (any_sampled) <
         then_branch = coupled () => (int64["B", "F", "K"] child_coupled, float["B", "F", "K"] own_coupled) {
             FILTERED
-            none = Constant <value_int: int = -1> ()
-            summed = CumSum (kept_weights, none)
-            summed_total = Gather <axis: int = 2> (summed, last_1)
-            draws_3 = Unsqueeze (draws, behind)
-            first_share = Sub (draws_3, spread)
-            last_share = Add (draws_3, spread)
-            first_edge = Mul (first_share, summed_total)
-            last_edge = Mul (last_share, summed_total)
-            summed_before = Sub (summed, kept_weights)
-            upper_in = Min (summed, last_edge)
-            upper = Max (upper_in, first_edge)
-            lower_in = Min (summed_before, last_edge)
-            lower = Max (lower_in, first_edge)
-            overlap = Sub (upper, lower)
-            near_scale = Div (trust_density, summed_total)
-            near = Mul (overlap, near_scale)
+            paces = ReduceSum (pace, last_1)
+            near_scale = Div (trust, paces)
+            near = Mul (pace, near_scale)
             far_scale = Div (doubt, total)
             far = Mul (weights, far_scale)
             mass = Add (near, far)
@@ -103,10 +87,7 @@ def tree_expand_schema() -> defs.OpSchema:
         inputs=[
             parameter("logits", "F", "[B, F, V], of the frontier nodes of each tree"),
             parameter("score", "F", "[B, F], of each frontier node, summed from the root"),
-            parameter("draws", "F", "[B], the target's draw at the children's position"),
-            parameter("temperature", "F", "[B], 0 is greedy"),
-            parameter("top_k_filter", "I", "[B], 0 is off"),
-            parameter("top_p", "F", "[B], 1 is off"),
+            *settings_parameters(),
         ],
         outputs=[
             parameter("token", "I", "[B, F * top_k], node-major, best first"),
@@ -119,7 +100,6 @@ def tree_expand_schema() -> defs.OpSchema:
         ],
         attributes=[
             attribute("top_k", defs.OpSchema.AttrType.INT, "children of a node, and nodes of a frontier"),
-            attribute("spread", defs.OpSchema.AttrType.FLOAT, "how far the drafter's CDF may be off"),
-            attribute("doubt", defs.OpSchema.AttrType.FLOAT, "how often the draw tells nothing"),
+            attribute("doubt", defs.OpSchema.AttrType.FLOAT, "how often the drafter's race tells nothing"),
         ],
     )

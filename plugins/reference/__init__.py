@@ -8,21 +8,23 @@ from plugins.reference.branch_attention import branch_attention
 from plugins.reference.chain_accept import chain_accept
 from plugins.reference.choice import Sampling, choice, fixed_weights, shared_exp
 from plugins.reference.draft_sample import draft_sample
-from plugins.reference.draws import draws
 from plugins.reference.kv_gather import kv_gather
 from plugins.reference.kv_slots import from_slots, to_slots
 from plugins.reference.partial_kv import block_select, block_summary, partial_kv_gather
 from plugins.reference.philox import philox4x32, uniform
 from plugins.reference.quant_matmul import dequantize, quant_matmul, quantize_rows
-from plugins.reference.race import exponential, noise_words, race
+from plugins.reference.race import RaceKey, exponential, noise_words, race
+from plugins.reference.race_noise import race_noise
 from plugins.reference.sample import SamplingSlots, sample
 from plugins.reference.tree_accept import Accepted, tree_accept
-from plugins.reference.tree_expand import Expanded, tree_expand
+from plugins.reference.tree_expand import DraftSettings, Expanded, tree_expand
 from plugins.reference.tree_rerank import Reranked, tree_rerank
 
 __all__ = [
     "Accepted",
+    "DraftSettings",
     "Expanded",
+    "RaceKey",
     "Reranked",
     "Sampling",
     "SamplingSlots",
@@ -34,7 +36,6 @@ __all__ = [
     "choice",
     "dequantize",
     "draft_sample",
-    "draws",
     "exponential",
     "fixed_weights",
     "from_slots",
@@ -45,6 +46,7 @@ __all__ = [
     "quant_matmul",
     "quantize_rows",
     "race",
+    "race_noise",
     "sample",
     "shared_exp",
     "to_slots",

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from plugins.reference.choice import filtered_weights, inverse_cdf
+from plugins.reference.choice import filtered_weights
+from plugins.reference.philox import uniform
+from plugins.reference.race import race
 from plugins.reference.sample import SamplingSlots
 from plugins.reference.tree_accept import Accepted, walk_trees
 from plugins.schema import Purpose
@@ -68,23 +70,23 @@ def chain_accept(
     def step(node: int) -> tuple[int, int | None]:
         b, position = int(branch[node]), int(positions[node])
         weights = filtered_weights(logits[place_of[node]], slots.sampling(b))
-        u = slots.draw(b, position, Purpose.TARGET)
+        key = slots.key(b, position, Purpose.TARGET)
         if not by_rejection[b]:
-            token = inverse_cdf(weights, u)
+            token = race(weights, key)
             return token, next((row for row in place_of if parent[row] == node and token_ids[row] == token), None)
         drafted = next((row for row in place_of if parent[row] == node), None)
         if drafted is None:
-            return inverse_cdf(weights, u), None  # the bonus
+            return race(weights, key), None  # the bonus
 
-        x, r = int(token_ids[drafted]), slots.draw(b, position, Purpose.REJECTION)
+        x, r = int(token_ids[drafted]), uniform(*slots.key(b, position, Purpose.REJECTION))
         p, q = target_probability(weights), draft_probability(draft_probs[place_of[drafted]])
         trials[place_of[drafted]] = r / 2**_DRAW_BITS, _ratio(int(p[x]), int(q[x]))
         if accepts(r, int(p[x]), int(q[x])):
             return x, drafted
         rest = residual(p, q)
         if skip_sample_adjustment[b] or not rest.any():
-            return inverse_cdf(weights, u), None
-        return inverse_cdf(rest, u), None
+            return race(weights, key), None
+        return race(rest, key), None
 
     accepted = walk_trees(logit_indices, parent, step)
     return WeighedChains(**vars(accepted), trials=trials)

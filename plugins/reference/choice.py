@@ -1,4 +1,4 @@
-"""The choice of a token from its logits: argmax, or the inverse CDF in id order of the filtered distribution.
+"""The choice of a token from its logits: argmax, or who wins an exponential race among the tokens that filters keep.
 
 Weights are integers, so that no sum depends on its order; Python's integers give exact sums and products.
 """
@@ -11,11 +11,12 @@ from math import factorial
 import numpy as np
 from numpy.typing import NDArray
 
+from plugins.reference.race import RaceKey, race
 from plugins.schema import FilterOrder
 
 _WEIGHT_ONE = 2.0**40
 _NO_WEIGHT_BELOW = -28.0  # exp(-28) * 2**40 is 0.76
-_DRAW_BITS = 53
+_SHARE_BITS = 53  # top_p and min_p are integers in units of 2**-53
 
 _LOG2E = float.fromhex("0x1.71547652b82fep+0")
 # ln2 in two parts (fdlibm, e_exp.c): the high part ends in 20 zero bits, so k * high is exact.
@@ -27,11 +28,12 @@ _DEGREE = 12
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling settings of one branch: temperature 0 is greedy, top_k 0 and top_p 1 are off."""
+    """Sampling settings of one branch: temperature 0 is greedy, top_k 0, top_p 1 and min_p 0 are off."""
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     filter_order: FilterOrder = FilterOrder.TEMPERATURE_FIRST
 
 
@@ -64,26 +66,24 @@ def top_k_cut(logits: NDArray[np.float32], top_k: int) -> np.float32:
 
 def top_p_cut(weights: NDArray[np.uint64], top_p: float) -> int:
     """Return the largest weight c such that weights of at least c sum to at least the share `top_p` of the total."""
-    share = int(top_p * 2.0**_DRAW_BITS)
+    share = int(top_p * 2.0**_SHARE_BITS)
     need = share * int(weights.sum())
     values, counts = np.unique(weights, return_counts=True)
     total = 0
     for value, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
         total += value * count
-        if total << _DRAW_BITS >= need:
+        if total << _SHARE_BITS >= need:
             return int(value)
     raise AssertionError("the whole sum reaches any share of itself")
 
 
-def inverse_cdf(weights: NDArray[np.uint64], u: int) -> int:
-    """Return the first id, in id order, whose cumulative weight exceeds floor(u / 2**53 * total)."""
-    cumulative = np.cumsum(weights)
-    place = u * int(cumulative[-1]) >> _DRAW_BITS
-    return int(np.searchsorted(cumulative, np.uint64(place), side="right"))
+def min_p_cut(min_p: float) -> int:
+    """Return the least weight that is at least the share `min_p` of the largest, which weighs 2**40."""
+    return -(-int(min_p * 2.0**_SHARE_BITS) * int(_WEIGHT_ONE) >> _SHARE_BITS)
 
 
 def filtered_weights(logits: NDArray[np.float32], sampling: Sampling) -> NDArray[np.uint64]:
-    """Return weights `[V]` after top-k and top-p; filtered tokens weigh 0. Greedy keeps only the largest logit.
+    """Return weights `[V]` after top-k, top-p and min-p; filtered tokens weigh 0. Greedy keeps only the largest logit.
 
     Raises ValueError when the logits hold NaN or only -inf.
     """
@@ -97,16 +97,18 @@ def filtered_weights(logits: NDArray[np.float32], sampling: Sampling) -> NDArray
     kept = np.ones(len(logits), dtype=bool)
     if 0 < sampling.top_k < len(logits):
         kept &= logits >= top_k_cut(logits, sampling.top_k)
+    last = sampling.filter_order == FilterOrder.TEMPERATURE_LAST
+    weights = np.where(kept, fixed_weights(logits, 1.0 if last else sampling.temperature), 0)
     if sampling.top_p < 1.0:
-        last = sampling.filter_order == FilterOrder.TEMPERATURE_LAST
-        weights = np.where(kept, fixed_weights(logits, 1.0 if last else sampling.temperature), 0)
         kept &= weights >= np.uint64(top_p_cut(weights, sampling.top_p))
+    if sampling.min_p > 0.0:
+        kept &= weights >= np.uint64(min_p_cut(sampling.min_p))
     return np.where(kept, fixed_weights(logits, sampling.temperature), np.uint64(0))
 
 
-def choice(logits: NDArray[np.float32], sampling: Sampling, u: int) -> int:
-    """Choose an id from logits `[V]` by the uniform number u / 2**53, which does not matter when greedy.
+def choice(logits: NDArray[np.float32], sampling: Sampling, key: RaceKey) -> int:
+    """Choose an id from logits `[V]` by the noise of `key`, which does not matter when greedy.
 
     Raises ValueError when the logits hold NaN or only -inf.
     """
-    return inverse_cdf(filtered_weights(logits, sampling), u)
+    return race(filtered_weights(logits, sampling), key)

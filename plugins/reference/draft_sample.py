@@ -5,30 +5,21 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from plugins.reference.tree_expand import filtered_weights_of_draft
+from plugins.reference.tree_expand import DraftSettings, kept_weights
 
 
-def draft_sample(
-    logits: NDArray[np.float32],
-    draws: NDArray[np.float32],
-    temperature: NDArray[np.float64],
-    top_k_filter: NDArray[np.int64],
-    top_p: NDArray[np.float64],
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def draft_sample(logits: NDArray[np.float32], settings: DraftSettings) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return `(token [B, F], probability [B, F, V])`; shapes as in the schema of DraftSample, sums in float64."""
-    trees, nodes, size = logits.shape
+    trees, nodes, _ = logits.shape
     token = np.zeros((trees, nodes), np.int64)
-    probability = np.zeros((trees, nodes, size))
+    probability = np.zeros(logits.shape)
     for tree in range(trees):
         for node in range(nodes):
             row = logits[tree, node].astype(np.float64)
-            if temperature[tree] > 0:
-                weights = filtered_weights_of_draft(
-                    row, float(temperature[tree]), int(top_k_filter[tree]), float(top_p[tree])
-                )
-                summed = np.cumsum(weights)
-                token[tree, node] = min(int((summed <= draws[tree] * summed[-1]).sum()), size - 1)
-                probability[tree, node] = weights / summed[-1]
+            if settings.temperature[tree] > 0:
+                weights = kept_weights(row, settings, tree)
+                token[tree, node] = (weights / settings.noise[tree]).argmax()
+                probability[tree, node] = weights / weights.sum()
             else:
                 token[tree, node] = row.argmax()
                 probability[tree, node, row.argmax()] = 1.0

@@ -6,6 +6,8 @@ each operation rounded by itself, so that every machine has the same bits.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -39,17 +41,33 @@ def exponential(words: NDArray[np.uint32]) -> Float32:
     return found
 
 
-def noise_words(ids: NDArray[np.int64], seed: int, stream: int, position: int, purpose: int) -> NDArray[np.uint32]:
-    """Return the random word of each id; arguments as of `philox.uniform`."""
-    key0, key1, *counter = position_words(seed, stream, position, purpose)
+class RaceKey(NamedTuple):
+    """Which race it is; see `philox.uniform`."""
+
+    seed: int
+    stream: int
+    position: int
+    purpose: int
+
+
+def noise_words(ids: NDArray[np.int64], key: RaceKey) -> NDArray[np.uint32]:
+    """Return the random word of each id."""
+    key0, key1, *counter = position_words(*key)
     words = {
         quad: philox4x32((quad, *counter, 0), (key0, key1), _ROUNDS) for quad in sorted(set((ids // _RACERS).tolist()))
     }
     return np.array([words[i // _RACERS][i % _RACERS] for i in ids.tolist()], np.uint32)
 
 
-def race(weights: NDArray[np.uint64], seed: int, stream: int, position: int, purpose: int) -> int:
-    """Return the id that wins among `weights` `[V]`, some of which are more than 0; of equal times the lowest."""
+def race_times(weights: NDArray[np.uint64], key: RaceKey) -> tuple[NDArray[np.int64], Float32]:
+    """Return the ids of `weights` `[V]` that are more than 0, and when each comes in, f32."""
     ids = np.flatnonzero(weights)
-    times = exponential(noise_words(ids, seed, stream, position, purpose)) / weights[ids].astype(np.float32)
+    own: Float32 = weights[ids].astype(np.float32)
+    times: Float32 = exponential(noise_words(ids, key)) / own
+    return ids, times
+
+
+def race(weights: NDArray[np.uint64], key: RaceKey) -> int:
+    """Return the id that wins among `weights` `[V]`, some of which are more than 0; of equal times the lowest."""
+    ids, times = race_times(weights, key)
     return int(ids[times.argmin()])

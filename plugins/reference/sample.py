@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plugins.reference.choice import Sampling, choice
-from plugins.reference.philox import uniform
+from plugins.reference.race import RaceKey
 from plugins.schema import FilterOrder, Purpose
 
 
@@ -19,6 +19,7 @@ class SamplingSlots:
     temperature: NDArray[np.float64]
     top_k: NDArray[np.int64]
     top_p: NDArray[np.float64]
+    min_p: NDArray[np.float64]
     filter_order: NDArray[np.int64]
     seed: NDArray[np.uint64]
     stream: NDArray[np.int64]
@@ -28,16 +29,17 @@ class SamplingSlots:
             temperature=float(self.temperature[branch]),
             top_k=int(self.top_k[branch]),
             top_p=float(self.top_p[branch]),
+            min_p=float(self.min_p[branch]),
             filter_order=FilterOrder(int(self.filter_order[branch])),
         )
 
-    def draw(self, branch: int, position: int, purpose: Purpose) -> int:
-        """Return the uniform number for the token behind `position`: a draw is numbered by the token that it draws."""
-        return uniform(int(self.seed[branch]), int(self.stream[branch]), position + 1, purpose)
+    def key(self, branch: int, position: int, purpose: Purpose) -> RaceKey:
+        """Return the race for the token behind `position`: a race is numbered by the token that it draws."""
+        return RaceKey(int(self.seed[branch]), int(self.stream[branch]), position + 1, purpose)
 
     def choose(self, logits: NDArray[np.float32], branch: int, position: int, purpose: Purpose) -> int:
         """Choose the token behind `position` from `logits`."""
-        return choice(logits, self.sampling(branch), self.draw(branch, position, purpose))
+        return choice(logits, self.sampling(branch), self.key(branch, position, purpose))
 
 
 def sample(

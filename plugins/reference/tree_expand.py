@@ -9,6 +9,17 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
+class DraftSettings:
+    """What a drafter knows of each branch: its noise float32 `[B, V]`, and its settings `[B]`."""
+
+    noise: NDArray[np.float32]
+    temperature: NDArray[np.floating]
+    top_k_filter: NDArray[np.int64]
+    top_p: NDArray[np.floating]
+    min_p: NDArray[np.floating]
+
+
+@dataclass(frozen=True)
 class Expanded:
     """The candidates of one level: `token` int64 and `score` `[B, F * top_k]`, node by node, a node's best child first.
 
@@ -28,13 +39,19 @@ def best(values: NDArray[np.float64], count: int) -> NDArray[np.int64]:
 LIKELY = 64  # likeliest tokens among which the cuts of top-k and top-p are searched
 
 
-def filtered_weights_of_draft(
-    logits: NDArray[np.float64], temperature: float, top_k: int, top_p: float
-) -> NDArray[np.float64]:
-    """Return weights `[V]` under temperature, then top-k, then top-p, with cuts searched among the likeliest tokens."""
-    scaled = logits / temperature
-    weights = np.exp(scaled - scaled.max())
-    likely = best(scaled, LIKELY)
+def weights_of(logits: NDArray[np.float64], temperature: float) -> NDArray[np.float64]:
+    """Return weights `[V]` at the temperature; the largest weighs 1."""
+    weights: NDArray[np.float64] = np.exp((logits - logits.max()) / temperature)
+    return weights
+
+
+def kept_weights(logits: NDArray[np.float64], settings: DraftSettings, tree: int) -> NDArray[np.float64]:
+    """Return weights `[V]` under temperature, then top-k, then top-p, with cuts searched among the likeliest tokens,
+    then min-p.
+    """
+    top_k, top_p = int(settings.top_k_filter[tree]), float(settings.top_p[tree])
+    weights = weights_of(logits, float(settings.temperature[tree]))
+    likely = best(logits, LIKELY)
     limited = 0 < top_k <= len(likely)
     survivors = weights[likely[:top_k]].sum() if limited else weights.sum()
     kept = [
@@ -42,37 +59,26 @@ def filtered_weights_of_draft(
         for rank, token in enumerate(likely)
         if (not top_k or rank < top_k) and (top_p >= 1 or rank == 0 or weights[likely[:rank]].sum() < top_p * survivors)
     ]
-    threshold = -np.inf if len(kept) == len(likely) and not limited else scaled[kept].min()
-    return np.where(scaled >= threshold, weights, 0.0)
+    threshold = -np.inf if len(kept) == len(likely) and not limited else logits[kept].min()
+    return np.where((logits >= threshold) & (weights >= float(settings.min_p[tree])), weights, 0.0)
 
 
 def chosen_log_probs(
-    logits: NDArray[np.float64], draw: float, filters: tuple[float, int, float], spread: float, doubt: float
+    logits: NDArray[np.float64], settings: DraftSettings, tree: int, doubt: float
 ) -> NDArray[np.float64]:
-    """Return the log-probability `[V]` of each token to be the target's choice at `draw`: the schema of TreeExpand."""
-    temperature, _, _ = filters
-    kept = filtered_weights_of_draft(logits, *filters)
-    edges = np.concatenate(([0.0], np.cumsum(kept) / kept.sum())) - draw
-    all_weights = np.exp((logits - logits.max()) / temperature)
-    near = np.diff(np.clip(edges, -spread, spread)) / (2 * spread)
-    mass: NDArray[np.float64] = (1 - doubt) * near + doubt * all_weights / all_weights.sum()
+    """Return the log-probability `[V]` of each token to win the target's race: the schema of TreeExpand."""
+    pace = kept_weights(logits, settings, tree) / settings.noise[tree]
+    every = weights_of(logits, float(settings.temperature[tree]))
+    mass: NDArray[np.float64] = (1 - doubt) * pace / pace.sum() + doubt * every / every.sum()
     return np.log(np.maximum(mass, 1e-30))
 
 
 def tree_expand(
-    logits: NDArray[np.float32],
-    score: NDArray[np.float32],
-    draws: NDArray[np.float32],
-    temperature: NDArray[np.float64],
-    top_k_filter: NDArray[np.int64],
-    top_p: NDArray[np.float64],
-    top_k: int,
-    spread: float,
-    doubt: float,
+    logits: NDArray[np.float32], score: NDArray[np.float32], settings: DraftSettings, top_k: int, doubt: float
 ) -> Expanded:
     """Expand the frontier of each tree, as the schema of TreeExpand says, with sums in float64.
 
-    `top_k_filter` is the branches' sampling filter, `top_k` the children of a node.
+    `top_k` counts the children of a node.
     """
     trees, nodes, _ = logits.shape
     token = np.zeros((trees, nodes * top_k), np.int64)
@@ -82,11 +88,9 @@ def tree_expand(
         for node in range(nodes):
             row = logits[tree, node].astype(np.float64)
             log_probs = row - (row.max() + np.log(np.exp(row - row.max()).sum()))
-            children = best(row, top_k)
-            if temperature[tree] > 0:
-                filters = float(temperature[tree]), int(top_k_filter[tree]), float(top_p[tree])
-                log_probs = chosen_log_probs(row, float(draws[tree]), filters, spread, doubt)
-                children = best(log_probs, top_k)
+            if settings.temperature[tree] > 0:
+                log_probs = chosen_log_probs(row, settings, tree, doubt)
+            children = best(log_probs, top_k)
             place = slice(node * top_k, (node + 1) * top_k)
             token[tree, place] = children
             summed[tree, place] = score[tree, node] + log_probs[children]

@@ -14,12 +14,11 @@ A plugin's kernel gets inputs, outputs and integers, and no memory that outlives
   block would take as long as all blocks one after another.) Tree growth is split likewise: the first plugin computes
   the children of each node, the second picks each tree's next frontier.
 - A size that no input has comes as an extra input whose memory is not read: `places` [S], `view` [T], `slots` [B]. With
-  one row, `branch` serves as `places`. A value that the engine's builder knows is an attribute: `purpose`, `depths`.
-  TensorRT bakes it into the engine as a constant argument.
-- TensorRT has neither float64 nor uint64. Such tensors are carried as int64, bit for bit: temperature, top_p, seed
-  (engine inputs, bound to the same memory), draws of `Draws` and trials of `ChainAccept` (engine outputs). Only our
-  plugins can calculate with them, though any layer may select some of them, as `DraftSample` needs. Draws that a layer
-  of TensorRT calculates with must come from `CoupledDraws`: float32.
+  one row, `branch` serves as `places`. A value that the engine's builder knows is an attribute: `purpose`, `depths`,
+  `V`. TensorRT bakes it into the engine as a constant argument.
+- TensorRT has neither float64 nor uint64. Such tensors are carried as int64, bit for bit: temperature, top_p, min_p,
+  seed (engine inputs, bound to the same memory) and trials of `ChainAccept` (engine outputs). Only our plugins can
+  calculate with them, so that drafters read `RaceNoise`'s float32s.
 - A kernel's arguments are integers. A float attribute is passed as the bits of a float32.
 - A builder times kernels on arbitrary memory contents. Guards keep the kernels within their tensors then (parts.cu.h).
   Drafting kernels follow no index that they read, so their guards check sizes only.
@@ -132,22 +131,13 @@ PLUGINS: dict[str, tuple[Plugin, ...] | Declined] = {
         _choices("ChainAccept", "ChainChoices", (_CHOSEN, _NEXT, _WEIGHED)),
         _walk("ChainAccept", "ChainWalk", "outrider_chain_walk", (_CHOSEN, _NEXT, _WEIGHED)),
     ),
-    "Draws": (
+    "RaceNoise": (
         Plugin(
-            name="Draws",
-            launch=LAUNCHES["Draws"],
-            inputs=_inputs("Draws"),
-            outputs=_outputs("Draws"),
-            attributes=("depths", *_attributes("Draws")),
-        ),
-    ),
-    "CoupledDraws": (
-        Plugin(
-            name="CoupledDraws",
-            launch=LAUNCHES["CoupledDraws"],
-            inputs=_inputs("CoupledDraws"),
-            outputs=_outputs("CoupledDraws"),
-            attributes=("depths",),
+            name="RaceNoise",
+            launch=LAUNCHES["RaceNoise"],
+            inputs=_inputs("RaceNoise"),
+            outputs=_outputs("RaceNoise"),
+            attributes=("depths", "V", *_attributes("RaceNoise")),
         ),
     ),
     "KvGather": (
@@ -186,7 +176,7 @@ PLUGINS: dict[str, tuple[Plugin, ...] | Declined] = {
             inputs=_inputs("TreeExpand"),
             outputs=(_CHILD, _CHILD_SCORE),
             attributes=_attributes("TreeExpand"),
-            floats=("spread", "doubt"),
+            floats=("doubt",),
             derived={"candidates": lambda s: s["frontier"] * s["top_k"]},
             guard="0 < top_k && top_k <= kMostBest && top_k <= V",
             stand_ins={"counter": "never_full()", "frontier": "nullptr"},

@@ -25,7 +25,7 @@ from runtime.backends.recorder import Recorder
 from runtime.execution.buffers import Buffers, Call
 
 _ALIGNMENT = 256  # bytes: what kernels may assume of an address
-LARGE = frozenset({names.KV, names.ATTN_BIAS, names.LOGITS_OUT, names.FEATURES, names.DRAFT_PROBS})
+LARGE = frozenset({names.KV, names.ATTN_BIAS, names.LOGITS_OUT, names.FEATURES, names.DRAFT_PROBS, names.NOISE})
 """Tensors that stay on the device; the host asks for rows of them, or sends its own."""
 
 

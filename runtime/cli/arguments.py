@@ -55,6 +55,10 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top-p", type=number(most=1, above=0), default=1.0, help="keep the most probable tokens up to p; 1 is off"
     )
+    parser.add_argument(
+        "--min-p", type=number(0, 1), default=0.0,
+        help="keep tokens at least this share as probable as the most probable one; 0 is off",
+    )  # fmt: skip
     parser.add_argument("--seed", type=whole_number(0, 2**64 - 1), default=0, help="seed of the draws")
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end before this text; up to 16 times"
@@ -64,13 +68,22 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         "--filter-order",
         choices=("temperature_first", "temperature_last"),
         default="temperature_first",
-        help="temperature before top-k and top-p (default), or after them",
+        help="temperature before top-k, top-p and min-p (default), or after them",
     )
     parser.add_argument(
         "--stream-id", type=at_least_0, default=0, metavar="N", help="which of the seed's streams of draws"
     )
     _add_logits_options(parser)
     parser.add_argument("--drafter", metavar="NAME|none", help="drafter of the plan (default: its first)")
+    parser.add_argument("--draft-tokens", type=at_least_1, metavar="N", help="draft at most N tokens a pass")
+    parser.add_argument("--draft-depth", type=at_least_1, metavar="N", help="at most N of them one behind another")
+    parser.add_argument(
+        "--gamma-min",
+        type=at_least_1,
+        metavar="N",
+        help="shortest chain of a drafter whose chains are as long as it is sure",
+    )
+    parser.add_argument("--gamma-max", type=at_least_1, metavar="N", help="longest of these chains")
     parser.add_argument(
         "--partial-kv",
         choices=PARTIAL_MODES,
@@ -193,6 +206,7 @@ def read_options(arguments: argparse.Namespace) -> Options:
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
+        min_p=arguments.min_p,
         seed=arguments.seed,
         stop=arguments.stop,
         ignore_eos=arguments.ignore_eos,
@@ -207,6 +221,10 @@ def read_options(arguments: argparse.Namespace) -> Options:
         min_tokens=arguments.min_tokens,
         bad_words=arguments.bad_word,
         allowed_token_ids=arguments.allowed_token_ids,
+        draft_tokens=arguments.draft_tokens,
+        draft_depth=arguments.draft_depth,
+        gamma_min=arguments.gamma_min,
+        gamma_max=arguments.gamma_max,
     )
     if arguments.drafter is not None:
         options["drafter"] = arguments.drafter

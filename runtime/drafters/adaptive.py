@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from plans.manifest import Manifest, rejects
+from runtime.draft_options import DraftLimits
 from runtime.request import Request
 from runtime.sampling import SamplingParams
 
@@ -118,7 +119,7 @@ class _Watch:
         self.burst.clear()
 
 
-_Way = tuple[SamplingParams, bool]  # how tokens are chosen: the seed does not matter, and rules apply or not
+_Way = tuple[SamplingParams, bool, DraftLimits]  # but for the seed; whether rules apply; how much is drafted
 
 
 class AdaptiveSpeculations:
@@ -148,7 +149,7 @@ class AdaptiveSpeculations:
 
 
 def _way_of(request: Request) -> _Way:
-    return replace(request.sampling, seed=0, stream=0), bool(request.rules)
+    return replace(request.sampling, seed=0, stream=0), bool(request.rules), request.limits
 
 
 def _median(values: Sequence[float]) -> float:

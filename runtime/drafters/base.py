@@ -9,6 +9,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.sampling import SamplingParams
+
 
 @dataclass
 class Draft:
@@ -49,6 +51,24 @@ class TreeInPlace:
 NOTHING = Draft((), ())
 
 
+def within(
+    parent: Sequence[int],
+    scores: Sequence[float] | NDArray[np.float32] | None,
+    tokens: int | None,
+    depth: int | None,
+) -> list[int]:
+    """Return the nodes of a draft that stay, ascending, with their ancestors: at most `tokens`, the likeliest, and at
+    most `depth` one behind another.
+    """
+    depths: list[int] = []
+    for each in parent:
+        depths.append(1 if each < 0 else depths[each] + 1)
+    nodes = [node for node in range(len(parent)) if depth is None or depths[node] <= depth]
+    if tokens is None or len(nodes) <= tokens:
+        return nodes
+    return sorted(sorted(nodes, key=lambda node: 0.0 if scores is None else -float(scores[node]))[:tokens])
+
+
 class HostDrafter(Protocol):
     """Proposes chains for one sequence, on the host. It owns what it knows of the sequence's tokens.
 
@@ -76,11 +96,20 @@ class HostDrafter(Protocol):
     def observe(self, index: int, likely: NDArray[np.int64]) -> None:
         """Token `index` of the sequence has been chosen; `likely` are the target's likeliest there, best last."""
 
-    def foresee(self, tokens: Sequence[int], limit: int) -> int:
+    def foresee(self, tokens: Sequence[int], limit: int, sampling: SamplingParams) -> int:
         """How many nodes `draft` would write behind `tokens`."""
 
-    def draft(self, limit: int, token_ids: NDArray[np.int64], parent: NDArray[np.int64], root: int) -> int:
+    def draft(
+        self,
+        limit: int,
+        token_ids: NDArray[np.int64],
+        parent: NDArray[np.int64],
+        root: int,
+        sampling: SamplingParams,
+    ) -> int:
         """Write at most `limit` nodes of a draft tree whose root, the tip, is node `root`; return how many.
+
+        `sampling` says how the target chooses: a drafter may run the target's races with what it knows.
 
         `token_ids` and `parent`, int64 [nodes], are arrays that several trees may share. The nodes go to indices
         root + 1, root + 2, ...; `parent` holds indices into the same arrays, ancestors come before descendants, and

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from plans.manifest import GraphDrafter, NgramDrafter
-from runtime.drafters import HostDrafter, make_host_drafter
-from runtime.drafters.base import NOTHING, Draft, TreeInPlace
+from runtime.drafters import make_host_drafter
+from runtime.drafters.base import NOTHING, Draft, TreeInPlace, within
 from runtime.drafters.engine import EngineDrafter, chain_rounds
 from runtime.execution.assembly import Assembly, Loaded
 from runtime.execution.layout import Placed
@@ -167,29 +167,34 @@ class Drafting:
 
         `following` are all whose drafters are enabled: heads take in what those have committed.
         """
-        chains: dict[int, tuple[HostDrafter, int]] = {}
+        chains: dict[int, tuple[Sequence, int]] = {}
         wanting: dict[str, dict[int, int]] = {}
-        forced: dict[int, Draft] = {}
+        forced: dict[int, List[int]] = {}
         for number, (each, limit, by_engine) in live.items():
             if limit <= 0:
                 continue
-            if each.rules and (chain := _forced(each, min(limit, nodes // len(live)))):
-                forced[number] = chain
+            chain = _chain_limit(each, limit)
+            if each.rules and (tokens := _forced(each, chain)):
+                forced[number] = tokens
                 continue
             if each.host_drafter is not None:
                 limit = min(limit, each.reach) if len(live) > 1 else limit
-                foreseen = each.host_drafter.foresee(each.tokens, limit)
-                if foreseen >= min(each.least, limit) or each.engine_drafter is None:
-                    chains[number] = each.host_drafter, foreseen
+                chain = min(chain, limit)
+                foreseen = each.host_drafter.foresee(each.tokens, chain, each.request.sampling)
+                if foreseen >= min(each.least, chain) or each.engine_drafter is None:
+                    chains[number] = each, foreseen
                     continue
             if each.engine_drafter is not None and by_engine:
-                wanting.setdefault(each.engine_drafter.name, {})[number] = limit
+                wanting.setdefault(each.engine_drafter.name, {})[number] = (
+                    chain if each.engine_drafter.settings.tree.top_k == 1 else limit
+                )
         drafts: dict[int, Draft] = {}
         for engine in self.engine_drafters.values():
             of_engine = [each for each in following if each.engine_drafter is engine]
             if of_engine:
-                drafts |= engine.draft(wanting.get(engine.name, {}), of_engine)
-        return forced | self._divide(live, chains, drafts, nodes - sum(map(len, forced.values())))
+                drafted = engine.draft(wanting.get(engine.name, {}), of_engine)
+                drafts |= {number: _limited(draft, live[number].sequence) for number, draft in drafted.items()}
+        return self._divide(live, chains, forced, drafts, nodes)
 
     def propose_one(self, allowed: Allowed, past: int) -> Draft | TreeInPlace | None:
         """Propose for one sequence that is alone, behind `past` slots of the cache that is read."""
@@ -197,20 +202,23 @@ class Drafting:
         host, engine = sequence.host_drafter, sequence.engine_drafter
         if sequence.disabled or (host is None and engine is None):
             return None
-        if sequence.rules and (forced := _forced(sequence, limit)):
+        chain = _chain_limit(sequence, limit)
+        if sequence.rules and (forced := _forced(sequence, chain)):
             if engine is not None:
                 engine.sync(sequence)
-            return forced
-        foreseen = 0 if host is None or engine is None else host.foresee(sequence.tokens, limit)
-        if limit > 0 and engine is not None and by_engine and (host is None or foreseen < min(sequence.least, limit)):
-            tree = self._of_engine(engine, sequence, limit, past)
+            return _chain(forced)
+        foreseen = (
+            0 if host is None or engine is None else host.foresee(sequence.tokens, chain, sequence.request.sampling)
+        )
+        if limit > 0 and engine is not None and by_engine and (host is None or foreseen < min(sequence.least, chain)):
+            tree = self._of_engine(engine, sequence, chain, past)
             if tree is not None:
                 return tree
         if engine is not None:
             engine.sync(sequence)
         if limit > 0 and host is not None:
             host.sync(sequence.tokens)
-            return self._chain_of(host, limit)
+            return self._chain_of(sequence, chain)
         return None
 
     def _of_engine(
@@ -225,7 +233,8 @@ class Drafting:
     def _divide(
         self,
         live: Mapping[int, Allowed],
-        chains: Mapping[int, tuple[HostDrafter, int]],
+        chains: Mapping[int, tuple[Sequence, int]],
+        forced: Mapping[int, List[int]],
         drafts: dict[int, Draft],
         budget: int,
     ) -> dict[int, Draft]:
@@ -239,19 +248,23 @@ class Drafting:
             if score >= _WORTH or len(live) == 1
         ]
         wanted = {number: foreseen for number, (_, foreseen) in chains.items()} | dict.fromkeys(trees, 0)
+        wanted |= {number: len(tokens) for number, tokens in forced.items()}
         for _, _, number in nodes:
             wanted[number] += 1
         shares = divide(budget - sum(map(len, whole.values())), wanted)
-        found = whole | {number: self._chain_of(host, shares[number]) for number, (host, _) in chains.items()}
+        found = whole | {number: self._chain_of(each, shares[number]) for number, (each, _) in chains.items()}
+        found |= {number: _chain(tokens[: shares[number]]) for number, tokens in forced.items()}
         chosen: dict[int, list[int]] = {number: [] for number in trees}
         for _, place, number in nlargest(sum(shares[number] for number in trees), nodes):
             chosen[number].append(-place)
         return found | {number: _part(trees[number], sorted(places)) for number, places in chosen.items()}
 
-    def _chain_of(self, host: HostDrafter, limit: int) -> Draft:
+    def _chain_of(self, sequence: Sequence, limit: int) -> Draft:
+        host = sequence.host_drafter
+        assert host is not None
         began = perf_counter_ns()
         token_ids, parent = self._chain
-        count = host.draft(limit, token_ids, parent, 0) if limit else 0
+        count = host.draft(limit, token_ids, parent, 0, sequence.request.sampling) if limit else 0
         draft = Draft(token_ids[1 : 1 + count].copy(), parent[1 : 1 + count] - 1) if count else NOTHING
         self.host_times[host.name].nanoseconds[0] += perf_counter_ns() - began
         return draft
@@ -279,14 +292,33 @@ class Drafting:
                 yield from self.engine_drafters[settings.otherwise].extensions(length, 1 + step.max_nodes)
 
 
-def _forced(sequence: Sequence, limit: int) -> Draft:
-    """Draft the tokens that a rule of the sequence forces; nothing by rejection, where tokens depend on the draft."""
+def _forced(sequence: Sequence, limit: int) -> List[int]:
+    """Return the tokens that a rule of the sequence forces; none by rejection, where tokens depend on the draft."""
     host, engine = sequence.host_drafter, sequence.engine_drafter
     if limit > 0 and not (host is None and engine is None) and not (engine is not None and engine.rejects):
         for rule in sequence.rules:
             if tokens := rule.forced(sequence.generated, limit)[:limit]:
-                return Draft(tokens, range(-1, len(tokens) - 1))
-    return NOTHING
+                return tokens
+    return ()
+
+
+def _chain(tokens: List[int]) -> Draft:
+    return Draft(tokens, range(-1, len(tokens) - 1))
+
+
+def _chain_limit(sequence: Sequence, limit: int) -> int:
+    """Return how long a chain may be where `limit` nodes may be drafted."""
+    depth = sequence.request.limits.depth
+    return limit if depth is None else min(limit, depth)
+
+
+def _limited(draft: Draft, sequence: Sequence) -> Draft:
+    """Cut a draft to the limits of the sequence's request."""
+    limits = sequence.request.limits
+    if limits.tokens is None and limits.depth is None:
+        return draft
+    nodes = within(np.asarray(draft.parent).tolist(), draft.scores, limits.tokens, limits.depth)
+    return draft if len(nodes) == len(draft) else _part(draft, nodes)
 
 
 def _part(tree: Draft, nodes: List[int]) -> Draft:

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from plans import names
 from plans.manifest import Geometry, GraphDrafter
-from runtime.drafters.base import Draft, TreeInPlace
+from runtime.draft_options import DraftLimits
+from runtime.drafters.base import Draft, TreeInPlace, within
 from runtime.drafters.entropy import ChainLength
 from runtime.execution.assembly import Assembly
 from runtime.execution.program import Program
@@ -302,6 +303,20 @@ class EngineDrafter:
         state.grown = True
         return TreeInPlace(names.speculate(self.name), min(nodes, 1 + limit) if cut else nodes, self._score[0])
 
+    def cut_in_place(self, step: TargetStep, tree: TreeInPlace, limits: DraftLimits) -> TreeInPlace:
+        """Cut the tree that the engine has written into the target's step to the request's limits."""
+        count = len(tree)
+        parent: list[int] = (step.parent[1 : 1 + count] - 1).tolist()
+        nodes = within(parent, self._score[0, 1 : 1 + count], limits.tokens, limits.depth)
+        if len(nodes) == count:
+            return tree
+        places = [node + 1 for node in nodes]
+        step.keep_nodes(places)
+        self._score[0, 1 : 1 + len(places)] = self._score[0, places]
+        if self._tree_slots is not None:
+            self._tree_slots.keep(places)
+        return TreeInPlace(tree.program, 1 + len(places), tree.scores)
+
     def sync(self, sequence: Sequence) -> None:
         """Take in the features of the last pass, before a pass without this drafter replaces them."""
         state = self._states[sequence.number]
@@ -467,7 +482,9 @@ class EngineDrafter:
                 if first:
                     state.chain = state.end
                     entropies[number] = float(self._entropy[tree])
-                    state.length = state.length or ChainLength(settings)
+                    own = by_number[number].request.limits.gamma or settings
+                    if state.length is None or state.length.settings != own:
+                        state.length = ChainLength(own)
                     left[number] = min(state.length.choose(entropies[number]), wanting[number])
                     chains[number] = [], [], []
                     tip = len(by_number[number].tokens)
@@ -584,6 +601,10 @@ class _TreeSlots:
             of(name, each)  # type: ignore[operator]
             for each in (names.MOVE_TO, names.TREE_SLOTS, names.KEPT_INDICES, names.KEPT_COUNT)
         )
+
+    def keep(self, nodes: List[int]) -> None:
+        """The tree has been cut to these nodes, ascending; the root is node 0."""
+        self._row[1 : 1 + len(nodes)] = self._row[nodes]
 
     def gather(self, start: int, path: NDArray[np.int64]) -> int:
         """Move the KV of the nodes on `path`, which begins at a child of the root, to `start`; return of how many.

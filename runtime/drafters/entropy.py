@@ -14,7 +14,7 @@ class ChainLength:
     """
 
     def __init__(self, settings: EntropyGamma) -> None:
-        self._settings = settings
+        self.settings = settings
         self._mean: float | None = None
 
     def reset(self) -> None:
@@ -23,10 +23,10 @@ class ChainLength:
 
     def choose(self, entropy: float) -> int:
         """The length of the chain whose first distribution has this normalised entropy."""
-        s = self._settings
+        s = self.settings
         gamma = self._clamp(int((1.0 - entropy) * s.gamma_max) if isfinite(entropy) else 0)
         self._mean = gamma if self._mean is None else s.beta * self._mean + (1 - s.beta) * gamma
         return self._clamp(round(self._mean))
 
     def _clamp(self, gamma: int) -> int:
-        return min(max(gamma, self._settings.gamma_min), self._settings.gamma_max)
+        return min(max(gamma, self.settings.gamma_min), self.settings.gamma_max)

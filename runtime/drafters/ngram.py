@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from plans.errors import PlanError
 from plugins.native import Ngrams
+from runtime.sampling import SamplingParams
 
 MAX_CONTEXT = 16
 
@@ -23,7 +24,8 @@ class NgramDrafter:
     """Counts of the tokens that followed each context of `min_context` to `max_context` tokens.
 
     The longest context that has been continued before wins, its most frequent continuation is drafted (of equally
-    frequent ones the most recent), and so on behind the drafted token, greedily. Drafting stops at `max_draft`
+    frequent ones the most recent), and so on behind the drafted token, greedily. At a temperature above 0 the
+    continuations run the target's race, by their counts: the likeliest winner is drafted. Drafting stops at `max_draft`
     tokens, where no context is known, or where the chance that the target says all of it falls below `min_confidence`.
 
     That chance is a product of one factor a token: the share of the best continuation among all of its context's, times
@@ -34,8 +36,8 @@ class NgramDrafter:
     chose one: what it nearly said once it may say next time.
 
     The counts are native code (`plugins/csrc/cpu/ngram_counts.h`). Memory: at most
-    (1 + `filler_top_k`) * (`max_context` + 1) nodes for each token seen, of 20 bytes and up to 48 of hash table each
-    (32k tokens that never repeat and contexts of 8: 20 MB), until `reset`.
+    (1 + `filler_top_k`) * (`max_context` + 1) nodes for each token seen, of 28 bytes and up to 48 of hash table each
+    (32k tokens that never repeat and contexts of 8: 22 MB), until `reset`.
     """
 
     def __init__(
@@ -136,13 +138,24 @@ class NgramDrafter:
         if self._certain is None:
             self._likely[index] = likely
 
-    def foresee(self, tokens: Sequence[int], limit: int) -> int:
+    def foresee(self, tokens: Sequence[int], limit: int, sampling: SamplingParams) -> int:
         self.sync(tokens)
-        return self._counts.foresee(min(limit, self._max_draft))
+        return self._counts.foresee(min(limit, self._max_draft), *self._races(sampling))
 
-    def draft(self, limit: int, token_ids: NDArray[np.int64], parent: NDArray[np.int64], root: int) -> int:
+    def draft(
+        self,
+        limit: int,
+        token_ids: NDArray[np.int64],
+        parent: NDArray[np.int64],
+        root: int,
+        sampling: SamplingParams,
+    ) -> int:
         """Write a chain of at most `limit` nodes behind node `root`; see `HostDrafter.draft`."""
-        return self._counts.draft(min(limit, self._max_draft), token_ids, parent, root)
+        return self._counts.draft(min(limit, self._max_draft), token_ids, parent, root, *self._races(sampling))
+
+    def _races(self, sampling: SamplingParams) -> tuple[int, int, int, float]:
+        """The races behind the tokens it was told: seed, stream, position of the next token, temperature."""
+        return sampling.seed, sampling.stream, self._told + self._ahead, sampling.temperature
 
 
 def _plain(token_ids: Sequence[int] | NDArray[np.int64]) -> list[int]:

@@ -52,9 +52,12 @@ FINISHED = {FinishReason.STOP: 0, FinishReason.LENGTH: 1, FinishReason.CANCELLED
 OPEN_OPTIONS: dict[str, type] = {
     "backend": str, "threads": int, "verify": bool, "cuda_graphs": bool, "prefix_cache_tokens": int, "exactness": str,
 }  # fmt: skip
-INTEGERS = ("max_new_tokens", "top_k", "seed", "stream_id", "partial_budget", "min_tokens")
+INTEGERS = (
+    "max_new_tokens", "top_k", "seed", "stream_id", "partial_budget", "min_tokens", "draft_tokens", "draft_depth",
+    "gamma_min", "gamma_max",
+)  # fmt: skip
 AUTO = -1  # of partial_budget
-DOUBLES = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+DOUBLES = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 BOOLEANS = ("ignore_eos", "auto_disable", "skip_sample_adjustment")
 TEXTS = ("drafter", "filter_order", "partial_kv")
 OBJECTS = ("logit_bias", "structured_outputs")  # set as texts of JSON

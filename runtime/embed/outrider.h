@@ -119,8 +119,9 @@ OUTRIDER_API outrider_status outrider_params_create(outrider_params **out);
 
 /* Sets the option `key`. Each has one type:
  *
- *   int     max_new_tokens, top_k, seed, stream_id, min_tokens, partial_budget (blocks; -1: auto)
- *   double  temperature, top_p, presence_penalty, frequency_penalty, repetition_penalty
+ *   int     max_new_tokens, top_k, seed, stream_id, min_tokens, partial_budget (blocks; -1: auto), draft_tokens,
+ *           draft_depth, gamma_min, gamma_max
+ *   double  temperature, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty
  *   bool    ignore_eos, auto_disable, skip_sample_adjustment (0 or 1)
  *   text    drafter ("none" for none), filter_order, partial_kv ("lossless", "lossy", "off"),
  *           logit_bias (a JSON object of numbers from -100 to 100 by token id, such as {"12": -100}),

@@ -49,18 +49,21 @@ class Program:
         ]
         self.calls = tuple(stage.call for stage in stages)
         """Every stage of the plan alone: on a device it only enqueues, by who holds the device's lock."""
-        accept = next((place for place, stage in enumerate(stages) if stage.name in _ACCEPTING), None)
-        whole, halves = stages, None if accept is None else (stages[:accept], stages[accept:])
+        verify, accept = _halts(stages)
+        whole, parts = stages, (stages[:verify], stages[verify:accept], stages[accept:])
         if buffers.exchange is not None:
             whole = _on_device(stages, buffers.exchange, steps)
-            if halves is not None:
-                before = _on_device(halves[0], buffers.exchange, steps)
-                halves = before, _on_device(halves[1], buffers.exchange, steps, uploads=False)
+            drafting, verifying, accepting = parts
+            parts = (
+                _on_device(drafting, buffers.exchange, steps) if drafting else [],
+                _on_device(verifying, buffers.exchange, steps),
+                _on_device(accepting, buffers.exchange, steps, uploads=False) if accepting else [],
+            )
         self.stage_names = tuple(stage.name for stage in whole)
         self.is_engine = tuple(stage.kind is StageKind.ENGINE for stage in whole)
         self.nanoseconds = [0] * len(whole)
         self._stages = _timed(whole, whole)
-        self._halves = None if halves is None else (_timed(halves[0], whole), _timed(halves[1], whole))
+        self._drafting, self._verifying, self._accepting = (_timed(part, whole) for part in parts)
         results = data.results
         self.tokens: NDArray[np.int64] | None = resolver.result(results.tokens if results else None)
         self.counts: NDArray[np.int64] | None = resolver.result(results.counts if results else None)
@@ -69,21 +72,35 @@ class Program:
     @property
     def halts(self) -> bool:
         """Whether it can halt before its accept stage: an engine that accepts itself cannot."""
-        return self._halves is not None
+        return bool(self._accepting)
 
-    def run(self, before_accept: Call | None = None) -> None:
+    def run(self, before_verify: Call | None = None, before_accept: Call | None = None) -> None:
         """Run every stage once on the prepared step, and add up the time of each.
 
-        `before_accept` is called before the accept stage, of a program that `halts`: what stages have written is on the
-        host then, and logits that the host has changed and sent are accepted by.
+        `before_verify` is called behind the drafter's stages, of a program that has some, and may change the target's
+        step. `before_accept` is called before the accept stage, of a program that `halts`, and may change and send
+        logits. What stages have written is on the host then.
         """
-        if before_accept is None:
+        if before_verify is None and before_accept is None:
             self._run(self._stages)
             return
-        assert self._halves is not None, "an engine accepts"
-        self._run(self._halves[0])
-        before_accept()
-        self._run(self._halves[1])
+        self._run(self._drafting)
+        if before_verify is not None:
+            self._guarded("before it verifies", before_verify)
+        self._run(self._verifying)
+        if before_accept is not None:
+            self._guarded("before it accepts", before_accept)
+        self._run(self._accepting)
+
+    def _guarded(self, place: str, call: Call) -> None:
+        try:
+            call()
+        except ValueError as error:
+            raise self._refused(place, error) from error
+
+    def _refused(self, place: str, error: ValueError) -> PlanError:
+        """An op refuses what it was given, such as logits that are not numbers."""
+        return PlanError(f"program {self.name!r}, {place}: {error}")
 
     def _run(self, stages: Sequence[tuple[int, Call]]) -> None:
         nanoseconds = self.nanoseconds
@@ -91,8 +108,8 @@ class Program:
         for index, stage in stages:
             try:
                 stage()
-            except ValueError as error:  # an op refuses what it was given, such as logits that are not numbers
-                raise PlanError(f"program {self.name!r}, stage {self.stage_names[index]}: {error}") from error
+            except ValueError as error:
+                raise self._refused(f"stage {self.stage_names[index]}", error) from error
             now = perf_counter_ns()
             nanoseconds[index] += now - before
             before = now
@@ -108,6 +125,14 @@ class _Ready:
     call: Call
     place: int
     model: str | None = None
+
+
+def _halts(stages: Sequence[_Ready]) -> tuple[int, int]:
+    """Return the places of the first stage of the target behind a drafter's, 0 without one, and of the accept stage."""
+    places = range(len(stages))
+    drafted = stages[0].model not in (None, names.TARGET)
+    verify = next((place for place in places if drafted and stages[place].model == names.TARGET), 0)
+    return verify, next((place for place in places if stages[place].name in _ACCEPTING), len(stages))
 
 
 def _timed(stages: Sequence[_Ready], whole: Sequence[_Ready]) -> tuple[tuple[int, Call], ...]:

@@ -287,6 +287,17 @@ class TargetStep(Step):
         self.sizes[_LOGITS] = nodes
         self._resize(nodes)
 
+    def keep_nodes(self, nodes: Sequence[int]) -> None:
+        """Keep some nodes of a tree that an engine has written, ascending, with their ancestors; the root is node 0."""
+        place = {0: 0} | {node: index for index, node in enumerate(nodes, 1)}
+        count = 1 + len(nodes)
+        for column in (self.token_ids, self.positions):
+            column[1:count] = column[list(nodes)]
+        self.parent[1:count] = [place[int(self.parent[node])] for node in nodes]
+        self.drafted = len(nodes)
+        self.sizes[_LOGITS] = count
+        self._resize(count)
+
     @property
     def bias_elements(self) -> int:
         """Number of elements of `attn_bias` that `begin_beams` has written."""

@@ -32,9 +32,9 @@ class StreamOptions(Body):
 
 
 class _Asked(Body):
-    """Fields of both kinds of request. `top_k`, `repetition_penalty`, `min_tokens`, `bad_words`, `allowed_token_ids`,
-    `structured_outputs` and `ignore_eos` are as vLLM has them; `drafter`, `partial_kv`, `priority` and `deadline` are
-    ours.
+    """Fields of both kinds of request. `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `bad_words`,
+    `allowed_token_ids`, `structured_outputs` and `ignore_eos` are as vLLM has them; `drafter`, how much it drafts,
+    `partial_kv`, `priority` and `deadline` are ours.
 
     A field's description says what to pass; `refusals.py` tells it to a client that passed something else.
     """
@@ -55,6 +55,7 @@ class _Asked(Body):
     store: bool | None = Field(None, description="true or false")
 
     top_k: int = Field(0, description="a whole number of at least 0")
+    min_p: float = Field(0.0, ge=0, le=1, description="a number from 0 to 1")
     structured_outputs: dict[str, Any] | None = Field(
         None, description='an object such as {"regex": "[0-9]+"}'
     )  # checked as an option
@@ -63,6 +64,10 @@ class _Asked(Body):
     bad_words: list[Any] | None = Field(None, description="a list of texts")  # checked as an option
     allowed_token_ids: list[Any] | None = Field(None, description="a list of token ids")  # likewise
     drafter: str | None = Field(None, description="the name of a drafter, or none")
+    draft_tokens: int | None = Field(None, description="a whole number of at least 1")
+    draft_depth: int | None = Field(None, description="a whole number of at least 1")
+    gamma_min: int | None = Field(None, description="a whole number of at least 1")
+    gamma_max: int | None = Field(None, description="a whole number of at least 1")
     partial_kv: PartialMode | None = Field(None, description=f"one of {', '.join(PARTIAL_MODES)}")
     ignore_eos: bool = Field(False, description="true or false")
     priority: int = Field(0, description="a whole number")
@@ -87,6 +92,7 @@ class _Asked(Body):
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
+            min_p=self.min_p,
             seed=seed,
             stop=() if self.stop is None else self.stop,
             ignore_eos=self.ignore_eos,
@@ -98,6 +104,10 @@ class _Asked(Body):
             min_tokens=self.min_tokens,
             bad_words=self.bad_words or (),
             allowed_token_ids=self.allowed_token_ids,
+            draft_tokens=self.draft_tokens,
+            draft_depth=self.draft_depth,
+            gamma_min=self.gamma_min,
+            gamma_max=self.gamma_max,
             structured_outputs=self.form,
         )
         if limit is not None:

@@ -35,6 +35,7 @@ from tests.cpu_session import cpu_session
 
 CPU, RTX = "onnxruntime-cpu", "tensorrt-rtx"
 CAPACITY = 256
+VOCABULARY = 300
 
 
 @dataclass
@@ -90,9 +91,18 @@ def grow(log_probs: LogProbs, tree: Tree) -> list[tuple[int, int, int, float, in
 class DraftEngine:
     """The lowered graph under ONNX Runtime, on one KV cache that every pass appends to in place."""
 
-    def __init__(self, model: Any, tree: Tree, folder: Path, *, slots: bool = False, target: str = CPU) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tree: Tree,
+        folder: Path,
+        *,
+        slots: bool = False,
+        target: str = CPU,
+        vocabulary: int = VOCABULARY,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        graph = export_draft(model, tree, CAPACITY, slots=slots)
+        graph = export_draft(model, tree, CAPACITY, vocabulary, slots=slots)
         self.reports = lower("draft", graph, target, rows=1)
         engines = OnnxRuntimeEngines(folder)
         self.engine = engines.write("draft", graph, {})
@@ -101,7 +111,7 @@ class DraftEngine:
         self.caches = {
             t.name: np.zeros([int(d) for d in t.shape], np.float32) for t in self.engine.inputs if "cache" in t.name
         }
-        self._tree = tree
+        self._tree, self._vocabulary = tree, vocabulary
 
     def draft(self, tokens: list[int], past: int, **more: NDArray[Any]) -> dict[str, NDArray[Any]]:
         """Feed `tokens`, a chain behind `past` slots, and draft behind the last one."""
@@ -116,10 +126,11 @@ class DraftEngine:
             names.POSITIONS: np.arange(past, past + n),
             names.ATTN_BIAS: bias,
             names.PAST_LENGTH: lengths,
-            names.DRAWS: np.zeros((1, self._tree.depth + 1), np.float32),
+            names.NOISE: np.ones((1, self._tree.depth + 1, self._vocabulary), np.float32),
             names.DRAFT_TEMPERATURE: np.zeros(1, np.float32),
             names.TOP_K: np.zeros(1, np.int64),
             names.DRAFT_TOP_P: np.ones(1, np.float32),
+            names.DRAFT_MIN_P: np.zeros(1, np.float32),
             **more,
         }
         binding, outputs = self._session.io_binding(), {}
@@ -235,7 +246,7 @@ def test_the_tree_of_a_head_is_the_one_of_the_definition(
     write_eagle3(tmp_path / "head", draft_vocab=draft_vocab, layout="angelslim", hidden=24)
     head = load_eagle3(tmp_path / "head", config)
     model = Eagle3Draft(head, torch.nn.Parameter(torch.zeros(60, 24), requires_grad=False))
-    engine = DraftEngine(model, tree, tmp_path / "engine", target=target)
+    engine = DraftEngine(model, tree, tmp_path / "engine", target=target, vocabulary=60)
     random = np.random.default_rng(3)
     tokens = random.integers(0, 60, 15).tolist()
     features = random.normal(size=(20, config.hidden_size * 3)).astype(np.float32)
@@ -263,7 +274,7 @@ def test_the_tree_of_a_head_is_the_one_of_the_definition(
 )
 def test_nodes_of_our_ops_have_what_their_kernels_take(decoder: Decoder, tree: Tree, rejected: bool, ops: Any) -> None:
     """Types of inputs and outputs, and attributes: a kernel is given them as they are."""
-    model = export_draft(DecoderDraft(decoder), tree, CAPACITY, rejected=300 if rejected else 0)
+    model = export_draft(DecoderDraft(decoder), tree, CAPACITY, VOCABULARY, rejected=rejected)
     nodes = [node for node in model.graph if node.domain == DOMAIN and node.op_type in LAUNCHES]
     assert Counter(node.op_type for node in nodes) == ops
     for node in nodes:

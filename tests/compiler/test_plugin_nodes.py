@@ -30,6 +30,7 @@ GEOMETRY = Geometry(
 )  # fmt: skip
 COUPLED = GraphDrafter(kind="model", name="d", tree=Tree(top_k=2, depth=3, nodes=6))
 REJECTED = GraphDrafter(kind="model", name="d", tree=Tree(top_k=1, depth=3, nodes=5), acceptance="rejection")
+SETTINGS = (names.DRAFT_TEMPERATURE, names.DRAFT_TOP_P, names.DRAFT_MIN_P)
 BY_NAME: dict[str, Plugin] = {
     plugin.name: plugin for entry in PLUGINS.values() if not isinstance(entry, Declined) for plugin in entry
 }
@@ -58,14 +59,13 @@ def target() -> ir.Model:
 
 
 def drafting(drafter: GraphDrafter) -> ir.Model:
-    """A stand-in of a drafter's: what it draws by, and a bias, to a tree."""
-    real = ir.DataType.FLOAT if drafter.acceptance == "coupled" else ir.DataType.DOUBLE
+    """A stand-in of a drafter's: a bias, noise and settings, to a tree."""
+    real = ir.DataType.FLOAT
     inputs = [
-        value(names.ATTN_BIAS, ir.DataType.FLOAT, 1, 1, "N", "T"),
-        value(names.DRAWS, real, 1, drafter.tree.depth + 1),
+        value(names.ATTN_BIAS, real, 1, 1, "N", "T"),
+        value(names.NOISE, real, 1, drafter.tree.depth + 1, 11),
+        *(value(name, real, 1) for name in SETTINGS),
     ]
-    if drafter.acceptance == "coupled":
-        inputs += [value(n, real, 1) for n in (names.DRAFT_TEMPERATURE, names.DRAFT_TOP_P)]
     tree = ir.node("Thing", inputs, domain="test")
     tree.outputs[0].name, tree.outputs[0].shape = names.TREE_TOKEN_IDS, ir.Shape([drafter.tree.nodes])
     tree.outputs[0].type = ir.TensorType(ir.DataType.INT64)
@@ -130,10 +130,10 @@ def test_a_drafters_bias_is_always_its_own_and_of_the_given_one_the_length_count
     nodes = nodes_of(made)
     assert "Where" not in nodes
     assert {use.node.op_type for use in made.graph.inputs[0].uses()} == {"Shape"}
-    assert {names.DRAWS, names.DRAFT_TEMPERATURE, names.DRAFT_TOP_P}.isdisjoint(named(made.graph.inputs))
+    assert {names.NOISE, *SETTINGS}.isdisjoint(named(made.graph.inputs))
     thing = nodes["Thing"]
     assert thing.inputs[0] is nodes["BimMask"].outputs[0]
-    assert list(thing.inputs[1:]) == [*nodes["CoupledDraws"].outputs]
+    assert list(thing.inputs[1:]) == [*nodes["RaceNoise"].outputs]
 
 
 @pytest.mark.parametrize("drafter", [None, COUPLED, REJECTED], ids=["target", "coupled", "rejection"])
@@ -164,16 +164,14 @@ def test_plugins_get_what_the_table_says(drafter: GraphDrafter | None) -> None:
         assert named(walk.inputs)[-1] == names.TOP_K  # of one place for each slot
         assert named(walk.outputs) == [*(spec.name for spec in SCHEMAS["TreeAccept"].outputs), names.STATUS]
         assert walk.outputs[-1] in made.graph.outputs
-    elif drafter is COUPLED:
-        assert by_name["CoupledDraws"].attributes["depths"].value == 4
     else:
-        draws = by_name["Draws"].attributes
-        assert (draws["depths"].value, draws["purpose"].value) == (4, int(Purpose.DRAFT))
+        noise = {name: by_name["RaceNoise"].attributes[name].value for name in ("depths", "V", "purpose")}
+        assert noise == {"depths": 4, "V": 11, "purpose": int(Purpose.TARGET if drafter is COUPLED else Purpose.DRAFT)}
 
 
 def test_a_plugin_that_is_called_like_its_op_gets_no_function_body(monkeypatch: pytest.MonkeyPatch) -> None:
     schema = SCHEMAS["TreeRerank"]
-    plugin = Plugin("TreeRerank", BY_NAME["Draws"].launch, schema.inputs, schema.outputs, attributes=("nodes",))
+    plugin = Plugin("TreeRerank", BY_NAME["RaceNoise"].launch, schema.inputs, schema.outputs, attributes=("nodes",))
     inputs = [value(spec.name, ir.DataType.INT64, 1, 8) for spec in schema.inputs]
     node = ir.node("TreeRerank", inputs, {"nodes": 4}, domain=DOMAIN, num_outputs=len(schema.outputs))
     for output in node.outputs:
@@ -205,7 +203,7 @@ def test_what_is_no_plugin_gets_its_body_and_the_reason_is_told() -> None:
 
 
 def test_what_a_builder_cannot_know_is_named() -> None:
-    given = [value(spec.name, ir.DataType.INT64, "N") for spec in SCHEMAS["CoupledDraws"].inputs]
-    node = ir.node("CoupledDraws", given, domain=DOMAIN, num_outputs=3)
-    with pytest.raises(ValueError, match="the plugin of CoupledDraws wants 'depths', which its node does not tell"):
+    given = [value(spec.name, ir.DataType.INT64, "N") for spec in SCHEMAS["RaceNoise"].inputs]
+    node = ir.node("RaceNoise", given, domain=DOMAIN, num_outputs=4)
+    with pytest.raises(ValueError, match="the plugin of RaceNoise wants 'depths', which its node does not tell"):
         lower("x", model(given, [node]), TENSORRT, rows=1)

@@ -74,15 +74,15 @@ def test_engines_take_and_give_what_the_ops_did(built: Plan) -> None:
     plan = built.manifest.backends[TENSORRT]
     target, head = plan.engines["target"], plan.engines["head"]
     assert target.holds == ("BimMask", "TreeAccept")
-    assert head.holds == ("CoupledDraws", "BimMask")
+    assert head.holds == ("RaceNoise", "BimMask")
     taken, given = ({tensor.name: tensor for tensor in tensors} for tensors in (target.inputs, target.outputs))
     assert {spec.name for spec in (*SCHEMAS["BimMask"].inputs, *SCHEMAS["TreeAccept"].inputs)} <= taken.keys() | given
     assert {names.FREE_BIAS, names.ATTN_BIAS} <= taken.keys()  # what a beam search writes
     assert {spec.name for spec in SCHEMAS["TreeAccept"].outputs} | {names.STATUS} <= given.keys()
     assert (taken[names.TEMPERATURE].dtype, taken[names.SEED].dtype) == ("float64", "uint64")
-    assert plan.engines["drawn"].holds == ("Draws", "BimMask")
+    assert plan.engines["drawn"].holds == ("RaceNoise", "BimMask")
     drafted = {tensor.name for tensor in head.inputs}
-    assert {names.DRAWS, names.DRAFT_TEMPERATURE, names.FREE_BIAS}.isdisjoint(drafted)
+    assert {names.NOISE, names.DRAFT_TEMPERATURE, names.FREE_BIAS}.isdisjoint(drafted)
     assert {names.TIP_POSITION, names.SEED, names.TEMPERATURE} <= drafted
 
 
@@ -108,8 +108,8 @@ def test_ops_beside_engines_are_compiled_for_this_gpu_too(
 def test_every_op_of_a_plans_graphs_is_a_plugin(built: Plan) -> None:
     reports = {(r.engine, r.rule): r for r in built.manifest.backends[TENSORRT].lowering}
     assert reports["target", "PluginNodes"].applied == 2  # mask and acceptance
-    assert reports["head", "PluginNodes"].applied == 2 + 2 + 1  # draws and mask, two levels, the tree
-    assert reports["drawn", "PluginNodes"].applied == 2 + 2  # draws and mask, two tokens
+    assert reports["head", "PluginNodes"].applied == 2 + 2 + 1  # noise and mask, two levels, the tree
+    assert reports["drawn", "PluginNodes"].applied == 2 + 2  # noise and mask, two tokens
     for engine in ("target", "head", "drawn"):
         assert reports[engine, "PluginNodes"].declined == {}
         assert reports[engine, "BodyOfDeclined"].applied == 0

@@ -245,7 +245,7 @@ def test_ops_around_an_engine_stay_outside_where_the_program_is_read(
     decoder = load_decoder(toy_recipe.parent / "drafter", "float32")
     graphs = [
         export_target(decoder, CAPACITY),
-        export_draft(DecoderDraft(decoder), Tree(top_k=1, depth=0, nodes=2), 256),
+        export_draft(DecoderDraft(decoder), Tree(top_k=1, depth=0, nodes=2), 256, decoder.config.vocab_size),
     ]
     parsing, converting = (
         tensorrt.TensorRtEngines(tmp_path, library, lambda _: None, front) for front in (None, torch_front.TorchFront)

@@ -1,7 +1,7 @@
 """A random user of a runtime, in every way at once, who knows what the tokens must be: those of the target alone.
 
-Sessions, one-off generations, branches and requests with random drafters, lengths, samplings, prefix caches, lossless
-partial KV, cancellations, streams closed early, and watchers that raise.
+Sessions, one-off generations, branches and requests with random drafters, limits of drafts, lengths, samplings, rules
+over logits, prefix caches, lossless partial KV, cancellations, streams closed early, and watchers that raise.
 """
 
 from __future__ import annotations
@@ -17,6 +17,15 @@ from tests.conftest import REJECTING, TOY_DRAFTERS
 
 VOCAB, CONTEXT = 299, 160
 COUPLED = ("none", *TOY_DRAFTERS)
+RULES: tuple[dict[str, Any], ...] = (
+    {"presence_penalty": 1.0},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.5},
+    {"logit_bias": {token: token % 7 - 3.0 for token in range(0, VOCAB, 3)}},
+    {"bad_words": ["e", "in", "the "]},
+    {"allowed_token_ids": list(range(0, VOCAB, 2))},
+    {"min_tokens": 1, "logit_bias": {0: 10}},
+)
+LIMITS: tuple[dict[str, Any], ...] = ({"draft_tokens": 1}, {"draft_tokens": 5}, {"draft_depth": 1}, {"draft_depth": 2})
 
 
 class WatcherError(Exception):
@@ -60,12 +69,16 @@ class RandomUse:
             "seed": self._random.randint(0, 50),
             "ignore_eos": self._random.random() < 0.8,
         }
-        return chosen | ({"top_p": 0.9} if self._random.random() < 0.3 else {})
+        rules = self._random.choice(RULES) if self._random.random() < 0.3 else {}
+        return chosen | ({"top_p": 0.9} if self._random.random() < 0.3 else {}) | rules
 
-    def _drafting(self, *, rejection: bool = True, partial: bool = True) -> dict[str, Any]:
+    def _drafting(self, sampling: dict[str, Any], *, rejection: bool = True, partial: bool = True) -> dict[str, Any]:
         drafter = self._random.choice([*COUPLED, *REJECTING] if rejection else COUPLED)
         chosen = {"drafter": drafter, "auto_disable": self._random.random() < 0.5}
-        lossless = partial and drafter not in REJECTING and self._random.random() < 0.3
+        ruled = any(sampling.keys() >= rule.keys() for rule in RULES)  # which goes with full KV alone
+        lossless = partial and not ruled and drafter not in REJECTING and self._random.random() < 0.3
+        if drafter not in REJECTING and self._random.random() < 0.2:
+            chosen |= self._random.choice(LIMITS)
         return chosen | ({"partial_kv": "lossless"} if lossless else {})
 
     def _compare(
@@ -86,7 +99,8 @@ class RandomUse:
         self.compared += 1
 
     def _generate(self) -> None:
-        prompt, sampling, drafting = self._prompt(), self._sampling(), self._drafting()
+        prompt, sampling = self._prompt(), self._sampling()
+        drafting = self._drafting(sampling)
         stream = self._used.stream(prompt, **sampling, **drafting)
         if self._random.random() < 0.3:
             found = [token for span in islice(stream, self._random.randint(1, 5)) for token in span.token_ids]
@@ -97,10 +111,8 @@ class RandomUse:
 
     def _submit(self) -> None:
         partial = self._mode == "batching"
-        asked = [
-            (self._prompt(), self._sampling(), self._drafting(partial=partial))
-            for _ in range(self._random.randint(2, 12))
-        ]
+        samplings = [self._sampling() for _ in range(self._random.randint(2, 12))]
+        asked = [(self._prompt(), sampling, self._drafting(sampling, partial=partial)) for sampling in samplings]
         handles = [
             self._used.submit(prompt, priority=self._random.randint(0, 2), **sampling, **drafting)
             for prompt, sampling, drafting in asked
@@ -115,7 +127,8 @@ class RandomUse:
     def _branches(self) -> None:
         prefix, sampling, mode = self._prompt(), self._sampling(), self._random.choice(["in-one-sequence", "batching"])
         asked = [
-            (self._tokens(9), self._drafting(partial=mode == "batching")) for _ in range(self._random.randint(2, 10))
+            (self._tokens(9), self._drafting(sampling, partial=mode == "batching"))
+            for _ in range(self._random.randint(2, 10))
         ]
         branches = [{"prompt": tokens, "stream_id": 0, **drafting} for tokens, drafting in asked]
         most = self._random.randint(1, 8)
@@ -138,7 +151,8 @@ class RandomUse:
             if len(text) + len(prompt) >= CONTEXT - 2:
                 break
             # By rejection, tokens depend on where a generation begins.
-            sampling, drafting = self._sampling(), self._drafting(rejection=False)
+            sampling = self._sampling()
+            drafting = self._drafting(sampling, rejection=False)
             if self._random.random() < 0.15:
                 with pytest.raises(WatcherError):
                     session.generate(prompt, on_round=self._raise, **sampling, **drafting)

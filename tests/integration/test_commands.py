@@ -238,6 +238,14 @@ def test_options_that_change_logits(
     assert expected.token_ids != toy.generate(PROMPT, max_new_tokens=24, ignore_eos=True).token_ids
 
 
+def test_limits_of_drafts(generate, toy: Runtime, capsys: Captured) -> None:
+    arguments = ("--prompt", PROMPT, "--json", "--drafter", "sure", "--keep-drafting")
+    lengths = ("--gamma-min", "4", "--gamma-max", "5", "--draft-tokens", "3", "--draft-depth", "2")
+    found = run_json(capsys, lambda a: generate(*a), *arguments, *lengths)
+    assert found["token_ids"] == toy.generate(PROMPT, max_new_tokens=24, ignore_eos=True).token_ids
+    assert 2 * (found["stats"]["rounds"] - 3) <= found["stats"]["drafted"] <= 2 * found["stats"]["rounds"]
+
+
 def test_json_with_logprobs(generate, capsys: Captured) -> None:
     found = run_json(capsys, lambda a: generate(*a), "--prompt", PROMPT, "--json", "--logprobs", "2")
     assert set(found) == GENERATION_KEYS | {"logprobs"}

@@ -28,6 +28,7 @@ from runtime import Runtime
 from runtime.backends import BACKENDS, Driver
 from runtime.drafters.drafting import Drafting
 from runtime.request import Options
+from runtime.trace import Round
 from tests.conftest import TOY_DRAFTERS, TOY_RECIPE
 from tests.integration.shifting_rule import Shifting
 from tests.plugins.emulator import Emulator
@@ -148,6 +149,16 @@ def test_rules_are_applied_behind_an_engine_that_accepts(runtime: Runtime, cpu: 
         found = runtime.generate(PROMPT, drafter=drafter, **options)
         assert found.token_ids == expected.token_ids
         assert found.stats.drafted == 0
+
+
+@pytest.mark.parametrize("drafter", ["chain", "bushy", "head"])
+def test_a_tree_is_cut_before_an_engine_accepts(runtime: Runtime, cpu: Runtime, drafter: str) -> None:
+    options = Options(temperature=0.9, seed=5, max_new_tokens=14, ignore_eos=True, auto_disable=False)
+    expected = cpu.generate(PROMPT, drafter="none", **options)
+    rounds: list[Round] = []
+    found = runtime.generate(PROMPT, drafter=drafter, draft_tokens=3, draft_depth=2, on_round=rounds.append, **options)
+    assert found.token_ids == expected.token_ids
+    assert {len(each.nodes) for each in rounds[1:-4]} <= {2, 3}
 
 
 def test_a_target_engine_may_leave_the_ops_around_it_outside(

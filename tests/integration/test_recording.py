@@ -19,6 +19,7 @@ from runtime.backends.one_thread import OneThread
 from runtime.backends.recorder import Recorder
 from runtime.engine import Engine
 from runtime.request import Options
+from runtime.trace import Round
 from tests.conftest import TOY_DRAFTERS
 from tests.integration.shifting_rule import Shifting
 from tests.integration.test_onnxruntime_cuda import CUDA
@@ -125,6 +126,24 @@ def test_a_round_with_rules_halts_before_it_accepts(
     assert found.stats.accepted > 0 or drafter not in ("chain", "bushy", "sure")
     free = runtime.generate(PROMPT, **options | Options(drafter=drafter))
     assert free.token_ids == toy.generate(PROMPT, **options | Options(drafter="none")).token_ids
+
+
+@pytest.mark.parametrize("drafter", ["chain", "sure", "bushy", "head", "ngram"])
+@pytest.mark.parametrize("engines", [True, False])
+def test_a_draft_is_cut_before_it_is_verified(
+    recorded: Runtime, halves: Runtime, toy: Runtime, drafter: str, engines: bool
+) -> None:
+    runtime = recorded if engines else halves
+    rounds: list[Round] = []
+    options = Options(max_new_tokens=30, ignore_eos=True, auto_disable=False, temperature=0.7, seed=2)
+    for rule in (None, Shifting()):
+        options["constraint"] = rule
+        expected = toy.generate(PROMPT, **options | Options(drafter="none"))
+        own = Options(drafter=drafter, draft_tokens=3, draft_depth=2, on_round=rounds.append)
+        found = runtime.generate(PROMPT, **options | own)
+        assert found.token_ids == expected.token_ids
+        assert found.stats.accepted > 0 or drafter not in ("chain", "bushy", "sure")
+    assert all(len(each.nodes) <= 3 and all(node.depth <= 2 for node in each.nodes) for each in rounds)
 
 
 def test_turns_with_cuts_in_several_threads(halves: Runtime, toy: Runtime) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from plans.errors import RequestError
+from plans import names
+from plans.errors import PlanError, RequestError
 from runtime import Runtime, SchedulerConfig
 from runtime.generation import Span
 from runtime.request import Options
@@ -211,3 +212,16 @@ def test_tokens_that_a_rule_forces_are_drafted(serving: Runtime, drafter: str, w
     assert [each.token_ids for each in found[1::2]] == [expected] * 2
     rest = serving.generate(PROMPTS[0], **asked(drafter="none", constraint=Spelled(spelled), max_new_tokens=30))
     assert rest.stats.rounds == 30  # plain decoding stays plain
+
+
+@pytest.mark.parametrize("drafter", ["none", "chain", "bushy"])
+def test_logits_that_are_not_numbers_are_the_plans_fault(toy: Runtime, drafter: str) -> None:
+    session = toy.session()
+    expected = session.generate(PROMPTS[0], **asked(drafter=drafter, max_new_tokens=10)).token_ids
+    keys = session.buffers.of(names.TARGET, names.KV)
+    keys[:] = np.nan
+    with pytest.raises(PlanError, match=r"verify|decode|speculate"):
+        session.generate([5], **asked(drafter=drafter))
+    keys[:] = 0
+    session.reset()
+    assert session.generate(PROMPTS[0], **asked(drafter=drafter, max_new_tokens=10)).token_ids == expected

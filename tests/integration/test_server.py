@@ -180,6 +180,8 @@ def test_stops_are_not_part_of_the_text(client: openai.OpenAI, alone: Runtime) -
         ({"logit_bias": {"0": 100}}, {"min_tokens": 7, "ignore_eos": False}),
         ({"logit_bias": {"40": 50, "41": 49.5}}, {"bad_words": ["H"]}),
         ({}, {"allowed_token_ids": [40, 41, 42, 43]}),
+        ({"presence_penalty": 1}, {"drafter": "bushy", "draft_tokens": 3, "draft_depth": 2}),
+        ({"presence_penalty": 1}, {"drafter": "sure", "gamma_min": 2, "gamma_max": 3}),
     ],
     ids=str,
 )
@@ -188,7 +190,7 @@ def test_options_that_change_logits(
 ) -> None:
     common = {"temperature": 0.0, "seed": 3}
     options: dict[str, Any] = {"ignore_eos": True, **own, **ours}
-    expected = alone.generate("import os\n", max_new_tokens=20, drafter="none", **common, **options)
+    expected = alone.generate("import os\n", max_new_tokens=20, **common, **options)
     free = alone.generate("import os\n", max_new_tokens=20, drafter="none", ignore_eos=True, **common)
     assert expected.text != free.text
     found = client.completions.create(
@@ -200,7 +202,7 @@ def test_options_that_change_logits(
     chat = client.chat.completions.create(
         model="toy", messages=[message], max_tokens=20, **common, **own, extra_body={"ignore_eos": True, **ours}
     )  # type: ignore[call-overload]
-    said = alone.generate(messages=[message], max_new_tokens=20, drafter="none", **common, **options)
+    said = alone.generate(messages=[message], max_new_tokens=20, **common, **options)
     assert chat.choices[0].message.content == said.text
 
 
@@ -242,6 +244,7 @@ def test_a_client_that_goes_cancels_its_request(client: openai.OpenAI, runtime: 
         ({"prompt": "x", "presence_penalty": 2.5}, "presence_penalty is 2.5; pass a number from -2 to 2"),
         ({"prompt": "x", "extra_body": {"repetition_penalty": 0}}, "repetition_penalty is 0; pass a number above 0"),
         ({"prompt": "x", "extra_body": {"min_tokens": 17}}, "min_tokens is 17; pass a whole number from 0 to"),
+        ({"prompt": "x", "extra_body": {"draft_tokens": 99}}, "draft_tokens is 99; pass a whole number from 1 to 11"),
         ({"prompt": "x", "extra_body": {"bad_words": [5]}}, r"bad_words\[0\] is 5; pass a text"),
         ({"prompt": "x", "extra_body": {"allowed_token_ids": []}}, r"allowed_token_ids is \[\]; pass a list"),
         ({"prompt": "x", "temperature": 3}, "temperature"),

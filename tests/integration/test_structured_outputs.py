@@ -111,6 +111,25 @@ def test_a_form_that_allows_everything_changes_nothing(reference: Runtime) -> No
         assert found.token_ids == free.token_ids
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("drafter", TOY_DRAFTERS)
+def test_text_that_keeps_to_a_form_is_drafted(
+    toy: Runtime, branch_plan: Path, drafter: str, temperature: float
+) -> None:
+    """With the tokens of plain decoding, alone and beside others."""
+    allowed = "[abc ]*" if drafter in ("ngram", "short") else "[ -~\u00a0-\u00ff]*"  # n-grams foresee what comes again
+    form: Any = {"structured_outputs": {"regex": allowed}}
+    options = Options(max_new_tokens=90, temperature=temperature, auto_disable=False, **form)
+    prompts = [[(37 * i + place) % 299 + 1 for i in range(20)] for place in range(4)]
+    expected = [toy.generate(prompt, **options | Options(drafter="none")).token_ids for prompt in prompts]
+    found = [toy.generate(prompt, **options | Options(drafter=drafter)) for prompt in prompts]
+    assert [each.token_ids for each in found] == expected
+    assert sum(each.stats.accepted for each in found) > 0 or drafter == "short"  # which is hardly ever right
+    together = Runtime.load(branch_plan, threads=1)
+    assert [each.token_ids for each in together.generate(prompts, **options | Options(drafter=drafter))] == expected
+    together.close()
+
+
 def test_a_choice_is_the_likeliest_that_may_come(toy: Runtime) -> None:
     words = [" import", "return", "zebra"]
     found = toy.generate("x =", structured_outputs={"choice": words}, max_new_tokens=20)

@@ -50,12 +50,13 @@ class AcceptStep:
             assert (output == POISON).all()
 
 
-def equal_slots(branches=1, *, temperature=0.0, top_k=0, top_p=1.0, seed=3) -> SamplingSlots:
+def equal_slots(branches=1, *, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=3) -> SamplingSlots:
     """The same settings for each branch; branch b draws from stream b."""
     return SamplingSlots(
         np.full(branches, temperature, np.float64),
         np.full(branches, top_k),
         np.full(branches, top_p, np.float64),
+        np.full(branches, min_p, np.float64),
         np.zeros(branches, np.int64),
         np.full(branches, seed, np.uint64),
         np.arange(branches),

@@ -12,6 +12,7 @@ from tests.plugins.gpu import Gpu
 
 TEMPERATURES = st.sampled_from([0.0, 1e-3, 0.1, 0.7, 1.0, 1.7, 100.0])
 TOP_PS = st.sampled_from([0.0, 1e-12, 0.1, 0.5, 0.9, 0.999999, 1.0 - 2.0**-53, 1.0])
+MIN_PS = st.sampled_from([0.0, 0.0, 1e-12, 0.05, 0.5, 1.0])
 
 
 @st.composite
@@ -23,6 +24,7 @@ def _slots(draw, branches: int) -> SamplingSlots:
         temperature=column(TEMPERATURES, np.float64),
         top_k=column(st.sampled_from([0, 1, 2, 3, 7, 50, 10**6]), np.int64),
         top_p=column(TOP_PS, np.float64),
+        min_p=column(MIN_PS, np.float64),
         filter_order=column(st.integers(0, 1), np.int64),
         seed=column(st.integers(0, 2**64 - 1), np.uint64),
         stream=column(st.integers(-(2**63), 2**63 - 1), np.int64),

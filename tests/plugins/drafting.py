@@ -8,33 +8,42 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from plugins.reference import draft_sample, tree_expand, tree_rerank
+from plugins.reference import DraftSettings, draft_sample, tree_expand, tree_rerank
 from plugins.reference.tree_expand import chosen_log_probs
 
 Tensors = dict[str, NDArray[Any]]
 
-ERROR = {"spread": 0.15, "doubt": 0.3}
+DOUBT = {"doubt": 0.3}
 BRANCHES = st.lists(
     st.tuples(
         st.sampled_from([0.0, 0.3, 1.0, 2.5]),
         st.sampled_from([0, 1, 2, 50, 64, 65, 1000]),
         st.sampled_from([0.0, 0.05, 0.5, 0.9, 1.0]),
+        st.sampled_from([0.0, 0.0, 0.11, 1.0]),
     ),
     min_size=1,
     max_size=3,
-)  # temperature, top_k, top_p
+)  # temperature, top_k, top_p, min_p
 _NEAR = 3e-6  # of a probability: float32 exponentials, summed over a vocabulary
 _TENSORS = ("candidate_token", "candidate_score", "candidate_parent", "candidate_depth")
 
 
-def settings_of(branches: list[tuple[float, int, float]], draws: NDArray[np.float64], dtype: Any) -> Tensors:
-    temperature, top_k, top_p = (np.array(column) for column in zip(*branches, strict=True))
+Branch = tuple[float, int, float, float]
+
+
+def settings_of(branches: list[Branch], noise: NDArray[np.float32]) -> Tensors:
+    temperature, top_k, top_p, min_p = (np.array(column) for column in zip(*branches, strict=True))
     return {
-        "draws": draws.astype(dtype),
-        "temperature": temperature.astype(dtype),
-        "top_k": top_k.astype(np.int64),
-        "top_p": top_p.astype(dtype),
+        "noise": noise,
+        "temperature": temperature.astype(np.float32),
+        "top_k_filter": top_k.astype(np.int64),
+        "top_p": top_p.astype(np.float32),
+        "min_p": min_p.astype(np.float32),
     }
+
+
+def noise_of(random: np.random.Generator, branches: int, vocabulary: int) -> NDArray[np.float32]:
+    return random.exponential(size=(branches, vocabulary)).astype(np.float32)
 
 
 def apart(random: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float32]:
@@ -43,15 +52,14 @@ def apart(random: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.flo
     return (random.permuted(ladder, axis=-1) / 8).astype(np.float32)
 
 
-def uneven_draws(random: np.random.Generator, count: int) -> NDArray[np.float64]:
-    return (random.integers(0, 997, count) + 0.37) / 997
-
-
 def expand_inputs(
-    logits: NDArray[np.float32], score: NDArray[np.float32], branches: list[tuple[float, int, float]], draws: Any
+    logits: NDArray[np.float32], score: NDArray[np.float32], branches: list[Branch], noise: NDArray[np.float32]
 ) -> Tensors:
-    settings = settings_of(branches, draws, np.float32)
-    return {"logits": logits, "score": score, "top_k_filter": settings.pop("top_k"), **settings}
+    return {"logits": logits, "score": score, **settings_of(branches, noise)}
+
+
+def settings_in(inputs: Tensors) -> DraftSettings:
+    return DraftSettings(*(inputs[name] for name in ("noise", "temperature", "top_k_filter", "top_p", "min_p")))
 
 
 def expand_outputs(inputs: Tensors, top_k: int) -> Tensors:
@@ -72,11 +80,10 @@ def check_frontier(found: Tensors, top_k: int) -> None:
 
 def check_expand(inputs: Tensors, found: Tensors, top_k: int) -> None:
     """Of logits without NaN and +inf. A child of a sampling branch may be one that is as likely as the reference's."""
-    logits, score, draws = inputs["logits"], inputs["score"], inputs["draws"]
-    filters = [inputs[name] for name in ("temperature", "top_k_filter", "top_p")]
+    logits, score, settings = inputs["logits"], inputs["score"], settings_in(inputs)
     check_frontier(found, top_k)
     with np.errstate(divide="ignore"):
-        expected = tree_expand(logits, score, draws, *filters, top_k, **ERROR)
+        expected = tree_expand(logits, score, settings, top_k, **DOUBT)
     parents = np.repeat(score, top_k, axis=1)
     assert (found["candidate_score"] <= parents).all()
     for tree, sampled in enumerate(inputs["temperature"] > 0):
@@ -89,11 +96,10 @@ def check_expand(inputs: Tensors, found: Tensors, top_k: int) -> None:
         wanted = np.exp(expected.score[tree] - parents[tree])
         assert (probability >= wanted * (1 - 1e-5) - _NEAR).all()
         assert (probability <= wanted * (1 + 1e-5) + _NEAR).all()
-        branch = float(filters[0][tree]), int(filters[1][tree]), float(filters[2][tree])
         for node, row in enumerate(logits[tree].astype(np.float64)):
             place = slice(node * top_k, (node + 1) * top_k)
             assert len(set(token[place].tolist())) == top_k
-            at_token = np.exp(chosen_log_probs(row, float(draws[tree]), branch, **ERROR)[token[place]])
+            at_token = np.exp(chosen_log_probs(row, settings, tree, **DOUBT)[token[place]])
             np.testing.assert_allclose(at_token, wanted[place], rtol=1e-5, atol=_NEAR)
 
 
@@ -104,23 +110,21 @@ def sample_outputs(inputs: Tensors) -> Tensors:
 
 
 def check_sample(inputs: Tensors, found: Tensors) -> None:
-    """A distribution, and the token that its sums in id order give at the draw."""
+    """A distribution, and the token that wins its race."""
     probability = found["probability"].astype(np.float64)
     assert ((probability >= 0) & (probability <= 1)).all()
     np.testing.assert_allclose(probability.sum(-1), 1.0, atol=1e-6)
-    above = np.cumsum(probability, -1)
-    for tree, draw in enumerate(inputs["draws"]):
+    for tree, noise in enumerate(inputs["noise"].astype(np.float64)):
         for node, token in enumerate(found["token"][tree]):
-            own = probability[tree, node, token]
-            assert own > 0
+            assert probability[tree, node, token] > 0
             if inputs["temperature"][tree] > 0:
-                assert above[tree, node, token] - own - 1e-6 <= draw <= above[tree, node, token] + 1e-6
+                pace = probability[tree, node] / noise
+                assert pace[token] >= pace.max() * (1 - 1e-5)
 
 
 def check_sample_is_the_reference(inputs: Tensors, found: Tensors) -> None:
     """Of logits that are apart."""
-    settings = (inputs[name] for name in ("draws", "temperature", "top_k", "top_p"))
-    token, probability = draft_sample(inputs["logits"], *settings)
+    token, probability = draft_sample(inputs["logits"], settings_in(inputs))
     np.testing.assert_array_equal(found["token"], token)
     np.testing.assert_allclose(found["probability"], probability, rtol=1e-6, atol=2e-12)
 

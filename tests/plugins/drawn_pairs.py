@@ -24,7 +24,7 @@ DRAFTERS = {
     "one-hot": np.where(np.eye(6, dtype=bool)[:, [3, 4, 5, 0, 1, 2]], 0.0, -np.inf),
 }
 """More or less like the target."""
-FILTERS = [{"temperature": 0.8}, {"temperature": 1.3, "top_k": 5, "top_p": 0.9}]
+FILTERS = [{"temperature": 0.8}, {"temperature": 1.3, "top_k": 5, "top_p": 0.9}, {"temperature": 0.9, "min_p": 0.2}]
 
 Step = Callable[[NDArray[np.int64], SamplingSlots, int], tuple[NDArray[np.int64], NDArray[np.int64]]]
 """From tips `[branches]` at a position: the tokens that a step commits, `[branches, most]`, and their counts."""

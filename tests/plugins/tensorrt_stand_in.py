@@ -253,6 +253,6 @@ def tensors_of(
 
 
 def attributes_of(plugin: Plugin) -> dict[str, int | float]:
-    given = {"purpose": int(Purpose.DRAFT), "spread": 0.15, "doubt": 0.3}
-    given |= {name: SIZES[name] for name in ("depths", "top_k", "nodes")}
+    given = {"purpose": int(Purpose.DRAFT), "doubt": 0.3}
+    given |= {name: SIZES[name] for name in ("depths", "V", "top_k", "nodes")}
     return {name: given[name] for name in plugin.attributes}

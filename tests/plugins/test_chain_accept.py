@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from plugins import native
-from plugins.reference import Sampling, chain_accept, sample, tree_accept, uniform
+from plugins.reference import RaceKey, Sampling, chain_accept, race, sample, tree_accept, uniform
 from plugins.reference.chain_accept import accepts, draft_probability, residual, target_probability
 from plugins.reference.choice import filtered_weights
 from plugins.schema import Purpose
@@ -233,7 +233,8 @@ def test_a_token_is_accepted_by_its_own_number_at_its_own_position(q_other):
     accepted = [uniform(9, stream, 21, Purpose.REJECTION) <= 2**52 for stream in range(chains)]
     assert (step.accepted_count == np.where(accepted, 2, 1)).all()
     assert 100 < sum(accepted) < 200
-    drawn = [uniform(9, stream, 21, Purpose.TARGET) >= 2**52 if q_other else 1 for stream in range(chains)]
+    half = np.full(2, 2**39, np.uint64)
+    drawn = [race(half, RaceKey(9, stream, 21, Purpose.TARGET)) if q_other else 1 for stream in range(chains)]
     assert (step.committed[::2] == np.where(accepted, 0, drawn)).all()
 
 
@@ -361,7 +362,7 @@ def test_a_token_that_the_nucleus_leaves_out_is_never_accepted(order, top_k):
     """Of blocks of 64 tokens of which none is left, the kernel never clears the weights."""
     rng = np.random.default_rng(4)
     logits = rng.normal(size=(400, 2, 256)).astype(np.float32)
-    logits[:, :, :30] += 4.0  # the nucleus lies in the first block
+    logits[:, :, :30] += 6.0  # the nucleus lies in the first block
     slots = replace(equal_slots(400, temperature=1.3, top_k=top_k, top_p=0.5), filter_order=np.full(400, order))
     token_ids = np.zeros((400, 2), np.int64)
     token_ids[:, 1] = rng.integers(64, 256, 400)

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins import native
-from plugins.reference import Sampling, choice, fixed_weights, shared_exp
+from plugins.reference import RaceKey, Sampling, choice, exponential, fixed_weights, noise_words, shared_exp
 from plugins.reference.choice import filtered_weights
 from plugins.schema import FilterOrder
 
-DRAWS = st.integers(0, 2**53 - 1)
+KEYS = st.builds(RaceKey, st.integers(0, 2**64 - 1), st.integers(0, 9), st.integers(0, 2**31), st.just(0))
+KEY = RaceKey(0, 0, 0, 0)
 LAST = FilterOrder.TEMPERATURE_LAST
 
 
@@ -73,7 +74,7 @@ def test_weights_refuse_rows_without_a_choice(logits):
     with pytest.raises(ValueError, match="NaN or are all -inf"):
         native.weights(float32s(logits), 1.0, np.zeros(2, np.uint64))
     with pytest.raises(ValueError, match=r"NaN|-inf"):
-        choice(float32s(logits), Sampling(), 0)
+        choice(float32s(logits), Sampling(), KEY)
 
 
 def kept(logits, **sampling):
@@ -81,8 +82,8 @@ def kept(logits, **sampling):
 
 
 def test_greedy_takes_the_lowest_id_of_a_tie():
-    assert choice(float32s([1, 5, 5, 2]), Sampling(), 0) == 1
-    assert choice(float32s([-0.0, 0.0]), Sampling(), 0) == 0
+    assert choice(float32s([1, 5, 5, 2]), Sampling(), KEY) == 1
+    assert choice(float32s([-0.0, 0.0]), Sampling(), KEY) == 0
 
 
 def test_top_k_keeps_ties_at_the_cut():
@@ -112,6 +113,21 @@ def test_filter_order_decides_which_distribution_top_p_sees():
     assert kept(logits, temperature=5.0, top_p=0.55, filter_order=LAST) == [0]
 
 
+def test_min_p_is_a_share_of_the_largest_behind_top_p():
+    logits = np.log([0.4, 0.3, 0.2, 0.06, 0.04])
+    assert kept(logits, temperature=1.0, min_p=0.16) == [0, 1, 2]
+    assert kept(logits, temperature=1.0, min_p=0.14) == [0, 1, 2, 3]
+    assert kept(logits, temperature=1.0, min_p=0.14, top_p=0.5) == [0, 1]
+    assert kept(logits, temperature=1.0, min_p=0.7, top_p=0.95) == [0, 1]
+    assert kept([2, 5, 5, 1], temperature=1.0, min_p=1.0) == [1, 2]
+
+
+def test_filter_order_decides_which_distribution_min_p_sees():
+    logits = np.log([0.6, 0.3, 0.1])
+    assert kept(logits, temperature=5.0, min_p=0.6) == [0, 1, 2]
+    assert kept(logits, temperature=5.0, min_p=0.6, filter_order=LAST) == [0]
+
+
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32 - 1), top_p=st.floats(0.01, 0.999), top_k=st.integers(0, 30))
 def test_filters_keep_the_smallest_likely_set(seed, top_p, top_k):
@@ -125,15 +141,11 @@ def test_filters_keep_the_smallest_likely_set(seed, top_p, top_k):
     assert set(np.flatnonzero(weights)) == set(expected.tolist())
 
 
-@given(logits=st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=40), u=DRAWS, temperature=st.floats(0.05, 5))
-def test_choice_is_the_inverse_cdf(logits, u, temperature):
+@given(logits=st.lists(st.floats(-9, 9, width=32), min_size=1, max_size=40), key=KEYS, temperature=st.floats(0.5, 5))
+def test_choice_is_the_largest_of_log_probabilities_with_gumbel_noise(logits, key, temperature):
+    """But for what rounding decides."""
     row = float32s(logits)
-    x = choice(row, Sampling(temperature=temperature), u)
-    weights = [int(weight) for weight in fixed_weights(row, temperature)]
-    assert sum(weights[:x]) * 2**53 <= u * sum(weights) < sum(weights[: x + 1]) * 2**53
-
-
-def test_the_ends_of_the_draw_choose_the_ends_of_the_distribution():
-    row = float32s([-np.inf, 0, 1, 0, -np.inf])
-    assert choice(row, Sampling(temperature=1.0), 0) == 1
-    assert choice(row, Sampling(temperature=1.0), 2**53 - 1) == 3
+    x = choice(row, Sampling(temperature=temperature), key)
+    gumbel = -np.log(exponential(noise_words(np.arange(len(row)), key)).astype(np.float64))
+    raced = row.astype(np.float64) / temperature + gumbel
+    assert raced[x] >= raced.max() - 1e-4

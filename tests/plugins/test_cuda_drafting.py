@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from plugins.reference import tree_expand
 from tests.plugins.drafting import (
     BRANCHES,
-    ERROR,
+    DOUBT,
     apart,
     check_expand,
     check_frontier,
@@ -22,17 +22,18 @@ from tests.plugins.drafting import (
     check_sample_is_the_reference,
     expand_inputs,
     expand_outputs,
+    noise_of,
     rerank_inputs,
     rerank_outputs,
     sample_outputs,
+    settings_in,
     settings_of,
-    uneven_draws,
 )
 from tests.plugins.emulator import Emulator
 from tests.plugins.test_cuda_kernels import FEW
 from tests.plugins.test_tree_ops import candidates, grown
 
-GREEDY = (0.0, 0, 1.0)
+GREEDY = (0.0, 0, 1.0, 0.0)
 
 
 def run(kernels, op, inputs, outputs, attributes=None, **how):
@@ -50,7 +51,7 @@ def run(kernels, op, inputs, outputs, attributes=None, **how):
 
 
 def expand(kernels, inputs, top_k, **how):
-    return run(kernels, "TreeExpand", inputs, expand_outputs(inputs, top_k), {"top_k": top_k, **ERROR}, **how)
+    return run(kernels, "TreeExpand", inputs, expand_outputs(inputs, top_k), {"top_k": top_k, **DOUBT}, **how)
 
 
 def scores(random, *shape):
@@ -63,7 +64,7 @@ def test_greedy_children_are_the_likeliest_tokens(kernels, data, trees, nodes, v
     top_k = data.draw(st.sampled_from([k for k in (1, 3, 4, 16, 64, vocabulary) if k <= min(vocabulary, 64)]))
     logits = data.draw(logits_rows(trees * nodes, vocabulary)).reshape(trees, nodes, vocabulary)
     random = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    inputs = expand_inputs(logits, scores(random, trees, nodes), [GREEDY] * trees, np.zeros(trees))
+    inputs = expand_inputs(logits, scores(random, trees, nodes), [GREEDY] * trees, noise_of(random, trees, vocabulary))
     found = expand(kernels, inputs, top_k)
     if np.isposinf(logits).any():  # all of the probability is there, and the reference has no number for it
         best = np.argsort(-logits, axis=-1, kind="stable")[..., :top_k].reshape(trees, -1)
@@ -79,44 +80,44 @@ def test_greedy_children_are_the_likeliest_tokens(kernels, data, trees, nodes, v
     data=st.data(), branches=BRANCHES, nodes=st.integers(1, 4), vocabulary=st.sampled_from([5, 63, 64, 65, 300, 1500]),
     smooth=st.booleans(), seed=st.integers(0, 2**32 - 1),
 )  # fmt: skip
-def test_children_of_a_sampling_branch_are_the_likeliest_at_the_targets_draw(
+def test_children_of_a_sampling_branch_are_the_likeliest_with_the_targets_noise(
     kernels, data, branches, nodes, vocabulary, smooth, seed
 ) -> None:
     top_k = data.draw(st.sampled_from([1, 3, 4, 5] if vocabulary == 5 else [1, 4, 16, 60]))
     random, shape = np.random.default_rng(seed), (len(branches), nodes, vocabulary)
     logits = (random.normal(size=shape) * 3).astype(np.float32) if smooth else apart(random, shape)
-    draws = uneven_draws(random, len(branches))
-    inputs = expand_inputs(logits, scores(random, len(branches), nodes), branches, draws)
+    noise = noise_of(random, len(branches), vocabulary)
+    inputs = expand_inputs(logits, scores(random, len(branches), nodes), branches, noise)
     check_expand(inputs, expand(kernels, inputs, top_k), top_k)
 
 
 def test_of_equals_the_lower_token_and_the_lower_candidate_come_first(kernels) -> None:
     logits, score = np.zeros((2, 3, 100), np.float32), np.full((2, 3), -1.0, np.float32)
-    inputs = expand_inputs(logits, score, [GREEDY, (0.7, 0, 1.0)], np.array([0.0, 0.505]))
+    noise = np.full((2, 100), 2.0, np.float32)
+    noise[1, 40:60] = 1.0
+    inputs = expand_inputs(logits, score, [GREEDY, (0.7, 0, 1.0, 0.0)], noise)
     found = expand(kernels, inputs, 4)
-    # The window begins within token 35, at 0.355: the first that lies in it whole is token 36.
-    assert found["token"].tolist() == [[0, 1, 2, 3] * 3, [36, 37, 38, 39] * 3]
+    assert found["token"].tolist() == [[0, 1, 2, 3] * 3, [40, 41, 42, 43] * 3]
     assert found["frontier"].tolist() == [[0, 1, 2, 3]] * 2
 
 
 def test_tokens_too_faint_to_be_counted_are_weighed_all_the_same(kernels) -> None:
-    """In units of 2^-40 none has a weight; they lie at the start of the window, before the one likely token."""
-    logits = np.append(-28 - apart(np.random.default_rng(4), (30,)), 0.0).reshape(1, 1, 31).astype(np.float32)
-    inputs = expand_inputs(logits, np.zeros((1, 1), np.float32), [(1.0, 0, 1.0)], np.array([0.1]))
+    """In units of 2^-40 none has a weight, nor a share of the fastest token's pace."""
+    random = np.random.default_rng(4)
+    logits = np.append(-28 - apart(random, (30,)), 0.0).reshape(1, 1, 31).astype(np.float32)
+    inputs = expand_inputs(logits, np.zeros((1, 1), np.float32), [(1.0, 0, 1.0, 0.0)], noise_of(random, 1, 31))
     found = expand(kernels, inputs, 31)
-    settings_ = [inputs[name] for name in ("draws", "temperature", "top_k_filter", "top_p")]
-    expected = tree_expand(logits, inputs["score"], *settings_, 31, **ERROR)
+    expected = tree_expand(logits, inputs["score"], settings_in(inputs), 31, **DOUBT)
     np.testing.assert_array_equal(found["token"], expected.token)
     np.testing.assert_allclose(found["candidate_score"], expected.score, atol=1e-3)
 
 
-@pytest.mark.parametrize(("spread", "doubt"), [(0.43, 0.07), (0.47, 0.01), (0.15, 0.3)])
-def test_a_certain_child_scores_no_more_than_its_parent(kernels, spread, doubt) -> None:
-    """Its probability, calculated in float32, is above 1 for the first two."""
+@pytest.mark.parametrize("doubt", [0.01, 0.07, 0.3, 0.93])
+def test_a_certain_child_scores_no_more_than_its_parent(kernels, doubt) -> None:
+    """Whatever its probability is, calculated in float32."""
     logits, score = np.array([[[0, 90, 0]]], np.float32), np.zeros((1, 1), np.float32)
-    inputs = expand_inputs(logits, score, [(1.0, 0, 1.0)], np.array([0.5]))
-    attributes = {"top_k": 1, "spread": spread, "doubt": doubt}
-    found = run(kernels, "TreeExpand", inputs, expand_outputs(inputs, 1), attributes)
+    inputs = expand_inputs(logits, score, [(1.0, 0, 1.0, 0.0)], np.array([[0.3, 0.7, 1.9]], np.float32))
+    found = run(kernels, "TreeExpand", inputs, expand_outputs(inputs, 1), {"top_k": 1, "doubt": doubt})
     assert found["token"].item() == 1
     assert -1e-6 < found["candidate_score"].item() <= 0
 
@@ -130,15 +131,15 @@ def test_the_best_are_found_however_many_one_thread_has(kernels, temperature, to
     logits = random.normal(size=(1, 1, vocabulary)).astype(np.float32)
     high = np.arange(70_000, 72_376) if together else np.arange(0, vocabulary, 64)
     logits[0, 0, high] = 20 + random.permutation(len(high)) / 512
-    inputs = expand_inputs(logits, scores(random, 1, 1), [(temperature, 0, 0.95)], np.array([0.4]))
+    inputs = expand_inputs(logits, scores(random, 1, 1), [(temperature, 0, 0.95, 0.0)], noise_of(random, 1, vocabulary))
     check_expand(inputs, expand(kernels, inputs, 16), 16)
 
 
-@pytest.mark.parametrize("branch", [GREEDY, (0.8, 0, 1.0), (0.8, 50, 0.9)])
+@pytest.mark.parametrize("branch", [GREEDY, (0.8, 0, 1.0, 0.0), (0.8, 50, 0.9, 0.02)])
 def test_a_big_vocabulary(kernels, branch) -> None:
     random = np.random.default_rng(1)
     logits = (random.normal(size=(1, 2, 50_257)) * 2).astype(np.float32)
-    inputs = expand_inputs(logits, scores(random, 1, 2), [branch], np.array([0.3]))
+    inputs = expand_inputs(logits, scores(random, 1, 2), [branch], noise_of(random, 1, 50_257))
     check_expand(inputs, expand(kernels, inputs, 10), 10)
 
 
@@ -148,17 +149,20 @@ def test_a_big_vocabulary(kernels, branch) -> None:
     temperature=st.sampled_from([0.0, -1.0, 1e-46, 1e-40, 1e-10, 1.0, 3e38, np.inf, np.nan]),
     bad=st.sampled_from([np.nan, np.inf, -np.inf, 3e38, -3e38]),
     top_p=st.sampled_from([0.9, -1.0, 2.0, np.nan]),
-    draw=st.sampled_from([0.3, 0.0, 1.0, -5.0, 5.0, np.nan]),
+    min_p=st.sampled_from([0.0, 0.1, -1.0, 2.0, np.nan]),
+    noise=st.sampled_from([0.3, 0.0, 2.0**-34, -5.0, 1e38, np.inf, np.nan]),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_no_input_makes_a_child_score_above_its_parent_or_not_at_all(
-    kernels, top_k, temperature, bad, top_p, draw, seed
+    kernels, top_k, temperature, bad, top_p, min_p, noise, seed
 ) -> None:
     """The tree's shape rests on it, and so the positions at which the target verifies."""
     random = np.random.default_rng(seed)
     logits = random.normal(size=(1, 3, 20)).astype(np.float32)
     logits[random.random(logits.shape) < random.choice([0.0, 0.1, 1.0])] = bad
-    inputs = expand_inputs(logits, scores(random, 1, 3), [(temperature, 5, top_p)], np.array([draw]))
+    every = noise_of(random, 1, 20)
+    every[random.random(every.shape) < 0.3] = noise
+    inputs = expand_inputs(logits, scores(random, 1, 3), [(temperature, 5, top_p, min_p)], every)
     found = expand(kernels, inputs, top_k)
     check_frontier(found, top_k)
     assert (found["candidate_score"] <= np.repeat(inputs["score"], top_k, axis=1)).all()
@@ -175,7 +179,7 @@ def test_no_input_makes_a_child_score_above_its_parent_or_not_at_all(
 )
 def test_draft_sample(kernels, branches, nodes, vocabulary, seed) -> None:
     random = np.random.default_rng(seed)
-    settings_ = settings_of(branches, uneven_draws(random, len(branches)), np.float64)
+    settings_ = settings_of(branches, noise_of(random, len(branches), vocabulary))
     inputs = {"logits": apart(random, (len(branches), nodes, vocabulary)), **settings_}
     found = run(kernels, "DraftSample", inputs, sample_outputs(inputs))
     check_sample(inputs, found)
@@ -185,32 +189,32 @@ def test_draft_sample(kernels, branches, nodes, vocabulary, seed) -> None:
 @pytest.mark.parametrize("top_k", [1, 63, 64, 65, 300])
 @pytest.mark.parametrize("top_p", [1.0, 0.6])
 def test_cuts_around_the_64_likeliest(kernels, top_k, top_p) -> None:
-    settings_ = settings_of([(2.5, top_k, top_p), (9.0, top_k, top_p)], np.array([0.37, 0.71]), np.float64)
-    inputs = {"logits": apart(np.random.default_rng(8), (2, 1, 300)), **settings_}
+    random = np.random.default_rng(8)
+    settings_ = settings_of([(2.5, top_k, top_p, 0.0), (9.0, top_k, top_p, 0.0)], noise_of(random, 2, 300))
+    inputs = {"logits": apart(random, (2, 1, 300)), **settings_}
     check_sample_is_the_reference(inputs, run(kernels, "DraftSample", inputs, sample_outputs(inputs)))
 
 
 @FEW
-@given(data=st.data(), vocabulary=st.sampled_from([1, 3, 65, 300]), draw=st.sampled_from([0.0, 0.5, 1 - 2.0**-53, 1.0]))
+@given(data=st.data(), vocabulary=st.sampled_from([1, 3, 65, 300]), seed=st.integers(0, 2**32 - 1))
 def test_draft_sample_draws_from_what_it_says_whatever_the_logits(
-    kernels, data, vocabulary, draw, slots, logits_rows
+    kernels, data, vocabulary, seed, slots, logits_rows
 ) -> None:
     drawn, logits = data.draw(slots(2)), data.draw(logits_rows(6, vocabulary)).reshape(2, 3, vocabulary)
     if data.draw(st.booleans()):
         logits[1, 1] = data.draw(st.sampled_from([np.nan, -np.inf]))
-    inputs = {
-        "logits": logits, "draws": np.full(2, draw),
-        **{name: getattr(drawn, name) for name in ("temperature", "top_k", "top_p")},
-    }  # fmt: skip
+    branches = list(zip(drawn.temperature, drawn.top_k, drawn.top_p, drawn.min_p, strict=True))
+    noise = noise_of(np.random.default_rng(seed), 2, vocabulary)
+    inputs = {"logits": logits, **settings_of(branches, noise)}
     check_sample(inputs, run(kernels, "DraftSample", inputs, sample_outputs(inputs)))
 
 
-@pytest.mark.parametrize("branch", [GREEDY, (0.8, 0, 1.0), (0.8, 50, 0.9)])
+@pytest.mark.parametrize("branch", [GREEDY, (0.8, 0, 1.0, 0.0), (0.8, 50, 0.9, 0.02)])
 def test_draft_sample_of_a_big_vocabulary(kernels, branch) -> None:
     random = np.random.default_rng(5)
     inputs = {
         "logits": (random.normal(size=(1, 1, 50_257)) * 2).astype(np.float32),
-        **settings_of([branch], np.array([0.7]), np.float64),
+        **settings_of([branch], noise_of(random, 1, 50_257)),
     }
     found = run(kernels, "DraftSample", inputs, sample_outputs(inputs))
     check_sample(inputs, found)
@@ -253,11 +257,12 @@ def test_how_many_threads_a_block_has_leaves_no_trace(kernels) -> None:
     if not isinstance(kernels, Emulator):
         pytest.skip("a GPU runs as many as the table says")
     random = np.random.default_rng(2)
-    branches = [GREEDY, (0.7, 0, 1.0), (1.3, 40, 0.8)]
+    branches = [GREEDY, (0.7, 0, 1.0, 0.05), (1.3, 40, 0.8, 0.0)]
+    noise = noise_of(random, 3, 777)
     logits = (random.normal(size=(3, 4, 777)) * 4).astype(np.float32)
     logits[:, 1] = np.round(logits[:, 1])
-    grow = expand_inputs(logits, scores(random, 3, 4), branches, np.array([0.2, 0.5, 0.9]))
-    sample = {"logits": logits, **settings_of(branches, np.array([0.2, 0.5, 0.9]), np.float64)}
+    grow = expand_inputs(logits, scores(random, 3, 4), branches, noise)
+    sample = {"logits": logits, **settings_of(branches, noise)}
     rerank = rerank_inputs(grown(4, 4, 3, 9, 0.5))
 
     def everything(threads):

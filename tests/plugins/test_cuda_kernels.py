@@ -17,6 +17,7 @@ from plugins.schemas import SCHEMAS
 from tests.plugins.accept_step import depth_of, equal_slots, fault_on_the_cpu, forest, fork, spoiled
 from tests.plugins.emulator import Emulator
 from tests.plugins.gpu import Gpu
+from tests.plugins.test_race_noise import noise_inputs, noise_outputs
 
 POISON = -77
 FEW = settings(
@@ -115,18 +116,15 @@ def test_chain_accept(kernels, data, vocabulary, gamma, slots, logits_rows) -> N
 
 
 @FEW
-@given(data=st.data(), depths=st.integers(1, 9), purpose=st.sampled_from(Purpose))
-def test_draws(kernels, data, depths, purpose, slots) -> None:
+@given(
+    data=st.data(), depths=st.integers(1, 9), vocabulary=st.sampled_from([1, 4, 65]), purpose=st.sampled_from(Purpose)
+)
+def test_race_noise(kernels, data, depths, vocabulary, purpose, slots) -> None:
     branches = data.draw(st.integers(1, 40))
-    settings_ = data.draw(slots(branches))
+    drawn = data.draw(slots(branches))
     tips = np.array(data.draw(st.lists(st.integers(0, 2**40), min_size=branches, max_size=branches)))
-    given_ = {"tip_position": tips, "seed": settings_.seed, "stream": settings_.stream}
-    wide = {"draws": np.full((branches, depths), -1.0)}
-    compare(kernels, "Draws", given_, wide, (), purpose=int(purpose))
-    near = {"draws": np.full((branches, depths), -1.0, np.float32)}
-    near |= {name: np.full(branches, -1.0, np.float32) for name in ("draft_temperature", "draft_top_p")}
-    seen = given_ | {"temperature": settings_.temperature, "top_p": settings_.top_p}
-    compare(kernels, "CoupledDraws", seen, near, ())
+    outputs = noise_outputs(branches, depths, vocabulary)
+    compare(kernels, "RaceNoise", noise_inputs(tips, drawn), outputs, (), purpose=int(purpose))
 
 
 @FEW

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plugins import native
-from plugins.reference import exponential, fixed_weights, noise_words, race
+from plugins.reference import RaceKey, exponential, fixed_weights, noise_words, race
 
 WORDS = np.unique(
     np.concatenate(
@@ -35,7 +35,7 @@ def test_kernel_noise_equals_reference_bit_for_bit():
 
 @given(seed=SEEDS, stream=STREAMS, position=POSITIONS, purpose=st.integers(0, 2), token=st.integers(0, 2**22 - 1))
 def test_every_id_has_the_noise_of_the_reference(seed, stream, position, purpose, token):
-    (expected,) = exponential(noise_words(np.array([token]), seed, stream, position, purpose))
+    (expected,) = exponential(noise_words(np.array([token]), RaceKey(seed, stream, position, purpose)))
     assert native.noise(seed, stream, position, purpose, token) == expected
 
 
@@ -45,7 +45,7 @@ def test_the_winner_is_that_of_the_reference(seed, stream, position, size, data)
     weights = fixed_weights(rng.normal(0, data.draw(st.sampled_from([0.0, 1.0, 6.0])), size).astype(np.float32), 1.0)
     weights[rng.random(size) < data.draw(st.sampled_from([0.0, 0.9]))] = 0
     weights[rng.integers(size)] = 2**40
-    assert native.race(weights, seed, stream, position, 0) == race(weights, seed, stream, position, 0)
+    assert native.race(weights, seed, stream, position, 0) == race(weights, RaceKey(seed, stream, position, 0))
 
 
 def test_an_id_wins_as_often_as_its_weight_says():
@@ -82,5 +82,5 @@ def test_other_ids_do_not_matter():
 def test_weights_that_nobody_has_are_refused():
     with pytest.raises(ValueError, match="no weight is more than 0"):
         native.race(np.zeros(3, np.uint64), 0, 0, 0, 0)
-    with pytest.raises(ValueError, match="more than 2\\^40"):
-        native.race(np.array([2**40 + 1], np.uint64), 0, 0, 0, 0)
+    with pytest.raises(ValueError, match="more than 2\\^50"):
+        native.race(np.array([2**50 + 1], np.uint64), 0, 0, 0, 0)

@@ -12,11 +12,12 @@ from plugins.schema import Purpose
 POISON = -77
 
 
-def one_slot(*, temperature=0.0, top_k=0, top_p=1.0, filter_order=0, seed=3, stream=0):
+def one_slot(*, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, filter_order=0, seed=3, stream=0):
     return SamplingSlots(
         np.array([temperature]),
         np.array([top_k]),
         np.array([top_p]),
+        np.array([min_p]),
         np.array([filter_order]),
         np.array([seed], np.uint64),
         np.array([stream]),
@@ -71,7 +72,10 @@ def test_kernel_equals_reference(data, slots, logits_rows):
         {"top_k": 40_000},
         {"top_p": 0.9},
         {"top_p": 0.9, "top_k": 50},
+        {"min_p": 0.05},
+        {"min_p": 0.01, "top_p": 0.9, "top_k": 50},
         {"top_p": 0.3, "filter_order": 1},
+        {"min_p": 0.1, "filter_order": 1},
         {"top_p": 0.999, "top_k": 3000, "filter_order": 1},
     ],
 )
@@ -150,6 +154,8 @@ def test_a_row_without_any_token_is_refused():
         ({"top_k": -1}, "top_k must be at least 0"),
         ({"top_p": 1.5}, "top_p must be in 0..1"),
         ({"top_p": np.nan}, "top_p must be in 0..1"),
+        ({"min_p": -0.1}, "min_p must be in 0..1"),
+        ({"min_p": np.nan}, "min_p must be in 0..1"),
         ({"filter_order": 2}, "filter_order must be 0"),
     ],
 )

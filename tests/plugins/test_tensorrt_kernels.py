@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,18 +22,19 @@ from plugins.tensorrt import PLUGINS
 from tests.plugins.accept_step import equal_slots, fault_on_the_cpu, fork, spoiled
 from tests.plugins.drafting import (
     BRANCHES,
-    ERROR,
+    DOUBT,
     apart,
     check_expand,
     check_rerank,
     check_sample_is_the_reference,
     expand_inputs,
+    noise_of,
     rerank_inputs,
     settings_of,
-    uneven_draws,
 )
 from tests.plugins.tensorrt_stand_in import ALL, StandIn, attributes_of, poisoned, tensors_of
 from tests.plugins.test_cuda_kernels import FEW, POISON, accept_outputs, step_of
+from tests.plugins.test_race_noise import noise_inputs, noise_outputs
 from tests.plugins.test_tree_ops import candidates, grown
 
 pytest.importorskip("cuda.bindings")  # a layer is built with its PTX
@@ -96,16 +98,16 @@ def test_choices_and_walks(stand_in, op, data, vocabulary, purpose, slots, logit
 
 
 @FEW
-@given(data=st.data(), depths=st.integers(1, 300), branches=st.integers(1, 4), purpose=st.sampled_from(Purpose))
-def test_draws(stand_in, data, depths, branches, purpose, slots) -> None:
+@given(
+    data=st.data(), depths=st.integers(1, 30), branches=st.integers(1, 4), vocabulary=st.sampled_from([1, 4, 65]),
+    purpose=st.sampled_from(Purpose),
+)  # fmt: skip
+def test_race_noise(stand_in, data, depths, branches, vocabulary, purpose, slots) -> None:
     drawn: SamplingSlots = data.draw(slots(branches))
-    tensors = {"tip_position": np.arange(branches) + 2**33, "seed": drawn.seed, "stream": drawn.stream}
-    wide = {"draws": np.full((branches, depths), -1.0)}
-    agree(stand_in, "Draws", tensors, wide, (), depths=depths, purpose=int(purpose))
-    near = {"draws": np.full((branches, depths), -1.0, np.float32)}
-    near |= {name: np.full(branches, -1.0, np.float32) for name in ("draft_temperature", "draft_top_p")}
-    tensors |= {"temperature": drawn.temperature, "top_p": drawn.top_p}
-    agree(stand_in, "CoupledDraws", tensors, near, (), depths=depths)
+    drawn = replace(drawn, temperature=np.maximum(drawn.temperature, 0.1))  # else noise is not written
+    tensors = noise_inputs(np.arange(branches) + 2**33, drawn)
+    outputs = noise_outputs(branches, depths, vocabulary)
+    agree(stand_in, "RaceNoise", tensors, outputs, (), depths=depths, V=vocabulary, purpose=int(purpose))
 
 
 @FEW
@@ -140,16 +142,16 @@ def test_masks_and_moves(stand_in, seed, rows, dtype) -> None:
 @given(data=st.data(), branches=BRANCHES, nodes=st.integers(1, 3), vocabulary=st.sampled_from([5, 65, 300]))
 def test_drafting(stand_in, data, branches, nodes, vocabulary) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    logits, draws = apart(rng, (len(branches), nodes, vocabulary)), uneven_draws(rng, len(branches))
+    logits, noise = apart(rng, (len(branches), nodes, vocabulary)), noise_of(rng, len(branches), vocabulary)
     top_k = data.draw(st.sampled_from([1, 3, 5]))
     score = -rng.exponential(size=(len(branches), nodes)).astype(np.float32)
-    grow = expand_inputs(logits, score, branches, draws)
+    grow = expand_inputs(logits, score, branches, noise)
     children, frontier = PLUGINS["TreeExpand"]
-    found = stand_in.run(children, grow, {"top_k": top_k, **ERROR})
+    found = stand_in.run(children, grow, {"top_k": top_k, **DOUBT})
     found |= stand_in.run(frontier, found, {"top_k": top_k})
     check_expand(grow, found, top_k)
 
-    sample = {"logits": logits, **settings_of(branches, draws, np.float64)}
+    sample = {"logits": logits, **settings_of(branches, noise)}
     check_sample_is_the_reference(sample, stand_in.run(PLUGINS["DraftSample"][0], sample, {}))
 
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from plugins.native import uniform
+from plugins import native
 from plugins.reference import sample, tree_accept
-from plugins.schema import Purpose
 from tests.plugins.accept_step import AcceptStep, depth_of, equal_slots, forest
 from tests.plugins.drawn_pairs import DRAFTERS, DRAWS, FILTERS, TABLE, chi_squares, decode_two, one_in_a_thousand
+from tests.plugins.test_race_noise import noise_inputs, noise_outputs
 
 
 def tree_step(logits, logit_indices, positions, branch, slots, token_ids, parent, *, trees=8):
@@ -69,16 +69,15 @@ DEPTH = depth_of(PARENT)
 
 
 def coupled_trees(drafter, tips, slots, position):
-    """Tokens `[trees, NODES]`: first the drafter's own choice at the target's draw, then its likeliest other one."""
-    cumulative = np.cumsum(np.exp(drafter) / np.exp(drafter).sum(1, keepdims=True), axis=1)
+    """Tokens `[trees, NODES]`: first the drafter's own choice in the target's race, then its likeliest other one."""
+    found = noise_outputs(len(tips), 3, drafter.shape[1])
+    native.create("RaceNoise", noise_inputs(np.full(len(tips), position), slots) | found)()
     likeliest = np.argsort(-drafter, axis=1)
     tokens = np.zeros((len(tips), NODES), np.int64)
     tokens[:, 0] = tips
     for node in range(3):
-        at = position + 1 + DEPTH[node]
-        u = [uniform(int(slots.seed[tree]), 0, at, Purpose.TARGET) / 2**53 for tree in range(len(tips))]
         last = tokens[:, node]
-        own = (np.array(u)[:, None] >= cumulative[last, :-1]).sum(1)
+        own = (np.exp(drafter)[last] / found["noise"][:, DEPTH[node]]).argmax(1)
         tokens[:, 2 * node + 1] = own
         tokens[:, 2 * node + 2] = np.where(likeliest[last, 0] == own, likeliest[last, 1], likeliest[last, 0])
     return tokens

@@ -16,9 +16,10 @@ from onnx import TensorProto, helper
 
 from plugins.onnx_ops import DOMAIN, FUNCTIONS, OPSET, VERSION
 from plugins.onnxruntime_ops import cpu_library
-from plugins.reference import draft_sample, tree_expand, tree_rerank
+from plugins.reference import DraftSettings, draft_sample, tree_expand, tree_rerank
 from plugins.reference.tree_expand import chosen_log_probs
 from plugins.schema import CPU_DOMAIN
+from tests.plugins.drafting import DOUBT, Tensors, apart, noise_of, settings_of
 
 FLOAT, INT = TensorProto.FLOAT, TensorProto.INT64
 
@@ -49,9 +50,20 @@ def session(
     return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
-ERROR = {"spread": 0.15, "doubt": 0.3}
-
-
+SETTINGS = {
+    "noise": (FLOAT, ["B", "V"]),
+    "temperature": (FLOAT, ["B"]),
+    "top_k_filter": (INT, ["B"]),
+    "top_p": (FLOAT, ["B"]),
+    "min_p": (FLOAT, ["B"]),
+}
+FILTERS = st.tuples(
+    st.sampled_from([0.0, 0.3, 1.0, 2.5]),
+    st.sampled_from([0, 1, 2, 50, 1000]),
+    st.sampled_from([0.05, 0.5, 0.9, 1.0]),
+    st.sampled_from([0.0, 0.0, 0.11]),
+)
+GREEDY = (0.0, 0, 1.0, 0.0)
 both_forms = pytest.mark.parametrize("domain", [DOMAIN, CPU_DOMAIN])
 
 
@@ -63,15 +75,12 @@ def expand(request: pytest.FixtureRequest) -> dict[int, ort.InferenceSession]:
             {
                 "logits": (FLOAT, ["B", "F", "V"]),
                 "score": (FLOAT, ["B", "F"]),
-                "draws": (FLOAT, ["B"]),
-                "temperature": (FLOAT, ["B"]),
-                "top_k_filter": (INT, ["B"]),
-                "top_p": (FLOAT, ["B"]),
+                **SETTINGS,
             },
             {"token": INT, "candidate_score": FLOAT, "frontier": INT},
             domain=request.param,
             top_k=k,
-            **ERROR,
+            **DOUBT,
         )
         for k in (1, 3, 4)
     }
@@ -79,34 +88,13 @@ def expand(request: pytest.FixtureRequest) -> dict[int, ort.InferenceSession]:
 
 @pytest.fixture(scope="module")
 def sampler() -> ort.InferenceSession:
-    kinds = {
-        "draws": TensorProto.DOUBLE,
-        "temperature": TensorProto.DOUBLE,
-        "top_k_filter": INT,
-        "top_p": TensorProto.DOUBLE,
-    }
-    inputs = {"logits": (FLOAT, ["B", "F", "V"]), **{name: (kind, ["B"]) for name, kind in kinds.items()}}
+    inputs = {"logits": (FLOAT, ["B", "F", "V"]), **SETTINGS}
     return session("DraftSample", inputs, {"token": (INT, 2), "probability": (FLOAT, 3)})
 
 
-def greedy(trees: int) -> dict[str, NDArray[Any]]:
-    return {
-        "draws": np.zeros(trees),
-        "temperature": np.zeros(trees),
-        "top_k_filter": np.zeros(trees, np.int64),
-        "top_p": np.ones(trees),
-    }
-
-
-def near(sampling: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Settings in the precision of the graphs that draft trees."""
-    return {name: x.astype(np.float32) if x.dtype == np.float64 else x for name, x in sampling.items()}
-
-
-def check(expand, k: int, logits: NDArray[np.float32], score: NDArray[np.float32], **sampling: NDArray[Any]) -> None:
-    sampling = near(sampling)
+def check(expand, k: int, logits: NDArray[np.float32], score: NDArray[np.float32], sampling: Tensors) -> None:
     token, candidate_score, frontier = expand[k].run(None, {"logits": logits, "score": score, **sampling})
-    expected = tree_expand(logits, score, *sampling.values(), k, **ERROR)
+    expected = tree_expand(logits, score, DraftSettings(**sampling), k, **DOUBT)
     # Sums of probabilities in float32: a share of 1e-6 of the largest is noise, and so is the order of such tokens.
     sampled = np.repeat(sampling["temperature"] > 0, logits.shape[1] * k).reshape(token.shape)
     clear = ~sampled | (expected.score - np.repeat(score, k, axis=1) > np.log(1e-4))
@@ -133,7 +121,7 @@ def test_tree_expand_is_the_reference(expand, k, trees, nodes, vocabulary, scale
     score = -random.exponential(size=(trees, nodes)).astype(np.float32)
     if scale == 0.0:  # nothing but ties
         score[:] = -1.0
-    check(expand, k, logits, score, **greedy(trees))
+    check(expand, k, logits, score, settings_of([GREEDY] * trees, np.ones((trees, vocabulary), np.float32)))
 
 
 @settings(max_examples=100, deadline=None)
@@ -141,64 +129,47 @@ def test_tree_expand_is_the_reference(expand, k, trees, nodes, vocabulary, scale
     k=st.sampled_from([1, 3, 4]),
     nodes=st.integers(1, 4),
     vocabulary=st.sampled_from([5, 63, 64, 65, 300]),
-    branches=st.lists(
-        st.tuples(st.sampled_from([0.0, 0.3, 1.0, 2.5]), st.sampled_from([0, 1, 2, 50, 1000]),
-                  st.sampled_from([0.05, 0.5, 0.9, 1.0])), min_size=1, max_size=3,
-    ),
+    branches=st.lists(FILTERS, min_size=1, max_size=3),
     seed=st.integers(0, 2**32 - 1),
-)  # fmt: skip
-def test_children_of_a_sampling_branch_are_the_likeliest_at_the_targets_draw(
+)
+def test_children_of_a_sampling_branch_are_the_likeliest_with_the_targets_noise(
     expand, k, nodes, vocabulary, branches, seed
 ) -> None:
     random = np.random.default_rng(seed)
     trees = len(branches)
-    # Whole numbers in eighths: probabilities are apart, and cuts do not fall between rounding errors.
-    logits = (random.permuted(np.tile(np.arange(vocabulary), (trees, nodes, 1)), axis=-1) / 8).astype(np.float32)
-    temperature, top_k, top_p = (np.array(column) for column in zip(*branches, strict=True))
-    check(
-        expand, k, logits, -random.exponential(size=(trees, nodes)).astype(np.float32),
-        draws=(random.integers(0, 997, trees) + 0.37) / 997,
-        temperature=temperature, top_k_filter=top_k, top_p=top_p,
-    )  # fmt: skip
+    logits = apart(random, (trees, nodes, vocabulary))
+    score = -random.exponential(size=(trees, nodes)).astype(np.float32)
+    check(expand, k, logits, score, settings_of(branches, noise_of(random, trees, vocabulary)))
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     nodes=st.integers(1, 3),
     vocabulary=st.sampled_from([5, 64, 300]),
-    branch=st.tuples(st.sampled_from([0.0, 0.3, 1.0, 2.5]), st.sampled_from([0, 1, 2, 50, 1000]),
-                     st.sampled_from([0.05, 0.5, 0.9, 1.0])),
+    branch=FILTERS,
     seed=st.integers(0, 2**32 - 1),
-)  # fmt: skip
+)
 def test_draft_sample_is_the_reference(sampler, nodes, vocabulary, branch, seed) -> None:
     random = np.random.default_rng(seed)
-    logits = (random.permuted(np.tile(np.arange(vocabulary), (1, nodes, 1)), axis=-1) / 8).astype(np.float32)
-    feeds = {
-        "logits": logits,
-        "draws": (random.integers(0, 997, 1) + 0.37) / 997,
-        "temperature": np.array([branch[0]]),
-        "top_k_filter": np.array([branch[1]]),
-        "top_p": np.array([branch[2]]),
-    }
-    token, probability = sampler.run(None, feeds)
-    expected_token, expected_probability = draft_sample(*feeds.values())
+    logits = apart(random, (1, nodes, vocabulary))
+    sampling = settings_of([branch], noise_of(random, 1, vocabulary))
+    token, probability = sampler.run(None, {"logits": logits, **sampling})
+    expected_token, expected_probability = draft_sample(logits, DraftSettings(**sampling))
     np.testing.assert_array_equal(token, expected_token)
     np.testing.assert_allclose(probability, expected_probability, atol=1e-6)
     assert (np.take_along_axis(probability, token[..., None], -1) > 0).all()
 
 
-def test_probabilities_at_the_draws_are_those_of_a_disturbed_cdf() -> None:
-    """How often a target whose CDF is off by as much, or unrelated, chooses each token."""
-    random, draw, spread, doubt = np.random.default_rng(0), 0.1, 0.15, 0.3
+def test_probabilities_are_those_of_a_disturbed_race() -> None:
+    """How often a target whose log-probabilities are off by Gumbel noise, or that is unrelated, chooses each token."""
+    random, doubt, runs = np.random.default_rng(0), 0.3, 400_000
     logits = np.array([0.0, 2.0, 1.0, -1.0, 1.5])
     q = np.exp(logits / 0.8) / np.exp(logits / 0.8).sum()
-    kept = np.where(logits >= 1.0, q, 0.0)
-    edges = np.cumsum(kept / kept.sum())
-    at = draw + random.uniform(-spread, spread, size=400_000)
-    inside = (at > 0) & (at < 1)
-    chosen = np.searchsorted(edges, at[inside])
-    found = 0.7 * np.bincount(chosen, minlength=5) / len(at) + doubt * q
-    expected = np.exp(chosen_log_probs(logits, draw, (0.8, 3, 1.0), spread, doubt))
+    noise = np.array([[0.3, 2.5, 0.9, 0.01, 1.1]])
+    raced = np.where(logits >= 1.0, logits / 0.8 - np.log(noise[0]), -np.inf) + random.gumbel(size=(runs, 5))
+    found = (1 - doubt) * np.bincount(raced.argmax(1), minlength=5) / runs + doubt * q
+    sampling = DraftSettings(noise, np.array([0.8]), np.array([3]), np.ones(1), np.zeros(1))
+    expected = np.exp(chosen_log_probs(logits, sampling, 0, doubt))
     np.testing.assert_allclose(found, expected, atol=4e-3)  # 5 standard deviations of 400,000 draws
 
 
@@ -215,15 +186,8 @@ def test_no_logits_make_a_child_score_above_its_parent_or_not_at_all(expand, k, 
     logits = random.normal(size=(1, 3, 20)).astype(np.float32)
     logits[random.random(logits.shape) < random.choice([0.0, 0.1, 1.0])] = bad
     score = -random.exponential(size=(1, 3)).astype(np.float32)
-    token, found, frontier = expand[k].run(
-        None,
-        near(
-            {
-                "logits": logits, "score": score, "draws": np.array([0.3]), "temperature": np.array([temperature]),
-                "top_k_filter": np.array([5]), "top_p": np.array([0.9]),
-            }
-        ),
-    )  # fmt: skip
+    sampling = settings_of([(temperature, 5, 0.9, 0.0)], noise_of(random, 1, 20))
+    token, found, frontier = expand[k].run(None, {"logits": logits, "score": score, **sampling})
     assert (found <= np.repeat(score, k, axis=1)).all()
     assert ((token >= 0) & (token < 20)).all()
     assert all(len(set(children)) == k for children in token.reshape(-1, k).tolist())
@@ -231,18 +195,20 @@ def test_no_logits_make_a_child_score_above_its_parent_or_not_at_all(expand, k, 
 
 
 def test_a_drafter_that_is_the_target_says_the_targets_choice(expand) -> None:
-    """Away from the edges of its interval, the choice at the draw leads."""
-    logits = np.log(np.array([[[0.3, 0.1, 0.2, 0.4]]], np.float32))
-    for draw, token in ((0.1, 0), (0.5, 2), (0.8, 3)):
-        feeds = {"draws": np.array([draw]), "temperature": np.ones(1), "top_k_filter": np.zeros(1, np.int64)}
-        found, _, _ = expand[1].run(
-            None, near({"logits": logits, "score": np.zeros((1, 1), np.float32), **feeds, "top_p": np.ones(1)})
-        )
-        assert found.item() == token
+    """Where the winner has more than 5/7 of all paces: at a doubt of 0.3, that is more than all others come to."""
+    random = np.random.default_rng(1)
+    logits = (random.normal(size=(200, 1, 30)) * 2).astype(np.float32)
+    sampling = settings_of([(0.7, 0, 1.0, 0.0)] * 200, noise_of(random, 200, 30))
+    found, _, _ = expand[1].run(None, {"logits": logits, "score": np.zeros((200, 1), np.float32), **sampling})
+    pace = np.exp(logits[:, 0] / 0.7) / sampling["noise"]
+    clear = pace.max(1) > 5 / 7 * pace.sum(1)
+    assert clear.sum() > 50
+    np.testing.assert_array_equal(found[clear, 0], pace[clear].argmax(1))
 
 
 def test_equal_logits_go_to_the_lower_token_and_equal_scores_to_the_lower_candidate(expand) -> None:
-    feeds = {"logits": np.zeros((1, 2, 6), np.float32), "score": np.zeros((1, 2), np.float32), **near(greedy(1))}
+    sampling = settings_of([GREEDY], np.ones((1, 6), np.float32))
+    feeds = {"logits": np.zeros((1, 2, 6), np.float32), "score": np.zeros((1, 2), np.float32), **sampling}
     token, score, frontier = expand[3].run(None, feeds)
     assert token.tolist() == [[0, 1, 2, 0, 1, 2]]
     assert frontier.tolist() == [[0, 1, 2]]

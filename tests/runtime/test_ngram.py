@@ -13,8 +13,19 @@ from hypothesis import strategies as st
 
 from plans.errors import PlanError
 from plans.manifest import NgramDrafter as NgramSettings
+from plugins.reference import RaceKey, exponential, noise_words
+from plugins.schema import Purpose
 from runtime.drafters import HostDrafter, make_host_drafter
 from runtime.drafters.ngram import NgramDrafter
+from runtime.sampling import SamplingParams
+
+GREEDY = SamplingParams()
+SAMPLINGS = st.one_of(
+    st.just(GREEDY),
+    st.builds(
+        SamplingParams, temperature=st.sampled_from([0.5, 1.0]), seed=st.integers(0, 99), stream=st.integers(0, 3)
+    ),
+)
 
 
 class TieError(Exception):
@@ -24,7 +35,15 @@ class TieError(Exception):
 class ScanningOracle:
     """Row 16 as its sentence says, with no structure at all: every continuation ever seen, with what stood before."""
 
-    def __init__(self, max_context: int, min_context: int, max_draft: int, min_confidence: float) -> None:
+    def __init__(
+        self,
+        max_context: int,
+        min_context: int,
+        max_draft: int,
+        min_confidence: float,
+        sampling: SamplingParams = GREEDY,
+    ) -> None:
+        self.sampling = sampling
         self.lengths = range(max_context, min_context - 1, -1)
         self.max_draft, self.min_confidence = max_draft, min_confidence
         self.tokens: list[int] = []
@@ -71,6 +90,8 @@ class ScanningOracle:
             most = max(counts.values())
             best = next(token for token in reversed(following) if counts[token] == most)
             share = most / len(following)
+            if self.sampling.temperature and len(counts) > 1:
+                best, share = self.likeliest_winner(counts, len(text))
             chance *= share * self.worth(length)
             if abs(chance - self.min_confidence) < 1e-12:
                 raise TieError
@@ -80,12 +101,24 @@ class ScanningOracle:
             drafted.append(best)
         return drafted
 
+    def likeliest_winner(self, counts: Counter[int], position: int) -> tuple[int, float]:
+        """Of the target's race at `position`, run by counts: half of the chance is the share of all paces."""
+        ids, count = np.array(list(counts)), np.array([*counts.values()])
+        weight = (count / count.max()) ** (1 / self.sampling.temperature)
+        key = RaceKey(self.sampling.seed, self.sampling.stream, position, Purpose.TARGET)
+        pace = weight / exponential(noise_words(ids, key))
+        chances = 0.5 * pace / pace.sum() + 0.5 * weight / weight.sum()
+        second, first = np.sort(chances)[-2:]
+        if first - second < 1e-6:
+            raise TieError
+        return int(ids[chances.argmax()]), float(first)
 
-def drafted(drafter: HostDrafter, limit: int, root: int = 0) -> list[int]:
+
+def drafted(drafter: HostDrafter, limit: int, root: int = 0, sampling: SamplingParams = GREEDY) -> list[int]:
     """Draft into arrays with surroundings, check the chain and the surroundings, and return the tokens."""
     token_ids = np.full(root + limit + 4, -7, np.int64)
     parent = np.full(root + limit + 4, -7, np.int64)
-    count = drafter.draft(limit, token_ids, parent, root)
+    count = drafter.draft(limit, token_ids, parent, root, sampling)
     assert 0 <= count <= limit
     nodes = slice(root + 1, root + 1 + count)
     assert parent[nodes].tolist() == list(range(root, root + count))
@@ -102,12 +135,16 @@ STEPS = st.lists(
 )
 
 
-@given(settings=SETTINGS, steps=STEPS, limit=st.integers(0, 9), root=st.integers(0, 3))
+@given(settings=SETTINGS, steps=STEPS, limit=st.integers(0, 9), root=st.integers(0, 3), sampling=SAMPLINGS)
 def test_drafts_are_those_of_the_scanning_oracle(
-    settings: tuple[int, int, int, float], steps: list[tuple[int | None, list[int]]], limit: int, root: int
+    settings: tuple[int, int, int, float],
+    steps: list[tuple[int | None, list[int]]],
+    limit: int,
+    root: int,
+    sampling: SamplingParams,
 ) -> None:
     """A step extends the sequence, or says what was likely so many tokens ahead."""
-    drafter, oracle = NgramDrafter(*settings, filler_top_k=1), ScanningOracle(*settings)
+    drafter, oracle = NgramDrafter(*settings, filler_top_k=1), ScanningOracle(*settings, sampling)
     for ahead, tokens in steps:
         if ahead is None:
             drafter.extend(tokens)
@@ -119,19 +156,23 @@ def test_drafts_are_those_of_the_scanning_oracle(
             expected = oracle.draft(limit)
         except TieError:
             return
-        assert drafted(drafter, limit, root) == expected
+        assert drafted(drafter, limit, root, sampling) == expected
 
 
-@given(settings=SETTINGS, turns=st.lists(st.tuples(*[st.lists(st.integers(0, 3), max_size=9)] * 2), max_size=6))
+@given(
+    settings=SETTINGS,
+    turns=st.lists(st.tuples(*[st.lists(st.integers(0, 3), max_size=9)] * 2), max_size=6),
+    sampling=SAMPLINGS,
+)
 def test_what_is_supposed_is_a_context_and_nothing_is_learned_from_it(
-    settings: tuple[int, int, int, float], turns: list[tuple[list[int], list[int]]]
+    settings: tuple[int, int, int, float], turns: list[tuple[list[int], list[int]]], sampling: SamplingParams
 ) -> None:
     """A turn makes tokens certain, then supposes others one after another, which are taken back."""
-    drafter, oracle, certain = NgramDrafter(*settings), ScanningOracle(*settings), list[int]()
+    drafter, oracle, certain = NgramDrafter(*settings), ScanningOracle(*settings, sampling), list[int]()
     for tokens, tentative in turns:
         certain += tokens
         oracle.extend(tokens)
-        drafter.foresee(certain, 1)
+        drafter.foresee(certain, 1, sampling)
         for count in range(1, len(tentative) + 1):
             drafter.mark_tentative(len(certain))
             ahead = [*certain, *tentative[:count]]
@@ -140,8 +181,8 @@ def test_what_is_supposed_is_a_context_and_nothing_is_learned_from_it(
                 expected = oracle.draft(9)
             except TieError:
                 return
-            assert drafter.foresee(ahead, 9) == len(expected)
-            assert drafted(drafter, 9) == expected
+            assert drafter.foresee(ahead, 9, sampling) == len(expected)
+            assert drafted(drafter, 9, sampling=sampling) == expected
         oracle.tokens, oracle.guesses = list(certain), []
         drafter.truncate(len(certain))
         drafter.mark_tentative(None)
@@ -149,8 +190,8 @@ def test_what_is_supposed_is_a_context_and_nothing_is_learned_from_it(
             expected = oracle.draft(9)
         except TieError:
             return
-        drafter.foresee(certain, 9)
-        assert drafted(drafter, 9) == expected
+        drafter.foresee(certain, 9, sampling)
+        assert drafted(drafter, 9, sampling=sampling) == expected
 
 
 @given(steps=st.lists(st.lists(st.integers(0, 3), max_size=12), max_size=6))
@@ -295,5 +336,5 @@ def test_a_long_prompt_and_a_draft_are_cheap() -> None:
     token_ids, parent = np.zeros(64, np.int64), np.zeros(64, np.int64)
     start = time.perf_counter()
     for _ in range(1000):
-        drafter.draft(8, token_ids, parent, 0)
+        drafter.draft(8, token_ids, parent, 0, GREEDY)
     assert (time.perf_counter() - start) / 1000 < 150e-6

@@ -71,7 +71,7 @@ def test_figures_of_a_plan_on_an_emulated_device(
         assert row["ops_share"] == pytest.approx(sum(row["op_ms"].values()) / row["round_ms"])
     assert rows["none"]["tokens_per_verify"] == 1.0
     assert rows["none"]["op_ms"].keys() == {"BimMask", "Sample"}
-    assert rows["head"]["op_ms"].keys() == {"CoupledDraws", "BimMask", "TreeAccept", "KvGather"}
+    assert rows["head"]["op_ms"].keys() == {"RaceNoise", "BimMask", "TreeAccept", "KvGather"}
     session = runtime.session()
     gpu_figures.decode(session, prompts[0], "none", 8)
     assert gpu_figures.verify_times(session, (0, 3, 6, 63), repeats=2).keys() == {1, 4, 7}

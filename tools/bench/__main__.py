@@ -245,8 +245,8 @@ def _add_measuring(command: argparse.ArgumentParser, count: int) -> None:
     command.add_argument("--reps", type=at_least_1, default=3, help="runs of each prompt and mode (default 3)")
     command.add_argument(
         "--sampling", type=read_sampling, default=GREEDY, metavar="greedy|KEY=VALUE,...",
-        help="how tokens are chosen: greedy (default), or temperature with any of top_k, top_p and seed, such as "
-        "temperature=0.7,top_p=0.9,seed=3",
+        help="how tokens are chosen: greedy (default), or temperature with any of top_k, top_p, min_p and seed, such "
+        "as temperature=0.7,top_p=0.9,seed=3",
     )  # fmt: skip
     command.add_argument(
         "--synthetic-accept", type=_length_of_path, metavar="LEN",

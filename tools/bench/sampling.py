@@ -9,7 +9,7 @@ from runtime.request import Options
 from runtime.sampling import SamplingParams
 
 GREEDY = SamplingParams()
-_KEYS = {"temperature": float, "top_k": int, "top_p": float, "seed": int}
+_KEYS = {"temperature": float, "top_k": int, "top_p": float, "min_p": float, "seed": int}
 _EXAMPLE = "write greedy, or such as temperature=0.7,top_p=0.9,seed=3"
 
 
@@ -49,4 +49,10 @@ def _written(sampling: SamplingParams) -> list[tuple[str, float]]:
 
 
 def as_options(sampling: SamplingParams) -> Options:
-    return Options(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, seed=sampling.seed)
+    return Options(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+    )

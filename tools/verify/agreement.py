@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from plugins.reference import Sampling, choice, uniform
+from plugins.reference import RaceKey, Sampling
 from plugins.reference.choice import filtered_weights
+from plugins.reference.race import race_times
 from plugins.schema import FilterOrder, Purpose
 from runtime import Generation, Session
 from runtime.request import Options, check_options
@@ -112,31 +113,34 @@ def find_parting(
     again: Options = options | Options(drafter="none", partial_kv="off", ignore_eos=True, max_new_tokens=index + 1)
     session.generate(prompt, whole=True, **again)
     params = check_options(again, (), ()).sampling
-    sampling = Sampling(params.temperature, params.top_k, params.top_p, FilterOrder[params.filter_order.upper()])
-    u = uniform(params.seed, params.stream, len(prompt) + index, Purpose.TARGET)
-    return index, margin(session.step_logits(0), sampling, u)
+    order = FilterOrder[params.filter_order.upper()]
+    sampling = Sampling(params.temperature, params.top_k, params.top_p, params.min_p, order)
+    key = RaceKey(params.seed, params.stream, len(prompt) + index, Purpose.TARGET)
+    return index, margin(session.step_logits(0), sampling, key)
 
 
-def margin(logits: NDArray[np.float32], sampling: Sampling, u: int) -> float:
-    """How nearly another token would have been chosen from `logits` `[V]` by the uniform number u / 2**53.
+def margin(logits: NDArray[np.float32], sampling: Sampling, key: RaceKey) -> float:
+    """How nearly another token would have been chosen from `logits` `[V]` in the race of `key`.
 
     In logits: twice the least disturbance that changes the choice or the set it is made from. Greedily, that is the
-    gap of the two largest.
+    gap of the two largest; in a race, the gap of the two fastest.
     """
     ranked = np.sort(logits.astype(np.float64))[::-1]
     if sampling.temperature == 0.0:
         return float(ranked[0] - ranked[1]) if len(ranked) > 1 else float("inf")
-    weights = filtered_weights(logits, sampling).astype(np.float64)
-    found = _to_the_ends((u + 0.5) / (2**53 - u - 0.5), weights, choice(logits, sampling, u), sampling.temperature)
+    times = np.sort(race_times(filtered_weights(logits, sampling), key)[1].astype(np.float64))
+    found = [sampling.temperature * np.log(second / times[0]) for second in times[1:2]]
     kept = sampling.top_k if 0 < sampling.top_k < len(ranked) else len(ranked)
+    temperature = 1.0 if sampling.filter_order == FilterOrder.TEMPERATURE_LAST else sampling.temperature
     if sampling.top_p < 1.0:
-        temperature = 1.0 if sampling.filter_order == FilterOrder.TEMPERATURE_LAST else sampling.temperature
         weights = np.exp((ranked[:kept] - ranked[0]) / temperature)
         sums = np.cumsum(weights)
         kept = 1 + int(np.argmax(sums >= sampling.top_p * sums[-1]))
         found += _to_the_ends(sampling.top_p / (1 - sampling.top_p), weights, kept - 1, temperature)
+    if sampling.min_p > 0.0:
+        found.append(np.abs(ranked[:kept] - ranked[0] - temperature * np.log(sampling.min_p)).min())
     found += [ranked[kept - 1] - dropped for dropped in ranked[kept : kept + 1]]
-    return float(min(found))
+    return float(min(found, default=float("inf")))
 
 
 def _to_the_ends(odds: float, weights: NDArray[np.float64], index: int, temperature: float) -> list[float]:

@@ -36,7 +36,7 @@ i64 winner(nb::object weights, u64 seed, i64 stream, i64 position, u32 purpose) 
   std::vector<u64> own(from, from + size), block_sum((size + kBlock - 1) / kBlock);
   u64 total = 0;
   for (i64 i = 0; i < size; ++i) {
-    if (own[i] > static_cast<u64>(kWeightOne)) refuse("race", "a weight is more than 2^40.");
+    if (own[i] > u64{1} << 50) refuse("race", "a weight is more than 2^50.");
     block_sum[i / kBlock] += own[i];
     total += own[i];
   }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "clones.h"
+#include "race.h"
 
 namespace outrider {
 
@@ -216,15 +217,6 @@ OUTRIDER_CLONES u64 reweigh(const float* logits, i64 size, float top, double tem
   return total;
 }
 
-// The first place whose cumulative weight exceeds `place_in_sum`, which is below the total.
-i64 place_at(u64 place_in_sum, const u64* weights, const u64* block_sum) {
-  i64 block = 0;
-  while (place_in_sum >= block_sum[block]) place_in_sum -= block_sum[block++];
-  i64 i = block * kBlock;
-  while (place_in_sum >= weights[i]) place_in_sum -= weights[i++];
-  return i;
-}
-
 Survivors only(i64 token) {
   constexpr u64 all = static_cast<u64>(kWeightOne);
   i64* ids = grown(scratch.ids, 1);
@@ -258,21 +250,37 @@ RowFault filter(const float* logits, i64 vocabulary, const Sampling& sampling, S
   u64* weights = grown(scratch.weights, size);
   u64* block_sum = grown(scratch.block_sum, blocks_of(size));
   const float top = logit_of(extremes.top);
-  const bool cut_at_one = sampling.top_p < 1.0 && sampling.filter_order == kTemperatureLast;
+  const bool cuts = sampling.top_p < 1.0 || sampling.min_p > 0.0;
+  const bool cut_at_one = cuts && sampling.filter_order == kTemperatureLast;
   const double first_temperature = cut_at_one ? 1.0 : sampling.temperature;
   u64 total = weigh(logits, size, block_top, top, first_temperature, weights, block_sum);
-  if (sampling.top_p < 1.0) {
-    const u64 need = nucleus_need(sampling.top_p, total);
-    total = keep_from(nucleus_cut(weights, size, block_sum, total, need), size, weights, block_sum);
+  if (cuts) {
+    u64 cut = least_share(sampling.min_p);
+    if (sampling.top_p < 1.0) {
+      cut = std::max(cut, nucleus_cut(weights, size, block_sum, total, nucleus_need(sampling.top_p, total)));
+    }
+    total = keep_from(std::max<u64>(cut, 1), size, weights, block_sum);
     if (cut_at_one) total = reweigh(logits, size, top, sampling.temperature, weights, block_sum);
   }
   survivors = {ids, weights, block_sum, size, total};
   return RowFault::kNone;
 }
 
-i64 drawn(const Survivors& survivors, u64 uniform53) {
-  const i64 place = place_at(draw_place(uniform53, survivors.total), survivors.weights, survivors.block_sum);
-  return survivors.ids ? survivors.ids[place] : place;
+RowFault choose(const float* logits, i64 vocabulary, const Sampling& sampling, const RaceKey& key, i64& token) {
+  const bool limited = sampling.top_k > 0 && sampling.top_k < vocabulary;
+  const bool reweighs = sampling.min_p > 0.0 && sampling.filter_order == kTemperatureLast;
+  if (sampling.temperature == 0.0 || limited || sampling.top_p < 1.0 || reweighs) {
+    Survivors left;
+    const RowFault fault = filter(logits, vocabulary, sampling, left);
+    if (fault == RowFault::kNone) token = raced(left, key);
+    return fault;
+  }
+  i32* block_top = grown(scratch.block_top, blocks_of(vocabulary));
+  const Extremes extremes = scan(logits, vocabulary, block_top);
+  if (const RowFault fault = fault_of(extremes); fault != RowFault::kNone) return fault;
+  token = raced_row(logits, vocabulary, block_top, logit_of(extremes.top), sampling.temperature,
+                    least_share(sampling.min_p), key, grown(scratch.block_sum, blocks_of(vocabulary)));
+  return RowFault::kNone;
 }
 
 u64 weight_of(const Survivors& survivors, i64 token) {
@@ -292,6 +300,7 @@ const char* settings_fault(const Sampling& sampling) {
   }
   if (sampling.top_k < 0) return "top_k must be at least 0 (0 is off)";
   if (!(sampling.top_p >= 0.0 && sampling.top_p <= 1.0)) return "top_p must be in 0..1 (1 is off)";
+  if (!(sampling.min_p >= 0.0 && sampling.min_p <= 1.0)) return "min_p must be in 0..1 (0 is off)";
   if (sampling.filter_order != kTemperatureFirst && sampling.filter_order != kTemperatureLast) {
     return "filter_order must be 0 (temperature first) or 1 (temperature last)";
   }

@@ -1,8 +1,9 @@
-// The distribution of one row of logits behind its filters, and the token drawn from it, for any vocabulary size.
+// The distribution of one row of logits behind its filters, for any vocabulary size.
 // Allocates only when a row is longer than any before it on this thread.
 #pragma once
 
 #include "../choice.h"
+#include "../race.h"
 
 namespace outrider {
 
@@ -24,8 +25,8 @@ struct Survivors {
 // Fills `survivors`, unless the row has a fault. `sampling` is valid (see settings_fault).
 RowFault filter(const float* logits, i64 vocabulary, const Sampling& sampling, Survivors& survivors);
 
-// The token whose weight the draw meets, in id order. `total` is more than 0.
-i64 drawn(const Survivors& survivors, u64 uniform53);
+// Puts the id that a row chooses into `token`, unless the row has a fault: who wins the race among the survivors.
+RowFault choose(const float* logits, i64 vocabulary, const Sampling& sampling, const RaceKey& key, i64& token);
 
 // The weight of a token of the vocabulary.
 u64 weight_of(const Survivors& survivors, i64 token);

@@ -8,7 +8,7 @@ NB_MODULE(_native, module) {
   outrider::register_sample(module);
   outrider::register_tree_accept(module);
   outrider::register_chain_accept(module);
-  outrider::register_draws(module);
+  outrider::register_race_noise(module);
   outrider::register_kv_gather(module);
   outrider::register_block_summary(module);
   outrider::register_block_select(module);

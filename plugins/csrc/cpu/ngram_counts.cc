@@ -11,6 +11,7 @@ constexpr double kFirstDoubt = 0.5, kLessBy = 0.65;
 constexpr double kShares = 4.0;  // how many shares the assumption weighs as much as
 constexpr u32 kRoot = 0;         // the node of the empty context
 constexpr int kFirstBits = 10;
+constexpr double kDoubt = 0.5;  // how often a race of the counts tells nothing of the target's
 
 }  // namespace
 
@@ -72,7 +73,7 @@ void NgramCounts::go_back() {
   tails_ = certain_tails_;
 }
 
-const std::vector<u32>& NgramCounts::foresee(i64 limit) {
+const std::vector<u32>& NgramCounts::foresee(i64 limit, const Races& races) {
   foreseen_.clear();
   guesses_.clear();
   next_guess_ = 0;
@@ -85,17 +86,40 @@ const std::vector<u32>& NgramCounts::foresee(i64 limit) {
       --length;
     }
     if (length < shortest_) break;
-    const u32 best = nodes_[context].best;
-    const double share = static_cast<double>(nodes_[best].count) / nodes_[context].total;
-    chance *= share * trust_.worth(length);
+    const Choice choice = likeliest(context, races, static_cast<i64>(foreseen_.size()));
+    chance *= choice.share * trust_.worth(length);
     if (chance < least_chance_) break;
-    foreseen_.push_back(nodes_[best].token);
-    guesses_.push_back({nodes_[best].token, length, share});
+    foreseen_.push_back(nodes_[choice.node].token);
+    guesses_.push_back({nodes_[choice.node].token, length, choice.share});
     // Nothing longer can be known behind one more token. An n-gram too long for a context has no continuations.
-    context = best;
+    context = choice.node;
     ++length;
   }
   return foreseen_;
+}
+
+// The likeliest continuation of a context that has some, `ahead` tokens behind the sequence, and its chance.
+NgramCounts::Choice NgramCounts::likeliest(u32 context, const Races& races, i64 ahead) const {
+  const Node& of = nodes_[context];
+  const double best_count = nodes_[of.best].count;
+  if (!(races.temperature > 0.0) || nodes_[of.best].count == of.total) return {of.best, best_count / of.total};
+  const RaceKey key = race_key(races.seed, races.stream, races.position + ahead, kForTarget);
+  const auto weight_of = [&](u32 node) { return std::pow(nodes_[node].count / best_count, 1.0 / races.temperature); };
+  const auto pace_of = [&](u32 node) {
+    const u32 token = nodes_[node].token;
+    return weight_of(node) / exponential(race_block(key, token / kRacers).word[token % kRacers]);
+  };
+  double weights = 0.0, paces = 0.0;
+  for (u32 node = of.last; node != kRoot; node = nodes_[node].before) {
+    weights += weight_of(node);
+    paces += pace_of(node);
+  }
+  Choice choice = {kRoot, 0.0};
+  for (u32 node = of.last; node != kRoot; node = nodes_[node].before) {
+    const double share = (1.0 - kDoubt) * pace_of(node) / paces + kDoubt * weight_of(node) / weights;
+    if (share > choice.share) choice = {node, share};
+  }
+  return choice;
 }
 
 // Counts `token` behind every tail; the nodes of the n-grams of 0, 1, 2 ... tokens that it ends are the longer tails.
@@ -105,7 +129,8 @@ void NgramCounts::count_continuation(u32 token) {
     u32& found = child(context, token);
     if (found == kRoot) {
       found = static_cast<u32>(nodes_.size());
-      nodes_.push_back({token, 0, longer_tails_.back(), 0, kRoot});
+      nodes_.push_back({token, 0, longer_tails_.back(), 0, kRoot, kRoot, nodes_[context].last});
+      nodes_[context].last = found;
     }
     const u32 node = found;
     ++nodes_[node].count;

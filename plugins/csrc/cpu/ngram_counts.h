@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "../portable.h"
+#include "../race.h"
 
 namespace outrider {
 
@@ -21,6 +22,14 @@ class Trust {
   std::vector<double> worth_, came_, drafted_;
 };
 
+// The races that the target runs behind a sequence; at temperature 0 it takes the likeliest token.
+struct Races {
+  u64 seed;
+  i64 stream;
+  i64 position;  // of the next token
+  double temperature;
+};
+
 // A trie of all n-grams up to longest + 1 tokens. An n-gram's node serves twice: as the count of its last token behind
 // the others, and as a context itself. `tails_` are the nodes of the sequence's last 0, 1, 2 ... tokens, so that a new
 // token costs one look into a hash table for each length.
@@ -36,10 +45,12 @@ class NgramCounts {
   void go_ahead(u32 token);
   void go_back();
 
-  // The tokens that are foreseen behind the sequence, at most `limit`: the most frequent continuation of the longest
-  // context that has one (of equally frequent ones the most recent), and so on behind it. They end where no context is
-  // known, or where the chance that all of them come falls below least_chance. What comes is compared with them.
-  const std::vector<u32>& foresee(i64 limit);
+  // The tokens that are foreseen behind the sequence, at most `limit`: the likeliest continuation of the longest context
+  // that has one, and so on behind it. That is the most frequent one (of equally frequent ones the most recent); where
+  // the target runs races, the one that is likeliest to win, by the same score as in TreeExpand. They end where no
+  // context is known, or where the chance that all of them come falls below least_chance. What comes is compared with
+  // them.
+  const std::vector<u32>& foresee(i64 limit, const Races& races);
 
  private:
   struct Node {
@@ -48,6 +59,12 @@ class NgramCounts {
     u32 shorter;  // the n-gram without its first token
     u32 total;    // of its continuations' counts
     u32 best;     // of its continuations
+    u32 last;     // of its continuations, the one that was seen first the latest
+    u32 before;   // of its context's continuations, the one that was seen first before it
+  };
+  struct Choice {
+    u32 node;
+    double share;
   };
   struct Guess {
     u32 token;
@@ -56,6 +73,7 @@ class NgramCounts {
   };
 
   void count_continuation(u32 token);
+  Choice likeliest(u32 context, const Races& races, i64 ahead) const;
   u32& child(u32 context, u32 token);
   void grow();
 

@@ -46,12 +46,15 @@ class Ngrams {
 
   void go_back() { counts_.go_back(); }
 
-  i64 foresee(i64 limit) { return static_cast<i64>(counts_.foresee(limit).size()); }
+  i64 foresee(i64 limit, u64 seed, i64 stream, i64 position, double temperature) {
+    return static_cast<i64>(counts_.foresee(limit, {seed, stream, position, temperature}).size());
+  }
 
   using Array = nb::ndarray<i64, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-  i64 draft(i64 limit, Array token_ids, Array parent, i64 root) {
-    const std::vector<u32>& foreseen = counts_.foresee(limit);
+  i64 draft(i64 limit, Array token_ids, Array parent, i64 root, u64 seed, i64 stream, i64 position,
+            double temperature) {
+    const std::vector<u32>& foreseen = counts_.foresee(limit, {seed, stream, position, temperature});
     const i64 count = static_cast<i64>(foreseen.size());
     const i64 room = static_cast<i64>(std::min(token_ids.size(), parent.size())) - 1 - root;
     if (root < 0 || count > room) refuse(kName, "there is no room for the draft behind node " + std::to_string(root) + ".");
@@ -76,9 +79,11 @@ void register_ngrams(nb::module_& module) {
       .def("extend_one", &Ngrams::extend_one, nb::arg("token"), nb::arg("likely"))
       .def("go_ahead", &Ngrams::go_ahead, nb::arg("token_ids"))
       .def("go_back", &Ngrams::go_back)
-      .def("foresee", &Ngrams::foresee, nb::arg("limit"))
+      .def("foresee", &Ngrams::foresee, nb::arg("limit"), nb::arg("seed") = 0, nb::arg("stream") = 0,
+           nb::arg("position") = 0, nb::arg("temperature") = 0.0)
       .def("draft", &Ngrams::draft, nb::arg("limit"), nb::arg("token_ids").noconvert(),
-           nb::arg("parent").noconvert(), nb::arg("root"));
+           nb::arg("parent").noconvert(), nb::arg("root"), nb::arg("seed") = 0, nb::arg("stream") = 0,
+           nb::arg("position") = 0, nb::arg("temperature") = 0.0);
 }
 
 }  // namespace outrider

@@ -9,7 +9,7 @@ void register_bim_mask(nanobind::module_& module);
 void register_sample(nanobind::module_& module);
 void register_tree_accept(nanobind::module_& module);
 void register_chain_accept(nanobind::module_& module);
-void register_draws(nanobind::module_& module);
+void register_race_noise(nanobind::module_& module);
 void register_kv_gather(nanobind::module_& module);
 void register_block_summary(nanobind::module_& module);
 void register_block_select(nanobind::module_& module);

@@ -1,5 +1,7 @@
 #include "race.h"
 
+#include "clones.h"
+
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
 #define OUTRIDER_AVX2 __attribute__((target("avx2")))
@@ -84,13 +86,71 @@ Words words_here() {
 // is never below (2^32 - word - 1/2) / 2^32 but for rounding.
 bool may_win(u32 largest, double weight, i32 best) {
   const double least = (static_cast<double>(~largest) + 0.5) * 0x1p-32;
-  return least * (1.0 - 0x1p-18) < static_cast<double>(float_of(best)) * weight;
+  return least * (1.0 - 0x1p-18) <= static_cast<double>(float_of(best)) * weight;
+}
+
+const Words words_of_block = words_here();
+
+OUTRIDER_CLONES void exponentials(const u32* words, float* noise) {
+  for (int i = 0; i < kBlock; ++i) noise[i] = exponential(words[i]);
 }
 
 }  // namespace
 
+void all_noise(const RaceKey& key, i64 vocabulary, float* noise) {
+  u32 words[kBlock];
+  float of_block[kBlock];
+  for (i64 start = 0; start < vocabulary; start += kBlock) {
+    words_of_block(key, static_cast<u32>(start / kRacers), words);
+    exponentials(words, of_block);
+    const i64 size = vocabulary - start < kBlock ? vocabulary - start : kBlock;
+    for (i64 i = 0; i < size; ++i) noise[start + i] = of_block[place_of(i)];
+  }
+}
+
+namespace {
+
+OUTRIDER_CLONES void weigh_tops(const i32* block_top, i64 blocks, float top, double temperature, u64* bounds) {
+  for (i64 i = 0; i < blocks; ++i) bounds[i] = weight(logit_of(block_top[i]), top, temperature);
+}
+
+}  // namespace
+
+i64 raced_row(const float* logits, i64 size, const i32* block_top, float top, double temperature, u64 least_weight,
+              const RaceKey& key, u64* bounds) {
+  const i64 blocks = (size + kBlock - 1) / kBlock;
+  weigh_tops(block_top, blocks, top, temperature, bounds);
+  i64 winner = 0;
+  i32 best = kNobodyYet;
+  u32 words[kBlock];
+  const auto race_block_at = [&](i64 block) {
+    if (bounds[block] == 0 || bounds[block] < least_weight) return;
+    const i64 start = block * kBlock;
+    const i64 end = start + kBlock < size ? start + kBlock : size;
+    const u32 largest = words_of_block(key, static_cast<u32>(start / kRacers), words);
+    if (!may_win(largest, double_from(bounds[block]), best)) return;
+    for (i64 id = start; id < end; ++id) {
+      const u32 word = words[place_of(id - start)];
+      if (!may_win(word, double_from(bounds[block]), best)) continue;
+      const u64 own = weight(logits[id], top, temperature);
+      if (own == 0 || own < least_weight) continue;
+      const i32 time = bits_of(race_time(word, own));
+      if (time < best || (time == best && id < winner)) {
+        best = time;
+        winner = id;
+      }
+    }
+  };
+  // The block of the likeliest first: whoever is fast there leaves little to look at.
+  i64 first = 0;
+  while (bounds[first] != static_cast<u64>(kWeightOne)) ++first;
+  race_block_at(first);
+  for (i64 block = 0; block < blocks; ++block)
+    if (block != first) race_block_at(block);
+  return winner;
+}
+
 i64 raced(const Survivors& survivors, const RaceKey& key) {
-  static const Words words_of_block = words_here();
   i32 best = kNobodyYet;  // bits of the least time: those of positive floats order as the floats do
   i64 winner = 0;
   u32 words[kBlock];

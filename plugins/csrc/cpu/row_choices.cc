@@ -8,7 +8,7 @@ namespace nb = nanobind;
 
 RowChoices::RowChoices(const char* op, Binder& binder, nb::handle logits, nb::handle logit_indices, nb::handle positions,
                        nb::handle branch, nb::handle temperature, nb::handle top_k, nb::handle top_p,
-                       nb::handle filter_order, nb::handle seed, nb::handle stream, i64 purpose)
+                       nb::handle min_p, nb::handle filter_order, nb::handle seed, nb::handle stream, i64 purpose)
     : op_(op) {
   logits_ = binder.input<float>("logits", logits, {"M", "V"});
   logit_indices_ = binder.input<i64>("logit_indices", logit_indices, {"M"});
@@ -17,6 +17,7 @@ RowChoices::RowChoices(const char* op, Binder& binder, nb::handle logits, nb::ha
   slots_.temperature = binder.input<double>("temperature", temperature, {"B"});
   slots_.top_k = binder.input<i64>("top_k", top_k, {"B"});
   slots_.top_p = binder.input<double>("top_p", top_p, {"B"});
+  slots_.min_p = binder.input<double>("min_p", min_p, {"B"});
   slots_.filter_order = binder.input<i64>("filter_order", filter_order, {"B"});
   slots_.seed = binder.input<u64>("seed", seed, {"B"});
   slots_.stream = binder.input<i64>("stream", stream, {"B"});
@@ -50,21 +51,28 @@ void RowChoices::check(i64 new_tokens, i64 count) const {
 }
 
 i64 RowChoices::at(i64 place) const {
-  const Survivors left = survivors(place);
-  return drawn(left, uniform(place, purpose_));
+  i64 token = 0;
+  const Sampling sampling = sampling_of(slots_, branch(place));
+  refuse_fault(place, choose(logits_ + place * vocabulary_, vocabulary_, sampling, race(place, purpose_), token));
+  return token;
 }
 
 Survivors RowChoices::survivors(i64 place) const {
   Survivors left;
   const Sampling sampling = sampling_of(slots_, branch(place));
-  const RowFault fault = filter(logits_ + place * vocabulary_, vocabulary_, sampling, left);
-  if (fault != RowFault::kNone) {
-    refuse(op_, "row " + std::to_string(place) + " of logits (new token " + std::to_string(logit_indices_[place]) +
-                    ", branch " + std::to_string(branch(place)) + ") " +
-                    (fault == RowFault::kNan ? "contains NaN" : "is -inf for every token") +
-                    ": no token can be chosen.");
-  }
+  refuse_fault(place, filter(logits_ + place * vocabulary_, vocabulary_, sampling, left));
   return left;
+}
+
+void RowChoices::refuse_fault(i64 place, RowFault fault) const {
+  if (fault == RowFault::kNone) return;
+  refuse(op_, "row " + std::to_string(place) + " of logits (new token " + std::to_string(logit_indices_[place]) +
+                  ", branch " + std::to_string(branch(place)) + ") " +
+                  (fault == RowFault::kNan ? "contains NaN" : "is -inf for every token") + ": no token can be chosen.");
+}
+
+RaceKey RowChoices::race(i64 place, u32 purpose) const {
+  return next_race(slots_, branch(place), positions_[logit_indices_[place]], purpose);
 }
 
 u64 RowChoices::uniform(i64 place, u32 purpose) const {

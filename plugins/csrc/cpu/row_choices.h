@@ -1,4 +1,4 @@
-// The choices of a step: what is drawn at a place of `logit_indices`, with the settings and the draw of its token's
+// The choices of a step: what is drawn at a place of `logit_indices`, with the settings and the race of its token's
 // branch.
 #pragma once
 
@@ -14,8 +14,8 @@ class RowChoices {
  public:
   RowChoices(const char* op, Binder& binder, nanobind::handle logits, nanobind::handle logit_indices,
              nanobind::handle positions, nanobind::handle branch, nanobind::handle temperature, nanobind::handle top_k,
-             nanobind::handle top_p, nanobind::handle filter_order, nanobind::handle seed, nanobind::handle stream,
-             i64 purpose);
+             nanobind::handle top_p, nanobind::handle min_p, nanobind::handle filter_order, nanobind::handle seed,
+             nanobind::handle stream, i64 purpose);
 
   // Refuses extents beyond the buffers, and indices and settings that cannot be used.
   void check(i64 new_tokens, i64 count) const;
@@ -23,7 +23,8 @@ class RowChoices {
   i64 at(i64 place) const;
   // What it is drawn from. Scratch of this thread, until the next place is asked for.
   Survivors survivors(i64 place) const;
-  // The uniform number of the token behind a place.
+  // The race, and the uniform number, of the token behind a place.
+  RaceKey race(i64 place, u32 purpose) const;
   u64 uniform(i64 place, u32 purpose) const;
 
   const i64* logit_indices() const { return logit_indices_; }
@@ -32,6 +33,8 @@ class RowChoices {
   i64 bytes(i64 count) const { return count * vocabulary_ * static_cast<i64>(sizeof(float)); }
 
  private:
+  void refuse_fault(i64 place, RowFault fault) const;
+
   const char* op_;
   const float* logits_;
   const i64* logit_indices_;

@@ -19,10 +19,10 @@ constexpr const char* kOp = "Sample";
 class Sample {
  public:
   Sample(nb::object logits, nb::object logit_indices, nb::object positions, nb::object branch, nb::object temperature,
-         nb::object top_k, nb::object top_p, nb::object filter_order, nb::object seed, nb::object stream,
+         nb::object top_k, nb::object top_p, nb::object min_p, nb::object filter_order, nb::object seed, nb::object stream,
          nb::object committed, i64 purpose)
       : binder_(kOp),
-        choices_(kOp, binder_, logits, logit_indices, positions, branch, temperature, top_k, top_p, filter_order, seed,
+        choices_(kOp, binder_, logits, logit_indices, positions, branch, temperature, top_k, top_p, min_p, filter_order, seed,
                  stream, purpose),
         committed_(binder_.output<i64>("committed", committed, {"M"})) {}
 
@@ -42,10 +42,10 @@ class Sample {
 
 void register_sample(nb::module_& module) {
   nb::class_<Sample>(module, "Sample")
-      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object,
+      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object,
                     nb::object, nb::object, nb::object, i64>(),
            nb::arg("logits"), nb::arg("logit_indices"), nb::arg("positions"), nb::arg("branch"), nb::arg("temperature"),
-           nb::arg("top_k"), nb::arg("top_p"), nb::arg("filter_order"), nb::arg("seed"), nb::arg("stream"),
+           nb::arg("top_k"), nb::arg("top_p"), nb::arg("min_p"), nb::arg("filter_order"), nb::arg("seed"), nb::arg("stream"),
            nb::arg("committed"), nb::arg("purpose") = 0)
       .def("__call__", &Sample::call);
 }

@@ -45,6 +45,11 @@ OUTRIDER_DEVICE FilteredRow filtered(const ChoiceStep& step, i64 place) {
                     step.scratch + place * step.vocabulary);
 }
 
+OUTRIDER_DEVICE RaceKey race_of(const ChoiceStep& step, i64 place, u32 purpose) {
+  const i64 row = step.logit_indices[place];
+  return next_race(step.slots, step.branch[row], step.positions[row], purpose);
+}
+
 OUTRIDER_DEVICE u64 uniform_of(const ChoiceStep& step, i64 place, u32 purpose) {
   const i64 row = step.logit_indices[place];
   return next_uniform(step.slots, step.branch[row], step.positions[row], purpose);
@@ -52,17 +57,17 @@ OUTRIDER_DEVICE u64 uniform_of(const ChoiceStep& step, i64 place, u32 purpose) {
 
 OUTRIDER_KERNEL outrider_sample(const float* logits, const i64* logit_indices, const i64* positions, const i64* branch,
                                 const double* temperature, const i64* top_k, const double* top_p,
-                                const i64* filter_order, const u64* seed, const i64* stream, i64* committed,
+                                const double* min_p, const i64* filter_order, const u64* seed, const i64* stream, i64* committed,
                                 u64* scratch, i64* status, i64 vocabulary, i64 branches, i64 purpose) {
-  const ChoiceStep step = {logits,  logit_indices, positions, branch,   {temperature, top_k, top_p, filter_order, seed, stream},
-                           scratch, vocabulary, branches};
+  const SamplingSlots slots = {temperature, top_k, top_p, min_p, filter_order, seed, stream};
+  const ChoiceStep step = {logits, logit_indices, positions, branch, slots, scratch, vocabulary, branches};
   const i64 place = block_index();
   const FilteredRow row = filtered(step, place);
   if (row.fault != kNoFault) {
     if (thread_index() == 0) *status = row.fault;
     return;
   }
-  const i64 token = draw_token(row, uniform_of(step, place, static_cast<u32>(purpose)));
+  const i64 token = draw_token(row, race_of(step, place, static_cast<u32>(purpose)));
   if (thread_index() == 0) committed[place] = token;
 }
 
@@ -129,17 +134,17 @@ OUTRIDER_DEVICE i64 end_of_tree(const Trees& trees, i64 place) {
 
 OUTRIDER_KERNEL outrider_tree_accept(const float* logits, const i64* logit_indices, const i64* positions, const i64* branch,
                                      const double* temperature, const i64* top_k, const double* top_p,
-                                     const i64* filter_order, const u64* seed, const i64* stream, const i64* token_ids,
+                                     const double* min_p, const i64* filter_order, const u64* seed, const i64* stream, const i64* token_ids,
                                      const i64* parent, i64* committed, i64* accepted_count, i64* kept_indices,
                                      i64* kept_count, u64* scratch, i64* status, i64* chosen, i64* next, u32* counter,
                                      i64 vocabulary, i64 branches, i64 most_trees, i64 new_tokens, i64 purpose) {
-  const ChoiceStep step = {logits,  logit_indices, positions, branch,   {temperature, top_k, top_p, filter_order, seed, stream},
-                           scratch, vocabulary, branches};
+  const SamplingSlots slots = {temperature, top_k, top_p, min_p, filter_order, seed, stream};
+  const ChoiceStep step = {logits, logit_indices, positions, branch, slots, scratch, vocabulary, branches};
   const Trees trees = {logit_indices, block_count(), parent, token_ids};
   const i64 place = block_index();
   const FilteredRow row = filtered(step, place);
   i64 token = in_place_of_token(row.fault);
-  if (row.fault == kNoFault) token = draw_token(row, uniform_of(step, place, static_cast<u32>(purpose)));
+  if (row.fault == kNoFault) token = draw_token(row, race_of(step, place, static_cast<u32>(purpose)));
   if (thread_index() == 0) {
     chosen[place] = token;
     next[place] = token < 0 ? kNobody : child_holding(trees, place, end_of_tree(trees, place), token);
@@ -168,15 +173,15 @@ OUTRIDER_DEVICE void tell_trials(const Trees& trees, const volatile i64* next, c
 
 OUTRIDER_KERNEL outrider_chain_accept(const float* logits, const i64* logit_indices, const i64* positions,
                                       const i64* branch, const double* temperature, const i64* top_k,
-                                      const double* top_p, const i64* filter_order, const u64* seed, const i64* stream,
+                                      const double* top_p, const double* min_p, const i64* filter_order, const u64* seed, const i64* stream,
                                       const i64* token_ids, const i64* parent, const float* draft_probs,
                                       const i64* skip_sample_adjustment, const i64* by_rejection, i64* committed,
                                       i64* accepted_count, i64* kept_indices, i64* kept_count, double* trials,
                                       u64* scratch, i64* status,
                                       i64* chosen, i64* next, double* weighed, u32* counter, i64 vocabulary,
                                       i64 branches, i64 most_trees, i64 new_tokens) {
-  const ChoiceStep step = {logits,  logit_indices, positions, branch,   {temperature, top_k, top_p, filter_order, seed, stream},
-                           scratch, vocabulary, branches};
+  const SamplingSlots slots = {temperature, top_k, top_p, min_p, filter_order, seed, stream};
+  const ChoiceStep step = {logits, logit_indices, positions, branch, slots, scratch, vocabulary, branches};
   const Trees trees = {logit_indices, block_count(), parent, token_ids};
   const i64 place = block_index();
   const FilteredRow row = filtered(step, place);
@@ -197,7 +202,7 @@ OUTRIDER_KERNEL outrider_chain_accept(const float* logits, const i64* logit_indi
   double ratio = 0.0;
   const u64 r = fault == kNoFault ? uniform_of(step, place, kForRejection) : 0;
   if (fault == kNoFault && !has_child) {
-    token = draw_token(row, uniform_of(step, place, kForTarget));  // the bonus, or the choice
+    token = draw_token(row, race_of(step, place, kForTarget));  // the bonus, or the choice
     if (!weighs) follows = child_holding(trees, place, end_of_tree(trees, place), token);
   } else if (fault == kNoFault) {
     const double scale = probability_scale(row.total);
@@ -205,12 +210,12 @@ OUTRIDER_KERNEL outrider_chain_accept(const float* logits, const i64* logit_indi
     const u64 p = target_probability(own, scale);
     const u64 q_own = draft_probability(q[proposed]);
     ratio = p ? static_cast<double>(p) / static_cast<double>(q_own) : 0.0;
-    const u64 u = uniform_of(step, place, kForTarget);
+    const RaceKey race = race_of(step, place, kForTarget);
     if (accepts(r, p, q_own)) {
       token = proposed;
       follows = drafted;
     } else {
-      token = draw_token(row, u);  // where nothing is left, or nothing is to be adjusted
+      token = draw_token(row, race);  // where nothing is left, or nothing is to be adjusted
       if (skip_sample_adjustment[branch[logit_indices[place]]] == 0) {
         u64* rest = step.scratch + place * vocabulary;
         u64 own_total = 0;
@@ -219,8 +224,8 @@ OUTRIDER_KERNEL outrider_chain_accept(const float* logits, const i64* logit_indi
           rest[i] = residual(target_probability(mass, scale), draft_probability(q[i]));
           own_total += rest[i];
         }
-        const u64 total = fold(own_total, Sum());
-        if (total != 0) token = token_at(rest, vocabulary, draw_place(u, total));
+        const u64 total = fold(own_total, Sum());  // and a barrier: all of the rest stands
+        if (total != 0) token = winner(rest, vocabulary, race);
       }
     }
   }

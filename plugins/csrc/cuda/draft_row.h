@@ -14,11 +14,14 @@ struct DraftRow {
   float top;
   u64 total;       // of the units of all tokens
   float least;     // the smallest logit that is kept
+  float min_p;     // the least weight that is kept
   u64 kept_total;  // of the units of those that are kept
 
   OUTRIDER_DEVICE float weight(i64 token) const { return draft_weight(legible(logits[token]), top, heat); }
-  OUTRIDER_DEVICE bool keeps(i64 token) const { return legible(logits[token]) >= least; }
-  OUTRIDER_DEVICE u64 kept(i64 token) const { return keeps(token) ? units_of(weight(token)) : 0; }
+  OUTRIDER_DEVICE float kept(i64 token) const {
+    const float own = weight(token);
+    return legible(logits[token]) >= least && own >= min_p ? own : 0.0f;
+  }
 };
 
 // The smallest logit that top-k and top-p keep, of the `likely` best of a row that is whole but for them. Every thread
@@ -45,14 +48,14 @@ OUTRIDER_DEVICE float least_kept(const DraftFilters& filters, const DraftRow& ro
 OUTRIDER_DEVICE DraftRow read_row(const float* logits, i64 size, const DraftFilters& filters, i64 count, u64* best) {
   const i64 likely = kLikely < size ? kLikely : size;
   find_best_values(logits, size, filters.cut() && likely > count ? likely : count, best);
-  DraftRow row = {logits, size, filters.heat, value_of(best[0]), 0, minus_infinity(), 0};
+  DraftRow row = {logits, size, filters.heat, value_of(best[0]), 0, minus_infinity(), filters.min_p, 0};
   u64 own = 0;
   for (i64 i = thread_index(); i < size; i += thread_count()) own += units_of(row.weight(i));
   row.total = row.kept_total = fold(own, Sum());
-  if (filters.cut()) {
-    row.least = least_kept(filters, row, best, likely);
+  if (filters.cut()) row.least = least_kept(filters, row, best, likely);
+  if (filters.cut() || filters.min_p > 0.0f) {
     own = 0;
-    for (i64 i = thread_index(); i < size; i += thread_count()) own += row.kept(i);
+    for (i64 i = thread_index(); i < size; i += thread_count()) own += units_of(row.kept(i));
     row.kept_total = fold(own, Sum());
   }
   return row;

@@ -4,7 +4,7 @@
 // token, zero where the filters drop it.
 #pragma once
 
-#include "../choice.h"
+#include "../race.h"
 #include "fold.h"
 
 namespace outrider {
@@ -110,7 +110,8 @@ OUTRIDER_DEVICE FilteredRow filter_row(const float* logits, i64 size, const Samp
   const bool limited = sampling.top_k > 0 && sampling.top_k < size;
   const i32 least_key = limited ? top_k_key(logits, size, sampling.top_k) : -0x7fffffff - 1;
   const bool nucleus = sampling.top_p < 1.0;
-  const bool again = nucleus && sampling.filter_order == kTemperatureLast;
+  const bool cuts = nucleus || sampling.min_p > 0.0;
+  const bool again = cuts && sampling.filter_order == kTemperatureLast;
   const double heat = again ? 1.0 : sampling.temperature;
   u64 own_total = 0;
   for (i64 i = thread_index(); i < size; i += thread_count()) {
@@ -118,9 +119,13 @@ OUTRIDER_DEVICE FilteredRow filter_row(const float* logits, i64 size, const Samp
     own_total += weights[i];
   }
   u64 total = fold(own_total, Sum());  // and a barrier: every weight stands
-  if (nucleus) {
-    const u64 need = nucleus_need(sampling.top_p, total);
-    const u64 cut = nucleus_cut(weights, size, need > 0 ? need : 1);
+  if (cuts) {
+    u64 cut = least_share(sampling.min_p);
+    if (nucleus) {
+      const u64 need = nucleus_need(sampling.top_p, total);
+      const u64 of_nucleus = nucleus_cut(weights, size, need > 0 ? need : 1);
+      cut = of_nucleus > cut ? of_nucleus : cut;
+    }
     own_total = 0;
     for (i64 i = thread_index(); i < size; i += thread_count()) {
       const bool kept = weights[i] != 0 && weights[i] >= cut;
@@ -132,32 +137,29 @@ OUTRIDER_DEVICE FilteredRow filter_row(const float* logits, i64 size, const Samp
   return {weights, size, total, 0, kNoFault};
 }
 
-// The first token whose cumulative weight exceeds `place`, which is below the total of the weights `weight_at(token)`.
-template <typename WeightAt>
-OUTRIDER_DEVICE i64 token_by(const WeightAt& weight_at, i64 size, u64 place) {
-  OUTRIDER_SHARED i64 found;
-  const Stretch stretch = own_stretch(size);
-  u64 own = 0;
-  for (i64 i = stretch.begin; i < stretch.end; ++i) own += weight_at(i);
-  u64 before = sum_before(own);
-  if (before <= place && place < before + own) {
-    i64 i = stretch.begin;
-    for (u64 w = weight_at(i); before + w <= place; w = weight_at(++i)) before += w;
-    found = i;
+// The token of a row of weights, some more than 0, that wins the race. Every thread gets it.
+OUTRIDER_DEVICE i64 winner(const u64* weights, i64 size, const RaceKey& key) {
+  u64 own = ~u64{0};  // a time and its token: bits of positive floats order as the floats do
+  for (i64 quad = thread_index(); quad * kRacers < size; quad += thread_count()) {
+    const i64 first = quad * kRacers;
+    const int count = static_cast<int>(size - first < kRacers ? size - first : kRacers);
+    bool some = false;
+    for (int i = 0; i < count; ++i) some = some || weights[first + i] != 0;
+    if (!some) continue;
+    const PhiloxBlock block = race_block(key, static_cast<u32>(quad));
+    for (int i = 0; i < count; ++i) {
+      if (weights[first + i] == 0) continue;
+      const u64 time = static_cast<u32>(bits_of(race_time(block.word[i], weights[first + i])));
+      const u64 entry = (time << 32) | static_cast<u64>(first + i);
+      own = entry < own ? entry : own;
+    }
   }
-  barrier();
-  const i64 token = found;
-  barrier();
-  return token;
+  return static_cast<i64>(fold(own, Least()) & 0xffffffffu);
 }
 
-OUTRIDER_DEVICE i64 token_at(const u64* weights, i64 size, u64 place) {
-  return token_by([weights](i64 i) { return weights[i]; }, size, place);
-}
-
-// The token that the draw chooses from a row without a fault.
-OUTRIDER_DEVICE i64 draw_token(const FilteredRow& row, u64 uniform) {
-  return row.weights ? token_at(row.weights, row.size, draw_place(uniform, row.total)) : row.best;
+// The token that a race chooses from a row without a fault.
+OUTRIDER_DEVICE i64 draw_token(const FilteredRow& row, const RaceKey& key) {
+  return row.weights ? winner(row.weights, row.size, key) : row.best;
 }
 
 }  // namespace outrider

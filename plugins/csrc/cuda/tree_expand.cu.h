@@ -5,21 +5,24 @@
 
 namespace outrider {
 
-// The likeliest choices of the target at its draw, in `best`, as masses.
-OUTRIDER_DEVICE void find_likeliest(const DraftRow& row, const DrawWindow& window, i64 count, u64* best) {
-  const Stretch stretch = own_stretch(row.size);
+// The likeliest winners of the target's race, in `best`, as probabilities. Paces count as shares of the fastest, in
+// integer units, so that their sum does not depend on its order.
+OUTRIDER_DEVICE void find_likeliest(const DraftRow& row, const float* noise, float doubt, i64 count, u64* best) {
+  i32 own_fastest = 0;
+  for (i64 i = thread_index(); i < row.size; i += thread_count()) {
+    const i32 bits = bits_of(pace(row.kept(i), noise[i]));  // those of positive floats order as the floats do
+    own_fastest = bits > own_fastest ? bits : own_fastest;
+  }
+  const float fastest = float_of(fold(own_fastest, Largest()));
   u64 own = 0;
-  for (i64 i = stretch.begin; i < stretch.end; ++i) own += row.kept(i);
-  const u64 before = sum_before(own);
+  for (i64 i = thread_index(); i < row.size; i += thread_count()) {
+    own += units_of(pace(row.kept(i), noise[i]) / fastest);
+  }
+  const Likelihood chosen = likelihood(doubt, sum_of(fold(own, Sum())), sum_of(row.total));
   find_best(
       [&](const auto& visit) {
-        u64 below = before;
-        for (i64 i = stretch.begin; i < stretch.end; ++i) {
-          const float weight = row.weight(i);
-          const bool kept = row.keeps(i);
-          const u64 units = kept ? units_of(weight) : 0;
-          visit(rank_key(chosen_mass(window, weight, kept, below, units), i));
-          below += units;
+        for (i64 i = thread_index(); i < row.size; i += thread_count()) {
+          visit(rank_key(chosen.of(pace(row.kept(i), noise[i]) / fastest, row.weight(i)), i));
         }
       },
       count, best);
@@ -33,20 +36,18 @@ OUTRIDER_DEVICE void choose_frontier(const volatile float* candidate_score, i64 
   for (i64 i = thread_index(); i < count; i += thread_count()) frontier[i] = index_of(best[i]);
 }
 
-// `spread` and `doubt` are float32s as their bits.
-OUTRIDER_KERNEL outrider_tree_expand(const float* logits, const float* score, const float* draws,
-                                     const float* temperature, const i64* top_k_filter, const float* top_p, i64* token,
-                                     float* candidate_score, i64* frontier, u32* counter, i64 nodes, i64 vocabulary,
-                                     i64 top_k, i64 spread, i64 doubt) {
+// `doubt` is a float32 as its bits.
+OUTRIDER_KERNEL outrider_tree_expand(const float* logits, const float* score, const float* noise,
+                                     const float* temperature, const i64* top_k_filter, const float* top_p,
+                                     const float* min_p, i64* token, float* candidate_score, i64* frontier,
+                                     u32* counter, i64 nodes, i64 vocabulary, i64 top_k, i64 doubt) {
   OUTRIDER_SHARED u64 best[kMostBest];
   const i64 node = block_index();
   const i64 tree = node / nodes;
-  const DraftFilters filters = draft_filters(temperature[tree], top_k_filter[tree], top_p[tree]);
+  const DraftFilters filters = draft_filters(temperature[tree], top_k_filter[tree], top_p[tree], min_p[tree]);
   const DraftRow row = read_row(logits + node * vocabulary, vocabulary, filters, filters.sampled ? 1 : top_k, best);
   if (filters.sampled) {
-    const DrawWindow window = draw_window(draws[tree], float_of(static_cast<i32>(spread)),
-                                          float_of(static_cast<i32>(doubt)), row.kept_total, row.total);
-    find_likeliest(row, window, top_k, best);
+    find_likeliest(row, noise + tree * vocabulary, float_of(static_cast<i32>(doubt)), top_k, best);
   }
   for (i64 i = thread_index(); i < top_k; i += thread_count()) {
     const float value = value_of(best[i]);

@@ -15,15 +15,17 @@ constexpr std::int64_t kLikely = 64;  // tokens among which the cuts of top-k an
 constexpr float kCoolest = 1e-30f;    // temperatures below it are it
 constexpr float kUnknownScore = -3.0e38f;
 constexpr float kLeastMass = 1e-30f;
+constexpr std::int64_t kSums = 16;  // at once: one sum waits for itself
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 // Memory of a thread, which only grows.
 struct Workspace {
-  std::vector<float> weights, values;
+  std::vector<float> weights, paces, values;
   std::vector<std::int64_t> indices;
 
   void reserve(std::int64_t vocabulary, std::int64_t best) {
     weights.resize(std::max<std::size_t>(weights.size(), vocabulary));
+    paces.resize(weights.size());
     values.resize(std::max<std::size_t>(values.size(), best));
     indices.resize(std::max<std::size_t>(indices.size(), best));
   }
@@ -32,7 +34,7 @@ struct Workspace {
 struct Filters {
   float temperature;
   std::int64_t top_k;
-  float top_p;
+  float top_p, min_p;
 };
 
 // The smallest logit that top-k and top-p keep, looked for among the likeliest.
@@ -52,23 +54,25 @@ float least_kept(const RowKernels& rows, const float* logits, std::int64_t size,
   return kept == likely && !limited ? kNothing : space.values[kept - 1];
 }
 
-// Weights become the probability that the target, which draws with `draw`, chooses each token.
-void to_masses(const float* logits, std::int64_t size, float least, float draw, float spread, float doubt, double total,
-               float* weights) {
-  double kept_total = 0.0;
-  for (std::int64_t i = 0; i < size; ++i) kept_total += logits[i] >= least ? weights[i] : 0.0f;
-  const double first = (double{draw} - spread) * kept_total, last = (double{draw} + spread) * kept_total;
-  const double near = (1.0 - doubt) / (2.0 * spread) / kept_total, far = doubt / total;
-  double below = 0.0;
+// Weights become the probability that the target, which runs a race with this noise, chooses each token.
+void to_masses(const RowKernels& rows, const float* logits, std::int64_t size, const Filters& filters, float least,
+               const float* noise, float doubt, double total, Workspace& space) {
+  float* weights = space.weights.data();
+  float* paces = space.paces.data();
   for (std::int64_t i = 0; i < size; ++i) {
-    double inside = 0.0;
-    if (logits[i] >= least) {
-      const double above = below + weights[i];
-      inside = std::max(0.0, std::min(above, last) - std::max(below, first));
-      below = above;
-    }
-    weights[i] = static_cast<float>(near * inside + far * weights[i]);
+    const bool kept = logits[i] >= least && weights[i] >= filters.min_p;
+    paces[i] = kept ? weights[i] / noise[i] : 0.0f;
   }
+  float sums[kSums] = {};
+  const float fastest = rows.highest(paces, size);
+  std::int64_t i = 0;
+  for (; i + kSums <= size; i += kSums)
+    for (std::int64_t lane = 0; lane < kSums; ++lane) sums[lane] += paces[i + lane] / fastest;
+  double all = 0.0;
+  for (; i < size; ++i) all += paces[i] / fastest;
+  for (const float sum : sums) all += sum;
+  const auto near = static_cast<float>((1.0 - doubt) / all / fastest), far = static_cast<float>(doubt / total);
+  for (std::int64_t j = 0; j < size; ++j) weights[j] = near * paces[j] + far * weights[j];
 }
 
 }  // namespace
@@ -86,11 +90,12 @@ void tree_expand(const TreeExpandInputs& in, const TreeExpandOutputs& out) {
     const bool known = top > kNothing;
     double normaliser = 0.0;
     if (known && sampled) {
-      const Filters filters{std::max(in.temperature[tree], kCoolest), in.top_k_filter[tree], in.top_p[tree]};
+      const Filters filters{std::max(in.temperature[tree], kCoolest), in.top_k_filter[tree], in.top_p[tree],
+                            in.min_p[tree]};
       float* weights = space.weights.data();
       const double total = rows.weights(logits, size, top, 1.0f / filters.temperature, weights);
       const float least = least_kept(rows, logits, size, filters, total, space);
-      to_masses(logits, size, least, in.draws[tree], in.spread, in.doubt, total, weights);
+      to_masses(rows, logits, size, filters, least, in.noise + tree * size, in.doubt, total, space);
       rows.best(weights, size, k, space.values.data(), space.indices.data());
     } else {
       rows.best(logits, size, k, space.values.data(), space.indices.data());

@@ -7,13 +7,14 @@ namespace outrider::engine {
 
 struct TreeExpandInputs {
   std::int64_t trees, nodes, vocabulary, top_k;
-  float spread, doubt;
+  float doubt;
   const float* logits;             // [B, F, V]
   const float* score;              // [B, F]
-  const float* draws;              // [B]
+  const float* noise;              // [B, V]
   const float* temperature;        // [B]
   const std::int64_t* top_k_filter;  // [B]
   const float* top_p;              // [B]
+  const float* min_p;              // [B]
 };
 
 struct TreeExpandOutputs {

@@ -9,7 +9,7 @@ namespace outrider::engine {
 class TreeExpandOp {
  public:
   static constexpr const char* kName = "TreeExpand";
-  static constexpr std::size_t kInputs = 6, kOutputs = 3, kRequired = kOutputs;
+  static constexpr std::size_t kInputs = 7, kOutputs = 3, kRequired = kOutputs;
 
   static ONNXTensorElementDataType input_type(std::size_t index) {
     return index == 4 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64 : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
@@ -21,7 +21,6 @@ class TreeExpandOp {
 
   TreeExpandOp(const OrtApi& api, const OrtKernelInfo* info)
       : top_k_(int_attribute(api, info, "top_k")),
-        spread_(float_attribute(api, info, "spread")),
         doubt_(float_attribute(api, info, "doubt")) {}
 
   void compute(const Run& run) const {
@@ -31,10 +30,12 @@ class TreeExpandOp {
     if (shape[1] < 1) run.refuse("there is no node to expand");
     const std::int64_t nodes[] = {shape[0], shape[1]}, trees[] = {shape[0]};
     run.expect(1, nodes);
-    for (std::size_t index = 2; index < kInputs; ++index) run.expect(index, trees);
-    const TreeExpandInputs in{shape[0], shape[1], shape[2], top_k_, spread_, doubt_, run.input<float>(0),
-                              run.input<float>(1), run.input<float>(2), run.input<float>(3),
-                              run.input<std::int64_t>(4), run.input<float>(5)};
+    const std::int64_t noise[] = {shape[0], shape[2]};
+    run.expect(2, noise);
+    for (std::size_t index = 3; index < kInputs; ++index) run.expect(index, trees);
+    const TreeExpandInputs in{shape[0], shape[1], shape[2], top_k_, doubt_, run.input<float>(0), run.input<float>(1),
+                              run.input<float>(2), run.input<float>(3), run.input<std::int64_t>(4),
+                              run.input<float>(5), run.input<float>(6)};
     const std::int64_t candidates[] = {shape[0], shape[1] * top_k_}, frontier[] = {shape[0], top_k_};
     tree_expand(in, {run.output<std::int64_t>(0, candidates), run.output<float>(1, candidates),
                      run.output<std::int64_t>(2, frontier)});
@@ -42,7 +43,7 @@ class TreeExpandOp {
 
  private:
   std::int64_t top_k_;
-  float spread_, doubt_;
+  float doubt_;
 };
 
 class TreeRerankOp {
