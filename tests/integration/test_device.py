@@ -118,7 +118,7 @@ def test_a_step_launches_one_kernel_an_op_and_copies_the_small_block_alone(
     device.copied.update(up=0, down=0)
     next(stream)
     assert device.launched == {
-        "outrider_coupled_draws": 1, "outrider_bim_mask": 2, "outrider_tree_accept": 1, "outrider_kv_gather": 1,
+        "outrider_race_noise": 1, "outrider_bim_mask": 2, "outrider_tree_accept": 1, "outrider_kv_gather": 1,
     }  # fmt: skip
     layout = lay_out(runtime.loaded.plan)
     sent, fetched = (part.stop - part.start for part in (layout.sent, layout.fetched))

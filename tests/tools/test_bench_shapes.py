@@ -80,7 +80,11 @@ def test_rejection_is_for_whole_chains() -> None:
         (read_trees, "99/1/9", "'99/1/9': top_k Input should be less than or equal to 32"),
         (read_depths, "2,0", "'0' is neither a number from 1 to 64 nor own"),
         (read_depths, "65", "'65' is neither"),
-        (read_sampling, "0.7", "'0.7' in '0.7' is none of temperature, top_k, top_p, seed; write greedy, or such as"),
+        (
+            read_sampling,
+            "0.7",
+            "'0.7' in '0.7' is none of temperature, top_k, top_p, min_p, seed; write greedy, or such as",
+        ),
         (read_sampling, "temperature=warm", "temperature in 'temperature=warm' is 'warm', which is no number"),
         (read_sampling, "temperature=1,seed=1,seed=2", "'seed' in 'temperature=1,seed=1,seed=2' stands twice"),
         (read_sampling, "top_p=0.9", "'top_p=0.9' has no temperature above 0, and would be greedy"),

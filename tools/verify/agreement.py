@@ -132,15 +132,21 @@ def margin(logits: NDArray[np.float32], sampling: Sampling, key: RaceKey) -> flo
     found = [sampling.temperature * np.log(second / times[0]) for second in times[1:2]]
     kept = sampling.top_k if 0 < sampling.top_k < len(ranked) else len(ranked)
     temperature = 1.0 if sampling.filter_order == FilterOrder.TEMPERATURE_LAST else sampling.temperature
+    fewer, more = list[float](), list[float]()  # what makes the set smaller, and what lets others in
     if sampling.top_p < 1.0:
         weights = np.exp((ranked[:kept] - ranked[0]) / temperature)
         sums = np.cumsum(weights)
         kept = 1 + int(np.argmax(sums >= sampling.top_p * sums[-1]))
-        found += _to_the_ends(sampling.top_p / (1 - sampling.top_p), weights, kept - 1, temperature)
-    if sampling.min_p > 0.0:
-        found.append(np.abs(ranked[:kept] - ranked[0] - temperature * np.log(sampling.min_p)).min())
-    found += [ranked[kept - 1] - dropped for dropped in ranked[kept : kept + 1]]
-    return float(min(found, default=float("inf")))
+        *fewer, end = _to_the_ends(sampling.top_p / (1 - sampling.top_p), weights, kept - 1, temperature)
+        more.append(end)
+    more += [ranked[kept - 1] - dropped for dropped in ranked[kept : kept + 1]]
+    if sampling.min_p > 0.0:  # who comes in passes both, and who is dropped anyway does not matter
+        above = ranked - ranked[0] - temperature * np.log(sampling.min_p)
+        found += np.abs(above[1:kept]).tolist()  # the first always passes
+        passing = int((above >= 0).sum())
+        fewer = fewer if kept <= passing else []
+        more = [max(edge, -float(above[kept])) for edge in more] if kept < len(ranked) else []
+    return float(min([*found, *fewer, *more], default=float("inf")))
 
 
 def _to_the_ends(odds: float, weights: NDArray[np.float64], index: int, temperature: float) -> list[float]:
