@@ -232,7 +232,7 @@ NO_FORM = "exactly one of the keys json, json_object, regex, grammar, choice"
         ({"json": {"pattern": "(?=a)b"}}, r"json has a regular expression .*, \(\?=a\)b: look-around"),
         ({"json": "{"}, "json is not JSON"),
         ({"json": [1]}, "json is a list; pass a JSON schema"),
-        ({"json": {"const": "\ud800"}}, "json is no JSON schema that can be read"),
+        ({"json": {"const": "\ud800"}}, "json cannot be served: unexpected end of hex escape"),
         ({"json": {"const": {1, 2}}}, "json is no JSON schema that can be read"),
         ({"json_object": False}, "json_object is False; pass true"),
         ({"choice": []}, "choice must be a list of 1 to 10000 texts"),
@@ -255,7 +255,7 @@ def test_a_schema_nested_too_deeply_is_refused() -> None:
     schema: dict[str, object] = {"type": "integer"}
     for _ in range(200):
         schema = {"type": "array", "items": schema}
-    with pytest.raises(RequestError, match="json is no JSON schema that can be read"):
+    with pytest.raises(RequestError, match="json cannot be served: recursion limit exceeded"):
         grammars.rule({"json": schema}, [0])
 
 
