@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
 
 from plans.errors import RequestError
-from plans.manifest import Manifest
+from plans.manifest import Geometry, Manifest
 from plans.tokenizer import Tokenizer
+from runtime.generation import Generation
 from runtime.request import Options, Request, check_request
 from runtime.text.grammars import Grammars
 from runtime.text.prompt import prepare_prompt
@@ -19,7 +20,16 @@ Mode = Literal["in-one-sequence", "batching"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 BranchPrompt = str | Sequence[int] | Mapping[str, Any]
-"""The beginning of a branch: text, token ids, or a mapping of `prompt`, `predicted_tokens` and `Options` of its own."""
+"""The beginning of a branch: text, token ids, or a mapping of `prompt`, `predicted_tokens` and `Options` of its own.
+
+In a mapping, the prompt may be a `LatePrompt`.
+"""
+
+LatePrompt = Callable[[Mapping[int, Generation], float], str | Sequence[int] | None]
+"""The beginning of a branch that is not known yet: a function of the generations that have ended, by branch, and of the
+seconds that it may wait. It is called between passes until it returns the beginning; None says that it is to be called
+again.
+"""
 
 MOST_SAMPLES = 1024
 _NO_OPTIONS = ("prompt", "predicted_tokens")
@@ -32,6 +42,7 @@ class BranchRequest:
     token_ids: list[int]
     request: Request
     predicted_tokens: int  # the caller's estimate: the longest begins first
+    late: Callable[[Mapping[int, Generation], float], list[int] | None] | None = None  # in place of `token_ids`
 
 
 def check_branches(
@@ -79,10 +90,36 @@ def check_branches(
             predicted = branch.get("predicted_tokens", request.max_new_tokens)
             if isinstance(predicted, bool) or not isinstance(predicted, int) or predicted < 1:
                 raise RequestError(f"predicted_tokens is {predicted!r}; pass a whole number of at least 1.")
-            ids = prepare_prompt(branch.get("prompt", ""), prefix, request.stop, tokenizer, geometry).ids
-            if not ids:
-                raise RequestError("It begins with nothing; pass text or token ids, or ask for `n` samples.")
+            beginning = branch.get("prompt", "")
+            if callable(beginning):
+                asked.append(
+                    BranchRequest([], request, predicted, _later(beginning, place, prefix, tokenizer, geometry))
+                )
+                continue
+            ids = _begin(beginning, prefix, tokenizer, geometry)
         except RequestError as error:
             raise RequestError(f"Branch {place}: {error}") from None
         asked.append(BranchRequest(ids, request, predicted))
     return prefix, asked
+
+
+def _begin(beginning: str | Sequence[int], prefix: list[int], tokenizer: Tokenizer, geometry: Geometry) -> list[int]:
+    ids = prepare_prompt(beginning, prefix, (), tokenizer, geometry).ids
+    if not ids:
+        raise RequestError("It begins with nothing; pass text or token ids, or ask for `n` samples.")
+    return ids
+
+
+def _later(
+    prompt: LatePrompt, place: int, prefix: list[int], tokenizer: Tokenizer, geometry: Geometry
+) -> Callable[[Mapping[int, Generation], float], list[int] | None]:
+    """The token ids of a late prompt, checked once they are known."""
+
+    def late(ended: Mapping[int, Generation], seconds: float) -> list[int] | None:
+        beginning = prompt(ended, seconds)
+        try:
+            return None if beginning is None else _begin(beginning, prefix, tokenizer, geometry)
+        except RequestError as error:
+            raise RequestError(f"Branch {place}: {error}") from None
+
+    return late

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Sequence
 from time import perf_counter
 
@@ -12,6 +11,8 @@ from runtime.engine import Engine
 from runtime.generation import FinishReason, Generation, Run, Span
 from runtime.sequence import Sequence as Branch
 from runtime.stats import Stats
+
+_WAIT = 0.05  # seconds that a beginning which is not known yet is waited for, while nothing runs
 
 
 def run_branches(
@@ -25,8 +26,9 @@ def run_branches(
 ) -> Run:
     """Yield the spans of all branches as they are committed; at most `max_parallel` live at once. Fills `stats`.
 
-    Branches that are predicted to be longest start first, equal ones in the order given. The KV of the prefix stays for
-    a next run behind the same prefix, if that asks drafters of this run or of `keep_for` only.
+    Branches that are predicted to be longest start first, equal ones in the order given; one whose beginning is not
+    known yet starts as soon as it is. The KV of the prefix stays for a next run behind the same prefix, if that asks
+    drafters of this run or of `keep_for` only.
     """
     with engine.counting(stats):
         if engine.begin(prefix, {each.request.drafter for each in asked} | set(keep_for), mode):
@@ -37,20 +39,29 @@ def run_branches(
             if all(each.request.cancelled for each in asked):
                 break
             stats.prefill_passes += 1
-        waiting = deque(sorted(enumerate(asked), key=lambda each: -each[1].predicted_tokens))
+        waiting = sorted(enumerate(asked), key=lambda each: -each[1].predicted_tokens)
+        ended: dict[int, Generation] = {}
+        beginnings = {place: each.token_ids for place, each in waiting if each.late is None}
         running: list[Branch] = []
         while waiting or running:
             for place, each in [(place, each) for place, each in waiting if each.request.cancelled]:
                 waiting.remove((place, each))
                 untouched = Stats(prompt_tokens=len(prefix) + len(each.token_ids))
-                result = Generation("", [], FinishReason.CANCELLED, untouched)
+                result = ended[place] = Generation("", [], FinishReason.CANCELLED, untouched)
                 yield Span([], "", sequence=place, result=result)
-            while waiting and len(running) < max_parallel:
-                place, each = waiting[0]
-                if running and not engine.fits(len(each.token_ids), each.request):
+            for place, each in waiting:
+                if place not in beginnings and each.late is not None:
+                    idle = not running and not any(place in beginnings for place, _ in waiting)
+                    beginning = each.late(ended, _WAIT if idle else 0.0)
+                    if beginning is not None:
+                        beginnings[place] = beginning
+            for place, each in [(place, each) for place, each in waiting if place in beginnings]:
+                if len(running) == max_parallel:
                     break
-                waiting.popleft()
-                running.append(engine.admit(place, each.token_ids, each.request))
+                if running and not engine.fits(len(beginnings[place]), each.request):
+                    break
+                waiting.remove((place, each))
+                running.append(engine.admit(place, beginnings[place], each.request))
             if not running:
                 continue
             stats.most_alive = max(stats.most_alive, len(running))
@@ -60,6 +71,8 @@ def run_branches(
                 stats.new_tokens += 0 if span.tentative else len(span.token_ids)
                 if span.error is not None:
                     raise RequestError(f"Branch {span.sequence}: {span.error}") from None
+                if span.result is not None:
+                    ended[span.sequence] = span.result
                 handed_over = perf_counter()
                 yield span
                 engine.paused += perf_counter() - handed_over  # the caller's time is not ours

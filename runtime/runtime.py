@@ -323,6 +323,9 @@ class Runtime:
         `max_parallel` branches live at once (default: as many as the plan has); others follow as these end, those
         with the most `predicted_tokens` first (a key of a branch's mapping; default: its `max_new_tokens`).
 
+        The `prompt` of a mapping may also be a function, which is called until it knows how the branch begins, with
+        the generations that have ended (`branch_request.LatePrompt`).
+
         A run behind the prompt of the run before it, in the same mode, finds its KV, unless it asks drafters with an
         engine that no branch asked before. `keep_for` names such drafters beforehand. A prefix cache finds it whatever
         has run in between.

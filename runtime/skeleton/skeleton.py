@@ -2,12 +2,14 @@
 
 Decoding of the outline is constrained by a grammar (`outline.py`). Its KV is then cut back to what stands before it,
 the system's words and the question, and every branch goes on from there: the outline again, its point, what it says.
+A point that waits for others begins once these have been written, and sees their text; a point with a tool begins once
+that has been called (`beginnings.py`).
 Source: FEATURES rows 8 to 12.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Unpack, cast
@@ -18,6 +20,7 @@ from runtime.branch_request import Mode
 from runtime.generation import FinishReason, Generation
 from runtime.request import MAX_STOPS, Options, check_stops
 from runtime.runtime import Runtime
+from runtime.skeleton.beginnings import Beginnings, Tool, check_tools
 from runtime.skeleton.outline import END, PLAN, Outline, OutlineError, Point, outline_grammar, parse_outline
 from runtime.stats import Stats
 from runtime.text.prompt import chat_prompt
@@ -38,11 +41,15 @@ class Said:
 
 @dataclass
 class Answer:
-    """The outline, what each of its points came to, and the cost of both. `text` is all of it in the plan's order."""
+    """The outline, what each of its points came to, and the cost of both. `text` is all of it in the plan's order.
+
+    `found` is what the points' tools have returned, None for a point without one.
+    """
 
     outline: Outline
     planned: Generation
     points: list[Generation] = field(default_factory=list)
+    found: list[str | None] = field(default_factory=list)
     outline_stats: Stats = field(default_factory=Stats)
     stats: Stats = field(default_factory=Stats)
 
@@ -56,11 +63,21 @@ class Answer:
 class Skeleton:
     """Answers questions with one plan."""
 
-    def __init__(self, runtime: Runtime, settings: Settings | None = None) -> None:
-        """`settings` in place of the plan's."""
+    def __init__(
+        self, runtime: Runtime, settings: Settings | None = None, *, tools: Mapping[str, Tool] | None = None
+    ) -> None:
+        """`settings` in place of the plan's; `tools` are functions that points may want, beside the tools in settings.
+
+        A function gets a point's title, in a thread, and returns what the point's branch sees. What it raises ends the
+        answer. The branch of a point whose tool has no function is told so. Raises RequestError for a tool that cannot
+        be named in an outline.
+        """
         self._runtime, self._settings = runtime, runtime.skeleton if settings is None else settings
         own = self._settings
-        self._grammar = outline_grammar(own.tools, own.most_points, direct=own.direct)
+        self._tools = dict(tools or {})
+        check_tools(self._tools)
+        names = tuple(dict.fromkeys([*own.tools, *self._tools]))
+        self._grammar = outline_grammar(names, own.most_points, direct=own.direct)
 
     def answer(
         self,
@@ -119,20 +136,24 @@ class Skeleton:
         (planned,) = planning.results
         answer = Answer(_outline_of(planned), planned, outline_stats=planning.stats)
         points = answer.outline.points
-        if points:
-            branches = [self._branch(prefix[-1:], answer.outline, point) for point in points]
-            ended = cast(Options, {**options, "stop": [*stop, END]})
+        if not points:
+            return answer
+        ended = cast(Options, {**options, "stop": [*stop, END]})
+
+        def encode(text: str) -> list[int]:
+            return prefix[-1:] + runtime.tokenizer.encode(text, add_special_tokens=False)
+
+        with Beginnings(answer.outline, self._settings.branch, self._tools, encode) as beginnings:
+            branches = [
+                {"prompt": beginnings.prompt(place), "predicted_tokens": max(1, point.tokens)}
+                for place, point in enumerate(points)
+            ]
             writing = runtime.stream_branches(prefix[:-1], branches, mode=mode, max_parallel=max_parallel, **ended)
             for each in writing:
                 yield Said(each.sequence, each.text, each.result is not None)
             answer.points, answer.stats = writing.results, writing.stats
+            answer.found = [beginnings.found(place) for place in range(len(points))]
         return answer
-
-    def _branch(self, last: list[int], outline: Outline, point: Point) -> dict[str, object]:
-        """The beginning of the branch of a point: the outline, and the point's line again."""
-        text = self._settings.branch.format(outline=outline.text, point=point.line)
-        ids = self._runtime.tokenizer.encode(text, add_special_tokens=False)
-        return {"prompt": [*last, *ids], "predicted_tokens": max(1, point.tokens)}
 
 
 def _outline_of(planned: Generation) -> Outline:

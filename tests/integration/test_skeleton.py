@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -14,6 +16,7 @@ from plans.skeleton import Skeleton as Settings
 from runtime import Runtime
 from runtime.__main__ import main
 from runtime.cli import skeleton as skeleton_command
+from runtime.skeleton import skeleton as skeleton_module
 from runtime.skeleton.outline import END, outline_grammar, parse_outline
 from runtime.skeleton.skeleton import Skeleton, titles
 
@@ -54,7 +57,11 @@ def test_it_is_what_one_would_do_by_hand(runtime: Runtime, drafter: str, mode: s
         assert answer.outline == parse_outline(planned.text + END)
     assert direct or answer.points
     for place, point in enumerate(answer.outline.points):
-        text = f"{point.line}: {answer.outline.text}"
+        others = [
+            (answer.outline.points[number - 1], answer.points[number - 1]) for number in dict.fromkeys(point.waits_for)
+        ]
+        seen = "".join(f"{other.line}\n{written.text.strip()}\n" for other, written in others)
+        text = f"{seen}{point.line}: {answer.outline.text}"
         ids = [*prompt, *tokenizer.encode(text, add_special_tokens=False)]
         expected = runtime.generate(ids, stop=[END], stream_id=place, **options)
         assert answer.points[place].token_ids == expected.token_ids
@@ -62,6 +69,122 @@ def test_it_is_what_one_would_do_by_hand(runtime: Runtime, drafter: str, mode: s
     if answer.points:
         assert answer.stats.reused_tokens == len(prompt) - 1
         assert answer.stats.prefill_passes == 0
+
+
+def outlined(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Have every outline be this one."""
+    monkeypatch.setattr(skeleton_module, "_outline_of", lambda _: parse_outline(text))
+
+
+OUTLINE = f"[PLAN]\n1.<9><None>[-]a\n2.<90><None>[1]b\n3.<9><find>[2,1]c\n4.<9><other>[-]d\n{END}"
+
+
+@pytest.mark.parametrize("parallel", [1, 4])
+@pytest.mark.parametrize("mode", ["in-one-sequence", "batching"])
+def test_points_see_what_they_wait_for_and_what_tools_find(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, mode: str, parallel: int
+) -> None:
+    outlined(runtime, monkeypatch, OUTLINE)
+    titles_seen: list[str] = []
+
+    def find(title: str) -> str:
+        titles_seen.append(title)
+        return "found it\n"
+
+    options = {"max_new_tokens": 5, "ignore_eos": True, "temperature": 1.0, "seed": 3}
+    skeleton = Skeleton(runtime, Settings(branch="{point}>", outline_tokens=9), tools={"find": find})
+    answer = skeleton.answer("x", mode=mode, max_parallel=parallel, **options)
+    prompt = runtime.tokenizer.encode(
+        runtime.tokenizer.apply_chat_template([{"role": "user", "content": "x"}]), add_special_tokens=False
+    )
+    lines = OUTLINE.splitlines()[1:]
+    texts = [generation.text.strip() for generation in answer.points]
+    beginnings = [
+        f"{lines[0]}>",
+        f"{lines[0]}\n{texts[0]}\n{lines[1]}>",
+        f"{lines[1]}\n{texts[1]}\n{lines[0]}\n{texts[0]}\n<find>\nfound it\n{lines[2]}>",
+        f"<other> is not available.\n{lines[3]}>",
+    ]
+    for place, beginning in enumerate(beginnings):
+        ids = [*prompt, *runtime.tokenizer.encode(beginning, add_special_tokens=False)]
+        expected = runtime.generate(ids, stop=[END], stream_id=place, drafter="none", **options)
+        assert answer.points[place].token_ids == expected.token_ids
+    assert titles_seen == ["c"]
+    assert answer.found == [None, None, "found it\n", None]
+
+
+def test_points_are_written_while_a_tool_runs(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    outlined(runtime, monkeypatch, f"[PLAN]\n1.<90><slow>[-]a\n2.<9><None>[-]b\n{END}")
+    others_done = threading.Event()
+
+    def slow(title: str) -> str:
+        assert others_done.wait(60)
+        return title
+
+    said: list[int | None] = []
+    stream = Skeleton(runtime, tools={"slow": slow}).stream("x", max_new_tokens=6, ignore_eos=True)
+    for each in stream:
+        said.append(each.point)
+        if each.point == 1 and each.ended:
+            others_done.set()
+    assert said.index(0) > len(said) - 1 - said[::-1].index(1)
+
+
+def test_what_a_tool_does_wrong_ends_the_answer(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    outlined(runtime, monkeypatch, f"[PLAN]\n1.<9><find>[-]a\n{END}")
+
+    def fails(title: str) -> str:
+        raise KeyError(title)
+
+    with pytest.raises(KeyError, match="a"):
+        Skeleton(runtime, tools={"find": fails}).answer("x", max_new_tokens=2)
+    with pytest.raises(RequestError, match=r"What the tool find returned must be text \(str\), not int"):
+        Skeleton(runtime, tools={"find": len}).answer("x", max_new_tokens=2)
+    with pytest.raises(RequestError, match=r"Branch 0: .*the plan's context is 160"):
+        Skeleton(runtime, tools={"find": lambda _: "long " * 200}).answer("x", max_new_tokens=2)
+    assert Skeleton(runtime, tools={"find": str.upper}).answer("x", max_new_tokens=2).found == ["A"]
+
+
+def test_an_answer_that_is_cancelled_waits_for_no_tool(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    outlined(runtime, monkeypatch, f"[PLAN]\n1.<9><slow>[-]a\n2.<9><None>[1]b\n{END}")
+    cancel, released = threading.Event(), threading.Event()
+
+    def slow(title: str) -> str:
+        cancel.set()
+        released.wait(60)
+        return title
+
+    try:
+        answer = Skeleton(runtime, tools={"slow": slow}).answer("x", max_new_tokens=6, cancel=cancel)
+        assert [str(generation.finish_reason) for generation in answer.points] == ["cancelled"] * 2
+        assert answer.found == [None, None]
+    finally:
+        released.set()
+
+
+@pytest.mark.parametrize(
+    ("tools", "said"),
+    [
+        ({"a<b": str}, "tools has the name 'a<b'"),
+        ({"None": str}, "tools has the name 'None'"),
+        ({"": str}, "tools has the name ''"),
+        ({"a": 5}, r"tools\['a'\] is a int; pass a function of a point's title"),
+    ],
+)
+def test_a_tool_that_cannot_be_named_is_refused(runtime: Runtime, tools: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        Skeleton(runtime, tools=tools)
+
+
+def test_an_outline_may_want_the_tools_that_there_are(runtime: Runtime) -> None:
+    settings = Settings(most_points=2, direct=False, outline_tokens=60, tools=("planned",), branch=BRANCH)
+    skeleton = Skeleton(runtime, settings, tools={"given": str})
+    wanted = {
+        point.tool
+        for seed in range(20)
+        for point in skeleton.answer(QUESTION, seed=seed, temperature=1.0, max_new_tokens=1).outline.points
+    }
+    assert wanted == {None, "planned", "given"}
 
 
 def test_stops_of_a_caller_are_added_to_the_end_of_a_point(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
