@@ -177,7 +177,7 @@ def test_a_tool_that_cannot_be_named_is_refused(runtime: Runtime, tools: dict[st
 
 
 def test_an_outline_may_want_the_tools_that_there_are(runtime: Runtime) -> None:
-    settings = Settings(most_points=2, direct=False, outline_tokens=60, tools=("planned",), branch=BRANCH)
+    settings = Settings(most_points=2, direct=False, outline_tokens=60, tools=("planned",), branch="{point}")
     skeleton = Skeleton(runtime, settings, tools={"given": str})
     wanted = {
         point.tool
