@@ -15,7 +15,7 @@ from plans.errors import RequestError
 from runtime import Runtime
 from runtime.request import Options
 from runtime.skeleton.outline import END, outline_grammar, parse_outline
-from tests.conftest import TOY_DRAFTERS
+from tests.conftest import REJECTING, TOY_DRAFTERS
 from tests.integration.json_schemas import draw_schema
 
 SCHEMAS = 200
@@ -67,6 +67,22 @@ def test_same_tokens_with_any_drafter(toy: Runtime, drafter: str) -> None:
         assert found.finish_reason == expected.finish_reason
         ended += found.finish_reason == "stop"
     assert ended > 6
+
+
+@pytest.mark.parametrize("drafter", REJECTING)
+def test_drafts_accepted_by_rejection_keep_to_the_form(everything: Runtime, drafter: str) -> None:
+    """Where the drafter, which knows of no form, proposes what the form does not allow."""
+    ended = drafted = 0
+    for seed in range(6):
+        schema = draw_schema(seed)
+        options = Options(structured_outputs={"json": schema}, temperature=1.0, seed=seed, max_new_tokens=120)
+        found = everything.generate([5 + seed, 6, 7], drafter=drafter, auto_disable=False, **options)
+        drafted += found.stats.drafted
+        if found.finish_reason == "stop":
+            ended += 1
+            Draft202012Validator(schema).validate(json.loads(found.text))
+    assert ended > 2
+    assert drafted > 0
 
 
 FORMS: list[tuple[dict[str, Any], str]] = [
