@@ -169,13 +169,13 @@ class Drafting:
         """
         chains: dict[int, tuple[Sequence, int]] = {}
         wanting: dict[str, dict[int, int]] = {}
-        forced: dict[int, Draft] = {}
+        forced: dict[int, List[int]] = {}
         for number, (each, limit, by_engine) in live.items():
             if limit <= 0:
                 continue
             chain = _chain_limit(each, limit)
-            if each.rules and (known := _forced(each, min(chain, nodes // len(live)))):
-                forced[number] = known
+            if each.rules and (tokens := _forced(each, chain)):
+                forced[number] = tokens
                 continue
             if each.host_drafter is not None:
                 limit = min(limit, each.reach) if len(live) > 1 else limit
@@ -194,7 +194,7 @@ class Drafting:
             if of_engine:
                 drafted = engine.draft(wanting.get(engine.name, {}), of_engine)
                 drafts |= {number: _limited(draft, live[number].sequence) for number, draft in drafted.items()}
-        return forced | self._divide(live, chains, drafts, nodes - sum(map(len, forced.values())))
+        return self._divide(live, chains, forced, drafts, nodes)
 
     def propose_one(self, allowed: Allowed, past: int) -> Draft | TreeInPlace | None:
         """Propose for one sequence that is alone, behind `past` slots of the cache that is read."""
@@ -206,7 +206,7 @@ class Drafting:
         if sequence.rules and (forced := _forced(sequence, chain)):
             if engine is not None:
                 engine.sync(sequence)
-            return forced
+            return _chain(forced)
         foreseen = (
             0 if host is None or engine is None else host.foresee(sequence.tokens, chain, sequence.request.sampling)
         )
@@ -234,6 +234,7 @@ class Drafting:
         self,
         live: Mapping[int, Allowed],
         chains: Mapping[int, tuple[Sequence, int]],
+        forced: Mapping[int, List[int]],
         drafts: dict[int, Draft],
         budget: int,
     ) -> dict[int, Draft]:
@@ -247,10 +248,12 @@ class Drafting:
             if score >= _WORTH or len(live) == 1
         ]
         wanted = {number: foreseen for number, (_, foreseen) in chains.items()} | dict.fromkeys(trees, 0)
+        wanted |= {number: len(tokens) for number, tokens in forced.items()}
         for _, _, number in nodes:
             wanted[number] += 1
         shares = divide(budget - sum(map(len, whole.values())), wanted)
         found = whole | {number: self._chain_of(each, shares[number]) for number, (each, _) in chains.items()}
+        found |= {number: _chain(tokens[: shares[number]]) for number, tokens in forced.items()}
         chosen: dict[int, list[int]] = {number: [] for number in trees}
         for _, place, number in nlargest(sum(shares[number] for number in trees), nodes):
             chosen[number].append(-place)
@@ -289,14 +292,18 @@ class Drafting:
                 yield from self.engine_drafters[settings.otherwise].extensions(length, 1 + step.max_nodes)
 
 
-def _forced(sequence: Sequence, limit: int) -> Draft:
-    """Draft the tokens that a rule of the sequence forces; nothing by rejection, where tokens depend on the draft."""
+def _forced(sequence: Sequence, limit: int) -> List[int]:
+    """Return the tokens that a rule of the sequence forces; none by rejection, where tokens depend on the draft."""
     host, engine = sequence.host_drafter, sequence.engine_drafter
     if limit > 0 and not (host is None and engine is None) and not (engine is not None and engine.rejects):
         for rule in sequence.rules:
             if tokens := rule.forced(sequence.generated, limit)[:limit]:
-                return Draft(tokens, range(-1, len(tokens) - 1))
-    return NOTHING
+                return tokens
+    return ()
+
+
+def _chain(tokens: List[int]) -> Draft:
+    return Draft(tokens, range(-1, len(tokens) - 1))
 
 
 def _chain_limit(sequence: Sequence, limit: int) -> int:
