@@ -39,7 +39,8 @@ MAX_BAD_WORD_BYTES = 1000
 
 
 class LogitsOptions(TypedDict, total=False):
-    """Options that become rules over logits. They go with full KV alone (`partial_kv`).
+    """Options that become rules over logits. They go with full KV alone (`partial_kv`). Where the plan's engine accepts
+    drafts itself (TensorRT), a request with rules decodes plainly.
 
     - `constraint`: a `rules.LogitsRule` that the text keeps to, such as a `constraint.Constraint`.
     - `allowed_token_ids`: the only tokens that may come.

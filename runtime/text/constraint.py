@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from plans.errors import RequestError
 from plans.tokenizer import Tokenizer
-from runtime.prefix_cache.radix_tree import common_length
+from runtime.text.common_length import common_length
 from runtime.text.grammar import DEAD, Grammar
 from runtime.text.rules import LogitsRule
 
