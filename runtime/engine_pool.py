@@ -10,7 +10,7 @@ from collections.abc import Sequence as List
 from runtime.engine import Engine
 from runtime.execution.assembly import Loaded
 from runtime.prefix_cache.cache import PrefixCache
-from runtime.prefix_cache.radix_tree import common_length
+from runtime.text.common_length import common_length
 
 MAX_IDLE = 1  # idle engines that are kept; each holds its buffers
 

@@ -40,7 +40,8 @@ MAX_BAD_WORD_BYTES = 1000
 
 
 class LogitsOptions(TypedDict, total=False):
-    """Options that become rules over logits. They go with full KV alone (`partial_kv`).
+    """Options that become rules over logits. They go with full KV alone (`partial_kv`). Where the plan's engine accepts
+    drafts itself (TensorRT), a request with rules decodes plainly.
 
     - `structured_outputs`: the form that the text keeps to; see `structured_outputs.StructuredOutputs`.
     - `constraint`: a `rules.LogitsRule` of your own.

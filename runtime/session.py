@@ -22,10 +22,10 @@ from runtime.exclusive import Exclusive
 from runtime.execution.buffers import Buffers
 from runtime.execution.program import Program
 from runtime.generation import Generation, Run, Stream
-from runtime.prefix_cache.radix_tree import common_length
 from runtime.request import Options, Request, check_options, check_request
 from runtime.sequence import Sequence
 from runtime.stats import StageClock, Stats
+from runtime.text.common_length import common_length
 from runtime.text.prompt import Messages, Prompt, choose_prompt, prepare_prompt
 from runtime.text.stream import TextStream
 

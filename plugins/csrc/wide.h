@@ -1,4 +1,4 @@
-// Products of two 64-bit integers divided by 2^53, exact: what turns a 53-bit fraction into a place in a sum of weights.
+// Products of two 64-bit integers divided by 2^53, exact: what turns a 53-bit fraction into a share of a sum of weights.
 #pragma once
 
 #include "portable.h"
@@ -10,19 +10,13 @@ struct Wide {
   u64 low;
 };
 
-// Schoolbook multiplication in 32-bit halves: the same on every compiler, and run once a draw.
+// Schoolbook multiplication in 32-bit halves: the same on every compiler.
 OUTRIDER_HD inline Wide multiply(u64 a, u64 b) {
   const u64 mask = 0xffffffffu;
   const u64 low = (a & mask) * (b & mask);
   const u64 cross_a = (a >> 32) * (b & mask) + (low >> 32);
   const u64 cross_b = (a & mask) * (b >> 32) + (cross_a & mask);
   return {(a >> 32) * (b >> 32) + (cross_a >> 32) + (cross_b >> 32), (cross_b << 32) | (low & mask)};
-}
-
-// floor(fraction53 / 2^53 * total) for fraction53 <= 2^53.
-OUTRIDER_HD inline u64 floor_share(u64 fraction53, u64 total) {
-  const Wide product = multiply(fraction53, total);
-  return (product.high << 11) | (product.low >> 53);
 }
 
 // The least s with s * 2^53 >= fraction53 * total.

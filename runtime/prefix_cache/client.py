@@ -13,8 +13,8 @@ from runtime.drafters.drafting import Drafting
 from runtime.execution.buffers import Buffers
 from runtime.kv.cache import KvCache
 from runtime.prefix_cache.cache import PrefixCache
-from runtime.prefix_cache.radix_tree import common_length
 from runtime.sequence import Sequence
+from runtime.text.common_length import common_length
 
 
 class CacheClient:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Generic, Protocol, Self, TypeVar
 
+from runtime.text.common_length import common_length
+
 
 class Value(Protocol):
     """Data that covers the tokens of an edge."""
@@ -212,20 +214,6 @@ class RadixTree(Generic[V]):
             assert node.references >= held, "references that do not count along the path"
             total += len(node.tokens)
         assert total == self.tokens, "tokens that are counted wrongly"
-
-
-def common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the length of the common beginning of two sequences of one type, by bisection: slices compare in C."""
-    low, high = 0, min(len(a), len(b))
-    if a[:high] == b[:high]:
-        return high
-    while high - low > 1:  # they agree up to low, and not up to high
-        middle = (low + high) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 def _upwards(node: Node[V]) -> Iterator[Node[V]]:

@@ -9,7 +9,7 @@ from llguidance import LLMatcher
 from numpy.typing import NDArray
 
 from plans.errors import RequestError
-from runtime.prefix_cache.radix_tree import common_length
+from runtime.text.common_length import common_length
 from runtime.text.grammar_compiler import Vocabulary
 from runtime.text.rules import LogitsRule
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.prefix_cache.radix_tree import common_length
+from runtime.text.common_length import common_length
 from runtime.text.rules import LogitsRule
 
 
