@@ -27,7 +27,7 @@ from plans.manifest import Drafter, EntropyGamma, Geometry, GraphDrafter, NgramD
 from plans.plan import file_sha256
 from plans.tokenizer import TOKENIZER_FILE
 
-CHAIN = 4
+CHAIN = 5
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class NgramSection(Section):
         0.3, ge=0, le=1, description="proposals stop where the chance that all of them are accepted falls below it"
     )
     filler_top_k: int = Field(
-        0, ge=0, le=8, description="so many of the target's likeliest tokens are learned from too (NASD); 0 is off"
+        3, ge=0, le=8, description="so many of the target's likeliest tokens are learned from too (NASD); 0 is off"
     )
 
     otherwise: str | None = Field(
@@ -187,7 +187,7 @@ class ModelSection(Section):
         "many as it is sure of",
     )
     tree: Annotated[TreeSection | None, BeforeValidator(_chosen_tree, json_schema_input_type=_TREE | None)] = Field(
-        None, description="drafts a tree instead: {top_k, depth, nodes}, or auto; with neither, a chain of 4"
+        None, description="drafts a tree instead: {top_k, depth, nodes}, or auto; with neither, a chain of 5"
     )
     rope_scaling: RopeScalingSection | None = Field(None, description="replaces the checkpoint's own rotary scaling")
     acceptance: Literal["coupled", "rejection"] = Field(

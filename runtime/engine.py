@@ -583,7 +583,8 @@ class Engine:
                     raw = (placed.raw_logits or {}).get(_logits_index(placed, index), logits)
                     committed.logprobs.append(logprobs(raw, token, request.logprobs))
                 if host is not None and wanted and not sequence.disabled:
-                    host.observe(len(sequence.tokens) + index, likeliest(logits, wanted)[::-1])
+                    likely = likeliest(logits, wanted)[::-1]
+                    host.observe(len(sequence.tokens) + index, likely[logits[likely] > -np.inf])
         if request.on_round is not None:
             mine = np.zeros(0, np.int64) if placed.kept is None else placed.kept[placed.fed :]
             on_path = mine[: min(len(ids), count - 1)]

@@ -32,12 +32,13 @@ class NgramDrafter:
     what such shares have been worth so far behind contexts of that length. What was drafted is compared with
     what comes, whoever had the round.
 
-    With `filler_top_k`, so many of the target's likeliest tokens count as continuations as well, wherever the target
-    chose one: what it nearly said once it may say next time.
+    With `filler_top_k`, so many of the target's likeliest tokens are kept as well, wherever it chose one: what it
+    nearly said once it may say next time. They part continuations that are equally frequent; in a race each weighs a
+    tenth of a token that came. A greedy draft is as long as without them: they are no part of a share.
 
     The counts are native code (`plugins/csrc/cpu/ngram_counts.h`). Memory: at most
-    (1 + `filler_top_k`) * (`max_context` + 1) nodes for each token seen, of 28 bytes and up to 48 of hash table each
-    (32k tokens that never repeat and contexts of 8: 22 MB), until `reset`.
+    (1 + `filler_top_k`) * (`max_context` + 1) nodes for each token seen, of 32 bytes and up to 48 of hash table each
+    (32k tokens that never repeat and contexts of 8: 24 MB, and four times that with 3), until `reset`.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class NgramDrafter:
     def extend(self, token_ids: Sequence[int] | NDArray[np.int64]) -> None:
         """Count each token as the continuation of the contexts before it; it then ends the sequence.
 
-        What was likely in its place counts before it, so that the token itself is the most recent one.
+        What was likely in its place goes before it, so that the token itself is the most recent one.
         """
         tokens = _plain(token_ids)
         if not self._likely:
@@ -131,10 +132,7 @@ class NgramDrafter:
             self._told += 1
 
     def observe(self, index: int, likely: NDArray[np.int64]) -> None:
-        """Keep what might well have come as token `index` until that is counted.
-
-        Each counts as one continuation, so the shares that `min_confidence` looks at become smaller.
-        """
+        """Keep what might well have come as token `index` until that is counted."""
         if self._certain is None:
             self._likely[index] = likely
 

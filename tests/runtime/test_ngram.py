@@ -47,7 +47,7 @@ class ScanningOracle:
         self.lengths = range(max_context, min_context - 1, -1)
         self.max_draft, self.min_confidence = max_draft, min_confidence
         self.tokens: list[int] = []
-        self.seen: list[tuple[list[int], int]] = []
+        self.seen: list[tuple[list[int], int, bool]] = []  # what stood before, a token, whether it came
         self.likely: dict[int, list[int]] = {}
         self.guesses: list[tuple[int, int, float]] = []
         self.outcomes: list[tuple[int, float, bool]] = []
@@ -65,7 +65,8 @@ class ScanningOracle:
                     break
             self.guesses = []
         for token in tokens:
-            self.seen += [(list(self.tokens), other) for other in (*self.likely.pop(len(self.tokens), ()), token)]
+            likely = self.likely.pop(len(self.tokens), [])
+            self.seen += [(list(self.tokens), other, False) for other in likely] + [(list(self.tokens), token, True)]
             self.tokens.append(token)
 
     def observe(self, ahead: int, tokens: list[int]) -> None:
@@ -81,17 +82,23 @@ class ScanningOracle:
                 context = text[-length:]
                 if len(context) < length:
                     continue
-                following = [t for before, t in self.seen if len(before) >= length and before[-length:] == context]
+                following = [
+                    (token, came)
+                    for before, token, came in self.seen
+                    if len(before) >= length and before[-length:] == context
+                ]
                 if following:
                     break
             else:
                 return drafted
-            counts = Counter(following)
-            most = max(counts.values())
-            best = next(token for token in reversed(following) if counts[token] == most)
-            share = most / len(following)
-            if self.sampling.temperature and len(counts) > 1:
-                best, share = self.likeliest_winner(counts, len(text))
+            came = Counter(token for token, came in following if came)
+            likely = Counter(token for token, came in following if not came)
+            most = max((came[token], likely[token]) for token, _ in following)
+            best = next(token for token, _ in reversed(following) if (came[token], likely[token]) == most)
+            share = came[best] / came.total()
+            weights = {token: came[token] + 0.1 * likely[token] for token in {**came, **likely}}
+            if self.sampling.temperature and len(weights) > 1:
+                best, share = self.likeliest_winner(weights, len(text))
             chance *= share * self.worth(length)
             if abs(chance - self.min_confidence) < 1e-12:
                 raise TieError
@@ -101,10 +108,10 @@ class ScanningOracle:
             drafted.append(best)
         return drafted
 
-    def likeliest_winner(self, counts: Counter[int], position: int) -> tuple[int, float]:
-        """Of the target's race at `position`, run by counts: half of the chance is the share of all paces."""
-        ids, count = np.array(list(counts)), np.array([*counts.values()])
-        weight = (count / count.max()) ** (1 / self.sampling.temperature)
+    def likeliest_winner(self, weights: dict[int, float], position: int) -> tuple[int, float]:
+        """Of the target's race at `position`, run by weights: half of the chance is the share of all paces."""
+        ids, given = np.array(list(weights)), np.array([*weights.values()])
+        weight = (given / given.max()) ** (1 / self.sampling.temperature)
         key = RaceKey(self.sampling.seed, self.sampling.stream, position, Purpose.TARGET)
         pace = weight / exponential(noise_words(ids, key))
         chances = 0.5 * pace / pace.sum() + 0.5 * weight / weight.sum()
@@ -264,15 +271,24 @@ def test_contexts_that_mislead_are_believed_less_and_those_that_do_not_more() ->
     assert drafts[-1] == 0
 
 
-def test_observed_candidates_count_without_entering_the_sequence() -> None:
-    drafter = NgramDrafter(max_context=2, filler_top_k=2)
-    drafter.extend([1])
-    drafter.observe(1, np.array([8, 7]))
-    drafter.extend([2, 1])
-    assert drafted(drafter, 2) == [2, 1]
-    drafter.observe(3, np.array([8, 7]))
-    drafter.extend([7, 1])
-    assert drafted(drafter, 1) == [7]
+def test_what_was_likely_parts_continuations_that_came_equally_often() -> None:
+    drafter = NgramDrafter(max_context=1, filler_top_k=2)
+    drafter.extend([1, 2, 1])
+    drafter.observe(3, np.array([2, 7]))
+    drafter.extend([3, 1])
+    assert drafted(drafter, 1) == [2]  # likely where 3 came
+    drafter.extend([3, 1])
+    assert drafted(drafter, 1) == [3]  # came more often
+
+
+def test_what_was_likely_does_not_shorten_a_draft() -> None:
+    drafter = NgramDrafter(max_context=2, min_confidence=0.3, filler_top_k=3)
+    for index, token in enumerate([1, 2, 1, 2, 1, 2]):
+        drafter.observe(index, np.array([7, 8, token]))
+    without = NgramDrafter(max_context=2, min_confidence=0.3)
+    for each in (drafter, without):
+        each.extend([1, 2, 1, 2, 1, 2])
+    assert drafted(drafter, 8) == drafted(without, 8) != []
 
 
 def test_what_was_likely_behind_a_cut_is_forgotten() -> None:

@@ -11,6 +11,7 @@ constexpr double kFirstDoubt = 0.5, kLessBy = 0.65;
 constexpr double kShares = 4.0;  // how many shares the assumption weighs as much as
 constexpr u32 kRoot = 0;         // the node of the empty context
 constexpr int kFirstBits = 10;
+constexpr double kLikely = 0.1;  // of a token that came: what one that was likely there weighs in a race of the counts
 constexpr double kDoubt = 0.5;  // how often a race of the counts tells nothing of the target's
 
 }  // namespace
@@ -46,8 +47,8 @@ void NgramCounts::extend(u32 token, const u32* likely, i64 likely_count) {
     trust_.learn(guess.length, guess.share, guess.token == token);
     if (guess.token != token) guesses_.clear();
   }
-  for (i64 i = 0; i < likely_count; ++i) count_continuation(likely[i]);
-  count_continuation(token);
+  for (i64 i = 0; i < likely_count; ++i) count_continuation(likely[i], false);
+  count_continuation(token, true);
   tails_.swap(longer_tails_);
   if (static_cast<i64>(tails_.size()) > longest_ + 1) tails_.pop_back();  // the last one is no context: it is too long
 }
@@ -98,13 +99,20 @@ const std::vector<u32>& NgramCounts::foresee(i64 limit, const Races& races) {
   return foreseen_;
 }
 
+double NgramCounts::weight(const Node& node) { return node.count + kLikely * node.likely; }
+
+bool NgramCounts::behind(const Node& node, const Node& other) {
+  return node.count < other.count || (node.count == other.count && node.likely < other.likely);
+}
+
 // The likeliest continuation of a context that has some, `ahead` tokens behind the sequence, and its chance.
 NgramCounts::Choice NgramCounts::likeliest(u32 context, const Races& races, i64 ahead) const {
   const Node& of = nodes_[context];
-  const double best_count = nodes_[of.best].count;
-  if (!(races.temperature > 0.0) || nodes_[of.best].count == of.total) return {of.best, best_count / of.total};
+  if (!(races.temperature > 0.0) || nodes_[of.last].before == kRoot)
+    return {of.best, static_cast<double>(nodes_[of.best].count) / of.total};
+  const double best_weight = weight(nodes_[of.best]);
   const RaceKey key = race_key(races.seed, races.stream, races.position + ahead, kForTarget);
-  const auto weight_of = [&](u32 node) { return std::pow(nodes_[node].count / best_count, 1.0 / races.temperature); };
+  const auto weight_of = [&](u32 node) { return std::pow(weight(nodes_[node]) / best_weight, 1.0 / races.temperature); };
   const auto pace_of = [&](u32 node) {
     const u32 token = nodes_[node].token;
     return weight_of(node) / exponential(race_block(key, token / kRacers).word[token % kRacers]);
@@ -123,20 +131,20 @@ NgramCounts::Choice NgramCounts::likeliest(u32 context, const Races& races, i64 
 }
 
 // Counts `token` behind every tail; the nodes of the n-grams of 0, 1, 2 ... tokens that it ends are the longer tails.
-void NgramCounts::count_continuation(u32 token) {
+void NgramCounts::count_continuation(u32 token, bool came) {
   longer_tails_.assign(1, kRoot);
   for (const u32 context : tails_) {
     u32& found = child(context, token);
     if (found == kRoot) {
       found = static_cast<u32>(nodes_.size());
-      nodes_.push_back({token, 0, longer_tails_.back(), 0, kRoot, kRoot, nodes_[context].last});
+      nodes_.push_back({token, 0, 0, longer_tails_.back(), 0, kRoot, kRoot, nodes_[context].last});
       nodes_[context].last = found;
     }
     const u32 node = found;
-    ++nodes_[node].count;
-    ++nodes_[context].total;
-    // Not `>`: of equally frequent continuations the most recent is the best.
-    if (nodes_[node].count >= nodes_[nodes_[context].best].count) nodes_[context].best = node;
+    ++(came ? nodes_[node].count : nodes_[node].likely);
+    nodes_[context].total += came;
+    // Not behind: of equally frequent continuations the most recent is the best.
+    if (!behind(nodes_[node], nodes_[nodes_[context].best])) nodes_[context].best = node;
     longer_tails_.push_back(node);
   }
 }

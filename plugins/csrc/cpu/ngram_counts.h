@@ -37,7 +37,7 @@ class NgramCounts {
  public:
   NgramCounts(i64 shortest, i64 longest, double least_chance);
 
-  // The next token of the sequence; `likely` count as continuations in its place before it does.
+  // The next token of the sequence, and those that were `likely` in its place.
   void extend(u32 token, const u32* likely, i64 likely_count);
 
   // A token that the sequence is supposed to go on with: contexts end in it, and nothing is counted. Back to where the
@@ -46,8 +46,8 @@ class NgramCounts {
   void go_back();
 
   // The tokens that are foreseen behind the sequence, at most `limit`: the likeliest continuation of the longest context
-  // that has one, and so on behind it. That is the most frequent one (of equally frequent ones the most recent); where
-  // the target runs races, the one that is likeliest to win, by the same score as in TreeExpand. They end where no
+  // that has one, and so on behind it. That is the most frequent one (of equally frequent ones the most often likely, of
+  // those the most recent); where the target runs races, the one that is likeliest to win, by the same score as in TreeExpand. They end where no
   // context is known, or where the chance that all of them come falls below least_chance. What comes is compared with
   // them.
   const std::vector<u32>& foresee(i64 limit, const Races& races);
@@ -55,7 +55,8 @@ class NgramCounts {
  private:
   struct Node {
     u32 token;    // the n-gram's last
-    u32 count;    // how often that was counted behind the others
+    u32 count;    // how often that came behind the others
+    u32 likely;   // how often it was likely there
     u32 shorter;  // the n-gram without its first token
     u32 total;    // of its continuations' counts
     u32 best;     // of its continuations
@@ -72,7 +73,9 @@ class NgramCounts {
     double share;
   };
 
-  void count_continuation(u32 token);
+  static double weight(const Node& node);
+  static bool behind(const Node& node, const Node& other);
+  void count_continuation(u32 token, bool came);
   Choice likeliest(u32 context, const Races& races, i64 ahead) const;
   u32& child(u32 context, u32 token);
   void grow();
