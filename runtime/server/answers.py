@@ -80,9 +80,7 @@ class Answer:
     def __init__(self, prefix: str, whole: str, chunk: str, model: str, runtime: Runtime, *, chat: bool) -> None:
         self._tokenizer, self._chat = runtime.tokenizer, chat
         self.calling: ToolCalling | None = None  # the tools that may be called
-        self.with_usage = (
-            False  # of a stream: whether its last object has the usage, and the others say that they have none
-        )
+        self.with_usage = False  # of a stream: its last object has the usage, and the others say that they have none
         self._readers: dict[int, CallReader] = {}  # by choice
         self._whole, self._chunk = whole, chunk
         self._common = {

@@ -85,9 +85,8 @@ def chat_prompt(
 
     Raises RequestError as `encode_prompt` does.
     """
-    if (
-        isinstance(messages, Sequence) and len(messages) >= geometry.context
-    ):  # a template may take a time that grows with their square
+    # A template may take a time that grows with their square.
+    if isinstance(messages, Sequence) and len(messages) >= geometry.context:
         raise RequestError(
             f"The conversation has {len(messages)} messages, each of a token or more; the plan's context is "
             f"{geometry.context}. Leave messages out."
