@@ -62,7 +62,7 @@ def latency(workplace: Path, capsys: Captured):
 
 ROW_KEYS = {
     "git_sha", "identity", "backend", "backend_version", "device", "threads", "weights", "dtype", "sampling", "reps",
-    "task", "auto_disable",
+    "task", "auto_disable", "form",
     "drafter", "kind", "tree", "nodes", "depth", "acceptance", "otherwise", "synthetic_accept", "prompts",
     "prompts_sha256", "prompt_tokens", "new_tokens",
     "build_seconds", "build_peak_rss_bytes", "plan_bytes", "load_ms", "peak_rss_bytes",
@@ -75,6 +75,18 @@ ROW_KEYS = {
     "engine_ms", "host_gap_ms", "stages", "ms_along_context", "same_tokens", "same_runs", "runs", "first_divergence",
     "divergence_margin", "divergence_prompt", "divergence_prompt_tokens", "by_task",
 }  # fmt: skip
+
+
+def test_texts_of_a_form_end_where_it_does(latency, capsys: Captured) -> None:
+    assert latency("--json", "--choice", "import", "--choice", "return") == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["drafter"] for row in rows] == ["none", *TOY_DRAFTERS]
+    for row in rows:
+        assert row["form"].startswith("choice ")
+        assert row["same_tokens"]
+        assert row["new_tokens"] < 12
+    assert latency("--choice", "import", "--synthetic-accept", "2") == 2
+    assert "--synthetic-accept accepts what no form allows" in capsys.readouterr().err
 
 
 def test_latency_prints_stable_keys(latency, capsys: Captured) -> None:

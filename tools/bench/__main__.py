@@ -18,6 +18,7 @@ from commands.console import guarded, stderr
 from commands.packages import optional_packages
 from plans.errors import OutriderError
 from plans.plan import read_manifest
+from runtime.cli.arguments import add_form, read_form
 from tools.bench.machine import describe_run
 from tools.bench.matmul.shapes import SHAPES
 from tools.bench.sampling import GREEDY, read_sampling
@@ -248,6 +249,7 @@ def _add_measuring(command: argparse.ArgumentParser, count: int) -> None:
         help="how tokens are chosen: greedy (default), or temperature with any of top_k, top_p, min_p and seed, such "
         "as temperature=0.7,top_p=0.9,seed=3",
     )  # fmt: skip
+    add_form(command)
     command.add_argument(
         "--synthetic-accept", type=_length_of_path, metavar="LEN",
         help="for studies of cost: accept LEN tokens of every draft, or as far as it reaches, whatever the target says "
@@ -305,6 +307,9 @@ def _latency(options: argparse.Namespace) -> int:
 
     if options.tree is not None and options.depth is not None:
         raise OutriderError("--tree and --depth both say what is drafted; pass one of them.")
+    options.form = read_form(options)
+    if options.form is not None and options.synthetic_accept is not None:
+        raise OutriderError("--synthetic-accept accepts what no form allows; leave out one of the two.")
     if options.report is not None:
         from tools.bench.report import prepare, write_page
 

@@ -26,6 +26,7 @@ _IDENTIFYING = {
     "weights": "of the target's matrices: the recipe's type and method, or that they are the checkpoint's integers",
     "dtype": "of keys and values",
     "sampling": "as --sampling takes it",
+    "form": "that the texts keep to: its kind, and the beginning of its SHA-256; they end where it does",
     "reps": "runs of each prompt",
     "auto_disable": "whether a drafter is disabled while it does not pay",
     "drafter": "its name in the user's plan; none is plain decoding",

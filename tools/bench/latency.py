@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -17,6 +18,7 @@ from runtime import Runtime, Session, Stats
 from runtime.backends import choose_backend
 from runtime.request import Options
 from runtime.runtime import check_threads
+from runtime.text.structured_outputs import StructuredOutputs
 from tools.bench.identity import identity_columns, plan_columns
 from tools.bench.prompts import Prompts, choose_prompts, cut_prompts, encode_prompts, room_for_prompts
 from tools.bench.rows import OPENING, Divergence, Mode, Run, first_tokens, summary, variant_columns
@@ -55,11 +57,15 @@ def _measure(
     load_ms = (perf_counter() - started) * 1000
     forced = options.synthetic_accept
     auto_disable = not options.keep_drafting and forced is None
-    shared = identity_columns(runtime, options) | {"auto_disable": auto_disable}
+    form = None if options.form is None else _name_form(options.form)
+    shared = identity_columns(runtime, options) | {"auto_disable": auto_disable, "form": form}
     costs = plan_columns(plan, runtime.manifest) | {"load_ms": load_ms}
     session = runtime.session() if forced is None else forced_session(runtime, forced)
     settings = as_options(options.sampling) | Options(
-        max_new_tokens=options.new, ignore_eos=True, auto_disable=auto_disable
+        max_new_tokens=options.new,
+        ignore_eos=options.form is None,
+        auto_disable=auto_disable,
+        structured_outputs=options.form,
     )
     rows = []
     with progress_bar("measuring") as progress:
@@ -83,6 +89,12 @@ def _measure(
             ]
     costs["peak_rss_bytes"] = peak_rss_bytes()
     return {"plan": str(options.plan), "rows": [row | costs for row in rows]}
+
+
+def _name_form(form: StructuredOutputs) -> str:
+    """Its kind, and what tells it from others."""
+    ((kind, value),) = form.items()
+    return f"{kind} {sha256(str(value).encode()).hexdigest()[:12]}"
 
 
 def _prompts(options: argparse.Namespace, manifest: Manifest) -> list[Prompts]:

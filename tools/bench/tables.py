@@ -46,8 +46,8 @@ def title(report: dict[str, Any]) -> tuple[str, str]:
         f"({row['backend_version']}), weights {row['weights']}, KV {row['dtype']}; commit {row['git_sha']}, "
         f"plan {row['identity'][:12]} "
         f"({row['plan_bytes'] / 1e6:.1f} MB{build}, loaded in {row['load_ms']:.0f} ms{memory})",
-        f"{row['prompts']} prompts x {row['reps']} runs, {row['new_tokens']} new tokens, sampling {row['sampling']}; "
-        "medians, modes alternating",
+        f"{row['prompts']} prompts x {row['reps']} runs, {row['new_tokens']} new tokens, sampling {row['sampling']}"
+        f"{'' if row['form'] is None else ', form ' + row['form']}; medians, modes alternating",
     )
 
 
