@@ -7,7 +7,9 @@ import gc
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,9 @@ from runtime import Runtime
 from runtime.kv.partial_policy import Interval
 from tests.compiler.eagle3_heads import write_eagle3
 from tests.exports import SharedExports
+from tests.fake_cuda import compile_libraries
+from tests.fake_cuda.provider import CudaProvider
+from tests.packages import install_apart
 from tests.plugins.emulator import Emulator, compile_emulator
 from tests.plugins.tensorrt_stand_in import StandIn, compile_shells
 
@@ -244,6 +249,23 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
     if shutil.which("g++") is None:
         pytest.skip("the emulator is compiled with g++")
     return Emulator(made_once(tmp_path_factory, "emulator.so", compile_emulator))
+
+
+@pytest.fixture(scope="session")
+def fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of CUDA's libraries for a machine without a GPU, compiled once."""
+    if shutil.which("g++") is None or sys.platform != "linux":
+        pytest.skip("CUDA's libraries are compiled with g++, for Linux")
+    return made_once(tmp_path_factory, "fake-cuda", compile_libraries)
+
+
+@pytest.fixture(scope="session")
+def cuda_provider(fake_cuda: Path, tmp_path_factory: pytest.TempPathFactory) -> CudaProvider:
+    """ONNX Runtime's real CUDA provider, of the version that the tests run with; kept in `build/`."""
+    requirement = f"onnxruntime-gpu=={version('onnxruntime')}"
+    kept = REPOSITORY / "build" / "cuda_provider" / f"{requirement}-{sys.implementation.cache_tag}"
+    site = install_apart(requirement, kept)
+    return CudaProvider(site, fake_cuda, made_once(tmp_path_factory, "emulator.so", compile_emulator))
 
 
 @pytest.fixture(scope="session")

@@ -12,20 +12,10 @@ import pytest
 
 from runtime import Runtime
 from tests.conftest import REPOSITORY
+from tests.packages import skip_without_index
 
 PROMPT = "import os\n"
 CONSTRAINTS = REPOSITORY / "tools" / "constraints.txt"
-# What pip says when it cannot reach its index; anything else that fails is a failure of ours.
-UNREACHABLE = (
-    "Could not fetch URL",
-    "NewConnectionError",
-    "NameResolutionError",
-    "Temporary failure in name resolution",
-    "Network is unreachable",
-    "ConnectTimeoutError",
-    "ReadTimeoutError",
-    "ProxyError",
-)
 PROGRAM = """
 import importlib.util, json, sys
 import runtime
@@ -65,8 +55,7 @@ def test_an_installed_runtime_alone_gives_the_same_tokens(toy: Runtime, toy_plan
     if CONSTRAINTS.is_file():
         install += ["--constraint", CONSTRAINTS]
     installed = run(install, outside)
-    if installed.returncode != 0 and any(sign in installed.stdout + installed.stderr for sign in UNREACHABLE):
-        pytest.skip(f"the package index cannot be reached: {installed.stderr.strip().splitlines()[-1]}")
+    skip_without_index(installed)
     assert installed.returncode == 0, installed.stdout[-2000:] + installed.stderr[-2000:]
 
     ended = run([python, "-c", PROGRAM, toy_plan, PROMPT], outside)

@@ -72,13 +72,18 @@ void call(void (*kernel)(A...), void** params, std::index_sequence<I...>) {
   kernel(*static_cast<A*>(params[I])...);
 }
 
+struct Kernel {
+  std::function<void(void**)> run;
+  int parameters;
+};
+
 template <typename... A>
-std::function<void(void**)> unpacked(void (*kernel)(A...)) {
-  return [kernel](void** params) { call(kernel, params, std::index_sequence_for<A...>()); };
+Kernel unpacked(void (*kernel)(A...)) {
+  return {[kernel](void** params) { call(kernel, params, std::index_sequence_for<A...>()); }, sizeof...(A)};
 }
 
-const std::map<std::string, std::function<void(void**)>>& kernels() {
-  static const std::map<std::string, std::function<void(void**)>> all = {
+const std::map<std::string, Kernel>& kernels() {
+  static const std::map<std::string, Kernel> all = {
       {"outrider_bim_mask", unpacked(outrider_bim_mask)},
       {"outrider_sample", unpacked(outrider_sample)},
       {"outrider_tree_accept", unpacked(outrider_tree_accept)},
@@ -105,6 +110,12 @@ void wait_for_the_others() {
 
 }  // namespace outrider
 
+// The number of a kernel's parameters, of eight bytes each; -1 for an unknown kernel.
+extern "C" int parameters(const char* kernel) {
+  const auto found = outrider::kernels().find(kernel);
+  return found == outrider::kernels().end() ? -1 : found->second.parameters;
+}
+
 // 0, or 1 for an unknown kernel, 2 for a barrier that not every thread of a block comes to.
 extern "C" int emulate(const char* kernel, long long blocks, long long threads, void** params, unsigned seed) {
   using namespace outrider;
@@ -113,7 +124,7 @@ extern "C" int emulate(const char* kernel, long long blocks, long long threads, 
   std::mt19937 random(seed);
   std::vector<Fiber> fibers(static_cast<size_t>(threads));
   for (Fiber& fiber : fibers) fiber.stack = std::make_unique<char[]>(kStack);
-  const std::function<void()> run = [&] { found->second(params); };
+  const std::function<void()> run = [&] { found->second.run(params); };
   body = &run;
   std::vector<i64> order(blocks);
   std::iota(order.begin(), order.end(), 0);

@@ -1,0 +1,52 @@
+#include "kernels.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+
+namespace fake {
+
+namespace {
+
+constexpr unsigned kMostThreads = 32;  // of a block: fibers are slow
+
+using Emulate = int (*)(const char*, long long, long long, void**, unsigned);
+using Parameters = int (*)(const char*);
+
+void* symbol(const char* name) {
+  static void* library = dlopen(std::getenv("OUTRIDER_EMULATOR"), RTLD_NOW);
+  void* found = library == nullptr ? nullptr : dlsym(library, name);
+  if (found == nullptr) {
+    fault(std::string("the emulator cannot be loaded: ") + dlerror());
+    std::abort();
+  }
+  return found;
+}
+
+int parameters_of(const char* kernel) {
+  static const auto parameters = reinterpret_cast<Parameters>(symbol("parameters"));
+  return parameters(kernel);
+}
+
+}  // namespace
+
+bool has_kernel(const char* kernel) { return parameters_of(kernel) >= 0; }
+
+void launch_kernel(const char* kernel, unsigned blocks, unsigned threads, void** parameters, Stream* stream) {
+  static const auto emulate = reinterpret_cast<Emulate>(symbol("emulate"));
+  std::vector<uint64_t> values;
+  for (int i = 0; i < parameters_of(kernel); ++i) values.push_back(*static_cast<uint64_t*>(parameters[i]));
+  const std::string name = kernel;
+  record("kernel", name);
+  enqueue(stream, name, [=]() mutable {
+    static unsigned seed = 0;
+    std::vector<void*> pointers;
+    for (uint64_t& value : values) pointers.push_back(&value);
+    const int code = emulate(name.c_str(), blocks, std::min(threads, kMostThreads), pointers.data(), ++seed);
+    if (code != 0) fault(name + " cannot be emulated: " + std::to_string(code));
+  });
+}
+
+}  // namespace fake

@@ -1,0 +1,122 @@
+"""Sessions on ONNX Runtime's real CUDA provider, over CUDA's libraries for a machine without a GPU (`tests/fake_cuda`).
+
+Where nodes are placed, what is copied, waited for and captured is ONNX Runtime's own doing; its kernels do nothing, so
+that logits are zero and drafts are token 0.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from plans.plan import Plan
+from tests.conftest import TOY_DRAFTERS
+from tests.fake_cuda.provider import CudaProvider, Ended
+from tests.integration.test_onnxruntime_cuda import CUDA
+
+pytest.importorskip("cuda.core")
+pytestmark = pytest.mark.cuda_provider
+
+SESSIONS = """
+import json, sys
+from runtime import Runtime
+root, graphs, *drafters = sys.argv[1:]
+runtime = Runtime.load(root, backend="onnxruntime-cuda", cuda_graphs=graphs == "True")
+options = dict(max_new_tokens=24, ignore_eos=True, auto_disable=False, temperature=1.0, seed=3)
+found = {}
+for drafter in drafters:
+    session = runtime.session()
+    turns = [session.generate(prompt, drafter=drafter, **options) for prompt in ([5, 6, 7], [8] * 40)]
+    found[drafter] = [turn.token_ids for turn in turns], sum(turn.stats.drafted for turn in turns)
+print(json.dumps({"backend": runtime.backend, "found": found}))
+"""
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["graphs", "kernel by kernel"])
+def recorded(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture(scope="module")
+def ended(
+    recorded: bool, cuda_provider: CudaProvider, cuda_plan: Plan, tmp_path_factory: pytest.TempPathFactory
+) -> Ended:
+    """Sessions of every drafter, of two turns each."""
+    folder = tmp_path_factory.mktemp("sessions")
+    return cuda_provider.run(SESSIONS, cuda_plan.root, recorded, "none", *TOY_DRAFTERS, folder=folder)
+
+
+def test_no_call_is_unsafe(ended: Ended) -> None:
+    """No allocation and no wait while a stream captures, no work in the legacy stream then, no copy between other kinds
+    of memory than its call says or past their ends, no captured copy of memory that may move."""
+    assert ended.events("fault") == []
+
+
+def test_our_kernels_choose_the_same_tokens_however_they_are_drafted(ended: Ended) -> None:
+    """What they draw from logits of zero is a matter of noise alone. (Trees that are verified where an engine left
+    them have no positions here.)"""
+    assert ended.told["backend"] == CUDA
+    found = {drafter: tokens for drafter, (tokens, _) in ended.told["found"].items()}
+    assert all(found[drafter] == found["none"] for drafter in ("ngram", "short", "sure"))
+    assert len(set(found["none"][0])) > 10
+    assert all(ended.told["found"][drafter][1] > 0 for drafter in ("chain", "bushy", "head"))
+
+
+def test_rounds_are_recorded_and_replayed_where_they_may_be(ended: Ended, recorded: bool) -> None:
+    captures, replays = ([each for each in ended.record if each.event == event] for event in ("capture", "replay"))
+    if not recorded:
+        assert captures == replays == []
+        return
+    for call, of in (("cuStreamBeginCapture", captures), ("cudaStreamBeginCapture", captures)):
+        assert any(each.text.startswith(f"{call} ") for each in of)
+    by_engines = [each for each in replays if each.text.startswith("cudaGraphLaunch ")]
+    assert len(by_engines) > len(captures)
+    assert len({each.thread for each in by_engines}) == 1
+
+
+def test_our_kernels_run_in_the_order_of_the_engines(ended: Ended) -> None:
+    launched = set(ended.events("kernel"))
+    assert {"outrider_race_noise", "outrider_bim_mask", "outrider_tree_accept", "outrider_kv_gather"} <= launched
+
+
+STREAM_RULES = """
+import ctypes, json, sys
+cuda, cudart = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL("libcudart.so.13")
+stream, graph, address, pinned = (ctypes.c_void_p() for _ in range(4))
+assert cuda.cuStreamCreate(ctypes.byref(stream), 1) == 0
+assert cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(64)) == 0
+assert cuda.cuMemHostAlloc(ctypes.byref(pinned), ctypes.c_size_t(64), 0) == 0
+pageable, eight, more = ctypes.create_string_buffer(64), ctypes.c_size_t(8), ctypes.c_size_t(65)
+mode = ctypes.c_int(0)
+cuda.cuMemcpyHtoDAsync_v2(address, pageable, eight, stream)  # not pinned
+cuda.cuMemcpyHtoDAsync_v2(address, pinned, more, stream)  # past the end
+cuda.cuStreamBeginCapture_v2(stream, 0)
+codes = [
+    cudart.cudaMalloc(ctypes.byref(graph), eight),  # unsafe
+    cudart.cudaStreamSynchronize(stream),
+    cudart.cudaMemcpy(address, pageable, eight, 1),  # in the legacy stream
+    cudart.cudaMemsetAsync(address, 0, eight, None),  # there too, but enqueued
+    cudart.cudaMemcpyAsync(address, pageable, eight, 1, stream),  # captured, of an address that may move
+]
+cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(2)))
+codes.append(cudart.cudaMalloc(ctypes.byref(graph), eight))  # relaxed
+cuda.cuStreamEndCapture(stream, ctypes.byref(graph))
+print(json.dumps(codes))
+"""
+
+
+def test_the_libraries_notice_what_they_are_there_to_notice(fake_cuda: Path, tmp_path: Path) -> None:
+    libraries = CudaProvider(tmp_path, fake_cuda, tmp_path)
+    ended = libraries.run(STREAM_RULES, folder=tmp_path)
+    assert ended.told == [900, 900, 900, 0, 0, 0]
+    assert ended.events("fault") == [
+        "cuMemcpyHtoDAsync between other kinds of memory than it says",
+        "cuMemcpyHtoDAsync goes past the end of an allocation",
+        "cuMemcpyHtoDAsync goes past the end of an allocation",
+        "cudaMalloc is unsafe while stream 1 captures",
+        "cudaStreamSynchronize of a stream that captures",
+        "cudaMemcpy while a stream captures",
+        "cudaMemsetAsync in the legacy stream while a stream captures",
+        "cudaMemcpyAsync of pageable memory is captured: a replay goes to the same address",
+    ]
