@@ -119,7 +119,7 @@ class DraftGraph(nn.Module):
         feature_indices: Tensor | None,
         token_ids: Tensor,
         positions: Tensor,
-        row_splits: Tensor | None,
+        row_splits: Tensor,
         attn_bias: Tensor,
         past_length: Tensor,
         tip_indices: Tensor | None,
@@ -137,12 +137,12 @@ class DraftGraph(nn.Module):
         fused = None
         if features is not None and feature_indices is not None:
             fused = model.fuse(torch.index_select(features, 0, feature_indices).unsqueeze(0))
-        splits = self.splits if row_splits is None else row_splits
-        execution = self._pass(caches, positions.unsqueeze(0), attn_bias, past_length, splits)
+        execution = self._pass(caches, positions.unsqueeze(0), attn_bias, past_length, row_splits)
         hidden = model.run(token_ids.unsqueeze(0), fused, execution)
         filters = (temperature, top_k, top_p, min_p)
-        if tip_indices is None or tip_branch is None or row_splits is None:
-            start = past_length + token_ids.shape[0]
+        if tip_indices is None or tip_branch is None:
+            # Not token_ids.shape[0]: ONNX Runtime adds on the CPU to what is a shape, and reads past_length there.
+            start = past_length + row_splits[1:]
             tips = _Tips(
                 caches,
                 hidden[:, -1].unsqueeze(1),

@@ -95,17 +95,34 @@ class OnnxRuntimeCuda:
 
 class DeviceEngine:
     """An ONNX Runtime session whose tensors lie at addresses of a place: ("cuda", ordinal). It records itself if it
-    has a `thread` to run in."""
+    has a `thread` to run in.
+
+    Raises `PlanError` if the session reads or writes some of its tensors elsewhere.
+    """
 
     def __init__(
         self, session: ort.InferenceSession, engine: Engine, place: tuple[str, int], thread: OneThread | None = None
     ) -> None:
+        _check_placement(session, engine, place)
         self._session, self._engine, self._place = session, engine, place
         self._graphs = _Graphs(engine.file, thread)
 
     def bind(self, buffers: Buffers, bound: dict[str, str]) -> BoundEngine:
         assert isinstance(buffers, DeviceBuffers)
         return _BoundEngine(self._session, self._engine, buffers, bound, self._place, self._graphs)
+
+
+def _check_placement(session: ort.InferenceSession, engine: Engine, place: tuple[str, int]) -> None:
+    """ONNX Runtime copies an input that it reads elsewhere when the input is bound, and never again: bindings are kept,
+    so that later runs would read what was there once."""
+    tensors = (*session.get_inputs(), *session.get_outputs())
+    infos = (*session.get_input_memory_infos(), *session.get_output_memory_infos())
+    own, _ = place
+    if elsewhere := [tensor.name for tensor, info in zip(tensors, infos, strict=True) if info.name.lower() != own]:
+        raise PlanError(
+            f"{engine.file}: ONNX Runtime {ort.__version__} keeps {', '.join(elsewhere)} elsewhere than on the device "
+            f"({own}), where it would not see new values; build the plan again with this version of Outrider"
+        )
 
 
 class _Graphs:

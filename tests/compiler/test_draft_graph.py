@@ -124,6 +124,7 @@ class DraftEngine:
         feeds: dict[str, NDArray[Any]] = {
             names.TOKEN_IDS: np.array(tokens),
             names.POSITIONS: np.arange(past, past + n),
+            names.ROW_SPLITS: splits,
             names.ATTN_BIAS: bias,
             names.PAST_LENGTH: lengths,
             names.NOISE: np.ones((1, self._tree.depth + 1, self._vocabulary), np.float32),
@@ -133,6 +134,8 @@ class DraftEngine:
             names.DRAFT_MIN_P: np.zeros(1, np.float32),
             **more,
         }
+        if self._tree.depth == 0:  # nothing is appended behind the tokens
+            del feeds[names.ROW_SPLITS]
         binding, outputs = self._session.io_binding(), {}
         for name, array in {**feeds, **self.caches}.items():
             binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)

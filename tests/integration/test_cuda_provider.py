@@ -80,6 +80,28 @@ def test_our_kernels_run_in_the_order_of_the_engines(ended: Ended) -> None:
     assert {"outrider_race_noise", "outrider_bim_mask", "outrider_tree_accept", "outrider_kv_gather"} <= launched
 
 
+PLACEMENT = """
+import json, sys
+from runtime import Runtime
+runtime = Runtime.load(sys.argv[1], backend="onnxruntime-cuda")
+def placed(session):
+    tensors = (*session.get_inputs(), *session.get_outputs())
+    infos = (*session.get_input_memory_infos(), *session.get_output_memory_infos())
+    return {tensor.name: info.name for tensor, info in zip(tensors, infos, strict=True)}
+print(json.dumps({name: placed(engine._session) for name, engine in runtime.loaded.engines.items()}))
+"""
+
+
+def test_engines_read_and_write_the_tensors_on_the_device(
+    cuda_provider: CudaProvider, cuda_plan: Plan, tmp_path: Path
+) -> None:
+    """An input that ONNX Runtime reads on the CPU is copied when it is bound: later runs see its old value."""
+    found = cuda_provider.run(PLACEMENT, cuda_plan.root, folder=tmp_path).told
+    assert set(found) == {"target", "chain", "sure", "bushy", "head"}
+    elsewhere = {name: [t for t, place in tensors.items() if place != "Cuda"] for name, tensors in found.items()}
+    assert not any(elsewhere.values()), elsewhere
+
+
 STREAM_RULES = """
 import ctypes, json, sys
 cuda, cudart = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL("libcudart.so.13")

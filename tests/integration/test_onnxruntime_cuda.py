@@ -19,8 +19,10 @@ from plans.plan import Plan
 from plugins.cuda import LAUNCHES
 from runtime import Runtime
 from runtime.backends import BACKENDS
+from runtime.backends.onnxruntime_cuda import DeviceEngine
 from runtime.request import Options
 from tests.conftest import TOY_DRAFTERS
+from tests.cpu_session import cpu_session
 from tools.verify.agreement import compare_drafters
 
 pytest.importorskip("cuda.core")
@@ -73,6 +75,15 @@ def test_a_second_build_keeps_kernels_and_engines(cuda_plan: Plan, toy_recipe: P
 def test_a_runtime_that_cannot_drive_it_says_so(cuda_plan: Plan) -> None:
     with pytest.raises(PlanError, match=CUDA):
         Runtime.load(cuda_plan.root, backend=CUDA)
+
+
+def test_an_engine_that_reads_tensors_elsewhere_is_refused(cuda_plan: Plan) -> None:
+    """Here on the CPU, where all of its tensors are."""
+    engine = cuda_plan.manifest.backends[CUDA].engines["chain"]
+    session = cpu_session(cuda_plan.file(engine.file))
+    DeviceEngine(session, engine, ("cpu", 0))
+    with pytest.raises(PlanError, match=r"chain.*past_length.*elsewhere than on the device.*build the plan again"):
+        DeviceEngine(session, engine, ("cuda", 0))
 
 
 def test_levels_that_leave_no_rows_behind_give_the_same_tokens(
