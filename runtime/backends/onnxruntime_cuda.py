@@ -21,9 +21,11 @@ import onnxruntime as ort
 from plans import names
 from plans.buffers import DType, Tensor
 from plans.errors import PlanError
+from plans.extras import install
 from plans.manifest import BackendPlan, Engine
 from runtime.backends.base import BoundEngine, LoadedEngine, Settings
 from runtime.backends.cuda_driver import CudaDevice, architecture, fitting_kernels
+from runtime.backends.cuda_libraries import missing_libraries
 from runtime.backends.device import DeviceBuffers
 from runtime.backends.one_thread import OneThread
 from runtime.execution.buffers import Buffers
@@ -47,6 +49,8 @@ def reason_against(plan: BackendPlan) -> str | None:
         return str(error)
     if fitting_kernels(own, list(plan.kernels)) is None:
         return f"the GPU is {own}, and our ops were compiled for {', '.join(plan.kernels)}; add it to the recipe"
+    if missing := missing_libraries():
+        return f"ONNX Runtime's {_PROVIDER} needs {', '.join(missing)}, which cannot be loaded; {install('gpu')}"
     return None
 
 
@@ -66,18 +70,27 @@ class OnnxRuntimeCuda:
         if self._cubin is not None:  # the plan is where its engines are: engines/BACKEND/FILE
             self._device.load_kernels(path.parent.parent.parent / self._cubin)
             self._cubin = None
-        place = ("cuda", self._device.ordinal)
+        session, thread = self._open(path)
+        if _PROVIDER not in session.get_providers():
+            raise PlanError(
+                f"ONNX Runtime {ort.__version__} has left its {_PROVIDER} out of the session for {path}, which would "
+                "run on the CPU; its log says why"
+            )
+        return DeviceEngine(session, engine, ("cuda", self._device.ordinal), thread)
+
+    def _open(self, path: Path) -> tuple[ort.InferenceSession, OneThread | None]:
+        """A session, and the thread that it is to run in if it records itself."""
         if self._thread is not None:
             try:
-                return DeviceEngine(self._open(path, graphs=True), engine, place, self._thread)
+                return self._session(path, graphs=True), self._thread
             except Exception as error:  # as below; it refuses graphs for what it computes on the CPU
                 _LOG.warning("%s runs without CUDA graphs: %s", path, error)
         try:
-            return DeviceEngine(self._open(path, graphs=False), engine, place)
+            return self._session(path, graphs=False), None
         except Exception as error:  # ONNX Runtime raises bare RuntimeErrors of its own kinds
             raise PlanError(f"{path} cannot be loaded by ONNX Runtime {ort.__version__}: {error}") from None
 
-    def _open(self, path: Path, *, graphs: bool) -> ort.InferenceSession:
+    def _session(self, path: Path, *, graphs: bool) -> ort.InferenceSession:
         options = ort.SessionOptions()
         options.log_severity_level = 3
         provider = {
@@ -87,7 +100,7 @@ class OnnxRuntimeCuda:
         }
         if graphs:
             provider["enable_cuda_graph"] = "1"
-        return ort.InferenceSession(str(path), options, providers=[(_PROVIDER, provider)])
+        return ort.InferenceSession(str(path), options, providers=[(_PROVIDER, provider)], enable_fallback=0)
 
     def buffers(self, plan: BackendPlan) -> Buffers:
         return DeviceBuffers(plan, self._device, records=self._thread is not None)
@@ -167,9 +180,9 @@ class _BoundEngine:
 
     def __call__(self, sizes: list[int]) -> None:
         key = tuple(sizes)
-        binding, options = self._recorded.get(key) or self._ready(key)
-        run = partial(self._session.run_with_iobinding, binding, options)
         try:
+            binding, options = self._recorded.get(key) or self._ready(key)
+            run = partial(self._session.run_with_iobinding, binding, options)
             if self._graphs.thread is None:
                 run()
             else:

@@ -12,6 +12,7 @@ import pytest
 
 from plans.plan import Plan
 from tests.conftest import TOY_DRAFTERS
+from tests.fake_cuda import DRIVER, LIBRARIES
 from tests.fake_cuda.provider import CudaProvider, Ended
 from tests.integration.test_onnxruntime_cuda import CUDA
 
@@ -100,6 +101,38 @@ def test_engines_read_and_write_the_tensors_on_the_device(
     assert set(found) == {"target", "chain", "sure", "bushy", "head"}
     elsewhere = {name: [t for t, place in tensors.items() if place != "Cuda"] for name, tensors in found.items()}
     assert not any(elsewhere.values()), elsewhere
+
+
+WITHOUT = """
+import json, sys
+from runtime import PlanError, Runtime
+from runtime.backends import onnxruntime_cuda
+if sys.argv[2] == "unnoticed":
+    onnxruntime_cuda.missing_libraries = list
+try:
+    Runtime.load(sys.argv[1], backend="onnxruntime-cuda")
+except PlanError as error:
+    best = None if sys.argv[2] == "unnoticed" else Runtime.load(sys.argv[1])
+    print(json.dumps([str(error), best and best.backend, best and best.passed_over]))
+"""
+
+
+@pytest.mark.parametrize("library", [name for name in LIBRARIES if name != DRIVER])
+def test_a_missing_library_is_named_and_the_cpu_is_taken(
+    library: str, cuda_provider: CudaProvider, cuda_plan: Plan, tmp_path: Path
+) -> None:
+    ended = cuda_provider.run(WITHOUT, cuda_plan.root, "noticed", folder=tmp_path, without=library)
+    said, best, passed_over = ended.told
+    assert f"needs {library}, which cannot be loaded; run `pip install" in said
+    assert best == "onnxruntime-cpu"
+    assert library in passed_over[CUDA]
+
+
+def test_a_session_that_fell_back_to_the_cpu_is_refused(
+    cuda_provider: CudaProvider, cuda_plan: Plan, tmp_path: Path
+) -> None:
+    ended = cuda_provider.run(WITHOUT, cuda_plan.root, "unnoticed", folder=tmp_path, without="libcublas.so.13")
+    assert "has left its CUDAExecutionProvider out of the session" in ended.told[0]
 
 
 STREAM_RULES = """

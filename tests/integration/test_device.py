@@ -18,6 +18,7 @@ from runtime.backends.device import LARGE, lay_out
 from runtime.engine import Engine
 from runtime.request import Options
 from tests.conftest import TOY_DRAFTERS
+from tests.cpu_session import cpu_session
 from tests.integration.shifting_rule import Shifting
 from tests.integration.test_onnxruntime_cuda import CUDA
 from tests.plugins.emulator import Emulator
@@ -162,6 +163,18 @@ def test_logits_that_are_not_numbers_are_an_error_and_the_session_goes_on(runtim
         session.buffers.device.to_device(kv.address, nan.ctypes.data, nan.nbytes)
     session.reset()
     assert len(session.generate(PROMPT, max_new_tokens=3, drafter="none", ignore_eos=True).token_ids) == 3
+
+
+def test_a_binding_that_onnxruntime_refuses_is_an_error_of_ours(runtime: Runtime, cuda_plan: Plan) -> None:
+    engine = cuda_plan.manifest.backends[CUDA].engines["chain"]
+    buffers = Engine(runtime.loaded).buffers
+    unknown = engine.inputs[0].model_copy(update={"name": "unknown"})
+    bound = {t.name: names.of("chain", names.TOKEN_IDS) for t in (*engine.inputs, *engine.outputs, unknown)}
+    device_engine = onnxruntime_cuda.DeviceEngine(
+        cpu_session(cuda_plan.file(engine.file)), engine.model_copy(update={"inputs": (unknown,)}), ("cpu", 0)
+    )
+    with pytest.raises(PlanError, match=r"an engine of the plan failed on the GPU: .*unknown"):
+        device_engine.bind(buffers, bound)([1] * len(names.SYMBOLS))
 
 
 def test_without_a_gpu_the_reason_is_told(cuda_plan: Plan) -> None:
