@@ -23,7 +23,7 @@ class ContextMaker:
     """
 
     def __init__(self, trt: Any, log: Log, built: Any, engine: Engine, *, jit: bool) -> None:
-        self._trt, self._log, self._built, self.engine = trt, log, built, engine
+        self._trt, self._log, self._built, self.engine, self._jit = trt, log, built, engine, jit
         self._config = config = built.create_runtime_config()
         config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         if jit:
@@ -50,6 +50,15 @@ class ContextMaker:
             address = buffers.memory[bound[tensor.name]].address
             self.check(context.set_tensor_address(tensor.name, address), f"refuses the memory of {tensor.name!r}")
         return context
+
+    def check_recordable(self, context: Any, stream: int) -> None:
+        """Raise `PlanError` where the context cannot be recorded. TensorRT, which finishes no kernels here, does not
+        know the question."""
+        if self._jit and not context.is_stream_capturable(stream):
+            raise PlanError(
+                f"the engine {self.engine.file} cannot be recorded on this GPU; load the plan with cuda_graphs=False "
+                "(--no-cuda-graphs)"
+            )
 
     def check(self, went_well: bool, what: str) -> None:
         """Raise `PlanError` with the library's own words where a call of it has failed."""
@@ -86,11 +95,7 @@ class BoundEngine:
         if key not in self._recorded:
             context = self._maker.make(profile, self._buffers, self._bound, self._activations)
             self._set_shapes(context, sizes)
-            if not context.is_stream_capturable(self._buffers.device.stream_handle):
-                raise PlanError(
-                    f"the engine {self._maker.engine.file} cannot be recorded on this GPU; load the plan with "
-                    "cuda_graphs=False (--no-cuda-graphs)"
-                )
+            self._maker.check_recordable(context, self._buffers.device.stream_handle)
             self._recorded[key] = context
         return self._recorded[key]
 

@@ -29,12 +29,15 @@ ONE, TREE, CHUNK = (
 
 
 class Context:
-    """Notes calls; those named in `refuses` return False."""
+    """Notes calls; those named in `refuses` return False, those in `lacks` are not there."""
 
-    def __init__(self, number: int, calls: list[tuple[Any, ...]], refuses: set[str]) -> None:
-        self._number, self._calls, self._refuses = number, calls, refuses
+    def __init__(self, number: int, calls: list[tuple[Any, ...]], refuses: set[str], lacks: set[str]) -> None:
+        self._number, self._calls, self._refuses, self._lacks = number, calls, refuses, lacks
 
     def __getattr__(self, name: str) -> Any:
+        if name in self._lacks:
+            raise AttributeError(f"IExecutionContext has no attribute {name!r}")
+
         def call(*arguments: Any) -> bool:
             self._calls.append((self._number, name, *arguments))
             return name not in self._refuses
@@ -50,6 +53,7 @@ class Library:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.refuses: set[str] = set()
+        self.lacks: set[str] = set()
         self.made = 0
         self.ExecutionContextAllocationStrategy = SimpleNamespace(USER_MANAGED="user")
         self.CudaGraphStrategy = SimpleNamespace(DISABLED="disabled")
@@ -69,7 +73,7 @@ class Library:
     def create_execution_context(self, config: Any) -> Context:
         assert config is self.config
         self.made += 1
-        return Context(self.made, self.calls, self.refuses)
+        return Context(self.made, self.calls, self.refuses, self.lacks)
 
     def get_device_memory_size_for_profile_v2(self, profile: int) -> int:
         return (1000, 5000)[profile]
@@ -83,8 +87,8 @@ class Library:
     def said(self) -> str:
         return "what the library says"
 
-    def bind(self) -> BoundEngine:
-        maker = ContextMaker(self, self, self, ENGINE, jit=True)
+    def bind(self, *, jit: bool = True) -> BoundEngine:
+        maker = ContextMaker(self, self, self, ENGINE, jit=jit)
         bound = {"token_ids": "ids", "past_length": "past", "logits": "logits"}
         return BoundEngine(maker, self, bound, maker.activations)  # type: ignore[arg-type]
 
@@ -182,3 +186,14 @@ def test_an_engine_that_cannot_be_recorded_says_how_to_go_on() -> None:
     library.refuses.add("is_stream_capturable")
     with pytest.raises(PlanError, match="--no-cuda-graphs"):
         run(ONE)
+
+
+def test_tensorrt_is_not_asked_what_it_does_not_know() -> None:
+    """Only TensorRT for RTX says whether a context can be recorded."""
+    library = Library()
+    library.lacks.add("is_stream_capturable")
+    run = library.bind(jit=False)
+    library.recording = True
+    with library.taken() as calls:
+        run(ONE)
+    assert calls[-1] == (3, "execute_async_v3", 7)
