@@ -23,6 +23,7 @@ def compile_kernels(architecture: str) -> bytes:
     options = ProgramOptions(
         arch=architecture,
         std="c++17",
+        device_as_default_execution_space=True,  # NVRTC 13.0 takes a generic lambda for a host function
         include_path=[str(SOURCES), str(SOURCES / "cuda")],
         fma=False,  # results must not depend on the compiler: csrc/portable.h
     )

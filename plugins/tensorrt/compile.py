@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 
+from plans.extras import install
 from plugins.cuda.compile import SOURCES
 from plugins.tensorrt.plugin import Plugin
 from plugins.tensorrt.source import PARTS, cuda_source
 
 OLDEST = "compute_75"  # the oldest that NVRTC 13 and TensorRT 11 support; its PTX runs on all later GPUs
+NEWEST = (9, 0)  # the PTX version of CUDA 13.0: all drivers that TensorRT 11 and ONNX Runtime 1.31 run on (580) take it
 
 
 def compile_plugin(plugin: Plugin, architecture: str = OLDEST) -> str:
     """Compile a plugin's kernel to PTX for GPUs of `architecture` (such as compute_90) and later; the same every time.
 
-    TensorRT takes PTX, not cubins. The PTX version is NVRTC's, and a driver refuses PTX that is newer than itself:
-    install an NVRTC that is no newer than the drivers that are to run the engine.
+    TensorRT takes PTX, not cubins. The PTX version is NVRTC's, and a driver refuses PTX that is newer than itself, so
+    that a newer NVRTC than 13.0 is refused.
 
-    Raises RuntimeError with the compiler's log, and ImportError where `cuda-bindings` or NVRTC is missing.
+    Raises RuntimeError with the compiler's log or with the version that is refused, and ImportError where
+    `cuda-bindings` or NVRTC is missing.
     """
     return _compiled(cuda_source(plugin), plugin.kernel, architecture)
 
@@ -30,6 +34,7 @@ def _compiled(source: str, name: str, architecture: str) -> str:
     options = [
         f"--gpu-architecture={architecture}",
         "--std=c++17",
+        "--device-as-default-execution-space",  # NVRTC 13.0 takes a generic lambda for a host function
         "--fmad=false",  # results must not depend on the compiler: csrc/portable.h
         *(f"--include-path={folder}" for folder in (SOURCES, SOURCES / "cuda", PARTS)),
     ]
@@ -47,4 +52,17 @@ def _compiled(source: str, name: str, architecture: str) -> str:
         nvrtc.nvrtcGetPTX(program, ptx)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-    return ptx.rstrip(b"\0").decode()
+    return _for_every_driver(ptx.rstrip(b"\0").decode())
+
+
+def _for_every_driver(ptx: str) -> str:
+    """Return the PTX; raise RuntimeError if it is newer than the oldest driver takes."""
+    found = re.search(r"^\.version (\d+)\.(\d+)$", ptx, re.MULTILINE)
+    assert found is not None
+    version = int(found[1]), int(found[2])
+    if version > NEWEST:
+        raise RuntimeError(
+            f"NVRTC makes PTX {version[0]}.{version[1]}, and drivers from 580 on take {NEWEST[0]}.{NEWEST[1]} alone: "
+            f"TensorRT could not load our plugins; {install('gpu')}, which has an NVRTC of CUDA 13.0"
+        )
+    return ptx

@@ -170,6 +170,19 @@ def test_ptx_is_for_the_oldest_gpu_and_the_same_every_time() -> None:
     assert compile_plugin(PLUGINS["Sample"][0]) == ptx
 
 
+def test_ptx_is_no_newer_than_the_oldest_driver_takes() -> None:
+    """A driver 580 is of CUDA 13.0, whose PTX is 9.0; it refuses any newer."""
+    (version,) = re.findall(r"^\.version (\d+)\.(\d+)$", compile_plugin(PLUGINS["Sample"][0]), re.MULTILINE)
+    assert tuple(map(int, version)) <= (9, 0)
+
+
+def test_newer_ptx_is_refused() -> None:
+    assert compiling._for_every_driver(".version 9.0\n.target sm_75\n") == ".version 9.0\n.target sm_75\n"
+    for version in ("9.1", "9.5", "10.0"):
+        with pytest.raises(RuntimeError, match=rf"NVRTC makes PTX {version}, .*pip install"):
+            compiling._for_every_driver(f".version {version}\n.target sm_75\n")
+
+
 def test_what_does_not_compile_is_told_with_the_compilers_words() -> None:
     with pytest.raises(
         RuntimeError, match=r"outrider_race_noise_plugin does not compile for compute_1: .*architecture"
