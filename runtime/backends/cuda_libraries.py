@@ -9,7 +9,7 @@ from io import StringIO
 
 import onnxruntime as ort
 
-_LIBRARIES = ("libcudart.so.{cuda}", "libcublasLt.so.{cuda}", "libcublas.so.{cuda}", "libcurand.so.10", "libcudnn.so.9")
+LIBRARIES = ("libcudart.so.{cuda}", "libcublasLt.so.{cuda}", "libcublas.so.{cuda}", "libcurand.so.10", "libcudnn.so.9")
 
 
 def missing_libraries() -> list[str]:
@@ -23,7 +23,7 @@ def missing_libraries() -> list[str]:
     if sys.platform != "linux":
         return []
     cuda = ort.cuda_version.partition(".")[0]
-    return [name for name in (library.format(cuda=cuda) for library in _LIBRARIES) if not _loads(name)]
+    return [name for name in (library.format(cuda=cuda) for library in LIBRARIES) if not _loads(name)]
 
 
 def _loads(library: str) -> bool:

@@ -21,7 +21,7 @@ import onnxruntime as ort
 from plans import names
 from plans.buffers import DType, Tensor
 from plans.errors import PlanError
-from plans.extras import install
+from plans.extras import install_on_gpu
 from plans.manifest import BackendPlan, Engine
 from runtime.backends.base import BoundEngine, LoadedEngine, Settings
 from runtime.backends.cuda_driver import CudaDevice, architecture, fitting_kernels
@@ -42,7 +42,7 @@ _Ready = tuple[ort.IOBinding, ort.RunOptions]
 def reason_against(plan: BackendPlan) -> str | None:
     """Why this machine cannot run the backend; None where it can."""
     if _PROVIDER not in ort.get_available_providers():
-        return f"this onnxruntime {ort.__version__} has no {_PROVIDER}; install onnxruntime-gpu in its place"
+        return f"this onnxruntime {ort.__version__} has no {_PROVIDER}; {install_on_gpu()}"
     try:
         own = architecture()
     except PlanError as error:
@@ -50,7 +50,7 @@ def reason_against(plan: BackendPlan) -> str | None:
     if fitting_kernels(own, list(plan.kernels)) is None:
         return f"the GPU is {own}, and our ops were compiled for {', '.join(plan.kernels)}; add it to the recipe"
     if missing := missing_libraries():
-        return f"ONNX Runtime's {_PROVIDER} needs {', '.join(missing)}, which cannot be loaded; {install('gpu')}"
+        return f"ONNX Runtime's {_PROVIDER} needs {', '.join(missing)}, which cannot be loaded; {install_on_gpu()}"
     return None
 
 

@@ -123,7 +123,7 @@ def test_a_missing_library_is_named_and_the_cpu_is_taken(
 ) -> None:
     ended = cuda_provider.run(WITHOUT, cuda_plan.root, "noticed", folder=tmp_path, without=library)
     said, best, passed_over = ended.told
-    assert f"needs {library}, which cannot be loaded; run `pip install" in said
+    assert f"needs {library}, which cannot be loaded; in a new environment, run `pip install" in said
     assert best == "onnxruntime-cpu"
     assert library in passed_over[CUDA]
 
