@@ -73,7 +73,9 @@ def check_branches(
         prefix, last = prefix[:-1], prefix[-1:]
         given = [{"prompt": last}] * n
     elif isinstance(branches, str) or not isinstance(branches, Sequence | np.ndarray):
-        raise RequestError(f"`branches` is a {type(branches).__name__}; pass a list, of a text or token ids a branch.")
+        raise RequestError(
+            f"`branches` is of type {type(branches).__name__}; pass a list, of a text or token ids a branch."
+        )
     else:
         given = [branch if isinstance(branch, Mapping) else {"prompt": branch} for branch in branches]
         if not given:

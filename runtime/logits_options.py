@@ -92,7 +92,7 @@ def check_rules(
     constraint = options.get("constraint")
     if constraint is not None:
         if not isinstance(constraint, LogitsRule):
-            raise RequestError(f"constraint is a {type(constraint).__name__}; pass a LogitsRule.")
+            raise RequestError(f"constraint is of type {type(constraint).__name__}; pass a LogitsRule.")
         found["constraint"] = (constraint,)
     allowed = options.get("allowed_token_ids")
     if allowed is not None:

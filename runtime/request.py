@@ -111,9 +111,9 @@ def check_options(
 ) -> Request:
     """Turn keyword arguments into a `Request`; raises RequestError naming the option and its limits.
 
-    Without `vocab_size`, tokens that the caller names may be any numbers; without `tokenizer`, there are no
-    `bad_words`. Drafters that are `rejecting` are accepted by rejection. `shared`: others are to stand in the same row
-    of the KV cache.
+    Without `vocab_size`, tokens that the caller names may be any numbers; without `grammars`, there are neither
+    `bad_words` nor `structured_outputs`. Drafters that are `rejecting` are accepted by rejection. `shared`: others are
+    to stand in the same row of the KV cache.
     """
     unknown = sorted(set(options) - set(Options.__annotations__))
     if unknown:
@@ -138,13 +138,13 @@ def check_options(
         )
     on_round = options.get("on_round")
     if on_round is not None and not callable(on_round):
-        raise RequestError(f"on_round is a {type(on_round).__name__}; pass a function of one `Round`.")
+        raise RequestError(f"on_round is of type {type(on_round).__name__}; pass a function of one `Round`.")
     cancel = options.get("cancel")
     if cancel is not None and not isinstance(cancel, threading.Event):
-        raise RequestError(f"cancel is a {type(cancel).__name__}; pass a threading.Event, and set it to cancel.")
+        raise RequestError(f"cancel is of type {type(cancel).__name__}; pass a threading.Event, and set it to cancel.")
     if options.get("ignore_eos") and options.get("structured_outputs") is not None:
         raise RequestError(
-            "ignore_eos is true, and a text of structured_outputs ends with an end token; leave one of them out."
+            "ignore_eos is true, and a text that is to have a form ends with an end token; leave ignore_eos out."
         )
     rules = check_rules(options, max_new_tokens=max_new_tokens, ends=ends, vocab_size=vocab_size, grammars=grammars)
     mode = options.get("partial_kv")

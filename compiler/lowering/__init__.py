@@ -19,6 +19,7 @@ from compiler.lowering.quantized import PackQuantized
 from compiler.lowering.queries import QueriesFromInside
 from compiler.lowering.rule import Lowering, Rule, apply_rules
 from compiler.lowering.scatter_attention import ScatterAttention, UpdateOnceAttention
+from compiler.lowering.unbranched import UnbranchedBody
 from plans import names
 from plans.buffers import DType
 from plans.kv_slots import KvType, slot_size
@@ -39,7 +40,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         CpuDraftOps(),
         FunctionBody(),
     ),
-    "onnxruntime-cuda": (BlockQuantized(), ScatterAttention(), FunctionBody()),
+    "onnxruntime-cuda": (BlockQuantized(), ScatterAttention(), UnbranchedBody()),
     "tensorrt": (UpdateOnceAttention(), PluginNodes(), BodyOfDeclined()),
     "tensorrt-rtx": (UpdateOnceAttention(), FunctionBody()),
 }

@@ -194,9 +194,8 @@ typedef int32_t (*outrider_on_branch)(void *user, size_t branch, const int64_t *
  * ids, or an object of "prompt", "predicted_tokens" and options of its own (those of outrider_params, what is added to
  * being a list, "logit_bias" and "structured_outputs" objects); or in place of that "n", so many samples of the prompt;
  * "mode", "in-one-sequence" or "batching"; "max_parallel". `params` holds for all branches; it and `on_branch` may be
- * NULL. Needs a plan of several
- * branches. Blocks until all have ended; to end it from another thread, have `on_branch` return what that thread wrote
- * down. Runs of one runtime may be under way in several threads. */
+ * NULL. Needs a plan of several branches. Blocks until all have ended; to end it from another thread, have `on_branch`
+ * return what that thread wrote down. Runs of one runtime may be under way in several threads. */
 OUTRIDER_API outrider_status outrider_generate_branches(outrider_runtime *runtime, const char *request,
                                                         size_t request_length, const outrider_params *params,
                                                         outrider_on_branch on_branch, void *user,

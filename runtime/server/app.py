@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from time import perf_counter, time
-from typing import Any, cast
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -280,10 +280,10 @@ class _Serving:
 
     def _calling(self, asked: ChatAsked) -> ToolCalling | None:
         """The tools that an answer may call. Raises RequestError for schemas, or a template, that cannot be served."""
-        grammars = self._runtime.grammars
-        if asked.response_format is not None and asked.response_format.json_schema is not None:
-            form = asked.response_format.form or {}
-            grammars.check_schema(cast("dict[str, object]", form["json"]), "response_format.json_schema.schema")
+        grammars, form = self._runtime.grammars, asked.response_format
+        schema = None if form is None else form.schema_of_text
+        if schema is not None:
+            grammars.check_schema(schema, "response_format.json_schema.schema")
         if not asked.calls_tools:
             return None
         template = self._runtime.tokenizer.check_chat()
@@ -292,9 +292,14 @@ class _Serving:
                 "The chat template of the plan does not know tools, so that the model would not see them; leave tools "
                 "out, or serve a plan whose template has them."
             )
-        for place, tool in enumerate(asked.tools or ()):
-            grammars.check_schema(tool.function.schema_of_arguments, f"tools[{place}].function.parameters")
-        return asked.calling(format_of(template.text))
+        calling = asked.calling(format_of(template.text))
+        try:
+            grammars.check(calling.grammar, "The grammar of all tools together")
+        except RequestError:
+            for place, tool in enumerate(asked.tools or ()):  # whose fault it is
+                grammars.check_schema(tool.function.schema_of_arguments, f"tools[{place}].function.parameters")
+            raise
+        return calling
 
     def _wanted(
         self, asked: CompletionAsked | ChatAsked, calling: ToolCalling | None

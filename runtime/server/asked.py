@@ -193,7 +193,8 @@ class ChatAsked(_Asked):
             "response_format": self.response_format is not None and self.response_format.type != "text",
             "tools": self.calls_tools,
         }
-        if len(given := [name for name, there in forms.items() if there]) > 1:
+        given = [name for name, there in forms.items() if there]
+        if len(given) > 1 and given != ["response_format", "tools"]:  # with which a text that calls none has that form
             raise RequestError(f"{given[0]} and {given[1]} both say what form the answer has; leave one of them out.")
 
     def _check_tools(self) -> None:
@@ -226,8 +227,14 @@ class ChatAsked(_Asked):
         if isinstance(self.tool_choice, NamedTool):
             name = self.tool_choice.function.name
             return ToolCalling(form, {name: functions[name]}, must=True, several=False)
-        several = self.parallel_tool_calls is not False
-        return ToolCalling(form, functions, must=self.tool_choice == "required", several=several)
+        several, must = self.parallel_tool_calls is not False, self.tool_choice == "required"
+        asked = None if self.response_format is None else self.response_format.schema_of_text
+        if asked is not None and not must and not form.trigger:
+            raise RequestError(
+                "response_format and tools are both given, and in the format of the plan's chat template nothing tells "
+                'a call from an object; leave one of them out, or pass tool_choice "required".'
+            )
+        return ToolCalling(form, functions, must=must, several=several, text=None if must else asked)
 
     @property
     def form(self) -> StructuredOutputs | None:

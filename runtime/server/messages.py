@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from plans.errors import RequestError
 from runtime.server.body import FIRST_FAULT, Body
@@ -31,8 +31,14 @@ class ToolCall(Body):
 _ROLES = Literal["system", "developer", "user", "assistant", "tool"]
 
 
+_UNUSED = ("annotations", "audio", "function_call")
+
+
 class Message(Body):
-    """A message; its parts are texts. `refusal` is what an answer had, which clients send back with it."""
+    """A message; its parts are texts. `refusal` is what an answer had, which clients send back with it.
+
+    So they do with keys that OpenAI's client knows and this server's answers do not have, which are null.
+    """
 
     role: _ROLES = Field(description='"system", "developer", "user", "assistant" or "tool"')
     content: str | Annotated[list[Part], FIRST_FAULT] | None = Field(
@@ -44,6 +50,13 @@ class Message(Body):
         None, description='a list of calls such as {"id": "...", "type": "function", "function": {...}}'
     )
     tool_call_id: str | None = Field(None, description="the id of the call that it answers")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unused(cls, given: object) -> object:
+        if not isinstance(given, dict):
+            return given
+        return {key: value for key, value in given.items() if key not in _UNUSED or value is not None}
 
     def check(self, place: int) -> None:
         where = f"messages[{place}]"

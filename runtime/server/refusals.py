@@ -40,7 +40,7 @@ def refusal(errors: Sequence[Mapping[str, Any]], body: object, model: type[BaseM
 def shown(value: object) -> str:
     """A value of JSON as it was sent, or what it is where it is long."""
     if isinstance(value, list | Mapping) and value:
-        return "a list" if isinstance(value, list) else "an object"
+        return f"a list of {len(value)}" if isinstance(value, list) else "an object"
     text = value[: _LONGEST + 1] if isinstance(value, str) else value
     spelled = json.dumps(text, ensure_ascii=False)
     return spelled if len(spelled) <= _LONGEST + 2 else f"{spelled[:_LONGEST]}..."

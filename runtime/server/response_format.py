@@ -26,14 +26,16 @@ class ResponseFormat(Body):
             raise RequestError(
                 f"response_format.json_schema is {how}; pass it with the type json_schema, and with no other."
             )
-        given = self.json_schema or {}
+        if self.json_schema is None:
+            return
+        given = self.json_schema
         for key, kinds, expected in (
             ("name", str, "a text"),
             ("description", str | None, "a text"),
             ("schema", dict | None, "a JSON schema, an object"),
             ("strict", bool | None, "true or false"),
         ):
-            if given and not isinstance(given.get(key), kinds):
+            if not isinstance(given.get(key), kinds):
                 raise RequestError(f"response_format.json_schema.{key} is {shown(given.get(key))}; pass {expected}.")
         if unknown := given.keys() - {"name", "description", "schema", "strict"}:
             raise RequestError(
@@ -41,8 +43,14 @@ class ResponseFormat(Body):
             )
 
     @property
+    def schema_of_text(self) -> dict[str, Any] | None:
+        """The JSON schema of the text, as llguidance reads it; None for any text."""
+        if self.json_schema is None:
+            return None if self.type == "text" else guided({"type": "object"})
+        return guided(self.json_schema.get("schema") or {}, lenient=not self.json_schema.get("strict"))
+
+    @property
     def form(self) -> StructuredOutputs | None:
         """The form that it asks for."""
-        if self.json_schema is None:
-            return None if self.type == "text" else {"json_object": True}
-        return {"json": guided(self.json_schema.get("schema") or {}, lenient=not self.json_schema.get("strict"))}
+        schema = self.schema_of_text
+        return None if schema is None else {"json": schema}

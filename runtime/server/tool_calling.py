@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,26 +19,30 @@ _ANYTHING = r"/(.|\n)*/"
 class ToolCalling:
     """What an answer may call: functions' schemas by name, as llguidance reads them.
 
-    It may call `several` times, and `must` call or may answer with text.
+    It may call `several` times, and `must` call or may answer with text: of the schema `text`, where there is one. That
+    takes a format with a trigger.
     """
 
     form: ToolFormat
     functions: Mapping[str, Mapping[str, Any]]
     must: bool
     several: bool
+    text: Mapping[str, Any] | None = None
 
     @property
     def grammar(self) -> str:
         """The answer's grammar, for Lark.
 
-        Where text is allowed, a call begins at the format's trigger, wherever that comes in the text; without a trigger
-        where the text begins with a brace.
+        Where any text is allowed, a call begins at the format's trigger, wherever that comes in the text; without a
+        trigger where the text begins with a brace. An answer of a schema is all of that, or calls.
         """
         form, between = self.form, self.form.between
         again = "" if between is None or not self.several else f" ({lark_text(between + form.begin)} call)*"
         calls = f"call{again}"
         if self.must:
             start = f"start: {lark_text(form.begin)} {calls}" if form.begin else f"start: {calls}"
+        elif self.text is not None:
+            start = f"start: answer | {lark_text(form.begin)} {calls}\nanswer: %json {json.dumps(self.text)}"
         elif form.trigger:
             rest = form.begin.partition(form.trigger)[2]
             start = f"start: TEXT | before {lark_text(rest)} {calls}\nTEXT: {_ANYTHING}\n"
@@ -53,7 +57,7 @@ class ToolCalling:
 
     def reader(self) -> CallReader:
         """A reader of one answer."""
-        return CallReader(self.form, self.functions, must=self.must)
+        return CallReader(self)
 
 
 @dataclass
@@ -70,10 +74,13 @@ class CallReader:
     Text that may be the beginning of a call is held back until that is known.
     """
 
-    def __init__(self, form: ToolFormat, names: Collection[str], *, must: bool) -> None:
-        self._form, self._must = form, must
-        self._heads = {form.head(name): name for name in names}
-        self._state = self._before_call if must else self._text if form.trigger else self._beginning
+    def __init__(self, calling: ToolCalling) -> None:
+        form = self._form = calling.form
+        self._heads = {form.head(name): name for name in calling.functions}
+        if calling.must:
+            self._state = self._before_call
+        else:
+            self._state = self._text if form.trigger and calling.text is None else self._beginning
         self._expected = form.begin  # before the next call's head
         self._held = ""
         self._depth, self._in_string, self._escaped = 0, False, False
@@ -98,8 +105,12 @@ class CallReader:
         return read
 
     def _beginning(self, read: Read) -> None:
-        """Without a trigger, the first character decides."""
-        self._state = self._before_call if self._held.startswith("{") else self._rest
+        """Without a trigger, or where all of a text has a form, it is a call if it begins as one."""
+        begins = [self._expected + head for head in self._heads]
+        if any(self._held.startswith(begin) for begin in begins):
+            self._state = self._before_call
+        elif not any(begin.startswith(self._held) for begin in begins):
+            self._state = self._rest
 
     def _rest(self, read: Read) -> None:
         read.content += self._held

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from types import TracebackType
+from concurrent.futures import Future, wait
+from threading import Thread
 
 from plans.chat_template import check_text
 from plans.errors import RequestError
 from runtime.branch_request import LatePrompt
 from runtime.generation import Generation
-from runtime.skeleton.outline import Outline
+from runtime.skeleton.outline import Outline, Point
 
 Tool = Callable[[str], str]
 """A function that a point may want: of the point's title, it returns what the point's branch is to see."""
@@ -22,11 +22,14 @@ def check_tools(tools: Mapping[str, Tool]) -> None:
         if not isinstance(name, str) or not name or name == "None" or not name.isprintable() or set(name) & set("<>"):
             raise RequestError(f"tools has the name {name!r}; pass a text without < and >, and not None.")
         if not callable(tool):
-            raise RequestError(f"tools[{name!r}] is a {type(tool).__name__}; pass a function of a point's title.")
+            raise RequestError(f"tools[{name!r}] is of type {type(tool).__name__}; pass a function of a point's title.")
 
 
 class Beginnings:
-    """The beginnings of an outline's branches. Tools run in threads from the start, all at once."""
+    """The beginnings of an outline's branches. Tools run in threads from the start, all at once.
+
+    Nobody waits for a tool that still runs when the answer ends, nor does the process.
+    """
 
     def __init__(
         self, outline: Outline, template: str, tools: Mapping[str, Tool], encode: Callable[[str], list[int]]
@@ -34,24 +37,11 @@ class Beginnings:
         """`template` is that of `plans.skeleton.Skeleton.branch`; `encode` gives a branch's tokens for its text."""
         self._outline, self._template, self._encode = outline, template, encode
         self._places = {point.number: place for place, point in enumerate(outline.points)}
-        wanted = {
-            place: tools[point.tool]
+        self._found = {
+            place: _start(tools[point.tool], point)
             for place, point in enumerate(outline.points)
             if point.tool is not None and point.tool in tools
         }
-        self._pool = ThreadPoolExecutor(max(1, len(wanted)), thread_name_prefix="outrider-tool")
-        self._found: dict[int, Future[str]] = {
-            place: self._pool.submit(tool, outline.points[place].title) for place, tool in wanted.items()
-        }
-
-    def __enter__(self) -> Beginnings:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Wait for no tool that still runs: nobody wants what it finds."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def prompt(self, place: int) -> list[int] | LatePrompt:
         """The beginning of a point's branch; a function of other branches where it depends on them, or on a tool."""
@@ -59,9 +49,13 @@ class Beginnings:
             return self._encode(self._text(place, {}))
 
         def late(ended: Mapping[int, Generation], seconds: float) -> list[int] | None:
-            if any(self._places[number] not in ended for number in self._outline.points[place].waits_for):
+            waits = any(self._places[number] not in ended for number in self._outline.points[place].waits_for)
+            found = self._found.get(place)
+            if found is not None and wait([found], 0.0 if waits else seconds).done:
+                self.found(place)  # raises what the tool has raised, however long the point is to wait
+            elif found is not None:
                 return None
-            if place in self._found and not wait([self._found[place]], seconds).done:
+            if waits:
                 return None
             return self._encode(self._text(place, ended))
 
@@ -86,3 +80,19 @@ class Beginnings:
         elif point.tool is not None:
             seen += f"<{point.tool}> is not available.\n"
         return self._template.format(outline=self._outline.text, point=seen + point.line)
+
+
+def _start(tool: Tool, point: Point) -> Future[str]:
+    """Call a point's tool in a thread of its own."""
+    found: Future[str] = Future()
+
+    def call() -> None:
+        try:
+            found.set_result(tool(point.title))
+        except BaseException as error:  # SystemExit too: the caller of `answer` has not asked to end
+            error.add_note(f"raised by the tool {point.tool} of point {point.number}, {point.title!r}")
+            ended = not isinstance(error, Exception)
+            found.set_exception(RequestError(f"The tool {point.tool} ended its thread: {error!r}") if ended else error)
+
+    Thread(target=call, name=f"outrider-tool-{point.tool}", daemon=True).start()
+    return found

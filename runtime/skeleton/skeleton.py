@@ -143,16 +143,16 @@ class Skeleton:
         def encode(text: str) -> list[int]:
             return prefix[-1:] + runtime.tokenizer.encode(text, add_special_tokens=False)
 
-        with Beginnings(answer.outline, self._settings.branch, self._tools, encode) as beginnings:
-            branches = [
-                {"prompt": beginnings.prompt(place), "predicted_tokens": max(1, point.tokens)}
-                for place, point in enumerate(points)
-            ]
-            writing = runtime.stream_branches(prefix[:-1], branches, mode=mode, max_parallel=max_parallel, **ended)
-            for each in writing:
-                yield Said(each.sequence, each.text, each.result is not None)
-            answer.points, answer.stats = writing.results, writing.stats
-            answer.found = [beginnings.found(place) for place in range(len(points))]
+        beginnings = Beginnings(answer.outline, self._settings.branch, self._tools, encode)
+        branches = [
+            {"prompt": beginnings.prompt(place), "predicted_tokens": max(1, point.tokens)}
+            for place, point in enumerate(points)
+        ]
+        writing = runtime.stream_branches(prefix[:-1], branches, mode=mode, max_parallel=max_parallel, **ended)
+        for each in writing:
+            yield Said(each.sequence, each.text, each.result is not None)
+        answer.points, answer.stats = writing.results, writing.stats
+        answer.found = [beginnings.found(place) for place in range(len(points))]
         return answer
 
 

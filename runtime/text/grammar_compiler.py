@@ -10,7 +10,11 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from plans.errors import RequestError
 from plans.tokenizer import Tokenizer
 
-_LIMITS = LLParserLimits(verbose_errors=False)
+_LIMITS = LLParserLimits(
+    verbose_errors=False,
+    max_items_in_row=20_000,  # ten times the default: an enum or `anyOf` of thousands, of which each is an item
+    step_max_items=200_000,
+)
 _LONGEST = 200  # characters that are told of an excerpt or a reason
 _PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): (.*)", re.DOTALL)
 _SPECIAL = b"\xff"  # what llguidance knows a special token by: no text has the byte
@@ -45,22 +49,25 @@ class Vocabulary:
         return list(self.tokenizer.greedy_tokenize(text))
 
 
-def compile_grammar(tokenizer: LLTokenizer, grammar: str, where: str) -> LLMatcher:
-    """Return a matcher that has taken nothing in; `where` is what errors call the grammar.
+def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """Return a matcher that has taken nothing in, for one text: its limits count whatever it and its copies do.
 
-    Lets other threads of Python run. Raises RequestError for a grammar that is wrong, or that no text can keep to.
+    Lets other threads of Python run. A grammar that is wrong makes a matcher that `is_error()`.
     """
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
+    return LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
+
+
+def check_grammar(tokenizer: LLTokenizer, grammar: str, where: str) -> None:
+    """Raise RequestError, which calls it `where`, for a grammar that is wrong, or that no text can keep to."""
+    matcher = compile_grammar(tokenizer, grammar)
     if matcher.is_error():
-        raise RequestError(f"{where} {_told(matcher.get_error())}. Correct it.")
-    first = matcher.deep_copy()
-    first.compute_bitmask()
-    if first.is_error():
+        raise RequestError(f"{where} {told(matcher.get_error())}. Correct it.")
+    matcher.compute_bitmask()
+    if matcher.is_error():
         raise RequestError(f"{where} has no text that the plan's tokens can spell, or is too complex. Correct it.")
-    return matcher
 
 
-def _told(error: str) -> str:
+def told(error: str) -> str:
     """A sentence's end for what llguidance says, which may be many lines with excerpts."""
     place = _PLACE.fullmatch(error.strip())
     where, said = (f" at line {place[1]}, column {place[2]}", place[3]) if place else ("", error.strip())

@@ -5,29 +5,34 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import numpy as np
-from llguidance import LLMatcher
 from numpy.typing import NDArray
 
 from plans.errors import RequestError
 from runtime.text.common_length import common_length
-from runtime.text.grammar_compiler import Vocabulary
+from runtime.text.grammar_compiler import Vocabulary, compile_grammar, told
 from runtime.text.rules import LogitsRule
 
 
 class GrammarRule(LogitsRule):
     """The rule that a text keeps to a grammar, and ends with an end token where the grammar has been satisfied."""
 
-    def __init__(self, vocabulary: Vocabulary, grammar: LLMatcher, ends: Collection[int]) -> None:
-        """`grammar` is a matcher that has taken nothing in, and is to take nothing in: each text has a copy."""
-        self._vocabulary, self._grammar = vocabulary, grammar
+    def __init__(self, vocabulary: Vocabulary, grammar: str, ends: Collection[int]) -> None:
+        """`grammar` is one that `check_grammar` has found right."""
+        self._vocabulary, self._text = vocabulary, grammar
         self._ends = np.array(sorted(ends), np.int64)
         self._path: list[int] = []  # what the matcher has taken in
-        self._matcher = grammar.deep_copy()
+        self._grammar = compile_grammar(vocabulary.tokenizer, grammar)  # takes nothing in
+        self._matcher = self._grammar.deep_copy()
         self._mask = np.zeros((vocabulary.size + 1 + 31) // 32, np.int32)
         self._address = self._mask.ctypes.data
+        self._begun = False
 
     def begin(self, prompt: Sequence[int]) -> GrammarRule:
-        return GrammarRule(self._vocabulary, self._grammar, self._ends.tolist())
+        """Return the rule itself for the first text, so that only further ones are compiled for here."""
+        if self._begun:
+            return GrammarRule(self._vocabulary, self._text, self._ends.tolist()).begin(prompt)
+        self._begun = True
+        return self
 
     def apply(self, logits: NDArray[np.float32], path: Sequence[int]) -> None:
         """Exclude tokens that the grammar does not allow behind `path`. Raises RequestError where it allows none."""
@@ -54,18 +59,20 @@ class GrammarRule(LogitsRule):
         if rest:
             taken = self._matcher.try_consume_tokens(rest)
             self._path += rest[:taken]
+            self._check()
             if taken < len(rest):
                 raise RequestError("The grammar does not allow the text so far; no token may follow it.")
+
+    def _check(self) -> None:
+        """Raise RequestError where llguidance has given up: at a limit, or where no token has the text."""
+        if self._matcher.is_error():
+            raise RequestError(f"The grammar {told(self._matcher.get_error())}. Correct it, or make it simpler.")
 
     def _excluded(self) -> NDArray[np.bool_]:
         """Return bool `[vocab]`: the tokens that may not come next. Raises RequestError where none may."""
         size = self._vocabulary.size
         self._matcher.unsafe_compute_mask_ptr(self._address, self._mask.nbytes)
-        if self._matcher.is_error():
-            raise RequestError(
-                "The grammar allows no token of the vocabulary here: it leads to text that no token has, or it is too "
-                "complex. Correct it."
-            )
+        self._check()
         excluded = ~np.unpackbits(self._mask.view(np.uint8), count=size, bitorder="little").view(np.bool_)
         excluded[self._ends] = not self._matcher.is_accepting()
         excluded[self._vocabulary.absent] = True

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 
 from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from plans.chat_template import check_text
 from plans.errors import RequestError
 from runtime.text.structured_outputs import FORMS, guided, lark_text
 
 MOST_CHOICES = 10_000
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_GBNF_ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 
 
 def to_grammar(asked: object) -> tuple[str, str]:
@@ -37,12 +40,29 @@ def to_grammar(asked: object) -> tuple[str, str]:
     check_text(value, where)
     if form == "regex":
         return where, LLMatcher.grammar_from_regex(value)
+    if _GBNF_RULE.search(value) is None:
+        return where, LLMatcher.grammar_from_lark(value)
+    return f"{where}, turned into Lark,", LLMatcher.grammar_from_lark(_from_gbnf(value, where))
+
+
+def _from_gbnf(text: str, where: str) -> str:
+    """Return a grammar of llama.cpp's as one for Lark."""
+    plain = _GBNF_ESCAPE.sub(_unescaped, text).replace("&&", r"&\x26").replace("~~", r"~\x7e")  # operators in classes
     try:
-        return where, LLMatcher.grammar_from_lark(any_to_lark(value))
-    except Exception as error:  # the converter of GBNF raises plain ones
-        raise RequestError(
-            f"{where} is no grammar of llama.cpp's: {error}. Correct it, or write it for Lark."
-        ) from None
+        return gbnf_to_lark(plain)
+    except IndexError:  # what the converter raises at the end of the text
+        reason = "it ends inside a text or a class of characters"
+    except Exception as error:  # it raises plain ones
+        reason = str(error)
+    raise RequestError(f"{where} is no grammar of llama.cpp's: {reason}. Correct it, or write it for Lark.")
+
+
+def _unescaped(escape: re.Match[str]) -> str:
+    """Write an escape of a character by its number as that character, or, of ASCII, in two digits."""
+    if escape[1][0] not in "uU":
+        return escape[0]
+    number = int(escape[1][1:], 16)
+    return f"\\x{number:02x}" if number < 0x80 else chr(min(number, 0x10FFFF))
 
 
 def _schema(value: object, where: str) -> Mapping[str, object]:
@@ -52,7 +72,7 @@ def _schema(value: object, where: str) -> Mapping[str, object]:
         except (ValueError, RecursionError) as error:
             raise RequestError(f"{where} is not JSON: {error}. Pass a JSON schema.") from None
     if not isinstance(value, Mapping):
-        raise RequestError(f"{where} is a {type(value).__name__}; pass a JSON schema, which is an object.")
+        raise RequestError(f"{where} is of type {type(value).__name__}; pass a JSON schema, which is an object.")
     return value
 
 
@@ -72,4 +92,5 @@ def _of_choice(value: object, where: str) -> str:
         check_text(text, f"{where}[{place}]")
         if not text:
             raise RequestError(f"{where}[{place}] is empty; pass a text of at least one character.")
-    return LLMatcher.grammar_from_lark("start: " + " | ".join(map(lark_text, value)))
+    # A terminal, which is one item for the parser however many texts it has.
+    return LLMatcher.grammar_from_lark("start: TEXT\nTEXT: " + " | ".join(map(lark_text, value)))

@@ -262,7 +262,7 @@ def test_a_branch_whose_form_cannot_go_on_is_named(branching, monkeypatch) -> No
         (([1], []), "empty"),
         (([1], None, 2000), "from 1 to 1024"),
         (([1], None), "Pass either"),
-        (([1], "abc"), "`branches` is a str"),
+        (([1], "abc"), "`branches` is of type str"),
         (([1], [5]), "Branch 0: Pass text or a list"),
         (([1], [{"prompt": [2], "stream_id": "x"}]), "Branch 0: stream"),
         (([1], [{"prompt": [2], "on_round": 3}]), "Branch 0: on_round"),

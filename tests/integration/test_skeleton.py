@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
+from collections import deque
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from runtime.__main__ import main
 from runtime.cli import skeleton as skeleton_command
 from runtime.skeleton import skeleton as skeleton_module
 from runtime.skeleton.outline import END, outline_grammar, parse_outline
-from runtime.skeleton.skeleton import Skeleton, titles
+from runtime.skeleton.skeleton import Said, Skeleton, titles
 
 QUESTION = "a module that reads files"
 BRANCH = "{point}: {outline}"
@@ -142,7 +144,22 @@ def test_what_a_tool_does_wrong_ends_the_answer(runtime: Runtime, monkeypatch: p
         Skeleton(runtime, tools={"find": len}).answer("x", max_new_tokens=2)
     with pytest.raises(RequestError, match=r"Branch 0: .*the plan's context is 160"):
         Skeleton(runtime, tools={"find": lambda _: "long " * 200}).answer("x", max_new_tokens=2)
+    with pytest.raises(RequestError, match=r"The tool find ended its thread: SystemExit\(3\)"):
+        Skeleton(runtime, tools={"find": lambda _: sys.exit(3)}).answer("x", max_new_tokens=2)
     assert Skeleton(runtime, tools={"find": str.upper}).answer("x", max_new_tokens=2).found == ["A"]
+
+
+def test_what_a_tool_raises_is_not_waited_with(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    outlined(runtime, monkeypatch, f"[PLAN]\n1.<9><None>[-]a\n2.<9><find>[1]b\n{END}")
+
+    def fails(title: str) -> str:
+        raise KeyError(title)
+
+    said: deque[Said] = deque()
+    with pytest.raises(KeyError, match="b") as raised:
+        said.extend(Skeleton(runtime, tools={"find": fails}).stream("x", max_new_tokens=60, ignore_eos=True))
+    assert not any(each.point == 0 and each.ended for each in said)
+    assert raised.value.__notes__ == ["raised by the tool find of point 2, 'b'"]
 
 
 def test_an_answer_that_is_cancelled_waits_for_no_tool(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,6 +173,8 @@ def test_an_answer_that_is_cancelled_waits_for_no_tool(runtime: Runtime, monkeyp
 
     try:
         answer = Skeleton(runtime, tools={"slow": slow}).answer("x", max_new_tokens=6, cancel=cancel)
+        tools = [thread for thread in threading.enumerate() if thread.name == "outrider-tool-slow"]
+        assert [thread.daemon for thread in tools] == [True]  # the process ends without it
         assert [str(generation.finish_reason) for generation in answer.points] == ["cancelled"] * 2
         assert answer.found == [None, None]
     finally:
@@ -168,7 +187,7 @@ def test_an_answer_that_is_cancelled_waits_for_no_tool(runtime: Runtime, monkeyp
         ({"a<b": str}, "tools has the name 'a<b'"),
         ({"None": str}, "tools has the name 'None'"),
         ({"": str}, "tools has the name ''"),
-        ({"a": 5}, r"tools\['a'\] is a int; pass a function of a point's title"),
+        ({"a": 5}, r"tools\['a'\] is of type int; pass a function of a point's title"),
     ],
 )
 def test_a_tool_that_cannot_be_named_is_refused(runtime: Runtime, tools: dict[str, Any], said: str) -> None:

@@ -189,6 +189,42 @@ def test_a_conversation_goes_on_behind_a_call(served: Served) -> None:
     assert found.choices[0].message.content == served.alone.generate(ids, max_new_tokens=8).text
 
 
+def test_a_message_may_come_back_as_the_client_prints_it(served: Served) -> None:
+    """With the keys that OpenAI's client knows and answers do not have, which are null."""
+    first = served.ask(tools=TOOLS[:1], tool_choice="required", temperature=0, parallel_tool_calls=False).choices[0]
+    (call,) = first.message.tool_calls or ()
+    printed = first.message.model_dump()
+    assert printed["audio"] is None
+    result = {"role": "tool", "tool_call_id": call.id, "content": "42"}
+    own: dict[str, Any] = {"temperature": 0, "max_completion_tokens": 8}
+    found = served.ask(messages=[*ASK, printed, result], **own).choices[0].message.content
+    assert found == served.ask(messages=[*ASK, first.message, result], **own).choices[0].message.content
+
+
+def test_an_answer_without_calls_has_the_form_that_is_asked_for(served: Served) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": "<tool_call>"}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    own: dict[str, Any] = {"tools": TOOLS, "response_format": form, "max_tokens": 200}
+    for seed in range(4):
+        choice = served.ask(**own, seed=seed).choices[0]
+        for call in choice.message.tool_calls or ():
+            check_call(call)
+        if not choice.message.tool_calls and choice.finish_reason == "stop":
+            assert json.loads(choice.message.content or "") == {"a": "<tool_call>"}
+        pieces: Any = served.ask(**own, seed=seed, stream=True)
+        said = [piece.choices[0].delta.content or "" for piece in pieces if piece.choices]
+        assert "".join(said) == (choice.message.content or "")
+    brace = served.alone.tokenizer.encode("{", add_special_tokens=False)[0]
+    text = served.ask(**own, logit_bias={str(brace): 100}).choices[0].message.content
+    assert json.loads(text or "") == {"a": "<tool_call>"}
+    assert served.ask(**own, tool_choice="required").choices[0].message.tool_calls
+    served.use(LLAMA)
+    with pytest.raises(openai.BadRequestError, match="nothing tells a call from an object"):
+        served.ask(**own)
+    assert served.ask(**own, tool_choice="required").choices[0].message.tool_calls
+
+
 @pytest.mark.parametrize(
     ("own", "words"),
     [
@@ -198,7 +234,7 @@ def test_a_conversation_goes_on_behind_a_call(served: Served) -> None:
             r'tools\[0\].function.name is "a b"; pass 1 to 64',
         ),
         ({"tools": TOOLS * 2}, "tools has two functions 'f'"),
-        ({"tools": TOOLS * 65}, "tools is a list; pass a list of at most 128 functions"),
+        ({"tools": TOOLS * 65}, "tools is a list of 130; pass a list of at most 128 functions"),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
             r'tools\[0\].function.parameters.type is "array"; pass "object"',
@@ -213,8 +249,11 @@ def test_a_conversation_goes_on_behind_a_call(served: Served) -> None:
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
             "tool_choice names the function 'g'; tools has f, now",
         ),
-        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format and tools both say what form"),
-        ({"tools": TOOLS, "extra_body": {"ignore_eos": True}}, "ignore_eos is true, and a text of structured_outputs"),
+        (
+            {"tools": TOOLS, "extra_body": {"structured_outputs": {"regex": "a"}}},
+            "structured_outputs and tools both say what form",
+        ),
+        ({"tools": TOOLS, "extra_body": {"ignore_eos": True}}, "ignore_eos is true, and a text that is to have a form"),
         ({"functions": []}, "functions is no key that this server knows"),
         ({"messages": [{"role": "tool", "content": "x"}]}, r"messages\[0\].tool_call_id is missing; pass the id of"),
         (
@@ -235,6 +274,10 @@ def test_a_conversation_goes_on_behind_a_call(served: Served) -> None:
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": 5}}},
             "response_format.json_schema.name is 5; pass a text",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {}}},
+            "response_format.json_schema.name is null; pass a text",
         ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schemas": {}}}},

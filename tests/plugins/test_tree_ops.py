@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
+from compiler.lowering.unbranched import unbranch
 from plugins.onnx_ops import DOMAIN, FUNCTIONS, OPSET, VERSION
 from plugins.onnxruntime_ops import cpu_library
 from plugins.reference import DraftSettings, draft_sample, tree_expand, tree_rerank
@@ -31,7 +33,12 @@ def info(of: Any) -> tuple[int, list[None]]:
 
 
 def session(
-    op: str, inputs: dict[str, Any], outputs: dict[str, Any], domain: str = DOMAIN, **attributes: float
+    op: str,
+    inputs: dict[str, Any],
+    outputs: dict[str, Any],
+    domain: str = DOMAIN,
+    without_ifs: bool = False,
+    **attributes: float,
 ) -> ort.InferenceSession:
     node = helper.make_node(op, list(inputs), list(outputs), domain=domain, **attributes)
     graph = helper.make_graph(
@@ -41,7 +48,7 @@ def session(
         [helper.make_tensor_value_info(name, *info(of)) for name, of in outputs.items()],
     )
     opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(domain, VERSION)]
-    functions = [FUNCTIONS[op]()] if domain == DOMAIN else []
+    functions = [unbranched(FUNCTIONS[op]()) if without_ifs else FUNCTIONS[op]()] if domain == DOMAIN else []
     model = helper.make_model(graph, functions=functions, opset_imports=opsets, ir_version=11)
     onnx.checker.check_model(model)
     options = ort.SessionOptions()
@@ -50,6 +57,15 @@ def session(
     return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
+def unbranched(function: onnx.FunctionProto) -> onnx.FunctionProto:
+    made = ir.serde.deserialize_function(function)
+    assert any(node.op_type == "If" for node in made)
+    unbranch(made)
+    assert not any(node.op_type == "If" for node in made)
+    return ir.serde.serialize_function(made)
+
+
+BODY, WITHOUT_IFS, KERNEL = FORMS = ("body", "body without Ifs", "kernel")
 SETTINGS = {
     "noise": (FLOAT, ["B", "V"]),
     "temperature": (FLOAT, ["B"]),
@@ -67,7 +83,7 @@ GREEDY = (0.0, 0, 1.0, 0.0)
 both_forms = pytest.mark.parametrize("domain", [DOMAIN, CPU_DOMAIN])
 
 
-@pytest.fixture(scope="module", params=[DOMAIN, CPU_DOMAIN])
+@pytest.fixture(scope="module", params=FORMS)
 def expand(request: pytest.FixtureRequest) -> dict[int, ort.InferenceSession]:
     return {
         k: session(
@@ -78,7 +94,8 @@ def expand(request: pytest.FixtureRequest) -> dict[int, ort.InferenceSession]:
                 **SETTINGS,
             },
             {"token": INT, "candidate_score": FLOAT, "frontier": INT},
-            domain=request.param,
+            domain=CPU_DOMAIN if request.param == KERNEL else DOMAIN,
+            without_ifs=request.param == WITHOUT_IFS,
             top_k=k,
             **DOUBT,
         )
@@ -86,10 +103,11 @@ def expand(request: pytest.FixtureRequest) -> dict[int, ort.InferenceSession]:
     }
 
 
-@pytest.fixture(scope="module")
-def sampler() -> ort.InferenceSession:
+@pytest.fixture(scope="module", params=[BODY, WITHOUT_IFS])
+def sampler(request: pytest.FixtureRequest) -> ort.InferenceSession:
     inputs = {"logits": (FLOAT, ["B", "F", "V"]), **SETTINGS}
-    return session("DraftSample", inputs, {"token": (INT, 2), "probability": (FLOAT, 3)})
+    outputs = {"token": (INT, 2), "probability": (FLOAT, 3)}
+    return session("DraftSample", inputs, outputs, without_ifs=request.param == WITHOUT_IFS)
 
 
 def check(expand, k: int, logits: NDArray[np.float32], score: NDArray[np.float32], sampling: Tensors) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
 
@@ -17,6 +18,7 @@ from plans.errors import RequestError
 from plans.tokenizer import Tokenizer
 from runtime.text import grammar_compiler
 from runtime.text.grammar_rule import GrammarRule
+from runtime.text.grammar_text import MOST_CHOICES, to_grammar
 from runtime.text.grammars import Grammars
 
 WORDS = ["import os", "import sys", "return", "naïve", "日本", "日本語", '{"a": 1}', "a  b", "</s>", "[END]"]
@@ -194,21 +196,91 @@ def test_a_text_ends_with_the_tokens_of_its_request_alone() -> None:
     assert allowed(other, [], size) == [a]  # an earlier path, after one that was not allowed
 
 
-def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = byte_level()
-    grammars, compiled = Grammars(tokenizer, tokenizer.vocab_size), list[str]()
-    original = grammar_compiler.compile_grammar
+    grammars, checked = Grammars(tokenizer, tokenizer.vocab_size), list[str]()
+    original = grammar_compiler.check_grammar
 
-    def counted(*arguments: object) -> object:
-        compiled.append(str(arguments[1]))
-        return original(*arguments)  # type: ignore[arg-type]
+    def counted(*arguments: object) -> None:
+        checked.append(str(arguments[1]))
+        original(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(grammar_compiler, "compile_grammar", counted)
+    monkeypatch.setattr(grammar_compiler, "check_grammar", counted)
     for _ in range(3):
         for word in ("a", "b"):
             grammars.rule({"choice": [word]}, [0])
             grammars.rule({"json": json.dumps({"const": word})}, [0])
-    assert len(compiled) == 4
+    assert len(checked) == 4
+
+
+def test_a_text_does_not_pay_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar whose lexer has a state for every text of 20 letters, and room for few of them."""
+    monkeypatch.setattr(grammar_compiler, "_LIMITS", LLParserLimits(verbose_errors=False, max_lexer_states=200))
+    tokenizer, grammars, size = grammars_of("byte-level")
+    letters = [tokenizer.text_bytes().index(letter) for letter in (b"a", b"b")]
+    for seed in range(8):
+        drawn, path = np.random.default_rng(seed), list[int]()
+        rule = grammars.rule({"regex": "([ab]*a[ab]{20})*b"}, [0]).begin([])
+        for _ in range(60):
+            assert set(letters) <= set(allowed(rule, path, size))
+            path.append(int(drawn.choice(letters)))
+
+
+def test_each_text_begins_anew() -> None:
+    tokenizer, grammars, size = grammars_of("byte-level")
+    a, b = (tokenizer.text_bytes().index(letter) for letter in (b"a", b"b"))
+    rule = grammars.rule({"regex": "ab"}, [0])
+    first, second = rule.begin([]), rule.begin([])
+    assert first is not second
+    assert allowed(first, [a], size) == [b]
+    assert allowed(second, [], size) == [a]
+
+
+@pytest.mark.parametrize("count", [3_000, MOST_CHOICES])
+def test_thousands_of_choices(count: int) -> None:
+    tokenizer, grammars, size = grammars_of("byte-level")
+    rule = grammars.rule({"choice": [f"c{place}" for place in range(count)]}, [0]).begin([])
+    path = [tokenizer.text_bytes().index(each.encode()) for each in "c2999"]
+    for length in range(len(path)):
+        assert path[length] in allowed(rule, path[:length], size)
+    assert 0 in allowed(rule, path, size)
+
+
+def test_a_schema_of_thousands_of_properties() -> None:
+    tokenizer, grammars, size = grammars_of("byte-level")
+    schema = {"type": "object", "properties": {f"k{place}": {"type": "integer"} for place in range(3_000)}}
+    rule = grammars.rule({"json": schema}, [0]).begin([])
+    path = [tokenizer.text_bytes().index(each.encode()) for each in '{"k2999":1}']
+    for length in range(len(path)):
+        assert path[length] in allowed(rule, path[:length], size)
+
+
+def test_a_text_that_is_too_much_to_read_is_said_to_be() -> None:
+    tokenizer, grammars, size = grammars_of("byte-level")
+    rule = grammars.rule({"grammar": 'start: "a" start'}, [0]).begin([])
+    path = [tokenizer.text_bytes().index(b"a")]
+    assert allowed(rule, [], size) == path
+    rule.forced(path, 5)
+    with pytest.raises(RequestError, match="The grammar cannot be served: parser error: Too many items"):
+        allowed(rule, path, size)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "texts", "others"),
+    [
+        ('# a comment\nroot ::= part+\npart ::= "\\u00e9" | "\\u0041"', ["é", "Aé"], ["A0", "u"]),
+        (r'root ::= [\U0001F600\x41a&&b]+ "\\u0041"', [r"😀A&b\u0041"], ["", r"~\u0041"]),
+        ("start[max_tokens=9]: /.*/", ["x ::= y"], []),
+        ('?start: "a ::= b"', ["a ::= b"], ["a"]),
+    ],
+)
+def test_grammars_of_llama_cpp_are_told_from_those_for_lark(grammar: str, texts: list[str], others: list[str]) -> None:
+    _, text = to_grammar({"grammar": grammar})
+    for each in (*texts, *others):
+        matcher, encoded = LLMatcher(LLTokenizer("byte"), text, log_level=0), list(each.encode())
+        assert not matcher.get_error()
+        taken = matcher.try_consume_tokens(encoded) == len(encoded) and matcher.is_accepting()
+        assert taken == (each in texts)
 
 
 NO_FORM = "exactly one of the keys json, json_object, regex, grammar, choice"
@@ -225,13 +297,16 @@ NO_FORM = "exactly one of the keys json, json_object, regex, grammar, choice"
         ({"regex": 1}, "regex must be text"),
         ({"grammar": "start: foo"}, 'grammar cannot be served at line 1, column 8: unknown name: "foo"'),
         ({"grammar": "root ::= a"}, "grammar is no grammar of llama.cpp's: Rule 'a' not found"),
+        ({"grammar": 'root ::= "a'}, "grammar is no grammar of llama.cpp's: Unexpected end of input"),
+        ({"grammar": 'root ::= "a\\'}, "grammar is no grammar of llama.cpp's: it ends inside a text"),
+        ({"grammar": "root ::= [z-a]"}, r"grammar, turned into Lark, has a regular expression .*, \[z-a\]: invalid"),
         ({"grammar": 'start: start "a"'}, "grammar has no text that the plan's tokens can spell"),
         ({"grammar": "start: <|nope|>"}, "unknown special token"),
         ({"json": {"type": "strin"}}, "json cannot be served: Invalid type: strin"),
         ({"json": {"not": {}}}, "json cannot be served: Unimplemented keys"),
         ({"json": {"pattern": "(?=a)b"}}, r"json has a regular expression .*, \(\?=a\)b: look-around"),
         ({"json": "{"}, "json is not JSON"),
-        ({"json": [1]}, "json is a list; pass a JSON schema"),
+        ({"json": [1]}, "json is of type list; pass a JSON schema"),
         ({"json": {"const": "\ud800"}}, "json cannot be served: unexpected end of hex escape"),
         ({"json": {"const": {1, 2}}}, "json is no JSON schema that can be read"),
         ({"json_object": False}, "json_object is False; pass true"),
@@ -267,6 +342,6 @@ def test_what_a_schema_has_that_is_not_known_can_be_passed_over() -> None:
 def test_a_form_needs_an_end_token() -> None:
     _, grammars, _ = grammars_of("byte-level")
     with pytest.raises(
-        RequestError, match="structured_outputs is given, and the plan has no end token; pass eos_token_ids"
+        RequestError, match="structured_outputs is given, and there is no end token; pass eos_token_ids"
     ):
         grammars.rule({"choice": ["a"]}, [])

@@ -291,6 +291,17 @@ def test_what_was_likely_does_not_shorten_a_draft() -> None:
     assert drafted(drafter, 8) == drafted(without, 8) != []
 
 
+def test_a_race_of_a_low_temperature_is_won_by_the_heaviest() -> None:
+    drafter = NgramDrafter(max_context=1, filler_top_k=1)
+    tokens = [token for place in range(40) for token in (1, 100 + place)] + [1, 2, 1, 2, 1]
+    for index in range(1, len(tokens), 2):
+        drafter.observe(index, np.array([7]))
+    drafter.extend(tokens)
+    assert drafted(drafter, 1) == [2]  # came twice
+    for temperature in (1e-2, 1e-4, 1e-6):
+        assert drafted(drafter, 1, sampling=SamplingParams(temperature=temperature)) == [7]  # was likely 42 times
+
+
 def test_what_was_likely_behind_a_cut_is_forgotten() -> None:
     drafter = NgramDrafter(max_context=1, min_confidence=0.3, filler_top_k=1)
     drafter.extend([1])

@@ -71,6 +71,21 @@ def test_without_a_trigger_the_first_character_decides(text: str, auto: bool, mu
     assert takes(calling(LLAMA, must=True).grammar, text) == must
 
 
+ANSWER = '{"name": "<tool_call>"}'
+
+
+def test_an_answer_of_a_schema() -> None:
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}, "additionalProperties": False}
+    way = ToolCalling(HERMES, FUNCTIONS, must=False, several=True, text=guided(schema))
+    call = f'{HERMES.begin}{HERMES.head("get")}{{"city": "x"}}{HERMES.tail}'
+    for text, taken in {ANSWER: True, call: True, "an answer": False, f"{ANSWER}\n{call}": False}.items():
+        assert takes(way.grammar, text) == taken
+    for pieces in ([ANSWER], list(ANSWER)):
+        assert read(way, ANSWER, pieces) == (ANSWER, [], False)
+    for pieces in ([call], list(call)):
+        assert read(way, call, pieces) == ("", [("get", '{"city": "x"}')], True)
+
+
 def read(way: ToolCalling, text: str, pieces: list[str] | None = None) -> tuple[str, list[tuple[str, str]], bool]:
     """Content, calls, and whether the last call is whole."""
     reader = way.reader()

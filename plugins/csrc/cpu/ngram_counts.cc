@@ -110,9 +110,10 @@ NgramCounts::Choice NgramCounts::likeliest(u32 context, const Races& races, i64 
   const Node& of = nodes_[context];
   if (!(races.temperature > 0.0) || nodes_[of.last].before == kRoot)
     return {of.best, static_cast<double>(nodes_[of.best].count) / of.total};
-  const double best_weight = weight(nodes_[of.best]);
+  double most = 0.0;
+  for (u32 node = of.last; node != kRoot; node = nodes_[node].before) most = std::max(most, weight(nodes_[node]));
   const RaceKey key = race_key(races.seed, races.stream, races.position + ahead, kForTarget);
-  const auto weight_of = [&](u32 node) { return std::pow(weight(nodes_[node]) / best_weight, 1.0 / races.temperature); };
+  const auto weight_of = [&](u32 node) { return std::pow(weight(nodes_[node]) / most, 1.0 / races.temperature); };
   const auto pace_of = [&](u32 node) {
     const u32 token = nodes_[node].token;
     return weight_of(node) / exponential(race_block(key, token / kRacers).word[token % kRacers]);
