@@ -2,8 +2,7 @@
 
 Its CUDA sessions cannot be recorded inside a caller's graph capture. They record themselves, once for every id that a
 run is given: here one for each size of step of the warm-up. Recordings belong to the thread that made them, so that
-all runs come from one. (Replaying, they wait for the device, up to 1.31 at least:
-https://github.com/microsoft/onnxruntime/pull/28686.)
+all runs come from one.
 """
 
 from __future__ import annotations
@@ -97,6 +96,7 @@ class OnnxRuntimeCuda:
             "device_id": str(self._device.ordinal),
             "user_compute_stream": str(self._device.stream_handle),
             "use_tf32": "0",  # float32 is float32
+            "arena_extend_strategy": "kSameAsRequested",  # engines have arenas of their own: powers of two add up
         }
         if graphs:
             provider["enable_cuda_graph"] = "1"

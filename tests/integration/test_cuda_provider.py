@@ -6,6 +6,7 @@ that logits are zero and drafts are token 0.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -69,11 +70,18 @@ def test_rounds_are_recorded_and_replayed_where_they_may_be(ended: Ended, record
     if not recorded:
         assert captures == replays == []
         return
+    assert "without CUDA graphs" not in ended.log
     for call, of in (("cuStreamBeginCapture", captures), ("cudaStreamBeginCapture", captures)):
         assert any(each.text.startswith(f"{call} ") for each in of)
     by_engines = [each for each in replays if each.text.startswith("cudaGraphLaunch ")]
     assert len(by_engines) > len(captures)
     assert len({each.thread for each in by_engines}) == 1
+
+
+def test_a_replay_does_not_wait_for_the_device(ended: Ended) -> None:
+    """The host goes on to the next stretch of the round."""
+    behind = {after.event for replay, after in pairwise(ended.record) if replay.text.startswith("cudaGraphLaunch ")}
+    assert "wait" not in behind
 
 
 def test_our_kernels_run_in_the_order_of_the_engines(ended: Ended) -> None:
