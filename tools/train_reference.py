@@ -60,7 +60,7 @@ def train(arguments: argparse.Namespace) -> None:
     lessons = prepare(drafting, files, arguments.step_tokens)
     if HEAD in runs:
         name = arguments.name or HEAD
-        train_eagle3(runs[HEAD], lessons, _geometry(HeadGeometry, arguments), name, arguments.unroll)
+        train_eagle3(runs[HEAD], lessons, _geometry(HeadGeometry, arguments), name, arguments.unroll, arguments.start)
     if MODEL in runs:
         train_model(runs[MODEL], lessons, _geometry(ModelGeometry, arguments), arguments.name or MODEL)
 
@@ -103,6 +103,8 @@ def _parser() -> Parser:
         drafter.add_argument(f"--{size.replace('_', '-')}", type=at_least_1, metavar="N", help=f"default {default}")
     drafter.add_argument("--layers", type=at_least_1, metavar="N", help="of the draft model (default 1)")
     drafter.add_argument("--draft-vocab", type=at_least_1, metavar="N", help="tokens of the head (default 1536)")
+    start = "go on from this trained head; its draft vocabulary may be another"
+    drafter.add_argument("--start", type=Path, metavar="FOLDER", help=start)
     drafter.add_argument(
         "--unroll", type=at_least_1, default=5, metavar="N", help="steps of the head in training (default 5)"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ from tools.reference.unroll import unroll
 
 STEP_WEIGHT = 0.8
 """The loss of step j counts STEP_WEIGHT ** j."""
+RIDGE = 1.0
+"""Of the regression for tokens that a head could not draft: little beside hundreds of rows of length 2."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,13 @@ class HeadGeometry:
         )
 
 
-def train_eagle3(run: Run, lessons: Lessons, geometry: HeadGeometry, name: str, steps: int) -> None:
-    """Train a head in `steps` unrolled steps, write it to `run.out/name`, and measure what was written."""
+def train_eagle3(
+    run: Run, lessons: Lessons, geometry: HeadGeometry, name: str, steps: int, start: Path | None = None
+) -> None:
+    """Train a head in `steps` unrolled steps, write it to `run.out/name`, and measure what was written.
+
+    `start` is the folder of a trained head of the same sizes to go on from; its draft vocabulary may be another.
+    """
     teacher, folder = lessons.teacher, run.out / name
     target = teacher.model.config
     config = geometry.config(target)
@@ -67,10 +75,13 @@ def train_eagle3(run: Run, lessons: Lessons, geometry: HeadGeometry, name: str, 
     head = Eagle3Head(config)
     check_size(head, folder)
     vocabulary = frequent_tokens(lessons.streams, config.draft_vocab_size, config.vocab_size)
-    initialise(head, vocabulary, teacher.model.embedding.cpu())
+    if start is None:
+        initialise(head, vocabulary, teacher.model.embedding.cpu())
+    else:
+        go_on(head, vocabulary, load_eagle3(start, target), teacher.model.embedding.cpu())
     head.to(run.device)
     print(f"{name}: {sum(p.numel() for p in head.parameters()) / 1e6:.2f}M parameters", flush=True)
-    identity = {"target": teacher.sha256, "geometry": repr(config)}
+    identity = {"target": teacher.sha256, "geometry": repr(config), "start": str(start)}
     training = Training(head, matrices(head), run.work / f"{name}.pt", identity, MUON_LR)
 
     def loss(ids: Tensor) -> Tensor:
@@ -87,7 +98,7 @@ def train_eagle3(run: Run, lessons: Lessons, geometry: HeadGeometry, name: str, 
         "unrolled steps": str(steps),
         "target's tokens that it can draft": f"{_coverage(head, lessons):.1%}",
     }
-    write_card(folder, "The reference EAGLE3 head", _about(head, teacher.sha256), report, acceptance)
+    write_card(folder, "The reference EAGLE3 head", _about(head, teacher.sha256, start), report, acceptance)
     print(f"{folder}: {acceptance}", flush=True)
 
 
@@ -109,6 +120,22 @@ def initialise(head: Eagle3Head, vocabulary: Tensor, target_embedding: Tensor) -
         turned, axes = target_embedding, torch.eye(len(axes))
     head.lm_head.weight.data.copy_(turned[vocabulary].T)
     head.fc.weight.data[-len(axes) :] = axes  # the highest tap is the closest to the target's output
+
+
+def go_on(head: Eagle3Head, vocabulary: Tensor, trained: Eagle3Head, target_embedding: Tensor) -> None:
+    """Begin where `trained` ended. Its outputs for tokens that it cannot draft are read off the target's embedding, by
+    the ridge regression that fits those for tokens that it can."""
+    size, known = head.config.vocab_size, trained.target_ids
+    columns = trained.lm_head.weight.detach().float()  # [H, draft_vocab]
+    rows = torch.cat((target_embedding.detach().float(), torch.ones(size, 1)), dim=1)
+    fitted = torch.linalg.solve(
+        rows[known].T @ rows[known] + RIDGE * torch.eye(rows.shape[1]), rows[known].T @ columns.T
+    )
+    full = (rows @ fitted).T
+    full[:, known] = columns
+    head.load_state_dict(
+        {**trained.state_dict(), "lm_head.weight": full[:, vocabulary].contiguous(), "target_ids": vocabulary}
+    )
 
 
 def matrices(head: Eagle3Head) -> list[nn.Parameter]:
@@ -159,10 +186,11 @@ def _coverage(head: Eagle3Head, lessons: Lessons) -> float:
     return float(torch.isin(written, head.target_ids).float().mean())
 
 
-def _about(head: Eagle3Head, sha256: str) -> str:
+def _about(head: Eagle3Head, sha256: str, start: Path | None) -> str:
     c = head.config
     size = sum(p.numel() for p in head.parameters()) / 1e6
+    begun = "" if start is None else f",\nwhich went on from the head in `{start}`"
     return f"""An EAGLE3 draft head of {size:.2f}M parameters for `../target` (weights {sha256[:12]}), bf16, in
 SpecForge's layout: hidden {c.hidden_size}, intermediate {c.intermediate_size}, {c.num_heads} query and
 {c.num_kv_heads} key/value heads of {c.head_dim}, {c.draft_vocab_size} of {c.vocab_size} tokens, fed with the streams
-that enter layers {", ".join(map(str, c.aux_layers))}. Written by `python -m tools.train_reference eagle3`."""
+that enter layers {", ".join(map(str, c.aux_layers))}. Written by `python -m tools.train_reference eagle3`{begun}."""
