@@ -24,7 +24,7 @@ from tools.reference import drafter, drafter_text, export_drafters
 from tools.reference.acceptance import continue_prompts
 from tools.reference.draft_model import ModelGeometry, distillation_loss, train_model
 from tools.reference.drafter import Lessons, prepare
-from tools.reference.eagle3 import HeadGeometry, head_drafts, train_eagle3, unrolled_loss
+from tools.reference.eagle3 import HeadGeometry, go_on, head_drafts, train_eagle3, unrolled_loss
 from tools.reference.export_drafters import check_size, write_eagle3
 from tools.reference.loop import Batch, Training
 from tools.reference.target import initialise, matrices
@@ -32,6 +32,28 @@ from tools.reference.target import initialise, matrices
 HEAD = HeadGeometry(hidden=12, intermediate=20, heads=3, kv_heads=1, head_dim=8, draft_vocab=100)
 MODEL = ModelGeometry(hidden=12, intermediate=20, heads=3, kv_heads=1, head_dim=8)
 SECOND = 1 / 60
+
+
+def test_a_head_goes_on_with_more_tokens_than_it_could_draft(lessons: Lessons) -> None:
+    target = lessons.teacher.model.config
+    torch.manual_seed(3)
+    embedding = lessons.teacher.model.embedding
+    trained = Eagle3Head(replace(HEAD, norm_output=True).config(target))
+    for parameter in trained.parameters():
+        nn.init.normal_(parameter)
+    known = torch.arange(target.vocab_size)[::2][:100]
+    trained.target_ids.copy_(known)
+    fitting = torch.randn(embedding.shape[1], 12)
+    trained.lm_head.weight.data.copy_((embedding[known] @ fitting).T)
+    head = Eagle3Head(replace(HEAD, norm_output=True, draft_vocab=target.vocab_size).config(target))
+    vocabulary = torch.arange(target.vocab_size)
+    go_on(head, vocabulary, trained, embedding)
+    hidden = torch.randn(1, 7, 12)
+    assert torch.equal(head.target_ids, vocabulary)
+    torch.testing.assert_close(head.logits(hidden)[..., known], trained.logits(hidden))
+    assert torch.equal(head.fc.weight, trained.fc.weight)
+    found, expected = head.lm_head.weight.T.detach(), embedding @ fitting
+    assert torch.nn.functional.cosine_similarity(found, expected).mean() > 0.9
 
 
 @pytest.fixture(scope="module")

@@ -81,7 +81,7 @@ def train_eagle3(
         go_on(head, vocabulary, load_eagle3(start, target), teacher.model.embedding.cpu())
     head.to(run.device)
     print(f"{name}: {sum(p.numel() for p in head.parameters()) / 1e6:.2f}M parameters", flush=True)
-    identity = {"target": teacher.sha256, "geometry": repr(config), "start": str(start)}
+    identity = {"target": teacher.sha256, "geometry": repr(config)} | ({} if start is None else {"start": str(start)})
     training = Training(head, matrices(head), run.work / f"{name}.pt", identity, MUON_LR)
 
     def loss(ids: Tensor) -> Tensor:
