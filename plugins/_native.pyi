@@ -184,6 +184,12 @@ def noise(seed: int, stream: int, position: int, purpose: int, id: int) -> float
 def exponential(word: int) -> float:
     """Return `reference.exponential` of a word in [0, 2**32)."""
 
+def likeliest(row: NDArray[np.float32], out: NDArray[np.int64]) -> None:
+    """Write the ids of the highest values of `row` `[V]` to `out` `[K]`, descending, the lower id first among equals.
+
+    K is at most V, and meant to be small.
+    """
+
 def residual(weights: NDArray[np.uint64], draft_probs: NDArray[np.float32], out: NDArray[np.uint64]) -> None:
     """Write max(0, p - q) `[V]`, p from filtered weights: the residual that `reference.chain_accept` draws from."""
 

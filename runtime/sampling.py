@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from plans import names
 from plans.errors import PlanError, RequestError
+from plugins import native
 
 FilterOrder = Literal["temperature_first", "temperature_last"]
 
@@ -115,29 +116,10 @@ def logprobs(logits: NDArray[np.float32], token_id: int, top: int = 0) -> TokenL
     return TokenLogprob(int(token_id), float(row[token_id]), tuple((int(i), float(row[i])) for i in ids))
 
 
-_FEW = 20  # of so many, a pass over the row for each is faster than a partition
-
-
 def likeliest(row: NDArray[np.float32], count: int) -> NDArray[np.int64]:
     """Ids of the `count` highest values, int64 [count], descending, lower id first on ties (at the cut as well)."""
-    if count == 0:
-        return np.empty(0, np.int64)
-    if count <= _FEW and (few := _highest_in_turn(row, count)) is not None:
-        return few
-    cut = np.partition(row, len(row) - count)[len(row) - count]
-    above = np.flatnonzero(row > cut)
-    chosen = np.concatenate([above, np.flatnonzero(row == cut)[: count - len(above)]])
-    return chosen[np.lexsort((chosen, -row[chosen]))]
-
-
-def _highest_in_turn(row: NDArray[np.float32], count: int) -> NDArray[np.int64] | None:
-    """The same in `count` passes over the row; None where that is no more than -inf."""
-    left, ids = row.copy(), np.empty(count, np.int64)
-    for place in range(count):
-        ids[place] = token = left.argmax()
-        if left[token] == -np.inf:
-            return None
-        left[token] = -np.inf
+    ids = np.empty(count, np.int64)
+    native.likeliest(row, ids)
     return ids
 
 

@@ -332,7 +332,7 @@ def test_a_form_is_asked_for_in_five_ways(
         (["--grammar", "."], "--grammar . cannot be read"),
         (["--json-schema", "/nowhere/schema.json"], "--json-schema /nowhere/schema.json cannot be read"),
         (["--regex", "a", "--json-object"], "not allowed with"),
-        (["--regex", "a"], "ignore_eos is true, and a text of structured_outputs"),
+        (["--regex", "a"], "ignore_eos is true, and a text that is to have a form"),
         (["--regex", "a", "--beams", "2"], "--regex cannot go with --beams"),
     ],
 )

@@ -44,11 +44,11 @@ _TRANSLATION_UNIT = """
 %s
 extern "C" int emulate(const char* kernel, long long blocks, long long threads, void** params, unsigned seed) {
   using namespace outrider;
-  const std::map<std::string, std::function<void(void**)>> shells = {%s};
+  const std::map<std::string, Kernel> shells = {%s};
   std::mt19937 random(seed);
   std::vector<Fiber> fibers(static_cast<size_t>(threads));
   for (Fiber& fiber : fibers) fiber.stack = std::make_unique<char[]>(kStack);
-  const std::function<void()> run = [&] { shells.at(kernel)(params); };
+  const std::function<void()> run = [&] { shells.at(kernel).run(params); };
   body = &run;
   std::vector<i64> order(blocks);
   std::iota(order.begin(), order.end(), 0);

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plans.errors import PlanError, RequestError
-from runtime.sampling import SamplingParams, logprobs
+from runtime.sampling import SamplingParams, likeliest, logprobs
 
 
 def test_the_default_is_greedy() -> None:
@@ -61,6 +61,12 @@ def test_logprobs_are_the_log_softmax(row: list[float], data: st.DataObject) -> 
     ids = sorted(range(len(row)), key=lambda i: (-row[i], i))[:top]
     assert [i for i, _ in result.top] == ids
     assert [value for _, value in result.top] == pytest.approx([expected[i] for i in ids], abs=1e-9)
+
+
+@given(st.lists(st.sampled_from([-np.inf, -2.0, 0.0, 0.5, 3.0]), min_size=1, max_size=40), st.data())
+def test_the_likeliest_are_those_of_a_sort(values: list[float], data: st.DataObject) -> None:
+    row, count = np.array(values, np.float32), data.draw(st.integers(0, len(values)))
+    assert likeliest(row, count).tolist() == sorted(range(len(row)), key=lambda i: (-row[i], i))[:count]
 
 
 def test_ties_give_the_lower_id_at_the_cut_too() -> None:

@@ -1,4 +1,4 @@
-// The parts of a choice by themselves, for tests and for reports on near ties.
+// The parts of a choice by themselves, for tests and for reports on near ties; and the likeliest tokens of a row.
 #include <nanobind/nanobind.h>
 
 #include <cmath>
@@ -50,10 +50,28 @@ float noise(u64 seed, i64 stream, i64 position, u32 purpose, i64 id) {
   return exponential(block.word[id % kRacers]);
 }
 
+// The ids of the highest values in `out`, the lower one first among equals: an insertion for each that comes in, of which
+// there are few behind the first ones.
+void likeliest(nb::object row, nb::object out) {
+  Binder binder("likeliest");
+  const float* values = binder.input<float>("row", row, {"V"});
+  i64* ids = binder.output<i64>("out", out, {"K"});
+  const i64 size = binder.size_of("V"), most = binder.size_of("K");
+  if (most > size) refuse("likeliest", "out is longer than the row.");
+  i64 found = 0;
+  for (i64 id = 0; id < size; ++id) {
+    if (found == most && !(most > 0 && values[id] > values[ids[most - 1]])) continue;
+    i64 place = found < most ? found++ : most - 1;
+    for (; place > 0 && values[id] > values[ids[place - 1]]; --place) ids[place] = ids[place - 1];
+    ids[place] = id;
+  }
+}
+
 }  // namespace
 
 void register_choice_parts(nb::module_& module) {
   module.def("weights", &weights, nb::arg("logits"), nb::arg("temperature"), nb::arg("out"));
+  module.def("likeliest", &likeliest, nb::arg("row"), nb::arg("out"));
   module.def("race", &winner, nb::arg("weights"), nb::arg("seed"), nb::arg("stream"), nb::arg("position"),
              nb::arg("purpose"));
   module.def("noise", &noise, nb::arg("seed"), nb::arg("stream"), nb::arg("position"), nb::arg("purpose"),
