@@ -205,15 +205,15 @@ def query_views(geometry: Geometry) -> dict[str, View]:
 def _check_served(recipe: Recipe) -> None:
     """Raise `RecipeError` naming the first key that asks for something no plan can do yet."""
     several = recipe.capacity.branches
-    if several > 1 and any(not isinstance(backend, OnnxRuntimeCpuSection) for backend in recipe.backends):
-        raise recipe.error(
-            ("capacity", "branches"),
-            f"is {several}; backends other than onnxruntime-cpu serve one branch for now, set it to 1",
-        )
     for index, backend in enumerate(recipe.backends):
-        if recipe.partial_kv.enabled and not isinstance(backend, OnnxRuntimeCpuSection):
+        one_sequence = isinstance(backend, TensorRtRtxSection | TensorRtSection)
+        if several > 1 and one_sequence:
             raise recipe.error(
-                ("backends", index), f"is {backend.kind}; partial_kv runs on onnxruntime-cpu for now: leave one out"
+                ("capacity", "branches"), f"is {several}; {backend.kind} serves one branch for now, set it to 1"
+            )
+        if recipe.partial_kv.enabled and one_sequence:
+            raise recipe.error(
+                ("backends", index), f"is {backend.kind}, which has no partial_kv for now: leave one of the two out"
             )
         if isinstance(backend, OnnxRuntimeCpuSection) and recipe.dtype(backend) != "float32":
             where = ("target", "dtype") if backend.dtype is None else ("backends", index, "dtype")

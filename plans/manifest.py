@@ -224,6 +224,11 @@ class Engine(Strict):
         (), description="Compute capabilities that it was built for, such as sm_80; sm_80+: that one and all above it."
     )
     gpu: str | None = Field(None, description="Name of the one kind of GPU that may run it.")
+    rectangular: bool = Field(
+        False,
+        description="Whether rows are computed as a rectangle: slots behind a row's new ones get KV of no token, up to "
+        "as many as the longest row of the step adds.",
+    )
     holds: tuple[str, ...] = Field((), description="Our ops that it runs itself, in a program's place.")
     layers: dict[str, int] = Field({}, description="Layers by kind, where the file does not tell.")
     front_end: str | None = Field(None, description="What the builder had the graph read by, and why not as asked for.")

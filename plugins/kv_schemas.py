@@ -29,7 +29,7 @@ KV_GATHER = OpSchema(
     For i = 0 .. source_count-1, one after another, with r the row of source[i], in every plane and head of that row:
     slot source_base[r] + (source[i] - row_splits[r]) -> slot destination[r] + (entries before i that r owns).
     Tokens that ascend within a row and slots that do not lie below their destinations arrive whole. Slots that stay
-    where they are cost nothing.
+    where they are cost nothing. A step may have fewer rows than the cache: its first ones.
     Errors: ValueError for splits, tokens behind the last split, and slots outside the cache, before anything is moved.
     Source: DESIGN section 5.""",
     inputs=(

@@ -53,7 +53,7 @@ class Engine:
         """`padded`: rows of a batch are laid out as a rectangle, for engines of the target that need one.
 
         With `cache`, sequences find what was computed of earlier ones. Raises `PlanError` where the plan's programs
-        cannot be resolved, and `RequestError` for a cache over KV that lies on a device.
+        cannot be resolved.
         """
         parts = assemble(loaded)
         self.manifest: Manifest = loaded.manifest
@@ -61,11 +61,19 @@ class Engine:
         self.buffers, self.target_step, self.programs = parts.buffers, parts.step, parts.programs
         self._watch = Stopwatch()  # of the bookkeeping of slots, all models
         compact = self.programs.get(names.compact(names.TARGET))
-        self.cache = KvCache(names.TARGET, parts.buffers, parts.step, self._geometry, compact, padded=padded)
+        self.cache = KvCache(
+            names.TARGET,
+            parts.buffers,
+            parts.step,
+            self._geometry,
+            compact,
+            padded=padded,
+            rectangular=loaded.plan.engines[names.TARGET].rectangular,
+        )
         self.drafting = Drafting(loaded, parts, self._watch)
         settings = self.manifest.partial_kv
         self._partial = None if settings is None else PartialPasses(settings, loaded, parts, self.cache, self.drafting)
-        self.prefix_cache = None if cache is None else CacheClient(cache, parts.buffers, self.cache, self.drafting)
+        self.prefix_cache = None if cache is None else CacheClient(cache, self.cache, self.drafting)
         self._adaptive = AdaptiveSpeculations(self.manifest)
         self.mode: Mode = "in-one-sequence"
         self.prefix: list[int] = []

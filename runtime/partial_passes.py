@@ -32,7 +32,8 @@ class PartialPasses:
     def __init__(self, settings: PartialKv, loaded: Loaded, parts: Assembly, full: KvCache, drafting: Drafting) -> None:
         target: Geometry = loaded.manifest.target
         self._full, self._drafting, self._target, self._step = full, drafting, target, parts.step
-        self.cache = KvCache(names.PARTIAL, parts.buffers, parts.step, target)
+        rectangular = loaded.plan.engines[names.TARGET].rectangular
+        self.cache = KvCache(names.PARTIAL, parts.buffers, parts.step, target, rectangular=rectangular)
         longest, refresh = longest_draft(loaded.manifest.drafters), parts.programs[names.REFRESH]
         self._rows = [
             PartialCache(settings, parts.buffers, table, refresh, longest, row)

@@ -84,7 +84,7 @@ class Runtime:
         self.loaded = Loaded(plan.manifest, backend_plan, driver, engines, self.tokenizer, self.grammars)
         self.prefix_cache = None
         if prefix_cache is not None:
-            self.prefix_cache = PrefixCache(token_shapes(backend_plan), prefix_cache)
+            self.prefix_cache = PrefixCache(token_shapes(backend_plan), prefix_cache, driver.kv_memory)
         self._scheduler_config = scheduler or SchedulerConfig()
         self._scheduler: Scheduler | None = None
         self._making, self._closed = threading.Lock(), False
@@ -108,11 +108,11 @@ class Runtime:
         `threads` are those of the target and of large drafters; 0 lets the backend choose. `verify=False` skips the
         sha256 of the files (sizes are still checked). On a GPU every session first records the rounds that it will
         come to, a few seconds; without `cuda_graphs` it launches them kernel by kernel. With `prefix_cache`, all
-        sessions and one-off generations find what was computed of earlier sequences (on the CPU; its memory is taken
-        here). `scheduler` says how `submit` serves requests. On the CPU, a plan that runs on a machine for the first
-        time is probed, in less than 100 ms: whether drafts and neighbours leave every bit of a token as it is. It is
-        refused where they do not, unless `exactness` is "unchecked", which gives that promise up. Raises `PlanError`,
-        and `RequestError` for a wrong number of threads or a cache that cannot be.
+        sessions and one-off generations find what was computed of earlier sequences; its memory is taken here, where
+        the backend has KV. `scheduler` says how `submit` serves requests. On the CPU, a plan that runs on a machine for
+        the first time is probed, in less than 100 ms: whether drafts and neighbours leave every bit of a token as it
+        is. It is refused where they do not, unless `exactness` is "unchecked", which gives that promise up. Raises
+        `PlanError`, and `RequestError` for a wrong number of threads or a cache that cannot be.
         """
         check_threads(threads)
         check_exactness(exactness)

@@ -282,3 +282,11 @@ def cuda_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Pla
     targets = "backends=[onnxruntime-cpu, {kind: onnxruntime-cuda, compute_capabilities: [sm_80, sm_90]}]"
     recipe = load_recipe(toy_recipe, [targets])
     return open_plan(made_once(tmp_path_factory, "cuda-plan", lambda out: build(recipe, toy_recipe, out)))
+
+
+@pytest.fixture(scope="session")
+def everything_cuda_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `everything_plan`, for ONNX Runtime on a GPU, and four sequences: kernels are emulated."""
+    targets = "backends=[onnxruntime-cpu, {kind: onnxruntime-cuda, compute_capabilities: [sm_90]}]"
+    recipe = load_recipe(toy_recipe, [*EVERYTHING, "capacity.branches=4", targets])
+    return made_once(tmp_path_factory, "everything-cuda-plan", lambda out: build(recipe, toy_recipe, out))

@@ -16,6 +16,7 @@ from plans.manifest import Engine
 
 Bytes = bytes | memoryview
 _INLINE = 1024  # bytes: smaller constants stay in the graph, where optimisers can see them
+_BY_RECTANGLE = ("TensorScatter", "GroupQueryAttention")
 _ALIGNMENT = 4096  # bytes: tensors begin at pages, so that the file can be mapped
 
 DTYPES = {
@@ -92,8 +93,21 @@ def describe_engine(model: ir.Model, file: str) -> Engine:
         inputs=inputs,
         outputs=outputs,
         aliases=aliases,
+        rectangular=_rectangular(model),
         weight_bytes=sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None),
     )
+
+
+def _rectangular(model: ir.Model) -> bool:
+    """Whether several rows append to a KV cache by an op that takes as many slots of each of them."""
+    several = any(
+        (value.name or "").startswith(names.k_cache(0))
+        and value.shape is not None
+        and not isinstance(value.shape[0], int)
+        for value in model.graph.inputs
+    )
+    graphs = (model.graph, *model.functions.values())
+    return several and any(node.op_type in _BY_RECTANGLE for graph in graphs for node in graph)
 
 
 def _tensor(value: ir.Value) -> Tensor:

@@ -146,7 +146,7 @@ LAUNCHES: dict[str, Launch] = {
     "KvGather": Launch(
         kernel="outrider_kv_gather",
         pointers=(names.KV, "source", "source_count", names.ROW_SPLITS, "source_base", "destination"),
-        numbers=(names.ROWS, "heads", "capacity", "units", "unit"),
+        numbers=(names.ROWS, "cache_rows", "heads", "capacity", "units", "unit"),
         blocks=lambda s: s["planes"] * s[names.ROWS] * s["heads"],
         threads=lambda s: min(THREADS, max(32, s["units"])),
     ),
@@ -235,6 +235,7 @@ class DeviceOp:
                     self._sizes.setdefault(dim, size)
         if names.KV in tensors:
             self._sizes["itemsize"] = tensors[names.KV].itemsize
+            self._sizes["cache_rows"] = tensors[names.KV].shape[1]  # a call may have fewer
             self._sizes["element"] = ELEMENTS.index(tensors[names.KV].dtype)
             self._sizes["unit"] = move_unit(self._sizes)
             slot = self._sizes[SLOT] * self._sizes["itemsize"]

@@ -11,7 +11,9 @@ from plugins.schema import SLOT, TensorSpec
 from plugins.tensorrt.expressions import Expression, Size, expression_of
 
 NAMESPACE = "outrider"
-SAME_SIZE = {"trees": "B"}  # one tree per sampling slot: accepted_count has as many places as there are slots
+SAME_SIZE = {"trees": "B", "cache_rows": "R"}
+"""Sizes of launches that are, in an engine, another one: a tree for each sampling slot, as accepted_count has places;
+the rows of a KV cache and of a step."""
 BITS = {"float64": "int64", "uint64": "int64"}  # dtypes that TensorRT lacks, and the dtype that carries their bits
 
 T = TypeVar("T")

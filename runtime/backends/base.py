@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from numpy.typing import DTypeLike
+
 from plans.manifest import BackendPlan, Engine
 from runtime.execution.buffers import Buffers
+from runtime.kv.memory import KvMemory
 
 
 class BoundEngine(Protocol):
@@ -38,6 +41,9 @@ class Backend(Protocol):
 
     def load(self, path: Path, engine: Engine) -> LoadedEngine:
         """Load the engine file at `path`. Raises `PlanError` when it cannot be loaded here."""
+
+    def kv_memory(self, planes: int, heads: int, slots: int, size: int, dtype: DTypeLike) -> KvMemory:
+        """Memory of zeros for KV that sessions share, where they have theirs. Raises `PlanError` for no memory."""
 
     def buffers(self, plan: BackendPlan) -> Buffers:
         """The buffers of a new session, where this backend's stages reach them. Raises `PlanError` for no memory."""

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -73,6 +74,15 @@ def fitting_kernels(own: str, available: Sequence[str]) -> str | None:
     later a minor one. None where there is none."""
     fits = [one for one in available if one[:-1] == own[:-1] and int(one[-1]) <= int(own[-1])]
     return max(fits, default=None)
+
+
+@dataclass(frozen=True)
+class Box:
+    """Lines of bytes from `address` on, `pitch` bytes apart, in layers that are `lines` of them apart."""
+
+    address: int
+    pitch: int
+    lines: int
 
 
 class CudaDevice:
@@ -152,6 +162,15 @@ class CudaDevice:
 
     def copy(self, to: int, source: int, size: int) -> None:
         call("cuMemcpyDtoDAsync", to, source, size, self.stream)
+
+    def copy_box(self, to: Box, source: Box, width: int, height: int, depth: int) -> None:
+        """Copy `depth` times `height` lines of `width` bytes; each box is the device's memory, or pinned memory."""
+        box = driver().CUDA_MEMCPY3D()
+        box.srcMemoryType = box.dstMemoryType = driver().CUmemorytype.CU_MEMORYTYPE_UNIFIED
+        box.srcDevice, box.srcPitch, box.srcHeight = source.address, source.pitch, source.lines
+        box.dstDevice, box.dstPitch, box.dstHeight = to.address, to.pitch, to.lines
+        box.WidthInBytes, box.Height, box.Depth = width, height, depth
+        call("cuMemcpy3DAsync", box, self.stream)
 
     def mark(self) -> Any:
         """An event behind all that is enqueued."""

@@ -20,13 +20,21 @@ from plans.manifest import BackendPlan, Stage
 from plugins import native
 from plugins.cuda import DeviceOp
 from plugins.cuda.launches import FAULTS, STATUS
-from runtime.backends.cuda_driver import Pinned
+from runtime.backends.cuda_driver import Box, Pinned
+from runtime.backends.device_kv import DeviceKv, KvShape
 from runtime.backends.recorder import Recorder
 from runtime.execution.buffers import Buffers, Call
+from runtime.kv.memory import KvMemory
 
 _ALIGNMENT = 256  # bytes: what kernels may assume of an address
-LARGE = frozenset({names.KV, names.ATTN_BIAS, names.LOGITS_OUT, names.FEATURES, names.DRAFT_PROBS, names.NOISE})
-"""Tensors that stay on the device; the host asks for rows of them, or sends its own."""
+_UNSEEN = frozenset(
+    {names.KV, names.FEATURES, names.NOISE, names.QUERIES, names.KEY_MAX, names.KEY_MIN, names.SELECTED}
+)
+LARGE = _UNSEEN | {names.ATTN_BIAS, names.LOGITS_OUT, names.DRAFT_PROBS, names.RESIDENT}
+"""Tensors that stay on the device; the host asks for rows of them, or sends its own, but for the first, which it has
+no side of."""
+TABLES = (names.BIM, names.SLOT_POSITIONS)
+"""Slot tables, of which the host sends what it has changed."""
 
 
 class Device(Protocol):
@@ -52,6 +60,8 @@ class Device(Protocol):
     def to_host(self, to: int, address: int, size: int) -> None: ...
 
     def copy(self, to: int, source: int, size: int) -> None: ...
+
+    def copy_box(self, to: Box, source: Box, width: int, height: int, depth: int) -> None: ...
 
     def mark(self) -> Any: ...
 
@@ -91,7 +101,7 @@ class Memory:
 class Layout:
     """Offsets in bytes of the small buffers in the block: those that stages only read, those that they read and write,
     and what they only write, the status of our ops among the second. The first two are `sent` to the device, the last
-    two `fetched` from it."""
+    two `fetched` from it. Behind them lie those that no stage knows, and slot tables."""
 
     offsets: dict[str, int]
     status: int
@@ -101,7 +111,7 @@ class Layout:
 
 
 def lay_out(plan: BackendPlan) -> Layout:
-    """All buffers whose tensors are not LARGE, one behind another; last those that no stage knows."""
+    """All buffers whose tensors are not LARGE, one behind another; last those that no stage knows, and tables."""
     read = {name for stage in _stages(plan) for name in stage.inputs.values()}
     written = {name for stage in _stages(plan) for name in stage.outputs.values()}
     small = [buffer for buffer in plan.buffers if buffer.name.rpartition(".")[2] not in LARGE]
@@ -109,7 +119,8 @@ def lay_out(plan: BackendPlan) -> Layout:
     for buffer in small:
         told = buffer.name.rpartition(".")[2] == names.STATUS  # which the host takes back
         reads, writes = buffer.name in read or told, buffer.name in written
-        kinds[0 if reads and not writes else 1 if reads else 2 if writes else 3].append(buffer)
+        table = buffer.name.rpartition(".")[2] in TABLES
+        kinds[3 if table else 0 if reads and not writes else 1 if reads else 2 if writes else 3].append(buffer)
     offsets, ends, end, status = dict[str, int](), list[int](), 0, 0
     for index, kind in enumerate(kinds):
         for buffer in kind:
@@ -131,8 +142,18 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
+@dataclass(frozen=True)
+class _TableRow:
+    """A row of a slot table at `address` of the device, and the host's side of it."""
+
+    address: int
+    host: NDArray[np.int64]
+
+
 class DeviceBuffers(Buffers):
     """Programs work on `memory`; `arrays` are the pinned twins of the small buffers, and host rows of large ones."""
+
+    exchange: _Exchange
 
     def __init__(
         self, plan: BackendPlan, device: Device, *, records: bool = True, records_engines: bool = False
@@ -152,7 +173,7 @@ class DeviceBuffers(Buffers):
                 ) from None
             told = [array for name, array in self.arrays.items() if name.rpartition(".")[2] == names.STATUS]
             self.exchange = _Exchange(
-                device, self._recorder, self._twin, self._block, self._layout, told, records_engines
+                device, self._recorder, self._twin, self._block, self._layout, told, self._table_rows(), records_engines
             )
             made = device.mark()
         device.wait_for(made)
@@ -178,6 +199,18 @@ class DeviceBuffers(Buffers):
             self.memory[name] = Memory(whole.address + view.plane * whole.row_bytes, whole.shape[1:], whole.dtype)
             self.arrays[name] = self.arrays[view.buffer]
 
+    def _table_rows(self) -> dict[tuple[str, int], tuple[_TableRow, ...]]:
+        """The rows of both slot tables of every model, by model and row."""
+        found: dict[tuple[str, int], tuple[_TableRow, ...]] = {}
+        models = [name.rpartition(".")[0] for name in self.memory if name.rpartition(".")[2] == names.BIM]
+        for model in models:
+            tables = [(self.memory[names.of(model, name)], self.arrays[names.of(model, name)]) for name in TABLES]
+            for row in range(tables[0][0].shape[0]):
+                found[model, row] = tuple(
+                    _TableRow(memory.address + row * memory.row_bytes, host[row]) for memory, host in tables
+                )
+        return found
+
     @property
     def recording(self) -> bool:
         """Whether what runs now comes again, so that an engine that records itself should."""
@@ -190,8 +223,11 @@ class DeviceBuffers(Buffers):
 
     def _mirror(self, name: str, shape: tuple[int, ...], dtype: DType) -> NDArray[Any]:
         """The host's side of a large buffer. It reads or writes some rows of few; of the others it sees nothing."""
-        if name.rpartition(".")[2] in (names.KV, names.FEATURES):
-            return np.zeros((0, *shape[1:]), dtype.numpy)
+        model, _, tensor = name.rpartition(".")
+        if tensor in _UNSEEN or (tensor == names.ATTN_BIAS and model != names.TARGET):
+            return np.broadcast_to(np.zeros((), dtype.numpy), shape)  # read-only: nothing is ever here
+        if tensor == names.ATTN_BIAS:
+            shape = (1, *shape[1:])  # the host writes that of a beam search, which has a row
         return self.device.pinned(prod(shape) * dtype.itemsize).array(0, shape, dtype.numpy)
 
     def op(self, name: str, bound: Mapping[str, str], attributes: Mapping[str, int | float]) -> native.BoundOp:
@@ -236,6 +272,15 @@ class DeviceBuffers(Buffers):
         with self.device.lock():
             self.device.to_device(memory.address + start * memory.row_bytes, rows.ctypes.data, rows.nbytes)
 
+    def kv(self, model: str) -> Sequence[KvMemory]:
+        whole = self.memory[names.of(model, names.KV)]
+        planes, rows, heads, slots, size = whole.shape
+        shape = KvShape(planes, heads, slots, size, rows * heads, whole.dtype.numpy)
+        return [DeviceKv(self.device, whole.address + row * heads * slots * shape.line, shape) for row in range(rows)]
+
+    def changed(self, model: str, row: int, start: int, stop: int) -> None:
+        self.exchange.note_change((model, row), start, stop)
+
     def copy_row(self, source: tuple[str, str, int], to: tuple[str, str, int]) -> None:
         (a, i), (b, j) = ((self.memory[names.of(model, tensor)], row) for model, tensor, row in (source, to))
         with self.device.lock():
@@ -253,12 +298,30 @@ class _Exchange:
         block: int,
         layout: Layout,
         told: Sequence[NDArray[np.int64]],
+        tables: Mapping[tuple[str, int], Sequence[_TableRow]],
         records_engines: bool,
     ) -> None:
         self.records, self.records_engines = recorder is not None, records_engines
         self._device, self._recorder = device, recorder
         self._twin, self._block, self._layout = twin, block, layout
         self._statuses = (twin.array(layout.status, (1,), np.int64), *told)
+        self._tables = tables
+        self._changes: dict[tuple[str, int], tuple[int, int]] = {}
+
+    def note_change(self, row: tuple[str, int], start: int, stop: int) -> None:
+        """The host has changed slots `[start, stop)` of a row `(model, row)` of the slot tables."""
+        first, last = self._changes.get(row, (start, stop))
+        self._changes[row] = min(first, start), max(last, stop)
+
+    def send_changes(self) -> None:
+        if not self._changes:
+            return
+        with self._device.lock():
+            for row, (start, stop) in self._changes.items():
+                for table in self._tables[row]:
+                    part = table.host[start:stop]
+                    self._device.to_device(table.address + start * part.itemsize, part.ctypes.data, part.nbytes)
+        self._changes.clear()
 
     @contextmanager
     def recording(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from plans import names
 from plans.buffers import DType, Tensor
@@ -21,6 +21,7 @@ from plans.manifest import BackendPlan, Engine
 from plugins.onnxruntime_ops import THREADS, cpu_library
 from runtime.backends.base import BoundEngine, LoadedEngine
 from runtime.execution.buffers import Buffers
+from runtime.kv.memory import KvMemory, host_kv
 
 Array = NDArray[Any]
 
@@ -51,6 +52,9 @@ class OnnxRuntimeCpu:
         _check_signature(path, "inputs", session.get_inputs(), engine.inputs)
         _check_signature(path, "outputs", session.get_outputs(), engine.outputs)
         return _LoadedEngine(session, engine)
+
+    def kv_memory(self, planes: int, heads: int, slots: int, size: int, dtype: DTypeLike) -> KvMemory:
+        return host_kv(planes, heads, slots, size, dtype)
 
     def buffers(self, plan: BackendPlan) -> Buffers:
         return Buffers(plan)

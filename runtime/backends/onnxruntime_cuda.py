@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime as ort
+from numpy.typing import DTypeLike
 
 from plans import names
 from plans.buffers import DType, Tensor
@@ -25,9 +27,11 @@ from plans.manifest import BackendPlan, Engine
 from runtime.backends.base import BoundEngine, LoadedEngine, Settings
 from runtime.backends.cuda_driver import CudaDevice, architecture, fitting_kernels
 from runtime.backends.cuda_libraries import missing_libraries
-from runtime.backends.device import DeviceBuffers
+from runtime.backends.device import DeviceBuffers, Memory
+from runtime.backends.device_kv import DeviceKv
 from runtime.backends.one_thread import OneThread
 from runtime.execution.buffers import Buffers
+from runtime.kv.memory import KvMemory
 
 _PROVIDER = "CUDAExecutionProvider"
 _BFLOAT16 = 16  # ONNX's number of the type, which NumPy lacks
@@ -102,6 +106,9 @@ class OnnxRuntimeCuda:
             provider["enable_cuda_graph"] = "1"
         return ort.InferenceSession(str(path), options, providers=[(_PROVIDER, provider)], enable_fallback=0)
 
+    def kv_memory(self, planes: int, heads: int, slots: int, size: int, dtype: DTypeLike) -> KvMemory:
+        return DeviceKv.allocate(self._device, planes, heads, slots, size, dtype)
+
     def buffers(self, plan: BackendPlan) -> Buffers:
         return DeviceBuffers(plan, self._device, records=self._thread is not None)
 
@@ -159,6 +166,28 @@ class _Graphs:
         return found
 
 
+@dataclass(frozen=True)
+class _Bound:
+    """An engine's tensor at its address; of its `shape`, what is no number is the place of a symbol's size."""
+
+    name: str
+    address: int
+    element_type: Any
+    shape: tuple[tuple[int, int | None], ...]  # a number, or the place of a size
+
+    @classmethod
+    def of(cls, tensor: Tensor, memory: Memory) -> _Bound:
+        shape = []
+        for dim, held in zip(tensor.shape, memory.shape, strict=True):
+            symbol = names.SYMBOLS.index(dim) if dim in names.SYMBOLS else None
+            shape.append((held if isinstance(dim, str) else dim, symbol))  # capacity is what the buffer has
+        element_type = _BFLOAT16 if tensor.dtype is DType.BFLOAT16 else np.dtype(tensor.dtype.numpy).type
+        return cls(tensor.name, memory.address, element_type, tuple(shape))
+
+    def shape_of(self, sizes: Sequence[int]) -> list[int]:
+        return [number if symbol is None else sizes[symbol] for number, symbol in self.shape]
+
+
 class _BoundEngine:
     def __init__(
         self,
@@ -171,7 +200,7 @@ class _BoundEngine:
     ) -> None:
         self._session, self._place, self._buffers = session, place, buffers
         self._inputs, self._outputs = (
-            [(tensor, buffers.memory[bound[tensor.name]].address) for tensor in tensors]
+            [_Bound.of(tensor, buffers.memory[bound[tensor.name]]) for tensor in tensors]
             for tensors in (engine.inputs, engine.outputs)
         )
         self._graphs = graphs
@@ -204,8 +233,8 @@ class _BoundEngine:
     def _bind(self, sizes: tuple[int, ...]) -> ort.IOBinding:
         binding = self._session.io_binding()
         for tensors, bind in ((self._inputs, binding.bind_input), (self._outputs, binding.bind_output)):
-            for tensor, address in tensors:
-                bind(tensor.name, *self._place, _element_type(tensor.dtype), _shape(tensor, sizes), address)
+            for tensor in tensors:
+                bind(tensor.name, *self._place, tensor.element_type, tensor.shape_of(sizes), tensor.address)
         return binding
 
 
@@ -215,11 +244,3 @@ def _run_options(graph: str) -> ort.RunOptions:
     options.add_run_config_entry("disable_synchronize_execution_providers", "1")
     options.add_run_config_entry("gpu_graph_id", graph)
     return options
-
-
-def _shape(tensor: Tensor, sizes: Sequence[int]) -> list[int]:
-    return [sizes[names.SYMBOLS.index(d)] if isinstance(d, str) else d for d in tensor.shape]
-
-
-def _element_type(dtype: DType) -> Any:
-    return _BFLOAT16 if dtype is DType.BFLOAT16 else np.dtype(dtype.numpy).type

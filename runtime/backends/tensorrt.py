@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from numpy.typing import DTypeLike
+
 from plans.errors import PlanError
 from plans.extras import install
 from plans.manifest import BackendPlan, Engine
@@ -19,8 +21,10 @@ from runtime.backends import base
 from runtime.backends.base import LoadedEngine, Settings
 from runtime.backends.cuda_driver import CudaDevice, architecture, device_name, fitting_kernels
 from runtime.backends.device import DeviceBuffers
+from runtime.backends.device_kv import DeviceKv
 from runtime.backends.tensorrt_context import BoundEngine, ContextMaker
 from runtime.execution.buffers import Buffers
+from runtime.kv.memory import KvMemory
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,9 @@ class TensorRt:
         maker = ContextMaker(self._trt, self._log, built, engine, jit=self._library.jit)
         self.activations = max(self.activations, maker.activations)
         return _LoadedEngine(maker, self)
+
+    def kv_memory(self, planes: int, heads: int, slots: int, size: int, dtype: DTypeLike) -> KvMemory:
+        return DeviceKv.allocate(self._device, planes, heads, slots, size, dtype)
 
     def buffers(self, plan: BackendPlan) -> Buffers:
         return DeviceBuffers(plan, self._device, records=self._records, records_engines=True)

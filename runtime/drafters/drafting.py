@@ -59,7 +59,7 @@ class Drafting:
                 manifest.models[drafter.name],
                 parts,
                 watch,
-                keeps_levels=loaded.plan.engines[drafter.name].keeps_levels,
+                engine=loaded.plan.engines[drafter.name],
             )
             for drafter in manifest.drafters
             if isinstance(drafter, GraphDrafter)

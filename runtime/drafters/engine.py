@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plans import names
-from plans.manifest import Geometry, GraphDrafter
+from plans.manifest import Engine, Geometry, GraphDrafter
 from runtime.draft_options import DraftLimits
 from runtime.drafters.base import Draft, TreeInPlace, within
 from runtime.drafters.entropy import ChainLength
@@ -57,9 +57,9 @@ class EngineDrafter:
     but for that of a draft model's accepted nodes where one sequence is alone."""
 
     def __init__(
-        self, settings: GraphDrafter, geometry: Geometry, parts: Assembly, watch: Stopwatch, *, keeps_levels: bool
+        self, settings: GraphDrafter, geometry: Geometry, parts: Assembly, watch: Stopwatch, *, engine: Engine
     ) -> None:
-        """`keeps_levels`: the levels of a draft leave KV in the cache. `watch` has the time of the bookkeeping."""
+        """`watch` has the time of the bookkeeping."""
         name, buffers, programs = settings.name, parts.buffers, parts.programs
         self.name, self.settings = name, settings
         self.paired, self.rejects = settings.kind == "eagle3", settings.acceptance == "rejection"
@@ -70,9 +70,17 @@ class EngineDrafter:
         self._draft = programs.get(names.draft(name))
         several = geometry.branches > 1
         compact = programs.get(names.compact(name))
-        self.cache = KvCache(name, buffers, self._step, geometry, compact if several else None, lead=self._lead)
-        self._keeps_levels = keeps_levels and not self.paired
-        gathers = compact is not None and settings.compacts and keeps_levels
+        self.cache = KvCache(
+            name,
+            buffers,
+            self._step,
+            geometry,
+            compact if several else None,
+            lead=self._lead,
+            rectangular=engine.rectangular,
+        )
+        self._keeps_levels = engine.keeps_levels and not self.paired
+        gathers = compact is not None and settings.compacts and engine.keeps_levels
         self._tree_slots = _TreeSlots(name, buffers.of, self._step, compact) if gathers and compact else None
         nodes = self._nodes = settings.tree.nodes
         self._token_ids, self._parent, self._score = (
@@ -410,11 +418,12 @@ class EngineDrafter:
     def _lay_out(self, waiting: list[Sequence], tips: set[int]) -> list[tuple[int, int, int]]:
         """Lay out tokens that lack KV, of as many sequences as there is room for, and take these out of `waiting`."""
         step, grown = self._step, []
+        width = self.cache.width([each.number for each in waiting])
         while waiting:
             sequence = waiting[0]
             number, state = sequence.number, self._states[sequence.number]
             have, end = state.end, self._end(sequence)
-            count = min(end - have, step.most - step.new_tokens)
+            count = min(end - have, step.most - step.new_tokens, width)
             if count > 0:
                 self._lay_out_features(sequence, have, count, step.new_tokens)
                 tokens = sequence.tokens[have + self._lead : have + self._lead + count]

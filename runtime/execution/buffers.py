@@ -15,6 +15,7 @@ from plans.check import buffer_shape, session_bytes
 from plans.errors import PlanError
 from plans.manifest import BackendPlan
 from plugins import native
+from runtime.kv.memory import HostKv, KvMemory
 from runtime.sampling import SamplingParams
 
 Call = Callable[[], None]
@@ -34,8 +35,11 @@ class Exchange(Protocol):
     def recording(self) -> AbstractContextManager[None]:
         """Record the runs inside the block: later runs of the same sizes are one launch each."""
 
+    def send_changes(self) -> None:
+        """Copy what the host has changed of slot tables to the device. It is never recorded."""
+
     def upload(self) -> None:
-        """Copy what the host has written to the device."""
+        """Copy what else the host has written to the device."""
 
     def download(self) -> None:
         """Copy back what stages have written."""
@@ -98,15 +102,13 @@ class Buffers:
         """Copy a row `(model, tensor, index)` of a large buffer to another."""
         self.of(*to[:2])[to[2]] = self.of(*source[:2])[source[2]]
 
-    def copy_slots(self, model: str, source: int, to: int, count: int) -> None:
-        """Copy the first `count` slots of a row of a model's KV cache to another row."""
+    def kv(self, model: str) -> Sequence[KvMemory]:
+        """Return the rows of a model's KV cache."""
         kv = self.of(model, names.KV)
-        kv[:, to, :, :count] = kv[:, source, :, :count]
+        return [HostKv(kv[:, row]) for row in range(kv.shape[1])]
 
-    def move_slots(self, model: str, first: int, to: int, count: int) -> None:
-        """Move `count` slots of a row of a model's KV cache from `first` on to `to`, which lies before them."""
-        slots = self.of(model, names.KV)[:, 0]
-        slots[:, :, to : to + count] = slots[:, :, first : first + count]
+    def changed(self, model: str, row: int, start: int, stop: int) -> None:
+        """Note that the host has changed slots `[start, stop)` of a row of a model's slot tables."""
 
     def set_sampling(self, branch: int, params: SamplingParams) -> None:
         """Fill a branch's sampling slot."""

@@ -158,6 +158,8 @@ def _on_device(
             ready.append(_Ready("+".join(stage.name for stage in stretch), kind, call, stretch[0].place))
             stretch.clear()
 
+    if uploads:
+        ready.append(_Ready("changes", None, exchange.send_changes, -1))
     for stage in (*([there] if uploads else ()), *stages, back):
         if stage.kind is StageKind.ENGINE and not exchange.records_engines:
             close()

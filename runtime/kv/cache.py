@@ -50,16 +50,20 @@ class KvCache:
         *,
         lead: int = 0,
         padded: bool = False,
+        rectangular: bool = False,
     ) -> None:
-        """`compact` moves slots; None where one sequence is all. The first `lead` tokens of a sequence have no KV."""
+        """`compact` moves slots; None where one sequence is all. The first `lead` tokens of a sequence have no KV.
+
+        A `rectangular` engine takes as many slots of each row as of the longest, though rows are ragged.
+        """
         self._model, self._buffers, self._step, self._compact, self._lead = model, buffers, step, compact, lead
-        kv = buffers.of(model, names.KV)
-        self._tables = [SlotTable(model, buffers, step, row) for row in range(kv.shape[1])]
+        self._kv = buffers.kv(model)
+        self._tables = [SlotTable(model, buffers, step, row) for row in range(len(self._kv))]
         self.window: WindowedRow | None = None
         if geometry.window:
-            self.window = WindowedRow(model, geometry, buffers, self._tables[0], lead)
-        self.slot_bytes = kv[:, 0, :, 0].nbytes
-        self._padded = padded
+            self.window = WindowedRow(self._kv[0], geometry, self._tables[0], lead)
+        self.slot_bytes = self._kv[0].slot_bytes
+        self._padded, self._rectangular = padded, rectangular
         self.alignment: AlignmentState | None = None
         self._aligned: Alignment | None = None  # of the step
         self._open: set[int] = set()
@@ -130,10 +134,15 @@ class KvCache:
         return sum(ends) <= room if self._pooled else max(ends) <= room
 
     def width(self, numbers: Collection[int]) -> int:
-        """Most tokens that each row may add in a step of these sequences; padded rows are a rectangle within a step."""
-        if self.alignment is None or not numbers:
-            return self._step.most
-        return self._step.most // (1 + max(map(self.row_of, numbers)))
+        """Most tokens that each row may add in a step of these sequences; padded rows are a rectangle within a step.
+
+        Where an engine takes as many slots of each row, all rows have them.
+        """
+        rows = 1 + max(map(self.row_of, numbers), default=0)
+        most = self._step.most
+        if self._rectangular and rows > 1:
+            most = min(most, self._kv[0].slots - max(table.length for table in self._rows[:rows]))
+        return most if self.alignment is None else most // rows
 
     def fit(self, chains: Mapping[int, int], nodes: Mapping[int, int]) -> dict[int, int]:
         """Number of each sequence's drafted nodes that there is room for, behind the chains of all sequences."""
@@ -269,7 +278,7 @@ class KvCache:
 
     def prefix_kv(self) -> TokenKv:
         """KV of the prefix by its tokens."""
-        return TokenKv(self._buffers.of(self._model, names.KV)[:, 0], self._lead)
+        return TokenKv(self._kv[0], self._lead)
 
     # Sequences.
 
@@ -279,7 +288,7 @@ class KvCache:
         row = self.row_of(number)
         table = self._rows[row]
         if table.length < self._prefix:
-            self._buffers.copy_slots(self._model, 0, row, self._prefix)
+            self._kv[row].copy(0, self._kv[0], 0, self._prefix)
             table.copy(self._tables[0], self._prefix)
             self.bytes_copied += self._prefix * self.slot_bytes
         if self.alignment is not None:
@@ -323,15 +332,14 @@ class KvCache:
 
     def kv_of(self, number: int) -> TokenKv:
         """KV of a sequence behind no prefix, by its tokens."""
-        kv = self._buffers.of(self._model, names.KV)
         if self._pooled and self._compact is not None:  # slots of others may lie between
-            return TokenKv(kv[:, 0], self._lead, np.flatnonzero(self._tables[0].owners == number))
-        return TokenKv(kv[:, self.row_of(number)], self._lead)
+            return TokenKv(self._kv[0], self._lead, np.flatnonzero(self._tables[0].owners == number))
+        return TokenKv(self._kv[self.row_of(number)], self._lead)
 
     @property
     def stays(self) -> bool:
         """Whether a sequence's KV stays where it is when it is over, until another has its number."""
-        return not self._pooled or self._compact is None
+        return self._compact is None or not (self._pooled or self._rectangular)
 
 
 def _moves(table: SlotTable, reach: int) -> Iterator[tuple[int, NDArray[np.int64]]]:

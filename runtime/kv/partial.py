@@ -43,17 +43,22 @@ class PartialCache:
         self._asked = tuple(
             buffers.of(names.PARTIAL, name) for name in (names.ROW, names.COVERED, names.SUMMARISED, names.BUDGET)
         )  # of `refresh`, whichever row it fills
-        self._resident = buffers.of(names.PARTIAL, names.RESIDENT)[row]
+        self._buffers, self._resident = buffers, buffers.of(names.PARTIAL, names.RESIDENT)[row]
         self.budget = settings.n_retrieval_blocks
         self.reset()
 
     def reset(self) -> None:
         """Prepare for another sequence in the row."""
-        self._resident.fill(-1)
+        self._empty()
         self._covered = self._summarised = 0  # tokens that it was filled from; blocks of the row that have a summary
         self._steps = 0  # since it was filled
         self.broken = False
         self.forget()
+
+    def _empty(self) -> None:
+        """No block is here any more."""
+        self._resident.fill(-1)
+        self._buffers.send_rows(names.PARTIAL, names.RESIDENT, self._row, self._row + 1)
 
     @property
     def computed(self) -> int:
@@ -113,7 +118,7 @@ class PartialCache:
         settings = self.settings
         self._summarised = min(self._summarised, max(0, length // settings.block_size - settings.n_sink_blocks))
         if length < self._covered:
-            self._resident.fill(-1)
+            self._empty()
         if length < self.computed:
             self.forget()
 

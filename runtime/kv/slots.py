@@ -21,11 +21,15 @@ class SlotTable:
     """
 
     def __init__(self, model: str, buffers: Buffers, step: Step, row: int = 0) -> None:
-        self._step = step
+        self._step, self._buffers, self._model, self._row = step, buffers, model, row
         self._bim = buffers.of(model, names.BIM)[row]
         self._positions = buffers.of(model, names.SLOT_POSITIONS)[row]
         self._bim.fill(EMPTY)
+        self._changed(0, len(self._bim))
         self.length = 0
+
+    def _changed(self, start: int, stop: int) -> None:
+        self._buffers.changed(self._model, self._row, start, stop)
 
     @property
     def owners(self) -> NDArray[np.int64]:
@@ -51,21 +55,26 @@ class SlotTable:
             self._positions[start:stop] = step.positions[:count]
         if owner is not None:
             self._bim[start:stop] = owner
+        self._changed(start, stop)
         self.length = stop
 
     def copy(self, other: SlotTable, length: int) -> None:
         """Copy the first slots of another row, whose KV has been copied here."""
         self._bim[:length] = other._bim[:length]
         self._positions[:length] = other._positions[:length]
+        self._changed(0, length)
         self.length = length
 
     def release(self, branch: int, position: int = 0) -> int:
         """Empty the slots of `branch` from `position` on; return how many there were."""
-        its = self.owners == branch
+        mine = self.owners == branch
         if position:
-            its &= self._positions[: self.length] >= position
-        self.owners[its] = EMPTY
-        return int(np.count_nonzero(its))
+            mine &= self._positions[: self.length] >= position
+        its = np.flatnonzero(mine)
+        if len(its):
+            self.owners[its] = EMPTY
+            self._changed(int(its[0]), int(its[-1]) + 1)
+        return len(its)
 
     def trim(self, least: int) -> int:
         """Drop empty slots at the end, down to a length of `least`; return how many."""
@@ -77,6 +86,7 @@ class SlotTable:
     def pad(self, length: int) -> None:
         """Append empty slots, up to `length`."""
         self._bim[self.length : length] = EMPTY
+        self._changed(self.length, max(self.length, length))
         self.length = max(self.length, length)
 
     def compact(self) -> int:
@@ -84,6 +94,7 @@ class SlotTable:
         alive = np.flatnonzero(self.owners != EMPTY)
         self._bim[: len(alive)] = self._bim[alive]
         self._positions[: len(alive)] = self._positions[alive]
+        self._changed(0, len(alive))
         gained = self.length - len(alive)
         self.length = len(alive)
         return gained
@@ -92,6 +103,7 @@ class SlotTable:
         """Move the last `count` slots, from `first` on, to `to`, which lies before them; their KV has been moved."""
         for column in (self._bim, self._positions):
             column[to : to + count] = column[first : first + count]
+        self._changed(to, to + count)
         self.length = to + count
 
     def claim(self, count: int, branch: int, position: int) -> None:
@@ -99,6 +111,7 @@ class SlotTable:
         start, stop = self.length, self.length + count
         self._bim[start:stop] = branch
         self._positions[start:stop] = np.arange(position, position + count)
+        self._changed(start, stop)
         self.length = stop
 
     def continue_chain(self, count: int) -> None:
@@ -108,6 +121,7 @@ class SlotTable:
         start, stop = self.length, self.length + count
         self._bim[start:stop] = self._bim[start - 1]
         self._positions[start:stop] = np.arange(1, count + 1) + self._positions[start - 1]
+        self._changed(start, stop)
         self.length = stop
 
     def truncate(self, length: int) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from plans import names
 from plans.manifest import Geometry
-from runtime.execution.buffers import Buffers
+from runtime.kv.memory import KvMemory
 from runtime.kv.slots import FIRST, SlotTable
 from runtime.kv.token_kv import TokenKv
 
@@ -20,10 +19,8 @@ class WindowedRow:
     order from slot 0 on: `_front` tokens of the beginning, and where `_dropped` are missing, those behind the gap.
     """
 
-    def __init__(self, model: str, geometry: Geometry, buffers: Buffers, slots: SlotTable, lead: int) -> None:
-        self.slots = slots
-        self._model, self._buffers, self._lead = model, buffers, lead
-        self._kv = buffers.of(model, names.KV)[:, 0]
+    def __init__(self, kv: KvMemory, geometry: Geometry, slots: SlotTable, lead: int) -> None:
+        self.slots, self._kv, self._lead = slots, kv, lead
         self._sink, self.window = geometry.sink, geometry.window
         self._room = geometry.sink + 2 * geometry.window
         self._front = self._dropped = 0
@@ -57,7 +54,7 @@ class WindowedRow:
         first = self.slots.length - self.window
         if not self._dropped:
             self._front = self._sink
-        self._buffers.move_slots(self._model, first, self._front, self.window)
+        self._kv.copy(self._front, self._kv, first, self.window)
         self.slots.shift(first, self._front, self.window)
         self._dropped += first - self._front
 

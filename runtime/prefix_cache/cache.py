@@ -19,8 +19,9 @@ from plans import names
 from plans.check import kv_caches
 from plans.errors import RequestError
 from plans.manifest import BackendPlan
+from runtime.kv.memory import host_kv
 from runtime.kv.token_kv import TokenKv
-from runtime.prefix_cache.page_pool import PAGE, PagePool, PageRun, TokenShape
+from runtime.prefix_cache.page_pool import PAGE, Allocate, PagePool, PageRun, TokenShape
 from runtime.prefix_cache.radix_tree import Match, Node, RadixTree, TreeStats
 from runtime.prefix_cache.stats import PrefixCacheStats
 
@@ -86,8 +87,10 @@ class PrefixMatch:
 class PrefixCache:
     """Thread-safe: one lock covers a lookup and its reference. Reading KV that is held needs no lock."""
 
-    def __init__(self, shapes: Mapping[str, TokenShape], config: PrefixCacheConfig | None = None) -> None:
-        """Allocate all memory. Raises RequestError where the budget is less than two pages."""
+    def __init__(
+        self, shapes: Mapping[str, TokenShape], config: PrefixCacheConfig | None = None, allocate: Allocate = host_kv
+    ) -> None:
+        """Allocate all memory, by `allocate`. Raises RequestError where the budget is less than two pages."""
         config = config or PrefixCacheConfig()
         affordable = config.memory_bytes // PagePool.page_bytes(shapes)
         pages = min(-(-config.max_cached_tokens // PAGE), affordable)
@@ -97,7 +100,7 @@ class PrefixCache:
                 f"{2 * PagePool.page_bytes(shapes)}."
             )
         self.config = replace(config, max_cached_tokens=min(config.max_cached_tokens, pages * PAGE))
-        self._pool = PagePool(shapes, pages)
+        self._pool = PagePool(shapes, pages, allocate)
         self._tree: RadixTree[PageRun] = RadixTree()
         self._stats = PrefixCacheStats()
         self._lock = threading.Lock()
@@ -139,8 +142,8 @@ class PrefixCache:
         assert stop <= match.lengths.get(model, 0) or start >= stop, "KV that the model does not have"
         for first, run in match.runs:
             low, high = max(start - first, 0), min(stop - first, len(run))
-            for at, piece in self._pool.views(model, run, low, high):
-                to.put(first + at, piece)
+            for at, slot, count in self._pool.pieces(run, low, high):
+                to.put(first + at, count, self._pool.memory(model), slot)
         if self.config.enable_stats:
             with self._lock:
                 self._stats.read_ms += _since(began)
@@ -237,8 +240,8 @@ class PrefixCache:
         for model, (count, source) in kv.items():
             low, high = run.valid.get(model, 0), min(count - start, length)
             if low < high:
-                for at, piece in self._pool.views(model, run, low, high):
-                    source.get(start + at, piece)
+                for at, slot, length in self._pool.pieces(run, low, high):
+                    source.get(start + at, length, self._pool.memory(model), slot)
                 run.valid[model] = high
 
     def remove(self, tokens: Sequence[int]) -> bool:
@@ -274,7 +277,8 @@ class PrefixCache:
         return self._pool.shapes
 
     def export(self) -> tuple[list[dict[str, object]], list[NDArray[np.generic]]]:
-        """All that it holds: edges, parents before children, and KV of each, a piece for each model that has some.
+        """All that it holds: edges, parents before children, and KV of each, a piece for each model that has some: on
+        the host, `[planes, heads, tokens, size]`.
 
         Of an edge: `parent`, the place of the one before it or -1; `tokens`; `terminal`, whether a sequence ends there;
         `valid`, how many of its tokens have KV, by model in the order of their names, as the pieces are.
@@ -287,7 +291,8 @@ class PrefixCache:
                 places[id(node)] = len(edges)
                 valid = {model: run.valid[model] for model in sorted(run.valid) if run.valid[model]}
                 for model, count in valid.items():
-                    parts = [piece for _, piece in self._pool.views(model, run, 0, count)]
+                    kv = self._pool.memory(model)
+                    parts = [kv.array(slot, length) for _, slot, length in self._pool.pieces(run, 0, count)]
                     pieces.append(np.ascontiguousarray(np.concatenate(parts, 2)))
                 place = places.get(id(parent), -1)
                 edges.append({"parent": place, "tokens": node.tokens, "terminal": node.terminal, "valid": valid})

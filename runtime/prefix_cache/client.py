@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence as List
 
 from plans import names
-from plans.errors import RequestError
 from runtime.drafters.drafting import Drafting
-from runtime.execution.buffers import Buffers
 from runtime.kv.cache import KvCache
 from runtime.prefix_cache.cache import PrefixCache
 from runtime.sequence import Sequence
@@ -20,13 +18,7 @@ from runtime.text.common_length import common_length
 class CacheClient:
     """Connects an engine's target, and its drafters with a KV cache, to the prefix cache."""
 
-    def __init__(self, cache: PrefixCache, buffers: Buffers, target: KvCache, drafting: Drafting) -> None:
-        """Raises RequestError where KV lies on a device."""
-        if buffers.exchange is not None:
-            raise RequestError(
-                "A prefix cache keeps KV in the host's memory, and this backend has it on a device; load "
-                "the plan without prefix_cache (a server: with --no-prefix-cache)."
-            )
+    def __init__(self, cache: PrefixCache, target: KvCache, drafting: Drafting) -> None:
         self._cache, self._target, self._drafting = cache, target, drafting
         # By number, the tokens whose KV of the target the row of a sequence that is over still holds. A drafter's is
         # gone: trees grow in all rows up to the last that is asked for, read or not.

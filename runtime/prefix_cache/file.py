@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from plans import names
 from plans.errors import PlanError, RequestError
+from runtime.kv.memory import HostKv
 from runtime.kv.token_kv import TokenKv
 from runtime.prefix_cache.cache import PrefixCache
 from runtime.prefix_cache.page_pool import TokenShape
@@ -186,7 +187,7 @@ def _insert_all(cache: PrefixCache, header: _Header, payload: NDArray[np.uint8])
             path = _path(header, place)
             tokens = [token for each in path for token in header.edges[each].tokens]
             sources = {name: _leading(header, path, kv, name) for name in cache.shapes}
-            found = {name: (each.shape[2], TokenKv(each)) for name, each in sources.items() if each is not None}
+            found = {name: (each.shape[2], TokenKv(HostKv(each))) for name, each in sources.items() if each is not None}
             if names.TARGET in found and found[names.TARGET][0] == len(tokens):
                 cache.insert(tokens, found)
     return cache.get_cached_tokens() - before

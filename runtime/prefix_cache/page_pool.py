@@ -6,11 +6,13 @@ page belongs to one run of tokens, or is free. Which run that is, and when it is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
+
+from runtime.kv.memory import KvMemory, host_kv
 
 PAGE = 16  # tokens: a run wastes half a page on average at its end, and a copy moves some KiB at once
 
@@ -30,13 +32,17 @@ class TokenShape:
         return self.planes * self.heads * self.size * np.dtype(self.dtype).itemsize
 
 
+Allocate = Callable[[int, int, int, int, DTypeLike], KvMemory]
+"""Makes memory for KV of so many planes, heads and slots, of so many elements a slot and of this type."""
+
+
 class PagePool:
     """Memory of `pages` pages, allocated once. Not thread-safe: the owner holds the lock."""
 
-    def __init__(self, shapes: Mapping[str, TokenShape], pages: int) -> None:
+    def __init__(self, shapes: Mapping[str, TokenShape], pages: int, allocate: Allocate = host_kv) -> None:
         self.shapes, self.pages = dict(shapes), pages
         self._kv = {
-            model: np.zeros((shape.planes, shape.heads, pages * PAGE, shape.size), shape.dtype)
+            model: allocate(shape.planes, shape.heads, pages * PAGE, shape.size, shape.dtype)
             for model, shape in shapes.items()
         }
         self._free = list(range(pages - 1, -1, -1))  # descending: low pages go first, so that runs lie together
@@ -44,7 +50,7 @@ class PagePool:
     @property
     def nbytes(self) -> int:
         """Bytes of all pages."""
-        return sum(kv.nbytes for kv in self._kv.values())
+        return self.pages * self.page_bytes(self.shapes)
 
     @staticmethod
     def page_bytes(shapes: Mapping[str, TokenShape]) -> int:
@@ -70,15 +76,17 @@ class PagePool:
     def copy(self, page: int, to: int) -> None:
         """Copy a page with the KV of all models."""
         for kv in self._kv.values():
-            kv[:, :, to * PAGE : (to + 1) * PAGE] = kv[:, :, page * PAGE : (page + 1) * PAGE]
+            kv.copy(to * PAGE, kv, page * PAGE, PAGE)
 
-    def views(self, model: str, run: PageRun, start: int, stop: int) -> Iterator[tuple[int, NDArray[np.generic]]]:
-        """Return the KV of the run's tokens `[start, stop)` in as few pieces as it lies in: where each begins, and the
-        memory.
+    def memory(self, model: str) -> KvMemory:
+        """The memory of all pages' KV of a model."""
+        return self._kv[model]
 
-        A piece is `[planes, heads, tokens, size]`.
+    @staticmethod
+    def pieces(run: PageRun, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the run's tokens `[start, stop)` in as few pieces as their KV lies in: the first token, its slot in the
+        pages' memory, and how many.
         """
-        kv = self._kv[model]
         while start < stop:
             place, inside = divmod(run.offset + start, PAGE)
             first, end = run.pages[place], place + 1
@@ -87,7 +95,7 @@ class PagePool:
                 end += 1
             count = min(most, (end - place) * PAGE) - inside
             at = first * PAGE + inside
-            yield start, kv[:, :, at : at + count]
+            yield start, at, count
             start += count
 
 

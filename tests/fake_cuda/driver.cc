@@ -19,6 +19,26 @@ enum Attribute { kMajor = 75, kMinor = 76 };
 constexpr int kVersion = 13000;  // of a driver 580
 char context;                    // whose address is the primary context
 
+constexpr int kUnified = 4;  // a kind of memory: the address says which
+
+// CUDA_MEMCPY3D.
+struct Side {
+  size_t x, y, z, level;
+  int kind;
+  const void* host;
+  char* address;
+  void* array;
+  void* reserved;
+  size_t pitch, height;
+
+  char* line(size_t layer, size_t line) const { return address + (layer * height + line) * pitch; }
+};
+
+struct Boxes {
+  Side source, to;
+  size_t width, height, depth;
+};
+
 template <typename T, typename V>
 Result give(T* to, V value) {
   *to = value;
@@ -106,6 +126,20 @@ Result cuMemcpyDtoHAsync_v2(void* to, const void* source, size_t bytes, void* st
 }
 Result cuMemcpyDtoDAsync_v2(void* to, const void* source, size_t bytes, void* stream) {
   return copy(to, fake::Kind::kDevice, source, fake::Kind::kDevice, bytes, stream, "cuMemcpyDtoDAsync");
+}
+
+Result cuMemcpy3DAsync_v2(const Boxes* boxes, void* stream) {
+  const Boxes& b = *boxes;
+  if (b.source.kind != kUnified || b.to.kind != kUnified || b.width == 0) return kInvalidValue;
+  if (b.width > b.source.pitch || b.width > b.to.pitch) return kInvalidValue;
+  if (b.height > b.source.height || b.height > b.to.height) return kInvalidValue;
+  for (size_t layer = 0; layer < b.depth; ++layer) {
+    for (size_t line = 0; line < b.height; ++line) {
+      fake::copy(fake::stream_of(stream), b.to.line(layer, line), b.source.line(layer, line), b.width,
+                 "cuMemcpy3DAsync");
+    }
+  }
+  return kSuccess;
 }
 
 Result cuStreamCreate(void** stream, unsigned) { return give(stream, fake::make_stream()); }

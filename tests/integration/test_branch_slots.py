@@ -8,6 +8,7 @@ its own chain or path of drafted nodes, and itself: each once, and nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from plans import names
 from runtime import Runtime
 from runtime.engine import Engine
 from runtime.execution.step import NOBODY
+from runtime.kv.memory import KvMemory
 from tests.integration.test_branches import BRANCH
 
 LAYOUTS = {"in-one-sequence": ("in-one-sequence", False), "batching": ("batching", False), "padded": ("batching", True)}
@@ -42,8 +44,8 @@ class Oracle:
             if name in (names.DECODE, names.VERIFY) or name.startswith("speculate."):
                 self.wrap(program, lambda gathers=name != names.DECODE: self.verified(gathers=gathers))
         self.wrap(engine.programs[names.compact(names.TARGET)], self.compacted)
-        copy = buffers.copy_slots
-        buffers.copy_slots = lambda model, source, to, count: self.copied(copy, model, source, to, count)
+        for row, kv in enumerate(engine.cache._kv[1:], 1):
+            kv.copy = partial(self.copied, row, kv.copy)
 
     def wrap(self, program: Any, then: Callable[[], None]) -> None:
         run = program.run
@@ -126,11 +128,12 @@ class Oracle:
         for offset, source in enumerate(self.kept[: int(self.kept_count[0])].tolist()):
             self.slots[row][to + offset] = self.slots[row][start + source]
 
-    def copied(self, copy: Any, model: str, source: int, to: int, count: int) -> None:
-        copy(model, source, to, count)
-        if model == names.TARGET:
-            for slot in range(count):
-                self.put(to, slot, self.slots[source][slot])
+    def copied(self, row: int, copy: Any, to: int, source: KvMemory, first: int, count: int) -> None:
+        """The prefix, which lies in row 0."""
+        assert (to, first, source) == (0, 0, self.engine.cache._kv[0])
+        copy(to, source, first, count)
+        for slot in range(count):
+            self.put(row, slot, self.slots[0][slot])
 
 
 @pytest.fixture

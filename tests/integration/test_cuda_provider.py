@@ -111,6 +111,47 @@ def test_engines_read_and_write_the_tensors_on_the_device(
     assert not any(elsewhere.values()), elsewhere
 
 
+TOGETHER = """
+import json, sys
+from runtime import PrefixCacheConfig, Runtime
+runtime = Runtime.load(
+    sys.argv[1], backend="onnxruntime-cuda", cuda_graphs=sys.argv[2] == "True",
+    prefix_cache=PrefixCacheConfig(max_cached_tokens=512),
+)
+options = dict(max_new_tokens=16, ignore_eos=True, auto_disable=False, temperature=1.0, seed=3)
+drafters = ["none", "ngram", "none", "ngram"]
+branches = [{"prompt": [7 + place], "drafter": drafter, **options} for place, drafter in enumerate(drafters)]
+found = {}
+for mode in ("in-one-sequence", "batching"):
+    found[mode] = [each.token_ids for each in runtime.generate_branches([5] * 40, branches, mode=mode)]
+asked = [([5] * 40 + [7 + place], {"drafter": drafter, **options}) for place, drafter in enumerate(drafters)]
+for turn in ("cold", "warm"):
+    answers = [handle.result() for handle in runtime.submit_all(asked)]
+    found[turn] = [each.token_ids for each in answers]
+alone = runtime.generate([5] * 40 + [7], partial_kv="lossy", drafter="ngram", **options)
+found["partial"] = [alone.token_ids]
+reused = [each.stats.reused_tokens for each in answers]
+print(json.dumps({"found": found, "reused": reused, "partial": alone.stats.partial_rounds}))
+runtime.close()
+"""
+
+
+def test_many_sequences_the_prefix_cache_and_partial_kv(
+    recorded: bool, cuda_provider: CudaProvider, everything_cuda_plan: Path, tmp_path: Path
+) -> None:
+    """Tokens are drawn from logits of zero by seed, place and sequence alone. (Model drafters, which several sequences
+    read on the host, draft garbage here.)"""
+    ended = cuda_provider.run(TOGETHER, everything_cuda_plan, recorded, folder=tmp_path)
+    assert ended.events("fault") == []
+    found = ended.told["found"]
+    assert found["in-one-sequence"] == found["batching"]
+    assert found["cold"] == found["warm"]
+    assert found["partial"][0] == found["cold"][0]
+    assert ended.told["partial"] > 0
+    assert all(reused >= 40 for reused in ended.told["reused"])
+    assert {"outrider_chain_accept", "outrider_kv_gather"} <= set(ended.events("kernel"))
+
+
 WITHOUT = """
 import json, sys
 from runtime import PlanError, Runtime

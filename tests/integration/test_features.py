@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
@@ -33,6 +34,7 @@ PREFIX = prompt(3, 48)
 
 @pytest.fixture(scope="module")
 def plan(everything_plan: Path) -> Path:
+    """`test_features_on_device.py` has these tests for another."""
     return everything_plan
 
 
@@ -106,7 +108,7 @@ def doors(plan: Path) -> Iterator[Doors]:
 
 
 def options(**more: Any) -> Options:
-    found = {"max_new_tokens": 40, "ignore_eos": True, **more}
+    found = {"max_new_tokens": 24, "ignore_eos": True, **more}
     return Options(**found)  # type: ignore[typeddict-item]
 
 
@@ -156,7 +158,14 @@ def test_log_probabilities(doors: Doors, way: str) -> None:
     asked = [options(logprobs=2 if place % 2 else None, drafter="bushy", max_new_tokens=15) for place in range(4)]
     expected, found = doors.ask("generate", asked), doors.ask(way, asked)
     for one, other in zip(expected, found, strict=True):
-        assert one.logprobs == other.logprobs
+        if doors.rows.backend == "onnxruntime-cpu":
+            assert one.logprobs == other.logprobs
+        assert [entry.token_id for entry in one.logprobs] == [entry.token_id for entry in other.logprobs]
+        np.testing.assert_allclose(
+            [entry.logprob for entry in one.logprobs],
+            [entry.logprob for entry in other.logprobs],
+            atol=1e-4,  # a GPU's kernels sum by the size of a step
+        )
     assert [len(each.logprobs) for each in found] == [0, 15, 0, 15]
 
 
@@ -232,10 +241,10 @@ def test_the_prefix_cache(plan: Path, doors: Doors, way: str) -> None:
 def test_lossless_partial_kv(doors: Doors, way: str) -> None:
     drafters = ["none", "chain", "head", "ngram"]
     asked = [
-        options(drafter=drafter, partial_kv="off" if drafter == "none" else "lossless", max_new_tokens=60)
+        options(drafter=drafter, partial_kv="off" if drafter == "none" else "lossless", max_new_tokens=44)
         for drafter in drafters
     ]
-    expected = doors.texts("generate", [options(drafter="none", max_new_tokens=60)] * 4)
+    expected = doors.texts("generate", [options(drafter="none", max_new_tokens=44)] * 4)
     assert doors.texts(way, asked) == expected
     if way != "server":
         assert all(each.stats.partial_rounds > 0 for each in doors.ask(way, asked)[1:])
@@ -243,7 +252,7 @@ def test_lossless_partial_kv(doors: Doors, way: str) -> None:
 
 @pytest.mark.parametrize("way", [way for way in IN_A_ROW_EACH if way != "server"])
 def test_lossy_partial_kv(doors: Doors, way: str) -> None:
-    asked = [options(partial_kv="lossy", drafter=drafter, max_new_tokens=60) for drafter in ("none", "chain")]
+    asked = [options(partial_kv="lossy", drafter=drafter, max_new_tokens=44) for drafter in ("none", "chain")]
     for each in doors.ask(way, asked):
         assert each.stats.partial_rounds > each.stats.refreshes > 0
 

@@ -155,9 +155,10 @@ def test_bim_mask(kernels, seed, rows, padding) -> None:
 @FEW
 @given(
     seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 3), head_dim=st.sampled_from([1, 3, 8, 40]),
-    dtype=st.sampled_from([np.float32, np.float16]),
+    dtype=st.sampled_from([np.float32, np.float16]), more=st.integers(0, 2),
 )  # fmt: skip
-def test_kv_gather(kernels, seed, rows, head_dim, dtype) -> None:
+def test_kv_gather(kernels, seed, rows, head_dim, dtype, more) -> None:
+    """`more`: rows of the cache that the step does not have."""
     rng = np.random.default_rng(seed)
     capacity, new = 40, rng.integers(0, 10, rows)
     splits = np.concatenate(([0], np.cumsum(new)))
@@ -168,7 +169,10 @@ def test_kv_gather(kernels, seed, rows, head_dim, dtype) -> None:
         "source": padded, "source_count": np.array([len(source)]), "row_splits": splits, "source_base": base,
         "destination": np.maximum(base - rng.integers(0, 3, rows), 0),
     }  # fmt: skip
-    kv = rng.normal(size=(4, rows, 2, capacity, head_dim)).astype(dtype)
+    kv = rng.normal(size=(4, rows + more, 2, capacity, head_dim)).astype(dtype)
+    for name in ("source_base", "destination"):
+        tensors[name] = np.concatenate((tensors[name], np.full(more, POISON)))
+    tensors["row_splits"] = np.concatenate((splits, np.full(more, POISON)))
     compare(kernels, "KvGather", tensors, {"kv": kv}, (rows,))
 
 

@@ -17,15 +17,17 @@ from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from plans.manifest import BackendPlan, Engine
 from runtime.backends.base import BoundEngine, LoadedEngine
-from runtime.backends.cuda_driver import Pinned
+from runtime.backends.cuda_driver import Box, Pinned
 from runtime.backends.device import DeviceBuffers
+from runtime.backends.device_kv import DeviceKv
 from runtime.backends.one_thread import OneThread
 from runtime.backends.onnxruntime_cuda import DeviceEngine
 from runtime.execution.buffers import Buffers
+from runtime.kv.memory import KvMemory
 from tests.plugins.emulator import Emulator
 
 
@@ -78,6 +80,18 @@ class EmulatedDevice:
 
     def copy(self, to: int, source: int, size: int) -> None:
         self.enqueue(lambda: self._count_and_move("across", to, source, size))
+
+    def copy_box(self, to: Box, source: Box, width: int, height: int, depth: int) -> None:
+        assert width <= min(to.pitch, source.pitch), "lines overlap"
+        assert height <= min(to.lines, source.lines), "layers overlap"
+
+        def run() -> None:
+            for layer in range(depth):
+                for line in range(height):
+                    there, here = (box.address + (layer * box.lines + line) * box.pitch for box in (to, source))
+                    self._count_and_move("boxes", there, here, width)
+
+        self.enqueue(run)
 
     def _count_and_move(self, direction: str, to: int, source: int, size: int) -> None:
         self.copied[direction] = self.copied.get(direction, 0) + size
@@ -156,6 +170,9 @@ class EmulatedBackend:
         session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         own = OneThread() if self._records and not self._records_engines else None  # as ONNX Runtime records itself
         return _Enqueued(DeviceEngine(session, engine, ("cpu", 0), own), self._device)
+
+    def kv_memory(self, planes: int, heads: int, slots: int, size: int, dtype: DTypeLike) -> KvMemory:
+        return DeviceKv.allocate(self._device, planes, heads, slots, size, dtype)
 
     def buffers(self, plan: BackendPlan) -> Buffers:
         return DeviceBuffers(plan, self._device, records=self._records, records_engines=self._records_engines)

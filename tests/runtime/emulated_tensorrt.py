@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
@@ -25,8 +25,10 @@ from plans.buffers import Tensor
 from plans.manifest import BackendPlan, Engine
 from runtime.backends.base import BoundEngine, LoadedEngine
 from runtime.backends.device import DeviceBuffers
+from runtime.backends.device_kv import DeviceKv
 from runtime.backends.tensorrt_context import shape_of
 from runtime.execution.buffers import Buffers
+from runtime.kv.memory import KvMemory
 from tests.plugins.tensorrt_stand_in import ALL, StandIn
 from tests.runtime.emulated_device import EmulatedDevice
 
@@ -67,6 +69,9 @@ class EmulatedTensorRt:
         model = onnx.load_from_string(path.read_bytes())
         onnx.load_external_data_for_model(model, str(path.parent))
         return _Loaded(self, path.stem, ReferenceEvaluator(model, new_ops=self._ops), engine)
+
+    def kv_memory(self, planes: int, heads: int, slots: int, size: int, dtype: DTypeLike) -> KvMemory:
+        return DeviceKv.allocate(self.device, planes, heads, slots, size, dtype)
 
     def buffers(self, plan: BackendPlan) -> Buffers:
         return DeviceBuffers(plan, self.device, records=self.records, records_engines=True)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from plans.errors import RequestError
+from runtime.kv.memory import HostKv
 from runtime.kv.token_kv import TokenKv
 from runtime.prefix_cache.cache import PrefixCache, PrefixCacheConfig
 from runtime.prefix_cache.page_pool import PAGE, PagePool, TokenShape
@@ -32,9 +33,9 @@ def cache(tokens: int = 400, **options: object) -> PrefixCache:
 
 def insert(kept: PrefixCache, tokens: list[int], head: int | None = None) -> int:
     """With the rows of the target, and the first ones of the head, whose token 0 has none."""
-    rows = {"target": (len(tokens), TokenKv(kv_of("target", tokens)))}
+    rows = {"target": (len(tokens), TokenKv(HostKv(kv_of("target", tokens))))}
     if head is not None:
-        rows["head"] = head, TokenKv(kv_of("head", tokens)[:, :, 1:], lead=1)
+        rows["head"] = head, TokenKv(HostKv(kv_of("head", tokens)[:, :, 1:]), lead=1)
     return kept.insert(tokens, rows)
 
 
@@ -45,7 +46,7 @@ def check_rows(kept: PrefixCache, tokens: list[int]) -> int:
         expected = kv_of(model, tokens)
         found = np.full_like(expected, -1)
         lead = int(model == "head")
-        kept.read(match, model, lead, count, TokenKv(found[:, :, lead:], lead=lead))
+        kept.read(match, model, lead, count, TokenKv(HostKv(found[:, :, lead:]), lead=lead))
         np.testing.assert_array_equal(found[:, :, lead:count], expected[:, :, lead:count])
     kept.release(match)
     kept.release(match)
@@ -193,7 +194,7 @@ def test_what_is_found_has_the_rows_that_were_kept(lines: list[tuple[list[int], 
         for model, count in match.lengths.items():
             expected = kv_of(model, match.matched_prefix)
             found, lead = np.full_like(expected, -1), int(model == "head")
-            kept.read(match, model, lead, count, TokenKv(found[:, :, lead:], lead=lead))
+            kept.read(match, model, lead, count, TokenKv(HostKv(found[:, :, lead:]), lead=lead))
             np.testing.assert_array_equal(found[:, :, lead:count], expected[:, :, lead:count])
         kept.release(match)
     assert kept.in_use == 0
@@ -219,7 +220,7 @@ def test_operations_from_many_threads(operations: int) -> None:
                     match = kept.match(tokens)
                     count = match.lengths.get("target", 0)
                     found = np.full((2, 1, len(tokens), 3), -1, np.float32)
-                    kept.read(match, "target", 0, count, TokenKv(found))
+                    kept.read(match, "target", 0, count, TokenKv(HostKv(found)))
                     np.testing.assert_array_equal(found[:, :, :count], kv_of("target", tokens)[:, :, :count])
                     kept.release(match)
                 elif what < 0.97:

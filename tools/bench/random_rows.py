@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from plans import names
+from runtime.kv.memory import HostKv, KvMemory
 from runtime.kv.token_kv import TokenKv
 from runtime.prefix_cache.cache import PrefixCache
 
@@ -16,9 +16,11 @@ class RandomRows(TokenKv):
     def __init__(self) -> None:
         self._numbers = np.random.default_rng(0)
 
-    def get(self, start: int, out: NDArray[np.generic]) -> None:
-        """Fill `out` `[planes, heads, tokens, size]`."""
-        out[...] = self._numbers.standard_normal(out.shape, np.float32).astype(out.dtype)
+    def get(self, start: int, count: int, to: KvMemory, at: int) -> None:
+        """Fill `count` slots of `to` from `at` on."""
+        there = to.array(at, count)
+        numbers = self._numbers.standard_normal(there.shape, np.float32).astype(there.dtype)
+        to.copy(at, HostKv(numbers), 0, count)
 
     def insert(self, cache: PrefixCache, tokens: list[int]) -> None:
         """Let the target have such rows of `tokens`, as if they had been computed."""

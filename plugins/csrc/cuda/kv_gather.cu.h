@@ -9,14 +9,15 @@
 
 namespace outrider {
 
-// A slot has `units` of `unit` bytes.
+// A slot has `units` of `unit` bytes. The step has the first `rows` of the cache's rows.
 OUTRIDER_KERNEL outrider_kv_gather(char* kv, const i64* source, const i64* source_count, const i64* row_splits,
-                                   const i64* source_base, const i64* destination, i64 rows, i64 heads, i64 capacity,
-                                   i64 units, i64 unit) {
+                                   const i64* source_base, const i64* destination, i64 rows, i64 cache_rows,
+                                   i64 heads, i64 capacity, i64 units, i64 unit) {
   const i64 r = block_index() / heads % rows;
+  const i64 plane = block_index() / heads / rows;
   const i64 new_tokens = row_splits[rows];
   const i64 slot_bytes = units * unit;
-  char* slots = kv + block_index() * capacity * slot_bytes;
+  char* slots = kv + ((plane * cache_rows + r) * heads + block_index() % heads) * capacity * slot_bytes;
   i64 earlier = 0;
   for (i64 i = 0; i < source_count[0]; ++i) {
     const i64 token = source[i];
