@@ -23,9 +23,17 @@ def step_buckets(design: PlanDesign, engines: Mapping[str, Engine]) -> dict[str,
         model: Buckets(
             new=tuple(size for size in sorted(sizes) if size <= limits[model][names.NEW]),
             view=view_buckets(design.target.view_bucket, limits[model][names.VIEW]),
+            batch=batch_buckets(design.target.branches) if model == names.TARGET else (),
         )
         for model, sizes in {names.TARGET: target, **own}.items()
     }
+
+
+def batch_buckets(sequences: int) -> tuple[int, ...]:
+    """Return the sizes of steps of 2 to so many sequences: 2, 4, 8, then every eighth, and all of them (FEATURES row
+    27)."""
+    sizes = {size for size in (2, 4, *range(8, sequences, 8)) if size < sequences}
+    return tuple(sorted(sizes | {sequences})) if sequences > 1 else ()
 
 
 def view_buckets(least: int, most: int) -> tuple[int, ...]:

@@ -270,10 +270,12 @@ class View(Strict):
 class Buckets(Strict):
     """Sizes that steps are rounded up to, ascending, so that they come again: `new` tokens and keys in `view`.
 
-    Steps with more new tokens have the size that they have. The last view is the largest.
+    Steps with more new tokens have the size that they have. The last view is the largest. A step that gives each of
+    several sequences a token, and drafts nothing, has a size of `batch`.
     """
 
     new: Annotated[tuple[Size, ...], Field(min_length=1)]
+    batch: tuple[Size, ...] = ()
     view: Annotated[tuple[Size, ...], Field(min_length=1)]
 
 

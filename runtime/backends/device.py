@@ -23,6 +23,7 @@ from plugins.cuda.launches import FAULTS, STATUS
 from runtime.backends.cuda_driver import Box, Pinned
 from runtime.backends.device_kv import DeviceKv, KvShape
 from runtime.backends.recorder import Recorder
+from runtime.backends.table_changes import LIST_BYTES, TableChanges, TableRow
 from runtime.execution.buffers import Buffers, Call
 from runtime.kv.memory import KvMemory
 
@@ -100,8 +101,9 @@ class Memory:
 @dataclass(frozen=True)
 class Layout:
     """Offsets in bytes of the small buffers in the block: those that stages only read, those that they read and write,
-    and what they only write, the status of our ops among the second. The first two are `sent` to the device, the last
-    two `fetched` from it. Behind them lie those that no stage knows, and slot tables."""
+    and what they only write, the status of our ops among the second. The first two are `sent` to the device, from 0 on
+    with the changes of slot tables; the last two are `fetched` from it. Behind them lie those that no stage knows, and
+    slot tables."""
 
     offsets: dict[str, int]
     status: int
@@ -121,7 +123,7 @@ def lay_out(plan: BackendPlan) -> Layout:
         reads, writes = buffer.name in read or told, buffer.name in written
         table = buffer.name.rpartition(".")[2] in TABLES
         kinds[3 if table else 0 if reads and not writes else 1 if reads else 2 if writes else 3].append(buffer)
-    offsets, ends, end, status = dict[str, int](), list[int](), 0, 0
+    offsets, ends, end, status = dict[str, int](), list[int](), _aligned(LIST_BYTES), 0
     for index, kind in enumerate(kinds):
         for buffer in kind:
             offsets[buffer.name] = end
@@ -140,14 +142,6 @@ def _stages(plan: BackendPlan) -> Iterator[Stage]:
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-@dataclass(frozen=True)
-class _TableRow:
-    """A row of a slot table at `address` of the device, and the host's side of it."""
-
-    address: int
-    host: NDArray[np.int64]
 
 
 class DeviceBuffers(Buffers):
@@ -173,7 +167,7 @@ class DeviceBuffers(Buffers):
                 ) from None
             told = [array for name, array in self.arrays.items() if name.rpartition(".")[2] == names.STATUS]
             self.exchange = _Exchange(
-                device, self._recorder, self._twin, self._block, self._layout, told, self._table_rows(), records_engines
+                device, self._recorder, self._twin, self._block, self._layout, told, self._changes(), records_engines
             )
             made = device.mark()
         device.wait_for(made)
@@ -199,17 +193,19 @@ class DeviceBuffers(Buffers):
             self.memory[name] = Memory(whole.address + view.plane * whole.row_bytes, whole.shape[1:], whole.dtype)
             self.arrays[name] = self.arrays[view.buffer]
 
-    def _table_rows(self) -> dict[tuple[str, int], tuple[_TableRow, ...]]:
-        """The rows of both slot tables of every model, by model and row."""
-        found: dict[tuple[str, int], tuple[_TableRow, ...]] = {}
-        models = [name.rpartition(".")[0] for name in self.memory if name.rpartition(".")[2] == names.BIM]
-        for model in models:
-            tables = [(self.memory[names.of(model, name)], self.arrays[names.of(model, name)]) for name in TABLES]
-            for row in range(tables[0][0].shape[0]):
-                found[model, row] = tuple(
-                    _TableRow(memory.address + row * memory.row_bytes, host[row]) for memory, host in tables
+    def _changes(self) -> TableChanges:
+        """Of the rows of both slot tables of every model."""
+        rows: dict[tuple[str, int], tuple[TableRow, ...]] = {}
+        for model in (name.rpartition(".")[0] for name in self.memory if name.rpartition(".")[2] == names.BIM):
+            tables = [names.of(model, table) for table in TABLES]
+            firsts = [self._layout.offsets[name] // 8 for name in tables]
+            for row in range(len(self.arrays[tables[0]])):
+                hosts = [self.arrays[name][row] for name in tables]
+                rows[model, row] = tuple(
+                    TableRow(first + row * len(host), host) for first, host in zip(firsts, hosts, strict=True)
                 )
-        return found
+        listed = self._twin.array(0, (LIST_BYTES // 8,), np.int64)
+        return TableChanges(self.device, self._block, self._block, listed, rows)
 
     @property
     def recording(self) -> bool:
@@ -279,7 +275,7 @@ class DeviceBuffers(Buffers):
         return [DeviceKv(self.device, whole.address + row * heads * slots * shape.line, shape) for row in range(rows)]
 
     def changed(self, model: str, row: int, start: int, stop: int) -> None:
-        self.exchange.note_change((model, row), start, stop)
+        self.exchange.changes.note(model, row, start, stop)
 
     def copy_row(self, source: tuple[str, str, int], to: tuple[str, str, int]) -> None:
         (a, i), (b, j) = ((self.memory[names.of(model, tensor)], row) for model, tensor, row in (source, to))
@@ -298,30 +294,15 @@ class _Exchange:
         block: int,
         layout: Layout,
         told: Sequence[NDArray[np.int64]],
-        tables: Mapping[tuple[str, int], Sequence[_TableRow]],
+        changes: TableChanges,
         records_engines: bool,
     ) -> None:
         self.records, self.records_engines = recorder is not None, records_engines
         self._device, self._recorder = device, recorder
         self._twin, self._block, self._layout = twin, block, layout
         self._statuses = (twin.array(layout.status, (1,), np.int64), *told)
-        self._tables = tables
-        self._changes: dict[tuple[str, int], tuple[int, int]] = {}
-
-    def note_change(self, row: tuple[str, int], start: int, stop: int) -> None:
-        """The host has changed slots `[start, stop)` of a row `(model, row)` of the slot tables."""
-        first, last = self._changes.get(row, (start, stop))
-        self._changes[row] = min(first, start), max(last, stop)
-
-    def send_changes(self) -> None:
-        if not self._changes:
-            return
-        with self._device.lock():
-            for row, (start, stop) in self._changes.items():
-                for table in self._tables[row]:
-                    part = table.host[start:stop]
-                    self._device.to_device(table.address + start * part.itemsize, part.ctypes.data, part.nbytes)
-        self._changes.clear()
+        self.changes = changes
+        self.prepare = changes.prepare
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -351,6 +332,7 @@ class _Exchange:
     def upload(self) -> None:
         part = self._layout.sent
         self._device.to_device(self._block + part.start, self._twin.address + part.start, part.stop - part.start)
+        self.changes.put()
 
     def download(self) -> None:
         part = self._layout.fetched

@@ -177,10 +177,12 @@ class _Bound:
 
     @classmethod
     def of(cls, tensor: Tensor, memory: Memory) -> _Bound:
-        shape = []
-        for dim, held in zip(tensor.shape, memory.shape, strict=True):
-            symbol = names.SYMBOLS.index(dim) if dim in names.SYMBOLS else None
-            shape.append((held if isinstance(dim, str) else dim, symbol))  # capacity is what the buffer has
+        shape = list[tuple[int, int | None]]()
+        for axis, dim in enumerate(tensor.shape):
+            if dim == names.CAPACITY:
+                shape.append((memory.shape[axis], None))  # of the cache that is bound
+            else:
+                shape.append((dim, None) if isinstance(dim, int) else (0, names.SYMBOLS.index(dim)))
         element_type = _BFLOAT16 if tensor.dtype is DType.BFLOAT16 else np.dtype(tensor.dtype.numpy).type
         return cls(tensor.name, memory.address, element_type, tuple(shape))
 

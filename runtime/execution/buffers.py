@@ -35,11 +35,11 @@ class Exchange(Protocol):
     def recording(self) -> AbstractContextManager[None]:
         """Record the runs inside the block: later runs of the same sizes are one launch each."""
 
-    def send_changes(self) -> None:
-        """Copy what the host has changed of slot tables to the device. It is never recorded."""
+    def prepare(self) -> None:
+        """Before the device is given a program: note for `upload` what the host has changed of slot tables."""
 
     def upload(self) -> None:
-        """Copy what else the host has written to the device."""
+        """Copy what the host has written to the device."""
 
     def download(self) -> None:
         """Copy back what stages have written."""

@@ -87,7 +87,11 @@ def lay_out(
     # Sequences accepted by rejection choose first: room was reserved for them.
     whole.sort(key=lambda number: drafts.get(number, NOTHING).probs is None)
     nodes = cache.fit(chains, {number: len(drafts.get(number, NOTHING)) for number in whole})
-    cache.begin({number: count + nodes.get(number, 0) for number, count in chains.items()})
+    batch = 0
+    if len(nodes) == sum(chains.values()) and not any(nodes.values()):  # a token each, and no drafts
+        size = step.batch_of(len(chains) if cache.pooled else 1 + max(map(cache.row_of, chains)))
+        batch = size if cache.holds_batch(size) else 0
+    cache.begin({number: count + nodes.get(number, 0) for number, count in chains.items()}, batch)
     placed: list[Placed] = []
     trees = first = 0
     for number, count in chains.items():
@@ -104,6 +108,9 @@ def lay_out(
             trees, first = trees + 1, first + 1 + here.drafted
         cache.close_row(number)
         placed.append(here)
+    cache.close_step()
+    if batch:
+        step.fill_logits(batch)
     return placed
 
 

@@ -159,7 +159,7 @@ def _on_device(
             stretch.clear()
 
     if uploads:
-        ready.append(_Ready("changes", None, exchange.send_changes, -1))
+        ready.append(_Ready("prepare", None, exchange.prepare, -1))
     for stage in (*([there] if uploads else ()), *stages, back):
         if stage.kind is StageKind.ENGINE and not exchange.records_engines:
             close()

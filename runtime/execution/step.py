@@ -43,7 +43,7 @@ class Step:
         self.parent = buffers.of(model, names.PARENT)
         self.row_splits = buffers.of(model, names.ROW_SPLITS)
         self.past_length = buffers.of(model, names.PAST_LENGTH)
-        self.most = len(self.token_ids)
+        self.most, self.most_rows = len(self.token_ids), len(self.past_length)
         self._count = np.arange(self.most + 1)  # ready-made chains: parents, and offsets of positions
         self._row = 0  # the row that new tokens go to
 
@@ -239,6 +239,12 @@ class TargetStep(Step):
             self.parent[1 : 1 + drafted] = self._count[:drafted]
             self.append_nodes(drafted)
 
+    def begin_warmup_batch(self, length: int, size: int, *, rows: bool) -> None:
+        """Begin a step of tokens 0, the tips of `size` sequences of `length` tokens, in a row each or all in one."""
+        self.begin_rows([length - 1] * (size if rows else 1))
+        for place in range(size):
+            self.append_tip(self.append_chain([0], length - 1, 0, place if rows else 0))
+
     def append_nodes(self, count: int) -> None:
         """Complete `count` drafted nodes whose tokens and parents a drafter wrote behind the tip."""
         n, logits = self.sizes[_NEW], self.sizes[_LOGITS]
@@ -277,6 +283,18 @@ class TargetStep(Step):
         self.logit_indices[n:size] = self._count[n:size]
         self.sizes[_LOGITS] = size
         self._resize(size)
+
+    def batch_of(self, tokens: int) -> int:
+        """Return the recorded size of a step of so many sequences, a token each; 0 where there is none."""
+        sizes = () if self.buckets is None else self.buckets.batch
+        index = bisect_left(sizes, tokens)
+        return sizes[index] if index < len(sizes) else 0
+
+    def fill_logits(self, count: int) -> None:
+        """Ask for as many logits, the first ones again: who has no use for them does not read them."""
+        asked = self.sizes[_LOGITS]
+        self.logit_indices[asked:count] = self.logit_indices[0]
+        self.sizes[_LOGITS] = count
 
     def expect_tree(self, nodes: int) -> None:
         """Make room for a tree of `nodes` whose root is the only new token: tokens, positions and parents of all

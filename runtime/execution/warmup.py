@@ -44,6 +44,14 @@ def _rounds(length: int, step: TargetStep, rounds: Rounds) -> Iterator[tuple[str
     yield from rounds(length, step)
     step.begin_warmup(length)
     yield names.DECODE, (names.TARGET,)
+    assert step.buckets is not None
+    for size in reversed(step.buckets.batch):
+        if length - 1 + size <= step.largest_view:
+            step.begin_warmup_batch(length, size, rows=False)
+            yield names.DECODE, (names.TARGET,)
+        if size <= step.most_rows:
+            step.begin_warmup_batch(length, size, rows=True)
+            yield names.DECODE, (names.TARGET,)
 
 
 def _lengths(context: int, steps: Sequence[Step]) -> list[int]:
@@ -51,7 +59,7 @@ def _lengths(context: int, steps: Sequence[Step]) -> list[int]:
     lengths = {context}
     for step in steps:
         assert step.buckets is not None, "what is recorded has buckets"
-        added = step.buckets.new[-1] + step.reach + 1
+        added = max(step.buckets.new[-1], *step.buckets.batch, 0) + step.reach + 1
         for view in step.buckets.view:
             lengths.update(range(max(view - added, 1), min(view + 2, context + 1)))
     return sorted(lengths, reverse=True)

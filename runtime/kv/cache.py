@@ -66,6 +66,7 @@ class KvCache:
         self._padded, self._rectangular = padded, rectangular
         self.alignment: AlignmentState | None = None
         self._aligned: Alignment | None = None  # of the step
+        self._inert = 0  # tokens of the step that fill up a batch
         self._open: set[int] = set()
         self.arrange(pooled=True)
 
@@ -133,6 +134,13 @@ class KvCache:
             room -= chunk
         return sum(ends) <= room if self._pooled else max(ends) <= room
 
+    def holds_batch(self, size: int) -> bool:
+        """Whether a step of one token of each sequence may be filled up to a batch of that size."""
+        if self.alignment is not None:
+            return False
+        view = self._step.largest_view
+        return self.length + size <= view if self._pooled else self.length < view
+
     def width(self, numbers: Collection[int]) -> int:
         """Most tokens that each row may add in a step of these sequences; padded rows are a rectangle within a step.
 
@@ -185,11 +193,19 @@ class KvCache:
 
     # A step.
 
-    def begin(self, tokens: Mapping[int, int]) -> None:
-        """Begin an empty step behind all rows, for so many tokens of each of these sequences; none: for the prefix."""
+    def begin(self, tokens: Mapping[int, int], batch: int = 0) -> None:
+        """Begin an empty step behind all rows, for so many tokens of each of these sequences; none: for the prefix.
+
+        A step that adds one token of each is filled up to a `batch` of that many tokens: in a row each, if sequences
+        have one. KV of inert tokens is never committed.
+        """
         self._used = 1 + max(map(self.row_of, tokens), default=0)
+        self._aligned, self._inert = None, max(0, batch - len(tokens))
+        if batch and not self._pooled:
+            self._used = batch
+            valid = np.array([int(row in tokens) for row in range(batch)], np.int64)
+            self._aligned = Alignment(1 - valid, valid)
         used = self._rows[: self._used]
-        self._aligned = None
         if self.alignment is not None and tokens:
             self.alignment.cache_length = max(table.length for table in used)
             for table in used:
@@ -205,7 +221,7 @@ class KvCache:
 
     def begin_alone(self, tokens: list[int], position: int, number: int) -> None:
         """Lay out a whole step: the next tokens of a sequence that is alone in row 0."""
-        self._used, self._aligned = 1, None
+        self._used, self._aligned, self._inert = 1, None, 0
         self._step.begin(self._tables[0].length, position, tokens, number)
 
     def append(self, tokens: Sequence[int], position: int, number: int) -> int:
@@ -216,6 +232,11 @@ class KvCache:
         """End the tokens of a sequence in the step."""
         if self._aligned is not None:
             self._pad_rows(self.row_of(number) + 1)
+
+    def close_step(self) -> None:
+        """End the step: in one row, what fills it up comes last."""
+        if self._pooled and self._inert:
+            self._step.append_padding(self._inert, 0)
 
     def _pad_rows(self, first: int) -> None:
         """Lay out the padding of row `first`, and of those behind it that have nothing else."""
@@ -240,6 +261,8 @@ class KvCache:
         step = self._step
         if kept is None:
             kept = np.arange(step.new_tokens)
+            if self._inert:
+                kept = kept[step.branch[kept] != NOBODY]
         cuts = np.searchsorted(kept, step.row_splits[: self._used + 1])
         for row in range(self._used):
             mine = kept[cuts[row] : cuts[row + 1]]

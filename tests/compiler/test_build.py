@@ -473,7 +473,7 @@ def test_local_parts_of_versions_are_no_part_of_the_identity(monkeypatch: pytest
     [
         (
             ["capacity.branches=4", "drafters=[]", "backends=[tensorrt-rtx]"],
-            r"capacity\.branches is 4; backends other than onnxruntime-cpu serve one branch",
+            r"capacity\.branches is 4; tensorrt-rtx serves one branch",
         ),
     ],
 )

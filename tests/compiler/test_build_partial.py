@@ -17,7 +17,7 @@ ENABLED = "partial_kv.enabled=true"
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["backends=[tensorrt-rtx]", CHAINS], r"backends\[0\] is tensorrt-rtx; partial_kv runs on onnxruntime-cpu"),
+        (["backends=[tensorrt-rtx]", CHAINS], r"backends\[0\] is tensorrt-rtx, which has no partial_kv"),
         (
             ["partial_kv.n_spec_tokens_buf=7", CHAINS],
             r"n_spec_tokens_buf is 7, but a step .* has up to 7 tokens, and one more must fit; raise it to 8 or more",

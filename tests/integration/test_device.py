@@ -120,6 +120,7 @@ def test_a_step_launches_one_kernel_an_op_and_copies_the_small_block_alone(
     next(stream)
     assert device.launched == {
         "outrider_race_noise": 1, "outrider_bim_mask": 2, "outrider_tree_accept": 1, "outrider_kv_gather": 1,
+        "outrider_set_numbers": 1,
     }  # fmt: skip
     layout = lay_out(runtime.loaded.plan)
     sent, fetched = (part.stop - part.start for part in (layout.sent, layout.fetched))

@@ -224,8 +224,8 @@ def test_a_round_is_one_launch_of_an_engine_for_each_model_and_the_rows_that_mov
     session = runtime.session()
     options = Options(max_new_tokens=30, ignore_eos=True, auto_disable=False, temperature=0.7, seed=2)
     for drafter, launched, ran in (
-        ("head", {"outrider_kv_gather": 1}, {"head": 1, "target": 1}),
-        ("none", {}, {"target": 1}),
+        ("head", {"outrider_set_numbers": 1, "outrider_kv_gather": 1}, {"head": 1, "target": 1}),
+        ("none", {"outrider_set_numbers": 1}, {"target": 1}),
     ):
         session.reset()
         with closing(session.stream(PROMPT, drafter=drafter, **options)) as stream:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from plans import names
 from plans.manifest import Geometry
+from runtime.kv.memory import HostKv
 from runtime.kv.slots import FIRST, SlotTable
 from runtime.kv.window import WindowedRow
 
@@ -29,9 +30,8 @@ class Memory:
     def of(self, model: str, tensor: str) -> np.ndarray:
         return self.arrays[tensor]
 
-    def move_slots(self, model: str, first: int, to: int, count: int) -> None:
-        slots = self.arrays[names.KV][:, 0]
-        slots[:, :, to : to + count] = slots[:, :, first : first + count].copy()
+    def changed(self, model: str, row: int, start: int, stop: int) -> None:
+        """Nobody wants to know."""
 
 
 def rows(window: int, lead: int) -> tuple[WindowedRow, np.ndarray]:
@@ -41,7 +41,7 @@ def rows(window: int, lead: int) -> tuple[WindowedRow, np.ndarray]:
         prefill_chunk=WINDOW, branches=1, sink=SINK if window else 0, window=window,
     )  # fmt: skip
     slots = SlotTable(MODEL, memory, None)  # type: ignore[arg-type]
-    kept = WindowedRow(MODEL, geometry, memory, slots, lead)  # type: ignore[arg-type]
+    kept = WindowedRow(HostKv(memory.arrays[names.KV][:, 0]), geometry, slots, lead)
     return kept, memory.arrays[names.KV][0, 0, 0, :, 0]
 
 
@@ -79,7 +79,8 @@ def test_kept_indices_are_those_of_the_sequence(data: st.DataObject, window: int
                 continue
             for first, last, place in kept.missing(known):
                 numbers = np.arange(first - lead, last - lead, dtype=np.float32)
-                place.put(first, np.broadcast_to(numbers[:, None], (2, 1, len(numbers), 1)))
+                kv = HostKv(np.broadcast_to(numbers[:, None], (2, 1, len(numbers), 1)))
+                place.put(first, len(numbers), kv, 0)
                 there |= set(range(max(first - lead, 0), last - lead))
             kept.restore(known)
             end = known - lead

@@ -7,5 +7,6 @@
 #include "kv_gather.cu.h"
 #include "partial_kv_gather.cu.h"
 #include "race_noise.cu.h"
+#include "set_numbers.cu.h"
 #include "tree_expand.cu.h"
 #include "tree_rerank.cu.h"

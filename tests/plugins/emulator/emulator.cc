@@ -96,6 +96,7 @@ const std::map<std::string, Kernel>& kernels() {
       {"outrider_draft_sample", unpacked(outrider_draft_sample)},
       {"outrider_tree_expand", unpacked(outrider_tree_expand)},
       {"outrider_tree_rerank", unpacked(outrider_tree_rerank)},
+      {"outrider_set_numbers", unpacked(outrider_set_numbers)},
   };
   return all;
 }
