@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 import torch
 from numpy.typing import NDArray
+from onnx import TensorProto, helper
 
 import compiler.lowering as lowering
 from compiler.checkpoint import load_decoder
@@ -206,3 +208,30 @@ def test_heads_that_its_kernel_does_not_rotate_are_rotated_outside(decoder: Deco
     }
     assert reports["GroupQueryAttention"].applied == layers
     assert sum(node.op_type == "RotaryEmbedding" for node in graph.graph) == 2 * layers
+
+
+def test_the_op_takes_several_tokens_behind_earlier_ones_in_one_row_alone() -> None:
+    """Why several rows are declined. The CUDA provider makes the same check; when it goes, rows can be a rectangle."""
+    half, sizes = np.float16, {"q": 64, "k": 32, "v": 32}
+    names_in = [*sizes, "k_cache", "v_cache", "last", "total", *[""] * 3, "bias"]
+    node = helper.make_node(
+        "GroupQueryAttention", names_in, ["out", "k_out", "v_out"], domain="com.microsoft", num_heads=4, kv_num_heads=2
+    )
+    feeds = {
+        **{name: np.zeros((2, 3, size), half) for name, size in sizes.items()},
+        **{f"{kind}_cache": np.zeros((2, 2, 32, 16), half) for kind in "kv"},
+        "last": np.array([6, 4], np.int32),
+        "total": np.array([8], np.int32),
+        "bias": np.zeros((2, 1, 3, 8), half),
+    }
+    inputs = [
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+        for name, array in feeds.items()
+    ]
+    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT16, None) for name in node.output]
+    opsets = [helper.make_opsetid("", 24), helper.make_opsetid("com.microsoft", 1)]
+    graph = helper.make_graph([node], "rows", inputs, outputs)
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    with pytest.raises(Exception, match="batch_size must be 1 when sequence_length > 1 and past context is given"):
+        session.run(None, feeds)
