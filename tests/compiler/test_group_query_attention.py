@@ -19,11 +19,13 @@ from onnx import TensorProto, helper
 import compiler.lowering as lowering
 from compiler.checkpoint import load_decoder
 from compiler.engines.onnxruntime import OnnxRuntimeEngines
-from compiler.export import export_target
+from compiler.export import export_draft, export_target
 from compiler.lowering import lower
 from compiler.lowering.functions import FunctionBody
 from compiler.models.decoder import Decoder
+from compiler.models.drafting import DecoderDraft
 from plans import names
+from plans.manifest import Tree
 from plugins.reference import bim_mask
 from tests.compiler.grouped_attention import CUDA, in_float32, spell_norms_out
 from tests.cpu_session import cpu_session
@@ -208,6 +210,16 @@ def test_heads_that_its_kernel_does_not_rotate_are_rotated_outside(decoder: Deco
     }
     assert reports["GroupQueryAttention"].applied == layers
     assert sum(node.op_type == "RotaryEmbedding" for node in graph.graph) == 2 * layers
+
+
+def test_a_table_of_fewer_positions_than_slots_stays_outside(decoder: Decoder) -> None:
+    """The op compares its rows with the keys in view, whatever positions these have."""
+    tree = Tree(top_k=2, depth=1, nodes=4)
+    graph = export_draft(DecoderDraft(copy.deepcopy(decoder).half()), tree, CAPACITY, 300, positions=CAPACITY - 1)
+    reports = {report.rule: report for report in lower("draft", graph, CUDA, 1)}
+    (declined,) = reports["RotateInside"].declined
+    assert declined == "it wants angles of as many positions as there are slots, 64, and the table has 63"
+    assert reports["GroupQueryAttention"].applied == 2 * decoder.config.num_layers
 
 
 def test_the_op_takes_several_tokens_behind_earlier_ones_in_one_row_alone() -> None:
