@@ -279,7 +279,10 @@ def _begin(arguments: Namespace, path: Path) -> Report:
 
 
 def _run(given: list[str]) -> int:
-    arguments = _parser().parse_args(given)
+    parser = _parser()
+    arguments = parser.parse_args(given)
+    if unknown := [name for name in arguments.shapes.split(",") if name and name not in SHAPES]:
+        parser.error(f"argument --shapes: there is no {', '.join(unknown)}; choose of {', '.join(SHAPES)}")
     try:
         driver()
     except OutriderError as error:

@@ -184,6 +184,11 @@ def test_a_report_of_another_command_is_left_alone(
     assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
 
+def test_a_shape_that_there_is_not_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_report.main(["--shapes", "1b,3b"]) == 2
+    assert "there is no 3b; choose of 1b, 8b" in capsys.readouterr().err
+
+
 def test_stages_of_a_large_model_are_small(tmp_path: Path) -> None:
     """Each fits into ten minutes, and no backend's plan waits for another's."""
     arguments = gpu_report._parser().parse_args(["--shapes", "8b"])
