@@ -31,6 +31,7 @@ from plans.manifest import Probe
 from plans.plan import Plan, file_sha256
 from plugins.onnxruntime_ops import cpu_library
 from runtime.backends.onnxruntime_cpu import session_options
+from runtime.cache_folder import cache_folder
 
 Exactness = Literal["probed", "unchecked"]
 """Whether loading a plan probes, or leaves open whether tokens are the same in any company."""
@@ -170,8 +171,7 @@ def _conditions(plan: Plan, probe: Probe, threads: int) -> dict[str, object]:
 def _record(conditions: Mapping[str, object]) -> Path:
     """Return the file that is there where a probe passed under these conditions. Raises `RuntimeError` for no home."""
     name = hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()
-    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (cache if cache.is_absolute() else Path.home() / ".cache") / "outrider" / "probed" / f"{name[:32]}.json"
+    return cache_folder() / "probed" / f"{name[:32]}.json"
 
 
 def _is_remembered(conditions: Mapping[str, object]) -> bool:

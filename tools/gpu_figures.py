@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -31,6 +30,7 @@ GPU_BACKENDS = ("onnxruntime-cuda", "tensorrt-rtx", "tensorrt")
 _COPY, _COPIES = 1 << 30, 20  # bytes, and how often
 _LAUNCHES = 200  # of an op, for its time
 _CHAINS = (0, 1, 3, 7, 15, 31, 63)  # drafted tokens behind the tip
+_NUMBERS = (1 << 24) + 43  # random ones of a checkpoint; odd, so that its matrices differ
 _WARM_ROUNDS = 2  # the first computes the prompt, and may be plain for that
 
 
@@ -44,6 +44,13 @@ class Shape:
     heads: int
     kv_heads: int
     vocab: int
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the weights that a token reads, in a type of two bytes: all but the embedding."""
+        kv = self.hidden // self.heads * self.kv_heads
+        layer = 2 * self.hidden * (self.hidden + kv) + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        return 2 * (self.layers * layer + self.hidden + self.hidden * self.vocab)
 
 
 SHAPES = {
@@ -194,28 +201,40 @@ def plan_rows(
         yield row
 
 
-def reference_rows(folder: Path, prompts: int, new: int) -> list[dict[str, Any]]:
-    """The reference plan on every backend, with and without graphs; tokens against plain decoding on the CPU."""
-    recipe = load_recipe(RECIPE)
-    assert recipe.held_out_path is not None
-    build(recipe.for_backends([CPU]), RECIPE, folder / CPU)
-    cpu = Runtime.load(folder / CPU)
-    ids = [cpu.tokenizer.encode(text) for text in read_prompts(recipe.held_out_path)[:prompts]]
+def reference_on_cpu(folder: Path, prompts: int, new: int) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """Rows of the reference plan on the CPU, and the tokens of its plain decoding, by prompt."""
+    cpu, ids = _reference(folder, CPU, False), _reference_prompts(folder, prompts)
     options = Options(max_new_tokens=new, ignore_eos=True, drafter="none")
     expected = [cpu.generate(prompt, **options).token_ids for prompt in ids]
-    rows = list(plan_rows(cpu, False, ids, new, expected, cpu.session()))
-    for backend, graphs in product(GPU_BACKENDS, (True, False)):
-        try:
-            build(recipe.for_backends([backend]), RECIPE, folder / backend)
-            runtime = Runtime.load(folder / backend, backend=backend, cuda_graphs=graphs)
-            rows += plan_rows(runtime, graphs, ids, new, expected, cpu.session())
-        except OutriderError as error:
-            rows.append({"backend": backend, "cuda_graphs": graphs, "error": str(error)})
-    return rows
+    return list(plan_rows(cpu, False, ids, new, expected, cpu.session())), expected
 
 
-def write_random_llama(shape: Shape, folder: Path) -> int:
-    """A checkpoint of random weights in bfloat16; bytes of its weights that a token reads."""
+def reference_rows(
+    folder: Path, backend: str, graphs: bool, prompts: int, new: int, expected: list[list[int]]
+) -> list[dict[str, Any]]:
+    """Rows of the reference plan on a backend of a GPU; tokens against those `expected`."""
+    runtime, judge = _reference(folder, backend, graphs), _reference(folder, CPU, False).session()
+    return list(plan_rows(runtime, graphs, _reference_prompts(folder, prompts), new, expected, judge))
+
+
+def build_reference(folder: Path, backend: str) -> None:
+    """Build the reference plan for one backend, in `folder` under the backend's name."""
+    build(load_recipe(RECIPE).for_backends([backend]), RECIPE, folder / backend)
+
+
+def _reference(folder: Path, backend: str, graphs: bool) -> Runtime:
+    return Runtime.load(folder / backend, backend=backend, cuda_graphs=graphs)
+
+
+def _reference_prompts(folder: Path, count: int) -> list[list[int]]:
+    held_out = load_recipe(RECIPE).held_out_path
+    assert held_out is not None
+    tokenizer = _reference(folder, CPU, False).tokenizer
+    return [tokenizer.encode(text) for text in read_prompts(held_out)[:count]]
+
+
+def write_random_llama(shape: Shape, folder: Path) -> None:
+    """Write a checkpoint of random weights in bfloat16: stretches of a few million random numbers, over and over."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -232,49 +251,39 @@ def write_random_llama(shape: Shape, folder: Path) -> int:
         eos_token_id=0,
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
-    model.bfloat16()
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model.bfloat16().to_empty(device="cpu")
+    numbers, at = (0.02 * torch.randn(_NUMBERS)).bfloat16(), 0
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.fill_(1)
+                continue
+            flat = parameter.reshape(-1)
+            for start in range(0, len(flat), _NUMBERS):
+                part = flat[start : start + _NUMBERS]
+                part.copy_(numbers.roll(-at)[: len(part)])
+            at = (at + len(flat)) % _NUMBERS
     model.save_pretrained(folder)
-    read: int = sum(p.numel() for n, p in model.named_parameters() if "embed_tokens" not in n)
     tokenizer = RECIPE.parent.parent / "reference" / "target" / "tokenizer.json"
     (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
-    return 2 * read
 
 
-def shape_rows(name: str, folder: Path, copies: float, new: int, dtypes: Iterable[str]) -> list[dict[str, Any]]:
-    """A random model at batch 1 on every backend of a GPU: plain decoding and its share of the copy speed, speculation
-    with n-grams, and what a round over more tokens costs."""
-    checkpoint = folder / name
-    weights = write_random_llama(SHAPES[name], checkpoint)
-    rows = []
-    for backend, dtype in product(GPU_BACKENDS, dtypes):
-        path, plan = folder / f"{name}.yaml", folder / f"{name}-{backend}-{dtype}"
-        try:
-            own = architecture()
-            path.write_text(
-                f"name: random-{name}\ntarget: {{checkpoint: {checkpoint}, dtype: {dtype}}}\n"
-                f"drafters: [{{name: ngram, kind: ngram, max_draft: {_CHAINS[-1]}}}]\ncapacity: {{context: 2048}}\n"
-                f"backends: [{{kind: {backend}, compute_capabilities: [{own}]}}]\n"
-            )
-            started = perf_counter()
-            build(load_recipe(path), path, plan)
-            built = perf_counter() - started
-            for graphs in (True, False):
-                row = {
-                    "model": name,
-                    "backend": backend,
-                    "dtype": dtype,
-                    "cuda_graphs": graphs,
-                    "weights_gb": weights / 1e9,
-                }
-                rows.append(row | {"build_seconds": built} | shape_figures(plan, weights, copies, new, graphs))
-        except OutriderError as error:
-            rows.append({"model": name, "backend": backend, "dtype": dtype, "error": str(error)})
-    return rows
+def build_shape(checkpoint: Path, backend: str, dtype: str, plan: Path) -> None:
+    """Build the plan of a random model for one backend of this GPU."""
+    recipe = plan.with_suffix(".yaml")
+    recipe.write_text(
+        f"name: random-{checkpoint.name}\ntarget: {{checkpoint: {checkpoint}, dtype: {dtype}}}\n"
+        f"drafters: [{{name: ngram, kind: ngram, max_draft: {_CHAINS[-1]}}}]\ncapacity: {{context: 2048}}\n"
+        f"backends: [{{kind: {backend}, compute_capabilities: [{architecture()}]}}]\n"
+    )
+    build(load_recipe(recipe), recipe, plan)
 
 
 def shape_figures(plan: Path, weights: int, copies: float, new: int, graphs: bool) -> dict[str, Any]:
-    """The figures of one plan of random weights, `weights` bytes of which a token reads."""
+    """The figures of one plan of random weights, `weights` bytes of which a token reads, at batch 1: plain decoding and
+    its share of the copy speed, speculation with n-grams, and what a round over more tokens costs."""
     started = perf_counter()
     runtime = Runtime.load(plan, verify=False, cuda_graphs=graphs)
     loaded = perf_counter() - started

@@ -1,9 +1,11 @@
-"""What this machine's GPU shows: `python -m tools.gpu_report [--out tools/results] [--shapes 1b,8b]`.
+"""What this machine's GPU shows: `python -m tools.gpu_report [--out tools/results] [--shapes 1b,8b] [--budget 540]`.
 
-In order: the tests marked `gpu`; the speed of copies on the device; the reference plan on every backend that runs here,
+In order: the speed of copies on the device; the tests marked `gpu`; the reference plan on every backend that runs here,
 with every drafter, with and without CUDA graphs, its tokens against the CPU's; random Llama-shaped models, whose share
 of the copy speed says how near plain decoding comes to reading the weights once a token. Writes one JSON and one
-Markdown file, with date, machine and command, anew after every step. `tools/gpu_figures.py` says what each figure is.
+Markdown file, with date, machine and command, anew after every stage. The same command goes on with the stages that the
+file of the same GPU and date lacks; with a budget of seconds it begins none that takes longer than what is left, and
+says how to go on. `tools/gpu_figures.py` says what each figure is.
 """
 
 from __future__ import annotations
@@ -15,22 +17,38 @@ if __name__ == "__main__":  # before the imports, which take a second
 
 import argparse
 import json
+import shlex
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from datetime import date
 from functools import partial
+from itertools import product
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from commands.arguments import Parser, at_least_1
 from commands.console import guarded, stdout
 from plans.errors import OutriderError
 from runtime.backends.cuda_driver import architecture, call, device_name, driver
-from tools.gpu_figures import SHAPES, copy_speed, reference_rows, shape_rows
+from tools.gpu_figures import (
+    CPU,
+    GPU_BACKENDS,
+    SHAPES,
+    build_reference,
+    build_shape,
+    copy_speed,
+    reference_on_cpu,
+    reference_rows,
+    shape_figures,
+    write_random_llama,
+)
+from tools.gpu_stages import Report, Stage, run_stages, seconds_needed
 
 ROOT = Path(__file__).resolve().parent.parent
+_WEIGHTS, _BUILD, _FIGURES = 12, 20, 15  # seconds for each GB of weights: written, built, loaded and run
 
 
 def run_tests() -> dict[str, Any]:
@@ -105,6 +123,95 @@ def _table(
     return [f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *filled)] + [""]
 
 
+def stages_of(arguments: Namespace, work: Path) -> Iterator[Stage]:
+    """Yield the stages of a report, in order; those that make files make them in `work`."""
+    yield Stage("copies", 15, lambda report: copy_speed(), "copy_gb_s")
+    yield Stage("tests marked gpu", 180, lambda report: run_tests(), "tests")
+    yield from _reference_stages(arguments.prompts, arguments.new, work / "reference")
+    for name in filter(None, arguments.shapes.split(",")):
+        yield from _shape_stages(name, arguments.dtypes.split(","), arguments.new, work)
+
+
+def _reference_stages(prompts: int, new: int, folder: Path) -> Iterator[Stage]:
+    def building(backend: str) -> str:
+        return f"building the reference plan for {backend}"
+
+    def on_cpu(report: Report) -> list[dict[str, Any]]:
+        rows, report["expected"] = reference_on_cpu(folder, prompts, new)
+        return rows
+
+    def on_gpu(backend: str, graphs: bool, report: Report) -> list[dict[str, Any]]:
+        return reference_rows(folder, backend, graphs, prompts, new, report["expected"])
+
+    for backend in (CPU, *GPU_BACKENDS):
+        yield _making(building(backend), 60, folder / backend, partial(build_reference, folder, backend))
+        if backend == CPU:
+            yield Stage(f"reference plan, {CPU}", 60, on_cpu, "reference", (building(CPU),))
+            continue
+        for graphs in (True, False):
+            yield Stage(
+                f"reference plan, {backend}, {_graphs(graphs)}",
+                60,
+                partial(on_gpu, backend, graphs),
+                "reference",
+                (building(CPU), f"reference plan, {CPU}", building(backend)),
+                failed=partial(_failed_row, {"backend": backend, "cuda_graphs": graphs}),
+            )
+
+
+def _shape_stages(name: str, dtypes: list[str], new: int, work: Path) -> Iterator[Stage]:
+    shape, checkpoint, writing = SHAPES[name], work / name, f"writing the random model {name}"
+    size = shape.read_bytes / 1e9
+    # A reader of the folder finds all of the checkpoint, or none.
+    yield _making(
+        writing, 20 + _WEIGHTS * size, checkpoint, lambda: _whole(partial(write_random_llama, shape), checkpoint)
+    )
+
+    def figures(plan: Path, building: str, row: dict[str, Any], report: Report) -> list[dict[str, Any]]:
+        graphs, built = row["cuda_graphs"], report["stages"].get(building, {}).get("seconds")
+        found = shape_figures(plan, shape.read_bytes, report["copy_gb_s"], new, graphs)
+        return [row | {"weights_gb": size, "build_seconds": built} | found]
+
+    for backend, dtype in product(GPU_BACKENDS, dtypes):
+        plan, building = work / f"{name}-{backend}-{dtype}", f"building {name} in {dtype} for {backend}"
+        make = partial(build_shape, checkpoint, backend, dtype, plan)
+        yield _making(building, 30 + _BUILD * size, plan, make, (writing,))
+        for graphs in (True, False):
+            row = {"model": name, "backend": backend, "dtype": dtype, "cuda_graphs": graphs}
+            yield Stage(
+                f"model {name} in {dtype}, {backend}, {_graphs(graphs)}",
+                40 + _FIGURES * size,
+                partial(figures, plan, building, row),
+                "shapes",
+                (building,),
+                failed=partial(_failed_row, row),
+            )
+
+
+def _making(name: str, seconds: float, folder: Path, make: Callable[[], None], needs: tuple[str, ...] = ()) -> Stage:
+    def take(report: Report) -> None:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        make()
+
+    return Stage(name, seconds, take, needs=needs, made=folder.is_dir, drop=partial(shutil.rmtree, folder))
+
+
+def _whole(make: Callable[[Path], None], folder: Path) -> None:
+    """Let `make` write a folder that has its name only when it is whole."""
+    part = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    make(part)
+    part.rename(folder)
+
+
+def _failed_row(row: dict[str, Any], error: str) -> list[dict[str, Any]]:
+    return [row | {"error": error}]
+
+
+def _graphs(graphs: bool) -> str:
+    return "with graphs" if graphs else "without graphs"
+
+
 def main(given: list[str] | None = None) -> int:
     return guarded(lambda: _run(sys.argv[1:] if given is None else given))
 
@@ -123,50 +230,86 @@ def _parser() -> Parser:
         "--prompts", type=at_least_1, default=8, help="held-out prompts on the reference plan (default 8)"
     )
     parser.add_argument("--new", type=at_least_1, default=128, help="tokens of each run (default 128)")
+    parser.add_argument("--budget", type=at_least_1, help="seconds that this call may take (default: no limit)")
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "build" / "gpu-report", help="folder of plans, kept until the report ends"
+    )
     return parser
 
 
+def _command(arguments: Namespace) -> str:
+    """The command of a report, whatever its budget: the options that decide what is measured."""
+    return " ".join(["python -m tools.gpu_report", *_given(arguments, "shapes", "dtypes", "prompts", "new")])
+
+
+def _given(arguments: Namespace, *names: str) -> Iterator[str]:
+    """Yield the options of `names` that have other values than by default, as they are typed."""
+    for name in names:
+        if (value := getattr(arguments, name)) != _parser().get_default(name):
+            yield f"--{name} {shlex.quote(str(value))}"
+
+
+def _begin(arguments: Namespace, path: Path) -> Report:
+    """Return the report that the file at `path` holds, or an empty one. Raises `OutriderError` for another's."""
+    head = {
+        "date": str(date.today()),
+        "command": _command(arguments),
+        "gpu": device_name(),
+        "architecture": architecture(),
+        "driver": call("cuDriverGetVersion"),
+    }
+    if not path.exists():
+        return head | {
+            "shapes": [],
+            "reference": [],
+            "tests": {"summary": "not run"},
+            "copy_gb_s": 0.0,
+            "errors": [],
+            "stages": {},
+            "begun": {},
+        }
+    report: Report = json.loads(path.read_text(encoding="utf-8"))
+    for key, own in head.items():
+        if report.get(key) != own:
+            raise OutriderError(
+                f"{path} holds a report whose {key} is {report.get(key)!r}, and here it is {own!r}; give --out another "
+                "folder, or move the file away"
+            )
+    return report
+
+
 def _run(given: list[str]) -> int:
-    arguments = _parser().parse_args(given)
+    parser = _parser()
+    arguments = parser.parse_args(given)
+    if unknown := [name for name in arguments.shapes.split(",") if name and name not in SHAPES]:
+        parser.error(f"argument --shapes: there is no {', '.join(unknown)}; choose of {', '.join(SHAPES)}")
     try:
         driver()
     except OutriderError as error:
         raise OutriderError(f"no report: {error}") from None
-    report: dict[str, Any] = {
-        "date": str(date.today()),
-        "command": "python -m tools.gpu_report " + " ".join(given),
-        "gpu": device_name(),
-        "architecture": architecture(),
-        "driver": call("cuDriverGetVersion"),
-        "shapes": [],
-        "reference": [],
-        "tests": {"summary": "not run"},
-        "copy_gb_s": 0.0,
-        "errors": [],
-    }
+    name = f"gpu-{date.today()}-{architecture()}"
     arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / f"gpu-{report['date']}-{report['architecture']}"
+    path = arguments.out / f"{name}.json"
+    report = _begin(arguments, path)
+    stages = list(stages_of(arguments, arguments.work / name))
 
-    def save(step: str, key: str, take: Callable[[], Any]) -> None:
-        """Every step is kept as soon as it is there: a machine may be taken back. One that fails is told."""
-        stdout.print(f"{step} ...")
-        try:
-            report[key] = report[key] + found if isinstance(found := take(), list) else found
-        except Exception as error:
-            report["errors"].append(f"{step}: {type(error).__name__}: {error}")
-        path.with_suffix(".json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+    def save() -> None:
+        part = path.with_suffix(".part")  # a machine may go in the middle
+        part.write_text(json.dumps(report, indent=1), encoding="utf-8")
+        part.replace(path)
         path.with_suffix(".md").write_text(markdown(report), encoding="utf-8")
 
-    save("copies", "copy_gb_s", copy_speed)
-    save("tests", "tests", run_tests)
-    with TemporaryDirectory(prefix="outrider-gpu-") as folder:
-        save("reference plan", "reference", lambda: reference_rows(Path(folder), arguments.prompts, arguments.new))
-        for name in filter(None, arguments.shapes.split(",")):
-            dtypes, copies = arguments.dtypes.split(","), report["copy_gb_s"]
-            take = partial(shape_rows, name, Path(folder), copies, arguments.new, dtypes)
-            save(f"model {name}", "shapes", take)
-    stdout.print(path.with_suffix(".md").read_text(encoding="utf-8"))
-    return 1 if report["errors"] or report["tests"].get("status", 1) else 0
+    left = run_stages(stages, report, arguments.budget, save, stdout.print)
+    save()
+    stdout.print(markdown(report))
+    if not left:
+        shutil.rmtree(arguments.work / name, ignore_errors=True)
+    else:
+        longest = max(seconds_needed(stage, report) for stage in left)
+        stdout.print(f"{len(left)} of {len(stages)} stages are open: {'; '.join(stage.name for stage in left)}.")
+        stdout.print(f"The longest takes about {longest:.0f} seconds. Go on with:")
+        stdout.print(f"    {' '.join([report['command'], *_given(arguments, 'out', 'work', 'budget')])}")
+    return 1 if report["errors"] or report["tests"].get("status", 0 if left else 1) else 0
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import torch.onnx.ops  # registers ONNX's
 from torch import Tensor
 
 import compiler.export.ops  # noqa: F401  registers ours
-from compiler.lowering.scatter_attention import LOWEST
+from compiler.lowering.builder import LOWEST
 
 _LOWEST = {"HALF": LOWEST[ir.DataType.FLOAT16], "BF16": LOWEST[ir.DataType.BFLOAT16]}
 

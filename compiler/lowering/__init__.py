@@ -7,12 +7,14 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir as ir
 
-from compiler.lowering.attention import CpuAttention, NormInside, PackedInside, RotateInside
+from compiler.lowering.attention import CpuAttention
 from compiler.lowering.block_quantized import BlockQuantized
 from compiler.lowering.draft_ops import CpuDraftOps
 from compiler.lowering.functions import FunctionBody
 from compiler.lowering.gated_unit import FuseGatedUnit
-from compiler.lowering.norms import CpuNorms, FuseSkipNorms
+from compiler.lowering.group_query_attention import GroupQueryAttention
+from compiler.lowering.inside import NormInside, PackedInside, RotateInside
+from compiler.lowering.norms import CpuNorms, FuseSkipNorms, FuseSkipNormsCuda
 from compiler.lowering.plugin_nodes import BodyOfDeclined, PluginNodes
 from compiler.lowering.projections import FuseProjections
 from compiler.lowering.quantized import PackQuantized
@@ -40,7 +42,17 @@ RULES: dict[str, tuple[Rule, ...]] = {
         CpuDraftOps(),
         FunctionBody(),
     ),
-    "onnxruntime-cuda": (BlockQuantized(), ScatterAttention(), UnbranchedBody()),
+    "onnxruntime-cuda": (
+        FuseProjections(),
+        BlockQuantized(),
+        FuseSkipNormsCuda(),
+        GroupQueryAttention(),
+        RotateInside(),
+        NormInside(),
+        PackedInside(),
+        ScatterAttention(),
+        UnbranchedBody(),
+    ),
     "tensorrt": (UpdateOnceAttention(), PluginNodes(), BodyOfDeclined()),
     "tensorrt-rtx": (UpdateOnceAttention(), FunctionBody()),
 }

@@ -10,11 +10,9 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from compiler.graph_edits import drop_unread, replace
-from compiler.lowering.rule import Lowering, Rule
+from compiler.lowering.rule import CONTRIBUTED, Lowering, Rule
 from compiler.quantization.form import QuantizedWeight, WeightSource, product_source
 from plugins.quant_layout import BLOCK
-
-_CONTRIBUTED = "com.microsoft"
 
 
 class BlockQuantized(Rule):
@@ -49,15 +47,15 @@ class BlockQuantized(Rule):
         if lookup:
             attributes = {"bits": bits, "block_size": BLOCK, "gather_axis": 0, "quantize_axis": 1}
             inputs = [weights[0], node.inputs[0], *weights[1:]]
-            new = ir.node("GatherBlockQuantized", inputs, attributes, domain=_CONTRIBUTED)
+            new = ir.node("GatherBlockQuantized", inputs, attributes, domain=CONTRIBUTED)
         else:
             attributes = {"bits": bits, "block_size": BLOCK, "K": k, "N": n}
-            new = ir.node("MatMulNBits", [node.inputs[0], *weights], attributes, domain=_CONTRIBUTED)
+            new = ir.node("MatMulNBits", [node.inputs[0], *weights], attributes, domain=CONTRIBUTED)
         old = node.inputs[1:]
         lowering.graph.insert_before(node, [new])
         replace(lowering.graph, node, [new.outputs[0]])
         drop_unread(lowering.graph, old)
-        lowering.model.opset_imports.setdefault(_CONTRIBUTED, 1)
+        lowering.model.opset_imports.setdefault(CONTRIBUTED, 1)
 
 
 def _constant(

@@ -1,12 +1,15 @@
-"""RMS norms on the CPU: our own op, which adds up squares in one order on any processor."""
+"""RMS norms, with the residual sum before them: our own op on the CPU, whose sums have one order on any processor, and
+ONNX Runtime's on CUDA."""
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
 from compiler.graph_edits import replace
-from compiler.lowering.rule import Lowering, Rule
+from compiler.lowering.rule import CONTRIBUTED, Lowering, Rule
 from plugins.schema import CPU_DOMAIN
+
+_NO_RESIDUAL = "the sum is no residual: one side is a constant"
 
 
 class FuseSkipNorms(Rule):
@@ -22,7 +25,7 @@ class FuseSkipNorms(Rule):
         norm = _norm_of(node)
         assert norm is not None
         if any(x is None or x.const_value is not None for x in node.inputs):
-            return "the sum is no residual: one side is a constant"
+            return _NO_RESIDUAL
         return _reason_against(norm)
 
     def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
@@ -30,9 +33,41 @@ class FuseSkipNorms(Rule):
         assert norm is not None
         residual, added = node.inputs
         fused = _rms_norm(norm, [residual, norm.inputs[1], added], lowering)
-        lowering.graph.insert_before(node, [fused])
-        replace(lowering.graph, norm, [fused.outputs[0]])
-        replace(lowering.graph, node, [fused.outputs[1]])
+        _replace_both(node, norm, fused, lowering)
+
+
+class FuseSkipNormsCuda(Rule):
+    """onnxruntime-cuda: a residual sum and its RMS norm become one `com.microsoft.SkipSimplifiedLayerNormalization`.
+
+    One kernel instead of two. It adds up squares in float32 whatever the type of its input (in ONNX Runtime 1.31, the
+    oldest that runs plans; years before, float16 overflowed in it).
+    """
+
+    def pattern(self, node: ir.Node) -> bool:
+        return node.op_type == "Add" and _norm_of(node) is not None
+
+    def check(self, node: ir.Node, lowering: Lowering) -> str | None:
+        norm = _norm_of(node)
+        assert norm is not None
+        weight = norm.inputs[1]
+        if any(x is None or x.const_value is not None for x in node.inputs):
+            return _NO_RESIDUAL
+        if weight is None or weight.dtype != node.outputs[0].dtype:
+            return "the norm's weight is of another type"
+        return _reason_against_axis(norm)
+
+    def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
+        norm = _norm_of(node)
+        assert norm is not None
+        fused = ir.node(
+            "SkipSimplifiedLayerNormalization",
+            [*node.inputs, norm.inputs[1]],
+            {"epsilon": norm.attributes.get_float("epsilon", 1e-5)},
+            domain=CONTRIBUTED,
+            num_outputs=4,  # the second and third are for training
+        )
+        _replace_both(node, norm, fused, lowering)
+        lowering.model.opset_imports.setdefault(CONTRIBUTED, 1)
 
 
 class CpuNorms(Rule):
@@ -59,15 +94,24 @@ def _rms_norm(norm: ir.Node, inputs: list[ir.Value | None], lowering: Lowering) 
     return ir.node("RmsNorm", inputs, {"epsilon": epsilon}, domain=CPU_DOMAIN, num_outputs=len(inputs) - 1)
 
 
+def _replace_both(add: ir.Node, norm: ir.Node, fused: ir.Node, lowering: Lowering) -> None:
+    """Put `fused`, whose first output is the norm and whose last is the sum, where `add` is."""
+    lowering.graph.insert_before(add, [fused])
+    replace(lowering.graph, norm, [fused.outputs[0]])
+    replace(lowering.graph, add, [fused.outputs[-1]])
+
+
 def _norm_of(add: ir.Node) -> ir.Node | None:
     """Return the first RMS norm that reads the output of `add`."""
     return next((u.node for u in add.outputs[0].uses() if u.node.op_type == "RMSNormalization" and u.idx == 0), None)
 
 
 def _reason_against(norm: ir.Node) -> str | None:
-    if norm.attributes.get_int("axis", -1) != -1:
-        return "the norm is not over the last dimension alone"
     weight = norm.inputs[1]
     if weight is None or weight.dtype != ir.DataType.FLOAT:
         return "its kernel computes in float32"
-    return None
+    return _reason_against_axis(norm)
+
+
+def _reason_against_axis(norm: ir.Node) -> str | None:
+    return None if norm.attributes.get_int("axis", -1) == -1 else "the norm is not over the last dimension alone"

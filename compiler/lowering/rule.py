@@ -12,6 +12,9 @@ import onnx_ir as ir
 
 from plans.manifest import RuleReport
 
+CONTRIBUTED = "com.microsoft"
+"""The domain of ONNX Runtime's own operators."""
+
 
 @dataclass
 class Lowering:

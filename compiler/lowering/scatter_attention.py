@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 import numpy as np
 import onnx_ir as ir
 
 from compiler.graph_edits import replace
+from compiler.lowering.builder import SWAP, Builder
 from compiler.lowering.rule import Lowering, Rule
 from plugins.onnx_ops import DOMAIN
-
-_SWAP = {"perm": [0, 2, 1, 3]}  # tokens and heads change places
-LOWEST = {ir.DataType.FLOAT16: -65504.0, ir.DataType.BFLOAT16: -3.38e38}
-"""Lowest bias of types with less range than float32 (float16), or coarser steps (bfloat16)."""
 
 
 class ScatterAttention(Rule):
@@ -40,19 +34,19 @@ class ScatterAttention(Rule):
         assert v_cache is not None
         assert bias is not None
         assert past is not None
-        build = _Builder(lowering)
+        build = Builder(lowering)
         seen, view = build.view(bias, q.dtype)
         heads, kv_heads = attributes.get_int("num_heads"), attributes.get_int("kv_num_heads")
         queries, keys, values = (build.split_heads(x, n) for x, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
         k_present, keys_seen = self.append(k_cache, keys, past, view, build)
         v_present, values_seen = self.append(v_cache, values, past, view, build)
         attended = self.attend(queries, keys_seen, values_seen, seen, node, build)
-        out = build.emit("Reshape", [build.emit("Transpose", [attended], _SWAP), build.numbers("flat", 0, 0, -1)])
+        out = build.emit("Reshape", [build.emit("Transpose", [attended], SWAP), build.numbers("flat", 0, 0, -1)])
         lowering.graph.insert_before(node, build.nodes)
         replace(lowering.graph, node, [out, k_present, v_present])
 
     def append(
-        self, cache: ir.Value, new: ir.Value, past: ir.Value, view: ir.Value, build: _Builder
+        self, cache: ir.Value, new: ir.Value, past: ir.Value, view: ir.Value, build: Builder
     ) -> tuple[ir.Value | None, ir.Value]:
         """Write `new` `[1, kv_heads, S, head_dim]` into `cache` at slot `past`; return the cache and its slots in view.
 
@@ -62,7 +56,7 @@ class ScatterAttention(Rule):
         return present, build.first_slots(present, view)
 
     def attend(
-        self, queries: ir.Value, keys: ir.Value, values: ir.Value, bias: ir.Value, node: ir.Node, build: _Builder
+        self, queries: ir.Value, keys: ir.Value, values: ir.Value, bias: ir.Value, node: ir.Node, build: Builder
     ) -> ir.Value:
         """Attend with `queries` `[1, heads, S, head_dim]` over keys and values `[1, kv_heads, T, head_dim]`."""
         return build.emit("Attention", [queries, keys, values, bias], {"scale": node.attributes.get_float("scale")})
@@ -76,7 +70,7 @@ class UpdateOnceAttention(ScatterAttention):
     """
 
     def attend(
-        self, queries: ir.Value, keys: ir.Value, values: ir.Value, bias: ir.Value, node: ir.Node, build: _Builder
+        self, queries: ir.Value, keys: ir.Value, values: ir.Value, bias: ir.Value, node: ir.Node, build: Builder
     ) -> ir.Value:
         q, k_cache = node.inputs[0], node.inputs[3]
         assert q is not None
@@ -100,7 +94,7 @@ class UpdateOnceAttention(ScatterAttention):
         return build.emit("Reshape", [build.emit("MatMul", [weights, values]), build.emit("Shape", [queries])])
 
     def append(
-        self, cache: ir.Value, new: ir.Value, past: ir.Value, view: ir.Value, build: _Builder
+        self, cache: ir.Value, new: ir.Value, past: ir.Value, view: ir.Value, build: Builder
     ) -> tuple[ir.Value | None, ir.Value]:
         shared, key = build.lowering.shared, f"attention.in_view.{cache.name}"
         if key not in shared:
@@ -112,41 +106,3 @@ class UpdateOnceAttention(ScatterAttention):
         index = build.emit("Expand", [slots, build.emit("Shape", [new])])
         shared[key] = build.emit("ScatterElements", [shared[key], index, new], {"axis": 2})
         return None, shared[key]
-
-
-class _Builder:
-    """The nodes that replace one node, in order; constants and values that all layers of a pass share are made once."""
-
-    def __init__(self, lowering: Lowering) -> None:
-        self.lowering, self.nodes = lowering, list[ir.Node]()
-
-    def emit(self, op: str, inputs: Sequence[ir.Value], attributes: Mapping[str, Any] | None = None) -> ir.Value:
-        node = ir.node(op, inputs, attributes)
-        self.nodes.append(node)
-        return node.outputs[0]
-
-    def numbers(self, name: str, *values: int) -> ir.Value:
-        return self.lowering.constant(f"attention.{name}", ir.tensor(np.array(values, np.int64)))
-
-    def number(self, name: str, value: int) -> ir.Value:
-        return self.lowering.constant(f"attention.{name}", ir.tensor(np.array(value, np.int64)))
-
-    def split_heads(self, x: ir.Value, heads: int) -> ir.Value:
-        """Reshape `[1, S, heads * head_dim]` to `[1, heads, S, head_dim]`."""
-        split = self.emit("Reshape", [x, self.numbers(f"heads.{heads}", 0, 0, heads, -1)])
-        return self.emit("Transpose", [split], _SWAP)
-
-    def first_slots(self, cache: ir.Value, view: ir.Value) -> ir.Value:
-        return self.emit("Slice", [cache, self.numbers("first", 0), view, self.numbers("slot_axis", 2)])
-
-    def view(self, bias: ir.Value, wanted: ir.DataType | None) -> tuple[ir.Value, ir.Value]:
-        """Return a pass's bias in the model's type, and its number of keys `[1]`."""
-        shared, key = self.lowering.shared, f"attention.{bias.name}."
-        if key + "view" not in shared:
-            shared[key + "view"] = self.emit("Shape", [bias], {"start": 3, "end": 4})
-            shared[key + "bias"] = bias
-            if wanted in LOWEST:
-                lowest = ir.tensor(np.array(LOWEST[wanted], np.float32))
-                bounded = self.emit("Max", [bias, self.lowering.constant("attention.lowest", lowest)])
-                shared[key + "bias"] = self.emit("Cast", [bounded], {"to": wanted})
-        return shared[key + "bias"], shared[key + "view"]

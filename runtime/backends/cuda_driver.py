@@ -69,6 +69,13 @@ def device_name(ordinal: int = 0) -> str:
     return name.split(b"\0")[0].decode()
 
 
+def driver_version() -> str:
+    """The version of CUDA that the driver has, such as 13.0. Raises `PlanError` where there is none."""
+    driver()
+    version: int = call("cuDriverGetVersion")
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
 def fitting_kernels(own: str, available: Sequence[str]) -> str | None:
     """Choose the architecture of compiled kernels that runs on `own`: the same major version, and no
     later a minor one. None where there is none."""

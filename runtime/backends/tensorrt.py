@@ -19,10 +19,11 @@ from plans.manifest import BackendPlan, Engine
 from plugins.tensorrt.log import make_log
 from runtime.backends import base
 from runtime.backends.base import LoadedEngine, Settings
-from runtime.backends.cuda_driver import CudaDevice, architecture, device_name, fitting_kernels
+from runtime.backends.cuda_driver import CudaDevice, architecture, device_name, driver_version, fitting_kernels
 from runtime.backends.device import DeviceBuffers
 from runtime.backends.device_kv import DeviceKv
-from runtime.backends.tensorrt_context import BoundEngine, ContextMaker
+from runtime.backends.kept_kernels import KeptKernels, kernel_file
+from runtime.backends.tensorrt_context import BoundEngine, ContextMaker, Kernels
 from runtime.execution.buffers import Buffers
 from runtime.kv.memory import KvMemory
 
@@ -113,7 +114,7 @@ class TensorRt:
         }
         if aliases != engine.aliases:
             raise PlanError(f"{path} updates {aliases} in place, the plan says {engine.aliases}; build the plan again")
-        maker = ContextMaker(self._trt, self._log, built, engine, jit=self._library.jit)
+        maker = ContextMaker(self._trt, self._log, built, engine, self._kernels(path))
         self.activations = max(self.activations, maker.activations)
         return _LoadedEngine(maker, self)
 
@@ -122,6 +123,19 @@ class TensorRt:
 
     def buffers(self, plan: BackendPlan) -> Buffers:
         return DeviceBuffers(plan, self._device, records=self._records, records_engines=True)
+
+    def _kernels(self, engine: Path) -> Kernels | None:
+        """What keeps the kernels of the engine at `engine`, if the library compiles any here."""
+        if not self._library.jit:
+            return None
+        conditions = {
+            "library": f"{self._library.package} {self._trt.__version__}",
+            "gpu": device_name(),
+            "architecture": architecture(),
+            "driver": driver_version(),
+        }
+        file = kernel_file(engine, conditions)
+        return lambda cache: KeptKernels(cache, file)
 
     def _older(self, engine: Engine) -> Any:
         """The loader of an engine of an earlier version: its lean runtime, which plans, being data, do not hold."""

@@ -6,30 +6,43 @@ What a graph has recorded belongs to its context: that keeps its shapes for good
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+from weakref import finalize
 
 from plans import names
 from plans.errors import PlanError
 from plans.manifest import Engine, Profile
 from plugins.tensorrt.log import Log
 from runtime.backends.device import DeviceBuffers
+from runtime.backends.kept_kernels import KeptKernels
+
+Kernels = Callable[[Any], KeptKernels]
+"""Makes what keeps the kernels of a runtime cache, and fills the cache with those that were kept."""
 
 
 class ContextMaker:
     """Makes contexts of one engine; all contexts of a session share `activations` bytes of scratch memory.
 
-    `jit` says that the library finishes kernels on the GPU that runs them: once for an engine, for the very shapes of
-    a context, before these are recorded.
+    With `kernels`, the library finishes kernels on the GPU that runs them: once for an engine, for the very shapes of
+    a context, before these are recorded. They are kept when the first step behind new contexts has run, and when the
+    engine goes.
     """
 
-    def __init__(self, trt: Any, log: Log, built: Any, engine: Engine, *, jit: bool) -> None:
-        self._trt, self._log, self._built, self.engine, self._jit = trt, log, built, engine, jit
+    def __init__(self, trt: Any, log: Log, built: Any, engine: Engine, kernels: Kernels | None) -> None:
+        self._trt, self._log, self._built, self.engine = trt, log, built, engine
+        self._kernels: KeptKernels | None = None
+        self._made = False  # contexts, since kernels were saved
         self._config = config = built.create_runtime_config()
         config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
-        if jit:
+        if kernels is not None:
             config.cuda_graph_strategy = trt.CudaGraphStrategy.DISABLED  # graphs are ours
             config.dynamic_shapes_kernel_specialization_strategy = trt.DynamicShapesKernelSpecializationStrategy.EAGER
-            self.check(config.set_runtime_cache(config.create_runtime_cache()), "keeps no kernels")
+            cache = config.create_runtime_cache()
+            self.check(cache is not None, "makes no cache of kernels")
+            self._kernels = kernels(cache)
+            self.check(config.set_runtime_cache(cache), "keeps no kernels")
+            finalize(self, self._kernels.save)
 
     @property
     def activations(self) -> int:
@@ -41,6 +54,7 @@ class ContextMaker:
         device = buffers.device
         context = self._built.create_execution_context(self._config)
         self.check(context is not None, "makes no context of the engine")
+        self._made = True
         # The profile first: it says how much memory is needed.
         self.check(context.set_optimization_profile_async(profile, device.stream_handle), f"has no profile {profile}")
         done = device.mark()
@@ -54,11 +68,17 @@ class ContextMaker:
     def check_recordable(self, context: Any, stream: int) -> None:
         """Raise `PlanError` where the context cannot be recorded. TensorRT, which finishes no kernels here, does not
         know the question."""
-        if self._jit and not context.is_stream_capturable(stream):
+        if self._kernels is not None and not context.is_stream_capturable(stream):
             raise PlanError(
                 f"the engine {self.engine.file} cannot be recorded on this GPU; load the plan with cuda_graphs=False "
                 "(--no-cuda-graphs)"
             )
+
+    def ran(self) -> None:
+        """A step has run that is not recorded: the kernels of all contexts so far are there."""
+        if self._made and self._kernels is not None:
+            self._kernels.save()
+        self._made = False
 
     def check(self, went_well: bool, what: str) -> None:
         """Raise `PlanError` with the library's own words where a call of it has failed."""
@@ -88,6 +108,8 @@ class BoundEngine:
                 self._shapes[profile] = sizes.copy()
         went_well = context.execute_async_v3(self._buffers.device.stream_handle)
         self._maker.check(went_well, "cannot run the engine")
+        if not self._buffers.recording:
+            self._maker.ran()
 
     def _own(self, profile: int, sizes: list[int]) -> Any:
         """The context of these sizes alone: first run plainly, then recorded, then left as it is."""

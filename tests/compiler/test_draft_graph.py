@@ -31,6 +31,7 @@ from plugins.onnx_ops import DOMAIN
 from plugins.reference import bim_mask
 from plugins.schemas import SCHEMAS
 from tests.compiler.eagle3_heads import target_config, write_eagle3
+from tests.compiler.grouped_attention import CUDA, in_float32, norms_outside
 from tests.cpu_session import cpu_session
 
 CPU, RTX = "onnxruntime-cpu", "tensorrt-rtx"
@@ -149,6 +150,17 @@ class DraftEngine:
         return outputs
 
 
+def applied(engine: DraftEngine) -> Counter[str]:
+    return Counter({report.rule: report.applied for report in engine.reports})
+
+
+@pytest.fixture
+def _grouped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GroupQueryAttention, where it is lowered for CUDA."""
+    in_float32(monkeypatch)
+    norms_outside(monkeypatch)
+
+
 @pytest.fixture(scope="module")
 def decoder(toy_recipe: Path) -> Decoder:
     return load_decoder(toy_recipe.parent / "target", "float32", None)
@@ -170,10 +182,14 @@ PROMPT = [(37 * i) % 299 + 1 for i in range(21)]
     ],
     ids=str,
 )
-@pytest.mark.parametrize("target", [CPU, pytest.param(RTX, marks=pytest.mark.long)])
+@pytest.mark.usefixtures("_grouped")
+@pytest.mark.parametrize("target", [CPU, CUDA, pytest.param(RTX, marks=pytest.mark.long)])
 def test_the_tree_is_the_one_of_the_definition(decoder: Decoder, tree: Tree, target: str, tmp_path: Path) -> None:
     engine = DraftEngine(DecoderDraft(decoder), tree, tmp_path, slots=tree.depth > 0, target=target)
-    assert engine.engine.keeps_levels == (target == CPU and tree.depth > 0)
+    assert engine.engine.keeps_levels == (target != RTX and tree.depth > 0)
+    assert applied(engine)["GroupQueryAttention"] == (
+        decoder.config.num_layers * (1 + tree.depth) if target == CUDA else 0
+    )
     engine.draft(PROMPT[:9], 0)
     engine.draft(PROMPT[9:17], 9)  # rows that the tree before left behind are written over
     found = engine.draft(PROMPT[17:], 17)
@@ -241,7 +257,8 @@ class HeadOracle:
     [Tree(top_k=4, depth=2, nodes=10), pytest.param(Tree(top_k=3, depth=5, nodes=24), marks=pytest.mark.long)],
     ids=str,
 )
-@pytest.mark.parametrize(("draft_vocab", "target"), [(None, CPU), (33, CPU), (33, RTX)])
+@pytest.mark.usefixtures("_grouped")
+@pytest.mark.parametrize(("draft_vocab", "target"), [(None, CPU), (33, CPU), (33, CUDA), (33, RTX)])
 def test_the_tree_of_a_head_is_the_one_of_the_definition(
     tree: Tree, draft_vocab: int | None, target: str, tmp_path: Path
 ) -> None:
@@ -250,6 +267,7 @@ def test_the_tree_of_a_head_is_the_one_of_the_definition(
     head = load_eagle3(tmp_path / "head", config)
     model = Eagle3Draft(head, torch.nn.Parameter(torch.zeros(60, 24), requires_grad=False))
     engine = DraftEngine(model, tree, tmp_path / "engine", target=target, vocabulary=60)
+    assert applied(engine)["GroupQueryAttention"] == (1 + tree.depth if target == CUDA else 0)
     random = np.random.default_rng(3)
     tokens = random.integers(0, 60, 15).tolist()
     features = random.normal(size=(20, config.hidden_size * 3)).astype(np.float32)

@@ -22,9 +22,10 @@ from compiler.engines.onnx_file import WeightFile
 from compiler.engines.onnxruntime import OnnxRuntimeEngines
 from compiler.export import export_target
 from compiler.lowering import lower
-from compiler.lowering.attention import CpuAttention, NormInside, PackedInside, RotateInside
+from compiler.lowering.attention import CpuAttention
 from compiler.lowering.functions import FunctionBody
 from compiler.lowering.gated_unit import FuseGatedUnit
+from compiler.lowering.inside import NormInside, PackedInside, RotateInside
 from compiler.lowering.projections import FuseProjections
 from compiler.lowering.rule import Lowering, Rule
 from compiler.lowering.scatter_attention import ScatterAttention, UpdateOnceAttention

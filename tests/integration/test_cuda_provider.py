@@ -6,14 +6,17 @@ that logits are zero and drafts are token 0.
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from compiler.build import build
+from compiler.recipe import load_recipe
 from plans.plan import Plan
-from tests.conftest import TOY_DRAFTERS
-from tests.fake_cuda import DRIVER, LIBRARIES
+from tests.conftest import TOY_DRAFTERS, made_once
+from tests.fake_cuda import DRIVER, LIBRARIES, Recorded
 from tests.fake_cuda.provider import CudaProvider, Ended
 from tests.integration.test_onnxruntime_cuda import CUDA
 
@@ -101,12 +104,13 @@ print(json.dumps({name: placed(engine._session) for name, engine in runtime.load
 """
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_engines_read_and_write_the_tensors_on_the_device(
-    cuda_provider: CudaProvider, cuda_plan: Plan, tmp_path: Path
+    dtype: str, cuda_provider: CudaProvider, cuda_plan: Plan, half: Path, tmp_path: Path
 ) -> None:
     """An input that ONNX Runtime reads on the CPU is copied when it is bound: later runs see its old value."""
-    found = cuda_provider.run(PLACEMENT, cuda_plan.root, folder=tmp_path).told
-    assert set(found) == {"target", "chain", "sure", "bushy", "head"}
+    found = cuda_provider.run(PLACEMENT, half if dtype == "float16" else cuda_plan.root, folder=tmp_path).told
+    assert set(found) == ({"target", "bushy"} if dtype == "float16" else {"target", "chain", "sure", "bushy", "head"})
     elsewhere = {name: [t for t, place in tensors.items() if place != "Cuda"] for name, tensors in found.items()}
     assert not any(elsewhere.values()), elsewhere
 
@@ -150,6 +154,74 @@ def test_many_sequences_the_prefix_cache_and_partial_kv(
     assert ended.told["partial"] > 0
     assert all(reused >= 40 for reused in ended.told["reused"])
     assert {"outrider_chain_accept", "outrider_kv_gather"} <= set(ended.events("kernel"))
+
+
+@pytest.fixture(scope="module")
+def half(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan in float16, for which the CUDA provider has GroupQueryAttention."""
+    recipe = load_recipe(
+        toy_recipe,
+        [
+            f"backends=[{{kind: {CUDA}, compute_capabilities: [sm_90], dtype: float16}}]",
+            "drafters=[{name: bushy, kind: model, checkpoint: drafter, tree: {top_k: 3, depth: 2, nodes: 9}}]",
+        ],
+    )
+    return made_once(tmp_path_factory, "half-plan", lambda out: build(recipe, toy_recipe, out))
+
+
+LAYERS = 4  # of the toy
+ATTENTION = Counter(  # a layer's kernels in GroupQueryAttention, by a part of their names
+    {
+        "GetSequenceLengths": 1,
+        "UnpackRoPEAppend": 1,  # norms, rotates, and writes the new keys and values into the KV cache
+        "TransposeQKV": 1,
+        "cublasGemmStridedBatchedEx": 2,
+        "UnfusedSoftmaxKernel": 1,
+        "TransposeCtx": 1,
+    }
+)
+OTHERS = Counter({"cublasGemmEx": 5, "SkipLayerNormKernel": 2, "OP_QuickGelu": 1, "OP_Mul": 1})
+"""The others of a layer: products of q, k and v, the output, the gate, and up and down; residual sums with norms."""
+
+
+def test_a_layer_in_float16_is_sixteen_kernels_seven_of_them_attention(
+    cuda_provider: CudaProvider, half: Path, tmp_path: Path
+) -> None:
+    """Nothing is copied but numbers of the pass: keys and values stay where they are, and none is repeated."""
+    ended = cuda_provider.run(SESSIONS, half, True, "none", "bushy", folder=tmp_path)
+    assert ended.events("fault") == []
+    assert "without CUDA graphs" not in ended.log
+    passes = Counter[int]()
+    for graph in captures(ended.record):
+        kernels = [each.text for each in graph if each.event == "captured kernel"]
+        of_engine = count("UnfusedSoftmaxKernel", kernels) // LAYERS
+        passes[of_engine] += 1
+        for name, each in ATTENTION.items():
+            assert count(name, kernels) == each * LAYERS * of_engine
+        if of_engine == 1:
+            outside = 12  # embedding, first norm, last sum and norm, logits; the bias and the last slot
+            assert all(count(name, kernels) >= each * LAYERS - 1 for name, each in OTHERS.items())
+            assert len(kernels) <= (ATTENTION + OTHERS).total() * LAYERS + outside
+            copied = [int(each.text.split()[3]) for each in graph if each.event == "captured copy"]
+            assert sum(copied) <= 8
+    assert passes.keys() == {0, 1, 3}  # our ops, the target, the drafter with two levels
+
+
+def captures(record: list[Recorded]) -> list[list[Recorded]]:
+    """The calls of each capture, on one thread at a time."""
+    found, open_on = list[list[Recorded]](), dict[int, list[Recorded]]()
+    for each in record:
+        if each.event == "capture":
+            open_on[each.thread] = []
+        elif each.event == "captured":
+            found.append(open_on.pop(each.thread))
+        elif each.thread in open_on and each.event.startswith("captured "):
+            open_on[each.thread].append(each)
+    return found
+
+
+def count(part: str, kernels: list[str]) -> int:
+    return sum(part in kernel for kernel in kernels)
 
 
 WITHOUT = """

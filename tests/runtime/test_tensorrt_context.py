@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 from plans.buffers import DType, Tensor
 from plans.errors import PlanError
 from plans.manifest import Engine, Profile, Range
+from runtime.backends.kept_kernels import KeptKernels
 from runtime.backends.tensorrt_context import BoundEngine, ContextMaker
 
 ENGINE = Engine(
@@ -63,6 +65,7 @@ class Library:
             create_runtime_cache=lambda: "cache",
             set_runtime_cache=lambda cache: cache == "cache",
         )
+        self.saved = 0
         self.recording = False
         self.device = SimpleNamespace(stream_handle=7, mark=lambda: 1, wait_for=lambda mark: None)
         self.memory = {name: SimpleNamespace(address=at) for at, name in enumerate(("ids", "past", "logits"), 100)}
@@ -82,13 +85,20 @@ class Library:
         assert (name, size, zeroed) == ("activations", 5000, False)
         return 4096
 
+    def kernels(self, cache: Any) -> KeptKernels:
+        assert cache == "cache"
+        return self  # type: ignore[return-value]
+
+    def save(self) -> None:
+        self.saved += 1
+
     def clear(self) -> None: ...
 
     def said(self) -> str:
         return "what the library says"
 
     def bind(self, *, jit: bool = True) -> BoundEngine:
-        maker = ContextMaker(self, self, self, ENGINE, jit=jit)
+        maker = ContextMaker(self, self, self, ENGINE, self.kernels if jit else None)
         bound = {"token_ids": "ids", "past_length": "past", "logits": "logits"}
         return BoundEngine(maker, self, bound, maker.activations)  # type: ignore[arg-type]
 
@@ -197,3 +207,33 @@ def test_tensorrt_is_not_asked_what_it_does_not_know() -> None:
     with library.taken() as calls:
         run(ONE)
     assert calls[-1] == (3, "execute_async_v3", 7)
+
+
+def test_kernels_are_saved_behind_the_first_plain_step_of_new_contexts_and_when_the_engine_goes() -> None:
+    """Not while anything is recorded: what is recorded first runs plainly, but each size for itself."""
+    library = Library()
+    run = library.bind()
+    library.recording = True
+    run(TREE)
+    assert library.saved == 0
+    library.recording = False
+    for sizes in (ONE, CHUNK, TREE):
+        run(sizes)
+        assert library.saved == 1
+    library.recording = True  # of the next session
+    run(ONE)
+    library.recording = False
+    run(ONE)
+    assert library.saved == 2
+    del run
+    gc.collect()
+    assert library.saved == 3
+
+
+def test_tensorrt_keeps_no_kernels() -> None:
+    library = Library()
+    run = library.bind(jit=False)
+    run(ONE)
+    del run
+    gc.collect()
+    assert library.saved == 0

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from plans.errors import PlanError
 from plans.plan import Plan
@@ -93,8 +95,105 @@ def test_a_random_llama_is_a_checkpoint_that_builds(tmp_path: Path) -> None:
     from compiler.opening import read_config
 
     shape = gpu_figures.Shape(hidden=64, intermediate=128, layers=2, heads=4, kv_heads=2, vocab=512)
-    read = gpu_figures.write_random_llama(shape, tmp_path)
+    gpu_figures.write_random_llama(shape, tmp_path)
     config = read_config(tmp_path)
     assert (config.num_layers, config.num_kv_heads, config.vocab_size) == (2, 2, 512)
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
-    assert read == 2 * (2 * layer + 64 + 512 * 64)
+    assert shape.read_bytes == 2 * (2 * layer + 64 + 512 * 64)
+    weights = load_file(tmp_path / "model.safetensors")
+    read = sum(weight.numel() for name, weight in weights.items() if "embed_tokens" not in name)
+    assert 2 * read == shape.read_bytes
+    matrices = [weight for weight in weights.values() if weight.dim() == 2]
+    assert all(0.015 < float(weight.float().std()) < 0.025 for weight in matrices)
+    assert len(
+        {weight.flatten()[:64].numpy(force=True).tobytes() for weight in map(torch.Tensor.float, matrices)}
+    ) == len(matrices)
+
+
+@pytest.fixture
+def stubbed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A machine with a GPU on which everything is measured at once; what was run."""
+    ran: list[str] = []
+
+    def built(folder: Path, backend: str) -> None:
+        ran.append(f"build {backend}")
+        (folder / backend).mkdir()
+
+    def on_cpu(folder: Path, *_: int) -> Any:
+        assert (folder / gpu_figures.CPU).is_dir()
+        ran.append("reference on the CPU")
+        return [ROW | {"backend": "onnxruntime-cpu", "cuda_graphs": False}], [[1, 2]]
+
+    def on_gpu(folder: Path, backend: str, graphs: bool, *of: Any) -> list[dict[str, Any]]:
+        assert (folder / backend).is_dir()
+        assert of[-1] == [[1, 2]], "what the CPU decoded, in whichever call"
+        ran.append(f"reference on {backend}, {graphs}")
+        if backend == "tensorrt":
+            raise PlanError("no library")
+        return [ROW | {"backend": backend, "cuda_graphs": graphs}]
+
+    def tests() -> dict[str, Any]:
+        ran.append("tests")
+        return {"status": 0, "summary": "9 passed", "failed": []}
+
+    for name, stub in {
+        "driver": lambda: None, "device_name": lambda: "a GPU", "architecture": lambda: "sm_90",
+        "call": lambda function: 13000, "copy_speed": lambda: 4000.0, "run_tests": tests, "build_reference": built,
+        "reference_on_cpu": on_cpu, "reference_rows": on_gpu,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(gpu_report, name, stub)
+    return ran
+
+
+def test_a_report_goes_on_in_another_call(
+    stubbed: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--shapes", "", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+    assert gpu_report.main([*given, "--budget", "100"]) == 0
+    said = capsys.readouterr().out
+    assert "1 of 13 stages are open: tests marked gpu." in said
+    assert "The longest takes about 180 seconds." in said
+    command = "python -m tools.gpu_report --shapes ''"
+    assert f"    {command} --out {tmp_path}/out --work {tmp_path}/work --budget 100\n" in said
+    assert "tests" not in stubbed
+    assert len(stubbed) == 4 + 1 + 6
+    stubbed.clear()
+
+    assert gpu_report.main(given) == 0
+    assert stubbed == ["tests"]
+    said = capsys.readouterr().out
+    assert "open" not in said
+    (written,) = (tmp_path / "out").glob("gpu-*.md")
+    assert written.read_text() in said
+    assert f"    {command}\n" in said
+    assert "| tensorrt | no library |" in said
+    assert list((tmp_path / "work").iterdir()) == []
+
+    assert gpu_report.main(given) == 0
+    assert stubbed == ["tests"], "nothing is open"
+
+
+def test_a_report_of_another_command_is_left_alone(
+    stubbed: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--shapes", "", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+    gpu_report.main(given)
+    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert gpu_report.main([*given, "--new", "64"]) == 2
+    assert "holds a report whose command is" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
+def test_a_shape_that_there_is_not_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_report.main(["--shapes", "1b,3b"]) == 2
+    assert "there is no 3b; choose of 1b, 8b" in capsys.readouterr().err
+
+
+def test_stages_of_a_large_model_are_small(tmp_path: Path) -> None:
+    """Each fits into ten minutes, and no backend's plan waits for another's."""
+    arguments = gpu_report._parser().parse_args(["--shapes", "8b"])
+    stages = list(gpu_report.stages_of(arguments, tmp_path))
+    assert max(stage.seconds for stage in stages) < 540
+    (name,) = [stage.name for stage in stages if "writing" in stage.name]
+    assert [stage.needs for stage in stages if "building 8b" in stage.name] == [(name,)] * 3
+    assert len({stage.name for stage in stages}) == len(stages)

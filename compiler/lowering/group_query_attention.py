@@ -1,0 +1,83 @@
+"""BranchAttention as ONNX Runtime's own op for grouped heads, which appends in place and copies no keys."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from compiler.graph_edits import replace
+from compiler.lowering.builder import Builder
+from compiler.lowering.rule import CONTRIBUTED, Lowering, Rule
+from plugins.onnx_ops import DOMAIN
+
+KERNELS = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+"""Types that the CUDA provider has kernels for."""
+_VECTOR, _LARGEST = 8, 256  # numbers of a head: its kernels read as many at once, and keep a head in shared memory
+_END = 2**63 - 1
+
+
+class GroupQueryAttention(Rule):
+    """onnxruntime-cuda, one row: `com.microsoft.GroupQueryAttention`, for any number of passes over one KV cache.
+
+    Under a bias, standard `Attention` runs kernels for which ONNX Runtime repeats keys and values for every query head,
+    behind a copy of those in view. This op reads the KV cache where it lies. Its bias has a column for each of
+    `total_sequence_length` keys, which the op reads on the host: here that is the size of the bias, so that it is fixed
+    in a recording, and `seqlens_k`, on the device, says where the new tokens end. The op also hides later slots from
+    earlier ones, which the bias hides already: a parent comes before its children.
+    """
+
+    def pattern(self, node: ir.Node) -> bool:
+        return node.domain == DOMAIN and node.op_type == "BranchAttention"
+
+    def check(self, node: ir.Node, lowering: Lowering) -> str | None:
+        q, cache = node.inputs[0], node.inputs[3]
+        if lowering.rows != 1:
+            return "several rows: GroupQueryAttention takes several tokens behind earlier ones in one row alone"
+        if q is None or q.dtype not in KERNELS:
+            return "the CUDA provider has no GroupQueryAttention in float32"
+        if cache is None or cache.shape is None or not isinstance(head_dim := cache.shape[-1], int):
+            return "the size of its heads is unknown"
+        if head_dim % _VECTOR or head_dim > _LARGEST:
+            return f"its kernels take heads of a multiple of {_VECTOR} numbers up to {_LARGEST}; these have {head_dim}"
+        return None
+
+    def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
+        q, bias, past, own = node.inputs[0], node.inputs[5], node.inputs[6], node.attributes
+        assert q is not None
+        assert bias is not None
+        assert past is not None
+        build = Builder(lowering)
+        seen, view = build.view(bias, q.dtype)
+        inputs = [*node.inputs[:5], _last_slot(bias, past, build), _total(bias, view, build), None, None, None, seen]
+        attributes = {
+            "num_heads": own.get_int("num_heads"),
+            "kv_num_heads": own.get_int("kv_num_heads"),
+            "scale": own.get_float("scale"),
+        }
+        made = ir.node("GroupQueryAttention", inputs, attributes, domain=CONTRIBUTED, num_outputs=3)
+        lowering.graph.insert_before(node, [*build.nodes, made])
+        replace(lowering.graph, node, list(made.outputs))
+        lowering.model.opset_imports.setdefault(CONTRIBUTED, 1)
+
+
+def _last_slot(bias: ir.Value, past: ir.Value, build: Builder) -> ir.Value:
+    """Return the slot of the last new token, int32 `[1]`: behind `past` int64 `[1]`, with S tokens under the bias.
+
+    Sizes are numbers on the host, and ONNX Runtime would add there too, and read `past` there. Range counts on the
+    device.
+    """
+    shared, key = build.lowering.shared, f"attention.{bias.name}.last_slot"
+    if key not in shared:
+        size = build.emit("Shape", [bias], {"start": 2, "end": 3})
+        count = build.emit("Squeeze", [size, build.numbers("first", 0)])
+        indices = build.emit("Range", [build.number("none", 0), count, build.number("step", 1)])
+        last = build.emit("Slice", [indices, build.numbers("last", -1), build.numbers("end", _END)])
+        shared[key] = build.emit("Cast", [build.emit("Add", [past, last])], {"to": ir.DataType.INT32})
+    return shared[key]
+
+
+def _total(bias: ir.Value, view: ir.Value, build: Builder) -> ir.Value:
+    """Return the number of keys in view, `[1]`, as the int32 that the op reads on the host."""
+    shared, key = build.lowering.shared, f"attention.{bias.name}.total"
+    if key not in shared:
+        shared[key] = build.emit("Cast", [view], {"to": ir.DataType.INT32})
+    return shared[key]
