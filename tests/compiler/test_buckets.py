@@ -9,7 +9,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiler.buckets import view_buckets
+from compiler.buckets import batch_buckets, view_buckets
 from plans.plan import Plan
 
 
@@ -39,3 +39,11 @@ def test_a_plan_has_them_where_devices_record(cuda_plan: Plan, toy_plan: Path) -
     # A draft model has rows of what was accepted; a head takes in all of it again: 2 levels behind the tip's own.
     assert buckets["chain"].new == buckets["sure"].new == buckets["bushy"].new == (1, 2)
     assert buckets["head"].new == (1, 2, 3, 4, 5, 6, 7)  # and what the n-grams before it commit
+
+
+def test_batches_are_those_of_the_field() -> None:
+    """FEATURES row 27: 2, 4, 8, 16, 24 and so on, and as many sequences as there may be."""
+    assert batch_buckets(1) == ()
+    assert batch_buckets(2) == (2,)
+    assert batch_buckets(7) == (2, 4, 7)
+    assert batch_buckets(27) == (2, 4, 8, 16, 24, 27)

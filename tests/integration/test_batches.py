@@ -1,0 +1,77 @@
+"""Steps that give each of several sequences a token: their sizes are few, recorded, and filled up with inert tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from plans import names
+from runtime import Runtime
+from runtime.backends import BACKENDS, Driver, onnxruntime_cuda
+from runtime.request import Options
+from tests.integration.long_context import prompt
+from tests.integration.test_onnxruntime_cuda import CUDA
+from tests.plugins.emulator import Emulator
+from tests.runtime.emulated_device import EmulatedBackend, EmulatedDevice
+
+pytest.importorskip("cuda.core")
+
+PREFIX = prompt(3, 20)
+MODES = ["in-one-sequence", "batching"]
+
+
+@pytest.fixture(scope="module")
+def device(emulator: Emulator) -> EmulatedDevice:
+    return EmulatedDevice(emulator)
+
+
+@pytest.fixture(scope="module")
+def recorded(everything_cuda_plan: Path, device: EmulatedDevice) -> Iterator[Runtime]:
+    """With ops recorded between engines that record themselves, as ONNX Runtime's do."""
+    backend = EmulatedBackend(device, records=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(BACKENDS, CUDA, Driver(lambda target: None, lambda target, settings: backend))
+        yield Runtime.load(everything_cuda_plan)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("sequences", [2, 3, 4])
+def test_what_runs_was_recorded(
+    recorded: Runtime,
+    everything: Runtime,
+    mode: str,
+    sequences: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two, three and four sequences, of which one ends early: all of it in the recorded sizes, whoever is left."""
+    plain = list[str]()
+    original = onnxruntime_cuda._run_options
+    monkeypatch.setattr(onnxruntime_cuda, "_run_options", lambda graph: plain.append(graph) or original(graph))
+    asked = [
+        Options(prompt=[7 + place], max_new_tokens=6 if place == 1 else 14, ignore_eos=True, drafter="none",
+                temperature=0.9, seed=5, stream_id=place)  # type: ignore[typeddict-unknown-key]
+        for place in range(sequences)
+    ]  # fmt: skip
+    expected = [each.token_ids for each in everything.generate_branches(PREFIX, asked, mode=mode)]
+    sizes = set[int]()
+    rounds = 0
+    with closing(recorded.stream_branches(PREFIX, asked, mode=mode)) as stream:
+        for span in stream:
+            if rounds > 2 * sequences and span.sequence == 0:
+                assert not plain
+                sizes.add(recorded.engines.engines[0].target_step.new_tokens)
+            rounds += 1
+            plain.clear()
+        found = [each.token_ids for each in stream.results]
+    assert found == expected
+    assert sizes <= {1, 2, 4}
+    assert rounds > 3 * sequences
+
+
+def test_the_plan_says_which_sizes(recorded: Runtime) -> None:
+    buckets = recorded.loaded.plan.buckets
+    assert buckets[names.TARGET].batch == (2, 4)
+    assert all(not each.batch for model, each in buckets.items() if model != names.TARGET)
