@@ -88,7 +88,9 @@ class Engine:
         self._ruled_walk = RuledWalk(parts.buffers, parts.step)
         self._halts = all(program.halts for program in self.programs.values() if program.tokens is not None)
         self.begin()
-        if parts.buffers.exchange is not None and parts.buffers.exchange.records and loaded.plan.buckets:
+        exchange = parts.buffers.exchange
+        self.records = exchange is not None and exchange.records and bool(loaded.plan.buckets)
+        if self.records:
             self._record(parts.draft_steps)
 
     def _record(self, draft_steps: Mapping[str, object]) -> None:

@@ -13,6 +13,7 @@ from runtime.prefix_cache.cache import PrefixCache
 from runtime.text.common_length import common_length
 
 MAX_IDLE = 1  # idle engines that are kept; each holds its buffers
+# Where rounds are recorded, all are: a recording takes seconds, and not every library gives its memory back.
 
 
 class EnginePool:
@@ -23,7 +24,8 @@ class EnginePool:
         self.loaded, self.cache = loaded, cache
         self._all: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._counting = threading.Lock()
-        self.idle = deque([self._make()], maxlen=MAX_IDLE)
+        first = self._make()
+        self.idle = deque([first], maxlen=None if first.records else MAX_IDLE)
 
     def _make(self) -> Engine:
         engine = Engine(self.loaded, self.cache)
@@ -49,7 +51,7 @@ class EnginePool:
         return self._make()
 
     def give_back(self, engine: Engine) -> None:
-        """Make the engine idle; where too many are, the oldest is dropped."""
+        """Make the engine idle; where too many are, the oldest is dropped, unless it has recorded rounds."""
         self.idle.append(engine)
 
     @property

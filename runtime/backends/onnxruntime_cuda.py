@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import onnxruntime as ort
@@ -126,10 +127,17 @@ class DeviceEngine:
         _check_placement(session, engine, place)
         self._session, self._engine, self._place = session, engine, place
         self._graphs = _Graphs(engine.file, thread)
+        self._bound = WeakValueDictionary[tuple[object, ...], _BoundEngine]()
 
     def bind(self, buffers: Buffers, bound: dict[str, str]) -> BoundEngine:
+        """Programs that run it on the same tensors share what it records of them."""
         assert isinstance(buffers, DeviceBuffers)
-        return _BoundEngine(self._session, self._engine, buffers, bound, self._place, self._graphs)
+        key = (id(buffers), *sorted(bound.items()))  # it keeps the buffers alive
+        found = self._bound.get(key)
+        if found is None:
+            found = _BoundEngine(self._session, self._engine, buffers, bound, self._place, self._graphs)
+            self._bound[key] = found
+        return found
 
 
 def _check_placement(session: ort.InferenceSession, engine: Engine, place: tuple[str, int]) -> None:
@@ -160,7 +168,8 @@ class _Graphs:
             self._told = True
             _LOG.warning(
                 "%s has recorded %d sizes of step in all sessions, as many as it may: the rest of this one's, and new "
-                "sessions', are launched kernel by kernel; keep sessions (reset them) instead of making new ones",
+                "sessions', are launched kernel by kernel; open fewer sessions at a time: what a closed one has "
+                "recorded is for the next",
                 self._engine, MOST_GRAPHS,
             )  # fmt: skip
         return found

@@ -199,6 +199,32 @@ class Failing(EmulatedDevice):
         raise PlanError("the GPU failed: cuStreamEndCapture: CAPTURE_INVALIDATED")
 
 
+def test_what_a_session_has_recorded_is_for_the_next(cuda_plan: Plan, emulator: Emulator) -> None:
+    """Three at a time record three times, however many come."""
+    device = EmulatedDevice(emulator)
+    runtime = loaded(cuda_plan, device, records=True)
+    engines = runtime.loaded.engines.values()
+    used = [engine._engine._graphs.next() for engine in engines]  # ids go up by one
+    per_session = [number - before for before, number in zip([0] * len(used), used, strict=True)]
+    for _ in range(3):
+        sessions = [runtime.session() for _ in range(3)]
+        for session in sessions:
+            session.generate(PROMPT, max_new_tokens=2, drafter="none")
+        for session in sessions:
+            session.close()
+    after = [engine._engine._graphs.next() for engine in engines]
+    assert after == [number + 1 + 2 * own for number, own in zip(used, per_session, strict=True)]
+    assert runtime.memory().idle == 3
+
+
+def test_programs_that_run_an_engine_alike_record_it_once(cuda_plan: Plan, emulator: Emulator) -> None:
+    """A chain of eight tokens is verified alike, whoever has drafted it."""
+    runtime = loaded(cuda_plan, EmulatedDevice(emulator), records=True)
+    target = runtime.loaded.engines["target"]._engine
+    (bound,) = {id(each): each for each in target._bound.values()}.values()
+    assert len(bound._recorded) == target._graphs.next() < 60
+
+
 def test_a_recording_that_fails_is_ended_and_says_why(emulator: Emulator) -> None:
     device = Failing(emulator)
     recorder, seen = Recorder(device), list[int]()
