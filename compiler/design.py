@@ -204,14 +204,15 @@ def query_views(geometry: Geometry) -> dict[str, View]:
 
 def _check_served(recipe: Recipe) -> None:
     """Raise `RecipeError` naming the first key that asks for something no plan can do yet."""
-    several = recipe.capacity.branches
     for index, backend in enumerate(recipe.backends):
-        one_sequence = isinstance(backend, TensorRtRtxSection | TensorRtSection)
-        if several > 1 and one_sequence:
+        fixed = isinstance(backend, TensorRtRtxSection | TensorRtSection)
+        if recipe.capacity.batching and fixed:
             raise recipe.error(
-                ("capacity", "branches"), f"is {several}; {backend.kind} serves one branch for now, set it to 1"
+                ("capacity", "batching"),
+                f"is true, and {backend.kind} appends as many slots to every row of a KV cache, whatever its length: "
+                "set it to false, for branches in one row",
             )
-        if recipe.partial_kv.enabled and one_sequence:
+        if recipe.partial_kv.enabled and fixed:
             raise recipe.error(
                 ("backends", index), f"is {backend.kind}, which has no partial_kv for now: leave one of the two out"
             )

@@ -110,7 +110,9 @@ def lay_out(
         placed.append(here)
     cache.close_step()
     if batch:
-        step.fill_logits(batch)
+        step.ask_for_all()
+        for here in placed:
+            here.tree = here.first = here.root
     return placed
 
 

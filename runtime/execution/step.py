@@ -290,11 +290,10 @@ class TargetStep(Step):
         index = bisect_left(sizes, tokens)
         return sizes[index] if index < len(sizes) else 0
 
-    def fill_logits(self, count: int) -> None:
-        """Ask for as many logits, the first ones again: who has no use for them does not read them."""
-        asked = self.sizes[_LOGITS]
-        self.logit_indices[asked:count] = self.logit_indices[0]
-        self.sizes[_LOGITS] = count
+    def ask_for_all(self) -> None:
+        """Ask for the logits of every token."""
+        count = self.sizes[_LOGITS] = self.sizes[_NEW]
+        self.logit_indices[:count] = self._count[:count]
 
     def expect_tree(self, nodes: int) -> None:
         """Make room for a tree of `nodes` whose root is the only new token: tokens, positions and parents of all

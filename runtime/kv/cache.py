@@ -66,7 +66,8 @@ class KvCache:
         self._padded, self._rectangular = padded, rectangular
         self.alignment: AlignmentState | None = None
         self._aligned: Alignment | None = None  # of the step
-        self._inert = 0  # tokens of the step that fill up a batch
+        self._numbers = range(geometry.branches)
+        self._inert: dict[int, int] = {}  # what fills up a batch: a number that the step has no token of, and its token
         self._open: set[int] = set()
         self.arrange(pooled=True)
 
@@ -196,15 +197,15 @@ class KvCache:
     def begin(self, tokens: Mapping[int, int], batch: int = 0) -> None:
         """Begin an empty step behind all rows, for so many tokens of each of these sequences; none: for the prefix.
 
-        A step that adds one token of each is filled up to a `batch` of that many tokens: in a row each, if sequences
-        have one. KV of inert tokens is never committed.
+        A step that adds one token of each is filled up to a `batch` of that many tokens, of other numbers: in a row
+        each, if sequences have one. Nobody sees them, and their KV is never committed.
         """
         self._used = 1 + max(map(self.row_of, tokens), default=0)
-        self._aligned, self._inert = None, max(0, batch - len(tokens))
+        self._aligned = None
+        others = [number for number in self._numbers if number not in tokens] if batch else []
+        self._inert = dict.fromkeys(others[: batch - len(tokens)], -1)
         if batch and not self._pooled:
             self._used = batch
-            valid = np.array([int(row in tokens) for row in range(batch)], np.int64)
-            self._aligned = Alignment(1 - valid, valid)
         used = self._rows[: self._used]
         if self.alignment is not None and tokens:
             self.alignment.cache_length = max(table.length for table in used)
@@ -213,6 +214,8 @@ class KvCache:
             self._aligned = self.alignment.align([tokens.get(row, 0) for row in range(self._used)])
         self._step.begin_rows([table.length for table in used])
         self._pad_rows(0)
+        if not self._pooled:
+            self._fill_rows(0)
 
     def tidy(self, most: int) -> None:
         """Make room for a step of `most` slots where there are dead ones."""
@@ -221,7 +224,7 @@ class KvCache:
 
     def begin_alone(self, tokens: list[int], position: int, number: int) -> None:
         """Lay out a whole step: the next tokens of a sequence that is alone in row 0."""
-        self._used, self._aligned, self._inert = 1, None, 0
+        self._used, self._aligned, self._inert = 1, None, {}
         self._step.begin(self._tables[0].length, position, tokens, number)
 
     def append(self, tokens: Sequence[int], position: int, number: int) -> int:
@@ -232,11 +235,21 @@ class KvCache:
         """End the tokens of a sequence in the step."""
         if self._aligned is not None:
             self._pad_rows(self.row_of(number) + 1)
+        if self._inert and not self._pooled:
+            self._fill_rows(number + 1)
 
     def close_step(self) -> None:
         """End the step: in one row, what fills it up comes last."""
-        if self._pooled and self._inert:
-            self._step.append_padding(self._inert, 0)
+        if self._pooled:
+            for number in self._inert:
+                self._inert[number] = self._step.append_chain([0], 0, number)
+
+    def _fill_rows(self, first: int) -> None:
+        """Lay out the inert tokens of row `first` and those behind it, up to one that has a token of its own."""
+        number = first
+        while number in self._inert:
+            self._inert[number] = self._step.append_chain([0], 0, number, number)
+            number += 1
 
     def _pad_rows(self, first: int) -> None:
         """Lay out the padding of row `first`, and of those behind it that have nothing else."""
@@ -262,7 +275,7 @@ class KvCache:
         if kept is None:
             kept = np.arange(step.new_tokens)
             if self._inert:
-                kept = kept[step.branch[kept] != NOBODY]
+                kept = np.delete(kept, list(self._inert.values()))
         cuts = np.searchsorted(kept, step.row_splits[: self._used + 1])
         for row in range(self._used):
             mine = kept[cuts[row] : cuts[row + 1]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from plans import names
 from plans.errors import PlanError
 from plans.manifest import StageKind
 from plans.plan import Plan
-from runtime import Runtime
+from runtime import PrefixCacheConfig, Runtime
 from runtime.backends import BACKENDS, Driver
 from runtime.drafters.drafting import Drafting
 from runtime.request import Options
@@ -51,8 +52,8 @@ def plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Plan:
     return build_plan(toy_recipe, drafters, tmp_path_factory.mktemp("tensorrt") / "plan")
 
 
-def build_plan(toy_recipe: Path, drafters: list[dict[str, Any]], out: Path, **options: bool) -> Plan:
-    recipe = load_recipe(toy_recipe, [f"backends=[{CPU}, {TENSORRT}]", f"drafters={json.dumps(drafters)}"])
+def build_plan(toy_recipe: Path, drafters: list[dict[str, Any]], out: Path, *overrides: str, **options: bool) -> Plan:
+    recipe = load_recipe(toy_recipe, [f"backends=[{CPU}, {TENSORRT}]", f"drafters={json.dumps(drafters)}", *overrides])
     open_folder = compiler.build.open_folder
 
     def opened(target: BackendBuild, folder: Path, *others: Any) -> EngineFolder:
@@ -249,3 +250,41 @@ def test_logits_that_are_not_numbers_are_an_error_and_the_session_goes_on(runtim
     fill_cache(session, 0.0)
     session.reset()
     assert len(session.generate(PROMPT, max_new_tokens=3, drafter="none", ignore_eos=True).token_ids) == 3
+
+
+@pytest.fixture(scope="module")
+def together(
+    toy_recipe: Path, backend: EmulatedTensorRt, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Runtime, Runtime]]:
+    """A plan of four sequences in one row, here and on the CPU, with a prefix cache."""
+    kept = [each for each in yaml.safe_load(TOY_RECIPE)["drafters"] if each["name"] in ("ngram", "bushy", "head")]
+    out = tmp_path_factory.mktemp("together") / "plan"
+    plan = build_plan(toy_recipe, [*kept, DRAWN], out, "capacity.branches=4")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(BACKENDS, TENSORRT, Driver(lambda target: None, lambda target, settings: backend))
+        here = Runtime.load(plan.root, backend=TENSORRT, prefix_cache=PrefixCacheConfig(max_cached_tokens=512))
+        yield here, Runtime.load(plan.root, backend=CPU, threads=1)
+        here.close()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_several_sequences_in_one_row(together: tuple[Runtime, Runtime], temperature: float) -> None:
+    options = Options(max_new_tokens=12, ignore_eos=True, auto_disable=False, temperature=temperature, seed=5)
+    drafters = ["none", "bushy", "head", "ngram"]
+    branches = [{"prompt": [7 + place], "drafter": drafter, **options} for place, drafter in enumerate(drafters)]
+    here, there = (runtime.generate_branches(PROMPT, branches) for runtime in together)  # type: ignore[arg-type]
+    assert [each.token_ids for each in here] == [each.token_ids for each in there]
+    assert here[1].stats.drafted > 0
+
+
+def test_requests_the_prefix_cache_and_rejection(together: tuple[Runtime, Runtime]) -> None:
+    options = Options(max_new_tokens=10, ignore_eos=True, auto_disable=False, temperature=0.8, seed=3)
+    here, there = together
+    asked = [
+        ([*PROMPT, 7 + place], {"drafter": name, **options}) for place, name in enumerate(["head", "drawn", "none"])
+    ]
+    expected = [there.generate(prompt, **own).token_ids for prompt, own in asked]  # type: ignore[arg-type]
+    for _ in range(2):
+        found = [handle.result() for handle in here.submit_all(asked)]  # type: ignore[arg-type]
+        assert [each.token_ids for each in found] == expected
+    assert all(each.stats.reused_tokens >= len(PROMPT) - 1 for each in found)
