@@ -23,11 +23,12 @@ from compiler.engines.onnx_file import WeightFile, describe_engine, write_graph
 from compiler.engines.tensorrt_network import carry_bits
 from plans.buffers import Tensor
 from plans.manifest import BackendPlan, Engine
+from plugins.tensorrt import DISTINCT
 from runtime.backends.base import BoundEngine, LoadedEngine
 from runtime.backends.device import DeviceBuffers
 from runtime.backends.tensorrt_context import shape_of
 from runtime.execution.buffers import Buffers
-from tests.plugins.tensorrt_stand_in import ALL, StandIn
+from tests.plugins.tensorrt_stand_in import StandIn
 from tests.runtime.emulated_device import EmulatedDevice
 
 
@@ -60,7 +61,7 @@ class EmulatedTensorRt:
 
     def __init__(self, device: EmulatedDevice, plugins: StandIn, *, records: bool = False) -> None:
         self.records = records
-        self.device, self._ops = device, [_op(plugin, plugins) for plugin in ALL]
+        self.device, self._ops = device, [_op(plugin, plugins) for plugin in DISTINCT]
         self.ran: dict[str, int] = {}
 
     def load(self, path: Path, engine: Engine) -> LoadedEngine:

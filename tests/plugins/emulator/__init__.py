@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,10 @@ from plugins.cuda.compile import SOURCES
 from plugins.cuda.launches import STATUS
 
 HERE = Path(__file__).resolve().parent
+
+
+ORDERS = ("shuffled", "first to last", "last to first")
+"""Orders in which the blocks of a launch may run, as the library numbers them."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,15 @@ class Emulator:
             ctypes.c_char_p, ctypes.c_longlong, ctypes.c_longlong, ctypes.c_void_p, ctypes.c_uint,
         ]  # fmt: skip
         self._launches = 0
+
+    @contextmanager
+    def blocks_in_order(self, order: str) -> Iterator[None]:
+        """Launches within run their blocks in one of ORDERS; others, shuffled."""
+        self._library.set_order(ORDERS.index(order))
+        try:
+            yield
+        finally:
+            self._library.set_order(0)
 
     def create(
         self,
