@@ -55,13 +55,15 @@ def compile_emulator(library: Path) -> None:
 
 
 class Emulator:
-    """The library, and ops bound to arrays as `plugins.native.create` binds them."""
+    """A library of kernels, of sources or of PTX, and ops bound to arrays as `plugins.native.create` binds them."""
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
         self._library.emulate.argtypes = [
             ctypes.c_char_p, ctypes.c_longlong, ctypes.c_longlong, ctypes.c_void_p, ctypes.c_uint,
         ]  # fmt: skip
+        if hasattr(self._library, "race"):  # kernels as PTX, of which every access is watched
+            self._library.race.restype = ctypes.c_char_p
         self._launches = 0
 
     @contextmanager
@@ -104,3 +106,4 @@ class Emulator:
         code = self._library.emulate(kernel.encode(), blocks, threads, parameters, self._launches)
         assert code != 1, f"the emulator has no kernel {kernel}"
         assert code != 2, f"not every thread of a block of {kernel} comes to the same barriers"
+        assert code != 3, f"a race in {self._library.race().decode()}"
