@@ -24,6 +24,13 @@ ROW_THREADS = 512  # for kernels whose few blocks read much: the most that a blo
 ELEMENTS = ("float32", "float16", "bfloat16")
 _SHARES = 16  # CUDA blocks per head for new KV blocks: few are new in a step, many at once after a long prompt
 
+# Rows of logits are shared out to blocks (csrc/cuda/row_share.h, candidates.h). Scratch of a row of V logits is
+# 152 bytes for each 1024 of them, and 256 KiB of candidates: at V = 128k, 0.27 MiB.
+SHARE = 1024  # logits of a block
+SHARE_BYTES = 152
+MOST_CANDIDATES = 16384
+CANDIDATE_BYTES = 16
+
 Sizes = Mapping[str, int]
 """Sizes of an op by symbol: those of its tensors, and the extents of the call."""
 
@@ -82,10 +89,14 @@ _DRAFT = (names.NOISE, names.TEMPERATURE, "top_k_filter", names.TOP_P, names.MIN
 _TREE = (names.TOKEN_IDS, names.PARENT)
 _ACCEPTED = (names.COMMITTED, names.ACCEPTED_COUNT, names.KEPT_INDICES, names.KEPT_COUNT)
 _PARTIAL_LAYOUT = ("block_size", "sink_blocks", "window_blocks")
-_WEIGHTS = {"weights": Scratch(lambda s: 8 * s[names.LOGITS] * s["V"])}
 _COUNTER = {"counter": Scratch(lambda s: 8, zeroed=True)}
+_SHARED_OUT = {
+    "shares": Scratch(lambda s: SHARE_BYTES * s[names.LOGITS] * shares(s)),
+    "candidates": Scratch(lambda s: CANDIDATE_BYTES * MOST_CANDIDATES * s[names.LOGITS]),
+    "arrived": Scratch(lambda s: 4 * s[names.LOGITS], zeroed=True),  # of each row, how many blocks have told
+}
 _WALK = {
-    **_WEIGHTS,
+    **_SHARED_OUT,
     "chosen": Scratch(lambda s: 8 * s[names.LOGITS]),
     "next": Scratch(lambda s: 8 * s[names.LOGITS]),
     **_COUNTER,
@@ -103,6 +114,11 @@ def move_unit(sizes: Sizes) -> int:
     return next(unit for unit in (16, 4, 2) if slot % unit == 0)
 
 
+def shares(sizes: Sizes) -> int:
+    """Return the number of blocks that a row of logits is shared out to."""
+    return -(-sizes["V"] // SHARE)
+
+
 LAUNCHES: dict[str, Launch] = {
     "BimMask": Launch(
         kernel="outrider_bim_mask",
@@ -112,26 +128,26 @@ LAUNCHES: dict[str, Launch] = {
     ),
     "Sample": Launch(
         kernel="outrider_sample",
-        pointers=(*_CHOICE, names.COMMITTED, "weights", STATUS),
+        pointers=(*_CHOICE, names.COMMITTED, "shares", "candidates", STATUS, "arrived"),
         numbers=("V", "B", "purpose"),
-        blocks=lambda s: s[names.LOGITS],
-        scratch=_WEIGHTS,
+        blocks=lambda s: s[names.LOGITS] * shares(s),
+        scratch=_SHARED_OUT,
     ),
     "TreeAccept": Launch(
         kernel="outrider_tree_accept",
-        pointers=(*_CHOICE, *_TREE, *_ACCEPTED, "weights", STATUS, "chosen", "next", "counter"),
+        pointers=(*_CHOICE, *_TREE, *_ACCEPTED, "shares", "candidates", STATUS, "chosen", "next", "arrived", "counter"),
         numbers=("V", "B", "trees", names.NEW, "purpose"),
-        blocks=lambda s: s[names.LOGITS],
+        blocks=lambda s: s[names.LOGITS] * shares(s),
         scratch=_WALK,
     ),
     "ChainAccept": Launch(
         kernel="outrider_chain_accept",
         pointers=(
             *_CHOICE, *_TREE, names.DRAFT_PROBS, names.SKIP_SAMPLE_ADJUSTMENT, names.BY_REJECTION, *_ACCEPTED,
-            names.TRIALS, "weights", STATUS, "chosen", "next", "weighed", "counter",
+            names.TRIALS, "shares", "candidates", STATUS, "chosen", "next", "weighed", "arrived", "counter",
         ),
         numbers=("V", "B", "trees", names.NEW),
-        blocks=lambda s: s[names.LOGITS],
+        blocks=lambda s: s[names.LOGITS] * shares(s),
         scratch={**_WALK, "weighed": Scratch(lambda s: 16 * s[names.LOGITS])},
     ),
     "RaceNoise": Launch(

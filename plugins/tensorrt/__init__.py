@@ -13,6 +13,6 @@ CPU kernels, or with the references where an op has no CPU kernel.
 from plugins.tensorrt.compile import compile_plugin
 from plugins.tensorrt.plugin import Declined, Plugin
 from plugins.tensorrt.registration import register_plugins
-from plugins.tensorrt.table import PLUGINS
+from plugins.tensorrt.table import DISTINCT, PLUGINS
 
-__all__ = ["PLUGINS", "Declined", "Plugin", "compile_plugin", "register_plugins"]
+__all__ = ["DISTINCT", "PLUGINS", "Declined", "Plugin", "compile_plugin", "register_plugins"]

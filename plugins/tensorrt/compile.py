@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from pathlib import Path
 
 from plans.extras import install
 from plugins.cuda.compile import SOURCES
@@ -23,11 +24,15 @@ def compile_plugin(plugin: Plugin, architecture: str = OLDEST) -> str:
     Raises RuntimeError with the compiler's log or with the version that is refused, and ImportError where
     `cuda-bindings` or NVRTC is missing.
     """
-    return _compiled(cuda_source(plugin), plugin.kernel, architecture)
+    return compile_ptx(cuda_source(plugin), plugin.kernel, architecture)
 
 
 @cache
-def _compiled(source: str, name: str, architecture: str) -> str:
+def compile_ptx(source: str, name: str, architecture: str = OLDEST, headers: Path = SOURCES) -> str:
+    """Compile `source`, called `name` in messages, to PTX, with the headers of the folder `headers`.
+
+    Raises as `compile_plugin` does.
+    """
     from cuda.bindings import nvrtc  # not cuda.core, which asks the driver for its version before it makes PTX
 
     done = nvrtc.nvrtcResult.NVRTC_SUCCESS
@@ -36,7 +41,7 @@ def _compiled(source: str, name: str, architecture: str) -> str:
         "--std=c++17",
         "--device-as-default-execution-space",  # NVRTC 13.0 takes a generic lambda for a host function
         "--fmad=false",  # results must not depend on the compiler: csrc/portable.h
-        *(f"--include-path={folder}" for folder in (SOURCES, SOURCES / "cuda", PARTS)),
+        *(f"--include-path={folder}" for folder in (headers, headers / "cuda", PARTS)),
     ]
     error, program = nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], [])
     if error != done:

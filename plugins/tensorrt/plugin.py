@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 from plugins.cuda.launches import Launch, as_number, move_unit
 from plugins.schema import SLOT, TensorSpec
-from plugins.tensorrt.expressions import Expression, Size, expression_of
+from plugins.tensorrt.expressions import Arithmetic, Expression, Size, expression_of
 
 NAMESPACE = "outrider"
 SAME_SIZE = {"trees": "B", "cache_rows": "R"}
@@ -43,7 +43,7 @@ class Plugin:
     order that TensorRT prescribes. `launch` has the op's kernel that it calls, and the numbers of blocks and threads.
 
     `attributes` are constants of the node, all of them required: ints, except those in `floats`. `derived` are sizes of
-    outputs that no input has, computed from int attributes and, by multiplication only, from inputs' sizes.
+    outputs that no input has, computed from int attributes and, by what formulas know, from inputs' sizes.
     `stand_ins` are C++ expressions for tensors that the called kernel takes and the plugin lacks. `guard` is a C++
     condition on the parameters by name: where it does not hold, the plugin calls nothing. `extra` names sizes that only
     the guard needs. `aliased` maps an output to the input whose memory it shares. Sizes in `constants` are fixed when
@@ -99,9 +99,11 @@ class Plugin:
             )
         return {symbol: shapes[index][axis] for symbol, (index, axis) in self.axes.items()}
 
-    def output_shapes(self, sizes: Mapping[str, T]) -> list[tuple[T | int, ...]]:
-        """Return the shapes of the outputs in order, for `sizes`, which hold sizes and attributes."""
-        sizes = {**sizes, **{symbol: size(sizes) for symbol, size in self.derived.items()}}
+    def output_shapes(self, known: Mapping[str, Any], arithmetic: Arithmetic[Any]) -> list[tuple[Any, ...]]:
+        """Return the shapes of the outputs in order, for `known`, which holds sizes and attributes."""
+        formulas = {name: Size(name) if name in self.axes else value for name, value in known.items()}
+        derived = {symbol: expression_of(size(formulas)) for symbol, size in self.derived.items()}
+        sizes = dict(known) | {symbol: formula.value(known, arithmetic) for symbol, formula in derived.items()}
         return [tuple(sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape) for spec in self.outputs]
 
     def launch_for(self, known: Mapping[str, int | float]) -> PluginLaunch:

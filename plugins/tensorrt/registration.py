@@ -16,8 +16,8 @@ from typing import Any
 from plugins.schema import TensorSpec
 from plugins.tensorrt.compile import compile_plugin
 from plugins.tensorrt.expressions import Arithmetic
-from plugins.tensorrt.plugin import BITS, Declined, Plugin, carried_as
-from plugins.tensorrt.table import PLUGINS
+from plugins.tensorrt.plugin import BITS, Plugin, carried_as
+from plugins.tensorrt.table import DISTINCT
 
 
 @cache
@@ -36,11 +36,8 @@ def register_plugins() -> None:
         raise ImportError(
             f"plugins are for TensorRT 10.15 or later; {trt.__version__} cannot compile Python plugins ahead of time"
         )
-    for plugins in PLUGINS.values():
-        if isinstance(plugins, Declined):
-            continue
-        for plugin in plugins:
-            register(plugin, trt, trtp)
+    for plugin in DISTINCT:
+        register(plugin, trt, trtp)
 
 
 def register(plugin: Plugin, trt: Any, trtp: Any) -> None:
@@ -48,13 +45,14 @@ def register(plugin: Plugin, trt: Any, trtp: Any) -> None:
     tensors = [_parameter(spec.name, trtp.TensorDesc) for spec in plugin.inputs]
     attributes = [_parameter(name, plugin.kind(name)) for name in plugin.attributes]
     outputs = GenericAlias(tuple, (trtp.TensorDesc,) * len(plugin.outputs))
+    arithmetic = Arithmetic[Any](constant=trtp.ShapeExpr, ceil_quotient=trtp.cdiv)
     positions = {spec.name: index for index, spec in enumerate(plugin.inputs)}
 
     def describe(*inputs: Any, **given: int | float) -> tuple[Any, ...]:
         _check_types(plugin, inputs, trt)
         sizes: dict[str, Any] = plugin.sizes([descriptor.shape_expr for descriptor in inputs]) | given
         described = []
-        for spec, shape in zip(plugin.outputs, plugin.output_shapes(sizes), strict=True):
+        for spec, shape in zip(plugin.outputs, plugin.output_shapes(sizes, arithmetic), strict=True):
             if spec.name in plugin.aliased:
                 described.append(inputs[positions[plugin.aliased[spec.name]]].aliased())
             else:
@@ -65,7 +63,6 @@ def register(plugin: Plugin, trt: Any, trtp: Any) -> None:
         inputs = given[: len(tensors)]
         known = dict(zip(plugin.attributes, given[len(tensors) : len(tensors) + len(attributes)], strict=True))
         launch = plugin.launch_for(known | _constants(plugin, inputs))
-        arithmetic = Arithmetic[Any](constant=trtp.ShapeExpr, ceil_quotient=trtp.cdiv)
         sizes: dict[str, Any] = plugin.sizes([descriptor.shape_expr for descriptor in inputs])
         arguments = trtp.SymIntExprs(len(launch.arguments))
         for index, argument in enumerate(launch.arguments):

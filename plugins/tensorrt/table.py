@@ -2,17 +2,19 @@
 
 A plugin's kernel gets inputs, outputs and integers, and no memory that outlives the kernel. Hence:
 
-- Scratch that a launch fills and uses itself is an output that nobody reads (`weights`). A node may leave out its last
-  outputs, so the op's own outputs come first.
+- Scratch that a launch fills and uses itself is an output that nobody reads (`candidates`). A node may leave out its
+  last outputs, so the op's own outputs come first.
+- A row of logits is shared out to blocks, and chosen from by one block when all of them are done, which a counter would
+  tell. So every choice is a plugin that tells of shares, and another that chooses.
 - `status` is an output with a place for each block that may report a fault. Each block writes its own place, also
   without a fault, because nobody zeroes `status` before. In acceptance only the walk reports faults, because logits of
-  nodes that the walk does not visit may hold anything. The first plugin passes a node's fault to the second in place of
-  the node's token.
+  nodes that the walk does not visit may hold anything. The choices pass a node's fault to the walk in place of the
+  node's token.
 - Acceptance in one kernel, whose last block walks, needs a counter in memory that is zero before the first block runs.
-  So acceptance becomes two plugins: the first computes what each node would commit, the second walks, in one block.
-  Neither keeps state, so an engine may be interrupted, timed or replayed at will. The price is one launch. (A single
-  block would take as long as all blocks one after another.) Tree growth is split likewise: the first plugin computes
-  the children of each node, the second picks each tree's next frontier.
+  So acceptance becomes three plugins: behind the shares, one computes what each node would commit, and the last walks,
+  in one block. None keeps state, so an engine may be interrupted, timed or replayed at will. The price is two launches.
+  (A single block would take as long as all blocks one after another.) Tree growth is split likewise: the first plugin
+  computes the children of each node, the second picks each tree's next frontier.
 - A size that no input has comes as an extra input whose memory is not read: `places` [S], `view` [T], `slots` [B]. With
   one row, `branch` serves as `places`. A value that the engine's builder knows is an attribute: `purpose`, `depths`,
   `V`. TensorRT bakes it into the engine as a constant argument.
@@ -30,7 +32,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from plans import names
-from plugins.cuda.launches import LAUNCHES, STATUS, Launch
+from plugins.cuda.launches import (
+    CANDIDATE_BYTES,
+    LAUNCHES,
+    MOST_CANDIDATES,
+    SHARE_BYTES,
+    STATUS,
+    Launch,
+    shares,
+)
 from plugins.schema import QUANT_OPS, SLOT, TensorSpec
 from plugins.schemas import SCHEMAS
 from plugins.tensorrt.plugin import SAME_SIZE, Declined, Plugin
@@ -41,7 +51,8 @@ _SLOTS = TensorSpec("slots", "int64", ("B",))
 
 _STATUS = TensorSpec(STATUS, "int64", (1,))  # status of a step: 0, or the number of a fault
 _STATUS_OF_ROWS = TensorSpec(STATUS, "int64", (names.LOGITS,))
-_WEIGHTS = TensorSpec("weights", "uint64", (names.LOGITS, "V"))
+_SHARES = TensorSpec("shares", "uint64", (names.LOGITS, "shares", SHARE_BYTES // 8))  # csrc/cuda/row_share.h
+_CANDIDATES = TensorSpec("candidates", "uint64", (names.LOGITS, MOST_CANDIDATES * CANDIDATE_BYTES // 8))
 _CHOSEN = TensorSpec("chosen", "int64", (names.LOGITS,))  # the token that each node would commit; below -1, its fault
 _NEXT = TensorSpec("next", "int64", (names.LOGITS,))  # the place of the child where the walk goes on, or -1
 _WEIGHED = TensorSpec("weighed", "float64", (names.LOGITS, 2))
@@ -66,22 +77,50 @@ def _attributes(op: str) -> tuple[str, ...]:
     return tuple(spec.name for spec in SCHEMAS[op].attributes)
 
 
-def _choices(op: str, name: str, found: tuple[TensorSpec, ...]) -> Plugin:
-    """Return the first half of an acceptance: one block per node, of which the last does not walk."""
+def _shares(op: str, name: str, kernel: str, others: tuple[str, ...], guard: str) -> Plugin:
+    """Return the first part of a choice: blocks tell of their shares of every row of logits."""
+    tensors = {spec.name: spec for spec in SCHEMAS[op].inputs}
+    inputs = (*_inputs("Sample"), *(tensors[other] for other in others))
     return Plugin(
         name=name,
-        launch=LAUNCHES[op],
-        inputs=_inputs(op),
-        outputs=(*found, _WEIGHTS),
+        launch=Launch(
+            kernel=kernel,
+            pointers=tuple(spec.name for spec in (*inputs, _SHARES)),
+            numbers=("V", "B", *_attributes(op)),
+            blocks=LAUNCHES[op].blocks,
+        ),
+        inputs=inputs,
+        outputs=(_SHARES,),
         attributes=_attributes(op),
-        guard=_ROWS_FIT,
+        derived={"shares": shares},
+        guard=guard,
         extra=(names.LOGITS, names.NEW),
-        stand_ins={"counter": "never_full()"} | {spec.name: "nullptr" for spec in (*SCHEMAS[op].outputs, _STATUS)},
+    )
+
+
+def _choices(
+    op: str, name: str, kernel: str, found: tuple[TensorSpec, ...], guard: str, told: tuple[TensorSpec, ...] = ()
+) -> Plugin:
+    """Return the second part of a choice: one block for each row."""
+    inputs = (*_inputs(op), _SHARES)
+    return Plugin(
+        name=name,
+        launch=Launch(
+            kernel=kernel,
+            pointers=tuple(spec.name for spec in (*inputs, *found, _CANDIDATES, *told)),
+            numbers=("V", "B", *_attributes(op)),
+            blocks=lambda sizes: sizes[names.LOGITS],
+        ),
+        inputs=inputs,
+        outputs=(*found, *told, _CANDIDATES),
+        attributes=_attributes(op),
+        guard=guard,
+        extra=(names.LOGITS, names.NEW),
     )
 
 
 def _walk(op: str, name: str, kernel: str, found: tuple[TensorSpec, ...]) -> Plugin:
-    """Return the second half: one warp reads the first half's results; its first thread walks and reports faults."""
+    """Return the last part of an acceptance: one warp reads the choices; its first thread walks and reports faults."""
     tensors = {spec.name: spec for spec in SCHEMAS[op].inputs}
     inputs = (tensors[names.LOGIT_INDICES], tensors[names.PARENT], *found)
     return Plugin(
@@ -99,6 +138,13 @@ def _walk(op: str, name: str, kernel: str, found: tuple[TensorSpec, ...]) -> Plu
     )
 
 
+_ROW_SHARES = _shares(
+    "Sample",
+    "RowShares",
+    "outrider_row_shares",
+    (),
+    f"within({names.LOGIT_INDICES}[block_index() / shares_of(V)], {names.NEW})",
+)
 _BETWEEN_ENGINES = Declined("it runs between engines, on what their steps have left")
 
 PLUGINS: dict[str, tuple[Plugin, ...] | Declined] = {
@@ -113,22 +159,30 @@ PLUGINS: dict[str, tuple[Plugin, ...] | Declined] = {
         ),
     ),
     "Sample": (
-        Plugin(
-            name="Sample",
-            launch=LAUNCHES["Sample"],
-            inputs=_inputs("Sample"),
-            outputs=(*_outputs("Sample"), _STATUS_OF_ROWS, _WEIGHTS),
-            attributes=_attributes("Sample"),
-            guard="within(logit_indices[block_index()], N)",
-            extra=(names.NEW,),
+        _ROW_SHARES,
+        _choices(
+            "Sample",
+            "RowChoice",
+            "outrider_row_choice",
+            _outputs("Sample"),
+            f"within({names.LOGIT_INDICES}[block_index()], {names.NEW})",
+            told=(_STATUS_OF_ROWS,),
         ),
     ),
     "TreeAccept": (
-        _choices("TreeAccept", "TreeChoices", (_CHOSEN, _NEXT)),
+        _ROW_SHARES,
+        _choices("TreeAccept", "TreeChoices", "outrider_tree_choices", (_CHOSEN, _NEXT), _ROWS_FIT),
         _walk("TreeAccept", "TreeWalk", "outrider_tree_walk", (_CHOSEN, _NEXT)),
     ),
     "ChainAccept": (
-        _choices("ChainAccept", "ChainChoices", (_CHOSEN, _NEXT, _WEIGHED)),
+        _shares(
+            "ChainAccept",
+            "ChainShares",
+            "outrider_chain_shares",
+            (names.PARENT, names.DRAFT_PROBS, names.BY_REJECTION),
+            _ROWS_FIT,
+        ),
+        _choices("ChainAccept", "ChainChoices", "outrider_chain_choices", (_CHOSEN, _NEXT, _WEIGHED), _ROWS_FIT),
         _walk("ChainAccept", "ChainWalk", "outrider_chain_walk", (_CHOSEN, _NEXT, _WEIGHED)),
     ),
     "RaceNoise": (
@@ -207,3 +261,8 @@ PLUGINS: dict[str, tuple[Plugin, ...] | Declined] = {
         ),
     ),
 }
+
+DISTINCT: tuple[Plugin, ...] = tuple(
+    {plugin.name: plugin for entry in PLUGINS.values() if not isinstance(entry, Declined) for plugin in entry}.values()
+)
+"""Every plugin once: ops may have some in common."""

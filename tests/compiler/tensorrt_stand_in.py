@@ -14,9 +14,9 @@ from typing import Any
 import onnx
 from onnx import TensorProto, helper
 
-from plugins.tensorrt import Plugin
+from plugins.tensorrt import DISTINCT, Plugin
+from plugins.tensorrt.expressions import Arithmetic
 from plugins.tensorrt.plugin import carried_as
-from tests.plugins.tensorrt_stand_in import ALL
 
 VERSION = "10.16.1.11"
 _TYPES = {"int64": TensorProto.INT64, "float32": TensorProto.FLOAT}
@@ -48,7 +48,7 @@ def stand_in_tensorrt(trt: Any) -> ModuleType:
 def without_plugins(path: Path) -> None:
     """Put standard ops in the place of every plugin of the graph at `path`."""
     model = onnx.load(str(path), load_external_data=False)
-    plugins = {plugin.name: plugin for plugin in ALL}
+    plugins = {plugin.name: plugin for plugin in DISTINCT}
     nodes: list[onnx.NodeProto] = []
     for index, node in enumerate(model.graph.node):
         if node.domain == "outrider":
@@ -82,22 +82,24 @@ def _standard_ops(plugin: Plugin, node: onnx.NodeProto, prefix: str) -> list[onn
         def __init__(self, value: str) -> None:
             self.value = value
 
-        def __mul__(self, factor: int) -> Length:
-            return Length(emit("Mul", self.value, emit("Constant", value_ints=[factor])))
+        def __mul__(self, factor: Length) -> Length:
+            return Length(emit("Mul", self.value, factor.value))
+
+    def constant(number: int) -> Length:
+        return Length(emit("Constant", value_ints=[number]))
+
+    def ceil_quotient(dividend: Length, divisor: int) -> Length:
+        more = emit("Add", dividend.value, constant(divisor - 1).value)
+        return Length(emit("Div", more, constant(divisor).value))
 
     sizes: dict[str, Any] = {
         symbol: Length(emit("Shape", node.input[index], start=axis, end=axis + 1))
         for symbol, (index, axis) in plugin.axes.items()
     }
-    sizes |= attributes
-
-    def length(dim: int | str) -> str:
-        if isinstance(dim, str):
-            dim = plugin.derived[dim](sizes) if dim in plugin.derived else sizes[dim]
-        return dim.value if isinstance(dim, Length) else emit("Constant", value_ints=[dim])
-
-    for spec, name in zip(plugin.outputs, node.output, strict=True):
+    shapes = plugin.output_shapes(sizes | attributes, Arithmetic(constant, ceil_quotient))
+    for spec, dims, name in zip(plugin.outputs, shapes, node.output, strict=True):
         value = emit("Cast", total, to=_TYPES[carried_as(spec)[0]])
-        shape = emit("Concat", *(length(dim) for dim in spec.shape), axis=0)
+        lengths = (dim if isinstance(dim, Length) else constant(dim) for dim in dims)
+        shape = emit("Concat", *(length.value for length in lengths), axis=0)
         nodes.append(helper.make_node("Expand", [value, shape], [name]))
     return nodes

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
 from plugins.reference import SamplingSlots
+from tests.conftest import made_once
 from tests.plugins.emulator import Emulator
 from tests.plugins.gpu import Gpu
+from tests.plugins.ptx import compile_translated
 
 TEMPERATURES = st.sampled_from([0.0, 1e-3, 0.1, 0.7, 1.0, 1.7, 100.0])
 TOP_PS = st.sampled_from([0.0, 1e-12, 0.1, 0.5, 0.9, 0.999999, 1.0 - 2.0**-53, 1.0])
@@ -62,10 +66,32 @@ def logits_rows():
     return _logits
 
 
-@pytest.fixture(scope="session", params=["emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
-def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Emulator | Gpu:
-    """The CUDA kernels: as blocks of fibers on the CPU, and on a GPU where there is one."""
+@pytest.fixture(scope="session")
+def translated(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    """The CUDA kernels as NVRTC compiles them, translated for the CPU, once."""
+    pytest.importorskip("cuda.bindings")
+    if shutil.which("g++") is None:
+        pytest.skip("translated PTX is compiled with g++")
+    return Emulator(made_once(tmp_path_factory, "translated.so", compile_translated))
+
+
+GPU = pytest.param("gpu", marks=pytest.mark.gpu)
+
+
+def _kernels(request: pytest.FixtureRequest, factory: pytest.TempPathFactory) -> Emulator | Gpu:
     if request.param == "gpu":
-        return Gpu(tmp_path_factory.mktemp("gpu"))
-    found: Emulator = request.getfixturevalue("emulator")
+        return Gpu(factory.mktemp("gpu"))
+    found: Emulator = request.getfixturevalue("translated" if request.param == "ptx" else "emulator")
     return found
+
+
+@pytest.fixture(scope="session", params=["emulated", "ptx", GPU])
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Emulator | Gpu:
+    """The CUDA kernels: their sources and their PTX as blocks of fibers on the CPU, and on a GPU where there is one."""
+    return _kernels(request, tmp_path_factory)
+
+
+@pytest.fixture(scope="session", params=["emulated", GPU])
+def fast_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Emulator | Gpu:
+    """The same for sizes that take translated PTX too long."""
+    return _kernels(request, tmp_path_factory)

@@ -22,15 +22,15 @@ from numpy.typing import NDArray
 
 from plugins.cuda.compile import SOURCES
 from plugins.schema import Purpose, TensorSpec
-from plugins.tensorrt import PLUGINS, Declined, Plugin
+from plugins.tensorrt import DISTINCT, Plugin
 from plugins.tensorrt.registration import register
 from plugins.tensorrt.source import PARTS, shells
 from tests.plugins.emulator import HERE
 
-ALL = tuple(plugin for plugins in PLUGINS.values() if not isinstance(plugins, Declined) for plugin in plugins)
 SIZES = {
     "capacity": 90, "R": 2, "E": 3, "N": 7, "S": 5, "T": 40, "M": 4, "V": 11, "B": 3, "trees": 3, "depths": 6,
     "planes": 4, "heads": 2, "slot_size": 24, "frontier": 2, "top_k": 4, "candidates": 8, "nodes": 6, "nodes - 1": 5,
+    "shares": 1,
 }  # fmt: skip
 _POISON = 0xA5
 _MARGIN = 64  # poisoned bytes before and behind an output
@@ -45,15 +45,7 @@ _TRANSLATION_UNIT = """
 extern "C" int emulate(const char* kernel, long long blocks, long long threads, void** params, unsigned seed) {
   using namespace outrider;
   const std::map<std::string, Kernel> shells = {%s};
-  std::mt19937 random(seed);
-  std::vector<Fiber> fibers(static_cast<size_t>(threads));
-  for (Fiber& fiber : fibers) fiber.stack = std::make_unique<char[]>(kStack);
-  const std::function<void()> run = [&] { shells.at(kernel).run(params); };
-  body = &run;
-  std::vector<i64> order(blocks);
-  std::iota(order.begin(), order.end(), 0);
-  std::shuffle(order.begin(), order.end(), random);
-  return std::all_of(order.begin(), order.end(), [&](i64 b) { return run_block(b, blocks, fibers, random); }) ? 0 : 2;
+  return grid.run(blocks, threads, seed, order_of_blocks, [&] { shells.at(kernel).run(params); }) ? 0 : 2;
 }
 """
 
@@ -124,9 +116,9 @@ class Layer:
 
 def compile_shells(library: Path) -> None:
     """Compile the plugins' kernels for the CPU, into the shared library `library`."""
-    named = ", ".join(f'{{"{plugin.kernel}", unpacked({plugin.kernel})}}' for plugin in ALL)
+    named = ", ".join(f'{{"{plugin.kernel}", unpacked({plugin.kernel})}}' for plugin in DISTINCT)
     source = library.with_suffix(".cc")
-    source.write_text(_TRANSLATION_UNIT % (shells(ALL), named), encoding="utf-8")
+    source.write_text(_TRANSLATION_UNIT % (shells(DISTINCT), named), encoding="utf-8")
     includes = [f"-I{path}" for path in (SOURCES, SOURCES / "cuda", HERE, PARTS)]
     flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror", "-ffp-contract=off"]
     subprocess.run(["g++", *flags, "-fPIC", "-shared", *includes, str(source), "-o", str(library)], check=True)
@@ -154,7 +146,7 @@ class StandIn:
             KernelLaunchParams=KernelLaunchParams, cdiv=_ceil_quotient, from_shape_expr=_from_shape_expr,
             register=self._register, aot_impl=self._aot_impl,
         )  # fmt: skip
-        for plugin in ALL:
+        for plugin in DISTINCT:
             register(plugin, self.trt, self.trtp)
 
     def _register(self, plugin_id: str) -> Callable[[Callable[..., Any]], None]:

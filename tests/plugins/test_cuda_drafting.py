@@ -124,7 +124,7 @@ def test_a_certain_child_scores_no_more_than_its_parent(kernels, doubt) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("together", [True, False])
-def test_the_best_are_found_however_many_one_thread_has(kernels, temperature, together) -> None:
+def test_the_best_are_found_however_many_one_thread_has(fast_kernels, temperature, together) -> None:
     """More than fit into shared memory lie above the best of most threads, next to each other or a stride apart."""
     vocabulary = 152_064
     random = np.random.default_rng(3)
@@ -132,15 +132,15 @@ def test_the_best_are_found_however_many_one_thread_has(kernels, temperature, to
     high = np.arange(70_000, 72_376) if together else np.arange(0, vocabulary, 64)
     logits[0, 0, high] = 20 + random.permutation(len(high)) / 512
     inputs = expand_inputs(logits, scores(random, 1, 1), [(temperature, 0, 0.95, 0.0)], noise_of(random, 1, vocabulary))
-    check_expand(inputs, expand(kernels, inputs, 16), 16)
+    check_expand(inputs, expand(fast_kernels, inputs, 16), 16)
 
 
 @pytest.mark.parametrize("branch", [GREEDY, (0.8, 0, 1.0, 0.0), (0.8, 50, 0.9, 0.02)])
-def test_a_big_vocabulary(kernels, branch) -> None:
+def test_a_big_vocabulary(fast_kernels, branch) -> None:
     random = np.random.default_rng(1)
     logits = (random.normal(size=(1, 2, 50_257)) * 2).astype(np.float32)
     inputs = expand_inputs(logits, scores(random, 1, 2), [branch], noise_of(random, 1, 50_257))
-    check_expand(inputs, expand(kernels, inputs, 10), 10)
+    check_expand(inputs, expand(fast_kernels, inputs, 10), 10)
 
 
 @FEW

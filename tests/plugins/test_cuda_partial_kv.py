@@ -87,7 +87,7 @@ def test_selection(kernels, cache, data, reduction, most_queries, spoiled) -> No
 
 @pytest.mark.parametrize("reduction", [0, 1, 2])
 @pytest.mark.parametrize("ties", [False, True])
-def test_long_heads_many_queries_and_more_candidates_than_threads(kernels, reduction, ties) -> None:
+def test_long_heads_many_queries_and_more_candidates_than_threads(fast_kernels, reduction, ties) -> None:
     cache = PartialCaches(
         layers=1, group=3, head_dim=70, block_size=1, retrieval=150, capacity=700, new=20, ties=ties
     )  # fmt: skip
@@ -96,7 +96,7 @@ def test_long_heads_many_queries_and_more_candidates_than_threads(kernels, reduc
     cache.keep(13)
     for budget in (0, 1, 149, 150):
         cache.budget[0] = budget
-        compare(kernels, cache, "BlockSelect", reduction=reduction, most_queries=11)
+        compare(fast_kernels, cache, "BlockSelect", reduction=reduction, most_queries=11)
 
 
 def test_scores_that_are_all_alike_or_no_numbers_leave_the_first_blocks(kernels) -> None:

@@ -18,7 +18,7 @@ from plugins import native
 from plugins.reference import SamplingSlots
 from plugins.schema import Purpose
 from plugins.schemas import SCHEMAS
-from plugins.tensorrt import PLUGINS
+from plugins.tensorrt import DISTINCT, PLUGINS
 from tests.plugins.accept_step import equal_slots, fault_on_the_cpu, fork, spoiled
 from tests.plugins.drafting import (
     BRANCHES,
@@ -32,7 +32,7 @@ from tests.plugins.drafting import (
     rerank_inputs,
     settings_of,
 )
-from tests.plugins.tensorrt_stand_in import ALL, StandIn, attributes_of, poisoned, tensors_of
+from tests.plugins.tensorrt_stand_in import StandIn, attributes_of, poisoned, tensors_of
 from tests.plugins.test_cuda_kernels import FEW, POISON, accept_outputs, step_of
 from tests.plugins.test_race_noise import noise_inputs, noise_outputs
 from tests.plugins.test_tree_ops import candidates, grown
@@ -182,7 +182,7 @@ def test_each_row_that_is_sampled_tells_its_own_fault(stand_in: StandIn) -> None
         "logits": logits, "logit_indices": np.arange(4), "positions": np.arange(4), "branch": np.array([0, 0, 0, 9]),
         **vars(equal_slots(1, temperature=1.0)),
     }  # fmt: skip
-    assert stand_in.run(PLUGINS["Sample"][0], tensors, {"purpose": 0})["status"].tolist() == [0, 1, 2, 3]
+    assert run_all(stand_in, "Sample", tensors, {"purpose": 0})["status"].tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("bad", "fault"), [(np.nan, 1), (-np.inf, 2)])
@@ -214,7 +214,7 @@ def test_faults_are_those_of_the_cpu(stand_in, op, data, vocabulary, nodes, slot
             np.testing.assert_array_equal(pool[name], array, err_msg=name)
 
 
-@pytest.mark.parametrize("plugin", ALL, ids=lambda plugin: plugin.name)
+@pytest.mark.parametrize("plugin", DISTINCT, ids=lambda plugin: plugin.name)
 def test_a_builder_may_time_a_plugin_on_whatever_memory_holds(stand_in: StandIn, plugin) -> None:
     """In a process of its own: a kernel that leaves its tensors would take this one with it."""
     rng = np.random.default_rng(0)
@@ -248,7 +248,7 @@ MOVES = {
     "source_count": np.array([3]), "row_splits": np.array([0, 2, 5]), "source_base": np.array([9, 9]),
     "destination": np.array([8, 7]),
 }  # fmt: skip
-WALK = tensors_of(PLUGINS["TreeAccept"][1].inputs) | {"logit_indices": np.arange(4), "next": np.full(4, -1)}
+WALK = tensors_of(PLUGINS["TreeAccept"][-1].inputs) | {"logit_indices": np.arange(4), "next": np.full(4, -1)}
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ WALK = tensors_of(PLUGINS["TreeAccept"][1].inputs) | {"logit_indices": np.arange
     ],
 )
 def test_indices_that_lead_astray_are_not_followed(stand_in: StandIn, op, sound, spoiled) -> None:
-    (plugin,) = (plugin for plugin in ALL if plugin.name == op)
+    (plugin,) = (plugin for plugin in DISTINCT if plugin.name == op)
     tensors = {name: np.array(spoiled.get(name, array), array.dtype) for name, array in sound.items()}
     outputs = stand_in.run(plugin, tensors, {})
     if op == "TreeWalk":
@@ -289,7 +289,7 @@ def test_indices_that_lead_astray_are_not_followed(stand_in: StandIn, op, sound,
 
 def test_rows_that_do_not_ascend_are_a_fault(stand_in: StandIn) -> None:
     for op in ("TreeAccept", "ChainAccept"):
-        choices, walk = PLUGINS[op]
+        _, choices, walk = PLUGINS[op]
         given_ = tensors_of((*choices.inputs, *walk.inputs))
         found = stand_in.run(choices, given_, attributes_of(choices))
         outputs = stand_in.run(walk, given_ | found, {})

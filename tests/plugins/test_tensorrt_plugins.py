@@ -15,17 +15,20 @@ from plans import names
 from plugins.cuda import LAUNCHES, DeviceOp
 from plugins.schema import QUANT_OPS
 from plugins.schemas import SCHEMAS
-from plugins.tensorrt import PLUGINS, Declined, compile_plugin, register_plugins
+from plugins.tensorrt import DISTINCT, PLUGINS, Declined, compile_plugin, register_plugins
 from plugins.tensorrt import compile as compiling
 from plugins.tensorrt.expressions import INTEGERS, Size
 from plugins.tensorrt.plugin import SAME_SIZE, carried_as
 from plugins.tensorrt.source import parameters
 from tests.plugins.emulator import Memory
-from tests.plugins.tensorrt_stand_in import ALL, SIZES, StandIn, attributes_of, tensors_of
+from tests.plugins.tensorrt_stand_in import SIZES, StandIn, attributes_of, tensors_of
 
 pytest.importorskip("cuda.bindings")  # a layer is built with its PTX
-every_plugin = pytest.mark.parametrize("plugin", ALL, ids=lambda plugin: plugin.name)
+every_plugin = pytest.mark.parametrize("plugin", DISTINCT, ids=lambda plugin: plugin.name)
 every_kernel = pytest.mark.parametrize("op", [op for op, entry in PLUGINS.items() if not isinstance(entry, Declined)])
+SHARES = {
+    "Sample": "outrider_row_shares", "TreeAccept": "outrider_row_shares", "ChainAccept": "outrider_chain_shares",
+}  # fmt: skip
 BETWEEN_ENGINES = {"BlockSummary", "BlockSelect", "PartialKvGather"}
 
 
@@ -38,15 +41,15 @@ def test_every_op_is_a_plugin_or_says_why_not() -> None:
     declined = {op: entry.reason for op, entry in PLUGINS.items() if isinstance(entry, Declined)}
     assert set(declined) == set(SCHEMAS) - set(LAUNCHES) | BETWEEN_ENGINES | set(QUANT_OPS)
     assert all(declined.values())
-    assert len({plugin.id for plugin in ALL}) == len({plugin.kernel for plugin in ALL}) == len(ALL)
+    assert len({plugin.id for plugin in DISTINCT}) == len({plugin.kernel for plugin in DISTINCT}) == len(DISTINCT)
 
 
 @every_kernel
 def test_the_plugins_of_an_op_take_what_it_takes_and_give_what_it_gives(op: str) -> None:
-    schema, first = SCHEMAS[op], PLUGINS[op][0]
-    assert first.inputs[: len(schema.inputs)] == schema.inputs
-    assert {spec.name for spec in schema.attributes} <= set(first.attributes)
-    assert {spec.name for spec in schema.attributes if spec.kind is float} == set(first.floats)
+    schema = SCHEMAS[op]
+    assert set(schema.inputs) <= {spec for plugin in PLUGINS[op] for spec in plugin.inputs}
+    attributes = {name: plugin.kind(name) for plugin in PLUGINS[op] for name in plugin.attributes}
+    assert {spec.name: spec.kind for spec in schema.attributes}.items() <= attributes.items()
     theirs = tensors_of(schema.outputs)
     told = []
     for plugin in PLUGINS[op]:
@@ -82,18 +85,32 @@ def test_scratch_is_an_output_as_big_as_the_device_ops_and_none_must_start_as_ze
 
 @every_kernel
 def test_launches_are_those_of_the_device_op(op: str) -> None:
+    """Of the first plugin, whose kernel does only the first part of a choice, in as many blocks as the device op."""
     plugin, schema = PLUGINS[op][0], SCHEMAS[op]
     attributes = attributes_of(plugin)
     memory = {name: Memory(array) for name, array in tensors_of(schema.tensors).items()}
     device = DeviceOp(op, memory, attributes, lambda name, size, zeroed: 0)
     blocks, threads, values = device.values(*(SIZES[extent] for extent in schema.extents))
     layer = StandIn().build(plugin, inputs_of(plugin), attributes)
-    assert (layer.kernel, layer.blocks, layer.threads) == (f"{device.launch.kernel}_plugin", blocks, threads)
-    arguments = dict(zip(plugin.arguments, layer.arguments, strict=True))
+    kernel = SHARES.get(op, device.launch.kernel)
+    assert (layer.kernel, layer.blocks, layer.threads) == (f"{kernel}_plugin", blocks, threads)
     numbers = [value.value for value in values[len(device.launch.pointers) :]]
-    for name, number in zip(device.launch.numbers, numbers, strict=True):
-        assert arguments.pop(SAME_SIZE.get(name, name), number) == number, name
-    assert arguments == {name: SIZES[name] for name in plugin.extra if name in arguments}
+    own = {SAME_SIZE.get(name, name): n for name, n in zip(device.launch.numbers, numbers, strict=True)}
+    arguments = dict(zip(plugin.arguments, layer.arguments, strict=True))
+    assert op in SHARES or set(own) <= set(arguments)
+    assert arguments == {name: own.get(name, SIZES.get(name)) for name in arguments}
+    assert set(arguments) - set(own) <= set(plugin.extra)
+
+
+@pytest.mark.parametrize("op", ["Sample", "TreeAccept", "ChainAccept"])
+def test_a_row_of_logits_is_shared_out_and_then_chosen_from_by_one_block(op: str) -> None:
+    shares, choices = PLUGINS[op][:2]
+    for vocabulary, blocks in ((1, 1), (1024, 1), (1025, 2), (128_000, 125), (152_064, 149)):
+        sizes = {"M": 3, "V": vocabulary}
+        launch = shares.launch_for(attributes_of(shares))
+        assert launch.blocks.value(sizes, INTEGERS) == 3 * blocks
+        assert choices.launch_for(attributes_of(choices)).blocks.value(sizes, INTEGERS) == 3
+        assert shares.output_shapes(sizes, INTEGERS) == [(3, blocks, 19)]
 
 
 @every_plugin
@@ -118,7 +135,7 @@ def test_a_frontier_is_a_block_for_each_tree() -> None:
 
 def test_a_walk_is_one_warp() -> None:
     for op in ("TreeAccept", "ChainAccept"):
-        walk = PLUGINS[op][1]
+        walk = PLUGINS[op][-1]
         layer = StandIn().build(walk, inputs_of(walk), {})
         assert (layer.blocks, layer.threads) == (1, 32)
         assert layer.arguments == (SIZES[names.LOGITS], SIZES["B"], SIZES[names.NEW])
@@ -135,13 +152,13 @@ def test_formulas_know_products_and_quotients_rounded_up() -> None:
 
 
 def test_no_plugin_has_a_type_that_tensorrt_lacks() -> None:
-    types = {dtype for plugin in ALL for spec in (*plugin.inputs, *plugin.outputs) for dtype in carried_as(spec)}
+    types = {dtype for plugin in DISTINCT for spec in (*plugin.inputs, *plugin.outputs) for dtype in carried_as(spec)}
     assert types == {"int64", "float32", "float16", "bfloat16", "int8"}
 
 
 def test_only_kv_gather_writes_where_it_reads() -> None:
     stand_in = StandIn()
-    for plugin in ALL:
+    for plugin in DISTINCT:
         known, outputs = stand_in.describe(plugin, inputs_of(plugin), attributes_of(plugin))
         expected = known[:1] if plugin.name == "KvGather" else [None] * len(outputs)
         assert [output.alias for output in outputs] == expected
@@ -155,6 +172,12 @@ def test_ptx_has_the_kernel_with_parameters_as_tensorrt_passes_them(plugin) -> N
     assert widths == [parameter.bits for parameter in parameters(plugin)]
 
 
+@pytest.mark.parametrize("name", ["RowShares", "RowChoice", "ChainShares"])
+def test_logits_are_loaded_16_bytes_at_once(name: str) -> None:
+    (plugin,) = (plugin for plugin in DISTINCT if plugin.name == name)
+    assert "ld.global.v4.f32" in compile_plugin(plugin)
+
+
 @every_plugin
 def test_ptx_leaves_no_arithmetic_for_a_driver_to_contract(plugin) -> None:
     """Multiplications and additions without a rounding mode may become one operation when PTX is compiled further."""
@@ -166,7 +189,7 @@ def test_ptx_is_for_the_oldest_gpu_and_the_same_every_time() -> None:
     ptx = compile_plugin(PLUGINS["Sample"][0])
     assert ".target sm_75\n" in ptx
     assert not ptx.endswith("\0")
-    compiling._compiled.cache_clear()
+    compiling.compile_ptx.cache_clear()
     assert compile_plugin(PLUGINS["Sample"][0]) == ptx
 
 
@@ -230,4 +253,4 @@ def test_tensorrt_accepts_every_plugin() -> None:
     """Where it is installed."""
     trtp = pytest.importorskip("tensorrt.plugin")
     register_plugins()
-    assert all(hasattr(trtp.op.outrider, plugin.name) for plugin in ALL)
+    assert all(hasattr(trtp.op.outrider, plugin.name) for plugin in DISTINCT)

@@ -23,13 +23,14 @@ from compiler.engines.onnx_file import WeightFile, describe_engine, write_graph
 from compiler.engines.tensorrt_network import carry_bits
 from plans.buffers import Tensor
 from plans.manifest import BackendPlan, Engine
+from plugins.tensorrt import DISTINCT
 from runtime.backends.base import BoundEngine, LoadedEngine
 from runtime.backends.device import DeviceBuffers
 from runtime.backends.device_kv import DeviceKv
 from runtime.backends.tensorrt_context import shape_of
 from runtime.execution.buffers import Buffers
 from runtime.kv.memory import KvMemory
-from tests.plugins.tensorrt_stand_in import ALL, StandIn
+from tests.plugins.tensorrt_stand_in import StandIn
 from tests.runtime.emulated_device import EmulatedDevice
 
 
@@ -62,7 +63,7 @@ class EmulatedTensorRt:
 
     def __init__(self, device: EmulatedDevice, plugins: StandIn, *, records: bool = False) -> None:
         self.records = records
-        self.device, self._ops = device, [_op(plugin, plugins) for plugin in ALL]
+        self.device, self._ops = device, [_op(plugin, plugins) for plugin in DISTINCT]
         self.ran: dict[str, int] = {}
 
     def load(self, path: Path, engine: Engine) -> LoadedEngine:

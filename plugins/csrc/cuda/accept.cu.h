@@ -1,7 +1,8 @@
-// Sample, TreeAccept and ChainAccept: a block works out what each node would commit, and the last one to finish walks.
+// Sample, TreeAccept and ChainAccept: blocks tell of their shares of every row, a row's last one works out what its
+// node would commit, and the last of these walks.
 //
-// Nodes that the walk does not come to are worked out in vain, but at the same time. So a fault stays with its node until
-// the walk tells it: one of a row of logits where it comes to that node, an index fault of any node at once.
+// Nodes that the walk does not come to are worked out in vain, but at the same time. So a fault stays with its node
+// until the walk tells it: one of a row of logits where it comes to that node, an index fault of any node at once.
 #pragma once
 
 #include "../chain_accept.h"
@@ -21,16 +22,23 @@ OUTRIDER_DEVICE i64 fault_of(i64 chosen) {
   return in_place_of_token(kIndexFault) <= chosen && chosen < kNobody ? kNobody - chosen : kNoFault;
 }
 
-// A step's rows with logits, and how their branches choose. `scratch` `[count, vocabulary]` holds weights.
+// A step's rows with logits, and how their branches choose. `shares` and `candidates` are scratch of rows, one behind
+// the other: a Share for each share, and kMostCandidates of Candidate.
 struct ChoiceStep {
   const float* logits;
   const i64* logit_indices;
   const i64* positions;
   const i64* branch;
   SamplingSlots slots;
-  u64* scratch;
+  const u64* shares;
+  u64* candidates;
   i64 vocabulary;
   i64 branches;
+
+  OUTRIDER_DEVICE const float* row(i64 place) const { return logits + place * vocabulary; }
+  OUTRIDER_DEVICE const Share* shares_at(i64 place) const {
+    return reinterpret_cast<const Share*>(shares) + place * shares_of(vocabulary);
+  }
 };
 
 OUTRIDER_DEVICE bool knows(const ChoiceStep& step, i64 place) {
@@ -38,11 +46,8 @@ OUTRIDER_DEVICE bool knows(const ChoiceStep& step, i64 place) {
   return b >= 0 && b < step.branches;
 }
 
-OUTRIDER_DEVICE FilteredRow filtered(const ChoiceStep& step, i64 place) {
-  if (!knows(step, place)) return {nullptr, step.vocabulary, 0, 0, kIndexFault};
-  const Sampling sampling = sampling_of(step.slots, step.branch[step.logit_indices[place]]);
-  return filter_row(step.logits + place * step.vocabulary, step.vocabulary, sampling,
-                    step.scratch + place * step.vocabulary);
+OUTRIDER_DEVICE Sampling sampling_at(const ChoiceStep& step, i64 place) {
+  return sampling_of(step.slots, step.branch[step.logit_indices[place]]);
 }
 
 OUTRIDER_DEVICE RaceKey race_of(const ChoiceStep& step, i64 place, u32 purpose) {
@@ -55,20 +60,64 @@ OUTRIDER_DEVICE u64 uniform_of(const ChoiceStep& step, i64 place, u32 purpose) {
   return next_uniform(step.slots, step.branch[row], step.positions[row], purpose);
 }
 
-OUTRIDER_KERNEL outrider_sample(const float* logits, const i64* logit_indices, const i64* positions, const i64* branch,
-                                const double* temperature, const i64* top_k, const double* top_p,
-                                const double* min_p, const i64* filter_order, const u64* seed, const i64* stream, i64* committed,
-                                u64* scratch, i64* status, i64 vocabulary, i64 branches, i64 purpose) {
-  const SamplingSlots slots = {temperature, top_k, top_p, min_p, filter_order, seed, stream};
-  const ChoiceStep step = {logits, logit_indices, positions, branch, slots, scratch, vocabulary, branches};
-  const i64 place = block_index();
-  const FilteredRow row = filtered(step, place);
-  if (row.fault != kNoFault) {
-    if (thread_index() == 0) *status = row.fault;
-    return;
+// The row, of every step, and the share of it that a block of a launch tells of.
+struct Part {
+  i64 place;
+  i64 share;
+};
+
+OUTRIDER_DEVICE Part own_part(i64 vocabulary) {
+  return {block_index() / shares_of(vocabulary), block_index() % shares_of(vocabulary)};
+}
+
+OUTRIDER_DEVICE i64 rows_of_launch(i64 vocabulary) { return block_count() / shares_of(vocabulary); }
+
+// Into the step's `shares`. `drafted` is the drafter's distribution of the row's child where it is weighed, or null.
+OUTRIDER_DEVICE void tell_part(const ChoiceStep& step, const Part& part, u32 purpose, const float* drafted,
+                               u64* shares) {
+  if (!knows(step, part.place)) return;
+  const Wanted wanted = wanted_of(sampling_at(step, part.place), step.vocabulary);
+  tell_share(step.row(part.place), step.vocabulary, part.share, drafted, wanted, race_of(step, part.place, purpose),
+             reinterpret_cast<Share*>(shares) + part.place * shares_of(step.vocabulary) + part.share);
+}
+
+OUTRIDER_DEVICE FilteredRow filtered(const ChoiceStep& step, i64 place) {
+  if (!knows(step, place)) {
+    FilteredRow unknown = {};
+    unknown.fault = kIndexFault;
+    return unknown;
   }
-  const i64 token = draw_token(row, race_of(step, place, static_cast<u32>(purpose)));
-  if (thread_index() == 0) committed[place] = token;
+  return filter_row(step.row(place), step.vocabulary, step.shares_at(place), sampling_at(step, place),
+                    reinterpret_cast<Candidate*>(step.candidates) + place * kMostCandidates);
+}
+
+// The token that a row chooses, or what stands in its place. Every thread calls, and gets it.
+OUTRIDER_DEVICE i64 choose(const ChoiceStep& step, i64 place, u32 purpose) {
+  const FilteredRow row = filtered(step, place);
+  return row.fault == kNoFault ? draw_token(row, race_of(step, place, purpose)) : in_place_of_token(row.fault);
+}
+
+OUTRIDER_DEVICE void commit(const ChoiceStep& step, i64 place, u32 purpose, i64* committed, i64* status) {
+  const i64 token = choose(step, place, purpose);
+  if (thread_index() != 0) return;
+  if (fault_of(token) == kNoFault) {
+    committed[place] = token;
+  } else {
+    *status = fault_of(token);
+  }
+}
+
+OUTRIDER_KERNEL outrider_sample(const float* logits, const i64* logit_indices, const i64* positions, const i64* branch,
+                                const double* temperature, const i64* top_k, const double* top_p, const double* min_p,
+                                const i64* filter_order, const u64* seed, const i64* stream, i64* committed,
+                                u64* shares, u64* candidates, i64* status, u32* arrived, i64 vocabulary, i64 branches,
+                                i64 purpose) {
+  const SamplingSlots slots = {temperature, top_k, top_p, min_p, filter_order, seed, stream};
+  const ChoiceStep step = {logits, logit_indices, positions, branch, slots, shares, candidates, vocabulary, branches};
+  const Part part = own_part(vocabulary);
+  tell_part(step, part, static_cast<u32>(purpose), nullptr, shares);
+  if (!last_to_finish(arrived + part.place, shares_of(vocabulary))) return;
+  commit(step, part.place, static_cast<u32>(purpose), committed, status);
 }
 
 struct Outputs {
@@ -88,9 +137,9 @@ OUTRIDER_DEVICE i64 fault_of_step(const volatile i64* chosen, i64 count) {
   return fold(own, Largest());
 }
 
-// Thread 0 of one block. `chosen` holds each node's token, or its fault, and `next` the place of the child to go on at, or
-// kNobody. They were written by other blocks of this launch: read past this multiprocessor's own cache. `fault` is the
-// step's; the first one that the walk comes to is told where that has none.
+// Thread 0 of one block. `chosen` holds each node's token, or its fault, and `next` the place of the child to go on
+// at, or kNobody. They were written by other blocks of this launch: read past this multiprocessor's own cache.
+// `fault` is the step's; the first one that the walk comes to is told where that has none.
 OUTRIDER_DEVICE void walk(const Trees& trees, const volatile i64* chosen, const volatile i64* next, const Outputs& out,
                           i64 new_tokens, i64 most_trees, i64 fault) {
   for (i64 i = 0; i < trees.count; ++i) out.committed[i] = kNobody;
@@ -132,28 +181,116 @@ OUTRIDER_DEVICE i64 end_of_tree(const Trees& trees, i64 place) {
   return end;
 }
 
-OUTRIDER_KERNEL outrider_tree_accept(const float* logits, const i64* logit_indices, const i64* positions, const i64* branch,
-                                     const double* temperature, const i64* top_k, const double* top_p,
-                                     const double* min_p, const i64* filter_order, const u64* seed, const i64* stream, const i64* token_ids,
-                                     const i64* parent, i64* committed, i64* accepted_count, i64* kept_indices,
-                                     i64* kept_count, u64* scratch, i64* status, i64* chosen, i64* next, u32* counter,
+// What each node of the step would commit, and the place of the child to go on at, or kNobody.
+struct Nodes {
+  i64* chosen;
+  i64* next;
+};
+
+OUTRIDER_DEVICE void choose_node(const ChoiceStep& step, const Trees& trees, i64 place, u32 purpose,
+                                 const Nodes& nodes) {
+  const i64 token = choose(step, place, purpose);
+  if (thread_index() != 0) return;
+  nodes.chosen[place] = token;
+  nodes.next[place] = token < 0 ? kNobody : child_holding(trees, place, end_of_tree(trees, place), token);
+}
+
+OUTRIDER_KERNEL outrider_tree_accept(const float* logits, const i64* logit_indices, const i64* positions,
+                                     const i64* branch, const double* temperature, const i64* top_k,
+                                     const double* top_p, const double* min_p, const i64* filter_order, const u64* seed,
+                                     const i64* stream, const i64* token_ids, const i64* parent, i64* committed,
+                                     i64* accepted_count, i64* kept_indices, i64* kept_count, u64* shares,
+                                     u64* candidates, i64* status, i64* chosen, i64* next, u32* arrived, u32* counter,
                                      i64 vocabulary, i64 branches, i64 most_trees, i64 new_tokens, i64 purpose) {
   const SamplingSlots slots = {temperature, top_k, top_p, min_p, filter_order, seed, stream};
-  const ChoiceStep step = {logits, logit_indices, positions, branch, slots, scratch, vocabulary, branches};
-  const Trees trees = {logit_indices, block_count(), parent, token_ids};
-  const i64 place = block_index();
-  const FilteredRow row = filtered(step, place);
-  i64 token = in_place_of_token(row.fault);
-  if (row.fault == kNoFault) token = draw_token(row, race_of(step, place, static_cast<u32>(purpose)));
-  if (thread_index() == 0) {
-    chosen[place] = token;
-    next[place] = token < 0 ? kNobody : child_holding(trees, place, end_of_tree(trees, place), token);
-  }
-  if (!last_to_finish(counter)) return;
+  const ChoiceStep step = {logits, logit_indices, positions, branch, slots, shares, candidates, vocabulary, branches};
+  const Trees trees = {logit_indices, rows_of_launch(vocabulary), parent, token_ids};
+  const Part part = own_part(vocabulary);
+  tell_part(step, part, static_cast<u32>(purpose), nullptr, shares);
+  if (!last_to_finish(arrived + part.place, shares_of(vocabulary))) return;
+  choose_node(step, trees, part.place, static_cast<u32>(purpose), {chosen, next});
+  if (!last_to_finish(counter, trees.count)) return;
   const i64 of_step = fault_of_step(chosen, trees.count);
   if (thread_index() == 0) {
     const Outputs out = {committed, accepted_count, kept_indices, kept_count, status};
     walk(trees, chosen, next, out, new_tokens, most_trees, of_step);
+  }
+}
+
+// What a step drafted by sampling: a distribution for each place, and how branches go about it.
+struct Drafts {
+  const float* probabilities;
+  const i64* skip_sample_adjustment;
+  const i64* by_rejection;
+};
+
+// Whether a place's branch weighs what was drafted. By the other rule a node's child is the one that holds the target's
+// choice.
+OUTRIDER_DEVICE bool weighs(const ChoiceStep& step, const Drafts& drafts, i64 place) {
+  return knows(step, place) && drafts.by_rejection[step.branch[step.logit_indices[place]]] != 0;
+}
+
+// The drafter's distribution of the child that is weighed at a place, or null.
+OUTRIDER_DEVICE const float* weighed_against(const ChoiceStep& step, const Trees& trees, const Drafts& drafts,
+                                             i64 place) {
+  const i64 child = place + 1;
+  const bool has_child = weighs(step, drafts, place) && child < trees.count && parent_place(trees, child) == place;
+  return has_child ? drafts.probabilities + child * step.vocabulary : nullptr;
+}
+
+// Whether a row's shares hold what is no probability. Every thread calls, and gets it.
+OUTRIDER_DEVICE bool astray(const ChoiceStep& step, i64 place) {
+  const volatile Share* shares = step.shares_at(place);
+  i64 own = 0;
+  for (i64 s = thread_index(); s < shares_of(step.vocabulary); s += thread_count()) own |= shares[s].astray != 0 ? 1 : 0;
+  return fold(own, Largest()) != 0;
+}
+
+// `weighed` gets r and p / q of the child, or NaN.
+OUTRIDER_DEVICE void choose_link(const ChoiceStep& step, const Trees& trees, const Drafts& drafts, i64 place,
+                                 const Nodes& nodes, double* weighed) {
+  const FilteredRow row = filtered(step, place);
+  const i64 drafted = place + 1;
+  const float* q = weighed_against(step, trees, drafts, place);
+  const bool has_child = q != nullptr;
+  const i64 proposed = has_child ? trees.token_ids[trees.logit_indices[drafted]] : kNobody;
+  i64 fault = row.fault;
+  if (has_child && (astray(step, place) || proposed < 0 || proposed >= step.vocabulary)) fault = kIndexFault;
+  i64 token = in_place_of_token(fault);
+  i64 follows = kNobody;
+  double ratio = 0.0;
+  const u64 r = fault == kNoFault ? uniform_of(step, place, kForRejection) : 0;
+  if (fault == kNoFault && !has_child) {
+    token = draw_token(row, race_of(step, place, kForTarget));  // the bonus, or the choice
+    if (!weighs(step, drafts, place)) follows = child_holding(trees, place, end_of_tree(trees, place), token);
+  } else if (fault == kNoFault) {
+    const double scale = probability_scale(row.total());
+    const u64 p = target_probability(row.weight_at(proposed), scale);
+    const u64 q_own = draft_probability(q[proposed]);
+    ratio = p ? static_cast<double>(p) / static_cast<double>(q_own) : 0.0;
+    const RaceKey race = race_of(step, place, kForTarget);
+    if (accepts(r, p, q_own)) {
+      token = proposed;
+      follows = drafted;
+    } else {
+      u64 best = ~u64{0};
+      if (drafts.skip_sample_adjustment[step.branch[step.logit_indices[place]]] == 0) {
+        row.each([&](i64 id, u64 weight) {
+          const u64 rest = residual(target_probability(weight, scale), draft_probability(q[id]));
+          const u64 entry = rest != 0 ? finish(race, id, rest) : ~u64{0};
+          best = entry < best ? entry : best;
+        });
+        best = fold(best, Least());
+      }
+      // Where nothing is left, or nothing is to be adjusted, as if nothing had been drafted.
+      token = best != ~u64{0} ? static_cast<i64>(best & 0xffffffffu) : draw_token(row, race);
+    }
+  }
+  if (thread_index() == 0) {
+    nodes.chosen[place] = token;
+    nodes.next[place] = follows;
+    weighed[2 * place] = has_child ? draw_f64(r) : double_of(kNotANumber);
+    weighed[2 * place + 1] = has_child ? ratio : double_of(kNotANumber);
   }
 }
 
@@ -173,69 +310,22 @@ OUTRIDER_DEVICE void tell_trials(const Trees& trees, const volatile i64* next, c
 
 OUTRIDER_KERNEL outrider_chain_accept(const float* logits, const i64* logit_indices, const i64* positions,
                                       const i64* branch, const double* temperature, const i64* top_k,
-                                      const double* top_p, const double* min_p, const i64* filter_order, const u64* seed, const i64* stream,
-                                      const i64* token_ids, const i64* parent, const float* draft_probs,
-                                      const i64* skip_sample_adjustment, const i64* by_rejection, i64* committed,
-                                      i64* accepted_count, i64* kept_indices, i64* kept_count, double* trials,
-                                      u64* scratch, i64* status,
-                                      i64* chosen, i64* next, double* weighed, u32* counter, i64 vocabulary,
-                                      i64 branches, i64 most_trees, i64 new_tokens) {
+                                      const double* top_p, const double* min_p, const i64* filter_order,
+                                      const u64* seed, const i64* stream, const i64* token_ids, const i64* parent,
+                                      const float* draft_probs, const i64* skip_sample_adjustment,
+                                      const i64* by_rejection, i64* committed, i64* accepted_count, i64* kept_indices,
+                                      i64* kept_count, double* trials, u64* shares, u64* candidates, i64* status,
+                                      i64* chosen, i64* next, double* weighed, u32* arrived, u32* counter,
+                                      i64 vocabulary, i64 branches, i64 most_trees, i64 new_tokens) {
   const SamplingSlots slots = {temperature, top_k, top_p, min_p, filter_order, seed, stream};
-  const ChoiceStep step = {logits, logit_indices, positions, branch, slots, scratch, vocabulary, branches};
-  const Trees trees = {logit_indices, block_count(), parent, token_ids};
-  const i64 place = block_index();
-  const FilteredRow row = filtered(step, place);
-  const i64 drafted = place + 1;
-  // By the other rule, a node's child is the one that holds the target's choice, and nothing is weighed.
-  const bool weighs = row.fault != kIndexFault && by_rejection[branch[logit_indices[place]]] != 0;
-  const bool has_child = weighs && drafted < trees.count && parent_place(trees, drafted) == place;
-  const float* q = draft_probs + drafted * vocabulary;  // the child's
-  const i64 proposed = has_child ? token_ids[logit_indices[drafted]] : kNobody;
-  i64 fault = row.fault;
-  if (has_child) {
-    bool faulty = proposed < 0 || proposed >= vocabulary;
-    for (i64 i = thread_index(); i < vocabulary; i += thread_count()) faulty = faulty || !can_be_probability(q[i]);
-    if (fold(static_cast<i64>(faulty), Largest()) != 0) fault = kIndexFault;
-  }
-  i64 token = in_place_of_token(fault);
-  i64 follows = kNobody;
-  double ratio = 0.0;
-  const u64 r = fault == kNoFault ? uniform_of(step, place, kForRejection) : 0;
-  if (fault == kNoFault && !has_child) {
-    token = draw_token(row, race_of(step, place, kForTarget));  // the bonus, or the choice
-    if (!weighs) follows = child_holding(trees, place, end_of_tree(trees, place), token);
-  } else if (fault == kNoFault) {
-    const double scale = probability_scale(row.total);
-    const u64 own = row.weights ? row.weights[proposed] : proposed == row.best ? row.total : 0;
-    const u64 p = target_probability(own, scale);
-    const u64 q_own = draft_probability(q[proposed]);
-    ratio = p ? static_cast<double>(p) / static_cast<double>(q_own) : 0.0;
-    const RaceKey race = race_of(step, place, kForTarget);
-    if (accepts(r, p, q_own)) {
-      token = proposed;
-      follows = drafted;
-    } else {
-      token = draw_token(row, race);  // where nothing is left, or nothing is to be adjusted
-      if (skip_sample_adjustment[branch[logit_indices[place]]] == 0) {
-        u64* rest = step.scratch + place * vocabulary;
-        u64 own_total = 0;
-        for (i64 i = thread_index(); i < vocabulary; i += thread_count()) {
-          const u64 mass = row.weights ? row.weights[i] : i == row.best ? row.total : 0;
-          rest[i] = residual(target_probability(mass, scale), draft_probability(q[i]));
-          own_total += rest[i];
-        }
-        const u64 total = fold(own_total, Sum());  // and a barrier: all of the rest stands
-        if (total != 0) token = winner(rest, vocabulary, race);
-      }
-    }
-  }
-  if (thread_index() == 0) {
-    chosen[place] = token;
-    next[place] = follows;
-    weighed[2 * place] = has_child ? draw_f64(r) : double_of(kNotANumber);
-    weighed[2 * place + 1] = has_child ? ratio : double_of(kNotANumber);
-  }
-  if (!last_to_finish(counter)) return;
+  const ChoiceStep step = {logits, logit_indices, positions, branch, slots, shares, candidates, vocabulary, branches};
+  const Trees trees = {logit_indices, rows_of_launch(vocabulary), parent, token_ids};
+  const Drafts drafts = {draft_probs, skip_sample_adjustment, by_rejection};
+  const Part part = own_part(vocabulary);
+  tell_part(step, part, kForTarget, weighed_against(step, trees, drafts, part.place), shares);
+  if (!last_to_finish(arrived + part.place, shares_of(vocabulary))) return;
+  choose_link(step, trees, drafts, part.place, {chosen, next}, weighed);
+  if (!last_to_finish(counter, trees.count)) return;
   const i64 of_step = fault_of_step(chosen, trees.count);
   if (thread_index() == 0) {
     const Outputs out = {committed, accepted_count, kept_indices, kept_count, status};

@@ -1,14 +1,18 @@
 // The best of a list in the order of the list, by a block of threads, however many they are.
 #pragma once
 
-#include "row_choice.h"
+#include "fold.h"
+#include "select.h"
 
 namespace outrider {
 
 // The places of the `count` largest of `size` values, ascending; of equals the first ones. Every thread calls, and what
 // it has written is visible to the others behind a barrier.
 OUTRIDER_DEVICE void find_best_places(const float* values, i64 size, i64 count, i64* places) {
-  const i32 cut = top_k_key(values, size, count);
+  const auto each = [&](const auto& visit) {
+    for (i64 i = thread_index(); i < size; i += thread_count()) visit(order_key(values[i]));
+  };
+  const i32 cut = kth_largest_key(each, count);
   const Stretch stretch = own_stretch(size);
   i64 own_above = 0;
   i64 own_at_cut = 0;

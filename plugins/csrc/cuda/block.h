@@ -10,6 +10,7 @@
 
 #define OUTRIDER_KERNEL extern "C" __global__ void
 #define OUTRIDER_DEVICE __device__ inline
+#define OUTRIDER_OUTLINED __device__ __noinline__ inline  // long code of several kernels, compiled once
 #define OUTRIDER_SHARED __shared__
 
 namespace outrider {
@@ -24,6 +25,13 @@ OUTRIDER_DEVICE void add(u64* to, u64 value) { atomicAdd(to, value); }
 OUTRIDER_DEVICE void add(u32* to, u32 value) { atomicAdd(to, value); }
 OUTRIDER_DEVICE u32 count_up(u32* counter) { return atomicAdd(counter, 1u); }
 
+struct alignas(16) Quad {
+  float value[4];
+};
+
+// The floats at `from`, a multiple of 16 bytes: one load.
+OUTRIDER_DEVICE Quad load_quad(const float* from) { return *reinterpret_cast<const Quad*>(from); }
+
 }  // namespace outrider
 
 #else
@@ -36,13 +44,14 @@ namespace outrider {
 
 constexpr int kMostThreads = 512;
 
-// Whether this block is the last of its launch to come here; what the others wrote before is visible to it then.
-OUTRIDER_DEVICE bool last_to_finish(u32* counter) {
+// Whether this block is the last of `blocks` that come here with this counter, which is zero before the first one; what
+// the others wrote before is visible to it then.
+OUTRIDER_DEVICE bool last_to_finish(u32* counter, i64 blocks) {
   OUTRIDER_SHARED bool last;
   publish();
   barrier();
   if (thread_index() == 0) {
-    last = count_up(counter) + 1 == static_cast<u32>(block_count());
+    last = count_up(counter) + 1 == static_cast<u32>(blocks);
     if (last) *counter = 0;  // for the next launch
   }
   barrier();

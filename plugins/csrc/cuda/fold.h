@@ -5,20 +5,27 @@
 
 namespace outrider {
 
-// `combine` is associative and commutative: here, of integers, so that the order leaves no trace.
+OUTRIDER_DEVICE u64* fold_memory() {  // one for everything that a kernel folds
+  OUTRIDER_SHARED u64 values[kMostThreads];
+  return values;
+}
+
+// `combine` is associative and commutative: `T` is an integer, so that the order leaves no trace.
 template <typename T, typename Combine>
 OUTRIDER_DEVICE T fold(T own, Combine combine) {
-  OUTRIDER_SHARED T values[kMostThreads];
+  u64* values = fold_memory();
   const i64 self = thread_index();
-  values[self] = own;
+  values[self] = static_cast<u64>(own);
   barrier();
   for (i64 width = thread_count(); width > 1;) {
     const i64 half = (width + 1) / 2;
-    if (self + half < width) values[self] = combine(values[self], values[self + half]);
+    if (self + half < width) {
+      values[self] = static_cast<u64>(combine(static_cast<T>(values[self]), static_cast<T>(values[self + half])));
+    }
     width = half;
     barrier();
   }
-  const T result = values[0];
+  const T result = static_cast<T>(values[0]);
   barrier();  // before anyone writes again
   return result;
 }
@@ -46,7 +53,7 @@ struct Least {
 
 // The sum of `own` over the threads before this one.
 OUTRIDER_DEVICE u64 sum_before(u64 own) {
-  OUTRIDER_SHARED u64 values[kMostThreads];
+  u64* values = fold_memory();
   values[thread_index()] = own;
   barrier();
   u64 before = 0;

@@ -1,11 +1,11 @@
-// The choice of a token by a block of threads: the rule of ../choice.h, on one row of logits.
+// The choice of a token by a block of threads, of a row that many blocks have told of: the rule of ../choice.h.
 //
-// Weights are integers, so that blocks of any size choose as the CPU does. They stand in scratch memory, one for each
-// token, zero where the filters drop it.
+// Weights are integers, so that blocks of any size and number choose as the CPU does. What the shares tell of the row
+// is used to leave out what cannot be chosen, never to weigh what can: their least times and masses are bounds, with
+// a margin for all that was rounded, and where these leave a choice open, logits are weighed until it is decided.
 #pragma once
 
-#include "../race.h"
-#include "fold.h"
+#include "candidates.h"
 
 namespace outrider {
 
@@ -14,152 +14,241 @@ constexpr i64 kNanFault = 1;
 constexpr i64 kMaskedFault = 2;
 constexpr i64 kIndexFault = 3;
 
-constexpr i32 kInfinityKey = 0x7f800000;
+OUTRIDER_DEVICE bool limits(const Sampling& sampling, i64 size) { return sampling.top_k > 0 && sampling.top_k < size; }
 
-// What the filters leave of a row. `weights` may be null where the row is greedy: all weight is on `best` then.
+OUTRIDER_DEVICE bool cuts_at_one(const Sampling& sampling) {
+  return (sampling.top_p < 1.0 || sampling.min_p > 0.0) && sampling.filter_order == kTemperatureLast;
+}
+
+OUTRIDER_DEVICE Wanted wanted_of(const Sampling& sampling, i64 size) {
+  const bool drawn = sampling.temperature != 0.0 && !limits(sampling, size);
+  const bool nucleus = sampling.top_p < 1.0;
+  return {drawn && !nucleus, drawn && nucleus, sampling.temperature, cuts_at_one(sampling) ? 1.0 : sampling.temperature};
+}
+
+// What the filters leave of a row.
 struct FilteredRow {
-  u64* weights;
-  i64 size;
-  u64 total;
-  i64 best;
+  Row row;
+  double heat;         // the temperature at which weights are cut
+  double temperature;  // that at which they race
+  i32 least_key;       // of a logit that top-k keeps
+  u64 cut;             // the least weight that is kept, 1 or more
+  Candidates kept;     // a list has final weights, some 0; one token where the row is greedy
+  bool everywhere;     // nobody looked for candidates: any token may be kept
+  bool greedy;
   i64 fault;
+
+  // The weight with which a token races.
+  OUTRIDER_DEVICE u64 weight_of(float logit) const {
+    if (order_key(logit) < least_key) return 0;
+    const u64 own = weighed(logit, row.top, heat);
+    if (own < cut) return 0;
+    return heat == temperature ? own : weighed(logit, row.top, temperature);
+  }
+
+  OUTRIDER_DEVICE u64 weight_at(i64 token) const {
+    if (greedy) return token == kept.list[0].token ? kept.list[0].weight : 0;
+    return weight_of(row.logits[token]);
+  }
+
+  // Calls `visit` with every kept token of this thread, and the weight with which it races.
+  template <typename Visit>
+  OUTRIDER_DEVICE void each(const Visit& visit) const {
+    if (!everywhere && kept.listed()) {
+      for (i64 i = thread_index(); i < kept.count; i += thread_count()) {
+        if (kept.list[i].weight != 0) visit(kept.list[i].token, kept.list[i].weight);
+      }
+    } else {
+      each_in(0, row.groups(), visit);
+    }
+  }
+
+  // The same of the groups [begin, end), whatever the list holds.
+  template <typename Visit>
+  OUTRIDER_DEVICE void each_in(i64 begin, i64 end, const Visit& visit) const {
+    row.each_token(begin, end, kept.floor, [&](i64 token, float logit) {
+      const u64 own = weight_of(logit);
+      if (own != 0) visit(token, own);
+    });
+  }
+
+  // The sum of all weights. Every thread calls, and gets it.
+  OUTRIDER_DEVICE u64 total() const {
+    u64 own = 0;
+    each([&](i64, u64 weight) { own += weight; });
+    return fold(own, Sum());
+  }
 };
 
-// The k-th largest order key of a row, by its bytes from the highest down.
-OUTRIDER_DEVICE i32 top_k_key(const float* logits, i64 size, i64 k) {
-  OUTRIDER_SHARED u32 counts[256];
-  OUTRIDER_SHARED u32 found;      // the leading bytes of the key
-  OUTRIDER_SHARED i64 remaining;  // its rank among those that share them
-  if (thread_index() == 0) {
-    found = 0;
-    remaining = k;
+// Bounds of the sum of a row's weights: of each share's mass, scaled, and up to a unit for each of its logits.
+struct Bounds {
+  u64 low;
+  u64 high;
+};
+
+OUTRIDER_DEVICE Bounds bounds_of_total(const Row& row, double heat) {
+  constexpr int kToFraction = 13;  // of units of 2^-40, to units of 2^-53
+  constexpr int kMargin = 36;      // far more than the rounding of three exponentials
+  u64 own_low = 0;
+  u64 own_high = 0;
+  for (i64 s = thread_index(); s < shares_of(row.size); s += thread_count()) {
+    const u64 scale = weighed(logit_of(row.shares[s].top), row.top, heat);
+    if (scale == 0) continue;  // and so is every weight of this share
+    const u64 mass = row.shares[s].mass;
+    const u64 low = ceil_share(scale << kToFraction, mass);
+    own_low += low > kShare + 1 ? low - kShare - 1 : 0;
+    own_high += ceil_share((scale + 1) << kToFraction, mass + kShare);
   }
-  for (int shift = 24; shift >= 0; shift -= 8) {
-    for (i64 i = thread_index(); i < 256; i += thread_count()) counts[i] = 0;
-    barrier();
-    const u32 prefix = found;
-    for (i64 i = thread_index(); i < size; i += thread_count()) {
-      const u32 key = static_cast<u32>(order_key(logits[i])) ^ 0x80000000u;
-      const bool shares = shift == 24 || (key >> (shift + 8)) == (prefix >> (shift + 8));
-      if (shares) add(&counts[(key >> shift) & 255u], 1u);
-    }
-    barrier();
-    if (thread_index() == 0) {
-      u32 digit = 255;
-      while (static_cast<i64>(counts[digit]) < remaining) remaining -= counts[digit--];
-      found |= digit << shift;
-    }
-    barrier();
-  }
-  const i32 key = static_cast<i32>(found ^ 0x80000000u);
-  barrier();
-  return key;
+  const u64 low = fold(own_low, Sum());
+  const u64 high = fold(own_high, Sum());
+  return {low - (low >> kMargin), high + (high >> kMargin) + 1};
 }
 
-// The largest weight c such that the weights of at least c add up to `need` (1 or more) or more, by its digits.
-OUTRIDER_DEVICE u64 nucleus_cut(const u64* weights, i64 size, u64 need) {
-  constexpr int kDigit = 7;
-  constexpr int kDigits = 1 << kDigit;
-  OUTRIDER_SHARED u64 sums[kDigits];
-  OUTRIDER_SHARED u64 found;
-  OUTRIDER_SHARED u64 above;
-  if (thread_index() == 0) found = above = 0;
-  for (int shift = 5 * kDigit; shift >= 0; shift -= kDigit) {  // weights have 41 bits
-    for (i64 i = thread_index(); i < kDigits; i += thread_count()) sums[i] = 0;
-    barrier();
-    const u64 prefix = found;
-    for (i64 i = thread_index(); i < size; i += thread_count()) {
-      const u64 w = weights[i];
-      if (w != 0 && (w >> (shift + kDigit)) == (prefix >> (shift + kDigit))) add(&sums[(w >> shift) & (kDigits - 1)], w);
-    }
-    barrier();
-    if (thread_index() == 0) {
-      u64 digit = kDigits - 1;
-      while (digit > 0 && above + sums[digit] < need) above += sums[digit--];
-      found |= digit << shift;
-    }
-    barrier();
-  }
-  const u64 cut = found;
-  barrier();
-  return cut;
+OUTRIDER_DEVICE u64 need_of(double top_p, u64 total) {
+  const u64 need = nucleus_need(top_p, total);
+  return need > 0 ? need : 1;
 }
 
-// Filters a row; `weights` `[size]` is scratch. Every thread gets the same answer.
-OUTRIDER_DEVICE FilteredRow filter_row(const float* logits, i64 size, const Sampling& sampling, u64* weights) {
-  i32 own_top = -0x7fffffff - 1;
-  i32 own_abs = 0;
-  for (i64 i = thread_index(); i < size; i += thread_count()) {
-    const i32 key = order_key(logits[i]);
-    const i32 abs = bits_of(logits[i]) & 0x7fffffff;
-    own_top = key > own_top ? key : own_top;
-    own_abs = abs > own_abs ? abs : own_abs;
+// Looks for the tokens that top-k and top-p keep, among those that reach the largest logits of the best groups. Of
+// top-k these are as many groups as tokens; of top-p alone ever more, until no other token can be in the nucleus.
+// Sets the candidates, the least key and the cut.
+OUTRIDER_DEVICE void narrow(FilteredRow& filtered, const Sampling& sampling, Candidate* list) {
+  constexpr i64 kFirstGroups = 256;
+  constexpr i64 kLastGroups = 2048;  // then all of them
+  const Row& row = filtered.row;
+  const bool limited = limits(sampling, row.size);
+  const bool nucleus = sampling.top_p < 1.0;
+  bool complete = limited;  // whether no other token counts
+  bool added_up = limited;  // whether the sum of weights is to be known, not its bounds
+  Bounds total = nucleus && !limited ? bounds_of_total(row, filtered.heat) : Bounds{0, 0};
+  for (i64 groups = limited ? sampling.top_k : kFirstGroups;; groups *= 2) {
+    if (!limited && (groups > kLastGroups || groups > row.groups())) complete = true;
+    const i32 floor = complete && !limited ? kLeastFinite : row.floor_of(groups);
+    filtered.kept = find_candidates(row, floor, filtered.heat, limited, list);
+    if (limited) {
+      filtered.least_key = kth_largest_key(
+          [&](const auto& visit) {
+            each_candidate(row, filtered.kept, filtered.heat, [&](float logit, u64) { visit(order_key(logit)); });
+          },
+          groups);
+    }
+    if (!nucleus) return;
+    // Weights above it are those of candidates: what lies below the floor weighs less, or one unit more by rounding.
+    const u64 reach = weighed(logit_of(floor), row.top, filtered.heat) + 1;
+    const auto weights = [&](const Candidates& candidates, const auto& visit) {
+      each_candidate(row, candidates, filtered.heat, [&](float logit, u64 weight) {
+        if (order_key(logit) >= filtered.least_key) visit(weight);
+      });
+    };
+    for (;;) {
+      if (added_up) {
+        u64 own = 0;
+        weights(complete ? filtered.kept : every_token(list), [&](u64 weight) { own += weight; });
+        total.low = total.high = fold(own, Sum());
+      }
+      const Cut cut = cut_reaching([&](const auto& visit) { weights(filtered.kept, visit); },
+                                   need_of(sampling.top_p, total.high));
+      if (!complete && cut.weight <= reach) break;
+      filtered.cut = cut.weight;
+      if (cut.above < need_of(sampling.top_p, total.low)) return;  // the same cut wherever between its bounds the sum is
+      added_up = true;
+    }
+  }
+}
+
+// Filters a row; `list` `[kMostCandidates]` is scratch. Every thread calls, and gets the same.
+OUTRIDER_OUTLINED FilteredRow filter_row(const float* logits, i64 size, const Share* shares, const Sampling& sampling,
+                                       Candidate* list) {
+  const volatile Share* told = shares;
+  i32 own_top = -kNanKey - 1;
+  for (i64 s = thread_index(); s < shares_of(size); s += thread_count()) {
+    own_top = told[s].top > own_top ? told[s].top : own_top;
   }
   const i32 top_key = fold(own_top, Largest());
-  const i32 largest_abs = fold(own_abs, Largest());
-  if (largest_abs > kInfinityKey) return {nullptr, size, 0, 0, kNanFault};
-  if (top_key == ~kInfinityKey) return {nullptr, size, 0, 0, kMaskedFault};
-  if (sampling.temperature == 0.0) {
+  const double heat = cuts_at_one(sampling) ? 1.0 : sampling.temperature;
+  const Row row = {logits, size, told, logit_of(top_key)};
+  const bool greedy = sampling.temperature == 0.0;
+  FilteredRow filtered = {row, heat, sampling.temperature, kMinusInfinityKey, 1, every_token(list), true,
+                          greedy, kNoFault};
+  if (top_key > kInfinityKey) filtered.fault = kNanFault;
+  if (top_key == kMinusInfinityKey) filtered.fault = kMaskedFault;
+  if (filtered.fault != kNoFault) return filtered;
+  if (greedy) {
     i64 own_first = size;
-    for (i64 i = thread_index(); i < size; i += thread_count()) {
-      if (order_key(logits[i]) == top_key && i < own_first) own_first = i;
-    }
-    return {nullptr, size, u64{1} << 40, fold(own_first, Least()), kNoFault};
+    row.each_token(0, row.groups(), top_key,
+                   [&](i64 token, float) { own_first = token < own_first ? token : own_first; });
+    const i64 first = fold(own_first, Least());
+    if (first == size) filtered.fault = kNanFault;  // its shares tell of another row
+    if (thread_index() == 0) list[0] = {static_cast<u64>(kWeightOne), static_cast<i32>(first), row.top};
+    filtered.kept.count = 1;
+    filtered.everywhere = false;
+    barrier();
+    return filtered;
   }
-  const float top = logit_of(top_key);
-  const bool limited = sampling.top_k > 0 && sampling.top_k < size;
-  const i32 least_key = limited ? top_k_key(logits, size, sampling.top_k) : -0x7fffffff - 1;
-  const bool nucleus = sampling.top_p < 1.0;
-  const bool cuts = nucleus || sampling.min_p > 0.0;
-  const bool again = cuts && sampling.filter_order == kTemperatureLast;
-  const double heat = again ? 1.0 : sampling.temperature;
-  u64 own_total = 0;
-  for (i64 i = thread_index(); i < size; i += thread_count()) {
-    weights[i] = order_key(logits[i]) >= least_key ? weight(logits[i], top, heat) : 0;
-    own_total += weights[i];
-  }
-  u64 total = fold(own_total, Sum());  // and a barrier: every weight stands
-  if (cuts) {
-    u64 cut = least_share(sampling.min_p);
-    if (nucleus) {
-      const u64 need = nucleus_need(sampling.top_p, total);
-      const u64 of_nucleus = nucleus_cut(weights, size, need > 0 ? need : 1);
-      cut = of_nucleus > cut ? of_nucleus : cut;
+  const u64 least = least_share(sampling.min_p);
+  filtered.everywhere = wanted_of(sampling, size).times;
+  if (!filtered.everywhere) narrow(filtered, sampling, list);
+  filtered.cut = filtered.cut > least ? filtered.cut : least;
+  filtered.cut = filtered.cut > 0 ? filtered.cut : 1;
+  if (!filtered.everywhere && filtered.kept.listed()) {
+    for (i64 i = thread_index(); i < filtered.kept.count; i += thread_count()) {
+      list[i].weight = filtered.weight_of(list[i].logit);
     }
-    own_total = 0;
-    for (i64 i = thread_index(); i < size; i += thread_count()) {
-      const bool kept = weights[i] != 0 && weights[i] >= cut;
-      weights[i] = !kept ? 0 : again ? weight(logits[i], top, sampling.temperature) : weights[i];
-      own_total += weights[i];
-    }
-    total = fold(own_total, Sum());
+    barrier();
   }
-  return {weights, size, total, 0, kNoFault};
+  return filtered;
 }
 
-// The token of a row of weights, some more than 0, that wins the race. Every thread gets it.
-OUTRIDER_DEVICE i64 winner(const u64* weights, i64 size, const RaceKey& key) {
-  u64 own = ~u64{0};  // a time and its token: bits of positive floats order as the floats do
-  for (i64 quad = thread_index(); quad * kRacers < size; quad += thread_count()) {
-    const i64 first = quad * kRacers;
-    const int count = static_cast<int>(size - first < kRacers ? size - first : kRacers);
-    bool some = false;
-    for (int i = 0; i < count; ++i) some = some || weights[first + i] != 0;
-    if (!some) continue;
-    const PhiloxBlock block = race_block(key, static_cast<u32>(quad));
-    for (int i = 0; i < count; ++i) {
-      if (weights[first + i] == 0) continue;
-      const u64 time = static_cast<u32>(bits_of(race_time(block.word[i], weights[first + i])));
-      const u64 entry = (time << 32) | static_cast<u64>(first + i);
-      own = entry < own ? entry : own;
-    }
-  }
-  return static_cast<i64>(fold(own, Least()) & 0xffffffffu);
+// A time and its token: bits of positive floats order as the floats do, and of equal times the lower token wins.
+OUTRIDER_OUTLINED u64 finish(RaceKey race, i64 token, u64 weight) {
+  const PhiloxBlock block = race_block(race, static_cast<u32>(token / kRacers));
+  const u64 time = static_cast<u32>(bits_of(race_time(block.word[token % kRacers], weight)));
+  return (time << 32) | static_cast<u64>(token);
 }
 
-// The token that a race chooses from a row without a fault.
-OUTRIDER_DEVICE i64 draw_token(const FilteredRow& row, const RaceKey& key) {
-  return row.weights ? winner(row.weights, row.size, key) : row.best;
+// The race of a row without candidates: share after share, from the one on that may have the least time, until none can
+// have less than the best.
+OUTRIDER_DEVICE u64 race_by_shares(const FilteredRow& filtered, const RaceKey& race) {
+  constexpr float kMargin = 1.0f - 0x1p-10f;  // far more than the rounding of times and of their scale
+  const Row& row = filtered.row;
+  u64 best = ~u64{0};
+  for (u64 from = 0;;) {
+    u64 own = ~u64{0};  // a least time and its share
+    for (i64 s = thread_index(); s < shares_of(row.size); s += thread_count()) {
+      const float top = logit_of(row.shares[s].top);
+      const float x = static_cast<float>(scaled_gap(top, row.top, filtered.temperature));
+      const u64 heaviest = weighed(top, row.top, filtered.heat) + 1;  // whatever is rounded
+      if (heaviest < filtered.cut || !(x >= kFarthest)) continue;
+      const float time = row.shares[s].least_time / shared_exp(x) * (kMargin * 0x1p-40f);
+      const u64 entry = (static_cast<u64>(static_cast<u32>(bits_of(time))) << 32) | static_cast<u64>(s);
+      if (entry >= from && entry < own) own = entry;
+    }
+    const u64 next = fold(own, Least());
+    if (next == ~u64{0} || (next >> 32) > (best >> 32)) return best;
+    const i64 begin = static_cast<i64>(next & 0xffffffffu) * kGroups;
+    const i64 end = begin + kGroups < row.groups() ? begin + kGroups : row.groups();
+    filtered.each_in(begin, end, [&](i64 token, u64 weight) {
+      const u64 entry = finish(race, token, weight);
+      best = entry < best ? entry : best;
+    });
+    best = fold(best, Least());
+    from = next + 1;
+  }
+}
+
+// The token that a race chooses from a row without a fault. Every thread calls, and gets it.
+OUTRIDER_OUTLINED i64 draw_token(const FilteredRow& filtered, const RaceKey& race) {
+  u64 best = ~u64{0};
+  if (filtered.everywhere) {
+    best = race_by_shares(filtered, race);
+  } else {
+    filtered.each([&](i64 token, u64 weight) {
+      const u64 entry = finish(race, token, weight);
+      best = entry < best ? entry : best;
+    });
+    best = fold(best, Least());
+  }
+  return static_cast<i64>(best & 0xffffffffu);
 }
 
 }  // namespace outrider

@@ -58,7 +58,7 @@ OUTRIDER_KERNEL outrider_tree_expand(const float* logits, const float* score, co
     token[node * top_k + i] = index_of(best[i]);
     candidate_score[node * top_k + i] = child_score(score[node], log_prob);
   }
-  if (!last_to_finish(counter)) return;
+  if (!last_to_finish(counter, block_count())) return;
   for (i64 t = 0; t < block_count() / nodes; ++t) {
     choose_frontier(candidate_score + t * nodes * top_k, nodes * top_k, top_k, frontier + t * top_k);
   }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,10 @@ from plugins.cuda.compile import SOURCES
 from plugins.cuda.launches import STATUS
 
 HERE = Path(__file__).resolve().parent
+
+
+ORDERS = ("shuffled", "first to last", "last to first")
+"""Orders in which the blocks of a launch may run, as the library numbers them."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +55,25 @@ def compile_emulator(library: Path) -> None:
 
 
 class Emulator:
-    """The library, and ops bound to arrays as `plugins.native.create` binds them."""
+    """A library of kernels, of sources or of PTX, and ops bound to arrays as `plugins.native.create` binds them."""
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
         self._library.emulate.argtypes = [
             ctypes.c_char_p, ctypes.c_longlong, ctypes.c_longlong, ctypes.c_void_p, ctypes.c_uint,
         ]  # fmt: skip
+        if hasattr(self._library, "race"):  # kernels as PTX, of which every access is watched
+            self._library.race.restype = ctypes.c_char_p
         self._launches = 0
+
+    @contextmanager
+    def blocks_in_order(self, order: str) -> Iterator[None]:
+        """Launches within run their blocks in one of ORDERS; others, shuffled."""
+        self._library.set_order(ORDERS.index(order))
+        try:
+            yield
+        finally:
+            self._library.set_order(0)
 
     def create(
         self,
@@ -90,3 +106,4 @@ class Emulator:
         code = self._library.emulate(kernel.encode(), blocks, threads, parameters, self._launches)
         assert code != 1, f"the emulator has no kernel {kernel}"
         assert code != 2, f"not every thread of a block of {kernel} comes to the same barriers"
+        assert code != 3, f"a race in {self._library.race().decode()}"

@@ -1,0 +1,43 @@
+"""The kernels as NVRTC compiles them, on a machine without a GPU: their PTX, translated to C++ and run as fibers.
+
+The emulator of sources (`tests/plugins/emulator`) shows that what we wrote is right; this one, that what NVRTC made of
+it is, and that no thread relies on an order which nothing keeps. **Start reading** at `translate.py`.
+
+    parse.py         PTX as data
+    translate.py     functions and instructions as C++
+    arithmetic.h     what instructions calculate
+    machine.h        what translated code runs on
+    races.h          the watch on memory
+    library.h        the kernels as a library, with the entries of the emulator of sources
+
+An instruction that the translator does not know is an error that names it: then teach it the instruction.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from plugins.cuda.compile import SOURCES
+from plugins.tensorrt.compile import compile_ptx
+from tests.plugins.emulator import HERE as EMULATOR
+from tests.plugins.ptx.parse import parse
+from tests.plugins.ptx.translate import translate
+
+HERE = Path(__file__).resolve().parent
+
+
+KERNELS = '#include "kernels.cu"\n'
+
+
+def compile_translated(library: Path, source: str = KERNELS, headers: Path = SOURCES) -> None:
+    """Compile the kernels of `source` with NVRTC, and their PTX for the CPU, into the shared library `library`.
+
+    `headers` is the folder of what `source` includes. Raises UnknownPtxError.
+    """
+    code = library.with_suffix(".cc")
+    code.write_text(translate(parse(compile_ptx(source, "translated", headers=headers))), encoding="utf-8")
+    flags = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared"]
+    flags.append("-fno-gnu-unique")  # libraries of several kernels in one process have a machine each
+    includes = [f"-I{path}" for path in (HERE, EMULATOR)]
+    subprocess.run(["g++", *flags, *includes, str(code), "-o", str(library)], check=True)

@@ -1,0 +1,48 @@
+// The kernels as a library with the entries of the emulator of sources (../emulator/emulator.cc). Included once, behind the
+// translated functions, with PTX_KERNELS: names, code, and numbers of parameters.
+#pragma once
+
+#include <map>
+#include <string>
+
+namespace ptx {
+
+struct Kernel {
+  Code code;
+  int parameters;
+};
+
+inline const std::map<std::string, Kernel>& kernels() {
+  static const std::map<std::string, Kernel> all = {PTX_KERNELS};
+  return all;
+}
+
+}  // namespace ptx
+
+extern "C" int parameters(const char* kernel) {
+  const auto found = ptx::kernels().find(kernel);
+  return found == ptx::kernels().end() ? -1 : found->second.parameters;
+}
+
+extern "C" void set_order(int order) { ptx::machine.order = static_cast<emulator::Order>(order); }
+
+// The first race of the last launch, as a sentence.
+extern "C" const char* race() { return ptx::machine.races.found().c_str(); }
+
+// 0, or 1 for an unknown kernel, 2 for a barrier that not every thread of a block comes to, 3 for a race.
+extern "C" int emulate(const char* kernel, long long blocks, long long threads, void** params, unsigned seed) {
+  using ptx::machine;
+  const auto found = ptx::kernels().find(kernel);
+  if (found == ptx::kernels().end()) return 1;
+  machine.races.launch_starts(kernel, blocks, threads);
+  const auto block_starts = [seed] {
+    machine.shared.assign(ptx::kSharedBytes, static_cast<char>(seed * 0x9du + 0x35u));  // whatever is there
+    machine.races.block_starts();
+  };
+  const bool whole = machine.grid.run(
+      blocks, threads, seed, machine.order,
+      [&] { found->second.code(nullptr, reinterpret_cast<char**>(params)); }, block_starts,
+      [] { machine.races.interval_starts(); });
+  if (!whole) return 2;
+  return machine.races.found().empty() ? 0 : 3;
+}

@@ -1,0 +1,75 @@
+// What translated PTX runs on: the memory of a block, a watch on every access, barriers.
+//
+// A kernel, or a function that kernels call, gets the address of its result and those of its parameters. Addresses of shared
+// memory are offsets in the block's, as on a GPU; all others are addresses of this process.
+#pragma once
+
+#include <cstdlib>
+#include <vector>
+
+#include "arithmetic.h"
+#include "races.h"
+
+namespace ptx {
+
+struct Machine {
+  emulator::Grid grid;
+  Races races;
+  std::vector<char> shared;
+  emulator::Order order = emulator::kShuffled;
+
+  const emulator::Place& place() const { return grid.place(); }
+
+  char* shared_at(uint64_t offset) {
+    if (offset >= shared.size()) std::abort();
+    return shared.data() + offset;
+  }
+};
+
+inline Machine machine;
+
+enum class Space { kShared, kGlobal, kPrivate };  // the last: of a thread, or of a call
+
+template <Space space>
+char* place_of(uint64_t address) {
+  return space == Space::kShared ? machine.shared_at(address) : reinterpret_cast<char*>(address);
+}
+
+// `bytes`: what the address must be a multiple of: of a vector's first element, the size of the vector.
+template <typename T, Space space>
+__attribute__((noinline)) T load(uint64_t address, size_t bytes) {
+  char* from = place_of<space>(address);
+  if (reinterpret_cast<uintptr_t>(from) % bytes != 0) std::abort();  // as a GPU would
+  if (space != Space::kPrivate) machine.races.loads(machine.place(), from, space == Space::kShared);
+  T value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+template <typename T, Space space>
+__attribute__((noinline)) void store(uint64_t address, T value) {
+  char* to = place_of<space>(address);
+  if (space != Space::kPrivate) {
+    uint64_t bits = 0;
+    std::memcpy(&bits, &value, sizeof value);
+    machine.races.stores(machine.place(), to, space == Space::kShared, bits);
+  }
+  std::memcpy(to, &value, sizeof value);
+}
+
+template <typename T, Space space>
+__attribute__((noinline)) T add_atomically(uint64_t address, T value) {
+  char* at = place_of<space>(address);
+  machine.races.counts(machine.place(), at, space == Space::kShared);
+  T before;
+  std::memcpy(&before, at, sizeof before);
+  const T after = static_cast<T>(before + value);
+  std::memcpy(at, &after, sizeof after);
+  return before;
+}
+
+inline uint64_t address_of(const void* memory) { return reinterpret_cast<uint64_t>(memory); }
+
+using Code = void (*)(char* result, char** parameters);
+
+}  // namespace ptx

@@ -1,0 +1,318 @@
+"""PTX functions as C++ functions: an instruction becomes a statement."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from tests.plugins.ptx.parse import CallMemory, Function, Instruction, Label, Module, Scope, UnknownPtxError, bytes_of
+
+TYPES = {
+    "pred": "bool", "f32": "float", "f64": "double",
+    **{f"{sign}{bits}": f"{name}{bits}_t" for bits in (8, 16, 32, 64)
+       for sign, name in (("u", "uint"), ("b", "uint"), ("s", "int"))},
+}  # fmt: skip
+_SPACES = {
+    "shared": "Space::kShared",
+    "global": "Space::kGlobal",
+    "local": "Space::kPrivate",
+    "param": "Space::kPrivate",
+}
+_SPECIAL = {
+    "%tid.x": "machine.place().thread", "%ntid.x": "machine.place().threads", "%ctaid.x": "machine.place().block",
+    "%nctaid.x": "machine.place().blocks",
+}  # fmt: skip
+_COMPARED = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_INFIX = {"and": "&", "or": "|", "xor": "^"}
+
+
+def translate(module: Module) -> str:
+    """Return the functions of `module` as C++, and the table of its kernels.
+
+    Raises UnknownPtxError, with what nobody has taught the translator.
+    """
+    offsets, end = {}, 0
+    for memory in module.shared:
+        end = -(-end // memory.align) * memory.align
+        offsets[memory.name] = end
+        end += memory.size
+    names = {function.name for function in module.functions}
+    declared = "".join(f"void {_identifier(name)}(char* result, char** parameters);\n" for name in sorted(names))
+    bodies = "\n".join(_Body(function, offsets, names).code() for function in module.functions)
+    kernels = ", ".join(
+        f'{{"{function.name}", {{{_identifier(function.name)}, {len(function.parameters)}}}}}'
+        for function in module.functions
+        if function.entry
+    )
+    return (
+        '#include "machine.h"\n\nnamespace ptx {\nnamespace {\n\n'
+        f"constexpr size_t kSharedBytes = {end};\n{declared}\n"
+        f'{bodies}\n}}  // namespace\n}}  // namespace ptx\n\n#define PTX_KERNELS {kernels}\n#include "library.h"\n'
+    )
+
+
+def _identifier(name: str) -> str:
+    return "f_" + re.sub(r"\W", "_", name)
+
+
+def _register(name: str) -> str:
+    return "r_" + re.sub(r"\W", "_", name.lstrip("%"))
+
+
+def _unsigned(ptx_type: str) -> str:
+    """The type in which overflow wraps around."""
+    return ptx_type.replace("s", "u") if ptx_type[0] == "s" else ptx_type
+
+
+class _Body:
+    def __init__(self, function: Function, shared: dict[str, int], names: set[str]) -> None:
+        self._function, self._shared, self._names = function, shared, names
+        self._local = {memory.name for memory in function.local}
+        self._called = {s.memory.name for s in function.statements if isinstance(s, CallMemory)}
+
+    def code(self) -> str:
+        function = self._function
+        lines = [
+            f"void {_identifier(function.name)}(char* result, char** parameters) {{",
+            "  (void)result, (void)parameters;",
+        ]
+        lines += [f"  {TYPES[kind]} {_register(name)} = {{}};" for name, kind in function.registers.items()]
+        lines += [f"  alignas({m.align}) char {_identifier(m.name)}[{m.size}];" for m in function.local]
+        for statement in function.statements:
+            if isinstance(statement, Label):
+                lines.append(f"{_identifier(statement.name)}:;")
+            elif isinstance(statement, Scope):
+                lines.append("{" if statement.opens else "}")
+            elif isinstance(statement, CallMemory):
+                memory = statement.memory
+                lines.append(f"  alignas({memory.align}) char {_identifier(memory.name)}[{memory.size}];")
+            else:
+                lines.append(f"  {self._guarded(statement)}")
+        return "\n".join([*lines, "}", ""])
+
+    def _guarded(self, instruction: Instruction) -> str:
+        translated = getattr(self, f"_{instruction.opcode[0]}", None)
+        code = translated(instruction) if translated else None
+        if code is None:
+            raise UnknownPtxError(
+                f"nobody has taught the translator {'.'.join(instruction.opcode)} ({instruction.text} in "
+                f"{self._function.name})"
+            )
+        if not instruction.guard:
+            return str(code)
+        negated = "!" if instruction.guard[1] == "!" else ""
+        return f"if ({negated}{_register(instruction.guard.lstrip('@!'))}) {{ {code} }}"
+
+    # Operands.
+
+    def _value(self, operand: str, ptx_type: str) -> str:
+        kind = TYPES[ptx_type]
+        if operand in self._function.registers:
+            return f"as<{kind}>({_register(operand)})"
+        if operand in _SPECIAL:
+            return f"static_cast<{kind}>({_SPECIAL[operand]})"
+        if found := re.fullmatch(r"0[fF]([0-9A-Fa-f]{8})", operand):
+            return f"bits_as<float>(0x{found[1]}u)"
+        if found := re.fullmatch(r"0[dD]([0-9A-Fa-f]{16})", operand):
+            return f"bits_as<double>(uint64_t{{0x{found[1]}ull}})"
+        if re.fullmatch(r"-?(0[xX][0-9A-Fa-f]+|\d+)U?", operand):
+            return f"static_cast<{kind}>(uint64_t{{{int(operand.rstrip('U'), 0) % 2**64}ull}})"
+        if operand in self._shared:
+            return f"static_cast<{kind}>({self._shared[operand]})"
+        if operand in self._local or operand in self._called:
+            return f"static_cast<{kind}>(address_of({_identifier(operand)}))"
+        raise UnknownPtxError(f"the operand {operand!r} in {self._function.name} is not known")
+
+    def _address(self, operand: str) -> str:
+        base, _, offset = operand.strip("[]").partition("+")
+        shift = f" + static_cast<uint64_t>({int(offset)}ll)" if offset else ""
+        if base == self._function.result:
+            return f"address_of(result){shift}"
+        if base in self._function.parameters:
+            return f"address_of(parameters[{self._function.parameters.index(base)}]){shift}"
+        wide = self._function.registers.get(base, "b64")
+        return f"uint64_t{{{self._value(base, 'b32' if bytes_of(wide) == 4 else 'b64')}}}{shift}"
+
+    def _set(self, to: str, value: str) -> str:
+        return f"set({_register(to)}, {value});"
+
+    def _elements(self, operand: str) -> list[str]:
+        return [part.strip() for part in operand.strip("{}").split(",")]
+
+    def _space(self, instruction: Instruction) -> str:
+        return next((_SPACES[part] for part in instruction.opcode if part in _SPACES), _SPACES["global"])
+
+    def _operation(self, instruction: Instruction, value: Callable[..., str], ptx_type: str = "") -> str:
+        """The result of `value`, called with the operands."""
+        kind = ptx_type or instruction.type
+        given = [self._value(operand, kind) for operand in instruction.operands[1:]]
+        return self._set(instruction.operands[0], f"static_cast<{TYPES[kind]}>({value(*given)})")
+
+    # Memory.
+
+    def _ld(self, i: Instruction) -> str:
+        elements, size = self._elements(i.operands[0]), bytes_of(i.type)
+        whole = len(elements) * size
+        address, space = self._address(i.operands[1]), self._space(i)
+        loads = [
+            self._set(element, f"load<{TYPES[i.type]}, {space}>(from + {n * size}, {whole if n == 0 else size})")
+            for n, element in enumerate(elements)
+        ]
+        return f"{{ const uint64_t from = {address}; {' '.join(loads)} }}"
+
+    def _st(self, i: Instruction) -> str:
+        size, address = bytes_of(i.type), self._address(i.operands[0])
+        return " ".join(
+            f"store<{TYPES[i.type]}, {self._space(i)}>({address} + {n * size}, {self._value(element, i.type)});"
+            for n, element in enumerate(self._elements(i.operands[1]))
+        )
+
+    def _atom(self, i: Instruction) -> str | None:
+        if "add" not in i.opcode:
+            return None
+        added = f"add_atomically<{TYPES[i.type]}, {self._space(i)}>"
+        return self._set(
+            i.operands[0], f"{added}({self._address(i.operands[1])}, {self._value(i.operands[2], i.type)})"
+        )
+
+    def _membar(self, i: Instruction) -> str:
+        return "machine.races.fences(machine.place());"
+
+    _fence = _membar
+
+    def _bar(self, i: Instruction) -> str:
+        return "machine.grid.wait();"
+
+    # Control.
+
+    def _bra(self, i: Instruction) -> str:
+        return f"goto {_identifier(i.operands[0])};"
+
+    def _ret(self, i: Instruction) -> str:
+        return "return;"
+
+    def _call(self, i: Instruction) -> str:
+        groups = [operand for operand in i.operands if operand.startswith("(")]
+        (name,) = (operand for operand in i.operands if operand in self._names)
+        returns = i.operands[0].startswith("(")
+        given = [part.strip() for part in groups[-1].strip("() ").split(",")]
+        result = _identifier(groups[0].strip("() ")) if returns else "nullptr"
+        listed = ", ".join(_identifier(part) for part in given)
+        return f"{{ char* given[] = {{{listed}}}; {_identifier(name)}({result}, given); }}"
+
+    # Moves.
+
+    def _mov(self, i: Instruction) -> str:
+        to, value = i.operands
+        if value.startswith("{"):
+            low, high = (self._value(part, "b32") for part in self._elements(value))
+            return self._set(to, f"uint64_t{{{high}}} << 32 | uint64_t{{{low}}}")
+        if to.startswith("{"):
+            low, high = self._elements(to)
+            whole = self._value(value, "b64")
+            halves = (f"static_cast<uint32_t>({whole})", f"static_cast<uint32_t>({whole} >> 32)")
+            return f"{self._set(low, halves[0])} {self._set(high, halves[1])}"
+        return self._set(to, self._value(value, i.type))
+
+    def _cvta(self, i: Instruction) -> str | None:
+        return None if "shared" in i.opcode else self._set(i.operands[0], self._value(i.operands[1], i.type))
+
+    def _cvt(self, i: Instruction) -> str | None:
+        to, source = [part for part in i.opcode if part in TYPES]
+        value = self._value(i.operands[1], source)
+        if source[0] == "f" and to[0] != "f":
+            return self._set(i.operands[0], f"truncated<{TYPES[to]}>({value})") if "rzi" in i.opcode else None
+        return self._set(i.operands[0], f"static_cast<{TYPES[to]}>({value})")
+
+    # Comparisons.
+
+    def _setp(self, i: Instruction) -> str | None:
+        if len(i.opcode) != 3:
+            return None
+        how, kind = i.opcode[1:]
+        a, b = (self._value(operand, kind) for operand in i.operands[1:])
+        if kind[0] == "f" and how == "ne":
+            result = f"differ({a}, {b})"
+        elif how in _COMPARED:
+            result = f"{a} {_COMPARED[how]} {b}"
+        elif how in ("num", "nan"):
+            result = f"{'!' if how == 'num' else ''}unordered({a}, {b})"
+        elif how[:-1] in _COMPARED and how[-1] == "u":
+            result = f"unordered({a}, {b}) || {a} {_COMPARED[how[:-1]]} {b}"
+        else:
+            return None
+        return self._set(i.operands[0], f"bool({result})")
+
+    def _selp(self, i: Instruction) -> str:
+        a, b = (self._value(operand, i.type) for operand in i.operands[1:3])
+        return self._set(i.operands[0], f"{_register(i.operands[3])} ? {a} : {b}")
+
+    # Arithmetic.
+
+    def _add(self, i: Instruction) -> str:
+        return self._operation(i, lambda a, b: f"{a} + {b}", _unsigned(i.type))
+
+    def _sub(self, i: Instruction) -> str:
+        return self._operation(i, lambda a, b: f"{a} - {b}", _unsigned(i.type))
+
+    def _mul(self, i: Instruction) -> str:
+        if "wide" in i.opcode:
+            wide = i.type[0] + str(16 * bytes_of(i.type))
+            a, b = (f"{TYPES[wide]}{{{self._value(operand, i.type)}}}" for operand in i.operands[1:])
+            return self._set(i.operands[0], f"{a} * {b}")
+        if "hi" in i.opcode:
+            return self._operation(i, lambda a, b: f"high_product({a}, {b})")
+        return self._operation(i, lambda a, b: f"{a} * {b}", _unsigned(i.type))
+
+    def _mad(self, i: Instruction) -> str | None:
+        return self._operation(i, lambda a, b, c: f"{a} * {b} + {c}", _unsigned(i.type)) if "lo" in i.opcode else None
+
+    def _fma(self, i: Instruction) -> str:
+        return self._operation(i, lambda a, b, c: f"std::fma({a}, {b}, {c})")
+
+    def _div(self, i: Instruction) -> str:
+        return self._operation(i, lambda a, b: f"{a} / {b}" if i.type[0] == "f" else f"quotient({a}, {b})")
+
+    def _rem(self, i: Instruction) -> str:
+        return self._operation(i, lambda a, b: f"remainder({a}, {b})")
+
+    def _rcp(self, i: Instruction) -> str:
+        return self._operation(i, lambda a: f"1 / {a}")
+
+    def _min(self, i: Instruction) -> str:
+        return self._operation(i, lambda a, b: f"least({a}, {b})")
+
+    def _max(self, i: Instruction) -> str:
+        return self._operation(i, lambda a, b: f"largest({a}, {b})")
+
+    def _neg(self, i: Instruction) -> str:
+        return self._operation(i, lambda a: f"-{a}", _unsigned(i.type))
+
+    def _abs(self, i: Instruction) -> str | None:
+        return self._operation(i, lambda a: f"std::fabs({a})") if i.type[0] == "f" else None
+
+    # Bits.
+
+    def _logic(self, i: Instruction) -> str:
+        return self._operation(i, lambda a, b: f"{a} {_INFIX[i.opcode[0]]} {b}")
+
+    _and = _or = _xor = _logic
+
+    def _not(self, i: Instruction) -> str:
+        return self._operation(i, lambda a: f"{'!' if i.type == 'pred' else '~'}{a}")
+
+    def _shift(self, i: Instruction) -> str:
+        name = "shifted_left" if i.opcode[0] == "shl" else "shifted_right"
+        value, by = self._value(i.operands[1], i.type), self._value(i.operands[2], "u32")
+        return self._set(i.operands[0], f"{name}({value}, {by})")
+
+    _shl = _shr = _shift
+
+    def _bfi(self, i: Instruction) -> str:
+        field, into = (self._value(operand, i.type) for operand in i.operands[1:3])
+        position, length = (self._value(operand, "u32") for operand in i.operands[3:])
+        return self._set(i.operands[0], f"with_field({field}, {into}, {position}, {length})")
+
+    def _prmt(self, i: Instruction) -> str | None:
+        a, b, selector = (self._value(operand, "b32") for operand in i.operands[1:])
+        return self._set(i.operands[0], f"permuted({a}, {b}, {selector})") if len(i.opcode) == 2 else None

@@ -1,0 +1,94 @@
+"""The translator of PTX says what it does not know, and its watch on memory finds what nothing orders.
+
+That it finds nothing in the kernels, and that they give what they should, the tests of kernels show.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from plugins.cuda.compile import SOURCES
+from tests.plugins.drafting import DOUBT, apart, expand_inputs, expand_outputs, noise_of
+from tests.plugins.emulator import Emulator
+
+pytest.importorskip("cuda.bindings")
+if shutil.which("g++") is None:
+    pytest.skip("translated PTX is compiled with g++", allow_module_level=True)
+
+from tests.plugins.ptx import compile_translated
+from tests.plugins.ptx.parse import UnknownPtxError, parse
+from tests.plugins.ptx.translate import translate
+
+MODULE = """
+.visible .entry thing(
+	.param .u64 thing_param_0
+)
+{
+	.reg .b32 	%r<3>;
+	LINE
+	ret;
+}
+"""
+GROWTH = '#include "tree_expand.cu.h"\n'
+
+
+@pytest.mark.parametrize(
+    ("line", "unknown"),
+    [
+        ("tanh.approx.f32 \t%r1, %r2;", r"tanh\.approx\.f32 .* in thing"),
+        ("cvta.shared.u64 \t%r1, %r2;", r"cvta\.shared\.u64"),
+        ("mov.u32 \t%r1, %clock;", "the operand '%clock' in thing"),
+        (".surf .u32 \tthere;", r"the directive '\.surf .*' of thing"),
+    ],
+)
+def test_what_the_translator_does_not_know_is_named(line, unknown) -> None:
+    with pytest.raises(UnknownPtxError, match=unknown):
+        translate(parse(MODULE.replace("LINE", line)))
+
+
+def test_a_kernel_is_translated_instruction_by_instruction() -> None:
+    code = translate(parse(MODULE.replace("LINE", "@!%r0 add.s32 \t%r1, %r2, -7;")))
+    assert "if (!r_r0) { set(r_r1, static_cast<uint32_t>(as<uint32_t>(r_r2) + " in code
+    assert '{"thing", {f_thing, 1}}' in code
+
+
+def growth_with(folder: Path, header: str, line: str, instead: str) -> Emulator:
+    """TreeExpand, of sources in which a header has something else in the place of the first `line`."""
+    shutil.copytree(SOURCES, folder / "csrc", ignore=shutil.ignore_patterns("cpu", "onnxruntime"))
+    text = (SOURCES / "cuda" / header).read_text(encoding="utf-8")
+    assert line in text
+    (folder / "csrc" / "cuda" / header).write_text(text.replace(line, instead, 1), encoding="utf-8")
+    compile_translated(folder / "growth.so", GROWTH, folder / "csrc")
+    return Emulator(folder / "growth.so")
+
+
+def grow(kernels: Emulator) -> None:
+    random = np.random.default_rng(1)
+    branches = [(0.0, 0, 1.0, 0.0), (0.8, 5, 0.9, 0.0)]
+    score = -random.exponential(size=(2, 3)).astype(np.float32)
+    inputs = expand_inputs(apart(random, (2, 3, 300)), score, branches, noise_of(random, 2, 300))
+    call = kernels.create("TreeExpand", inputs | expand_outputs(inputs, 4), {"top_k": 4, **DOUBT})
+    for _ in range(3):
+        assert call() == 0
+
+
+@pytest.mark.parametrize(
+    ("header", "line", "instead", "memory"),
+    [
+        ("fold.h", "    width = half;\n    barrier();\n", "    width = half;\n", "shared"),
+        ("fold.h", "  barrier();  // before anyone writes again\n", "", "shared"),
+        ("block.h", "  publish();\n  barrier();\n", "  barrier();\n", "global"),
+        ("block.h", "  barrier();\n  publish();\n", "  barrier();\n", "global"),
+    ],
+)
+def test_a_barrier_or_a_fence_that_is_missing_is_found(tmp_path: Path, header, line, instead, memory) -> None:
+    with pytest.raises(AssertionError, match=f"a race in outrider_tree_expand: thread .*, in {memory} memory"):
+        grow(growth_with(tmp_path, header, line, instead))
+
+
+def test_nothing_is_found_where_nothing_is_missing(translated: Emulator) -> None:
+    grow(translated)
