@@ -472,8 +472,8 @@ def test_local_parts_of_versions_are_no_part_of_the_identity(monkeypatch: pytest
     ("overrides", "said"),
     [
         (
-            ["capacity.branches=4", "drafters=[]", "backends=[tensorrt-rtx]"],
-            r"capacity\.branches is 4; tensorrt-rtx serves one branch",
+            ["capacity.branches=4", "capacity.batching=true", "drafters=[]", "backends=[tensorrt-rtx]"],
+            r"capacity\.batching is true, and tensorrt-rtx appends as many slots to every row",
         ),
     ],
 )

@@ -1,0 +1,90 @@
+"""Sessions over graphs as they are lowered for `tensorrt-rtx`, up to the library: they run on the CPU, in the memory of
+an emulated device, recorded with our ops as that backend records its engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import compiler.lowering as lowering
+from compiler.build import build
+from compiler.recipe import load_recipe
+from runtime import PrefixCacheConfig, Runtime
+from runtime.backends import BACKENDS, Driver
+from runtime.request import Options
+from tests.conftest import TOY_DRAFTERS
+from tests.integration.long_context import prompt
+from tests.integration.shifting_rule import Shifting
+from tests.integration.test_onnxruntime_cuda import CUDA
+from tests.plugins.emulator import Emulator
+from tests.runtime.emulated_device import EmulatedBackend, EmulatedDevice
+
+pytest.importorskip("cuda.core")
+
+PREFIX = prompt(3, 40)
+PLAIN = Options(max_new_tokens=16, ignore_eos=True, auto_disable=False, temperature=0.8, seed=4)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["graphs", "kernel by kernel"])
+def runtime(
+    request: pytest.FixtureRequest,
+    toy_recipe: Path,
+    emulator: Emulator,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Runtime]:
+    """Four sequences in one row."""
+    backend = EmulatedBackend(EmulatedDevice(emulator), records=request.param, records_engines=True)
+    targets = f"backends=[{{kind: {CUDA}, compute_capabilities: [sm_80]}}]"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(lowering.RULES, CUDA, lowering.RULES["tensorrt-rtx"])
+        patch.setitem(BACKENDS, CUDA, Driver(lambda target: None, lambda target, settings: backend))
+        recipe = load_recipe(toy_recipe, ["capacity.branches=4", targets])
+        root = build(recipe, toy_recipe, tmp_path_factory.mktemp("rtx") / "plan").plan.root
+        found = Runtime.load(root, prefix_cache=PrefixCacheConfig(max_cached_tokens=512))
+        yield found
+        found.close()
+
+
+@pytest.mark.parametrize("shift", range(0, len(TOY_DRAFTERS), 2))
+def test_branches_with_every_drafter(runtime: Runtime, toy: Runtime, shift: int) -> None:
+    drafters = ["none", *TOY_DRAFTERS]
+    own = [[7 + place] for place in range(4)]
+    asked = [
+        {"prompt": tokens, "stream_id": 0, "drafter": drafters[(shift + place) % len(drafters)], **PLAIN}
+        for place, tokens in enumerate(own)
+    ]
+    found = runtime.generate_branches(PREFIX, asked)  # type: ignore[arg-type]
+    assert [each.token_ids for each in found] == [
+        toy.generate([*PREFIX, *tokens], drafter="none", **PLAIN).token_ids for tokens in own
+    ]
+
+
+def test_requests_with_the_prefix_cache(runtime: Runtime, toy: Runtime) -> None:
+    prompts = [[*PREFIX, 30 + place] for place in range(4)]
+    expected = [toy.generate(each, drafter="none", **PLAIN).token_ids for each in prompts]
+    asked = [
+        (each, Options(drafter=drafter) | PLAIN)
+        for each, drafter in zip(prompts, ["none", "bushy", "head", "ngram"], strict=True)
+    ]
+    for _ in range(2):
+        found = [handle.result() for handle in runtime.submit_all(asked)]
+        assert [each.token_ids for each in found] == expected
+    assert all(each.stats.reused_tokens >= len(PREFIX) - 1 for each in found)
+
+
+@pytest.mark.parametrize("drafter", ["none", "bushy", "head"])
+def test_rules_and_log_probabilities(runtime: Runtime, toy: Runtime, drafter: str) -> None:
+    options = PLAIN | Options(constraint=Shifting(), logprobs=2)
+    expected, found = (
+        toy.generate(PREFIX, drafter="none", **options),
+        runtime.generate(PREFIX, drafter=drafter, **options),
+    )
+    assert found.token_ids == expected.token_ids
+    assert [entry.top[0][0] for entry in found.logprobs] == [entry.top[0][0] for entry in expected.logprobs]
+
+
+def test_beam_search(runtime: Runtime, toy: Runtime) -> None:
+    ours, theirs = (each.beam_search(PREFIX, beams=3, max_new_tokens=6) for each in (runtime, toy))
+    assert [beam.token_ids for beam in ours] == [beam.token_ids for beam in theirs]
