@@ -96,7 +96,7 @@ class CudaDevice:
     """A device's primary context and one stream on it, on which everything runs in order.
 
     What enqueues is called with the lock held (`lock`). What a finaliser gives back, in whatever thread, waits for
-    whoever holds it next: no finaliser waits for the lock. Raises `PlanError` where the driver fails.
+    whoever holds it next: no memory's finaliser waits for the lock. Raises `PlanError` where the driver fails.
     """
 
     def __init__(self, ordinal: int = 0) -> None:

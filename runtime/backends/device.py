@@ -338,10 +338,13 @@ class _Exchange:
         part = self._layout.fetched
         self._device.to_host(self._twin.address + part.start, self._block + part.start, part.stop - part.start)
 
-    def wait(self) -> None:
+    def settle(self) -> None:
         with self._device.lock():
             done = self._device.mark()
         self._device.wait_for(done)
+
+    def wait(self) -> None:
+        self.settle()
         fault = max(int(status.max()) for status in self._statuses)
         if fault:
             for status in self._statuses:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -56,11 +57,17 @@ class Recorder:
             self._device.discard(self._graphs.popitem()[1])
 
     def _record(self, calls: Sequence[Call]) -> Any:
-        self._device.begin_recording()
+        collects = gc.isenabled()
+        gc.disable()  # a finaliser may enqueue: what a session leaves is kept
         try:
-            for call in calls:
-                call()
-        except BaseException:
-            self._device.abort_recording()  # a stream that goes on recording runs nothing
-            raise
-        return self._device.end_recording()
+            self._device.begin_recording()
+            try:
+                for call in calls:
+                    call()
+            except BaseException:
+                self._device.abort_recording()  # a stream that goes on recording runs nothing
+                raise
+            return self._device.end_recording()
+        finally:
+            if collects:
+                gc.enable()

@@ -44,6 +44,9 @@ class Exchange(Protocol):
     def download(self) -> None:
         """Copy back what stages have written."""
 
+    def settle(self) -> None:
+        """Wait for what is enqueued of a program that has failed, so that the host may write what it reads."""
+
     def wait(self) -> None:
         """Wait for all enqueued work. Raises `PlanError` where an op found that no token can be chosen."""
 

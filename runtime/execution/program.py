@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter_ns
@@ -41,7 +42,7 @@ class Program:
         steps: Mapping[str, Step],
         engines: Mapping[str, LoadedEngine],
     ) -> None:
-        self.name = name
+        self.name, self._exchange = name, buffers.exchange
         resolver = _Resolver(name, buffers, steps, engines)
         stages = [
             _Ready(stage.run, stage.kind, resolver.resolve(stage), place, stage.model)
@@ -108,8 +109,13 @@ class Program:
         for index, stage in stages:
             try:
                 stage()
-            except ValueError as error:
-                raise self._refused(f"stage {self.stage_names[index]}", error) from error
+            except BaseException as error:
+                if self._exchange is not None:
+                    with suppress(PlanError):  # the first one is told
+                        self._exchange.settle()
+                if isinstance(error, ValueError):
+                    raise self._refused(f"stage {self.stage_names[index]}", error) from error
+                raise
             now = perf_counter_ns()
             nanoseconds[index] += now - before
             before = now

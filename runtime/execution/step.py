@@ -36,6 +36,7 @@ class Step:
         self.sizes = [0] * len(names.SYMBOLS)  # in the order of names.SYMBOLS; stages hold on to this very list
         self.sizes[_ROWS], self.sizes[_EDGES], self.sizes[_FEATURED] = 1, 2, limits[names.FEATURED]
         self.largest_view, self.reach, self.buckets = limits[names.VIEW], 0, buckets
+        self._capacity = self._slots = geometry.capacity  # of the KV cache that the step appends to
         self._views = buckets.view if buckets else range(geometry.view_bucket, self.largest_view, geometry.view_bucket)
         self.token_ids = buffers.of(model, names.TOKEN_IDS)
         self.positions = buffers.of(model, names.POSITIONS)
@@ -47,9 +48,13 @@ class Step:
         self._count = np.arange(self.most + 1)  # ready-made chains: parents, and offsets of positions
         self._row = 0  # the row that new tokens go to
 
-    def begin(self, past: int, position: int, tokens: list[int], branch: int) -> None:
-        """Lay out `tokens` as a chain of one row behind `past` slots, the first at `position`."""
+    def begin(self, past: int, position: int, tokens: list[int], branch: int, slots: int | None = None) -> None:
+        """Lay out `tokens` as a chain of one row behind `past` slots, the first at `position`.
+
+        `slots`: the size of another KV cache than the model's own, of which no view is larger.
+        """
         n = len(tokens)
+        self._slots = slots or self._capacity
         self.past_length[0] = past
         self._row, self.sizes[_ROWS], self.sizes[_EDGES] = 0, 1, 2
         if n == 1:  # the decoding hot path: scalar stores cost a tenth of slice stores
@@ -66,9 +71,11 @@ class Step:
             self.branch[:n] = branch
         self._resize(n)
 
-    def begin_rows(self, past: Sequence[int]) -> None:
-        """Begin an empty step behind `past` slots of each row of the cache, for `append_chain`."""
+    def begin_rows(self, past: Sequence[int], slots: int | None = None) -> None:
+        """Begin an empty step behind `past` slots of each row of the cache, for `append_chain`; `slots` as in
+        `begin`."""
         rows = len(past)
+        self._slots = slots or self._capacity
         self.past_length[:rows] = past
         self.row_splits[: rows + 1] = 0
         self._row = 0
@@ -130,7 +137,8 @@ class Step:
         counted.
         """
         index = bisect_left(self._views, slots + self.reach)
-        return self._views[index] if index < len(self._views) else self.largest_view
+        view = self._views[index] if index < len(self._views) else self.largest_view
+        return view if view <= self._slots else self._slots
 
 
 class DraftStep(Step):
@@ -153,16 +161,16 @@ class DraftStep(Step):
             rows, branches = (buffers.of(drafter.name, name) for name in (names.TIP_INDICES, names.TIP_BRANCH))
             self._tips = rows.reshape(-1), branches.reshape(-1)
 
-    def begin(self, past: int, position: int, tokens: list[int], branch: int) -> None:
+    def begin(self, past: int, position: int, tokens: list[int], branch: int, slots: int | None = None) -> None:
         """Begin as any step does; a tree grows from the last token."""
         self.reach = self._grown
-        super().begin(past, position, tokens, branch)
+        super().begin(past, position, tokens, branch, slots)
         if self._tips is not None:
             self.sizes[_TIPS], self.sizes[_GROWN] = 1, self._nodes
             self._tips[0][0], self._tips[1][0] = len(tokens) - 1, branch
 
-    def begin_rows(self, past: Sequence[int]) -> None:
-        super().begin_rows(past)
+    def begin_rows(self, past: Sequence[int], slots: int | None = None) -> None:
+        super().begin_rows(past, slots)
         self.grow(())
 
     def begin_grown(self, past: int) -> None:
@@ -216,13 +224,13 @@ class TargetStep(Step):
         self._attn_bias = buffers.of(names.TARGET, names.ATTN_BIAS).reshape(-1)
         self._free_bias = buffers.of(names.TARGET, names.FREE_BIAS)
 
-    def begin(self, past: int, position: int, tokens: list[int], branch: int) -> None:
+    def begin(self, past: int, position: int, tokens: list[int], branch: int, slots: int | None = None) -> None:
         """Begin as any step does, without logits (`append_tip`) and without a draft (`append_nodes`, `expect_tree`)."""
         self.drafted = self._free_bias[0] = self.sizes[_LOGITS] = 0
-        super().begin(past, position, tokens, branch)
+        super().begin(past, position, tokens, branch, slots)
 
-    def begin_rows(self, past: Sequence[int]) -> None:
-        super().begin_rows(past)
+    def begin_rows(self, past: Sequence[int], slots: int | None = None) -> None:
+        super().begin_rows(past, slots)
         self.drafted = self._free_bias[0] = self.sizes[_LOGITS] = 0
 
     def append_tip(self, index: int) -> None:
@@ -328,6 +336,7 @@ class TargetStep(Step):
         """
         n, keys = len(tokens), past + len(tokens)
         self.drafted = 0
+        self._slots = self._capacity
         self._free_bias[0] = 1
         self.past_length[0] = past
         self._row, self.sizes[_ROWS], self.sizes[_EDGES] = 0, 1, 2

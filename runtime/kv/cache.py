@@ -136,8 +136,9 @@ class KvCache:
         return sum(ends) <= room if self._pooled else max(ends) <= room
 
     def holds_batch(self, size: int) -> bool:
-        """Whether a step of one token of each sequence may be filled up to a batch of that size."""
-        if self.alignment is not None:
+        """Whether a step of one token of each sequence may be filled up to a batch of that size, which is recorded for
+        the target's own cache."""
+        if self.alignment is not None or self._model != names.TARGET:
             return False
         view = self._step.largest_view
         return self.length + size <= view if self._pooled else self.length < view
@@ -212,7 +213,7 @@ class KvCache:
             for table in used:
                 table.pad(self.alignment.cache_length)
             self._aligned = self.alignment.align([tokens.get(row, 0) for row in range(self._used)])
-        self._step.begin_rows([table.length for table in used])
+        self._step.begin_rows([table.length for table in used], self._kv[0].slots)
         self._pad_rows(0)
         if not self._pooled:
             self._fill_rows(0)
@@ -225,7 +226,7 @@ class KvCache:
     def begin_alone(self, tokens: list[int], position: int, number: int) -> None:
         """Lay out a whole step: the next tokens of a sequence that is alone in row 0."""
         self._used, self._aligned, self._inert = 1, None, {}
-        self._step.begin(self._tables[0].length, position, tokens, number)
+        self._step.begin(self._tables[0].length, position, tokens, number, self._kv[0].slots)
 
     def append(self, tokens: Sequence[int], position: int, number: int) -> int:
         """Lay out the next tokens of a sequence; return the index of the last one in the step."""

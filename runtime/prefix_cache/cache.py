@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from plans import names
 from plans.check import kv_caches
-from plans.errors import RequestError
+from plans.errors import PlanError, RequestError
 from plans.manifest import BackendPlan
 from runtime.kv.memory import host_kv
 from runtime.kv.token_kv import TokenKv
@@ -183,13 +183,15 @@ class PrefixCache:
             found = self._tree.find(tokens)
             if found.node is not None:
                 self._tree.hold(found.node)
-            end = self._make_room(found, len(tokens))
-            self._complete(found, kv)
-            if end is None:
-                self._tree.touch(found)
-            node = found.node if end is None else self._add(found, tokens[:end], kv)
-            if found.node is not None:
-                self._tree.let_go(found.node)
+            try:
+                end = self._make_room(found, len(tokens))
+                self._complete(found, kv)
+                if end is None:
+                    self._tree.touch(found)
+                node = found.node if end is None else self._add(found, tokens[:end], kv)
+            finally:
+                if found.node is not None:
+                    self._tree.let_go(found.node)
             if self.config.enable_auto_eviction and self._usage() > self.config.eviction_threshold and node is not None:
                 self._tree.hold(node)
                 self._evict(int(self.config.eviction_target * self.config.max_cached_tokens))
@@ -223,7 +225,11 @@ class PrefixCache:
         if len(tokens) > start:
             pages = self._pool.allocate(PageRun.pages_for(len(tokens) - start))
             run = PageRun(self._pool, pages, len(tokens) - start, {})
-            self._fill(run, start, kv)
+            try:
+                self._fill(run, start, kv)
+            except PlanError:  # of a device
+                self._pool.release(pages)
+                raise
             self._stats.tokens_inserted += len(run)
         node = self._tree.insert(found, tokens, run)
         self._tree.touch(self._tree.find(tokens))
@@ -240,8 +246,8 @@ class PrefixCache:
         for model, (count, source) in kv.items():
             low, high = run.valid.get(model, 0), min(count - start, length)
             if low < high:
-                for at, slot, length in self._pool.pieces(run, low, high):
-                    source.get(start + at, length, self._pool.memory(model), slot)
+                for at, slot, tokens in self._pool.pieces(run, low, high):
+                    source.get(start + at, tokens, self._pool.memory(model), slot)
                 run.valid[model] = high
 
     def remove(self, tokens: Sequence[int]) -> bool:

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from compiler.build import build
+from compiler.recipe import load_recipe
 from plans.manifest import Buckets
 from runtime import Runtime
 from runtime.request import Options
-from tests.conftest import TOY_DRAFTERS
+from tests.conftest import PARTIAL_KV, TOY_DRAFTERS
 from tests.plans.damage import edit
 
 PROMPT = [(37 * i) % 299 + 1 for i in range(20)] * 2
@@ -66,3 +68,23 @@ def test_what_a_round_tells_leaves_out_what_fills_it_up(bucketed: Runtime, toy: 
         runtime.generate(PROMPT, on_round=rounds.append, **options)
         told.append(rounds)
     assert told[0] == told[1]
+
+
+@pytest.mark.usefixtures("run_ahead")
+def test_a_step_over_the_partial_cache_sees_no_more_than_that_has(toy_recipe: Path, tmp_path: Path) -> None:
+    """Views are rounded up far, to more keys than the partial cache has slots."""
+    scaling = "target.rope_scaling={rope_type: yarn, factor: 3.0, original_max_position_embeddings: 256}"
+    recipe = load_recipe(toy_recipe, [f"partial_kv={PARTIAL_KV}", "capacity.context=600", "drafters=[]", scaling])
+    plan = build(recipe, toy_recipe, tmp_path / "plan").plan
+    room = plan.manifest.backends["onnxruntime-cpu"].symbols["target"]["T"]
+    options = Options(max_new_tokens=40, ignore_eos=True, partial_kv="lossless", auto_disable=False)
+    expected = Runtime.load(plan.root, threads=1).generate(PROMPT, **options)
+
+    def change(manifest: dict[str, Any]) -> None:
+        buckets = Buckets(new=NEW, view=(room,)).model_dump(mode="json")
+        manifest["backends"]["onnxruntime-cpu"]["buckets"] = {"target": buckets}
+
+    edit(plan.root, change)
+    found = Runtime.load(plan.root, threads=1).generate(PROMPT, **options)
+    assert found.token_ids == expected.token_ids
+    assert found.stats.partial_rounds == expected.stats.partial_rounds > 0

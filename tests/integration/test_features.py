@@ -137,8 +137,8 @@ def test_adaptive_speculation(doors: Doors, way: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr("runtime.drafters.adaptive.WINDOW", 4)
     monkeypatch.setattr("runtime.drafters.adaptive.BURST", 2)
     drafters = ["chain", "head", "ngram", "none"]
-    expected = [each.token_ids for each in doors.ask("generate", [options(drafter="none")] * 4)]
-    found = doors.ask(way, [options(drafter=drafter) for drafter in drafters])
+    expected = [each.token_ids for each in doors.ask("generate", [options(drafter="none", max_new_tokens=40)] * 4)]
+    found = doors.ask(way, [options(drafter=drafter, max_new_tokens=40) for drafter in drafters])
     assert [each.token_ids for each in found] == expected
     assert all(each.stats.plain_rounds > 0 for each in found[:3])
 
@@ -267,7 +267,7 @@ def test_partial_kv_of_a_shared_row_is_refused_with_the_reason(doors: Doors, way
 def test_beam_search_is_of_one_sequence(doors: Doors) -> None:
     (found,) = doors.rows.beam_search(PREFIX, beams=3, max_new_tokens=8)
     (greedy,) = doors.rows.beam_search(PREFIX, beams=1, max_new_tokens=8)
-    assert found.score >= greedy.score
+    assert found.score >= greedy.score - 1e-5  # a GPU sums by the size of a step
 
 
 def test_a_runtime_holds_one_set_of_buffers_for_what_it_serves_one_after_another(plan: Path) -> None:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from plans.errors import RequestError
-from runtime.kv.memory import HostKv
+from plans.errors import PlanError, RequestError
+from runtime.kv.memory import HostKv, KvMemory
 from runtime.kv.token_kv import TokenKv
 from runtime.prefix_cache.cache import PrefixCache, PrefixCacheConfig
 from runtime.prefix_cache.page_pool import PAGE, PagePool, TokenShape
@@ -242,3 +242,35 @@ def test_operations_from_many_threads(operations: int) -> None:
     assert kept.in_use == 0
     kept.clear()
     assert kept.get_cached_tokens() == 0
+
+
+def test_every_model_has_its_rows_where_pages_lie_apart() -> None:
+    """What one model's pieces are says nothing of how many tokens of another are kept."""
+    kept = cache(8 * PAGE)
+    first, second, third = ([base + token for token in range(20)] for base in (0, 100, 200))
+    for tokens in (first, second, third):
+        insert(kept, tokens, len(tokens))
+    kept.remove(first)
+    long = [300 + token for token in range(50)]
+    insert(kept, long, len(long))
+    match = kept.match(long)
+    assert match.lengths == {"target": 50, "head": 50}
+    kept.release(match)
+    check_rows(kept, long)
+
+
+def test_memory_that_fails_leaves_the_cache_as_it_was() -> None:
+    """A device's copies may fail."""
+
+    class Failing(TokenKv):
+        def get(self, start: int, count: int, to: KvMemory, at: int) -> None:
+            raise PlanError("no memory")
+
+    kept = cache()
+    insert(kept, [1, 2, 3, 4, 5, 6])
+    with pytest.raises(PlanError, match="no memory"):
+        kept.insert([1, 2, 3, 4, 5, 6, 7, 8], {"target": (8, Failing(HostKv(kv_of("target", [1] * 8))))})
+    kept.check()
+    assert kept.in_use == 0
+    assert check_rows(kept, [1, 2, 3, 4, 5, 6]) == 6
+    assert insert(kept, [1, 2, 3, 4, 5, 6, 7, 8]) == 8
