@@ -137,8 +137,8 @@ def test_adaptive_speculation(doors: Doors, way: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr("runtime.drafters.adaptive.WINDOW", 4)
     monkeypatch.setattr("runtime.drafters.adaptive.BURST", 2)
     drafters = ["chain", "head", "ngram", "none"]
-    expected = [each.token_ids for each in doors.ask("generate", [options(drafter="none", max_new_tokens=40)] * 4)]
-    found = doors.ask(way, [options(drafter=drafter, max_new_tokens=40) for drafter in drafters])
+    expected = [each.token_ids for each in doors.ask("generate", [options(drafter="none", max_new_tokens=80)] * 4)]
+    found = doors.ask(way, [options(drafter=drafter, max_new_tokens=80) for drafter in drafters])
     assert [each.token_ids for each in found] == expected
     assert all(each.stats.plain_rounds > 0 for each in found[:3])
 
