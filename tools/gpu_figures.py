@@ -19,7 +19,8 @@ from plans.errors import OutriderError
 from plans.manifest import Program, StageKind
 from runtime import Runtime, Session
 from runtime.backends.cuda_driver import CudaDevice, architecture
-from runtime.backends.device import Device, DeviceBuffers
+from runtime.backends.device import DeviceBuffers
+from runtime.backends.device_contract import Device
 from runtime.request import Options
 from runtime.stats import Stats
 from tools.verify.agreement import find_parting

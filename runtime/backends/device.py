@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 from weakref import finalize
 
 import numpy as np
@@ -20,7 +20,8 @@ from plans.manifest import BackendPlan, Stage
 from plugins import native
 from plugins.cuda import DeviceOp
 from plugins.cuda.launches import FAULTS, STATUS
-from runtime.backends.cuda_driver import Box, Pinned
+from runtime.backends.cuda_driver import Pinned
+from runtime.backends.device_contract import Device
 from runtime.backends.device_kv import DeviceKv, KvShape
 from runtime.backends.recorder import Recorder
 from runtime.backends.table_changes import LIST_BYTES, TableChanges, TableRow
@@ -36,49 +37,6 @@ LARGE = _UNSEEN | {names.ATTN_BIAS, names.LOGITS_OUT, names.DRAFT_PROBS, names.R
 no side of."""
 TABLES = (names.BIM, names.SLOT_POSITIONS)
 """Slot tables, of which the host sends what it has changed."""
-
-
-class Device(Protocol):
-    """The contract of a device for buffers and ops: everything enqueued runs in order (`cuda_driver.CudaDevice`).
-
-    Whoever enqueues holds `lock`, entered: sessions of several threads share the order, and while one records, nothing
-    else may come in between. `mark` says how far the order is, `wait_for` needs no lock.
-    """
-
-    @property
-    def stream_handle(self) -> int: ...
-
-    def lock(self) -> AbstractContextManager[object]: ...
-
-    def allocate(self, size: int) -> int: ...
-
-    def free(self, address: int) -> None: ...
-
-    def pinned(self, size: int) -> Pinned: ...
-
-    def to_device(self, address: int, source: int, size: int) -> None: ...
-
-    def to_host(self, to: int, address: int, size: int) -> None: ...
-
-    def copy(self, to: int, source: int, size: int) -> None: ...
-
-    def copy_box(self, to: Box, source: Box, width: int, height: int, depth: int) -> None: ...
-
-    def mark(self) -> Any: ...
-
-    def wait_for(self, mark: Any) -> None: ...
-
-    def launch(self, kernel: str, blocks: int, threads: int, values: Sequence[Any]) -> None: ...
-
-    def begin_recording(self) -> None: ...
-
-    def end_recording(self) -> Any: ...
-
-    def abort_recording(self) -> None: ...
-
-    def replay(self, graph: Any) -> None: ...
-
-    def discard(self, graph: Any) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -205,7 +163,7 @@ class DeviceBuffers(Buffers):
                     TableRow(first + row * len(host), host) for first, host in zip(firsts, hosts, strict=True)
                 )
         listed = self._twin.array(0, (LIST_BYTES // 8,), np.int64)
-        return TableChanges(self.device, self._block, self._block, listed, rows)
+        return TableChanges(self.device, self._block, listed, rows)
 
     @property
     def recording(self) -> bool:

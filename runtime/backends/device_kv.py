@@ -4,32 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 from weakref import finalize
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.backends.cuda_driver import Box, Pinned
+from runtime.backends.cuda_driver import Box
+from runtime.backends.device_contract import Device
 from runtime.kv.memory import KvMemory
-
-
-class BoxDevice(Protocol):
-    """The part of a device (`runtime.backends.device.Device`) that copies KV."""
-
-    def lock(self) -> Any: ...
-
-    def allocate(self, size: int) -> int: ...
-
-    def free(self, address: int) -> None: ...
-
-    def pinned(self, size: int) -> Pinned: ...
-
-    def copy_box(self, to: Box, source: Box, width: int, height: int, depth: int) -> None: ...
-
-    def mark(self) -> Any: ...
-
-    def wait_for(self, mark: Any) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -53,12 +36,12 @@ class KvShape:
 class DeviceKv:
     """KV at `address` of a device. What it is copied to and from lies on the same device, or on the host."""
 
-    def __init__(self, device: BoxDevice, address: int, shape: KvShape) -> None:
+    def __init__(self, device: Device, address: int, shape: KvShape) -> None:
         self._device, self._address, self._shape = device, address, shape
         self.slots, self.slot_bytes = shape.slots, shape.planes * shape.heads * shape.line
 
     @classmethod
-    def allocate(cls, device: BoxDevice, planes: int, heads: int, slots: int, size: int, dtype: Any) -> DeviceKv:
+    def allocate(cls, device: Device, planes: int, heads: int, slots: int, size: int, dtype: Any) -> DeviceKv:
         """New memory of zeros, which is given back with this object. Raises `PlanError` where there is none."""
         shape = KvShape(planes, heads, slots, size, heads, dtype)
         made = cls(device, device.allocate(planes * heads * slots * shape.line), shape)

@@ -8,13 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 from runtime.cache_folder import cache_folder
+from runtime.whole_file import written_whole
 
 _LOG = logging.getLogger("outrider")
 
@@ -69,23 +68,11 @@ class KeptKernels:
         if digest == self._written:
             return
         try:
-            _replace(self._file, data)
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with written_whole(self._file) as file:
+                file.write(data)
         except OSError as error:
             _LOG.warning("kernels cannot be kept in %s (%s); the next process compiles them again", self._file, error)
             self._file = None
             return
         self._written = digest
-
-
-def _replace(file: Path, data: memoryview) -> None:
-    """Write `data` beside `file`, then give it that name: a reader finds all of it, or what was there before."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile("wb", dir=file.parent, prefix=f".{file.name}.", delete=False) as made:
-        try:
-            made.write(data)
-            made.flush()
-            os.fsync(made.fileno())
-            Path(made.name).replace(file)
-        except BaseException:
-            Path(made.name).unlink(missing_ok=True)
-            raise

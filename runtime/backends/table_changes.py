@@ -9,24 +9,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.backends.device_contract import Device
+
 MOST = 512  # numbers of the list
 LIST_BYTES = 8 * (1 + 2 * MOST)
 _KERNEL, _THREADS = "outrider_set_numbers", 128
-
-
-class Launching(Protocol):
-    """The part of a device (`runtime.backends.device.Device`) that this needs."""
-
-    def lock(self) -> Any: ...
-
-    def to_device(self, address: int, source: int, size: int) -> None: ...
-
-    def launch(self, kernel: str, blocks: int, threads: int, values: Sequence[Any]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -38,19 +29,19 @@ class TableRow:
 
 
 class TableChanges:
-    """Changes since the last upload, by model and row; `rows` are those of its tables, `listed` is the host's list."""
+    """Changes since the last upload, by model and row; `rows` are those of its tables. The list lies at the beginning
+    of the block of small buffers; `listed` is the host's side of it."""
 
     def __init__(
         self,
-        device: Launching,
+        device: Device,
         block: int,
-        list_address: int,
         listed: NDArray[np.int64],
         rows: Mapping[tuple[str, int], Sequence[TableRow]],
     ) -> None:
         self._device, self._block, self._rows = device, block, rows
         self._list = listed
-        self._values = [ctypes.c_uint64(block), ctypes.c_uint64(list_address)]
+        self._values = [ctypes.c_uint64(block), ctypes.c_uint64(block)]
         self._ranges: dict[tuple[str, int], tuple[int, int]] = {}
 
     def note(self, model: str, row: int, start: int, stop: int) -> None:

@@ -13,10 +13,8 @@ of these, and refused elsewhere. It is checked whole before anything of it is ta
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import numpy as np
@@ -29,6 +27,7 @@ from runtime.kv.memory import HostKv
 from runtime.kv.token_kv import TokenKv
 from runtime.prefix_cache.cache import PrefixCache
 from runtime.prefix_cache.page_pool import TokenShape
+from runtime.whole_file import written_whole
 
 _MAGIC = b"OUTRPFX1"
 _START = 48  # of the header
@@ -80,17 +79,10 @@ def save_prefix_cache(cache: PrefixCache, path: Path, bound_to: Mapping[str, str
     digest = hashlib.sha256(told)
     for piece in pieces:
         digest.update(piece.data)
-    with NamedTemporaryFile("wb", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            file.write(_MAGIC + digest.digest() + told)
-            for piece in pieces:
-                file.write(piece.data)
-            file.flush()
-            os.fsync(file.fileno())
-            Path(file.name).replace(path)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
+    with written_whole(path) as file:
+        file.write(_MAGIC + digest.digest() + told)
+        for piece in pieces:
+            file.write(piece.data)
     return sum(len(edge.tokens) for edge in header.edges)
 
 

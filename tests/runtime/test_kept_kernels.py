@@ -47,8 +47,8 @@ def test_only_new_kernels_are_written(tmp_path: Path, monkeypatch: pytest.Monkey
     file = tmp_path / "target.bin"
     KeptKernels(Cache("a"), file).save()
     written: list[Path] = []
-    original = kept_kernels._replace
-    monkeypatch.setattr(kept_kernels, "_replace", lambda to, data: (written.append(to), original(to, data)))
+    original = kept_kernels.written_whole
+    monkeypatch.setattr(kept_kernels, "written_whole", lambda to: written.append(to) or original(to))
     cache = Cache()
     kept = KeptKernels(cache, file)
     kept.save()
@@ -77,7 +77,7 @@ def test_a_write_that_breaks_off_leaves_the_file_as_it_was(tmp_path: Path, monke
     def full(descriptor: int) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(kept_kernels.os, "fsync", full)
+    monkeypatch.setattr("runtime.whole_file.os.fsync", full)
     cache = Cache()
     kept = KeptKernels(cache, file)
     cache.kernels.append("b")

@@ -26,7 +26,7 @@ def test_tables(emulator: Emulator, rounds: list[list[tuple[int, int, int]]]) ->
         ("target", row): tuple(TableRow(FIRST + part * LENGTH, hosts[part]) for part in (row, 2 + row))
         for row in (0, 1)
     }
-    changes = TableChanges(device, block, block, twin.array(0, (FIRST,), np.int64), rows)
+    changes = TableChanges(device, block, twin.array(0, (FIRST,), np.int64), rows)
     back = device.pinned(size)
     for changed in rounds:
         for row, *ends in changed:
