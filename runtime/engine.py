@@ -34,6 +34,7 @@ from runtime.partial_passes import PartialPasses
 from runtime.prefix_cache.cache import PrefixCache
 from runtime.prefix_cache.client import CacheClient
 from runtime.request import Options, Request, check_options
+from runtime.round_costs import note_round
 from runtime.sampling import SamplingParams, likeliest, logprobs
 from runtime.sequence import Committed, Sequence
 from runtime.stats import StageClock, Stats, Stopwatch
@@ -410,7 +411,7 @@ class Engine:
         self.passes += 1
         self._run(program, placed)
         found = self._commit(placed, confirming, program, cache, partial_room, alone=alone)
-        self._note(placed, found, confirming, partial_room, began, drafted_at, perf_counter())
+        note_round(placed, found, confirming, partial_room, began, drafted_at, perf_counter())
         if partial is None:
             return found
         return [each for each in found if not each.tentative or each.sequence.request.tentative]
@@ -622,59 +623,6 @@ class Engine:
         else:
             committed.error = reason
         return chosen[:kept]
-
-    def _note(
-        self,
-        placed: List[Placed],
-        found: List[Committed],
-        confirming: Mapping[Sequence, Draft],
-        partial_room: Mapping[Sequence, int] | None,
-        began: float,
-        drafted_at: float,
-        ended: float,
-    ) -> None:
-        """Tell adaptive speculation and partial KV what the pass cost and brought."""
-        for each in found:
-            if partial_room is not None or each.sequence.adaptive is not None or each.sequence.ahead is not None:
-                break
-        else:  # none of them watches
-            return
-        settled, by_drafts, together = True, False, 0
-        for laid in placed:  # loops, not generators: every round pays for this
-            settled = settled and laid.fed == 1  # a pass that also catches up tells nothing
-            by_drafts = by_drafts or laid.drafted > 0
-        for committed in found:
-            together += len(committed.token_ids)
-        for each in found:
-            sequence, adaptive, ahead = each.sequence, each.sequence.adaptive, each.sequence.ahead
-            if each.error is not None:
-                continue
-            drafting = adaptive is None or adaptive.drafting
-            # What a head takes in before a plain round belongs to the drafts.
-            seconds = ended - (began if drafting or (by_drafts and len(placed) > 1) else drafted_at)
-            tokens, others = len(each.token_ids), together - len(each.token_ids)
-            if each.tentative:
-                assert ahead is not None
-                says = ahead.note_pass(1000 * (ended - began), tokens, each.drafted)
-                if says and adaptive is not None and sequence.disabled == adaptive.disabled:
-                    adaptive.note(ended - began, tokens, others=others, partial=True)
-                continue
-            stats = sequence.generation.stats
-            if partial_room is not None:
-                stats.partial_rounds += 1
-                stats.partial_ms += 1000 * (ended - began)
-            if sequence in confirming:
-                assert ahead is not None
-                checked = len(confirming[sequence])
-                if checked:
-                    ahead.note_confirmed(1000 * (ended - began), checked, min(each.accepted, checked))
-                continue
-            stats.plain_rounds += not drafting
-            if settled and adaptive is not None and (ahead is None or ahead.steady):
-                adaptive.note(seconds, tokens, others=others)
-            if ahead is not None:
-                plain = settled and (drafting or sequence.disabled) and sequence.rounds > 1
-                ahead.note_plain(1000 * seconds, tokens, settled=plain)
 
     # Logits.
 

@@ -20,6 +20,7 @@ from plans.manifest import Engine, Geometry, GraphDrafter
 from runtime.draft_options import DraftLimits
 from runtime.drafters.base import Draft, TreeInPlace, within
 from runtime.drafters.entropy import ChainLength
+from runtime.drafters.tree_slots import TreeSlots
 from runtime.execution.assembly import Assembly
 from runtime.execution.program import Program
 from runtime.execution.step import DraftStep, TargetStep
@@ -81,7 +82,7 @@ class EngineDrafter:
         )
         self._keeps_levels = engine.keeps_levels and not self.paired
         gathers = compact is not None and settings.compacts and engine.keeps_levels
-        self._tree_slots = _TreeSlots(name, buffers.of, self._step, compact) if gathers and compact else None
+        self._tree_slots = TreeSlots(name, buffers.of, self._step, compact) if gathers and compact else None
         nodes = self._nodes = settings.tree.nodes
         self._token_ids, self._parent, self._score = (
             buffers.of(name, each).reshape(-1, nodes)
@@ -599,33 +600,3 @@ def chain_rounds(length: int, step: TargetStep, longest: int) -> Iterator[tuple[
         if size <= 1 + min(longest, step.max_nodes) and length - 1 + size <= step.largest_view:
             step.begin_warmup(length, size - 1)
             yield names.VERIFY, (names.TARGET,)
-
-
-class _TreeSlots:
-    """Slots that the levels of a draft model's tree have appended to its cache, of rejected nodes and accepted ones."""
-
-    def __init__(self, name: str, of: object, step: DraftStep, compact: Program) -> None:
-        self._step, self._compact = step, compact
-        self._move_to, self._row, self._kept_indices, self._kept_count = (
-            of(name, each)  # type: ignore[operator]
-            for each in (names.MOVE_TO, names.TREE_SLOTS, names.KEPT_INDICES, names.KEPT_COUNT)
-        )
-
-    def keep(self, nodes: List[int]) -> None:
-        """The tree has been cut to these nodes, ascending; the root is node 0."""
-        self._row[1 : 1 + len(nodes)] = self._row[nodes]
-
-    def gather(self, start: int, path: NDArray[np.int64]) -> int:
-        """Move the KV of the nodes on `path`, which begins at a child of the root, to `start`; return of how many.
-
-        Only the last node may have none: levels run whatever has a child. The slots ascend.
-        """
-        count = len(path)
-        if count and self._row[path[-1]] < 0:
-            count -= 1
-        if count and self._row[path[count - 1]] >= count:  # else they are the first ones: in place
-            np.take(self._row, path[:count], out=self._kept_indices[:count], mode="clip")
-            self._kept_count[0], self._move_to[0] = count, start
-            self._step.begin_grown(start)
-            self._compact.run()
-        return count
