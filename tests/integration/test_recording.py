@@ -225,6 +225,35 @@ def test_programs_that_run_an_engine_alike_record_it_once(cuda_plan: Plan, emula
     assert len(bound._recorded) == target._graphs.next() < 60
 
 
+def test_a_program_that_fails_is_waited_for(
+    cuda_plan: Plan, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has enqueued reads memory of the host, which writes there next."""
+    device = EmulatedDevice(emulator)
+    session = loaded(cuda_plan, device).session()
+    session.generate(PROMPT, max_new_tokens=2, drafter="none")
+
+    def fail(*launched: Any) -> None:
+        raise PlanError("no launch")
+
+    monkeypatch.setattr(device, "launch", fail)
+    with pytest.raises(PlanError, match="no launch"):
+        session.generate(max_new_tokens=2, drafter="none")
+    assert not device._queue
+
+
+def test_no_finaliser_runs_while_a_graph_is_recorded(device: EmulatedDevice) -> None:
+    """It may enqueue: what a session leaves is kept in the prefix cache."""
+    collects = list[bool]()
+    recorder = Recorder(device)
+    recorder.recording = True
+    with device.lock():
+        recorder.stretch([lambda: collects.append(gc.isenabled())], [[1]])()
+    assert collects == [True, False]
+    assert gc.isenabled()
+    recorder.clear()
+
+
 def test_a_recording_that_fails_is_ended_and_says_why(emulator: Emulator) -> None:
     device = Failing(emulator)
     recorder, seen = Recorder(device), list[int]()
