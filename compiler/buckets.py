@@ -59,5 +59,5 @@ def _fed(drafter: GraphDrafter, drafters: Sequence[Drafter], *, keeps_levels: bo
     """
     keeps = drafter.kind == "model" and (keeps_levels or drafter.entropy is not None)
     before = (d.max_draft for d in drafters if isinstance(d, NgramDrafter) and d.otherwise == drafter.name)
-    longest = max(drafter.longest_path, *before, 0) if drafter.kind == "eagle3" else drafter.longest_path
+    longest = max(drafter.longest_path, *before, 0) if drafter.reads_features else drafter.longest_path
     return range(1, 3 if keeps else 2 + longest)

@@ -214,6 +214,8 @@ def _export(design: PlanDesign, dtype: WeightType, text: CheckpointText, steps: 
             entropy=drafter.entropy is not None,
             slots=drafter.compacts,
             branches=target.branches,
+            columns=drafters.feature_columns(source, taps, decoder.config.hidden_size),
+            featured=target.feature_size,
         )
     return graphs
 

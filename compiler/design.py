@@ -20,6 +20,7 @@ from plans.partial_kv import PartialKv
 from plans.step_buffers import drafter_buffers, partial_buffers, sampling_buffers, status_buffers, target_buffers
 
 VIEW_BUCKET = 128  # keys: coarse enough that sizes rarely change, fine enough that masks stay short
+_KEPT_FEATURES = 128  # tokens that a head which is not asked may lag behind
 _BEAMS = 8  # beams that every plan serves, whatever its drafters are
 _NODES_OF_A_BRANCH = 8  # a branch's tip and a short draft, when all branches take part in a step
 _TENTATIVE_OF_A_ROW = 32  # most tentative tokens of a row that count, where there are several rows
@@ -158,7 +159,8 @@ def symbol_limits(geometry: Geometry, drafters: Sequence[Drafter], partial: Part
     nodes = max(nodes, *(geometry.branches * (1 + longest_draft([d])) for d in drafters if rejects([d])), 0)
     grown = max((d.tree.nodes for d in drafters if isinstance(d, GraphDrafter)), default=0) * geometry.branches
     new = max(geometry.prefill_chunk + nodes - 1, grown)
-    return _limits(geometry, new, nodes, new + (geometry.branches > 1))
+    kept = _KEPT_FEATURES if geometry.feature_size else 0
+    return _limits(geometry, new, nodes, new + kept + (geometry.branches > 1))
 
 
 def drafter_limits(drafter: GraphDrafter, geometry: Geometry, target: Mapping[str, int]) -> dict[str, int]:
@@ -214,7 +216,9 @@ def _check_served(recipe: Recipe) -> None:
             )
         if recipe.partial_kv.enabled and fixed:
             raise recipe.error(
-                ("backends", index), f"is {backend.kind}, which has no partial_kv for now: leave one of the two out"
+                ("backends", index),
+                f"is {backend.kind}, whose engines read a KV cache of one size alone, and partial_kv has a smaller one "
+                "beside it: leave one of the two out",
             )
         if isinstance(backend, OnnxRuntimeCpuSection) and recipe.dtype(backend) != "float32":
             where = ("target", "dtype") if backend.dtype is None else ("backends", index, "dtype")

@@ -5,20 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 from torch import nn
 
+from compiler.block_checkpoint import defer_block, read_block_config
 from compiler.checkpoint import checkpoint_hashes, defer_decoder
 from compiler.eagle3_checkpoint import defer_eagle3, read_eagle3_config
+from compiler.export.block_graph import block_slots
 from compiler.identity import digest
+from compiler.models.block_config import BlockConfig
 from compiler.models.config import DecoderConfig, WeightType
 from compiler.models.decoder import Decoder
-from compiler.models.drafting import DecoderDraft, Eagle3Draft
+from compiler.models.drafting import BlockDraft, DecoderDraft, Eagle3Draft
 from compiler.models.eagle3_config import Eagle3Config
 from compiler.opening import read_config
 from compiler.recipe import Recipe
-from compiler.recipe_drafters import Eagle3Section, EntropySection, GraphSection, ModelSection, NgramSection
+from compiler.recipe_drafters import (
+    BlockSection,
+    Eagle3Section,
+    EntropySection,
+    GraphSection,
+    ModelSection,
+    NgramSection,
+)
 from compiler.recipe_rope import positions_served
 from compiler.recipe_weights import WeightsSection
 from compiler.text import read_vocabulary
@@ -36,7 +45,7 @@ class GraphSource:
 
     index: int
     section: GraphSection
-    config: DecoderConfig | Eagle3Config
+    config: DecoderConfig | Eagle3Config | BlockConfig
     tree: Tree
     sink: int = 0
     window: int = 0  # last tokens whose KV the drafter's cache keeps, behind the sink's; 0: all
@@ -53,7 +62,8 @@ class GraphSource:
             entropy=EntropyGamma(gamma_min=adaptive.min, gamma_max=adaptive.max, beta=adaptive.beta)
             if isinstance(adaptive, EntropySection)
             else None,
-            taps=Taps(**self.config.taps._asdict()) if isinstance(self.config, Eagle3Config) else None,
+            taps=None if isinstance(self.config, DecoderConfig) else Taps(**self.config.taps._asdict()),
+            block=block_slots(self.config, self.tree) if isinstance(self.config, BlockConfig) else None,
         )
 
     def geometry(self, target: Geometry) -> Geometry:
@@ -67,7 +77,7 @@ class GraphSource:
             kv_heads=c.num_kv_heads,
             head_dim=c.head_dim,
             hidden_size=c.hidden_size,
-            vocab_size=c.draft_vocab_size if isinstance(c, Eagle3Config) else c.vocab_size,
+            vocab_size=c.vocab_size if isinstance(c, DecoderConfig) else c.draft_vocab_size,
             context=target.context,
             view_bucket=bucket,
             capacity=held + grown,
@@ -89,8 +99,11 @@ def read_sources(recipe: Recipe, target: DecoderConfig) -> list[GraphSource]:
         if isinstance(section, NgramSection):
             continue
         path = recipe.drafter_path(section)
-        config: DecoderConfig | Eagle3Config
-        if isinstance(section, Eagle3Section):
+        config: DecoderConfig | Eagle3Config | BlockConfig
+        if isinstance(section, BlockSection):
+            config = read_block_config(path, target)
+            size = config.draft_vocab_size
+        elif isinstance(section, Eagle3Section):
             taps_given = section.aux_layers
             if taps_given is not None and not (
                 len(set(taps_given)) == len(taps_given) and all(0 <= i < target.num_layers for i in taps_given)
@@ -112,13 +125,19 @@ def read_sources(recipe: Recipe, target: DecoderConfig) -> list[GraphSource]:
                 )
             _check_tokens(recipe, index, path)
             _check_positions(recipe, index, config, replaced=section.rope_scaling is not None)
-        tree = _tree(section)
+        tree = _tree(section, config)
+        if isinstance(config, BlockConfig) and tree.depth >= config.drafted:
+            raise recipe.error(
+                ("drafters", index, "gamma") if section.tree is None else ("drafters", index, "tree", "depth"),
+                f"asks for {tree.depth + 1} tokens one behind another, and a block of the head has {config.drafted}; "
+                "lower it",
+            )
         if tree.top_k > size:
             raise recipe.error(
                 ("drafters", index, "tree", "top_k"), f"is {tree.top_k}, but the drafter knows {size} tokens; lower it"
             )
         if section.acceptance == "rejection" and tree.top_k != 1:
-            chain = "gamma: 4" if isinstance(section, ModelSection) else "tree: {top_k: 1, depth: 3, nodes: 5}"
+            chain = "tree: {top_k: 1, depth: 3, nodes: 5}" if isinstance(section, Eagle3Section) else "gamma: 4"
             raise recipe.error(
                 ("drafters", index, "acceptance"),
                 f"is rejection, which is for chains; draft one, as with {chain}, or leave acceptance coupled",
@@ -130,13 +149,22 @@ def read_sources(recipe: Recipe, target: DecoderConfig) -> list[GraphSource]:
             )
         keeps = recipe.partial_kv.drafters_keep(recipe.capacity.context, recipe.capacity.branches)
         sources.append(GraphSource(index, section, config, tree, *keeps))
-    _check_taps(recipe, sources)
     return sources
 
 
 def taps(sources: Sequence[GraphSource]) -> tuple[int, ...]:
-    """Return the target's layers whose incoming residual streams the EAGLE3 heads read; empty without heads."""
-    return next((s.config.aux_layers for s in sources if isinstance(s.config, Eagle3Config)), ())
+    """Return the target's layers whose incoming residual streams any head reads, ascending; empty without heads."""
+    return tuple(sorted({i for s in sources if not isinstance(s.config, DecoderConfig) for i in s.config.aux_layers}))
+
+
+def feature_columns(source: GraphSource, tapped: Sequence[int], width: int) -> tuple[int, ...] | None:
+    """Return which of the target's features a head reads, in the head's order; None where it reads all as they lie.
+
+    The features are the streams of the layers `tapped` side by side, each `width` numbers.
+    """
+    if isinstance(source.config, DecoderConfig) or source.config.aux_layers == tuple(tapped):
+        return None
+    return tuple(tapped.index(layer) * width + i for layer in source.config.aux_layers for i in range(width))
 
 
 def source_hashes(recipe: Recipe) -> dict[str, str]:
@@ -181,15 +209,17 @@ def defer(recipe: Recipe, source: GraphSource, target: Decoder, dtype: WeightTyp
     if isinstance(section, Eagle3Section):
         head = defer_eagle3(path, target.config, dtype, section.overrides)
         return Eagle3Draft(head, target.embedding)
+    if isinstance(section, BlockSection):
+        return BlockDraft(defer_block(path, target.config, dtype), target)
     return DecoderDraft(defer_decoder(path, dtype, section.scaling))
 
 
-def _tree(section: GraphSection) -> Tree:
+def _tree(section: GraphSection, config: DecoderConfig | Eagle3Config | BlockConfig) -> Tree:
     if section.tree is not None:
         return section.tree.tree()
     if isinstance(section.gamma, EntropySection):
         return Tree(top_k=1, depth=0, nodes=2)  # the runtime runs the engine once per drafted token
-    gamma = section.gamma or CHAIN
+    gamma = section.gamma or (config.drafted if isinstance(config, BlockConfig) else CHAIN)
     return Tree(top_k=1, depth=gamma - 1, nodes=gamma + 1)
 
 
@@ -218,15 +248,3 @@ def _check_positions(recipe: Recipe, index: int, config: DecoderConfig, *, repla
             f"is made for {served} positions, fewer than capacity.context {recipe.capacity.context}; lower that, or "
             f"stretch the drafter with drafters[{index}].rope_scaling",
         )
-
-
-def _check_taps(recipe: Recipe, sources: Sequence[GraphSource]) -> None:
-    heads = [source for source in sources if isinstance(source.config, Eagle3Config)]
-    for source in heads[1:]:
-        first, other = cast(Eagle3Config, heads[0].config), cast(Eagle3Config, source.config)
-        if other.aux_layers != first.aux_layers:
-            raise recipe.error(
-                ("drafters", source.index, "checkpoint"),
-                f"reads the target's layers {list(other.aux_layers)}, the head before it {list(first.aux_layers)}; "
-                "heads of one plan must read the same layers",
-            )

@@ -2,7 +2,8 @@
 
 The layouts of SafeAILab, SpecForge and AngelSlim have the same tensor names; they differ in the file
 (`pytorch_model.bin` or safetensors) and in the parts that may be absent: the embedding, the vocabulary map, keys of
-`config.json`. Geometry that the tensors show is read from their shapes.
+`config.json`. Geometry that the tensors show is read from their shapes. speculators' layout has other names
+(`eagle3_speculators`). In all of them projections may be packed, as a decoder's may be (`formats/packed_tensors`).
 """
 
 from __future__ import annotations
@@ -14,12 +15,22 @@ import torch
 from torch import Tensor
 
 from compiler.deferred import defer
+from compiler.draft_vocabulary import map_slots, read_target_ids
+from compiler.eagle3_speculators import KIND as OF_SPECULATORS
+from compiler.eagle3_speculators import (
+    flattened,
+    is_speculators,
+    read_speculators_taps,
+    speculators_name,
+    tensors_of_training,
+)
 from compiler.eagle3_taps import read_taps
+from compiler.formats.packed_tensors import as_described
 from compiler.models.config import DecoderConfig, Reader, WeightType, read_json, read_rope, refuse_unsupported
 from compiler.models.eagle3 import Eagle3Head
 from compiler.models.eagle3_config import TAPS, Eagle3Config, Eagle3Overrides, Taps
-from compiler.models.quantization import refuse_quantized_head
 from compiler.slots import Slot, check_tensors, fill, slots
+from compiler.tensor_source import TensorSource
 from compiler.weights import Weights, check_folder
 from plans.errors import CheckpointError
 
@@ -29,8 +40,6 @@ EMBEDDING, Q_PROJ, K_PROJ = (
     "midlayer.self_attn.q_proj.weight",
     "midlayer.self_attn.k_proj.weight",
 )
-# The vocabulary map. Draft token i is target token i + d2t[i]; t2d marks the target tokens that have a draft token.
-D2T, T2D = "d2t", "t2d"
 
 _NAMES = {
     "embedding": EMBEDDING,
@@ -69,7 +78,7 @@ def load_eagle3(
     `CheckpointError` naming the file, the key, the expectation and the finding.
     """
     head = _examine(path, target_config, given or Eagle3Overrides())
-    values: dict[str, Tensor] = fill(head.stored, head.wanted, dtype)
+    values: dict[str, Tensor] = fill(head.tensors, head.wanted, dtype)
     head.module.load_state_dict(values | {"target_ids": head.target_ids}, assign=True)
     return head.module.requires_grad_(False).eval()
 
@@ -82,7 +91,7 @@ def defer_eagle3(
     Raises `CheckpointError` as `load_eagle3`, but for values that are not finite: reading them does.
     """
     head = _examine(path, target_config, given or Eagle3Overrides())
-    defer(head.module, head.stored, head.wanted, dtype)
+    defer(head.module, head.tensors, head.wanted, dtype)
     head.module.target_ids = head.target_ids
     return head.module.eval()
 
@@ -92,7 +101,7 @@ class _Head(NamedTuple):
 
     config: Eagle3Config
     module: Eagle3Head
-    stored: Weights
+    tensors: TensorSource
     wanted: dict[str, Slot]
     target_ids: Tensor
 
@@ -102,45 +111,52 @@ def _examine(path: Path, target: DecoderConfig, given: Eagle3Overrides) -> _Head
     file = path / "config.json"
     raw = read_json(file)
     stored = Weights(path, pickled=True)
-    if given.aux_layers is None:
-        taps = read_taps(file, raw, target.num_layers)
-    else:
+    tensors = as_described(stored, raw, file)
+    speculators = is_speculators(raw)
+    if given.aux_layers is not None:
         taps = Taps(given.aux_layers, "aux_layers of the recipe")
-    config = _read_config(file, raw, stored, target, given, taps)
+    elif speculators:
+        taps = read_speculators_taps(file, raw, target.num_layers)
+    else:
+        taps = read_taps(file, raw, target.num_layers)
+    if speculators:
+        raw = flattened(file, raw)
+    config = _read_config(file, raw, tensors, target, given, taps)
     with torch.device("meta"):
         module = Eagle3Head(config)
     wanted = slots(module, _NAMES.__getitem__)
-    vocabulary = {
-        D2T: Slot("target_ids", (config.draft_vocab_size,), dtypes=("I64",)),
-        T2D: Slot("target_ids", (config.vocab_size,), dtypes=("BOOL",)),
-    }
-    check_tensors(stored, stored.source, file, KIND, wanted, optional=vocabulary)
-    return _Head(config, module, stored, wanted, _target_ids(stored, config))
+    optional, kind = map_slots(config.draft_vocab_size, config.vocab_size), KIND
+    if speculators:
+        wanted = {speculators_name(name): slot for name, slot in wanted.items()}
+        optional |= tensors_of_training(config.draft_vocab_size, config.target_hidden_size)
+        kind = OF_SPECULATORS
+    check_tensors(tensors, stored.source, file, kind, wanted, optional)
+    target_ids = read_target_ids(tensors, stored.source, config.draft_vocab_size, config.vocab_size)
+    return _Head(config, module, tensors, wanted, target_ids)
 
 
 def _read_config(
     file: Path,
     raw: dict[str, Any],
-    stored: Weights,
+    tensors: TensorSource,
     target: DecoderConfig,
     given: Eagle3Overrides,
     taps: Taps,
 ) -> Eagle3Config:
     refuse_unsupported(raw, file)
-    refuse_quantized_head(raw, file)
     get = Reader(raw, file)
     if raw.get("norm_before_residual"):
         raise CheckpointError(f"{file}: norm_before_residual is on; such heads cannot be compiled")
     if get.integer("num_hidden_layers", 1) != 1:
         raise CheckpointError(f"{file}: num_hidden_layers is {raw['num_hidden_layers']}; an EAGLE3 head has 1")
     hidden = get.integer("hidden_size")
-    own_embedding = EMBEDDING in stored.found
+    own_embedding = EMBEDDING in tensors.found
     _check_target(file, raw, get, hidden, own_embedding, target)
     vocab = get.integer("vocab_size")
     draft_vocab = get.integer("draft_vocab_size", vocab)
     if draft_vocab > vocab:
         raise CheckpointError(f"{file}: draft_vocab_size {draft_vocab} is greater than vocab_size {vocab}")
-    heads, kv_heads, head_dim = _heads(file, raw, get, hidden, stored)
+    heads, kv_heads, head_dim = _heads(file, raw, get, hidden, tensors)
     theta, scaling = read_rope(raw, file, get, None)
     return Eagle3Config(
         hidden_size=hidden,
@@ -155,7 +171,7 @@ def _read_config(
         rope_theta=theta if given.rope_theta is None else given.rope_theta,
         rope_scaling=scaling,
         own_embedding=own_embedding,
-        fc_norm=get.boolean("fc_norm", any(name.startswith("fc_norm.") for name in stored.found)),
+        fc_norm=get.boolean("fc_norm", any(name.startswith("fc_norm.") for name in tensors.found)),
         norm_output=get.boolean("norm_output", False) if given.norm_output is None else given.norm_output,
         taps=taps,
     )
@@ -184,7 +200,7 @@ def _check_target(
         )
 
 
-def _heads(file: Path, raw: dict[str, Any], get: Reader, hidden: int, stored: Weights) -> tuple[int, int, int]:
+def _heads(file: Path, raw: dict[str, Any], get: Reader, hidden: int, tensors: TensorSource) -> tuple[int, int, int]:
     """Return (query heads, KV heads, head_dim): the counts from config.json, head_dim from the tensors' shapes."""
     heads = get.integer("num_attention_heads")
     kv_heads = get.integer("num_key_value_heads", heads)
@@ -193,13 +209,13 @@ def _heads(file: Path, raw: dict[str, Any], get: Reader, hidden: int, stored: We
         raise CheckpointError(
             f"{file}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
         )
-    rows = _rows(stored, Q_PROJ)
-    if rows is None:  # `Weights.check` reports the missing tensor later
+    rows = _rows(tensors, Q_PROJ)
+    if rows is None:  # `check_tensors` reports the missing tensor later
         return heads, kv_heads, named or hidden // heads
     head_dim, rest = divmod(rows, heads)
     if rest or head_dim % 2 or not head_dim:
         raise CheckpointError(
-            f"{stored.found[Q_PROJ].file}: tensor {Q_PROJ!r} has {rows} rows, expected an even number for each of the "
+            f"{tensors.found[Q_PROJ].file}: tensor {Q_PROJ!r} has {rows} rows, expected an even number for each of the "
             f"{heads} heads (num_attention_heads) of {file}"
         )
     if named not in (None, head_dim):
@@ -207,7 +223,7 @@ def _heads(file: Path, raw: dict[str, Any], get: Reader, hidden: int, stored: We
             f"{file}: head_dim is {named}, but tensor {Q_PROJ!r} has {rows} rows, which is {head_dim} for each of "
             f"{heads} heads; correct head_dim or num_attention_heads"
         )
-    keys = _rows(stored, K_PROJ)
+    keys = _rows(tensors, K_PROJ)
     if keys not in (None, kv_heads * head_dim):
         raise CheckpointError(
             f"{file}: num_key_value_heads is {kv_heads}, but tensor {K_PROJ!r} has {keys} rows, expected "
@@ -216,49 +232,7 @@ def _heads(file: Path, raw: dict[str, Any], get: Reader, hidden: int, stored: We
     return heads, kv_heads, head_dim
 
 
-def _rows(stored: Weights, name: str) -> int | None:
+def _rows(tensors: TensorSource, name: str) -> int | None:
     """Return the number of rows of a matrix of the checkpoint; None where there is no such matrix."""
-    found = stored.found.get(name)
+    found = tensors.found.get(name)
     return found.shape[0] if found is not None and len(found.shape) == 2 else None
-
-
-def _target_ids(stored: Weights, config: Eagle3Config) -> Tensor:
-    """Return every draft token's target token, from d2t or t2d; where the checkpoint has both, they must agree."""
-    draft, vocab = config.draft_vocab_size, config.vocab_size
-    ids = torch.arange(draft)
-    if D2T in stored.found:
-        ids = _mapped(stored, ids + stored.read(D2T), vocab)
-    elif T2D not in stored.found and draft < vocab:
-        raise CheckpointError(
-            f"{stored.source}: tensor {D2T!r} is missing, expected of a head whose draft vocabulary ({draft}) is "
-            f"smaller than the target's ({vocab}); give a complete checkpoint"
-        )
-    if T2D not in stored.found:
-        return ids
-    marked = stored.read(T2D).nonzero().flatten()
-    file = stored.found[T2D].file
-    if len(marked) != draft:
-        raise CheckpointError(
-            f"{file}: tensor {T2D!r} marks {len(marked)} tokens, expected {draft}, the draft vocabulary; "
-            "give the original checkpoint"
-        )
-    if D2T in stored.found and not torch.equal(marked, ids):
-        at = int((marked != ids).nonzero()[0])
-        raise CheckpointError(
-            f"{file}: tensors {T2D!r} and {D2T!r} disagree: draft token {at} is target token {int(marked[at])} "
-            f"by {T2D} and {int(ids[at])} by {D2T}; give the original checkpoint"
-        )
-    return marked
-
-
-def _mapped(stored: Weights, ids: Tensor, vocab: int) -> Tensor:
-    """Return `ids`; raise `CheckpointError` unless they are ascending tokens of the target, each once."""
-    below = torch.cat((torch.tensor([-1]), ids[:-1]))
-    wrong = ((ids <= below) | (ids >= vocab)).nonzero()
-    if len(wrong):
-        at = int(wrong[0])
-        raise CheckpointError(
-            f"{stored.found[D2T].file}: tensor {D2T!r} makes draft token {at} target token {int(ids[at])}, expected "
-            f"one above {int(below[at])} and below {vocab} (draft_id + d2t, ascending); give the original checkpoint"
-        )
-    return ids

@@ -169,9 +169,11 @@ def _drafter_cells(drafter: dict[str, Any]) -> tuple[str, str, str]:
         settings += f", min_confidence {drafter['min_confidence']:g}"
         if drafter["filler_top_k"]:
             settings += f", filler_top_k {drafter['filler_top_k']}"
+        if drafter["memory"]:
+            settings += f", memory {drafter['memory']} tokens"
         if drafter["otherwise"] is not None:
             settings += f", below {drafter['least']} tokens {drafter['otherwise']} drafts"
-        return f"chains of up to {drafter['max_draft']}", "coupled", settings
+        return f"trees of up to {drafter['max_draft']} nodes", "coupled", settings
     tree, entropy = drafter["tree"], drafter["entropy"]
     if entropy is not None:
         drafts = f"chains of {entropy['gamma_min']} to {entropy['gamma_max']}"

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from compiler.formats.compressed_tensors import read_groups
 from compiler.formats.gguf_config import read_gguf_config
 from compiler.formats.gguf_file import GgufFile, is_gguf
 from compiler.formats.gguf_tensors import GgufTensors
-from compiler.formats.packed_tensors import PackedTensors
+from compiler.formats.packed_tensors import as_described
 from compiler.models.config import DecoderConfig, read_folder_config, read_json
-from compiler.models.quantization import read_packing
 from compiler.models.rope import RopeScaling
 from compiler.tensor_source import TensorSource
 from compiler.weights import Weights, check_folder
@@ -39,9 +37,8 @@ def open_checkpoint(path: Path, rope_scaling: RopeScaling | None = None) -> Open
         return OpenCheckpoint(config, GgufTensors(file, config), path, path)
     check_folder(path)
     config, description = read_folder_config(path, rope_scaling), path / "config.json"
-    raw = read_json(description)
-    stored, packing = Weights(path), read_packing(raw, description)
-    tensors = stored if packing is None else PackedTensors(stored, packing, config, read_groups(raw, description))
+    stored = Weights(path)
+    tensors = as_described(stored, read_json(description), description, _unbiased(config))
     return OpenCheckpoint(config, tensors, description, stored.source)
 
 
@@ -55,3 +52,14 @@ def read_config(path: Path, rope_scaling: RopeScaling | None = None) -> DecoderC
 def stores_integers(path: Path, rope_scaling: RopeScaling | None = None) -> bool:
     """Return whether the checkpoint at `path` stores weights as integers with scales. Raises as `open_checkpoint`."""
     return any(stored.packed for stored in open_checkpoint(path, rope_scaling).tensors.found.values())
+
+
+def _unbiased(config: DecoderConfig) -> frozenset[str]:
+    """Return the projections that have no bias in the decoder, by the last part of their names in a checkpoint."""
+    biased = {
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj"), config.qkv_bias),
+        "o_proj": config.output_bias,
+        **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), config.mlp_bias),
+        "lm_head": False,
+    }
+    return frozenset(name for name, wanted in biased.items() if not wanted)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from plans.build_record import BUILD_RECORD
 from plans.errors import OutriderError, PlanError
+from plans.pass_prices import PASS_PRICES
 from plans.plan import MANIFEST, Plan, open_plan
 
 _HOST = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:64] or "localhost"
@@ -146,7 +147,12 @@ def _listed_files(manifest: Path) -> set[str] | None:
         return None
     files = raw.get("files")
     entries = files if isinstance(files, list) else []
-    return {MANIFEST, BUILD_RECORD, *(str(entry.get("path")) for entry in entries if isinstance(entry, dict))}
+    return {
+        MANIFEST,
+        BUILD_RECORD,
+        PASS_PRICES,
+        *(str(entry.get("path")) for entry in entries if isinstance(entry, dict)),
+    }
 
 
 def _alive(pid: int) -> bool:

@@ -25,7 +25,7 @@ from compiler.formats.gguf_file import is_gguf
 from compiler.models.config import DecoderConfig, WeightType
 from compiler.models.rope import RopeScaling
 from compiler.recipe_backends import DEFAULT_BACKENDS, BackendBuild, BackendEntry, TensorRtSection, choose_backends
-from compiler.recipe_drafters import DrafterSection, Eagle3Section, GraphSection, ModelSection, NgramSection
+from compiler.recipe_drafters import DrafterSection, GraphSection, ModelSection, NgramSection
 from compiler.recipe_partial import PartialKvSection
 from compiler.recipe_rope import RopeScalingSection, positions_served
 from compiler.recipe_section import Name, Section, WrittenPath
@@ -166,7 +166,7 @@ class Recipe(Section):
                 has = ", ".join(sorted(coupled)) or "none"
                 context = {"name": str(drafter.otherwise), "has": has, "at": (index, "otherwise")}
                 raise PydanticCustomError(
-                    "otherwise", "is '{name}'; name a model or eagle3 drafter, not of rejection: {has}", context
+                    "otherwise", "is '{name}'; name a model, eagle3 or block drafter, not of rejection: {has}", context
                 )
         return drafters
 
@@ -268,12 +268,14 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     recipe._source = source
     checkpoints: list[tuple[Location, Path]] = [(("target", "checkpoint"), recipe.checkpoint_path)]
     for index, drafter in enumerate(recipe.drafters):
-        if isinstance(drafter, Eagle3Section) and not (folder := recipe.drafter_path(drafter)).is_dir():
+        if isinstance(drafter, NgramSection):
+            continue
+        if isinstance(drafter, ModelSection):
+            checkpoints.append((("drafters", index, "checkpoint"), recipe.drafter_path(drafter)))
+        elif not (folder := recipe.drafter_path(drafter)).is_dir():
             raise recipe.error(
                 ("drafters", index, "checkpoint"), f"names {folder}, which is not a folder; correct the path"
             )
-        if isinstance(drafter, ModelSection):
-            checkpoints.append((("drafters", index, "checkpoint"), recipe.drafter_path(drafter)))
     for location, path in checkpoints:
         if not path.is_dir() and not (is_gguf(path) and path.is_file()):
             raise recipe.error(location, f"names {path}, which is neither a folder nor a GGUF file; correct the path")

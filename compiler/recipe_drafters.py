@@ -21,28 +21,35 @@ from compiler.models.rope import LEAST_ROPE_THETA, MOST_ROPE_THETA, RopeScaling
 from compiler.recipe_rope import RopeScalingSection
 from compiler.recipe_section import Name, Section, WrittenPath
 from compiler.recipe_weights import WeightsSection
-from plans.manifest import EntropyGamma, Tree
+from plans.manifest import LEAST_NGRAM_MEMORY, MOST_NGRAM_MEMORY, EntropyGamma, Tree
 
 
 class NgramSection(Section):
-    """A drafter that looks up the last tokens in the sequence itself."""
+    """A drafter that looks up the last tokens in the sequence itself, and with `memory` in earlier outputs too."""
 
     name: Name = Field(description="what requests call the drafter: small letters, digits, and -_. after the first")
     kind: Literal["ngram"] = Field(description="the kind of drafter")
-    max_context: int = Field(8, ge=1, le=16, description="tokens of the longest suffix that is looked up")
+    max_context: int = Field(64, ge=1, le=64, description="tokens of the longest suffix that is looked up")
     min_context: int = Field(1, ge=1, description="tokens of the shortest suffix that is looked up")
     max_draft: int = Field(32, ge=1, le=64, description="most tokens proposed in a step")
     min_confidence: float = Field(
-        0.3, ge=0, le=1, description="proposals stop where the chance that all of them are accepted falls below it"
+        0.25, ge=0, le=1, description="tokens are proposed where the chance that they are accepted is at least this"
     )
     filler_top_k: int = Field(
         3, ge=0, le=8, description="so many of the target's likeliest tokens are learned from too (NASD); 0 is off"
     )
 
     otherwise: str | None = Field(
-        None, description="the model or eagle3 drafter that drafts where fewer than `least` tokens are foreseen"
+        None, description="the model, eagle3 or block drafter that drafts where fewer than `least` tokens are foreseen"
     )
     least: int = Field(1, ge=1, le=64, description="foreseen tokens from which on `otherwise` is not asked")
+    memory: int = Field(
+        0,
+        ge=0,
+        le=MOST_NGRAM_MEMORY,
+        description="tokens of earlier outputs that are kept at most to draft from, at up to 160 bytes each; 0 is off. "
+        "Who shares a runtime shares them, and requests with `remember: false` leave none",
+    )
 
     @model_validator(mode="after")
     def _least_can_be_foreseen(self) -> NgramSection:
@@ -50,6 +57,14 @@ class NgramSection(Section):
             context = {"least": self.least, "most": self.max_draft, "at": ("least",)}
             raise PydanticCustomError("least", "is {least}, more than max_draft {most}; lower it", context)
         return self
+
+    @field_validator("memory")
+    @classmethod
+    def _holds_a_text(cls, value: int) -> int:
+        if 0 < value < LEAST_NGRAM_MEMORY:
+            context = {"value": value, "least": LEAST_NGRAM_MEMORY}
+            raise PydanticCustomError("memory", "is {value}; raise it to at least {least} tokens, or set 0", context)
+        return value
 
     @field_validator("min_context")
     @classmethod
@@ -130,18 +145,59 @@ class Eagle3Section(Section):
     @field_validator("weights")
     @classmethod
     def _not_searched(cls, value: WeightsSection | None) -> WeightsSection | None:
-        if value is not None and value.method == "awq":
-            raise PydanticCustomError(
-                "method",
-                "is awq, which searches on text, and a head reads the target's features; leave it and calibration out",
-                {"at": ("method",)},
-            )
-        return value
+        return _of_head(value)
 
     @property
     def overrides(self) -> Eagle3Overrides:
         """The values that replace keys of the head's config.json."""
         return Eagle3Overrides(self.rope_theta, self.aux_layers, self.norm_output)
+
+
+class BlockSection(Section):
+    """A block head (DFlash, DSpark, JetSpec): drafts a block of tokens in one pass, from the target's own features."""
+
+    name: Name = Field(description="what requests call the drafter: small letters, digits, and -_. after the first")
+    kind: Literal["block"] = Field(description="the kind of drafter")
+    checkpoint: WrittenPath = Field(description="folder of the head's checkpoint, relative to the recipe")
+    weights: WeightsSection | None = Field(None, description="quantised weights; without it they are of `target.dtype`")
+    gamma: Annotated[int, Field(ge=1, le=64)] | None = Field(
+        None, description="drafts a chain of this many tokens; without it, of as many as a block of the head drafts"
+    )
+    tree: Annotated[TreeSection | None, BeforeValidator(_chosen_tree, json_schema_input_type=_TREE | None)] = Field(
+        None, description="drafts a tree instead: {top_k, depth, nodes}, or auto; depth is less than a block's tokens"
+    )
+    acceptance: Literal["coupled", "rejection"] = Field(
+        "coupled",
+        description="coupled: the same seed gives the same tokens as without drafts; rejection: classical speculative "
+        "sampling, for chains, the same distribution only",
+    )
+
+    @field_validator("weights")
+    @classmethod
+    def _not_searched(cls, value: WeightsSection | None) -> WeightsSection | None:
+        return _of_head(value)
+
+    @model_validator(mode="after")
+    def _one_shape(self) -> BlockSection:
+        _check_shape(self.gamma, self.tree)
+        return self
+
+
+def _of_head(value: WeightsSection | None) -> WeightsSection | None:
+    if value is not None and value.method == "awq":
+        raise PydanticCustomError(
+            "method",
+            "is awq, which searches on text, and a head reads the target's features; leave it and calibration out",
+            {"at": ("method",)},
+        )
+    return value
+
+
+def _check_shape(gamma: object, tree: TreeSection | None) -> None:
+    if gamma is not None and tree is not None:
+        raise PydanticCustomError(
+            "gamma", "stands beside tree; a draft is a chain or a tree, keep one of them", {"at": ("gamma",)}
+        )
 
 
 class EntropySection(Section):
@@ -203,23 +259,21 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def _one_shape(self) -> ModelSection:
-        if self.gamma is not None and self.tree is not None:
-            raise PydanticCustomError(
-                "gamma", "stands beside tree; a draft is a chain or a tree, keep one of them", {"at": ("gamma",)}
-            )
+        _check_shape(self.gamma, self.tree)
         return self
 
 
-GraphSection = Eagle3Section | ModelSection
-DrafterSection = Annotated[NgramSection | Eagle3Section | ModelSection, Field(discriminator="kind")]
+GraphSection = Eagle3Section | BlockSection | ModelSection
+DrafterSection = Annotated[NgramSection | Eagle3Section | BlockSection | ModelSection, Field(discriminator="kind")]
 
 
 def reshaped(section: DrafterSection, name: str, shape: Tree | EntropyGamma | int) -> dict[str, JsonValue]:
     """Return the same drafter as recipe data under another name, with `shape`: a tree, chains as long as the drafter
-    is sure, or, for n-grams, the tokens of the longest draft."""
+    is sure, or, for n-grams, the most nodes of a draft, to which `least` is lowered where it is more."""
     if isinstance(section, NgramSection):
-        assert isinstance(shape, int), "n-grams draft chains of so many tokens"
-        return section.model_dump(mode="json") | {"name": name, "max_draft": shape}
+        assert isinstance(shape, int), "n-grams draft trees of so many nodes"
+        least = min(section.least, shape)
+        return section.model_dump(mode="json") | {"name": name, "max_draft": shape, "least": least}
     assert not isinstance(shape, int), "an engine's draft has a tree, or is as long as it is sure"
     same = section.model_dump(mode="json", exclude_none=True, exclude={"name", "gamma", "tree"})
     if isinstance(shape, Tree):

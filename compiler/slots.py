@@ -40,10 +40,13 @@ class Slot:
 
 
 def slots(module: nn.Module, stored_name: Callable[[str], str]) -> dict[str, Slot]:
-    """Return every parameter's slot by its name in the checkpoint, which stores projections transposed."""
+    """Return every parameter's slot by its name in the checkpoint, which stores projections transposed.
+
+    Matrices are projections, except those called `embedding`, whose rows are looked up.
+    """
     wanted = {}
     for parameter, tensor in module.named_parameters():
-        transposed = tensor.ndim == 2 and parameter != "embedding"
+        transposed = tensor.ndim == 2 and parameter.rpartition(".")[2] != "embedding"
         shape = tuple(tensor.T.shape) if transposed else tuple(tensor.shape)
         wanted[stored_name(parameter)] = Slot(parameter, shape, transposed)
     return wanted

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint folder of floats: safetensors, in one file or several, or a pickle."""
+"""The tensors of a checkpoint folder as they are stored: safetensors, in one file or several, or a pickle."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ _SPELLING = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
     torch.bool: "BOOL",
 }
 
@@ -55,7 +57,7 @@ class Weights:
             return tensors.tensor(name).clone()
 
     def quantized(self, name: str) -> WeightSource | None:
-        """Return None: all tensors are floats."""
+        """Return None: no tensor is stored as integers and scales in one; `PackedTensors` puts such parts together."""
         return None
 
 

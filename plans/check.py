@@ -5,13 +5,15 @@ Nothing is allocated or loaded before these questions are answered, so that a wr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 
 from plans import names
 from plans.buffers import DType, Tensor
 from plans.check_partial import kv_problems, partial_problems, refresh_problems
 from plans.manifest import (
+    LEAST_NGRAM_MEMORY,
+    MOST_NGRAM_MEMORY,
     BackendPlan,
     Buckets,
     Drafter,
@@ -58,16 +60,26 @@ def problems(manifest: Manifest) -> Iterator[str]:
         yield from _drafter(drafter, manifest.models)
     coupled = {drafter.name for drafter in graphs if drafter.acceptance == "coupled"}
     for ngram in manifest.drafters:
-        if isinstance(ngram, NgramDrafter) and ngram.otherwise not in (None, *coupled):
-            yield f"drafters.{ngram.name}: {ngram.otherwise!r} is no drafter with an engine and coupled acceptance"
-        if isinstance(ngram, NgramDrafter) and ngram.min_context > ngram.max_context:
-            yield f"drafters.{ngram.name}: min_context {ngram.min_context} is above max_context {ngram.max_context}"
+        if isinstance(ngram, NgramDrafter):
+            yield from _ngram(ngram, coupled)
     partial = manifest.partial_kv
     if partial is not None:
         yield from (f"partial_kv: {problem}" for problem in partial_problems(partial, manifest))
     for name, backend in manifest.backends.items():
         for problem in _backend(backend, manifest.models, manifest.drafters, partial):
             yield f"backends.{name}.{problem}"
+
+
+def _ngram(drafter: NgramDrafter, coupled: Collection[str]) -> Iterator[str]:
+    """`coupled` are the drafters that may draft where this one foresees too little."""
+    where = f"drafters.{drafter.name}"
+    if drafter.otherwise not in (None, *coupled):
+        yield f"{where}: {drafter.otherwise!r} is no drafter with an engine and coupled acceptance"
+    if drafter.min_context > drafter.max_context:
+        yield f"{where}: min_context {drafter.min_context} is above max_context {drafter.max_context}"
+    least, most = LEAST_NGRAM_MEMORY, MOST_NGRAM_MEMORY
+    if drafter.memory and not least <= drafter.memory <= most:
+        yield f"{where}: memory is {drafter.memory} tokens, neither 0 nor {least} to {most}"
 
 
 def _drafter(drafter: GraphDrafter, models: Mapping[str, Geometry]) -> Iterator[str]:
@@ -83,7 +95,9 @@ def _drafter(drafter: GraphDrafter, models: Mapping[str, Geometry]) -> Iterator[
             yield f"{where}: chains as long as it is sure are a model's that drafts one token at a time"
         if not (entropy.gamma_min <= entropy.gamma_max < LARGEST_TREE and 0 <= entropy.beta < 1):
             yield f"{where}.entropy: {entropy.gamma_min} to {entropy.gamma_max} tokens are no limits"
-    if drafter.kind == "eagle3" and not backend.feature_size:
+    if (drafter.kind == "block") != (drafter.block is not None):
+        yield f"{where}: block, the number of slots, is of drafters of kind block"
+    if drafter.reads_features and not backend.feature_size:
         yield f"{where}: reads features, and the target gives none"
     if (own.context, own.prefill_chunk) != (backend.context, backend.prefill_chunk):
         yield f"models.{drafter.name}: context and prefill_chunk are not the target's"

@@ -12,7 +12,9 @@ from plans import names
 from plans.buffers import LARGEST_SIZE, Strict, Tensor
 from plans.partial_kv import PartialKv
 
-FORMAT_VERSION = 12
+FORMAT_VERSION = 13
+
+LEAST_NGRAM_MEMORY, MOST_NGRAM_MEMORY = 1024, 2**24  # tokens: a few texts with their leads, and 2.5 GiB
 
 Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
 Count = Annotated[int, Field(ge=0, le=LARGEST_SIZE)]
@@ -57,7 +59,8 @@ class Text(Strict):
 class NgramDrafter(Strict):
     """The n-gram drafter's settings; FEATURES row 16. The drafter itself checks their limits.
 
-    Where it foresees fewer than `least` tokens, the drafter named `otherwise` has the round, if there is one.
+    Where it foresees fewer than `least` tokens, the drafter named `otherwise` has the round, if there is one. It drafts
+    from a memory of earlier outputs too, of at most `memory` tokens; 0 is none.
     """
 
     kind: Literal["ngram"]
@@ -69,6 +72,7 @@ class NgramDrafter(Strict):
     filler_top_k: Count
     otherwise: str | None = None
     least: Size = 1
+    memory: Count = 0
 
 
 class Tree(Strict):
@@ -94,26 +98,33 @@ class EntropyGamma(Strict):
 
 
 class Taps(Strict):
-    """The target's layers whose incoming residual streams an EAGLE3 head reads, and what said so. For the reader: the
-    engines have them built in."""
+    """The target's layers whose incoming residual streams a head reads, and what said so. For the reader: the engines
+    have them built in."""
 
-    layers: tuple[Count, Count, Count]
+    layers: Annotated[tuple[Count, ...], Field(min_length=1)]
     reason: str
 
 
 class GraphDrafter(Strict):
     """A drafter that is an engine of its name, with a KV cache of its own: the model of its name.
 
-    `eagle3`: slot i pairs the target's feature of token i with token i + 1. `model`: slot i is token i. With `entropy`,
-    the engine drafts one token (a tree of two nodes), and runs as often as the chain has tokens.
+    `eagle3`: slot i pairs the target's feature of token i with token i + 1. `block`: slot i is made of that feature
+    alone, and a draft runs a `block` of slots behind them. `model`: slot i is token i. With `entropy`, the engine
+    drafts one token (a tree of two nodes), and runs as often as the chain has tokens.
     """
 
-    kind: Literal["eagle3", "model"]
+    kind: Literal["eagle3", "block", "model"]
     name: str
     tree: Tree
+    block: Size | None = None
     acceptance: Literal["coupled", "rejection"] = "coupled"
     entropy: EntropyGamma | None = None
     taps: Taps | None = None
+
+    @property
+    def reads_features(self) -> bool:
+        """Whether it is a head, which reads the target's features."""
+        return self.kind != "model"
 
     @property
     def longest(self) -> int:
@@ -128,6 +139,8 @@ class GraphDrafter(Strict):
     @property
     def grown(self) -> int:
         """Most slots that drafting fills of its KV cache behind the tip's."""
+        if self.block is not None:
+            return self.block
         return self.tree.depth * self.tree.top_k if self.entropy is None else self.entropy.gamma_max - 1
 
     @property

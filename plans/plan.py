@@ -17,6 +17,7 @@ from plans.build_record import BUILD_RECORD
 from plans.check import problems
 from plans.errors import PlanError
 from plans.manifest import FORMAT_VERSION, Manifest, PlanFile
+from plans.pass_prices import PASS_PRICES
 
 MANIFEST = "plan.json"
 _DIGEST = "digest"  # the key of `plan.json` that no field of the manifest is: sha256 of all the others
@@ -52,7 +53,7 @@ def open_plan(root: Path, *, verify: bool = True) -> Plan:
     try:
         for entry in manifest.files:
             _check_file(inside(root, entry.path), entry, verify)
-        _check_nothing_else(root, {MANIFEST, BUILD_RECORD, *(entry.path for entry in manifest.files)})
+        _check_nothing_else(root, {MANIFEST, BUILD_RECORD, PASS_PRICES, *(entry.path for entry in manifest.files)})
     except OSError as error:
         raise PlanError(f"{root} cannot be read ({error}); build the plan again") from None
     return Plan(root, manifest)

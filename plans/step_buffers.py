@@ -87,7 +87,7 @@ def drafter_buffers(drafter: GraphDrafter, geometry: Geometry, target: Geometry,
     table[names.NOISE] = (DType.FLOAT32, (geometry.branches, drafter.tree.depth + 1, target.vocab_size))
     for setting in (names.DRAFT_TEMPERATURE, names.DRAFT_TOP_P, names.DRAFT_MIN_P):
         table[setting] = (DType.FLOAT32, (geometry.branches,))
-    if drafter.kind == "eagle3":
+    if drafter.reads_features:
         table[names.FEATURE_INDICES] = (DType.INT64, (names.NEW,))
     return _named(drafter.name, table)
 

@@ -196,6 +196,25 @@ def residual(weights: NDArray[np.uint64], draft_probs: NDArray[np.float32], out:
 def accepts(r: int, p: int, q: int) -> bool:
     """Return whether ChainAccept accepts at p and q in units of 2**-50, for the draw r in [0, 2**53)."""
 
+class NgramMemory:
+    """Outputs of earlier generations, at most `tokens` of them, for drafts behind contexts of up to `longest` tokens.
+
+    See csrc/cpu/ngram_memory.h. Safe to use from several threads. Raises ValueError for sizes, and tokens, that it does
+    not take."""
+
+    def __init__(self, tokens: int, longest: int) -> None: ...
+    def add(self, lead: list[int], output: list[int]) -> None:
+        """Add an output, where need be in place of the oldest ones. The tokens `lead` before it are contexts alone:
+        they are never drafted. Other threads run meanwhile."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that it holds, leads included."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it has taken, which are the same whatever it holds."""
+
 class Ngrams:
     """Counts of the tokens that followed each context of a sequence; see csrc/cpu/ngram_counts.h. Raises ValueError for
     tokens outside 0 to 2**32 - 1, and for a draft without room."""
@@ -213,6 +232,10 @@ class Ngrams:
     def go_back(self) -> None:
         """Return to the sequence before `go_ahead`; needed before tokens are counted."""
 
+    def recall_from(self, memory: NgramMemory | None) -> None:
+        """Draft what followed longer contexts in a memory too, or again without one. Raises ValueError for a memory of
+        another `longest`."""
+
     def foresee(self, limit: int, seed: int = 0, stream: int = 0, position: int = 0, temperature: float = 0.0) -> int:
         """Return how many tokens `draft` would write."""
 
@@ -221,6 +244,7 @@ class Ngrams:
         limit: int,
         token_ids: _Int,
         parent: _Int,
+        score: NDArray[np.float32],
         root: int,
         seed: int = 0,
         stream: int = 0,

@@ -3,13 +3,13 @@
 The library has a kernel for each of float32, float16 and int8 KV caches (`plans.kv_slots`); all else is float32:
 
 `outrider.cpu.BranchAttention(q, k, v, k_cache, v_cache, attn_bias, past_length, row_splits, positions, cos, sin,
-q_norm, k_norm) -> (out, k_cache_out, v_cache_out, queries)`, with attributes `num_heads`, `kv_num_heads`, `scale` and
-`epsilon`.
+q_norm, k_norm) -> (out, k_cache_out, v_cache_out, queries)`, with attributes `num_heads`, `kv_num_heads`, `scale`,
+`epsilon` and `asks`.
 
 It is `outrider.BranchAttention` (`plugins.onnx_ops`) with these differences:
 
 - a key is visible where attn_bias, float32 `[R, 1, S, T]`, is 0, and hidden where it is anything else;
-- a query that sees no key gives zeros;
+- a query that sees no key gives zeros; where `asks` is 0, every query does, and none is computed;
 - without k and v, q has all three side by side, `[1, N, (num_heads + 2 * kv_num_heads) * head_dim]`;
 - without row_splits there is one row, which has all tokens;
 - with positions, int64 `[1, N]`, queries and keys are rotated by halves: cos and sin are `[positions, head_dim / 2]`;
@@ -54,7 +54,7 @@ THREADS = "outrider.threads"
 Attention divides its work by that number; without the entry, by the number of the machine's processors.
 """
 
-_VERSION = 6  # version of the ops that the built library must report
+_VERSION = 7  # version of the ops that the built library must report
 
 
 @cache

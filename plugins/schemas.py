@@ -187,7 +187,9 @@ _BRANCH_ATTENTION = OpSchema(
 
     Tokens of all rows lie one after another (row_splits); row r's are appended at past_length[r]. Token s of row r
     gives softmax(q . k * scale + attn_bias[r, 0, s]) over the row's T keys, applied to v; query head h uses KV head
-    h // (num_heads / kv_num_heads). Stands in graphs only, and is lowered there: no CPU kernel.
+    h // (num_heads / kv_num_heads). Where `later` is 1, the bias may show a token of the step that comes after the
+    query's, else none. Where `asks` is 0, nobody reads `out`: its numbers are any finite ones. Stands in graphs only,
+    and is lowered there: no CPU kernel.
     Source: DESIGN section 4.""",
     inputs=(
         TensorSpec("q", ANY_FLOAT, (1, names.NEW, _QUERY_WIDTH)),
@@ -208,6 +210,8 @@ _BRANCH_ATTENTION = OpSchema(
         AttributeSpec("num_heads", int),
         AttributeSpec("kv_num_heads", int),
         AttributeSpec("scale", float),
+        AttributeSpec("later", int, 0),
+        AttributeSpec("asks", int, 1),
     ),
 )
 

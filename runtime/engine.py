@@ -12,6 +12,7 @@ from collections.abc import Sequence as List
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
+from weakref import finalize
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +22,9 @@ from plans.errors import PlanError, RequestError
 from plans.manifest import Manifest, longest_draft, rejects
 from runtime.branch_request import Mode
 from runtime.drafters.adaptive import AdaptiveSpeculations
-from runtime.drafters.base import Draft, TreeInPlace
+from runtime.drafters.base import Draft, TreeInPlace, within
 from runtime.drafters.drafting import Allowed, Drafting
+from runtime.drafters.engine import Choose
 from runtime.execution.assembly import Loaded, assemble
 from runtime.execution.layout import Placed, lay_out, lay_out_one
 from runtime.execution.program import Program
@@ -30,6 +32,7 @@ from runtime.execution.ruled_walk import RuledWalk
 from runtime.execution.warmup import warm_up
 from runtime.generation import FinishReason, GrowingGeneration, Span
 from runtime.kv.cache import KvCache
+from runtime.launched_rounds import Launch, LaunchedRounds
 from runtime.partial_passes import PartialPasses
 from runtime.prefix_cache.cache import PrefixCache
 from runtime.prefix_cache.client import CacheClient
@@ -75,7 +78,7 @@ class Engine:
         settings = self.manifest.partial_kv
         self._partial = None if settings is None else PartialPasses(settings, loaded, parts, self.cache, self.drafting)
         self.prefix_cache = None if cache is None else CacheClient(cache, self.cache, self.drafting)
-        self._adaptive = AdaptiveSpeculations(self.manifest)
+        self._adaptive = AdaptiveSpeculations(self.manifest, loaded.prices)
         self.mode: Mode = "in-one-sequence"
         self.prefix: list[int] = []
         self._prefix_computed = 0
@@ -87,9 +90,13 @@ class Engine:
         # Drafters accepted by rejection, and how much they draft at most.
         self._rejecting = {d.name: longest_draft([d]) for d in self.manifest.drafters if rejects([d])}
         self._ruled_walk = RuledWalk(parts.buffers, parts.step)
+        decoding = parts.programs[names.DECODE]
+        self._launched = LaunchedRounds(decoding, parts.buffers, parts.step, self.cache, self._watch)
         self._halts = all(program.halts for program in self.programs.values() if program.tokens is not None)
         self.begin()
         exchange = parts.buffers.exchange
+        if exchange is not None:  # before the programs, whose engines a launched round may still run
+            finalize(self, exchange.wait_for_launches).atexit = False
         self.records = exchange is not None and exchange.records and bool(loaded.plan.buckets)
         if self.records:
             self._record(parts.draft_steps)
@@ -114,6 +121,7 @@ class Engine:
 
         Returns whether the KV of the prefix is here: else `compute_prefix` gives it.
         """
+        self._launched.outstanding = None
         prefix, pooled = list(prefix), mode == "in-one-sequence"
         here = bool(prefix) and self.mode == mode and self.prefix == prefix and self._prefix_computed == len(prefix)
         here = here and self.drafting.has_prefix(prefix, set(drafters))
@@ -248,7 +256,7 @@ class Engine:
         sequence.request, sequence.generation = request, GrowingGeneration(request, text, stats)
         sequence.began, sequence.rounds, sequence.inserted = self.now(), 0, False
         sequence.reason = sequence.stuck = sequence.error = sequence.chosen_by = None
-        sequence.stopped = False
+        sequence.stopped, sequence.watched, sequence.unseen = False, False, 0
         sequence.prompted = len(tokens)
         sequence.rules = tuple(rule.begin(tokens) for rule in request.rules)
         sequence.end = self._end(len(tokens), request)
@@ -256,7 +264,7 @@ class Engine:
         self.buffers.arrays[names.BY_REJECTION][sequence.number] = request.drafter in self._rejecting
         sequence.computed = min(sequence.computed, len(tokens) - 1)
         self._truncate_caches(sequence, sequence.computed)
-        self.drafting.attach(sequence, request.drafter)
+        self.drafting.attach(sequence, request)
         if self.prefix_cache is not None and not self.prefix:
             stats.cached_tokens = self.prefix_cache.recall(sequence)
         sequence.adaptive = self._adaptive.take(request)
@@ -278,6 +286,9 @@ class Engine:
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Keep the first `length` tokens of a sequence."""
+        self._launched.drop(sequence)
+        if sequence.chosen_by is not None and length < sequence.chosen_by.start + sequence.chosen_by.fed:
+            sequence.chosen_by = None
         del sequence.tokens[length:]
         self._truncate_caches(sequence, min(length, sequence.computed))
         if self._partial is not None:
@@ -295,6 +306,9 @@ class Engine:
         """
         if self._live.pop(sequence.number, None) is None:
             return
+        self._launched.drop(sequence)
+        if sequence.computed > len(sequence.tokens):
+            self._truncate_caches(sequence, len(sequence.tokens))
         if self._partial is not None:
             self._partial.retract(sequence)
         self._adaptive.give_back(sequence.request, sequence.adaptive)
@@ -332,7 +346,8 @@ class Engine:
 
         A pass takes at most `chunk` tokens of prompts (default: all that it has room for). Sequences that are over are
         left out. Sequences that read the partial KV cache have a pass of their own, and none while a sequence needs the
-        features of the pass before for its next draft (`Drafting.needs_features`).
+        features of the pass before for its next draft (`Drafting.needs_features`). On a device, rounds of sequences
+        that all are `plain` are launched a step ahead (`LaunchedRounds`).
         """
         chunk = chunk or self._geometry.prefill_chunk
         found: list[Committed] = []
@@ -346,12 +361,15 @@ class Engine:
                 found.append(Committed(each, [], error=each.error))
                 continue
             if each.request.cancelled:
+                self._launched.drop(each)
                 each.reason = FinishReason.CANCELLED
                 found.append(Committed(each, [], reason=each.reason))
                 continue
             if each.adaptive is not None and each.disabled != each.adaptive.disabled and not each.tentative:
                 self._switch(each)
             full.append(each)
+        if self._launched.outstanding is not None or (full and self._launched.serves(full)):
+            return found + self._step_behind(full, chunk)
         if self._partial is not None and not self.drafting.needs_features(self._live.values()):
             full, partial_room = self._partial.divide(full, self.passes)
         if partial_room:
@@ -363,6 +381,53 @@ class Engine:
                 full += partial_room
         if full:
             found += self._pass(full, chunk)
+        return found
+
+    def _step_behind(self, sequences: List[Sequence], chunk: int) -> list[Committed]:
+        """Commit a round that is outstanding, or is launched here, once the one behind it is launched too."""
+        rounds = self._launched
+        present, following = rounds.outstanding, None
+        try:
+            if present is None:
+                self.passes += 1
+                present = rounds.launch(sequences, chunk)
+                rounds.advance(present)
+            going_on = [each for each in sequences if each.length < each.end]
+            if rounds.serves(going_on):
+                self.passes += 1
+                following = rounds.launch(going_on, chunk)
+                for each in present.placed:
+                    each.overtaken = True
+            rounds.collect(present)
+            if following is not None:
+                rounds.advance(following)
+            rounds.outstanding = following
+        except BaseException:
+            rounds.outstanding = None
+            rounds.settle()
+            for failed in (present, following):
+                if failed is not None:
+                    self._take_back(failed)
+            raise
+        return self._commit_launch(present)
+
+    def _take_back(self, launch: Launch) -> None:
+        """A launched round has failed, or the one before it: what it has fed is to be computed again."""
+        for each in launch.placed:
+            sequence = each.sequence
+            sequence.unseen = 0
+            self._truncate_caches(sequence, min(sequence.computed, each.start, len(sequence.tokens) - 1))
+
+    def _commit_launch(self, launch: Launch) -> list[Committed]:
+        """Commit the tokens of a launched round, whose KV was committed when it was launched."""
+        found: list[Committed] = []
+        for each in launch.placed:
+            if each.root < 0:  # a part of its prompt was fed
+                each.sequence.generation.stats.prefill_passes += 1
+            elif not each.sequence.over:
+                found.append(self._commit_tokens(each, self.programs[names.DECODE], 1, None))
+        if not launch.alone and self.prefix_cache is not None and not self.prefix:
+            self._insert_beginnings(launch.placed)
         return found
 
     def _switch(self, sequence: Sequence) -> None:
@@ -409,9 +474,11 @@ class Engine:
             self._lay_out_probs(placed)
         program = self._choose(placed, partial=partial_room is not None)
         self.passes += 1
-        self._run(program, placed)
+        cut_at = self._run(program, placed)
         found = self._commit(placed, confirming, program, cache, partial_room, alone=alone)
-        note_round(placed, found, confirming, partial_room, began, drafted_at, perf_counter())
+        at_once = cut_at is None and isinstance(placed[0].draft, TreeInPlace)
+        verified_at = None if at_once else cut_at or drafted_at
+        note_round(placed, found, confirming, partial_room, began, drafted_at, verified_at, perf_counter())
         if partial is None:
             return found
         return [each for each in found if not each.tentative or each.sequence.request.tentative]
@@ -457,24 +524,42 @@ class Engine:
             name = tree.program
         return self.programs[names.partial(name) if partial else name]
 
-    def _run(self, program: Program, placed: List[Placed]) -> None:
-        """Run a pass. Before it verifies, cut a tree that was drafted in place to its request's limits; before it
-        accepts, apply the rules of its sequences."""
+    def _run(self, program: Program, placed: List[Placed]) -> float | None:
+        """Run a pass. Before it verifies, cut a tree that was drafted in place to its request's limits, and to what is
+        worth verifying; before it accepts, apply the rules of its sequences.
+
+        Returns when the tree was cut, in seconds; None where none was. A device that records rounds launches draft and
+        verification at once: there only limits cut.
+        """
         first, limits = placed[0], placed[0].sequence.request.limits
-        cuts = isinstance(first.draft, TreeInPlace) and (limits.tokens is not None or limits.depth is not None)
+        length = first.sequence.verify_length if self.target_step.buckets is None else None
+        limited = limits.tokens is not None or limits.depth is not None
+        cuts = isinstance(first.draft, TreeInPlace) and (limited or length is not None)
         ruled = [each for each in placed if each.sequence.rules and each.root >= 0] if program.halts else []
         if not cuts and not ruled:
             program.run()
-            return
-        program.run(
-            (lambda: self._cut(first)) if cuts else None, (lambda: self._ruled_walk.run(ruled)) if ruled else None
-        )
+            return None
+        cut_at: float | None = None
 
-    def _cut(self, placed: Placed) -> None:
+        def cut() -> None:
+            nonlocal cut_at
+            cut_at = perf_counter()
+            if limited:
+                self._cut(first, lambda parent, scores: within(parent, scores, limits.tokens, limits.depth))
+            if length is not None:
+                drafted = first.drafted
+                self._cut(first, lambda parent, scores: length.choose(parent, scores, first.fed))
+                assert isinstance(first.draft, TreeInPlace)
+                first.draft.left_out = drafted - first.drafted
+
+        program.run(cut if cuts else None, (lambda: self._ruled_walk.run(ruled)) if ruled else None)
+        return cut_at
+
+    def _cut(self, placed: Placed, choose: Choose) -> None:
         engine = placed.sequence.engine_drafter
         assert engine is not None, "it has drafted in place"
         assert isinstance(placed.draft, TreeInPlace)
-        placed.draft = engine.cut_in_place(self.target_step, placed.draft, placed.sequence.request.limits)
+        engine.cut_in_place(self.target_step, placed.draft, choose)
         placed.drafted = self.target_step.drafted
 
     def _lay_out_probs(self, placed: List[Placed]) -> None:
@@ -571,6 +656,8 @@ class Engine:
         else:
             chosen = tokens[placed.first : placed.first + min(count, room)].tolist()
         committed = Committed(sequence, [], drafted=placed.drafted, accepted=count - 1, tentative=tentative)
+        if placed.draft is not None:
+            sequence.generation.stats.left_out += placed.draft.left_out
         if tentative:
             assert sequence.ahead is not None
             if sequence.confirmed is None:
@@ -636,30 +723,45 @@ class Engine:
         a view."""
         at = 0  # its first pass has failed
         if sequence.chosen_by is not None:
+            if sequence.chosen_by.overtaken:
+                self._compute_again(sequence, sequence.chosen_by)
             at = _logits_index(sequence.chosen_by, index)
         logits: NDArray[np.float32] = self.logits(at, at + 1)[0]
         return logits
 
     # Passes of their own, of a sequence that is alone.
 
+    def _feed(self, sequence: Sequence, stop: int, *, tip: bool) -> None:
+        """Compute the KV of the sequence's tokens up to `stop`; with `tip`, the logits behind the last of them too."""
+        part = sequence.tokens[sequence.computed : stop]
+        self.cache.begin_alone(part, sequence.computed, sequence.number)
+        if tip:
+            self.target_step.append_tip(len(part) - 1)
+        self.passes += 1
+        self.programs[names.PREFILL].run()
+        self.cache.commit_alone(len(part), None)
+        sequence.computed = stop
+
+    def _compute_again(self, sequence: Sequence, chosen_by: Placed) -> None:
+        """Compute the logits again that a launched round has overwritten."""
+        self._launched.drop(sequence)
+        chosen = chosen_by.start + chosen_by.fed  # the place of the token
+        self._truncate_caches(sequence, min(sequence.computed, chosen - 1))
+        self._feed(sequence, chosen, tip=True)
+        chosen_by.first, chosen_by.overtaken, sequence.watched = 0, False, True
+
     def read(self, sequence: Sequence, request: Request, stats: Stats) -> NDArray[np.float32] | None:
         """Give all of the sequence's tokens KV; logits f32 `[1, vocab]` behind them, None if it was cancelled."""
-        step, chunk, tokens = self.target_step, self._geometry.prefill_chunk, sequence.tokens
+        chunk, tokens = self._geometry.prefill_chunk, sequence.tokens
         self._truncate_caches(sequence, min(sequence.computed, len(tokens) - 1))
         stats.prompt_tokens, stats.reused_tokens = len(tokens), sequence.computed
         while sequence.pending:
             if sequence.pending > chunk and request.cancelled:
                 return None
-            part = tokens[sequence.computed : sequence.computed + chunk]
-            self.cache.begin_alone(part, sequence.computed, sequence.number)
-            if len(part) == sequence.pending:
-                step.append_tip(len(part) - 1)
-            else:
+            stop = min(sequence.computed + chunk, len(tokens))
+            if stop < len(tokens):
                 stats.prefill_passes += 1
-            self.passes += 1
-            self.programs[names.PREFILL].run()
-            self.cache.commit_alone(len(part), None)
-            sequence.computed += len(part)
+            self._feed(sequence, stop, tip=stop == len(tokens))
         return self.logits(0, 1)
 
     def look_ahead(
@@ -675,6 +777,7 @@ class Engine:
 
     def time_round(self, sequence: Sequence, chain: List[int], *, drafts: bool, partial: bool) -> float:
         """Milliseconds of the target's part of a round; see `Session.time_round`."""
+        self._truncate_caches(sequence, min(sequence.computed, max(len(sequence.tokens) - 1, 0)))
         cache, start, room = self.cache, sequence.computed, self.cache.room(sequence.number)
         if partial:
             if self._partial is None:
@@ -728,7 +831,10 @@ class Engine:
         sequence.stopped = True
         text += generation.finish()
         generation.stats.total_ms = (self.now() - sequence.began) * 1000
-        return Span(token_ids, text, logprobs, sequence=sequence.id, result=generation.result())
+        result = generation.result()
+        if sequence.request.remember and result.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.drafting.remember(sequence, result.token_ids)
+        return Span(token_ids, text, logprobs, sequence=sequence.id, result=result)
 
 
 def _logits_index(placed: Placed, index: int) -> int:

@@ -14,7 +14,8 @@ class MemoryUse:
     """Memory of a runtime: `engines` sets of buffers of `engine_bytes` each, of which `idle` are lent to nobody.
 
     Every open session has one, and so has every generation that runs. `kv_bytes` is the part of a set that is the KV
-    cache of each model. Buffers are zero at first: systems that hand out such pages lazily count less.
+    cache of each model. `ngram_memory_bytes` are those of n-gram drafters' memories of outputs. Buffers are zero at
+    first: systems that hand out such pages lazily count less.
     """
 
     engines: int
@@ -22,11 +23,12 @@ class MemoryUse:
     engine_bytes: int
     prefix_cache_bytes: int
     kv_bytes: dict[str, int] = field(default_factory=dict)
+    ngram_memory_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """All of it."""
-        return self.engines * self.engine_bytes + self.prefix_cache_bytes
+        return self.engines * self.engine_bytes + self.prefix_cache_bytes + self.ngram_memory_bytes
 
     def to_json(self) -> dict[str, object]:
         """All fields and the total, with stable keys."""
@@ -41,4 +43,5 @@ def memory_use(plan: BackendPlan, pool: EnginePool) -> MemoryUse:
         engine_bytes=session_bytes(plan),
         prefix_cache_bytes=0 if pool.cache is None else pool.cache.nbytes,
         kv_bytes=kv_bytes(plan),
+        ngram_memory_bytes=sum(memory.nbytes for memory in pool.loaded.memories.values()),
     )

@@ -36,8 +36,9 @@ class Options(LogitsOptions, DraftOptions, total=False):
     - `drafter`: name of a drafter of the plan, "none" for plain decoding; default: the plan's first. Of a drafter
       by rejection, tokens depend on what was drafted too, and so on what the session has seen.
     - `skip_sample_adjustment` (False): for debugging drafters with `acceptance: rejection`; see `SamplingParams`.
-    - `auto_disable` (True): decode plainly while drafts cost more than they bring, by the clock, and run ahead of the
-      full KV cache (`partial_kv`) only while that pays. Tokens stay the same; drafters with `acceptance: rejection`,
+    - `auto_disable` (True): decode plainly while drafts cost more than they bring, by the clock, run ahead of the full
+      KV cache (`partial_kv`) only while that pays, and verify no more of a draft than is worth its price, where the
+      plan has prices (`outrider tune PLAN --prices`). Tokens stay the same; drafters with `acceptance: rejection`,
       and lossy partial KV, whose tokens would not, are never disabled.
     - `on_round`: called with a `trace.Round` after each round, before its span is given out.
     - `logprobs` (None): report each token's log-probability and this many of the most probable (0 to 20).
@@ -48,6 +49,9 @@ class Options(LogitsOptions, DraftOptions, total=False):
       many as context, room and, in lossless mode, agreement make sensible; default: the plan's.
     - `tentative` (False): give out spans of tokens that are not confirmed yet, marked, in lossless mode. Their text is
       what is still to be shown if all that waits is confirmed and nothing follows.
+    - `remember` (True): once the generation has ended by itself, keep its tokens for later drafts of other requests,
+      where the drafter asked has a memory (`memory` of the recipe). Those who share a runtime share the memory: by how
+      fast its own tokens come, a request can tell what others have put out.
     """
 
     max_new_tokens: int
@@ -70,6 +74,7 @@ class Options(LogitsOptions, DraftOptions, total=False):
     partial_kv: PartialMode
     partial_budget: int | Literal["auto"] | None
     tentative: bool
+    remember: bool
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,7 @@ class Request:
     partial_kv: PartialMode = "off"
     partial_budget: int | Literal["auto"] | None = None
     tentative: bool = False
+    remember: bool = True
 
     @property
     def cancelled(self) -> bool:
@@ -204,6 +210,7 @@ def check_options(
         partial_kv=mode or ("off" if partial is None else partial.mode),
         partial_budget=budget,
         tentative=bool(options.get("tentative", False)),
+        remember=bool(options.get("remember", True)),
     )
 
 

@@ -1,4 +1,5 @@
-"""What a pass cost and brought, for those who decide by it: adaptive speculation, and partial KV that runs ahead."""
+"""What a pass cost and brought, for those who decide by it: adaptive speculation, how much of a draft is verified, and
+partial KV that runs ahead."""
 
 from __future__ import annotations
 
@@ -17,10 +18,12 @@ def note_round(
     partial_room: Mapping[Sequence, int] | None,
     began: float,
     drafted_at: float,
+    verified_at: float | None,
     ended: float,
 ) -> None:
     """Tell adaptive speculation and partial KV what the pass of `placed` brought (`found`) and cost: it `began`,
-    had its drafts and `ended` at these seconds.
+    had its drafts (`drafted_at`), began to verify them and `ended` at these seconds. `verified_at` is None where one
+    launch drafts and verifies; else, of a draft in place, it is later than `drafted_at`.
 
     Tentative tokens were `confirming` over the full cache; `partial_room` is None but for a pass over the partial one.
     """
@@ -29,8 +32,9 @@ def note_round(
             break
     else:  # none of them watches
         return
-    settled, by_drafts, together = True, False, 0
+    settled, by_drafts, together, rows = True, False, 0, 0
     for laid in placed:  # loops, not generators: every round pays for this
+        rows += laid.fed + laid.drafted
         settled = settled and laid.fed == 1  # a pass that also catches up tells nothing
         by_drafts = by_drafts or laid.drafted > 0
     for committed in found:
@@ -43,6 +47,9 @@ def note_round(
         # What a head takes in before a plain round belongs to the drafts.
         seconds = ended - (began if drafting or (by_drafts and len(placed) > 1) else drafted_at)
         tokens, others = len(each.token_ids), together - len(each.token_ids)
+        length = sequence.verify_length
+        if length is not None and verified_at is not None and drafting and settled and not confirming:
+            length.note_round(rows, together, ended - verified_at, ended - began)
         if each.tentative:
             assert ahead is not None
             says = ahead.note_pass(1000 * (ended - began), tokens, each.drafted)

@@ -21,12 +21,14 @@ from runtime.backends.base import Settings
 from runtime.beam_search import BeamOptions, BeamResult, beam_search
 from runtime.branch_request import BranchPrompt, BranchRequest, Mode, check_branches
 from runtime.branch_run import run_branches
+from runtime.drafters import make_memories
 from runtime.engine_pool import EnginePool
 from runtime.exactness import Exactness, Probed, ensure_exact, kernels_here
 from runtime.execution.assembly import Loaded
 from runtime.generation import Generation, Run, Stream
 from runtime.handle import Handle
 from runtime.memory import MemoryUse, memory_use
+from runtime.pass_prices import load_prices
 from runtime.prefix_cache.cache import PrefixCache, PrefixCacheConfig, token_shapes
 from runtime.prefix_cache.file import load_prefix_cache, save_prefix_cache
 from runtime.request import Options, Request, check_request
@@ -81,7 +83,9 @@ class Runtime:
         text = plan.manifest.text
         self.tokenizer = Tokenizer.load(plan.root / "tokenizer", bos_token=text.bos_token, eos_token=text.eos_token)
         self.grammars = Grammars(self.tokenizer, plan.manifest.target.vocab_size)
-        self.loaded = Loaded(plan.manifest, backend_plan, driver, engines, self.tokenizer, self.grammars)
+        memories, prices = make_memories(plan.manifest.drafters), load_prices(plan, self.backend, settings.threads)
+        shared = self.tokenizer, self.grammars, memories, prices
+        self.loaded = Loaded(plan.manifest, backend_plan, driver, engines, *shared)
         self.prefix_cache = None
         if prefix_cache is not None:
             self.prefix_cache = PrefixCache(token_shapes(backend_plan), prefix_cache, driver.kv_memory)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from plans.errors import RequestError
 from runtime.drafters.adaptive import AdaptiveSpeculation
 from runtime.drafters.base import HostDrafter
+from runtime.drafters.verify_length import VerifyLength
 from runtime.generation import FinishReason, GrowingGeneration
 from runtime.request import Request
 from runtime.sampling import TokenLogprob
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     from runtime.kv.run_ahead import RunAhead
 
 
+UNSEEN = -1
+"""What is laid out for a token that the host has not seen: the device puts it there."""
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """State between steps: `tokens`, the last of which is the tip, and `computed`, how many of them have KV.
@@ -36,6 +41,7 @@ class Sequence:
     `number` is the branch number of the sequence's slots and of its sampling settings. The first `shared` tokens are
     the prefix, whose KV all sequences of the engine share. In lossless partial KV, tokens from `confirmed` on are
     tentative: passes over the partial cache chose them, and a pass over the full one will confirm or retract them.
+    Behind its tokens there may be `unseen` ones, which a round on the device chooses meanwhile.
     """
 
     id: int
@@ -44,6 +50,8 @@ class Sequence:
     shared: int = 0
     computed: int = 0
     confirmed: int | None = None
+    unseen: int = 0
+    watched: bool = False  # somebody has asked for the logits of a token of the generation
     host_drafters: dict[str, HostDrafter] = field(default_factory=dict)  # those that have been asked, by name
 
     # Of the generation that runs; set by `Engine.start`.
@@ -55,7 +63,7 @@ class Sequence:
     host_drafter: HostDrafter | None = None
     engine_drafter: EngineDrafter | None = None
     least: int = 1  # tokens that `host_drafter` must foresee, else `engine_drafter` drafts
-    reach: int = 8  # nodes that a chain may have in a pass of several, by how much of the last ones was accepted
+    reach: int = 8  # nodes that a host's draft may have in a pass of several, by how much of the last ones was accepted
     adaptive: AdaptiveSpeculation | None = None
     disabled: bool = False  # its drafters are disabled, and take in no committed tokens
     ahead: RunAhead | None = None
@@ -72,9 +80,34 @@ class Sequence:
     chosen_by: Placed | None = None  # where its last tokens' logits are
 
     @property
+    def length(self) -> int:
+        """Number of its tokens, unseen ones included."""
+        return len(self.tokens) + self.unseen
+
+    @property
     def pending(self) -> int:
         """Tokens without KV."""
-        return len(self.tokens) - self.computed
+        return len(self.tokens) + self.unseen - self.computed
+
+    def part(self, start: int, count: int) -> list[int]:
+        """Return `count` of its tokens from `start` on, UNSEEN for those that nobody has seen."""
+        found = self.tokens[start : start + count]
+        return found if len(found) == count else found + [UNSEEN] * (count - len(found))
+
+    @property
+    def plain(self) -> bool:
+        """Whether its rounds give it a token each, on which nothing of the next round depends but that token."""
+        request = self.request
+        return (
+            self.host_drafter is None
+            and self.engine_drafter is None
+            and self.adaptive is None
+            and self.partial is None
+            and not self.rules
+            and request.logprobs is None
+            and request.on_round is None
+            and not self.watched
+        )
 
     @property
     def generated(self) -> list[int]:
@@ -95,6 +128,11 @@ class Sequence:
     def drafting(self) -> bool:
         """Whether adaptive speculation lets its drafters draft in the next round."""
         return not self.disabled and (self.adaptive is None or self.adaptive.drafting)
+
+    @property
+    def verify_length(self) -> VerifyLength | None:
+        """How much of its drafts is verified; None where they are verified whole."""
+        return None if self.adaptive is None else self.adaptive.verify_length
 
     @property
     def tentative(self) -> list[int]:

@@ -202,7 +202,11 @@ class Session:
         sequence.tokens += ids
 
     def step_logits(self, index: int) -> NDArray[np.float32]:
-        """Return the logits f32 `[vocab]` that chose token `index` of the last span: a view until the next step."""
+        """Return the logits f32 `[vocab]` that chose token `index` of the last span: a view until the next step.
+
+        On a device, a round that was launched since may have overwritten them: they are computed again then, and rounds
+        of this generation wait from now on. One with `logprobs` does so from its start.
+        """
         engine, sequence = self._take()
         return engine.logits_of(sequence, index)
 
@@ -211,20 +215,22 @@ class Session:
         text = TextStream(self._tokenizer, self.token_ids)
         return text.push(token_ids).text + text.finish()
 
-    def time_round(self, chain: List[int], drafter: str, *, partial: bool = False) -> float:
+    def time_round(self, chain: List[int], drafter: str | None, *, partial: bool = False) -> float:
         """Milliseconds of the target's part of a round: over the tip and a `chain` of drafted tokens behind it.
 
-        `drafter` is one that the host runs, whose round it is, or "none" for a round without a chain; with `partial`
-        it reads the partial cache. Nothing is committed. Raises RequestError where other tokens than the tip lack KV,
-        or the chain has no room.
+        `drafter` is one that the host runs, whose round it is, or "none" for a round without a chain; None verifies the
+        chain, if there is one, whoever has drafted it. With `partial` it reads the partial cache. Nothing is committed.
+        Raises RequestError where other tokens than the tip lack KV, or the chain has no room.
         """
         by_name = {each.name: each for each in self._manifest.drafters}
-        check_options(Options(drafter=drafter), list(by_name), ())
-        if drafter != "none" and not isinstance(by_name[drafter], NgramDrafter):
+        if drafter is not None:
+            check_options(Options(drafter=drafter), list(by_name), ())
+        if drafter not in (None, "none") and not isinstance(by_name[drafter], NgramDrafter):
             raise RequestError(f"The drafter {drafter!r} drafts in an engine of its own; name an n-gram drafter.")
         with self._exclusive:
             engine, sequence = self._take()
-            return engine.time_round(sequence, chain, drafts=drafter != "none", partial=partial)
+            drafts = bool(chain) if drafter is None else drafter != "none"
+            return engine.time_round(sequence, chain, drafts=drafts, partial=partial)
 
     # Beam search.
 

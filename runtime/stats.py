@@ -25,6 +25,7 @@ class Stats:
     rounds: int = 0
     plain_rounds: int = 0  # of those, rounds decoded plainly because drafting did not pay
     drafted: int = 0  # tokens proposed and evaluated by the target
+    left_out: int = 0  # tokens proposed, and not evaluated: not worth what verifying them costs
     accepted: int = 0
     partial_mode: str = "off"  # how steps behind a long context were verified: off, lossless, lossy
     partial_rounds: int = 0  # passes over the partial KV cache
@@ -38,7 +39,7 @@ class Stats:
     rounds_by_accepted: list[int] = field(default_factory=list)  # rounds with a draft, by how much of it was accepted
     first_span: int = 0  # tokens committed by the first round
     ttft_ms: float = 0.0  # from the first work on the encoded prompt to the first committed token
-    total_ms: float = 0.0  # to the last one, the caller's time between spans left out
+    total_ms: float = 0.0  # to the last one, the caller's time between spans left out (a device may work on)
     engine_ms: float = 0.0  # inside engine calls, all passes
     stage_ms: dict[str, float] = field(default_factory=dict)
     # Of a run of several sequences.

@@ -35,6 +35,7 @@ class Node:
 @dataclass(frozen=True)
 class Round:
     """`position` is that of the first token committed. `entropy` is the drafter's, where that decides the length.
+    `left_out` nodes more were drafted, and were not worth what verifying them costs.
 
     `committed` are the accepted tokens and the correction (the bonus, behind a draft accepted whole), which is missing
     where the generation ended before it.
@@ -44,6 +45,7 @@ class Round:
     nodes: list[Node]
     committed: list[int]
     entropy: float | None
+    left_out: int = 0
 
     def cut(self, kept: int) -> Round:
         """Return the round with only the first `kept` of its tokens."""
@@ -97,4 +99,7 @@ def read_round(
                 ratio=ratio,
             )
         )
-    return Round(int(step.positions[root]) + 1, nodes, committed, None if draft is None else draft.entropy)
+    position = int(step.positions[root]) + 1
+    if draft is None:
+        return Round(position, nodes, committed, None)
+    return Round(position, nodes, committed, draft.entropy, draft.left_out)

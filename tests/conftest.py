@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
@@ -28,6 +29,7 @@ from compiler.recipe import load_recipe
 from plans.plan import Plan, open_plan
 from runtime import Runtime
 from runtime.kv.partial_policy import Interval
+from tests.compiler.block_heads import write_block
 from tests.compiler.eagle3_heads import write_eagle3
 from tests.exports import SharedExports
 from tests.fake_cuda import compile_libraries
@@ -51,11 +53,13 @@ drafters:
   - {name: sure, kind: model, checkpoint: drafter, gamma: {min: 1, max: 6, beta: 0.3}}
   - {name: bushy, kind: model, checkpoint: drafter, tree: {top_k: 3, depth: 2, nodes: 9}}
   - {name: head, kind: eagle3, checkpoint: head, tree: {top_k: 4, depth: 2, nodes: 12}}
+  - {name: block, kind: block, checkpoint: block}
   - {name: mixed, kind: ngram, max_draft: 6, otherwise: head, least: 2}
 capacity:
   context: 160
   prefill_chunk: 16
 """
+TOY_PROMPTS = ("import os\nimport sys\n", "def main() -> None:\n    return", "def main(x): return", "x")
 TOY_DRAFTERS = [section["name"] for section in yaml.safe_load(TOY_RECIPE)["drafters"]]
 
 
@@ -96,6 +100,30 @@ def write_toy_checkpoint(folder: Path, noise: float = 0.0) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": template}))
+
+
+def write_toy_block(folder: Path, target: Path) -> None:
+    """A DSpark head with random layers, whose bias by the token before knows what followed it in the target's texts.
+
+    It reads other layers of the target than the EAGLE3 head. Each token has a code: the bias of the token that follows
+    it is the product of the code with itself, and of two codes next to nothing.
+    """
+    rank = 48
+    tensors = write_block(
+        folder, layout="deepspec", streams=(0, 3), hidden=32, vocab=300, mask=299, target_layers=4, head_dim=16,
+        block_size=5, markov=("vanilla", rank), confidence="markov",
+    )  # fmt: skip
+    model, tokenizer = Qwen3ForCausalLM.from_pretrained(target), Tokenizer.from_file(str(target / "tokenizer.json"))
+    with torch.no_grad():
+        follows = model(torch.arange(300).unsqueeze(1)).logits[:, -1].argmax(-1)
+        for prompt in TOY_PROMPTS:
+            text = torch.tensor([tokenizer.encode(prompt).ids])
+            text = model.generate(text, max_new_tokens=100, do_sample=False, eos_token_id=299, pad_token_id=299)[0]
+            follows[text[:-1]] = text[1:]
+    codes = torch.randn(300, rank, generator=torch.Generator().manual_seed(2))
+    tensors["markov_head.markov_w1.weight"] = codes
+    tensors["markov_head.markov_w2.weight"] = torch.zeros(300, rank).index_add(0, follows, codes)
+    save_file(tensors, folder / "model.safetensors")
 
 
 # Exports and compilers leave millions of objects alive, which every collection of the oldest generation goes over.
@@ -150,8 +178,9 @@ def _write_toy(folder: Path) -> None:
     write_toy_checkpoint(folder / "target")
     write_toy_checkpoint(folder / "drafter", noise=0.05)
     write_eagle3(folder / "head", target_hidden=32, vocab=300, draft_vocab=120, aux_layer_ids=[0, 1, 2])
+    write_toy_block(folder / "block", folder / "target")
     (folder / "model.yaml").write_text(TOY_RECIPE, encoding="utf-8")
-    rows = [{"prompt": "import os\nimport sys\n"}, {"prompt": "def main() -> None:\n    return"}]
+    rows = [{"prompt": prompt} for prompt in TOY_PROMPTS[:2]]
     (folder / "held_out.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
 
 
@@ -176,6 +205,7 @@ REJECTING = {
     "classical": "{name: classical, kind: model, checkpoint: drafter, gamma: 3, acceptance: rejection}",
     "classical-egag": "{name: classical-egag, kind: model, checkpoint: drafter, gamma: {max: 4}, "
     "acceptance: rejection}",
+    "classical-block": "{name: classical-block, kind: block, checkpoint: block, gamma: 3, acceptance: rejection}",
     "classical-head": "{name: classical-head, kind: eagle3, checkpoint: head, tree: {top_k: 1, depth: 1, nodes: 3}, "
     "acceptance: rejection}",
 }

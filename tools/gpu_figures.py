@@ -79,8 +79,8 @@ def copy_speed() -> float:
 def decode(session: Session, prompt: str | list[int], drafter: str, new: int) -> tuple[dict[str, Any], list[int]]:
     """Figures of the rounds behind the first two, by wall clock, and all tokens.
 
-    `device_ms` is a round's time on the device's own clock, from the first copy there until the host has seen the end:
-    what is left of a round is the host's alone, `host_ms`. On the CPU that is what lies outside of engine calls.
+    `device_ms` is a round's time on the device's own clock, from the first copy there until its end: what is left of a
+    round is the host's alone, `host_ms`. On the CPU that is what lies outside of engine calls.
     """
     options = Options(max_new_tokens=new, ignore_eos=True, auto_disable=False, drafter=drafter)
     session.reset()
@@ -123,17 +123,19 @@ def device_clock(session: Session) -> Iterator[list[float]]:
         return
     marks: list[tuple[Any, Any]] = []
 
-    def timed(run: Callable[[], None]) -> Callable[[], None]:
-        def both() -> None:
+    def timed(enqueue: Callable[..., object]) -> Callable[..., object]:
+        def both(*arguments: object) -> object:
             begun = device.timed_mark()
-            run()
+            found = enqueue(*arguments)
             marks.append((begun, device.timed_mark()))
+            return found
 
         return both
 
     with ExitStack() as stack:
         for program in session.programs.values():
-            stack.enter_context(patch.object(program, "run", timed(program.run)))
+            enqueue = "launch" if program.launches else "run"  # what may be launched is, also by `run`
+            stack.enter_context(patch.object(program, enqueue, timed(getattr(program, enqueue))))
         yield times
     times += [device.milliseconds(*pair) for pair in marks]
 
@@ -157,7 +159,7 @@ def op_times(session: Session, device: Device, program: str, stages: Program) ->
 
 def launches(session: Session, program: str) -> int:
     """What the host enqueues for a recorded round: stretches that are one graph, and engines that are one each."""
-    return len([name for name in session.programs[program].stage_names if name != "wait"])
+    return len([name for name in session.programs[program].stage_names if name not in ("prepare", "sent", "wait")])
 
 
 def verify_times(session: Session, chains: Iterable[int], repeats: int = 9) -> dict[int, float]:

@@ -1,9 +1,11 @@
-"""Train the reference models: `python -m tools.train_reference [target|eagle3|model|all] --minutes 100`.
+"""Train the reference models: `python -m tools.train_reference [target|eagle3|dspark|model|all] --minutes 100`.
 
 `target` (the default): a Qwen3-architecture decoder on the Python standard library's own source, by Muon (matrices)
 and AdamW (the rest), with a warm-up, a constant stretch and a linear decay; windows grow from 256 to 8192 tokens.
-`eagle3` and `model`: its two drafters, an EAGLE3 head and a small decoder, against the target in `--out`, on training
-text and on text that the target writes first, for a quarter of the minutes. `all`: the three, one after another.
+`eagle3`, `dspark` and `model`: its drafters, an EAGLE3 head, a DSpark head and a small decoder, against the target in
+`--out`, on training text and on text that the target writes first, for an eighth of the minutes. Heads are rounded to
+`--bits` as they are written (`python -m tools.reference.pack` rounds one that was written with 16). `all`: target,
+eagle3 and model, one after another.
 
 Progress is the share of `--minutes` of training time used, so that a GPU and two CPU cores run the same
 schedule; a run that is stopped resumes from its checkpoint. CPU: start it with
@@ -21,27 +23,46 @@ import argparse
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import torch
 
-from commands.arguments import Parser, at_least_1, number
+from commands.arguments import Parser, at_least_0, at_least_1, number
 from commands.console import guarded
+from compiler.models.block import BlockHead
+from compiler.models.block_config import MarkovKind
+from compiler.models.config import DecoderConfig
+from compiler.models.decoder import Decoder
+from compiler.models.eagle3 import Eagle3Head
+from compiler.models.quantization import BITS
+from compiler.opening import read_config
+from tools.reference.compressed import FLOAT, USUAL
 from tools.reference.corpus import read_standard_library
 from tools.reference.draft_model import ModelGeometry, train_model
 from tools.reference.drafter import prepare
-from tools.reference.eagle3 import HeadGeometry, train_eagle3
+from tools.reference.dspark import BlockGeometry, train_dspark
+from tools.reference.eagle3 import UNROLLED, HeadGeometry, train_eagle3
 from tools.reference.export import write_lists
+from tools.reference.export_drafters import check_size
 from tools.reference.loop import Run
 from tools.reference.target import train_target
 
-TARGET, HEAD, MODEL, ALL = PARTS = ("target", "eagle3", "model", "all")
-MINUTES = {TARGET: 100.0, HEAD: 60.0, MODEL: 60.0, ALL: 220.0}
+TARGET, HEAD, BLOCK, MODEL, ALL = PARTS = ("target", "eagle3", "dspark", "model", "all")
+MINUTES = {TARGET: 100.0, HEAD: 60.0, BLOCK: 60.0, MODEL: 60.0, ALL: 220.0}
 SHARES = {TARGET: 0.6, HEAD: 0.25, MODEL: 0.15}
 """Of the minutes of `all`."""
 SIZES = ("hidden", "intermediate", "heads", "kv_heads", "head_dim")
+OF_BLOCKS = ("markov", "markov_rank", "block_size", "taps")
+OF_HEADS = ("hidden", "draft_vocab", "unroll", "fc_norm", "norm_output")
+"""Options that a DSpark head has alone, and those that it has not."""
 
-Geometry = TypeVar("Geometry", HeadGeometry, ModelGeometry)
+GEOMETRIES: dict[str, type[HeadGeometry | BlockGeometry | ModelGeometry]] = {
+    HEAD: HeadGeometry,
+    BLOCK: BlockGeometry,
+    MODEL: ModelGeometry,
+}
+
+Geometry = TypeVar("Geometry", bound=HeadGeometry | BlockGeometry | ModelGeometry)
 
 
 def train(arguments: argparse.Namespace) -> None:
@@ -56,19 +77,43 @@ def train(arguments: argparse.Namespace) -> None:
         train_target(runs.pop(TARGET), files)
     if not runs:
         return
+    geometries = {part: _geometry(GEOMETRIES[part], arguments) for part in runs}
+    names, bits = {part: arguments.name or part for part in runs}, int(arguments.bits or USUAL)
+    if (run.out / TARGET).exists():  # else `prepare` tells
+        target = read_config(run.out / TARGET)
+        for part, name in names.items():  # what does not fit is told before the target writes text
+            check_size(_without_weights(geometries[part], target), run.out / name, FLOAT if part == MODEL else bits)
     drafting = replace(run, minutes=sum(r.minutes for r in runs.values()))
     lessons = prepare(drafting, files, arguments.step_tokens)
     if HEAD in runs:
-        name = arguments.name or HEAD
-        train_eagle3(runs[HEAD], lessons, _geometry(HeadGeometry, arguments), name, arguments.unroll, arguments.start)
+        head, steps = _geometry(HeadGeometry, arguments), arguments.unroll or UNROLLED
+        train_eagle3(runs[HEAD], lessons, head, names[HEAD], steps, arguments.start, bits)
+    if BLOCK in runs:
+        train_dspark(runs[BLOCK], lessons, _geometry(BlockGeometry, arguments), names[BLOCK], arguments.start, bits)
     if MODEL in runs:
-        train_model(runs[MODEL], lessons, _geometry(ModelGeometry, arguments), arguments.name or MODEL)
+        train_model(runs[MODEL], lessons, _geometry(ModelGeometry, arguments), names[MODEL])
 
 
 def _geometry(kind: type[Geometry], arguments: argparse.Namespace) -> Geometry:
     """The sizes given, and the defaults of the rest."""
     given = {field.name: getattr(arguments, field.name) for field in fields(kind)}
     return kind(**{name: value for name, value in given.items() if value is not None})
+
+
+def _without_weights(
+    geometry: HeadGeometry | BlockGeometry | ModelGeometry, target: DecoderConfig
+) -> Eagle3Head | BlockHead | Decoder:
+    with torch.device("meta"):
+        if isinstance(geometry, HeadGeometry):
+            return Eagle3Head(geometry.config(target))
+        if isinstance(geometry, BlockGeometry):
+            return BlockHead(geometry.config(target, mask_token_id=0))
+        return Decoder(geometry.config(target))
+
+
+def _given(arguments: argparse.Namespace, *names: str) -> list[str]:
+    """Those of the options that the command line has, as it spells them."""
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) is not None]
 
 
 def _parser() -> Parser:
@@ -99,20 +144,35 @@ def _parser() -> Parser:
         "--step-tokens", type=at_least_1, help="tokens of a step (default 4096 on a CPU, 32768 on a GPU)"
     )
     for size in SIZES:
-        default = getattr(HeadGeometry, size)
-        drafter.add_argument(f"--{size.replace('_', '-')}", type=at_least_1, metavar="N", help=f"default {default}")
-    drafter.add_argument("--layers", type=at_least_1, metavar="N", help="of the draft model (default 1)")
-    drafter.add_argument("--draft-vocab", type=at_least_1, metavar="N", help="tokens of the head (default 1536)")
-    start = "go on from this trained head; its draft vocabulary may be another"
+        default, of_block = getattr(HeadGeometry, size), getattr(BlockGeometry, size, None)
+        other = f"; {BLOCK}: {of_block or 'as the target'}" if of_block != default else ""
+        drafter.add_argument(
+            f"--{size.replace('_', '-')}", type=at_least_1, metavar="N", help=f"default {default}{other}"
+        )
+    layers = f"of {MODEL} (default {ModelGeometry.layers}) and {BLOCK} (default {BlockGeometry.layers})"
+    drafter.add_argument("--layers", type=at_least_1, metavar="N", help=layers)
+    start = f"go on from this trained head; the draft vocabulary of {HEAD} may be another"
     drafter.add_argument("--start", type=Path, metavar="FOLDER", help=start)
-    drafter.add_argument(
-        "--unroll", type=at_least_1, default=5, metavar="N", help="steps of the head in training (default 5)"
-    )
+    bits = f"bits of a head's projections in its checkpoint, {FLOAT}: floats (default {USUAL})"
+    drafter.add_argument("--bits", choices=[str(each) for each in (*BITS, FLOAT)], help=bits)
+    eagle3 = parser.add_argument_group(HEAD)
+    eagle3.add_argument("--draft-vocab", type=at_least_1, metavar="N", help="tokens of the head (default 1536)")
+    unroll = f"steps of the head in training (default {UNROLLED})"
+    eagle3.add_argument("--unroll", type=at_least_1, metavar="N", help=unroll)
     switch = argparse.BooleanOptionalAction
-    drafter.add_argument("--fc-norm", action=switch, help="the head norms each feature stream (default: yes)")
-    drafter.add_argument(
+    eagle3.add_argument("--fc-norm", action=switch, help="the head norms each feature stream (default: yes)")
+    eagle3.add_argument(
         "--norm-output", action=switch, help="the head feeds back its normed hidden state (default: no)"
     )
+    dspark = parser.add_argument_group(BLOCK)
+    kind = f"Markov bias by the token before, gated by its slot, or recurrent (default {BlockGeometry.markov})"
+    dspark.add_argument("--markov", choices=get_args(MarkovKind), help=kind)
+    rank = f"of the Markov bias (default {BlockGeometry.markov_rank})"
+    dspark.add_argument("--markov-rank", type=at_least_1, metavar="N", help=rank)
+    size = f"tokens drafted by a block (default {BlockGeometry.block_size})"
+    dspark.add_argument("--block-size", type=at_least_1, metavar="N", help=size)
+    taps = "layers of the target whose incoming streams the head reads, ascending (default: EAGLE3's three)"
+    dspark.add_argument("--taps", type=at_least_0, nargs="+", metavar="LAYER", help=taps)
     return parser
 
 
@@ -126,11 +186,20 @@ def _run(given: list[str] | None) -> int:
     if arguments.lists_only:
         write_lists(read_standard_library(arguments.library), arguments.out)
         return 0
-    if arguments.name and arguments.part not in (HEAD, MODEL):
-        parser.error(f"--name goes with {HEAD} or {MODEL}: the other parts write to fixed places")
-    given_sizes = [o for o in (*SIZES, "draft_vocab", "layers", "step_tokens") if getattr(arguments, o) is not None]
-    if given_sizes and arguments.part == TARGET:
-        parser.error(f"--{given_sizes[0].replace('_', '-')} is a drafter's: name the part ({HEAD}, {MODEL} or {ALL})")
+    if arguments.name and arguments.part not in (HEAD, BLOCK, MODEL):
+        parser.error(f"--name goes with {HEAD}, {BLOCK} or {MODEL}: the other parts write to fixed places")
+    of_drafters = _given(arguments, *SIZES, "draft_vocab", "layers", "step_tokens", "bits", *OF_BLOCKS)
+    if of_drafters and arguments.part == TARGET:
+        parser.error(f"{of_drafters[0]} is a drafter's: name the part ({HEAD}, {BLOCK}, {MODEL} or {ALL})")
+    if arguments.bits is not None and arguments.part == MODEL:
+        parser.error(f"--bits goes with {HEAD} and {BLOCK}: a draft model is written in floats")
+    of_blocks, of_heads = _given(arguments, *OF_BLOCKS), _given(arguments, *OF_HEADS)
+    if of_blocks and arguments.part != BLOCK:
+        parser.error(f"{of_blocks[0]} goes with {BLOCK} alone")
+    if of_heads and arguments.part == BLOCK:
+        parser.error(f"{of_heads[0]} does not go with {BLOCK}: its heads have the target's width and vocabulary")
+    if arguments.taps is not None:
+        arguments.taps = tuple(arguments.taps)
     arguments.device_name = (
         torch.cuda.get_device_name() if arguments.device == "cuda" else f"{torch.get_num_threads()} CPU threads"
     )

@@ -49,9 +49,12 @@ class OneRowConverters:
 
     def _attend(
         self, q: Any, k: Any, v: Any, k_cache: Any, v_cache: Any, bias: Any, past: Any, splits: Any, heads: int,
-        kv_heads: int, scale: float,
+        kv_heads: int, scale: float, later: int, asks: int,
     ) -> tuple[Any, Any, Any]:  # fmt: skip
-        """Attend with `q` `[1, S, heads * head_dim]` over the caches' slots in view; also return the updated caches."""
+        """Attend with `q` `[1, S, heads * head_dim]` over the caches' slots in view; also return the updated caches.
+
+        `later` and `asks` make no difference: the mask alone says which tokens are seen.
+        """
         queries, keys, values = (self._split_heads(x, n) for x, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
         present, seen = zip(
             *(self._append(cache, new, past, bias) for cache, new in ((k_cache, keys), (v_cache, values))), strict=True

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
+from compiler.export.block_graph import BlockGraph
 from compiler.export.draft_graph import DraftGraph, DraftModel
 from compiler.export.execution import cache_outputs
+from compiler.export.level_graph import LevelGraph
 from compiler.export.tracing import Shape, name_inputs, trace
+from compiler.models.drafting import BlockDraft
 from plans import names
 from plans.manifest import Tree
 
@@ -24,14 +29,17 @@ def export_draft(
     entropy: bool = False,
     slots: bool = False,
     branches: int = 1,
+    columns: Sequence[int] | None = None,
+    featured: int | None = None,
 ) -> ir.Model:
     """Export a `DraftModel` over a KV cache of `capacity` slots and one row, for `positions` (default: `capacity`).
 
     `vocab_size` is the target's: a branch's noise is by its tokens.
 
-    A head reads `features` of the target's last step; `feature_indices` picks the features of its pairs. Outputs, in
-    the layout of the target's next step, the root (the tip) first: `tree_token_ids`, `tree_positions`, `tree_parent`
-    `[nodes]`; `tree_score` f32 `[nodes]`, log-probabilities summed from the root.
+    A head reads `features` of the target's last step, `featured` numbers wide, of which the head reads those in
+    `columns` (default: all); `feature_indices` picks the features of its tokens. Outputs, in the layout of the target's
+    next step, the root (the tip) first: `tree_token_ids`, `tree_positions`, `tree_parent` `[nodes]`; `tree_score` f32
+    `[nodes]`, log-probabilities summed from the root, or of a block head's chain those of its confidence.
 
     With `rejected` the tree is a chain (`top_k` 1) whose tokens are drawn, for acceptance by rejection, and
     `draft_probs` f32 `[nodes, vocab]` holds the distribution of each draw. With `entropy`,
@@ -47,7 +55,8 @@ def export_draft(
     behind the row's tokens. A level takes B * k slots of each row. `draft_entropy` is `[R, B]`, one value per tip.
     """
     drafting: DraftModel = model  # type: ignore[assignment]
-    heads, features = drafting.heads, drafting.feature_size
+    heads = drafting.heads
+    features = (featured or drafting.feature_size) if drafting.feature_size else 0
     several = branches > 1
     new, view, index = 4, 8 + several, torch.int64  # example sizes, which differ where several become symbols
     count, trees = (2, 3) if several else (1, 1)  # rows, and trees of each row
@@ -80,8 +89,15 @@ def export_draft(
         **{names.k_cache(i): cache for i in layers},
         **{names.v_cache(i): cache for i in layers},
     }
+    rejecting, rows_of = vocab_size if rejected else 0, positions or capacity
+    graph: DraftGraph
+    if isinstance(model, BlockDraft):
+        graph, passes = BlockGraph(model, tree, rows_of, rejected=rejecting, columns=columns), 2
+    else:
+        graph = LevelGraph(model, tree, rows_of, rejected=rejecting, entropy=entropy, slots=slots, columns=columns)
+        passes = 1 + tree.depth
     traced = trace(
-        DraftGraph(model, tree, positions or capacity, vocab_size if rejected else 0, entropy, slots),
+        graph,
         inputs={
             "features": torch.zeros(5, features) if features else None,
             "feature_indices": torch.zeros(new, dtype=index) if features else None,
@@ -119,7 +135,7 @@ def export_draft(
             **({names.TREE_SLOTS: grown} if slots else {}),
             **({names.DRAFT_PROBS: (*grown, vocab_size)} if rejected else {}),
             **({names.DRAFT_ENTROPY: (names.ROWS, names.TIPS) if several else (1,)} if entropy else {}),
-            **dict.fromkeys(cache_outputs(heads.num_layers, 1 + tree.depth), cache),
+            **dict.fromkeys(cache_outputs(heads.num_layers, passes), cache),
         },
     )
     name_inputs(traced, graph_inputs)

@@ -1,10 +1,9 @@
 """The draft graph of DESIGN sections 4 and 7: one pass over the new tokens, then the levels of a tree, in ONE graph.
 
-The tree's shape is static. Each level runs the frontier's nodes in the slots behind the earlier ones: a node sees the
-keys that the tip sees, its ancestors in the tree, and itself. The runtime drops the KV of levels by length, except that
-of a draft model's accepted nodes, which equals the KV that feeding their tokens would give.
+The tree's shape is static. A `Growth` gives the logits of each level: `level_graph` runs the model for every level,
+`block_graph` has run it once for all of them.
 
-Trees may grow from several tips at once, equally many in each row: one pass runs a level's nodes of all trees.
+Trees may grow from several tips at once, equally many in each row: one pass runs the nodes of all trees.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 
 from compiler.export.execution import GraphExecution, Heads, KvCaches, RopeTables
 from compiler.export.ops import draft_sample, tree_expand, tree_rerank
-from compiler.models.decoder import Execution
 from plans.manifest import Tree
 
 # How often the drafter's race tells nothing of the target's. Near the best of a grid on the reference drafters
@@ -28,7 +26,7 @@ DOUBT = 0.5
 
 
 class DraftModel(Protocol):
-    """A model that drafts: an EAGLE3 head, or a small decoder. Tensors have a leading dimension of 1."""
+    """Facts of a model that drafts, and the map of the target's features to what the model reads of them."""
 
     @property
     def heads(self) -> Heads: ...
@@ -43,8 +41,8 @@ class DraftModel(Protocol):
 
     @property
     def lead(self) -> int:
-        """A token's position in the target minus its position here: 1 for a head, which pairs a feature with the
-        token after it."""
+        """A token's position in the target minus the position of the KV that the last token before its draft has here:
+        1 for a head, which has no feature of the tip yet."""
         ...
 
     @property
@@ -54,16 +52,35 @@ class DraftModel(Protocol):
 
     def fuse(self, features: Tensor) -> Tensor: ...
 
-    def run(self, token_ids: Tensor, hidden: Tensor | None, execution: Execution) -> Tensor: ...
-
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
-@dataclass(frozen=True)
-class _Tips:
-    """The n tips that trees grow from, and the layout of a level's n * k nodes behind them.
+class Growth(Protocol):
+    """Logits `[1, n * nodes, Vd]`, f32, level by level, of n trees."""
 
-    A level holds the nodes of the first tree, then of the second ...; every row has equally many trees.
+    def first(self) -> Tensor:
+        """Return the logits behind the tips."""
+        ...
+
+    def behind(self, token: Tensor, level: int) -> Tensor:
+        """Return the logits behind the frontiers' nodes, whose draft tokens are `[n, k]`."""
+        ...
+
+    def follow(self, parent: Tensor) -> None:
+        """Take the next frontiers: each of their nodes hangs from node `parent` `[n, k]` of the last level."""
+        ...
+
+    def chances(self) -> Tensor | None:
+        """Return the logarithms `[n, levels]` of the chances that the model predicts for the tokens of chains, each to
+        be accepted where those before it are; None for a model that predicts nothing beside its logits."""
+        ...
+
+
+@dataclass(frozen=True)
+class Tips:
+    """The n tips that trees grow from, and the layout of the slots behind them, `each` of a tip.
+
+    The slots of the first tree come first, then those of the second ...; every row has equally many trees.
     """
 
     caches: KvCaches
@@ -74,41 +91,60 @@ class _Tips:
     noise: Tensor  # [branches, depth + 1, V], of the target's tokens
     branch: Tensor | None  # [n], of each tip; None where there is one branch
     filters: tuple[Tensor, Tensor, Tensor, Tensor]  # [n] each: temperature, top_k, top_p, min_p
-    start: Tensor  # [R], first slot of the first level
-    slots: Tensor  # [n * k, 1], slots of the first level's nodes
-    splits: Tensor  # [R + 1], row splits of a level's nodes
-    width: int  # nodes of a level in one row
-    several: _Several | None
+    start: Tensor  # [R], first slot behind the row's tokens
+    slots: Tensor  # [n * each, 1], slots of the first pass behind the tips
+    splits: Tensor  # [R + 1], row splits of a pass behind the tips
+    width: int  # slots of such a pass in one row
+    several: Several | None
 
 
 @dataclass(frozen=True)
-class _Several:
+class Several:
     """Sizes and indices that only graphs with several tips need, where they are not constants."""
 
     rows: int
-    of_tip: Tensor  # [n * k], the tree of each node of a level
-    first: Tensor  # [n, 1], the first node of each tree in a level
+    of_tip: Tensor  # [n * each], the tree of each slot of a pass
+    first: Tensor  # [n, 1], the first slot of each tree in a pass
     within: Tensor  # [n, 1], the same, counted within its row
 
 
 class DraftGraph(nn.Module):
-    """Maps committed tokens that the drafter lacks to a tree behind the last one, or to trees behind `tip_indices`."""
+    """Maps committed tokens that the drafter lacks to a tree behind the last one, or to trees behind `tip_indices`.
 
-    diagonal: Tensor
+    A subclass says how the model takes in the tokens (`_take_in`) and what gives the levels' logits (`_growth`).
+    """
+
+    columns: Tensor | None
+    offsets: Tensor
     parent_of: Tensor
     splits: Tensor
     depths: Tensor
 
-    def __init__(self, model: nn.Module, tree: Tree, positions: int, rejected: int, entropy: bool, slots: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        tree: Tree,
+        positions: int,
+        each: int,
+        *,
+        rejected: int,
+        entropy: bool,
+        slots: bool,
+        columns: Sequence[int] | None,
+    ) -> None:
+        """`each` is the number of slots that a pass behind the tips takes of each, `columns` those of the features that
+        the model reads; None for all."""
         super().__init__()
-        self.model, self.tree, self.rejected, self.entropy, self.slots = model, tree, rejected, entropy, slots
+        self.model, self.tree, self.each = model, tree, each
+        self.rejected, self.entropy, self.slots = rejected, entropy, slots
         drafting: DraftModel = model  # type: ignore[assignment]
         self.tables = RopeTables(drafting.heads, positions, drafting.dtype)
+        self.register_buffer("columns", None if columns is None else torch.tensor(columns))
         k = tree.top_k
         for name, table in {
-            "diagonal": torch.arange(k).unsqueeze(1),  # each frontier node's own slot, as an offset
+            "offsets": torch.arange(each).unsqueeze(1),  # each slot of a pass behind the tip
             "parent_of": torch.arange(k * k) // k,  # frontier node of each candidate of a level
-            "splits": torch.tensor([0, k]),
+            "splits": torch.tensor([0, each]),
             "depths": torch.cat([torch.ones(k), *(torch.full((k * k,), 2 + i) for i in range(tree.depth))]).long(),
         }.items():
             self.register_buffer(name, table)
@@ -136,26 +172,29 @@ class DraftGraph(nn.Module):
         caches = KvCaches(k_caches, v_caches)
         fused = None
         if features is not None and feature_indices is not None:
-            fused = model.fuse(torch.index_select(features, 0, feature_indices).unsqueeze(0))
+            chosen = torch.index_select(features, 0, feature_indices)
+            if self.columns is not None:
+                chosen = torch.index_select(chosen, 1, self.columns)
+            fused = model.fuse(chosen.unsqueeze(0))
         execution = self._pass(caches, positions.unsqueeze(0), attn_bias, past_length, row_splits)
-        hidden = model.run(token_ids.unsqueeze(0), fused, execution)
+        hidden = self._take_in(token_ids.unsqueeze(0), fused, execution)
         filters = (temperature, top_k, top_p, min_p)
         if tip_indices is None or tip_branch is None:
             # Not token_ids.shape[0]: ONNX Runtime adds on the CPU to what is a shape, and reads past_length there.
             start = past_length + row_splits[1:]
-            tips = _Tips(
+            tips = Tips(
                 caches,
                 hidden[:, -1].unsqueeze(1),
                 token_ids[-1].unsqueeze(0),  # not [-1:], whose size would be symbolic
                 positions[-1].unsqueeze(0),
-                attn_bias[0, 0, -1].unsqueeze(0),
+                attn_bias[:, :, -1].squeeze(1),
                 noise,
                 None,
                 filters,
                 start,
-                start + self.diagonal,
+                start + self.offsets,
                 self.splits,
-                self.tree.top_k,
+                self.each,
                 None,
             )
         else:
@@ -163,8 +202,10 @@ class DraftGraph(nn.Module):
             of = tip_branch.reshape(-1)
             heat, most, share, least = (torch.index_select(each, 0, of) for each in filters)
             tips = replace(tips, noise=noise, branch=of, filters=(heat, most, share, least))
-        logits = model.logits(tips.hidden).float()
-        token, parent, depth, score, *others = self._chain(tips, logits) if self.rejected else self._tree(tips, logits)
+        growth = self._growth(tips)
+        logits = growth.first()
+        grow = self._draw if self.rejected else self._grow
+        token, parent, depth, score, *others = grow(tips, growth, logits)
         if self.entropy:
             entropy = _normalised_entropy(logits)
             others.append(entropy.reshape(1) if tip_indices is None else entropy.reshape(tip_indices.shape))
@@ -178,6 +219,16 @@ class DraftGraph(nn.Module):
             *caches.presents,
         )
 
+    def _take_in(self, token_ids: Tensor, fused: Tensor | None, execution: GraphExecution) -> Tensor:
+        """Run the model over the new tokens `[1, N]` and what it reads of the target's features `[1, N, H]`.
+
+        Returns what the growth behind the tips needs of each token, `[1, N, width]`.
+        """
+        raise NotImplementedError
+
+    def _growth(self, tips: Tips) -> Growth:
+        raise NotImplementedError
+
     def _tips(
         self,
         caches: KvCaches,
@@ -188,18 +239,18 @@ class DraftGraph(nn.Module):
         attn_bias: Tensor,
         past_length: Tensor,
         tip_indices: Tensor,
-    ) -> _Tips:
+    ) -> Tips:
         """Gather the tips at `tip_indices` `[R, tips]`; the caller replaces the placeholders `noise`,
         `branch` and `filters`.
         """
-        k, (rows, each) = self.tree.top_k, tip_indices.shape
+        k, (rows, trees) = self.each, tip_indices.shape
         tip = tip_indices.reshape(-1)
-        row, width = torch.arange(rows).unsqueeze(1), each * k
-        within = (torch.arange(each) * k).expand(rows, each)
+        row, width = torch.arange(rows).unsqueeze(1), trees * k
+        within = (torch.arange(trees) * k).expand(rows, trees)
         start = past_length + (row_splits[1:] - row_splits[:-1])
         place = tip_indices - row_splits[:-1].unsqueeze(1) + row * attn_bias.shape[2]
         of_tip = torch.arange(rows * width) // k
-        return _Tips(
+        return Tips(
             caches,
             torch.index_select(hidden, 1, tip),
             torch.index_select(token_ids, 0, tip),
@@ -212,66 +263,65 @@ class DraftGraph(nn.Module):
             slots=(start.unsqueeze(1) + torch.arange(width)).reshape(-1, 1),
             splits=torch.arange(rows + 1) * width,
             width=width,
-            several=_Several(rows, of_tip, (within + row * width).reshape(-1, 1), within.reshape(-1, 1)),
+            several=Several(rows, of_tip, (within + row * width).reshape(-1, 1), within.reshape(-1, 1)),
         )
 
-    def _tree(self, tips: _Tips, logits: Tensor) -> list[Tensor]:
+    def _grow(self, tips: Tips, growth: Growth, logits: Tensor) -> list[Tensor]:
         """Grow the trees behind the tips, whose logits are `[1, n, V]`.
 
         Returns tokens, parents, depths and scores `[n, nodes - 1]`; with `self.slots` also the nodes' slots, flat
         `[n * nodes]`.
         """
         tree, k, several = self.tree, self.tree.top_k, tips.several
-        model: DraftModel = self.model  # type: ignore[assignment]
 
         def expand(logits: Tensor, nodes: int, score: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-            if several is not None:
-                logits = logits.reshape(-1, nodes, logits.shape[2])
-            grown: tuple[Tensor, Tensor, Tensor] = tree_expand(
-                logits, score, self._noise(tips, depth), *tips.filters, k, DOUBT
-            )
-            return grown
+            return self._expand(tips, logits, nodes, score, depth)
 
         def pick(values: Tensor, chosen: Tensor) -> Tensor:
             """Pick from `values` `[n, c]` at `chosen` `[n, k]`."""
             return values.gather(1, chosen) if several is not None else values.index_select(1, chosen.squeeze(0))
 
-        def of_level(values: Tensor, axis: int, node: Tensor) -> Tensor:
-            """Pick, of a level's n * k nodes along `axis`, the nodes at `node` `[n, k]` in their trees."""
-            flat = node.squeeze(0) if several is None else (node + several.first).reshape(-1)
-            return torch.index_select(values, axis, flat)
-
+        chain = k == 1  # every frontier is the one node of the level before
         token, score, _ = expand(logits, 1, torch.zeros_like(logits[..., 0]).reshape(-1, 1), 0)
         node = torch.arange(k).expand(token.shape[0], k)  # the frontier's nodes, as candidate indices
         tokens, scores, parents = [token], [score], [torch.full_like(node, -1)]
         node_token, node_score = token, score
-        if several is None:
-            hidden, bias = tips.hidden.expand(-1, k, -1), tips.bias.expand(k, -1)
-        else:
-            hidden = torch.index_select(tips.hidden, 1, several.of_tip)
-            bias = torch.index_select(tips.bias, 0, several.of_tip)
         expanded: list[Tensor] = []  # the frontiers of all levels, as candidate indices, in the order of their slots
         for level in range(tree.depth):
             expanded.append(node)
-            hidden, bias = self._level(node_token, hidden, bias, level, tips)
-            token, score, frontier = expand(model.logits(hidden).float(), k, node_score, level + 1)
+            token, score, frontier = expand(growth.behind(node_token, level), k, node_score, level + 1)
             tokens.append(token)
             scores.append(score)
-            parents.append(torch.index_select(node, 1, self.parent_of))
-            if level + 1 < tree.depth:
+            parents.append(node if chain else torch.index_select(node, 1, self.parent_of))
+            if chain:
+                node_token, node_score, node = token, score, torch.full_like(node, 1 + level)
+            elif level + 1 < tree.depth:
                 node_token, node_score = pick(token, frontier), pick(score, frontier)
-                parent = frontier // k
-                hidden, bias = of_level(hidden, 1, parent), of_level(bias, 0, parent)
+                growth.follow(frontier // k)
                 node = frontier + (k + level * k * k)
+        chances = growth.chances() if chain else None
+        ranked = torch.cat(scores, 1) if chances is None else torch.cumsum(chances, 1)
         candidate, token, parent, depth, score = tree_rerank(
-            torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1), self.depths, tree.nodes
+            torch.cat(tokens, 1), ranked, torch.cat(parents, 1), self.depths, tree.nodes
         )
-        drafted = [self._target_ids(token), parent, depth, score]
+        drafted = [self.target_ids(token), parent, depth, score]
         if self.slots:
             drafted.append(self._slots_of(candidate, torch.cat(expanded, 1), tips))
         return drafted
 
-    def _slots_of(self, candidate: Tensor, expanded: Tensor, tips: _Tips) -> Tensor:
+    def _expand(
+        self, tips: Tips, logits: Tensor, nodes: int, score: Tensor, depth: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the children's tokens and scores `[n, nodes * k]`, and the best k of them; `nodes` of each tree have
+        logits."""
+        if tips.several is not None:
+            logits = logits.reshape(-1, nodes, logits.shape[2])
+        grown: tuple[Tensor, Tensor, Tensor] = tree_expand(
+            logits, score, self._noise(tips, depth), *tips.filters, self.tree.top_k, DOUBT
+        )
+        return grown
+
+    def _slots_of(self, candidate: Tensor, expanded: Tensor, tips: Tips) -> Tensor:
         """Return each node's slot, counted from the first level's first slot, or -1: flat `[n * nodes]`.
 
         `candidate` `[n, nodes - 1]` are the nodes' candidate indices, `expanded` `[n, depth * k]` those the levels ran.
@@ -285,14 +335,13 @@ class DraftGraph(nn.Module):
         row_of = row_of.scatter(1, expanded, within.reshape(-1, tree.depth * k))
         return _behind_roots(torch.full_like(candidate[:, :1], -1), row_of.gather(1, candidate))
 
-    def _chain(self, tips: _Tips, logits: Tensor) -> list[Tensor]:
-        """Draw chains; return tokens, parents, depths and scores as `_tree` does, and each node's distribution.
+    def _draw(self, tips: Tips, growth: Growth, logits: Tensor) -> list[Tensor]:
+        """Draw chains; return tokens, parents, depths and scores as `_grow` does, and each node's distribution.
 
         The distributions are f32 `[n * nodes, vocab]`: what each node was drawn from, 0 for a root.
         """
         tree, size = self.tree, self.rejected
         model: DraftModel = self.model  # type: ignore[assignment]
-        hidden, bias = tips.hidden, tips.bias
 
         def of_chains(logits: Tensor) -> Tensor:
             """Reshape `[1, n, V]` to `[n, 1, V]`."""
@@ -305,8 +354,7 @@ class DraftGraph(nn.Module):
         probabilities = [none]
         for depth in range(tree.nodes - 1):
             if depth:
-                hidden, bias = self._level(tokens[-1], hidden, bias, depth - 1, tips)
-                logits = model.logits(hidden).float()
+                logits = growth.behind(tokens[-1], depth - 1)
             token, probability = draft_sample(of_chains(logits), self._noise(tips, depth), *tips.filters)
             tokens.append(token)
             if model.vocabulary is not None:
@@ -318,34 +366,19 @@ class DraftGraph(nn.Module):
         drawn = torch.cat(tokens, 1)
         steps = torch.arange(tree.nodes - 1).expand(drawn.shape[0], tree.nodes - 1)
         distributions = torch.cat(probabilities, 1)
-        target_ids = self._target_ids(drawn)
+        target_ids = self.target_ids(drawn)
         drafted = distributions[:, 1:].reshape(-1, size)
         own = torch.gather(drafted, 1, target_ids.reshape(-1, 1)).reshape(target_ids.shape)
         scores = torch.cumsum(torch.log(own), 1)
         return [target_ids, steps, steps + 1, scores, distributions.reshape(-1, size)]
 
-    def _level(self, token: Tensor, hidden: Tensor, bias: Tensor, level: int, tips: _Tips) -> tuple[Tensor, Tensor]:
-        """Run the frontiers' nodes `[n, k]`; return their hidden states and biases `[n * k, T]`.
-
-        Each node's bias shows the keys that it sees, itself included.
-        """
+    def _pass(
+        self, caches: KvCaches, positions: Tensor, bias: Tensor, past: Tensor, splits: Tensor, *, later: bool = False
+    ) -> GraphExecution:
         model: DraftModel = self.model  # type: ignore[assignment]
-        several, behind = tips.several, level * tips.width
-        bias = bias.scatter(1, tips.slots + behind, torch.zeros_like(tips.slots, dtype=torch.float32))
-        position = tips.position + (level + 1)
-        if several is None:
-            positions, seen = position.expand(self.tree.top_k).unsqueeze(0), bias.unsqueeze(0).unsqueeze(0)
-        else:
-            positions = torch.index_select(position, 0, several.of_tip).unsqueeze(0)
-            seen = bias.reshape(several.rows, 1, tips.width, bias.shape[1])
-        execution = self._pass(tips.caches, positions, seen, tips.start + behind, tips.splits)
-        return model.run(self._target_ids(token).reshape(1, -1), hidden, execution), bias
+        return GraphExecution(model.heads, self.tables, caches, positions, bias, past, splits, later=later)
 
-    def _pass(self, caches: KvCaches, positions: Tensor, bias: Tensor, past: Tensor, splits: Tensor) -> GraphExecution:
-        model: DraftModel = self.model  # type: ignore[assignment]
-        return GraphExecution(model.heads, self.tables, caches, positions, bias, past, splits)
-
-    def _noise(self, tips: _Tips, depth: int) -> Tensor:
+    def _noise(self, tips: Tips, depth: int) -> Tensor:
         """Return the noise `[n, Vd]` of the drafter's tokens behind the tips' nodes at `depth`."""
         vocabulary: Tensor | None = self.model.vocabulary  # type: ignore[assignment]
         noise = tips.noise[:, depth]
@@ -353,7 +386,7 @@ class DraftGraph(nn.Module):
             noise = torch.index_select(noise, 0, tips.branch)
         return noise if vocabulary is None else torch.index_select(noise, 1, vocabulary)
 
-    def _target_ids(self, token: Tensor) -> Tensor:
+    def target_ids(self, token: Tensor) -> Tensor:
         """Map draft tokens `[n, m]` to target tokens."""
         vocabulary: Tensor | None = self.model.vocabulary  # type: ignore[assignment]
         return (

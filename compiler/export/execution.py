@@ -64,6 +64,7 @@ class GraphExecution:
     """One pass over tokens at `positions` int64 `[1, n]` under `bias` `[R, 1, S, T]`.
 
     `past` `[R]` is the slot where each row's tokens are appended, `splits` `[R + 1]` says which tokens each row has.
+    With `later`, the bias may show a token of the pass that comes after the query's.
     """
 
     def __init__(
@@ -75,7 +76,10 @@ class GraphExecution:
         bias: Tensor,
         past: Tensor,
         splits: Tensor,
+        *,
+        later: bool = False,
     ) -> None:
+        self._later = later
         self._heads, self._tables, self._caches = heads, tables, caches
         self._positions, self._bias, self._past, self._splits = positions, bias, past, splits
         self.queries: list[Tensor] = []  # each layer's, `[1, n, heads * head_dim]`
@@ -90,11 +94,26 @@ class GraphExecution:
         self.queries.append(q)
         out, k_out, v_out = branch_attention(
             q, k, v, caches.k_caches[layer], caches.v_caches[layer], self._bias, self._past, self._splits,
-            h.num_heads, h.num_kv_heads, h.head_dim**-0.5,
+            h.num_heads, h.num_kv_heads, h.head_dim**-0.5, int(self._later), 1,
         )  # fmt: skip
         caches.presents += (k_out, v_out)
         attended: Tensor = out
         return attended
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> Tensor:
+        """Append the keys, not rotated yet, and values of tokens that ask nothing, `[1, n, kv_heads * head_dim]`.
+
+        Returns one number of each, `[1, n, 1]`, for what must run after it: the keys stand for queries.
+        """
+        h, caches = self._heads, self._caches
+        k = self.rotate(k, h.num_kv_heads)
+        out, k_out, v_out = branch_attention(
+            k, k, v, caches.k_caches[layer], caches.v_caches[layer], self._bias, self._past, self._splits,
+            h.num_kv_heads, h.num_kv_heads, h.head_dim**-0.5, 0, 0,
+        )  # fmt: skip
+        caches.presents += (k_out, v_out)
+        done: Tensor = out[..., :1]
+        return done
 
 
 def cache_outputs(layers: int, passes: int) -> list[str]:

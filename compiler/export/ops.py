@@ -25,6 +25,8 @@ def branch_attention(
     num_heads: int,
     kv_num_heads: int,
     scale: float,
+    later: int,
+    asks: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Shapes: `plugins.schemas`, BranchAttention."""
     raise NotImplementedError("outrider::branch_attention exists for export only")
@@ -101,7 +103,9 @@ def _translated(op: str, attributes: tuple[str, ...]) -> Callable[..., Any]:
 
 
 TRANSLATIONS: dict[Any, Callable[..., Any]] = {
-    torch.ops.outrider.branch_attention.default: _translated("BranchAttention", ("num_heads", "kv_num_heads", "scale")),
+    torch.ops.outrider.branch_attention.default: _translated(
+        "BranchAttention", ("num_heads", "kv_num_heads", "scale", "later", "asks")
+    ),
     torch.ops.outrider.tree_expand.default: _translated("TreeExpand", ("top_k", "doubt")),
     torch.ops.outrider.draft_sample.default: _translated("DraftSample", ()),
     torch.ops.outrider.tree_rerank.default: _translated("TreeRerank", ("nodes",)),

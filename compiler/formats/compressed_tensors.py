@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from compiler.formats.int32 import unpack
 from compiler.formats.packed_module import SCALE_TYPES, PackedModule
-from compiler.models.quantization import BITS
+from compiler.models.quantization import BITS, SETTINGS
 from compiler.tensor_source import Stored, TensorSource
 from plans.errors import CheckpointError
 
@@ -32,7 +32,6 @@ _WEIGHT, _SCALE, _ZERO, _SHAPE, _GROUPS = (
     "weight_shape",
     "weight_g_idx",
 )
-_SETTINGS = ("quantization_config", "compression_config")
 _PATTERN, _CLASS = "re:", "Linear"
 
 
@@ -51,7 +50,7 @@ def read_groups(raw: Mapping[str, Any], path: Path) -> tuple[WeightGroup, ...]:
 
     Raises `CheckpointError` naming the key that is wrong.
     """
-    place = next((key for key in _SETTINGS if raw.get(key)), None)
+    place = next((key for key in SETTINGS if raw.get(key)), None)
     groups = (raw[place].get("config_groups") or {}) if place is not None else {}
     return tuple(_read_group(f"{place}.config_groups.{name}", group, path) for name, group in groups.items())
 

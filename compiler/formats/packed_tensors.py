@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,17 +13,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiler.formats.awq import AwqModule
-from compiler.formats.compressed_tensors import CompressedModule, WeightGroup
+from compiler.formats.compressed_tensors import CompressedModule, WeightGroup, read_groups
 from compiler.formats.gptq import FirstGptqModule, GptqModule
 from compiler.formats.packed_module import PackedModule
-from compiler.models.config import DecoderConfig
-from compiler.models.quantization import Packing
+from compiler.models.quantization import Packing, read_packing
 from compiler.quantization.form import WeightSource
 from compiler.tensor_source import Stored, TensorSource
 from plans.errors import CheckpointError
 
 _INTO_DOWN = re.compile(r"(.*\.mlp\.)(?:gate|up)_proj\.(?:weight|bias)")
 _DOWN = re.compile(r".*\.mlp\.down_proj\.weight")
+
+
+def as_described(
+    stored: TensorSource, raw: Mapping[str, Any], description: Path, unbiased: Set[str] = frozenset()
+) -> TensorSource:
+    """Return the tensors of a folder whose `config.json`, at `description`, has the values `raw`.
+
+    They are those `stored` where it says that weights are floats, else a `PackedTensors`, to which `unbiased` goes.
+    Raises `CheckpointError` naming the key, or the tensor, that is wrong.
+    """
+    packing = read_packing(raw, description)
+    return stored if packing is None else PackedTensors(stored, packing, read_groups(raw, description), unbiased)
 
 
 class PackedTensors:
@@ -33,20 +46,23 @@ class PackedTensors:
     """
 
     def __init__(
-        self, stored: TensorSource, packing: Packing, config: DecoderConfig, groups: Sequence[WeightGroup] = ()
+        self,
+        stored: TensorSource,
+        packing: Packing,
+        groups: Sequence[WeightGroup] = (),
+        unbiased: Set[str] = frozenset(),
     ) -> None:
-        """Check all headers; with `groups` compressed-tensors are as those say. Raises `CheckpointError`."""
-        self._stored = stored
+        """Check all headers; with `groups` compressed-tensors are as those say. Raises `CheckpointError`.
+
+        `unbiased` are the projections, by the last part of their names, that have no bias in the model: AutoGPTQ once
+        wrote a bias of zeros for each projection, and such ones are left out.
+        """
+        self._stored, self._unbiased = stored, unbiased
         self._modules = _modules(stored, packing, groups)
-        biased = {
-            **dict.fromkeys(("q_proj", "k_proj", "v_proj"), config.qkv_bias),
-            "o_proj": config.output_bias,
-            **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), config.mlp_bias),
-        }
         plain = {
             name: header
             for name, header in stored.found.items()
-            if not self._is_part(name) and not self._is_spare(name, biased)
+            if not self._is_part(name) and not self._is_spare(name)
         }
         packed = {
             f"{name}.weight": Stored(module.file, module.shape, f"{module.format} int{module.bits}", packed=True)
@@ -81,12 +97,11 @@ class PackedTensors:
         module, _, last = name.rpartition(".")
         return module in self._modules and last in self._modules[module].parts
 
-    def _is_spare(self, name: str, biased: Mapping[str, bool]) -> bool:
-        """Return whether `name` is a bias of zeros that the model does not have: AutoGPTQ once wrote one for each
-        projection."""
+    def _is_spare(self, name: str) -> bool:
+        """Return whether `name` is a bias of zeros that the model does not have."""
         module, _, last = name.rpartition(".")
-        wanted = biased.get(module.rpartition(".")[2], False)
-        return last == "bias" and module in self._modules and not wanted and not self._stored.read(name).any()
+        spare = last == "bias" and module in self._modules and module.rpartition(".")[2] in self._unbiased
+        return spare and not self._stored.read(name).any()
 
     def _folds(self, name: str) -> bool:
         """Return whether the order of the inputs of `name` is that of the outputs of the projections before it."""

@@ -10,6 +10,7 @@ import onnx_ir as ir
 from compiler.lowering.attention import CpuAttention
 from compiler.lowering.block_quantized import BlockQuantized
 from compiler.lowering.draft_ops import CpuDraftOps
+from compiler.lowering.float_drafts import FloatDrafts
 from compiler.lowering.functions import FunctionBody
 from compiler.lowering.gated_unit import FuseGatedUnit
 from compiler.lowering.group_query_attention import GroupQueryAttention
@@ -21,6 +22,7 @@ from compiler.lowering.quantized import PackQuantized
 from compiler.lowering.queries import QueriesFromInside
 from compiler.lowering.rule import Lowering, Rule, apply_rules
 from compiler.lowering.scatter_attention import ScatterAttention, UpdateOnceAttention
+from compiler.lowering.sizes import CopiedSizes
 from compiler.lowering.unbranched import UnbranchedBody
 from plans import names
 from plans.buffers import DType
@@ -52,9 +54,10 @@ RULES: dict[str, tuple[Rule, ...]] = {
         PackedInside(),
         ScatterAttention(),
         UnbranchedBody(),
+        CopiedSizes(),
     ),
-    "tensorrt": (UpdateOnceAttention(), PluginNodes(), BodyOfDeclined()),
-    "tensorrt-rtx": (UpdateOnceAttention(), FunctionBody()),
+    "tensorrt": (FloatDrafts(), UpdateOnceAttention(), PluginNodes(), BodyOfDeclined()),
+    "tensorrt-rtx": (FloatDrafts(), UpdateOnceAttention(), FunctionBody()),
 }
 
 

@@ -21,6 +21,8 @@ class CpuAttention(Rule):
 
     The node reads only whether a bias is 0: a key is visible or not, as BimMask and draft graphs write it.
 
+    Where nobody asks, it only appends.
+
     `com.microsoft.GroupQueryAttention` is slower for one or two tokens, computes one token differently from several,
     and takes only one row where several tokens follow earlier ones.
     """
@@ -32,5 +34,6 @@ class CpuAttention(Rule):
         inputs = list(node.inputs)
         if lowering.rows == 1:
             inputs[-1] = None  # the one row has all tokens
-        attributes = {name: attribute.value for name, attribute in node.attributes.items()} | {"epsilon": 0.0}
+        attributes = {name: attribute.value for name, attribute in node.attributes.items() if name != "later"}
+        attributes["epsilon"] = 0.0
         swap(node, lowering, [*inputs, *[None] * (_INPUTS - len(inputs))], attributes, kind=(CPU_DOMAIN, node.op_type))

@@ -32,6 +32,8 @@ class GroupQueryAttention(Rule):
         q, cache = node.inputs[0], node.inputs[3]
         if lowering.rows != 1:
             return "several rows: GroupQueryAttention takes several tokens behind earlier ones in one row alone"
+        if node.attributes.get_int("later", 0):
+            return "tokens see later ones of their pass, which GroupQueryAttention hides"
         if q is None or q.dtype not in KERNELS:
             return "the CUDA provider has no GroupQueryAttention in float32"
         if cache is None or cache.shape is None or not isinstance(head_dim := cache.shape[-1], int):

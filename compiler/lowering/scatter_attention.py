@@ -81,7 +81,7 @@ class UpdateOnceAttention(ScatterAttention):
         heads, (_, kv_heads, _, head_dim) = node.attributes.get_int("num_heads"), k_cache.shape
         assert isinstance(kv_heads, int)
         assert isinstance(head_dim, int)
-        split = build.numbers("groups", 1, kv_heads, heads // kv_heads, -1, head_dim)
+        split = build.numbers(f"groups_of_{heads // kv_heads}", 1, kv_heads, heads // kv_heads, -1, head_dim)
         by_group = build.emit("Reshape", [queries, split])
         middle = build.numbers("group_axis", 2)
         keys, values = (build.emit("Unsqueeze", [x, middle]) for x in (keys, values))

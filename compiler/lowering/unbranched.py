@@ -6,17 +6,21 @@ import onnx_ir as ir
 
 from compiler.lowering.functions import FunctionBody
 from compiler.lowering.rule import Lowering
+from compiler.lowering.sizes import copy_sizes
 
 
 class UnbranchedBody(FunctionBody):
     """ONNX Runtime on CUDA, which waits for the device at an If and records no graph that has one.
 
-    The function bodies are those of `FunctionBody`, but for their Ifs: both branches are computed, and Where picks.
+    The function bodies are those of `FunctionBody`, but for their Ifs, of which both branches are computed, and Where
+    picks, and for their sizes (`CopiedSizes`).
     """
 
     def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
         super().rewrite(node, lowering)
-        unbranch(lowering.model.functions[node.op_identifier()])
+        function = lowering.model.functions[node.op_identifier()]
+        unbranch(function)
+        copy_sizes(function)
 
 
 def unbranch(function: ir.Function) -> None:

@@ -29,6 +29,7 @@ _MOST = {
     "intermediate_size": 2**20,
     "vocab_size": 2**24,
     "draft_vocab_size": 2**24,
+    "block_size": 2**10,
 }
 """Largest accepted sizes, a few times those of any published model, so that a typo does not start an endless build."""
 _MOST_POSITIONS = 2**31 - 1

@@ -26,6 +26,46 @@ class Execution(Protocol):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
 
+class LayerConfig(Protocol):
+    """Geometry of one layer: a decoder's, or a drafter's with layers of the same kind."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def intermediate_size(self) -> int: ...
+
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def query_size(self) -> int: ...
+
+    @property
+    def kv_size(self) -> int: ...
+
+    @property
+    def rms_norm_eps(self) -> float: ...
+
+    @property
+    def qkv_bias(self) -> bool: ...
+
+    @property
+    def output_bias(self) -> bool: ...
+
+    @property
+    def mlp_bias(self) -> bool: ...
+
+    @property
+    def qk_norm(self) -> bool: ...
+
+
 class Linear(nn.Module):
     """`x @ weight (+ bias)` with `weight` stored `[in, out]`, the transpose of `nn.Linear`'s."""
 
@@ -50,7 +90,7 @@ class RmsNorm(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: LayerConfig) -> None:
         super().__init__()
         hidden, c = config.hidden_size, config
         self.config = config
@@ -70,11 +110,15 @@ class DecoderLayer(nn.Module):
         c = self.config
         x = self.attention_norm(h)
         q = execution.rotate(_per_head(self.q(x), self.q_norm, c.head_dim), c.num_heads)
-        k = execution.rotate(_per_head(self.k(x), self.k_norm, c.head_dim), c.num_kv_heads)
+        k = execution.rotate(self.key(x), c.num_kv_heads)
         h = h + self.o(execution.attend(index, q, k, self.v(x)))
         x = self.mlp_norm(h)
         out: Tensor = h + self.down(F.silu(self.gate(x)) * self.up(x))
         return out
+
+    def key(self, x: Tensor) -> Tensor:
+        """Return the keys `[..., kv_heads * head_dim]` of normed inputs `[..., hidden]`, normed and not yet rotated."""
+        return _per_head(self.k(x), self.k_norm, self.config.head_dim)
 
 
 class Decoder(nn.Module):

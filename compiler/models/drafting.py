@@ -1,4 +1,4 @@
-"""Models as drafters: a decoder and an EAGLE3 head behind the interface that `export.draft` needs."""
+"""Models as drafters: a decoder, an EAGLE3 head and a block head, with what they take from the target."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from compiler.models.block import BlockHead
+from compiler.models.block_config import BlockConfig
 from compiler.models.config import DecoderConfig
 from compiler.models.decoder import Decoder, Execution
 from compiler.models.eagle3 import Eagle3Head
@@ -78,3 +80,52 @@ class Eagle3Draft(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head.logits(hidden)
+
+
+class BlockDraft(nn.Module):
+    """A block head, and the target's embedding and output weights where the head has none of its own.
+
+    Position i has keys and values made of the target's feature of token i, which the tip has not yet.
+    """
+
+    lead = 1
+
+    def __init__(self, head: BlockHead, target: Decoder) -> None:
+        super().__init__()
+        self.head = head
+        self.embedding = target.embedding if head.embedding is None else head.embedding
+        self.lm_head = target.lm_head if head.lm_head is None else head.lm_head
+        self.tied = target.embedding if self.lm_head is None else None
+
+    @property
+    def heads(self) -> BlockConfig:
+        return self.head.config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @property
+    def feature_size(self) -> int:
+        return self.head.config.feature_size
+
+    @property
+    def vocabulary(self) -> Tensor | None:
+        """Target token of each draft token, int64 `[draft_vocab]`, ascending; None where the vocabularies are one."""
+        c = self.head.config
+        return None if c.draft_vocab_size == c.vocab_size else self.head.target_ids
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Map the target's features `[..., feature_size]` to the context `[..., H]`."""
+        return self.head.fuse(features.to(self.dtype))
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Return the embeddings `[..., H]` of a block's tokens, as the target numbers them."""
+        return F.embedding(token_ids, self.embedding)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return scores `[..., draft_vocab]` for hidden states of `BlockHead.run`, without the Markov bias."""
+        if self.tied is not None:
+            return F.linear(hidden, self.tied)
+        scores: Tensor = self.lm_head(hidden)  # type: ignore[misc]
+        return scores

@@ -15,7 +15,7 @@ class Taps(NamedTuple):
     """The target's layers whose incoming residual streams make a head's feature (transformers' `hidden_states` at
     those indices), in the order of their concatenation, and the reason for this choice."""
 
-    layers: tuple[int, int, int]
+    layers: tuple[int, ...]
     reason: str
 
 
@@ -52,7 +52,7 @@ class Eagle3Config:
     taps: Taps
 
     @property
-    def aux_layers(self) -> tuple[int, int, int]:
+    def aux_layers(self) -> tuple[int, ...]:
         return self.taps.layers
 
     @property

@@ -12,7 +12,9 @@ from plans.errors import CheckpointError
 BITS = (4, 8)
 """Bits of the packed integers that are read."""
 
-_SETTINGS = ("quantization_config", "compression_config")
+SETTINGS = ("quantization_config", "compression_config")
+"""Keys of `config.json` that say how weights are quantised; the first that is set counts."""
+
 _NAMES = {
     "gptq": "GPTQ",
     "awq": "AWQ",
@@ -25,7 +27,7 @@ _NAMES = {
     "modelopt": "ModelOpt",
     "torchao": "TorchAO",
 }
-_READ = "read are AWQ (gemm), GPTQ and compressed-tensors (pack-quantized) of 4 and 8 bits, and GGUF files"
+_READ = "read are AWQ (gemm), GPTQ and compressed-tensors (pack-quantized) of 4 and 8 bits, and decoders in GGUF files"
 _ADVICE = "give the checkpoint that it was made from, in float32, float16 or bfloat16"
 
 
@@ -42,7 +44,7 @@ def read_packing(raw: Mapping[str, Any], path: Path) -> Packing | None:
 
     Raises `CheckpointError` naming the kind that is not read, or the key that says so.
     """
-    key = next((each for each in _SETTINGS if raw.get(each)), None)
+    key = next((each for each in SETTINGS if raw.get(each)), None)
     if key is None:
         return None
     settings = _Settings(raw[key], key, path)
@@ -55,19 +57,6 @@ def read_packing(raw: Mapping[str, Any], path: Path) -> Packing | None:
         return _compressed_tensors(settings)
     kind = _NAMES.get(method, method) if isinstance(method, str) and method else "quantised"
     raise CheckpointError(f"{path}: this is {_article(kind)} checkpoint ({key}), which is not read; {_READ}: {_ADVICE}")
-
-
-def refuse_quantized_head(raw: Mapping[str, Any], path: Path) -> None:
-    """Raise `CheckpointError` where the `config.json` at `path`, an EAGLE3 head's, describes quantised weights."""
-    key = next((each for each in _SETTINGS if raw.get(each)), None)
-    if key is None:
-        return
-    settings = raw[key]
-    method = settings.get("quant_method") if isinstance(settings, dict) else None
-    kind = _NAMES.get(method, method) if isinstance(method, str) and method else "quantised"
-    raise CheckpointError(
-        f"{path}: this is {_article(kind)} checkpoint ({key}), and EAGLE3 heads are read in floating point; {_ADVICE}"
-    )
 
 
 def refuse_quantized_tensors(stored: Iterable[tuple[str, str]], path: Path) -> None:

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compiler.models.config import DecoderConfig
-from compiler.models.decoder import DecoderLayer
+from compiler.models.decoder import DecoderLayer, LayerConfig
 from compiler.quantization.block_search import SHORT
 from compiler.quantization.error_feedback import feed_back
 from compiler.quantization.moments import Moments
@@ -74,7 +73,7 @@ def fold(layer: DecoderLayer, group: Group, scales: Tensor) -> None:
         maker.bias.div_(scales)
 
 
-def copies_of(config: DecoderConfig, group: Group) -> tuple[int, int]:
+def copies_of(config: LayerConfig, group: Group) -> tuple[int, int]:
     """Return how the group's input repeats what its maker makes: each KV head serves several query heads."""
     return (config.num_kv_heads, config.num_heads // config.num_kv_heads) if group.maker == "v" else (1, 1)
 

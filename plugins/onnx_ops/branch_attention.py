@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import onnx
-from onnx import defs, parser
+from onnx import defs, helper, parser
 
 from plugins.onnx_ops.domain import DOMAIN, VERSION
 
@@ -125,5 +125,9 @@ def branch_attention_schema() -> defs.OpSchema:
             attribute("num_heads", kinds.INT, "query heads"),
             attribute("kv_num_heads", kinds.INT, "key/value heads; a divisor of num_heads"),
             attribute("scale", kinds.FLOAT, "factor of q.k"),
+            defs.OpSchema.Attribute(
+                "later", helper.make_attribute("later", 0), "1: the bias may show a token new ones that come after it"
+            ),
+            defs.OpSchema.Attribute("asks", helper.make_attribute("asks", 1), "0: nobody reads `out`"),
         ],
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from plans.errors import PlanError
+from plans.machine import processor
 from plans.manifest import BackendPlan
 from runtime.backends.base import Backend, Settings
 from runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
@@ -61,6 +62,20 @@ BACKENDS: dict[str, Driver] = {
     "onnxruntime-cuda": Driver(_cuda_reason, _make_cuda),
     "onnxruntime-cpu": Driver(lambda plan: None, lambda plan, settings: OnnxRuntimeCpu(settings.threads)),
 }
+
+
+def on_processor(name: str) -> bool:
+    """Whether a backend computes on the processor, not on a GPU."""
+    return name == "onnxruntime-cpu"
+
+
+def device_of(name: str) -> str:
+    """The model of what a backend computes on here: the processor, or the GPU."""
+    if on_processor(name):
+        return processor()
+    from runtime.backends.cuda_driver import device_name
+
+    return device_name()
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -13,30 +12,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plans import names
-from plans.buffers import DType, Tensor
+from plans.buffers import DType
 from plans.check import buffer_shape, session_bytes
 from plans.errors import PlanError
-from plans.manifest import BackendPlan, Stage
+from plans.manifest import BackendPlan
 from plugins import native
 from plugins.cuda import DeviceOp
-from plugins.cuda.launches import FAULTS, STATUS
-from runtime.backends.cuda_driver import Pinned
+from plugins.cuda.launches import STATUS
 from runtime.backends.device_contract import Device
+from runtime.backends.device_exchange import DeviceExchange, Landing, wait_for_all
 from runtime.backends.device_kv import DeviceKv, KvShape
+from runtime.backends.device_layout import TABLES, UNSEEN, Layout, lay_out
 from runtime.backends.recorder import Recorder
 from runtime.backends.table_changes import LIST_BYTES, TableChanges, TableRow
-from runtime.execution.buffers import Buffers, Call
+from runtime.backends.token_pool import TokenPool
+from runtime.execution.buffers import Buffers
 from runtime.kv.memory import KvMemory
-
-_ALIGNMENT = 256  # bytes: what kernels may assume of an address
-_UNSEEN = frozenset(
-    {names.KV, names.FEATURES, names.NOISE, names.QUERIES, names.KEY_MAX, names.KEY_MIN, names.SELECTED}
-)
-LARGE = _UNSEEN | {names.ATTN_BIAS, names.LOGITS_OUT, names.DRAFT_PROBS, names.RESIDENT}
-"""Tensors that stay on the device; the host asks for rows of them, or sends its own, but for the first, which it has
-no side of."""
-TABLES = (names.BIM, names.SLOT_POSITIONS)
-"""Slot tables, of which the host sends what it has changed."""
 
 
 @dataclass(frozen=True)
@@ -56,56 +47,10 @@ class Memory:
         return prod(self.shape[1:]) * self.itemsize
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Offsets in bytes of the small buffers in the block: those that stages only read, those that they read and write,
-    and what they only write, the status of our ops among the second. The first two are `sent` to the device, from 0 on
-    with the changes of slot tables; the last two are `fetched` from it. Behind them lie those that no stage knows, and
-    slot tables."""
-
-    offsets: dict[str, int]
-    status: int
-    sent: slice
-    fetched: slice
-    size: int
-
-
-def lay_out(plan: BackendPlan) -> Layout:
-    """All buffers whose tensors are not LARGE, one behind another; last those that no stage knows, and tables."""
-    read = {name for stage in _stages(plan) for name in stage.inputs.values()}
-    written = {name for stage in _stages(plan) for name in stage.outputs.values()}
-    small = [buffer for buffer in plan.buffers if buffer.name.rpartition(".")[2] not in LARGE]
-    kinds: tuple[list[Tensor], ...] = ([], [], [], [])
-    for buffer in small:
-        told = buffer.name.rpartition(".")[2] == names.STATUS  # which the host takes back
-        reads, writes = buffer.name in read or told, buffer.name in written
-        table = buffer.name.rpartition(".")[2] in TABLES
-        kinds[3 if table else 0 if reads and not writes else 1 if reads else 2 if writes else 3].append(buffer)
-    offsets, ends, end, status = dict[str, int](), list[int](), _aligned(LIST_BYTES), 0
-    for index, kind in enumerate(kinds):
-        for buffer in kind:
-            offsets[buffer.name] = end
-            end += _aligned(prod(buffer_shape(plan, buffer)) * buffer.dtype.itemsize)
-        if index == 1:
-            status, end = end, end + _ALIGNMENT
-        ends.append(end)
-    return Layout(offsets, status, slice(0, ends[1]), slice(ends[0], ends[2]), end)
-
-
-def _stages(plan: BackendPlan) -> Iterator[Stage]:
-    """Stages that run on the device."""
-    for program in plan.programs.values():
-        yield from program.stages
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
 class DeviceBuffers(Buffers):
     """Programs work on `memory`; `arrays` are the pinned twins of the small buffers, and host rows of large ones."""
 
-    exchange: _Exchange
+    exchange: DeviceExchange
 
     def __init__(
         self, plan: BackendPlan, device: Device, *, records: bool = True, records_engines: bool = False
@@ -113,20 +58,24 @@ class DeviceBuffers(Buffers):
         self.device = device
         self._addresses = list[int]()
         self._recorder = Recorder(device) if records else None
+        marks: dict[int, Any] = {}
         # Before anything is allocated: half a session is given back too.
-        finalize(self, _give_back, device, self._recorder, self._addresses).atexit = False
+        finalize(self, _give_back, device, self._recorder, self._addresses, marks).atexit = False
         with device.lock():
             try:
                 self._make(plan, lay_out(plan))
+                pool = self._pool()
+                landings = [Landing(self.device, self._layout, self.arrays) for _ in range(2)]
             except PlanError as error:
                 raise PlanError(
                     f"a session of this plan needs {session_bytes(plan) / 1e9:.1f} GB on the GPU and on the host, more "
                     f"than there is ({error}); build the plan with a smaller capacity.context"
                 ) from None
             told = [array for name, array in self.arrays.items() if name.rpartition(".")[2] == names.STATUS]
-            self.exchange = _Exchange(
-                device, self._recorder, self._twin, self._block, self._layout, told, self._changes(), records_engines
-            )
+            self.exchange = DeviceExchange(
+                device, self._recorder, self._twin, self._block, self._layout, told, self._changes(), pool, landings,
+                marks, records_engines,
+            )  # fmt: skip
             made = device.mark()
         device.wait_for(made)
 
@@ -165,6 +114,16 @@ class DeviceBuffers(Buffers):
         listed = self._twin.array(0, (LIST_BYTES // 8,), np.int64)
         return TableChanges(self.device, self._block, listed, rows)
 
+    def _pool(self) -> TokenPool:
+        """Of the target's branches, for as many tokens as its KV cache has slots."""
+        addresses = {
+            name: self.memory[names.of(names.TARGET, name)].address
+            for name in (names.TOKEN_IDS, names.POSITIONS, names.BRANCH, names.LOGIT_INDICES, names.COMMITTED)
+        }
+        (branches,) = self.memory[names.TEMPERATURE].shape
+        slots = self.memory[names.of(names.TARGET, names.KV)].shape[3]
+        return TokenPool(self.device, self.allocate, addresses, branches, slots)
+
     @property
     def recording(self) -> bool:
         """Whether what runs now comes again, so that an engine that records itself should."""
@@ -178,7 +137,7 @@ class DeviceBuffers(Buffers):
     def _mirror(self, name: str, shape: tuple[int, ...], dtype: DType) -> NDArray[Any]:
         """The host's side of a large buffer. It reads or writes some rows of few; of the others it sees nothing."""
         model, _, tensor = name.rpartition(".")
-        if tensor in _UNSEEN or (tensor == names.ATTN_BIAS and model != names.TARGET):
+        if tensor in UNSEEN or (tensor == names.ATTN_BIAS and model != names.TARGET):
             return np.broadcast_to(np.zeros((), dtype.numpy), shape)  # read-only: nothing is ever here
         if tensor == names.ATTN_BIAS:
             shape = (1, *shape[1:])  # the host writes that of a beam search, which has a row
@@ -235,90 +194,15 @@ class DeviceBuffers(Buffers):
     def changed(self, model: str, row: int, start: int, stop: int) -> None:
         self.exchange.changes.note(model, row, start, stop)
 
-    def copy_row(self, source: tuple[str, str, int], to: tuple[str, str, int]) -> None:
+    def copy_rows(self, source: tuple[str, str, int], to: tuple[str, str, int], count: int = 1) -> None:
         (a, i), (b, j) = ((self.memory[names.of(model, tensor)], row) for model, tensor, row in (source, to))
         with self.device.lock():
-            self.device.copy(b.address + j * b.row_bytes, a.address + i * a.row_bytes, a.row_bytes)
+            self.device.copy(b.address + j * b.row_bytes, a.address + i * a.row_bytes, count * a.row_bytes)
 
 
-class _Exchange:
-    """The small block and its twin: one copy each way (`runtime.buffers.Exchange`)."""
-
-    def __init__(
-        self,
-        device: Device,
-        recorder: Recorder | None,
-        twin: Pinned,
-        block: int,
-        layout: Layout,
-        told: Sequence[NDArray[np.int64]],
-        changes: TableChanges,
-        records_engines: bool,
-    ) -> None:
-        self.records, self.records_engines = recorder is not None, records_engines
-        self._device, self._recorder = device, recorder
-        self._twin, self._block, self._layout = twin, block, layout
-        self._statuses = (twin.array(layout.status, (1,), np.int64), *told)
-        self.changes = changes
-        self.prepare = changes.prepare
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        assert self._recorder is not None
-        self._recorder.recording = True
-        try:
-            yield
-        finally:
-            self._recorder.recording = False
-
-    def stretch(self, calls: Sequence[Call], sizes: Sequence[Sequence[int]]) -> Call:
-        recorded = _one_after_another(calls) if self._recorder is None else self._recorder.stretch(calls, sizes)
-
-        def run() -> None:
-            with self._device.lock():
-                recorded()
-
-        return run
-
-    def singly(self, call: Call) -> Call:
-        def run() -> None:
-            with self._device.lock():
-                call()
-
-        return run
-
-    def upload(self) -> None:
-        part = self._layout.sent
-        self._device.to_device(self._block + part.start, self._twin.address + part.start, part.stop - part.start)
-        self.changes.put()
-
-    def download(self) -> None:
-        part = self._layout.fetched
-        self._device.to_host(self._twin.address + part.start, self._block + part.start, part.stop - part.start)
-
-    def settle(self) -> None:
-        with self._device.lock():
-            done = self._device.mark()
-        self._device.wait_for(done)
-
-    def wait(self) -> None:
-        self.settle()
-        fault = max(int(status.max()) for status in self._statuses)
-        if fault:
-            for status in self._statuses:
-                status.fill(0)  # which the next upload tells the device
-            raise PlanError(f"no token can be chosen: {FAULTS.get(fault, f'fault {fault}')}")
-
-
-def _one_after_another(calls: Sequence[Call]) -> Call:
-    def run() -> None:
-        for call in calls:
-            call()
-
-    return run
-
-
-def _give_back(device: Device, recorder: Recorder | None, addresses: list[int]) -> None:
+def _give_back(device: Device, recorder: Recorder | None, addresses: list[int], marks: dict[int, Any]) -> None:
+    """Free what nothing uses any more."""
+    wait_for_all(device, marks)
     if recorder is not None:
         recorder.clear()
     for address in addresses:

@@ -210,6 +210,7 @@ class _BoundEngine:
         graphs: _Graphs,
     ) -> None:
         self._session, self._place, self._buffers = session, place, buffers
+        self._file = engine.file
         self._inputs, self._outputs = (
             [_Bound.of(tensor, buffers.memory[bound[tensor.name]]) for tensor in tensors]
             for tensors in (engine.inputs, engine.outputs)
@@ -228,7 +229,7 @@ class _BoundEngine:
             else:
                 self._graphs.thread.run(run)
         except Exception as error:  # ONNX Runtime raises plain Exceptions of its own kinds
-            raise PlanError(f"an engine of the plan failed on the GPU: {error}") from None
+            raise PlanError(f"{self._file} failed on the GPU: {error}") from None
 
     def _ready(self, sizes: tuple[int, ...]) -> _Ready:
         """The run of the engine with `sizes`: recorded by its first run, if sizes like these come again."""

@@ -49,6 +49,10 @@ class TableChanges:
         first, last = self._ranges.get((model, row), (start, stop))
         self._ranges[model, row] = min(first, start), max(last, stop)
 
+    def note_all(self) -> None:
+        """Nobody knows what the last upload has brought: every slot of every table has changed."""
+        self._ranges = {row: (0, len(tables[0].host)) for row, tables in self._rows.items()}
+
     def prepare(self) -> None:
         """Write the list for the next upload, or copy what is too much for it."""
         count = 0

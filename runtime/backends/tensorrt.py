@@ -1,5 +1,5 @@
-"""TensorRT, and TensorRT for RTX: engines on the session's stream, recorded with our ops' kernels, so that a step is
-one launch.
+"""TensorRT, and TensorRT for RTX: engines on the session's stream, recorded with our ops' kernels: a step with a draft
+is one launch, one that decodes plainly is two and a copy.
 
 Never executed so far: there was no GPU with either.
 """

@@ -93,7 +93,9 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         "--partial-budget", type=_budget, metavar="N|auto", help="blocks that it retrieves (its budget)"
     )
     parser.add_argument(
-        "--keep-drafting", action="store_true", help="draft even while that costs more than it brings, by the clock"
+        "--keep-drafting",
+        action="store_true",
+        help="draft even while that costs more than it brings, by the clock, and verify whole drafts",
     )
     parser.add_argument(
         "--skip-sample-adjustment",

@@ -50,6 +50,8 @@ class RoundPrinter:
             line.append(" ")
         if len(round_.committed) > sum(node.accepted for node in round_.nodes):
             line.append("= " + self._shown(round_.committed[-1]), style="bold cyan")
+        if round_.left_out:
+            line.append(f" {round_.left_out} not worth verifying", style="dim")
         self._console.print(line, soft_wrap=True, highlight=False)
 
     def _node(self, node: Node) -> Text:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from plans import manifest
+from plugins.native import NgramMemory
 from runtime.drafters.base import HostDrafter
 from runtime.drafters.ngram import NgramDrafter
 
-__all__ = ["HostDrafter", "make_host_drafter"]
+__all__ = ["HostDrafter", "make_host_drafter", "make_memories"]
 
 
 def make_host_drafter(settings: manifest.NgramDrafter) -> HostDrafter:
@@ -19,3 +22,16 @@ def make_host_drafter(settings: manifest.NgramDrafter) -> HostDrafter:
         settings.filler_top_k,
         name=settings.name,
     )
+
+
+def make_memories(drafters: Iterable[manifest.Drafter]) -> dict[str, NgramMemory]:
+    """Empty memories by the names of the drafters that have one, for all sequences of a runtime to share.
+
+    Raises PlanError for a drafter with settings out of limits.
+    """
+    memories = {}
+    for each in drafters:
+        if isinstance(each, manifest.NgramDrafter) and each.memory:
+            make_host_drafter(each)  # refuses what no memory can be made for
+            memories[each.name] = NgramMemory(each.memory, each.max_context)
+    return memories

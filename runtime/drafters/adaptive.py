@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from plans.manifest import Manifest, rejects
 from runtime.draft_options import DraftLimits
+from runtime.drafters.verify_length import PriceCurve, VerifyLength
 from runtime.request import Request
 from runtime.sampling import SamplingParams
 
@@ -33,10 +34,13 @@ class AdaptiveSpeculation:
     hiccups, and its faster and slower hours, are no property of a drafter. The choice changes when tokens come, never
     which (of drafters that the target's own draws accept). What it has learned holds for one way of sampling. A window
     is of rounds over one KV cache: they cost different times.
+
+    `verify_length` says how much of a draft is worth verifying, where the prices of the target's passes are known.
     """
 
-    def __init__(self, drafter: str) -> None:
+    def __init__(self, drafter: str, prices: PriceCurve | None = None) -> None:
         self._drafter = drafter
+        self.verify_length = None if prices is None else VerifyLength(prices)
         self._window = WINDOW
         self._watches = _Watch(), _Watch()  # over the full KV cache, and over the partial one
         self._watch = self._watches[0]  # of the last round that was noted
@@ -125,7 +129,9 @@ _Way = tuple[SamplingParams, bool, DraftLimits]  # but for the seed; whether rul
 class AdaptiveSpeculations:
     """Measurements of each drafter, kept from generation to generation while these sample alike."""
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, prices: PriceCurve | None = None) -> None:
+        """`prices` are those of the target's passes, None where they are not known."""
+        self._prices = prices
         # By rejection, which draws decide depends on what was drafted: tokens must not depend on the clock.
         self._measured = {d.name for d in manifest.drafters if not rejects([d])}
         self._idle: dict[str, tuple[_Way, AdaptiveSpeculation]] = {}
@@ -140,7 +146,7 @@ class AdaptiveSpeculations:
         if name not in self._measured or not request.auto_disable or request.partial_kv == "lossy":
             return None
         way, known = self._idle.pop(name, (None, None))
-        return known if known is not None and way == _way_of(request) else AdaptiveSpeculation(name)
+        return known if known is not None and way == _way_of(request) else AdaptiveSpeculation(name, self._prices)
 
     def give_back(self, request: Request, adaptive: AdaptiveSpeculation | None) -> None:
         """The sequence is over; the next one goes on from there."""

@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from plugins.native import NgramMemory
 from runtime.sampling import SamplingParams
 
 
@@ -18,7 +19,8 @@ class Draft:
 
     `scores` are log-probabilities summed from the tip, a node each, where the drafter knows them; `entropy` is that of
     the first distribution where it decides the length. `probs`, f32 `[nodes, vocab]`, are the distributions that the
-    tokens of a chain were drawn from, for acceptance by rejection.
+    tokens of a chain were drawn from, for acceptance by rejection. `left_out` more nodes were drafted, and are not
+    worth what verifying them costs. `by_host`: a drafter on the host gave it.
     """
 
     token_ids: Sequence[int] | NDArray[np.int64]
@@ -26,6 +28,8 @@ class Draft:
     scores: Sequence[float] | NDArray[np.float32] | None = None
     entropy: float | None = None
     probs: NDArray[np.float32] | None = None
+    left_out: int = 0
+    by_host: bool = False
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -35,12 +39,15 @@ class Draft:
 class TreeInPlace:
     """A tree of `nodes`, the tip included, that a drafter's engine writes into the target's step itself.
 
-    `program` runs the drafter's engine and verifies; it serves one sequence.
+    `program` runs the drafter's engine and verifies; it serves one sequence. `scores` and `left_out` are as in `Draft`,
+    with a score of the tip. `shape` are parents and scores of the drafted nodes as in `Draft`, once the tree was cut.
     """
 
     program: str
     nodes: int
     scores: NDArray[np.float32]
+    left_out: int = 0
+    shape: tuple[list[int], list[float]] | None = None
 
     entropy = None
 
@@ -70,7 +77,7 @@ def within(
 
 
 class HostDrafter(Protocol):
-    """Proposes chains for one sequence, on the host. It owns what it knows of the sequence's tokens.
+    """Proposes drafts for one sequence, on the host. It owns what it knows of the sequence's tokens.
 
     Whatever it proposes, the output is the target's. It is told committed tokens; where some are tentative,
     `mark_tentative` says from which on.
@@ -83,6 +90,9 @@ class HostDrafter(Protocol):
     @property
     def name(self) -> str:
         """The drafter's name in the plan."""
+
+    def recall_from(self, memory: NgramMemory | None) -> None:
+        """Draft from what other generations have put out too, or from the sequence alone."""
 
     def truncate(self, length: int) -> None:
         """The sequence now has `length` tokens, those before them unchanged."""
@@ -104,6 +114,7 @@ class HostDrafter(Protocol):
         limit: int,
         token_ids: NDArray[np.int64],
         parent: NDArray[np.int64],
+        score: NDArray[np.float32],
         root: int,
         sampling: SamplingParams,
     ) -> int:
@@ -111,8 +122,9 @@ class HostDrafter(Protocol):
 
         `sampling` says how the target chooses: a drafter may run the target's races with what it knows.
 
-        `token_ids` and `parent`, int64 [nodes], are arrays that several trees may share. The nodes go to indices
-        root + 1, root + 2, ...; `parent` holds indices into the same arrays, ancestors come before descendants, and
-        siblings are distinct tokens. Nothing else of the arrays is touched. The caller has room for `limit` nodes
+        `token_ids` and `parent`, int64 [nodes], and `score`, f32 [nodes], are arrays that several trees may share. The
+        nodes go to indices root + 1, root + 2, ...; `parent` holds indices into the same arrays, ancestors come before
+        descendants, and siblings are distinct tokens; `score` is the logarithm of the chance that the target comes to
+        the node. Nothing else of the arrays is touched. The caller has room for `limit` nodes
         behind the root.
         """

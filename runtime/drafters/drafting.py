@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
+from dataclasses import replace
 from heapq import nlargest
 from math import log
 from time import perf_counter_ns
@@ -15,17 +16,22 @@ from typing import NamedTuple
 
 import numpy as np
 
+from plans import names
 from plans.manifest import GraphDrafter, NgramDrafter
 from runtime.drafters import make_host_drafter
 from runtime.drafters.base import NOTHING, Draft, TreeInPlace, within
-from runtime.drafters.engine import EngineDrafter, chain_rounds
+from runtime.drafters.engine import EngineDrafter, chain_rounds, tree_shape
+from runtime.drafters.kept_features import KeptFeatures
+from runtime.drafters.verify_length import VerifyLength, common_rate, worth_verifying
 from runtime.execution.assembly import Assembly, Loaded
 from runtime.execution.layout import Placed
 from runtime.execution.step import TargetStep
+from runtime.request import Request
 from runtime.sequence import Sequence
 from runtime.stats import Stopwatch
 
-# A node that is less likely to be accepted than this costs a pass that many sequences share more than it brings.
+# Where no prices are known: a node that is less likely to be accepted than this costs a pass that many sequences share
+# more than it brings.
 _WORTH = log(0.2)
 
 
@@ -53,12 +59,15 @@ class Drafting:
     def __init__(self, loaded: Loaded, parts: Assembly, watch: Stopwatch) -> None:
         manifest = loaded.manifest
         self._settings = {drafter.name: drafter for drafter in manifest.drafters}
+        self._memories = loaded.memories
+        kept = _kept_features(loaded, parts)
         self.engine_drafters = {
             drafter.name: EngineDrafter(
                 drafter,
                 manifest.models[drafter.name],
                 parts,
                 watch,
+                kept if drafter.reads_features else None,
                 engine=loaded.plan.engines[drafter.name],
             )
             for drafter in manifest.drafters
@@ -67,7 +76,7 @@ class Drafting:
         self._step = parts.step
         self.host_times = {d.name: HostTime(d.name) for d in manifest.drafters if isinstance(d, NgramDrafter)}
         nodes = parts.step.max_nodes + 1
-        self._chain = np.zeros(nodes, np.int64), np.zeros(nodes, np.int64)
+        self._nodes = np.zeros(nodes, np.int64), np.zeros(nodes, np.int64), np.zeros(nodes, np.float32)
         self._vocabulary = manifest.target.vocab_size
         self._prefix_engines: list[EngineDrafter] = []
 
@@ -104,21 +113,38 @@ class Drafting:
 
     # A sequence.
 
-    def attach(self, sequence: Sequence, drafter: str | None) -> None:
-        """Let `drafter` draft for the sequence's next generation: n-grams, an engine, or an engine where
-        n-grams foresee too little."""
-        settings = self._settings.get(drafter or "")
+    def attach(self, sequence: Sequence, request: Request) -> None:
+        """Let the drafter that the request asks draft for the sequence's next generation: n-grams, an engine, or an
+        engine where n-grams foresee too little.
+
+        Over lossy partial KV there are no drafts from other requests' outputs: tokens depend on where rounds end there,
+        and so on drafts.
+        """
+        settings = self._settings.get(request.drafter or "")
         sequence.host_drafter = sequence.engine_drafter = None
         if isinstance(settings, NgramDrafter):
             if settings.name not in sequence.host_drafters:
                 sequence.host_drafters[settings.name] = make_host_drafter(settings)
             sequence.host_drafter, sequence.least = sequence.host_drafters[settings.name], settings.least
+            lossy = request.partial_kv == "lossy"
+            sequence.host_drafter.recall_from(None if lossy else self._memories.get(settings.name))
             if settings.otherwise is not None:
                 sequence.engine_drafter = self.engine_drafters[settings.otherwise]
         elif isinstance(settings, GraphDrafter):
             sequence.engine_drafter = self.engine_drafters[settings.name]
         if sequence.engine_drafter is not None:
             sequence.engine_drafter.open(sequence)
+
+    def remember(self, sequence: Sequence, output: List[int]) -> None:
+        """Keep what a generation of a sequence has put out for drafts to come, where its drafter has a memory.
+
+        As many tokens of its prompt go along as contexts reach back: as contexts, never to be drafted themselves. May
+        run beside the next step.
+        """
+        settings = self._settings.get(sequence.request.drafter or "")
+        if isinstance(settings, NgramDrafter) and (memory := self._memories.get(settings.name)) is not None:
+            first = sequence.prompted
+            memory.add(sequence.tokens[max(0, first - settings.max_context) : first], list(output))
 
     def catch_up(self, sequence: Sequence, passes: int) -> int:
         """Let the sequence's drafters take in its tokens; return how many tokens may keep their KV in the target."""
@@ -205,7 +231,7 @@ class Drafting:
         chain = _chain_limit(sequence, limit)
         if sequence.rules and (forced := _forced(sequence, chain)):
             if engine is not None:
-                engine.sync(sequence)
+                engine.pass_by(sequence)
             return _chain(forced)
         foreseen = (
             0 if host is None or engine is None else host.foresee(sequence.tokens, chain, sequence.request.sampling)
@@ -215,10 +241,10 @@ class Drafting:
             if tree is not None:
                 return tree
         if engine is not None:
-            engine.sync(sequence)
+            engine.pass_by(sequence)
         if limit > 0 and host is not None:
             host.sync(sequence.tokens)
-            return self._chain_of(sequence, chain)
+            return _worth(self._host_draft(sequence, chain), sequence)
         return None
 
     def _of_engine(
@@ -228,7 +254,8 @@ class Drafting:
             return engine.draft_in_place(sequence, past, self._step, limit)
         if past + 1 + engine.settings.longest > self._step.largest_view:
             return None
-        return engine.draft({sequence.number: limit}, [sequence], in_place=True).get(sequence.number)
+        chain = engine.draft({sequence.number: limit}, [sequence], in_place=True).get(sequence.number)
+        return None if chain is None else _worth(chain, sequence)
 
     def _divide(
         self,
@@ -239,45 +266,86 @@ class Drafting:
         budget: int,
     ) -> dict[int, Draft]:
         """Choose the nodes of each draft for the pass. A rejecting draft is taken whole: tokens depend on it."""
+        priced = {n for n, (each, foreseen) in chains.items() if foreseen and _rate(each) is not None}
+        drafts |= {n: self._host_draft(*chains[n]) for n in priced}
+        chains = {n: chain for n, chain in chains.items() if n not in priced}
         whole = {n: draft for n, draft in drafts.items() if draft.probs is not None}
+        others = sum(map(len, whole.values())) + sum(n for _, n in chains.values()) + sum(map(len, forced.values()))
         trees = {n: draft for n, draft in drafts.items() if draft.probs is None}
+        worth = self._worth_verifying(live, trees, others)
+        trees |= worth
         nodes = [
             (float(score), -place, number)
             for number, tree in trees.items()
             for place, score in enumerate(tree.scores if tree.scores is not None else ())
-            if score >= _WORTH or len(live) == 1
+            if number in worth or score >= _WORTH or len(live) == 1
         ]
         wanted = {number: foreseen for number, (_, foreseen) in chains.items()} | dict.fromkeys(trees, 0)
         wanted |= {number: len(tokens) for number, tokens in forced.items()}
         for _, _, number in nodes:
             wanted[number] += 1
         shares = divide(budget - sum(map(len, whole.values())), wanted)
-        found = whole | {number: self._chain_of(each, shares[number]) for number, (each, _) in chains.items()}
+        found = whole | {number: self._host_draft(each, shares[number]) for number, (each, _) in chains.items()}
         found |= {number: _chain(tokens[: shares[number]]) for number, tokens in forced.items()}
         chosen: dict[int, list[int]] = {number: [] for number in trees}
         for _, place, number in nlargest(sum(shares[number] for number in trees), nodes):
             chosen[number].append(-place)
         return found | {number: _part(trees[number], sorted(places)) for number, places in chosen.items()}
 
-    def _chain_of(self, sequence: Sequence, limit: int) -> Draft:
+    def _worth_verifying(
+        self, live: Mapping[int, Allowed], trees: Mapping[int, Draft], others: int
+    ) -> dict[int, Draft]:
+        """Cut trees to what is worth verifying in a pass that verifies so many `others` nodes too; return those that
+        the rule serves, of sequences with a `verify_length`."""
+        lengths = {n: length for n in trees if (length := live[n].sequence.verify_length) is not None}
+        rate = common_rate(lengths.values())
+        if rate is None:
+            return {}
+        rows = others + sum(len(tree) for number, tree in trees.items() if number not in lengths)
+        rows += sum(min(each.sequence.pending, self._step.most) for each in live.values())
+        chances = [
+            length.chances(*_shape(trees[number]), by_host=trees[number].by_host) for number, length in lengths.items()
+        ]
+        curve = next(iter(lengths.values())).curve
+        chosen = worth_verifying(chances, rows, curve, rate)
+        return {number: _left(trees[number], nodes) for number, nodes in zip(lengths, chosen, strict=True)}
+
+    def _host_draft(self, sequence: Sequence, limit: int) -> Draft:
         host = sequence.host_drafter
         assert host is not None
         began = perf_counter_ns()
-        token_ids, parent = self._chain
-        count = host.draft(limit, token_ids, parent, 0, sequence.request.sampling) if limit else 0
-        draft = Draft(token_ids[1 : 1 + count].copy(), parent[1 : 1 + count] - 1) if count else NOTHING
+        token_ids, parent, score = self._nodes
+        count = host.draft(limit, token_ids, parent, score, 0, sequence.request.sampling) if limit else 0
+        draft = NOTHING
+        if count:
+            nodes = slice(1, 1 + count)
+            draft = Draft(token_ids[nodes].copy(), parent[nodes] - 1, score[nodes].copy(), by_host=True)
         self.host_times[host.name].nanoseconds[0] += perf_counter_ns() - began
         return draft
 
     def commit(self, placed: Placed, count: int, draft: Draft | TreeInPlace | None, passes: int) -> None:
         """Tell the drafters that a pass gave KV to `count` tokens of a sequence; it verified the nodes of `draft`."""
         sequence = placed.sequence
-        if draft and draft.scores is None:  # the host's
+        if isinstance(draft, Draft) and draft.by_host and draft:
             accepted = count - 1  # what is rejected costs a pass that many share more than it brings
             sequence.reach = 2 * sequence.reach if accepted == len(draft) else accepted + 2
+        if draft and draft.scores is not None and sequence.verify_length is not None:
+            self._note_verified(sequence.verify_length, placed, draft)
         if sequence.engine_drafter is not None and not sequence.disabled:
             kept = None if placed.kept is None else placed.kept[:count]
             sequence.engine_drafter.commit(sequence, placed.start, count, kept, passes)
+
+    def _note_verified(self, length: VerifyLength, placed: Placed, draft: Draft | TreeInPlace) -> None:
+        """Tell which of a draft's verified nodes the target has come to."""
+        first, count = placed.root + 1, placed.drafted
+        assert placed.kept is not None, "a draft is accepted by tokens that are listed"
+        if isinstance(draft, TreeInPlace):
+            parent, scores = draft.shape or tree_shape(self._step, draft, count)
+        else:
+            parent, scores = _shape(draft)
+            parent, scores = parent[:count], scores[:count]
+        accepted = {token - first for token in placed.kept[placed.fed :].tolist()}
+        length.note_verified(parent, scores, accepted, by_host=isinstance(draft, Draft) and draft.by_host)
 
     # Sizes of rounds, for devices that record them.
 
@@ -290,6 +358,15 @@ class Drafting:
             yield from chain_rounds(length, step, settings.max_draft)
             if settings.otherwise is not None:
                 yield from self.engine_drafters[settings.otherwise].extensions(length, 1 + step.max_nodes)
+
+
+def _kept_features(loaded: Loaded, parts: Assembly) -> KeptFeatures | None:
+    """The rows of the target's features behind those of a step, but for the last one, which is a prefix's."""
+    if not loaded.manifest.target.feature_size:
+        return None
+    first = parts.step.most
+    count = len(parts.buffers.of(names.TARGET, names.FEATURES)) - first - 1
+    return KeptFeatures(parts.buffers, first, count)
 
 
 def _forced(sequence: Sequence, limit: int) -> List[int]:
@@ -330,7 +407,32 @@ def _part(tree: Draft, nodes: List[int]) -> Draft:
         [place[int(tree.parent[node])] for node in nodes],
         scores,
         tree.entropy,
+        left_out=tree.left_out,
+        by_host=tree.by_host,
     )
+
+
+def _left(draft: Draft, nodes: List[int]) -> Draft:
+    """Cut a draft to the nodes that are worth verifying."""
+    return draft if len(nodes) == len(draft) else replace(_part(draft, nodes), left_out=len(draft) - len(nodes))
+
+
+def _rate(sequence: Sequence) -> float | None:
+    return None if sequence.verify_length is None else sequence.verify_length.rate
+
+
+def _worth(draft: Draft, sequence: Sequence) -> Draft:
+    """Cut the draft of a sequence that is alone to what is worth verifying."""
+    length = sequence.verify_length
+    if length is None or not draft:
+        return draft
+    return _left(draft, length.choose(*_shape(draft), sequence.pending, by_host=draft.by_host))
+
+
+def _shape(draft: Draft) -> tuple[list[int], list[float]]:
+    """Parents and scores of a draft whose chances are known."""
+    assert draft.scores is not None
+    return np.asarray(draft.parent).tolist(), np.asarray(draft.scores).tolist()
 
 
 def divide(budget: int, wanted: Mapping[int, int]) -> dict[int, int]:

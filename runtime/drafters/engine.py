@@ -1,14 +1,15 @@
-"""A drafter that is an engine with a KV cache of its own: an EAGLE3 head, or a small decoder.
+"""A drafter that is an engine with a KV cache of its own: a head that reads the target's features, or a small decoder.
 
-KV at position i stands for token i (`model`), or for the pair of the target's feature i and token i + 1 (`eagle3`). So
-either can be computed once the target has the KV of token i. Features stay in the target's buffer until its next pass:
-before that, a head takes in what all of its sequences have committed, whoever drafts.
+KV at position i stands for token i (`model`), for the pair of the target's feature i and token i + 1 (`eagle3`), or for
+that feature alone (`block`). So each can be computed once the target has the KV of token i. A head's engine is fed the
+tokens behind its features, the last of which is the tip. Features stay in the target's buffer until its next pass:
+before that, a head takes in what its sequences have committed, or keeps the features (`kept_features.py`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 
@@ -17,9 +18,9 @@ from numpy.typing import NDArray
 
 from plans import names
 from plans.manifest import Engine, Geometry, GraphDrafter
-from runtime.draft_options import DraftLimits
-from runtime.drafters.base import Draft, TreeInPlace, within
+from runtime.drafters.base import Draft, TreeInPlace
 from runtime.drafters.entropy import ChainLength
+from runtime.drafters.kept_features import KeptFeatures
 from runtime.drafters.tree_slots import TreeSlots
 from runtime.execution.assembly import Assembly
 from runtime.execution.program import Program
@@ -30,6 +31,9 @@ from runtime.kv.token_kv import TokenKv
 from runtime.sequence import Sequence
 from runtime.stats import Stopwatch
 
+Choose = Callable[[List[int], List[float]], List[int]]
+"""Chooses nodes of a draft, ascending and with all of their ancestors, by parents (-1 for the tip) and scores."""
+
 _NONE = np.zeros(0, np.int64)
 
 _LOG = logging.getLogger("outrider")
@@ -39,8 +43,8 @@ _LOG = logging.getLogger("outrider")
 class _State:
     """State of the drafter for one sequence.
 
-    KV up to position `end`, and where the features of tokens `first` and on lie: `features`, token indices of the
-    target's pass number `passes`.
+    KV up to position `end`, and where the features of tokens `first` and on lie: `features`, rows of the target's
+    buffer: kept ones, then token indices of its pass number `passes`.
     """
 
     end: int = 0
@@ -58,12 +62,19 @@ class EngineDrafter:
     but for that of a draft model's accepted nodes where one sequence is alone."""
 
     def __init__(
-        self, settings: GraphDrafter, geometry: Geometry, parts: Assembly, watch: Stopwatch, *, engine: Engine
+        self,
+        settings: GraphDrafter,
+        geometry: Geometry,
+        parts: Assembly,
+        watch: Stopwatch,
+        kept: KeptFeatures | None,
+        *,
+        engine: Engine,
     ) -> None:
-        """`watch` has the time of the bookkeeping."""
+        """`watch` has the time of the bookkeeping; `kept` is there for heads."""
         name, buffers, programs = settings.name, parts.buffers, parts.programs
         self.name, self.settings = name, settings
-        self.paired, self.rejects = settings.kind == "eagle3", settings.acceptance == "rejection"
+        self.paired, self.rejects = settings.reads_features, settings.acceptance == "rejection"
         self._tree, self._lead, self._room = settings.tree, int(self.paired), geometry.context
         self._buffers, self._watch = buffers, watch
         self._step: DraftStep = parts.draft_steps[name]
@@ -92,6 +103,7 @@ class EngineDrafter:
         self._tip_position = buffers.of(name, names.TIP_POSITION)
         self._feature_indices = buffers.of(name, names.FEATURE_INDICES) if self.paired else None
         # The feature of a prefix's last token goes into every sequence behind it: it is kept behind the steps' own.
+        self._kept = kept
         self._kept_feature = len(buffers.of(names.TARGET, names.FEATURES)) - 1 if self.paired else 0
         self._states: dict[int, _State] = {}
         self._prefix: list[int] = []
@@ -104,7 +116,7 @@ class EngineDrafter:
         """Forget everything; sequences share one row of the cache from now on, or have a row each."""
         self._most_tips = len(self._tip_position) if pooled else 1
         self.cache.arrange(pooled=pooled)
-        self._states.clear()
+        self._forget_states()
         self._prefix, self._prefix_synced = [], 0
 
     def has_prefix(self, prefix: List[int]) -> bool:
@@ -114,7 +126,18 @@ class EngineDrafter:
     def rewind(self) -> None:
         """Forget all but the prefix."""
         self.cache.rewind()
+        self._forget_states()
+
+    def _forget_states(self) -> None:
+        for state in self._states.values():
+            self._drop_features(state, 0)
         self._states.clear()
+
+    def _drop_features(self, state: _State, kept: int) -> None:
+        """Drop the features of a state behind its first `kept` ones."""
+        if self._kept is not None:
+            self._kept.release(state.features[kept:])
+        state.features = state.features[:kept]
 
     def begin(self, prefix: List[int], *, pooled: bool) -> None:
         """Forget everything, and expect sequences behind `prefix`."""
@@ -126,7 +149,7 @@ class EngineDrafter:
         end = first + count
         if self.paired and end == len(self._prefix):
             feature = names.TARGET, names.FEATURES
-            self._buffers.copy_row((*feature, count - 1), (*feature, self._kept_feature))
+            self._buffers.copy_rows((*feature, count - 1), (*feature, self._kept_feature))
         tokens = self._prefix[first + self._lead : end + self._lead]
         most = self._step.most
         for start in range(0, len(tokens), most):
@@ -153,7 +176,9 @@ class EngineDrafter:
 
     def close(self, sequence: Sequence) -> None:
         """Drop the state and the KV of a sequence."""
-        if self._states.pop(sequence.number, None) is not None:
+        state = self._states.pop(sequence.number, None)
+        if state is not None:
+            self._drop_features(state, 0)
             self.cache.close(sequence.number)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
@@ -165,13 +190,13 @@ class EngineDrafter:
         if end < state.end:
             state.end = self.cache.truncate(sequence.number, end)
         state.grown, state.chain = False, None
-        state.features = state.features[: max(length - state.first, 0)]
+        self._drop_features(state, max(length - state.first, 0))
 
     def mark_tentative(self, sequence: Sequence, *, tentative: bool) -> None:
         """Note whether features from now on are of tentative tokens; discard features of retracted ones."""
         state = self._states[sequence.number]
         if state.tentative and not tentative:
-            state.features = state.features[:0]
+            self._drop_features(state, 0)
         state.tentative = tentative
 
     def catch_up(self, sequence: Sequence, passes: int) -> int:
@@ -190,8 +215,8 @@ class EngineDrafter:
         state.grown, state.chain = False, None
         if not self.paired:
             return computed
-        if passes != state.passes:
-            state.features = state.features[:0]
+        if passes != state.passes and self._kept is not None:
+            self._drop_features(state, self._kept.lasting(state.features))
         if self._feature_of(sequence, state.end) is not None and state.first + len(state.features) >= computed:
             return computed
         window = self.cache.window
@@ -199,6 +224,8 @@ class EngineDrafter:
             window.skip_to(computed)
             state.end = window.end
         kept = max(state.end, sequence.shared)  # the feature before the first own token is kept
+        if self._feature_of(sequence, kept) is not None:
+            kept = state.first + len(state.features)
         return min(computed, kept)
 
     def known(self, sequence: Sequence) -> int:
@@ -250,10 +277,22 @@ class EngineDrafter:
         if state.chain is not None:
             state.end = self.cache.truncate(sequence.number, min(state.end, state.chain + count - 1))
             state.chain = None
-        if self.paired:
-            state.first = start
-            state.features = np.arange(count) if kept is None else kept[:count].copy()
+        if self._kept is not None:
+            mine = np.arange(count) if kept is None else kept[:count].copy()
+            before = self._waiting(state)
+            if len(before) and state.first + len(state.features) == start:
+                self._kept.release(state.features[: -len(before)])
+                state.first, state.features = start - len(before), np.concatenate((before, mine))
+            else:
+                self._drop_features(state, 0)
+                state.first, state.features = start, mine
         state.passes = passes
+
+    def _waiting(self, state: _State) -> NDArray[np.int64]:
+        """The kept features that are still to be taken in; the next pass of the target has overwritten all others."""
+        assert self._kept is not None
+        features = state.features[max(state.end - state.first, 0) :]
+        return features if self._kept.lasting(features) == len(features) else features[:0]
 
     def _keep(self, path: NDArray[np.int64]) -> int:
         """Keep the KV of accepted nodes `path` behind the tip's; return of how many."""
@@ -312,22 +351,47 @@ class EngineDrafter:
         state.grown = True
         return TreeInPlace(names.speculate(self.name), min(nodes, 1 + limit) if cut else nodes, self._score[0])
 
-    def cut_in_place(self, step: TargetStep, tree: TreeInPlace, limits: DraftLimits) -> TreeInPlace:
-        """Cut the tree that the engine has written into the target's step to the request's limits."""
-        count = len(tree)
-        parent: list[int] = (step.parent[1 : 1 + count] - 1).tolist()
-        nodes = within(parent, self._score[0, 1 : 1 + count], limits.tokens, limits.depth)
-        if len(nodes) == count:
-            return tree
-        places = [node + 1 for node in nodes]
-        step.keep_nodes(places)
-        self._score[0, 1 : 1 + len(places)] = self._score[0, places]
-        if self._tree_slots is not None:
-            self._tree_slots.keep(places)
-        return TreeInPlace(tree.program, 1 + len(places), tree.scores)
+    def cut_in_place(self, step: TargetStep, tree: TreeInPlace, choose: Choose) -> None:
+        """Cut the tree that the engine has written into the target's step to the nodes that are chosen."""
+        parent, scores = tree.shape or tree_shape(step, tree, len(tree))
+        nodes = choose(parent, scores)
+        count = len(nodes)
+        if not nodes or nodes[-1] == count - 1:  # the front of a tree is a tree, and lies where it is
+            if count < len(parent):
+                parent, scores = parent[:count], scores[:count]
+                step.keep_front(count)
+        else:
+            place = {-1: -1} | {node: index for index, node in enumerate(nodes)}
+            parent, scores = [place[parent[node]] for node in nodes], [scores[node] for node in nodes]
+            places = np.array(nodes) + 1
+            step.keep_nodes(places, parent)
+            self._score[0, 1 : 1 + count] = scores
+            if self._tree_slots is not None:
+                self._tree_slots.keep(places)
+        tree.nodes, tree.shape = 1 + count, (parent, scores)
+
+    def pass_by(self, sequence: Sequence) -> None:
+        """A pass without this drafter comes: keep the features of the last one, or take them in."""
+        if self._kept is None:
+            self._states[sequence.number].grown = False
+        elif not self._keep_features(sequence):
+            self.sync(sequence)
+
+    def _keep_features(self, sequence: Sequence) -> bool:
+        """Keep the features that are still to be taken in; False where there is no room for them."""
+        state = self._states[sequence.number]
+        assert self._kept is not None
+        taken = min(max(state.end - state.first, 0), len(state.features))
+        found = None if self.cache.window is not None else self._kept.keep(state.features[taken:])
+        if found is None:
+            return False
+        self._kept.release(state.features[:taken])
+        state.grown = False
+        state.first, state.features = state.first + taken, found
+        return True
 
     def sync(self, sequence: Sequence) -> None:
-        """Take in the features of the last pass, before a pass without this drafter replaces them."""
+        """Take in the features of the last pass, and those that were kept."""
         state = self._states[sequence.number]
         state.grown = False
         if self.paired and self._feed(sequence, self._end(sequence)):
@@ -371,13 +435,16 @@ class EngineDrafter:
         """Draft behind the tips of the sequences that are `wanting`, by number: at most so many nodes where it draws
         a token at a time.
 
-        A head takes in what all that are `following` it have committed. With `in_place`, the target's step is to hold
-        one tip and its chain alone: what that is drawn from is put where acceptance by rejection reads it.
+        A head takes in what all that are `following` it have committed, or keeps their features. With `in_place`, the
+        target's step is to hold one tip and its chain alone: what that is drawn from is put where acceptance by
+        rejection reads it.
         """
         for each in following:
             self._states[each.number].grown = False
         tips = {each.number for each in following if each.number in wanting and len(each.tokens) < self._room}
         waiting = [each for each in following if self.paired or each.number in tips]
+        if self.paired and not tips:
+            waiting = [each for each in waiting if not self._keep_features(each)]
         if not waiting:
             return {}
         if self._entropy is not None:
@@ -510,7 +577,7 @@ class EngineDrafter:
                 scores.append((scores[-1] if scores else 0.0) + float(self._score[tree, 1]))
                 if self.rejects and in_place:
                     place = names.TARGET, names.DRAFT_PROBS, len(tokens)
-                    self._buffers.copy_row((self.name, names.DRAFT_PROBS, 1), place)
+                    self._buffers.copy_rows((self.name, names.DRAFT_PROBS, 1), place)
                 elif self.rejects:
                     probs.append(self._probs_of(tree)[0])
                 left[number] -= 1
@@ -591,6 +658,11 @@ class EngineDrafter:
                 self._step.begin(end - fed, end - fed, [0] * fed, FIRST)
                 self._tip_position[FIRST] = end - 1 + self._lead
                 yield fed
+
+
+def tree_shape(step: TargetStep, tree: TreeInPlace, count: int) -> tuple[list[int], list[float]]:
+    """Return parents and scores of the first `count` drafted nodes of a tree that lies in the target's step."""
+    return [each - 1 for each in step.parent[1 : 1 + count].tolist()], tree.scores[1 : 1 + count].tolist()
 
 
 def chain_rounds(length: int, step: TargetStep, longest: int) -> Iterator[tuple[str, tuple[str, ...]]]:

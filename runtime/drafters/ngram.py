@@ -1,7 +1,8 @@
 """Drafts what followed the same words before: counts of what continued every context of the sequence so far.
 
-Source: FEATURES row 16 (NASD, n-gram assisted speculative decoding); its ancestor is arXiv 2404.08698. No model runs: a
-draft costs microseconds, and pays wherever a text repeats itself (code, summaries, edits, quotations).
+Source: FEATURES row 16 (NASD, n-gram assisted speculative decoding), whose ancestor is arXiv 2404.08698; long contexts,
+trees and a memory of earlier outputs as in suffix decoding (arXiv 2411.04975). No model runs: a draft costs
+microseconds, and pays wherever a text repeats itself (code, summaries, edits, quotations) or others.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plans.errors import PlanError
-from plugins.native import Ngrams
+from plugins.native import NgramMemory, Ngrams
 from runtime.sampling import SamplingParams
 
-MAX_CONTEXT = 16
+MAX_CONTEXT = 64
 
 _REPAIR = "Correct the recipe and build the plan again."
 
@@ -23,27 +24,32 @@ _REPAIR = "Correct the recipe and build the plan again."
 class NgramDrafter:
     """Counts of the tokens that followed each context of `min_context` to `max_context` tokens.
 
-    The longest context that has been continued before wins, its most frequent continuation is drafted (of equally
-    frequent ones the most recent), and so on behind the drafted token, greedily. At a temperature above 0 the
-    continuations run the target's race, by their counts: the likeliest winner is drafted. Drafting stops at `max_draft`
-    tokens, where no context is known, or where the chance that the target says all of it falls below `min_confidence`.
+    The longest context that has been continued before wins: its continuations are drafted, each as likely as it was
+    frequent (of equally frequent ones the most recent first), and so on behind each of them: a tree, the likeliest node
+    first. At a temperature above 0 the continuations run the target's race, by their counts, and each is as likely as
+    it is to win. A draft ends at `max_draft` nodes, where no context is known, or where the chance that the target
+    comes to a node falls below `min_confidence`.
 
-    That chance is a product of one factor a token: the share of the best continuation among all of its context's, times
-    what such shares have been worth so far behind contexts of that length. What was drafted is compared with
-    what comes, whoever had the round.
+    That chance is a product of one factor a token: the continuation's share among all of its context's, times what such
+    shares have been worth so far behind contexts of about that length. What was drafted is compared with what comes,
+    whoever had the round.
 
     With `filler_top_k`, so many of the target's likeliest tokens are kept as well, wherever it chose one: what it
     nearly said once it may say next time. They part continuations that are equally frequent; in a race each weighs a
     tenth of a token that came. A greedy draft is as long as without them: they are no part of a share.
 
-    The counts are native code (`plugins/csrc/cpu/ngram_counts.h`). Memory: at most
-    (1 + `filler_top_k`) * (`max_context` + 1) nodes for each token seen, of 32 bytes and up to 48 of hash table each
-    (32k tokens that never repeat and contexts of 8: 24 MB, and four times that with 3), until `reset`.
+    With a memory (`recall_from`), contexts are looked up in earlier outputs too. Where those have continued a longer
+    one than the sequence has, their continuations are drafted, by the same rules; of what was likely the memory holds
+    nothing. What its shares have been worth is learned apart, for each sequence anew.
+
+    The counts are native code (`plugins/csrc/cpu/ngram_counts.h`), a suffix automaton: whatever `max_context` is, at
+    most 2 states and 3 edges for each token seen, of 20 and 24 bytes and up to 16 of hash table an edge, and 4 bytes of
+    the token itself. `filler_top_k` adds up to so many edges for each context of a token.
     """
 
     def __init__(
         self,
-        max_context: int = 3,
+        max_context: int = 64,
         min_context: int = 1,
         max_draft: int = 8,
         min_confidence: float = 0.0,
@@ -51,7 +57,7 @@ class NgramDrafter:
         *,
         name: str = "ngram",
     ) -> None:
-        """Raises PlanError, under the drafter's `name`, for values outside 1 <= min_context <= max_context <= 16,
+        """Raises PlanError, under the drafter's `name`, for values outside 1 <= min_context <= max_context <= 64,
         max_draft >= 1, 0 <= min_confidence <= 1 and filler_top_k >= 0."""
         if not 1 <= min_context <= max_context <= MAX_CONTEXT:
             raise PlanError(
@@ -74,11 +80,13 @@ class NgramDrafter:
         self._max_draft = max_draft
         self._min_confidence = min_confidence
         self._filler_top_k = filler_top_k
+        self._memory: NgramMemory | None = None
         self.reset()
 
     def reset(self) -> None:
-        """Forget all counts: a new sequence begins."""
+        """Forget all counts: a new sequence begins. The memory stays."""
         self._counts = Ngrams(self._min_context, self._max_context, self._min_confidence)
+        self._counts.recall_from(self._memory)
         self._told = 0
         self._certain: int | None = None  # tokens behind so many are tentative
         self._ahead = 0  # of these, that contexts have gone over
@@ -91,6 +99,12 @@ class NgramDrafter:
     @property
     def name(self) -> str:
         return self._name
+
+    def recall_from(self, memory: NgramMemory | None) -> None:
+        """Draft from `memory` too, made for contexts of up to `max_context` tokens; without one, from the sequence
+        alone."""
+        self._memory = memory
+        self._counts.recall_from(memory)
 
     def mark_tentative(self, length: int | None) -> None:
         """Contexts may end in tokens from `length` on, which are not counted."""
@@ -145,11 +159,13 @@ class NgramDrafter:
         limit: int,
         token_ids: NDArray[np.int64],
         parent: NDArray[np.int64],
+        score: NDArray[np.float32],
         root: int,
         sampling: SamplingParams,
     ) -> int:
-        """Write a chain of at most `limit` nodes behind node `root`; see `HostDrafter.draft`."""
-        return self._counts.draft(min(limit, self._max_draft), token_ids, parent, root, *self._races(sampling))
+        """Write a tree of at most `limit` nodes behind node `root`; see `HostDrafter.draft`."""
+        limit = min(limit, self._max_draft)
+        return self._counts.draft(limit, token_ids, parent, score, root, *self._races(sampling))
 
     def _races(self, sampling: SamplingParams) -> tuple[int, int, int, float]:
         """The races behind the tokens it was told: seed, stream, position of the next token, temperature."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as List
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,7 +20,7 @@ class TreeSlots:
             for each in (names.MOVE_TO, names.TREE_SLOTS, names.KEPT_INDICES, names.KEPT_COUNT)
         )
 
-    def keep(self, nodes: List[int]) -> None:
+    def keep(self, nodes: NDArray[np.int64]) -> None:
         """The tree has been cut to these nodes, ascending; the root is node 0."""
         self._row[1 : 1 + len(nodes)] = self._row[nodes]
 

@@ -58,7 +58,7 @@ INTEGERS = (
 )  # fmt: skip
 AUTO = -1  # of partial_budget
 DOUBLES = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-BOOLEANS = ("ignore_eos", "auto_disable", "skip_sample_adjustment")
+BOOLEANS = ("ignore_eos", "auto_disable", "skip_sample_adjustment", "remember")
 TEXTS = ("drafter", "filter_order", "partial_kv")
 OBJECTS = ("logit_bias", "structured_outputs")  # set as texts of JSON
 TEXT_LISTS = ("stop", "bad_words")

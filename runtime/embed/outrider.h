@@ -122,7 +122,7 @@ OUTRIDER_API outrider_status outrider_params_create(outrider_params **out);
  *   int     max_new_tokens, top_k, seed, stream_id, min_tokens, partial_budget (blocks; -1: auto), draft_tokens,
  *           draft_depth, gamma_min, gamma_max
  *   double  temperature, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty
- *   bool    ignore_eos, auto_disable, skip_sample_adjustment (0 or 1)
+ *   bool    ignore_eos, auto_disable, skip_sample_adjustment, remember (0 or 1)
  *   text    drafter ("none" for none), filter_order, partial_kv ("lossless", "lossy", "off"),
  *           logit_bias (a JSON object of numbers from -100 to 100 by token id, such as {"12": -100}),
  *           structured_outputs (the form of the text as a JSON object of one key: "json", a JSON schema; "json_object",

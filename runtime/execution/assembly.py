@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from plans import names
 from plans.manifest import BackendPlan, GraphDrafter, Manifest
 from plans.tokenizer import Tokenizer
+from plugins.native import NgramMemory
 from runtime.backends.base import Backend, LoadedEngine
+from runtime.drafters.verify_length import PriceCurve
 from runtime.execution.buffers import Buffers
 from runtime.execution.program import Program
 from runtime.execution.step import DraftStep, Step, TargetStep
@@ -17,7 +19,11 @@ from runtime.text.grammars import Grammars
 
 @dataclass(frozen=True)
 class Loaded:
-    """A plan in memory for one backend: what all that runs it shares."""
+    """A plan in memory for one backend: what all that runs it shares.
+
+    `memories` hold what generations have put out, by the drafter that they asked. `prices` are those of the target's
+    passes, None where they are not known.
+    """
 
     manifest: Manifest
     plan: BackendPlan
@@ -25,6 +31,8 @@ class Loaded:
     engines: Mapping[str, LoadedEngine]
     tokenizer: Tokenizer
     grammars: Grammars
+    memories: Mapping[str, NgramMemory] = field(default_factory=dict)
+    prices: PriceCurve | None = None
 
 
 @dataclass(frozen=True)

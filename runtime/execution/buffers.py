@@ -24,7 +24,8 @@ _LINE = 64  # bytes
 
 
 class Exchange(Protocol):
-    """How a program's stages and the host exchange data on a device. Every call but `wait` only enqueues work."""
+    """How a program's stages and the host exchange data on a device. Calls only enqueue work, but for those that say
+    that they wait."""
 
     records: bool
     """Whether the device can record, so that many calls become one launch."""
@@ -44,8 +45,34 @@ class Exchange(Protocol):
     def download(self) -> None:
         """Copy back what stages have written."""
 
+    def take_tokens(self, sizes: list[int]) -> None:
+        """Put tokens that the host has not seen in their places in the target's step, of these sizes."""
+
+    def keep_tokens(self, sizes: list[int]) -> None:
+        """Keep the tokens that the target's step has committed for the step behind it."""
+
+    def land(self) -> int:
+        """Copy back what stages have written to a landing of its own; return its number. There are two, in turn: what
+        the last but one holds is lost."""
+
+    def landings(self, buffer: str) -> Sequence[NDArray[Any]]:
+        """Return what is seen of a buffer, by landing."""
+
+    def collect(self, landing: int) -> None:
+        """Wait until a landing is filled. Raises as `wait` does."""
+
+    def sent(self) -> None:
+        """Note that the last upload is enqueued."""
+
+    def taken(self) -> None:
+        """Wait until the last upload is over, so that the host may write what it reads."""
+
+    def wait_for_launches(self) -> None:
+        """Wait for every launch and upload, whoever wants them: nothing reads or writes the buffers then."""
+
     def settle(self) -> None:
-        """Wait for what is enqueued of a program that has failed, so that the host may write what it reads."""
+        """Wait for what is enqueued of a program that has failed, so that the host may write what it reads. The next
+        upload brings all slot tables: this program's may not have come."""
 
     def wait(self) -> None:
         """Wait for all enqueued work. Raises `PlanError` where an op found that no token can be chosen."""
@@ -101,14 +128,19 @@ class Buffers:
     def send_rows(self, model: str, tensor: str, start: int, stop: int) -> None:
         """Note that the host has changed rows `[start, stop)` of a large buffer, which it had asked for by `rows`."""
 
-    def copy_row(self, source: tuple[str, str, int], to: tuple[str, str, int]) -> None:
-        """Copy a row `(model, tensor, index)` of a large buffer to another."""
-        self.of(*to[:2])[to[2]] = self.of(*source[:2])[source[2]]
+    def copy_rows(self, source: tuple[str, str, int], to: tuple[str, str, int], count: int = 1) -> None:
+        """Copy rows of a large buffer, from `(model, tensor, index)` on, to others, which they do not overlap."""
+        self.of(*to[:2])[to[2] : to[2] + count] = self.of(*source[:2])[source[2] : source[2] + count]
 
     def kv(self, model: str) -> Sequence[KvMemory]:
         """Return the rows of a model's KV cache."""
         kv = self.of(model, names.KV)
         return [HostKv(kv[:, row]) for row in range(kv.shape[1])]
+
+    def taken(self) -> None:
+        """Wait until the device has taken the step of the last launch, so that the host may lay out another."""
+        if self.exchange is not None:
+            self.exchange.taken()
 
     def changed(self, model: str, row: int, start: int, stop: int) -> None:
         """Note that the host has changed slots `[start, stop)` of a row of a model's slot tables."""

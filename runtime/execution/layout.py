@@ -21,9 +21,9 @@ class Placed:
 
     `root` is the token index of its tip, -1 where the step does not come to it; `tree` counts the roots before it, and
     `first` is its logits index. `draft` is what was proposed. `kept` are the token indices whose KV stays, once the
-    step has run; None: the first. Of a sequence with rules, `raw_logits` are rows as they were before the rules, by
-    logits index, where log-probabilities are wanted; `stuck` says behind how many tokens of the walk no token may
-    follow, and why.
+    step has run; None: the first. `overtaken`: a step that was launched since has overwritten its logits. Of a sequence
+    with rules, `raw_logits` are rows as they were before the rules, by logits index, where log-probabilities are
+    wanted; `stuck` says behind how many tokens of the walk no token may follow, and why.
     """
 
     sequence: Sequence
@@ -35,6 +35,7 @@ class Placed:
     drafted: int = 0
     draft: Draft | TreeInPlace | None = None
     kept: NDArray[np.int64] | None = None
+    overtaken: bool = False
     raw_logits: dict[int, NDArray[np.float32]] | None = None
     stuck: tuple[int, RequestError] | None = None
 
@@ -43,12 +44,12 @@ def lay_out_one(
     step: TargetStep, cache: KvCache, sequence: Sequence, start: int, chunk: int, draft: Draft | TreeInPlace | None
 ) -> Placed:
     """Lay out the step of a sequence that has row 0 to itself: at most `chunk` tokens from `start` on, and a draft."""
-    fed = len(sequence.tokens) - start
+    fed = sequence.length - start
     cache.tidy(min(fed, chunk) + (len(draft) if draft is not None else 0))
     if fed > chunk:
-        cache.begin_alone(sequence.tokens[start : start + chunk], start, sequence.number)
+        cache.begin_alone(sequence.part(start, chunk), start, sequence.number)
         return Placed(sequence, start, chunk)
-    cache.begin_alone(sequence.tokens[start:], start, sequence.number)
+    cache.begin_alone(sequence.part(start, fed), start, sequence.number)
     root = fed - 1
     step.append_tip(root)
     if draft is None:
@@ -77,12 +78,12 @@ def lay_out(
     by_number = {each.number: each for each in starts}
     width = cache.width(by_number)
     for each, start in starts.items():
-        fed[each.number] = min(len(each.tokens) - start, chunk, width)
+        fed[each.number] = min(each.length - start, chunk, width)
         chunk = max(1, chunk - fed[each.number] + 1)
     chains = {number: fed[number] for number in sorted(fed)}
     cache.make_room(sum(chains.values()) + sum(map(len, drafts.values())))
     whole = [
-        number for number, count in chains.items() if starts[by_number[number]] + count == len(by_number[number].tokens)
+        number for number, count in chains.items() if starts[by_number[number]] + count == by_number[number].length
     ]
     # Sequences accepted by rejection choose first: room was reserved for them.
     whole.sort(key=lambda number: drafts.get(number, NOTHING).probs is None)
@@ -97,7 +98,7 @@ def lay_out(
     for number, count in chains.items():
         sequence = by_number[number]
         start = starts[sequence]
-        last = cache.append(sequence.tokens[start : start + count], start, number)
+        last = cache.append(sequence.part(start, count), start, number)
         here = Placed(sequence, start, count)
         if number in nodes:
             here.root, here.tree, here.first = last, trees, first

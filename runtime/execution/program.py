@@ -52,8 +52,14 @@ class Program:
         """Every stage of the plan alone: on a device it only enqueues, by who holds the device's lock."""
         verify, accept = _halts(stages)
         whole, parts = stages, (stages[:verify], stages[verify:accept], stages[accept:])
+        self.launches = buffers.exchange is not None and name == names.DECODE
+        """Whether it may be launched, and collected later."""
+        self._landing = self._awaited = 0  # of the last launch, and of what is collected
         if buffers.exchange is not None:
-            whole = _on_device(stages, buffers.exchange, steps)
+            if self.launches:
+                whole = self._apart(stages, buffers.exchange, steps)
+            else:
+                whole = _on_device(stages, buffers.exchange, steps)
             drafting, verifying, accepting = parts
             parts = (
                 _on_device(drafting, buffers.exchange, steps) if drafting else [],
@@ -69,6 +75,33 @@ class Program:
         self.tokens: NDArray[np.int64] | None = resolver.result(results.tokens if results else None)
         self.counts: NDArray[np.int64] | None = resolver.result(results.counts if results else None)
         self.kept: NDArray[np.int64] | None = resolver.result(results.kept if results else None)
+        if self.launches:
+            assert buffers.exchange is not None
+            assert results is not None, "decoding chooses tokens"
+            self._landed = buffers.exchange.landings(results.tokens)
+
+    def _apart(self, stages: Sequence[_Ready], exchange: Exchange, steps: Mapping[str, Step]) -> list[_Ready]:
+        """Put around the stages what a launch needs: tokens that the host has not seen come from the device's pool and
+        go there, and a mark says when the host may write again. The last stage waits for what it collects."""
+        first = next(place for place, stage in enumerate(stages) if stage.kind is StageKind.ENGINE)
+        sizes = steps[names.TARGET].sizes
+        take = _Ready("take tokens", None, partial(exchange.take_tokens, sizes), -1, names.TARGET)
+        keep = _Ready("keep tokens", None, partial(exchange.keep_tokens, sizes), _BEHIND, names.TARGET)
+
+        def land() -> None:
+            self._landing = exchange.land()
+
+        def wait() -> None:
+            exchange.collect(self._awaited)
+
+        return [
+            _Ready("prepare", None, exchange.prepare, -1),
+            *_joined([_Ready("upload", None, exchange.upload, -1), take, *stages[:first]], exchange, steps),
+            _Ready("sent", None, exchange.sent, first - 0.5),
+            *_joined([*stages[first:], keep], exchange, steps),
+            _Ready("download", None, land, _BEHIND),
+            _Ready("wait", None, wait, _BEHIND + 1),
+        ]
 
     @property
     def halts(self) -> bool:
@@ -83,7 +116,10 @@ class Program:
         logits. What stages have written is on the host then.
         """
         if before_verify is None and before_accept is None:
-            self._run(self._stages)
+            if self.launches:
+                self.collect(self.launch())
+            else:
+                self._run(self._stages)
             return
         self._run(self._drafting)
         if before_verify is not None:
@@ -92,6 +128,21 @@ class Program:
         if before_accept is not None:
             self._guarded("before it accepts", before_accept)
         self._run(self._accepting)
+
+    def launch(self) -> int:
+        """Enqueue the prepared step, some of whose tokens the host may not have seen; return what to `collect`.
+
+        Two launches may be outstanding. Before the next step is laid out, see `Buffers.taken`.
+        """
+        self._run(self._stages[:-1])
+        return self._landing
+
+    def collect(self, landing: int) -> None:
+        """Wait for a launch: what it has chosen is in `tokens` then."""
+        self._awaited = landing
+        self._run(self._stages[-1:])
+        assert self.tokens is not None
+        np.copyto(self.tokens, self._landed[landing])
 
     def _guarded(self, place: str, call: Call) -> None:
         try:
@@ -129,7 +180,7 @@ class _Ready:
     name: str
     kind: StageKind | None
     call: Call
-    place: int
+    place: float
     model: str | None = None
 
 
@@ -150,10 +201,15 @@ def _timed(stages: Sequence[_Ready], whole: Sequence[_Ready]) -> tuple[tuple[int
 def _on_device(
     stages: list[_Ready], exchange: Exchange, steps: Mapping[str, Step], *, uploads: bool = True
 ) -> list[_Ready]:
-    """Put uploading before the stages, and downloading and waiting behind them; join consecutive stages that can be
-    recorded into stretches.
-    """
+    """Put uploading before the stages, and downloading and waiting behind them."""
     there, back = _Ready("upload", None, exchange.upload, -1), _Ready("download", None, exchange.download, _BEHIND)
+    prepare, wait = _Ready("prepare", None, exchange.prepare, -1), _Ready("wait", None, exchange.wait, _BEHIND + 1)
+    before, whole = ([prepare], [there, *stages, back]) if uploads else ([], [*stages, back])
+    return [*before, *_joined(whole, exchange, steps), wait]
+
+
+def _joined(stages: Sequence[_Ready], exchange: Exchange, steps: Mapping[str, Step]) -> list[_Ready]:
+    """Join consecutive stages that can be recorded into stretches."""
     ready, stretch = list[_Ready](), list[_Ready]()
 
     def close() -> None:
@@ -164,16 +220,14 @@ def _on_device(
             ready.append(_Ready("+".join(stage.name for stage in stretch), kind, call, stretch[0].place))
             stretch.clear()
 
-    if uploads:
-        ready.append(_Ready("prepare", None, exchange.prepare, -1))
-    for stage in (*([there] if uploads else ()), *stages, back):
+    for stage in stages:
         if stage.kind is StageKind.ENGINE and not exchange.records_engines:
             close()
             ready.append(replace(stage, call=exchange.singly(stage.call)))
         else:
             stretch.append(stage)
     close()
-    return [*ready, _Ready("wait", None, exchange.wait, _BEHIND + 1)]
+    return ready
 
 
 class _Resolver:

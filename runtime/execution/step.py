@@ -312,16 +312,23 @@ class TargetStep(Step):
         self.sizes[_LOGITS] = nodes
         self._resize(nodes)
 
-    def keep_nodes(self, nodes: Sequence[int]) -> None:
-        """Keep some nodes of a tree that an engine has written, ascending, with their ancestors; the root is node 0."""
-        place = {0: 0} | {node: index for index, node in enumerate(nodes, 1)}
+    def keep_front(self, drafted: int) -> None:
+        """Keep the first `drafted` nodes behind the root of a tree that an engine has written."""
+        self.drafted = drafted
+        self.sizes[_LOGITS] = 1 + drafted
+        self._resize(1 + drafted)
+
+    def keep_nodes(self, nodes: NDArray[np.int64], parent: Sequence[int]) -> None:
+        """Keep some nodes of a tree that an engine has written, ascending, with their ancestors; the root is node 0.
+
+        `parent` counts the nodes that are kept, -1 for the root.
+        """
         count = 1 + len(nodes)
         for column in (self.token_ids, self.positions):
-            column[1:count] = column[list(nodes)]
-        self.parent[1:count] = [place[int(self.parent[node])] for node in nodes]
-        self.drafted = len(nodes)
-        self.sizes[_LOGITS] = count
-        self._resize(count)
+            column[1:count] = column[nodes]
+        self.parent[1:count] = parent
+        self.parent[1:count] += 1
+        self.keep_front(len(nodes))
 
     @property
     def bias_elements(self) -> int:

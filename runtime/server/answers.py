@@ -11,6 +11,7 @@ from plans.tokenizer import Tokenizer
 from runtime.generation import FinishReason, Generation, Span
 from runtime.runtime import Runtime
 from runtime.sampling import TokenLogprob
+from runtime.server.speculation import longest_path, speculation
 from runtime.server.tool_calling import CallReader, Read, ToolCalling, joined
 
 _REASONS = {
@@ -79,6 +80,8 @@ class Answer:
 
     def __init__(self, prefix: str, whole: str, chunk: str, model: str, runtime: Runtime, *, chat: bool) -> None:
         self._tokenizer, self._chat = runtime.tokenizer, chat
+        self._drafters = runtime.manifest.drafters
+        self.drafter: str | None = None  # that the request asks for; None: the plan's first
         self.calling: ToolCalling | None = None  # the tools that may be called
         self.with_usage = False  # of a stream: its last object has the usage, and the others say that they have none
         self._readers: dict[int, CallReader] = {}  # by choice
@@ -102,7 +105,7 @@ class Answer:
             if logprobs:
                 choice["logprobs"] = self._logprobs(each.logprobs, 0)
             choices.append(choice)
-        return {**self._common, "object": self._whole, "choices": choices, "usage": _usage(found, prompts)}
+        return {**self._common, "object": self._whole, "choices": choices, **self._counts(found, prompts)}
 
     def _message(self, index: int, found: Generation) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": found.text, "refusal": None}
@@ -146,7 +149,13 @@ class Answer:
         yield self._piece(index, {"delta": {}} if self._chat else {"text": ""}, self._reason(index, found))
 
     def usage(self, found: Sequence[Generation], prompts: int) -> dict[str, Any]:
-        return {**self._common, "object": self._chunk, "choices": [], "usage": _usage(found, prompts)}
+        return {**self._common, "object": self._chunk, "choices": [], **self._counts(found, prompts)}
+
+    def _counts(self, found: Sequence[Generation], prompts: int) -> dict[str, Any]:
+        """`usage`, and `metrics` where something was drafted."""
+        drafts = speculation([each.stats for each in found], longest_path(self._drafters, self.drafter))
+        metrics = {} if drafts is None else {"metrics": {"speculative_decoding": drafts}}
+        return {"usage": _usage(found, prompts), **metrics}
 
     def _piece(self, index: int, own: dict[str, Any], reason: str | None) -> dict[str, Any]:
         choice = {"index": index, "finish_reason": reason, "logprobs": None, **own}

@@ -250,7 +250,7 @@ class _Serving:
         asked.check()
         async with self._preparing:
             handles, calling = await run_in_threadpool(self._submit, asked, getattr(request.state, "client", None))
-        answer.calling = calling
+        answer.calling, answer.drafter = calling, asked.drafter
         logprobs = asked.logprobs is not None and asked.logprobs is not False
         prompts = len(handles) // asked.n
         if asked.stream:

@@ -34,7 +34,7 @@ class StreamOptions(Body):
 class _Asked(Body):
     """Fields of both kinds of request. `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `bad_words`,
     `allowed_token_ids`, `structured_outputs` and `ignore_eos` are as vLLM has them; `drafter`, how much it drafts,
-    `partial_kv`, `priority` and `deadline` are ours.
+    `remember`, `partial_kv`, `priority` and `deadline` are ours.
 
     A field's description says what to pass; `refusals.py` tells it to a client that passed something else.
     """
@@ -68,6 +68,7 @@ class _Asked(Body):
     draft_depth: int | None = Field(None, description="a whole number of at least 1")
     gamma_min: int | None = Field(None, description="a whole number of at least 1")
     gamma_max: int | None = Field(None, description="a whole number of at least 1")
+    remember: bool = Field(True, description="true or false")
     partial_kv: PartialMode | None = Field(None, description=f"one of {', '.join(PARTIAL_MODES)}")
     ignore_eos: bool = Field(False, description="true or false")
     priority: int = Field(0, description="a whole number")
@@ -108,6 +109,7 @@ class _Asked(Body):
             draft_depth=self.draft_depth,
             gamma_min=self.gamma_min,
             gamma_max=self.gamma_max,
+            remember=self.remember,
             structured_outputs=self.form,
         )
         if limit is not None:

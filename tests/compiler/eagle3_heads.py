@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -20,6 +20,8 @@ from plans.errors import CheckpointError
 Layout = Literal["safeailab", "specforge", "angelslim"]
 LAYOUTS: tuple[Layout, ...] = ("safeailab", "specforge", "angelslim")
 SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
+WIDE: dict[str, Any] = {"target_hidden": 32, "intermediate": 64}
+"""Sizes of a head for `target_config(hidden=32)`, all projections of which have a multiple of 32 inputs."""
 Q, K, V, O = (f"midlayer.self_attn.{name}_proj.weight" for name in "qkvo")  # noqa: E741
 
 

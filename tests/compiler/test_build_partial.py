@@ -17,7 +17,10 @@ ENABLED = "partial_kv.enabled=true"
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["backends=[tensorrt-rtx]", CHAINS], r"backends\[0\] is tensorrt-rtx, which has no partial_kv"),
+        (
+            ["backends=[tensorrt-rtx]", CHAINS],
+            r"backends\[0\] is tensorrt-rtx, whose engines read a KV cache of one size",
+        ),
         (
             ["partial_kv.n_spec_tokens_buf=7", CHAINS],
             r"n_spec_tokens_buf is 7, but a step .* has up to 7 tokens, and one more must fit; raise it to 8 or more",

@@ -117,7 +117,7 @@ class DraftEngine:
     def draft(self, tokens: list[int], past: int, **more: NDArray[Any]) -> dict[str, NDArray[Any]]:
         """Feed `tokens`, a chain behind `past` slots, and draft behind the last one."""
         n = len(tokens)
-        keys = past + n + self._tree.depth * self._tree.top_k
+        keys = past + n + max(self._tree.depth * self._tree.top_k, 8)  # a block of at most 8
         view = min(-(-keys // 32) * 32, CAPACITY)
         chain = np.arange(n) - 1
         lengths, splits = np.array([past]), np.array([0, n])
@@ -135,8 +135,8 @@ class DraftEngine:
             names.DRAFT_MIN_P: np.zeros(1, np.float32),
             **more,
         }
-        if self._tree.depth == 0:  # nothing is appended behind the tokens
-            del feeds[names.ROW_SPLITS]
+        read = {tensor.name for tensor in self.engine.inputs}
+        feeds = {name: array for name, array in feeds.items() if name in read}
         binding, outputs = self._session.io_binding(), {}
         for name, array in {**feeds, **self.caches}.items():
             binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from compiler.drafters import GraphSource, read_sources
+from compiler.drafters import GraphSource, feature_columns, read_sources, taps
 from compiler.opening import read_config
 from compiler.recipe import load_recipe
 from plans.errors import RecipeError
+from plans.manifest import Tree
 
 
 @pytest.fixture
@@ -90,3 +91,27 @@ def test_a_draft_model_for_fewer_positions_than_the_context_is_refused(toy_recip
     stretched = ", rope_scaling: {rope_type: linear, factor: 2.0}"
     (source,) = sources(toy_recipe, drafter % stretched)
     assert source.config.rope_scaling.factor == 2.0
+
+
+def test_a_block_drafts_as_many_tokens_as_it_has(toy_recipe: Path) -> None:
+    block = "{name: a, kind: block, checkpoint: block%s}"
+    (source,) = sources(toy_recipe, block % "")
+    assert (source.tree, source.drafter.block) == (Tree(top_k=1, depth=4, nodes=6), 5)
+    (short,) = sources(toy_recipe, block % ", gamma: 2")
+    assert (short.tree, short.drafter.block) == (Tree(top_k=1, depth=1, nodes=3), 5)
+    for shape, key in ((", gamma: 6", r"gamma asks"), (", tree: {top_k: 2, depth: 5, nodes: 9}", r"tree\.depth asks")):
+        with pytest.raises(RecipeError, match=rf"{key} for 6 tokens one behind another, and a block of the head has 5"):
+            sources(toy_recipe, block % shape)
+    with pytest.raises(RecipeError, match="gamma stands beside tree"):
+        sources(toy_recipe, block % ", gamma: 2, tree: auto")
+
+
+def test_heads_of_one_plan_may_read_different_layers(toy_recipe: Path) -> None:
+    """The target gives the streams of all, and each head picks its own."""
+    head, block = sources(
+        toy_recipe, "{name: a, kind: eagle3, checkpoint: head}, {name: b, kind: block, checkpoint: block}"
+    )
+    assert taps([head, block]) == (0, 1, 2, 3)
+    assert feature_columns(head, (0, 1, 2, 3), 2) == (0, 1, 2, 3, 4, 5)
+    assert feature_columns(block, (0, 1, 2, 3), 2) == (0, 1, 6, 7)
+    assert feature_columns(block, taps([block]), 2) is None

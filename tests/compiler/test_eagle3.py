@@ -10,15 +10,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiler.eagle3_checkpoint import load_eagle3
+from compiler.deferred import deferred
+from compiler.eagle3_checkpoint import defer_eagle3, load_eagle3
+from compiler.models.eagle3 import Eagle3Head
 from compiler.models.eagle3_config import Eagle3Config
 from compiler.models.rope import rope_tables
 
 from .eagle3_heads import LAYOUTS, K, Layout, O, Q, V, target_config, write_eagle3
+from .packed_heads import pack_head
 
 Array = NDArray[np.float64]
 PAIRS, LEVELS, START = 6, 2, 3
 WIDTHS = {"target_hidden": 16, "vocab": 60, "draft_vocab": 25}
+PROJECTIONS = {
+    "fc.weight", Q, K, V, O, "midlayer.mlp.gate_proj.weight", "midlayer.mlp.up_proj.weight",
+    "midlayer.mlp.down_proj.weight", "lm_head.weight",
+}  # fmt: skip
 CASES: dict[str, dict[str, object]] = {
     "plain": {},
     "whole-vocabulary": {"draft_vocab": None},
@@ -127,14 +134,42 @@ class GrowingCache:
 def test_features_levels_and_logits_equal_numpy(case: str, layout: Layout, tmp_path: Path) -> None:
     changes = CASES[case]
     tensors = write_eagle3(tmp_path, layout=layout, **(WIDTHS | changes))  # type: ignore[arg-type]
-    head = load_eagle3(tmp_path, target_config())
+    expect_numpy(load_eagle3(tmp_path, target_config()), tensors, changes)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("bits", "size", "symmetric"), [(8, 32, True), (4, 32, True), (8, 64, False), (4, 16, False), (8, None, True)]
+)
+def test_a_packed_head_is_that_of_the_numbers_that_its_integers_stand_for(
+    bits: int, size: int | None, symmetric: bool, layout: Layout, tmp_path: Path
+) -> None:
+    wide = {"target_hidden": 64, "intermediate": 128, "heads": 4, "head_dim": 16, "draft_vocab": 25, "fc_norm": True}
+    before = write_eagle3(tmp_path, layout=layout, **wide)  # type: ignore[arg-type]
+    numbers = pack_head(tmp_path, bits, size, symmetric)
+    assert {name for name in before if not torch.equal(before[name], numbers[name])} == PROJECTIONS
+    target = target_config(hidden=64)
+    head = load_eagle3(tmp_path, target)
+    expect_numpy(head, numbers, wide)
+    stored = deferred(defer_eagle3(tmp_path, target))
+    loaded = dict(head.named_parameters())
+    assert all(torch.equal(each.read(), loaded[name]) for name, each in stored.items())
+    sources = {each.stored_name: each.tensors.quantized(each.stored_name) for each in stored.values()}
+    kept = {name: source for name, source in sources.items() if source is not None}
+    assert kept.keys() == (PROJECTIONS if size != 16 else set())  # a block of 32 inputs has one scale
+    assert all((source.bits, source.minimums) == (bits, not symmetric) for source in kept.values())
+
+
+def expect_numpy(head: Eagle3Head, tensors: dict[str, Tensor], changes: dict[str, object]) -> None:
+    """The head computes on random features what NumPy does with its tensors."""
     oracle = NumpyHead(tensors, changes)
     rng = np.random.default_rng(1)
-    table = tensors.get("embed_tokens.weight", torch.from_numpy(rng.standard_normal((60, 16)).astype(np.float32)))
+    shape = head.config.vocab_size, head.config.hidden_size
+    table = tensors.get("embed_tokens.weight", torch.from_numpy(rng.standard_normal(shape).astype(np.float32)))
     assert (head.embedding is None) == ("embed_tokens.weight" not in tensors)
     if head.embedding is not None:
         assert torch.equal(head.embedding, table)
-    features = rng.standard_normal((PAIRS, 48))
+    features = rng.standard_normal((PAIRS, head.config.feature_size))
     tokens = rng.integers(60, size=PAIRS + LEVELS)
 
     h = head.fuse(torch.from_numpy(features).float())

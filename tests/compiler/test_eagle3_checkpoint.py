@@ -22,6 +22,7 @@ from .eagle3_heads import (
     LAYOUTS,
     PICKLED,
     SAFETENSORS,
+    WIDE,
     K,
     Layout,
     Q,
@@ -31,6 +32,7 @@ from .eagle3_heads import (
     target_config,
     write_eagle3,
 )
+from .packed_heads import pack_head
 
 UP = "midlayer.mlp.up_proj.weight"
 
@@ -286,10 +288,51 @@ def test_recipe_overrides_the_feedback_that_the_config_claims(tmp_path: Path) ->
     assert not load_eagle3(tmp_path, target_config(), given=plain).config.norm_output
 
 
-def test_quantised_head_is_named(tmp_path: Path) -> None:
-    write_eagle3(tmp_path)
-    change_config(tmp_path, quantization_config={"quant_method": "awq"})
-    refused(tmp_path, "config.json: this is an AWQ checkpoint", "EAGLE3 heads are read in floating point")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_kind_of_quantised_head_that_is_not_read_is_named(layout: Layout, tmp_path: Path) -> None:
+    write_eagle3(tmp_path, layout=layout)
+    change_config(tmp_path, quantization_config={"quant_method": "fp8"})
+    refused(tmp_path, "config.json: this is an FP8 checkpoint (quantization_config), which is not read; read are AWQ")
+    settings = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    change_config(tmp_path, quantization_config=settings)
+    refused(tmp_path, "config.json: quantization_config.format is 'float-quantized'", "pack-quantized")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_packed_tensors_that_the_config_does_not_describe_are_named(layout: Layout, tmp_path: Path) -> None:
+    write_eagle3(tmp_path, layout=layout, **WIDE)
+    pack_head(tmp_path)
+    change_config(tmp_path, quantization_config=None)
+    kind = "a compressed-tensors checkpoint by its tensors, but config.json has no quantization_config"
+    refused(tmp_path, kind, target=target_config(hidden=32))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("part", ["weight_shape", "weight_scale"])
+def test_missing_part_of_a_packed_projection_is_named(part: str, layout: Layout, tmp_path: Path) -> None:
+    write_eagle3(tmp_path, layout=layout, **WIDE)
+    pack_head(tmp_path)
+    name = f"{UP.removesuffix('.weight')}.{part}"
+    change(tmp_path, lambda tensors: tensors.pop(name))
+    refused(tmp_path, f"tensor '{name}' is missing beside", target=target_config(hidden=32))
+
+
+def test_a_packed_projection_of_another_shape_is_named(tmp_path: Path) -> None:
+    write_eagle3(tmp_path, **(WIDE | {"intermediate": 96}))
+    pack_head(tmp_path)
+    change_config(tmp_path, intermediate_size=64)
+    names = "'midlayer.mlp.down_proj.weight' has shape [32, 96]", "asks for [32, 64]"
+    refused(tmp_path, *names, target=target_config(hidden=32))
+
+
+def test_floats_and_integers_may_stand_side_by_side(tmp_path: Path) -> None:
+    """Projections in `ignore`."""
+    tensors = write_eagle3(tmp_path, **WIDE)
+    numbers = pack_head(tmp_path, left={Q, "fc.weight"})
+    head = load_eagle3(tmp_path, target_config(hidden=32))
+    assert torch.equal(head.q.weight.T, tensors[Q])
+    assert torch.equal(head.k.weight.T, numbers[K])
+    assert not torch.equal(numbers[K], tensors[K])
 
 
 def test_norms_that_the_config_denies(tmp_path: Path) -> None:

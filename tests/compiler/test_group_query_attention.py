@@ -137,6 +137,7 @@ def engines(decoder: Decoder, tmp_path_factory: pytest.TempPathFactory) -> tuple
             "PackedInside": layers,
             "ScatterAttention": 0,
             "UnbranchedBody": 0,
+            "CopiedSizes": 1,
         }
         assert spell_norms_out(lowered) == layers
         patch.setitem(lowering.RULES, CUDA, (FunctionBody(),))

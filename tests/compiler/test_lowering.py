@@ -27,8 +27,9 @@ from compiler.lowering.functions import FunctionBody
 from compiler.lowering.gated_unit import FuseGatedUnit
 from compiler.lowering.inside import NormInside, PackedInside, RotateInside
 from compiler.lowering.projections import FuseProjections
-from compiler.lowering.rule import Lowering, Rule
+from compiler.lowering.rule import Lowering, Rule, apply_rules
 from compiler.lowering.scatter_attention import ScatterAttention, UpdateOnceAttention
+from compiler.lowering.sizes import CopiedSizes
 from compiler.models.decoder import Decoder
 from compiler.models.eager import sequence_logits
 from plugins.reference import bim_mask
@@ -318,3 +319,22 @@ def test_a_weight_file_gives_equal_data_the_same_offset(tmp_path: Path) -> None:
     assert [weights.add(a), weights.add(b), weights.add(a), weights.add(b)] == [0, 8192, 0, 8192]
     weights.close()
     assert weights.path.read_bytes() == a + bytes(8192 - 5000) + b
+
+
+def test_a_view_of_one_size_becomes_a_copy_and_other_views_stay() -> None:
+    model = ir.from_onnx_text(
+        """
+        <ir_version: 10, opset_import: ["": 24]>
+        sizes (float[N, M] x, float[1, K] y, int64[1] axis) => (int64 rows, int64[K] all)
+        {
+            of_rows = Shape <start: int = 0, end: int = 1> (x)
+            rows = Squeeze (of_rows, axis)
+            of_all = Shape (y)
+            all = Squeeze (of_all)
+        }
+        """
+    )
+    (report,) = apply_rules(Lowering("sizes", model, 1), [CopiedSizes()])
+    assert report.applied == 1
+    assert [node.op_type for node in model.graph] == ["Shape", "Constant", "Gather", "Shape", "Squeeze"]
+    assert [value.name for value in model.graph.outputs] == ["rows", "all"]

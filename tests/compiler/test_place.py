@@ -61,6 +61,14 @@ def test_a_plan_of_any_version_is_replaced(tmp_path: Path, version: int) -> None
     assert names(tmp_path / "plan") == {"new"}
 
 
+def test_a_plan_with_what_was_recorded_beside_it_is_replaced(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path / "plan", "engines/a.onnx")
+    for name in ("build.json", "prices.json"):
+        (plan / name).write_text("{}")
+    put_new(Place(plan))
+    assert names(plan) == {"new"}
+
+
 @pytest.mark.parametrize(
     "text", ["{}", "[]", "not JSON", '{"name": "my itinerary"}', '{"format_version": 1}', "[" * 9999]
 )

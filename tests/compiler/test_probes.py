@@ -47,10 +47,10 @@ def test_the_probe_of_a_plan_has_the_ops_of_engines_that_decide(plan: Plan) -> N
     probe = plan.manifest.backends[BACKEND].probe
     assert probe is not None
     decide = deciding_engines(plan.manifest.drafters)
-    assert set(decide) == {"target", "classical", "classical-egag", "classical-head"}
+    assert set(decide) == {"target", "classical", "classical-egag", "classical-block", "classical-head"}
     assert {text.partition(":")[0] for text in probe.ops.values()} <= set(decide)
-    of_target = {re.sub(r"target: (\w+).*", r"\1", text) for text in probe.ops.values() if text.startswith("target")}
-    assert of_target == {"MatMul", "Gemm", "BranchAttention", "RmsNorm", "SwiGlu"}
+    kinds = {re.sub(r"[\w-]+: (\w+).*", r"\1", text) for text in probe.ops.values()}  # the widest, of any engine
+    assert kinds == {"MatMul", "Gemm", "BranchAttention", "RmsNorm", "SwiGlu"}
     size = plan.file(probe.file).stat().st_size
     assert size < 2**16, "weights stay in the engines' file"
 
@@ -69,7 +69,11 @@ def test_onnx_runtime_runs_the_products_that_are_probed(plan: Plan, tmp_path: Pa
     """Its optimiser joins no product of ours with what stands behind it, in an engine or in a probe."""
 
     def products(graph: onnx.GraphProto) -> Counter[Product]:
-        extents = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+        extents = {
+            tensor.name: tuple(tensor.dims)
+            for tensor in graph.initializer
+            if tensor.data_type == onnx.TensorProto.FLOAT
+        }
         weights = [(node.op_type, extents.get(node.input[1])) for node in graph.node if len(node.input) > 1]
         return Counter(
             (op, *found) for op, found in weights if op not in ("Gather", "Reshape") and found and len(found) == 2

@@ -138,7 +138,29 @@ def test_minimums_between_steps_keep_the_body() -> None:
     assert {node.op_type for node in lowered_product(made, lookup=False).graph.node} == {"AsymmetricQuantMatMul"}
 
 
-def lowered_product(made: QuantizedWeight, lookup: bool) -> onnx.ModelProto:
+@pytest.mark.parametrize("backend", ["tensorrt", "tensorrt-rtx"])
+@pytest.mark.parametrize("lookup", [False, True])
+@pytest.mark.parametrize("minimums", [False, True])
+def test_a_drafters_weights_are_numbers_on_tensorrt_and_a_targets_stay_integers(
+    backend: str, lookup: bool, minimums: bool
+) -> None:
+    rng = np.random.default_rng(8)
+    scales, integers = rng.normal(size=(6, 2)).astype(np.float32), rng.integers(0, 100, (6, 64))
+    signs = integers.astype(np.uint8 if minimums else np.int8)
+    made = QuantizedWeight(8, signs, scales, scales * 3 if minimums else None)
+    model = lowered_product(made, lookup, backend, "head")
+    assert {node.op_type for node in model.graph.node} == {"Gather" if lookup else "MatMul"}
+    assert len(model.graph.initializer) == 1
+    x = rng.integers(0, 6, (1, 4)) if lookup else rng.normal(size=(1, 4, 64)).astype(np.float32)
+    (found,) = ort.InferenceSession(model.SerializeToString()).run(None, {"x": x})
+    np.testing.assert_allclose(found, numbers(made)[x] if lookup else x @ numbers(made).T, rtol=1e-5, atol=1e-4)
+    kept = {node.domain for node in lowered_product(made, lookup, backend, "target").graph.node}
+    assert kept == {DOMAIN}
+
+
+def lowered_product(
+    made: QuantizedWeight, lookup: bool, backend: str = "onnxruntime-cuda", engine: str = "target"
+) -> onnx.ModelProto:
     source = WeightSource(made.bits, made.integers.shape, made.minimums is not None, lambda: made)  # type: ignore[arg-type]
     parts = [
         ir.Value(name=f"w.{t.part}", shape=t.shape, type=ir.TensorType(t.dtype), const_value=t)
@@ -152,7 +174,7 @@ def lowered_product(made: QuantizedWeight, lookup: bool) -> onnx.ModelProto:
     out.name, out.type, out.shape = "out", ir.TensorType(ir.DataType.FLOAT), ir.Shape([1, "N", "M"])
     graph = ir.Graph([x], [out], nodes=[node], initializers=parts, opset_imports={"": 24, DOMAIN: 1}, name="one")
     model = ir.Model(graph, ir_version=11)
-    lower("target", model, "onnxruntime-cuda", 1)
+    lower(engine, model, backend, 1)
     return ir.to_proto(model)
 
 

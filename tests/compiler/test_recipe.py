@@ -143,15 +143,18 @@ def test_a_recipe_cannot_be_changed(recipe_file: Path) -> None:
         (
             "kind: ngram\n",
             "kind: oracle\n",
-            "FILE:9: drafters[1].kind must be one of 'ngram', 'eagle3', 'model', found 'oracle'",
+            "FILE:9: drafters[1].kind must be one of 'ngram', 'eagle3', 'block', 'model', found 'oracle'",
         ),
         ("    kind: ngram\n", "", "FILE:8: drafters[1].kind is missing; add it"),
         ("min_context: 2", "min_context: 9", "FILE:7: drafters[0].min_context is 9, more than max_context 3; lower it"),
         ("1e-1", "1.5", "FILE:7: drafters[0].min_confidence must be at most 1.0, found 1.5"),
+        ("max_draft: 2", "max_draft: 2\n    memory: 9", "FILE:11: drafters[1].memory is 9; raise it to at least 1024"),
+        ("max_draft: 2", "max_draft: 2\n    memory: 2000000000", "FILE:11: drafters[1].memory must be at most"),
+        ("max_draft: 2", "max_draft: 2\n    memory: -1", "FILE:11: drafters[1].memory must be at least 0, found -1"),
         ("max_draft: 2", "max_draft: 2\n    least: 3", "FILE:11: drafters[1].least is 3, more than max_draft 2; lower"),
         (
             "max_draft: 2", "max_draft: 2\n    otherwise: ngram",
-            "FILE:11: drafters[1].otherwise is 'ngram'; name a model or eagle3 drafter, not of rejection: none",
+            "FILE:11: drafters[1].otherwise is 'ngram'; name a model, eagle3 or block drafter, not of rejection: none",
         ),
         (
             "held_out:", "skeleton: {branch: '{outline}'}\nheld_out:",

@@ -53,9 +53,9 @@ def test_types_and_defaults_are_written_as_a_recipe_has_them() -> None:
         ("capacity.context", "whole number from 2 to 8388608 required"),
         ("capacity.branches", "whole number from 1 to 16 1"),
         ("capacity.prefill_chunk", "whole number from 1 see meaning"),
-        ("drafters.ngram.min_confidence", "number from 0 to 1 0.3"),
+        ("drafters.ngram.min_confidence", "number from 0 to 1 0.25"),
         ("drafters[0].checkpoint", "path required"),
-        ("drafters.eagle3.tree", "drafters.eagle3.tree, drafters.model.tree"),
+        ("drafters.eagle3.tree", "drafters.eagle3.tree, drafters.block.tree, drafters.model.tree"),
         ("drafters.eagle3.aux_layers", "list of 3: whole number not set"),
         ("drafters.model.gamma", "max whole number from 1 to 64 required"),
         ("backends", "list of: sm_75 | sm_80"),
@@ -74,6 +74,7 @@ def test_one_key_or_one_mapping_can_be_asked_for(capsys: Captured) -> None:
     assert "min_context" not in printed("drafters[0].max_draft")
     assert {path for m in choose_keys("drafters.model") for path in m.paths} == {
         "drafters.model", "drafters.model.tree", "drafters.eagle3.tree", "drafters.model.gamma",
+        "drafters.block.tree", "drafters.block.weights",
         "drafters.model.rope_scaling", "target.rope_scaling", "drafters.model.weights", "drafters.eagle3.weights",
         "target.weights",
     }  # fmt: skip

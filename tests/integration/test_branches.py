@@ -19,7 +19,7 @@ from runtime.engine import Engine
 from runtime.kv.cache import KvCache
 from runtime.text.grammar_rule import GrammarRule
 
-DRAFTERS = ["none", "ngram", "short", "chain", "bushy", "head", "mixed"]
+DRAFTERS = ["none", "ngram", "short", "chain", "bushy", "head", "block", "mixed"]
 TOKENS = st.lists(st.integers(1, 299), min_size=1, max_size=24)
 
 

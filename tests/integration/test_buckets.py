@@ -41,7 +41,7 @@ def test_the_tokens_are_the_same(bucketed: Runtime, toy: Runtime, drafter: str, 
     expected, found = toy.generate(PROMPT, **options), bucketed.generate(PROMPT, **options)
     assert found.token_ids == expected.token_ids
     assert found.finish_reason == expected.finish_reason
-    if drafter not in ("none", "chain"):  # on devices a chain keeps its length to the end
+    if drafter not in ("none", "chain", "block"):  # on devices a chain keeps its length to the end
         assert (found.stats.drafted, found.stats.accepted) == (expected.stats.drafted, expected.stats.accepted)
 
 

@@ -19,6 +19,7 @@ TEXT = "print('café', 'naïve', 'café', 'na"  # what the toy's n-grams repeat
 MODULES = (
     "runtime", "compiler", "tools.bench", "tools.serving", "tools.modes", "tools.peers", "tools.context_quality",
     "tools.proposals", "tools.synthetic_pair", "tools.train_reference", "tools.gpu_report",
+    "tools.reference.pack",
 )  # fmt: skip
 
 

@@ -84,12 +84,13 @@ def test_inspect_shows_geometry_programs_ops_and_rules(toy_plan: Path, capsys: C
     ):
         assert part in text
     assert "{" not in text
-    assert "ngram ngram chains of up to 6 coupled looks up 1 to 3 tokens, min_confidence 0.3" in " ".join(text.split())
+    shown = " ".join(text.split())
+    assert "ngram ngram trees of up to 6 nodes coupled looks up 1 to 3 tokens, min_confidence 0.25" in shown
     for cells in (
         "chain model chains of 4 coupled",
         "sure model chains of 1 to 6 coupled as long as it is sure, beta 0.3",
         "head eagle3 trees of 12 nodes coupled top_k 4, depth 2",
-        "min_confidence 0.3, filler_top_k 3, below 2 tokens head drafts",
+        "min_confidence 0.25, filler_top_k 3, below 2 tokens head drafts",
     ):
         assert cells in " ".join(text.split())
     found = run_json(capsys, compiler.__main__.main, "inspect", toy_plan, "--json")

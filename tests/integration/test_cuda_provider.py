@@ -15,7 +15,7 @@ import pytest
 from compiler.build import build
 from compiler.recipe import load_recipe
 from plans.plan import Plan
-from tests.conftest import TOY_DRAFTERS, made_once
+from tests.conftest import EVERYTHING, TOY_DRAFTERS, made_once
 from tests.fake_cuda import DRIVER, LIBRARIES, Recorded
 from tests.fake_cuda.provider import CudaProvider, Ended
 from tests.integration.test_onnxruntime_cuda import CUDA
@@ -110,7 +110,8 @@ def test_engines_read_and_write_the_tensors_on_the_device(
 ) -> None:
     """An input that ONNX Runtime reads on the CPU is copied when it is bound: later runs see its old value."""
     found = cuda_provider.run(PLACEMENT, half if dtype == "float16" else cuda_plan.root, folder=tmp_path).told
-    assert set(found) == ({"target", "bushy"} if dtype == "float16" else {"target", "chain", "sure", "bushy", "head"})
+    of_float32 = {"target", "chain", "sure", "bushy", "head", "block"}
+    assert set(found) == ({"target", "bushy"} if dtype == "float16" else of_float32)
     elsewhere = {name: [t for t, place in tensors.items() if place != "Cuda"] for name, tensors in found.items()}
     assert not any(elsewhere.values()), elsewhere
 
@@ -154,6 +155,21 @@ def test_many_sequences_the_prefix_cache_and_partial_kv(
     assert ended.told["partial"] > 0
     assert all(reused >= 40 for reused in ended.told["reused"])
     assert {"outrider_chain_accept", "outrider_kv_gather"} <= set(ended.events("kernel"))
+
+
+def test_rows_in_float16(cuda_provider: CudaProvider, toy_recipe: Path, tmp_path: Path) -> None:
+    """Several rows are beyond GroupQueryAttention: each layer is standard ops there, in float16 too."""
+    half_of_all = [
+        *EVERYTHING, "capacity.branches=4", "drafters=[{name: ngram, kind: ngram, max_draft: 8}]",
+        f"backends=[{{kind: {CUDA}, compute_capabilities: [sm_90], dtype: float16}}]",
+    ]  # fmt: skip
+    plan = build(load_recipe(toy_recipe, half_of_all), toy_recipe, tmp_path / "plan").plan.root
+    ended = cuda_provider.run(TOGETHER, plan, False, folder=tmp_path)
+    assert ended.events("fault") == []
+    found = ended.told["found"]
+    assert found["in-one-sequence"] == found["batching"]
+    assert found["cold"] == found["warm"]
+    assert ended.told["partial"] > 0
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from plans.plan import Plan
 from runtime import Runtime
 from runtime.backends import BACKENDS, Driver, choose_backend, onnxruntime_cuda
 from runtime.backends.cuda_driver import fitting_kernels
-from runtime.backends.device import LARGE, lay_out
+from runtime.backends.device_layout import LARGE, lay_out
 from runtime.engine import Engine
 from runtime.request import Options
 from tests.conftest import TOY_DRAFTERS
@@ -58,6 +59,33 @@ def test_tokens_are_those_of_the_cpu(runtime: Runtime, toy: Runtime, drafter: st
     found = runtime.generate(PROMPT, drafter=drafter, **options)
     assert found.token_ids == expected.token_ids
     assert found.stats.drafted > 0 or drafter in ("none", "ngram", "short")  # counts may have nothing to say
+
+
+@pytest.mark.parametrize("place", range(1, 7))
+def test_a_session_goes_on_where_a_pass_was_interrupted(
+    runtime: Runtime, toy: Runtime, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    """Changes of slot tables that were not put in their places come with the next upload."""
+    prompt, options = PROMPT * 3, Options(ignore_eos=True, drafter="none")
+    expected = toy.generate(prompt, max_new_tokens=10, **options).token_ids
+    launch, launched = device.launch, 0
+
+    def interrupted(kernel: str, *rest: Any) -> None:
+        nonlocal launched
+        launched += kernel == "outrider_set_numbers"
+        if kernel == "outrider_set_numbers" and launched == place:
+            raise KeyboardInterrupt
+        launch(kernel, *rest)
+
+    session = runtime.session()
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "launch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            session.generate(prompt, max_new_tokens=10, **options)
+    had = len(session.token_ids)
+    written = max(0, had - len(prompt))
+    found = session.generate([] if had else prompt, max_new_tokens=10 - written, **options)
+    assert found.token_ids == expected[written:]
 
 
 @pytest.mark.parametrize("drafter", ["none", *TOY_DRAFTERS])
@@ -116,7 +144,7 @@ def test_a_step_launches_one_kernel_an_op_and_copies_the_small_block_alone(
     for _ in range(3):
         next(stream)
     device.launched.clear()
-    device.copied.update(up=0, down=0)
+    device.copied.clear()
     next(stream)
     assert device.launched == {
         "outrider_race_noise": 1, "outrider_bim_mask": 2, "outrider_tree_accept": 1, "outrider_kv_gather": 1,
@@ -174,7 +202,7 @@ def test_a_binding_that_onnxruntime_refuses_is_an_error_of_ours(runtime: Runtime
     device_engine = onnxruntime_cuda.DeviceEngine(
         cpu_session(cuda_plan.file(engine.file)), engine.model_copy(update={"inputs": (unknown,)}), ("cpu", 0)
     )
-    with pytest.raises(PlanError, match=r"an engine of the plan failed on the GPU: .*unknown"):
+    with pytest.raises(PlanError, match=r"chain.onnx failed on the GPU: .*unknown"):
         device_engine.bind(buffers, bound)([1] * len(names.SYMBOLS))
 
 

@@ -78,7 +78,7 @@ def build_grouped(toy_recipe: Path, out: Path, capacity: str) -> Runtime:
     built = build(load_recipe(toy_recipe, [targets, f"capacity={capacity}"]), toy_recipe, out)
     reports = built.plan.manifest.backends[CUDA].lowering
     applied = {report.engine: report.applied for report in reports if report.rule == "GroupQueryAttention"}
-    assert applied.keys() == {"target", "chain", "sure", "bushy", "head"}
+    assert applied.keys() == {"target", "chain", "sure", "bushy", "head", "block"}
     assert all(applied.values())
     return Runtime.load(built.plan.root)
 

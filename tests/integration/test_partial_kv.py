@@ -308,7 +308,7 @@ def test_the_prefix_cache_serves_lossless_sessions(long_plan: Path) -> None:
 def test_what_a_prefix_cache_keeps_are_no_copies(long_plan: Path) -> None:
     runtime = Runtime.load(long_plan, threads=1, prefix_cache=PrefixCacheConfig())
     assert runtime.prefix_cache is not None
-    assert set(runtime.prefix_cache.shapes) == {names.TARGET, "head", "chain", "bushy", "sure"}
+    assert set(runtime.prefix_cache.shapes) == {names.TARGET, "head", "block", "chain", "bushy", "sure"}
 
 
 @pytest.mark.parametrize("mode", ["lossless", "lossy"])

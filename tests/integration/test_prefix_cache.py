@@ -201,7 +201,8 @@ def test_rows_are_right_whenever_a_drafter_rests(
         length = max(0, match.lengths.get(model, 0) - (model == "head"))
         fresh = kept.session()
         fresh.generate([*tokens, 1], max_new_tokens=1, **options, auto_disable=False)
-        other.generate([5], max_new_tokens=1, **options)  # takes in what its last pass has left
+        own = options | {"drafter": model, "auto_disable": False}
+        other.generate([5], max_new_tokens=3, **own)  # takes in what its last passes have left
         np.testing.assert_array_equal(rows(fresh, model, length), rows(other, model, length))
         kept.prefix_cache.release(match)  # type: ignore[union-attr]
 

@@ -114,7 +114,7 @@ def test_the_reference_in_int4_agrees_with_its_checkpoint(tmp_path: Path) -> Non
     build(recipe, INT4_RECIPE, plan)
     result = verify_plan(recipe, plan, prompts=3, new_tokens=48, texts=3)
     assert result.passed
-    assert set(result.drafters) == set(result.sampled) == {"ngram", "model", "eagle3"}
+    assert set(result.drafters) == set(result.sampled) == {"ngram", "model", "eagle3", "dspark"}
     assert all(check.equal_runs == 3 for check in (*result.drafters.values(), *result.sampled.values()))
     cost = result.quantization
     assert cost is not None

@@ -4,6 +4,7 @@ an emulated device, recorded with our ops as that backend records its engines.""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from compiler.recipe import load_recipe
 from runtime import PrefixCacheConfig, Runtime
 from runtime.backends import BACKENDS, Driver
 from runtime.request import Options
-from tests.conftest import TOY_DRAFTERS
+from tests.conftest import TOY_DRAFTERS, made_once
 from tests.integration.long_context import prompt
 from tests.integration.shifting_rule import Shifting
 from tests.integration.test_onnxruntime_cuda import CUDA
@@ -27,22 +28,29 @@ PREFIX = prompt(3, 40)
 PLAIN = Options(max_new_tokens=16, ignore_eos=True, auto_disable=False, temperature=0.8, seed=4)
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["graphs", "kernel by kernel"])
-def runtime(
-    request: pytest.FixtureRequest,
-    toy_recipe: Path,
-    emulator: Emulator,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Runtime]:
-    """Four sequences in one row."""
-    backend = EmulatedBackend(EmulatedDevice(emulator), records=request.param, records_engines=True)
+@pytest.fixture(scope="module")
+def rtx_graphs_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four sequences in one row, with every drafter, by the rules of `tensorrt-rtx`."""
     targets = f"backends=[{{kind: {CUDA}, compute_capabilities: [sm_80]}}]"
+    recipe = load_recipe(toy_recipe, ["capacity.branches=4", targets])
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(lowering.RULES, CUDA, lowering.RULES["tensorrt-rtx"])
+        return made_once(tmp_path_factory, "rtx-graphs-plan", lambda out: build(recipe, toy_recipe, out))
+
+
+@contextmanager
+def emulated_engines(device: EmulatedDevice, records: bool = True) -> Iterator[None]:
+    """For a while the engines of that plan run on the device, launched as the backend launches its own."""
+    backend = EmulatedBackend(device, records=records, records_engines=True)
+    with pytest.MonkeyPatch.context() as patch:
         patch.setitem(BACKENDS, CUDA, Driver(lambda target: None, lambda target, settings: backend))
-        recipe = load_recipe(toy_recipe, ["capacity.branches=4", targets])
-        root = build(recipe, toy_recipe, tmp_path_factory.mktemp("rtx") / "plan").plan.root
-        found = Runtime.load(root, prefix_cache=PrefixCacheConfig(max_cached_tokens=512))
+        yield
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["graphs", "kernel by kernel"])
+def runtime(request: pytest.FixtureRequest, rtx_graphs_plan: Path, emulator: Emulator) -> Iterator[Runtime]:
+    with emulated_engines(EmulatedDevice(emulator), request.param):
+        found = Runtime.load(rtx_graphs_plan, prefix_cache=PrefixCacheConfig(max_cached_tokens=512))
         yield found
         found.close()
 

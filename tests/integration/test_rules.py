@@ -16,7 +16,7 @@ from runtime import Runtime, SchedulerConfig
 from runtime.generation import Span
 from runtime.request import Options
 from runtime.text.rules import LogitsRule
-from tests.conftest import TOY_DRAFTERS
+from tests.conftest import REJECTING, TOY_DRAFTERS
 from tests.integration.shifting_rule import Shifting
 
 PROMPTS = [[(37 * i + place) % 299 + 1 for i in range(20)] for place in range(4)]
@@ -146,9 +146,6 @@ def test_a_session_goes_on_with_other_rules(toy: Runtime, drafter: str) -> None:
             assert session.generate([place + 1], drafter=drafter, **own).token_ids == expected.token_ids
 
 
-REJECTING = ["classical", "classical-egag", "classical-head"]
-
-
 @pytest.mark.parametrize("drafter", REJECTING)
 def test_rejection(serving: Runtime, drafter: str) -> None:
     """The rules hold at any temperature; greedy tokens are those of plain decoding; company changes nothing."""
@@ -156,7 +153,7 @@ def test_rejection(serving: Runtime, drafter: str) -> None:
     expected = serving.generate(PROMPTS[0], **options | Options(drafter="none"))
     found = serving.generate(PROMPTS[0], **options)
     assert found.token_ids == expected.token_ids
-    assert found.stats.accepted > 0 or drafter == "classical-head"  # which knows nothing
+    assert found.stats.accepted > 0 or drafter in ("classical-head", "classical-block")  # random, so never right
     both = [(prompt, asked(drafter=drafter, temperature=1.0, seed=9)) for prompt in PROMPTS]
     handles = serving.submit_all(both)
     for (prompt, own), handle in zip(both, handles, strict=True):

@@ -159,7 +159,7 @@ def test_rounds_can_be_watched(toy: Runtime) -> None:
             assert path == round_.committed[: len(path)]
             assert [node.depth for node in round_.nodes if node.accepted] == list(range(1, len(path) + 1))
         known = [node.probability is not None for round_ in seen for node in round_.nodes]
-        assert all(known) if drafter != "ngram" else not any(known)
+        assert all(known)
         assert run.stats.acceptance_by_depth[:1] == ([] if not run.stats.accepted else [
             sum(any(n.accepted for n in r.nodes) for r in seen) / sum(bool(r.nodes) for r in seen)
         ])  # fmt: skip

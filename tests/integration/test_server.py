@@ -18,6 +18,7 @@ import pytest
 
 from plans.tokenizer import Tokenizer
 from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
+from runtime.drafters.adaptive import AdaptiveSpeculation
 from runtime.engine import Engine
 from tests.integration.served import KEY, client_of, get, listening, settle
 
@@ -122,6 +123,68 @@ def test_several_prompts_and_choices(client: openai.OpenAI, alone: Runtime) -> N
     assert found.usage is not None
     assert found.usage.prompt_tokens == sum(each.stats.prompt_tokens for each in expected[::2])
     assert found.usage.completion_tokens == 24
+
+
+@pytest.fixture
+def always_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it pays or not."""
+    monkeypatch.setattr(AdaptiveSpeculation, "disabled", property(lambda _: False))
+    monkeypatch.setattr(AdaptiveSpeculation, "drafting", property(lambda _: True))
+
+
+def speculation_of(answer: Any) -> dict[str, Any]:
+    """`metrics.speculative_decoding`, with everything that AIPerf holds against a response checked."""
+    found = answer.metrics["speculative_decoding"]
+    histogram, accepted = found["acceptance_histogram"], found["num_accepted_draft_tokens"]
+    assert found["num_spec_steps"] == sum(histogram) > 0
+    assert accepted == sum(tokens * rounds for tokens, rounds in enumerate(histogram)) <= found["num_draft_tokens"]
+    assert len(histogram) == found["num_spec_tokens"] + 1
+    assert found["mean_acceptance_length"] == 1 + accepted / found["num_spec_steps"]
+    assert found["draft_acceptance_rate"] == accepted / found["num_draft_tokens"]
+    return dict(found)
+
+
+@pytest.mark.usefixtures("always_drafting")
+@pytest.mark.parametrize(("drafter", "longest"), [("bushy", 3), ("head", 3), ("chain", 4), ("sure", 6)])
+def test_an_answer_tells_how_much_of_its_drafts_was_accepted(client: openai.OpenAI, drafter: str, longest: int) -> None:
+    more = {"ignore_eos": True, "drafter": drafter}
+    own: dict[str, Any] = {"model": "toy", "temperature": 0, "max_tokens": 12, "extra_body": more}
+    messages: list[Any] = [{"role": "user", "content": "hello"}]
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    for create, asked in (
+        (client.completions.create, {"prompt": [5, 6, 7]}),
+        (client.chat.completions.create, {"messages": messages}),
+    ):
+        found = create(**own, **asked)
+        told = speculation_of(found)
+        assert told["num_spec_tokens"] == longest
+        # A round adds a token to those that it accepts, but where the limit cuts it.
+        assert told["num_accepted_draft_tokens"] + told["num_spec_steps"] <= found.usage.completion_tokens + 1
+        *pieces, last = create(**own, **asked, **usage)
+        assert speculation_of(last)["num_spec_tokens"] == longest
+        assert last.usage.completion_tokens == 12
+        assert not any(hasattr(piece, "metrics") for piece in pieces)
+        assert not any(hasattr(piece, "metrics") for piece in create(**own, **asked, stream=True))
+
+
+@pytest.mark.usefixtures("always_drafting")
+def test_choices_are_counted_together(client: openai.OpenAI) -> None:
+    more = {"ignore_eos": True, "drafter": "chain"}
+    own: dict[str, Any] = {"model": "toy", "prompt": [5, 6, 7], "max_tokens": 10, "seed": 3, "extra_body": more}
+    alone, all_three = (speculation_of(client.completions.create(**own, n=n)) for n in (1, 3))
+    assert alone["num_accepted_draft_tokens"] + alone["num_spec_steps"] <= 11
+    assert 11 < all_three["num_accepted_draft_tokens"] + all_three["num_spec_steps"] <= 33
+
+
+@pytest.mark.parametrize(("drafter", "tokens"), [("none", 8), ("chain", 1)])
+def test_without_a_draft_an_answer_has_no_metrics(client: openai.OpenAI, drafter: str, tokens: int) -> None:
+    own: dict[str, Any] = {"model": "toy", "max_tokens": tokens, "extra_body": {"drafter": drafter, "ignore_eos": True}}
+    assert not hasattr(client.completions.create(prompt=[5, 6], **own), "metrics")
+    messages: list[Any] = [{"role": "user", "content": "hello"}]
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    pieces = list(client.chat.completions.create(messages=messages, **own, **usage))  # type: ignore[call-overload]
+    assert pieces[-1].usage is not None
+    assert not any(hasattr(piece, "metrics") for piece in pieces)
 
 
 def test_log_probabilities(client: openai.OpenAI, alone: Runtime) -> None:

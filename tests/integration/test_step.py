@@ -71,6 +71,8 @@ def test_timing_a_round_leaves_the_sequence_as_it_is(toy: Runtime) -> None:
     first = session.generate(prompt, **options).token_ids
     assert session.time_round([], "none") > 0
     assert session.time_round([1, 2, 3], "ngram") > 0
+    assert session.time_round([1, 2, 3], None) > 0  # whoever has drafted it
+    assert session.time_round([], None) > 0
     assert first + session.generate(**options).token_ids == expected
 
 

@@ -140,7 +140,10 @@ def test_text_that_keeps_to_a_form_is_drafted(
     expected = [toy.generate(prompt, **options | Options(drafter="none")).token_ids for prompt in prompts]
     found = [toy.generate(prompt, **options | Options(drafter=drafter)) for prompt in prompts]
     assert [each.token_ids for each in found] == expected
-    assert sum(each.stats.accepted for each in found) > 0 or drafter == "short"  # which is hardly ever right
+    assert sum(each.stats.accepted for each in found) > 0 or drafter in (
+        "short",
+        "block",
+    )  # which are hardly ever right
     together = Runtime.load(branch_plan, threads=1)
     assert [each.token_ids for each in together.generate(prompts, **options | Options(drafter=drafter))] == expected
     together.close()

@@ -66,11 +66,18 @@ def session(
     return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
-def attend(inputs: Arrays, heads: int, kv_heads: int, *, threads: int = 2, epsilon: float = 1e-6) -> list[NDArray[Any]]:
-    """The outputs."""
+def attend(
+    inputs: Arrays, heads: int, kv_heads: int, *, threads: int = 2, epsilon: float = 1e-6, **others: int
+) -> list[NDArray[Any]]:
+    """The outputs; `others` are attributes beside those that every node has."""
     given = tuple((name, PROTOS[inputs[name].dtype], inputs[name].ndim) for name in INPUTS if name in inputs)
     kind, size = inputs["k_cache"].dtype, head_dim(inputs)
-    attributes = {"num_heads": heads, "kv_num_heads": kv_heads, "scale": max(size, 1) ** -0.5, "epsilon": epsilon}
+    attributes = {
+        "num_heads": heads,
+        "kv_num_heads": kv_heads,
+        "scale": max(size, 1) ** -0.5,
+        "epsilon": epsilon,
+    } | others
     engine = session(given, PROTOS[kind], threads, **attributes)
     bound = engine.io_binding()
     for name, _, _ in given:
@@ -162,6 +169,16 @@ def test_it_gives_what_the_reference_gives(heads, size, rows, spare, branches, d
     np.testing.assert_allclose(found[0], wanted[0], rtol=TOLERANCE, atol=4 * TOLERANCE)
     for found_cache, wanted_cache in zip(found[1:], wanted[1:], strict=True):
         np.testing.assert_array_equal(found_cache, wanted_cache)
+
+
+@pytest.mark.parametrize("dtype", sorted(TYPES))
+def test_where_nobody_asks_keys_and_values_are_appended_and_nothing_else(dtype: str) -> None:
+    inputs = typed(step(np.random.default_rng(5), 4, 2, 24, [7, 0, 40], [30, 3, 100], 5), dtype)
+    asked, found = attend(inputs, 4, 2), attend(inputs, 4, 2, asks=0)
+    assert asked[0].any()
+    assert not found[0].any()
+    for found_cache, asked_cache in zip(found[1:], asked[1:], strict=True):
+        np.testing.assert_array_equal(found_cache, asked_cache)
 
 
 @settings(max_examples=150, deadline=None)

@@ -160,6 +160,15 @@ class EmulatedDevice:
         self.enqueue(run)
 
 
+class EagerDevice(EmulatedDevice):
+    """Where work is done as soon as it is enqueued: on a GPU it happens at any time in between."""
+
+    def _append(self, work: Callable[[], None]) -> None:
+        super()._append(work)
+        with self._lock:
+            self._run_until(self._enqueued)
+
+
 class EmulatedBackend:
     """The engines of a plan for `onnxruntime-cuda`, on the CPU; with `records_engines`, as TensorRT's would be."""
 

@@ -11,12 +11,13 @@ from tests.plugins.emulator import Emulator
 from tests.runtime.emulated_device import EmulatedDevice
 
 LENGTH, FIRST = 700, LIST_BYTES // 8
+LOST = st.booleans()  # an upload that never comes
 CHANGES = st.lists(st.tuples(st.integers(0, 1), st.integers(0, LENGTH), st.integers(0, LENGTH)), max_size=4)
 
 
-@given(rounds=st.lists(CHANGES, min_size=1, max_size=4))
+@given(rounds=st.lists(st.tuples(CHANGES, LOST), min_size=1, max_size=4))
 @settings(max_examples=30, deadline=None)
-def test_tables(emulator: Emulator, rounds: list[list[tuple[int, int, int]]]) -> None:
+def test_tables(emulator: Emulator, rounds: list[tuple[list[tuple[int, int, int]], bool]]) -> None:
     """Two rows of two tables; each round changes some, and is uploaded as programs are."""
     device, rng = EmulatedDevice(emulator), np.random.default_rng(0)
     size = 8 * (FIRST + 4 * LENGTH)
@@ -28,13 +29,16 @@ def test_tables(emulator: Emulator, rounds: list[list[tuple[int, int, int]]]) ->
     }
     changes = TableChanges(device, block, twin.array(0, (FIRST,), np.int64), rows)
     back = device.pinned(size)
-    for changed in rounds:
+    for changed, lost in rounds:
         for row, *ends in changed:
             start, stop = sorted(ends)
             for part in (row, 2 + row):
                 hosts[part][start:stop] = rng.integers(-9, 9, stop - start)
             changes.note("target", row, start, stop)
         changes.prepare()
+        if lost:
+            changes.note_all()
+            continue
         with device.lock():
             device.to_device(block, twin.address, LIST_BYTES)
             changes.put()

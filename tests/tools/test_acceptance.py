@@ -12,7 +12,7 @@ from tokenizers.models import BPE
 from torch import Tensor
 
 from tests.tools.drafter_lessons import tiny_target
-from tools.reference.acceptance import Acceptance, Continuation, by_depth, measure, overlap_by_depth
+from tools.reference.acceptance import Acceptance, Continuation, by_depth, mean_by_depth, measure
 from tools.reference.generate import generate
 from tools.reference.teacher import Reading, Teacher
 
@@ -28,7 +28,7 @@ def test_a_depth_counts_the_chains_that_got_to_it() -> None:
 def test_overlap_weighs_chains_by_what_a_drafter_would_have_kept_of_them() -> None:
     overlap = np.array([[0.5, 0.9], [0.5, 0.1]])
     kept = np.array([[1.0, 1.0], [0.25, 1.0]])
-    assert overlap_by_depth(overlap, kept) == pytest.approx([0.5, (0.9 + 0.25 * 0.1) / 1.25])
+    assert mean_by_depth(overlap, kept) == pytest.approx([0.5, (0.9 + 0.25 * 0.1) / 1.25])
 
 
 def test_overlap_of_two_steps_equals_the_whole_tree_of_chains() -> None:
@@ -41,7 +41,7 @@ def test_overlap_of_two_steps_equals_the_whole_tree_of_chains() -> None:
     drawn = rng.choice(3, 200_000, p=p1)
     overlap = np.stack([np.full(len(drawn), first), np.minimum(p2, q2).sum(axis=1)[drawn]], axis=1)
     kept = np.stack([np.minimum(1, q1 / p1)[drawn], np.ones(len(drawn))], axis=1)
-    assert overlap_by_depth(overlap, kept) == pytest.approx([first, both / first], abs=3e-3)
+    assert mean_by_depth(overlap, kept) == pytest.approx([first, both / first], abs=3e-3)
 
 
 def test_tokens_per_verify_sums_the_chain() -> None:

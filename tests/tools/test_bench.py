@@ -18,9 +18,9 @@ from runtime import Runtime, Stats
 from runtime.request import Options
 from tests.conftest import TOY_DRAFTERS
 from tools.bench import __main__ as bench
+from tools.bench.alternating import divergences
 from tools.bench.columns import COLUMNS
 from tools.bench.embedded import _Process
-from tools.bench.latency import _divergences
 from tools.bench.prompts import choose_prompts, cut_prompts
 from tools.bench.rows import Mode, Run, _along_context, first_tokens, percentile, summary
 from tools.bench.shapes import Variant
@@ -228,7 +228,7 @@ def test_tokens_that_part_are_shown_with_place_and_margin(toy: Runtime) -> None:
     plain = session.generate(ids, drafter="none", **options)
     wrong = replace(plain, token_ids=[*plain.token_ids[:2], 1 + plain.token_ids[2] % 299, *plain.token_ids[3:]])
     runs = [Run(g, 1.0, Stats(), (1.0, 3.0, 2.0)) for g in (plain, wrong)]
-    found = _divergences(session, [ids], options, first_tokens(runs[:1]), runs[1:])
+    found = divergences(session, [ids], options, first_tokens(runs[:1]), runs[1:])
     assert (found[0].prompt, found[0].prompt_tokens, found[0].index) == (0, 3, 2)
     assert found[0].margin > 0
     row = summary(Mode(Variant("wrong", "wrong", "ngram", None, 7, 6), runs[1:], found), runs[:1])
@@ -266,7 +266,7 @@ def test_a_generation_too_short_to_time_its_rounds_is_no_error(workplace: Path, 
     assert bench.main([*arguments[:-1], "--drafters", "ngram"]) == 0
     text = capsys.readouterr().out
     cells = next(line.split() for line in text.splitlines() if line.startswith("ngram"))
-    assert (cells[5], cells[8], cells[-2:]) == ("-", "-", ["-", "yes"])  # rates, and milliseconds a token
+    assert (cells[4], cells[7], cells[-2:]) == ("-", "-", ["-", "yes"])  # rates, and milliseconds a token
     assert bench.main([*arguments[:-1], "--drafters", "none", "--csv"]) == 0
     (line,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
     assert [line[name] for name in missing] == [""] * len(missing)

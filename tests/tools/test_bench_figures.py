@@ -4,6 +4,7 @@ what is left out."""
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from runtime import Generation, Stats
 from runtime.generation import FinishReason
 from runtime.request import Options
 from runtime.sampling import SamplingParams
-from tools.bench import latency
+from tools.bench import alternating
+from tools.bench.alternating import alternate, compare
 from tools.bench.columns import COLUMNS, flat_rows, to_csv
+from tools.bench.latency import mode_of
 from tools.bench.prompts import Prompts
-from tools.bench.rows import Divergence, Mode, Run, summary, variant_columns
+from tools.bench.rows import Mode, Run, speedup, summary, variant_columns
 from tools.bench.shapes import PLAIN_DECODING, Variant
 from tools.bench.tables import main_cells, same
 from tools.bench.tasks import by_task
@@ -49,9 +52,12 @@ def test_a_speedup_is_the_time_of_plain_decoding_over_that_of_the_drafter_pair_b
 
 
 def test_counts_are_those_of_all_runs() -> None:
-    runs = [run(0, 1, rounds=5, drafted=30, accepted=6, plain_rounds=1), run(1, 1, rounds=6, drafted=10, accepted=2)]
+    runs = [
+        run(0, 1, rounds=5, drafted=30, left_out=7, accepted=6, plain_rounds=1),
+        run(1, 1, rounds=6, drafted=10, accepted=2),
+    ]
     row = summary(Mode(DRAFTER, runs), [run(0, 1), run(1, 1)])
-    assert (row["drafted"], row["evaluated"], row["accepted"], row["plain_rounds"]) == (40, 40, 8, 1)
+    assert (row["drafted"], row["evaluated"], row["accepted"], row["plain_rounds"]) == (47, 40, 8, 1)
     assert (row["acceptance_rate"], row["tokens_per_verify"]) == (0.2, 2)
 
 
@@ -80,7 +86,7 @@ def test_tokens_by_rejection_at_a_temperature_are_not_expected_to_be_plain_decod
     def mode(acceptance: str, temperature: float, forced: int | None = None) -> Mode:
         variant = Variant("classical", "classical", "model", "1/1/3", 3, 2, acceptance)
         sampling = SamplingParams(temperature=temperature)
-        return latency._mode(variant, Namespace(synthetic_accept=forced, sampling=sampling))
+        return mode_of(variant, Namespace(synthetic_accept=forced, sampling=sampling))
 
     assert [mode("rejection", t).promised for t in (0.0, 0.7)] == [True, False]
     assert [mode("coupled", t).promised for t in (0.0, 0.7)] == [True, True]
@@ -113,31 +119,25 @@ def test_figures_of_a_task_are_of_its_prompts_alone() -> None:
 class Recorder:
     """In place of a session: what ran, and a generation for each that took as long as it was told."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.ran: list[tuple[int, str]] = []
         self.begun: list[tuple[str, int]] = []
-        self.compared: list[int] = []
-        monkeypatch.setattr(latency, "_run", self._run)
-        monkeypatch.setattr(latency, "_divergences", self._divergences)
 
-    def _run(self, session: object, prompt: int, ids: list[int], drafter: str, settings: Options) -> Run:
-        assert ids == [prompt]
+    def ask(self, drafter: str, prompt: int) -> list[Run]:
         self.ran.append((prompt, drafter))
-        return run(prompt, float(len(self.ran)))
-
-    def _divergences(self, *arguments: Any) -> list[Divergence]:
-        self.compared.append(len(arguments[-1]))
-        return []
+        return [run(prompt, float(len(self.ran)))]
 
     def begin(self, mode: Mode, prompt: int, text: str) -> None:
         self.begun.append((mode.variant.name, prompt))
 
 
-def test_modes_alternate_and_every_second_repetition_goes_the_other_way_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder(monkeypatch)
-    forced = Mode(Variant("head", "head", "eagle3", "2/1/4", 4, 2, "coupled"), synthetic=2, promised=False)
-    modes = [Mode(PLAIN_DECODING), Mode(DRAFTER), forced]
-    latency._alternate(None, modes, [[0], [1]], Options(), 3, recorder.begin)  # type: ignore[arg-type]
+FORCED = Mode(Variant("head", "head", "eagle3", "2/1/4", 4, 2, "coupled"), synthetic=2, promised=False)
+
+
+def test_modes_alternate_and_every_second_repetition_goes_the_other_way_round() -> None:
+    recorder = Recorder()
+    modes = [Mode(PLAIN_DECODING), Mode(DRAFTER), replace(FORCED, runs=[])]
+    alternate(modes, 2, 3, recorder.ask, recorder.begin)
     there, back = ["none", "ngram.1", "head"], ["head", "ngram.1", "none"]
     assert recorder.ran[:3] == [(0, name) for name in there]  # warm up, and count nowhere
     assert recorder.ran[3:] == [(p, name) for order in (there, back, there) for p in (0, 1) for name in order]
@@ -147,7 +147,20 @@ def test_modes_alternate_and_every_second_repetition_goes_the_other_way_round(mo
     ends = [[r.stats.total_ms for r in mode.runs] for mode in modes]
     assert [ms[0] for ms in ends] == [4, 5, 6]
     assert [ms[2] for ms in ends] == [12, 11, 10]
-    assert recorder.compared == [6, 6]  # plain decoding and the drafter, but not what was forced
+
+
+def test_what_was_forced_is_compared_with_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[Any] = []
+    monkeypatch.setattr(alternating, "divergences", lambda *arguments: compared.append(arguments[-1]) or [])
+    modes = [Mode(PLAIN_DECODING, [run(0, 1)]), Mode(DRAFTER, [run(0, 2)]), replace(FORCED, runs=[run(0, 3)])]
+    compare(None, modes, [[0]], Options())  # type: ignore[arg-type]
+    assert compared == [modes[0].runs, modes[1].runs]
+
+
+def test_generations_of_other_lengths_are_compared_by_the_token() -> None:
+    longer = run(0, 100, tokens=[5] * 22)
+    assert speedup(longer, run(0, 100)) == 2
+    assert speedup(run(0, 50), run(0, 100)) == 2
 
 
 def test_a_line_of_csv_has_the_same_columns_whatever_was_measured() -> None:
@@ -182,5 +195,5 @@ def test_cells_of_figures_that_there_are_not_say_so() -> None:
     mode = Mode(DRAFTER, [run(0, 50, first_span=11)])
     row = {"synthetic_accept": None} | variant_columns(mode) | summary(mode, [run(0, 100)])
     assert main_cells(row | {"tpot_ms_p50": None, "tpot_ms_p90": None, "tpot_ms_p99": None}) == (
-        "ngram", "chain of 6", "100", "-", "2.00x", "2.00-2.00", "-", "1.00", "-", "0%", "25.0", "-", "yes",
+        "ngram", "6 nodes", "100", "-", "2.00x", "2.00-2.00", "-", "1.00", "-", "0%", "25.0", "-", "yes",
     )  # fmt: skip

@@ -90,7 +90,7 @@ def test_plots_say_what_their_axes_are(page: tuple[str, dict[str, Any]]) -> None
     speed, acceptance, stages, along = plots_of(page[0]).values()
     for svg, words in (
         (speed, ["nodes verified, the tip included", "decoding, speedup over plain", "plain decoding", "3/2/9"]),
-        (acceptance, ["depth, in drafted tokens", "rounds that accepted it, %", "head 4/2/12", "ngram chain of 6"]),
+        (acceptance, ["depth, in drafted tokens", "rounds that accepted it, %", "head 4/2/12", "ngram 6 nodes"]),
         (stages, ["ms a round", "everything else", "target", "plain decoding, prompt 60"]),
         (along, ["tokens in the context", "ms a token, median", "prompts of 20 tokens", "bushy 3/2/9"]),
     ):
@@ -121,7 +121,7 @@ def test_synthetic_figures_are_marked_and_text_is_escaped(page: tuple[str, dict[
     assert "ngram synthetic:2" in html
     assert "a&lt;b" in html
     assert "python &amp; co" in html
-    assert "<!-- ngram synthetic:2 chain of 6 -->" in plots_of(html)["Acceptance by depth"]
+    assert "<!-- ngram synthetic:2 6 nodes -->" in plots_of(html)["Acceptance by depth"]
 
 
 def test_a_folder_that_cannot_be_written_is_said_before_anything_runs(

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from compiler.recipe_drafters import NgramSection, reshaped
 from plans.errors import RequestError
-from plans.manifest import Drafter, EntropyGamma, GraphDrafter, Tree
+from plans.manifest import Drafter, EntropyGamma, GraphDrafter, NgramDrafter, Tree
+from plans.pass_prices import PASS_PRICES, PassPrices, Price, read_pass_prices, write_pass_prices
 from plans.plan import read_manifest
 from runtime.sampling import SamplingParams
 from tests.conftest import TOY_DRAFTERS
 from tools.bench import __main__ as bench
+from tools.bench import variants
 from tools.bench.sampling import GREEDY, name_sampling, read_sampling
-from tools.bench.shapes import Shape, choose_drafters, choose_shapes, read_depths, read_trees
+from tools.bench.shapes import Shape, choose_drafters, choose_shapes, read_depths, read_trees, within_block
+from tools.bench.variants import plan_to_measure
 
 Captured = pytest.CaptureFixture[str]
 
@@ -62,6 +69,20 @@ def test_a_depth_is_the_longest_path_of_every_draft(drafters: tuple[Drafter, ...
 def shapes(drafters: tuple[Drafter, ...], **asked: Any) -> dict[str, list[Shape]]:
     found = choose_shapes(drafters, asked.get("trees"), asked.get("depths"))
     return {drafter.name: of for drafter, of in found}
+
+
+def test_a_draft_ends_with_its_block() -> None:
+    chain = [Tree(top_k=1, depth=d - 1, nodes=d + 1) for d in (1, 5)]
+    assert within_block([*chain, Tree(top_k=1, depth=7, nodes=9)], 5) == chain
+    wide = [Tree(top_k=2, depth=d, nodes=12) for d in (4, 8)]
+    assert within_block(wide, 5) == wide[:1]
+    assert within_block(wide, 1) == [Tree(top_k=2, depth=0, nodes=3)]
+
+
+def test_n_grams_of_fewer_nodes_foresee_no_more_than_those() -> None:
+    section = NgramSection(name="mixed", kind="ngram", max_draft=6, otherwise="head", least=2)
+    found = [NgramSection.model_validate(reshaped(section, "mixed.1", nodes)) for nodes in (1, 8)]
+    assert [(each.name, each.max_draft, each.least) for each in found] == [("mixed.1", 1, 1), ("mixed.1", 8, 2)]
 
 
 def test_rejection_is_for_whole_chains() -> None:
@@ -135,6 +156,76 @@ def test_trees_are_built_and_measured_beside_one_plain_decoding(measured: Any, t
         assert row["stages"]["head"] > 0
         assert row["drafted"] >= (row["nodes"] - 1) * (row["rounds"] - 1)
         assert len(row["acceptance_by_depth"]) <= row["depth"]
+
+
+@pytest.fixture
+def priced(toy_plan: Path, tmp_path: Path) -> Path:
+    """A copy of the toy plan with a table of prices."""
+    plan = shutil.copytree(toy_plan, tmp_path / "plan")
+    table = PassPrices(
+        identity=read_manifest(plan).identity, backend="onnxruntime-cpu", device="a processor", threads=2, context=64,
+        prices=(Price(rows=1, ms=1.0), Price(rows=8, ms=2.0)),
+    )  # fmt: skip
+    write_pass_prices(table, plan)
+    return plan
+
+
+def asked(plan: Path, recipe: Path, **more: Any) -> argparse.Namespace:
+    settings = {"drafters": None, "tree": None, "depth": None, "overrides": [], "backend": None}
+    return argparse.Namespace(plan=plan, recipe=recipe, **settings | more)
+
+
+def test_every_depth_is_built_and_prices_go_along(priced: Path, toy_recipe: Path) -> None:
+    options = asked(priced, toy_recipe, drafters="block,mixed", depth=read_depths("1,8,own"))
+    with plan_to_measure(options) as (plan, measured):
+        built = read_manifest(plan)
+        table, own = read_pass_prices(plan), read_pass_prices(priced)
+    assert plan != priced
+    assert [(v.drafter, v.depth) for v in measured] == [
+        ("none", 0), ("block", 1), ("block", 5), ("mixed", 1), ("mixed", 8), ("mixed", 6)
+    ]  # fmt: skip
+    mixed = [d for d in built.drafters if isinstance(d, NgramDrafter)]
+    assert [(d.max_draft, d.least) for d in mixed] == [(1, 1), (8, 2), (6, 2)]
+    assert own is not None
+    assert built.identity != own.identity
+    assert table == own.model_copy(update={"identity": built.identity})
+
+
+def test_a_shape_that_ends_with_the_block_may_be_the_plan_s_own(priced: Path, toy_recipe: Path) -> None:
+    with plan_to_measure(asked(priced, toy_recipe, drafters="block", depth=read_depths("8,own"))) as (plan, measured):
+        assert plan == priced
+        assert [(v.name, v.depth) for v in measured] == [("none", 0), ("block", 5)]
+
+
+@pytest.mark.parametrize("tables", ["none", "of another plan"])
+def test_prices_that_hold_for_no_plan_stay_behind(
+    priced: Path, toy_plan: Path, toy_recipe: Path, monkeypatch: pytest.MonkeyPatch, tables: str
+) -> None:
+    own = read_pass_prices(priced)
+    assert own is not None
+    (priced / PASS_PRICES).unlink()
+    if tables != "none":
+        write_pass_prices(own.model_copy(update={"identity": "0" * 64}), priced)
+
+    def copy(command: list[str], _: Any) -> tuple[int, str]:
+        shutil.copytree(toy_plan, command[command.index("--out") + 1])
+        return 0, ""
+
+    monkeypatch.setattr(variants, "_run", copy)
+    with plan_to_measure(asked(priced, toy_recipe, drafters="ngram", depth=read_depths("2"))) as (plan, _):
+        assert plan != priced
+        assert not (plan / PASS_PRICES).exists()
+
+
+def test_tokens_of_a_block_are_read_without_pytorch(toy_recipe: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from compiler.recipe import load_recipe; "
+        "from tools.bench.variants import tokens_of_block; recipe = load_recipe(Path(sys.argv[1])); "
+        "section = next(d for d in recipe.drafters if d.kind == 'block'); "
+        "print(tokens_of_block(recipe, section), 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, str(toy_recipe)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == ["5", "False"]
 
 
 def test_a_sweep_goes_over_lengths_and_trees(measured: Any) -> None:

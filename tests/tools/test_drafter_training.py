@@ -1,4 +1,4 @@
-"""Both drafters from a tiny target: they learn, what is written is what was trained, and a stopped run goes on."""
+"""All drafters from a tiny target: they learn, what is written is what was trained, and a stopped run goes on."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
+from compiler.block_checkpoint import load_block
 from compiler.checkpoint import load_decoder
 from compiler.eagle3_checkpoint import load_eagle3
+from compiler.models.block import BlockHead
 from compiler.models.decoder import Decoder
+from compiler.models.drafting import BlockDraft
 from compiler.models.eager import sequence_logits
 from compiler.models.eagle3 import Eagle3Head
 from plans.errors import CheckpointError
@@ -24,12 +28,14 @@ from tools.reference import drafter, drafter_text, export_drafters
 from tools.reference.acceptance import continue_prompts
 from tools.reference.draft_model import ModelGeometry, distillation_loss, train_model
 from tools.reference.drafter import Lessons, prepare
+from tools.reference.dspark import BlockGeometry, block_drafts, block_loss, train_dspark
 from tools.reference.eagle3 import HeadGeometry, go_on, head_drafts, train_eagle3, unrolled_loss
-from tools.reference.export_drafters import check_size, write_eagle3
+from tools.reference.export_drafters import check_size, write_block, write_eagle3
 from tools.reference.loop import Batch, Training
 from tools.reference.target import initialise, matrices
 
 HEAD = HeadGeometry(hidden=12, intermediate=20, heads=3, kv_heads=1, head_dim=8, draft_vocab=100)
+BLOCK = BlockGeometry(layers=1, intermediate=20, heads=2, kv_heads=1, head_dim=8, markov_rank=4, block_size=3)
 MODEL = ModelGeometry(hidden=12, intermediate=20, heads=3, kv_heads=1, head_dim=8)
 SECOND = 1 / 60
 
@@ -97,6 +103,9 @@ def loss_of(model: nn.Module, lessons: Lessons) -> float:
         if isinstance(model, Eagle3Head):
             reading = lessons.teacher.read(ids[:, :-1], model.config.aux_layers)
             return float(unrolled_loss(model, lessons.teacher.model.embedding, ids, reading, 3))
+        if isinstance(model, BlockHead):
+            reading, draft = lessons.teacher.read(ids[:, :-1], model.config.aux_layers), of(model, lessons)
+            return float(block_loss(draft, ids, reading, torch.arange(1, 500, 4)))
         assert isinstance(model, Decoder)
         return float(distillation_loss(model, ids, lessons.teacher.read(ids[:, :-1]).logits))
 
@@ -106,12 +115,21 @@ def train_head(folder: Path, lessons: Lessons, seconds: float, name: str) -> Eag
     return load_eagle3(folder / "out" / name, lessons.teacher.model.config)
 
 
+def train_block_head(folder: Path, lessons: Lessons, seconds: float, name: str) -> BlockHead:
+    train_dspark(tiny_run(folder, seconds * SECOND), lessons, BLOCK, name)
+    return load_block(folder / "out" / name, lessons.teacher.model.config)
+
+
+def of(head: BlockHead, lessons: Lessons) -> BlockDraft:
+    return BlockDraft(head, lessons.teacher.model)
+
+
 def train_draft_model(folder: Path, lessons: Lessons, seconds: float, name: str) -> Decoder:
     train_model(tiny_run(folder, seconds * SECOND), lessons, MODEL, name)
     return load_decoder(folder / "out" / name)
 
 
-@pytest.mark.parametrize("train", [train_head, train_draft_model])
+@pytest.mark.parametrize("train", [train_head, train_block_head, train_draft_model])
 def test_a_drafter_lowers_its_loss_and_goes_on_from_its_checkpoint(
     folder: Path, lessons: Lessons, train: Callable[..., nn.Module], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,6 +163,52 @@ def test_a_written_head_drafts_as_the_trained_one(folder: Path, lessons: Lessons
     drafts = [head_drafts(h, embedding)(continuation.ids, reading, 4) for h in (head, again)]
     assert torch.equal(*drafts)
     assert torch.isfinite(drafts[0]).sum(dim=-1).unique().tolist() == [100]
+
+
+def test_a_written_block_head_drafts_as_the_trained_one(folder: Path, lessons: Lessons, tmp_path: Path) -> None:
+    head = train_block_head(folder, lessons, 0.5, "written-block")  # of bf16 values, which a second writing keeps
+    target = lessons.teacher.model.config
+    write_block(head, target, tmp_path / "again")
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert config["rope_theta"] == target.rope_theta
+    assert config["target_layer_ids"] == [1, 3, 4]
+    names = ("embed_tokens.weight", "lm_head.weight")
+    assert not set(names) & load_file(tmp_path / "again" / "model.safetensors").keys()
+    again = load_block(tmp_path / "again", target)
+    assert again.config == head.config
+    assert again.config.mask_token_id == lessons.teacher.tokenizer.token_to_id("ÿ")
+    assert all(torch.equal(*pair) for pair in zip(head.parameters(), again.parameters(), strict=True))
+    continuation = lessons.continuations[0]
+    reading = lessons.teacher.read(continuation.ids[None], head.config.aux_layers, exact=True)
+    drafts = [block_drafts(of(h, lessons))(continuation.ids, reading, 3) for h in (head, again)]
+    assert torch.equal(*drafts)
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_a_trained_head_is_rounded_as_it_is_written(folder: Path, lessons: Lessons, bits: int) -> None:
+    """And measured, its card says, as it was read back."""
+    target, name = lessons.teacher.model.config, f"int{bits}"
+    wide = replace(HEAD, hidden=32, intermediate=64, head_dim=32)
+    train_eagle3(tiny_run(folder, 0.0), lessons, wide, name, steps=3, bits=bits)
+    train_dspark(tiny_run(folder, 0.0), lessons, replace(BLOCK, head_dim=32), f"block-{name}", bits=bits)
+    settings = [json.loads((folder / "out" / n / "config.json").read_text()) for n in (name, f"block-{name}")]
+    cards = [(folder / "out" / n / "README.md").read_text() for n in (name, f"block-{name}")]
+    assert all(("quantization_config" in each) == (bits != 16) for each in settings)
+    assert all((f"projections in int{bits}" if bits != 16 else "bf16:") in card for card in cards)
+    assert load_eagle3(folder / "out" / name, target).config.hidden_size == 32
+    assert load_block(folder / "out" / f"block-{name}", target).config.head_dim == 32
+
+
+def test_a_block_head_goes_on_from_another_of_its_geometry_alone(folder: Path, lessons: Lessons) -> None:
+    trained = train_block_head(folder, lessons, 0.5, "first")
+    start = folder / "out" / "first"
+    train_dspark(tiny_run(folder, 0.0), lessons, BLOCK, "second", start)
+    second = load_block(folder / "out" / "second", lessons.teacher.model.config)
+    assert all(torch.equal(*pair) for pair in zip(trained.parameters(), second.parameters(), strict=True))
+    assert f"went on from the head in `{start}`" in (folder / "out" / "second" / "README.md").read_text()
+    for other, key in ((replace(BLOCK, markov_rank=5), "markov"), (replace(BLOCK, taps=(2, 4)), "taps")):
+        with pytest.raises(CheckpointError, match=rf"another geometry \({key}\)"):
+            train_dspark(tiny_run(folder, 0.0), lessons, other, "third", start)
 
 
 def test_a_written_draft_model_is_the_trained_one_with_the_target_s_tokenizer(
@@ -202,6 +266,16 @@ def test_weights_above_the_limit_are_refused_before_the_training(
         check_size(Eagle3Head(HEAD.config(lessons.teacher.model.config)), folder / "out" / "eagle3")
 
 
+@pytest.mark.parametrize("part", ["eagle3", "dspark", "model"])
+def test_what_does_not_fit_is_told_before_the_target_writes_text(
+    folder: Path, part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(export_drafters, "SIZE_LIMIT", 50_000)
+    monkeypatch.setattr(train_reference, "prepare", lambda *given: pytest.fail("the text is written already"))
+    assert train_reference.main([part, "--work", str(folder), "--out", str(folder / "out")]) == 2
+    assert "choose a smaller geometry" in capsys.readouterr().err
+
+
 def test_a_drafter_without_a_target_is_refused_with_a_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -212,3 +286,25 @@ def test_a_drafter_without_a_target_is_refused_with_a_sentence(
 def test_sizes_of_drafters_are_refused_for_the_target(capsys: pytest.CaptureFixture[str]) -> None:
     assert train_reference.main(["--draft-vocab", "100"]) == 2
     assert "--draft-vocab is a drafter's" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["dspark", "--hidden", "64"], "--hidden does not go with dspark"),
+        (["dspark", "--unroll", "3"], "--unroll does not go with dspark"),
+        (["eagle3", "--block-size", "7"], "--block-size goes with dspark alone"),
+        (["--taps", "1", "2"], "--taps is a drafter's"),
+        (["all", "--name", "other"], "--name goes with eagle3, dspark or model"),
+        (["dspark", "--heads", "4", "--kv-heads", "3"], "multiple of --kv-heads"),
+        (["dspark", "--taps", "one"], "--taps"),
+        (["--bits", "4"], "--bits is a drafter's"),
+        (["model", "--bits", "8"], "--bits goes with eagle3 and dspark: a draft model is written in floats"),
+        (["dspark", "--bits", "5"], "--bits is '5'; choose from 4, 8, 16"),
+    ],
+)
+def test_options_that_a_part_has_not_are_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_reference.main(words) == 2
+    assert said in capsys.readouterr().err

@@ -16,10 +16,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import tools.tune.__main__
 from compiler.build import build
 from compiler.recipe import load_recipe
-from compiler.recipe_drafters import ModelSection, NgramSection
+from compiler.recipe_drafters import BlockSection, ModelSection, NgramSection
+from plans import names
 from plans.manifest import Tree
+from plans.pass_prices import read_pass_prices
 from runtime import Runtime
 from runtime.trace import Node, Round
+from tools.tune import prices
 from tools.tune import search as tune
 from tools.tune.replay import tokens_per_verify
 from tools.tune.search import Search
@@ -75,8 +78,10 @@ def test_the_command_measures_chooses_and_writes(
     assert set(found) == {
         "plan", "identity", "drafter", "prompts", "new_tokens", "temperature", "context", "plain_ms",
         "plain_round_ms", "host_ms", "verify_ms", "draft_ms", "acceptance_by_depth", "acceptance_by_rank", "estimates",
-        "timed", "plain_tokens_per_second", "chosen", "pays", "recipe", "png",
+        "timed", "plain_tokens_per_second", "chosen", "pays", "recipe", "png", "prices",
     }  # fmt: skip
+    assert found["prices"] == str(shallow_plan / "prices.json")
+    assert Runtime.load(shallow_plan).loaded.prices is not None  # of a tuned plan, as a user loads it
     assert (found["drafter"], found["prompts"], found["new_tokens"]) == ("chain", 2, 16)
     assert [entry["nodes"] for entry in found["verify_ms"]] == [1, 2, 3, 4]
     assert [(entry["top_k"], entry["depth"]) for entry in found["draft_ms"]] == [(1, 0), (1, 1), (2, 0), (2, 1)]
@@ -101,6 +106,71 @@ def test_the_command_measures_chooses_and_writes(
     else:
         assert Tree(top_k=1, depth=written.gamma - 1, nodes=written.gamma + 1) == Tree(**found["chosen"])
     assert Path(found["png"]).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def own_plan(toy_plan: Path, tmp_path: Path) -> Path:
+    """A copy to write into."""
+    return shutil.copytree(toy_plan, tmp_path / "plan")
+
+
+def test_prices_alone_are_measured_written_and_used(
+    own_plan: Path, toy: Runtime, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prices, "_SECONDS", 0.0)
+    (own_plan / "prices.json").write_text("[]")  # which holds no prices: measuring again repairs it
+    arguments = [str(own_plan), "--prices", "--threads", "1", "--context", "100"]
+    assert tools.tune.__main__.main([*arguments, "--json"]) == 0
+    printed = capsys.readouterr()
+    assert "pricing: " in printed.err
+    found = json.loads(printed.out)
+    assert set(found) == {"identity", "backend", "device", "threads", "context", "prices", "file"}
+    assert (found["identity"], found["backend"]) == (toy.manifest.identity, "onnxruntime-cpu")
+    assert (found["threads"], found["context"], found["file"]) == (1, 100, str(own_plan / "prices.json"))
+    most = toy.session().limits[names.LOGITS]
+    assert [entry["rows"] for entry in found["prices"]] == prices.sizes(most)
+    assert all(entry["ms"] > 0 for entry in found["prices"])
+    table = read_pass_prices(own_plan)
+    assert table is not None
+    assert table.model_dump(mode="json") == {key: value for key, value in found.items() if key != "file"}
+    assert Runtime.load(own_plan, threads=1).loaded.prices is not None
+    assert Runtime.load(own_plan, threads=2).loaded.prices is None  # measured with others
+
+    assert tools.tune.__main__.main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "milliseconds of a pass of the target behind 100 tokens" in text
+    assert f"wrote {own_plan / 'prices.json'}" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--context", "159"], "context is 159; pass 1 to 158 tokens: the plan's context is 160"),
+        (["--context", "0"], "--context is '0'; pass a whole number"),
+        (["--threads", "5000"], "threads is 5000"),
+    ],
+)
+def test_what_cannot_be_priced_is_refused_in_a_sentence(
+    own_plan: Path, capsys: Captured, arguments: list[str], said: str
+) -> None:
+    assert tools.tune.__main__.main([str(own_plan), "--prices", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert said in printed.err
+    assert not (own_plan / "prices.json").exists()
+
+
+def test_depths_end_with_a_block(toy_recipe: Path) -> None:
+    recipe = load_recipe(toy_recipe)
+    section = next(d for d in recipe.drafters if isinstance(d, BlockSection))
+    assert tune._within_block(Search(), recipe, section).depths == (0, 2, 4)
+
+
+def test_sizes_to_price_lie_closer_where_drafts_end() -> None:
+    assert prices.sizes(1) == [1]
+    assert prices.sizes(9) == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert prices.sizes(35) == [*range(1, 16), *range(16, 32, 2), 32, 35]
+    assert len(prices.sizes(1000)) < 100
 
 
 @pytest.mark.parametrize("drafter", ["chain", "bushy", "head"])
@@ -152,7 +222,7 @@ def test_the_number_of_nodes_is_the_one_that_costs_least_a_token() -> None:
     [
         (
             ["--drafter", "short"],
-            "no drafter 'short' with a tree (kinds eagle3 and model); it has ngram (ngram), short",
+            "no drafter 'short' with a tree (kinds eagle3, block and model); it has ngram (ngram), short",
         ),
         (["--drafter", "oracle"], "no drafter 'oracle' with a tree"),
         (["--count", "0"], "--count is '0'; pass a whole number"),

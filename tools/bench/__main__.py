@@ -1,4 +1,5 @@
-"""`python -m tools.bench latency | sweep | context | startup | embedded | matmul`: what it costs, on this machine."""
+"""`python -m tools.bench latency | sweep | suite | context | startup | embedded | matmul`: what it costs, on this
+machine."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from commands.arguments import Parser, at_least_0, at_least_1
 from commands.console import guarded, stderr
@@ -62,7 +64,9 @@ def _parser(called: str) -> Parser:
     )
     latency.add_argument("--tree", type=read_trees, metavar="TREE,...", help=_TREE)
     latency.add_argument(
-        "--keep-drafting", action="store_true", help="draft even where the runtime would see that it does not pay"
+        "--keep-drafting",
+        action="store_true",
+        help="draft even where the runtime would see that it does not pay, and verify whole drafts",
     )
     latency.set_defaults(command=_latency)
     sweep = commands.add_parser(
@@ -87,6 +91,34 @@ def _parser(called: str) -> Parser:
         help=f"{_TREE} (default: {','.join(TREES)}, without --depth and where a drafter takes them)",
     )
     sweep.set_defaults(command=_sweep, keep_drafting=True)
+
+    suite = commands.add_parser(
+        "suite",
+        help="drafters on question files of your own, by category",
+        description="Run plain decoding and drafters alternately on question files in Spec-Bench's format, or that of "
+        "DeepSpec's evaluation data, in one process: speedup, mean accepted tokens (tokens per verify) and acceptance "
+        "rate by category and overall. Questions of several turns go through one session turn after turn, through the "
+        "plan's chat template where it has one. Answers end by themselves, or after --new tokens.",
+        epilog="examples: %(prog)s build/plan question.jsonl --count 10 --new 256 --report build/suite; "
+        "%(prog)s build/plan gsm8k.jsonl mt-bench.jsonl --drafters ngram --aiperf build/aiperf",
+    )
+    suite.add_argument("plan", type=Path, help="folder of the plan")
+    suite.add_argument("files", type=Path, nargs="+", metavar="FILE.jsonl", help="questions, a JSON object a line")
+    suite.add_argument(
+        "--count", type=at_least_1, metavar="N", help="the first N questions of each category (default: all)"
+    )
+    suite.add_argument("--raw", action="store_true", help="turns as they are, without the plan's chat template")
+    suite.add_argument(
+        "--keep-drafting", action="store_true", help="draft even where the runtime would see that it does not pay"
+    )
+    suite.add_argument("--tree", type=read_trees, metavar="TREE,...", help=_TREE)
+    _add_drafting(suite, reps=1)
+    _add_output(suite)
+    suite.add_argument(
+        "--aiperf", type=Path, metavar="DIR",
+        help="also write DIR/DRAFTER/profile_export_aiperf.json, as NVIDIA AIPerf does, for every drafter",
+    )  # fmt: skip
+    suite.set_defaults(command=_suite, task=None, form=None, synthetic_accept=None)
 
     context = commands.add_parser(
         "context",
@@ -117,7 +149,7 @@ def _parser(called: str) -> Parser:
     context.add_argument(
         "--keep-drafting",
         action="store_true",
-        help="draft, and run ahead, even where the runtime sees that it does not pay",
+        help="draft, and run ahead, even where the runtime sees that it does not pay, and verify whole drafts",
     )
     context.add_argument(
         "--random-rows", action="store_true", help="keys and values of random numbers: no prefill, times alone"
@@ -230,25 +262,14 @@ def _add_measuring(command: argparse.ArgumentParser, count: int) -> None:
     """Add the arguments that `latency` and `sweep` share."""
     command.add_argument("plan", type=Path, help="folder of the plan")
     command.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
-    command.add_argument("--task", metavar="NAME", help="prompts of one task alone (default: of all, in turn)")
-    command.add_argument("--count", type=at_least_1, default=count, help=f"prompts to run (default {count})")
     command.add_argument(
-        "--drafters",
-        metavar="NAME|KIND,...",
-        help="by name, or all of a kind (ngram, model, eagle3); none, plain decoding, always runs (default: all)",
+        "--task",
+        metavar="NAME",
+        help="prompts of one task alone (default: of all, in turn); edit: files, each asked for again with a name "
+        "changed, made of those of the task long",
     )
-    command.add_argument(
-        "--depth", type=read_depths, metavar="N,...",
-        help="drafts of at most N tokens one behind another: n-grams and chains of that length, trees of so many "
-        "levels with no more nodes than they have; own is what the plan has. Not together with --tree",
-    )  # fmt: skip
-    command.add_argument("--new", type=at_least_1, default=128, help="tokens to generate (default 128)")
-    command.add_argument("--reps", type=at_least_1, default=3, help="runs of each prompt and mode (default 3)")
-    command.add_argument(
-        "--sampling", type=read_sampling, default=GREEDY, metavar="greedy|KEY=VALUE,...",
-        help="how tokens are chosen: greedy (default), or temperature with any of top_k, top_p, min_p and seed, such "
-        "as temperature=0.7,top_p=0.9,seed=3",
-    )  # fmt: skip
+    command.add_argument("--count", type=at_least_1, default=count, help=f"prompts to run (default {count})")
+    _add_drafting(command, reps=3)
     add_form(command)
     command.add_argument(
         "--synthetic-accept", type=_length_of_path, metavar="LEN",
@@ -257,6 +278,29 @@ def _add_measuring(command: argparse.ArgumentParser, count: int) -> None:
         "always draft; only on onnxruntime-cpu. Overwriting the logits costs about 1 %% of a round, which stays in the "
         "figures",
     )  # fmt: skip
+    _add_output(command)
+
+
+def _add_drafting(command: argparse.ArgumentParser, reps: int) -> None:
+    """Add the arguments of what is drafted, how tokens are chosen, and on what."""
+    command.add_argument(
+        "--drafters",
+        metavar="NAME|KIND,...",
+        help="by name, or all of a kind (ngram, model, eagle3, block); none, plain decoding, always runs (default: "
+        "all)",
+    )
+    command.add_argument(
+        "--depth", type=read_depths, metavar="N,...",
+        help="drafts of at most N tokens one behind another: n-grams of so many nodes, chains of that length, trees of "
+        "so many levels with no more nodes than they have; own is what the plan has. Not together with --tree",
+    )  # fmt: skip
+    command.add_argument("--new", type=at_least_1, default=128, help="tokens to generate (default 128)")
+    command.add_argument("--reps", type=at_least_1, default=reps, help=f"runs of each prompt and mode (default {reps})")
+    command.add_argument(
+        "--sampling", type=read_sampling, default=GREEDY, metavar="greedy|KEY=VALUE,...",
+        help="how tokens are chosen: greedy (default), or temperature with any of top_k, top_p, min_p and seed, such "
+        "as temperature=0.7,top_p=0.9,seed=3",
+    )  # fmt: skip
     command.add_argument("--threads", type=at_least_0, default=0, help="0: the backend chooses")
     command.add_argument("--backend", help="backend (default: the best that this machine drives)")
     command.add_argument("--recipe", type=Path, help="for --tree and --depth: the recipe (default: the plan's own)")
@@ -264,6 +308,10 @@ def _add_measuring(command: argparse.ArgumentParser, count: int) -> None:
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
         help="for --tree and --depth: what the plan was built with; may be repeated",
     )  # fmt: skip
+
+
+def _add_output(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of what is printed and written."""
     printed = command.add_mutually_exclusive_group()
     printed.add_argument("--json", action="store_true", help="print one JSON object, a row for each drafter and tree")
     printed.add_argument(
@@ -301,20 +349,46 @@ def _sweep(options: argparse.Namespace) -> int:
 
 
 def _latency(options: argparse.Namespace) -> int:
-    from tools.bench.columns import to_csv
     from tools.bench.latency import measure
-    from tools.bench.tables import print_table, to_markdown
 
-    if options.tree is not None and options.depth is not None:
-        raise OutriderError("--tree and --depth both say what is drafted; pass one of them.")
     options.form = read_form(options)
     if options.form is not None and options.synthetic_accept is not None:
         raise OutriderError("--synthetic-accept accepts what no form allows; leave out one of the two.")
+    _prepare(options)
+    return _print_drafting({**describe_run(), **measure(options)}, options)
+
+
+def _suite(options: argparse.Namespace) -> int:
+    from tools.bench.aiperf import write_exports
+    from tools.bench.report import prepare
+    from tools.bench.suite import measure
+
+    _prepare(options)
+    if options.aiperf is not None:
+        prepare(options.aiperf, "--aiperf")
+    run = describe_run()
+    found, modes = measure(options)
+    status = _print_drafting({**run, **found}, options)
+    if options.aiperf is not None:
+        for path in write_exports(options.aiperf, modes, run["time"], options):
+            stderr.print(f"wrote {path}")
+    return status
+
+
+def _prepare(options: argparse.Namespace) -> None:
+    """Refuse what can be refused before anything is read."""
+    if options.tree is not None and options.depth is not None:
+        raise OutriderError("--tree and --depth both say what is drafted; pass one of them.")
     if options.report is not None:
-        from tools.bench.report import prepare, write_page
+        from tools.bench.report import prepare
 
         prepare(options.report)
-    report = {**describe_run(), **measure(options)}
+
+
+def _print_drafting(report: dict[str, Any], options: argparse.Namespace) -> int:
+    from tools.bench.columns import to_csv
+    from tools.bench.tables import print_table, to_markdown
+
     if options.csv:
         print(to_csv(report), end="", flush=True)
     elif options.markdown:
@@ -322,6 +396,8 @@ def _latency(options: argparse.Namespace) -> int:
     else:
         print_report(report, options.json, print_table)
     if options.report is not None:  # last: nothing that was measured is lost if it cannot be written
+        from tools.bench.report import write_page
+
         stderr.print(f"wrote {write_page(report, options.typed, options.report)}")
     return 0
 

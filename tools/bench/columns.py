@@ -28,7 +28,8 @@ _IDENTIFYING = {
     "sampling": "as --sampling takes it",
     "form": "that the texts keep to: its kind, and the beginning of its SHA-256; they end where it does",
     "reps": "runs of each prompt",
-    "auto_disable": "whether a drafter is disabled while it does not pay",
+    "auto_disable": "whether a drafter is disabled while it does not pay, and of a draft no more is verified than is "
+    "worth its price, where the plan has prices",
     "drafter": "its name in the user's plan; none is plain decoding",
     "kind": "of drafter",
     "tree": "as --tree takes it; empty for drafts that are no trees",
@@ -45,15 +46,16 @@ _IDENTIFYING = {
     "runs": "repetitions of all prompts",
 }
 _FIGURES = {
-    "speedup": "plain decoding's time for a whole generation, prompt included, over this one's; median of pairs of the "
-    "same prompt and repetition, with the 10th and 90th percentile: above 1 is faster",
+    "speedup": "plain decoding's time for a whole generation, prompt included, over this one's, both by their tokens "
+    "(as many, where they are promised to be the same); median of pairs of the same prompt and repetition, with the "
+    "10th and 90th percentile: above 1 is faster",
     "speedup_p10": "",
     "speedup_p90": "",
     "decode_speedup": "the same behind the tokens that came first",
     "decode_speedup_p10": "",
     "decode_speedup_p90": "",
     "tokens_per_verify": "committed tokens / target passes, the extra token included",
-    "acceptance_rate": "accepted / drafted",
+    "acceptance_rate": "accepted / evaluated",
     "acceptance_by_depth": "share of the rounds with a draft that accepted a token at depth 1, 2, ...",
     "tokens_per_second": "behind the tokens that came first, median of runs",
     "tokens_per_second_p10": "",
@@ -61,7 +63,7 @@ _FIGURES = {
     "baseline_tokens_per_second": "plain decoding's",
     "drafted": "tokens that drafters handed to the target, all runs: of a tree its nodes behind the tip, after the "
     "best were chosen; what a drafter grew and left out is counted nowhere",
-    "evaluated": "drafted tokens that the target verified: all of them",
+    "evaluated": "drafted tokens that the target verified: all of them, or as many as were worth their price",
     "accepted": "of those, accepted",
     "rounds": "target passes that committed tokens, all runs",
     "plain_rounds": "rounds that did not draft because it did not pay. What the session learns of that it keeps from "

@@ -11,10 +11,9 @@ import onnxruntime
 
 from plans import names
 from plans.build_record import read_build_record
-from plans.machine import processor
 from plans.manifest import Manifest
 from runtime import Runtime
-from tools.bench.machine import CPU
+from runtime.backends import device_of
 from tools.bench.sampling import name_sampling
 from tools.bench.threads import threads_used
 
@@ -30,7 +29,7 @@ def identity_columns(runtime: Runtime, options: argparse.Namespace) -> dict[str,
         "identity": manifest.identity,
         "backend": runtime.backend,
         "backend_version": _version(manifest, runtime.backend),
-        "device": _device(runtime.backend),
+        "device": device_of(runtime.backend),
         "threads": threads_used(runtime.backend, options.threads),
         "weights": _weights(manifest, runtime.backend),
         "dtype": str(next(t.dtype for t in engine.inputs if t.name == names.k_cache(0))),
@@ -60,14 +59,6 @@ def _weights(manifest: Manifest, backend: str) -> str:
         return "quantised as in the checkpoint"
     own = next(entry for entry in manifest.recipe["backends"] if entry["kind"] == backend)
     return str(own.get("dtype") or manifest.recipe["target"]["dtype"])
-
-
-def _device(backend: str) -> str:
-    if backend == CPU:
-        return processor()
-    from runtime.backends.cuda_driver import device_name
-
-    return device_name()
 
 
 def _version(manifest: Manifest, backend: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
@@ -14,24 +14,21 @@ from plans.machine import peak_rss_bytes
 from plans.manifest import Manifest
 from plans.plan import read_manifest
 from plans.tokenizer import Tokenizer
-from runtime import Runtime, Session, Stats
+from runtime import Runtime
 from runtime.backends import choose_backend
 from runtime.request import Options
 from runtime.runtime import check_threads
 from runtime.text.structured_outputs import StructuredOutputs
+from tools.bench.alternating import alternate, compare, generate
 from tools.bench.identity import identity_columns, plan_columns
 from tools.bench.prompts import Prompts, choose_prompts, cut_prompts, encode_prompts, room_for_prompts
-from tools.bench.rows import OPENING, Divergence, Mode, Run, first_tokens, summary, variant_columns
+from tools.bench.rows import Mode, Run, summary, variant_columns
 from tools.bench.sampling import as_options
 from tools.bench.shapes import PLAIN, Variant
 from tools.bench.synthetic import check_can_force, forced_session
 from tools.bench.tasks import by_task
 from tools.bench.time_left import Step, TimeLeft, guess_work
 from tools.bench.variants import plan_to_measure
-from tools.verify.agreement import find_parting
-
-Begin = Callable[[Mode, int, str], None]
-"""A run of a mode behind the prompt of an index begins; the text says which one."""
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -66,18 +63,24 @@ def _measure(
         ignore_eos=options.form is None,
         auto_disable=auto_disable,
         structured_outputs=options.form,
+        remember=False,  # or every repetition would draft from the answer of the one before
     )
     rows = []
     with progress_bar("measuring") as progress:
         left = TimeLeft(_steps(variants, groups, options))
         for group, prompts in enumerate(groups):
-            modes = [_mode(variant, options) for variant in variants]
+            modes = [mode_of(variant, options) for variant in variants]
 
             def begin(mode: Mode, prompt: int, text: str, group: int = group) -> None:
                 done, total, seconds = left.begin(_step(mode.variant, group, prompt, groups, options))
                 progress(done, total, text, seconds)
 
-            _alternate(session, modes, prompts.ids, settings, options.reps, begin)
+            def ask(drafter: str, prompt: int, ids: list[list[int]] = prompts.ids) -> list[Run]:
+                session.reset()
+                return [generate(session, prompt, ids[prompt], drafter, settings)]
+
+            alternate(modes, len(prompts.ids), options.reps, ask, begin)
+            compare(session, modes, prompts.ids, settings)
             plain = modes[0].runs
             rows += [
                 shared
@@ -111,14 +114,15 @@ def _prompts(options: argparse.Namespace, manifest: Manifest) -> list[Prompts]:
     return [Prompts(ids, [None] * len(ids)) for ids in cut]
 
 
-def _mode(variant: Variant, options: argparse.Namespace) -> Mode:
+def mode_of(variant: Variant, options: argparse.Namespace) -> Mode:
+    """A mode without runs yet; whether its tokens are promised goes by `--sampling` and `--synthetic-accept`."""
     forced = options.synthetic_accept if variant.name != PLAIN else None
     by_chance = variant.acceptance == "rejection" and options.sampling.temperature > 0
     return Mode(variant, synthetic=forced, promised=forced is None and not by_chance)
 
 
 def _steps(variants: Sequence[Variant], groups: Sequence[Prompts], options: argparse.Namespace) -> list[Step]:
-    """Every generation that `_alternate` does."""
+    """Every generation that `alternate` does."""
     return [
         _step(variant, group, prompt, groups, options)
         for group, prompts in enumerate(groups)
@@ -129,58 +133,3 @@ def _steps(variants: Sequence[Variant], groups: Sequence[Prompts], options: argp
 
 def _step(variant: Variant, group: int, prompt: int, groups: Sequence[Prompts], options: argparse.Namespace) -> Step:
     return Step(variant.name, (group, prompt), guess_work(len(groups[group].ids[prompt]), options.new))
-
-
-def _alternate(
-    session: Session, modes: Sequence[Mode], prompts: Sequence[list[int]], settings: Options, reps: int, begin: Begin
-) -> None:
-    """Run every mode on every prompt `reps` times, after one run of each that warms up: in turn, and the other way
-    round in every second repetition, so that none has the same one before it always."""
-    for mode in modes:
-        begin(mode, 0, f"warming up {mode.variant}")
-        _run(session, 0, prompts[0], mode.variant.name, settings)
-    for repetition in range(reps):
-        for index, ids in enumerate(prompts):
-            for mode in modes[:: -1 if repetition % 2 else 1]:
-                begin(mode, index, f"repetition {repetition}, prompt {index}, {mode.variant}")
-                mode.runs.append(_run(session, index, ids, mode.variant.name, settings))
-    expected = first_tokens(modes[0].runs)
-    for mode in modes:
-        if mode.promised:
-            mode.divergences = _divergences(session, prompts, settings, expected, mode.runs)
-
-
-def _run(session: Session, prompt: int, ids: list[int], drafter: str, settings: Options) -> Run:
-    session.reset()
-    stream = session.stream(ids, **(settings | Options(drafter=drafter)))
-    gaps: list[float] = []
-    clock, started = session.stage_clock(), perf_counter()
-    before = started
-    for rounds, span in enumerate(stream, start=1):
-        now = perf_counter()
-        if rounds > 1 and span.token_ids:
-            gaps += [1000 * (now - before) / len(span.token_ids)] * len(span.token_ids)
-        if rounds == OPENING:
-            clock, started = session.stage_clock(), perf_counter()
-        before = perf_counter()
-    wall_ms = (perf_counter() - started) * 1000
-    steady = Stats()
-    clock.fill(steady)
-    return Run(stream.result, wall_ms, steady, tuple(gaps), prompt)
-
-
-def _divergences(
-    session: Session,
-    prompts: Sequence[list[int]],
-    settings: Options,
-    expected: dict[int, list[int]],
-    runs: Sequence[Run],
-) -> list[Divergence]:
-    """Of the runs whose tokens are not those `expected` behind their prompt."""
-    found = []
-    for run in runs:
-        ids = prompts[run.prompt]
-        parted = find_parting(session, ids, settings, expected[run.prompt], run.generation.token_ids)
-        if parted is not None:
-            found.append(Divergence(run.prompt, len(ids), *parted))
-    return found

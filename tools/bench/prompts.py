@@ -1,4 +1,4 @@
-"""Prompts to measure with: held-out ones, and prompts of a length that are made of them."""
+"""Prompts to measure with: held-out ones, and prompts of a length, or edits, that are made of them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from compiler.held_out import Prompt, read_tasks
 from compiler.recipe import source_recipe
 from plans.errors import RequestError
 from plans.tokenizer import Tokenizer
+from tools.bench.edits import EDIT, SOURCE, make_edits
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Prompts:
 def choose_prompts(plan: Path, path: Path | None, task: str | None = None) -> list[Prompt]:
     """Read prompts of `path`, or the held-out ones of the recipe that the plan was built from; all, or of one `task`.
 
-    One of every task comes first, then a second one of each, so that the first few cover all tasks.
+    One of every task comes first, then a second one of each, so that the first few cover all tasks. Prompts of the task
+    `edit` are made of those of the task `long` where the file has none, and only where they are asked for.
     """
     if path is None:
         recipe = source_recipe(plan, option="--prompts FILE")
@@ -49,9 +51,13 @@ def choose_prompts(plan: Path, path: Path | None, task: str | None = None) -> li
     for prompt in read_tasks(path):
         by_task.setdefault(prompt.task, []).append(prompt)
     if task is not None:
+        if task == EDIT and task not in by_task and SOURCE in by_task:
+            return make_edits(by_task[SOURCE])
         if task not in by_task:
             named = ", ".join(sorted(name for name in by_task if name))
             has = f"has the tasks {named}; pass one of those" if named else "names no tasks; leave it out"
+            if SOURCE in by_task:
+                has += f", or {EDIT}, which is made of {SOURCE}"
             raise RequestError(f"--task is {task!r}, but {path} {has}.")
         return by_task[task]
     return [prompt for prompt in chain.from_iterable(zip_longest(*by_task.values())) if prompt is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +13,23 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from plans.errors import OutriderError
 from tools.bench.columns import COLUMNS, flat_rows
 from tools.bench.plots import draw
-from tools.bench.tables import MAIN_COLUMNS, main_cells, title
+from tools.bench.tables import CATEGORY_COLUMNS, MAIN_COLUMNS, category_cells, main_cells, title
 
 PAGE = "report.html"
 _TEMPLATE = "page.html.jinja"
 _ABREAST = 6  # rows whose figures stand beside each other: as many as a sheet of paper holds
 
 
-def prepare(folder: Path) -> None:
-    """Make the folder before hours are measured for it. Raises `OutriderError` where it cannot be written."""
+def prepare(folder: Path, option: str = "--report") -> None:
+    """Make an option's folder before hours are measured for it. Raises `OutriderError` where it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutriderError(
-            f"{folder} cannot be written ({error.strerror or error}); choose another folder for --report."
+            f"{folder} cannot be written ({error.strerror or error}); choose another folder for {option}."
         ) from None
     if not os.access(folder, os.W_OK):
-        raise OutriderError(f"{folder} cannot be written (no permission); choose another folder for --report.")
+        raise OutriderError(f"{folder} cannot be written (no permission); choose another folder for {option}.")
 
 
 def write_page(report: dict[str, Any], command: str, folder: Path) -> Path:
@@ -61,14 +62,20 @@ def render(report: dict[str, Any], command: str) -> str:
         },
         about=title(report),
         synthetic=any(row["synthetic_accept"] is not None for row in rows),
-        columns=[column.replace(" /", "/") for column in MAIN_COLUMNS],
+        columns=_heads(MAIN_COLUMNS),
         main=[main_cells(row) for row in rows],
+        category_columns=_heads(CATEGORY_COLUMNS),
+        categories=category_cells(rows) if "suite" in report else [],
         plots=draw(rows),
         every=[
             {name: [_cell(row[name]) for row in flat[start : start + _ABREAST]] for name in COLUMNS}
             for start in range(0, len(flat), _ABREAST)
         ],
     )
+
+
+def _heads(columns: Sequence[str]) -> list[str]:
+    return [column.replace(" /", "/") for column in columns]
 
 
 def _cell(value: object) -> str:

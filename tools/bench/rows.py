@@ -86,7 +86,7 @@ def summary(mode: Mode, plain: Sequence[Run]) -> dict[str, Any]:
     repetition: `plain` has the baseline's runs in the order of `mode.runs`."""
     runs = mode.runs
     stats = [run.stats for run in runs]
-    ratios = [p.stats.total_ms / run.stats.total_ms for run, p in zip(runs, plain, strict=True)]
+    ratios = [speedup(run, p) for run, p in zip(runs, plain, strict=True)]
     decoding = [run.rate / p.rate for run, p in zip(runs, plain, strict=True) if run.rate and p.rate]
     rounds, drafted, accepted = (sum(getattr(s, key) for s in stats) for key in ("rounds", "drafted", "accepted"))
     expected = first_tokens(plain)
@@ -103,7 +103,7 @@ def summary(mode: Mode, plain: Sequence[Run]) -> dict[str, Any]:
         "acceptance_by_depth": _by_depth(stats),
         **spread("tokens_per_second", (run.rate for run in runs)),
         "baseline_tokens_per_second": middle(p.rate for p in plain),
-        "drafted": drafted,
+        "drafted": drafted + sum(s.left_out for s in stats),
         "evaluated": drafted,
         "accepted": accepted,
         "rounds": rounds,
@@ -129,6 +129,13 @@ def summary(mode: Mode, plain: Sequence[Run]) -> dict[str, Any]:
         "divergence_prompt": None if first is None else first.prompt,
         "divergence_prompt_tokens": None if first is None else first.prompt_tokens,
     }
+
+
+def speedup(run: Run, plain: Run) -> float:
+    """Plain decoding's time for a token of a whole generation, prompt included, over this run's. Both have as many
+    tokens, but where the runs' tokens are not promised to be the same and their texts end by themselves."""
+    more = run.stats.new_tokens / plain.stats.new_tokens
+    return more * plain.stats.total_ms / run.stats.total_ms
 
 
 def percentile(ranked: Sequence[float], share: int) -> float | None:

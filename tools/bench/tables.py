@@ -1,15 +1,16 @@
-"""Output of `latency` and `sweep`: tables on a terminal, and Markdown."""
+"""Output of `latency`, `sweep` and `suite`: tables on a terminal, and Markdown."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from tools.bench.columns import Row
+from tools.bench.questions import OVERALL
 from tools.bench.shapes import PLAIN
 from tools.output import figure
 
@@ -21,11 +22,11 @@ def label(row: Row) -> str:
 
 
 def shape(row: Row) -> str:
-    """The tree as `--tree` has it, else the longest chain; empty for plain decoding."""
+    """The tree as `--tree` has it, else the most nodes of a draft of n-grams; empty for plain decoding."""
     if row["drafter"] == PLAIN:
         return ""
     behind = "" if row["otherwise"] is None else f" or {row['otherwise']}"
-    return (row["tree"] or f"chain of {row['depth']}") + behind
+    return (row["tree"] or f"{row['depth']} nodes") + behind
 
 
 def same(row: Row) -> str:
@@ -46,8 +47,20 @@ def title(report: dict[str, Any]) -> tuple[str, str]:
         f"({row['backend_version']}), weights {row['weights']}, KV {row['dtype']}; commit {row['git_sha']}, "
         f"plan {row['identity'][:12]} "
         f"({row['plan_bytes'] / 1e6:.1f} MB{build}, loaded in {row['load_ms']:.0f} ms{memory})",
-        f"{row['prompts']} prompts x {row['reps']} runs, {row['new_tokens']} new tokens, sampling {row['sampling']}"
+        f"{_measured(report)}, sampling {row['sampling']}"
         f"{'' if row['form'] is None else ', form ' + row['form']}; medians, modes alternating",
+    )
+
+
+def _measured(report: dict[str, Any]) -> str:
+    row = report["rows"][0]
+    if "suite" not in report:
+        return f"{row['prompts']} prompts x {row['reps']} runs, {row['new_tokens']} new tokens"
+    about = report["suite"]
+    return (
+        f"{about['questions']} questions of {', '.join(about['questions_by_category'])}: {about['turns']} turns, "
+        f"{'with' if about['chat_template'] else 'without'} a chat template, x {row['reps']} runs, at most "
+        f"{about['most_new_tokens']} new tokens"
     )
 
 
@@ -81,12 +94,52 @@ def _tpot(shares: Sequence[float | None]) -> str:
     return "/".join(f"{ms:.{2 if ms < 10 else 1 if ms < 100 else 0}f}" for ms in found) or "-"
 
 
+CATEGORY_COLUMNS = ("category", "drafter", "tree", "turns", "tokens /s", "speedup", "tokens /verify", "accepted")
+
+
+def category_cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """A line for each drafter in every category, and overall behind them, under `CATEGORY_COLUMNS`; none where all is
+    of one category."""
+    categories = rows[0]["by_task"]
+    if len(categories) < 2:
+        return []
+    lines = [(category, row, row["by_task"][category]) for category in categories for row in rows]
+    lines += [(OVERALL, row, row) for row in rows]
+    return [
+        (
+            category,
+            label(row),
+            shape(row),
+            f"{figures['prompts']}",
+            figure(figures["tokens_per_second"], ".0f"),
+            f"{figures['speedup']:.2f}x",
+            f"{figures['tokens_per_verify']:.2f}",
+            figure(figures["acceptance_rate"], ".0%") if row["drafter"] != PLAIN else "",
+        )
+        for category, row, figures in lines
+    ]
+
+
 def to_markdown(report: dict[str, Any]) -> str:
-    """The main figures, and what they were measured on."""
-    columns = (column.replace(" /", "/") for column in MAIN_COLUMNS)
-    lines = ["; ".join(title(report)), "", f"| {' | '.join(columns)} |", "|---" * len(MAIN_COLUMNS) + "|"]
-    lines += [f"| {' | '.join(main_cells(row))} |" for row in report["rows"]]
+    """The main figures, those of a suite by category too, and what they were measured on."""
+    lines = ["; ".join(title(report)), "", *_markdown(MAIN_COLUMNS, map(main_cells, report["rows"]))]
+    if "suite" in report and (categories := category_cells(report["rows"])):
+        lines += ["", *_markdown(CATEGORY_COLUMNS, categories)]
     return "\n".join(lines)
+
+
+def _markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    head = [column.replace(" /", "/") for column in columns]
+    return [
+        f"| {' | '.join(head)} |",
+        "|---" * len(head) + "|",
+        *(f"| {' | '.join(map(_cell, row))} |" for row in rows),
+    ]
+
+
+def _cell(text: str) -> str:
+    """A cell on one line, in which no bar ends it."""
+    return " ".join(text.splitlines()).replace("|", r"\|")
 
 
 def print_table(report: dict[str, Any], console: Console) -> None:
@@ -100,7 +153,13 @@ def print_table(report: dict[str, Any], console: Console) -> None:
     for row in rows:
         if row["first_divergence"] is not None:
             console.print(_divergence(row))
-    if len(rows[0]["by_task"]) > 1:
+    if "suite" in report and (categories := category_cells(rows)):
+        console.print("\nby category")
+        found = _table(CATEGORY_COLUMNS, 3)
+        for cells in categories:
+            found.add_row(*cells)
+        console.print(found)
+    elif len(rows[0]["by_task"]) > 1:
         console.print("\nspeedup (tokens per verify), by task")
         console.print(_task_table(rows))
     console.print("\nmilliseconds a round, by stage (without the prompt's rounds)")

@@ -19,13 +19,25 @@ from tempfile import TemporaryDirectory
 from rich.markup import escape
 
 from commands.console import stderr
-from compiler.recipe import check_same_recipe, load_recipe, source_recipe
-from compiler.recipe_drafters import reshaped
+from compiler.block_layouts import layout_of, read_layout
+from compiler.formats.gguf_file import is_gguf
+from compiler.models.config import DecoderConfig, read_folder_config, read_json
+from compiler.recipe import Recipe, check_same_recipe, load_recipe, source_recipe
+from compiler.recipe_drafters import BlockSection, reshaped
 from plans.errors import OutriderError
 from plans.manifest import Drafter, Manifest
+from plans.pass_prices import read_pass_prices, write_pass_prices
 from plans.plan import read_manifest
 from runtime.backends import choose_backend
-from tools.bench.shapes import PLAIN_DECODING, Shape, Variant, choose_drafters, choose_shapes, own_shape
+from tools.bench.shapes import (
+    PLAIN_DECODING,
+    Shape,
+    Variant,
+    choose_drafters,
+    choose_shapes,
+    own_shape,
+    within_block,
+)
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _PROGRESS = "building:"  # how the compiler's lines of progress begin, where it writes to no terminal
@@ -33,28 +45,68 @@ _PROGRESS = "building:"  # how the compiler's lines of progress begin, where it 
 
 @contextmanager
 def plan_to_measure(options: argparse.Namespace) -> Iterator[tuple[Path, list[Variant]]]:
-    """The plan that holds every variant, and these, plain decoding first: the user's own where that will do."""
+    """The plan that holds every variant, and these, plain decoding first: the user's own where that will do.
+
+    What is asked of a block drafter beyond its block ends with the block. A table of prices that holds for the user's
+    plan holds for a temporary one, whose target is the same.
+    """
     manifest = read_manifest(options.plan)
     shaped = choose_shapes(choose_drafters(manifest.drafters, options.drafters), options.tree, options.depth)
-    if all(shapes == [own_shape(drafter)] for drafter, shapes in shaped):
+    recipe = None if _all_own(shaped) else _read_recipe(options, manifest)
+    if recipe is not None:
+        drafted = {d.name: tokens_of_block(recipe, d) for d in recipe.drafters if isinstance(d, BlockSection)}
+        shaped = [(d, within_block(shapes, drafted[d.name]) if d.name in drafted else shapes) for d, shapes in shaped]
+    if recipe is None or _all_own(shaped):
         yield options.plan, [PLAIN_DECODING, *(Variant.of(drafter, drafter.name) for drafter, _ in shaped)]
         return
+    prices = read_pass_prices(options.plan)
     with TemporaryDirectory(prefix="outrider-bench-") as folder:
-        origins = _build(options, manifest, shaped, Path(folder) / "plan")
-        built = read_manifest(Path(folder) / "plan").drafters
-        measured = (Variant.of(d, origins[d.name]) for d in built if d.name in origins)
-        yield Path(folder) / "plan", [PLAIN_DECODING, *measured]
+        plan = Path(folder) / "plan"
+        origins = _build(options, manifest, recipe, shaped, plan)
+        built = read_manifest(plan)
+        if prices is not None and prices.identity == manifest.identity:
+            write_pass_prices(prices.model_copy(update={"identity": built.identity}), plan)
+        measured = (Variant.of(d, origins[d.name]) for d in built.drafters if d.name in origins)
+        yield plan, [PLAIN_DECODING, *measured]
 
 
-def _build(
-    options: argparse.Namespace, manifest: Manifest, shaped: Sequence[tuple[Drafter, list[Shape]]], out: Path
-) -> dict[str, str]:
-    """Build the plan of all shapes at `out`; by the name of each, that of the drafter it was made of."""
+def tokens_of_block(recipe: Recipe, section: BlockSection) -> int:
+    """How many tokens a block of the head drafts. Its tensors are not read. Raises `CheckpointError`."""
+    file = recipe.drafter_path(section) / "config.json"
+    raw = read_json(file)
+    return read_layout(file, raw, layout_of(file, raw), _target_config(recipe), own_embedding=False).drafted
+
+
+def _target_config(recipe: Recipe) -> DecoderConfig:
+    if not is_gguf(recipe.checkpoint_path):
+        return read_folder_config(recipe.checkpoint_path, recipe.rope_scaling)
+    from compiler.opening import read_config  # loads PyTorch, whose memory would be counted as the runtime's
+
+    return read_config(recipe.checkpoint_path, recipe.rope_scaling)
+
+
+def _all_own(shaped: Sequence[tuple[Drafter, list[Shape]]]) -> bool:
+    return all(shapes == [own_shape(drafter)] for drafter, shapes in shaped)
+
+
+def _read_recipe(options: argparse.Namespace, manifest: Manifest) -> Recipe:
+    """The recipe that the plan was built from."""
     if options.recipe is None:
         recipe = source_recipe(options.plan, option="--recipe FILE", overrides=options.overrides)
     else:
         recipe = load_recipe(options.recipe, options.overrides)
     check_same_recipe(recipe, options.plan, manifest)
+    return recipe
+
+
+def _build(
+    options: argparse.Namespace,
+    manifest: Manifest,
+    recipe: Recipe,
+    shaped: Sequence[tuple[Drafter, list[Shape]]],
+    out: Path,
+) -> dict[str, str]:
+    """Build the plan of all shapes at `out`; by the name of each, that of the drafter it was made of."""
     sections = {section.name: section for section in recipe.drafters}
     origins: dict[str, str] = {}
     listed = []

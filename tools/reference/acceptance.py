@@ -7,7 +7,7 @@ it measures the chains at all of its tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +38,11 @@ class Continuation:
     ids: Tensor
     prompt: int
     temperature: float
+
+    @property
+    def first_chain(self) -> int:
+        """The first chain, as `Drafts` numbers them, whose tokens the target wrote."""
+        return max(0, self.prompt - 1)
 
 
 @dataclass(frozen=True)
@@ -75,15 +80,10 @@ class Acceptance:
             "temperature 1, sum of min(p, q)": self.overlap,
             f"temperature 1, among {CHILDREN} children": self.sampled_children,
         }
-        lines = [
-            "| accepted at depth | " + " | ".join(str(1 + d) for d in range(len(self.greedy))) + " |",
-            "|---" * (1 + len(self.greedy)) + "|",
-            *(f"| {name} | " + " | ".join(f"{share:.3f}" for share in shares) + " |" for name, shares in rows.items()),
-        ]
-        return "\n".join(lines)
+        return table("accepted at depth", rows)
 
     def __str__(self) -> str:
-        return f"greedy {_shares(self.greedy)}, temperature 1 {_shares(self.overlap)}"
+        return f"greedy {shares(self.greedy)}, temperature 1 {shares(self.overlap)}"
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -113,15 +113,15 @@ def measure(
 ) -> Acceptance:
     """Acceptance over all chains whose tip, and all of whose tokens, the target wrote."""
     counts = {
-        temperature: _joined(
-            [_counts(teacher, c, drafts, taps, depths) for c in continuations if c.temperature == temperature]
+        temperature: joined(
+            [counts_of(teacher, c, drafts, taps, depths) for c in continuations if c.temperature == temperature]
         )
         for temperature in (GREEDY, SAMPLED)
     }
     return Acceptance(
         greedy=by_depth(counts[GREEDY].first),
         greedy_children=by_depth(counts[GREEDY].among),
-        overlap=overlap_by_depth(counts[SAMPLED].overlap, counts[SAMPLED].kept),
+        overlap=mean_by_depth(counts[SAMPLED].overlap, counts[SAMPLED].kept),
         sampled_children=by_depth(counts[SAMPLED].among),
     )
 
@@ -133,19 +133,21 @@ def by_depth(hits: NDArray[np.bool_]) -> list[float]:
     return [float(s / r) if r else 0.0 for s, r in zip(survived, reached, strict=True)]
 
 
-def overlap_by_depth(overlap: NDArray[np.float64], kept: NDArray[np.float64]) -> list[float]:
-    """The share of tokens drawn from q that p accepts, at each depth, `[chains, depths]` each.
+def mean_by_depth(values: NDArray[np.float64], kept: NDArray[np.float64]) -> list[float]:
+    """The mean of `values` at each depth over the chains that got there, `[chains, depths]` each.
 
-    The chains are those that p drew. A chain that q drew and p accepted has min(p, q) / p of their weight at each
-    token before.
+    `kept` is the chance of each token's chain to go on behind it. The chains are those that p drew: one that q drew
+    and p accepted has min(p, q) / p of their weight at each token before. So of the overlaps, the mean is the share
+    of tokens drawn from q that p accepts.
     """
     before = np.concatenate((np.ones((len(kept), 1)), np.cumprod(kept, axis=1)[:, :-1]), axis=1)
     weight = before.sum(axis=0)
-    return [float(s / w) if w else 0.0 for s, w in zip((before * overlap).sum(axis=0), weight, strict=True)]
+    return [float(s / w) if w else 0.0 for s, w in zip((before * values).sum(axis=0), weight, strict=True)]
 
 
-def _counts(teacher: Teacher, c: Continuation, drafts: Drafts, taps: tuple[int, ...], depths: int) -> Counts:
-    ids, chains, first = c.ids, len(c.ids) - 1 - depths, max(0, c.prompt - 1)
+def counts_of(teacher: Teacher, c: Continuation, drafts: Drafts, taps: tuple[int, ...], depths: int) -> Counts:
+    """What is seen of all chains of one continuation."""
+    ids, chains, first = c.ids, len(c.ids) - 1 - depths, c.first_chain
     reading = teacher.read(ids[None], taps, exact=True)
     q_logits = drafts(ids, reading, depths)[:, first:]
     p = torch.stack([reading.logits[0, 1 + d : 1 + d + chains] for d in range(depths)])[:, first:].softmax(dim=-1)
@@ -161,9 +163,23 @@ def _counts(teacher: Teacher, c: Continuation, drafts: Drafts, taps: tuple[int, 
     )
 
 
-def _joined(counts: Sequence[Counts]) -> Counts:
+def joined(counts: Sequence[Counts]) -> Counts:
     return Counts(*(np.concatenate([getattr(c, name) for c in counts]) for name in Counts.__annotations__))
 
 
-def _shares(shares: Sequence[float]) -> str:
-    return " ".join(f"{share:.3f}" for share in shares)
+def table(head: str, rows: Mapping[str, Sequence[float]]) -> str:
+    """Markdown: a row for each name, a column for each depth."""
+    depths = max(map(len, rows.values()))
+    lines = [
+        f"| {head} | " + " | ".join(str(1 + d) for d in range(depths)) + " |",
+        "|---" * (1 + depths) + "|",
+        *(
+            f"| {name} | " + " | ".join(f"{share:.3f}" for share in of_depths) + " |"
+            for name, of_depths in rows.items()
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def shares(of_depths: Sequence[float]) -> str:
+    return " ".join(f"{share:.3f}" for share in of_depths)

@@ -14,7 +14,7 @@ from compiler.models.decoder import Decoder
 from compiler.models.eager import CausalExecution
 from tools.reference.acceptance import Drafts, measure
 from tools.reference.drafter import MUON_LR, Lessons, principal_axes, teach
-from tools.reference.export_drafters import check_size, write_card, write_model
+from tools.reference.export_drafters import write_card, write_model
 from tools.reference.loop import Run, Training
 from tools.reference.target import initialise, matrices
 from tools.reference.teacher import Reading
@@ -58,7 +58,6 @@ def train_model(run: Run, lessons: Lessons, geometry: ModelGeometry, name: str) 
     config = geometry.config(teacher.model.config)
     torch.manual_seed(0)
     model = Decoder(config)
-    check_size(model, folder)
     initialise(model)
     axes = principal_axes(teacher.model.embedding.cpu(), config.hidden_size)
     if axes is not None:

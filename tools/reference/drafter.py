@@ -1,8 +1,10 @@
-"""Shared by the trainings of both drafters: the target, the text, the loop, and the held-out measurement."""
+"""Shared by the trainings of all drafters: the target, the text, the loop, and the held-out measurement."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,14 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from plans.errors import CheckpointError
-from tools.reference.acceptance import Continuation, Drafts, continue_prompts, measure, read_prompts
+from tools.reference.acceptance import DEPTHS, Continuation, Drafts, continue_prompts, measure, read_prompts
 from tools.reference.corpus import SourceFile, held_out_hashes
 from tools.reference.data import Windows, load_corpus
 from tools.reference.drafter_text import ROWS, DrafterText, GeneratedText
 from tools.reference.loop import Batch, Run, Schedule, Training, window_at
 from tools.reference.teacher import Teacher
 
-GENERATION_SHARE = 0.25
+GENERATION_SHARE = 0.125
 """Of a drafter's minutes: the target writes text for so long, once for all drafters of a work folder."""
 STEP_TOKENS = {"cpu": 4096, "cuda": 32768}
 WINDOWS: Schedule = ((0.0, 512), (0.85, 1024), (0.95, 2048))
@@ -76,23 +78,36 @@ def teach(
     loss: Callable[[Tensor], Tensor],
     drafts: Drafts,
     taps: tuple[int, ...],
+    depths: int = DEPTHS,
 ) -> None:
-    """Train a drafter for its share of `run.minutes` by the `loss` of ids `[batch, length + 1]`."""
+    """Train a drafter for its share of `run.minutes` by the `loss` of ids `[batch, length + 1]`.
+
+    The text of the next step is cut in a thread while this one computes.
+    """
     device = lessons.teacher.device
     if training.resume(run.device):
         lessons.text.reseed(training.step)
 
-    def take(progress: float) -> Batch:
+    def cut(progress: float) -> NDArray[np.int64]:
         length = window_at(lessons.windows, progress)
-        rows = max(1, lessons.step_tokens // length)
-        ids = torch.from_numpy(lessons.text.batch(rows, length)).to(device)
+        return lessons.text.batch(max(1, lessons.step_tokens // length), length)
+
+    ahead: deque[Future[NDArray[np.int64]]] = deque()
+
+    def take(progress: float) -> Batch:
+        ahead.append(thread.submit(cut, progress))
+        if len(ahead) == 1:
+            ahead.append(thread.submit(cut, progress))
+        ids = torch.from_numpy(ahead.popleft().result()).to(device)
+        rows, length = len(ids), ids.shape[1] - 1
         return Batch(loss(ids), rows * length, f"window {length}")
 
     def saved() -> None:
-        shares = measure(lessons.teacher, _sample(lessons.continuations), drafts, taps)
+        shares = measure(lessons.teacher, _sample(lessons.continuations), drafts, taps, depths)
         print(f"step {training.step} held-out acceptance by depth (sample): {shares}", flush=True)
 
-    training.run(replace(run, minutes=run.minutes * (1 - GENERATION_SHARE)), take, saved)
+    with ThreadPoolExecutor(1) as thread:
+        training.run(replace(run, minutes=run.minutes * (1 - GENERATION_SHARE)), take, saved)
 
 
 def principal_axes(embedding: Tensor, width: int) -> Tensor | None:

@@ -21,8 +21,8 @@ GENERATED_SHARE = 0.5
 TEMPERATURES = (0.0, 0.7, 1.0)
 PROMPT_LENGTHS = (16, 32, 64, 128, 256)
 WINDOW = 512
-ROWS = {"cpu": 128, "cuda": 1024}
-"""Sequences that are generated at once."""
+ROWS = {"cpu": 128, "cuda": 2048}
+"""Sequences that are generated at once: on a GPU launches decide how long a step of few takes."""
 
 
 class WindowSource(Protocol):

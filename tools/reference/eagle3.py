@@ -15,13 +15,16 @@ from compiler.models.eagle3 import Eagle3Head
 from compiler.models.eagle3_config import Eagle3Config
 from compiler.models.rope import RopeScaling
 from tools.reference.acceptance import Drafts, measure
+from tools.reference.compressed import USUAL, described
 from tools.reference.drafter import MUON_LR, Lessons, principal_axes, teach
 from tools.reference.drafter_text import frequent_tokens
-from tools.reference.export_drafters import check_size, write_card, write_eagle3
+from tools.reference.export_drafters import write_card, write_eagle3
 from tools.reference.loop import Run, Training
 from tools.reference.teacher import Reading
 from tools.reference.unroll import unroll
 
+UNROLLED = 5
+"""Steps on its own hidden states, unless told."""
 STEP_WEIGHT = 0.8
 """The loss of step j counts STEP_WEIGHT ** j."""
 RIDGE = 1.0
@@ -62,10 +65,17 @@ class HeadGeometry:
 
 
 def train_eagle3(
-    run: Run, lessons: Lessons, geometry: HeadGeometry, name: str, steps: int, start: Path | None = None
+    run: Run,
+    lessons: Lessons,
+    geometry: HeadGeometry,
+    name: str,
+    steps: int,
+    start: Path | None = None,
+    bits: int = USUAL,
 ) -> None:
     """Train a head in `steps` unrolled steps, write it to `run.out/name`, and measure what was written.
 
+    Its projections are rounded to `bits` bits as it is written.
     `start` is the folder of a trained head of the same sizes to go on from; its draft vocabulary may be another.
     """
     teacher, folder = lessons.teacher, run.out / name
@@ -73,7 +83,6 @@ def train_eagle3(
     config = geometry.config(target)
     torch.manual_seed(0)
     head = Eagle3Head(config)
-    check_size(head, folder)
     vocabulary = frequent_tokens(lessons.streams, config.draft_vocab_size, config.vocab_size)
     if start is None:
         initialise(head, vocabulary, teacher.model.embedding.cpu())
@@ -90,7 +99,7 @@ def train_eagle3(
             return unrolled_loss(head, teacher.model.embedding, ids, reading, steps)
 
     teach(run, lessons, training, loss, head_drafts(head, teacher.model.embedding), config.aux_layers)
-    write_eagle3(head, target.max_positions, folder)
+    write_eagle3(head, target.max_positions, folder, bits)
     written = load_eagle3(folder, target).to(run.device)
     drafts = head_drafts(written, teacher.model.embedding)
     acceptance = measure(teacher, lessons.continuations, drafts, config.aux_layers)
@@ -98,7 +107,7 @@ def train_eagle3(
         "unrolled steps": str(steps),
         "target's tokens that it can draft": f"{_coverage(head, lessons):.1%}",
     }
-    write_card(folder, "The reference EAGLE3 head", _about(head, teacher.sha256, start), report, acceptance)
+    write_card(folder, "The reference EAGLE3 head", _about(head, teacher.sha256, start, bits), report, acceptance)
     print(f"{folder}: {acceptance}", flush=True)
 
 
@@ -186,11 +195,12 @@ def _coverage(head: Eagle3Head, lessons: Lessons) -> float:
     return float(torch.isin(written, head.target_ids).float().mean())
 
 
-def _about(head: Eagle3Head, sha256: str, start: Path | None) -> str:
+def _about(head: Eagle3Head, sha256: str, start: Path | None, bits: int) -> str:
     c = head.config
     size = sum(p.numel() for p in head.parameters()) / 1e6
     begun = "" if start is None else f",\nwhich went on from the head in `{start}`"
-    return f"""An EAGLE3 draft head of {size:.2f}M parameters for `../target` (weights {sha256[:12]}), bf16, in
-SpecForge's layout: hidden {c.hidden_size}, intermediate {c.intermediate_size}, {c.num_heads} query and
+    return f"""An EAGLE3 draft head of {size:.2f}M parameters for `../target` (weights {sha256[:12]}) in
+SpecForge's layout, {described(bits)}:
+hidden {c.hidden_size}, intermediate {c.intermediate_size}, {c.num_heads} query and
 {c.num_kv_heads} key/value heads of {c.head_dim}, {c.draft_vocab_size} of {c.vocab_size} tokens, fed with the streams
 that enter layers {", ".join(map(str, c.aux_layers))}. Written by `python -m tools.train_reference eagle3`{begun}."""

@@ -1,4 +1,7 @@
-"""Choose the draft tree of a plan's drafter for this machine: `python -m tools.tune PLAN [--drafter NAME] [--json]`."""
+"""Choose the draft tree of a plan's drafter for this machine: `python -m tools.tune PLAN [--drafter NAME] [--json]`.
+
+With `--prices`, only the table of what passes cost is measured, which says how much of a draft is verified.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from commands.arguments import Parser, at_least_1, number
-from commands.console import guarded, print_json, progress_bar, stderr, stdout
+from commands.arguments import Parser, at_least_0, at_least_1, number
+from commands.console import guarded, print_json, progress_bar, report_error, stderr, stdout
 from commands.packages import optional_packages
 from compiler.arguments import add_recipe, recipe_of
+from plans.errors import PlanError, RequestError
 
 
 def main(arguments: list[str] | None = None, called: str = "python -m tools.tune") -> int:
@@ -23,6 +27,8 @@ def main(arguments: list[str] | None = None, called: str = "python -m tools.tune
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.prices:
+        return _price(options)
     with optional_packages("The command", "compiler"):
         return _tune(options)
 
@@ -30,16 +36,36 @@ def _run(options: argparse.Namespace) -> int:
 def _parser(called: str) -> Parser:
     parser = Parser(
         prog=called,
-        description="Choose the draft tree of an EAGLE3 head or a draft model for this machine. A wider, deeper tree "
-        "has more tokens accepted and costs more to draft and to verify; where that pays is measured: the target's "
-        "pass by nodes, the drafter's by top_k and depth, and what held-out prompts accept of wide trees. The best "
-        "few trees are then built and timed against plain decoding. Prints the table behind the choice, and writes "
-        "a copy of the recipe with the chosen tree and a PNG of the table beside it.",
-        epilog="Takes minutes, and room for two plans in the folder for temporary files (TMPDIR). Leave the machine "
-        f"alone meanwhile. example: {called} build/reference --drafter eagle3, then "
+        description="Choose the draft tree of a head (EAGLE3, block) or a draft model for this machine. A wider, "
+        "deeper tree has more tokens accepted and costs more to draft and to verify; where that pays is measured: the "
+        "target's pass by nodes, the drafter's by top_k and depth, and what held-out prompts accept of wide "
+        "trees. The best few trees are then built and timed against plain decoding. Prints the table behind the "
+        "choice, and writes a copy of the recipe with the chosen tree and a PNG of the table beside it. At last "
+        "it times the plan's own target by rows and writes prices.json into the plan, by which generations on "
+        "this machine verify no more of a draft than is worth its price; a plan that is built anew needs that "
+        "again (--prices).",
+        epilog="Takes minutes (--prices: seconds), and room for two plans in the folder for temporary files (TMPDIR). "
+        f"Leave the machine alone meanwhile. example: {called} build/reference --drafter eagle3, then "
         "outrider build plans/recipes/reference.tuned.yaml",
     )
     parser.add_argument("plan", type=Path, help="folder of the plan")
+    parser.add_argument(
+        "--prices",
+        action="store_true",
+        help="measure and write prices.json alone, and print it; of the options, --context, --threads and --json count",
+    )
+    parser.add_argument(
+        "--context",
+        type=at_least_1,
+        metavar="N",
+        help="tokens behind which passes are priced (default: 512, or half of the plan's context)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=at_least_0,
+        default=0,
+        help="that passes are priced with: as many as generations will have (default 0: the backend chooses)",
+    )
     parser.add_argument("--drafter", metavar="NAME", help="the drafter to tune (default: the plan's first with a tree)")
     parser.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
     parser.add_argument("--count", type=at_least_1, default=8, help="prompts to run (default 8)")
@@ -58,9 +84,23 @@ def _parser(called: str) -> Parser:
     return parser
 
 
+def _price(options: argparse.Namespace) -> int:
+    from tools.tune.prices import price_plan, print_prices
+
+    with progress_bar("pricing") as progress:
+        table, path = price_plan(options.plan, context=options.context, threads=options.threads, progress=progress)
+    if options.json:
+        print_json(table.model_dump() | {"file": str(path)})
+    else:
+        print_prices(table, stdout)
+        stdout.print(f"\nwrote {path}")
+    return 0
+
+
 def _tune(options: argparse.Namespace) -> int:
     from compiler.recipe_copy import RecipeCopy
     from plans.plan import read_manifest
+    from tools.tune.prices import price_plan
     from tools.tune.search import tunable, tune_plan
     from tools.tune.table import draw_tuning, print_tuning
 
@@ -80,15 +120,23 @@ def _tune(options: argparse.Namespace) -> int:
             overrides=options.overrides,
             progress=progress,
         )
+    prices: Path | None = None
+    try:
+        with progress_bar("pricing") as progress:
+            _, prices = price_plan(options.plan, context=options.context, threads=options.threads, progress=progress)
+    except (PlanError, RequestError) as error:  # the tree is chosen all the same
+        report_error(error)
     picture = out.with_suffix(".png")
     drawn = draw_tuning(found, picture)
     if not options.json:
         print_tuning(found, stdout)
     copy.write(found.chosen.tree)
     if options.json:
-        print_json(found.to_json() | {"recipe": str(out), "png": str(picture) if drawn else None})
+        files = {"recipe": str(out), "png": str(picture) if drawn else None, "prices": str(prices) if prices else None}
+        print_json(found.to_json() | files)
     else:
-        stdout.print(f"\nwrote {out}{f' and {picture}' if drawn else ''}")
+        written = [out, *([picture] if drawn else []), *([prices] if prices else [])]
+        stdout.print(f"\nwrote {', '.join(map(str, written))}")
     if not drawn:
         stderr.print("no picture was drawn: matplotlib is not installed (`pip install matplotlib`)")
     return 0

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from compiler.build import build
 from compiler.held_out import read_prompts
 from compiler.recipe import Recipe, load_recipe
-from compiler.recipe_drafters import GraphSection, NgramSection, reshaped
+from compiler.recipe_drafters import BlockSection, GraphSection, NgramSection, reshaped
 from plans.errors import RequestError
 from plans.manifest import GraphDrafter, Manifest, Tree
 from plans.plan import read_manifest
@@ -34,6 +34,7 @@ from runtime import Generation, Runtime, Session
 from runtime.backends import choose_backend
 from runtime.request import Options
 from runtime.trace import Round, Watcher
+from tools.bench.variants import tokens_of_block
 from tools.tune.replay import DraftedTree, acceptance_by_depth, acceptance_by_rank, largest, tokens_per_verify
 from tools.tune.table import Estimate, Timed, Tuning
 from tools.verify.verification import check_same_source
@@ -119,12 +120,23 @@ def tune_plan(
     known = manifest.models[settings.name].vocab_size
     widest = 1 if section.acceptance == "rejection" else known  # rejection goes with chains
     search = replace(search, top_ks=tuple(k for k in search.top_ks if k <= widest))
+    if isinstance(section, BlockSection):
+        search = _within_block(search, recipe, section)
     origin = Origin(recipe.path, tuple(overrides), section, choose_backend(manifest.backends, None).backend)
     bench = _Bench(origin, search, texts, new_tokens, temperature, context, progress)
     found = Tuning(str(plan), manifest.identity, settings.name, len(texts), new_tokens, temperature)
     _estimate(found, bench, search)
     _race(found, bench, search, settings.tree)
     return found
+
+
+def _within_block(search: Search, recipe: Recipe, section: BlockSection) -> Search:
+    """Limit the depths of a search to what a block of the head drafts. Raises `RequestError` for a block of one."""
+    deepest = tokens_of_block(recipe, section) - 1
+    depths = tuple(dict.fromkeys(min(depth, deepest) for depth in search.depths))
+    if len(depths) < 2:
+        raise RequestError(f"A block of the drafter {section.name!r} drafts one token, which leaves no tree to choose.")
+    return replace(search, depths=depths)
 
 
 def tunable(manifest: Manifest, name: str | None) -> GraphDrafter:
@@ -135,7 +147,7 @@ def tunable(manifest: Manifest, name: str | None) -> GraphDrafter:
     if found is None:
         has = ", ".join(f"{d.name} ({d.kind})" for d in manifest.drafters) or "no drafters"
         asked = "" if name is None else f" {name!r}"
-        raise RequestError(f"The plan has no drafter{asked} with a tree (kinds eagle3 and model); it has {has}.")
+        raise RequestError(f"The plan has no drafter{asked} with a tree (kinds eagle3, block and model); it has {has}.")
     if found.entropy is not None:
         raise RequestError(
             f"The drafter {found.name!r} drafts as many tokens as it is sure of, which has no tree to tune; build a "

@@ -237,7 +237,8 @@ def _compare(
     rows: list[np.ndarray] = []
     generated: list[int] = []
     try:
-        for span in session.stream(ids, max_new_tokens=new_tokens, drafter="none", partial_kv="off", ignore_eos=True):
+        options = Options(max_new_tokens=new_tokens, drafter="none", partial_kv="off", ignore_eos=True, logprobs=0)
+        for span in session.stream(ids, **options):
             if span.token_ids:
                 rows.append(session.step_logits(0).copy())
                 generated += span.token_ids

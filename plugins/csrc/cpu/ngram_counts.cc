@@ -2,172 +2,224 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 namespace outrider {
 
 namespace {
 
-constexpr double kFirstDoubt = 0.5, kLessBy = 0.65;
-constexpr double kShares = 4.0;  // how many shares the assumption weighs as much as
-constexpr u32 kRoot = 0;         // the node of the empty context
-constexpr int kFirstBits = 10;
+constexpr double kFirstDoubt = 0.5, kLessBy = 0.75, kMostWorth = 0.85;
+constexpr double kShares = 8.0;  // how many shares the assumption weighs as much as
+constexpr i64 kAlone = 8;        // up to which length contexts learn by themselves
+constexpr i64 kGrades[] = {12, 20, 36};  // and longer ones together, up to these lengths
 constexpr double kLikely = 0.1;  // of a token that came: what one that was likely there weighs in a race of the counts
-constexpr double kDoubt = 0.5;  // how often a race of the counts tells nothing of the target's
+constexpr double kDoubt = 0.5;   // how often a race of the counts tells nothing of the target's
+constexpr std::size_t kWidest = 8;  // continuations of one node
 
 }  // namespace
 
-Trust::Trust(i64 longest) {
-  for (i64 length = 0; length <= longest; ++length) {
-    worth_.push_back(1.0 - kFirstDoubt * std::pow(kLessBy, static_cast<double>(std::max<i64>(length - 1, 0))));
+Trust::Trust() {
+  for (std::size_t grade = 0; grade <= kAlone + std::size(kGrades) + 1; ++grade) {
+    const double doubt = kFirstDoubt * std::pow(kLessBy, std::max(static_cast<double>(grade) - 1.0, 0.0));
+    worth_.push_back(std::min(kMostWorth, 1.0 - doubt));
     came_.push_back(kShares * worth_.back());
     drafted_.push_back(kShares);
   }
 }
 
+std::size_t Trust::grade(i64 length) {
+  if (length <= kAlone) return static_cast<std::size_t>(length);
+  const auto found = std::lower_bound(std::begin(kGrades), std::end(kGrades), length);
+  return static_cast<std::size_t>(kAlone + 1 + (found - std::begin(kGrades)));
+}
+
 void Trust::learn(i64 length, double share, bool came) {
-  came_[length] += came;
-  drafted_[length] += share;
-  worth_[length] = std::min(came_[length] / drafted_[length], 1.0);
+  const std::size_t of = grade(length);
+  came_[of] += came;
+  drafted_[of] += share;
+  worth_[of] = std::min(came_[of] / drafted_[of], 1.0);
 }
 
 NgramCounts::NgramCounts(i64 shortest, i64 longest, double least_chance)
-    : shortest_(shortest),
-      longest_(longest),
-      least_chance_(least_chance),
-      trust_(longest),
-      nodes_(1, Node{}),
-      shift_(64 - kFirstBits),
-      keys_(std::size_t{1} << kFirstBits),
-      children_(std::size_t{1} << kFirstBits, kRoot),
-      tails_(1, kRoot) {}
+    : shortest_(shortest), least_chance_(least_chance), longest_(longest), text_(longest) {}
 
 void NgramCounts::extend(u32 token, const u32* likely, i64 likely_count) {
-  if (next_guess_ < guesses_.size()) {
-    const Guess& guess = guesses_[next_guess_++];
-    trust_.learn(guess.length, guess.share, guess.token == token);
-    if (guess.token != token) guesses_.clear();
+  if (!judged_) {
+    i64 next = -1;
+    for (i64 index = at_ + 1; index < static_cast<i64>(nodes_.size()); ++index) {
+      const Foreseen& node = nodes_[static_cast<std::size_t>(index)];
+      if (node.parent != at_) continue;
+      trust_[node.recalled].learn(node.length, node.share, node.token == token);
+      if (node.token == token) next = index;
+    }
+    at_ = next;
+    judged_ = next < 0;
   }
-  for (i64 i = 0; i < likely_count; ++i) count_continuation(likely[i], false);
-  count_continuation(token, true);
-  tails_.swap(longer_tails_);
-  if (static_cast<i64>(tails_.size()) > longest_ + 1) tails_.pop_back();  // the last one is no context: it is too long
+  text_.extend(token, likely, likely_count);
+  tokens_.push_back(token);
+  counted_ = tokens_.size();
+  now_.own = text_.tail();
 }
 
 void NgramCounts::go_ahead(u32 token) {
-  if (!ahead_) certain_tails_ = tails_;
-  ahead_ = true;
-  guesses_.clear();  // what is supposed says nothing about them
-  longer_tails_.assign(1, kRoot);
-  for (const u32 context : tails_) {
-    const u32 node = child(context, token);
-    if (node == kRoot) break;  // of an n-gram that was never seen, no longer one was
-    longer_tails_.push_back(node);
-  }
-  tails_.swap(longer_tails_);
-  if (static_cast<i64>(tails_.size()) > longest_ + 1) tails_.pop_back();
+  judged_ = true;  // what is supposed says nothing about them
+  tokens_.push_back(token);
+  now_.own = text_.step(now_.own, token);
 }
 
 void NgramCounts::go_back() {
-  if (!ahead_) return;
-  ahead_ = false;
-  guesses_.clear();
-  tails_ = certain_tails_;
+  if (tokens_.size() == counted_) return;
+  tokens_.resize(counted_);
+  judged_ = true;
+  now_.own = text_.tail();
+  if (followed_ > counted_) look_again();
 }
 
-const std::vector<u32>& NgramCounts::foresee(i64 limit, const Races& races) {
-  foreseen_.clear();
-  guesses_.clear();
-  next_guess_ = 0;
-  u32 context = tails_.back();
-  i64 length = static_cast<i64>(tails_.size()) - 1;
-  double chance = 1.0;
-  while (static_cast<i64>(foreseen_.size()) < limit) {
-    while (length >= shortest_ && nodes_[context].total == 0) {
-      context = nodes_[context].shorter;
-      --length;
+void NgramCounts::recall_from(std::shared_ptr<NgramMemory> memory) {
+  if (memory == memory_) return;
+  memory_ = std::move(memory);
+  look_again();
+}
+
+// Nothing is known of what the memory knows.
+void NgramCounts::look_again() {
+  now_.recalled = {};
+  followed_ = 0;
+}
+
+const std::vector<Foreseen>& NgramCounts::foresee(i64 limit, const Races& races) {
+  std::unique_lock<std::mutex> held;
+  if (memory_ != nullptr) {
+    held = memory_->hold();
+    follow();
+  }
+  nodes_.clear();
+  heap_.clear();
+  order_ = 0;
+  at_ = -1;
+  judged_ = false;
+  open(now_, 1.0, -1, 0, races);
+  while (!heap_.empty() && static_cast<i64>(nodes_.size()) < limit) {
+    std::pop_heap(heap_.begin(), heap_.end());
+    const Open best = heap_.back();
+    heap_.pop_back();
+    nodes_.push_back(best.node);
+    open(best.place, best.chance, static_cast<i64>(nodes_.size()) - 1, best.depth, races);
+  }
+  return nodes_;
+}
+
+// Looks the last tokens up in the memory: the new ones, or as many as matter where the memory has changed.
+void NgramCounts::follow() {
+  const std::size_t most = static_cast<std::size_t>(longest_);
+  const std::size_t oldest = tokens_.size() > most ? tokens_.size() - most : 0;
+  if (followed_ < oldest || version_ != memory_->version()) {
+    look_again();
+    followed_ = oldest;
+    version_ = memory_->version();
+  }
+  for (; followed_ < tokens_.size(); ++followed_) now_.recalled = step(now_, tokens_[followed_]).recalled;
+}
+
+NgramCounts::Place NgramCounts::step(const Place& place, u32 token) const {
+  Place next{text_.step(place.own, token), {}};
+  for (std::size_t age = 0; memory_ != nullptr && age < next.recalled.size(); ++age) {
+    const Suffixes* part = memory_->part(age);
+    if (part != nullptr) next.recalled[age] = part->step(place.recalled[age], token);
+  }
+  return next;
+}
+
+// Opens what may follow a place, `depth` tokens behind the sequence.
+void NgramCounts::open(const Place& place, double chance, i64 parent, i64 depth, const Races& races) {
+  const Suffixes::Match own = text_.continued(place.own, shortest_);
+  std::array<Suffixes::Match, 2> recalled{};
+  u32 longest = own.length;
+  for (std::size_t age = 0; memory_ != nullptr && age < recalled.size(); ++age) {
+    const Suffixes* part = memory_->part(age);
+    if (part != nullptr) recalled[age] = part->continued(place.recalled[age], shortest_);
+    longest = std::max(longest, recalled[age].length);
+  }
+  if (longest == 0) return;
+  const bool from_memory = longest > own.length;
+  choices_.clear();
+  if (from_memory) {
+    gather_recalled(recalled);
+  } else {
+    gather(own.state, races.temperature > 0.0);
+  }
+  const double whole = choose(depth, races);
+  chance *= trust_[from_memory].worth(longest);
+  for (const Choice& choice : choices_) {
+    const double share = choice.share / whole;
+    if (chance * share < least_chance_) break;
+    heap_.push_back({chance * share, order_++, depth + 1, step(place, choice.token),
+                     {choice.token, parent, longest, share, from_memory, chance * share}});
+    std::push_heap(heap_.begin(), heap_.end());
+  }
+}
+
+// Fills choices_ with what followed a state of the sequence or, where races are run, was likely to. A token goes behind
+// those that were likely in its place.
+void NgramCounts::gather(u32 state, bool race) {
+  for (u32 index = text_.state(state).edges; index != Suffixes::kNone; index = text_.edge(index).next) {
+    const Suffixes::Edge& edge = text_.edge(index);
+    const u32 count = text_.count(edge);
+    const double weight = race ? count + kLikely * edge.likely : count;
+    if (!(weight > 0.0)) continue;
+    const u64 came = count == 0 ? 0 : 2 * u64{text_.state(edge.to).latest} + 1;
+    choices_.push_back({edge.token, edge.likely, std::max(came, 2 * u64{edge.likely_at}), weight});
+  }
+}
+
+// Fills choices_ with what followed the longest of the matches with the memory's parts, of both where they are as long.
+void NgramCounts::gather_recalled(const std::array<Suffixes::Match, 2>& matches) {
+  constexpr std::size_t kOlder = NgramMemory::kOlder, kNewer = NgramMemory::kNewer;
+  const bool both = matches[kOlder].length == matches[kNewer].length;
+  for (const std::size_t age : {kNewer, kOlder}) {
+    const Suffixes::Match match = matches[age], other = matches[1 - age];
+    if (match.length < other.length) continue;
+    const Suffixes& text = *memory_->part(age);
+    for (u32 index = text.state(match.state).edges; index != Suffixes::kNone; index = text.edge(index).next) {
+      const Suffixes::Edge& edge = text.edge(index);
+      const u32 count = text.count(edge);
+      const u32 elsewhere = both ? memory_->part(1 - age)->count(other.state, edge.token) : 0;
+      if (count == 0 || (age == kOlder && elsewhere > 0)) continue;  // it is there, with the newer one's
+      const u64 latest = text.state(edge.to).latest + (age == kNewer ? u64{1} << 32 : 0);
+      choices_.push_back({edge.token, 0, latest, static_cast<double>(count) + elsewhere});
     }
-    if (length < shortest_) break;
-    const Choice choice = likeliest(context, races, static_cast<i64>(foreseen_.size()));
-    chance *= choice.share * trust_.worth(length);
-    if (chance < least_chance_) break;
-    foreseen_.push_back(nodes_[choice.node].token);
-    guesses_.push_back({nodes_[choice.node].token, length, choice.share});
-    // Nothing longer can be known behind one more token. An n-gram too long for a context has no continuations.
-    context = choice.node;
-    ++length;
   }
-  return foreseen_;
 }
 
-double NgramCounts::weight(const Node& node) { return node.count + kLikely * node.likely; }
-
-bool NgramCounts::behind(const Node& node, const Node& other) {
-  return node.count < other.count || (node.count == other.count && node.likely < other.likely);
-}
-
-// The likeliest continuation of a context that has some, `ahead` tokens behind the sequence, and its chance.
-NgramCounts::Choice NgramCounts::likeliest(u32 context, const Races& races, i64 ahead) const {
-  const Node& of = nodes_[context];
-  if (!(races.temperature > 0.0) || nodes_[of.last].before == kRoot)
-    return {of.best, static_cast<double>(nodes_[of.best].count) / of.total};
-  double most = 0.0;
-  for (u32 node = of.last; node != kRoot; node = nodes_[node].before) most = std::max(most, weight(nodes_[node]));
-  const RaceKey key = race_key(races.seed, races.stream, races.position + ahead, kForTarget);
-  const auto weight_of = [&](u32 node) { return std::pow(weight(nodes_[node]) / most, 1.0 / races.temperature); };
-  const auto pace_of = [&](u32 node) {
-    const u32 token = nodes_[node].token;
-    return weight_of(node) / exponential(race_block(key, token / kRacers).word[token % kRacers]);
-  };
-  double weights = 0.0, paces = 0.0;
-  for (u32 node = of.last; node != kRoot; node = nodes_[node].before) {
-    weights += weight_of(node);
-    paces += pace_of(node);
+// Sorts choices_, the best ones first, and returns what their shares are parts of.
+double NgramCounts::choose(i64 depth, const Races& races) {
+  double whole = 0.0, most = 0.0;
+  for (const Choice& choice : choices_) {
+    whole += choice.share;
+    most = std::max(most, choice.share);
   }
-  Choice choice = {kRoot, 0.0};
-  for (u32 node = of.last; node != kRoot; node = nodes_[node].before) {
-    const double share = (1.0 - kDoubt) * pace_of(node) / paces + kDoubt * weight_of(node) / weights;
-    if (share > choice.share) choice = {node, share};
-  }
-  return choice;
-}
-
-// Counts `token` behind every tail; the nodes of the n-grams of 0, 1, 2 ... tokens that it ends are the longer tails.
-void NgramCounts::count_continuation(u32 token, bool came) {
-  longer_tails_.assign(1, kRoot);
-  for (const u32 context : tails_) {
-    u32& found = child(context, token);
-    if (found == kRoot) {
-      found = static_cast<u32>(nodes_.size());
-      nodes_.push_back({token, 0, 0, longer_tails_.back(), 0, kRoot, kRoot, nodes_[context].last});
-      nodes_[context].last = found;
+  if (races.temperature > 0.0 && choices_.size() > 1) {
+    const RaceKey key = race_key(races.seed, races.stream, races.position + depth, kForTarget);
+    double weights = 0.0, paces = 0.0;
+    paces_.clear();
+    for (Choice& choice : choices_) {
+      choice.share = std::pow(choice.share / most, 1.0 / races.temperature);
+      paces_.push_back(choice.share / exponential(race_block(key, choice.token / kRacers).word[choice.token % kRacers]));
+      weights += choice.share;
+      paces += paces_.back();
     }
-    const u32 node = found;
-    ++(came ? nodes_[node].count : nodes_[node].likely);
-    nodes_[context].total += came;
-    // Not behind: of equally frequent continuations the most recent is the best.
-    if (!behind(nodes_[node], nodes_[nodes_[context].best])) nodes_[context].best = node;
-    longer_tails_.push_back(node);
+    for (std::size_t i = 0; i < choices_.size(); ++i) {
+      choices_[i].share = (1.0 - kDoubt) * paces_[i] / paces + kDoubt * choices_[i].share / weights;
+    }
+    whole = 1.0;
   }
-}
-
-u32& NgramCounts::child(u32 context, u32 token) {
-  if (2 * nodes_.size() >= keys_.size()) grow();
-  const u64 key = static_cast<u64>(context) << 32 | token;
-  const std::size_t mask = keys_.size() - 1;
-  for (std::size_t slot = key * 0x9e3779b97f4a7c15u >> shift_;; slot = (slot + 1) & mask) {
-    if (children_[slot] == kRoot) keys_[slot] = key;
-    if (keys_[slot] == key) return children_[slot];
-  }
-}
-
-void NgramCounts::grow() {
-  std::vector<u64> keys(2 * keys_.size());
-  std::vector<u32> children(2 * keys_.size(), kRoot);
-  --shift_;
-  keys.swap(keys_);
-  children.swap(children_);
-  for (std::size_t old = 0; old < keys.size(); ++old)
-    if (children[old] != kRoot) child(static_cast<u32>(keys[old] >> 32), static_cast<u32>(keys[old])) = children[old];
+  const auto kept = choices_.begin() + static_cast<std::ptrdiff_t>(std::min(choices_.size(), kWidest));
+  std::partial_sort(choices_.begin(), kept, choices_.end(), [](const Choice& one, const Choice& other) {
+    if (one.share != other.share) return one.share > other.share;
+    return one.likely != other.likely ? one.likely > other.likely : one.latest > other.latest;
+  });
+  choices_.erase(kept, choices_.end());
+  return whole;
 }
 
 }  // namespace outrider

@@ -1,24 +1,31 @@
-// Counts of the tokens that followed each context of a sequence, and what they foresee.
+// What followed the last tokens of a sequence before, in itself or in a memory, and the tree of tokens that this foresees.
 #pragma once
 
+#include <array>
+#include <cstddef>
+#include <memory>
 #include <vector>
 
 #include "../portable.h"
 #include "../race.h"
+#include "ngram_memory.h"
+#include "suffixes.h"
 
 namespace outrider {
 
 // What the share of a continuation is worth, by the length of its context: tokens that came over shares drafted.
 //
-// Short contexts mislead. Until there is experience, a context of one token is believed by half, and each token more
-// takes a third of the doubt: about what held-out code shows.
+// Short contexts mislead. Until there is experience, a context of one token is believed by half, each token more takes
+// a quarter of the doubt, and none is believed by more than 0.85: about what held-out code shows. Long contexts are few:
+// those of similar lengths learn together.
 class Trust {
  public:
-  explicit Trust(i64 longest);
-  double worth(i64 length) const { return worth_[length]; }
+  Trust();
+  double worth(i64 length) const { return worth_[grade(length)]; }
   void learn(i64 length, double share, bool came);
 
  private:
+  static std::size_t grade(i64 length);
   std::vector<double> worth_, came_, drafted_;
 };
 
@@ -30,9 +37,18 @@ struct Races {
   double temperature;
 };
 
-// A trie of all n-grams up to longest + 1 tokens. An n-gram's node serves twice: as the count of its last token behind
-// the others, and as a context itself. `tails_` are the nodes of the sequence's last 0, 1, 2 ... tokens, so that a new
-// token costs one look into a hash table for each length.
+// A token that is foreseen behind another one, `parent`, or behind the sequence: -1. Its context is the last `length`
+// tokens before it; `share` is its part of what followed that, in the sequence or, `recalled`, in the memory; `chance`
+// that the target comes to it, by all shares on its path and what these are worth.
+struct Foreseen {
+  u32 token;
+  i64 parent;
+  i64 length;
+  double share;
+  bool recalled;
+  double chance;
+};
+
 class NgramCounts {
  public:
   NgramCounts(i64 shortest, i64 longest, double least_chance);
@@ -45,53 +61,69 @@ class NgramCounts {
   void go_ahead(u32 token);
   void go_back();
 
-  // The tokens that are foreseen behind the sequence, at most `limit`: the likeliest continuation of the longest context
-  // that has one, and so on behind it. That is the most frequent one (of equally frequent ones the most often likely, of
-  // those the most recent); where the target runs races, the one that is likeliest to win, by the same score as in TreeExpand. They end where no
-  // context is known, or where the chance that all of them come falls below least_chance. What comes is compared with
-  // them.
-  const std::vector<u32>& foresee(i64 limit, const Races& races);
+  // Foresee by a memory of the same longest context too, or by none: null.
+  void recall_from(std::shared_ptr<NgramMemory> memory);
+
+  // The tree of the tokens that are foreseen behind the sequence: at most `limit` nodes, the likeliest first, ancestors
+  // before descendants. A node's continuations are those of the longest context behind it that has some, the sequence's
+  // own where the memory knows none of a longer one: each as likely
+  // as it is frequent among them (of equally frequent ones the most often likely comes first, of those the most
+  // recent); where the target runs races, as it is to win, by the same score as in TreeExpand. A node's chance is the
+  // product of the shares on its path, each times what shares behind such contexts have been worth, the memory's apart;
+  // none falls below least_chance. What comes is compared with them.
+  const std::vector<Foreseen>& foresee(i64 limit, const Races& races);
 
  private:
-  struct Node {
-    u32 token;    // the n-gram's last
-    u32 count;    // how often that came behind the others
-    u32 likely;   // how often it was likely there
-    u32 shorter;  // the n-gram without its first token
-    u32 total;    // of its continuations' counts
-    u32 best;     // of its continuations
-    u32 last;     // of its continuations, the one that was seen first the latest
-    u32 before;   // of its context's continuations, the one that was seen first before it
+  // The last tokens before a node, as far as the sequence and both parts of the memory know them.
+  struct Place {
+    Suffixes::Match own;
+    std::array<Suffixes::Match, 2> recalled;
   };
+  // A node that may be next; `order` parts equal chances: what was found first comes first.
+  struct Open {
+    double chance;
+    u64 order;
+    i64 depth;
+    Place place;  // behind it
+    Foreseen node;
+    bool operator<(const Open& other) const {
+      return chance < other.chance || (chance == other.chance && order > other.order);
+    }
+  };
+  // A continuation; `latest` orders by when it came last, or was likely. `share` is its count at first.
   struct Choice {
-    u32 node;
-    double share;
-  };
-  struct Guess {
     u32 token;
-    i64 length;
+    u32 likely;
+    u64 latest;
     double share;
   };
 
-  static double weight(const Node& node);
-  static bool behind(const Node& node, const Node& other);
-  void count_continuation(u32 token, bool came);
-  Choice likeliest(u32 context, const Races& races, i64 ahead) const;
-  u32& child(u32 context, u32 token);
-  void grow();
+  void open(const Place& place, double chance, i64 parent, i64 depth, const Races& races);
+  Place step(const Place& place, u32 token) const;
+  void gather(u32 state, bool race);
+  void gather_recalled(const std::array<Suffixes::Match, 2>& matches);
+  double choose(i64 depth, const Races& races);
+  void look_again();
+  void follow();
 
-  i64 shortest_, longest_;
+  i64 shortest_;
   double least_chance_;
-  Trust trust_;
-  std::vector<Node> nodes_;
-  int shift_;                  // leaves the bits of a slot of a product's 64: the best mixed
-  std::vector<u64> keys_;      // open addressing: context << 32 | token, where `children_` is not 0
-  std::vector<u32> children_;  // the node of the n-gram that is one token longer
-  std::vector<u32> tails_, longer_tails_, certain_tails_;
-  bool ahead_ = false;
-  std::vector<Guess> guesses_;  // behind the sequence as it is
-  std::size_t next_guess_ = 0;
-  std::vector<u32> foreseen_;
+  i64 longest_;
+  Suffixes text_;
+  std::array<Trust, 2> trust_;  // the sequence's, the memory's
+  Place now_;
+  std::vector<u32> tokens_;    // of the sequence, and those that it is supposed to go on with
+  std::size_t counted_ = 0;    // of these, the sequence's
+  std::shared_ptr<NgramMemory> memory_;
+  std::size_t followed_ = 0;   // tokens that now_.recalled knows of, in this version of the memory
+  u64 version_ = 0;
+  std::vector<Foreseen> nodes_;
+  bool judged_ = true;  // what comes says nothing about the nodes
+  i64 at_ = -1;         // the node that the sequence has come to; -1: none of them yet
+  std::vector<Open> heap_;
+  u64 order_ = 0;
+  std::vector<Choice> choices_;
+  std::vector<double> paces_;
 };
 
 }  // namespace outrider

@@ -8,5 +8,6 @@
 #include "partial_kv_gather.cu.h"
 #include "race_noise.cu.h"
 #include "set_numbers.cu.h"
+#include "token_pool.cu.h"
 #include "tree_expand.cu.h"
 #include "tree_rerank.cu.h"

@@ -38,6 +38,7 @@ class BranchAttentionOp {
     shape_.kv_heads = static_cast<int>(kv);
     shape_.scale = float_attribute(api, info, "scale");
     shape_.epsilon = float_attribute(api, info, "epsilon");
+    shape_.asks = int_attribute(api, info, "asks", 1) != 0;
   }
 
   void compute(const Run& run) const {

@@ -91,7 +91,7 @@ void append(void* state, std::size_t index) noexcept {
     const float* query = in.query + token * in.query_stride;
     const float* key = in.key + token * in.key_stride;
     const float* value = in.value + token * in.value_stride;
-    for (int h = 0; h < shape.heads; ++h)
+    for (int h = 0; shape.asks && h < shape.heads; ++h)
       prepare(shape, in, query + h * size, in.query_norm, token, job.query + (token * shape.heads + h) * size);
     const std::int64_t slot = in.past_length[tile.row] + token - job.row_start(tile.row);
     for (int h = 0; h < shape.kv_heads; ++h) {
@@ -203,6 +203,10 @@ const char* branch_attention(const Shape& shape, const Inputs& in, const Outputs
   };
   const double per_token = static_cast<double>(shape.heads) * shape.head_dim;
   each(&append<Cached>, space.tiles.size(), 8.0 * per_token * static_cast<double>(in.tokens));
+  if (!shape.asks) {
+    std::fill_n(to.out, size, 0.0f);
+    return nullptr;
+  }
   each(&attend<Cached>, space.tiles.size() * shape.kv_heads * job.head_parts,
        2.0 * per_token * static_cast<double>(in.tokens) * static_cast<double>(in.view));
   if (failed) throw std::bad_alloc();

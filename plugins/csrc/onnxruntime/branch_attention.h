@@ -11,6 +11,7 @@ namespace outrider::engine {
 struct Shape {
   int heads, kv_heads, head_dim;
   float scale, epsilon;
+  bool asks = true;  // whether anybody reads what queries get
 };
 
 // New tokens of all rows lie one after another. Pointers may be null where it says so.

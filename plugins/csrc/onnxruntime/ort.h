@@ -142,6 +142,15 @@ inline std::int64_t int_attribute(const OrtApi& api, const OrtKernelInfo* info, 
   return value;
 }
 
+// Of an attribute that a node may leave out.
+inline std::int64_t int_attribute(const OrtApi& api, const OrtKernelInfo* info, const char* name, std::int64_t usual) {
+  std::int64_t value = 0;
+  OrtStatus* missing = api.KernelInfoGetAttribute_int64(info, name, &value);
+  if (missing == nullptr) return value;
+  api.ReleaseStatus(missing);
+  return usual;
+}
+
 inline float float_attribute(const OrtApi& api, const OrtKernelInfo* info, const char* name) {
   float value = 0;
   check(api.KernelInfoGetAttribute_float(info, name, &value));

@@ -117,6 +117,16 @@ def compressed_tensors(
     return dict(found), numbers.numpy()
 
 
+def compressed_settings(bits: int, size: int | None, symmetric: bool) -> dict[str, object]:
+    """The `quantization_config` of such projections."""
+    strategy = "group" if size else "channel"
+    weights = {
+        "num_bits": bits, "type": "int", "strategy": strategy, "group_size": size, "symmetric": symmetric,
+    }  # fmt: skip
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+
+
 Pack = Callable[[str, Tensor], tuple[dict[str, Any], NDArray[np.float32]]]
 """From a projection's name and weights to its tensors by last part of name, and the numbers that they stand for."""
 

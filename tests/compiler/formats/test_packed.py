@@ -15,7 +15,6 @@ from torch import Tensor
 
 from compiler.formats.compressed_tensors import WeightGroup, read_groups
 from compiler.formats.packed_tensors import PackedTensors
-from compiler.models.config import config_from
 from compiler.models.quantization import Packing
 from compiler.quantization.form import WeightSource
 from compiler.tensor_source import Stored
@@ -27,15 +26,6 @@ from .packed import awq_tensors, compressed_tensors, gptq_tensors, round_in_grou
 NAME = "model.layers.0.self_attn.o_proj"
 _SPELLING = {torch.int32: "I32", torch.int64: "I64", torch.int8: "I8", torch.float16: "F16", torch.bfloat16: "BF16"}
 _SPELLING |= {torch.float32: "F32"}
-
-
-CONFIG = config_from(
-    {
-        "model_type": "llama", "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5,
-        "num_attention_heads": 4,
-    },
-    Path("config.json"), None, Path("config.json"), None,
-)  # fmt: skip
 
 
 class Held:
@@ -55,7 +45,7 @@ class Held:
 
 
 def opened(parts: dict[str, Any], packing: Packing, *groups: WeightGroup) -> PackedTensors:
-    return PackedTensors(Held({f"{NAME}.{last}": part for last, part in parts.items()}), packing, CONFIG, groups)
+    return PackedTensors(Held({f"{NAME}.{last}": part for last, part in parts.items()}), packing, groups)
 
 
 def kept(source: WeightSource) -> NDArray[np.float32]:
@@ -197,7 +187,7 @@ def test_order_of_an_mlps_last_inputs_goes_into_the_outputs_before_it() -> None:
     }
     bias = rng.normal(size=inner).astype(np.float32)
     held[f"{layer}.gate_proj.bias"] = bias
-    tensors = PackedTensors(Held(held), Packing("gptq", zeros_less_one=True), CONFIG)
+    tensors = PackedTensors(Held(held), Packing("gptq", zeros_less_one=True))
 
     def parts(source: WeightSource | None, read: Tensor) -> tuple[NDArray[np.float32], WeightSource]:
         assert source is not None

@@ -23,7 +23,15 @@ from plans.errors import CheckpointError
 from tests.cpu_session import cpu_session
 
 from .models import logits_of, random_model
-from .packed import Pack, awq_tensors, compressed_tensors, gptq_tensors, round_in_groups, write_packed
+from .packed import (
+    Pack,
+    awq_tensors,
+    compressed_settings,
+    compressed_tensors,
+    gptq_tensors,
+    round_in_groups,
+    write_packed,
+)
 
 IDS = [(37 * i) % 310 + 2 for i in range(60)]
 CAPACITY = 128
@@ -49,15 +57,6 @@ def gptq(bits: int = 4, act_order: bool = False, less_one: bool = True, symmetri
 
 def compressed(bits: int, size: int | None, symmetric: bool) -> Pack:
     return lambda name, weight: compressed_tensors(weight, bits, size, symmetric, torch.bfloat16)
-
-
-def compressed_settings(bits: int, size: int | None, symmetric: bool) -> dict[str, object]:
-    strategy = "group" if size else "channel"
-    weights = {
-        "num_bits": bits, "type": "int", "strategy": strategy, "group_size": size, "symmetric": symmetric,
-    }  # fmt: skip
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
-    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
 
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}

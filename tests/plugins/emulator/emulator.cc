@@ -44,6 +44,8 @@ const std::map<std::string, Kernel>& kernels() {
       {"outrider_tree_expand", unpacked(outrider_tree_expand)},
       {"outrider_tree_rerank", unpacked(outrider_tree_rerank)},
       {"outrider_set_numbers", unpacked(outrider_set_numbers)},
+      {"outrider_take_tokens", unpacked(outrider_take_tokens)},
+      {"outrider_keep_tokens", unpacked(outrider_keep_tokens)},
   };
   return all;
 }

@@ -260,6 +260,7 @@ static void logits_changed(outrider_runtime *runtime) {
   EXPECT_OK(outrider_params_set_text(params, "logit_bias", 10, "{\"40\": 100, \"41\": -0.5}", 23));
   EXPECT_OK(outrider_params_set_int(params, "draft_tokens", 12, 2));
   EXPECT_OK(outrider_params_set_int(params, "draft_depth", 11, 1));
+  EXPECT_OK(outrider_params_set_bool(params, "remember", 8, 0));
   EXPECT(count_of(session, params, 40) == 12);
   EXPECT_OK(outrider_params_add_text(params, "bad_words", 9, "H", 1)); /* token 40 */
   EXPECT(count_of(session, params, 41) == 12);

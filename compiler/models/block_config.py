@@ -1,0 +1,116 @@
+"""Geometry of a block drafter's head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal, NamedTuple
+
+from compiler.models.eagle3_config import Taps
+from compiler.models.rope import RopeScaling
+
+MarkovKind = Literal["vanilla", "gated", "rnn"]
+
+
+class Markov(NamedTuple):
+    """A bias of the logits by the token before: its kind, and the rank of its two factors."""
+
+    kind: MarkovKind
+    rank: int
+
+
+class Confidence(Enum):
+    """The inputs of the linear map that predicts whether a drafted token will be accepted."""
+
+    NONE = "none"
+    HIDDEN = "hidden"
+    HIDDEN_AND_MARKOV = "hidden and markov"
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """Geometry of one head. `hidden_size` is its own width H, `target_hidden_size` the target's, Ht.
+
+    A block has `block_size` slots: the tip, then masks (`mask_token_id`), at the tip's position and those after it.
+    With `sample_from_anchor` the output at slot i predicts the token at slot i + 1, so that the tip's slot predicts
+    too; without, the output at slot i predicts the token at slot i itself. With `causal` a slot sees the slots up to
+    itself, without all slots of the block; all slots see the whole context. The head has no embedding or no output
+    weights of its own where the target's serve.
+    """
+
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling
+    attention_bias: bool
+    vocab_size: int
+    draft_vocab_size: int
+    block_size: int
+    sample_from_anchor: bool
+    causal: bool
+    mask_token_id: int
+    markov: Markov | None
+    confidence: Confidence
+    own_embedding: bool
+    own_lm_head: bool
+    taps: Taps
+
+    @property
+    def first_slot(self) -> int:
+        """The first slot whose output predicts a token."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
+    def drafted(self) -> int:
+        """Tokens drafted by one block."""
+        return self.block_size - self.first_slot
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return self.taps.layers
+
+    @property
+    def feature_size(self) -> int:
+        return len(self.taps.layers) * self.target_hidden_size
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def markov_rank(self) -> int:
+        """Width of the token before as the bias and the confidence see it; 0 without a bias."""
+        return 0 if self.markov is None else self.markov.rank
+
+    @property
+    def confidence_size(self) -> int:
+        """Width of the confidence's input."""
+        return self.hidden_size + (self.markov_rank if self.confidence is Confidence.HIDDEN_AND_MARKOV else 0)
+
+    # The rest of `decoder.LayerConfig`: layers are Qwen3's.
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.attention_bias
+
+    @property
+    def output_bias(self) -> bool:
+        return self.attention_bias
+
+    @property
+    def mlp_bias(self) -> bool:
+        return False
+
+    @property
+    def qk_norm(self) -> bool:
+        return True

@@ -1,0 +1,264 @@
+"""Small random block drafters on disk, in the layouts of the projects that train them, and one row of context."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from compiler.block_checkpoint import load_block, read_block_config
+from compiler.models.block import BlockHead
+from compiler.models.config import DecoderConfig
+from compiler.models.decoder import Decoder
+from compiler.models.rope import rope_tables
+from plans.errors import CheckpointError
+
+from .eagle3_heads import SAFETENSORS, target_config
+
+Layout = Literal["zlab", "jetspec", "deepspec", "speculators-dflash", "speculators-dspark"]
+LAYOUTS: tuple[Layout, ...] = ("zlab", "jetspec", "deepspec", "speculators-dflash", "speculators-dspark")
+HIDDEN, VOCAB, MASK = 16, 60, 59
+Q, K = "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight"
+UP = "layers.1.mlp.up_proj.weight"
+
+
+def write_block(
+    folder: Path,
+    *,
+    layout: Layout = "zlab",
+    hidden: int = HIDDEN,
+    streams: tuple[int, ...] = (2, 4, 7),
+    layers: int = 2,
+    intermediate: int = 40,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 8,
+    bias: bool = False,
+    block_size: int = 5,
+    markov: tuple[str, int] | None = None,
+    confidence: Literal["hidden", "markov"] | None = None,
+    draft_vocab: int | None = None,
+    own_embedding: bool = True,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    decoder: dict[str, object] | None = None,
+    vocab: int = VOCAB,
+    mask: int = MASK,
+    target_layers: int = 8,
+    **config: object,
+) -> dict[str, Tensor]:
+    """Write a random head for `target_config()`, or for a target of the sizes given; return its tensors by stored name.
+
+    `streams` are the target's streams that the head reads, numbered by the layer that they enter. `own_embedding` is
+    of speculators' layout. Keywords of `decoder` go to the layers' geometry, other ones to config.json as they are;
+    None leaves a key out.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    draft_vocab = draft_vocab or vocab
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=generator) / columns**0.5
+
+    def vector(size: int, mean: float) -> Tensor:  # not at its initial value, where a mistake would not show
+        return mean + 0.3 * torch.randn(size, generator=generator)
+
+    tensors = {
+        "fc.weight": matrix(hidden, len(streams) * hidden),
+        "hidden_norm.weight": vector(hidden, 1),
+        "norm.weight": vector(hidden, 1),
+    }
+    for index in range(layers):
+        layer, attention = f"layers.{index}.", f"layers.{index}.self_attn."
+        tensors |= {
+            f"{layer}input_layernorm.weight": vector(hidden, 1),
+            f"{layer}post_attention_layernorm.weight": vector(hidden, 1),
+            f"{attention}q_norm.weight": vector(head_dim, 1),
+            f"{attention}k_norm.weight": vector(head_dim, 1),
+            f"{layer}mlp.gate_proj.weight": matrix(intermediate, hidden),
+            f"{layer}mlp.up_proj.weight": matrix(intermediate, hidden),
+            f"{layer}mlp.down_proj.weight": matrix(hidden, intermediate),
+        }
+        sizes = {"q": heads, "k": kv_heads, "v": kv_heads}
+        tensors |= {f"{attention}{each}_proj.weight": matrix(n * head_dim, hidden) for each, n in sizes.items()}
+        tensors[f"{attention}o_proj.weight"] = matrix(hidden, heads * head_dim)
+        if bias:
+            tensors |= {f"{attention}{each}_proj.bias": vector(n * head_dim, 0) for each, n in sizes.items()}
+            tensors[f"{attention}o_proj.bias"] = vector(hidden, 0)
+    if markov is not None:
+        kind, rank = markov
+        tensors["markov_head.markov_w1.weight"] = torch.randn(vocab, rank, generator=generator)
+        tensors["markov_head.markov_w2.weight"] = matrix(draft_vocab, rank)
+        if kind != "vanilla":
+            name, rows, columns = {
+                "gated": ("gate_proj", rank, hidden + rank),
+                "rnn": ("joint_proj", 3 * rank, hidden + 2 * rank),
+            }[kind]
+            tensors[f"markov_head.{name}.weight"] = matrix(rows, columns)
+            tensors[f"markov_head.{name}.bias"] = vector(rows, 0)
+    if confidence is not None:
+        width = hidden + (markov[1] if markov is not None and confidence == "markov" else 0)
+        tensors["confidence_head.proj.weight"] = matrix(1, width)
+        tensors["confidence_head.proj.bias"] = vector(1, 0)
+    speculators = layout.startswith("speculators")
+    if layout == "deepspec" or (speculators and own_embedding):
+        tensors["embed_tokens.weight"] = torch.randn(vocab, hidden, generator=generator)
+    if layout == "deepspec" or speculators:
+        tensors["lm_head.weight"] = matrix(draft_vocab, hidden)
+    if draft_vocab < vocab:
+        ids = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
+        tensors["d2t"] = ids - torch.arange(draft_vocab)
+        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
+    tensors = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+
+    geometry = {
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "attention_bias": bias,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500.0,
+        "vocab_size": vocab,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": 28,
+        "layer_types": ["full_attention"] * layers,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 0,
+    } | (decoder or {})
+    heads_of = {
+        "markov_rank": 0 if markov is None else markov[1],
+        "markov_head_type": None if markov is None else markov[0],
+        "enable_confidence_head": confidence is not None,
+        "confidence_head_with_markov": confidence == "markov",
+    }
+    left = [stream - 1 for stream in streams]
+    values: dict[str, object] = {"torch_dtype": "float32", "transformers_version": "5.0.0"}
+    if layout in ("zlab", "jetspec"):
+        dflash: dict[str, object] = {"target_layer_ids": left, "mask_token_id": mask}
+        if layout == "jetspec":
+            dflash["causal_head"] = True
+        values |= geometry | {
+            "architectures": ["DFlashDraftModel"],
+            "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+            "block_size": block_size,
+            "num_target_layers": target_layers,
+            "dflash_config": dflash,
+        }
+    elif layout == "deepspec":
+        values |= geometry | heads_of | {
+            "architectures": ["Qwen3DSparkModel"],
+            "block_size": block_size,
+            "num_target_layers": target_layers,
+            "target_layer_ids": left,
+            "mask_token_id": mask,
+            "num_anchors": 512,
+        }  # fmt: skip
+    else:
+        kind = layout.removeprefix("speculators-")
+        values |= (heads_of if kind == "dspark" else {}) | {
+            "architectures": ["DSparkDraftModel" if kind == "dspark" else "DFlashDraftModel"],
+            "speculators_model_type": kind,
+            "speculators_version": "0.5.0",
+            "speculators_config": {
+                "algorithm": kind,
+                "default_proposal_method": "greedy",
+                "proposal_methods": [
+                    {"proposal_type": "greedy", "speculative_tokens": block_size - (kind == "dflash")}
+                ],
+                "verifier": {"name_or_path": "some/model", "architectures": ["Qwen3ForCausalLM"]},
+            },
+            "transformer_layer_config": {key: value for key, value in geometry.items() if value is not None},
+            "draft_vocab_size": draft_vocab,
+            "block_size": block_size,
+            "aux_hidden_state_layer_ids": list(streams),
+            "mask_token_id": mask,
+            "sliding_window_non_causal": False,
+        }
+    present = {key: value for key, value in (values | config).items() if value is not None}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(present))
+    save_file(tensors, folder / SAFETENSORS)
+    return tensors
+
+
+def random_target(*, tied: bool = False, seed: int = 9, hidden: int = HIDDEN) -> Decoder:
+    """A target with random weights, for its embedding and its output weights."""
+    config = DecoderConfig(**(target_config(hidden=hidden).__dict__ | {"tie_embeddings": tied}))
+    target = Decoder(config).requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in target.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return target
+
+
+class KeptContext:
+    """An execution over one row: every layer's keys and values of the context so far, and one block behind it."""
+
+    def __init__(self, head: BlockHead) -> None:
+        self.head, c = head, head.config
+        tables = rope_tables(c.rope_theta, c.head_dim, 64, c.rope_scaling)
+        self.cos, self.sin = (torch.from_numpy(table) for table in tables)
+        empty = torch.empty(c.num_kv_heads, 0, c.head_dim)
+        self.kept = [(empty, empty) for _ in range(c.num_layers)]
+        self.positions = range(0)
+
+    @property
+    def length(self) -> int:
+        return self.kept[0][0].shape[1]
+
+    def keep(self, features: Tensor) -> None:
+        """Append the context tokens with these features."""
+        context = self.head.fuse(features)
+        self.positions = range(self.length, self.length + context.shape[-2])
+        for layer, (keys, values) in enumerate(self.kept):
+            k, v = self.head.context_kv(context, layer)
+            k = self.rotate(k, self.head.config.num_kv_heads)
+            self.kept[layer] = (torch.cat((keys, self._heads(k)), 1), torch.cat((values, self._heads(v)), 1))
+
+    def block(self, embedded: Tensor) -> Tensor:
+        """Return the hidden states of a block behind the context."""
+        self.positions = range(self.length, self.length + embedded.shape[-2])
+        return self.head.run(embedded, self)
+
+    def rotate(self, x: Tensor, heads: int) -> Tensor:
+        first, second = x.view(-1, heads, self.head.config.head_dim).chunk(2, dim=-1)
+        cos, sin = self.cos[list(self.positions), None], self.sin[list(self.positions), None]
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).view(x.shape)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = (torch.cat((kept, self._heads(x)), 1) for kept, x in zip(self.kept[layer], (k, v), strict=True))
+        size = len(self.positions)
+        seen = torch.ones(size, self.length + size, dtype=torch.bool)
+        if self.head.config.causal:
+            seen = seen.tril(self.length)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            self._heads(q)[None], keys[None], values[None], attn_mask=seen, enable_gqa=True
+        )
+        return out[0].transpose(0, 1).reshape(q.shape)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(len(self.positions), -1, self.head.config.head_dim).transpose(0, 1)
+
+
+def refused(folder: Path, *parts: str, target: DecoderConfig | None = None) -> None:
+    """Reading `folder` and loading it both fail, with one sentence that holds every part."""
+    for read in (read_block_config, load_block):
+        with pytest.raises(CheckpointError) as error:
+            read(folder, target or target_config())
+        for part in parts:
+            assert part in str(error.value)

@@ -1,0 +1,135 @@
+"""The draft graph of block heads against blocks run one at a time in PyTorch, and trees grown from their definition."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from compiler.block_checkpoint import load_block
+from compiler.export import export_draft
+from compiler.models.drafting import BlockDraft
+from plans import names
+from plans.manifest import Tree
+
+from .block_heads import MASK, VOCAB, KeptContext, random_target, write_block
+from .eagle3_heads import target_config
+from .grouped_attention import CUDA, in_float32, norms_outside
+from .test_draft_graph import CPU, RTX, DraftEngine, grow
+
+DSPARK = {"layout": "deepspec", "markov": ("vanilla", 6)}
+CHAIN = Tree(top_k=1, depth=3, nodes=5)
+BUSHY = Tree(top_k=3, depth=2, nodes=9)
+CASES: dict[str, tuple[dict[str, Any], Tree]] = {
+    "dflash": ({"layout": "zlab"}, CHAIN),
+    "dflash-tree": ({"layout": "zlab", "streams": (0, 3, 5, 7)}, BUSHY),
+    "jetspec": ({"layout": "jetspec"}, CHAIN),
+    "jetspec-short": ({"layout": "jetspec"}, Tree(top_k=1, depth=0, nodes=2)),  # fewer slots than the block has
+    "jetspec-tree": ({"layout": "jetspec"}, BUSHY),
+    "dspark": (DSPARK, Tree(top_k=1, depth=4, nodes=6)),
+    "dspark-front": (DSPARK, Tree(top_k=1, depth=4, nodes=4)),
+    "dspark-tree": (DSPARK, BUSHY),
+    "dspark-gated-tree": (DSPARK | {"markov": ("gated", 6)}, BUSHY),
+    "dspark-rnn": (DSPARK | {"markov": ("rnn", 6)}, CHAIN),
+    "dspark-rnn-tree": (DSPARK | {"markov": ("rnn", 6)}, Tree(top_k=2, depth=3, nodes=12)),
+    "dspark-confident": (DSPARK | {"confidence": "markov"}, CHAIN),
+    "dspark-confident-tree": (DSPARK | {"confidence": "hidden"}, BUSHY),
+    "speculators": ({"layout": "speculators-dspark", "draft_vocab": 25, "markov": ("rnn", 6)}, BUSHY),
+}
+
+
+class BlockOracle:
+    """One block behind a context, and what its head says behind any path of tokens."""
+
+    def __init__(self, draft: BlockDraft, features: Tensor, tip: int) -> None:
+        c = draft.head.config
+        context = KeptContext(draft.head)
+        context.keep(features)
+        tokens = torch.tensor([tip] + [c.mask_token_id] * (c.block_size - 1))
+        self.draft, self.tip = draft, tip
+        self.hidden = context.block(draft.embed(tokens))[c.first_slot :]
+
+    def scores(self, path: list[int]) -> tuple[Tensor, float | None]:
+        """Logits behind the tip and the target tokens in `path`, and the confidence of what is drafted there."""
+        head, state, bias = self.draft.head, None, torch.zeros(())
+        previous = torch.tensor([self.tip, *path])
+        for slot in range(len(previous) if head.markov is not None else 0):
+            state, bias = head.markov_bias(state, previous[slot], self.hidden[slot])
+        here = self.hidden[len(path)]
+        confidence = None
+        if head.confidence_head is not None:
+            confidence = float(torch.nn.functional.logsigmoid(head.confidence(here, previous[-1])))
+        return self.draft.logits(here) + bias, confidence
+
+    def log_probs(self, path: list[int]) -> NDArray[np.float64]:
+        return torch.log_softmax(self.scores(path)[0].double(), -1).detach().numpy()
+
+
+@pytest.fixture
+def _grouped(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_float32(monkeypatch)
+    norms_outside(monkeypatch)
+
+
+def _drafted(
+    case: dict[str, Any], tree: Tree, target: str, folder: Path
+) -> tuple[dict[str, NDArray[Any]], BlockOracle]:
+    """A draft behind 14 tokens of context, taken in by two passes, the second of them over an earlier block's KV."""
+    write_block(folder / "head", **case)
+    draft = BlockDraft(load_block(folder / "head", target_config()), random_target())
+    engine = DraftEngine(draft, tree, folder / "engine", target=target, vocabulary=VOCAB)
+    random = np.random.default_rng(3)
+    tokens = random.integers(0, MASK, 15).tolist()
+    features = random.normal(size=(20, draft.feature_size)).astype(np.float32)
+    rows = random.permutation(20)[:14]
+    engine.draft(tokens[1:9], 0, features=features, feature_indices=rows[:8])
+    found = engine.draft(tokens[9:], 8, features=features, feature_indices=rows[8:])
+    return found, BlockOracle(draft, torch.from_numpy(features[rows]), tokens[-1])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_tree_of_a_block_is_the_one_of_the_definition(name: str, tmp_path: Path) -> None:
+    _check(*CASES[name], CPU, tmp_path)
+
+
+def test_a_level_more_of_a_chain_is_six_nodes_more_of_the_graph(tmp_path: Path) -> None:
+    """Its scores, the bias behind the token before and their sum, noise, and the choice; confidences are predicted for
+    all levels at once."""
+    write_block(tmp_path / "head", **DSPARK | {"confidence": "markov"})
+    draft = BlockDraft(load_block(tmp_path / "head", target_config()), random_target())
+    nodes = [
+        Counter(
+            node.op_type for node in export_draft(draft, Tree(top_k=1, depth=depth, nodes=depth + 2), 64, VOCAB).graph
+        )
+        for depth in (2, 3)
+    ]
+    assert nodes[1] - nodes[0] == Counter({"Gather": 3, "MatMul": 1, "Add": 1, "TreeExpand": 1})
+
+
+@pytest.mark.usefixtures("_grouped")
+@pytest.mark.parametrize("target", [CUDA, RTX])
+@pytest.mark.parametrize("name", ["dflash", "jetspec-tree", "dspark-confident"])
+def test_it_is_the_same_as_other_backends_are_given_it(name: str, target: str, tmp_path: Path) -> None:
+    _check(*CASES[name], target, tmp_path)
+
+
+def _check(case: dict[str, Any], tree: Tree, target: str, folder: Path) -> None:
+    found, oracle = _drafted(case, tree, target, folder)
+    ids = oracle.draft.head.target_ids.tolist()
+    expected = grow(lambda path: oracle.log_probs([ids[t] for t in path]), tree)
+    token, parent, depth, score, _ = map(np.array, zip(*expected, strict=True))
+    tip = 14
+    np.testing.assert_array_equal(found[names.TREE_TOKEN_IDS], [oracle.tip, *(ids[t] for t in token)])
+    np.testing.assert_array_equal(found[names.TREE_PARENT], [-1, *parent])
+    np.testing.assert_array_equal(found[names.TREE_POSITIONS], tip + np.array([0, *depth]))
+    if tree.top_k == 1 and oracle.draft.head.confidence_head is not None:  # what the head says of the chain's tokens
+        chain = [ids[t] for t in token]
+        said = [oracle.scores(chain[:place])[1] for place in range(len(chain))]
+        score = np.cumsum(np.array(said, float))
+    np.testing.assert_allclose(found[names.TREE_SCORE], [0.0, *score], atol=1e-4)

@@ -1,0 +1,214 @@
+"""EAGLE3 heads in speculators' layout are those that other projects write, under other names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import LlamaConfig
+
+from compiler.deferred import deferred
+from compiler.eagle3_checkpoint import defer_eagle3, load_eagle3, read_eagle3_config
+from compiler.models.eagle3_config import Eagle3Overrides
+
+from .eagle3_heads import SAFETENSORS, WIDE, change, change_config, refused, target_config, write_eagle3
+from .packed_heads import pack_head
+
+TAPS = "eagle_aux_hidden_state_layer_ids"
+
+
+def write_speculators(folder: Path, **head: Any) -> dict[str, Tensor]:
+    """Write a random head as SpecForge would to `folder/other`, and the same in speculators' layout to `folder`."""
+    tensors = write_eagle3(folder / "other", own_embedding=True, rope_theta=700.0, **head)
+    raw = json.loads((folder / "other" / "config.json").read_text())
+    outer = {key: raw.pop(key) for key in ("draft_vocab_size", "fc_norm", "norm_output") if key in raw}
+    config = outer | {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {"algorithm": "eagle3"},
+        "transformer_layer_config": raw,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "embed_requires_grad": False,
+        "target_hidden_size": None,
+        TAPS: [1, 4, 6],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    save_file(renamed, folder / SAFETENSORS)
+    return renamed
+
+
+@pytest.mark.parametrize("head", [{}, {"draft_vocab": 25}, {"fc_norm": True, "norm_output": True}])
+def test_the_head_is_the_one_that_others_write(head: dict[str, Any], tmp_path: Path) -> None:
+    write_speculators(tmp_path, **head)
+    given = Eagle3Overrides(aux_layers=(1, 4, 6))
+    other = load_eagle3(tmp_path / "other", target_config(), given=given)
+    ours = load_eagle3(tmp_path, target_config())
+    assert ours.state_dict().keys() == other.state_dict().keys()
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in ours.state_dict().items())
+    assert ours.config.__dict__ | {"taps": other.config.taps} == other.config.__dict__
+    unread = defer_eagle3(tmp_path, target_config())
+    assert all(torch.equal(each.read(), ours.state_dict()[name]) for name, each in deferred(unread).items())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_packed_head_is_the_one_that_others_write(bits: int, tmp_path: Path) -> None:
+    """compressed-tensors describes weights beside `transformer_layer_config`, not in it."""
+    write_speculators(tmp_path, **WIDE, draft_vocab=25, fc_norm=True)
+    target, given = target_config(hidden=32), Eagle3Overrides(aux_layers=(1, 4, 6))
+    for folder in (tmp_path, tmp_path / "other"):
+        pack_head(folder, bits)
+    other, ours = load_eagle3(tmp_path / "other", target, given=given), load_eagle3(tmp_path, target)
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in ours.state_dict().items())
+    kept = [each.tensors.quantized(each.stored_name) for each in deferred(defer_eagle3(tmp_path, target)).values()]
+    assert sum(source is not None and source.bits == bits for source in kept) == 9
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_a_description_of_weights_inside_the_layers_is_named(key: str, tmp_path: Path) -> None:
+    """As where the verifier's own configuration was copied there."""
+    write_speculators(tmp_path)
+    inner = json.loads((tmp_path / "config.json").read_text())["transformer_layer_config"]
+    change_config(tmp_path, transformer_layer_config=inner | {key: {"quant_method": "compressed-tensors"}})
+    refused(tmp_path, f"config.json: transformer_layer_config.{key} describes quantised weights", "move it there")
+
+
+def test_a_kind_of_quantised_head_that_is_not_read_is_named(tmp_path: Path) -> None:
+    write_speculators(tmp_path)
+    change_config(tmp_path, quantization_config={"quant_method": "fp8"})
+    refused(tmp_path, "config.json: this is an FP8 checkpoint (quantization_config), which is not read")
+
+
+def test_taps_name_the_layers_that_streams_enter_whatever_the_first_id(tmp_path: Path) -> None:
+    write_speculators(tmp_path)
+    taps = read_eagle3_config(tmp_path, target_config()).taps
+    assert taps == ((1, 4, 6), f"{TAPS} [1, 4, 6], indices of hidden_states, as speculators writes them")
+    change_config(tmp_path, **{TAPS: None})
+    assert read_eagle3_config(tmp_path, target_config()).aux_layers == (2, 4, 5)
+    given = Eagle3Overrides(aux_layers=(0, 3, 5))
+    assert read_eagle3_config(tmp_path, target_config(), given).aux_layers == (0, 3, 5)
+
+
+@pytest.mark.parametrize("ids", [[1, 4], [1, 4, 4], [-1, 3, 5], [1, 4, 8], 3])
+def test_wrong_taps(ids: object, tmp_path: Path) -> None:
+    write_speculators(tmp_path)
+    change_config(tmp_path, **{TAPS: ids})
+    refused(tmp_path, f"{TAPS} must be 3 different layers from 0 to 7 of the target, found {ids!r}")
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"speculators_model_type": "dflash"}, "speculators_model_type is 'dflash', expected 'eagle3'"),
+        ({"norm_before_fc": True}, "norm_before_fc is on; such heads cannot be compiled"),
+        ({"norm_before_residual": True}, "norm_before_residual is on; such heads cannot be compiled"),
+        ({"transformer_layer_config": None}, "transformer_layer_config must be a JSON object, found None"),
+        (
+            {"transformer_layer_config": {"model_type": "qwen3"}},
+            "transformer_layer_config.model_type is 'qwen3'; only EAGLE3 heads with a layer of llama",
+        ),
+    ],
+)
+def test_wrong_config_names_the_key(values: dict[str, object], sentence: str, tmp_path: Path) -> None:
+    write_speculators(tmp_path)
+    change_config(tmp_path, **values)
+    refused(tmp_path, "config.json: ", sentence)
+
+
+def change_layers(folder: Path, **values: object) -> None:
+    layers = json.loads((folder / "config.json").read_text())["transformer_layer_config"]
+    change_config(folder, transformer_layer_config=layers | values)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("some_future_norm", True),
+        ("residual_gate", "on"),
+        ("sliding_window", 128),
+        ("mask_token_id", 3),
+        ("aux_hidden_state_layer_ids", [1, 4, 6]),
+        ("eagle_config", {TAPS: [1, 4, 6]}),
+    ],
+)
+def test_unknown_keys_are_named(key: str, value: object, tmp_path: Path) -> None:
+    write_speculators(tmp_path)
+    change_config(tmp_path, **{key: value})
+    refused(tmp_path, f"config.json: {key} is {value!r}, a key that is not known here", "remove the key if it does not")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("attention_multiplier", 2.0), ("logits_scaling", 8), ("fc_norm", True), ("qk_norm", True)]
+)
+def test_unknown_keys_of_the_layers_are_named(key: str, value: object, tmp_path: Path) -> None:
+    write_speculators(tmp_path)
+    change_layers(tmp_path, **{key: value})
+    refused(tmp_path, f"config.json: transformer_layer_config.{key} is {value!r}, a key that is not known here")
+
+
+@pytest.mark.parametrize("key", ["attention_bias", "mlp_bias"])
+def test_biases_are_refused(key: str, tmp_path: Path) -> None:
+    write_speculators(tmp_path)
+    change_layers(tmp_path, **{key: True})
+    refused(tmp_path, f"config.json: transformer_layer_config.{key} is True; EAGLE3 heads with biases cannot")
+
+
+@pytest.mark.parametrize(
+    ("about", "said"),
+    [
+        ({"algorithm": "dflash"}, "speculators_config.algorithm is 'dflash' and speculators_model_type is 'eagle3'"),
+        ("eagle3", "speculators_config must be a JSON object, found 'eagle3'"),
+    ],
+)
+def test_what_tells_of_another_drafter_is_named(about: object, said: str, tmp_path: Path) -> None:
+    write_speculators(tmp_path)
+    change_config(tmp_path, speculators_config=about)
+    refused(tmp_path, f"config.json: {said}")
+
+
+def test_keys_without_effect_change_nothing(tmp_path: Path) -> None:
+    """Those of published heads, of several versions of speculators and transformers."""
+    write_speculators(tmp_path, draft_vocab=25)
+    plain = read_eagle3_config(tmp_path, target_config())
+    greedy = {"proposal_type": "greedy", "accept_tolerance": 0.0, "speculative_tokens": 5, "verifier_accept_k": 1}
+    change_config(
+        tmp_path,
+        architectures=["Eagle3Speculator"],
+        auto_map={"": "eagle3.Eagle3SpeculatorConfig"},
+        base_model_ep_plan=None,
+        dtype="bfloat16",
+        has_no_defaults_at_init=False,
+        speculators_config={
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [greedy],
+            "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "a/model"},
+        },
+        speculators_version="0.7.0",
+        tie_word_embeddings=False,
+        torch_dtype="bfloat16",
+        transformers_version="4.57.1",
+        some_future_norm=None,
+    )
+    layers = json.loads((tmp_path / "config.json").read_text())["transformer_layer_config"]
+    rest = {key: value for key, value in LlamaConfig().to_dict().items() if key != "rope_parameters"}
+    change_layers(tmp_path, **rest | layers)
+    change_layers(
+        tmp_path, sliding_window=2048, layer_types=["full_attention"], quantization_config={}, torch_dtype="bfloat16"
+    )
+    assert read_eagle3_config(tmp_path, target_config()) == plain
+
+
+def test_tensors_are_named_as_speculators_names_them(tmp_path: Path) -> None:
+    tensors = write_speculators(tmp_path, draft_vocab=25)
+    of_training = {"verifier_norm.weight": torch.ones(16), "verifier_lm_head.weight": torch.zeros(25, 16)}
+    save_file(tensors | of_training, tmp_path / SAFETENSORS)
+    load_eagle3(tmp_path, target_config())
+    change(tmp_path, lambda stored: stored.pop("layers.0.mlp.up_proj.weight"))
+    refused(tmp_path, "tensor 'layers.0.mlp.up_proj.weight' is missing", "an EAGLE3 head as speculators writes it")

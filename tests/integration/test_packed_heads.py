@@ -1,0 +1,129 @@
+"""Plans with a head whose checkpoint stores integers: they are kept, and the tokens are those of plain decoding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+from torch import Tensor
+
+import compiler.build
+from compiler.build import build
+from compiler.deferred import deferred
+from compiler.eagle3_checkpoint import defer_eagle3
+from compiler.inspect import describe
+from compiler.opening import read_config
+from compiler.recipe import Recipe, load_recipe
+from plans.errors import RecipeError
+from plugins.quant_layout import QuantLayout, unpack
+from plugins.reference import dequantize
+from runtime import Runtime
+from runtime.request import Options
+from tests.compiler.eagle3_heads import write_eagle3
+from tests.compiler.packed_heads import pack_head
+from tests.conftest import made_once
+from tools.verify.agreement import compare_drafters
+
+CPU = "onnxruntime-cpu"
+BITS = (4, 8)
+PROMPTS = [[(41 * i) % 299 + 1 for i in range(length)] for length in (60, 9, 1)]
+
+
+def write_head(folder: Path, bits: int) -> dict[str, Tensor]:
+    """A head for the toy with all projections packed, and an embedding of its own."""
+    write_eagle3(
+        folder, target_hidden=32, vocab=300, draft_vocab=120, intermediate=64, aux_layer_ids=[0, 1, 2],
+        own_embedding=True,
+    )  # fmt: skip
+    return pack_head(folder, bits)
+
+
+def recipe_of(toy_recipe: Path, head: Path, *overrides: str, weights: str = "null") -> Recipe:
+    section = (
+        f"{{name: head, kind: eagle3, checkpoint: {head}, weights: {weights}, tree: {{top_k: 3, depth: 2, nodes: 9}}}}"
+    )
+    return load_recipe(toy_recipe, [f"drafters=[{section}]", *overrides])
+
+
+@pytest.fixture(scope="module", params=BITS)
+def head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_once(tmp_path_factory, f"head-int{request.param}", lambda folder: write_head(folder, request.param))
+
+
+@pytest.fixture(scope="module")
+def plan(head: Path, toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    recipe = recipe_of(toy_recipe, head)
+    return made_once(tmp_path_factory, f"{head.name}-plan", lambda out: build(recipe, toy_recipe, out))
+
+
+def test_the_engine_has_the_integers_of_the_checkpoint(plan: Path, head: Path, toy_recipe: Path) -> None:
+    """All of them, whatever products became one; the embedding, a table of floats, stays one."""
+    graph = onnx.load(plan / "engines" / CPU / "head.onnx").graph
+    weights = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    found: dict[str, NDArray[np.float32]] = {}
+    for node in graph.node:
+        if node.op_type == "QuantMatMul":
+            layout = QuantLayout(
+                **{
+                    {"N": "outputs", "K": "inputs"}.get(attribute.name, attribute.name): attribute.i
+                    for attribute in node.attribute
+                    if attribute.name in ("N", "K", "bits", "wide", "minimums")
+                }
+            )
+            found[node.input[1]] = dequantize(*unpack(weights[node.input[1]], layout))
+            assert layout.bits == int(head.name[-1])
+    stored = deferred(defer_eagle3(head, read_config(toy_recipe.parent / "target")))
+    rows = {row.tobytes() for matrix in found.values() for row in matrix}
+    kept = [each for name, each in stored.items() if each.tensors.quantized(each.stored_name) is not None]
+    assert len(kept) == 9
+    for each in kept:
+        for row in each.read_stored().numpy():
+            assert row.tobytes() in rows, each.stored_name
+    assert [each.dtype for each in weights.values() if each.shape == (300, 32)] == [np.float32]
+    assert not [node for node in graph.node if node.op_type == "MatMul"]
+
+
+@pytest.mark.parametrize("options", [Options(temperature=0.0), Options(temperature=0.9, seed=3)])
+def test_tokens_are_those_of_plain_decoding(plan: Path, options: Options) -> None:
+    runtime = Runtime.load(plan, threads=1)
+    (check,) = compare_drafters(
+        runtime.session(), PROMPTS, ["head"], options | Options(max_new_tokens=24), 0.0, exact=True
+    ).values()
+    assert check.tokens == 24 * len(PROMPTS)
+    assert check.partings == []
+
+
+def test_weights_of_the_recipe_are_for_what_is_stored_as_floats(head: Path, toy_recipe: Path, tmp_path: Path) -> None:
+    """As for decoders: integers are kept, the embedding is rounded."""
+    build(recipe_of(toy_recipe, head, weights="{type: int8}"), toy_recipe, tmp_path / "plan")
+    shown = describe(tmp_path / "plan")["backends"][CPU]["engines"]["head"]
+    assert any(op.endswith("QuantGather") for op in shown["ops"])
+    assert set(shown["weights"]) - {"bool", "int64"} == {"int8", head.name.removeprefix("head-"), "float32"}
+
+
+def test_fewer_bits_than_are_stored_are_refused_unless_they_may_be_rounded_again(
+    toy_recipe: Path, tmp_path: Path
+) -> None:
+    write_head(tmp_path / "head", 8)
+    with pytest.raises(RecipeError, match=r"drafters\[0\]\.weights\.requantize is false, and .* integers of 8 bits"):
+        build(recipe_of(toy_recipe, tmp_path / "head", weights="{type: int4}"), toy_recipe, tmp_path / "plan")
+    again = recipe_of(toy_recipe, tmp_path / "head", weights="{type: int4, requantize: true}")
+    build(again, toy_recipe, tmp_path / "plan")
+    assert "int4" in describe(tmp_path / "plan")["backends"][CPU]["engines"]["head"]["weights"]
+
+
+def test_tensorrt_builds_an_engine_of_it(
+    head: Path, toy_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of floats: it compiles no drafts that dequantise."""
+    pytest.importorskip("tensorrt_rtx")
+    monkeypatch.setattr(compiler.build, "_compile_kernels", lambda *_: {})  # those of ops beside the engines
+    recipe = recipe_of(toy_recipe, head, "backends=[{kind: tensorrt-rtx, compute_capabilities: [sm_80]}]")
+    plan = build(recipe, toy_recipe, tmp_path / "plan").plan.manifest.backends["tensorrt-rtx"]
+    assert "DEQUANTIZE" not in plan.engines["head"].layers
+    applied = {(report.engine, report.rule): report.applied for report in plan.lowering}
+    assert applied["head", "Quantize"] == 9
+    assert applied["head", "FloatDrafts"] > 9  # each level reads the layer's weights

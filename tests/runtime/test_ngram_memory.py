@@ -1,0 +1,331 @@
+"""Drafts from earlier outputs against an oracle that scans them, the memory's bound, and threads."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plans.errors import PlanError
+from plans.manifest import NgramDrafter as NgramSettings
+from plugins.native import NgramMemory
+from runtime.drafters import make_memories
+from runtime.drafters.ngram import NgramDrafter
+from runtime.sampling import SamplingParams
+from tests.runtime.ngram_oracle import (
+    SAMPLINGS,
+    SETTINGS,
+    OracleMemory,
+    ScanningOracle,
+    TieError,
+    drafted,
+    drafted_tree,
+)
+
+BYTES_A_TOKEN = 160
+TOKENS = st.lists(st.integers(0, 3), max_size=12)
+
+
+def recalling(memory: NgramMemory, *settings: float, **named: float) -> NgramDrafter:
+    """A drafter with a memory."""
+    drafter = NgramDrafter(*settings, **named)  # type: ignore[arg-type]
+    drafter.recall_from(memory)
+    return drafter
+
+
+@given(
+    settings=SETTINGS,
+    room=st.integers(2, 50),
+    steps=st.lists(
+        st.one_of(
+            st.tuples(st.just("count"), TOKENS),
+            st.tuples(st.just("likely"), TOKENS),
+            st.tuples(st.just("suppose"), TOKENS),
+            st.tuples(st.just("remember"), TOKENS, TOKENS),
+        ),
+        max_size=20,
+    ),
+    sampling=SAMPLINGS,
+)
+def test_drafts_are_those_of_the_scanning_oracle_whatever_was_forgotten(
+    settings: tuple[int, int, int, float],
+    room: int,
+    steps: list[tuple[str, list[int]] | tuple[str, list[int], list[int]]],
+    sampling: SamplingParams,
+) -> None:
+    memory, texts = NgramMemory(room, settings[0]), OracleMemory(room)
+    drafter, oracle = recalling(memory, *settings, 1), ScanningOracle(*settings, sampling, texts)
+    for what, tokens, *output in steps:
+        supposed = list[int]()
+        if what == "remember":
+            memory.add(tokens, *output)
+            texts.add(tokens, *output)
+            assert memory.tokens == texts.tokens <= room
+        elif what == "count":
+            drafter.extend(tokens)
+            oracle.extend(tokens)
+        elif what == "likely":
+            drafter.observe(len(oracle.tokens), np.array(tokens, np.int64))
+            oracle.observe(0, tokens)
+        else:
+            supposed = tokens
+        certain = list(oracle.tokens)
+        if supposed:
+            drafter.mark_tentative(len(certain))
+        oracle.tokens = [*certain, *supposed]
+        drafter.sync(oracle.tokens)
+        try:
+            expected = oracle.draft(9)
+        except TieError:
+            return
+        assert drafted_tree(drafter, 9, sampling=sampling) == expected
+        if supposed:
+            drafter.mark_tentative(None)
+            oracle.tokens, oracle.guesses = certain, []
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("seed", range(12))
+def test_long_runs_give_the_drafts_of_the_scanning_oracle(seed: int, temperature: float) -> None:
+    """Texts that quote each other, so that contexts are long, known in both halves, and continued in several ways."""
+    generator, sampling = random.Random(seed), SamplingParams(temperature=temperature, seed=seed)
+    settings, room = (generator.choice([2, 4, 9]), 1, 9, generator.choice([0.0, 0.0613])), generator.randint(30, 120)
+    memory, texts, quotable = NgramMemory(room, settings[0]), OracleMemory(room), [0, 1, 2]
+    compared = recalled = 0
+    for _ in range(6):
+        drafter, oracle = recalling(memory, *settings), ScanningOracle(*settings, sampling, texts)
+        for _ in range(25):
+            start = generator.randrange(len(quotable))
+            tokens = [*quotable[start : start + generator.randint(1, 8)], generator.randrange(3)]
+            quotable = [*quotable, *tokens][-60:]
+            if generator.random() < 0.5:
+                memory.add(tokens[:2], tokens[2:])
+                texts.add(tokens[:2], tokens[2:])
+            else:
+                drafter.extend(tokens)
+                oracle.extend(tokens)
+            try:
+                expected = oracle.draft(9)
+            except TieError:
+                break
+            assert drafted_tree(drafter, 9, sampling=sampling) == expected
+            compared, recalled = compared + 1, recalled + sum(guess[2] for guess in oracle.guesses)
+    assert compared > 20
+    assert recalled > 20
+
+
+@given(texts=st.lists(st.tuples(TOKENS, TOKENS), max_size=8), room=st.integers(2, 60), tokens=TOKENS)
+def test_the_same_outputs_in_the_same_order_give_the_same_drafts(
+    texts: list[tuple[list[int], list[int]]], room: int, tokens: list[int]
+) -> None:
+    drafts = []
+    for read_between in (False, True):
+        memory = NgramMemory(room, 64)
+        drafter = recalling(memory)
+        for lead, output in texts:
+            memory.add(lead, output)
+            if read_between:
+                drafter.foresee([], 8, SamplingParams())
+        drafter.extend(tokens)
+        drafts.append(drafted_tree(drafter, 8))
+    assert drafts[0] == drafts[1]
+
+
+def test_what_a_prompt_led_with_is_a_context_and_never_a_draft() -> None:
+    memory = NgramMemory(100, 64)
+    memory.add([1, 2, 3], [4, 5])
+    for context, draft in (([1], []), ([1, 2], []), ([1, 2, 3], [4, 5]), ([3], [4, 5]), ([9, 3], [4, 5])):
+        drafter = recalling(memory)
+        drafter.extend(context)
+        assert drafted(drafter, 8) == draft
+
+
+def test_texts_do_not_run_on_into_each_other() -> None:
+    memory = NgramMemory(100, 64)
+    memory.add([], [1, 2])
+    memory.add([], [3, 4])
+    drafter = recalling(memory)
+    drafter.extend([1, 2])
+    assert drafted(drafter, 8) == []
+
+
+def test_the_sequence_goes_first_unless_the_memory_knows_a_longer_context() -> None:
+    memory = NgramMemory(100, 64)
+    memory.add([], [1, 2, 3])
+    memory.add([], [1, 2, 3])
+    drafter = recalling(memory, max_draft=1)
+    drafter.extend([1, 2, 4, 1, 2])
+    assert drafted(drafter, 1) == [4]
+    memory.add([], [4, 1, 2, 5])
+    assert drafted(drafter, 1) == [5]
+
+
+def test_counts_of_both_halves_are_added() -> None:
+    memory = NgramMemory(20, 64)
+    for following in (2, 2, 2, 3, 3, 3, 3):  # five of them fill a half
+        memory.add([], [1, following])
+    drafter = recalling(memory, max_draft=1)
+    drafter.extend([1])
+    assert memory.tokens == 14
+    assert drafted(drafter, 1) == [3]
+
+
+def test_the_oldest_texts_go_first() -> None:
+    memory = NgramMemory(40, 64)
+    known = []
+    for text in range(8):
+        memory.add([], [10 * text + place for place in range(10)])
+        known.append([])
+        for other in range(8):
+            drafter = recalling(memory)
+            drafter.extend([10 * other])
+            if drafted(drafter, 1):
+                known[-1].append(other)
+    assert known[:5] == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [2, 3, 4]]
+    assert known[5:] == [[2, 3, 4, 5], [4, 5, 6], [4, 5, 6, 7]]
+
+
+def test_of_a_text_longer_than_half_the_end_is_kept() -> None:
+    memory = NgramMemory(20, 64)
+    memory.add([7] * 5, list(range(100, 130)))
+    assert memory.tokens == 10
+    for context, draft in ((119, []), (120, [121, 122])):
+        drafter = recalling(memory)
+        drafter.extend([context])
+        assert drafted(drafter, 2) == draft
+
+
+def test_what_the_memory_foretold_wrongly_shortens_its_own_drafts_alone() -> None:
+    memory, repeated = NgramMemory(4000, 64), [1, 2, 3, 4, 1, 2, 3, 4, 1]
+    for place in range(200):
+        memory.add([], [1000 + place, 5])
+    drafts, own = [], []
+    for fresh in (True, False):
+        drafter = recalling(memory, min_confidence=0.4)
+        for place in range(0 if fresh else 100):
+            drafter.extend([1000 + place])
+            drafted(drafter, 8)
+            drafter.extend([8000 + place])  # not 5
+        drafter.extend([1150])
+        drafts.append(drafted(drafter, 8))
+        drafter.extend(repeated)
+        own.append(drafted(drafter, 8))
+    assert drafts == [[5], []]
+    assert own[0] == own[1] != []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param([7] * 500, id="one token"),
+        pytest.param([1] * 250 + [2] * 250, id="most states"),
+        pytest.param([1] + [2] * 498 + [3], id="most edges"),
+        pytest.param(None, id="random pairs"),
+        pytest.param([], id="all different"),
+    ],
+)
+def test_memory_is_taken_at_once_and_stays_within_its_bound(text: list[int] | None) -> None:
+    room, generator = 4096, random.Random(3)
+    memory = NgramMemory(room, 64)
+    taken = memory.nbytes
+    assert taken <= BYTES_A_TOKEN * room + 1000
+    for number in range(40):
+        output = [generator.randrange(2) for _ in range(500)] if text is None else text
+        memory.add([], output or list(range(500 * number, 500 * number + 500)))
+        assert memory.tokens <= room
+        assert memory.nbytes == taken
+    assert memory.tokens >= room // 2 - 500
+
+
+def test_drafts_and_outputs_of_several_threads_do_not_disturb_each_other() -> None:
+    """Texts are runs of numbers of their own: whatever a draft sees of the memory, it goes on in one of them."""
+    length, memory = 700, NgramMemory(20_000, 64)
+    faults: list[object] = []
+    over = threading.Event()
+
+    def remember(writer: int) -> None:
+        for number in range(120):
+            first = (writer * 1000 + number) * 1000
+            memory.add([5, 6], list(range(first, first + length)))
+
+    def draft(reader: int) -> None:
+        generator, drafts = random.Random(reader), 0
+        while not over.is_set() or not drafts:
+            drafter = recalling(memory)
+            start = (generator.randrange(4) * 1000 + generator.randrange(120)) * 1000 + generator.randrange(length)
+            drafter.extend([start, start + 1])
+            tree = drafted_tree(drafter, 8)
+            drafts += 1
+            if tree != ([*range(start + 2, start + 2 + len(tree[0]))], [*range(-1, len(tree[0]) - 1)]):
+                faults.append((start, tree))
+
+    writers = [threading.Thread(target=remember, args=(writer,)) for writer in range(4)]
+    readers = [threading.Thread(target=draft, args=(reader,)) for reader in range(3)]
+    for thread in writers + readers:
+        thread.start()
+    for thread in writers:
+        thread.join(60)
+    over.set()
+    for thread in readers:
+        thread.join(60)
+    assert not faults
+    assert not any(thread.is_alive() for thread in writers + readers)
+    assert 9_000 <= memory.tokens <= 20_000
+    newest = 0
+    for writer in range(4):
+        drafter = recalling(memory)
+        drafter.extend([(writer * 1000 + 119) * 1000])
+        newest += drafted(drafter, 3) != []
+    assert newest, "nobody's last text is known"
+
+
+def test_a_draft_with_a_full_memory_is_cheap() -> None:
+    """Nothing that a round would notice, whether the memory has just changed or not: limits of a slow machine."""
+    generator = random.Random(1)
+    memory = NgramMemory(65_536, 64)
+    for _ in range(80):
+        memory.add([], [min(int(generator.paretovariate(0.6)), 30_000) for _ in range(1024)])
+    drafter = recalling(memory)
+    drafter.extend([min(int(generator.paretovariate(0.6)), 30_000) for _ in range(1024)])
+    token_ids, parent, score = np.zeros(64, np.int64), np.zeros(64, np.int64), np.zeros(64, np.float32)
+    start = time.perf_counter()
+    for round in range(500):
+        if round % 10 == 0:
+            memory.add([], [1, 2, 3])
+        drafter.draft(8, token_ids, parent, score, 0, SamplingParams())
+    assert (time.perf_counter() - start) / 500 < 1e-3
+
+
+def test_a_memory_of_other_contexts_is_refused() -> None:
+    with pytest.raises(ValueError, match="contexts of up to 3 tokens, and they must be 64"):
+        NgramDrafter().recall_from(NgramMemory(100, 3))
+
+
+@pytest.mark.parametrize(("tokens", "longest", "says"), [(1, 64, r"tokens\[0\] is 1"), (100, 0, r"longest\[0\] is 0")])
+def test_sizes_out_of_limits_are_refused(tokens: int, longest: int, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        NgramMemory(tokens, longest)
+
+
+@pytest.mark.parametrize("token", [-1, 2**32])
+def test_what_is_no_token_is_refused_and_nothing_is_added(token: int) -> None:
+    memory = NgramMemory(100, 64)
+    with pytest.raises(ValueError, match=f"is {token}"):
+        memory.add([1], [2, token])
+    assert memory.tokens == 0
+
+
+def test_a_plan_says_which_drafters_have_a_memory() -> None:
+    settings = {"kind": "ngram", "min_context": 1, "max_draft": 3, "min_confidence": 0.0, "filler_top_k": 0}
+    with_one = NgramSettings(name="recall", max_context=5, memory=2048, **settings)  # type: ignore[arg-type]
+    without = NgramSettings(name="plain", max_context=5, **settings)  # type: ignore[arg-type]
+    memories = make_memories([with_one, without])
+    assert list(memories) == ["recall"]
+    recalling(memories["recall"], 5)
+    with pytest.raises(PlanError, match="max_context 99"):
+        make_memories([with_one.model_copy(update={"max_context": 99})])

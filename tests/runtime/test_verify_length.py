@@ -1,0 +1,219 @@
+"""How much of a draft is verified: by the rule, the most tokens a second that any choice of nodes brings."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from math import inf, log
+from operator import mul
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plans.pass_prices import Price
+from runtime.drafters.calibration import Calibration
+from runtime.drafters.verify_length import PriceCurve, VerifyLength, common_rate, worth_verifying
+
+CHANCE = st.floats(0.0, 1.0)
+# What each row more costs: nothing, little, or all at once, as where a kernel's next tile begins.
+STEPS = st.lists(st.one_of(st.just(0.0), st.floats(0.0, 2.0)), min_size=12, max_size=12)
+
+
+def curve_of(steps: Sequence[float], first: float = 1.0) -> PriceCurve:
+    return PriceCurve([Price(rows=rows, ms=ms) for rows, ms in enumerate(accumulate(steps, initial=first), 1)])
+
+
+@st.composite
+def drafts(draw: st.DrawFn, most: int = 6) -> tuple[list[int], list[float]]:
+    """Parents and chances of a tree."""
+    parent, chances = list[int](), list[float]()
+    for node in range(draw(st.integers(1, most))):
+        parent.append(draw(st.integers(-1, node - 1)))
+        above = 1.0 if parent[-1] < 0 else chances[parent[-1]]
+        chances.append(above * draw(CHANCE))
+    return parent, chances
+
+
+def closed(parent: Sequence[int]) -> Iterator[list[int]]:
+    """Every set of nodes that holds the ancestors of its nodes."""
+    for bits in range(2 ** len(parent)):
+        nodes = [node for node in range(len(parent)) if bits >> node & 1]
+        if all(parent[node] < 0 or parent[node] in nodes for node in nodes):
+            yield nodes
+
+
+@given(own=st.lists(CHANCE, min_size=1, max_size=10), steps=STEPS, draft=st.floats(0.0, 5.0), rate=st.floats(0.0, 10.0))
+def test_chains_bring_the_most_tokens_a_second_from_any_rate_on(
+    own: list[float], steps: list[float], draft: float, rate: float
+) -> None:
+    chances, curve = list(accumulate(own, mul)), curve_of(steps)
+
+    def speed(nodes: int) -> float:
+        return (1 + sum(chances[:nodes])) / (draft + curve.of(1 + nodes))
+
+    best = max(map(speed, range(1, 1 + len(chances))))
+    for _ in range(20):
+        (nodes,) = worth_verifying([chances], 1, curve, rate)
+        assert nodes == list(range(len(nodes)))
+        rate = speed(len(nodes))
+    assert rate == pytest.approx(best)
+
+
+@given(first=drafts(), second=drafts(4), rows=st.integers(1, 3), steps=STEPS, rate=st.floats(0.0, 3.0))
+def test_no_other_nodes_of_several_trees_bring_more_by_a_rate(
+    first: tuple[list[int], list[float]],
+    second: tuple[list[int], list[float]],
+    rows: int,
+    steps: list[float],
+    rate: float,
+) -> None:
+    curve = curve_of(steps)
+
+    def gain(one: Sequence[int], other: Sequence[int]) -> float:
+        chances = sum(first[1][node] for node in one) + sum(second[1][node] for node in other)
+        return chances - rate * curve.of(rows + len(one) + len(other))
+
+    one, other = worth_verifying([first[1], second[1]], rows, curve, rate)
+    assert one in list(closed(first[0]))
+    assert other in list(closed(second[0]))
+    assert one or other
+    every = (gain(a, b) for a in closed(first[0]) for b in closed(second[0]) if a or b)
+    assert gain(one, other) == pytest.approx(max(every))
+
+
+@given(draft=drafts(12), rows=st.integers(1, 3), steps=STEPS)
+def test_the_nodes_of_one_draft_are_those_that_it_has_among_several(
+    draft: tuple[list[int], list[float]], rows: int, steps: list[float]
+) -> None:
+    parent, chances = draft
+    length = VerifyLength(curve_of(steps))
+    for _ in range(8):
+        length.note_round(1, 1, 1.0, 1.0)
+    assert length.rate is not None
+    scores = [log(chance) if chance else -inf for chance in chances]
+    known = length.chances(parent, scores)
+    assert length.choose(parent, scores, rows) == worth_verifying([known], rows, length.curve, length.rate)[0]
+
+
+def test_where_rows_cost_nothing_all_are_verified_and_where_they_cost_too_much_the_likeliest() -> None:
+    chances = [[0.5, 0.4, 0.0], [0.9, 0.1]]
+    assert worth_verifying(chances, 2, curve_of([0.0] * 12), 1.0) == [[0, 1, 2], [0, 1]]
+    assert worth_verifying(chances, 2, curve_of([9.0] * 12), 1.0) == [[], [0]]
+    assert worth_verifying([], 2, curve_of([1.0] * 12), 1.0) == []
+    assert worth_verifying([[]], 2, curve_of([1.0] * 12), 1.0) == [[]]
+
+
+def test_a_node_that_costs_a_lot_is_verified_for_those_behind_it_that_cost_nothing() -> None:
+    """A pass of 5 to 8 rows costs the same, and much more than one of 4."""
+    curve = curve_of([0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0])
+    assert worth_verifying([[0.5] * 4], 1, curve, 1.0) == [[0, 1, 2]]  # the fifth row alone does not pay
+    assert worth_verifying([[0.5] * 7], 1, curve, 1.0) == [list(range(7))]
+
+
+def test_more_rows_never_count_as_cheaper() -> None:
+    measured = [Price(rows=1, ms=1.0), Price(rows=2, ms=1.5), Price(rows=3, ms=1.3), Price(rows=5, ms=2.0)]
+    curve = PriceCurve(measured)
+    found = curve.behind(0, 19)
+    assert found[:5] == pytest.approx([1.0, 1.4, 1.4, 1.7, 2.0])
+    assert all(one <= other for one, other in pairwise(found))
+    assert found[10] - found[9] == pytest.approx(0.6 / 3)  # as from 2 rows to 5
+    assert found == [curve.of(rows) for rows in range(1, 20)]
+    assert curve.behind(2, 2) == found[2:4]
+    assert curve.behind(7, 2) == found[7:9]
+    assert PriceCurve(measured[:1]).behind(0, 7) == [1.0] * 7
+
+
+def test_chances_are_the_drafters_own_until_something_was_verified() -> None:
+    parent, own = [-1, 0, 0, 1], [0.9, 0.5, 0.25, 0.04]
+    scores = [log(0.9), log(0.9 * 0.5), log(0.9 * 0.25), log(0.9 * 0.5 * 0.04)]
+    expected = [0.9, 0.9 * 0.5, 0.9 * 0.25, 0.9 * 0.5 * own[3]]
+    assert Calibration().chances(parent, scores) == pytest.approx(expected)
+    assert Calibration().chances([-1, 0], [-inf, -inf]) == [0.0, 0.0]  # no chance at all, and none behind it
+    assert Calibration().chances([-1], [1e-6]) == [1.0]  # rounded up
+
+
+@pytest.mark.parametrize(("said", "true"), [(0.97, 0.6), (0.35, 0.55), (0.85, 0.85), (0.05, 0.0)])
+def test_chances_become_the_shares_that_come(said: float, true: float) -> None:
+    calibration, draw = Calibration(), random.Random(1)
+    scores = [log(said), 2 * log(said)]
+    for _ in range(3000):
+        came = [draw.random() < true for _ in range(2)]
+        calibration.note_verified([-1, 0], scores, {0, 1} if all(came) else {0} if came[0] else set())
+    first, second = calibration.chances([-1, 0], scores)
+    assert first == pytest.approx(true, abs=0.06)
+    assert second == pytest.approx(first * first)
+    other = calibration.chances([-1], [log(0.5)])[0]
+    assert other == pytest.approx(0.5)  # such chances were never verified
+
+
+def test_nodes_that_the_target_never_came_near_tell_nothing() -> None:
+    calibration = Calibration()
+    for _ in range(200):
+        calibration.note_verified([-1, 0, 0], [log(0.6), log(0.6 * 0.3), log(0.6 * 0.3)], set())
+    assert calibration.chances([-1], [log(0.3)]) == pytest.approx([0.3])
+    assert calibration.chances([-1], [log(0.6)])[0] < 0.1
+
+
+def test_what_is_not_verified_any_more_is_believed_again() -> None:
+    calibration = Calibration()
+    for _ in range(300):
+        calibration.note_verified([-1], [log(0.5)], set())
+    assert calibration.chances([-1], [log(0.5)])[0] < 0.1
+    for _ in range(3000):
+        calibration.note_verified([-1], [log(0.95)], {0})
+    assert calibration.chances([-1], [log(0.5)])[0] > 0.45
+
+
+def simulated(steps: Sequence[float], draft: float, said: float, true: float, slower: float = 1.0) -> tuple[int, float]:
+    """Rounds of a drafter that says one chance of each token of its chains of 8, and is right as often as `true`; how
+    many nodes the last round verifies, and its rate."""
+    curve, draw = curve_of(steps), random.Random(7)
+    length = VerifyLength(curve)
+    parent, scores = list(range(-1, 7)), [log(said) * depth for depth in range(1, 9)]
+    nodes = list[int]()
+    for _ in range(4000):
+        nodes = length.choose(parent, scores, 1)
+        came = 0
+        while came < len(nodes) and draw.random() < true:
+            came += 1
+        length.note_verified(parent[: len(nodes)], scores[: len(nodes)], set(range(came)))
+        verifying = slower * curve.of(1 + len(nodes))
+        length.note_round(1 + len(nodes), 1 + came, verifying, verifying + slower * draft)
+    assert length.rate is not None
+    return len(nodes), length.rate
+
+
+@pytest.mark.parametrize("draft", [0.1, 1.0])
+@pytest.mark.parametrize(("said", "true"), [(0.97, 0.6), (0.45, 0.8), (0.75, 0.75)])
+@pytest.mark.parametrize("steps", [[0.2] * 8, [0.0, 0.0, 0.0, 0.5] * 2])
+def test_rounds_come_to_the_best_length_whatever_the_drafter_says(
+    steps: list[float], said: float, true: float, draft: float
+) -> None:
+    curve = curve_of(steps)
+
+    def speed(nodes: int) -> float:
+        tokens = sum(true**depth for depth in range(nodes + 1))
+        return tokens / (draft + curve.of(1 + nodes))
+
+    nodes, rate = simulated(steps, draft, said, true)
+    assert speed(nodes) > 0.97 * max(map(speed, range(1, 9)))
+    assert rate == pytest.approx(speed(nodes), rel=0.15)
+
+
+def test_a_machine_that_is_slower_than_when_it_was_measured_changes_nothing() -> None:
+    assert simulated([0.2] * 8, 0.5, 0.7, 0.7) == pytest.approx(simulated([0.2] * 8, 0.5, 0.7, 0.7, slower=5.0))
+
+
+def test_drafts_are_verified_whole_until_the_rate_is_known() -> None:
+    length = VerifyLength(curve_of([9.0] * 12))
+    for _ in range(8):
+        assert length.rate is None
+        assert length.choose([-1, 0, 1], [-0.1, -3.0, -9.0], 1) == [0, 1, 2]
+        length.note_round(4, 2, 0.5, 1.0)
+    assert length.rate == pytest.approx(2 / 28 * 0.5)
+    assert length.choose([-1, 0, 1], [-0.1, -3.0, -9.0], 1) == [0]
+    fresh = VerifyLength(length.curve)
+    assert common_rate([fresh]) is None
+    assert common_rate([fresh, length]) == length.rate
