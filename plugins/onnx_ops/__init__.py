@@ -17,6 +17,7 @@ from plugins.onnx_ops.draft_sample import draft_sample_function, draft_sample_sc
 from plugins.onnx_ops.quant_matmul import quant_function, quant_schema
 from plugins.onnx_ops.tree_expand import tree_expand_function, tree_expand_schema
 from plugins.onnx_ops.tree_rerank import tree_rerank_function, tree_rerank_schema
+from plugins.onnx_ops.window_bias import window_bias_function, window_bias_schema
 from plugins.schema import QUANT_OPS
 
 __all__ = ["DOMAIN", "FUNCTIONS", "OPSET", "VERSION"]
@@ -26,6 +27,7 @@ FUNCTIONS: dict[str, Callable[[], onnx.FunctionProto]] = {
     "DraftSample": draft_sample_function,
     "TreeExpand": tree_expand_function,
     "TreeRerank": tree_rerank_function,
+    "WindowBias": window_bias_function,
 } | {name: partial(quant_function, name) for name in QUANT_OPS}
 """The body of each op, by the op's name."""
 
@@ -34,6 +36,7 @@ for _schema in (
     draft_sample_schema(),
     tree_expand_schema(),
     tree_rerank_schema(),
+    window_bias_schema(),
     *map(quant_schema, QUANT_OPS),
 ):
     if not defs.has(_schema.name, DOMAIN):
