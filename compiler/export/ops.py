@@ -27,6 +27,8 @@ def branch_attention(
     scale: float,
     later: int,
     asks: int,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Shapes: `plugins.schemas`, BranchAttention."""
     raise NotImplementedError("outrider::branch_attention exists for export only")
@@ -113,10 +115,18 @@ def _translated(op: str, attributes: tuple[str, ...]) -> Callable[..., Any]:
     return translate
 
 
+def _translate_attention(*inputs: Any) -> Any:
+    *tensors, heads, kv_heads, scale, later, asks = inputs[:13]
+    softcap = inputs[13] if len(inputs) > 13 else 0.0
+    sinks = inputs[14:15] if len(inputs) > 14 and inputs[14] is not None else ()
+    return onnxscript.values.Opset(DOMAIN, VERSION).BranchAttention(
+        *tensors, *sinks,
+        num_heads=heads, kv_num_heads=kv_heads, scale=scale, later=later, asks=asks, softcap=softcap,
+    )  # fmt: skip
+
+
 TRANSLATIONS: dict[Any, Callable[..., Any]] = {
-    torch.ops.outrider.branch_attention.default: _translated(
-        "BranchAttention", ("num_heads", "kv_num_heads", "scale", "later", "asks")
-    ),
+    torch.ops.outrider.branch_attention.default: _translate_attention,
     torch.ops.outrider.window_bias.default: _translated("WindowBias", ("window",)),
     torch.ops.outrider.tree_expand.default: _translated("TreeExpand", ("top_k", "doubt")),
     torch.ops.outrider.draft_sample.default: _translated("DraftSample", ()),

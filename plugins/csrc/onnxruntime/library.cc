@@ -11,6 +11,7 @@
 #include "onnxruntime/isa.h"
 #include "onnxruntime/norm_op.h"
 #include "onnxruntime/quant_op.h"
+#include "onnxruntime/softcap_op.h"
 
 #if defined(_WIN32)
 #define OUTRIDER_EXPORT __declspec(dllexport)
@@ -27,10 +28,10 @@ constexpr const char* kThreads = "outrider.threads";
 struct Domain {
   Domain(const OrtApi& api, int threads)
       : attention32(threads), attention16(threads), attention8(threads), expand(threads), rerank(threads),
-        gated(threads), norm(threads), product(threads), lookup(threads) {
+        gated(threads), norm(threads), product(threads), lookup(threads), softcap(threads) {
     check(api.CreateCustomOpDomain("outrider.cpu", &domain));
     const OrtCustomOp* const ops[] = {&attention32, &attention16, &attention8, &expand, &rerank,
-                                       &gated,       &norm,        &product,           &lookup};
+                                       &gated,       &norm,        &product,     &lookup, &softcap};
     for (const OrtCustomOp* op : ops) check(api.CustomOpDomain_Add(domain, op));
   }
 
@@ -39,10 +40,11 @@ struct Domain {
   const Op<BranchAttentionOp<Int8, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8>> attention8;
   const Op<TreeExpandOp> expand;
   const Op<TreeRerankOp> rerank;
-  const Op<SwiGluOp> gated;
+  const Op<GatedUnitOp> gated;
   const Op<RmsNormOp> norm;
   const Op<QuantMatMulOp> product;
   const Op<QuantGatherOp> lookup;
+  const Op<SoftcapOp> softcap;
   OrtCustomOpDomain* domain = nullptr;
 };
 
@@ -61,7 +63,7 @@ int threads_of(const OrtApi& api, const OrtSessionOptions* options) {
 }  // namespace outrider::engine
 
 // Counts changes of what the ops are; plugins/onnxruntime_ops.py wants the same.
-extern "C" OUTRIDER_EXPORT int outrider_cpu_ops_version() { return 7; }
+extern "C" OUTRIDER_EXPORT int outrider_cpu_ops_version() { return 8; }
 
 // Called by ONNX Runtime with the options of a session that loads this library.
 extern "C" OUTRIDER_EXPORT OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options,
