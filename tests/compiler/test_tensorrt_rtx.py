@@ -13,6 +13,7 @@ from typing import Any
 
 import onnx_ir as ir
 import pytest
+import torch
 
 import compiler.__main__
 from compiler.build import build
@@ -33,6 +34,7 @@ from plans.plan import open_plan
 from runtime import Runtime
 from runtime.backends import tensorrt as driver
 from runtime.backends.tensorrt_context import profile_for, shape_of
+from tests.compiler.attention_forms import FORMS, Forms, export_forms
 from tests.conftest import REFERENCE_RECIPE
 from tests.integration.families import TOYS, write_toy
 
@@ -98,6 +100,22 @@ def test_types_and_devices_of_the_recipe(dtype: str, toy_recipe: Path, tmp_path:
         assert engine.layers["ATTENTION_INPUT"] >= 1
     (kv,) = (buffer for buffer in plan.buffers if buffer.name == "target.kv")
     assert kv.dtype.value == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_of_attention_is_built(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Layers of one window share one mask, whose sums along keys are the engine's only ones."""
+    forms, limits = FORMS[name], LIMITS | {"N": 32, "S": 32, "F": 32, "T": 64}
+    graph = export_forms(Forms(forms, limits["T"]).to(dtype), limits["T"])
+    lower("target", graph, RTX, rows=1)
+    section = TensorRtRtxSection(kind="tensorrt-rtx", compute_capabilities=("sm_89",))
+    engine = tensorrt.TensorRtEngines(tmp_path, RtxLibrary(section), lambda text: None).write("target", graph, limits)
+    plain = dtype != torch.float32 and sum(not (form.softcap or form.sinks) for form in forms)
+    assert engine.layers.get("CUMULATIVE", 0) == len({form.window for form in forms} - {0})
+    assert engine.layers.get("ATTENTION_INPUT", 0) == plain
+    assert engine.layers.get("ROTARY_EMBEDDING", 0) == 2 * sum(form.rotated > 0 for form in forms)
+    assert engine.layers["KV_CACHE_UPDATE"] == 2 * len(forms)
 
 
 def test_quantised_weights_stay_integers_in_the_engine(toy_recipe: Path, tmp_path: Path) -> None:
