@@ -26,7 +26,9 @@ HASHED = (
     INDEX,
     "tokenizer.json",
     "tokenizer_config.json",
+    "special_tokens_map.json",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
 )
 
 

@@ -80,8 +80,7 @@ class Runtime:
         self.probed = _probe(plan, backend_plan.probe, settings.threads, exactness)
         driver = BACKENDS[self.backend].make(backend_plan, settings)
         engines = {name: driver.load(plan.file(engine.file), engine) for name, engine in backend_plan.engines.items()}
-        text = plan.manifest.text
-        self.tokenizer = Tokenizer.load(plan.root / "tokenizer", bos_token=text.bos_token, eos_token=text.eos_token)
+        self.tokenizer = Tokenizer.load(plan.root / "tokenizer", plan.manifest.text.special_tokens)
         self.grammars = Grammars(self.tokenizer, plan.manifest.target.vocab_size)
         memories, prices = make_memories(plan.manifest.drafters), load_prices(plan, self.backend, settings.threads)
         shared = self.tokenizer, self.grammars, memories, prices

@@ -20,7 +20,7 @@ from plans.errors import CheckpointError
 
 _PREFIX = "tokenizer.ggml."
 TOKENS, TOKEN_TYPES = f"{_PREFIX}tokens", f"{_PREFIX}token_type"
-_TEMPLATE = "tokenizer.chat_template"
+_TEMPLATE, _TOOLS_TEMPLATE = "tokenizer.chat_template", "tokenizer.chat_template.tool_use"
 _NORMAL, _UNKNOWN, CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _DEFAULT = "default"
 _SPACE = "\u2581"
@@ -63,10 +63,11 @@ _SPLITTINGS = {
 
 @dataclass(frozen=True)
 class GgufText:
-    """A file's tokenizer, chat template, and texts of its tokens of beginning and end; None for what it has not."""
+    """A file's tokenizer, chat templates, and texts of its tokens of beginning and end; None for what it has not."""
 
     tokenizer: Tokenizer
     template: str | None
+    tools_template: str | None
     bos_token: str | None
     eos_token: str | None
 
@@ -78,8 +79,8 @@ def read_gguf_text(file: GgufFile) -> GgufText:
     kind = vocabulary.text("model")
     if kind not in kinds:
         raise vocabulary.wrong("model", f"is {kind!r}; tokenizers of the kinds {' and '.join(kinds)} are read")
-    template = file.value(_TEMPLATE, str)
-    return GgufText(kinds[kind](vocabulary), template, vocabulary.token_of("bos"), vocabulary.token_of("eos"))
+    templates = file.value(_TEMPLATE, str), file.value(_TOOLS_TEMPLATE, str)
+    return GgufText(kinds[kind](vocabulary), *templates, vocabulary.token_of("bos"), vocabulary.token_of("eos"))
 
 
 class _Vocabulary:

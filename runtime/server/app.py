@@ -286,7 +286,7 @@ class _Serving:
             grammars.check_schema(schema, "response_format.json_schema.schema")
         if not asked.calls_tools:
             return None
-        template = self._runtime.tokenizer.check_chat()
+        template = self._runtime.tokenizer.check_chat(tools=True)
         if "tools" not in template.names:
             raise RequestError(
                 "The chat template of the plan does not know tools, so that the model would not see them; leave tools "

@@ -142,7 +142,7 @@ def write_plan(folder: Path, tokenizer: str, template: str | None = None) -> Pat
 
 
 def test_load_reads_the_plan_folder(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.load(write_plan(tmp_path, byte_level().to_str(), "{{ bos_token }}x"), bos_token="<s>")
+    tokenizer = Tokenizer.load(write_plan(tmp_path, byte_level().to_str(), "{{ bos_token }}x"), {"bos_token": "<s>"})
     assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
     assert tokenizer.apply_chat_template(MESSAGES) == "<s>x"
 
@@ -203,7 +203,7 @@ def test_a_template_renders_as_in_transformers(name: str, add_generation_prompt:
         enable_thinking=False,
         **special,
     )
-    template = ChatTemplate(FAMILIES[name], source="t", **special)
+    template = ChatTemplate(FAMILIES[name], source="t", special_tokens=special)
     if name == "variables":
         assert template.render(MESSAGES, add_generation_prompt, variables) == "<think></think>[{'name': 'f'}]"
     else:
