@@ -25,6 +25,8 @@ HASHED = (
     "generation_config.json",
     INDEX,
     "tokenizer.json",
+    "tokenizer.model",
+    "added_tokens.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",

@@ -15,7 +15,7 @@ from plans.manifest import FORMAT_VERSION
 
 _PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnx-ir", "safetensors")
 _SOURCES = ("compiler", "plans", "plugins")
-_TEXT = ("tokenizer", "special_tokens_map", "chat_template", "additional_chat_templates")
+_TEXT = ("tokenizer", "added_tokens", "special_tokens_map", "chat_template", "additional_chat_templates")
 """How the names of files begin that engines do not depend on."""
 
 

@@ -14,6 +14,7 @@ import tokenizers
 
 from compiler.formats.gguf_file import GgufFile, is_gguf
 from compiler.formats.gguf_tokenizer import read_gguf_text
+from compiler.formats.sentencepiece_model import make_tokenizer, read_model
 from compiler.models.config import DecoderConfig, read_json
 from plans.chat_template import REPAIR, ChatTemplate
 from plans.errors import CheckpointError, OutriderError, PlanError
@@ -21,6 +22,9 @@ from plans.manifest import Text
 from plans.tokenizer import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, TOOLS_TEMPLATE_FILE, Tokenizer
 
 _SETTINGS = "tokenizer_config.json"
+_PIECES, _ADDED = "tokenizer.model", "added_tokens.json"
+_OTHERS = ("tekken.json", "tiktoken.model", "vocab.json", "merges.txt", "tokenizer.model.v3", "spiece.model")
+_FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 _FILES = (_SETTINGS, "special_tokens_map.json")
 _DEFAULT, _TOOLS = "default", "tool_use"
 """Names that Hugging Face gives to templates: of any conversation, and of those with tools."""
@@ -55,8 +59,10 @@ class CheckpointText:
 
 
 def read_text(checkpoint: Path, config: DecoderConfig) -> CheckpointText:
-    """Read the tokenizer of a checkpoint, with the chat template from either place Hugging Face keeps it, or from a
+    """Read the tokenizer of a checkpoint, with the chat templates from either place Hugging Face keeps them, or from a
     GGUF file's metadata.
+
+    Without a `tokenizer.json` it is made of SentencePiece's `tokenizer.model`.
 
     Raises `CheckpointError` for a tokenizer that is missing, unreadable, larger than the model's vocabulary, or whose
     text cannot be streamed, and for a chat template that is not Jinja or renders no plain conversation.
@@ -68,11 +74,11 @@ def read_vocabulary(checkpoint: Path) -> dict[str, int] | None:
     """Return the ids of a checkpoint's tokens; None where it has no tokenizer. Raises `CheckpointError`."""
     if is_gguf(checkpoint):
         return read_gguf_text(GgufFile.open(checkpoint)).tokenizer.get_vocab()
-    file = checkpoint / TOKENIZER_FILE
-    if not file.is_file():
+    if not any((checkpoint / name).is_file() for name in (TOKENIZER_FILE, _PIECES)):
         return None
+    file, content = _tokenizer_json(checkpoint, _settings(checkpoint))
     try:
-        return tokenizers.Tokenizer.from_file(str(file)).get_vocab()
+        return tokenizers.Tokenizer.from_buffer(content).get_vocab()
     except Exception as error:  # the library's Rust code raises plain `Exception`
         raise CheckpointError(f"{file} cannot be read: {error}") from None
 
@@ -92,20 +98,16 @@ def _gguf(path: Path, config: DecoderConfig) -> CheckpointText:
 
 
 def _folder(checkpoint: Path, config: DecoderConfig) -> CheckpointText:
-    file = checkpoint / TOKENIZER_FILE
-    if not file.is_file():
-        raise CheckpointError(
-            f"{file} does not exist; a plan carries the tokenizer, save it with `tokenizer.save_pretrained`"
-        )
-    try:
-        tokenizer = Tokenizer.read(file)
-    except PlanError as error:
-        raise CheckpointError(f"{error}; give a checkpoint with another tokenizer.json") from None
-    _check_size(tokenizer, file, config)
     settings = _settings(checkpoint)
+    file, content = _tokenizer_json(checkpoint, settings)
+    try:
+        tokenizer = Tokenizer.of_json(content, file)
+    except PlanError as error:
+        raise CheckpointError(f"{error}; give a checkpoint with another {file.name}") from None
+    _check_size(tokenizer, file, config)
     special = _special_tokens(settings)
     templates = _checked(_templates(checkpoint, settings), special)
-    content = _marked(file, tokenizer, [*special.values(), *_further_special(settings)])
+    content = _marked(content, tokenizer, [*special.values(), *_further_special(settings)])
     text = Text(eos_token_ids=_end_tokens(tokenizer, config, special), special_tokens=special)
     return CheckpointText(content, templates, text)
 
@@ -115,6 +117,52 @@ def _check_size(tokenizer: Tokenizer, file: Path, config: DecoderConfig) -> None
         raise CheckpointError(
             f"{file} has {tokenizer.vocab_size} tokens, the model {config.vocab_size}; they do not belong together"
         )
+
+
+def _tokenizer_json(checkpoint: Path, settings: Mapping[str, Any]) -> tuple[Path, bytes]:
+    """Return a checkpoint's `tokenizer.json` and its file, or one made of `tokenizer.model` and that file."""
+    file, pieces = checkpoint / TOKENIZER_FILE, checkpoint / _PIECES
+    if file.is_file():
+        try:
+            return file, file.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
+    if not pieces.is_file():
+        others = [name for name in _OTHERS if (checkpoint / name).is_file()]
+        found = f" ({' and '.join(others)}, which is there, is not read)" if others else ""
+        raise CheckpointError(
+            f"{file} does not exist, nor {_PIECES}{found}; a plan carries the tokenizer. "
+            "Add the model's tokenizer.json, or have transformers write it: `AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)`"
+        )
+    try:
+        made = make_tokenizer(read_model(pieces), settings, _added_tokens(checkpoint, settings))
+    except CheckpointError:
+        raise
+    except Exception as error:  # the tokenizers library raises plain `Exception`
+        raise CheckpointError(f"{pieces} makes no tokenizer: {error}") from None
+    return pieces, made.to_str().encode()
+
+
+def _added_tokens(checkpoint: Path, settings: Mapping[str, Any]) -> dict[int, tokenizers.AddedToken]:
+    """Return the tokens that `tokenizer_config.json`, or in older checkpoints `added_tokens.json`, adds, by their ids.
+
+    Raises `CheckpointError` for what is no such table.
+    """
+    written = settings.get("added_tokens_decoder")
+    if written is None and (file := checkpoint / _ADDED).is_file():
+        written = {number: {"content": text, "normalized": False} for text, number in read_json(file).items()}
+    try:
+        return {int(number): _added_token(token) for number, token in (written or {}).items()}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise CheckpointError(
+            f"{checkpoint / _SETTINGS}: added_tokens_decoder must be an object of tokens such as "
+            f'{{"32000": {{"content": "<|end|>", "special": true}}}}; found {written!r:.60}'
+        ) from None
+
+
+def _added_token(token: Mapping[str, Any]) -> tokenizers.AddedToken:
+    flags = {key: value for key, value in token.items() if isinstance(value, bool) and key in _FLAGS}
+    return tokenizers.AddedToken(token["content"], **flags)
 
 
 # Special tokens.
@@ -143,16 +191,16 @@ def _further_special(settings: Mapping[str, Any]) -> list[str]:
     return [text for text in texts if text is not None]
 
 
-def _marked(file: Path, tokenizer: Tokenizer, special: Sequence[str]) -> bytes:
-    """Return `tokenizer.json` with all of the `special` tokens marked as such, so that they print nothing.
+def _marked(content: bytes, tokenizer: Tokenizer, special: Sequence[str]) -> bytes:
+    """Return a `tokenizer.json` with all of the `special` tokens marked as such, so that they print nothing.
 
     Checkpoints may say so in their settings alone. Those that are no tokens are left out.
     """
     known = set(tokenizer.special_tokens.values())
     unmarked = [text for text in dict.fromkeys(special) if text not in known and tokenizer.token_id(text) is not None]
     if not unmarked:
-        return file.read_bytes()
-    library = tokenizers.Tokenizer.from_file(str(file))
+        return content
+    library = tokenizers.Tokenizer.from_buffer(content)
     added = {token.content: token for token in library.get_added_tokens_decoder().values()}
     for text in unmarked:
         token = added.get(text) or tokenizers.AddedToken(text, normalized=False)

@@ -90,10 +90,14 @@ class Tokenizer:
     @classmethod
     def read(cls, file: Path) -> Tokenizer:
         """The tokenizer in a `tokenizer.json`. Raises PlanError where it cannot be read, or not streamed exactly."""
+        return cls.of_json(_read(file).encode(), file)
+
+    @classmethod
+    def of_json(cls, content: bytes, file: Path) -> Tokenizer:
+        """The tokenizer that the content of a `tokenizer.json` describes; `file` is what errors name. Raises PlanError
+        as `read` does."""
         try:
-            tokenizer = tokenizers.Tokenizer.from_str(_read(file))
-        except PlanError:
-            raise
+            tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises plain Exception
             raise PlanError(f"{file} is not a tokenizer that can be read: {error}") from error
         return cls(tokenizer, source=str(file))

@@ -6,7 +6,6 @@ which has a score for each piece instead of merges.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +15,13 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from compiler.formats.gguf_file import GgufFile
+from compiler.formats.sentencepiece_model import CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED, Pieces, merges
 from plans.errors import CheckpointError
 
 _PREFIX = "tokenizer.ggml."
 TOKENS, TOKEN_TYPES = f"{_PREFIX}tokens", f"{_PREFIX}token_type"
 _TEMPLATE, _TOOLS_TEMPLATE = "tokenizer.chat_template", "tokenizer.chat_template.tool_use"
-_NORMAL, _UNKNOWN, CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _DEFAULT = "default"
-_SPACE = "\u2581"
-"""Stands for a space in SentencePiece's pieces."""
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CASED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -93,11 +90,11 @@ class _Vocabulary:
             raise self.wrong("tokens", "must be a list of texts; a plan carries the tokenizer")
         types = file.array(TOKEN_TYPES, len(tokens), integers=True)
         if types is None:
-            types = np.full(len(tokens), _NORMAL)
+            types = np.full(len(tokens), NORMAL)
         self.tokens, self.types = tokens, types
         self.ids: dict[str, int] = {}
         for number, token in enumerate(tokens):
-            if types[number] == _UNUSED:
+            if types[number] == UNUSED:
                 continue  # fills the vocabulary up to the model's
             if token in self.ids:
                 raise self.wrong("tokens", f"has {token!r} twice, as {self.ids[token]} and {number}")
@@ -133,15 +130,15 @@ class _Vocabulary:
             return None
         if not 0 <= number < len(self.tokens):
             raise self.wrong(f"{role}_token_id", f"is {number}; there are {len(self.tokens)} tokens")
-        if self.types[number] == _UNUSED:
+        if self.types[number] == UNUSED:
             raise self.wrong(f"{role}_token_id", f"is {number}, a token that token_type calls unused")
         return self.tokens[number]
 
     def added(self) -> list[AddedToken]:
         """Return the tokens that are matched in a text before all others."""
         return [
-            AddedToken(self.tokens[number], special=bool(self.types[number] != _USER_DEFINED), normalized=False)
-            for number in np.flatnonzero(np.isin(self.types, (_UNKNOWN, CONTROL, _USER_DEFINED)))
+            AddedToken(self.tokens[number], special=bool(self.types[number] != USER_DEFINED), normalized=False)
+            for number in np.flatnonzero(np.isin(self.types, (UNKNOWN, CONTROL, USER_DEFINED)))
         ]
 
     def around(self, bos: bool) -> processors.TemplateProcessing | None:
@@ -189,49 +186,21 @@ def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
 
 def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
     unknown = vocabulary.token_of("unknown")
-    tokenizer = Tokenizer(_bpe(vocabulary, _merges(vocabulary), unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    spaces: list[Any] = [normalizers.Replace(" ", _SPACE)]
+    pieces = Pieces(vocabulary.tokens, vocabulary.types.tolist(), vocabulary.scores().tolist())
+    found = merges(pieces, vocabulary.ids)
+    tokenizer = Tokenizer(_bpe(vocabulary, found, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    spaces: list[Any] = [normalizers.Replace(" ", SPACE)]
     prefix = vocabulary.flag("add_space_prefix", True)
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), *spaces] if prefix else spaces)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), *spaces] if prefix else spaces)
     stripped = [decoders.Strip(" ", 1, 0)] if prefix else []
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *stripped]
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *stripped]
     )
     around = vocabulary.around(bos=True)
     if around is not None:
         tokenizer.post_processor = around
     tokenizer.add_tokens(vocabulary.added())
     return tokenizer
-
-
-def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Return the merges that scores stand for.
-
-    SentencePiece merges the neighbours whose union has the highest score. So every way in which a piece parts into two
-    pieces is a merge, and pieces of higher scores come first; of one piece, the leftmost parting in the vocabulary's
-    order, as transformers has it.
-    """
-    ids, scores = vocabulary.ids, vocabulary.scores()
-    pieces = [token for token, number in ids.items() if vocabulary.types[number] in (_NORMAL, _USER_DEFINED)]
-    ranked = sorted(pieces, key=lambda piece: -float(scores[ids[piece]]))
-    lengths = sorted({len(token) for token in ids})
-    return [
-        (vocabulary.tokens[first], vocabulary.tokens[second])
-        for piece in ranked
-        for first, second in sorted(_partings(piece, ids, lengths))
-    ]
-
-
-def _partings(piece: str, ids: Mapping[str, int], lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the ids of each two tokens that make `piece`. A damaged piece may be long: only `lengths` of tokens are
-    tried, and no part is kept."""
-    for length in lengths:
-        if length >= len(piece):
-            return
-        first = ids.get(piece[:length])
-        second = None if first is None else ids.get(piece[length:])
-        if first is not None and second is not None:
-            yield first, second
 
 
 def _bpe(vocabulary: _Vocabulary, merges: list[tuple[str, str]], **options: Any) -> BPE:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 import tokenizers
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -15,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from compiler.checkpoint import checkpoint_hashes
 from compiler.identity import engines_key
 from compiler.models.config import read_folder_config
-from compiler.text import CheckpointText, read_text
+from compiler.text import CheckpointText, read_text, read_vocabulary
 from plans.errors import CheckpointError, RequestError
 from plans.manifest import Geometry
 from plans.tokenizer import Tokenizer
@@ -433,3 +434,55 @@ def test_a_plan_has_all_end_tokens(
     ids = None if listed is None else [tokenizer.token_to_id(token) for token in listed]
     folder = checkpoint(tmp_path / "checkpoint", tokenizer, {"eos_token": end}, ids)
     assert read(folder).text.eos_token_ids == tuple(tokenizer.token_to_id(token) for token in expected)
+
+
+# Files that a tokenizer is made of.
+
+
+def without_json(folder: Path, settings: Mapping[str, Any], ends: object = None) -> Path:
+    """A checkpoint with SentencePiece's file alone."""
+    checkpoint(folder, families.gemma(), settings, ends)
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.model").write_bytes(families.sentencepiece_model("bpe"))
+    return folder
+
+
+def test_a_tokenizer_is_made_of_sentencepieces_file(tmp_path: Path) -> None:
+    oracle = sentencepiece.SentencePieceProcessor(model_proto=families.sentencepiece_model("bpe"))
+    size = oracle.vocab_size()
+    added = {"1": {"content": "<s>", "special": True}, f"{size}": {"content": "<|end|>", "special": True}}
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": "{{ bos_token }}hello<|end|>"}
+    folder = without_json(tmp_path / "checkpoint", settings | {"added_tokens_decoder": added}, size)
+    tokenizer = loaded(folder)
+    assert tokenizer.encode("the end") == [1, *oracle.encode("the end")]
+    assert prompt_ids([USER], tokenizer) == [1, *oracle.encode("hello"), size]
+    assert tokenizer.decode([1, *oracle.encode("日本 end"), size]) == "日本 end"
+    assert read(folder).text.eos_token_ids == (size, 2)
+    assert read_vocabulary(folder) == {**{oracle.id_to_piece(i): i for i in range(size)}, "<|end|>": size}
+    before = checkpoint_hashes(folder)
+    (folder / "tokenizer.model").write_bytes(families.sentencepiece_model("unigram"))
+    assert before != checkpoint_hashes(folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {"1": "<s>"}}))
+    with pytest.raises(CheckpointError, match="added_tokens_decoder must be an object of tokens such as"):
+        read(folder)
+
+
+def test_older_checkpoints_have_added_tokens_in_a_file_of_their_own(tmp_path: Path) -> None:
+    folder = without_json(tmp_path / "checkpoint", {"eos_token": "<|end|>"})
+    size = sentencepiece.SentencePieceProcessor(model_proto=families.sentencepiece_model("bpe")).vocab_size()
+    (folder / "added_tokens.json").write_text(json.dumps({"<|end|>": size}))
+    assert read(folder).text.eos_token_ids == (size,)
+
+
+@pytest.mark.parametrize("others", [(), ("tekken.json",), ("vocab.json", "merges.txt")])
+def test_a_checkpoint_without_a_tokenizer_is_told_what_to_do(others: tuple[str, ...], tmp_path: Path) -> None:
+    folder = without_json(tmp_path / "checkpoint", {})
+    (folder / "tokenizer.model").unlink()
+    for name in others:
+        (folder / name).write_text("{}")
+    with pytest.raises(CheckpointError) as error:
+        read(folder)
+    assert f"{folder / 'tokenizer.json'} does not exist, nor tokenizer.model" in str(error.value)
+    assert "Add the model's tokenizer.json" in str(error.value)
+    assert all(name in str(error.value) for name in others)
+    assert read_vocabulary(folder) is None
