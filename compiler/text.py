@@ -132,7 +132,8 @@ def _tokenizer_json(checkpoint: Path, settings: Mapping[str, Any]) -> tuple[Path
         found = f" ({' and '.join(others)}, which is there, is not read)" if others else ""
         raise CheckpointError(
             f"{file} does not exist, nor {_PIECES}{found}; a plan carries the tokenizer. "
-            "Add the model's tokenizer.json, or have transformers write it: `AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)`"
+            "Add the model's tokenizer.json, or "
+            "have transformers write it: `AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)`"
         )
     try:
         made = make_tokenizer(read_model(pieces), settings, _added_tokens(checkpoint, settings))

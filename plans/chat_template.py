@@ -44,7 +44,7 @@ class ChatTemplate:
 
     The names a template may use are those of transformers (`transformers/utils/chat_template_utils.py`), since
     that is what templates are written for: `raise_exception`, `strftime_now`, `tojson`, `{% break %}`,
-    `{% generation %}`. `names` are those that this one reads and does not set.
+    `{% generation %}`. `names` are those that this one reads and does not set, `special_names` those of special tokens.
 
     A message's content is a text or a list of parts. A template that knows one form alone gets it, whichever the
     message has: transformers would print a list as Python does, or nothing of a text.
@@ -58,6 +58,7 @@ class ChatTemplate:
         and not at the first chat.
         """
         self._source, self.text = source, text
+        self.special_names = frozenset(special_tokens or ())
         # transformers has the first two in every rendering: "is defined" and "is not none" are asked of them.
         self._names: dict[str, object] = {"tools": None, "documents": None, **(special_tokens or {})}
         environment = ImmutableSandboxedEnvironment(

@@ -305,8 +305,7 @@ def _flat_decoder(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
     """The decoder's parts in order, as in `tokenizer.json`; none where tokens are joined with spaces."""
     if tokenizer.decoder is None:
         return []
-    decoder = json.loads(tokenizer.decoder.__getstate__())
-    return list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
+    return _flat_parts(json.loads(tokenizer.decoder.__getstate__()), "decoders")
 
 
 def _is_byte_level(decoder: list[dict[str, Any]], source: str) -> bool:
@@ -316,7 +315,7 @@ def _is_byte_level(decoder: list[dict[str, Any]], source: str) -> bool:
     that is sure to stand.
     """
     kinds = [part["type"] for part in decoder]
-    if [kind for kind in kinds if kind != "Fuse"] == ["ByteLevel"]:
+    if kinds[:1] == ["ByteLevel"] and set(kinds[1:]) <= {"Fuse"}:
         return True
     fused = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
     for place, part in enumerate(decoder):

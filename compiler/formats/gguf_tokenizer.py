@@ -35,6 +35,11 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|"
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SHORT}|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 @dataclass(frozen=True)
@@ -48,10 +53,12 @@ class _Splitting:
 
 
 _SPLITTINGS = {
-    **dict.fromkeys(("gpt-2", "gpt2"), _Splitting((_GPT2,))),
+    **dict.fromkeys(("gpt-2", "gpt2", "olmo"), _Splitting((_GPT2,))),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _Splitting((_LLAMA3,), whole=True, begins=True)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _Splitting((_QWEN2,), composed=True)),
     **dict.fromkeys(("smollm", "starcoder", "refact"), _Splitting((r"\p{N}", _GPT2))),
+    "dbrx": _Splitting((_LLAMA3,)),
+    "gpt-4o": _Splitting((_GPT4O,)),
     "tekken": _Splitting((_TEKKEN,), whole=True, begins=True),
     _DEFAULT: _Splitting((_SYMBOLS, _GPT2, _NUMBERS, "[0-9][0-9][0-9]")),
 }
