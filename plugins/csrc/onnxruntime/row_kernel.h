@@ -76,27 +76,46 @@ void row_best(const float* x, std::int64_t count, std::int64_t best, float* valu
   for (; i < count; ++i) offer(i);
 }
 
+// gate / (1 + exp(-x)), where x is `gate` or a multiple of it.
 template <class Lanes>
-typename Lanes::Vector gated(typename Lanes::Vector gate, typename Lanes::Vector up) {
+typename Lanes::Vector opened(typename Lanes::Vector gate, typename Lanes::Vector x) {
   const auto one = Lanes::broadcast(1.0f);
-  const auto least = Lanes::exp(Lanes::sub(Lanes::zero(), Lanes::abs(gate)));  // of x and -x: exp of the lesser
-  const auto share = Lanes::div(Lanes::where_negative(gate, least, one), Lanes::add(one, least));
-  return Lanes::mul(Lanes::mul(gate, share), up);
+  const auto least = Lanes::exp(Lanes::sub(Lanes::zero(), Lanes::abs(x)));  // of x and -x: exp of the lesser
+  return Lanes::mul(gate, Lanes::div(Lanes::where_negative(x, least, one), Lanes::add(one, least)));
 }
 
-template <class Lanes>
-void row_gated(const float* gate, const float* up, std::int64_t count, float* to) {
+// to[i] = unit(gate[i], up[i]), vector by vector.
+template <class Lanes, class Unit>
+void row_of_units(const float* gate, const float* up, std::int64_t count, float* to, const Unit& unit) {
   std::int64_t i = 0;
   for (; i + Lanes::kWidth <= count; i += Lanes::kWidth)
-    Lanes::store(to + i, gated<Lanes>(Lanes::load(gate + i), Lanes::load(up + i)));
+    Lanes::store(to + i, unit(Lanes::load(gate + i), Lanes::load(up + i)));
   if (i == count) return;
   float last[2][Lanes::kWidth] = {};
   for (std::int64_t rest = i; rest < count; ++rest) {
     last[0][rest - i] = gate[rest];
     last[1][rest - i] = up[rest];
   }
-  Lanes::store(last[0], gated<Lanes>(Lanes::load(last[0]), Lanes::load(last[1])));
+  Lanes::store(last[0], unit(Lanes::load(last[0]), Lanes::load(last[1])));
   for (std::int64_t rest = i; rest < count; ++rest) to[rest] = last[0][rest - i];
+}
+
+template <class Lanes>
+void row_gated(const float* gate, const float* up, std::int64_t count, float* to) {
+  using Vector = typename Lanes::Vector;
+  row_of_units<Lanes>(gate, up, count, to, [](Vector g, Vector u) { return Lanes::mul(opened<Lanes>(g, g), u); });
+}
+
+template <class Lanes>
+void row_clamped(const float* gate, const float* up, std::int64_t count, float alpha, float limit, float* to) {
+  using Vector = typename Lanes::Vector;
+  const auto least = Lanes::broadcast(-limit), slope = Lanes::broadcast(alpha), one = Lanes::broadcast(1.0f);
+  const auto negative = [](Vector x) { return Lanes::sub(Lanes::zero(), x); };
+  const auto bounded = [&](Vector x) { return negative(Lanes::max(least, negative(x))); };  // NaN stays NaN
+  row_of_units<Lanes>(gate, up, count, to, [&](Vector g, Vector u) {
+    const auto low = bounded(g), both = Lanes::max(least, bounded(u));
+    return Lanes::mul(Lanes::add(both, one), opened<Lanes>(low, Lanes::mul(slope, low)));
+  });
 }
 
 // Vector v of a row is added to sum v % 4; the four totals are added as a quarter's lanes are.
@@ -142,8 +161,8 @@ void row_scaled(const float* x, float factor, const float* weight, std::int64_t 
 
 template <class Lanes>
 RowKernels rows_of() {
-  return {&row_highest<Lanes>, &row_weights<Lanes>, &row_best<Lanes>,
-          &row_gated<Lanes>,   &row_squares<Lanes>, &row_scaled<Lanes>};
+  return {&row_highest<Lanes>, &row_weights<Lanes>, &row_best<Lanes>,  &row_gated<Lanes>,
+          &row_clamped<Lanes>, &row_squares<Lanes>, &row_scaled<Lanes>};
 }
 
 }  // namespace
