@@ -13,15 +13,18 @@ import onnxruntime as ort
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ml_dtypes import int4
 from numpy.typing import NDArray
-from onnx import TensorProto, helper
+from onnx import TensorProto, checker, helper, numpy_helper
 
+from plugins.onnx_ops import DOMAIN, FUNCTIONS, OPSET, VERSION
 from plugins.onnxruntime_ops import THREADS, cpu_library
 from plugins.panel_layout import pack_panels
 from plugins.quant_layout import QuantLayout, fits_half, pack
 from plugins.reference import (
     Expert,
     clamped_unit,
+    dequantize,
     gated_unit,
     mixture_of_experts,
     ordered_matmul,
@@ -309,6 +312,73 @@ def test_what_does_not_fit_is_refused() -> None:
         session("QuantMixtureOfExperts", inputs, 1, size=16, **attributes).run(
             None, {"x": x[None], "weights": weights[None]} | packed
         )
+
+
+def run_body(op: str, given: dict[str, Any], outputs: int, **attributes: Any) -> Float32:
+    """Run one of our graph ops by its function body."""
+    (x, first), *constants = given.items()
+    kind = helper.np_dtype_to_tensor_dtype(first.dtype)
+    routes = op.endswith("Route")
+    graph = helper.make_graph(
+        [helper.make_node(op, list(given), ["y"], domain=DOMAIN, **attributes)], "body",
+        [helper.make_tensor_value_info(x, kind, first.shape)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT if routes else kind, [1, first.shape[1], outputs])],
+        [numpy_helper.from_array(value, name) for name, value in constants],
+    )  # fmt: skip
+    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)]
+    model = helper.make_model(graph, functions=[FUNCTIONS[op]()], opset_imports=opsets, ir_version=11)
+    checker.check_model(model)
+    return ort.InferenceSession(model.SerializeToString()).run(None, {x: first})[0]
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("normalise", [False, True])
+def test_the_body_of_route_chooses_the_same(normalise, biased) -> None:
+    rng = np.random.default_rng(2)
+    x, router = rng.normal(size=(30, 40)).astype(np.float32), rng.normal(size=(40, 9)).astype(np.float32)
+    router[:, 5] = router[:, 2]  # equal logits
+    bias = rng.integers(-1, 2, 9).astype(np.float32) if biased else None
+    given = {"x": x[None], "router": router} | ({} if bias is None else {"bias": bias})
+    found = run_body("BiasedRoute" if biased else "Route", given, 9, top_k=3, normalise=int(normalise))[0]
+    np.testing.assert_allclose(found, route(x, router, bias, top_k=3, normalise=normalise), rtol=2e-5, atol=1e-7)
+    np.testing.assert_array_equal(found != 0, route(x, router, bias, top_k=3, normalise=normalise) != 0)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("bits", [None, 4, 8])
+def test_the_bodies_compute_the_same_experts(bits, biased) -> None:
+    rng = np.random.default_rng(4)
+    given: dict[str, Any] = {}
+    products = ("gate", "up", "down")
+    if bits is None:
+        layer = float_layer(rng, 5, 32, 64, biased=biased)
+        given |= dict(zip(products, layer.products, strict=True))
+    else:
+        quantised = quant_layer(rng, 5, 32, 64, bits, biased=biased)
+        numbers = []
+        for name, (integers, scales, _) in zip(products, quantised.products, strict=True):
+            rows = integers.reshape(-1, integers.shape[2]), scales.reshape(-1, scales.shape[2])
+            given |= {f"{name}_integers": rows[0].astype(int4 if bits == 4 else np.int8), f"{name}_scales": rows[1]}
+            numbers.append(dequantize(*rows).reshape(integers.shape).swapaxes(1, 2).copy())
+        layer = Layer(*numbers, quantised.biases)
+    if layer.biases is not None:
+        given |= {f"{name}_bias": bias for name, bias in zip(products, layer.biases, strict=True)}
+    x, weights = rng.normal(size=(20, 32)).astype(np.float32), weights_of(rng, 20, 5, 2, "sparse")
+    name = f"{'Clamped' if biased else ''}{'' if bits is None else 'Quant'}MixtureOfExperts"
+    attributes = {"alpha": ALPHA, "limit": LIMIT} if biased else {}
+    found = run_body(name, {"x": x[None], "weights": weights[None]} | given, 32, **attributes)[0]
+    wanted = layer.reference(x, weights)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
+
+
+def test_a_body_reads_nothing_of_an_expert_that_was_not_chosen() -> None:
+    rng = np.random.default_rng(4)
+    layer = float_layer(rng, 3, 8, 8)
+    layer.gate[2] = np.inf
+    x, weights = rng.normal(size=(4, 8)).astype(np.float32), weights_of(rng, 4, 3, 2, "same")
+    given = {"x": x[None], "weights": weights[None], "gate": layer.gate, "up": layer.up, "down": layer.down}
+    found = run_body("MixtureOfExperts", given, 8)[0]
+    np.testing.assert_allclose(found, layer.reference(x, weights), rtol=1e-4, atol=1e-5)
 
 
 def of_experts(_: Path) -> Results:
