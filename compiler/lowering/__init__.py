@@ -10,6 +10,7 @@ import onnx_ir as ir
 from compiler.lowering.attention import CpuAttention
 from compiler.lowering.block_quantized import BlockQuantized
 from compiler.lowering.draft_ops import CpuDraftOps
+from compiler.lowering.experts import CpuExperts, CpuRoute, PackExperts
 from compiler.lowering.float_drafts import FloatDrafts
 from compiler.lowering.functions import FunctionBody
 from compiler.lowering.gated_unit import FuseGatedUnit
@@ -34,6 +35,9 @@ RULES: dict[str, tuple[Rule, ...]] = {
         FuseProjections(),
         FuseGatedUnit(),
         PackQuantized(),
+        CpuRoute(),
+        CpuExperts(),
+        PackExperts(),
         FuseSkipNorms(),
         CpuAttention(),
         QueriesFromInside(),
