@@ -113,8 +113,8 @@ def check_tensors(
             )
         if stored.packed and slot.place is not None:
             raise CheckpointError(
-                f"{stored.file}: tensor {name!r} is stored as {stored.dtype}, and experts are not read as integers; give "
-                "the checkpoint that it was made from, in float32, float16 or bfloat16"
+                f"{stored.file}: tensor {name!r} is stored as {stored.dtype}, and experts are not read as integers; "
+                "give the checkpoint that it was made from, in float32, float16 or bfloat16"
             )
         if stored.dtype not in slot.dtypes and not stored.packed:
             raise CheckpointError(
