@@ -37,13 +37,15 @@ EXPERT = "{e}"
 class Slot:
     """The parameter that a tensor of the checkpoint fills; `shape` and `dtypes` are as the checkpoint may store it.
 
-    Of a stacked parameter it fills `parameter[place]`, of `places`; None: all of it.
+    `offset` is added to the stored numbers, in float32. Of a stacked parameter it fills `parameter[place]`, of
+    `places`; None: all of it.
     """
 
     parameter: str
     shape: tuple[int, ...]
     transposed: bool = False
     dtypes: tuple[str, ...] = FLOATS
+    offset: float = 0.0
     place: int | None = None
     places: int = 1
 
@@ -53,18 +55,21 @@ class Slot:
         return self.shape[::-1] if self.transposed else self.shape
 
 
-def slots(module: nn.Module, stored_name: Callable[[str], str]) -> dict[str, Slot]:
+def slots(module: nn.Module, stored_name: Callable[[str], str], norm_offset: float = 0.0) -> dict[str, Slot]:
     """Return every parameter's slot by its name in the checkpoint, which stores projections transposed.
 
-    Matrices are projections, except those called `embedding`, whose rows are looked up. A parameter whose name in the
-    checkpoint has `EXPERT` in it is stacked: each part of it is a tensor of its own, named for its index.
+    Matrices are projections, except those called `embedding`, whose rows are looked up. Weights of norms are stored
+    without `norm_offset`. A parameter whose name in the checkpoint has `EXPERT` in it is stacked: each part of it is a
+    tensor of its own, named for its index.
     """
     wanted = {}
     for parameter, tensor in module.named_parameters():
         name = stored_name(parameter)
         part = tensor[0] if EXPERT in name else tensor
         transposed = part.ndim == 2 and parameter.rpartition(".")[2] != "embedding"
-        slot = Slot(parameter, tuple(part.T.shape) if transposed else tuple(part.shape), transposed)
+        is_norm = part.ndim == 1 and parameter.endswith("norm.weight")
+        shape = tuple(part.T.shape) if transposed else tuple(part.shape)
+        slot = Slot(parameter, shape, transposed, offset=norm_offset if is_norm else 0.0)
         if part is tensor:
             wanted[name] = slot
             continue
@@ -126,7 +131,8 @@ def check_tensors(
 def read_parameter(tensors: TensorSource, name: str, slot: Slot, dtype: WeightType) -> Tensor:
     """Read one tensor in `dtype` and in the module's layout. Raises `CheckpointError` unless all values are finite."""
     stored = tensors.read(name)
-    tensor = (stored.T if slot.transposed else stored).to(TORCH_TYPES[dtype]).contiguous()
+    values = stored.float() + slot.offset if slot.offset else stored
+    tensor = (values.T if slot.transposed else values).to(TORCH_TYPES[dtype]).contiguous()
     if not _is_finite(tensor):
         cause = "choose bfloat16 or float32" if _is_finite(stored) else _DAMAGED
         raise _not_finite(tensors, name, tensor.dtype, cause)

@@ -216,6 +216,21 @@ _BRANCH_ATTENTION = OpSchema(
     ),
 )
 
+_WINDOW_BIAS = OpSchema(
+    name="WindowBias",
+    version=1,
+    doc="""The bias under which each query sees no more than the last `window` keys of those that it sees.
+
+    Of the keys with bias 0 in attn_bias[r, 0, s], the last `window` >= 1 have bias 0 in the output, the query's own key
+    among them; every other key has float32's lowest. Slots ascend along a path, so this is a window over distance along
+    the path, for chains, trees, branches and rows alike. Stands in graphs only: a function body of standard ops, or
+    part of attention on the CPU.
+    Source: sliding windows of Mistral (arXiv 2310.06825) and Gemma 2 (arXiv 2408.00118).""",
+    inputs=(_ATTN_BIAS,),
+    outputs=(TensorSpec("window_bias", "float32", (names.ROWS, 1, names.PLACES, names.VIEW)),),
+    attributes=(AttributeSpec("window", int),),
+)
+
 _DRAFT_SETTINGS = (
     TensorSpec(names.NOISE, "float32", ("trees", _VOCABULARY)),
     TensorSpec(names.TEMPERATURE, "float32", ("trees",)),
@@ -320,6 +335,7 @@ SCHEMAS: dict[str, OpSchema] = {
         _BRANCH_ATTENTION,
         ROUTE,
         MIXTURE_OF_EXPERTS,
+        _WINDOW_BIAS,
         _DRAFT_SAMPLE,
         _TREE_EXPAND,
         _TREE_RERANK,

@@ -41,6 +41,17 @@ def _(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any
     return torch.empty_like(q), torch.empty_like(k_cache), torch.empty_like(v_cache)
 
 
+@torch.library.custom_op("outrider::window_bias", mutates_args=())
+def window_bias(attn_bias: Tensor, window: int) -> Tensor:
+    """Shapes: `plugins.schemas`, WindowBias."""
+    raise NotImplementedError("outrider::window_bias exists for export only")
+
+
+@window_bias.register_fake
+def _(attn_bias: Tensor, window: int) -> Tensor:
+    return torch.empty_like(attn_bias)
+
+
 @torch.library.custom_op("outrider::tree_expand", mutates_args=())
 def tree_expand(
     logits: Tensor,
@@ -114,6 +125,7 @@ TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.outrider.biased_route.default: _translated("BiasedRoute", ("top_k", "normalise")),
     torch.ops.outrider.mixture_of_experts.default: _translated("MixtureOfExperts", ()),
     torch.ops.outrider.clamped_mixture_of_experts.default: _translated("ClampedMixtureOfExperts", ("alpha", "limit")),
+    torch.ops.outrider.window_bias.default: _translated("WindowBias", ("window",)),
     torch.ops.outrider.tree_expand.default: _translated("TreeExpand", ("top_k", "doubt")),
     torch.ops.outrider.draft_sample.default: _translated("DraftSample", ()),
     torch.ops.outrider.tree_rerank.default: _translated("TreeRerank", ("nodes",)),

@@ -19,6 +19,7 @@ from plugins.onnx_ops.quant_matmul import quant_function, quant_schema
 from plugins.onnx_ops.route import route_function, route_schema
 from plugins.onnx_ops.tree_expand import tree_expand_function, tree_expand_schema
 from plugins.onnx_ops.tree_rerank import tree_rerank_function, tree_rerank_schema
+from plugins.onnx_ops.window_bias import window_bias_function, window_bias_schema
 from plugins.schema import EXPERT_OPS, QUANT_OPS
 
 __all__ = ["DOMAIN", "FUNCTIONS", "OPSET", "VERSION"]
@@ -30,6 +31,7 @@ FUNCTIONS: dict[str, Callable[[], onnx.FunctionProto]] = {
     "DraftSample": draft_sample_function,
     "TreeExpand": tree_expand_function,
     "TreeRerank": tree_rerank_function,
+    "WindowBias": window_bias_function,
     **{name: partial(quant_function, name) for name in QUANT_OPS},
     **{name: partial(experts_function, name) for name in EXPERT_OPS},
 }
@@ -42,6 +44,7 @@ for _schema in (
     tree_rerank_schema(),
     route_schema(biased=False),
     route_schema(biased=True),
+    window_bias_schema(),
     *map(quant_schema, QUANT_OPS),
     *map(experts_schema, EXPERT_OPS),
 ):

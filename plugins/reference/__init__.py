@@ -22,6 +22,7 @@ from plugins.reference.sample import SamplingSlots, sample
 from plugins.reference.tree_accept import Accepted, tree_accept
 from plugins.reference.tree_expand import DraftSettings, Expanded, tree_expand
 from plugins.reference.tree_rerank import Reranked, tree_rerank
+from plugins.reference.window_bias import window_bias
 
 __all__ = [
     "Accepted",
@@ -64,4 +65,5 @@ __all__ = [
     "tree_expand",
     "tree_rerank",
     "uniform",
+    "window_bias",
 ]

@@ -215,6 +215,7 @@ PLUGINS: dict[str, tuple[Plugin, ...] | Declined] = {
         Declined("TensorRT fuses dequantised weights with the product that reads them"),
     ),
     "BranchAttention": Declined("it is lowered to TensorRT's own cache update and attention layers"),
+    "WindowBias": Declined("standard ops compute it once for all layers that share a window"),
     "DraftSample": (
         Plugin(
             name="DraftSample",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from compiler.calibrated import calibrate_by_recipe
 from compiler.checkpoint import defer_decoder, stored_name
-from compiler.deferred import deferred
+from compiler.deferred import deferred, parts_of
 from compiler.models.decoder import Decoder
 from compiler.quantization.calibration import CalibratedTensors
 from compiler.quantization.error_feedback import numbers
@@ -84,9 +84,9 @@ def plan_weights(recipe: Recipe) -> PlanWeights | None:
     weights = recipe.target.weights
     if weights is None:
         return None
-    decoder = defer_decoder(recipe.checkpoint_path, "float32", recipe.rope_scaling)
+    decoder = defer_decoder(recipe.checkpoint_path, "float32", recipe.rope_scaling, recipe.capacity.context)
     stored, own = deferred(decoder), kept_parameters(decoder, weights.form)
-    kept = frozenset(stored[name].stored_name for name in own)
+    kept = frozenset(part.stored_name for name in own for part in parts_of(stored[name]))
     text = read_text(recipe.checkpoint_path, decoder.config)
     return PlanWeights(weights.form, kept, calibrate_by_recipe(decoder, recipe, weights, text))
 
