@@ -56,9 +56,9 @@ class CpuExperts(Rule):
 
     def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
         products, biases = node.inputs[2:5], node.inputs[5:]
-        size = _constant(products[0]).shape.numpy()[2]
+        experts, hidden, size = _constant(products[0]).shape.numpy()
         panels = [_panels(product, lowering) for product in products]
-        attributes = {"size": size, **_unit(node)}
+        attributes = {"experts": experts, "hidden": hidden, "size": size, **_unit(node)}
         new = ir.node("MixtureOfExperts", [*node.inputs[:2], *panels, *biases], attributes, domain=CPU_DOMAIN)
         _replace(node, new, lowering)
 
@@ -80,8 +80,9 @@ class PackExperts(Rule):
         assert len(sources) == 3
         wide = any(source.wide for source in sources)
         packed = [_packed(value, wide, lowering) for value in integers]
+        (stacked, hidden), size = sources[0].shape, sources[2].shape[1]
         layout = {"bits": sources[0].bits, "wide": int(wide), "minimums": 0}
-        attributes = {"size": sources[2].shape[1], **layout, **_unit(node)}
+        attributes = {"experts": stacked // size, "hidden": hidden, "size": size, **layout, **_unit(node)}
         inputs = [*node.inputs[:2], *packed, *node.inputs[8:]]
         _replace(node, ir.node("QuantMixtureOfExperts", inputs, attributes, domain=CPU_DOMAIN), lowering)
 

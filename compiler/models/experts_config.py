@@ -39,8 +39,8 @@ def read_experts(
 ) -> tuple[ExpertsConfig | None, frozenset[int]]:
     """Return the experts of `layers` layers and the layers that have them; None where none has.
 
-    Raises `CheckpointError`. A layer has experts where `decoder_sparse_step` divides its number, counted from 1, unless `mlp_only_layers` lists
-    it, counted from 0.
+    A layer has experts where `decoder_sparse_step` divides its number, counted from 1, unless `mlp_only_layers` lists
+    it, counted from 0. Raises `CheckpointError`.
     """
     usual = family.experts
     if usual is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -87,6 +88,14 @@ class Layer:
     def products(self) -> tuple[Any, Any, Any]:
         return self.gate, self.up, self.down
 
+    @property
+    def experts(self) -> int:
+        return len(self.gate if self.bits is None else self.gate[0])
+
+    @property
+    def hidden(self) -> int:
+        return self.gate.shape[1] if self.bits is None else self.gate[0].shape[2]
+
     def reference(self, x: Float32, weights: Float32) -> Float32:
         def product(which: int, expert: int) -> Any:
             weight, bias = self.products[which], None if self.biases is None else self.biases[which][expert]
@@ -108,6 +117,7 @@ class Layer:
     def run(self, x: Float32, weights: Float32, threads: int = 1) -> Float32:
         given: dict[str, Any] = {"x": x[None], "weights": weights[None]}
         attributes: dict[str, Any] = {"alpha": ALPHA, "limit": 0.0 if self.biases is None else LIMIT}
+        attributes |= {"experts": self.experts, "hidden": self.hidden}
         if self.bits is None:
             given |= {f"panels.{i}": pack_panels(weight) for i, weight in enumerate(self.products)}
             attributes["size"] = self.gate.shape[2]
@@ -303,11 +313,15 @@ def test_what_does_not_fit_is_refused() -> None:
     layer, weights = float_layer(rng, 4, 32, 16), np.ones((2, 4), np.float32)
     with pytest.raises(Exception, match="other tokens"):
         layer.run(x, weights[:1])
-    with pytest.raises(Exception, match="extent"):
+    with pytest.raises(Exception, match="another number of experts"):
         layer.run(x, weights[:, 1:])
+    with pytest.raises(Exception, match="another width"):
+        layer.run(x[:, 1:], weights)
+    with pytest.raises(Exception, match="extent"):
+        dataclasses.replace(layer, up=layer.up[1:]).run(x, weights)
     packed = {f"packed.{i}": np.zeros(1, np.uint8) for i in range(3)}
     inputs = ("x", 3), ("weights", 3), *((name, 1) for name in packed)
-    attributes = {"bits": 4, "wide": 0, "minimums": 0, "alpha": 1.0, "limit": 0.0}
+    attributes = {"experts": 4, "hidden": 32, "bits": 4, "wide": 0, "minimums": 0, "alpha": 1.0, "limit": 0.0}
     with pytest.raises(Exception, match="multiples of 32"):
         session("QuantMixtureOfExperts", inputs, 1, size=16, **attributes).run(
             None, {"x": x[None], "weights": weights[None]} | packed

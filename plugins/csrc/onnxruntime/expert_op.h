@@ -30,7 +30,8 @@ class MixtureOfExpertsOp {
 
   MixtureOfExpertsOp(const OrtApi& api, const OrtKernelInfo* info)
       : attributes_(api, info),
-        inner_(int_attribute(api, info, "size")),
+        sizes_{int_attribute(api, info, "experts"), int_attribute(api, info, "hidden"),
+               int_attribute(api, info, "size")},
         alpha_(float_attribute(api, info, "alpha")),
         limit_(float_attribute(api, info, "limit")) {}
 
@@ -40,7 +41,9 @@ class MixtureOfExpertsOp {
     run.shape_of(kWeights, chosen);
     if (chosen[0] != shape[0] || chosen[1] != shape[1]) run.refuse("x and weights have other tokens");
     const std::int64_t tokens = shape[0] * shape[1];
-    const ExpertSizes sizes{chosen[2], shape[2], inner_};
+    const ExpertSizes& sizes = sizes_;
+    if (shape[2] != sizes.hidden) run.refuse("x has another width than the weights");
+    if (chosen[2] != sizes.experts) run.refuse("there are weights of another number of experts");
     Weights weights(run, attributes_, sizes, {kGate, kUp, kDown});
     const std::int64_t inner[] = {sizes.experts, sizes.inner}, outer[] = {sizes.experts, sizes.hidden};
     run.expect(kGateBias, inner);
@@ -124,7 +127,7 @@ class MixtureOfExpertsOp {
   }
 
   typename Weights::Attributes attributes_;
-  std::int64_t inner_;
+  ExpertSizes sizes_;
   float alpha_, limit_;
 };
 
