@@ -19,7 +19,14 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import compiler.export.draft
 import compiler.export.target
@@ -128,7 +135,7 @@ def write_toy_block(folder: Path, target: Path) -> None:
         folder, layout="deepspec", streams=(0, 3), hidden=32, vocab=300, mask=299, target_layers=4, head_dim=16,
         block_size=5, markov=("vanilla", rank), confidence="markov",
     )  # fmt: skip
-    model, tokenizer = Qwen3ForCausalLM.from_pretrained(target), Tokenizer.from_file(str(target / "tokenizer.json"))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(target), Tokenizer.from_file(str(target / "tokenizer.json"))
     with torch.no_grad():
         follows = model(torch.arange(300).unsqueeze(1)).logits[:, -1].argmax(-1)
         for prompt in TOY_PROMPTS:
@@ -189,9 +196,10 @@ def fresh_exports(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(exports, "trace", tracing.trace)
 
 
-def _write_toy(folder: Path) -> None:
-    write_toy_checkpoint(folder / "target")
-    write_toy_checkpoint(folder / "drafter", noise=0.05)
+def write_toy(folder: Path, *, experts: bool = False) -> None:
+    """The toy's recipe, checkpoints and prompts; with `experts`, its target and its draft models have experts."""
+    write_toy_checkpoint(folder / "target", experts=experts)
+    write_toy_checkpoint(folder / "drafter", noise=0.05, experts=experts)
     write_eagle3(folder / "head", target_hidden=32, vocab=300, draft_vocab=120, aux_layer_ids=[0, 1, 2])
     write_toy_block(folder / "block", folder / "target")
     (folder / "model.yaml").write_text(TOY_RECIPE, encoding="utf-8")
@@ -201,7 +209,7 @@ def _write_toy(folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def toy_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made_once(tmp_path_factory, "toy", _write_toy) / "model.yaml"
+    return made_once(tmp_path_factory, "toy", write_toy) / "model.yaml"
 
 
 @pytest.fixture(scope="session")

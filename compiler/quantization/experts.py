@@ -50,20 +50,26 @@ class _Product:
 
 
 def quantize_experts(model: ir.Model, bits: int, declined: Counter[str]) -> int:
-    """Replace the weights of experts by integers of so many bits and scales; return how many matrices that were.
+    """Replace the weights of experts by integers of so many bits and scales; return how many products that were.
 
-    The products of a layer are quantised together, or none of them is: `declined` counts the reasons.
+    The products of a layer are quantised together, or none of them is: `declined` counts the reasons. Weights that
+    several nodes read are quantised once.
     """
-    applied = 0
+    made: dict[ir.Value, list[ir.Value]] = {}
     for node in [node for node in model.graph if node.domain == DOMAIN and node.op_type in _OF_NUMBERS]:
         products = [_product(value) for value in node.inputs[_FIRST:_LAST]]
         reason = _reason_against(products)
         if reason is not None:
             declined[reason] += len(products)
             continue
-        _replace(model.graph, node, [product for product in products if product is not None], bits)
-        applied += len(products)
-    return applied
+        parts = []
+        for product in products:
+            assert product is not None
+            if product.value not in made:
+                made[product.value] = _quantised(model.graph, product, bits)
+            parts += made[product.value]
+        _replace(model.graph, node, parts)
+    return len(made)
 
 
 def _product(value: ir.Value | None) -> _Product | None:
@@ -78,20 +84,23 @@ def _reason_against(products: list[_Product | None]) -> str | None:
     return None
 
 
-def _replace(graph: ir.Graph, node: ir.Node, products: list[_Product], bits: int) -> None:
+def _quantised(graph: ir.Graph, product: _Product, bits: int) -> list[ir.Value]:
+    """Return the integers and scales of a product, as initializers."""
     parts = []
-    for product in products:
-        source = side_by_side(list(product.sources(bits)))
-        assert product.tensor.dtype is not None
-        for tensor in source.tensors(product.tensor.dtype):
-            part = ir.Value(
-                name=f"{product.value.name}.{tensor.part}",
-                shape=tensor.shape,
-                type=ir.TensorType(tensor.dtype),
-                const_value=tensor,
-            )
-            graph.register_initializer(part)
-            parts.append(part)
+    assert product.tensor.dtype is not None
+    for tensor in side_by_side(list(product.sources(bits))).tensors(product.tensor.dtype):
+        part = ir.Value(
+            name=f"{product.value.name}.{tensor.part}",
+            shape=tensor.shape,
+            type=ir.TensorType(tensor.dtype),
+            const_value=tensor,
+        )
+        graph.register_initializer(part)
+        parts.append(part)
+    return parts
+
+
+def _replace(graph: ir.Graph, node: ir.Node, parts: list[ir.Value]) -> None:
     attributes = {name: attribute.value for name, attribute in node.attributes.items()}
     kind = node.op_type.replace("MixtureOfExperts", "QuantMixtureOfExperts")
     weights = list(node.inputs[_FIRST:_LAST])
