@@ -11,7 +11,7 @@ from compiler.lowering.attention import CpuAttention
 from compiler.lowering.block_quantized import BlockQuantized
 from compiler.lowering.draft_ops import CpuDraftOps
 from compiler.lowering.experts import CpuExperts, CpuRoute, PackExperts
-from compiler.lowering.float_drafts import FloatDrafts
+from compiler.lowering.float_drafts import FloatDraftExperts, FloatDrafts
 from compiler.lowering.functions import FunctionBody
 from compiler.lowering.gated_unit import FuseGatedUnit
 from compiler.lowering.group_query_attention import GroupQueryAttention
@@ -60,8 +60,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
         UnbranchedBody(),
         CopiedSizes(),
     ),
-    "tensorrt": (FloatDrafts(), UpdateOnceAttention(), PluginNodes(), BodyOfDeclined()),
-    "tensorrt-rtx": (FloatDrafts(), UpdateOnceAttention(), FunctionBody()),
+    "tensorrt": (FloatDrafts(), FloatDraftExperts(), UpdateOnceAttention(), PluginNodes(), BodyOfDeclined()),
+    "tensorrt-rtx": (FloatDrafts(), FloatDraftExperts(), UpdateOnceAttention(), FunctionBody()),
 }
 
 

@@ -153,6 +153,19 @@ def test_the_body_has_the_same_quantised_weights(name, bits, tmp_path: Path) -> 
     assert np.abs(found - wanted).max() < 0.02 * np.abs(wanted).max()  # the kernel quantises tokens too
 
 
+@pytest.mark.parametrize("name", ["normalised", "clamped"])
+def test_a_drafters_experts_are_floats_for_tensorrt(name, tmp_path: Path) -> None:
+    model = graph_of(experts(CONFIGS[name]))
+    quantize("draft", model, WeightForm(4, None))
+    whole = model.clone()
+    lower("draft", model, "tensorrt-rtx", 1)
+    lower("target", whole, "tensorrt-rtx", 1)
+    assert not any("Quant" in node.op_type for node in model.graph)
+    assert any("Quant" in node.op_type for node in whole.graph)
+    found, wanted = (run(each, tokens(), tmp_path) for each in (model, whole))
+    np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-3)
+
+
 def stored_name(parameter: str) -> str:
     if parameter == "router":
         return "mlp.gate.weight"

@@ -154,6 +154,9 @@ def test_one_node_a_layer_norms_rotates_appends_and_attends(decoder: Decoder, tm
         "FuseProjections": layers,  # q, k, v
         "FuseGatedUnit": layers,
         "PackQuantized": 0,  # nothing is quantised
+        "CpuRoute": 0,  # no layer has experts
+        "CpuExperts": 0,
+        "PackExperts": 0,
         "FuseSkipNorms": 2 * layers - 1,  # all but the first norm, of the embedding, and the last, of picked rows
         "CpuAttention": layers,
         "QueriesFromInside": 0,

@@ -13,11 +13,13 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from compiler.build import build
-from compiler.checkpoint import load_decoder
+from compiler.checkpoint import defer_decoder, load_decoder
 from compiler.inspect import describe
 from compiler.models.eager import sequence_logits
+from compiler.quantization.calibration import calibrate
 from compiler.quantization.weight_form import WeightForm
 from compiler.recipe import load_recipe
+from plans.errors import CheckpointError
 from plans.plan import open_plan
 from runtime import Runtime, SchedulerConfig
 from tests.conftest import EVERYTHING, TOY_PROMPTS, made_once, write_toy
@@ -177,12 +179,19 @@ def test_quantised_plans_have_the_oracles_weights(recipe_path: Path, plan: Path,
     assert np.median(errors) < QUANTIZED_LOGIT_BOUND
 
 
+def test_experts_are_not_searched_on_text(recipe_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="method awq does not search a mixture of experts"):
+        calibrate(defer_decoder(recipe_path.parent / "target"), [[1, 2, 3]], WeightForm(4, 8))
+
+
 @pytest.mark.parametrize("kind", ["float32", "int4"])
 def test_tensorrt_rtx_builds_an_engine_of_experts(recipe_path: Path, tmp_path: Path, kind: str) -> None:
     pytest.importorskip("tensorrt_rtx")
     weights = [] if kind == "float32" else [f"target.weights={{type: {kind}}}"]
     backend = f"backends=[{{kind: {RTX}, compute_capabilities: [sm_89]}}]"
-    recipe = load_recipe(recipe_path, [backend, "drafters=[]", *weights])
+    chain = "{name: chain, kind: model, checkpoint: drafter, gamma: 2"
+    chain += "}" if kind == "float32" else f", weights: {{type: {kind}}}}}"
+    recipe = load_recipe(recipe_path, [backend, f"drafters=[{chain}]", *weights])
     plan = build(recipe, recipe_path, tmp_path / "plan").plan.manifest.backends[RTX]
     assert plan.engines["target"].layers["KV_CACHE_UPDATE"] == 2 * 4
     assert plan.engines["target"].layers["TOPK"] == 3
