@@ -25,8 +25,12 @@ HASHED = (
     "generation_config.json",
     INDEX,
     "tokenizer.json",
+    "tokenizer.model",
+    "added_tokens.json",
     "tokenizer_config.json",
+    "special_tokens_map.json",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
 )
 
 

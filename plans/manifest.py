@@ -12,7 +12,7 @@ from plans import names
 from plans.buffers import LARGEST_SIZE, Strict, Tensor
 from plans.partial_kv import PartialKv
 
-FORMAT_VERSION = 13
+FORMAT_VERSION = 14
 
 LEAST_NGRAM_MEMORY, MOST_NGRAM_MEMORY = 1024, 2**24  # tokens: a few texts with their leads, and 2.5 GiB
 
@@ -49,11 +49,13 @@ class Geometry(Strict):
 
 
 class Text(Strict):
-    """The tokenizer, which turns text into tokens and back. Files lie in `tokenizer/`."""
+    """The tokenizer, which turns text into tokens and back. Files lie in `tokenizer/`.
+
+    `special_tokens` are the texts that chat templates print by name, such as `bos_token`.
+    """
 
     eos_token_ids: tuple[int, ...]
-    bos_token: str | None = None
-    eos_token: str | None = None
+    special_tokens: dict[str, str] = Field(default_factory=dict)
 
 
 class NgramDrafter(Strict):

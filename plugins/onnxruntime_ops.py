@@ -3,8 +3,8 @@
 The library has a kernel for each of float32, float16 and int8 KV caches (`plans.kv_slots`); all else is float32:
 
 `outrider.cpu.BranchAttention(q, k, v, k_cache, v_cache, attn_bias, past_length, row_splits, positions, cos, sin,
-q_norm, k_norm) -> (out, k_cache_out, v_cache_out, queries)`, with attributes `num_heads`, `kv_num_heads`, `scale`,
-`epsilon` and `asks`.
+q_norm, k_norm, sinks) -> (out, k_cache_out, v_cache_out, queries)`, with attributes `num_heads`, `kv_num_heads`,
+`scale`, `epsilon`, `asks`, `softcap` and `window`.
 
 It is `outrider.BranchAttention` (`plugins.onnx_ops`) with these differences:
 
@@ -12,7 +12,10 @@ It is `outrider.BranchAttention` (`plugins.onnx_ops`) with these differences:
 - a query that sees no key gives zeros; where `asks` is 0, every query does, and none is computed;
 - without k and v, q has all three side by side, `[1, N, (num_heads + 2 * kv_num_heads) * head_dim]`;
 - without row_splits there is one row, which has all tokens;
-- with positions, int64 `[1, N]`, queries and keys are rotated by halves: cos and sin are `[positions, head_dim / 2]`;
+- with a window, a query sees the last so many of its visible keys, as under `outrider.WindowBias`; keys before them
+  cost nothing;
+- with positions, int64 `[1, N]`, the first r numbers of each query and key are rotated, by halves: cos and sin are
+  `[positions, r / 2]`;
 - a key or value is rounded to the cache's type when it is appended, and read as the number that its slot stands for:
   `plugins.reference.to_slots` and `from_slots`, bit for bit on any machine;
 - with q_norm and k_norm, `[head_dim]`, each head is normed by its root mean square before the rotation;
@@ -34,7 +37,10 @@ instructions and no better ones.
 `outrider.cpu.RmsNorm(x, weight, added) -> (normed, sum)` norms float32 rows `[..., K]` by their root mean square, with
 attribute `epsilon`; with `added`, the rows of `sum = x + added`.
 
-`outrider.cpu.SwiGlu(x) -> (y)` is `silu(gate) * up` for x float32 `[1, N, 2 * size]`, gate and up side by side.
+`outrider.cpu.GatedUnit(x) -> (y)` is `activation(gate) * up` for x float32 `[1, N, 2 * size]`, gate and up side by
+side; the attribute `activation` is `silu`, or `gelu_tanh`: `x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2`.
+
+`outrider.cpu.Softcap(x) -> (y)` is `cap * tanh(x / cap)` for float32 of any shape, with attribute `cap`.
 
 `outrider.cpu.Route(x, router, bias) -> (weights)` is `plugins.reference.route` bit for bit on any machine: x float32
 `[1, N, H]`, the router `[1, panels, H, 16]` as `plugins.panel_layout` packs it, weights `[1, N, experts]`, 0 of experts
@@ -44,9 +50,9 @@ that a token does not choose. Attributes are `experts`, `top_k` and `normalise`;
 `plugins.reference.mixture_of_experts` bit for bit on any machine, of float32 weights in panels,
 `outrider.cpu.QuantMixtureOfExperts` of packed ones: an expert's outputs stand behind those of the expert before, and
 the attributes `bits`, `wide` and `minimums` tell the layout. The attributes `experts`, `hidden` and `size` are their
-number, the width of tokens and that of gate and up. The unit is `SwiGlu`'s where `limit` is 0, else the clamped one
-with `alpha` and `limit`. Biases may be left out. A pass reads the weights of an expert once, and those that no token
-chose not at all.
+number, the width of tokens and that of gate and up. The unit is `silu(gate) * up` where `limit` is 0, else the clamped
+one with `alpha` and `limit`. Biases may be left out. A pass reads the weights of an expert once, and those that no
+token chose not at all.
 
 `outrider.cpu.TreeExpand` and `outrider.cpu.TreeRerank` are the ops of the same names, as one node each.
 """

@@ -183,15 +183,17 @@ _KEY_WIDTH = "kv_num_heads * head_dim"
 
 _BRANCH_ATTENTION = OpSchema(
     name="BranchAttention",
-    version=1,
+    version=2,
     doc="""Append each row's new keys and values, then attend over the row's T keys under a bias.
 
     Tokens of all rows lie one after another (row_splits); row r's are appended at past_length[r]. Token s of row r
-    gives softmax(q . k * scale + attn_bias[r, 0, s]) over the row's T keys, applied to v; query head h uses KV head
-    h // (num_heads / kv_num_heads). Where `later` is 1, the bias may show a token of the step that comes after the
-    query's, else none. Where `asks` is 0, nobody reads `out`: its numbers are any finite ones. Stands in graphs only,
-    and is lowered there: no CPU kernel.
-    Source: DESIGN section 4.""",
+    gives softmax(c(q . k * scale) + attn_bias[r, 0, s]) over the row's T keys, applied to v; query head h uses KV head
+    h // (num_heads / kv_num_heads). c(x) is softcap * tanh(x / softcap), or x where `softcap` is 0; the bias is added
+    to capped scores, so that hidden keys stay hidden. With `sinks`, which may be left out, the softmax of head h has
+    exp(sinks[h]) in its sum as well: a key without a value, under no cap. Where `later` is 1, the bias may show a token
+    of the step that comes after the query's, else none. Where `asks` is 0, nobody reads `out`: its numbers are any
+    finite ones. Stands in graphs only, and is lowered there: no CPU kernel.
+    Source: DESIGN section 4; the cap, Gemma 2 (arXiv 2408.00118); sinks, gpt-oss.""",
     inputs=(
         TensorSpec("q", ANY_FLOAT, (1, names.NEW, _QUERY_WIDTH)),
         TensorSpec("k", ANY_FLOAT, (1, names.NEW, _KEY_WIDTH)),
@@ -201,6 +203,7 @@ _BRANCH_ATTENTION = OpSchema(
         _ATTN_BIAS,
         per_row(names.PAST_LENGTH),
         ROW_SPLITS,
+        TensorSpec("sinks", ANY_FLOAT, ("num_heads",)),
     ),
     outputs=(
         TensorSpec("out", ANY_FLOAT, (1, names.NEW, _QUERY_WIDTH)),
@@ -213,6 +216,7 @@ _BRANCH_ATTENTION = OpSchema(
         AttributeSpec("scale", float),
         AttributeSpec("later", int, 0),
         AttributeSpec("asks", int, 1),
+        AttributeSpec("softcap", float, 0.0),
     ),
 )
 

@@ -43,6 +43,7 @@ from tests.exports import SharedExports
 from tests.fake_cuda import compile_libraries
 from tests.fake_cuda.provider import CudaProvider
 from tests.packages import install_apart
+from tests.plans.damage import edit
 from tests.plugins.emulator import Emulator, compile_emulator
 from tests.plugins.tensorrt_stand_in import StandIn, compile_shells
 
@@ -286,6 +287,20 @@ def forget_what_drafting_cost(runtime: Runtime) -> None:
     """Let adaptive speculation begin afresh: what earlier tests measured stands for their sizes of windows."""
     for engine in runtime.engines.engines:
         engine._adaptive = AdaptiveSpeculations(engine.manifest)
+
+
+@pytest.fixture(scope="session")
+def ending_plan(toy: Runtime, toy_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
+    """The toy's plan with several end tokens, and prompts with the number of tokens up to the first of them.
+
+    None of them is a special token: as text it would be seen.
+    """
+    prompts = ("import os\n", "def main(")
+    texts = {prompt: toy.generate(prompt, max_new_tokens=30, ignore_eos=True).token_ids for prompt in prompts}
+    ends = [ids[4] for ids in texts.values()]
+    plan = shutil.copytree(toy_plan, tmp_path_factory.mktemp("ends") / "plan")
+    edit(plan, lambda manifest: manifest["text"].update(eos_token_ids=[298, *ends]))
+    return plan, {prompt: 1 + next(i for i, token in enumerate(ids) if token in ends) for prompt, ids in texts.items()}
 
 
 @pytest.fixture(scope="session")

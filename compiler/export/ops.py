@@ -31,6 +31,8 @@ def branch_attention(
     scale: float,
     later: int,
     asks: int,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Shapes: `plugins.schemas`, BranchAttention."""
     raise NotImplementedError("outrider::branch_attention exists for export only")
@@ -117,10 +119,18 @@ def _translated(op: str, attributes: tuple[str, ...]) -> Callable[..., Any]:
     return translate
 
 
+def _translate_attention(*inputs: Any) -> Any:
+    *tensors, heads, kv_heads, scale, later, asks = inputs[:13]
+    softcap = inputs[13] if len(inputs) > 13 else 0.0
+    sinks = inputs[14:15] if len(inputs) > 14 and inputs[14] is not None else ()
+    return onnxscript.values.Opset(DOMAIN, VERSION).BranchAttention(
+        *tensors, *sinks,
+        num_heads=heads, kv_num_heads=kv_heads, scale=scale, later=later, asks=asks, softcap=softcap,
+    )  # fmt: skip
+
+
 TRANSLATIONS: dict[Any, Callable[..., Any]] = {
-    torch.ops.outrider.branch_attention.default: _translated(
-        "BranchAttention", ("num_heads", "kv_num_heads", "scale", "later", "asks")
-    ),
+    torch.ops.outrider.branch_attention.default: _translate_attention,
     torch.ops.outrider.route.default: _translated("Route", ("top_k", "normalise")),
     torch.ops.outrider.biased_route.default: _translated("BiasedRoute", ("top_k", "normalise")),
     torch.ops.outrider.mixture_of_experts.default: _translated("MixtureOfExperts", ()),

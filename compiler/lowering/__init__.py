@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir as ir
 
-from compiler.lowering.attention import CpuAttention
+from compiler.lowering.attention import CpuAttention, WindowInside
 from compiler.lowering.block_quantized import BlockQuantized
 from compiler.lowering.draft_ops import CpuDraftOps
 from compiler.lowering.experts import CpuExperts, CpuRoute, PackExperts
@@ -24,6 +24,7 @@ from compiler.lowering.queries import QueriesFromInside
 from compiler.lowering.rule import Lowering, Rule, apply_rules
 from compiler.lowering.scatter_attention import ScatterAttention, UpdateOnceAttention
 from compiler.lowering.sizes import CopiedSizes
+from compiler.lowering.softcap import FuseSoftcap
 from compiler.lowering.unbranched import UnbranchedBody
 from plans import names
 from plans.buffers import DType
@@ -34,12 +35,14 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "onnxruntime-cpu": (
         FuseProjections(),
         FuseGatedUnit(),
+        FuseSoftcap(),
         PackQuantized(),
         CpuRoute(),
         CpuExperts(),
         PackExperts(),
         FuseSkipNorms(),
         CpuAttention(),
+        WindowInside(),
         QueriesFromInside(),
         RotateInside(),
         NormInside(),

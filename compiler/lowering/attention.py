@@ -10,16 +10,18 @@ import onnx_ir as ir
 
 from compiler.lowering.inside import swap
 from compiler.lowering.rule import Lowering, Rule
+from compiler.lowering.written_out import sinks_of
 from plugins.onnx_ops import DOMAIN
 from plugins.schema import CPU_DOMAIN
 
-_INPUTS = 13
+_BIAS, _ROW_SPLITS, _SINKS = 5, 7, 13
 
 
 class CpuAttention(Rule):
     """onnxruntime-cpu: one node appends in place and attends, for any number of ragged rows.
 
-    The node reads only whether a bias is 0: a key is visible or not, as BimMask and draft graphs write it.
+    The node reads only whether a bias is 0: a key is visible or not, as BimMask and draft graphs write it. It caps
+    scores and has sinks by itself.
 
     Where nobody asks, it only appends.
 
@@ -31,9 +33,33 @@ class CpuAttention(Rule):
         return node.domain == DOMAIN and node.op_type == "BranchAttention"
 
     def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
-        inputs = list(node.inputs)
+        inputs = [*node.inputs[: _ROW_SPLITS + 1], *[None] * (_SINKS - _ROW_SPLITS - 1), sinks_of(node)]
         if lowering.rows == 1:
-            inputs[-1] = None  # the one row has all tokens
+            inputs[_ROW_SPLITS] = None  # the one row has all tokens
         attributes = {name: attribute.value for name, attribute in node.attributes.items() if name != "later"}
         attributes["epsilon"] = 0.0
-        swap(node, lowering, [*inputs, *[None] * (_INPUTS - len(inputs))], attributes, kind=(CPU_DOMAIN, node.op_type))
+        swap(node, lowering, inputs, attributes, kind=(CPU_DOMAIN, node.op_type))
+
+
+class WindowInside(Rule):
+    """onnxruntime-cpu: attention under a WindowBias reads the bias behind it, and takes each query's last keys itself.
+
+    Keys before a query's window then cost nothing, and layers with and without a window share one bias.
+    """
+
+    def pattern(self, node: ir.Node) -> bool:
+        return (node.domain, node.op_type) == (CPU_DOMAIN, "BranchAttention") and _window_bias(node) is not None
+
+    def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
+        windowed = _window_bias(node)
+        assert windowed is not None
+        inputs, attributes = list(node.inputs), {name: each.value for name, each in node.attributes.items()}
+        inputs[_BIAS] = windowed.inputs[0]
+        swap(node, lowering, inputs, attributes | {"window": windowed.attributes.get_int("window")})
+
+
+def _window_bias(attention: ir.Node) -> ir.Node | None:
+    """Return the WindowBias that makes the bias of `attention`, if one does."""
+    bias = attention.inputs[_BIAS]
+    made = None if bias is None else bias.producer()
+    return made if made is not None and (made.domain, made.op_type) == (DOMAIN, "WindowBias") else None

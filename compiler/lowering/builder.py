@@ -32,6 +32,9 @@ class Builder:
     def number(self, name: str, value: int) -> ir.Value:
         return self.lowering.constant(f"attention.{name}", ir.tensor(np.array(value, np.int64)))
 
+    def real(self, name: str, value: float) -> ir.Value:
+        return self.lowering.constant(f"attention.{name}.{value!r}", ir.tensor(np.array(value, np.float32)))
+
     def split_heads(self, x: ir.Value, heads: int) -> ir.Value:
         """Reshape `[1, S, heads * head_dim]` to `[1, heads, S, head_dim]`."""
         split = self.emit("Reshape", [x, self.numbers(f"heads.{heads}", 0, 0, heads, -1)])
@@ -45,9 +48,11 @@ class Builder:
         shared, key = self.lowering.shared, f"attention.{bias.name}."
         if key + "view" not in shared:
             shared[key + "view"] = self.emit("Shape", [bias], {"start": 3, "end": 4})
-            shared[key + "bias"] = bias
-            if wanted in LOWEST:
-                lowest = ir.tensor(np.array(LOWEST[wanted], np.float32))
-                bounded = self.emit("Max", [bias, self.lowering.constant("attention.lowest", lowest)])
-                shared[key + "bias"] = self.emit("Cast", [bounded], {"to": wanted})
-        return shared[key + "bias"], shared[key + "view"]
+        if wanted not in LOWEST:
+            return bias, shared[key + "view"]
+        typed = f"{key}{wanted.name}"
+        if typed not in shared:
+            lowest = ir.tensor(np.array(LOWEST[wanted], np.float32))
+            bounded = self.emit("Max", [bias, self.lowering.constant("attention.lowest", lowest)])
+            shared[typed] = self.emit("Cast", [bounded], {"to": wanted})
+        return shared[typed], shared[key + "view"]

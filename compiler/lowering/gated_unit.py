@@ -14,7 +14,8 @@ from plugins.schema import CPU_DOMAIN
 
 
 class FuseGatedUnit(Rule):
-    """onnxruntime-cpu: `silu(gate) * up` becomes one node, and the products with gate and up before it one product.
+    """onnxruntime-cpu: `silu(gate) * up`, or that of GELU by tanh, becomes one node, and the products with gate and up
+    before it one product.
 
     The node is ours, and has the same bits on every processor. One product saves one start of the thread pool and two
     dispatches per layer, which counts in small models; each output column is summed as before. Products of different
@@ -34,10 +35,10 @@ class FuseGatedUnit(Rule):
             return "gate and up have other sizes"
         if not (_is_float32(gate) and _is_float32(up)):
             return "its kernel computes in float32"
-        activated, shared = unit.activation.outputs[0], unit.sigmoid.outputs[0]
-        if len(unit.gate.uses()) != 2 or any(len(x.uses()) != 1 for x in (unit.up, activated, shared)):
+        inner = [unit.up, *(each.outputs[0] for each in unit.activation)]
+        if len(unit.gate.uses()) != len(unit.activation) or any(len(x.uses()) != 1 for x in inner):
             return "a part of the unit is read by others too"
-        if any(x in lowering.graph.outputs for x in (unit.gate, unit.up, activated, shared)):
+        if any(x in lowering.graph.outputs for x in (unit.gate, *inner)):
             return "a part of the unit is a result of the graph"
         return None
 
@@ -50,24 +51,24 @@ class FuseGatedUnit(Rule):
         joins = gate is unit.gate.producer() and up is unit.up.producer() and gate.inputs[0] is up.inputs[0]
         joins = joins and product_kind(gate) == product_kind(up)
         both = join_products([gate, up], lowering) if joins else ir.node("Concat", [unit.gate, unit.up], {"axis": -1})
-        gated = ir.node("SwiGlu", [both.outputs[0]], domain=CPU_DOMAIN)
+        gated = ir.node("GatedUnit", [both.outputs[0]], {"activation": unit.name}, domain=CPU_DOMAIN)
         graph.insert_before(node, [both, gated])
         lowering.model.opset_imports.setdefault(CPU_DOMAIN, 1)
         replace(graph, node, [gated.outputs[0]])
         weights = [*gate.inputs[1:], *up.inputs[1:]]
-        for each in (unit.activation, unit.sigmoid, *((gate, up) if joins else ())):
+        for each in (*unit.activation, *((gate, up) if joins else ())):
             graph.remove(each, safe=True)
         drop_unread(lowering.graph, weights)
 
 
 @dataclass(frozen=True)
 class _Unit:
-    """`activation * up`, where `activation` is `gate * sigmoid(gate)`."""
+    """`activation * up`: the activation's name in the op, and its nodes, last first, each of which reads the gate."""
 
     gate: ir.Value
     up: ir.Value
-    activation: ir.Node
-    sigmoid: ir.Node
+    name: str
+    activation: tuple[ir.Node, ...]
 
 
 def _unit(node: ir.Node) -> _Unit | None:
@@ -76,15 +77,30 @@ def _unit(node: ir.Node) -> _Unit | None:
         return None
     for activated, up in (tuple(node.inputs), tuple(reversed(node.inputs))):
         activation = None if activated is None else activated.producer()
-        if activation is None or activation.op_type != "Mul" or up is None:
+        if activation is None or up is None:
             continue
-        for gate, shared in (tuple(activation.inputs), tuple(reversed(activation.inputs))):
-            sigmoid = None if shared is None else shared.producer()
-            if gate is None or sigmoid is None or sigmoid.op_type != "Sigmoid":
-                continue
-            if sigmoid.inputs[0] is gate:
-                return _Unit(gate, up, activation, sigmoid)
+        if (unit := _silu(activation, up) or _gelu(activation, up)) is not None:
+            return unit
     return None
+
+
+def _silu(activation: ir.Node, up: ir.Value) -> _Unit | None:
+    """Return the unit of `gate * sigmoid(gate)`."""
+    if activation.op_type != "Mul":
+        return None
+    for gate, shared in (tuple(activation.inputs), tuple(reversed(activation.inputs))):
+        sigmoid = None if shared is None else shared.producer()
+        if gate is not None and sigmoid is not None and sigmoid.op_type == "Sigmoid" and sigmoid.inputs[0] is gate:
+            return _Unit(gate, up, "silu", (activation, sigmoid))
+    return None
+
+
+def _gelu(activation: ir.Node, up: ir.Value) -> _Unit | None:
+    """Return the unit of `gelu(gate)` by tanh; the exact one, by the error function, has no kernel of ours."""
+    gate = activation.inputs[0] if activation.op_type == "Gelu" else None
+    if gate is None or activation.attributes.get_string("approximate", "none") != "tanh":
+        return None
+    return _Unit(gate, up, "gelu_tanh", (activation,))
 
 
 def _product(value: ir.Value) -> ir.Node | None:

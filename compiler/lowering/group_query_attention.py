@@ -7,6 +7,7 @@ import onnx_ir as ir
 from compiler.graph_edits import replace
 from compiler.lowering.builder import Builder
 from compiler.lowering.rule import CONTRIBUTED, Lowering, Rule
+from compiler.lowering.written_out import sinks_of, softcap_of
 from plugins.onnx_ops import DOMAIN
 
 KERNELS = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -23,6 +24,9 @@ class GroupQueryAttention(Rule):
     `total_sequence_length` keys, which the op reads on the host: here that is the size of the bias, so that it is fixed
     in a recording, and `seqlens_k`, on the device, says where the new tokens end. The op also hides later slots from
     earlier ones, which the bias hides already: a parent comes before its children.
+
+    It caps scores before it adds the bias: on CUDA in `unfused_attention.cu`, whose kernel alone takes a bias, and on
+    the CPU, as the tests find. Sinks are declined, because that kernel takes no `head_sink`.
     """
 
     def pattern(self, node: ir.Node) -> bool:
@@ -38,6 +42,8 @@ class GroupQueryAttention(Rule):
             return "the CUDA provider has no GroupQueryAttention in float32"
         if cache is None or cache.shape is None or not isinstance(head_dim := cache.shape[-1], int):
             return "the size of its heads is unknown"
+        if sinks_of(node) is not None:
+            return "its heads have sinks, which no kernel on CUDA takes together with a bias"
         if head_dim % _VECTOR or head_dim > _LARGEST:
             return f"its kernels take heads of a multiple of {_VECTOR} numbers up to {_LARGEST}; these have {head_dim}"
         return None
@@ -54,6 +60,7 @@ class GroupQueryAttention(Rule):
             "num_heads": own.get_int("num_heads"),
             "kv_num_heads": own.get_int("kv_num_heads"),
             "scale": own.get_float("scale"),
+            "softcap": softcap_of(node),
         }
         made = ir.node("GroupQueryAttention", inputs, attributes, domain=CONTRIBUTED, num_outputs=3)
         lowering.graph.insert_before(node, [*build.nodes, made])

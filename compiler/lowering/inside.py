@@ -39,7 +39,8 @@ def _reason_against_rotation(node: ir.Node, cos: ir.Value) -> str | None:
 class Inside:
     """The inputs of an attention op for what it can do itself, by index; q, k, v and the KV cache come first.
 
-    `rotating` are the attributes of a node that rotates, `against_rotation` returns why a node cannot.
+    `rotating` are the attributes of a node that rotates, `against_rotation` returns why a node cannot. A node that
+    `rotates_parts` rotates the first numbers of a head, as many as its table has cosines and sines for.
     """
 
     positions: int
@@ -49,13 +50,14 @@ class Inside:
     k_norm: int
     epsilon: str
     rotating: Mapping[str, int] = field(default_factory=dict)
+    rotates_parts: bool = False
     against_rotation: Callable[[ir.Node, ir.Value], str | None] = _any_rotation
 
 
 INSIDE: dict[tuple[str, str], Inside] = {
-    (CPU_DOMAIN, "BranchAttention"): Inside(8, 9, 10, 11, 12, "epsilon"),
+    (CPU_DOMAIN, "BranchAttention"): Inside(8, 9, 10, 11, 12, "epsilon", rotates_parts=True),
     (CONTRIBUTED, "GroupQueryAttention"): Inside(
-        9, 7, 8, 14, 15, "qk_norm_epsilon", {"do_rotary": 1}, _reason_against_rotation
+        9, 7, 8, 14, 15, "qk_norm_epsilon", {"do_rotary": 1}, against_rotation=_reason_against_rotation
     ),
 }
 
@@ -74,14 +76,16 @@ class RotateInside(Rule):
             return "the rotation has no positions"
         if list(query.inputs[1:]) != list(key.inputs[1:]):
             return "queries and keys are rotated by other angles"
-        if any(
-            r.attributes.get_int("interleaved", 0) or r.attributes.get_int("rotary_embedding_dim", 0)
-            for r in (query, key)
-        ):
-            return "the rotation is interleaved, or of a part of each head"
+        if any(rotation.attributes.get_int("interleaved", 0) for rotation in (query, key)):
+            return "the rotation is interleaved"
+        if _rotated(query) != _rotated(key):
+            return "other parts of queries and of keys are rotated"
         cos = query.inputs[1]
         assert cos is not None
-        return INSIDE[_kind(node)].against_rotation(node, cos)
+        inside = INSIDE[_kind(node)]
+        if _rotated(query) and not inside.rotates_parts:
+            return "it rotates whole heads, and of these a part is rotated"
+        return inside.against_rotation(node, cos)
 
     def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
         query, key = (_producer(node, index, "RotaryEmbedding") for index in (_Q, _K))
@@ -102,6 +106,8 @@ class NormInside(Rule):
 
     def check(self, node: ir.Node, lowering: Lowering) -> str | None:
         query, key = _head_norm(node, _Q), _head_norm(node, _K)
+        if INSIDE[_kind(node)].rotating.items() - _attributes(node).items():
+            return "it norms what it rotates, and this one rotates nothing"
         if query is None or key is None:
             return "queries or keys have no norm of each head right before it"
         if _epsilon(query) != _epsilon(key):
@@ -201,6 +207,11 @@ def _head_norm(node: ir.Node, index: int) -> ir.Node | None:
     if cache is None or cache.shape is None or weight is None or weight.shape is None:
         return None
     return norm if tuple(weight.shape) == (cache.shape[-1],) else None
+
+
+def _rotated(rotation: ir.Node) -> int:
+    """Return how many numbers of a head a RotaryEmbedding rotates, 0 for all."""
+    return rotation.attributes.get_int("rotary_embedding_dim", 0)
 
 
 def _epsilon(norm: ir.Node) -> float:

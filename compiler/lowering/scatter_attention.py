@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
 
 from compiler.graph_edits import replace
 from compiler.lowering.builder import SWAP, Builder
 from compiler.lowering.rule import Lowering, Rule
+from compiler.lowering.written_out import is_plain, write_out
 from plugins.onnx_ops import DOMAIN
 
 
@@ -15,7 +15,7 @@ class ScatterAttention(Rule):
     """One row: all tokens of the step are its own, so the op needs none of its body's ragged indexing.
 
     ONNX Runtime runs both ops in place on bound buffers, for any number of passes over one KV cache. The bias is cast
-    to the model's type, which fused kernels need.
+    to the model's type, which fused kernels need. Attention with capped scores or with sinks is written out.
     """
 
     def pattern(self, node: ir.Node) -> bool:
@@ -35,7 +35,7 @@ class ScatterAttention(Rule):
         assert bias is not None
         assert past is not None
         build = Builder(lowering)
-        seen, view = build.view(bias, q.dtype)
+        seen, view = build.view(bias, q.dtype if is_plain(node) else None)
         heads, kv_heads = attributes.get_int("num_heads"), attributes.get_int("kv_num_heads")
         queries, keys, values = (build.split_heads(x, n) for x, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
         k_present, keys_seen = self.append(k_cache, keys, past, view, build)
@@ -59,6 +59,8 @@ class ScatterAttention(Rule):
         self, queries: ir.Value, keys: ir.Value, values: ir.Value, bias: ir.Value, node: ir.Node, build: Builder
     ) -> ir.Value:
         """Attend with `queries` `[1, heads, S, head_dim]` over keys and values `[1, kv_heads, T, head_dim]`."""
+        if not is_plain(node):
+            return write_out(queries, keys, values, node, build)
         return build.emit("Attention", [queries, keys, values, bias], {"scale": node.attributes.get_float("scale")})
 
 
@@ -72,26 +74,11 @@ class UpdateOnceAttention(ScatterAttention):
     def attend(
         self, queries: ir.Value, keys: ir.Value, values: ir.Value, bias: ir.Value, node: ir.Node, build: Builder
     ) -> ir.Value:
-        q, k_cache = node.inputs[0], node.inputs[3]
+        q = node.inputs[0]
         assert q is not None
-        assert k_cache is not None
-        assert k_cache.shape is not None
-        if q.dtype != ir.DataType.FLOAT:
-            return super().attend(queries, keys, values, bias, node, build)
-        heads, (_, kv_heads, _, head_dim) = node.attributes.get_int("num_heads"), k_cache.shape
-        assert isinstance(kv_heads, int)
-        assert isinstance(head_dim, int)
-        split = build.numbers(f"groups_of_{heads // kv_heads}", 1, kv_heads, heads // kv_heads, -1, head_dim)
-        by_group = build.emit("Reshape", [queries, split])
-        middle = build.numbers("group_axis", 2)
-        keys, values = (build.emit("Unsqueeze", [x, middle]) for x in (keys, values))
-        factor = build.lowering.constant(
-            "attention.scale", ir.tensor(np.array(node.attributes.get_float("scale"), np.float32))
-        )
-        scaled = build.emit("Mul", [by_group, factor])
-        scores = build.emit("MatMul", [scaled, build.emit("Transpose", [keys], {"perm": [0, 1, 2, 4, 3]})])
-        weights = build.emit("Softmax", [build.emit("Add", [scores, build.emit("Unsqueeze", [bias, middle])])])
-        return build.emit("Reshape", [build.emit("MatMul", [weights, values]), build.emit("Shape", [queries])])
+        if q.dtype == ir.DataType.FLOAT:
+            return write_out(queries, keys, values, node, build)
+        return super().attend(queries, keys, values, bias, node, build)
 
     def append(
         self, cache: ir.Value, new: ir.Value, past: ir.Value, view: ir.Value, build: Builder

@@ -10,12 +10,17 @@ import onnx_ir as ir
 from onnx import parser
 
 from compiler.probes.ops import Added, ProbeTape, as_rows, attributes_of, extent, leading, rows_input
+from plans.buffers import DType
+from plans.kv_slots import slot_size
 
 PAST = 48
 """Slots that are filled before the rows come: more than a vector is wide, and no power of two."""
 
 ROWS = 32
 """Most rows that there is room for behind them."""
+
+_WINDOW = PAST // 4
+"""The widest window of a probed node: half of the past is visible, and of that a part must fall out of the window."""
 
 _Q, _K, _V, _K_CACHE, _V_CACHE, _BIAS, _PAST_LENGTH, _ROW_SPLITS, _POSITIONS, _CONSTANTS = range(10)
 
@@ -90,8 +95,10 @@ def add_attention(tape: ProbeTape, node: ir.Node, label: str) -> Added:
 
 def _widths(node: ir.Node) -> tuple[int, int]:
     """Return the widths of the node's q, and of its k or v."""
-    rotations = node.inputs[_CONSTANTS] if len(node.inputs) > _CONSTANTS else None
-    size = extent(node.inputs[_K_CACHE], 3) if rotations is None else 2 * extent(rotations, 1)
+    cache = node.inputs[_K_CACHE]
+    assert cache is not None
+    assert cache.dtype is not None
+    size = extent(cache, 3) - slot_size(DType(cache.dtype.numpy().name), 0)
     heads, kv_heads = (node.attributes[name].as_int() for name in ("num_heads", "kv_num_heads"))
     return heads * size, kv_heads * size
 
@@ -119,9 +126,10 @@ def _attend(
     for value in node.inputs[_CONSTANTS:]:
         is_table = value is not None and value.shape is not None and len(value.shape) == 2  # of rotations
         inputs.append(leading(tape, value, [PAST + 1, extent(value, 1)] if is_table else None))
-    return tape.op_multi_out(
-        node.op_type, inputs, attributes_of(node), num_outputs=len(node.outputs), domain=node.domain
-    )
+    attributes = attributes_of(node)
+    if attributes.get("window", 0) > _WINDOW:
+        attributes["window"] = _WINDOW
+    return tape.op_multi_out(node.op_type, inputs, attributes, num_outputs=len(node.outputs), domain=node.domain)
 
 
 def _constant(tape: ProbeTape, name: str, value: np.ndarray) -> ir.Value:

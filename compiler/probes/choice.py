@@ -20,6 +20,7 @@ _APART = {
         *("Where", "And", "Equal", "Less", "Mod", "Not", "Or", "Add", "Div", "Mul", "Neg", "Sub"),
     },
     CPU_DOMAIN: {"QuantGather"},
+    DOMAIN: {"WindowBias"},
 }
 """Ops that move or compare numbers, or round the result of two correctly: a row of theirs has no company."""
 
@@ -30,7 +31,7 @@ _PROPOSING = {  # in drafters
 }
 """Ops by which a drafter turns logits into proposals, once a tip. They are not probed: proposals change no token."""
 
-_ROW_OPS = {"RmsNorm", "RMSNormalization", "SwiGlu", "Sigmoid"}
+_ROW_OPS = {"RmsNorm", "RMSNormalization", "GatedUnit", "Softcap", "Gelu", "Sigmoid", "Tanh"}
 _WIDTH = 1000
 """Elements of rows that go through an op element by element, where it does not stand behind a product."""
 

@@ -95,7 +95,7 @@ def add_row_op(tape: ProbeTape, node: ir.Node, label: str, width: int) -> Added:
     made = tape.op_multi_out(
         node.op_type, inputs, attributes_of(node), num_outputs=len(node.outputs), domain=node.domain
     )
-    return Added(rows, [as_rows(made[0], width // 2 if node.op_type == "SwiGlu" else width)])
+    return Added(rows, [as_rows(made[0], width // 2 if node.op_type == "GatedUnit" else width)])
 
 
 def attributes_of(node: ir.Node) -> dict[str, Any]:

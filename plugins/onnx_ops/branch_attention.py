@@ -1,4 +1,9 @@
-"""BranchAttention in standard ops, for any number of ragged rows."""
+"""BranchAttention in standard ops, for any number of ragged rows.
+
+Its body has the standard Attention, but where scores are capped or heads have sinks. Then attention is written out:
+Attention has no sinks, and whether its cap comes before its mask, which hides nothing under a cap, was corrected in the
+standard (onnx/onnx#7867) and in ONNX Runtime (microsoft/onnxruntime#28379) after both were published.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +19,8 @@ from plugins.onnx_ops.domain import DOMAIN, VERSION
 # cache), and `flat[n]` is the place of flat token n in the rectangle.
 _BRANCH_ATTENTION = """
 <opset_import: ["" : 24], domain: "outrider">
-BranchAttention <num_heads, kv_num_heads, scale>
-    (q, k, v, k_cache, v_cache, attn_bias, past_length, row_splits) => (out, k_cache_out, v_cache_out)
+BranchAttention <num_heads, kv_num_heads, scaleMORE_ATTRIBUTES>
+    (q, k, v, k_cache, v_cache, attn_bias, past_length, row_splitsMORE_INPUTS) => (out, k_cache_out, v_cache_out)
 {
     zero = Constant <value_int: int = 0> ()
     one = Constant <value_int: int = 1> ()
@@ -74,7 +79,7 @@ BranchAttention <num_heads, kv_num_heads, scale>
     v_cache_out = TensorScatter <axis: int = -2> (v_cache, v_4d, past_length)
     k_view = Slice (k_cache_out, zero_1, view_1, two_1)
     v_view = Slice (v_cache_out, zero_1, view_1, two_1)
-    out_4d = Attention <scale: float = @scale> (q_4d, k_view, v_view, attn_bias)
+    ATTENTION
     out_heads = Transpose <perm: ints = [0, 2, 1, 3]> (out_4d)
     q_width_1 = Shape <start: int = 2, end: int = 3> (q)
     out_shape = Concat <axis: int = 0> (minus_1, q_width_1)
@@ -85,10 +90,79 @@ BranchAttention <num_heads, kv_num_heads, scale>
 """
 
 
+_ATTENTION = """
+    out_4d = Attention <scale: float = @scale> (q_4d, k_view, v_view, attn_bias)
+"""
+
+# Queries are grouped by the KV head that they share: `[R, kv_heads, group, S, head_dim]`. Scores are in float32.
+_WRITTEN_OUT = """
+    group_axis = Constant <value_ints: ints = [2]> ()
+    group_1 = Div (heads_1, kv_heads_1)
+    head_dim_1 = Shape <start: int = 3, end: int = 4> (q_4d)
+    grouped = Concat <axis: int = 0> (zero_1, kv_heads_1, group_1, minus_1, head_dim_1)
+    scale = Constant <value_float: float = @scale> ()
+    q_grouped = Reshape (q_4d, grouped)
+    scale_like = CastLike (scale, q_grouped)
+    q_scaled = Mul (q_grouped, scale_like)
+    k_grouped = Unsqueeze (k_view, group_axis)
+    v_grouped = Unsqueeze (v_view, group_axis)
+    k_across = Transpose <perm: ints = [0, 1, 2, 4, 3]> (k_grouped)
+    scores_typed = MatMul (q_scaled, k_across)
+    scores = Cast <to: int = 1> (scores_typed)
+    CAPPED
+    bias_typed = Unsqueeze (attn_bias, group_axis)
+    bias = Cast <to: int = 1> (bias_typed)
+    seen = Add (capped, bias)
+    WEIGHTS
+    weights_typed = CastLike (weights, v_grouped)
+    out_grouped = MatMul (weights_typed, v_grouped)
+    shape_4d = Shape (q_4d)
+    out_4d = Reshape (out_grouped, shape_4d)
+"""
+
+_CAPPED = """
+    cap = Constant <value_float: float = @softcap> ()
+    of_cap = Div (scores, cap)
+    saturated = Tanh (of_cap)
+    capped = Mul (saturated, cap)
+"""
+
+_SOFTMAX = "weights = Softmax <axis: int = -1> (seen)"
+
+_WITH_SINKS = """
+    sinks_shape = Concat <axis: int = 0> (one_1, kv_heads_1, group_1, one_1, one_1)
+    sinks_float = Cast <to: int = 1> (sinks)
+    sink = Reshape (sinks_float, sinks_shape)
+    highest_seen = ReduceMax <keepdims: int = 1> (seen, minus_1)
+    highest = Max (highest_seen, sink)
+    below = Sub (seen, highest)
+    raised = Exp (below)
+    sink_below = Sub (sink, highest)
+    raised_sink = Exp (sink_below)
+    sum_seen = ReduceSum <keepdims: int = 1> (raised, minus_1)
+    sum = Add (sum_seen, raised_sink)
+    weights = Div (raised, sum)
+"""
+
+
 @cache
-def branch_attention_function() -> onnx.FunctionProto:
-    """Return the function body of BranchAttention, for any number of rows."""
-    return parser.parse_function(_BRANCH_ATTENTION)
+def branch_attention_function(*, softcap: bool = False, sinks: bool = False) -> onnx.FunctionProto:
+    """Return the function body of BranchAttention, for any number of rows.
+
+    With `softcap` it is that of nodes whose softcap is not 0, with `sinks` that of nodes with sinks: overloads, named
+    after what they have.
+    """
+    attention, overload = _ATTENTION, "_".join(["softcap"] * softcap + ["sinks"] * sinks)
+    if overload:
+        attention = _WRITTEN_OUT.replace("CAPPED", _CAPPED if softcap else "capped = Identity (scores)")
+        attention = attention.replace("WEIGHTS", _WITH_SINKS if sinks else _SOFTMAX)
+    body = _BRANCH_ATTENTION.replace("    ATTENTION", attention)
+    body = body.replace("MORE_ATTRIBUTES", ", softcap" if softcap else "").replace(
+        "MORE_INPUTS", ", sinks" if sinks else ""
+    )
+    function = parser.parse_function(body)
+    function.overload = overload
+    return function
 
 
 def branch_attention_schema() -> defs.OpSchema:
@@ -110,6 +184,12 @@ def branch_attention_schema() -> defs.OpSchema:
             parameter("attn_bias", "B", "[R, 1, S, T], added to the scaled scores"),
             parameter("past_length", "I", "[R], where a row's new tokens are appended"),
             parameter("row_splits", "I", "[R + 1], which row owns which new tokens"),
+            defs.OpSchema.FormalParameter(
+                "sinks",
+                "F",
+                "[num_heads], the score of a key without a value",
+                param_option=defs.OpSchema.FormalParameterOption.Optional,
+            ),
         ],
         outputs=[
             parameter("out", "F", "[1, N, num_heads * head_dim]"),
@@ -129,5 +209,10 @@ def branch_attention_schema() -> defs.OpSchema:
                 "later", helper.make_attribute("later", 0), "1: the bias may show a token new ones that come after it"
             ),
             defs.OpSchema.Attribute("asks", helper.make_attribute("asks", 1), "0: nobody reads `out`"),
+            defs.OpSchema.Attribute(
+                "softcap",
+                helper.make_attribute("softcap", 0.0),
+                "scores become softcap * tanh(score / softcap); 0: not",
+            ),
         ],
     )

@@ -12,9 +12,15 @@ from plugins.reference.kv_slots import from_slots, to_slots
 Float = NDArray[Any]
 
 
-def softmax(scores: NDArray[np.float64]) -> NDArray[np.float64]:
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return np.asarray(weights / weights.sum(axis=-1, keepdims=True))
+def softmax(scores: NDArray[np.float64], sink: float = -np.inf) -> NDArray[np.float64]:
+    """Return the weights of keys with `scores` beside a key with the score `sink`, which is of no key by default."""
+    top = np.maximum(scores.max(axis=-1, keepdims=True), sink)
+    weights = np.exp(scores - top)
+    return np.asarray(weights / (weights.sum(axis=-1, keepdims=True) + np.exp(sink - top)))
+
+
+def softcap_scores(scores: NDArray[np.float64], softcap: float) -> NDArray[np.float64]:
+    return scores if softcap == 0 else softcap * np.tanh(scores / softcap)
 
 
 def branch_attention(
@@ -26,10 +32,12 @@ def branch_attention(
     attn_bias: NDArray[np.float32],
     past_length: NDArray[np.int64],
     row_splits: NDArray[np.int64],
+    sinks: Float | None = None,
     *,
     num_heads: int,
     kv_num_heads: int,
     scale: float,
+    softcap: float = 0.0,
 ) -> tuple[Float, Float, Float]:
     """Return `(out, k_cache_out, v_cache_out)`; shapes as in the schema of BranchAttention, sums in float64.
 
@@ -54,7 +62,8 @@ def branch_attention(
             kv_head = head // (num_heads // kv_num_heads)
             row_keys = from_slots(k_cache_out[row, kv_head, :view]).astype(np.float64)
             row_values = from_slots(v_cache_out[row, kv_head, :view]).astype(np.float64)
-            scores = queries[first:end, head].astype(np.float64) @ row_keys.T * scale + bias
-            out[first:end, head] = softmax(scores) @ row_values
+            scores = queries[first:end, head].astype(np.float64) @ row_keys.T * scale
+            sink = -np.inf if sinks is None else float(sinks[head])
+            out[first:end, head] = softmax(softcap_scores(scores, softcap) + bias, sink) @ row_values
 
     return out.reshape(q.shape).astype(q.dtype), k_cache_out, v_cache_out

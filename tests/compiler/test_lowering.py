@@ -30,6 +30,7 @@ from compiler.lowering.projections import FuseProjections
 from compiler.lowering.rule import Lowering, Rule, apply_rules
 from compiler.lowering.scatter_attention import ScatterAttention, UpdateOnceAttention
 from compiler.lowering.sizes import CopiedSizes
+from compiler.lowering.softcap import FuseSoftcap
 from compiler.models.decoder import Decoder
 from compiler.models.eager import sequence_logits
 from plugins.reference import bim_mask
@@ -153,12 +154,14 @@ def test_one_node_a_layer_norms_rotates_appends_and_attends(decoder: Decoder, tm
     assert {r.rule: r.applied for r in reports} == {
         "FuseProjections": layers,  # q, k, v
         "FuseGatedUnit": layers,
+        "FuseSoftcap": 0,  # nothing is capped
         "PackQuantized": 0,  # nothing is quantised
         "CpuRoute": 0,  # no layer has experts
         "CpuExperts": 0,
         "PackExperts": 0,
         "FuseSkipNorms": 2 * layers - 1,  # all but the first norm, of the embedding, and the last, of picked rows
         "CpuAttention": layers,
+        "WindowInside": 0,  # no layer has a window
         "QueriesFromInside": 0,
         "RotateInside": layers,
         "NormInside": layers,
@@ -245,15 +248,49 @@ WEIGHTS = "float[2, 2] w = {1.0, 2.0, 3.0, 4.0}, float[2, 2] u = {5.0, 6.0, 7.0,
         ),
         ("gate = MatMul(x, w) up = MatMul(x, u) SILU y0 = Mul(a, up) y = Add(y0, up)", "read by others too"),
         ("gate = MatMul(x, w) up = MatMul(x, u) SILU y = Mul(a, up)  more = Identity(gate)", "read by others too"),
+        ("gate = MatMul(x, w) up = MatMul(x, u) GELU y = Mul(up, a)", None),
+        ("gate = MatMul(x, w) up = MatMul(x, u) GELU y = Mul(a, up)  more = Identity(gate)", "read by others too"),
     ],
 )
 def test_a_gated_unit_is_fused_or_says_why_not(unit: str, reason: str | None) -> None:
-    body = unit.replace("SILU", "s = Sigmoid(gate) a = Mul(gate, s)").replace(") ", ")\n")
+    unit = unit.replace("SILU", "s = Sigmoid(gate) a = Mul(gate, s)")
+    body = unit.replace("GELU", 'a = Gelu<approximate = "tanh">(gate)').replace(") ", ")\n")
     graph = graph_of(f"(float[1, N, 2] x) => (float[1, N, 2] y) <{WEIGHTS}> {{ {body} }}")
     rule, lowering = FuseGatedUnit(), Lowering("target", ir.Model(graph, ir_version=10), 1)
     (node,) = [node for node in graph if rule.pattern(node)]
     found = rule.check(node, lowering)
     assert found is None if reason is None else found is not None and reason in found
+
+
+def test_gelu_by_the_error_function_is_no_unit_of_ours() -> None:
+    body = "gate = MatMul(x, w)\nup = MatMul(x, u)\na = Gelu(gate)\ny = Mul(a, up)"
+    graph = graph_of(f"(float[1, N, 2] x) => (float[1, N, 2] y) <{WEIGHTS}> {{ {body} }}")
+    assert not [node for node in graph if FuseGatedUnit().pattern(node)]
+
+
+@pytest.mark.parametrize(
+    ("capped", "reason"),
+    [
+        ("d = Div(x, c) t = Tanh(d) y = Mul(t, c)", None),
+        ("d = Div(x, c) t = Tanh(d) y = Mul(c, t)", None),
+        ("d = Div(x, c) t = Tanh(d) y = Mul(t, e)", "another number than it was divided by"),
+        ("d = Div(c, x) t = Tanh(d) y = Mul(t, c)", "another number than it was divided by"),
+        ("d = Mul(x, c) t = Tanh(d) y = Mul(t, c)", "no quotient"),
+        ("d = Div(x, c) t = Tanh(d) y0 = Mul(t, c) y = Add(y0, t)", "read by others too"),
+    ],
+)
+def test_a_cap_is_fused_or_says_why_not(capped: str, reason: str | None) -> None:
+    body, constants = capped.replace(") ", ")\n"), "float c = {30.0}, float e = {29.0}"
+    graph = graph_of(f"(float[M, 2] x) => (float[M, 2] y) <{constants}> {{ {body} }}")
+    rule, lowering = FuseSoftcap(), Lowering("target", ir.Model(graph, ir_version=10), 1)
+    (node,) = [node for node in graph if rule.pattern(node)]
+    found = rule.check(node, lowering)
+    assert found is None if reason is None else found is not None and reason in found
+    if reason is None:
+        rule.rewrite(node, lowering)
+        (only,) = graph
+        assert (only.domain, only.op_type, only.attributes["cap"].as_float()) == (CPU_DOMAIN, "Softcap", 30.0)
+        assert only.outputs[0].name == "y"
 
 
 ROTATED = "float[9, 2] cos, float[9, 2] sin, float[9, 2] cot, int64[1, N] p, float[1, N, 8] q, float[1, N, 4] k"
@@ -269,12 +306,15 @@ ATTENTION = "o, kc, vc = outrider.cpu.BranchAttention(rq, rk, k, c, c, b, l)"
         ("rq = RotaryEmbedding(q, cos, sin, p) rk = RotaryEmbedding(k, cot, sin, p)", "by other angles"),
         (
             "rq = RotaryEmbedding<interleaved = 1>(q, cos, sin, p) rk = RotaryEmbedding(k, cos, sin, p)",
-            "interleaved, or of a part",
+            "interleaved",
         ),
+        ("rq = RotaryEmbedding<PART>(q, cos, sin, p) rk = RotaryEmbedding<PART>(k, cos, sin, p)", None),
+        ("rq = RotaryEmbedding<PART>(q, cos, sin, p) rk = RotaryEmbedding(k, cos, sin, p)", "other parts"),
     ],
 )
 def test_a_rotation_moves_inside_or_says_why_not(rotation: str, reason: str | None) -> None:
     body = f"{rotation} {ATTENTION}".replace(") r", ")\nr").replace(") o", ")\no")
+    body = body.replace("PART", "rotary_embedding_dim = 4")
     inputs = f"{ROTATED}, float[1, 1, 9, 4] c, float[1, 1, N, T] b, int64[1] l"
     graph = graph_of(f"({inputs}) => (float[1, N, 8] o) {{ {body} }}")
     rule, lowering = RotateInside(), Lowering("target", ir.Model(graph, ir_version=10), 1)

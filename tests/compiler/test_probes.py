@@ -50,7 +50,7 @@ def test_the_probe_of_a_plan_has_the_ops_of_engines_that_decide(plan: Plan) -> N
     assert set(decide) == {"target", "classical", "classical-egag", "classical-block", "classical-head"}
     assert {text.partition(":")[0] for text in probe.ops.values()} <= set(decide)
     kinds = {re.sub(r"[\w-]+: (\w+).*", r"\1", text) for text in probe.ops.values()}  # the widest, of any engine
-    assert kinds == {"MatMul", "Gemm", "BranchAttention", "RmsNorm", "SwiGlu"}
+    assert kinds == {"MatMul", "Gemm", "BranchAttention", "RmsNorm", "GatedUnit"}
     size = plan.file(probe.file).stat().st_size
     assert size < 2**16, "weights stay in the engines' file"
 
@@ -91,7 +91,7 @@ def test_onnx_runtime_runs_the_products_that_are_probed(plan: Plan, tmp_path: Pa
 
 def test_an_op_that_nobody_has_thought_about_is_refused(plan: Plan) -> None:
     model = engines(plan)[names.TARGET]
-    node = next(node for node in model.graph if node.op_type == "SwiGlu")
+    node = next(node for node in model.graph if node.op_type == "GatedUnit")
     node.op_type = "Softmax"
     with pytest.raises(ValueError, match="engine target: nobody has said whether rows of Softmax depend on each other"):
         probed_ops({"target": model})

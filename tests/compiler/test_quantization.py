@@ -277,8 +277,8 @@ def test_units_with_biases_are_our_own_as_well(decoder: Decoder, tmp_path: Path)
     assert reports["FuseGatedUnit"].applied == 4
     graph = ir.load(path).graph
     ours = {op.node.op_type for op in probed_ops({"target": ir.load(path)})}
-    assert ours == {"QuantMatMul", "BranchAttention", "RmsNorm", "SwiGlu"}
-    assert sum(node.op_type == "SwiGlu" for node in graph) == 4
+    assert ours == {"QuantMatMul", "BranchAttention", "RmsNorm", "GatedUnit"}
+    assert sum(node.op_type == "GatedUnit" for node in graph) == 4
     PlanWeights(WeightForm(8, 8)).give(biased)
     wanted = sequence_logits(biased, TOKENS).numpy()
     assert np.abs(logits(path, biased) - wanted).max() < 0.1 * wanted.std()

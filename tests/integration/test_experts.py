@@ -72,7 +72,7 @@ def test_layers_with_experts_are_two_nodes_of_ours(plan: Path) -> None:
     graph = onnx.load(plan / "engines" / CPU / "target.onnx", load_external_data=False).graph
     kinds = [node.op_type for node in graph.node]
     experts = "MixtureOfExperts" if kind_of(plan) == "float32" else "QuantMixtureOfExperts"
-    assert (kinds.count("Route"), kinds.count(experts), kinds.count("SwiGlu")) == (3, 3, 1)
+    assert (kinds.count("Route"), kinds.count(experts), kinds.count("GatedUnit")) == (3, 3, 1)
     probe = open_plan(plan).manifest.backends[CPU].probe
     assert probe is not None
     assert {"Route", experts} <= {text.split()[1] for text in probe.ops.values()}

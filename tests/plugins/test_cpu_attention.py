@@ -20,7 +20,7 @@ from onnx import TensorProto, helper
 from plans.buffers import DType
 from plans.kv_slots import slot_size
 from plugins.onnxruntime_ops import THREADS, cpu_library
-from plugins.reference import branch_attention, from_slots, to_slots
+from plugins.reference import branch_attention, from_slots, to_slots, window_bias
 from plugins.schema import CPU_DOMAIN
 
 LOWEST = np.finfo(np.float32).min
@@ -30,7 +30,7 @@ CACHES = ("k_cache", "v_cache")
 TOLERANCE = 2e-6
 INPUTS = (
     "q", "k", "v", "k_cache", "v_cache", "attn_bias", "past_length", "row_splits", "positions", "cos", "sin", "q_norm",
-    "k_norm",
+    "k_norm", "sinks",
 )  # fmt: skip
 OUTPUTS = ("out", "k_cache_out", "v_cache_out")
 Arrays = dict[str, NDArray[Any]]
@@ -67,7 +67,7 @@ def session(
 
 
 def attend(
-    inputs: Arrays, heads: int, kv_heads: int, *, threads: int = 2, epsilon: float = 1e-6, **others: int
+    inputs: Arrays, heads: int, kv_heads: int, *, threads: int = 2, epsilon: float = 1e-6, **others: float
 ) -> list[NDArray[Any]]:
     """The outputs; `others` are attributes beside those that every node has."""
     given = tuple((name, PROTOS[inputs[name].dtype], inputs[name].ndim) for name in INPUTS if name in inputs)
@@ -137,11 +137,24 @@ def typed(inputs: Arrays, kind: str) -> Arrays:
     return inputs | {name: to_slots(inputs[name], kind) for name in CACHES}
 
 
-def expected(inputs: Arrays, heads: int, kv_heads: int) -> tuple[NDArray[Any], ...]:
+def expected(
+    inputs: Arrays, heads: int, kv_heads: int, window: int = 0, softcap: float = 0.0
+) -> tuple[NDArray[Any], ...]:
     scale = head_dim(inputs) ** -0.5
-    return branch_attention(
-        **{name: inputs[name] for name in INPUTS[:8]}, num_heads=heads, kv_num_heads=kv_heads, scale=scale
-    )
+    taken = {name: inputs[name] for name in (*INPUTS[:8], "sinks") if name in inputs}
+    if window:
+        taken["attn_bias"] = window_bias(taken["attn_bias"], window)
+    return branch_attention(**taken, num_heads=heads, kv_num_heads=kv_heads, scale=scale, softcap=softcap)
+
+
+def capped_step(
+    random: np.random.Generator, heads: tuple[int, int], sinks: bool, loud: float, inputs: Arrays
+) -> Arrays:
+    """The step with queries that are `loud`, so that a cap has something to do, and with sinks or without."""
+    changed = inputs | {"q": inputs["q"] * np.float32(loud)}
+    if sinks:
+        changed["sinks"] = (random.normal(size=heads[0]) * 3).astype(np.float32)
+    return changed
 
 
 HEADS = st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 2), (8, 1), (5, 1), (32, 1)])
@@ -171,6 +184,69 @@ def test_it_gives_what_the_reference_gives(heads, size, rows, spare, branches, d
         np.testing.assert_array_equal(found_cache, wanted_cache)
 
 
+WINDOWS = st.sampled_from([0, 1, 3, 16, 17, 100, 10_000])
+CAPS = st.sampled_from([0.0, 50.0, 0.7])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    heads=HEADS,
+    size=SIZES,
+    rows=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 300)), min_size=1, max_size=4).filter(
+        lambda rows: any(new for new, _ in rows)
+    ),
+    spare=st.integers(0, 17),
+    branches=BRANCHES,
+    dtype=st.sampled_from(sorted(TYPES)),
+    window=WINDOWS,
+    softcap=CAPS,
+    sinks=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_windows_caps_and_sinks_are_the_references(
+    heads, size, rows, spare, branches, dtype, window, softcap, sinks, seed
+) -> None:
+    random = np.random.default_rng(seed)
+    new, past = ([row[i] for row in rows] for i in (0, 1))
+    inputs = typed(step(random, *heads, size, new, past, spare, branches), dtype)
+    inputs = capped_step(random, heads, sinks, 4.0, inputs)
+    found = attend(inputs, *heads, window=window, softcap=softcap)
+    wanted = expected(inputs, *heads, window, softcap)
+    np.testing.assert_allclose(found[0], wanted[0], rtol=8 * TOLERANCE, atol=8 * TOLERANCE)
+    for found_cache, wanted_cache in zip(found[1:], wanted[1:], strict=True):
+        np.testing.assert_array_equal(found_cache, wanted_cache)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    heads=HEADS,
+    size=SIZES,
+    rows=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 300)), min_size=1, max_size=3),
+    branches=BRANCHES,
+    window=WINDOWS,
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_a_window_has_the_bits_of_a_bias_that_hides_what_is_before_it(
+    heads, size, rows, branches, window, seed
+) -> None:
+    new, past = ([row[i] for row in rows] for i in (0, 1))
+    inputs = step(np.random.default_rng(seed), *heads, size, new, past, 3, branches)
+    found = attend(inputs, *heads, window=window)[0]
+    hidden = window_bias(inputs["attn_bias"], window) if window else inputs["attn_bias"]
+    np.testing.assert_array_equal(
+        found.view(np.uint32), attend(inputs | {"attn_bias": hidden}, *heads)[0].view(np.uint32)
+    )
+
+
+def test_a_sink_far_above_takes_all_the_weight_and_one_far_below_none() -> None:
+    inputs = step(np.random.default_rng(3), 4, 2, 16, [5], [40], 3)
+    plain = attend(inputs, 4, 2)[0]
+    with_sinks = attend(inputs | {"sinks": np.array([-200, -np.inf, 200, 0], np.float32)}, 4, 2)[0].reshape(5, 4, 16)
+    np.testing.assert_array_equal(with_sinks[:, :2], plain.reshape(5, 4, 16)[:, :2])
+    assert np.abs(with_sinks[:, 2]).max() < 1e-30
+    assert np.abs(with_sinks[:, 3] - plain.reshape(5, 4, 16)[:, 3]).max() > 1e-3
+
+
 @pytest.mark.parametrize("dtype", sorted(TYPES))
 def test_where_nobody_asks_keys_and_values_are_appended_and_nothing_else(dtype: str) -> None:
     inputs = typed(step(np.random.default_rng(5), 4, 2, 24, [7, 0, 40], [30, 3, 100], 5), dtype)
@@ -191,27 +267,33 @@ def test_where_nobody_asks_keys_and_values_are_appended_and_nothing_else(dtype: 
     branches=BRANCHES,
     dtype=st.sampled_from(sorted(TYPES)),
     threads=st.sampled_from([1, 2, 5]),
+    window=WINDOWS,
+    softcap=CAPS,
+    sinks=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_a_token_is_the_same_bits_alone_and_in_any_company(
-    heads, size, new, past, gaps, branches, dtype, threads, seed
+    heads, size, new, past, gaps, branches, dtype, threads, window, softcap, sinks, seed
 ) -> None:
     """What a token sees is moved behind other tokens' keys, and computed alone: not a bit changes."""
     random = np.random.default_rng(seed)
     many = typed(step(random, *heads, size, [new], [past], random.integers(0, 20), branches), dtype)
-    together, k_cache, v_cache = attend(many, *heads, threads=threads)
+    many = capped_step(random, heads, sinks, 4.0, many)
+    others = {"window": window, "softcap": softcap}
+    together, k_cache, v_cache = attend(many, *heads, threads=threads, **others)
     token = int(random.integers(new))
     seen = np.flatnonzero(many["attn_bias"][0, 0, token] == 0)[:-1]  # but itself, which is appended
     at = np.sort(random.choice(len(seen) + gaps, len(seen), replace=False))
     length = len(seen) + gaps
     one = {name: many[name][:, token : token + 1] for name in ("q", "k", "v")}
+    one |= {name: many[name] for name in ("sinks",) if name in many}
     for name, plane in (("k_cache", k_cache), ("v_cache", v_cache)):
         garbage = random.normal(size=(1, heads[1], length + 5, size)).astype(np.float32)
         one[name] = to_slots(garbage * np.float32(1e4), dtype)
         one[name][:, :, at] = plane[:, :, seen]
     bias = np.full((1, 1, 1, length + 1), LOWEST, np.float32)
     bias[..., at] = bias[..., length] = 0
-    alone = attend(one | {"attn_bias": bias, "past_length": np.array([length])}, *heads)[0]
+    alone = attend(one | {"attn_bias": bias, "past_length": np.array([length])}, *heads, **others)[0]
     np.testing.assert_array_equal(alone[0, 0].view(np.uint8), together[0, token].view(np.uint8))
 
 
@@ -253,16 +335,17 @@ def test_slots_of_extreme_numbers_are_the_references(spoiled) -> None:
 
 @pytest.mark.parametrize("dtype", sorted(TYPES))
 @pytest.mark.parametrize("packed", [False, True])
-def test_it_norms_and_rotates_queries_and_keys(dtype, packed) -> None:
+@pytest.mark.parametrize("rotated", [16, 12, 4, 0])
+def test_it_norms_and_rotates_queries_and_keys(dtype, packed, rotated) -> None:
     heads, kv_heads, size, epsilon = 6, 2, 16, 1e-5
     random = np.random.default_rng(4)
     inputs = typed(step(random, heads, kv_heads, size, [7], [9], 2), dtype)
     del inputs["row_splits"]
-    angles = random.normal(size=(40, size // 2)).astype(np.float32)
+    angles = random.normal(size=(40, rotated // 2)).astype(np.float32)
+    positions = random.integers(0, 40, (1, 7))
+    if rotated:
+        inputs |= {"positions": positions, "cos": np.cos(angles), "sin": np.sin(angles)}
     inputs |= {
-        "positions": random.integers(0, 40, (1, 7)),
-        "cos": np.cos(angles),
-        "sin": np.sin(angles),
         "q_norm": random.normal(size=size).astype(np.float32),
         "k_norm": random.normal(size=size).astype(np.float32),
     }
@@ -270,9 +353,9 @@ def test_it_norms_and_rotates_queries_and_keys(dtype, packed) -> None:
     def ready(x: NDArray[Any], norm: NDArray[Any]) -> NDArray[Any]:
         by_head = x.astype(np.float64).reshape(1, 7, -1, size)
         normed = by_head / np.sqrt((by_head**2).mean(-1, keepdims=True) + epsilon) * norm.astype(np.float64)
-        low, high = normed[..., : size // 2], normed[..., size // 2 :]
-        cos, sin = (inputs[name].astype(np.float64)[inputs["positions"][0], None] for name in ("cos", "sin"))
-        return np.concatenate((low * cos - high * sin, high * cos + low * sin), axis=-1).reshape(x.shape)
+        low, high, rest = np.split(normed, [rotated // 2, rotated], axis=-1)
+        cos, sin = (f(angles.astype(np.float64))[positions[0], None] for f in (np.cos, np.sin))
+        return np.concatenate((low * cos - high * sin, high * cos + low * sin, rest), axis=-1).reshape(x.shape)
 
     q, k = ready(inputs["q"], inputs["q_norm"]), ready(inputs["k"], inputs["k_norm"])
     plain = inputs | {"q": q, "k": k.astype(np.float32), "row_splits": np.array([0, 7])}
@@ -308,6 +391,11 @@ def test_a_query_that_sees_nothing_gives_zeros() -> None:
         ({"attn_bias": np.zeros((2, 1, 3, 10), np.float32)}, "rows"),
         ({"q": np.zeros((1, 3, 40), np.float32)}, "width"),
         ({"positions": np.zeros((1, 3), np.int64)}, "rotations"),
+        (
+            {"positions": np.zeros((1, 3), np.int64)} | dict.fromkeys(("cos", "sin"), np.ones((4, 5), np.float32)),
+            "more than a head",
+        ),
+        ({"sinks": np.zeros(3, np.float32)}, "extent 3 in place of 4"),
         ({"k": np.zeros((1, 2, 16), np.float32)}, "extent 2 in place of 3"),
         ({"v_cache": np.zeros((1, 2, 5, 8), np.float32)}, "extent 5 in place of"),
         ({"past_length": np.array([2**63 - 2])}, "exceed the KV cache"),
@@ -339,7 +427,7 @@ def test_positions_without_a_rotation_are_refused() -> None:
 @pytest.mark.skipif("OUTRIDER_ISA" in os.environ, reason="runs the others with other instructions")
 @pytest.mark.parametrize("isa", ["avx2", pytest.param("plain", marks=pytest.mark.long)])
 def test_lesser_machines_do_the_same(isa) -> None:
-    others = "test_tree_ops.py", "test_cpu_gated_unit.py"
+    others = "test_tree_ops.py", "test_cpu_gated_unit.py", "test_cpu_softcap.py"
     files = [Path(__file__), *(Path(__file__).with_name(name) for name in others)]
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *map(str, files)],

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from tests.instruction_sets import BETTER_THAN_PLAIN, Results, with_instructions
-from tests.plugins.test_cpu_attention import TYPES, attend, step, typed
-from tests.plugins.test_cpu_gated_unit import swiglu
+from tests.plugins.test_cpu_attention import TYPES, attend, capped_step, step, typed
+from tests.plugins.test_cpu_gated_unit import ACTIVATIONS, gated_unit
 from tests.plugins.test_cpu_norm import norm
+from tests.plugins.test_cpu_softcap import softcap, sweep
 
 
 def of_ops(_: Path) -> Results:
@@ -18,12 +19,21 @@ def of_ops(_: Path) -> Results:
     found: Results = {}
     for size in (8, 16, 20, 64, 72, 128):  # whole vectors of lanes, and parts of one
         for kind in sorted(TYPES):
-            outputs = attend(typed(step(rng, 4, 2, size, [1, 7, 3], [0, 90, 300], 2), kind), 4, 2)
+            inputs = typed(step(rng, 4, 2, size, [1, 7, 3], [0, 90, 300], 2), kind)
+            outputs = attend(inputs, 4, 2)
             found |= {f"attention {size} {kind} {i}": output.view(np.uint8) for i, output in enumerate(outputs)}
+            loud = capped_step(rng, (4, 2), True, 4.0, inputs)
+            for window, cap in ((40, 0.0), (0, 30.0), (7, 0.9)):
+                name = f"attention {size} {kind}, {window} keys under {cap}"
+                found[name] = attend(loud, 4, 2, window=window, softcap=cap)[0].view(np.uint8)
     for size in (3, 16, 100, 1024):
         x, added = (rng.normal(size=(1, 20, size)).astype(np.float32) for _ in range(2))
         found[f"norm {size}"] = norm(x, added[0, 0], added)[0]
-        found[f"unit {size}"] = swiglu().run(None, {"x": np.concatenate([x, added], -1) * 20})[0]
+        for activation in ACTIVATIONS:
+            both = {"x": np.concatenate([x, added], -1) * 20}
+            found[f"{activation} {size}"] = gated_unit(activation).run(None, both)[0]
+    found["tanh"] = softcap(sweep()[None], 1.0)
+    found["cap"] = softcap(rng.normal(size=(3, 1001)).astype(np.float32) * 40, 30.0)
     return found
 
 

@@ -18,6 +18,7 @@
 #endif
 
 #include "onnxruntime/kernels.h"
+#include "onnxruntime/tanh.h"
 
 namespace outrider::engine {
 namespace {  // each instruction set has its own copy
@@ -32,16 +33,53 @@ inline int lowest_bit(std::uint32_t bits) {  // of some
 #endif
 }
 
+inline int count_bits(std::uint32_t bits) {  // of the lowest 16; not every processor has an instruction for it
+  bits -= bits >> 1 & 0x5555u;
+  bits = (bits & 0x3333u) + (bits >> 2 & 0x3333u);
+  bits = (bits + (bits >> 4)) & 0x0f0fu;
+  return static_cast<int>((bits + (bits >> 8)) & 0x1fu);
+}
+
+// The first of the last `window` keys that a token sees; 0 where it sees fewer.
+template <class Lanes>
+std::int64_t window_start(const float* bias, std::int64_t view, std::int64_t window) {
+  std::int64_t key = view;
+  while (key % Lanes::kWidth != 0) {
+    --key;
+    if (bias[key] == 0.0f && --window == 0) return key;
+  }
+  while (key > 0) {
+    key -= Lanes::kWidth;
+    std::uint32_t visible = Lanes::zeros(bias + key);
+    std::int64_t count = count_bits(visible);
+    if (count < window) {
+      window -= count;
+      continue;
+    }
+    for (; count > window; --count) visible &= visible - 1;
+    return key + lowest_bit(visible);
+  }
+  return 0;
+}
+
 // Says which keys a tile attends over, each token's in ascending order; returns how many pieces it takes.
 //
 // What all see comes in whole vectors of keys. The others are put on lists, one for each token: the ends of chains, and
-// what branches say that grow side by side.
+// what branches say that grow side by side. With a window, keys before a token's first are hidden from it, and those
+// before all tokens' first are not looked at again.
 template <class Lanes, class Cached>
 std::int64_t find_pieces(const Tile<Cached>& tile, Scratch& scratch) {
   std::int64_t count = 0;
-  std::int32_t* lists = scratch.lists.room(tile.tokens * tile.view);
+  std::int32_t* lists = scratch.lists.room(tile.tokens * tile.most());
   std::int64_t from[kRows], to[kRows];  // of each token's list, what no piece has yet
-  for (int t = 0; t < tile.tokens; ++t) from[t] = to[t] = t * tile.view;
+  std::int64_t start[kRows];            // of each token's window
+  std::int64_t key = tile.view;
+  for (int t = 0; t < tile.tokens; ++t) {
+    from[t] = to[t] = t * tile.most();
+    start[t] = tile.window == 0 ? 0 : window_start<Lanes>(tile.bias[t], tile.view, tile.window);
+    if (start[t] < key) key = start[t];
+  }
+  key -= key % Lanes::kWidth;
   const auto close_lists = [&] {
     Piece* pieces = scratch.pieces.room(count + tile.tokens);
     for (int t = 0; t < tile.tokens; ++t) {
@@ -64,11 +102,14 @@ std::int64_t find_pieces(const Tile<Cached>& tile, Scratch& scratch) {
       lists[to[t]++] = static_cast<std::int32_t>(key) + lowest_bit(visible);
   };
   constexpr std::uint32_t kFull = static_cast<std::uint32_t>((std::uint64_t{1} << Lanes::kWidth) - 1);
-  std::int64_t key = 0;
   for (; key + Lanes::kWidth <= tile.view; key += Lanes::kWidth) {
     std::uint32_t visible[kRows];
     std::uint32_t all = kFull;
-    for (int t = 0; t < tile.tokens; ++t) all &= visible[t] = Lanes::zeros(tile.bias[t] + key);
+    for (int t = 0; t < tile.tokens; ++t) {
+      visible[t] = Lanes::zeros(tile.bias[t] + key);
+      if (start[t] > key) visible[t] &= start[t] - key < Lanes::kWidth ? kFull << (start[t] - key) : 0;
+      all &= visible[t];
+    }
     if (all == kFull) {
       shared += Lanes::kWidth;
       continue;
@@ -78,7 +119,7 @@ std::int64_t find_pieces(const Tile<Cached>& tile, Scratch& scratch) {
   }
   close_shared(key);
   for (; key < tile.view; ++key)
-    for (int t = 0; t < tile.tokens; ++t) list(t, key, tile.bias[t][key] == 0.0f ? 1 : 0);
+    for (int t = 0; t < tile.tokens; ++t) list(t, key, key >= start[t] && tile.bias[t][key] == 0.0f ? 1 : 0);
   close_lists();
   return count;
 }
@@ -222,15 +263,27 @@ void weigh(const Values& values, std::int64_t count, const float* const* weights
   if (d < head_dim) weigh_slab<Lanes, Rows, 1>(values, count, weights, d, Part<Lanes>{head_dim - d}, out);
 }
 
-// Scores become weights exp(score - highest); returns their sum. The memory is padded to whole vectors.
+// Scores become at most `cap` in size. The memory is padded to whole vectors.
 template <class Lanes>
-float soften(float* scores, std::int64_t count) {
+void cap_scores(float* scores, std::int64_t count, float cap) {
+  const std::int64_t padded = (count + Lanes::kWidth - 1) / Lanes::kWidth * Lanes::kWidth;
+  for (std::int64_t j = count; j < padded; ++j) scores[j] = 0.0f;
+  for (std::int64_t j = 0; j < padded; j += Lanes::kWidth)
+    Lanes::store(scores + j, capped<Lanes>(Lanes::load(scores + j), Lanes::broadcast(cap)));
+}
+
+// Scores become weights exp(score - highest); returns their sum, the sink's with it: the score of a key without a value,
+// where `sink` is not null. The memory is padded to whole vectors.
+template <class Lanes>
+float soften(float* scores, std::int64_t count, const float* sink) {
   const std::int64_t padded = (count + Lanes::kWidth - 1) / Lanes::kWidth * Lanes::kWidth;
   for (std::int64_t j = count; j < padded; ++j) scores[j] = kMinusInfinity;
   auto highest = Lanes::load(scores);
   for (std::int64_t j = Lanes::kWidth; j < padded; j += Lanes::kWidth)
     highest = Lanes::max(highest, Lanes::load(scores + j));
-  const auto top = Lanes::broadcast(Lanes::highest(highest));
+  float most = Lanes::highest(highest);
+  if (sink != nullptr && *sink > most) most = *sink;
+  const auto top = Lanes::broadcast(most);
   auto sum = Lanes::zero();
   for (std::int64_t j = 0; j < padded; j += Lanes::kWidth) {
     const auto weight = Lanes::exp(Lanes::sub(Lanes::load(scores + j), top));
@@ -240,7 +293,10 @@ float soften(float* scores, std::int64_t count) {
   typename Lanes::Vector sums[4] = {sum, sum, sum, sum};
   float total[4];
   Lanes::sum_each(sums, 1.0f, total);
-  return total[0];
+  if (sink == nullptr) return total[0];
+  float of_sink[Lanes::kWidth];
+  Lanes::store(of_sink, Lanes::exp(Lanes::sub(Lanes::broadcast(*sink), top)));
+  return total[0] + of_sink[0];
 }
 
 // Calls body(rows, r) for `count` rows from `first` on, four by four: `rows` of them, a constant, from r on.
@@ -286,7 +342,7 @@ void over_pieces(const Tile<Cached>& tile, Scratch& scratch, std::int64_t pieces
 template <class Lanes, class Cached>
 void attend(const Tile<Cached>& tile, Scratch& scratch) {
   const std::int64_t pieces = find_pieces<Lanes>(tile, scratch);
-  const std::int64_t stride = (tile.view + 2 * Lanes::kWidth - 1) / Lanes::kWidth * Lanes::kWidth;
+  const std::int64_t stride = (tile.most() + 2 * Lanes::kWidth - 1) / Lanes::kWidth * Lanes::kWidth;
   float* scores = scratch.scores.room(stride * tile.rows);
   float* end[kRows];
   for (int r = 0; r < tile.rows; ++r) end[r] = scores + r * stride;
@@ -298,7 +354,9 @@ void attend(const Tile<Cached>& tile, Scratch& scratch) {
   const float* next[kRows];
   for (int r = 0; r < tile.rows; ++r) {
     float* start = scores + r * stride;
-    sums[r] = end[r] == start ? 1.0f : soften<Lanes>(start, end[r] - start);
+    const std::int64_t count = end[r] - start;
+    if (tile.softcap != 0.0f) cap_scores<Lanes>(start, count, tile.softcap);
+    sums[r] = count == 0 ? 1.0f : soften<Lanes>(start, count, tile.sinks == nullptr ? nullptr : tile.sinks + r);
     next[r] = start;
     for (int d = 0; d < tile.head_dim; ++d) tile.out[r][d] = 0.0f;
   }

@@ -13,12 +13,12 @@ namespace outrider::engine {
 template <class Cached, ONNXTensorElementDataType Type>
 class BranchAttentionOp {
   enum Input { kQuery, kKey, kValue, kKeyCache, kValueCache, kBias, kPastLength, kRowSplits, kPositions, kCos, kSin,
-               kQueryNorm, kKeyNorm };
+               kQueryNorm, kKeyNorm, kSinks };
   enum Output { kOut, kKeyCacheOut, kValueCacheOut, kQueries };
 
  public:
   static constexpr const char* kName = "BranchAttention";
-  static constexpr std::size_t kInputs = kKeyNorm + 1, kOutputs = kQueries + 1, kRequired = kQueries;
+  static constexpr std::size_t kInputs = kSinks + 1, kOutputs = kQueries + 1, kRequired = kQueries;
 
   static ONNXTensorElementDataType input_type(std::size_t index) {
     if (index == kKeyCache || index == kValueCache) return Type;
@@ -39,6 +39,10 @@ class BranchAttentionOp {
     shape_.scale = float_attribute(api, info, "scale");
     shape_.epsilon = float_attribute(api, info, "epsilon");
     shape_.asks = int_attribute(api, info, "asks", 1) != 0;
+    shape_.softcap = float_attribute(api, info, "softcap", 0.0f);
+    shape_.window = int_attribute(api, info, "window", 0);
+    if (!(shape_.softcap >= 0.0f) || shape_.window < 0)
+      check(api.CreateStatus(ORT_INVALID_ARGUMENT, "BranchAttention: softcap or window is negative"));
   }
 
   void compute(const Run& run) const {
@@ -82,10 +86,12 @@ class BranchAttentionOp {
     in.cos = run.input<float>(kCos);
     in.sin = run.input<float>(kSin);
     in.position_limit = cos[0];
-    if (in.positions != nullptr && (in.cos == nullptr || in.sin == nullptr || cos[1] * 2 != shape.head_dim))
-      run.refuse("positions come without rotations of whole heads");
+    if (in.positions != nullptr && (in.cos == nullptr || in.sin == nullptr || cos[1] * 2 > shape.head_dim))
+      run.refuse("positions come without rotations, or with rotations of more than a head");
+    in.rotated = static_cast<int>(cos[1] * 2);
     in.query_norm = run.input<float>(kQueryNorm);
     in.key_norm = run.input<float>(kKeyNorm);
+    in.sinks = run.input<float>(kSinks);
 
     const std::int64_t out[] = {1, in.tokens, query_size}, queries[] = {in.tokens, query_size};
     const Outputs to{run.output<float>(kOut, out), kv_cache(run, cache, kKeyCache, kKeyCacheOut),
@@ -112,7 +118,7 @@ class BranchAttentionOp {
     if (checked_.value.load(std::memory_order_relaxed) == seen) return;
     if (query[0] != 1 || bias[1] != 1) run.refuse("q or attn_bias has more than one in a dimension of one");
     const std::int64_t flat[] = {1, in.tokens, shape_.kv_heads * head_dim}, rows[] = {in.rows}, edges[] = {in.rows + 1};
-    const std::int64_t one_head[] = {head_dim}, positions[] = {1, in.tokens};
+    const std::int64_t one_head[] = {head_dim}, heads[] = {shape_.heads}, positions[] = {1, in.tokens};
     run.expect(kKey, flat);
     run.expect(kValue, flat);
     run.expect(kValueCache, cache);
@@ -122,6 +128,7 @@ class BranchAttentionOp {
     run.expect(kSin, cos);
     run.expect(kQueryNorm, one_head);
     run.expect(kKeyNorm, one_head);
+    run.expect(kSinks, heads);
     checked_.value.store(seen, std::memory_order_relaxed);
   }
 

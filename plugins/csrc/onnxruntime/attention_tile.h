@@ -70,9 +70,14 @@ struct Tile {
   float* out[kRows];           // head_dim floats each
   const Cached* keys;          // [view, slot_size]
   const Cached* values;        // [view, slot_size]
+  const float* sinks;          // of each row; null: none
   std::int64_t view;
+  std::int64_t window;         // of the keys that a token sees, only the last so many count; 0: all
   int head_dim;
-  float scale;
+  float scale, softcap;        // softcap 0: scores are not capped
+
+  // Keys that count for one token, at most.
+  std::int64_t most() const { return window == 0 || window > view ? view : window; }
 };
 
 }  // namespace outrider::engine

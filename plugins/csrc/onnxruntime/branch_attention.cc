@@ -49,10 +49,10 @@ std::int64_t tokens_per_tile(const Shape& shape, std::int64_t tokens, int thread
   return std::clamp<std::int64_t>((tokens * shape.kv_heads + threads - 1) / threads, 1, room);
 }
 
-// One head of one token: normed, and rotated by its position, as floats.
+// One head of one token: normed, and its first numbers rotated by its position, as floats.
 void prepare(const Shape& shape, const Inputs& in, const float* from, const float* norm, std::int64_t token,
              float* __restrict to) {
-  const int size = shape.head_dim, half = size / 2;
+  const int size = shape.head_dim, half = in.rotated / 2;
   float head[kMaxHead];
   std::copy_n(from, size, head);
   if (norm != nullptr) {
@@ -76,6 +76,7 @@ void prepare(const Shape& shape, const Inputs& in, const float* from, const floa
     to[d] = head[d] * cos[d] - head[d + half] * sin[d];
     to[d + half] = head[d + half] * cos[d] + head[d] * sin[d];
   }
+  std::copy(head + 2 * half, head + size, to + 2 * half);
 }
 
 // The new tokens of a tile: queries made ready, keys and values appended.
@@ -128,6 +129,8 @@ void attend(void* state, std::size_t index) noexcept {
   const int heads = std::min(group - first, kRows);
 
   Tile<Cached> tile;
+  float sinks[kRows];
+  tile.sinks = in.sinks == nullptr ? nullptr : sinks;
   tile.tokens = of.tokens;
   tile.rows = of.tokens * heads;
   for (int t = 0, r = 0; t < of.tokens; ++t) {
@@ -137,6 +140,7 @@ void attend(void* state, std::size_t index) noexcept {
       const std::int64_t at = (token * shape.heads + kv_head * group + first + h) * shape.head_dim;
       tile.query[r] = job.query + at;
       tile.out[r] = job.to.out + at;
+      if (in.sinks != nullptr) sinks[r] = in.sinks[kv_head * group + first + h];
     }
   }
   const std::int64_t cache = (of.row * shape.kv_heads + kv_head) * in.capacity * slot_size<Cached>(shape.head_dim);
@@ -145,6 +149,8 @@ void attend(void* state, std::size_t index) noexcept {
   tile.view = in.view;
   tile.head_dim = shape.head_dim;
   tile.scale = shape.scale;
+  tile.softcap = shape.softcap;
+  tile.window = shape.window;
   try {
     run<Cached>(job.kernels, tile, scratch);
   } catch (...) {
@@ -208,7 +214,8 @@ const char* branch_attention(const Shape& shape, const Inputs& in, const Outputs
     return nullptr;
   }
   each(&attend<Cached>, space.tiles.size() * shape.kv_heads * job.head_parts,
-       2.0 * per_token * static_cast<double>(in.tokens) * static_cast<double>(in.view));
+       2.0 * per_token * static_cast<double>(in.tokens) *
+           static_cast<double>(shape.window == 0 ? in.view : std::min(in.view, shape.window)));
   if (failed) throw std::bad_alloc();
   return nullptr;
 }

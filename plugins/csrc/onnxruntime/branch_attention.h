@@ -11,6 +11,8 @@ namespace outrider::engine {
 struct Shape {
   int heads, kv_heads, head_dim;
   float scale, epsilon;
+  float softcap = 0.0f;      // scores become softcap * tanh(score / softcap); 0: they stay
+  std::int64_t window = 0;   // of the keys that a query sees, only the last so many count; 0: all
   bool asks = true;  // whether anybody reads what queries get
 };
 
@@ -23,9 +25,11 @@ struct Inputs {
   const std::int64_t* past_length;                    // [R]
   const std::int64_t* row_splits;                     // [R + 1]; null: one row has all tokens
   const std::int64_t* positions;                      // [N]; null: nothing is rotated
-  const float *cos, *sin;                             // [positions, head_dim / 2]
+  const float *cos, *sin;                             // [positions, rotated / 2]
+  int rotated;                                        // numbers of a head that are rotated, by halves; the first
   std::int64_t position_limit;
   const float *query_norm, *key_norm;                 // [head_dim] each; null: no norm
+  const float* sinks;                                 // [heads]: the score of a key without a value; null: none
 };
 
 struct Outputs {

@@ -1,4 +1,4 @@
-// SwiGlu as ONNX Runtime calls it: gate and up side by side, as one product leaves them.
+// GatedUnit as ONNX Runtime calls it: gate and up side by side, as one product leaves them.
 #pragma once
 
 #include "onnxruntime/kernels.h"
@@ -6,16 +6,24 @@
 
 namespace outrider::engine {
 
-class SwiGluOp {
+class GatedUnitOp {
  public:
-  static constexpr const char* kName = "SwiGlu";
+  static constexpr const char* kName = "GatedUnit";
   static constexpr std::size_t kInputs = 1, kOutputs = 1, kRequired = kOutputs;
 
   static ONNXTensorElementDataType input_type(std::size_t) { return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; }
   static ONNXTensorElementDataType output_type(std::size_t) { return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; }
   static bool is_optional(std::size_t) { return false; }
 
-  SwiGluOp(const OrtApi&, const OrtKernelInfo*) {}
+  GatedUnitOp(const OrtApi& api, const OrtKernelInfo* info) {
+    const std::string activation = text_attribute(api, info, "activation");
+    if (activation == "silu")
+      unit_ = kernels().rows.gated;
+    else if (activation == "gelu_tanh")
+      unit_ = kernels().rows.gelu_gated;
+    else
+      check(api.CreateStatus(ORT_INVALID_ARGUMENT, "GatedUnit: activation must be silu or gelu_tanh"));
+  }
 
   void compute(const Run& run) const {
     std::int64_t shape[3];
@@ -23,24 +31,28 @@ class SwiGluOp {
     if (shape[2] % 2 != 0) run.refuse("gate and up are not of one size");
     const std::int64_t rows = shape[0] * shape[1], size = shape[2] / 2;
     const std::int64_t out[] = {shape[0], shape[1], size};
-    Job job{run.input<float>(0), run.output<float>(0, out), size};
+    Job job{run.input<float>(0), run.output<float>(0, out), size, unit_};
     run.parallel_for(&one_row, static_cast<std::size_t>(rows), &job, rows * size < kSmall);
   }
 
  private:
+  using Unit = void (*)(const float* gate, const float* up, std::int64_t count, float* to);
   static constexpr std::int64_t kSmall = 16384;  // elements
 
   struct Job {
     const float* both;  // [rows, 2 * size]
     float* to;          // [rows, size]
     std::int64_t size;
+    Unit unit;
   };
 
   static void one_row(void* state, std::size_t row) {
     const auto& job = *static_cast<const Job*>(state);
     const float* gate = job.both + static_cast<std::int64_t>(row) * 2 * job.size;
-    kernels().rows.gated(gate, gate + job.size, job.size, job.to + static_cast<std::int64_t>(row) * job.size);
+    job.unit(gate, gate + job.size, job.size, job.to + static_cast<std::int64_t>(row) * job.size);
   }
+
+  Unit unit_ = nullptr;
 };
 
 }  // namespace outrider::engine

@@ -23,6 +23,10 @@ struct RowKernels {
   void (*best)(const float* x, std::int64_t count, std::int64_t best, float* values, std::int64_t* indices);
   // to[i] = up[i] * gate[i] / (1 + exp(-gate[i])).
   void (*gated)(const float* gate, const float* up, std::int64_t count, float* to);
+  // to[i] = up[i] * gate[i] / (1 + exp(-2u)), u = sqrt(2 / pi) * (gate[i] + 0.044715 gate[i]^3).
+  void (*gelu_gated)(const float* gate, const float* up, std::int64_t count, float* to);
+  // to[i] = cap * tanh(x[i] / cap).
+  void (*capped)(const float* x, float cap, std::int64_t count, float* to);
   // to[i] = (u + 1) * g / (1 + exp(-alpha * g)), where g is gate[i] and u up[i], g at most `limit`, |u| at most `limit`.
   void (*clamped)(const float* gate, const float* up, std::int64_t count, float alpha, float limit, float* to);
   // to[i] = x[i] + added[i]; returns the sum of their squares. `added` may be null, and then `to` too.

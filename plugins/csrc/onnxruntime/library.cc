@@ -13,6 +13,7 @@
 #include "onnxruntime/norm_op.h"
 #include "onnxruntime/quant_op.h"
 #include "onnxruntime/route_op.h"
+#include "onnxruntime/softcap_op.h"
 
 #if defined(_WIN32)
 #define OUTRIDER_EXPORT __declspec(dllexport)
@@ -29,11 +30,11 @@ constexpr const char* kThreads = "outrider.threads";
 struct Domain {
   Domain(const OrtApi& api, int threads)
       : attention32(threads), attention16(threads), attention8(threads), expand(threads), rerank(threads),
-        gated(threads), norm(threads), product(threads), lookup(threads), route(threads), experts(threads),
-        quant_experts(threads) {
+        gated(threads), norm(threads), product(threads), lookup(threads), softcap(threads), route(threads),
+        experts(threads), quant_experts(threads) {
     check(api.CreateCustomOpDomain("outrider.cpu", &domain));
-    const OrtCustomOp* const ops[] = {&attention32, &attention16, &attention8, &expand, &rerank,  &gated,
-                                      &norm,        &product,     &lookup,     &route,  &experts, &quant_experts};
+    const OrtCustomOp* const ops[] = {&attention32, &attention16, &attention8, &expand, &rerank, &gated,   &norm,
+                                      &product,     &lookup,      &softcap,    &route,  &experts, &quant_experts};
     for (const OrtCustomOp* op : ops) check(api.CustomOpDomain_Add(domain, op));
   }
 
@@ -42,10 +43,11 @@ struct Domain {
   const Op<BranchAttentionOp<Int8, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8>> attention8;
   const Op<TreeExpandOp> expand;
   const Op<TreeRerankOp> rerank;
-  const Op<SwiGluOp> gated;
+  const Op<GatedUnitOp> gated;
   const Op<RmsNormOp> norm;
   const Op<QuantMatMulOp> product;
   const Op<QuantGatherOp> lookup;
+  const Op<SoftcapOp> softcap;
   const Op<RouteOp> route;
   const Op<MixtureOfExpertsOp<FloatExperts>> experts;
   const Op<MixtureOfExpertsOp<QuantExperts>> quant_experts;

@@ -157,6 +157,24 @@ inline float float_attribute(const OrtApi& api, const OrtKernelInfo* info, const
   return value;
 }
 
+// Of an attribute that a node may leave out.
+inline float float_attribute(const OrtApi& api, const OrtKernelInfo* info, const char* name, float usual) {
+  float value = 0;
+  OrtStatus* missing = api.KernelInfoGetAttribute_float(info, name, &value);
+  if (missing == nullptr) return value;
+  api.ReleaseStatus(missing);
+  return usual;
+}
+
+inline std::string text_attribute(const OrtApi& api, const OrtKernelInfo* info, const char* name) {
+  std::size_t size = 0;
+  check(api.KernelInfoGetAttribute_string(info, name, nullptr, &size));
+  std::string value(size, '\0');
+  check(api.KernelInfoGetAttribute_string(info, name, value.data(), &size));
+  value.resize(size - 1);  // without the zero that ends it
+  return value;
+}
+
 // A kernel as ONNX Runtime's table of functions, for sessions of so many threads. `Kernel` has: kName, kInputs, kOutputs,
 // of which kRequired are always there; input_type(i), output_type(i), is_optional(i); a constructor from (api, info); and
 // compute(const Run&).

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "onnxruntime/kernels.h"
+#include "onnxruntime/tanh.h"
 
 namespace outrider::engine {
 namespace {  // each instruction set has its own copy
@@ -76,12 +77,32 @@ void row_best(const float* x, std::int64_t count, std::int64_t best, float* valu
   for (; i < count; ++i) offer(i);
 }
 
-// gate / (1 + exp(-x)), where x is `gate` or a multiple of it.
+// 1 / (1 + exp(-x)).
 template <class Lanes>
-typename Lanes::Vector opened(typename Lanes::Vector gate, typename Lanes::Vector x) {
+typename Lanes::Vector share_of(typename Lanes::Vector x) {
   const auto one = Lanes::broadcast(1.0f);
   const auto least = Lanes::exp(Lanes::sub(Lanes::zero(), Lanes::abs(x)));  // of x and -x: exp of the lesser
-  return Lanes::mul(gate, Lanes::div(Lanes::where_negative(x, least, one), Lanes::add(one, least)));
+  return Lanes::div(Lanes::where_negative(x, least, one), Lanes::add(one, least));
+}
+
+template <class Lanes>
+struct Silu {
+  static typename Lanes::Vector share(typename Lanes::Vector gate) { return share_of<Lanes>(gate); }
+};
+
+// (1 + tanh u) / 2 is 1 / (1 + exp(-2u)), which keeps its digits where it is small.
+template <class Lanes>
+struct GeluTanh {
+  static typename Lanes::Vector share(typename Lanes::Vector gate) {
+    constexpr float kTwice = 1.5957691216f, kCubic = 0.044715f * kTwice;  // 2 * sqrt(2 / pi)
+    const auto factor = Lanes::fma(Lanes::mul(gate, gate), Lanes::broadcast(kCubic), Lanes::broadcast(kTwice));
+    return share_of<Lanes>(Lanes::mul(gate, factor));
+  }
+};
+
+template <class Lanes, template <class> class Activation>
+typename Lanes::Vector gated(typename Lanes::Vector gate, typename Lanes::Vector up) {
+  return Lanes::mul(Lanes::mul(gate, Activation<Lanes>::share(gate)), up);
 }
 
 // to[i] = unit(gate[i], up[i]), vector by vector.
@@ -100,10 +121,10 @@ void row_of_units(const float* gate, const float* up, std::int64_t count, float*
   for (std::int64_t rest = i; rest < count; ++rest) to[rest] = last[0][rest - i];
 }
 
-template <class Lanes>
+template <class Lanes, template <class> class Activation>
 void row_gated(const float* gate, const float* up, std::int64_t count, float* to) {
   using Vector = typename Lanes::Vector;
-  row_of_units<Lanes>(gate, up, count, to, [](Vector g, Vector u) { return Lanes::mul(opened<Lanes>(g, g), u); });
+  row_of_units<Lanes>(gate, up, count, to, [](Vector g, Vector u) { return gated<Lanes, Activation>(g, u); });
 }
 
 template <class Lanes>
@@ -114,8 +135,20 @@ void row_clamped(const float* gate, const float* up, std::int64_t count, float a
   const auto bounded = [&](Vector x) { return negative(Lanes::max(least, negative(x))); };  // NaN stays NaN
   row_of_units<Lanes>(gate, up, count, to, [&](Vector g, Vector u) {
     const auto low = bounded(g), both = Lanes::max(least, bounded(u));
-    return Lanes::mul(Lanes::add(both, one), opened<Lanes>(low, Lanes::mul(slope, low)));
+    return Lanes::mul(Lanes::add(both, one), Lanes::mul(low, share_of<Lanes>(Lanes::mul(slope, low))));
   });
+}
+
+template <class Lanes>
+void row_capped(const float* x, float cap, std::int64_t count, float* to) {
+  const auto caps = Lanes::broadcast(cap);
+  std::int64_t i = 0;
+  for (; i + Lanes::kWidth <= count; i += Lanes::kWidth) Lanes::store(to + i, capped<Lanes>(Lanes::load(x + i), caps));
+  if (i == count) return;
+  float last[Lanes::kWidth] = {};
+  for (std::int64_t rest = i; rest < count; ++rest) last[rest - i] = x[rest];
+  Lanes::store(last, capped<Lanes>(Lanes::load(last), caps));
+  for (std::int64_t rest = i; rest < count; ++rest) to[rest] = last[rest - i];
 }
 
 // Vector v of a row is added to sum v % 4; the four totals are added as a quarter's lanes are.
@@ -161,8 +194,9 @@ void row_scaled(const float* x, float factor, const float* weight, std::int64_t 
 
 template <class Lanes>
 RowKernels rows_of() {
-  return {&row_highest<Lanes>, &row_weights<Lanes>, &row_best<Lanes>,  &row_gated<Lanes>,
-          &row_clamped<Lanes>, &row_squares<Lanes>, &row_scaled<Lanes>};
+  return {&row_highest<Lanes>, &row_weights<Lanes>, &row_best<Lanes>, &row_gated<Lanes, Silu>,
+          &row_gated<Lanes, GeluTanh>, &row_capped<Lanes>, &row_clamped<Lanes>, &row_squares<Lanes>,
+          &row_scaled<Lanes>};
 }
 
 }  // namespace
