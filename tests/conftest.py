@@ -19,7 +19,14 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import compiler.export.draft
 import compiler.export.target
@@ -65,26 +72,40 @@ TOY_PROMPTS = ("import os\nimport sys\n", "def main() -> None:\n    return", "de
 TOY_DRAFTERS = [section["name"] for section in yaml.safe_load(TOY_RECIPE)["drafters"]]
 
 
-def write_toy_checkpoint(folder: Path, noise: float = 0.0) -> None:
+TOY_SIZES: dict[str, object] = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.35,
+    "tie_word_embeddings": True,
+    "eos_token_id": 0,
+}
+TOY_EXPERTS: dict[str, object] = {
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+}
+
+
+def write_toy_checkpoint(folder: Path, noise: float = 0.0, *, experts: bool = False) -> None:
     """A Qwen3 with weights large enough that its choices vary, and a byte-level tokenizer.
 
-    With `noise`, the same weights disturbed by this share of their spread: a drafter that is often right.
+    With `noise`, the same weights disturbed by this share of their spread: a drafter that is often right. With
+    `experts`, layers have experts, all but one.
     """
     torch.manual_seed(1)
-    config = Qwen3Config(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-        initializer_range=0.35,
-        tie_word_embeddings=True,
-        eos_token_id=0,
-    )
-    model = Qwen3ForCausalLM(config)
+    model: PreTrainedModel
+    if experts:
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**TOY_SIZES, **TOY_EXPERTS))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**TOY_SIZES))
     with torch.no_grad():
         for parameter in model.parameters() if noise else ():
             parameter += noise * parameter.std(correction=0) * torch.randn_like(parameter)
@@ -115,7 +136,7 @@ def write_toy_block(folder: Path, target: Path) -> None:
         folder, layout="deepspec", streams=(0, 3), hidden=32, vocab=300, mask=299, target_layers=4, head_dim=16,
         block_size=5, markov=("vanilla", rank), confidence="markov",
     )  # fmt: skip
-    model, tokenizer = Qwen3ForCausalLM.from_pretrained(target), Tokenizer.from_file(str(target / "tokenizer.json"))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(target), Tokenizer.from_file(str(target / "tokenizer.json"))
     with torch.no_grad():
         follows = model(torch.arange(300).unsqueeze(1)).logits[:, -1].argmax(-1)
         for prompt in TOY_PROMPTS:
@@ -176,9 +197,10 @@ def fresh_exports(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(exports, "trace", tracing.trace)
 
 
-def _write_toy(folder: Path) -> None:
-    write_toy_checkpoint(folder / "target")
-    write_toy_checkpoint(folder / "drafter", noise=0.05)
+def write_toy(folder: Path, *, experts: bool = False) -> None:
+    """The toy's recipe, checkpoints and prompts; with `experts`, its target and its draft models have experts."""
+    write_toy_checkpoint(folder / "target", experts=experts)
+    write_toy_checkpoint(folder / "drafter", noise=0.05, experts=experts)
     write_eagle3(folder / "head", target_hidden=32, vocab=300, draft_vocab=120, aux_layer_ids=[0, 1, 2])
     write_toy_block(folder / "block", folder / "target")
     (folder / "model.yaml").write_text(TOY_RECIPE, encoding="utf-8")
@@ -188,7 +210,7 @@ def _write_toy(folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def toy_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made_once(tmp_path_factory, "toy", _write_toy) / "model.yaml"
+    return made_once(tmp_path_factory, "toy", write_toy) / "model.yaml"
 
 
 @pytest.fixture(scope="session")
