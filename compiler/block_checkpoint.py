@@ -23,7 +23,8 @@ from compiler.eagle3_speculators import tensors_of_training
 from compiler.formats.packed_tensors import as_described
 from compiler.models.block import BlockHead
 from compiler.models.block_config import BlockConfig
-from compiler.models.config import DecoderConfig, WeightType, read_json
+from compiler.models.config import DecoderConfig, WeightType
+from compiler.models.config_reader import read_json
 from compiler.slots import Slot, check_tensors, fill, slots
 from compiler.tensor_source import TensorSource
 from compiler.weights import Weights, check_folder

@@ -28,7 +28,9 @@ from compiler.known_keys import (
     refuse_unknown,
 )
 from compiler.models.block_config import BlockConfig, Confidence, Markov, MarkovKind
-from compiler.models.config import DecoderConfig, Reader, config_from
+from compiler.models.config import DecoderConfig, config_from
+from compiler.models.config_layers import refuse_unsupported
+from compiler.models.config_reader import Reader
 from compiler.models.eagle3_config import Taps
 from compiler.models.quantization import SETTINGS
 from plans.errors import CheckpointError
@@ -145,7 +147,9 @@ def _read_decoder(
             f"{' or '.join(kinds)}"
         )
     # The layers are Qwen3's whatever the model type, which only says what an absent key means.
-    decoder = config_from(raw, file, None, file, None)
+    refuse_unsupported(raw, file)
+    alike = {key: value for key, value in raw.items() if key != "layer_types"}
+    decoder = config_from(alike, file, None, file, None)
     for key, own, wanted in (
         ("hidden_size", decoder.hidden_size, target.hidden_size),
         ("vocab_size", decoder.vocab_size, target.vocab_size),

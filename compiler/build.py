@@ -178,7 +178,7 @@ def _export(design: PlanDesign, dtype: WeightType, text: CheckpointText, steps: 
     """Export every model's graph in `dtype`, by name, the target first."""
     recipe, target = design.recipe, design.target
     steps.begin(f"checking the checkpoint for {dtype}")
-    decoder = defer_decoder(recipe.checkpoint_path, dtype, recipe.rope_scaling)
+    decoder = defer_decoder(recipe.checkpoint_path, dtype, recipe.rope_scaling, recipe.capacity.context)
     _check_kept(recipe, ("target",), decoder, recipe.target.weights)
 
     def search(name: str, decoder: Decoder, weights: WeightsSection | None) -> None:

@@ -30,34 +30,41 @@ HASHED = (
 )
 
 
-def load_decoder(path: Path, dtype: WeightType = "float32", rope_scaling: RopeScaling | None = None) -> Decoder:
+def load_decoder(
+    path: Path, dtype: WeightType = "float32", rope_scaling: RopeScaling | None = None, context: int | None = None
+) -> Decoder:
     """Load the checkpoint at `path` with all weights in `dtype`, on the CPU, frozen and in eval mode.
 
     Projections are transposed to `[in, out]`; the embedding stays `[vocab, hidden]`. `rope_scaling` replaces the
-    checkpoint's own. Raises `CheckpointError` naming the file, the tensor, the expectation and the finding.
+    checkpoint's own, and `context` is the longest sequence, where a scaling depends on it.
+    Raises `CheckpointError` naming the file, the tensor, the expectation and the finding.
     """
-    model, tensors, wanted = _examine(path, rope_scaling)
+    model, tensors, wanted = _examine(path, rope_scaling, context)
     model.load_state_dict(fill(tensors, wanted, dtype), assign=True)
     return model.requires_grad_(False).eval()
 
 
-def defer_decoder(path: Path, dtype: WeightType = "float32", rope_scaling: RopeScaling | None = None) -> Decoder:
+def defer_decoder(
+    path: Path, dtype: WeightType = "float32", rope_scaling: RopeScaling | None = None, context: int | None = None
+) -> Decoder:
     """Return the decoder of `load_decoder` without values, for graphs that read them as they are written.
 
     Raises `CheckpointError` as `load_decoder`, but for values that are not finite: reading them does.
     """
-    model, tensors, wanted = _examine(path, rope_scaling)
+    model, tensors, wanted = _examine(path, rope_scaling, context)
     defer(model, tensors, wanted, dtype)
     return model.eval()
 
 
-def _examine(path: Path, rope_scaling: RopeScaling | None) -> tuple[Decoder, TensorSource, dict[str, Slot]]:
+def _examine(
+    path: Path, rope_scaling: RopeScaling | None, context: int | None
+) -> tuple[Decoder, TensorSource, dict[str, Slot]]:
     """Check the checkpoint, and return its decoder without weights, its tensors, and what the decoder wants of them."""
-    found = open_checkpoint(path, rope_scaling)
+    found = open_checkpoint(path, rope_scaling, context)
     config, tensors = found.config, found.tensors
     with torch.device("meta"):
         model = Decoder(config)
-    wanted = slots(model, lambda parameter: stored_name(config.family, parameter))
+    wanted = slots(model, lambda parameter: stored_name(config.family, parameter), FAMILIES[config.family].norm_offset)
     embedding = stored_name(config.family, "embedding")
     tied = {TIED_HEAD: wanted[embedding]} if config.tie_embeddings else {}
     check_tensors(

@@ -41,6 +41,10 @@ class StoredTensor(ir.LazyTensor):
         """Read the parameter in its type and layout. Raises `CheckpointError` unless all values are finite."""
         return read_parameter(self.tensors, self.stored_name, self._slot, self._weight_type)
 
+    def as_stored(self, values: Tensor) -> Tensor:
+        """Return `values` of the parameter as the checkpoint would store them: `read` would give them back."""
+        return (values.T if self._slot.transposed else values) - self._slot.offset
+
     def read_stored(self) -> Tensor:
         """Read the tensor in the checkpoint's type and layout. Raises `CheckpointError` unless all are finite."""
         return read_finite(self.tensors, self.stored_name)

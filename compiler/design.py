@@ -113,7 +113,7 @@ def design_plan(recipe: Recipe) -> PlanDesign:
 
     Raises `CheckpointError`, and `RecipeError` naming the key that asks for something no plan can do.
     """
-    config = read_config(recipe.checkpoint_path, recipe.rope_scaling)
+    config = read_config(recipe.checkpoint_path, recipe.rope_scaling, recipe.capacity.context)
     check_capacity(recipe, config)
     _check_served(recipe)
     sources = tuple(drafters.read_sources(recipe, config))

@@ -115,7 +115,7 @@ def read_sources(recipe: Recipe, target: DecoderConfig) -> list[GraphSource]:
             config = read_eagle3_config(path, target, section.overrides)
             size = config.draft_vocab_size
         else:
-            config = read_config(path, section.scaling)
+            config = read_config(path, section.scaling, recipe.capacity.context)
             size = config.vocab_size
             if size != target.vocab_size:
                 raise recipe.error(
@@ -211,7 +211,7 @@ def defer(recipe: Recipe, source: GraphSource, target: Decoder, dtype: WeightTyp
         return Eagle3Draft(head, target.embedding)
     if isinstance(section, BlockSection):
         return BlockDraft(defer_block(path, target.config, dtype), target)
-    return DecoderDraft(defer_decoder(path, dtype, section.scaling))
+    return DecoderDraft(defer_decoder(path, dtype, section.scaling, recipe.capacity.context))
 
 
 def _tree(section: GraphSection, config: DecoderConfig | Eagle3Config | BlockConfig) -> Tree:

@@ -26,7 +26,9 @@ from compiler.eagle3_speculators import (
 )
 from compiler.eagle3_taps import read_taps
 from compiler.formats.packed_tensors import as_described
-from compiler.models.config import DecoderConfig, Reader, WeightType, read_json, read_rope, refuse_unsupported
+from compiler.models.config import DecoderConfig, WeightType
+from compiler.models.config_layers import read_rope, refuse_unsupported
+from compiler.models.config_reader import Reader, read_json
 from compiler.models.eagle3 import Eagle3Head
 from compiler.models.eagle3_config import TAPS, Eagle3Config, Eagle3Overrides, Taps
 from compiler.slots import Slot, check_tensors, fill, slots

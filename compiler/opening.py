@@ -9,7 +9,10 @@ from compiler.formats.gguf_config import read_gguf_config
 from compiler.formats.gguf_file import GgufFile, is_gguf
 from compiler.formats.gguf_tensors import GgufTensors
 from compiler.formats.packed_tensors import as_described
-from compiler.models.config import DecoderConfig, read_folder_config, read_json
+from compiler.fused_tensors import FusedTensors
+from compiler.models.config import DecoderConfig, read_folder_config
+from compiler.models.config_reader import read_json
+from compiler.models.families import FAMILIES
 from compiler.models.rope import RopeScaling
 from compiler.tensor_source import TensorSource
 from compiler.weights import Weights, check_folder
@@ -26,8 +29,9 @@ class OpenCheckpoint:
     listing: Path
 
 
-def open_checkpoint(path: Path, rope_scaling: RopeScaling | None = None) -> OpenCheckpoint:
-    """Read the configuration and all headers of the checkpoint at `path`. `rope_scaling` replaces its own.
+def open_checkpoint(path: Path, rope_scaling: RopeScaling | None = None, context: int | None = None) -> OpenCheckpoint:
+    """Read the configuration and all headers of the checkpoint at `path`. `rope_scaling` replaces its own; `context` is
+    the longest sequence that will be run, where a scaling depends on it.
 
     Raises `CheckpointError` naming the file and the key or tensor.
     """
@@ -36,22 +40,33 @@ def open_checkpoint(path: Path, rope_scaling: RopeScaling | None = None) -> Open
         config = read_gguf_config(file, rope_scaling)
         return OpenCheckpoint(config, GgufTensors(file, config), path, path)
     check_folder(path)
-    config, description = read_folder_config(path, rope_scaling), path / "config.json"
+    config, description = read_folder_config(path, rope_scaling, context), path / "config.json"
     stored = Weights(path)
-    tensors = as_described(stored, read_json(description), description, _unbiased(config))
+    tensors: TensorSource = as_described(stored, read_json(description), description, _unbiased(config))
+    if fused := FAMILIES[config.family].fused:
+        tensors = FusedTensors(tensors, fused, _outputs(config))
     return OpenCheckpoint(config, tensors, description, stored.source)
 
 
-def read_config(path: Path, rope_scaling: RopeScaling | None = None) -> DecoderConfig:
-    """Read the configuration of the checkpoint at `path`; `rope_scaling` replaces its own. Raises `CheckpointError`."""
+def read_config(path: Path, rope_scaling: RopeScaling | None = None, context: int | None = None) -> DecoderConfig:
+    """Read the configuration of the checkpoint at `path`, as `open_checkpoint` does. Raises `CheckpointError`."""
     if is_gguf(path):
         return read_gguf_config(GgufFile.open(path), rope_scaling)
-    return read_folder_config(path, rope_scaling)
+    return read_folder_config(path, rope_scaling, context)
 
 
 def stores_integers(path: Path, rope_scaling: RopeScaling | None = None) -> bool:
     """Return whether the checkpoint at `path` stores weights as integers with scales. Raises as `open_checkpoint`."""
     return any(stored.packed for stored in open_checkpoint(path, rope_scaling).tensors.found.values())
+
+
+def _outputs(config: DecoderConfig) -> dict[str, int]:
+    """Return the outputs of projections, by the last part of their names in a checkpoint."""
+    return {
+        "q_proj": config.query_size,
+        **dict.fromkeys(("k_proj", "v_proj"), config.kv_size),
+        **dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size),
+    }
 
 
 def _unbiased(config: DecoderConfig) -> frozenset[str]:

@@ -31,24 +31,30 @@ _DAMAGED = "the file is damaged"
 
 @dataclass(frozen=True)
 class Slot:
-    """The parameter that a tensor of the checkpoint fills; `shape` and `dtypes` are as the checkpoint may store it."""
+    """The parameter that a tensor of the checkpoint fills; `shape` and `dtypes` are as the checkpoint may store it.
+
+    `offset` is added to the stored numbers, in float32."""
 
     parameter: str
     shape: tuple[int, ...]
     transposed: bool = False
     dtypes: tuple[str, ...] = FLOATS
+    offset: float = 0.0
 
 
-def slots(module: nn.Module, stored_name: Callable[[str], str]) -> dict[str, Slot]:
+def slots(module: nn.Module, stored_name: Callable[[str], str], norm_offset: float = 0.0) -> dict[str, Slot]:
     """Return every parameter's slot by its name in the checkpoint, which stores projections transposed.
 
-    Matrices are projections, except those called `embedding`, whose rows are looked up.
+    Matrices are projections, except those called `embedding`, whose rows are looked up. Weights of norms are stored
+    without `norm_offset`.
     """
     wanted = {}
     for parameter, tensor in module.named_parameters():
         transposed = tensor.ndim == 2 and parameter.rpartition(".")[2] != "embedding"
         shape = tuple(tensor.T.shape) if transposed else tuple(tensor.shape)
-        wanted[stored_name(parameter)] = Slot(parameter, shape, transposed)
+        is_norm = tensor.ndim == 1 and parameter.endswith("norm.weight")
+        offset = norm_offset if is_norm else 0.0
+        wanted[stored_name(parameter)] = Slot(parameter, shape, transposed, offset=offset)
     return wanted
 
 
@@ -100,7 +106,8 @@ def check_tensors(
 def read_parameter(tensors: TensorSource, name: str, slot: Slot, dtype: WeightType) -> Tensor:
     """Read one tensor in `dtype` and in the module's layout. Raises `CheckpointError` unless all values are finite."""
     stored = tensors.read(name)
-    tensor = (stored.T if slot.transposed else stored).to(TORCH_TYPES[dtype]).contiguous()
+    values = stored.float() + slot.offset if slot.offset else stored
+    tensor = (values.T if slot.transposed else values).to(TORCH_TYPES[dtype]).contiguous()
     if not _is_finite(tensor):
         cause = "choose bfloat16 or float32" if _is_finite(stored) else _DAMAGED
         raise _not_finite(tensors, name, tensor.dtype, cause)

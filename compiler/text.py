@@ -14,7 +14,8 @@ import tokenizers
 
 from compiler.formats.gguf_file import GgufFile, is_gguf
 from compiler.formats.gguf_tokenizer import read_gguf_text
-from compiler.models.config import DecoderConfig, read_json
+from compiler.models.config import DecoderConfig
+from compiler.models.config_reader import read_json
 from plans.chat_template import REPAIR, ChatTemplate
 from plans.errors import CheckpointError, OutriderError, PlanError
 from plans.manifest import Text

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from compiler.models.config import read_json
+from compiler.models.config_reader import read_json
 from compiler.quantization.form import WeightSource
 from compiler.tensor_source import Stored
 from plans.errors import CheckpointError

@@ -28,6 +28,7 @@ from compiler.export import tracing
 from compiler.recipe import load_recipe
 from plans.plan import Plan, open_plan
 from runtime import Runtime
+from runtime.drafters.adaptive import AdaptiveSpeculations
 from runtime.kv.partial_policy import Interval
 from tests.compiler.block_heads import write_block
 from tests.compiler.eagle3_heads import write_eagle3
@@ -257,6 +258,12 @@ def run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def toy(toy_plan: Path) -> Runtime:
     return Runtime.load(toy_plan, threads=1)
+
+
+def forget_what_drafting_cost(runtime: Runtime) -> None:
+    """Let adaptive speculation begin afresh: what earlier tests measured stands for their sizes of windows."""
+    for engine in runtime.engines.engines:
+        engine._adaptive = AdaptiveSpeculations(engine.manifest)
 
 
 @pytest.fixture(scope="session")

@@ -16,8 +16,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from compiler.export.execution import GraphExecution, Heads, KvCaches, RopeTables
+from compiler.export.execution import GraphExecution, KvCaches, RopeTables
 from compiler.export.ops import draft_sample, tree_expand, tree_rerank
+from compiler.models.attention import Attention
 from plans.manifest import Tree
 
 # How often the drafter's race tells nothing of the target's. Near the best of a grid on the reference drafters
@@ -29,7 +30,7 @@ class DraftModel(Protocol):
     """Facts of a model that drafts, and the map of the target's features to what the model reads of them."""
 
     @property
-    def heads(self) -> Heads: ...
+    def heads(self) -> Attention: ...
 
     @property
     def dtype(self) -> torch.dtype: ...

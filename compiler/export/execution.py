@@ -3,49 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from compiler.export.ops import branch_attention
-from compiler.models.rope import RopeScaling, rope_tables
+from compiler.export.ops import branch_attention, window_bias
+from compiler.models.attention import Attention
+from compiler.models.rope import Rope
 from plans import names
 
 
-class Heads(Protocol):
-    """Facts of a model's attention that its graph needs."""
-
-    @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def num_heads(self) -> int: ...
-
-    @property
-    def num_kv_heads(self) -> int: ...
-
-    @property
-    def head_dim(self) -> int: ...
-
-    @property
-    def rope_theta(self) -> float: ...
-
-    @property
-    def rope_scaling(self) -> RopeScaling: ...
-
-
 class RopeTables(nn.Module):
-    """Cosines and sines of `positions` positions as constants of the graph; one pair for all layers."""
+    """Cosines and sines of `positions` positions as constants of the graph: a pair for each rotation of a model."""
 
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(self, heads: Heads, positions: int, dtype: torch.dtype) -> None:
+    def __init__(self, attention: Attention, positions: int, dtype: torch.dtype) -> None:
         super().__init__()
-        cos, sin = rope_tables(heads.rope_theta, heads.head_dim, positions, heads.rope_scaling)
-        self.register_buffer("cos", torch.from_numpy(cos).to(dtype))
-        self.register_buffer("sin", torch.from_numpy(sin).to(dtype))
+        self.ropes = list(dict.fromkeys(kind.rope for kind in attention.kinds if kind.rope is not None))
+        for index, rope in enumerate(self.ropes):
+            for name, table in zip(("cos", "sin"), rope.tables(positions), strict=True):
+                self.register_buffer(self._name(name, index), torch.from_numpy(table).to(dtype))
+
+    def of(self, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines `[positions, size / 2]` of a rotation."""
+        index = self.ropes.index(rope)
+        return getattr(self, self._name("cos", index)), getattr(self, self._name("sin", index))
+
+    def _name(self, name: str, index: int) -> str:
+        return f"{name}_{index}" if index else name
 
 
 class KvCaches:
@@ -69,7 +53,7 @@ class GraphExecution:
 
     def __init__(
         self,
-        heads: Heads,
+        attention: Attention,
         tables: RopeTables,
         caches: KvCaches,
         positions: Tensor,
@@ -80,36 +64,50 @@ class GraphExecution:
         later: bool = False,
     ) -> None:
         self._later = later
-        self._heads, self._tables, self._caches = heads, tables, caches
-        self._positions, self._bias, self._past, self._splits = positions, bias, past, splits
+        self._attention, self._tables, self._caches = attention, tables, caches
+        self._positions, self._past, self._splits = positions, past, splits
+        self._biases: dict[int | None, Tensor] = {None: bias}  # by window
         self.queries: list[Tensor] = []  # each layer's, `[1, n, heads * head_dim]`
 
-    def rotate(self, x: Tensor, heads: int) -> Tensor:
-        tables = self._tables
-        rotated: Tensor = torch.onnx.ops.rotary_embedding(x, tables.cos, tables.sin, self._positions, num_heads=heads)
+    def rotate(self, layer: int, x: Tensor, heads: int) -> Tensor:
+        rope = self._attention.kinds[layer].rope
+        if rope is None:
+            return x
+        cos, sin = self._tables.of(rope)
+        part = 0 if rope.size == self._attention.head_dim else rope.size
+        rotated: Tensor = torch.onnx.ops.rotary_embedding(
+            x, cos, sin, self._positions, num_heads=heads, rotary_embedding_dim=part
+        )
         return rotated
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        h, caches = self._heads, self._caches
+        a, caches = self._attention, self._caches
         self.queries.append(q)
         out, k_out, v_out = branch_attention(
-            q, k, v, caches.k_caches[layer], caches.v_caches[layer], self._bias, self._past, self._splits,
-            h.num_heads, h.num_kv_heads, h.head_dim**-0.5, int(self._later), 1,
+            q, k, v, caches.k_caches[layer], caches.v_caches[layer], self._bias(layer), self._past, self._splits,
+            a.num_heads, a.num_kv_heads, a.attention_scale, int(self._later), 1, a.attention_softcap or 0.0,
         )  # fmt: skip
         caches.presents += (k_out, v_out)
         attended: Tensor = out
         return attended
+
+    def _bias(self, layer: int) -> Tensor:
+        """Return the bias of a layer: of the keys that the pass may see, those in the layer's window."""
+        window = self._attention.kinds[layer].window
+        if window not in self._biases:
+            self._biases[window] = window_bias(self._biases[None], window)
+        return self._biases[window]
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> Tensor:
         """Append the keys, not rotated yet, and values of tokens that ask nothing, `[1, n, kv_heads * head_dim]`.
 
         Returns one number of each, `[1, n, 1]`, for what must run after it: the keys stand for queries.
         """
-        h, caches = self._heads, self._caches
-        k = self.rotate(k, h.num_kv_heads)
+        a, caches = self._attention, self._caches
+        k = self.rotate(layer, k, a.num_kv_heads)
         out, k_out, v_out = branch_attention(
-            k, k, v, caches.k_caches[layer], caches.v_caches[layer], self._bias, self._past, self._splits,
-            h.num_kv_heads, h.num_kv_heads, h.head_dim**-0.5, 0, 0,
+            k, k, v, caches.k_caches[layer], caches.v_caches[layer], self._bias(layer), self._past, self._splits,
+            a.num_kv_heads, a.num_kv_heads, a.attention_scale, 0, 0,
         )  # fmt: skip
         caches.presents += (k_out, v_out)
         done: Tensor = out[..., :1]

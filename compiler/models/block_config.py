@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
+from compiler.models.attention import PlainAttention
 from compiler.models.eagle3_config import Taps
+from compiler.models.families import Activation, QkNorm
 from compiler.models.rope import RopeScaling
 
 MarkovKind = Literal["vanilla", "gated", "rnn"]
@@ -28,7 +30,7 @@ class Confidence(Enum):
 
 
 @dataclass(frozen=True)
-class BlockConfig:
+class BlockConfig(PlainAttention):
     """Geometry of one head. `hidden_size` is its own width H, `target_hidden_size` the target's, Ht.
 
     A block has `block_size` slots: the tip, then masks (`mask_token_id`), at the tip's position and those after it.
@@ -111,6 +113,8 @@ class BlockConfig:
     def mlp_bias(self) -> bool:
         return False
 
-    @property
-    def qk_norm(self) -> bool:
-        return True
+    qk_norm: ClassVar[QkNorm] = "head"
+    norm_before: ClassVar[bool] = True
+    norm_behind: ClassVar[bool] = False
+    activation: ClassVar[Activation] = "silu"
+    residual_scale: ClassVar[float] = 1.0

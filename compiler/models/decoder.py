@@ -1,4 +1,4 @@
-"""The one decoder module: Llama, Qwen2 and Qwen3 are settings of it.
+"""The one decoder module: every family of `families.FAMILIES` is a setting of it.
 
 The module computes on flat tokens `[N, hidden]` (`[1, N, hidden]` in graphs) and leaves rotation and attention, which
 need a sequence, to an `Execution`: `export.GraphExecution` writes KV-cache ops, `eager.CausalExecution` plain
@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compiler.models.config import DecoderConfig
+from compiler.models.families import Activation, QkNorm
 
 
 class Execution(Protocol):
     """The parts of a layer that depend on its tokens' sequences. `x` is `[..., heads * head_dim]`."""
 
-    def rotate(self, x: Tensor, heads: int) -> Tensor: ...
+    def rotate(self, layer: int, x: Tensor, heads: int) -> Tensor: ...
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
@@ -63,7 +64,19 @@ class LayerConfig(Protocol):
     def mlp_bias(self) -> bool: ...
 
     @property
-    def qk_norm(self) -> bool: ...
+    def qk_norm(self) -> QkNorm: ...
+
+    @property
+    def norm_before(self) -> bool: ...
+
+    @property
+    def norm_behind(self) -> bool: ...
+
+    @property
+    def activation(self) -> Activation: ...
+
+    @property
+    def residual_scale(self) -> float: ...
 
 
 class Linear(nn.Module):
@@ -90,35 +103,48 @@ class RmsNorm(nn.Module):
 
 
 class DecoderLayer(nn.Module):
+    """Attention and a gated MLP, each with a norm before it, behind it, or both."""
+
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
         hidden, c = config.hidden_size, config
         self.config = config
-        self.attention_norm = RmsNorm(hidden, c.rms_norm_eps)
+
+        def norm(wanted: bool, size: int = hidden) -> RmsNorm | None:
+            return RmsNorm(size, c.rms_norm_eps) if wanted else None
+
+        self.attention_norm = norm(c.norm_before)
         self.q = Linear(hidden, c.query_size, c.qkv_bias)
         self.k = Linear(hidden, c.kv_size, c.qkv_bias)
         self.v = Linear(hidden, c.kv_size, c.qkv_bias)
         self.o = Linear(c.query_size, hidden, c.output_bias)
-        self.q_norm = RmsNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else None
-        self.k_norm = RmsNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else None
-        self.mlp_norm = RmsNorm(hidden, c.rms_norm_eps)
+        whole = c.qk_norm == "whole"
+        self.q_norm = norm(c.qk_norm != "none", c.query_size if whole else c.head_dim)
+        self.k_norm = norm(c.qk_norm != "none", c.kv_size if whole else c.head_dim)
+        self.attention_out_norm = norm(c.norm_behind)
+        self.mlp_norm = norm(c.norm_before)
+        self.mlp_out_norm = norm(c.norm_behind)
         self.gate = Linear(hidden, c.intermediate_size, c.mlp_bias)
         self.up = Linear(hidden, c.intermediate_size, c.mlp_bias)
         self.down = Linear(c.intermediate_size, hidden, c.mlp_bias)
 
     def forward(self, h: Tensor, index: int, execution: Execution) -> Tensor:
         c = self.config
-        x = self.attention_norm(h)
-        q = execution.rotate(_per_head(self.q(x), self.q_norm, c.head_dim), c.num_heads)
-        k = execution.rotate(self.key(x), c.num_kv_heads)
-        h = h + self.o(execution.attend(index, q, k, self.v(x)))
-        x = self.mlp_norm(h)
-        out: Tensor = h + self.down(F.silu(self.gate(x)) * self.up(x))
-        return out
+        x = _normed(h, self.attention_norm)
+        q = execution.rotate(index, _per_head(self.q(x), self.q_norm), c.num_heads)
+        k = execution.rotate(index, self.key(x), c.num_kv_heads)
+        h = self._add(h, self.o(execution.attend(index, q, k, self.v(x))), self.attention_out_norm)
+        x = _normed(h, self.mlp_norm)
+        return self._add(h, self.down(_activated(self.gate(x), c.activation) * self.up(x)), self.mlp_out_norm)
 
     def key(self, x: Tensor) -> Tensor:
         """Return the keys `[..., kv_heads * head_dim]` of normed inputs `[..., hidden]`, normed and not yet rotated."""
-        return _per_head(self.k(x), self.k_norm, self.config.head_dim)
+        return _per_head(self.k(x), self.k_norm)
+
+    def _add(self, h: Tensor, out: Tensor, norm: RmsNorm | None) -> Tensor:
+        """Return the residual stream `h` with what attention or the MLP adds to it."""
+        scale, out = self.config.residual_scale, _normed(out, norm)
+        return h + (out if scale == 1.0 else out * scale)
 
 
 class Decoder(nn.Module):
@@ -141,22 +167,38 @@ class Decoder(nn.Module):
 
         `token_ids` may be `[1, N]`, for `[1, N, hidden]`.
         """
-        h, tapped = F.embedding(token_ids, self.embedding), {}
+        h, tapped = self.embed(token_ids), {}
         for index, layer in enumerate(self.layers):
             tapped[index] = h
             h = layer(h, index, execution)
         return h, [tapped[index] for index in taps]
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Return the residual stream that enters the first layer, `[..., hidden]` for tokens int64 `[...]`."""
+        h, scale = F.embedding(token_ids, self.embedding), self.config.embedding_scale
+        return h if scale == 1.0 else h * scale
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits `[..., vocab]` of a residual stream behind the last layer."""
-        h = self.norm(hidden)
-        return F.linear(h, self.embedding) if self.lm_head is None else self.lm_head(h)
+        c, h = self.config, self.norm(hidden)
+        logits: Tensor = F.linear(h, self.embedding) if self.lm_head is None else self.lm_head(h)
+        if c.logit_divisor != 1.0:
+            logits = logits / c.logit_divisor
+        return logits if c.logit_softcap is None else torch.tanh(logits / c.logit_softcap) * c.logit_softcap
 
 
-def _per_head(x: Tensor, norm: RmsNorm | None, head_dim: int) -> Tensor:
-    """Apply a per-head norm to `[..., heads * head_dim]`; identity where the family has none."""
-    if norm is None:
-        return x
-    heads: Tensor = x.unflatten(-1, (-1, head_dim))  # type: ignore[no-untyped-call]
+def _activated(gate: Tensor, activation: Activation) -> Tensor:
+    return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+
+
+def _normed(x: Tensor, norm: RmsNorm | None) -> Tensor:
+    return x if norm is None else norm(x)
+
+
+def _per_head(x: Tensor, norm: RmsNorm | None) -> Tensor:
+    """Norm `[..., heads * head_dim]`: each head by itself, or all as one, as the norm's size says."""
+    if norm is None or norm.size == x.shape[-1]:
+        return _normed(x, norm)
+    heads: Tensor = x.unflatten(-1, (-1, norm.size))  # type: ignore[no-untyped-call]
     normed: Tensor = norm(heads)
     return normed.flatten(-2)

@@ -68,7 +68,7 @@ class Eagle3Head(nn.Module):
         """
         c = self.config
         x = torch.cat((self.embedding_norm(embedded), self.hidden_norm(h)), dim=-1)
-        q, k = execution.rotate(self.q(x), c.num_heads), execution.rotate(self.k(x), c.num_kv_heads)
+        q, k = execution.rotate(0, self.q(x), c.num_heads), execution.rotate(0, self.k(x), c.num_kv_heads)
         h = h + self.o(execution.attend(index, q, k, self.v(x)))
         x = self.mlp_norm(h)
         h = h + self.down(F.silu(self.gate(x)) * self.up(x))

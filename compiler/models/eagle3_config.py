@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
+from compiler.models.attention import PlainAttention
 from compiler.models.rope import RopeScaling
 
 TAPS = 3
@@ -28,7 +29,7 @@ class Eagle3Overrides(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Eagle3Config:
+class Eagle3Config(PlainAttention):
     """Geometry of one draft head. `hidden_size` is its own width H, `target_hidden_size` the target's, Ht.
 
     `fc_norm`: each stream is normed before `fc`. `norm_output`: levels feed back h after the final norm, not before it
@@ -55,9 +56,7 @@ class Eagle3Config:
     def aux_layers(self) -> tuple[int, ...]:
         return self.taps.layers
 
-    @property
-    def num_layers(self) -> int:
-        return 1
+    num_layers: ClassVar[int] = 1  # type: ignore[misc]
 
     @property
     def query_size(self) -> int:

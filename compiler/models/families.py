@@ -5,73 +5,187 @@ A new family whose graph is this decoder is one more entry here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+Slides = Literal["never", "all", "switched"] | int
+"""Which layers see a window alone where config.json has no `layer_types`: none; all, where it has a window; those from
+`max_window_layers` on, where it sets `use_sliding_window`; or all but every n-th."""
+QkNorm = Literal["none", "head", "whole"]
+"""Whether queries and keys are normed before the rotation: each head by itself, or the whole projection as one."""
+Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True)
 class Family:
     """One `model_type` of Hugging Face.
 
-    A flag that is None follows the checkpoint's `attention_bias`. `weights` maps a parameter name of
-    `models.decoder.Decoder` (`{i}` is the layer) to the tensor's name in the checkpoint. `head_dim` stands for an
-    absent `head_dim`; None: the hidden size divided by the heads. `window` stands for an absent `sliding_window`, for
-    families whose attention has a window unless config.json says null; None for the others.
+    `title` is what people call its models. A flag that is None follows the checkpoint's `attention_bias`. `weights`
+    maps a parameter name of `models.decoder.Decoder` (`{i}` is the layer) to the tensor's name in the checkpoint.
+    `fused` maps a projection of the checkpoint that is several in one, by the last part of its name, to those that it
+    holds, one below the other.
+
+    What stands for an absent key: `head_dim` (None: the hidden size divided by the heads), `window` for
+    `sliding_window`, `slides` for `layer_types`, `rope_theta`, `rms_norm_eps`, `tie_embeddings`. `own_local_rope`:
+    sliding layers have a rotation of their own, never scaled, of base `local_theta` (None: that of the others).
+    `fixed_layer_types`: transformers reads no `layer_types` for the family. `partial_rotation`: a part of each head may
+    be rotated, as `partial_rotary_factor` says. Where `unrotated_every` is n, every n-th layer rotates nothing unless
+    `no_rope_layers` says otherwise.
+
+    `norm_offset` is added to the stored weights of all norms. `scaled_embedding`: embeddings are multiplied by the root
+    of the hidden size. `factors` maps a field of `DecoderConfig` to the key of config.json that holds it, and to the
+    value that stands for an absent key.
     """
 
     name: str
-    qkv_bias: bool | None
-    output_bias: bool | None
-    qk_norm: bool
-    tie_embeddings: bool
+    title: str
+    weights: Mapping[str, str]
+    qkv_bias: bool | None = False
+    output_bias: bool | None = False
+    qk_norm: QkNorm = "none"
+    norm_before: bool = True
+    norm_behind: bool = False
+    norm_offset: float = 0.0
+    activation: Activation = "silu"
+    tie_embeddings: bool = False
     head_dim: int | None = None
+    rms_norm_eps: float = 1e-6
     window: int | None = None
-    weights: dict[str, str] = field(default_factory=dict)
+    slides: Slides = "never"
+    fixed_layer_types: bool = False
+    rope_theta: float = 10000.0
+    partial_rotation: bool = False
+    own_local_rope: bool = False
+    local_theta: float | None = None
+    unrotated_every: int | None = None
+    scaled_embedding: bool = False
+    factors: dict[str, tuple[str, float | None]] = field(default_factory=dict)
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-_WEIGHTS = {
-    "embedding": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "lm_head.weight": "lm_head.weight",
-    "layers.{i}.attention_norm.weight": "model.layers.{i}.input_layernorm.weight",
-    "layers.{i}.mlp_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
-    "layers.{i}.q_norm.weight": "model.layers.{i}.self_attn.q_norm.weight",
-    "layers.{i}.k_norm.weight": "model.layers.{i}.self_attn.k_norm.weight",
-} | {
-    f"layers.{{i}}.{ours}.{kind}": f"model.layers.{{i}}.{theirs}.{kind}"
-    for ours, theirs in {
-        "q": "self_attn.q_proj",
-        "k": "self_attn.k_proj",
-        "v": "self_attn.v_proj",
-        "o": "self_attn.o_proj",
-        "gate": "mlp.gate_proj",
-        "up": "mlp.up_proj",
-        "down": "mlp.down_proj",
-    }.items()
-    for kind in ("weight", "bias")
-}
+def _weights(**norms: str) -> dict[str, str]:
+    """Return the names of weights; `norms` maps the norms of a layer to their names in a checkpoint."""
+    named = {
+        "embedding": "model.embed_tokens.weight",
+        "norm.weight": "model.norm.weight",
+        "lm_head.weight": "lm_head.weight",
+    }
+    parts = dict.fromkeys(("q", "k", "v", "o"), "self_attn.{}_proj") | dict.fromkeys(
+        ("gate", "up", "down"), "mlp.{}_proj"
+    )
+    for part, place in parts.items():
+        for kind in ("weight", "bias"):
+            named[f"layers.{{i}}.{part}.{kind}"] = f"model.layers.{{i}}.{place.format(part)}.{kind}"
+    for norm in ("q_norm", "k_norm"):
+        named[f"layers.{{i}}.{norm}.weight"] = f"model.layers.{{i}}.self_attn.{norm}.weight"
+    for norm, stored in norms.items():
+        named[f"layers.{{i}}.{norm}.weight"] = f"model.layers.{{i}}.{stored}.weight"
+    return named
+
+
+_BEFORE = _weights(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
+_BEHIND = _weights(attention_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm")
+_BOTH = _weights(
+    attention_norm="input_layernorm",
+    attention_out_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_out_norm="post_feedforward_layernorm",
+)
+_LLAMA = Family("llama", "Llama 2, 3", _BEFORE, qkv_bias=None, output_bias=None)
+_MISTRAL = Family("mistral", "Mistral", _BEFORE, window=4096, slides="all", fixed_layer_types=True)
+_QWEN2 = Family("qwen2", "Qwen2, Qwen2.5", _BEFORE, qkv_bias=True, window=4096, slides="switched")
+_GEMMA = replace(
+    _LLAMA,
+    name="gemma",
+    title="Gemma",
+    head_dim=256,
+    norm_offset=1.0,
+    activation="gelu_tanh",
+    tie_embeddings=True,
+    scaled_embedding=True,
+)
+_GEMMA2 = replace(
+    _GEMMA,
+    name="gemma2",
+    title="Gemma 2",
+    weights=_BOTH,
+    norm_behind=True,
+    window=4096,
+    slides=2,
+    factors={
+        "score_divisor": ("query_pre_attn_scalar", 256.0),
+        "attention_softcap": ("attn_logit_softcapping", 50.0),
+        "logit_softcap": ("final_logit_softcapping", 30.0),
+    },
+)
+_OLMO2 = replace(
+    _LLAMA,
+    name="olmo2",
+    title="OLMo 2",
+    weights=_BEHIND,
+    qk_norm="whole",
+    norm_before=False,
+    norm_behind=True,
+    rms_norm_eps=1e-5,
+)
 
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        Family("llama", qkv_bias=None, output_bias=None, qk_norm=False, tie_embeddings=False, weights=_WEIGHTS),
-        Family(
-            "mistral",
-            qkv_bias=False,
-            output_bias=False,
-            qk_norm=False,
-            tie_embeddings=False,
-            window=4096,
-            weights=_WEIGHTS,
+        _LLAMA,
+        _MISTRAL,
+        replace(_MISTRAL, name="ministral", title="Ministral", fixed_layer_types=False),
+        _QWEN2,
+        replace(_QWEN2, name="qwen3", title="Qwen3", qkv_bias=None, output_bias=None, qk_norm="head", head_dim=128),
+        _GEMMA,
+        _GEMMA2,
+        replace(
+            _GEMMA2,
+            name="gemma3_text",
+            title="Gemma 3 (text)",
+            qk_norm="head",
+            slides=6,
+            rope_theta=1e6,
+            own_local_rope=True,
+            local_theta=10000.0,
+            factors=_GEMMA2.factors
+            | {
+                "attention_softcap": ("attn_logit_softcapping", None),
+                "logit_softcap": ("final_logit_softcapping", None),
+            },
         ),
-        Family("qwen2", qkv_bias=True, output_bias=False, qk_norm=False, tie_embeddings=False, weights=_WEIGHTS),
         Family(
-            "qwen3",
-            qkv_bias=None,
-            output_bias=None,
-            qk_norm=True,
-            tie_embeddings=False,
-            head_dim=128,
-            weights=_WEIGHTS,
+            "phi3",
+            "Phi-3, Phi-4-mini",
+            _BEFORE,
+            rms_norm_eps=1e-5,
+            slides="all",
+            fixed_layer_types=True,
+            partial_rotation=True,
+            fused={"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
+        ),
+        _OLMO2,
+        replace(_OLMO2, name="olmo3", title="OLMo 3", window=4096, slides=4, rope_theta=5e5, own_local_rope=True),
+        replace(
+            _LLAMA,
+            name="smollm3",
+            title="SmolLM3",
+            tie_embeddings=True,
+            slides="switched",
+            rope_theta=2e6,
+            unrotated_every=4,
+        ),
+        replace(
+            _LLAMA,
+            name="granite",
+            title="Granite 3",
+            factors={
+                "embedding_scale": ("embedding_multiplier", 1.0),
+                "score_scale": ("attention_multiplier", 1.0),
+                "residual_scale": ("residual_multiplier", 1.0),
+                "logit_divisor": ("logits_scaling", 1.0),
+            },
         ),
     )
 }

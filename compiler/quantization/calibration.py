@@ -89,7 +89,8 @@ def calibrate(
         _check_floats(stored)
     tensors = CalibratedTensors(stored["embedding"].tensors)
     embedding = stored["embedding"].read_stored()
-    hidden = [F.embedding(torch.tensor(ids), embedding).float() for ids in texts]
+    scale = decoder.config.embedding_scale
+    hidden = [F.embedding(torch.tensor(ids), embedding).float() * scale for ids in texts]
     del embedding
     executions = [CausalExecution(decoder.config, 1, len(ids)) for ids in texts]
     for index in range(decoder.config.num_layers):
@@ -114,6 +115,8 @@ def calibrate_layer(
     """
     moments = _moments(layer, hidden, executions)
     for group in moments:
+        if getattr(layer, group.maker) is None:
+            continue
         copies = copies_of(layer.config, group)
         with one_thread():
             scales = search_scales(_joined(layer, group), moments[group], bits, copies)
@@ -149,7 +152,7 @@ def _calibrate_layer(
         if kind == "weight" and product in made:
             tensors.keep_weight(stored[name].stored_name, made[product])
         else:
-            tensors.keep_floats(stored[name].stored_name, values.T if values.ndim == 2 else values)
+            tensors.keep_floats(stored[name].stored_name, stored[name].as_stored(values))
 
 
 def _moments(

@@ -25,7 +25,9 @@ _ROWS = 128  # outputs by which exponents are compared
 
 @dataclass(frozen=True)
 class Group:
-    """Products of a layer that read one input, and the norm or product that makes it, by their names in the layer."""
+    """Products of a layer that read one input, and the norm or product that makes it, by their names in the layer.
+
+    A layer without that norm has products whose input nobody can scale."""
 
     products: tuple[str, ...]
     maker: str

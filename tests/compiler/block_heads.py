@@ -227,7 +227,7 @@ class KeptContext:
         self.positions = range(self.length, self.length + context.shape[-2])
         for layer, (keys, values) in enumerate(self.kept):
             k, v = self.head.context_kv(context, layer)
-            k = self.rotate(k, self.head.config.num_kv_heads)
+            k = self.rotate(layer, k, self.head.config.num_kv_heads)
             self.kept[layer] = (torch.cat((keys, self._heads(k)), 1), torch.cat((values, self._heads(v)), 1))
 
     def block(self, embedded: Tensor) -> Tensor:
@@ -235,7 +235,7 @@ class KeptContext:
         self.positions = range(self.length, self.length + embedded.shape[-2])
         return self.head.run(embedded, self)
 
-    def rotate(self, x: Tensor, heads: int) -> Tensor:
+    def rotate(self, layer: int, x: Tensor, heads: int) -> Tensor:
         first, second = x.view(-1, heads, self.head.config.head_dim).chunk(2, dim=-1)
         cos, sin = self.cos[list(self.positions), None], self.sin[list(self.positions), None]
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).view(x.shape)

@@ -7,25 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-}
 SIZES: dict[str, object] = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -38,6 +23,14 @@ SIZES: dict[str, object] = {
     "eos_token_id": 1,
 }
 
+
+def new_model(family: str, **sizes: object) -> PreTrainedModel:
+    """A model of transformers, with weights that are still to be set."""
+    config: PreTrainedConfig = CONFIG_MAPPING[family](**sizes)
+    model: PreTrainedModel = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    return model
+
+
 MakeCheckpoint = Callable[..., PreTrainedModel]
 
 
@@ -48,9 +41,8 @@ def make_checkpoint(tmp_path: Path) -> MakeCheckpoint:
     def make(
         family: str = "llama", *, dtype: torch.dtype = torch.float32, max_shard_size: str = "1GB", **changes: object
     ) -> PreTrainedModel:
-        config_class, model_class = CLASSES[family]
         generator = torch.Generator().manual_seed(0)
-        model = model_class(config_class(**(SIZES | changes)))
+        model = new_model(family, **(SIZES | changes))
         for name, parameter in model.named_parameters():
             # Norms and biases too: at their initial 1 and 0 a mistake with them would not show. The scale makes
             # logits of a few units.

@@ -43,7 +43,7 @@ def target_config(*, layers: int = 8, hidden: int = 16, vocab: int = 60) -> Deco
         qkv_bias=False,
         output_bias=False,
         mlp_bias=False,
-        qk_norm=False,
+        qk_norm="none",
         tie_embeddings=False,
         eos_token_ids=(0,),
     )

@@ -21,6 +21,12 @@ from .conftest import MakeCheckpoint
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 64,
+}
 GATE = "model.layers.1.mlp.gate_proj.weight"
 
 
@@ -163,7 +169,10 @@ def test_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; known families: llama, mistral, qwen2, qwen3"),
+        (
+            {"model_type": "mamba"},
+            "model_type 'mamba' is not supported; known families: llama, mistral, ministral, qwen2, qwen3, gemma,",
+        ),
         ({"hidden_size": "32"}, "hidden_size must be a positive integer, found '32'"),
         ({"head_dim": 7}, "head_dim is 7"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
@@ -174,9 +183,12 @@ def test_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
         ({"hidden_size": 10**30}, "hidden_size is 1000000000000000000000000000000; at most"),
         ({"max_position_embeddings": 2**33}, "max_position_embeddings is 8589934592; at most"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false, found 'no'"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 'sliding_attention'"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layers of Llama 2, 3 models have no window"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types has 'chunked_attention'; only"),
+        ({"layer_types": ["full_attention"]}, "layer_types must list the kind of each of the 2 layers"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; Llama 2, 3 models rotate whole heads"),
+        ({"rope_parameters": {"full_attention": {}, "sliding_attention": {}}}, "rope_parameters is by kind of layer"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"use_sliding_window": True}, "sliding-window"),
         ({"rope_parameters": [1]}, "rope_parameters must be a JSON object, found [1]"),
         (
             {"rope_parameters": {"rope_theta": None}},
@@ -298,19 +310,74 @@ def test_gguf_is_named(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
     refused(tmp_path, "model-q4_0.gguf", "give the path of the GGUF file itself")
 
 
-@pytest.mark.parametrize(
-    ("written", "said"), [(4096, "sliding_window is 4096;"), (None, "sliding_window is 4096 (the key is absent")]
-)
-def test_mistral_with_a_window_is_refused(
-    written: int | None, said: str, tmp_path: Path, make_checkpoint: MakeCheckpoint
-) -> None:
-    """transformers reads an absent key as 4096."""
+def test_an_absent_window_is_that_of_transformers(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
     make_checkpoint("mistral", sliding_window=4096)
     config = json.loads((tmp_path / "config.json").read_text())
     del config["sliding_window"]
-    config |= {} if written is None else {"sliding_window": written}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    refused(tmp_path, said, "whose sliding_window is null")
+    assert load_decoder(tmp_path).config.windows == (4096, 4096)
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "sentence"),
+    [
+        ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types differs from what"),
+        ("mistral", {"sliding_window": 0}, "sliding_window must be a positive integer, found 0"),
+        ("ministral", {"sliding_window": None, "layer_types": ["sliding_attention"] * 2}, "there is no window"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "set sliding_window and use_sliding_window"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a number from 1e-06 to 1e+06, found 0"),
+        ("gemma2", {"final_logit_softcapping": "no"}, "final_logit_softcapping must be a number"),
+        ("gemma2", {"hidden_activation": "silu"}, "hidden_activation is 'silu'; only 'gelu_pytorch_tanh'"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is on"),
+        ("gemma3_text", {"model_type": "gemma3"}, "save `model.language_model` by itself, as gemma3_text"),
+        ("phi3", {"partial_rotary_factor": 0.1}, "is 0 numbers; an even number is rotated"),
+        ("phi3", {"partial_rotary_factor": 2}, "partial_rotary_factor must be a number above 0 and up to 1"),
+        ("phi3", {"rope_scaling": LONG | {"short_factor": [1.0]}}, "'short_factor' has 1 numbers, and 4 pairs"),
+        (
+            "phi3",
+            {"rope_scaling": LONG | {"long_factor": [1.0, 1.0, 1.0, "x"]}},
+            "a divisor of a rotary frequency is 'x'",
+        ),
+        ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "needs a 'long_factor'"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must list 0 or 1 for each of the 2 layers"),
+        ("granite", {"logits_scaling": float("inf")}, "logits_scaling must be a number from 1e-06 to 1e+06"),
+    ],
+)
+def test_wrong_config_of_a_family_names_the_key(
+    family: str, values: dict[str, object], sentence: str, tmp_path: Path, make_checkpoint: MakeCheckpoint
+) -> None:
+    make_checkpoint(family, head_dim=8, pad_token_id=0)
+    config = json.loads((tmp_path / "config.json").read_text())
+    if "rope_scaling" in values or "partial_rotary_factor" in values:
+        del config["rope_parameters"], config["original_max_position_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(config | values))
+    refused(tmp_path, str(tmp_path / "config.json"), sentence)
+
+
+class TestFused:
+    """Projections that are stored as one tensor."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path, make_checkpoint: MakeCheckpoint) -> Path:
+        make_checkpoint("phi3", pad_token_id=0)
+        return tmp_path
+
+    def test_another_number_of_rows(self, folder: Path) -> None:
+        tensors = load_file(folder / FILE)
+        name = "model.layers.1.self_attn.qkv_proj.weight"
+        save_file(tensors | {name: tensors[name][:-8].clone()}, folder / FILE)
+        refused(folder, repr(name), "has shape [56, 32]", "q_proj, k_proj, v_proj, in floating point, of 64 rows")
+
+    def test_a_part_beside_the_whole(self, folder: Path) -> None:
+        name = "model.layers.0.mlp.up_proj.weight"
+        save_file(load_file(folder / FILE) | {name: torch.zeros(48, 32)}, folder / FILE)
+        refused(folder, repr(name), "stands beside 'model.layers.0.mlp.gate_up_proj.weight'")
+
+    def test_none(self, folder: Path) -> None:
+        tensors = load_file(folder / FILE)
+        del tensors["model.layers.1.self_attn.qkv_proj.weight"]
+        save_file(tensors, folder / FILE)
+        refused(folder, "'model.layers.1.self_attn.q_proj.weight'", "is missing")
 
 
 class TestSharded:

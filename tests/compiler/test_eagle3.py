@@ -108,7 +108,7 @@ class GrowingCache:
         self.cos, self.sin = (torch.from_numpy(table) for table in tables)
         self.k = self.v = torch.empty(config.num_kv_heads, 0, config.head_dim)
 
-    def rotate(self, x: Tensor, heads: int) -> Tensor:
+    def rotate(self, layer: int, x: Tensor, heads: int) -> Tensor:
         first, second = x.view(-1, heads, self.config.head_dim).chunk(2, dim=-1)
         cos, sin = self.cos[self.positions, None], self.sin[self.positions, None]
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).view(x.shape)

@@ -25,6 +25,35 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 LINEAR = {"rope_type": "linear", "factor": 2.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2],
+    "long_factor": [1.0, 2.0, 4.0],
+    "original_max_position_embeddings": 64,
+    "partial_rotary_factor": 0.75,
+}
+
+CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
+GEMMA3_ROPE = {
+    "rope_parameters": {
+        "full_attention": {"rope_theta": 1e6, **LINEAR},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    }
+}
+OLMO3_ROPE = {
+    "rope_parameters": {
+        "full_attention": {"rope_theta": 5e5, **YARN},
+        "sliding_attention": {"rope_theta": 5e5, "rope_type": "default"},
+    }
+}
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+    "attention_bias": True,
+}
 
 CASES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("llama", {}),
@@ -37,6 +66,38 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "llama-llama3": ("llama", {"rope_parameters": {"rope_theta": 5000.0, **LLAMA3}}),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral-wide-heads": ("mistral", {"sliding_window": None, "head_dim": 12, "tie_word_embeddings": True}),
+    "mistral-window": ("mistral", {"sliding_window": 20}),
+    "ministral": ("ministral", {"sliding_window": 20, "head_dim": 12}),
+    "ministral-mixed": (
+        "ministral",
+        {"head_dim": 8, "sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "gemma": ("gemma", {"head_dim": 16, "tie_word_embeddings": True}),
+    "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 24, **CAPS}),
+    "gemma2-no-caps": (
+        "gemma2",
+        {"head_dim": 8, "sliding_window": 7, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 20, "num_hidden_layers": 7, **GEMMA3_ROPE}),
+    "gemma3-mixed": (
+        "gemma3_text",
+        {"head_dim": 8, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "phi3": ("phi3", {"sliding_window": 20, "pad_token_id": 0}),
+    "phi3-longrope": ("phi3", {"sliding_window": 262144, "pad_token_id": 0, "rope_parameters": LONGROPE}),
+    "olmo2": ("olmo2", {"rms_norm_eps": 1e-6}),
+    "olmo2-no-gqa": ("olmo2", {"num_key_value_heads": 4, "attention_bias": True}),
+    "olmo3": ("olmo3", {"sliding_window": 20, "num_hidden_layers": 4, **OLMO3_ROPE}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4, "tie_word_embeddings": True, "pad_token_id": 0}),
+    "smollm3-window": (
+        "smollm3",
+        {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 9, "pad_token_id": 0},
+    ),
+    "granite": ("granite", GRANITE),
+    "qwen2-window": (
+        "qwen2",
+        {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
     "qwen2": ("qwen2", {"rms_norm_eps": 1e-5}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2-yarn": ("qwen2", {"rope_parameters": {"rope_theta": 10000.0, **YARN}}),

@@ -121,7 +121,7 @@ def test_keys_that_agree_are_read_as_by_transformers(keys: dict[str, object], tm
     [
         ({"rope_parameters": PLAIN, "rope_scaling": YARN}, "rope_parameters and rope_scaling contradict each other"),
         ({"rope_parameters": PLAIN, "rope_scaling": {"rope_type": "default"}}, "move all keys into rope_parameters"),
-        ({"rope_parameters": PLAIN, "rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not supported"),
+        ({"rope_parameters": PLAIN, "rope_scaling": {"rope_type": "dynamic"}}, "'dynamic' is not supported"),
         (
             {"rope_parameters": PLAIN, "rope_scaling": YARN | {"rope_theta": 1e4}},
             "rope_parameters.rope_theta is 500000 and rope_scaling.rope_theta is 10000; remove the wrong one",
@@ -133,9 +133,15 @@ def test_keys_that_agree_are_read_as_by_transformers(keys: dict[str, object], tm
             "original_max_position_embeddings is 64 and rope_scaling.original_max_position_embeddings is 512",
         ),
         ({"rope_scaling": ["yarn"]}, "rope_scaling must be a JSON object, found ['yarn']"),
-        ({"rope_parameters": {"full_attention": PLAIN}}, "unknown key 'full_attention'"),
-        ({"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}}, "unknown key 'partial_rotary_factor'"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; only whole heads can be rotated"),
+        (
+            {"rope_parameters": {"full_attention": PLAIN}},
+            "rope_parameters is by kind of layer, which Qwen3 models do not have",
+        ),
+        (
+            {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
+            "rope_parameters.partial_rotary_factor is 0.5; Qwen3 models rotate whole heads",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; Qwen3 models rotate whole heads"),
         ({"rope_theta": float("nan")}, "rope_theta must be a number from 1.001 to 1e+12, found nan"),
         ({"rope_parameters": YARN | {"rope_theta": 1.0}}, "rope_theta must be a number from 1.001 to 1e+12, found 1.0"),
         ({"rope_theta": 1e-50}, "rope_theta must be a number from 1.001"),

@@ -24,6 +24,7 @@ from compiler.engines.onnx_front import OnnxFront
 from compiler.engines.tensorrt_library import RtxLibrary
 from compiler.export import export_target
 from compiler.lowering import lower
+from compiler.opening import read_config
 from compiler.recipe import load_recipe
 from compiler.recipe_backends import TensorRtRtxSection
 from plans import names
@@ -35,6 +36,7 @@ from runtime.backends import tensorrt as driver
 from runtime.backends.tensorrt_context import profile_for, shape_of
 from tests.compiler.attention_forms import FORMS, Forms, export_forms
 from tests.conftest import REFERENCE_RECIPE
+from tests.integration.families import TOYS, write_toy
 
 trt = pytest.importorskip("tensorrt_rtx")
 
@@ -125,6 +127,23 @@ def test_quantised_weights_stay_integers_in_the_engine(toy_recipe: Path, tmp_pat
     assert plan.engines["target"].layers["DEQUANTIZE"] == 4 * 7 + 2
     assert plan.engines["target"].layers["KV_CACHE_UPDATE"] == 2 * 4
     assert {r.rule: r.applied for r in plan.lowering}["Quantize"] == 4 * 7 + 1
+
+
+FAMILIES = [name if name == "gemma2" else pytest.param(name, marks=pytest.mark.long) for name in TOYS]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_has_an_engine(name: str, toy_recipe: Path, tmp_path: Path) -> None:
+    """A window is found once a pass, whatever number of layers has it."""
+    write_toy(name, tmp_path, toy_recipe.parent / "target")
+    options = f"{{kind: {RTX}, compute_capabilities: [sm_89]}}"
+    overrides = [f"backends=[{options}]", "drafters=[]", "capacity={context: 160, prefill_chunk: 16}"]
+    recipe = tmp_path / "model.yaml"
+    built = build(load_recipe(recipe, overrides), recipe, tmp_path / "plan").plan.manifest
+    engine, layers = built.backends[RTX].engines["target"], built.target.layers
+    windows = set(read_config(tmp_path / "target").windows) - {None}
+    assert engine.layers["KV_CACHE_UPDATE"] == 2 * layers
+    assert engine.layers.get("CUMULATIVE", 0) == len(windows)
 
 
 def test_why_a_machine_cannot_run_the_plan(toy_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

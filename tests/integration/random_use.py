@@ -7,6 +7,7 @@ over logits, prefix caches, lossless partial KV, cancellations, streams closed e
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -35,8 +36,19 @@ class WatcherError(Exception):
 class RandomUse:
     """One random user of a runtime, and what its tokens are compared with."""
 
-    def __init__(self, alone: Runtime, used: Runtime, mode: Any, seed: int) -> None:
+    def __init__(
+        self,
+        alone: Runtime,
+        used: Runtime,
+        mode: Any,
+        seed: int,
+        coupled: Sequence[str] = COUPLED,
+        rejecting: Sequence[str] = tuple(REJECTING),
+    ) -> None:
+        """`coupled` and `rejecting` are the drafters that the user knows of."""
         self._alone, self._used, self._mode = alone, used, mode
+        self._coupled, self._rejecting = coupled, rejecting
+        self._partial = alone.manifest.partial_kv is not None
         self._random = random.Random(seed)
         self._beginnings = [self._tokens(60) for _ in range(6)]
         self._expected: dict[str, list[int]] = {}
@@ -73,13 +85,15 @@ class RandomUse:
         return chosen | ({"top_p": 0.9} if self._random.random() < 0.3 else {}) | rules
 
     def _drafting(self, sampling: dict[str, Any], *, rejection: bool = True, partial: bool = True) -> dict[str, Any]:
-        drafter = self._random.choice([*COUPLED, *REJECTING] if rejection else COUPLED)
+        drafter = self._random.choice([*self._coupled, *self._rejecting] if rejection else self._coupled)
         chosen = {"drafter": drafter, "auto_disable": self._random.random() < 0.5}
         ruled = any(sampling.keys() >= rule.keys() for rule in RULES)  # which goes with full KV alone
-        lossless = partial and not ruled and drafter not in REJECTING and self._random.random() < 0.3
-        if drafter not in REJECTING and self._random.random() < 0.2:
+        lossless = (
+            self._partial and partial and not ruled and drafter not in self._rejecting and self._random.random() < 0.3
+        )
+        if drafter not in self._rejecting and self._random.random() < 0.2:
             chosen |= self._random.choice(LIMITS)
-        return chosen | ({"partial_kv": "lossless"} if lossless else {})
+        return chosen | ({"partial_kv": "lossless"} if lossless and self._partial else {})
 
     def _compare(
         self,
@@ -90,7 +104,7 @@ class RandomUse:
         *,
         cut: bool = False,
     ) -> None:
-        drafter = drafting["drafter"] if drafting["drafter"] in REJECTING else "none"
+        drafter = drafting["drafter"] if drafting["drafter"] in self._rejecting else "none"
         key = repr((prompt, sorted(sampling.items()), drafter))
         if key not in self._expected:
             self._expected[key] = self._alone.generate(prompt, drafter=drafter, **sampling).token_ids

@@ -20,9 +20,9 @@ import pytest
 from plans.errors import RequestError
 from runtime import Generation, PrefixCacheConfig, Runtime, SchedulerConfig
 from runtime.branch_request import Mode
-from runtime.drafters.adaptive import AdaptiveSpeculation, AdaptiveSpeculations
+from runtime.drafters.adaptive import AdaptiveSpeculation
 from runtime.request import Options
-from tests.conftest import TOY_DRAFTERS
+from tests.conftest import TOY_DRAFTERS, forget_what_drafting_cost
 from tests.integration.long_context import prompt
 from tests.integration.served import client_of, listening
 
@@ -146,8 +146,8 @@ def test_rejection(doors: Doors, way: str) -> None:
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "server"])
 def test_adaptive_speculation(doors: Doors, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where drafting does not pay, each sequence's drafter is disabled; the tokens stay."""
-    for engine in (*doors.rows.engines.engines, *doors.row.engines.engines):  # windows grow while drafting pays
-        engine._adaptive = AdaptiveSpeculations(engine.manifest)
+    for runtime in (doors.rows, doors.row):
+        forget_what_drafting_cost(runtime)
     monkeypatch.setattr(AdaptiveSpeculation, "gain", lambda self: 0.5)
     monkeypatch.setattr("runtime.drafters.adaptive.WINDOW", 4)
     monkeypatch.setattr("runtime.drafters.adaptive.BURST", 2)

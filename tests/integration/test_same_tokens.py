@@ -18,7 +18,7 @@ from runtime import Runtime
 from runtime.drafters.adaptive import AdaptiveSpeculation
 from runtime.request import Options
 from runtime.trace import Round
-from tests.conftest import HELD_OUT, TOY_DRAFTERS
+from tests.conftest import HELD_OUT, TOY_DRAFTERS, forget_what_drafting_cost
 from tools.verify.agreement import compare_drafters
 from tools.verify.verification import LOGIT_BOUND
 
@@ -104,6 +104,7 @@ def test_drafting_that_does_not_pay_is_put_aside_and_tried_again(
     toy: Runtime, drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the clock says: here, that it never pays."""
+    forget_what_drafting_cost(toy)
     monkeypatch.setattr(AdaptiveSpeculation, "gain", lambda self: 0.5)
     monkeypatch.setattr("runtime.drafters.adaptive.WINDOW", 4)
     monkeypatch.setattr("runtime.drafters.adaptive.BURST", 2)
@@ -119,6 +120,7 @@ def test_drafting_that_does_not_pay_is_put_aside_and_tried_again(
 def test_what_a_gate_has_learned_is_forgotten_with_another_sampling(
     toy: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    forget_what_drafting_cost(toy)
     monkeypatch.setattr(AdaptiveSpeculation, "gain", lambda self: 0.5)
     monkeypatch.setattr("runtime.drafters.adaptive.WINDOW", 4)
     monkeypatch.setattr("runtime.drafters.adaptive.DISABLED_ROUNDS", 500)
@@ -131,6 +133,7 @@ def test_what_a_gate_has_learned_is_forgotten_with_another_sampling(
 
 
 def test_a_head_that_rests_costs_no_recomputing(toy: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_what_drafting_cost(toy)
     monkeypatch.setattr(AdaptiveSpeculation, "gain", lambda self: 0.5)
     monkeypatch.setattr("runtime.drafters.adaptive.WINDOW", 4)
     monkeypatch.setattr("runtime.drafters.adaptive.DISABLED_ROUNDS", 500)

@@ -46,7 +46,7 @@ def tiny_target(vocab: int, seed: int = 0) -> Decoder:
         qkv_bias=False,
         output_bias=False,
         mlp_bias=False,
-        qk_norm=True,
+        qk_norm="head",
         tie_embeddings=True,
         eos_token_ids=(0,),
     )

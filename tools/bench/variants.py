@@ -21,7 +21,8 @@ from rich.markup import escape
 from commands.console import stderr
 from compiler.block_layouts import layout_of, read_layout
 from compiler.formats.gguf_file import is_gguf
-from compiler.models.config import DecoderConfig, read_folder_config, read_json
+from compiler.models.config import DecoderConfig, read_folder_config
+from compiler.models.config_reader import read_json
 from compiler.recipe import Recipe, check_same_recipe, load_recipe, source_recipe
 from compiler.recipe_drafters import BlockSection, reshaped
 from plans.errors import OutriderError

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from compiler.models.config import DecoderConfig
 from compiler.models.decoder import Decoder
-from compiler.models.eager import CausalExecution
-from compiler.models.rope import rope_tables
+from compiler.models.eager import CausalExecution, attended, rotated
 from tools.context_quality.questions import Context
 
 _ROWS = 2048  # of logits at once
@@ -90,15 +89,13 @@ class _BehindExecution:
     """`count` tokens behind `length` whose keys and values are kept."""
 
     def __init__(self, config: DecoderConfig, rows: Sequence[tuple[Tensor, Tensor]], length: int, count: int) -> None:
-        cos, sin = rope_tables(config.rope_theta, config.head_dim, length + count, config.rope_scaling)
-        self._cos, self._sin = torch.from_numpy(cos)[length:, None, :], torch.from_numpy(sin)[length:, None, :]
-        self._config, self._rows = config, rows
-        self._seen = torch.ones(count, length + count, dtype=torch.bool).tril(length)
+        self._config, self._rows, self._length, self._count = config, rows, length, count
 
-    def rotate(self, x: Tensor, heads: int) -> Tensor:
-        first, second = x.view(len(x), heads, -1).chunk(2, dim=-1)
-        cos, sin = self._cos.to(x.dtype), self._sin.to(x.dtype)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).view(x.shape)
+    def rotate(self, layer: int, x: Tensor, heads: int) -> Tensor:
+        if (rope := self._config.kinds[layer].rope) is None:
+            return x
+        cos, sin = (torch.from_numpy(table)[self._length :, None] for table in rope.tables(self._length + self._count))
+        return rotated(x.view(len(x), heads, -1), cos, sin).view(x.shape)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         c = self._config
@@ -107,11 +104,9 @@ class _BehindExecution:
         def heads(x: Tensor, count: int) -> Tensor:
             return x.view(1, len(x), count, c.head_dim).transpose(1, 2)
 
-        out = F.scaled_dot_product_attention(
-            heads(q, c.num_heads),
-            heads(torch.cat((kept_k, k)), c.num_kv_heads),
-            heads(torch.cat((kept_v, v)), c.num_kv_heads),
-            attn_mask=self._seen,
-            enable_gqa=True,
-        )
+        keys, values = heads(torch.cat((kept_k, k)), c.num_kv_heads), heads(torch.cat((kept_v, v)), c.num_kv_heads)
+        seen = torch.ones(self._count, self._length + self._count, dtype=torch.bool).tril(self._length)
+        if (window := c.kinds[layer].window) is not None:
+            seen = seen.triu(self._length + 1 - window)
+        out = attended(heads(q, c.num_heads), keys, values, c, seen)
         return out.transpose(1, 2).reshape(q.shape)

@@ -34,7 +34,7 @@ class BlocksExecution:
         context = head.fuse(features)
         self._context = [self._keep(*head.context_kv(context, layer)) for layer in range(c.num_layers)]
 
-    def rotate(self, x: Tensor, heads: int) -> Tensor:
+    def rotate(self, layer: int, x: Tensor, heads: int) -> Tensor:
         return self._rotate(x, heads, self._positions)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

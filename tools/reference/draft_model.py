@@ -47,7 +47,7 @@ class ModelGeometry:
             qkv_bias=False,
             output_bias=False,
             mlp_bias=False,
-            qk_norm=True,
+            qk_norm="head",
             tie_embeddings=True,
         )
 

@@ -26,7 +26,7 @@ class CachedExecution:
     def advance(self, tokens: int) -> None:
         self._past += tokens
 
-    def rotate(self, x: Tensor, heads: int) -> Tensor:
+    def rotate(self, layer: int, x: Tensor, heads: int) -> Tensor:
         first, second = x.view(self._batch, -1, heads, self._config.head_dim).chunk(2, dim=-1)
         new = slice(self._past, self._past + first.shape[1])
         cos, sin = self._cos[new, None], self._sin[new, None]

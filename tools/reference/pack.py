@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from commands.arguments import Parser
 from commands.console import guarded, stdout
-from compiler.models.config import read_json
+from compiler.models.config_reader import read_json
 from compiler.models.quantization import BITS, SETTINGS
 from compiler.weights import SINGLE, Weights, check_folder
 from plans.errors import CheckpointError

@@ -37,7 +37,7 @@ TARGET = DecoderConfig(
     qkv_bias=False,
     output_bias=False,
     mlp_bias=False,
-    qk_norm=True,
+    qk_norm="head",
     tie_embeddings=True,
     eos_token_ids=(0, 2),
 )

@@ -34,7 +34,7 @@ class UnrolledExecution:
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
 
-    def rotate(self, x: Tensor, heads: int) -> Tensor:
+    def rotate(self, layer: int, x: Tensor, heads: int) -> Tensor:
         step = len(self._keys)
         first, second = x.view(self._batch, self._pairs, heads, -1).chunk(2, dim=-1)
         cos, sin = (t[step : step + self._pairs, None].to(x.dtype) for t in (self._cos, self._sin))

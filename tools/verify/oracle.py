@@ -59,7 +59,7 @@ def load_oracle(recipe: Recipe, choice: OracleChoice = "auto", weights: PlanWeig
 class _OwnDecoder:
     def __init__(self, recipe: Recipe, why: str, weights: PlanWeights | None) -> None:
         self.name = f"Outrider's own decoder in PyTorch {torch.__version__}" + (f" ({why})" if why else "")
-        self._decoder = load_decoder(recipe.checkpoint_path, "float32", recipe.rope_scaling)
+        self._decoder = load_decoder(recipe.checkpoint_path, "float32", recipe.rope_scaling, recipe.capacity.context)
         if weights is not None:
             weights.give(self._decoder)
 

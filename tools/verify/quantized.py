@@ -76,7 +76,7 @@ def plan_weights(recipe: Recipe) -> PlanWeights | None:
     weights = recipe.target.weights
     if weights is None:
         return None
-    decoder = defer_decoder(recipe.checkpoint_path, "float32", recipe.rope_scaling)
+    decoder = defer_decoder(recipe.checkpoint_path, "float32", recipe.rope_scaling, recipe.capacity.context)
     stored, own = deferred(decoder), kept_parameters(decoder, weights.form)
     kept = frozenset(stored[name].stored_name for name in own)
     text = read_text(recipe.checkpoint_path, decoder.config)

@@ -11,7 +11,7 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedModel
 
-from tests.compiler.conftest import CLASSES
+from tests.compiler.conftest import new_model
 from tests.conftest import REPOSITORY
 
 VOCABULARY = 320
@@ -33,8 +33,7 @@ TEXT = "Licensed under the Apache License, Version 2.0\n"
 
 def random_model(family: str = "llama", seed: int = 0, **changes: object) -> PreTrainedModel:
     """A model whose logits are a few units apart."""
-    config_class, model_class = CLASSES[family]
-    model = model_class(config_class(**(SIZES | changes)))
+    model = new_model(family, **(SIZES | changes))
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         centre, spread = (1.0, 0.3) if "norm" in name else (0.0, 0.06)

@@ -1,0 +1,59 @@
+"""Projections that a checkpoint stores as one tensor, one below the other, each under a name of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from compiler.quantization.form import WeightSource
+from compiler.tensor_source import Stored, TensorSource
+from plans.errors import CheckpointError
+
+
+class FusedTensors:
+    """The `TensorSource` of such a checkpoint, made from that of the tensors as they are stored."""
+
+    def __init__(self, stored: TensorSource, fused: Mapping[str, tuple[str, ...]], outputs: Mapping[str, int]) -> None:
+        """`fused` maps a fused projection to those in it, all by the last part of their names; `outputs` are how many
+        rows each of these has. Raises `CheckpointError` for one that has another number of rows, or is quantised."""
+        self._stored = stored
+        self._parts: dict[str, tuple[str, slice]] = {}
+        self.found: dict[str, Stored] = {}
+        for name, header in stored.found.items():
+            module, _, kind = name.rpartition(".")
+            folder, _, last = module.rpartition(".")
+            parts = fused.get(last)
+            if parts is None:
+                self.found[name] = header
+                continue
+            rows = sum(outputs[part] for part in parts)
+            if header.packed or not header.shape or header.shape[0] != rows:
+                found = "is quantised" if header.packed else f"has shape {list(header.shape)}"
+                raise CheckpointError(
+                    f"{header.file}: tensor {name!r} {found}; it holds {', '.join(parts)}, in floating point, of "
+                    f"{rows} rows together, as config.json describes them; give files that belong together"
+                )
+            first = 0
+            for part in parts:
+                own = f"{folder}.{part}.{kind}"
+                if own in stored.found:
+                    raise CheckpointError(
+                        f"{stored.found[own].file}: tensor {own!r} stands beside {name!r}, which holds it; remove the "
+                        "wrong one"
+                    )
+                self._parts[own] = name, slice(first, first + outputs[part])
+                self.found[own] = replace(header, shape=(outputs[part], *header.shape[1:]))
+                first += outputs[part]
+
+    def read(self, name: str) -> Tensor:
+        """Read a tensor; of a fused one its own rows."""
+        if name not in self._parts:
+            return self._stored.read(name)
+        fused, rows = self._parts[name]
+        return self._stored.read(fused)[rows].clone()
+
+    def quantized(self, name: str) -> WeightSource | None:
+        """Return packed weights; None for floats, which all fused ones are."""
+        return None if name in self._parts else self._stored.quantized(name)

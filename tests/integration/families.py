@@ -1,0 +1,117 @@
+"""Toys of every model family: a random checkpoint as transformers writes it, a drafter of its kind, a recipe.
+
+Sizes can be quantised, and every window is far shorter than the prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.compiler.conftest import new_model
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2],
+    "long_factor": [1.0, 2.0, 4.0],
+    "original_max_position_embeddings": 64,
+    "partial_rotary_factor": 0.75,
+}
+
+
+@dataclass(frozen=True)
+class Toy:
+    """`changes` are what config.json says beside SIZES, `spread` the deviation of the weights of projections: large
+    enough that choices vary, small enough that rounding changes few of them."""
+
+    family: str
+    changes: dict[str, Any]
+    spread: float = 0.2
+
+
+TOYS: dict[str, Toy] = {
+    "llama": Toy("llama", {"num_hidden_layers": 2}),
+    "mistral": Toy("mistral", {"sliding_window": 20}),
+    "ministral": Toy(
+        "ministral", {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 24}
+    ),
+    "qwen2": Toy("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),
+    "qwen3": Toy("qwen3", {"num_hidden_layers": 2}),
+    "gemma": Toy("gemma", {"num_hidden_layers": 2}),
+    "gemma2": Toy("gemma2", {"sliding_window": 20, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0}),
+    "gemma3": Toy(
+        "gemma3_text",
+        {
+            "sliding_window": 10,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 2.0},
+                "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+            },
+        },
+    ),
+    "phi3": Toy("phi3", {"sliding_window": 20, "head_dim": None, "rope_parameters": LONGROPE}),
+    "olmo2": Toy("olmo2", {"num_hidden_layers": 2, "head_dim": None}),
+    "olmo3": Toy("olmo3", {"sliding_window": 15, "head_dim": None}),
+    "smollm3": Toy("smollm3", {"head_dim": None}),
+    "granite": Toy(
+        "granite",
+        {
+            "num_hidden_layers": 2,
+            "head_dim": None,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+        },
+    ),
+}
+RECIPE = """\
+name: {name}
+target: {{checkpoint: target}}
+drafters:
+  - {{name: ngram, kind: ngram, max_context: 3, min_context: 1, max_draft: 6}}
+  - {{name: chain, kind: model, checkpoint: drafter, gamma: 3}}
+  - {{name: bushy, kind: model, checkpoint: drafter, tree: {{top_k: 3, depth: 1, nodes: 7}}}}
+capacity: {{context: 160, prefill_chunk: 16, branches: 16, batching: true}}
+"""
+DRAFTERS = ("none", "ngram", "chain", "bushy")
+
+
+def write_toy(name: str, folder: Path, tokenizer: Path) -> None:
+    """Write the recipe of a toy and what it names; `tokenizer` is a folder with a tokenizer of its vocabulary."""
+    toy = TOYS[name]
+    sizes = {key: value for key, value in (SIZES | toy.changes).items() if value is not None}
+    model = new_model(toy.family, **sizes)
+    generator = torch.Generator().manual_seed(1)
+    for parameter_name, parameter in model.named_parameters():
+        # Stored norms of Gemma lack 1; a mistake with it would show either way.
+        centre, spread = (0.8, 0.2) if "norm" in parameter_name else (0.0, toy.spread)
+        parameter.data = centre + spread * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(folder / "target")
+    for parameter in model.parameters():
+        parameter.data += 0.05 * parameter.std(correction=0) * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(folder / "drafter")
+    for part in ("target", "drafter"):
+        shutil.copy(tokenizer / "tokenizer.json", folder / part)
+    (folder / "target" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}), encoding="utf-8")
+    (folder / "model.yaml").write_text(RECIPE.format(name=name), encoding="utf-8")

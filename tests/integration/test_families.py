@@ -1,0 +1,89 @@
+"""Every model family, from a checkpoint that transformers wrote to the tokens of a plan.
+
+transformers is the oracle of the weights in float32; plain decoding is that of speculation, at any precision.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from compiler.build import build
+from compiler.recipe import load_recipe
+from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
+from tests.conftest import made_once
+from tests.integration.families import DRAFTERS, TOYS, write_toy
+from tests.integration.random_use import RandomUse
+
+PROMPT = [(41 * i) % 299 + 1 for i in range(80)]  # longer than every window
+NEW = 64
+INT4 = ["target.weights={type: int4}", "drafters[1].weights={type: int4}", "drafters[2].weights={type: int4}"]
+
+
+@pytest.fixture(scope="module", params=TOYS)
+def recipe(request: pytest.FixtureRequest, toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    name = request.param
+    tokenizer = toy_recipe.parent / "target"
+    return made_once(tmp_path_factory, f"family-{name}", lambda out: write_toy(name, out, tokenizer)) / "model.yaml"
+
+
+@pytest.fixture(scope="module")
+def plan(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    loaded = load_recipe(recipe)
+    return made_once(tmp_path_factory, f"{recipe.parent.name}/plan", lambda out: build(loaded, recipe, out))
+
+
+@pytest.fixture(scope="module", params=["float32", "int4"])
+def any_plan(
+    request: pytest.FixtureRequest, recipe: Path, plan: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    if request.param == "float32":
+        return plan
+    loaded = load_recipe(recipe, INT4)
+    return made_once(tmp_path_factory, f"{recipe.parent.name}/int4", lambda out: build(loaded, recipe, out))
+
+
+@pytest.fixture(scope="module")
+def oracle(recipe: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(recipe.parent / "target", dtype=torch.float32).eval()
+    return model
+
+
+def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> tuple[list[int], torch.Tensor]:
+    """Return the tokens behind a prompt, and the logits of all positions of the whole text but the last."""
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        for _ in range(count):
+            ids = torch.cat((ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)), 1)
+        return ids[0, len(prompt) :].tolist(), model(ids, use_cache=False).logits[0, :-1]
+
+
+def test_tokens_and_logits_are_those_of_transformers(plan: Path, oracle: PreTrainedModel) -> None:
+    tokens, logits = greedy(oracle, PROMPT, NEW)
+    session = Runtime.load(plan, threads=1).session()
+    for drafter in DRAFTERS:
+        found = session.generate(PROMPT, whole=True, drafter=drafter, max_new_tokens=NEW, ignore_eos=True)
+        assert found.token_ids == tokens, drafter
+    whole, error = PROMPT + tokens, 0.0
+    for at in range(1, len(whole)):  # behind a prompt of any length, each fed to what there is
+        session.generate(whole[:at], whole=True, drafter="none", max_new_tokens=1, ignore_eos=True)
+        error = max(error, float(np.abs(session.step_logits(0) - logits[at - 1].numpy()).max()))
+    assert error < 1e-4
+
+
+@pytest.mark.parametrize(("mode", "prefill_tokens"), [("batching", 3), ("in-one-sequence", None)])
+def test_tokens_depend_on_neither_drafter_nor_company(any_plan: Path, mode: Any, prefill_tokens: int | None) -> None:
+    """Draft trees, branches, the prefix cache, sessions that are cut, at any temperature."""
+    alone = Runtime.load(any_plan, threads=1)
+    scheduler = SchedulerConfig(mode=mode, prefill_tokens=prefill_tokens)
+    used = Runtime.load(any_plan, threads=2, scheduler=scheduler, prefix_cache=PrefixCacheConfig(max_cached_tokens=300))
+    user = RandomUse(alone, used, mode, seed=3, coupled=DRAFTERS, rejecting=())
+    user.run(40)
+    assert user.compared > 40
+    assert used.close(timeout=10)
+    assert alone.close(timeout=10)
