@@ -22,12 +22,11 @@ class FusedTensors:
         self._parts: dict[str, tuple[str, slice]] = {}
         self.found: dict[str, Stored] = {}
         for name, header in stored.found.items():
-            module, _, kind = name.rpartition(".")
-            folder, _, last = module.rpartition(".")
-            parts = fused.get(last)
-            if parts is None:
+            names = fused_parts(name, fused)
+            if names == (name,):
                 self.found[name] = header
                 continue
+            parts = fused[name.split(".")[-2]]
             rows = sum(outputs[part] for part in parts)
             if header.packed or not header.shape or header.shape[0] != rows:
                 found = "is quantised" if header.packed else f"has shape {list(header.shape)}"
@@ -36,8 +35,7 @@ class FusedTensors:
                     f"{rows} rows together, as config.json describes them; give files that belong together"
                 )
             first = 0
-            for part in parts:
-                own = f"{folder}.{part}.{kind}"
+            for part, own in zip(parts, names, strict=True):
                 if own in stored.found:
                     raise CheckpointError(
                         f"{stored.found[own].file}: tensor {own!r} stands beside {name!r}, which holds it; remove the "
@@ -57,3 +55,10 @@ class FusedTensors:
     def quantized(self, name: str) -> WeightSource | None:
         """Return packed weights; None for floats, which all fused ones are."""
         return None if name in self._parts else self._stored.quantized(name)
+
+
+def fused_parts(name: str, fused: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the names of the projections in tensor `name`: those of a fused one, or its own."""
+    module, _, kind = name.rpartition(".")
+    folder, _, last = module.rpartition(".")
+    return tuple(f"{folder}.{part}.{kind}" for part in fused[last]) if last in fused else (name,)

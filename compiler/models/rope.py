@@ -93,9 +93,11 @@ class RopeScaling:
         if self.kind != "longrope":
             return self
         divisors = self.long_factor if context > self.original_max_position_embeddings else self.short_factor
-        return RopeScaling(kind="divisors", divisors=divisors, attention_factor=self._longrope_magnitude())
+        return RopeScaling(kind="divisors", divisors=divisors, attention_factor=self.magnitude)
 
-    def _longrope_magnitude(self) -> float:
+    @property
+    def magnitude(self) -> float:
+        """What longrope multiplies cosines and sines by."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.factor <= 1:

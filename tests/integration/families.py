@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tests.compiler.conftest import new_model
+from tests.integration.quantised import calibration_text
 
 SIZES: dict[str, Any] = {
     "vocab_size": 300,
@@ -87,6 +88,7 @@ TOYS: dict[str, Toy] = {
 }
 RECIPE = """\
 name: {name}
+held_out: held_out.jsonl
 target: {{checkpoint: target}}
 drafters:
   - {{name: ngram, kind: ngram, max_context: 3, min_context: 1, max_draft: 6}}
@@ -98,7 +100,8 @@ DRAFTERS = ("none", "ngram", "chain", "bushy")
 
 
 def write_toy(name: str, folder: Path, tokenizer: Path) -> None:
-    """Write the recipe of a toy and what it names; `tokenizer` is a folder with a tokenizer of its vocabulary."""
+    """Write the recipe of a toy and what it names; `tokenizer` is a checkpoint with a tokenizer of its vocabulary, and
+    beside it lies held-out text."""
     toy = TOYS[name]
     sizes = {key: value for key, value in (SIZES | toy.changes).items() if value is not None}
     model = new_model(toy.family, **sizes)
@@ -114,4 +117,6 @@ def write_toy(name: str, folder: Path, tokenizer: Path) -> None:
     for part in ("target", "drafter"):
         shutil.copy(tokenizer / "tokenizer.json", folder / part)
     (folder / "target" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}), encoding="utf-8")
+    shutil.copy(tokenizer.parent / "held_out.jsonl", folder)
+    calibration_text(folder)
     (folder / "model.yaml").write_text(RECIPE.format(name=name), encoding="utf-8")

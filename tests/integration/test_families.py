@@ -19,10 +19,15 @@ from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
 from tests.conftest import made_once
 from tests.integration.families import DRAFTERS, TOYS, write_toy
 from tests.integration.random_use import RandomUse
+from tools.verify.verification import verify_plan
 
 PROMPT = [(41 * i) % 299 + 1 for i in range(80)]  # longer than every window
 NEW = 64
-INT4 = ["target.weights={type: int4}", "drafters[1].weights={type: int4}", "drafters[2].weights={type: int4}"]
+INT4 = [
+    "target.weights={type: int4, method: awq, calibration: text.jsonl}",
+    "drafters[1].weights={type: int4}",
+    "drafters[2].weights={type: int4}",
+]
 
 
 @pytest.fixture(scope="module", params=TOYS)
@@ -74,6 +79,14 @@ def test_tokens_and_logits_are_those_of_transformers(plan: Path, oracle: PreTrai
         session.generate(whole[:at], whole=True, drafter="none", max_new_tokens=1, ignore_eos=True)
         error = max(error, float(np.abs(session.step_logits(0) - logits[at - 1].numpy()).max()))
     assert error < 1e-4
+
+
+def test_verify_holds_a_plan_against_transformers(recipe: Path, any_plan: Path) -> None:
+    """Scalings that depend on the context, fused projections, norms that lack 1: the oracle has what the plan has."""
+    overrides = INT4 if any_plan.name == "int4" else []
+    found = verify_plan(load_recipe(recipe, overrides), any_plan, prompts=2, new_tokens=12, texts=1)
+    assert found.oracle.startswith("transformers")
+    assert found.passed, found
 
 
 @pytest.mark.parametrize(("mode", "prefill_tokens"), [("batching", 3), ("in-one-sequence", None)])

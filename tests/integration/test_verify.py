@@ -86,7 +86,7 @@ def test_a_key_of_the_checkpoint_that_the_build_misread_shows(
     config["rope_parameters"] = YARN | {"rope_theta": 10000.0}
     (plain_toy / "target" / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with monkeypatch.context() as misread:
-        misread.setattr(compiler.models.config, "_scaling", lambda *_: RopeScaling())
+        misread.setattr(compiler.models.config_layers, "_scaling", lambda *_: RopeScaling())
         assert run("build", plain_toy / "model.yaml", "--out", plain_toy / "plan") == 0
         assert verify(plain_toy, "--oracle", "decoder") == 0
     capsys.readouterr()

@@ -41,6 +41,9 @@ def write_gguf(checkpoint: Path, path: Path, kind: str) -> None:
     config = opened.config
     if config.rope_scaling.kind != "default":
         raise OutriderError(f"{checkpoint} scales its rotation ({config.rope_scaling.kind}), which is not written here")
+    if config.family not in _ARCHITECTURES or config.windows:
+        kinds = ", ".join(_ARCHITECTURES)
+        raise OutriderError(f"{checkpoint} is a {config.family} model; {kinds} models without windows are written here")
     architecture = _ARCHITECTURES[config.family]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
     writer.add_file_type(FILE_TYPES[kind])

@@ -93,12 +93,31 @@ class _Transformers:
 
 
 def _rope(recipe: Recipe) -> dict[str, object]:
-    """What the recipe replaces, in transformers' spelling: a scaling goes with its base."""
-    section = recipe.target.rope_scaling
-    if section is None:
+    """What the plan has in place of the checkpoint's rotation, for transformers: a scaling goes with its base."""
+    section, config = recipe.target.rope_scaling, read_config(recipe.checkpoint_path, recipe.rope_scaling)
+    rotary: dict[str, object] = {"rope_theta": config.rope_theta}
+    if section is not None:
+        rotary |= section.model_dump(exclude_none=True)
+    elif config.rope_scaling.kind == "longrope":
+        # transformers changes the table within a sequence; a plan has the one of its context.
+        scaling = config.rope_scaling
+        divisors = list(scaling.for_context(recipe.capacity.context).divisors)
+        rotary |= {
+            "rope_type": "longrope",
+            "short_factor": divisors,
+            "long_factor": divisors,
+            "factor": scaling.factor,
+            "attention_factor": scaling.magnitude,
+            "original_max_position_embeddings": scaling.original_max_position_embeddings,
+            "partial_rotary_factor": (config.rotary_size or config.head_dim) / config.head_dim,
+        }
+    else:
         return {}
-    theta = read_config(recipe.checkpoint_path, recipe.rope_scaling).rope_theta
-    return {"rope_parameters": section.model_dump(exclude_none=True) | {"rope_theta": theta}}
+    local = config.local_rope
+    if local is None:
+        return {"rope_parameters": rotary}
+    sliding = {"rope_type": "default", "rope_theta": local.theta}
+    return {"rope_parameters": {"full_attention": rotary, "sliding_attention": sliding}}
 
 
 def _transformers() -> tuple[str, str]:

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from compiler.calibrated import calibrate_by_recipe
 from compiler.checkpoint import defer_decoder, stored_name
 from compiler.deferred import deferred, parts_of
+from compiler.fused_tensors import fused_parts
 from compiler.models.decoder import Decoder
+from compiler.models.families import FAMILIES
 from compiler.quantization.calibration import CalibratedTensors
 from compiler.quantization.error_feedback import numbers
 from compiler.quantization.keeping import kept_parameters
@@ -51,13 +53,17 @@ class PlanWeights:
 
     def give(self, model: nn.Module) -> None:
         """Give `model`, one of transformers' or our decoder, these weights, in place."""
+        own = isinstance(model, Decoder)
+        family = FAMILIES[model.config.family if own else model.config.model_type]  # type: ignore[union-attr, index]
         for name, parameter in model.named_parameters():
             table = name.endswith(_EMBEDDINGS)
-            turned = isinstance(model, Decoder) and parameter.ndim > 1 and not table  # it has projections [in, out]
-            stored = stored_name(model.config.family, name) if isinstance(model, Decoder) else name
-            if self.searched is not None and self.searched.changed(stored):
-                values = self.searched.read(stored)
-                parameter.data.copy_(values.T if turned else values)
+            turned = own and parameter.ndim > 1 and not table  # it has projections [in, out]
+            stored = stored_name(family.name, name) if own else name
+            parts = fused_parts(stored, family.fused)
+            if self.searched is not None and self.searched.changed(parts[0]):
+                offset = family.norm_offset if own and name.endswith("norm.weight") else 0.0  # the decoder has added it
+                values = torch.cat([self.searched.read(part) for part in parts])
+                parameter.data.copy_(values.T if turned else values + offset)
             elif stored not in self.kept and not name.endswith(_ROUTERS):
                 weight = parameter.data.transpose(-1, -2) if turned else parameter.data
                 values = self._rounded(weight, table or name.endswith(_HEAD))
