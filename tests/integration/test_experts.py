@@ -24,6 +24,7 @@ from plans.plan import open_plan
 from runtime import Runtime, SchedulerConfig
 from tests.conftest import EVERYTHING, TOY_PROMPTS, made_once, write_toy
 from tests.instruction_sets import BETTER_THAN_PLAIN, Results, with_instructions
+from tests.integration.mapped import mapped
 from tests.integration.random_use import RandomUse
 from tests.integration.step_logits import expect_the_same_bits
 from tools.verify.quantized import QUANTIZED_LOGIT_BOUND, PlanWeights
@@ -76,6 +77,12 @@ def test_layers_with_experts_are_two_nodes_of_ours(plan: Path) -> None:
     probe = open_plan(plan).manifest.backends[CPU].probe
     assert probe is not None
     assert {"Route", experts} <= {text.split()[1] for text in probe.ops.values()}
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not say what is mapped")
+def test_experts_are_mapped_where_they_lie_and_not_copied(plan: Path, alone: Runtime) -> None:
+    assert alone.generate("import", max_new_tokens=1).token_ids
+    assert mapped(plan, lambda node: node.input[2:5] if node.op_type.endswith("MixtureOfExperts") else []) == 3 * 3
 
 
 def test_float32_tokens_are_those_of_transformers(recipe_path: Path, plan: Path, alone: Runtime) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
 
 from compiler.build import build
@@ -15,13 +14,13 @@ from compiler.recipe import load_recipe
 from runtime import Runtime, SchedulerConfig
 from tests.conftest import EVERYTHING, REFERENCE_RECIPE, made_once
 from tests.instruction_sets import BETTER_THAN_PLAIN, Results, with_instructions
+from tests.integration.mapped import mapped
 from tests.integration.quantised import calibration_text, quantised
 from tests.integration.random_use import RandomUse
 from tests.integration.step_logits import expect_the_same_bits
 from tools.verify.verification import verify_plan
 
 TYPES = ("int4", "int8")
-PAGE = 4096
 INT4_RECIPE = REFERENCE_RECIPE.with_name("reference-int4.yaml")
 ROUNDED = ["target.weights={type: int4}", "drafters[1].weights={type: int4}"]
 
@@ -44,21 +43,7 @@ def alone(plan: Path) -> Iterator[Runtime]:
 def test_weights_are_mapped_where_they_lie_and_not_copied(plan: Path, alone: Runtime) -> None:
     """ONNX Runtime reads into its own memory what it packs anew, and a tensor that does not begin at a page."""
     assert alone.generate("import", max_new_tokens=1).token_ids
-    folder = plan / "engines" / "onnxruntime-cpu"
-    graph = onnx.load(folder / "target.onnx", load_external_data=False).graph
-    packed = {node.input[1] for node in graph.node if node.op_type in ("QuantMatMul", "QuantGather")}
-    lies = [{e.key: e.value for e in tensor.external_data} for tensor in graph.initializer if tensor.name in packed]
-    mapped = set[int]()  # pages of the file
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
-        if line.endswith(str(folder / "weights.bin")):
-            places, _, offset, *_ = line.split()
-            first, end = (int(place, 16) for place in places.split("-"))
-            mapped |= {int(offset, 16) + page for page in range(0, end - first, PAGE)}
-    assert len(lies) == len(packed) > 10
-    for tensor in lies:
-        begin = int(tensor["offset"])
-        assert begin % PAGE == 0
-        assert {begin + page for page in range(0, int(tensor["length"]), PAGE)} <= mapped
+    assert mapped(plan, lambda node: node.input[1:2] if node.op_type in ("QuantMatMul", "QuantGather") else []) > 10
 
 
 @pytest.mark.usefixtures("run_ahead")

@@ -228,7 +228,7 @@ def test_a_missing_extension_says_what_to_do(tmp_path):
     """A copy of the sources without the extension, as in a checkout that was never installed."""
     source = Path(plugins.__file__).parent
     (tmp_path / "plugins").mkdir()
-    for name in ("__init__.py", "native.py", "schema.py", "schemas.py", "kv_schemas.py"):
+    for name in ("__init__.py", "native.py", "schema.py", "schemas.py", "kv_schemas.py", "expert_schemas.py"):
         (tmp_path / "plugins" / name).write_text((source / name).read_text())
     script = (
         "import sys; sys.meta_path[:] = [f for f in sys.meta_path if isinstance(f, type)]; "  # no editable install
