@@ -42,6 +42,9 @@ def measure_context(options: argparse.Namespace) -> dict[str, Any]:
     most = manifest.partial_kv.n_retrieval_blocks
     if large := [budget for budget in options.budgets or [] if budget != "auto" and budget > most]:
         raise RequestError(f"--budgets has {large[0]}; the plan has room for {most} blocks.")
+    least = manifest.partial_kv.least_budget(manifest.target.widest_window)
+    if small := [budget for budget in options.budgets or [] if budget != "auto" and budget < least]:
+        raise RequestError(f"--budgets has {small[0]}; layers of the target see the last tokens, which {least} reach.")
     known = [drafter.name for drafter in manifest.drafters]
     drafters = known if options.drafters is None else drafters_named(options.drafters, known)
     room = room_for_prompts(manifest.target.context, options.new)
