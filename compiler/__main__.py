@@ -1,4 +1,4 @@
-"""`python -m compiler build | inspect | recipe`."""
+"""`python -m compiler build | inspect | recipe | families`."""
 
 from __future__ import annotations
 
@@ -75,6 +75,15 @@ def _parser(called: str) -> Parser:
     )
     asked.add_argument("--json", action="store_true", help="print the JSON schema, for editors that check YAML by one")
     recipe.set_defaults(command=_recipe)
+
+    families = commands.add_parser(
+        "families",
+        help="the models that can be compiled",
+        description="Print the families of models that can be compiled, by the model_type in their config.json.",
+        epilog="examples: %(prog)s; %(prog)s --json",
+    )
+    families.add_argument("--json", action="store_true", help="print one JSON object")
+    families.set_defaults(command=_families)
     return parser
 
 
@@ -130,6 +139,16 @@ def _recipe(options: argparse.Namespace) -> int:
     else:
         print_keys(recipe_keys(), stdout)
         stdout.print(NOTE, markup=False)
+    return 0
+
+
+def _families(options: argparse.Namespace) -> int:
+    from compiler.families_table import family_rows, print_families
+
+    if options.json:
+        print_json({"families": family_rows()})
+    else:
+        print_families(stdout)
     return 0
 
 

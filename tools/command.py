@@ -37,6 +37,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "verify": Command("tools.verify.__main__", "compare a plan with its checkpoint in transformers"),
         "tune": Command("tools.tune.__main__", "choose a draft tree for this machine"),
         "recipe": Command(COMPILER, "the keys of a recipe", of_several=True),
+        "families": Command(COMPILER, "the models that can be compiled", of_several=True),
     },
     "run": {
         "generate": Command(RUNTIME, "continue a prompt", of_several=True),

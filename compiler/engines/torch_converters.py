@@ -17,15 +17,21 @@ from torch import Tensor
 import compiler.export.ops  # noqa: F401  registers ours
 from compiler.lowering.builder import LOWEST
 
+BRANCH_ATTENTION = torch.ops.outrider.branch_attention.default
+_CAPS_AND_SINKS = 13  # the arguments of branch_attention behind those that every call has
 _LOWEST = {"HALF": LOWEST[ir.DataType.FLOAT16], "BF16": LOWEST[ir.DataType.BFLOAT16]}
+
+
+def is_plain(attention: torch.fx.Node) -> bool:
+    """Return whether a call of branch_attention caps no scores and has no sinks."""
+    others = (*attention.args[_CAPS_AND_SINKS:], *attention.kwargs.values())
+    return all(value is None or value == 0.0 for value in others)
 
 
 class OneRowConverters:
     """The converters for one network, whose constants they keep alive. Shapes are those of `plugins.schemas`."""
 
-    OPS: ClassVar[frozenset[Any]] = frozenset(
-        {torch.ops.outrider.branch_attention.default, torch.ops.onnx.RotaryEmbedding.opset23}
-    )
+    OPS: ClassVar[frozenset[Any]] = frozenset({BRANCH_ATTENTION, torch.ops.onnx.RotaryEmbedding.opset23})
 
     def __init__(self, trt: Any, context: Any) -> None:
         self._trt, self._context, self._net = trt, context, context.net
@@ -33,7 +39,7 @@ class OneRowConverters:
         self._held: list[np.ndarray[Any, Any]] = []
 
     def converter(self, target: Any) -> Callable[..., Any] | None:
-        if target is torch.ops.outrider.branch_attention.default:
+        if target is BRANCH_ATTENTION:
             return self._attend
         return self._rotate if target is torch.ops.onnx.RotaryEmbedding.opset23 else None
 
@@ -49,11 +55,12 @@ class OneRowConverters:
 
     def _attend(
         self, q: Any, k: Any, v: Any, k_cache: Any, v_cache: Any, bias: Any, past: Any, splits: Any, heads: int,
-        kv_heads: int, scale: float, later: int, asks: int,
+        kv_heads: int, scale: float, later: int, asks: int, *_: Any,
     ) -> tuple[Any, Any, Any]:  # fmt: skip
         """Attend with `q` `[1, S, heads * head_dim]` over the caches' slots in view; also return the updated caches.
 
-        `later` and `asks` make no difference: the mask alone says which tokens are seen.
+        `later` and `asks` make no difference: the mask alone says which tokens are seen. What follows says nothing in a
+        call that `is_plain`.
         """
         queries, keys, values = (self._split_heads(x, n) for x, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
         present, seen = zip(

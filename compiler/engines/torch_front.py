@@ -17,7 +17,7 @@ from torch import fx
 
 from compiler.engines.onnx_file import DTYPES
 from compiler.engines.tensorrt_network import TYPES
-from compiler.engines.torch_converters import OneRowConverters
+from compiler.engines.torch_converters import BRANCH_ATTENTION, OneRowConverters, is_plain
 from compiler.engines.torch_tensorrt import load_torch_tensorrt, using_its_tensorrt
 from compiler.export.tracing import Traced, traced_of
 from plans.errors import PlanError
@@ -38,7 +38,10 @@ class TorchFront:
         """Decline graphs with ops of ours that have no converter; any other op without a converter fails in `fill`."""
         if any(node.op_type in QUANT_OPS for node in model.graph):
             return f"{self.name} reads the program before its weights are quantised"
-        targets = {node.target for node in traced_of(model).program.graph.nodes if node.op == "call_function"}
+        nodes = [node for node in traced_of(model).program.graph.nodes if node.op == "call_function"]
+        if any(not is_plain(node) for node in nodes if node.target is BRANCH_ATTENTION):
+            return f"{self.name} has no converter of attention with capped scores or with sinks"
+        targets = {node.target for node in nodes}
         lacking = sorted(
             str(target).split(".")[1]
             for target in targets - OneRowConverters.OPS

@@ -25,8 +25,8 @@ class GroupQueryAttention(Rule):
     in a recording, and `seqlens_k`, on the device, says where the new tokens end. The op also hides later slots from
     earlier ones, which the bias hides already: a parent comes before its children.
 
-    It caps scores, before it adds the bias: on CUDA in `unfused_attention.cu`, whose kernel is the one that takes a bias;
-    on the CPU as `test_group_query_attention.py` finds. Sinks are declined, because that kernel takes no `head_sink`.
+    It caps scores before it adds the bias: on CUDA in `unfused_attention.cu`, whose kernel alone takes a bias, and on
+    the CPU, as the tests find. Sinks are declined, because that kernel takes no `head_sink`.
     """
 
     def pattern(self, node: ir.Node) -> bool:

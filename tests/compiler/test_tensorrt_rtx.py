@@ -13,6 +13,7 @@ from typing import Any
 
 import onnx_ir as ir
 import pytest
+import torch
 
 import compiler.__main__
 from compiler.build import build
@@ -23,6 +24,7 @@ from compiler.engines.onnx_front import OnnxFront
 from compiler.engines.tensorrt_library import RtxLibrary
 from compiler.export import export_target
 from compiler.lowering import lower
+from compiler.opening import read_config
 from compiler.recipe import load_recipe
 from compiler.recipe_backends import TensorRtRtxSection
 from plans import names
@@ -32,7 +34,9 @@ from plans.plan import open_plan
 from runtime import Runtime
 from runtime.backends import tensorrt as driver
 from runtime.backends.tensorrt_context import profile_for, shape_of
+from tests.compiler.attention_forms import FORMS, Forms, export_forms
 from tests.conftest import REFERENCE_RECIPE
+from tests.integration.families import TOYS, write_toy
 
 trt = pytest.importorskip("tensorrt_rtx")
 
@@ -98,6 +102,22 @@ def test_types_and_devices_of_the_recipe(dtype: str, toy_recipe: Path, tmp_path:
     assert kv.dtype.value == dtype
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_of_attention_is_built(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Layers of one window share one mask, whose sums along keys are the engine's only ones."""
+    forms, limits = FORMS[name], LIMITS | {"N": 32, "S": 32, "F": 32, "T": 64}
+    graph = export_forms(Forms(forms, limits["T"]).to(dtype), limits["T"])
+    lower("target", graph, RTX, rows=1)
+    section = TensorRtRtxSection(kind="tensorrt-rtx", compute_capabilities=("sm_89",))
+    engine = tensorrt.TensorRtEngines(tmp_path, RtxLibrary(section), lambda text: None).write("target", graph, limits)
+    plain = dtype != torch.float32 and sum(not (form.softcap or form.sinks) for form in forms)
+    assert engine.layers.get("CUMULATIVE", 0) == len({form.window for form in forms} - {0})
+    assert engine.layers.get("ATTENTION_INPUT", 0) == plain
+    assert engine.layers.get("ROTARY_EMBEDDING", 0) == 2 * sum(form.rotated > 0 for form in forms)
+    assert engine.layers["KV_CACHE_UPDATE"] == 2 * len(forms)
+
+
 def test_quantised_weights_stay_integers_in_the_engine(toy_recipe: Path, tmp_path: Path) -> None:
     """The layers' weights in 4 bits and the tied embedding in 8, which a look-up and the head dequantise each."""
     options = f"{{kind: {RTX}, compute_capabilities: [sm_89]}}"
@@ -107,6 +127,23 @@ def test_quantised_weights_stay_integers_in_the_engine(toy_recipe: Path, tmp_pat
     assert plan.engines["target"].layers["DEQUANTIZE"] == 4 * 7 + 2
     assert plan.engines["target"].layers["KV_CACHE_UPDATE"] == 2 * 4
     assert {r.rule: r.applied for r in plan.lowering}["Quantize"] == 4 * 7 + 1
+
+
+FAMILIES = [name if name == "gemma2" else pytest.param(name, marks=pytest.mark.long) for name in TOYS]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_has_an_engine(name: str, toy_recipe: Path, tmp_path: Path) -> None:
+    """A window is found once a pass, whatever number of layers has it."""
+    write_toy(name, tmp_path, toy_recipe.parent / "target")
+    options = f"{{kind: {RTX}, compute_capabilities: [sm_89]}}"
+    overrides = [f"backends=[{options}]", "drafters=[]", "capacity={context: 160, prefill_chunk: 16}"]
+    recipe = tmp_path / "model.yaml"
+    built = build(load_recipe(recipe, overrides), recipe, tmp_path / "plan").plan.manifest
+    engine, layers = built.backends[RTX].engines["target"], built.target.layers
+    windows = set(read_config(tmp_path / "target").windows) - {None}
+    assert engine.layers["KV_CACHE_UPDATE"] == 2 * layers
+    assert engine.layers.get("CUMULATIVE", 0) == len(windows)
 
 
 def test_why_a_machine_cannot_run_the_plan(toy_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import pytest
 import compiler.__main__
 import runtime.__main__
 import tools.verify.__main__
+from compiler.models.families import FAMILIES
 from plans.manifest import longest_draft
 from runtime import Runtime
 from tests.conftest import REPOSITORY, TOY_DRAFTERS
@@ -68,6 +69,19 @@ def test_build_puts_the_plan_under_build_and_takes_overrides(
     assert found["reused"] == ["onnxruntime-cpu"]
     manifest = Runtime.load(tmp_path / "build" / "toy").manifest
     assert (longest_draft(manifest.drafters[:1]), manifest.target.context) == (3, 200)
+
+
+def test_families_are_those_that_are_compiled(capsys: Captured) -> None:
+    assert compiler.__main__.main(["families"]) == 0
+    shown = capsys.readouterr().out
+    found = run_json(capsys, compiler.__main__.main, "families", "--json")["families"]
+    assert [row["model_type"] for row in found] == list(FAMILIES)
+    for row in found:
+        assert row["model_type"] in shown
+    rows = {row["model_type"]: row for row in found}
+    assert rows["gemma2"]["attention"] == "full in each 2nd layer, else a window; soft-capped"
+    assert rows["smollm3"]["rotation"] == "all but each 4th layer"
+    assert rows["qwen3"]["gguf"]
 
 
 def test_inspect_shows_geometry_programs_ops_and_rules(toy_plan: Path, capsys: Captured) -> None:

@@ -6,6 +6,7 @@ transformers is the oracle of the weights in float32; plain decoding is that of 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from compiler.build import build
 from compiler.recipe import load_recipe
-from runtime import Runtime, SchedulerConfig
+from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
 from tests.conftest import made_once
 from tests.integration.families import DRAFTERS, TOYS, write_toy
 from tests.integration.random_use import RandomUse
@@ -32,8 +33,19 @@ def recipe(request: pytest.FixtureRequest, toy_recipe: Path, tmp_path_factory: p
 
 
 @pytest.fixture(scope="module")
-def plan(recipe: Path) -> Path:
-    return build(load_recipe(recipe), recipe, recipe.parent / "plan").plan.root
+def plan(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    loaded = load_recipe(recipe)
+    return made_once(tmp_path_factory, f"{recipe.parent.name}/plan", lambda out: build(loaded, recipe, out))
+
+
+@pytest.fixture(scope="module", params=["float32", "int4"])
+def any_plan(
+    request: pytest.FixtureRequest, recipe: Path, plan: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    if request.param == "float32":
+        return plan
+    loaded = load_recipe(recipe, INT4)
+    return made_once(tmp_path_factory, f"{recipe.parent.name}/int4", lambda out: build(loaded, recipe, out))
 
 
 @pytest.fixture(scope="module")
@@ -64,15 +76,12 @@ def test_tokens_and_logits_are_those_of_transformers(plan: Path, oracle: PreTrai
     assert error < 1e-4
 
 
-@pytest.mark.parametrize("weights", ["float32", "int4"])
-@pytest.mark.parametrize("mode", ["batching", "in-one-sequence"])
-def test_tokens_depend_on_neither_drafter_nor_company(recipe: Path, plan: Path, weights: str, mode: str) -> None:
+@pytest.mark.parametrize(("mode", "prefill_tokens"), [("batching", 3), ("in-one-sequence", None)])
+def test_tokens_depend_on_neither_drafter_nor_company(any_plan: Path, mode: Any, prefill_tokens: int | None) -> None:
     """Draft trees, branches, the prefix cache, sessions that are cut, at any temperature."""
-    if weights == "int4":
-        plan = recipe.parent / "int4"
-        build(load_recipe(recipe, INT4), recipe, plan)
-    alone = Runtime.load(plan, threads=1)
-    used = Runtime.load(plan, threads=2, scheduler=SchedulerConfig(mode=mode))  # type: ignore[arg-type]
+    alone = Runtime.load(any_plan, threads=1)
+    scheduler = SchedulerConfig(mode=mode, prefill_tokens=prefill_tokens)
+    used = Runtime.load(any_plan, threads=2, scheduler=scheduler, prefix_cache=PrefixCacheConfig(max_cached_tokens=300))
     user = RandomUse(alone, used, mode, seed=3, coupled=DRAFTERS, rejecting=())
     user.run(40)
     assert user.compared > 40

@@ -23,11 +23,12 @@ def batch():
     return q, k, v, k_cache, v_cache, bias
 
 
-def attend(q, k, v, k_cache, v_cache, bias, past=PAST, new=NEW):
+def attend(q, k, v, k_cache, v_cache, bias, past=PAST, new=NEW, sinks=None, softcap=0.0):
     splits = np.concatenate([[0], np.cumsum(new)])
     return branch_attention(
-        q, k, v, k_cache, v_cache, bias, past, splits, num_heads=HEADS, kv_num_heads=KV_HEADS, scale=SCALE
-    )
+        q, k, v, k_cache, v_cache, bias, past, splits, sinks,
+        num_heads=HEADS, kv_num_heads=KV_HEADS, scale=SCALE, softcap=softcap,
+    )  # fmt: skip
 
 
 def test_new_keys_and_values_are_appended_and_nothing_else_changes(batch):
@@ -68,3 +69,19 @@ def test_a_row_is_the_same_alone_as_among_others(batch):
         )[0]
         np.testing.assert_array_equal(alone, together[:, tokens])
         first += new
+
+
+def test_scores_are_capped_before_the_bias_hides_keys_and_a_sink_takes_its_share(batch):
+    q, _, _, _, _, bias = batch
+    softcap, sinks = 0.8, np.array([-1.0, 0.0, 0.5, 2.0], np.float32)
+    out, k_out, v_out = attend(*batch, sinks=sinks, softcap=softcap)
+    row, place = 2, 1
+    token = int(NEW[:row].sum()) + place
+    for head in range(HEADS):
+        seen = np.flatnonzero(bias[row, 0, place] == 0)
+        query = q[0, token, head * DIM : (head + 1) * DIM]
+        scores = [SCALE * float(query @ k_out[row, head // 2, j]) for j in seen]
+        weights = np.exp([softcap * np.tanh(score / softcap) for score in scores])
+        total = weights.sum() + np.exp(sinks[head])
+        expected = sum(w * v_out[row, head // 2, j] for w, j in zip(weights, seen, strict=True)) / total
+        np.testing.assert_allclose(out[0, token, head * DIM : (head + 1) * DIM], expected, rtol=1e-4, atol=1e-6)

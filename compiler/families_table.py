@@ -1,0 +1,75 @@
+"""`compiler families`: the model families that can be compiled, as a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from compiler.formats.gguf_config import ARCHITECTURES
+from compiler.models.families import FAMILIES, Family
+
+NOTE = (
+    "Weights in safetensors (float32, float16, bfloat16; AWQ, GPTQ and compressed-tensors of 4 and 8 bits), and GGUF "
+    "where it says so. A model of another kind is refused by its model_type."
+)
+
+
+def family_rows() -> list[dict[str, Any]]:
+    """Return what the table holds, JSON-able, a row a family."""
+    return [
+        {
+            "model_type": family.name,
+            "models": family.title,
+            "attention": _attention(family),
+            "rotation": _rotation(family),
+            "layer": _layer(family),
+            "gguf": family.name in ARCHITECTURES,
+        }
+        for family in FAMILIES.values()
+    ]
+
+
+def print_families(console: Console) -> None:
+    table = Table("model_type", "models", "attention", "rotation", "layer", "GGUF", box=None, pad_edge=False)
+    for row in family_rows():
+        cells = (row[key] for key in ("model_type", "models", "attention", "rotation", "layer"))
+        table.add_row(*cells, "yes" if row["gguf"] else "")
+    console.print(table)
+    console.print(NOTE, markup=False)
+
+
+def _attention(family: Family) -> str:
+    said = {
+        "never": "full",
+        "all": "a window, where sliding_window is set",
+        "switched": "full, or a window with use_sliding_window",
+    }
+    sees = (
+        f"full in each {_ordinal(family.slides)} layer, else a window"
+        if isinstance(family.slides, int)
+        else (said[family.slides])
+    )
+    norm = {"none": "", "head": "; q and k normed", "whole": "; q and k normed whole"}[family.qk_norm]
+    capped = "; soft-capped" if family.factors.get("attention_softcap", ("", None))[1] is not None else ""
+    return sees + norm + capped
+
+
+def _rotation(family: Family) -> str:
+    if family.unrotated_every is not None:
+        return f"all but each {_ordinal(family.unrotated_every)} layer"
+    if family.own_local_rope:
+        return "layers with a window apart"
+    return "a part of each head; longrope" if family.partial_rotation else "whole heads"
+
+
+def _layer(family: Family) -> str:
+    norms = [place for place, has in (("before", family.norm_before), ("behind", family.norm_behind)) if has]
+    unit = {"silu": "SwiGLU", "gelu_tanh": "GeGLU"}[family.activation]
+    multipliers = "; four multipliers" if "residual_scale" in family.factors else ""
+    return f"norms {' and '.join(norms)}; {unit}{multipliers}"
+
+
+def _ordinal(number: int) -> str:
+    return f"{number}{ {2: 'nd', 3: 'rd'}.get(number, 'th') }"

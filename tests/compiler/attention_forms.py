@@ -1,0 +1,248 @@
+"""A small model whose layers differ in what the families of models differ in, as a graph and in NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from compiler.export.ops import branch_attention, window_bias
+from compiler.export.tracing import name_inputs, trace
+from plans import names
+from plugins import reference
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 32, 4, 2, 16, 97
+Arrays = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a layer's attention does beside attending. `rotated` numbers of a head are rotated, from the first on."""
+
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+    rotated: int = HEAD_DIM
+    norms: bool = False
+
+
+FORMS = {
+    "gemma 2": (Form(window=3, softcap=5.0), Form(softcap=5.0), Form(window=3, softcap=5.0)),
+    "gemma 3": (Form(window=2, norms=True), Form(window=2, norms=True), Form(norms=True)),
+    "phi 3": (Form(rotated=12), Form(rotated=12, window=4)),
+    "gpt-oss": (Form(window=3, sinks=True), Form(sinks=True)),
+    "smollm 3": (Form(), Form(rotated=0), Form()),
+    "norms without a rotation": (Form(norms=True, rotated=0), Form(norms=True, rotated=12)),
+    "all at once": (Form(window=3, softcap=5.0, sinks=True, rotated=8, norms=True), Form(softcap=3.0, sinks=True)),
+}
+
+
+class Layer(nn.Module):
+    def __init__(self, form: Form) -> None:
+        super().__init__()
+        self.form = form
+        sizes = {"q": HEADS * HEAD_DIM, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM}
+        for name, size in sizes.items():
+            setattr(self, name, nn.Linear(HIDDEN, size, bias=False))
+        self.o = nn.Linear(HEADS * HEAD_DIM, HIDDEN, bias=False)
+        self.gate, self.up = (nn.Linear(HIDDEN, 48, bias=False) for _ in range(2))
+        self.down = nn.Linear(48, HIDDEN, bias=False)
+        self.sinks = nn.Parameter(torch.zeros(HEADS)) if form.sinks else None
+        self.norms = nn.ModuleList(nn.RMSNorm(HEAD_DIM, eps=1e-6) for _ in range(2)) if form.norms else None
+
+
+class Forms(nn.Module):
+    """`forward` has the inputs and outputs of the target graph (`compiler/export/target.py`)."""
+
+    def __init__(self, forms: Sequence[Form], capacity: int, *, queries: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.forms, self.queries = tuple(forms), queries
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
+        self.layers = nn.ModuleList(Layer(form) for form in forms)
+        self.norm = nn.RMSNorm(HIDDEN, eps=1e-6)
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape) * (1.0 if parameter.dim() == 1 else 0.25)
+        for rotated in {form.rotated for form in forms} - {0}:
+            angles = np.arange(capacity)[:, None] / 100.0 ** (np.arange(rotated // 2) * 2 / rotated)
+            for name, table in (("cos", np.cos(angles)), ("sin", np.sin(angles))):
+                self.register_buffer(f"{name}_{rotated}", torch.from_numpy(table.astype(np.float32)))
+
+    def rotate(self, x: Tensor, positions: Tensor, heads: int, rotated: int) -> Tensor:
+        if not rotated:
+            return x
+        part = 0 if rotated == HEAD_DIM else rotated
+        turned: Tensor = torch.onnx.ops.rotary_embedding(
+            x, getattr(self, f"cos_{rotated}"), getattr(self, f"sin_{rotated}"), positions,
+            num_heads=heads, rotary_embedding_dim=part,
+        )  # fmt: skip
+        return turned
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        row_splits: Tensor,
+        attn_bias: Tensor,
+        past_length: Tensor,
+        logit_indices: Tensor,
+        k_caches: Sequence[Tensor],
+        v_caches: Sequence[Tensor],
+    ) -> tuple[Tensor, ...]:
+        x = self.embedding(token_ids.unsqueeze(0))
+        biases = {w: window_bias(attn_bias, w) for w in {form.window for form in self.forms} - {0}}
+        biases[0] = attn_bias
+        presents: list[Tensor] = []
+        queries: list[Tensor] = []
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, Layer)
+            form = layer.form
+            normed = self.norm(x)
+            q, k, v = (getattr(layer, name)(normed) for name in "qkv")
+            if layer.norms is not None:
+                q, k = (
+                    norm(each.unflatten(-1, (-1, HEAD_DIM))).flatten(-2)
+                    for norm, each in zip(layer.norms, (q, k), strict=True)
+                )
+            q = self.rotate(q, positions.unsqueeze(0), HEADS, form.rotated)
+            k = self.rotate(k, positions.unsqueeze(0), KV_HEADS, form.rotated)
+            queries.append(q)
+            out, k_out, v_out = branch_attention(
+                q, k, v, k_caches[index], v_caches[index], biases[form.window], past_length, row_splits,
+                HEADS, KV_HEADS, HEAD_DIM**-0.5, 0, 1, form.softcap, layer.sinks,
+            )  # fmt: skip
+            presents += (k_out, v_out)
+            x = x + layer.o(out)
+            normed = self.norm(x)
+            x = x + layer.down(functional.gelu(layer.gate(normed), approximate="tanh") * layer.up(normed))
+        picked = torch.index_select(x, -2, logit_indices).squeeze(0)
+        logits = torch.tanh(self.head(self.norm(picked)).float() / 4.0) * 4.0
+        return logits, *presents, *(tuple(q.squeeze(0).float() for q in queries) if self.queries else ())
+
+    def in_numpy(self, feeds: Arrays) -> Arrays:
+        """Give the graph's outputs by the ops' references; the caches as they are behind the step."""
+        weights = {name: value.detach().double().numpy() for name, value in self.state_dict().items()}
+        x = weights["embedding.weight"][feeds["token_ids"]]
+        found: Arrays = {}
+
+        def norm(y: NDArray[Any], weight: NDArray[Any] | float) -> NDArray[Any]:
+            return np.asarray(y / np.sqrt((y**2).mean(-1, keepdims=True) + 1e-6) * weight)
+
+        for i, form in enumerate(self.forms):
+            own = {name.removeprefix(f"layers.{i}."): w for name, w in weights.items()}
+            q, k, v = (norm(x, weights["norm.weight"]) @ own[f"{name}.weight"].T for name in "qkv")
+            ready = []
+            for j, each in enumerate((q, k)):
+                heads = each.reshape(len(x), -1, HEAD_DIM)
+                if form.norms:
+                    heads = norm(heads, own[f"norms.{j}.weight"])
+                if form.rotated:
+                    low, high, rest = np.split(heads, [form.rotated // 2, form.rotated], axis=-1)
+                    cos, sin = (weights[f"{f}_{form.rotated}"][feeds["positions"], None] for f in ("cos", "sin"))
+                    heads = np.concatenate([low * cos - high * sin, high * cos + low * sin, rest], -1)
+                ready.append(heads.reshape(len(x), -1))
+            bias = feeds["attn_bias"]
+            found[names.queries(i)] = ready[0]
+            out, *caches = reference.branch_attention(
+                ready[0], ready[1], v, feeds[names.k_cache(i)], feeds[names.v_cache(i)],
+                reference.window_bias(bias, form.window) if form.window else bias,
+                feeds["past_length"], feeds["row_splits"], own.get("sinks"),
+                num_heads=HEADS, kv_num_heads=KV_HEADS, scale=HEAD_DIM**-0.5, softcap=form.softcap,
+            )  # fmt: skip
+            for name, cache in zip((names.k_cache(i), names.v_cache(i)), caches, strict=True):
+                found[names.cache_output(name)] = cache
+            x = x + out @ own["o.weight"].T
+            gate, up = (norm(x, weights["norm.weight"]) @ own[f"{name}.weight"].T for name in ("gate", "up"))
+            gelu = gate / (1 + np.exp(-2 * np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+            x = x + gelu * up @ own["down.weight"].T
+        logits = norm(x[feeds["logit_indices"]], weights["norm.weight"]) @ weights["head.weight"].T
+        found[names.LOGITS_OUT] = 4.0 * np.tanh(logits / 4.0)
+        return found
+
+
+def export_forms(module: Forms, capacity: int) -> ir.Model:
+    rows, new, view = 2, 4, 8
+    index, free, layers = torch.int64, torch.export.Dim.DYNAMIC, range(len(module.forms))
+    dtype = module.head.weight.dtype
+    shape = (rows, KV_HEADS, capacity, HEAD_DIM)
+    cache = (names.ROWS, *shape[1:])
+    model = trace(
+        module,
+        inputs={
+            "token_ids": torch.zeros(new, dtype=index),
+            "positions": torch.zeros(new, dtype=index),
+            "row_splits": torch.zeros(rows + 1, dtype=index),
+            "attn_bias": torch.zeros(rows, 1, new - 2, view),
+            "past_length": torch.zeros(rows, dtype=index),
+            "logit_indices": torch.zeros(3, dtype=index),
+            "k_caches": [torch.empty(shape, dtype=dtype) for _ in layers],
+            "v_caches": [torch.empty(shape, dtype=dtype) for _ in layers],
+        },
+        dynamic={
+            **{name: {0: free} for name in ("token_ids", "positions", "row_splits", "past_length", "logit_indices")},
+            "attn_bias": {0: free, 2: free, 3: free},
+            **{name: [{0: free} for _ in layers] for name in ("k_caches", "v_caches")},
+        },
+        outputs={
+            names.LOGITS_OUT: (names.LOGITS, VOCABULARY),
+            **{names.cache_output(cache_of(i)): cache for i in layers for cache_of in (names.k_cache, names.v_cache)},
+            **({names.queries(i): (names.NEW, HEADS * HEAD_DIM) for i in layers} if module.queries else {}),
+        },
+    )
+    name_inputs(
+        model,
+        {
+            names.TOKEN_IDS: (names.NEW,),
+            names.POSITIONS: (names.NEW,),
+            names.ROW_SPLITS: (names.ROW_EDGES,),
+            names.ATTN_BIAS: (names.ROWS, 1, names.PLACES, names.VIEW),
+            names.PAST_LENGTH: (names.ROWS,),
+            names.LOGIT_INDICES: (names.LOGITS,),
+            **{names.k_cache(i): cache for i in layers},
+            **{names.v_cache(i): cache for i in layers},
+        },
+    )
+    return model
+
+
+def random_step(forms: Sequence[Form], capacity: int, past: Sequence[int], parents: Sequence[Sequence[int]]) -> Arrays:
+    """A step of rows with trees of new tokens, over caches that hold numbers everywhere."""
+    random, rows = np.random.default_rng(1), len(past)
+    new = [len(parent) for parent in parents]
+    total, view = sum(new), max(p + n for p, n in zip(past, new, strict=True)) + 2
+    splits = np.cumsum([0, *new])
+    parent = np.concatenate(
+        [np.array([p + (s if p >= 0 else 0) for p in row]) for row, s in zip(parents, splits[:-1], strict=True)]
+    )
+    depth: list[int] = []
+    for row, first in zip(parents, past, strict=True):
+        start = len(depth)
+        for p in row:
+            depth.append(first if p < 0 else depth[start + p] + 1)
+    bim = random.choice([-2, -1, -1, 0], (rows, capacity))
+    bias = reference.bim_mask(
+        bim, np.array(past), splits, np.zeros(total, np.int64), parent.astype(np.int64), view, max(new)
+    )
+    shape = (rows, KV_HEADS, capacity, HEAD_DIM)
+    caches = {
+        of(i): random.normal(size=shape).astype(np.float32)
+        for i in range(len(forms))
+        for of in (names.k_cache, names.v_cache)
+    }
+    return {
+        "token_ids": random.integers(0, VOCABULARY, total),
+        "positions": np.array(depth),
+        "row_splits": splits,
+        "attn_bias": bias,
+        "past_length": np.array(past, np.int64),
+        "logit_indices": np.arange(total),
+        **caches,
+    }

@@ -1,0 +1,194 @@
+"""Windows, capped scores, sinks and rotations of a part, lowered for every backend: each computes the references."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.inliner
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from compiler.engines.onnxruntime import OnnxRuntimeEngines
+from compiler.engines.torch_converters import BRANCH_ATTENTION, is_plain
+from compiler.export.tracing import traced_of
+from compiler.lowering import lower
+from compiler.probes.choice import probed_ops
+from compiler.probes.graph import probe_graph
+from plans import names
+from plans.kv_slots import KvType
+from plans.manifest import RuleReport
+from plugins.schema import CPU_DOMAIN
+from runtime.backends.onnxruntime_cpu import session_options
+from runtime.exactness import EVERY, differing
+from tests.compiler.attention_forms import FORMS, Arrays, Form, Forms, export_forms, random_step
+from tests.compiler.grouped_attention import CUDA, in_float32, norms_outside
+from tests.cpu_session import cpu_session
+
+CPU, RTX = "onnxruntime-cpu", "tensorrt-rtx"
+CAPACITY = 64
+TREES = {1: ([9], [[-1, 0, 0, 1, 1, 2]]), 2: ([9, 4], [[-1, 0, 0, 1, 1, 2], [-1, 0]])}  # by rows: pasts, parents
+
+
+@cache
+def module(name: str, queries: bool = False) -> Forms:
+    return Forms(FORMS[name], CAPACITY, queries=queries)
+
+
+@cache
+def exported(name: str, queries: bool) -> onnx.ModelProto:
+    return ir.to_proto(export_forms(module(name, queries), CAPACITY))
+
+
+def lowered(
+    name: str, target: str, rows: int, *, queries: bool = False, kv_cache: KvType | None = None
+) -> tuple[ir.Model, list[RuleReport]]:
+    model = ir.from_proto(exported(name, queries))
+    return model, lower("target", model, target, rows, kv_cache=kv_cache)
+
+
+def run(model: ir.Model, feeds: Arrays, folder: Path) -> Arrays:
+    engines = OnnxRuntimeEngines(folder)
+    engines.write("target", model, {})
+    engines.close()
+    session = cpu_session(folder / "target.onnx")
+    taken = {each.name for each in session.get_inputs()}
+    outputs = [each.name for each in session.get_outputs()]
+    return dict(zip(outputs, session.run(None, {n: v for n, v in feeds.items() if n in taken}), strict=True))
+
+
+def compare(found: Arrays, wanted: Arrays, feeds: Arrays, tolerance: float = 3e-5) -> None:
+    for output, value in found.items():
+        if not output.endswith("_out"):
+            np.testing.assert_allclose(value, wanted[output], atol=tolerance, rtol=tolerance, err_msg=output)
+            continue
+        for row, past in enumerate(feeds["past_length"]):
+            end = past + feeds["row_splits"][row + 1] - feeds["row_splits"][row]
+            np.testing.assert_allclose(value[row, :, :end], wanted[output][row, :, :end], atol=tolerance)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("target", [CPU, CUDA, RTX])
+@pytest.mark.parametrize("name", FORMS)
+def test_every_backend_computes_the_references(name: str, target: str, rows: int, tmp_path: Path) -> None:
+    model, _ = lowered(name, target, rows)
+    feeds = random_step(FORMS[name], CAPACITY, *TREES[rows])
+    compare(run(model, feeds, tmp_path), module(name).in_numpy(feeds), feeds)
+
+
+@pytest.mark.parametrize(("name", "plain"), [("gemma 2", 0), ("gpt-oss", 0), ("smollm 3", 3), ("phi 3", 2)])
+def test_the_torch_front_end_knows_which_attention_it_converts(name: str, plain: int) -> None:
+    nodes = traced_of(export_forms(module(name), CAPACITY)).program.graph.nodes
+    attention = [node for node in nodes if node.target is BRANCH_ATTENTION]
+    assert len(attention) == len(FORMS[name])
+    assert sum(map(is_plain, attention)) == plain
+
+
+def test_a_body_with_caps_and_sinks_is_inlined_for_tensorrt(tmp_path: Path) -> None:
+    """Bodies of one name are told apart by the nodes' overloads."""
+    rows = 2
+    forms = (Form(window=3), Form(softcap=5.0), Form(sinks=True), Form(softcap=5.0, sinks=True))
+    own = Forms(forms, CAPACITY)
+    model = export_forms(own, CAPACITY)
+    lower("target", model, "tensorrt", rows)
+    assert {each.overload for each in model.functions.values()} == {"", "softcap", "sinks", "softcap_sinks"}
+    proto = onnx.inliner.inline_local_functions(ir.to_proto(model))
+    session = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    feeds = random_step(forms, CAPACITY, *TREES[rows])
+    outputs = [each.name for each in session.get_outputs()]
+    found = dict(zip(outputs, session.run(None, feeds), strict=True))
+    compare(found, own.in_numpy(feeds), feeds)
+
+
+@pytest.mark.parametrize("name", [name for name, forms in FORMS.items() if not any(form.sinks for form in forms)])
+def test_grouped_heads_of_onnx_runtime_compute_them_too(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_float32(monkeypatch)
+    norms_outside(monkeypatch)
+    model, reports = lowered(name, CUDA, 1)
+    assert {r.rule: r.applied for r in reports}["GroupQueryAttention"] == len(FORMS[name])
+    feeds = random_step(FORMS[name], CAPACITY, *TREES[1])
+    compare(run(model, feeds, tmp_path), module(name).in_numpy(feeds), feeds)
+
+
+def test_sinks_are_written_out_on_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_float32(monkeypatch)
+    _, reports = lowered("gpt-oss", CUDA, 1)
+    by_rule = {r.rule: r for r in reports}
+    assert by_rule["GroupQueryAttention"].applied == 0
+    assert any("sinks" in reason for reason in by_rule["GroupQueryAttention"].declined)
+    assert by_rule["ScatterAttention"].applied == len(FORMS["gpt-oss"])
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_on_the_cpu_a_layer_is_six_nodes_of_ours(name: str) -> None:
+    """Norm, packed product, attention with all that is before it, product and sum, the packed product of the unit, the
+    unit, product and sum; a window is part of attention, and a cap of logits one node."""
+    model, reports = lowered(name, CPU, 1)
+    forms, counts = FORMS[name], Counter((node.domain, node.op_type) for node in model.graph)
+    applied = {r.rule: r.applied for r in reports}
+    assert applied["WindowInside"] == sum(form.window > 0 for form in forms)
+    assert applied["RotateInside"] == sum(form.rotated > 0 for form in forms)
+    assert applied["NormInside"] == sum(form.norms for form in forms)
+    assert applied["PackedInside"] == applied["FuseGatedUnit"] == len(forms)
+    assert applied["FuseSoftcap"] == counts[CPU_DOMAIN, "Softcap"] == 1
+    assert counts[CPU_DOMAIN, "BranchAttention"] == counts[CPU_DOMAIN, "GatedUnit"] == len(forms)
+    assert not {"Split", "RotaryEmbedding", "Tanh", "Gelu", "WindowBias", "Softmax"} & {op for _, op in counts}
+    attention = [node for node in model.graph if node.op_type == "BranchAttention"]
+    assert [node.attributes.get_int("window", 0) for node in attention] == [form.window for form in forms]
+    assert {node.inputs[5].name for node in attention if node.inputs[5] is not None} == {names.ATTN_BIAS}
+
+
+@pytest.mark.parametrize("target", [CUDA, RTX, "tensorrt"])
+def test_layers_share_one_bias_a_window(target: str) -> None:
+    model, _ = lowered("gemma 2", target, 1)
+    assert sum(node.op_type == "WindowBias" for node in model.graph) == 1
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_queries_come_out_of_the_node_as_they_are_compared_with_keys(name: str, tmp_path: Path) -> None:
+    model, reports = lowered(name, CPU, 1, queries=True)
+    assert {r.rule: r.applied for r in reports}["QueriesFromInside"] == len(FORMS[name])
+    assert {r.rule: r.applied for r in reports}["PackedInside"] == len(FORMS[name])
+    feeds = random_step(FORMS[name], CAPACITY, *TREES[1])
+    found = run(model, feeds, tmp_path)
+    assert names.queries(len(FORMS[name]) - 1) in found
+    compare(found, module(name).in_numpy(feeds), feeds)
+
+
+@pytest.mark.parametrize("kv_cache", [None, "int8"])
+@pytest.mark.parametrize("name", FORMS)
+def test_probes_have_every_op_and_find_it_exact(name: str, kv_cache: KvType | None) -> None:
+    model, _ = lowered(name, CPU, 1, kv_cache=kv_cache)
+    ops = probed_ops({names.TARGET: model})
+    kinds = Counter(op.node.op_type for op in ops)
+    assert kinds["Softcap"] == 1
+    assert kinds["GatedUnit"] == 1
+    assert kinds["BranchAttention"] == len(set(FORMS[name]))
+    graph, outputs = probe_graph(ops)
+    attributes = [node.attributes for node in graph.graph if node.op_type == "BranchAttention"]
+    assert max(own.get_int("window", 0) for own in attributes) == max(form.window for form in FORMS[name])
+    session = cpu_session_of(graph)
+    assert [outputs[output].text for output in differing(session, EVERY)] == []
+
+
+def test_a_wide_window_is_narrowed_in_a_probe() -> None:
+    """Else it would hide nothing of the probe's short past."""
+    model, _ = lowered("gemma 2", CPU, 1)
+    for node in model.graph:
+        if node.op_type == "BranchAttention" and node.attributes.get_int("window", 0):
+            node.attributes["window"] = ir.AttrInt64("window", 4096)
+    graph, _ = probe_graph(probed_ops({names.TARGET: model}))
+    windows = {node.attributes.get_int("window", 0) for node in graph.graph if node.op_type == "BranchAttention"}
+    assert windows == {0, 12}
+
+
+def cpu_session_of(model: ir.Model) -> ort.InferenceSession:
+    return ort.InferenceSession(
+        ir.to_proto(model).SerializeToString(), session_options(1), providers=["CPUExecutionProvider"]
+    )

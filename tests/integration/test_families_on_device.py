@@ -1,0 +1,85 @@
+"""Model families over graphs as they are lowered for GPUs, on an emulated device: windows, capped scores, norms behind
+a block, rotations of a part of each head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import compiler.lowering as lowering
+from compiler.build import build
+from compiler.recipe import load_recipe
+from runtime import PrefixCacheConfig, Runtime
+from runtime.request import Options
+from tests.conftest import made_once
+from tests.integration.families import DRAFTERS, TOYS, write_toy
+from tests.integration.long_context import prompt
+from tests.integration.test_onnxruntime_cuda import CUDA
+from tests.integration.test_rtx_graphs import emulated_engines
+from tests.plugins.emulator import Emulator
+from tests.runtime.emulated_device import EmulatedDevice
+
+pytest.importorskip("cuda.core")
+
+ONE_ROW = ["capacity.batching=false", "capacity.branches=4"]
+PREFIX = prompt(3, 50)  # longer than every window
+PLAIN = Options(max_new_tokens=16, ignore_eos=True, auto_disable=False, temperature=0.8, seed=4)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "gemma2",
+        "phi3",
+        *(pytest.param(name, marks=pytest.mark.long) for name in TOYS if name not in ("gemma2", "phi3")),
+    ],
+)
+def recipe(request: pytest.FixtureRequest, toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    name, tokenizer = request.param, toy_recipe.parent / "target"
+    return made_once(tmp_path_factory, f"family-{name}", lambda out: write_toy(name, out, tokenizer)) / "model.yaml"
+
+
+@pytest.fixture(scope="module")
+def on_cpu(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Runtime:
+    loaded = load_recipe(recipe, ONE_ROW)
+    plan = made_once(tmp_path_factory, f"{recipe.parent.name}/one-row", lambda out: build(loaded, recipe, out))
+    return Runtime.load(plan, threads=1)
+
+
+@pytest.fixture(scope="module", params=[CUDA, "tensorrt-rtx"])
+def runtime(
+    request: pytest.FixtureRequest, recipe: Path, emulator: Emulator, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Runtime]:
+    loaded = load_recipe(recipe, [*ONE_ROW, f"backends=[{{kind: {CUDA}, compute_capabilities: [sm_80]}}]"])
+    name = f"{recipe.parent.name}/{request.param}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(lowering.RULES, CUDA, lowering.RULES[request.param])
+        plan = made_once(tmp_path_factory, name, lambda out: build(loaded, recipe, out))
+    with emulated_engines(EmulatedDevice(emulator), records=True):
+        found = Runtime.load(plan, prefix_cache=PrefixCacheConfig(max_cached_tokens=512))
+        yield found
+        found.close()
+
+
+def test_branches_with_every_drafter(runtime: Runtime, on_cpu: Runtime) -> None:
+    own = [[7 + place] for place in range(4)]
+    asked = [
+        {"prompt": tokens, "stream_id": 0, "drafter": drafter, **PLAIN}
+        for tokens, drafter in zip(own, DRAFTERS, strict=True)
+    ]
+    found = runtime.generate_branches(PREFIX, asked)  # type: ignore[arg-type]
+    assert [each.token_ids for each in found] == [
+        on_cpu.generate([*PREFIX, *tokens], drafter="none", **PLAIN).token_ids for tokens in own
+    ]
+
+
+def test_requests_with_the_prefix_cache(runtime: Runtime, on_cpu: Runtime) -> None:
+    prompts = [[*PREFIX, 30 + place] for place in range(4)]
+    expected = [on_cpu.generate(each, drafter="none", **PLAIN).token_ids for each in prompts]
+    asked = [(each, Options(drafter=drafter) | PLAIN) for each, drafter in zip(prompts, DRAFTERS, strict=True)]
+    for _ in range(2):
+        found = [handle.result() for handle in runtime.submit_all(asked)]
+        assert [each.token_ids for each in found] == expected
+    assert all(each.stats.reused_tokens >= len(PREFIX) - 1 for each in found)
