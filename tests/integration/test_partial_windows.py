@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+import tools.bench.__main__ as bench
 from compiler.build import build
 from compiler.inspect import describe, print_description
 from compiler.recipe import load_recipe
@@ -18,7 +19,7 @@ from plans.errors import RecipeError, RequestError
 from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
 from runtime.request import check_options
 from runtime.session import Session
-from tests.conftest import PARTIAL_KV, made_once
+from tests.conftest import HELD_OUT, PARTIAL_KV, made_once
 from tests.integration.families import DRAFTERS, write_toy
 from tests.integration.long_context import prompt
 from tests.integration.random_use import RandomUse
@@ -72,7 +73,7 @@ def rows(recipe: Path) -> Path:
 
 def kv_behind(session: Session, model: str, planes: slice, start: int, count: int) -> np.ndarray:
     """KV of `count` slots from `start` on, `[planes, heads, count, slot_size]`."""
-    return session.buffers.of(model, names.KV)[planes, 0, :, start : start + count].copy()
+    return session.buffers.kv(model)[0].array(start, count)[planes].copy()
 
 
 def buffered(one: Runtime, family: str, *, told: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -166,9 +167,16 @@ def test_the_check_of_partial_kv_finds_lossless_mode_equal(one: Runtime) -> None
     assert check.agreement is not None
 
 
-def test_budgets_that_do_not_reach_the_window_are_refused(one: Runtime) -> None:
+def test_budgets_that_do_not_reach_the_window_are_refused(
+    one: Runtime, rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(RequestError, match=r"partial_budget is 1; pass auto, or 2 to 3 blocks: .* the last 17 tokens"):
         one.generate("x", partial_budget=1)
+    arguments = ["context", str(rows), "--prompts", str(HELD_OUT), "--budgets", "1,2"]
+    assert bench.main(arguments) == 2
+    assert (
+        "--budgets has 1; layers of the target see the last 17 tokens, which 2 blocks reach" in capsys.readouterr().err
+    )
     partial = one.manifest.partial_kv
     assert check_options({"partial_budget": 2}, (), (), partial, window=WINDOW).partial_budget == 2
 
