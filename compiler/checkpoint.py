@@ -14,7 +14,7 @@ from compiler.models.decoder import Decoder
 from compiler.models.families import FAMILIES
 from compiler.models.rope import RopeScaling
 from compiler.opening import open_checkpoint
-from compiler.slots import Slot, check_tensors, fill, slots
+from compiler.slots import EXPERT, Slot, check_tensors, fill, slots
 from compiler.tensor_source import TensorSource
 from compiler.weights import INDEX, PICKLED, check_folder
 from plans.errors import CheckpointError
@@ -25,8 +25,12 @@ HASHED = (
     "generation_config.json",
     INDEX,
     "tokenizer.json",
+    "tokenizer.model",
+    "added_tokens.json",
     "tokenizer_config.json",
+    "special_tokens_map.json",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
 )
 
 
@@ -82,11 +86,11 @@ def _examine(
 
 
 def stored_name(family: str, parameter: str) -> str:
-    """Return the name in a checkpoint of that family of a parameter of `Decoder`."""
+    """Return the name in a checkpoint of that family of a parameter of `Decoder`; of a stacked one with `EXPERT`."""
     parts = parameter.split(".")
     layer = parts[1] if parts[0] == "layers" else ""
     key = ".".join(["layers", "{i}", *parts[2:]]) if layer else parameter
-    return FAMILIES[family].weights[key].format(i=layer)
+    return FAMILIES[family].weights[key].format(i=layer, e=EXPERT)
 
 
 def checkpoint_hashes(path: Path) -> dict[str, str]:

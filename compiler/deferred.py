@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 import torch
@@ -29,8 +29,7 @@ class StoredTensor(ir.LazyTensor):
     def __init__(self, tensors: TensorSource, stored_name: str, slot: Slot, dtype: WeightType) -> None:
         self.tensors, self.stored_name = tensors, stored_name
         self._slot, self._weight_type = slot, dtype
-        shape = reversed(slot.shape) if slot.transposed else slot.shape
-        super().__init__(lambda: TorchTensor(self.read()), _TYPES[dtype], ir.Shape(shape))
+        super().__init__(lambda: TorchTensor(self.read()), _TYPES[dtype], ir.Shape(slot.filled))
 
     @property
     def origin(self) -> str:
@@ -50,30 +49,68 @@ class StoredTensor(ir.LazyTensor):
         return read_finite(self.tensors, self.stored_name)
 
 
+class StackedTensor(ir.LazyTensor):
+    """A stacked parameter, each part of which the checkpoint stores by itself."""
+
+    def __init__(self, parts: Sequence[StoredTensor]) -> None:
+        self.parts = tuple(parts)
+        first = self.parts[0]
+        shape = ir.Shape([len(self.parts), *first.shape.numpy()])
+        super().__init__(lambda: TorchTensor(self.read()), first.dtype, shape)
+
+    def read(self) -> Tensor:
+        """Read all parts, one at a time. Raises `CheckpointError` unless all values are finite."""
+        stacked: Tensor | None = None
+        for index, part in enumerate(self.parts):
+            values = part.read()
+            if stacked is None:
+                stacked = values.new_empty((len(self.parts), *values.shape))
+            stacked[index] = values
+        assert stacked is not None
+        return stacked
+
+
+Deferred = StoredTensor | StackedTensor
+"""A parameter that is read when a graph is written."""
+
+
 def defer(module: nn.Module, tensors: TensorSource, wanted: Mapping[str, Slot], dtype: WeightType) -> None:
     """Give `module` parameters of `dtype` that have shapes and no values, each bound to its stored tensor."""
-    parameters = {}
+    parts: dict[str, list[StoredTensor]] = {}
+    stacked: set[str] = set()
     for name, slot in wanted.items():
-        stored = StoredTensor(tensors, name, slot, dtype)
+        parts.setdefault(slot.parameter, []).append(StoredTensor(tensors, name, slot, dtype))
+        if slot.place is not None:
+            assert slot.place == len(parts[slot.parameter]) - 1, "parts come in ascending order"
+            stacked.add(slot.parameter)
+    parameters = {}
+    for parameter, own in parts.items():
+        stored = StackedTensor(own) if parameter in stacked else own[0]
         with _MODE:
             values = torch.empty(stored.shape.numpy(), dtype=TORCH_TYPES[dtype])
-        parameters[slot.parameter] = nn.Parameter(values, requires_grad=False)
-        setattr(parameters[slot.parameter], _MARK, stored)
+        parameters[parameter] = nn.Parameter(values, requires_grad=False)
+        setattr(parameters[parameter], _MARK, stored)
     module.load_state_dict(parameters, strict=False, assign=True)
 
 
 def rebind(module: nn.Module, tensors: TensorSource) -> None:
     """Let the deferred parameters of `module` be read from `tensors`, under the same names."""
     for stored in deferred(module).values():
-        stored.tensors = tensors
+        for part in parts_of(stored):
+            part.tensors = tensors
 
 
-def deferred(module: nn.Module) -> dict[str, StoredTensor]:
+def deferred(module: nn.Module) -> dict[str, Deferred]:
     """Return the stored tensors of all parameters of `module` that have no values, by every name of each."""
     named = module.named_parameters(remove_duplicate=False)
     return {name: stored for name, parameter in named if (stored := stored_of(parameter)) is not None}
 
 
-def stored_of(parameter: Tensor) -> StoredTensor | None:
+def stored_of(parameter: Tensor) -> Deferred | None:
     """Return the stored tensor of a parameter that `defer` gave; None for any other."""
     return getattr(parameter, _MARK, None)
+
+
+def parts_of(stored: Deferred) -> tuple[StoredTensor, ...]:
+    """Return the tensors of the checkpoint that make a parameter: itself, or those of a stacked one in order."""
+    return stored.parts if isinstance(stored, StackedTensor) else (stored,)

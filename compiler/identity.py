@@ -15,6 +15,8 @@ from plans.manifest import FORMAT_VERSION
 
 _PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnx-ir", "safetensors")
 _SOURCES = ("compiler", "plans", "plugins")
+_TEXT = ("tokenizer", "added_tokens", "special_tokens_map", "chat_template", "additional_chat_templates")
+"""How the names of files begin that engines do not depend on."""
 
 
 def tool_versions(packages: Iterable[str] = ()) -> dict[str, str]:
@@ -49,7 +51,7 @@ def plan_identity(recipe: Mapping[str, JsonValue], checkpoint: Mapping[str, str]
 
 def engines_key(checkpoint: Mapping[str, str], shape: Mapping[str, object], tools: Mapping[str, str]) -> str:
     """Return the hash of all inputs of one backend's engines; the rest, such as names, may change without an export."""
-    weights = {name: sha for name, sha in checkpoint.items() if not name.startswith(("tokenizer", "chat_template"))}
+    weights = {name: sha for name, sha in checkpoint.items() if not name.startswith(_TEXT)}
     return digest([weights, dict(shape), dict(tools)])
 
 

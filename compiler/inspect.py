@@ -15,8 +15,12 @@ from plans.check import kv_bytes, kv_caches, session_bytes
 from plans.manifest import BackendPlan, Engine
 from plans.plan import Plan, open_plan
 
-_PACKED = {"QuantMatMul": 1, "QuantGather": 1, "MatMulNBits": 1, "GatherBlockQuantized": 0}
-"""The input with packed weights of ops whose attribute `bits` says of which."""
+_PACKED = {
+    **dict.fromkeys(("QuantMatMul", "QuantGather", "MatMulNBits"), (1,)),
+    "GatherBlockQuantized": (0,),
+    "QuantMixtureOfExperts": (2, 3, 4),
+}
+"""The inputs with packed weights of ops whose attribute `bits` says of which."""
 _TYPES = {"float": "float32", "double": "float64"}  # as everybody calls them
 
 
@@ -86,9 +90,9 @@ def op_counts(graph: onnx.GraphProto) -> dict[str, int]:
 def weight_bytes(graph: onnx.GraphProto) -> dict[str, int]:
     """Return the bytes of an engine's constants by type, most first; scales count as quantised weights."""
     packed = {
-        node.input[_PACKED[node.op_type]]: f"int{attribute.i}"
+        node.input[index]: f"int{attribute.i}"
         for node in graph.node
-        if node.op_type in _PACKED
+        for index in _PACKED.get(node.op_type, ())
         for attribute in node.attribute
         if attribute.name == "bits"
     }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -29,32 +29,52 @@ TORCH_TYPES: dict[WeightType, torch.dtype] = {
 _DAMAGED = "the file is damaged"
 
 
+EXPERT = "{e}"
+"""Stands in the names of tensors that the checkpoint has for each expert, and that fill one parameter together."""
+
+
 @dataclass(frozen=True)
 class Slot:
     """The parameter that a tensor of the checkpoint fills; `shape` and `dtypes` are as the checkpoint may store it.
 
-    `offset` is added to the stored numbers, in float32."""
+    `offset` is added to the stored numbers, in float32. Of a stacked parameter it fills `parameter[place]`, of
+    `places`; None: all of it.
+    """
 
     parameter: str
     shape: tuple[int, ...]
     transposed: bool = False
     dtypes: tuple[str, ...] = FLOATS
     offset: float = 0.0
+    place: int | None = None
+    places: int = 1
+
+    @property
+    def filled(self) -> tuple[int, ...]:
+        """The shape of the parameter, or of its part."""
+        return self.shape[::-1] if self.transposed else self.shape
 
 
 def slots(module: nn.Module, stored_name: Callable[[str], str], norm_offset: float = 0.0) -> dict[str, Slot]:
     """Return every parameter's slot by its name in the checkpoint, which stores projections transposed.
 
     Matrices are projections, except those called `embedding`, whose rows are looked up. Weights of norms are stored
-    without `norm_offset`.
+    without `norm_offset`. A parameter whose name in the checkpoint has `EXPERT` in it is stacked: each part of it is a
+    tensor of its own, named for its index.
     """
     wanted = {}
     for parameter, tensor in module.named_parameters():
-        transposed = tensor.ndim == 2 and parameter.rpartition(".")[2] != "embedding"
-        shape = tuple(tensor.T.shape) if transposed else tuple(tensor.shape)
-        is_norm = tensor.ndim == 1 and parameter.endswith("norm.weight")
-        offset = norm_offset if is_norm else 0.0
-        wanted[stored_name(parameter)] = Slot(parameter, shape, transposed, offset=offset)
+        name = stored_name(parameter)
+        part = tensor[0] if EXPERT in name else tensor
+        transposed = part.ndim == 2 and parameter.rpartition(".")[2] != "embedding"
+        is_norm = part.ndim == 1 and parameter.endswith("norm.weight")
+        shape = tuple(part.T.shape) if transposed else tuple(part.shape)
+        slot = Slot(parameter, shape, transposed, offset=norm_offset if is_norm else 0.0)
+        if part is tensor:
+            wanted[name] = slot
+            continue
+        for place in range(len(tensor)):
+            wanted[name.replace(EXPERT, str(place))] = replace(slot, place=place, places=len(tensor))
     return wanted
 
 
@@ -96,6 +116,11 @@ def check_tensors(
                 f"{stored.file}: tensor {name!r} has shape {list(stored.shape)}, "
                 f"but {config} asks for {list(slot.shape)}; give files that belong together"
             )
+        if stored.packed and slot.place is not None:
+            raise CheckpointError(
+                f"{stored.file}: tensor {name!r} is stored as {stored.dtype}, and experts are not read as integers; "
+                "give the checkpoint that it was made from, in float32, float16 or bfloat16"
+            )
         if stored.dtype not in slot.dtypes and not stored.packed:
             raise CheckpointError(
                 f"{stored.file}: tensor {name!r} is stored as {stored.dtype}, expected {', '.join(slot.dtypes)}; "
@@ -124,7 +149,16 @@ def read_finite(tensors: TensorSource, name: str) -> Tensor:
 
 def fill(tensors: TensorSource, wanted: Mapping[str, Slot], dtype: WeightType) -> dict[str, Tensor]:
     """Read the `wanted` tensors by parameter, in `dtype` and in the module's layout."""
-    return {slot.parameter: read_parameter(tensors, name, slot, dtype) for name, slot in wanted.items()}
+    filled: dict[str, Tensor] = {}
+    for name, slot in wanted.items():
+        values = read_parameter(tensors, name, slot, dtype)
+        if slot.place is None:
+            filled[slot.parameter] = values
+            continue
+        if slot.parameter not in filled:
+            filled[slot.parameter] = values.new_empty((slot.places, *slot.filled))
+        filled[slot.parameter][slot.place] = values
+    return filled
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -5,7 +5,7 @@ The compiler checks them as the runtime will read them, before any work that tak
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,35 +14,44 @@ import tokenizers
 
 from compiler.formats.gguf_file import GgufFile, is_gguf
 from compiler.formats.gguf_tokenizer import read_gguf_text
+from compiler.formats.sentencepiece_model import make_tokenizer, read_model
 from compiler.models.config import DecoderConfig
 from compiler.models.config_reader import read_json
 from plans.chat_template import REPAIR, ChatTemplate
 from plans.errors import CheckpointError, OutriderError, PlanError
 from plans.manifest import Text
-from plans.tokenizer import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, Tokenizer
+from plans.tokenizer import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, TOOLS_TEMPLATE_FILE, Tokenizer
 
 _SETTINGS = "tokenizer_config.json"
+_PIECES, _ADDED = "tokenizer.model", "added_tokens.json"
+_OTHERS = ("tekken.json", "tiktoken.model", "vocab.json", "merges.txt", "tokenizer.model.v3", "spiece.model")
+_FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
+_FILES = (_SETTINGS, "special_tokens_map.json")
+_DEFAULT, _TOOLS = "default", "tool_use"
+"""Names that Hugging Face gives to templates: of any conversation, and of those with tools."""
 _PROBES = (
     [{"role": "user", "content": "Hello."}],
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello."}],
 )
 """Conversations; a chat template must render one. Some templates require a system message, others refuse it."""
+_TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 
 
 @dataclass(frozen=True)
 class CheckpointText:
-    """A tokenizer that passed all checks, as a `tokenizer.json`; the chat template, if any; facts for the plan."""
+    """A tokenizer that passed all checks, as a `tokenizer.json`; chat templates by their files; facts for the plan."""
 
     tokenizer: bytes
-    template: str | None
+    templates: Mapping[str, str]
     text: Text
 
     def write(self, folder: Path) -> None:
         """Make `folder` and write the files into it."""
         folder.mkdir(parents=True)
         (folder / TOKENIZER_FILE).write_bytes(self.tokenizer)
-        if self.template is not None:
-            (folder / CHAT_TEMPLATE_FILE).write_text(self.template, encoding="utf-8")
+        for name, template in self.templates.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(template, encoding="utf-8")
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of texts, as the runtime gives them to the model."""
@@ -51,8 +60,10 @@ class CheckpointText:
 
 
 def read_text(checkpoint: Path, config: DecoderConfig) -> CheckpointText:
-    """Read the tokenizer of a checkpoint, with the chat template from either place Hugging Face keeps it, or from a
+    """Read the tokenizer of a checkpoint, with the chat templates from either place Hugging Face keeps them, or from a
     GGUF file's metadata.
+
+    Without a `tokenizer.json` it is made of SentencePiece's `tokenizer.model`.
 
     Raises `CheckpointError` for a tokenizer that is missing, unreadable, larger than the model's vocabulary, or whose
     text cannot be streamed, and for a chat template that is not Jinja or renders no plain conversation.
@@ -64,11 +75,11 @@ def read_vocabulary(checkpoint: Path) -> dict[str, int] | None:
     """Return the ids of a checkpoint's tokens; None where it has no tokenizer. Raises `CheckpointError`."""
     if is_gguf(checkpoint):
         return read_gguf_text(GgufFile.open(checkpoint)).tokenizer.get_vocab()
-    file = checkpoint / TOKENIZER_FILE
-    if not file.is_file():
+    if not any((checkpoint / name).is_file() for name in (TOKENIZER_FILE, _PIECES)):
         return None
+    file, content = _tokenizer_json(checkpoint, _settings(checkpoint))
     try:
-        return tokenizers.Tokenizer.from_file(str(file)).get_vocab()
+        return tokenizers.Tokenizer.from_buffer(content).get_vocab()
     except Exception as error:  # the library's Rust code raises plain `Exception`
         raise CheckpointError(f"{file} cannot be read: {error}") from None
 
@@ -80,33 +91,26 @@ def _gguf(path: Path, config: DecoderConfig) -> CheckpointText:
     except PlanError as error:
         raise CheckpointError(f"{error}; give a model with another tokenizer") from None
     _check_size(tokenizer, path, config)
-    text = Text(eos_token_ids=config.eos_token_ids, bos_token=found.bos_token, eos_token=found.eos_token)
-    if found.template is not None:
-        _check_template(found.template, str(path), text)
-    return CheckpointText(found.tokenizer.to_str().encode(), found.template, text)
+    named = {"bos_token": found.bos_token, "eos_token": found.eos_token}
+    special = {name: token for name, token in named.items() if token is not None}
+    templates = _checked({_DEFAULT: (path, found.template), _TOOLS: (path, found.tools_template)}, special)
+    text = Text(eos_token_ids=config.eos_token_ids, special_tokens=special)
+    return CheckpointText(found.tokenizer.to_str().encode(), templates, text)
 
 
 def _folder(checkpoint: Path, config: DecoderConfig) -> CheckpointText:
-    file = checkpoint / TOKENIZER_FILE
-    if not file.is_file():
-        raise CheckpointError(
-            f"{file} does not exist; a plan carries the tokenizer, save it with `tokenizer.save_pretrained`"
-        )
+    settings = _settings(checkpoint)
+    file, content = _tokenizer_json(checkpoint, settings)
     try:
-        tokenizer = Tokenizer.read(file)
+        tokenizer = Tokenizer.of_json(content, file)
     except PlanError as error:
-        raise CheckpointError(f"{error}; give a checkpoint with another tokenizer.json") from None
+        raise CheckpointError(f"{error}; give a checkpoint with another {file.name}") from None
     _check_size(tokenizer, file, config)
-    settings = read_json(checkpoint / _SETTINGS) if (checkpoint / _SETTINGS).is_file() else {}
-    text = Text(
-        eos_token_ids=config.eos_token_ids,
-        bos_token=_token(settings.get("bos_token")),
-        eos_token=_token(settings.get("eos_token")),
-    )
-    source, template = _template(checkpoint, settings)
-    if template is not None:
-        _check_template(template, str(source), text)
-    return CheckpointText(file.read_bytes(), template, text)
+    special = _special_tokens(settings)
+    templates = _checked(_templates(checkpoint, settings), special)
+    content = _marked(content, tokenizer, [*special.values(), *_further_special(settings)])
+    text = Text(eos_token_ids=_end_tokens(tokenizer, config, special), special_tokens=special)
+    return CheckpointText(content, templates, text)
 
 
 def _check_size(tokenizer: Tokenizer, file: Path, config: DecoderConfig) -> None:
@@ -116,51 +120,175 @@ def _check_size(tokenizer: Tokenizer, file: Path, config: DecoderConfig) -> None
         )
 
 
-def _template(checkpoint: Path, settings: dict[str, Any]) -> tuple[Path, str | None]:
-    """Return the chat template and its file. Raises `CheckpointError` where the template cannot be read or chosen."""
-    file = checkpoint / CHAT_TEMPLATE_FILE
+def _tokenizer_json(checkpoint: Path, settings: Mapping[str, Any]) -> tuple[Path, bytes]:
+    """Return a checkpoint's `tokenizer.json` and its file, or one made of `tokenizer.model` and that file."""
+    file, pieces = checkpoint / TOKENIZER_FILE, checkpoint / _PIECES
     if file.is_file():
         try:
-            return file, file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{file} cannot be read as UTF-8 text: {error}") from None
-    file = checkpoint / _SETTINGS
-    template = settings.get("chat_template")
-    if isinstance(template, list) and template:  # several named templates: take the one for plain chats
-        named = [each for each in template if isinstance(each, dict)]
-        default = [each.get("template") for each in named if each.get("name") == "default"]
-        if not default:
-            names = ", ".join(str(each.get("name")) for each in named) or "nothing"
-            raise CheckpointError(
-                f"{file}: chat_template is a list without a template named 'default', which plain chats take; it "
-                f"names {names}. Name one of them 'default', or remove the key for a plan without chat"
-            )
-        template = default[0]
-    if template is not None and not isinstance(template, str):
+            return file, file.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
+    if not pieces.is_file():
+        others = [name for name in _OTHERS if (checkpoint / name).is_file()]
+        found = f" ({' and '.join(others)}, which is there, is not read)" if others else ""
         raise CheckpointError(
-            f"{file}: chat_template must be a text, or a list of objects with a name and a template; found "
-            f"{template!r:.60}"
+            f"{file} does not exist, nor {_PIECES}{found}; a plan carries the tokenizer. "
+            "Add the model's tokenizer.json, or "
+            "have transformers write it: `AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)`"
         )
-    return file, template
-
-
-def _check_template(template: str, source: str, text: Text) -> None:
-    """Raise `CheckpointError` unless the template renders a plain conversation."""
     try:
-        chat = ChatTemplate(template, source=source, bos_token=text.bos_token, eos_token=text.eos_token)
-    except PlanError as error:
-        raise CheckpointError(str(error)) from None
-    failures: list[OutriderError] = []
-    for messages in _PROBES:
-        try:
-            chat.render(messages, True, {})
-            return
-        except OutriderError as error:
-            failures.append(error)
-    raise CheckpointError(f"A plain question cannot be asked. {str(failures[0]).removesuffix(REPAIR)} {REPAIR}")
+        made = make_tokenizer(read_model(pieces), settings, _added_tokens(checkpoint, settings))
+    except CheckpointError:
+        raise
+    except Exception as error:  # the tokenizers library raises plain `Exception`
+        raise CheckpointError(f"{pieces} makes no tokenizer: {error}") from None
+    return pieces, made.to_str().encode()
+
+
+def _added_tokens(checkpoint: Path, settings: Mapping[str, Any]) -> dict[int, tokenizers.AddedToken]:
+    """Return the tokens that `tokenizer_config.json`, or in older checkpoints `added_tokens.json`, adds, by their ids.
+
+    Raises `CheckpointError` for what is no such table.
+    """
+    written = settings.get("added_tokens_decoder")
+    if written is None and (file := checkpoint / _ADDED).is_file():
+        written = {number: {"content": text, "normalized": False} for text, number in read_json(file).items()}
+    try:
+        return {int(number): _added_token(token) for number, token in (written or {}).items()}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise CheckpointError(
+            f"{checkpoint / _SETTINGS}: added_tokens_decoder must be an object of tokens such as "
+            f'{{"32000": {{"content": "<|end|>", "special": true}}}}; found {written!r:.60}'
+        ) from None
+
+
+def _added_token(token: Mapping[str, Any]) -> tokenizers.AddedToken:
+    flags = {key: value for key, value in token.items() if isinstance(value, bool) and key in _FLAGS}
+    return tokenizers.AddedToken(token["content"], **flags)
+
+
+# Special tokens.
+
+
+def _settings(checkpoint: Path) -> dict[str, Any]:
+    """Return `tokenizer_config.json`, in older checkpoints with `special_tokens_map.json`, as transformers reads it."""
+    settings, names = ({} if not (checkpoint / file).is_file() else read_json(checkpoint / file) for file in _FILES)
+    return settings if "added_tokens_decoder" in settings else settings | names
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of special tokens by the names under which chat templates know them."""
+    named = {name: value for name, value in settings.items() if name.endswith("_token")}
+    further = settings.get("extra_special_tokens")
+    if isinstance(further, dict):
+        named |= further
+    texts = {name: _token(value) for name, value in named.items()}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def _further_special(settings: Mapping[str, Any]) -> list[str]:
+    """Return the texts of special tokens that have no name."""
+    lists = (settings.get(key) for key in ("additional_special_tokens", "extra_special_tokens"))
+    texts = [_token(value) for found in lists if isinstance(found, list) for value in found]
+    return [text for text in texts if text is not None]
+
+
+def _marked(content: bytes, tokenizer: Tokenizer, special: Sequence[str]) -> bytes:
+    """Return a `tokenizer.json` with all of the `special` tokens marked as such, so that they print nothing.
+
+    Checkpoints may say so in their settings alone. Those that are no tokens are left out.
+    """
+    known = set(tokenizer.special_tokens.values())
+    unmarked = [text for text in dict.fromkeys(special) if text not in known and tokenizer.token_id(text) is not None]
+    if not unmarked:
+        return content
+    library = tokenizers.Tokenizer.from_buffer(content)
+    added = {token.content: token for token in library.get_added_tokens_decoder().values()}
+    for text in unmarked:
+        token = added.get(text) or tokenizers.AddedToken(text, normalized=False)
+        token.special = True
+        library.add_special_tokens([token])
+    return library.to_str().encode()
+
+
+def _end_tokens(tokenizer: Tokenizer, config: DecoderConfig, special: Mapping[str, str]) -> tuple[int, ...]:
+    """Return the model's end tokens and the tokenizer's, which a chat model's configuration may lack."""
+    end = tokenizer.token_id(special["eos_token"]) if "eos_token" in special else None
+    return tuple(dict.fromkeys([*config.eos_token_ids, *([] if end is None else [end])]))
 
 
 def _token(value: Any) -> str | None:
     """Return a special token's text; the checkpoint writes it as text or as an object with the text."""
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else None
+
+
+# Chat templates.
+
+
+_Named = Mapping[str, tuple[Path, str | None]]
+"""Templates by their names, each with the file that has it."""
+
+
+def _templates(checkpoint: Path, settings: Mapping[str, Any]) -> _Named:
+    """Return the chat templates. Files win over settings, as in transformers.
+
+    Raises `CheckpointError` where they cannot be read or chosen.
+    """
+    files = {_DEFAULT: checkpoint / CHAT_TEMPLATE_FILE, _TOOLS: checkpoint / TOOLS_TEMPLATE_FILE}
+    found = {name: (file, _template_text(file)) for name, file in files.items() if file.is_file()}
+    if found:
+        return found
+    file = checkpoint / _SETTINGS
+    template = settings.get("chat_template")
+    if isinstance(template, list) and template:
+        named = {str(each.get("name")): each.get("template") for each in template if isinstance(each, dict)}
+        if _DEFAULT not in named:
+            raise CheckpointError(
+                f"{file}: chat_template is a list without a template named 'default', which plain chats take; it "
+                f"names {', '.join(named) or 'nothing'}. Name one of them 'default', or remove the key for a plan "
+                "without chat"
+            )
+    else:
+        named = {_DEFAULT: template}
+    for each in (named.get(_DEFAULT), named.get(_TOOLS)):
+        if each is not None and not isinstance(each, str):
+            raise CheckpointError(
+                f"{file}: chat_template must be a text, or a list of objects with a name and a template; found "
+                f"{each!r:.60}"
+            )
+    return {name: (file, named.get(name)) for name in (_DEFAULT, _TOOLS)}
+
+
+def _template_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file} cannot be read as UTF-8 text: {error}") from None
+
+
+def _checked(named: _Named, special: Mapping[str, str]) -> dict[str, str]:
+    """Return the templates by their files in a plan. Raises `CheckpointError` unless each renders a conversation."""
+    files = {_DEFAULT: CHAT_TEMPLATE_FILE, _TOOLS: TOOLS_TEMPLATE_FILE}
+    templates = {}
+    for name, (source, template) in named.items():
+        if template is not None:
+            _check_template(template, str(source), special, {"tools": [_TOOL]} if name == _TOOLS else {})
+            templates[files[name]] = template
+    return templates
+
+
+def _check_template(template: str, source: str, special: Mapping[str, str], variables: Mapping[str, object]) -> None:
+    """Raise `CheckpointError` unless the template renders a plain conversation."""
+    try:
+        chat = ChatTemplate(template, source=source, special_tokens=special)
+    except PlanError as error:
+        raise CheckpointError(str(error)) from None
+    failures: list[OutriderError] = []
+    for messages in _PROBES:
+        try:
+            chat.render(messages, True, variables)
+            return
+        except OutriderError as error:
+            failures.append(error)
+    raise CheckpointError(f"A plain question cannot be asked. {str(failures[0]).removesuffix(REPAIR)} {REPAIR}")

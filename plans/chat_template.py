@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from enum import Enum
+from functools import cached_property
 from typing import Any, NoReturn
 
 from jinja2 import DictLoader, TemplateError, TemplateNotFound, TemplateSyntaxError, Undefined, nodes
@@ -15,7 +17,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from plans.errors import PlanError, RequestError
+from plans.errors import OutriderError, PlanError, RequestError
 
 REPAIR = (
     "It is the checkpoint's own (chat_template.jinja, chat_template in tokenizer_config.json, or "
@@ -24,23 +26,41 @@ REPAIR = (
 )
 
 
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys under which a message has its reasoning. Templates read the first; gpt-oss's the second."""
+_PROBE = "a probe of 1 line"
+
+
+class _Content(Enum):
+    """The forms of a message's content that a template prints."""
+
+    TEXT = "text alone"
+    PARTS = "a list of parts alone"
+    EITHER = "either, or what cannot be told"
+
+
 class ChatTemplate:
     """A model's chat template: a Jinja program that turns messages into a prompt, run in a sandbox.
 
     The names a template may use are those of transformers (`transformers/utils/chat_template_utils.py`), since
     that is what templates are written for: `raise_exception`, `strftime_now`, `tojson`, `{% break %}`,
-    `{% generation %}`. `names` are those that this one reads and does not set.
+    `{% generation %}`. `names` are those that this one reads and does not set, `special_names` those of special tokens.
+
+    A message's content is a text or a list of parts. A template that knows one form alone gets it, whichever the
+    message has: transformers would print a list as Python does, or nothing of a text.
     """
 
-    def __init__(self, text: str, *, source: str, bos_token: str | None = None, eos_token: str | None = None) -> None:
-        """Compile a template; `source` names it in errors. Raises PlanError where it is no Jinja.
+    def __init__(self, text: str, *, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+        """Compile a template; `source` names it in errors, and `special_tokens` are texts by their names in templates,
+        such as `bos_token`. Raises PlanError where it is no Jinja.
 
         A plan with such a template does not load, for completions neither: whoever serves it finds the fault at once,
         and not at the first chat.
         """
         self._source, self.text = source, text
-        special_tokens = {"bos_token": bos_token, "eos_token": eos_token}
-        self._special_tokens = {name: token for name, token in special_tokens.items() if token is not None}
+        self.special_names = frozenset(special_tokens or ())
+        # transformers has the first two in every rendering: "is defined" and "is not none" are asked of them.
+        self._names: dict[str, object] = {"tools": None, "documents": None, **(special_tokens or {})}
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock], loader=DictLoader({})
         )
@@ -48,6 +68,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _refuse_messages
         environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
         environment.globals["namespace"] = _PublicNamespace
+        environment.globals["dict"] = _new_dict
         try:
             self._template = environment.from_string(text)
             self.names = frozenset(find_undeclared_variables(environment.parse(text)))
@@ -63,10 +84,50 @@ class ChatTemplate:
         variables: Mapping[str, object],
     ) -> str:
         """The prompt text. Raises RequestError and PlanError as `Tokenizer.apply_chat_template` says."""
-        names: dict[str, object] = {name: _plain_data(value, name) for name, value in variables.items()}
-        names |= {"messages": _plain_messages(messages), "add_generation_prompt": add_generation_prompt}
+        names = {name: _plain_data(value, name) for name, value in variables.items()}
+        plain = [self._in_form(message, place) for place, message in enumerate(_plain_messages(messages))]
+        return self._render(names | {"messages": plain, "add_generation_prompt": add_generation_prompt})
+
+    def _in_form(self, message: dict[object, object], place: int) -> dict[object, object]:
+        """The message with its content in the form that the template knows."""
+        content = message.get("content")
+        if isinstance(content, list) and self._content is _Content.TEXT:
+            texts = []
+            for number, part in enumerate(content):
+                text = part.get("text") if isinstance(part, dict) else None
+                if not isinstance(text, str):
+                    raise RequestError(
+                        f"messages[{place}].content[{number}] has no text, and the chat template {self._source} knows "
+                        'texts alone. Pass parts such as {"type": "text", "text": "..."}.'
+                    )
+                texts.append(text)
+            return message | {"content": "".join(texts)}
+        if isinstance(content, str) and self._content is _Content.PARTS:
+            return message | {"content": [{"type": "text", "text": content}]}
+        return message
+
+    @cached_property
+    def _content(self) -> _Content:
+        parts = [{"type": "text", "text": _PROBE}]
+        if self._prints(_PROBE):
+            return _Content.EITHER if self._prints(parts) else _Content.TEXT
+        return _Content.PARTS if self._prints(parts) else _Content.EITHER
+
+    def _prints(self, content: object) -> bool:
+        """Whether the template prints the probe in a user's message, and not as Python prints a list."""
+        question = {"role": "user", "content": content}
+        for messages in ([question], [{"role": "system", "content": ""}, question]):
+            try:
+                text = self._render({"messages": messages, "add_generation_prompt": True})
+            except OutriderError:
+                continue
+            if _PROBE in text and repr({"type": "text"})[:-1] not in text:
+                return True
+        return False
+
+    def _render(self, names: dict[str, object]) -> str:
         try:
-            return self._template.render(names | self._special_tokens)
+            return self._template.render(self._names | names)
         except _MessagesRefusedError as error:
             raise RequestError(f"The chat template {self._source} refuses these messages: {error}") from error
         except TemplateNotFound as error:
@@ -106,13 +167,29 @@ class _PublicNamespace(Namespace):
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks what training learns from; for a prompt its content simply stands there."""
+    """`{% generation %}` marks what training learns from; in a prompt its content stands there.
+
+    What is set within it is not known behind it, as in transformers.
+    """
 
     tags = {"generation"}  # noqa: RUF012  (declared so by Jinja)
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+class _NewDict:
+    """`dict`, of which a template has no more than this."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+_new_dict = _NewDict()
 
 
 def _check_public(name: object) -> None:
@@ -137,7 +214,9 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _plain_messages(messages: object) -> list[object]:
+def _plain_messages(messages: object) -> list[dict[object, object]]:
+    """Copies of messages of plain data, as transformers has them: without keys that are null, and with their reasoning
+    under the names that templates read."""
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
         raise RequestError(
             "`messages` must be a list of at least one message, each a mapping such as "
@@ -150,7 +229,17 @@ def _plain_messages(messages: object) -> list[object]:
         if (content is None and not message.get("tool_calls")) or isinstance(content, bool | int | float | Mapping):
             found = f"is {content!r}" if "content" in message else "is missing"
             raise RequestError(f'messages[{place}]: "content" {found}; pass its text.')
-    return [_plain_data(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    return [_plain_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+
+
+def _plain_message(message: Mapping[str, object], where: str) -> dict[object, object]:
+    plain: dict[object, object] = {
+        _plain_data(key, f"{where} (a key)"): _plain_data(value, f"{where}.{key}")
+        for key, value in message.items()
+        if value is not None
+    }
+    reasoning = next((plain[key] for key in _REASONING if key in plain), None)
+    return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
 
 def _plain_data(value: object, where: str) -> object:

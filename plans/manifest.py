@@ -57,11 +57,13 @@ class Geometry(Strict):
 
 
 class Text(Strict):
-    """The tokenizer, which turns text into tokens and back. Files lie in `tokenizer/`."""
+    """The tokenizer, which turns text into tokens and back. Files lie in `tokenizer/`.
+
+    `special_tokens` are the texts that chat templates print by name, such as `bos_token`.
+    """
 
     eos_token_ids: tuple[int, ...]
-    bos_token: str | None = None
-    eos_token: str | None = None
+    special_tokens: dict[str, str] = Field(default_factory=dict)
 
 
 class NgramDrafter(Strict):

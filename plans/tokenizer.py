@@ -24,6 +24,8 @@ from plans.text_bound import bound_of
 
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
+TOOLS_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
+"""The template for conversations with tools, where a model has one for them, as Hugging Face keeps it."""
 
 TokenIds = Sequence[int] | NDArray[np.int64]
 
@@ -41,9 +43,11 @@ class Tokenizer:
         tokenizer: tokenizers.Tokenizer,
         chat_template: ChatTemplate | None = None,
         *,
+        tools_template: ChatTemplate | None = None,
         source: str = TOKENIZER_FILE,
     ) -> None:
-        """Wrap a `tokenizers` object; `source` is the name that errors give it.
+        """Wrap a `tokenizers` object; `source` is the name that errors give it, and `tools_template` renders
+        conversations with tools in place of `chat_template`.
 
         Raises PlanError where its decoder has no exact token-by-token form (see `_is_byte_level`).
         """
@@ -51,7 +55,7 @@ class Tokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._chat_template = chat_template
+        self._chat_template, self._tools_template = chat_template, tools_template
         self._source = source
         self._special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
 
@@ -65,30 +69,35 @@ class Tokenizer:
         self._bound = bound_of(tokenizer, set(_BYTE_OF))
 
     @classmethod
-    def load(cls, folder: Path, *, bos_token: str | None = None, eos_token: str | None = None) -> Tokenizer:
-        """Read `tokenizer.json` and, where there is one, `chat_template.jinja` from a plan's `tokenizer/` folder.
+    def load(cls, folder: Path, special_tokens: Mapping[str, str] | None = None) -> Tokenizer:
+        """Read `tokenizer.json` and, where there are any, the chat templates from a plan's `tokenizer/` folder.
 
-        `bos_token` and `eos_token` are the texts that the chat template may print under these names; None leaves
-        the name undefined. Raises PlanError for a file that is missing, unreadable or wrong.
+        `special_tokens` are the texts that templates may print by name, such as `bos_token`. Raises PlanError for a
+        file that is missing, unreadable or wrong.
         """
-        template_path = folder / CHAT_TEMPLATE_FILE
+        files = [folder / CHAT_TEMPLATE_FILE, folder / TOOLS_TEMPLATE_FILE]
         try:
-            text = _read(template_path) if template_path.exists() else None
+            texts = [_read(file) if file.exists() else None for file in files]
             tokenizer = cls.read(folder / TOKENIZER_FILE)
         except PlanError as error:
             raise PlanError(f"{error}. {_REPAIR}") from error
-        if text is not None:
-            source = str(template_path)
-            tokenizer._chat_template = ChatTemplate(text, source=source, bos_token=bos_token, eos_token=eos_token)
+        tokenizer._chat_template, tokenizer._tools_template = (
+            None if text is None else ChatTemplate(text, source=str(file), special_tokens=special_tokens)
+            for file, text in zip(files, texts, strict=True)
+        )
         return tokenizer
 
     @classmethod
     def read(cls, file: Path) -> Tokenizer:
         """The tokenizer in a `tokenizer.json`. Raises PlanError where it cannot be read, or not streamed exactly."""
+        return cls.of_json(_read(file).encode(), file)
+
+    @classmethod
+    def of_json(cls, content: bytes, file: Path) -> Tokenizer:
+        """The tokenizer that the content of a `tokenizer.json` describes; `file` is what errors name. Raises PlanError
+        as `read` does."""
         try:
-            tokenizer = tokenizers.Tokenizer.from_str(_read(file))
-        except PlanError:
-            raise
+            tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises plain Exception
             raise PlanError(f"{file} is not a tokenizer that can be read: {error}") from error
         return cls(tokenizer, source=str(file))
@@ -146,10 +155,15 @@ class Tokenizer:
         RequestError without a template, for messages that are no conversation or that the template refuses, and
         PlanError for a template that does what it may not.
         """
-        return self.check_chat().render(messages, add_generation_prompt, variables or {})
+        variables = variables or {}
+        template = self.check_chat(tools=variables.get("tools") is not None)
+        return template.render(messages, add_generation_prompt, variables)
 
-    def check_chat(self) -> ChatTemplate:
-        """The chat template. Raises RequestError where the plan has none."""
+    def check_chat(self, *, tools: bool = False) -> ChatTemplate:
+        """The chat template of conversations, of those with `tools` or without. Raises RequestError where the plan has
+        none."""
+        if tools and self._tools_template is not None:
+            return self._tools_template
         if self._chat_template is None:
             raise RequestError(
                 f"The plan has no chat template ({CHAT_TEMPLATE_FILE} beside {self._source}), so messages cannot be "
@@ -168,6 +182,10 @@ class Tokenizer:
         """True for special tokens and for ids without a token: they print nothing and part nothing."""
         token = self._tokenizer.id_to_token(token_id)
         return token is None or token in self._special
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its name; None where there is none."""
+        return self._tokenizer.token_to_id(token)
 
     @property
     def special_tokens(self) -> dict[int, str]:
@@ -287,8 +305,7 @@ def _flat_decoder(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
     """The decoder's parts in order, as in `tokenizer.json`; none where tokens are joined with spaces."""
     if tokenizer.decoder is None:
         return []
-    decoder = json.loads(tokenizer.decoder.__getstate__())
-    return list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
+    return _flat_parts(json.loads(tokenizer.decoder.__getstate__()), "decoders")
 
 
 def _is_byte_level(decoder: list[dict[str, Any]], source: str) -> bool:
@@ -298,7 +315,7 @@ def _is_byte_level(decoder: list[dict[str, Any]], source: str) -> bool:
     that is sure to stand.
     """
     kinds = [part["type"] for part in decoder]
-    if [kind for kind in kinds if kind != "Fuse"] == ["ByteLevel"]:
+    if kinds[:1] == ["ByteLevel"] and set(kinds[1:]) <= {"Fuse"}:
         return True
     fused = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
     for place, part in enumerate(decoder):

@@ -42,6 +42,18 @@ side; the attribute `activation` is `silu`, or `gelu_tanh`: `x (1 + tanh(sqrt(2 
 
 `outrider.cpu.Softcap(x) -> (y)` is `cap * tanh(x / cap)` for float32 of any shape, with attribute `cap`.
 
+`outrider.cpu.Route(x, router, bias) -> (weights)` is `plugins.reference.route` bit for bit on any machine: x float32
+`[1, N, H]`, the router `[1, panels, H, 16]` as `plugins.panel_layout` packs it, weights `[1, N, experts]`, 0 of experts
+that a token does not choose. Attributes are `experts`, `top_k` and `normalise`; the bias `[experts]` may be left out.
+
+`outrider.cpu.MixtureOfExperts(x, weights, gate, up, down, gate_bias, up_bias, down_bias) -> (y)` is
+`plugins.reference.mixture_of_experts` bit for bit on any machine, of float32 weights in panels,
+`outrider.cpu.QuantMixtureOfExperts` of packed ones: an expert's outputs stand behind those of the expert before, and
+the attributes `bits`, `wide` and `minimums` tell the layout. The attributes `experts`, `hidden` and `size` are their
+number, the width of tokens and that of gate and up. The unit is `silu(gate) * up` where `limit` is 0, else the clamped
+one with `alpha` and `limit`. Biases may be left out. A pass reads the weights of an expert once, and those that no
+token chose not at all.
+
 `outrider.cpu.TreeExpand` and `outrider.cpu.TreeRerank` are the ops of the same names, as one node each.
 """
 
@@ -60,7 +72,7 @@ THREADS = "outrider.threads"
 Attention divides its work by that number; without the entry, by the number of the machine's processors.
 """
 
-_VERSION = 8  # version of the ops that the built library must report
+_VERSION = 9  # version of the ops that the built library must report
 
 
 @cache

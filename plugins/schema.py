@@ -13,6 +13,14 @@ CPU_DOMAIN = "outrider.cpu"
 QUANT_OPS = ("QuantMatMul", "AsymmetricQuantMatMul", "QuantGather", "AsymmetricQuantGather")
 """The ops that read quantised weights, by name: of graphs alone, so that they have no `OpSchema`."""
 
+EXPERT_OPS = (
+    "MixtureOfExperts",
+    "QuantMixtureOfExperts",
+    "ClampedMixtureOfExperts",
+    "ClampedQuantMixtureOfExperts",
+)
+"""The kinds of MixtureOfExperts, by name: with a unit of another kind and biases, with quantised weights."""
+
 Dim = int | str
 INTEGER = "int64"
 CAPACITY = "capacity"  # slots of a KV cache

@@ -8,6 +8,7 @@ readable form.
 from __future__ import annotations
 
 from plans import names
+from plugins.expert_schemas import MIXTURE_OF_EXPERTS, ROUTE
 from plugins.kv_schemas import BLOCK_SELECT, BLOCK_SUMMARY, KV_GATHER, PARTIAL_KV_GATHER
 from plugins.schema import (
     ANY_FLOAT,
@@ -336,6 +337,8 @@ SCHEMAS: dict[str, OpSchema] = {
         BLOCK_SELECT,
         PARTIAL_KV_GATHER,
         _BRANCH_ATTENTION,
+        ROUTE,
+        MIXTURE_OF_EXPERTS,
         _WINDOW_BIAS,
         _DRAFT_SAMPLE,
         _TREE_EXPAND,

@@ -37,7 +37,7 @@ from runtime.scheduler_stats import SchedulerStats
 from runtime.session import Session
 from runtime.stats import Stats
 from runtime.text.grammars import Grammars
-from runtime.text.prompt import Messages, choose_prompt, prepare_prompt
+from runtime.text.prompt import Messages, TemplateVariables, choose_prompt, prepare_prompt
 
 MAX_THREADS = 1024
 _LOG = logging.getLogger("outrider")
@@ -80,8 +80,7 @@ class Runtime:
         self.probed = _probe(plan, backend_plan.probe, settings.threads, exactness)
         driver = BACKENDS[self.backend].make(backend_plan, settings)
         engines = {name: driver.load(plan.file(engine.file), engine) for name, engine in backend_plan.engines.items()}
-        text = plan.manifest.text
-        self.tokenizer = Tokenizer.load(plan.root / "tokenizer", bos_token=text.bos_token, eos_token=text.eos_token)
+        self.tokenizer = Tokenizer.load(plan.root / "tokenizer", plan.manifest.text.special_tokens)
         self.grammars = Grammars(self.tokenizer, plan.manifest.target.vocab_size)
         memories, prices = make_memories(plan.manifest.drafters), load_prices(plan, self.backend, settings.threads)
         shared = self.tokenizer, self.grammars, memories, prices
@@ -140,7 +139,12 @@ class Runtime:
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts, and one prompt
-        self, prompt: str | Sequence[int] | None = None, *, messages: Messages | None = None, **options: Unpack[Options]
+        self,
+        prompt: str | Sequence[int] | None = None,
+        *,
+        messages: Messages | None = None,
+        chat_template_kwargs: TemplateVariables | None = None,
+        **options: Unpack[Options],
     ) -> Generation: ...
 
     @overload
@@ -153,18 +157,21 @@ class Runtime:
         prompt: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]] | None = None,
         *,
         messages: Messages | None = None,
+        chat_template_kwargs: TemplateVariables | None = None,
         **options: Unpack[Options],
     ) -> Generation | list[Generation]:
         """Generate from `prompt` (text or token ids) on a sequence of its own, or from each of a list of prompts.
 
         In place of a prompt, `messages` are a conversation, such as `[{"role": "user", "content": "..."}]`: the plan's
-        chat template makes a prompt of them, and what is generated is the next message.
+        chat template makes a prompt of them, and what is generated is the next message. `chat_template_kwargs` are
+        values of further names that the template reads, such as `{"enable_thinking": False}`.
 
         Several are served at once, or one after another where the plan has one branch, with the tokens that each would
         get alone. Raises RequestError, before anything runs.
         """
         if messages is not None or _is_one(prompt):
-            return self.stream(cast("str | Sequence[int] | None", prompt), messages=messages, **options).result
+            one = cast("str | Sequence[int] | None", prompt)
+            return self.stream(one, messages=messages, chat_template_kwargs=chat_template_kwargs, **options).result
         prompts = cast("Sequence[str | Sequence[int]]", prompt)
         asked = [self._ask(each, options) for each in prompts]
         handles: list[Handle] = []
@@ -181,12 +188,13 @@ class Runtime:
         prompt: str | Sequence[int] | None = None,
         *,
         messages: Messages | None = None,
+        chat_template_kwargs: TemplateVariables | None = None,
         priority: int = 0,
         deadline: float | None = None,
         client: str | None = None,
         **options: Unpack[Options],
     ) -> Handle:
-        """Have `prompt`, or `messages` as of `generate`, served beside others, in a thread of the runtime's own.
+        """Have `prompt`, or `messages` as in `generate`, served beside others, in a thread of the runtime's own.
 
         Those of a higher `priority` begin first. A request that is not over `deadline` seconds from now ends with what
         it has. `client` names who asks, where each may have a share of the queue. Tokens are those that `generate`
@@ -194,7 +202,7 @@ class Runtime:
         time. `on_round` is called in a thread of the runtime. Raises RequestError, BusyError where
         too many wait, and ClosedError once the runtime is closed.
         """
-        chosen = self._choose(prompt, messages)
+        chosen = self._choose(prompt, messages, chat_template_kwargs)
         return self.submit_all([(chosen, options)], priority=priority, deadline=deadline, client=client)[0]
 
     def submit_all(
@@ -226,8 +234,10 @@ class Runtime:
         request = check_request(options, self.manifest, self.grammars, shared=shared)
         return prepare_prompt(prompt, (), request.stop, self.tokenizer, self.manifest.target).ids, request
 
-    def _choose(self, prompt: str | Sequence[int] | None, messages: Messages | None) -> str | Sequence[int]:
-        return choose_prompt(prompt, messages, self.tokenizer, self.manifest.target)
+    def _choose(
+        self, prompt: str | Sequence[int] | None, messages: Messages | None, variables: TemplateVariables | None
+    ) -> str | Sequence[int]:
+        return choose_prompt(prompt, messages, self.tokenizer, self.manifest.target, variables)
 
     def _serve(self) -> Scheduler:
         with self._making:
@@ -286,10 +296,15 @@ class Runtime:
         return True if scheduler is None else scheduler.close(drain=drain, timeout=timeout)
 
     def stream(
-        self, prompt: str | Sequence[int] | None = None, *, messages: Messages | None = None, **options: Unpack[Options]
+        self,
+        prompt: str | Sequence[int] | None = None,
+        *,
+        messages: Messages | None = None,
+        chat_template_kwargs: TemplateVariables | None = None,
+        **options: Unpack[Options],
     ) -> Stream:
         """Generate as `generate` does, a span of tokens and text per step; no engine is taken before the first one."""
-        return Stream(self._once(*self._check(self._choose(prompt, messages), options)))
+        return Stream(self._once(*self._check(self._choose(prompt, messages, chat_template_kwargs), options)))
 
     def _once(self, ids: list[int], request: Request) -> Run:
         """Generate behind `ids` in a sequence of its own; no engine is taken before the first pass."""

@@ -26,7 +26,7 @@ from runtime.request import Options, Request, check_options, check_request
 from runtime.sequence import Sequence
 from runtime.stats import StageClock, Stats
 from runtime.text.common_length import common_length
-from runtime.text.prompt import Messages, Prompt, choose_prompt, prepare_prompt
+from runtime.text.prompt import Messages, Prompt, TemplateVariables, choose_prompt, prepare_prompt
 from runtime.text.stream import TextStream
 
 
@@ -129,28 +129,33 @@ class Session:
         prompt: str | List[int] | None = None,
         *,
         messages: Messages | None = None,
+        chat_template_kwargs: TemplateVariables | None = None,
         whole: bool = False,
         **options: Unpack[Options],
     ) -> Generation:
         """Append `prompt` to the sequence and generate; see `stream`."""
-        return self.stream(prompt, messages=messages, whole=whole, **options).result
+        return self.stream(
+            prompt, messages=messages, chat_template_kwargs=chat_template_kwargs, whole=whole, **options
+        ).result
 
     def stream(
         self,
         prompt: str | List[int] | None = None,
         *,
         messages: Messages | None = None,
+        chat_template_kwargs: TemplateVariables | None = None,
         whole: bool = False,
         **options: Unpack[Options],
     ) -> Stream:
         """Append `prompt` (text or token ids; without one the text goes on) and generate, a span a step.
 
+        `chat_template_kwargs` are values that the chat template reads beside `messages`, such as `enable_thinking`.
         With `whole` it is the whole sequence, as `messages` are the whole conversation: KV is kept as far as it agrees
         with the present one. Raises RequestError, before anything changes, for what cannot be served.
         """
         request = check_request(options, self._manifest, self._pool.loaded.grammars)
         prompt = "" if prompt is None and messages is None else prompt
-        chosen = choose_prompt(prompt, messages, self._tokenizer, self._geometry)
+        chosen = choose_prompt(prompt, messages, self._tokenizer, self._geometry, chat_template_kwargs)
         return Stream(self.run(chosen, request, whole=whole or messages is not None))
 
     def run(self, prompt: str | List[int], request: Request, *, whole: bool = False) -> Run:

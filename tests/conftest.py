@@ -19,7 +19,14 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import compiler.export.draft
 import compiler.export.target
@@ -36,6 +43,7 @@ from tests.exports import SharedExports
 from tests.fake_cuda import compile_libraries
 from tests.fake_cuda.provider import CudaProvider
 from tests.packages import install_apart
+from tests.plans.damage import edit
 from tests.plugins.emulator import Emulator, compile_emulator
 from tests.plugins.tensorrt_stand_in import StandIn, compile_shells
 
@@ -64,26 +72,40 @@ TOY_PROMPTS = ("import os\nimport sys\n", "def main() -> None:\n    return", "de
 TOY_DRAFTERS = [section["name"] for section in yaml.safe_load(TOY_RECIPE)["drafters"]]
 
 
-def write_toy_checkpoint(folder: Path, noise: float = 0.0) -> None:
+TOY_SIZES: dict[str, object] = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.35,
+    "tie_word_embeddings": True,
+    "eos_token_id": 0,
+}
+TOY_EXPERTS: dict[str, object] = {
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+}
+
+
+def write_toy_checkpoint(folder: Path, noise: float = 0.0, *, experts: bool = False) -> None:
     """A Qwen3 with weights large enough that its choices vary, and a byte-level tokenizer.
 
-    With `noise`, the same weights disturbed by this share of their spread: a drafter that is often right.
+    With `noise`, the same weights disturbed by this share of their spread: a drafter that is often right. With
+    `experts`, layers have experts, all but one.
     """
     torch.manual_seed(1)
-    config = Qwen3Config(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-        initializer_range=0.35,
-        tie_word_embeddings=True,
-        eos_token_id=0,
-    )
-    model = Qwen3ForCausalLM(config)
+    model: PreTrainedModel
+    if experts:
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**TOY_SIZES, **TOY_EXPERTS))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**TOY_SIZES))
     with torch.no_grad():
         for parameter in model.parameters() if noise else ():
             parameter += noise * parameter.std(correction=0) * torch.randn_like(parameter)
@@ -114,7 +136,7 @@ def write_toy_block(folder: Path, target: Path) -> None:
         folder, layout="deepspec", streams=(0, 3), hidden=32, vocab=300, mask=299, target_layers=4, head_dim=16,
         block_size=5, markov=("vanilla", rank), confidence="markov",
     )  # fmt: skip
-    model, tokenizer = Qwen3ForCausalLM.from_pretrained(target), Tokenizer.from_file(str(target / "tokenizer.json"))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(target), Tokenizer.from_file(str(target / "tokenizer.json"))
     with torch.no_grad():
         follows = model(torch.arange(300).unsqueeze(1)).logits[:, -1].argmax(-1)
         for prompt in TOY_PROMPTS:
@@ -175,9 +197,10 @@ def fresh_exports(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(exports, "trace", tracing.trace)
 
 
-def _write_toy(folder: Path) -> None:
-    write_toy_checkpoint(folder / "target")
-    write_toy_checkpoint(folder / "drafter", noise=0.05)
+def write_toy(folder: Path, *, experts: bool = False) -> None:
+    """The toy's recipe, checkpoints and prompts; with `experts`, its target and its draft models have experts."""
+    write_toy_checkpoint(folder / "target", experts=experts)
+    write_toy_checkpoint(folder / "drafter", noise=0.05, experts=experts)
     write_eagle3(folder / "head", target_hidden=32, vocab=300, draft_vocab=120, aux_layer_ids=[0, 1, 2])
     write_toy_block(folder / "block", folder / "target")
     (folder / "model.yaml").write_text(TOY_RECIPE, encoding="utf-8")
@@ -187,7 +210,7 @@ def _write_toy(folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def toy_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made_once(tmp_path_factory, "toy", _write_toy) / "model.yaml"
+    return made_once(tmp_path_factory, "toy", write_toy) / "model.yaml"
 
 
 @pytest.fixture(scope="session")
@@ -264,6 +287,20 @@ def forget_what_drafting_cost(runtime: Runtime) -> None:
     """Let adaptive speculation begin afresh: what earlier tests measured stands for their sizes of windows."""
     for engine in runtime.engines.engines:
         engine._adaptive = AdaptiveSpeculations(engine.manifest)
+
+
+@pytest.fixture(scope="session")
+def ending_plan(toy: Runtime, toy_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
+    """The toy's plan with several end tokens, and prompts with the number of tokens up to the first of them.
+
+    None of them is a special token: as text it would be seen.
+    """
+    prompts = ("import os\n", "def main(")
+    texts = {prompt: toy.generate(prompt, max_new_tokens=30, ignore_eos=True).token_ids for prompt in prompts}
+    ends = [ids[4] for ids in texts.values()]
+    plan = shutil.copytree(toy_plan, tmp_path_factory.mktemp("ends") / "plan")
+    edit(plan, lambda manifest: manifest["text"].update(eos_token_ids=[298, *ends]))
+    return plan, {prompt: 1 + next(i for i, token in enumerate(ids) if token in ends) for prompt, ids in texts.items()}
 
 
 @pytest.fixture(scope="session")

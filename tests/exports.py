@@ -18,7 +18,7 @@ import onnx_ir as ir
 import torch
 from torch.utils._pytree import tree_map
 
-from compiler.deferred import StoredTensor, deferred, stored_of
+from compiler.deferred import Deferred, deferred, stored_of
 from compiler.export import tracing
 
 Once = Callable[[str, Callable[[Path], object]], Path]
@@ -61,7 +61,7 @@ class _TracedLater(tracing.Traced):
         return self._traced.program
 
     @property
-    def weights(self) -> Mapping[str, StoredTensor]:  # type: ignore[override]
+    def weights(self) -> Mapping[str, Deferred]:  # type: ignore[override]
         return self._traced.weights
 
 

@@ -53,10 +53,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         if not (plans[name] / "plan.json").is_file():
             raise RequestError(f"{plans[name]} ({name}) is no plan; build it with that checkout first.")
     plan = open_plan(plans["after"])
-    target, text = plan.manifest.target, plan.manifest.text
+    target = plan.manifest.target
     drafters = drafters_named(options.drafters, (drafter.name for drafter in plan.manifest.drafters))
     ways = _ways(options.ways, target.branches, target.rows)
-    tokenizer = Tokenizer.load(plan.root / "tokenizer", bos_token=text.bos_token, eos_token=text.eos_token)
+    tokenizer = Tokenizer.load(plan.root / "tokenizer")
     chosen = [tokenizer.encode(prompt.text) for prompt in choose_prompts(plan.root, options.prompts)]
     prompts = cut_prompts(chosen, options.prompt_len, target.context - options.new)
     cases = [(way, drafter, threads) for way in ways for drafter in drafters for threads in options.threads]

@@ -1,4 +1,7 @@
-"""Our graph ops as PyTorch custom ops: never run, only traced and translated to the ONNX ops of the same names."""
+"""Our graph ops as PyTorch custom ops: never run, only traced and translated to the ONNX ops of the same names.
+
+Those of experts stand with their module, and run in PyTorch too.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import onnxscript
 import torch
 from torch import Tensor
 
+import compiler.models.experts  # noqa: F401  registers its ops
 from plugins.onnx_ops import DOMAIN, VERSION
 
 
@@ -127,6 +131,10 @@ def _translate_attention(*inputs: Any) -> Any:
 
 TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.outrider.branch_attention.default: _translate_attention,
+    torch.ops.outrider.route.default: _translated("Route", ("top_k", "normalise")),
+    torch.ops.outrider.biased_route.default: _translated("BiasedRoute", ("top_k", "normalise")),
+    torch.ops.outrider.mixture_of_experts.default: _translated("MixtureOfExperts", ()),
+    torch.ops.outrider.clamped_mixture_of_experts.default: _translated("ClampedMixtureOfExperts", ("alpha", "limit")),
     torch.ops.outrider.window_bias.default: _translated("WindowBias", ("window",)),
     torch.ops.outrider.tree_expand.default: _translated("TreeExpand", ("top_k", "doubt")),
     torch.ops.outrider.draft_sample.default: _translated("DraftSample", ()),

@@ -14,7 +14,7 @@ import onnx_ir as ir
 import torch
 from torch import nn
 
-from compiler.deferred import StoredTensor, deferred
+from compiler.deferred import Deferred, deferred
 from compiler.export.ops import TRANSLATIONS
 from plugins.onnx_ops import OPSET
 
@@ -31,7 +31,7 @@ class Traced:
     """
 
     program: torch.export.ExportedProgram
-    weights: Mapping[str, StoredTensor]
+    weights: Mapping[str, Deferred]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
@@ -95,7 +95,7 @@ def trace(
     return model
 
 
-def put_weights(model: ir.Model, stored: Mapping[str, StoredTensor]) -> None:
+def put_weights(model: ir.Model, stored: Mapping[str, Deferred]) -> None:
     """Give initializers their stored tensors, by name; small ones their values, but for matrices, whose integers the
     graph may keep."""
     for name, weight in stored.items():

@@ -6,7 +6,8 @@ from typing import Any
 
 from compiler.formats.gguf_file import GgufFile, shown
 from compiler.formats.gguf_tensors import ROPE_FACTORS
-from compiler.formats.gguf_tokenizer import CONTROL, TOKEN_TYPES, TOKENS
+from compiler.formats.gguf_tokenizer import TOKEN_TYPES, TOKENS
+from compiler.formats.sentencepiece_model import CONTROL
 from compiler.models.config import DecoderConfig, config_from
 from compiler.models.rope import RopeScaling
 from plans.errors import CheckpointError

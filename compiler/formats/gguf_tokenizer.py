@@ -6,7 +6,6 @@ which has a score for each piece instead of merges.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +15,13 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from compiler.formats.gguf_file import GgufFile
+from compiler.formats.sentencepiece_model import CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED, Pieces, merges
 from plans.errors import CheckpointError
 
 _PREFIX = "tokenizer.ggml."
 TOKENS, TOKEN_TYPES = f"{_PREFIX}tokens", f"{_PREFIX}token_type"
-_TEMPLATE = "tokenizer.chat_template"
-_NORMAL, _UNKNOWN, CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+_TEMPLATE, _TOOLS_TEMPLATE = "tokenizer.chat_template", "tokenizer.chat_template.tool_use"
 _DEFAULT = "default"
-_SPACE = "\u2581"
-"""Stands for a space in SentencePiece's pieces."""
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CASED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -37,6 +34,11 @@ _SYMBOLS = r"[\p{P}$+<=>^~|]+"
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|"
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SHORT}|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
@@ -51,10 +53,12 @@ class _Splitting:
 
 
 _SPLITTINGS = {
-    **dict.fromkeys(("gpt-2", "gpt2"), _Splitting((_GPT2,))),
+    **dict.fromkeys(("gpt-2", "gpt2", "olmo"), _Splitting((_GPT2,))),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _Splitting((_LLAMA3,), whole=True, begins=True)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _Splitting((_QWEN2,), composed=True)),
     **dict.fromkeys(("smollm", "starcoder", "refact"), _Splitting((r"\p{N}", _GPT2))),
+    "dbrx": _Splitting((_LLAMA3,)),
+    "gpt-4o": _Splitting((_GPT4O,)),
     "tekken": _Splitting((_TEKKEN,), whole=True, begins=True),
     _DEFAULT: _Splitting((_SYMBOLS, _GPT2, _NUMBERS, "[0-9][0-9][0-9]")),
 }
@@ -63,10 +67,11 @@ _SPLITTINGS = {
 
 @dataclass(frozen=True)
 class GgufText:
-    """A file's tokenizer, chat template, and texts of its tokens of beginning and end; None for what it has not."""
+    """A file's tokenizer, chat templates, and texts of its tokens of beginning and end; None for what it has not."""
 
     tokenizer: Tokenizer
     template: str | None
+    tools_template: str | None
     bos_token: str | None
     eos_token: str | None
 
@@ -78,8 +83,8 @@ def read_gguf_text(file: GgufFile) -> GgufText:
     kind = vocabulary.text("model")
     if kind not in kinds:
         raise vocabulary.wrong("model", f"is {kind!r}; tokenizers of the kinds {' and '.join(kinds)} are read")
-    template = file.value(_TEMPLATE, str)
-    return GgufText(kinds[kind](vocabulary), template, vocabulary.token_of("bos"), vocabulary.token_of("eos"))
+    templates = file.value(_TEMPLATE, str), file.value(_TOOLS_TEMPLATE, str)
+    return GgufText(kinds[kind](vocabulary), *templates, vocabulary.token_of("bos"), vocabulary.token_of("eos"))
 
 
 class _Vocabulary:
@@ -92,11 +97,11 @@ class _Vocabulary:
             raise self.wrong("tokens", "must be a list of texts; a plan carries the tokenizer")
         types = file.array(TOKEN_TYPES, len(tokens), integers=True)
         if types is None:
-            types = np.full(len(tokens), _NORMAL)
+            types = np.full(len(tokens), NORMAL)
         self.tokens, self.types = tokens, types
         self.ids: dict[str, int] = {}
         for number, token in enumerate(tokens):
-            if types[number] == _UNUSED:
+            if types[number] == UNUSED:
                 continue  # fills the vocabulary up to the model's
             if token in self.ids:
                 raise self.wrong("tokens", f"has {token!r} twice, as {self.ids[token]} and {number}")
@@ -132,15 +137,15 @@ class _Vocabulary:
             return None
         if not 0 <= number < len(self.tokens):
             raise self.wrong(f"{role}_token_id", f"is {number}; there are {len(self.tokens)} tokens")
-        if self.types[number] == _UNUSED:
+        if self.types[number] == UNUSED:
             raise self.wrong(f"{role}_token_id", f"is {number}, a token that token_type calls unused")
         return self.tokens[number]
 
     def added(self) -> list[AddedToken]:
         """Return the tokens that are matched in a text before all others."""
         return [
-            AddedToken(self.tokens[number], special=bool(self.types[number] != _USER_DEFINED), normalized=False)
-            for number in np.flatnonzero(np.isin(self.types, (_UNKNOWN, CONTROL, _USER_DEFINED)))
+            AddedToken(self.tokens[number], special=bool(self.types[number] != USER_DEFINED), normalized=False)
+            for number in np.flatnonzero(np.isin(self.types, (UNKNOWN, CONTROL, USER_DEFINED)))
         ]
 
     def around(self, bos: bool) -> processors.TemplateProcessing | None:
@@ -188,49 +193,21 @@ def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
 
 def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
     unknown = vocabulary.token_of("unknown")
-    tokenizer = Tokenizer(_bpe(vocabulary, _merges(vocabulary), unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    spaces: list[Any] = [normalizers.Replace(" ", _SPACE)]
+    pieces = Pieces(vocabulary.tokens, vocabulary.types.tolist(), vocabulary.scores().tolist())
+    found = merges(pieces, vocabulary.ids)
+    tokenizer = Tokenizer(_bpe(vocabulary, found, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    spaces: list[Any] = [normalizers.Replace(" ", SPACE)]
     prefix = vocabulary.flag("add_space_prefix", True)
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), *spaces] if prefix else spaces)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), *spaces] if prefix else spaces)
     stripped = [decoders.Strip(" ", 1, 0)] if prefix else []
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *stripped]
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *stripped]
     )
     around = vocabulary.around(bos=True)
     if around is not None:
         tokenizer.post_processor = around
     tokenizer.add_tokens(vocabulary.added())
     return tokenizer
-
-
-def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Return the merges that scores stand for.
-
-    SentencePiece merges the neighbours whose union has the highest score. So every way in which a piece parts into two
-    pieces is a merge, and pieces of higher scores come first; of one piece, the leftmost parting in the vocabulary's
-    order, as transformers has it.
-    """
-    ids, scores = vocabulary.ids, vocabulary.scores()
-    pieces = [token for token, number in ids.items() if vocabulary.types[number] in (_NORMAL, _USER_DEFINED)]
-    ranked = sorted(pieces, key=lambda piece: -float(scores[ids[piece]]))
-    lengths = sorted({len(token) for token in ids})
-    return [
-        (vocabulary.tokens[first], vocabulary.tokens[second])
-        for piece in ranked
-        for first, second in sorted(_partings(piece, ids, lengths))
-    ]
-
-
-def _partings(piece: str, ids: Mapping[str, int], lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the ids of each two tokens that make `piece`. A damaged piece may be long: only `lengths` of tokens are
-    tried, and no part is kept."""
-    for length in lengths:
-        if length >= len(piece):
-            return
-        first = ids.get(piece[:length])
-        second = None if first is None else ids.get(piece[length:])
-        if first is not None and second is not None:
-            yield first, second
 
 
 def _bpe(vocabulary: _Vocabulary, merges: list[tuple[str, str]], **options: Any) -> BPE:

@@ -10,7 +10,8 @@ import onnx_ir as ir
 from compiler.lowering.attention import CpuAttention, WindowInside
 from compiler.lowering.block_quantized import BlockQuantized
 from compiler.lowering.draft_ops import CpuDraftOps
-from compiler.lowering.float_drafts import FloatDrafts
+from compiler.lowering.experts import CpuExperts, CpuRoute, PackExperts
+from compiler.lowering.float_drafts import FloatDraftExperts, FloatDrafts
 from compiler.lowering.functions import FunctionBody
 from compiler.lowering.gated_unit import FuseGatedUnit
 from compiler.lowering.group_query_attention import GroupQueryAttention
@@ -36,6 +37,9 @@ RULES: dict[str, tuple[Rule, ...]] = {
         FuseGatedUnit(),
         FuseSoftcap(),
         PackQuantized(),
+        CpuRoute(),
+        CpuExperts(),
+        PackExperts(),
         FuseSkipNorms(),
         CpuAttention(),
         WindowInside(),
@@ -59,8 +63,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
         UnbranchedBody(),
         CopiedSizes(),
     ),
-    "tensorrt": (FloatDrafts(), UpdateOnceAttention(), PluginNodes(), BodyOfDeclined()),
-    "tensorrt-rtx": (FloatDrafts(), UpdateOnceAttention(), FunctionBody()),
+    "tensorrt": (FloatDrafts(), FloatDraftExperts(), UpdateOnceAttention(), PluginNodes(), BodyOfDeclined()),
+    "tensorrt-rtx": (FloatDrafts(), FloatDraftExperts(), UpdateOnceAttention(), FunctionBody()),
 }
 
 

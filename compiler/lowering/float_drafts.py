@@ -7,9 +7,13 @@ import onnx_ir as ir
 
 from compiler.graph_edits import drop_unread, replace
 from compiler.lowering.rule import Lowering, Rule
-from compiler.quantization.form import product_source
+from compiler.quantization.form import QuantTensor, product_source
 from plans import names
+from plugins.onnx_ops import DOMAIN
 from plugins.reference import dequantize
+from plugins.schema import EXPERT_OPS
+
+_OF_TARGETS = "the target's weights stay integers"
 
 
 class FloatDrafts(Rule):
@@ -23,7 +27,7 @@ class FloatDrafts(Rule):
         return product_source(node) is not None
 
     def check(self, node: ir.Node, lowering: Lowering) -> str | None:
-        return "the target's weights stay integers" if lowering.engine == names.TARGET else None
+        return _OF_TARGETS if lowering.engine == names.TARGET else None
 
     def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
         source, integers, scales = product_source(node), node.inputs[1], node.inputs[2]
@@ -46,3 +50,48 @@ class FloatDrafts(Rule):
         lowering.graph.insert_before(node, [new])
         replace(lowering.graph, node, [new.outputs[0]])
         drop_unread(lowering.graph, old)
+
+
+class FloatDraftExperts(Rule):
+    """TensorRT: experts of a drafter read weights as floats too, as `FloatDrafts` has them."""
+
+    def pattern(self, node: ir.Node) -> bool:
+        return node.domain == DOMAIN and node.op_type in EXPERT_OPS and "Quant" in node.op_type
+
+    def check(self, node: ir.Node, lowering: Lowering) -> str | None:
+        return _OF_TARGETS if lowering.engine == names.TARGET else None
+
+    def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
+        first, last = 2, 8  # integers and scales of gate, up and down
+        parts = node.inputs[first:last]
+        widths = [part.shape[1] for part in parts[::2] if part is not None and part.shape is not None]
+        hidden, _, inner = (int(width) for width in widths)  # type: ignore[arg-type]
+        weights = [
+            _stacked(lowering, integers, scales, outputs)
+            for integers, scales, outputs in zip(parts[::2], parts[1::2], (inner, inner, hidden), strict=True)
+        ]
+        attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+        kind = node.op_type.replace("Quant", "")
+        new = ir.node(kind, [*node.inputs[:first], *weights, *node.inputs[last:]], attributes, domain=DOMAIN)
+        lowering.graph.insert_before(node, [new])
+        replace(lowering.graph, node, [new.outputs[0]])
+        drop_unread(lowering.graph, parts)
+
+
+def _stacked(lowering: Lowering, integers: ir.Value | None, scales: ir.Value | None, outputs: int) -> ir.Value:
+    """Return the numbers `[E, in, out]` of integers `[E * out, in]` and their scales."""
+    assert integers is not None
+    assert scales is not None
+    assert scales.dtype is not None
+    tensor, dtype = integers.const_value, scales.dtype
+    assert isinstance(tensor, QuantTensor)
+    source = tensor.source
+    rows, inputs = source.shape
+
+    def numbers() -> ir.TensorProtocol:
+        weight = source.read()
+        table = dequantize(weight.integers, weight.scales).reshape(-1, outputs, inputs)
+        return ir.Tensor(np.ascontiguousarray(table.transpose(0, 2, 1)).astype(dtype.numpy()), dtype=dtype)
+
+    name = f"{(integers.name or '').rpartition('.')[0]}.numbers"
+    return lowering.deferred(name, ir.LazyTensor(numbers, dtype, ir.Shape([rows // outputs, inputs, outputs])))

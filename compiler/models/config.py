@@ -13,6 +13,7 @@ from typing import Any, Literal
 from compiler.models.attention import LayerKind
 from compiler.models.config_layers import read_rotations, read_unrotated, read_windows
 from compiler.models.config_reader import Reader, read_json
+from compiler.models.experts_config import ExpertsConfig, read_experts
 from compiler.models.families import FAMILIES, Activation, Family, QkNorm
 from compiler.models.quantization import read_packing
 from compiler.models.rope import Rope, RopeScaling
@@ -30,6 +31,8 @@ class DecoderConfig:
     `local_rope` has theirs. `windows` has each layer's window, None where it sees all; empty: none has one. Layers in
     `unrotated` rotate nothing. `rotary_size` numbers of each head are rotated (None: all). `score_scale` multiplies
     the products of queries and keys (None: the inverse root of the head's size).
+
+    Layers in `expert_layers` have `experts` in place of the MLP.
 
     Embeddings are multiplied by `embedding_scale`, what attention and MLP add to the residual stream by
     `residual_scale`, and logits are divided by `logit_divisor`. A softcap c makes c * tanh(x / c) of a score or logit.
@@ -66,6 +69,8 @@ class DecoderConfig:
     score_scale: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    experts: ExpertsConfig | None = None
+    expert_layers: frozenset[int] = frozenset()
 
     @property
     def query_size(self) -> int:
@@ -127,6 +132,7 @@ def config_from(
         head_dim = get.integer("head_dim")
     bias = get.boolean("attention_bias", False)
     vocab_size, layers = get.integer("vocab_size"), get.integer("num_hidden_layers")
+    experts, expert_layers = read_experts(raw, path, get, family, layers)
     config = DecoderConfig(
         family=family.name,
         vocab_size=vocab_size,
@@ -149,6 +155,8 @@ def config_from(
         activation=family.activation,
         windows=read_windows(raw, path, get, family, layers),
         unrotated=read_unrotated(raw, path, family, layers),
+        experts=experts,
+        expert_layers=expert_layers,
         **read_rotations(raw, path, get, family, head_dim, rope_scaling, context),
         **_factors(get, family, hidden_size),
     )

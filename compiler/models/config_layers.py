@@ -22,7 +22,7 @@ def read_windows(
     raw: Mapping[str, Any], path: Path, get: Reader, family: Family, layers: int
 ) -> tuple[int | None, ...]:
     """Return each layer's window; empty where no layer has one. Raises `CheckpointError`."""
-    switched = get.boolean("use_sliding_window", family.slides not in ("switched", "never"))
+    switched = get.boolean("use_sliding_window", family.slides not in ("switched", "all_switched", "never"))
     if raw.get("use_bidirectional_attention"):
         raise CheckpointError(f"{path}: use_bidirectional_attention is on, and a decoder sees earlier tokens alone")
     window = None
@@ -37,7 +37,7 @@ def read_windows(
     if window is None:
         raise CheckpointError(
             f"{path}: layer_types has {_SLIDING!r}, and there is no window: set sliding_window"
-            + (" and use_sliding_window" if family.slides == "switched" else "")
+            + (" and use_sliding_window" if family.slides in ("switched", "all_switched") else "")
         )
     return tuple(window if kind == _SLIDING else None for kind in kinds)
 
@@ -52,7 +52,7 @@ def _layer_types(
         standing = [_SLIDING if window is not None and (layer + 1) % every else _FULL for layer in range(layers)]
     elif window is None or slides == "never":
         standing = [_FULL] * layers
-    elif slides == "all":
+    elif slides in ("all", "all_switched"):
         standing = [_SLIDING] * layers
     elif family.unrotated_every is not None:  # SmolLM3: layers that rotate see everything
         without = read_unrotated(raw, path, family, layers)

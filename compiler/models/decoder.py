@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compiler.models.config import DecoderConfig
+from compiler.models.experts import Experts
+from compiler.models.experts_config import ExpertsConfig
 from compiler.models.families import Activation, QkNorm
 
 
@@ -103,9 +105,9 @@ class RmsNorm(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and a gated MLP, each with a norm before it, behind it, or both."""
+    """Attention and a gated MLP, or a mixture of experts, each with a norm before it, behind it, or both."""
 
-    def __init__(self, config: LayerConfig) -> None:
+    def __init__(self, config: LayerConfig, experts: ExpertsConfig | None = None) -> None:
         super().__init__()
         hidden, c = config.hidden_size, config
         self.config = config
@@ -124,9 +126,11 @@ class DecoderLayer(nn.Module):
         self.attention_out_norm = norm(c.norm_behind)
         self.mlp_norm = norm(c.norm_before)
         self.mlp_out_norm = norm(c.norm_behind)
-        self.gate = Linear(hidden, c.intermediate_size, c.mlp_bias)
-        self.up = Linear(hidden, c.intermediate_size, c.mlp_bias)
-        self.down = Linear(c.intermediate_size, hidden, c.mlp_bias)
+        self.experts = None if experts is None else Experts(experts, hidden)
+        if experts is None:
+            self.gate = Linear(hidden, c.intermediate_size, c.mlp_bias)
+            self.up = Linear(hidden, c.intermediate_size, c.mlp_bias)
+            self.down = Linear(c.intermediate_size, hidden, c.mlp_bias)
 
     def forward(self, h: Tensor, index: int, execution: Execution) -> Tensor:
         c = self.config
@@ -135,6 +139,8 @@ class DecoderLayer(nn.Module):
         k = execution.rotate(index, self.key(x), c.num_kv_heads)
         h = self._add(h, self.o(execution.attend(index, q, k, self.v(x))), self.attention_out_norm)
         x = _normed(h, self.mlp_norm)
+        if self.experts is not None:
+            return self._add(h, self.experts(x), self.mlp_out_norm)
         return self._add(h, self.down(_activated(self.gate(x), c.activation) * self.up(x)), self.mlp_out_norm)
 
     def key(self, x: Tensor) -> Tensor:
@@ -154,7 +160,10 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, config.experts if index in config.expert_layers else None)
+            for index in range(config.num_layers)
+        )
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
 

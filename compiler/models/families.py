@@ -9,12 +9,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-Slides = Literal["never", "all", "switched"] | int
+Slides = Literal["never", "all", "switched", "all_switched"] | int
 """Which layers see a window alone where config.json has no `layer_types`: none; all, where it has a window; those from
-`max_window_layers` on, where it sets `use_sliding_window`; or all but every n-th."""
+`max_window_layers` on, or all, where it sets `use_sliding_window`; or all but every n-th."""
 QkNorm = Literal["none", "head", "whole"]
 """Whether queries and keys are normed before the rotation: each head by itself, or the whole projection as one."""
 Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True)
+class ExpertKeys:
+    """What stands for absent keys of a mixture of experts: `count` for `num_experts`, `top_k` for
+    `num_experts_per_tok`, `normalise` for `norm_topk_prob`, and `size`, an expert's width, for the key `size_key`."""
+
+    count: int
+    top_k: int
+    normalise: bool
+    size: int | None = None
+    size_key: str = "intermediate_size"
 
 
 @dataclass(frozen=True)
@@ -35,7 +47,8 @@ class Family:
 
     `norm_offset` is added to the stored weights of all norms. `scaled_embedding`: embeddings are multiplied by the root
     of the hidden size. `factors` maps a field of `DecoderConfig` to the key of config.json that holds it, and to the
-    value that stands for an absent key.
+    value that stands for an absent key. `experts`: layers may have a mixture of experts in place of the MLP; names of
+    their tensors have `{e}` for the expert's number.
     """
 
     name: str
@@ -60,6 +73,7 @@ class Family:
     local_theta: float | None = None
     unrotated_every: int | None = None
     scaled_embedding: bool = False
+    experts: ExpertKeys | None = None
     factors: dict[str, tuple[str, float | None]] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -84,6 +98,14 @@ def _weights(**norms: str) -> dict[str, str]:
     return named
 
 
+def _expert_weights(router: str, expert: str, **products: str) -> dict[str, str]:
+    """Return the names of experts' weights below a layer; `products` maps gate, up and down to theirs."""
+    named = {"layers.{i}.experts.router": f"model.layers.{{i}}.{router}.weight"}
+    for product, stored in products.items():
+        named[f"layers.{{i}}.experts.{product}"] = f"model.layers.{{i}}.{expert}.{stored}.weight"
+    return named
+
+
 _BEFORE = _weights(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
 _BEHIND = _weights(attention_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm")
 _BOTH = _weights(
@@ -95,6 +117,8 @@ _BOTH = _weights(
 _LLAMA = Family("llama", "Llama 2, 3", _BEFORE, qkv_bias=None, output_bias=None)
 _MISTRAL = Family("mistral", "Mistral", _BEFORE, window=4096, slides="all", fixed_layer_types=True)
 _QWEN2 = Family("qwen2", "Qwen2, Qwen2.5", _BEFORE, qkv_bias=True, window=4096, slides="switched")
+_QWEN3 = replace(_QWEN2, name="qwen3", title="Qwen3", qkv_bias=None, output_bias=None, qk_norm="head", head_dim=128)
+_EXPERTS = _expert_weights("mlp.gate", "mlp.experts.{e}", gate="gate_proj", up="up_proj", down="down_proj")
 _GEMMA = replace(
     _LLAMA,
     name="gemma",
@@ -137,7 +161,16 @@ FAMILIES: dict[str, Family] = {
         _MISTRAL,
         replace(_MISTRAL, name="ministral", title="Ministral", fixed_layer_types=False),
         _QWEN2,
-        replace(_QWEN2, name="qwen3", title="Qwen3", qkv_bias=None, output_bias=None, qk_norm="head", head_dim=128),
+        _QWEN3,
+        replace(
+            _QWEN3,
+            name="qwen3_moe",
+            title="Qwen3-MoE",
+            weights=_BEFORE | _EXPERTS,
+            slides="all_switched",
+            fixed_layer_types=True,
+            experts=ExpertKeys(128, 8, normalise=False, size=768, size_key="moe_intermediate_size"),
+        ),
         _GEMMA,
         _GEMMA2,
         replace(

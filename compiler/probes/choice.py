@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
+from compiler.probes.experts import ExpertSizes, sizes_of
 from compiler.probes.ops import Weight, attributes_of, extent, weight_of
 from plans import names
 from plugins.onnx_ops import DOMAIN
@@ -84,6 +85,10 @@ def _ops_of(engine: str, graph: ir.Graph) -> Iterator[ProbedOp]:
             yield _product(engine, node, weight)
         elif kind == (CPU_DOMAIN, "BranchAttention"):
             yield _attention(engine, node)
+        elif kind == (CPU_DOMAIN, "Route"):
+            yield _route(engine, node)
+        elif (sizes := sizes_of(node)) is not None:
+            yield _experts(engine, node, sizes)
         elif node.op_type in _ROW_OPS:
             yield _row_op(engine, node)
         elif not any(node.op_type in ops.get(node.domain, ()) for ops in passed):
@@ -107,6 +112,23 @@ def _attention(engine: str, node: ir.Node) -> ProbedOp:
     kind = "" if cache.dtype is None else cache.dtype.name.lower()
     text = f"[{attributes['num_heads']} heads, {attributes['kv_num_heads']} of keys, slots of {size} {kind}]"
     return ProbedOp(engine, node, 0, family, 0, text)
+
+
+def _route(engine: str, node: ir.Node) -> ProbedOp:
+    constant = node.inputs[1]
+    assert constant is not None
+    assert constant.const_value is not None
+    width, attributes = int(constant.const_value.shape.numpy()[2]), attributes_of(node)
+    family = (node.op_type, tuple(sorted(attributes.items())), width, len(node.inputs))
+    return ProbedOp(engine, node, width, family, attributes["experts"], f"[{width}, {attributes['experts']}]")
+
+
+def _experts(engine: str, node: ir.Node, sizes: ExpertSizes) -> ProbedOp:
+    attributes = attributes_of(node)
+    family = (node.op_type, tuple(sorted(attributes.items())), len(node.inputs))
+    kind = f" of {attributes['bits']} bits" if "bits" in attributes else ""
+    text = f"[{sizes.experts} experts, {sizes.hidden} by {sizes.inner}]{kind}"
+    return ProbedOp(engine, node, sizes.hidden, family, 3 * sizes.inner, text)
 
 
 def _row_op(engine: str, node: ir.Node) -> ProbedOp:

@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from compiler.probes.attention import add_attention, siblings_function
 from compiler.probes.choice import ProbedOp, probed_ops, widest
+from compiler.probes.experts import add_experts, add_route, sizes_of
 from compiler.probes.ops import Added, ProbeTape, add_product, add_row_op, weight_of
 from plans.manifest import Probe
 from plugins.onnx_ops import OPSET
@@ -58,4 +59,8 @@ def _add(tape: ProbeTape, op: ProbedOp, label: str, most: int | None) -> Added:
         return add_product(tape, op.node, label, most)
     if op.node.op_type == "BranchAttention":
         return add_attention(tape, op.node, label)
+    if op.node.op_type == "Route":
+        return add_route(tape, op.node, label)
+    if sizes_of(op.node) is not None:
+        return add_experts(tape, op.node, label)
     return add_row_op(tape, op.node, label, op.width)

@@ -84,7 +84,7 @@ def calibrate(
     moment's last bit otherwise, and then choose otherwise between two scales that are equally good. Raises
     `CheckpointError` for a checkpoint that has integers already, and for weights too large for scales in float16.
     """
-    stored = deferred(decoder)
+    stored = _unstacked(decoder)
     if not form.requantize:
         _check_floats(stored)
     tensors = CalibratedTensors(stored["embedding"].tensors)
@@ -209,6 +209,19 @@ def _round_head(
     _check_size(head, weight, bits)
     parts = torch.split(weight, max(1, _SLICE // c.hidden_size))
     tensors.keep_weight(head.stored_name, stack([round_with_feedback(p.float(), moments, bits) for p in parts]))
+
+
+def _unstacked(decoder: Decoder) -> dict[str, StoredTensor]:
+    """Return the stored tensors of `decoder`. Raises `CheckpointError` for experts, which are not searched."""
+    found = {}
+    for name, tensor in deferred(decoder).items():
+        if not isinstance(tensor, StoredTensor):
+            raise CheckpointError(
+                f"{tensor.parts[0].origin} is of an expert, and method awq does not search a mixture of experts; leave "
+                "`method` out of the recipe, so that weights are rounded to the nearest"
+            )
+        found[name] = tensor
+    return found
 
 
 def _check_floats(stored: Mapping[str, StoredTensor]) -> None:

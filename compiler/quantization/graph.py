@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 
 import numpy as np
 import onnx_ir as ir
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from compiler.deferred import StoredTensor
 from compiler.graph_edits import replace
-from compiler.quantization.form import QuantizedWeight, WeightSource
+from compiler.quantization.experts import quantize_experts
+from compiler.quantization.form import WeightSource
 from compiler.quantization.keeping import kept
-from compiler.quantization.rounding import round_to_nearest, too_large
+from compiler.quantization.rounding import rounded
 from compiler.quantization.weight_form import WeightForm
 from plans.manifest import RuleReport
 from plugins.onnx_ops import DOMAIN
-from plugins.quant_layout import BLOCK, fits_half
+from plugins.quant_layout import BLOCK
 
 _HEAD = "lm_head.weight"
-_SLICE = 1 << 20  # numbers rounded at once
 
 
 def quantize(engine: str, model: ir.Model, form: WeightForm | None) -> RuleReport:
@@ -40,7 +37,7 @@ def quantize(engine: str, model: ir.Model, form: WeightForm | None) -> RuleRepor
         is_head = name.endswith(_HEAD) or any(node.op_type == "Gather" for node in users)
         bits = None if form is None else form.head_bits if is_head else form.bits
         turned = users[0].op_type == "MatMul"
-        outputs, inputs = reversed(value.const_value.shape.numpy()) if turned else value.const_value.shape.numpy()
+        inputs = value.const_value.shape.numpy()[0 if turned else 1]
         source = kept(value.const_value, bits) if isinstance(value.const_value, StoredTensor) else None
         if source is None and bits is None:
             if form is not None:
@@ -51,9 +48,11 @@ def quantize(engine: str, model: ir.Model, form: WeightForm | None) -> RuleRepor
             continue
         if source is None:
             assert bits is not None
-            source = WeightSource(bits, (outputs, inputs), False, _rounding(value.const_value, turned, bits))
+            source = rounded(value.const_value, turned, bits)
         _replace(graph, name, value, users, source)
         applied += 1
+    if form is not None:
+        applied += quantize_experts(model, form.bits, declined)
     if applied:
         model.opset_imports.setdefault(DOMAIN, 1)
     return RuleReport(engine=engine, rule="Quantize", applied=applied, declined=dict(declined))
@@ -78,41 +77,6 @@ def _is_row_reader(node: ir.Node, index: int) -> bool:
     plain = attributes.get("alpha", 1.0) == attributes.get("beta", 1.0) == 1.0
     bare = len(node.inputs) < 3 or node.inputs[2] is None
     return node.op_type == "Gemm" and index == 1 and attributes.get("transB") == 1 and plain and bare
-
-
-def _rounding(tensor: ir.TensorProtocol, turned: bool, bits: int) -> Callable[[], QuantizedWeight]:
-    """Return the function that reads and rounds a weight: some rows at a time, because copies in float32 are large.
-
-    Results go into whole arrays. Kept in pieces, they would lie between the freed copies and keep all that memory.
-    """
-
-    def read() -> QuantizedWeight:
-        weight = _read_rows(tensor, turned)
-        outputs, inputs = weight.shape
-        made = QuantizedWeight(
-            bits, np.empty((outputs, inputs), np.int8), np.empty((outputs, inputs // BLOCK), np.float32)
-        )
-        step = max(1, _SLICE // inputs)
-        for rows in (slice(begin, begin + step) for begin in range(0, outputs, step)):
-            part = round_to_nearest(weight[rows].float().numpy(), bits)
-            made.integers[rows], made.scales[rows] = part.integers, part.scales
-        if not fits_half(made.scales):
-            origin = tensor.origin if isinstance(tensor, StoredTensor) else str(tensor.name)
-            raise too_large(origin, float(weight.abs().max()), bits)
-        return made
-
-    return read
-
-
-def _read_rows(tensor: ir.TensorProtocol, turned: bool) -> Tensor:
-    """Read a weight as `[outputs, inputs]`; one of a checkpoint in the type in which it is stored.
-
-    A `turned` one has the other order in the graph.
-    """
-    if isinstance(tensor, StoredTensor):
-        return tensor.read_stored()
-    rows = tensor.numpy().T if turned else tensor.numpy()
-    return torch.from_numpy(np.array(rows, np.float32, order="C"))
 
 
 def _replace(graph: ir.Graph, name: str, value: ir.Value, users: list[ir.Node], source: WeightSource) -> None:

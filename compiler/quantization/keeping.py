@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from torch import nn
@@ -24,7 +25,7 @@ def kept(tensor: StoredTensor, bits: int | None) -> WeightSource | None:
 
 def kept_parameters(module: nn.Module, form: WeightForm | None) -> set[str]:
     """Return the names of the parameters of a deferred `module` whose integers a plan of `form` keeps."""
-    return {name for name, tensor in deferred(module).items() if kept(tensor, _bits(name, form)) is not None}
+    return {name for name, tensor in _unstacked(module) if kept(tensor, _bits(name, form)) is not None}
 
 
 def reason_against(module: nn.Module, form: WeightForm | None) -> str | None:
@@ -34,7 +35,7 @@ def reason_against(module: nn.Module, form: WeightForm | None) -> str | None:
     """
     if form is not None and form.requantize:
         return None
-    for name, tensor in deferred(module).items():
+    for name, tensor in _unstacked(module):
         stored = tensor.tensors.found[tensor.stored_name]
         if not stored.packed or len(stored.shape) != 2:
             continue
@@ -50,12 +51,19 @@ def reason_against(module: nn.Module, form: WeightForm | None) -> str | None:
 
 def with_minimums(module: nn.Module, form: WeightForm | None) -> str | None:
     """Return which weight of `module` keeps integers that have minimums, as a clause; None where none does."""
-    for name, tensor in deferred(module).items():
+    for name, tensor in _unstacked(module):
         source = kept(tensor, _bits(name, form))
         if source is not None and source.minimums:
             stored = tensor.tensors.found[tensor.stored_name]
             return f"{stored.file} stores {tensor.stored_name!r} as {stored.dtype}, unsigned integers with minimums"
     return None
+
+
+def _unstacked(module: nn.Module) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the deferred parameters without the stacked ones, which no checkpoint that is read stores as integers."""
+    for name, tensor in deferred(module).items():
+        if isinstance(tensor, StoredTensor):
+            yield name, tensor
 
 
 def _bits(name: str, form: WeightForm | None) -> int | None:

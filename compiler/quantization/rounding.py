@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx_ir as ir
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from compiler.quantization.form import QuantizedWeight
+from compiler.deferred import StoredTensor
+from compiler.quantization.form import QuantizedWeight, WeightSource
 from plans.errors import CheckpointError
-from plugins.quant_layout import BLOCK
+from plugins.quant_layout import BLOCK, fits_half
 
 _LARGEST_HALF = np.float32(65504)
+_SLICE = 1 << 20  # numbers rounded at once
 
 
 def round_to_nearest(weight: NDArray[np.float32], bits: int) -> QuantizedWeight:
@@ -29,6 +34,41 @@ def round_to_nearest(weight: NDArray[np.float32], bits: int) -> QuantizedWeight:
         low, high = -8, 7
     scales = stored_scales(scales)
     return QuantizedWeight(bits, in_steps(blocks, scales, low, high).reshape(outputs, inputs), scales)
+
+
+def rounded(tensor: ir.TensorProtocol, turned: bool, bits: int) -> WeightSource:
+    """Return a weight of a graph as one that is read and rounded at each call: some rows at a time, because copies in
+    float32 are large.
+
+    A `turned` one is `[K, N]` in the graph. Results go into whole arrays. Kept in pieces, they would lie between the
+    freed copies and keep all that memory.
+    """
+
+    def read() -> QuantizedWeight:
+        weight = _read_rows(tensor, turned)
+        outputs, inputs = weight.shape
+        made = QuantizedWeight(
+            bits, np.empty((outputs, inputs), np.int8), np.empty((outputs, inputs // BLOCK), np.float32)
+        )
+        step = max(1, _SLICE // inputs)
+        for rows in (slice(begin, begin + step) for begin in range(0, outputs, step)):
+            part = round_to_nearest(weight[rows].float().numpy(), bits)
+            made.integers[rows], made.scales[rows] = part.integers, part.scales
+        if not fits_half(made.scales):
+            origin = tensor.origin if isinstance(tensor, StoredTensor) else str(tensor.name)
+            raise too_large(origin, float(weight.abs().max()), bits)
+        return made
+
+    outputs, inputs = tensor.shape.numpy()[::-1] if turned else tensor.shape.numpy()
+    return WeightSource(bits, (outputs, inputs), False, read)
+
+
+def _read_rows(tensor: ir.TensorProtocol, turned: bool) -> Tensor:
+    """Read a weight as `[outputs, inputs]`; one of a checkpoint in the type in which it is stored."""
+    if isinstance(tensor, StoredTensor):
+        return tensor.read_stored()
+    rows = tensor.numpy().T if turned else tensor.numpy()
+    return torch.from_numpy(np.array(rows, np.float32, order="C"))
 
 
 def too_large(origin: str, largest: float, bits: int) -> CheckpointError:

@@ -10,11 +10,14 @@ from plugins.reference.choice import Sampling, choice, fixed_weights, shared_exp
 from plugins.reference.draft_sample import draft_sample
 from plugins.reference.kv_gather import kv_gather
 from plugins.reference.kv_slots import from_slots, to_slots
+from plugins.reference.lanes import clamped_unit, gated_unit, lanes_exp, ordered_matmul
+from plugins.reference.mixture_of_experts import Expert, mixture_of_experts
 from plugins.reference.partial_kv import block_select, block_summary, partial_kv_gather
 from plugins.reference.philox import philox4x32, uniform
 from plugins.reference.quant_matmul import dequantize, quant_matmul, quantize_rows
 from plugins.reference.race import RaceKey, exponential, noise_words, race
 from plugins.reference.race_noise import race_noise
+from plugins.reference.route import route
 from plugins.reference.sample import SamplingSlots, sample
 from plugins.reference.tree_accept import Accepted, tree_accept
 from plugins.reference.tree_expand import DraftSettings, Expanded, tree_expand
@@ -25,6 +28,7 @@ __all__ = [
     "Accepted",
     "DraftSettings",
     "Expanded",
+    "Expert",
     "RaceKey",
     "Reranked",
     "Sampling",
@@ -35,19 +39,25 @@ __all__ = [
     "branch_attention",
     "chain_accept",
     "choice",
+    "clamped_unit",
     "dequantize",
     "draft_sample",
     "exponential",
     "fixed_weights",
     "from_slots",
+    "gated_unit",
     "kv_gather",
+    "lanes_exp",
+    "mixture_of_experts",
     "noise_words",
+    "ordered_matmul",
     "partial_kv_gather",
     "philox4x32",
     "quant_matmul",
     "quantize_rows",
     "race",
     "race_noise",
+    "route",
     "sample",
     "shared_exp",
     "to_slots",

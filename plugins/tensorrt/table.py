@@ -41,7 +41,7 @@ from plugins.cuda.launches import (
     Launch,
     shares,
 )
-from plugins.schema import QUANT_OPS, SLOT, TensorSpec
+from plugins.schema import EXPERT_OPS, QUANT_OPS, SLOT, TensorSpec
 from plugins.schemas import SCHEMAS
 from plugins.tensorrt.plugin import SAME_SIZE, Declined, Plugin
 
@@ -215,6 +215,10 @@ PLUGINS: dict[str, tuple[Plugin, ...] | Declined] = {
         Declined("TensorRT fuses dequantised weights with the product that reads them"),
     ),
     "BranchAttention": Declined("it is lowered to TensorRT's own cache update and attention layers"),
+    **dict.fromkeys(
+        ("Route", "BiasedRoute", *EXPERT_OPS),
+        Declined("standard ops compute every expert; no kernel of ours for GPUs computes the chosen ones alone"),
+    ),
     "WindowBias": Declined("standard ops compute it once for all layers that share a window"),
     "DraftSample": (
         Plugin(

@@ -286,7 +286,7 @@ class _Serving:
             grammars.check_schema(schema, "response_format.json_schema.schema")
         if not asked.calls_tools:
             return None
-        template = self._runtime.tokenizer.check_chat()
+        template = self._runtime.tokenizer.check_chat(tools=True)
         if "tools" not in template.names:
             raise RequestError(
                 "The chat template of the plan does not know tools, so that the model would not see them; leave tools "
@@ -307,8 +307,10 @@ class _Serving:
         """Token ids of each prompt, and the options of its choices."""
         tokenizer, geometry = self._runtime.tokenizer, self._runtime.manifest.target
         if isinstance(asked, ChatAsked):
-            tools = None if calling is None else {"tools": [tool.plain() for tool in asked.tools or ()]}
-            ids = chat_prompt([message.plain() for message in asked.messages], tokenizer, geometry, tools)
+            variables = dict(asked.chat_template_kwargs or {})
+            if calling is not None:
+                variables["tools"] = [tool.plain() for tool in asked.tools or ()]
+            ids = chat_prompt([message.plain() for message in asked.messages], tokenizer, geometry, variables)
             limit = max(1, geometry.context - len(ids)) if asked.limit is None else asked.limit
             options = asked.options(limit, (asked.top_logprobs or 0) if asked.logprobs else None)
             if calling is not None:

@@ -178,6 +178,9 @@ class ChatAsked(_Asked):
         None, description='"none", "auto", "required", or an object such as {"type": "function", "function": {...}}'
     )
     parallel_tool_calls: bool | None = Field(None, description="true or false")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description='an object such as {"enable_thinking": false}'
+    )  # which the prompt's making checks
 
     def check(self) -> None:
         if self.top_logprobs is not None and not self.logprobs:
@@ -187,6 +190,8 @@ class ChatAsked(_Asked):
             )
         for place, message in enumerate(self.messages):
             message.check(place)
+        if "tools" in (self.chat_template_kwargs or {}):
+            raise RequestError("chat_template_kwargs has tools; pass tools by themselves, so that they can be called.")
         if self.response_format is not None:
             self.response_format.check()
         self._check_tools()

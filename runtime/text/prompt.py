@@ -13,6 +13,8 @@ from runtime.text.stream import CONTEXT_TOKENS, TextStream
 
 Messages = Sequence[Mapping[str, object]]
 """A conversation: mappings of `role` and `content`, and what else the plan's chat template knows."""
+TemplateVariables = Mapping[str, object]
+"""Values of further names that the plan's chat template reads, such as `tools`, `documents` or `enable_thinking`."""
 
 
 @dataclass(frozen=True)
@@ -24,17 +26,24 @@ class Prompt:
 
 
 def choose_prompt(
-    prompt: str | Sequence[int] | None, messages: Messages | None, tokenizer: Tokenizer, geometry: Geometry
+    prompt: str | Sequence[int] | None,
+    messages: Messages | None,
+    tokenizer: Tokenizer,
+    geometry: Geometry,
+    variables: TemplateVariables | None = None,
 ) -> str | Sequence[int]:
-    """Return the prompt that was passed: `prompt`, or `messages` through the plan's chat template.
+    """Return the prompt that was passed: `prompt`, or `messages` through the plan's chat template, which may read
+    `variables`.
 
-    Raises RequestError for both or none, for messages that are no conversation or do not fit the context, and where the
-    plan has no template.
+    Raises RequestError for both or none, for messages that are no conversation or do not fit the context, for variables
+    without messages or that the template does not read, and where the plan has no template.
     """
+    if variables and messages is None:
+        raise RequestError("chat_template_kwargs are given, and no messages; pass messages, or leave them out.")
     if prompt is not None and messages is None:
         return prompt
     if messages is not None and prompt is None:
-        return chat_prompt(messages, tokenizer, geometry)
+        return chat_prompt(messages, tokenizer, geometry, variables)
     given = "neither was given" if prompt is None else "both were given"
     raise RequestError(f"Pass a prompt, as text or token ids, or messages: exactly one of the two; {given}.")
 
@@ -79,11 +88,12 @@ def encode_prompt(
 
 
 def chat_prompt(
-    messages: Messages, tokenizer: Tokenizer, geometry: Geometry, variables: Mapping[str, object] | None = None
+    messages: Messages, tokenizer: Tokenizer, geometry: Geometry, variables: TemplateVariables | None = None
 ) -> list[int]:
     """Encode a conversation through the plan's chat template, which may read further `variables`.
 
-    Raises RequestError as `encode_prompt` does.
+    Nothing is put around what the template writes. Raises RequestError as `encode_prompt` does, and for variables that
+    the template does not read.
     """
     # A template may take a time that grows with their square.
     if isinstance(messages, Sequence) and len(messages) >= geometry.context:
@@ -91,7 +101,26 @@ def chat_prompt(
             f"The conversation has {len(messages)} messages, each of a token or more; the plan's context is "
             f"{geometry.context}. Leave messages out."
         )
+    _check_variables(variables or {}, tokenizer)
     return encode_prompt(tokenizer.apply_chat_template(messages, variables=variables), tokenizer, geometry)
+
+
+_OWN = ("messages", "add_generation_prompt")
+
+
+def _check_variables(variables: TemplateVariables, tokenizer: Tokenizer) -> None:
+    """Raise RequestError for a variable without effect."""
+    if not isinstance(variables, Mapping):
+        raise RequestError(f"chat_template_kwargs must be a mapping of names, not {type(variables).__name__}.")
+    if not variables:
+        return
+    known = tokenizer.check_chat(tools=variables.get("tools") is not None).names
+    wrong = next((name for name in variables if name in _OWN or name not in known), None)
+    if wrong is not None:
+        names = ", ".join(sorted(known - {*_OWN, *tokenizer.check_chat().special_names})) or "none"
+        raise RequestError(
+            f"chat_template_kwargs has {wrong!r}, which the chat template of the plan does not take; it takes: {names}."
+        )
 
 
 def _too_long(tokens: str, geometry: Geometry) -> RequestError:

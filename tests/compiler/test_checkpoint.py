@@ -171,7 +171,7 @@ def test_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
     [
         (
             {"model_type": "mamba"},
-            "model_type 'mamba' is not supported; known families: llama, mistral, ministral, qwen2, qwen3, gemma,",
+            "model_type 'mamba' is not supported; known families: llama, mistral, ministral, qwen2, qwen3, qwen3_moe,",
         ),
         ({"hidden_size": "32"}, "hidden_size must be a positive integer, found '32'"),
         ({"head_dim": 7}, "head_dim is 7"),

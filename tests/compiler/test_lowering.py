@@ -156,6 +156,9 @@ def test_one_node_a_layer_norms_rotates_appends_and_attends(decoder: Decoder, tm
         "FuseGatedUnit": layers,
         "FuseSoftcap": 0,  # nothing is capped
         "PackQuantized": 0,  # nothing is quantised
+        "CpuRoute": 0,  # no layer has experts
+        "CpuExperts": 0,
+        "PackExperts": 0,
         "FuseSkipNorms": 2 * layers - 1,  # all but the first norm, of the embedding, and the last, of picked rows
         "CpuAttention": layers,
         "WindowInside": 0,  # no layer has a window

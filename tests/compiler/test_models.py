@@ -55,6 +55,8 @@ GRANITE = {
     "attention_bias": True,
 }
 
+EXPERTS = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2}
+
 CASES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -104,6 +106,16 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3": ("qwen3", {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "qwen3-tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen3-biases": ("qwen3", {"head_dim": 8, "attention_bias": True}),
+    "qwen3_moe": ("qwen3_moe", {"head_dim": 16, "norm_topk_prob": True, "num_hidden_layers": 3, **EXPERTS}),
+    "qwen3_moe-not-normalised": ("qwen3_moe", {"head_dim": 16, **EXPERTS, "num_experts_per_tok": 4}),
+    "qwen3_moe-mixed": (
+        "qwen3_moe",
+        {"head_dim": 16, "num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [1], **EXPERTS},
+    ),
+    "qwen3_moe-window": (
+        "qwen3_moe",
+        {"head_dim": 16, "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1, **EXPERTS},
+    ),
     "qwen3-yarn": ("qwen3", {"head_dim": 16, "rope_parameters": {"rope_theta": 1e6, **YARN}}),
 }
 

@@ -203,6 +203,26 @@ def test_log_probabilities(client: openai.OpenAI, alone: Runtime) -> None:
     assert all(bytes(entry.bytes).decode() == entry.token for entry in content)
 
 
+def test_each_end_token_of_a_plan_ends_a_text(toy: Runtime, ending_plan: tuple[Path, dict[str, int]]) -> None:
+    """And is no part of it, in whole texts and streams, through the server and in Python."""
+    plan, lengths = ending_plan
+    python = Runtime.load(plan, threads=1)
+    with listening(Runtime.load(plan, threads=1)) as address, client_of(address) as client:
+        for prompt, length in lengths.items():
+            whole = toy.generate(prompt, max_new_tokens=30, ignore_eos=True)
+            text = toy.tokenizer.decode(whole.token_ids[: length - 1])
+            for drafter in ("none", "ngram", "chain"):
+                found = python.generate(prompt, max_new_tokens=30, drafter=drafter)
+                assert (found.token_ids, found.text) == (whole.token_ids[:length], text)
+                assert found.finish_reason == "stop"
+                own: dict[str, Any] = {"model": "toy", "prompt": prompt, "max_tokens": 30, "temperature": 0}
+                own["extra_body"] = {"drafter": drafter}
+                answer = client.completions.create(**own)
+                assert (answer.choices[0].text, answer.choices[0].finish_reason) == (text, "stop")
+                pieces = list(client.completions.create(stream=True, **own))
+                assert "".join(piece.choices[0].text for piece in pieces) == text
+
+
 def test_a_chat_is_its_template_continued(client: openai.OpenAI, alone: Runtime) -> None:
     messages: list[Any] = [
         {"role": "system", "content": "be brief"},

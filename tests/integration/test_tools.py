@@ -159,6 +159,29 @@ def test_an_answer_may_be_a_call(served: Served) -> None:
     assert (free.message.content or "").startswith("{{")
 
 
+def test_what_a_template_reads_besides_is_passed_on(served: Served) -> None:
+    served.use("{% if not tone is defined %}{% set tone = 'plain' %}{% endif %}{{ tone }}|" + HERMES)
+    own: dict[str, Any] = {"temperature": 0, "max_tokens": 6}
+    for given, tone in (({"tone": "curt"}, "curt"), ({}, "plain"), (None, "plain")):
+        prompt = served.alone.tokenizer.encode(f"{tone}|uhi|a", add_special_tokens=False)
+        expected = served.alone.generate(prompt, max_new_tokens=6).text
+        found = served.ask(**own, extra_body={"chat_template_kwargs": given})
+        assert found.choices[0].message.content == expected
+        kwargs = {} if given is None else {"chat_template_kwargs": given}
+        assert served.alone.generate(messages=ASK, max_new_tokens=6, **kwargs).text == expected  # type: ignore[call-overload]
+    for wrong, words in (
+        (
+            {"tune": 1},
+            "chat_template_kwargs has 'tune', which the chat template .* does not take; it takes: tone, tools",
+        ),
+        ({"messages": []}, "chat_template_kwargs has 'messages', which"),
+        ({"tools": []}, "chat_template_kwargs has tools; pass tools by themselves"),
+        ([], "chat_template_kwargs is .*; pass an object such as"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=words):
+            served.ask(**own, extra_body={"chat_template_kwargs": wrong})
+
+
 def test_without_tools_to_call_there_are_none(served: Served) -> None:
     own: dict[str, Any] = {"temperature": 0, "max_completion_tokens": 9}
     expected = served.ask(**own).choices[0].message.content

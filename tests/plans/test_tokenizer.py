@@ -142,7 +142,7 @@ def write_plan(folder: Path, tokenizer: str, template: str | None = None) -> Pat
 
 
 def test_load_reads_the_plan_folder(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.load(write_plan(tmp_path, byte_level().to_str(), "{{ bos_token }}x"), bos_token="<s>")
+    tokenizer = Tokenizer.load(write_plan(tmp_path, byte_level().to_str(), "{{ bos_token }}x"), {"bos_token": "<s>"})
     assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
     assert tokenizer.apply_chat_template(MESSAGES) == "<s>x"
 
@@ -172,13 +172,23 @@ def test_a_template_that_is_no_jinja_is_a_plan_error_with_its_line(tmp_path: Pat
         decoders.CTC(),
         decoders.BPEDecoder(),
         decoders.Sequence([decoders.ByteLevel(), decoders.Replace("ab", "c")]),
+        decoders.Sequence([decoders.Fuse(), decoders.ByteLevel()]),  # one character of no byte, and all are text
         decoders.Sequence([decoders.Fuse(), decoders.Replace("▁▁", " ")]),
+        decoders.Sequence([decoders.Sequence([decoders.Fuse()]), decoders.Replace("▁▁", " ")]),
         decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)]),
     ],
 )
 def test_a_decoder_that_cannot_be_streamed_is_refused_when_loaded(decoder: decoders.Decoder) -> None:
     with pytest.raises(PlanError, match="cannot be streamed exactly through"):
         Tokenizer(pieces(decoder))
+
+
+def test_decoders_within_decoders_are_read() -> None:
+    library = byte_level()
+    library.decoder = decoders.Sequence([decoders.Sequence([decoders.ByteLevel()]), decoders.Fuse()])
+    assert Tokenizer(library).byte_level
+    inner = decoders.Sequence([decoders.Replace("▁", " "), decoders.Sequence([decoders.ByteFallback()])])
+    assert not Tokenizer(pieces(inner)).byte_level
 
 
 def test_a_vocabulary_that_prints_nothing_is_refused() -> None:
@@ -203,7 +213,7 @@ def test_a_template_renders_as_in_transformers(name: str, add_generation_prompt:
         enable_thinking=False,
         **special,
     )
-    template = ChatTemplate(FAMILIES[name], source="t", **special)
+    template = ChatTemplate(FAMILIES[name], source="t", special_tokens=special)
     if name == "variables":
         assert template.render(MESSAGES, add_generation_prompt, variables) == "<think></think>[{'name': 'f'}]"
     else:

@@ -42,7 +42,7 @@ def compare(kernels: Emulator | Gpu, op: str, tensors, outputs, extents, **attri
 
 
 def test_every_op_but_attention_has_a_launch_that_agrees_with_its_schema() -> None:
-    assert set(LAUNCHES) == set(SCHEMAS) - {"BranchAttention", "WindowBias"}
+    assert set(LAUNCHES) == set(SCHEMAS) - {"BranchAttention", "MixtureOfExperts", "Route", "WindowBias"}
     for name, launch in LAUNCHES.items():
         tensors = {spec.name for spec in SCHEMAS[name].tensors}
         assert tensors <= set(launch.pointers)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from plugins.panel_layout import pack_panels
 from plugins.reference import quant_matmul, to_slots
 from tests.plugins.kernel_driver import Case, Driver, arm64_drivers, has_avx512, native_driver, product
 from tests.plugins.test_quant_matmul import drawn, packed_weights, rows
@@ -75,7 +76,7 @@ def test_arm64_takes_the_best_that_it_has(arm64: dict[str, Driver]) -> None:
 
 
 def lanes() -> list[Case]:
-    """Attention over caches of every type, and rows of logits and activations."""
+    """Attention over caches of every type, rows of logits and activations, and products in float32."""
     rng = np.random.default_rng(12)
     cases = []
     for size in (8, 16, 20, 64, 128):  # whole vectors of lanes, and parts of one
@@ -92,6 +93,11 @@ def lanes() -> list[Case]:
         x[rng.random(count) < 0.05] = -np.inf
         x[1::17] = np.nan
         cases.append(Case("row", (count,), (x, y)))
+    for count in range(1, 10):
+        inputs, outputs = int(rng.integers(1, 90)), int(rng.integers(1, 50))
+        x, weights = (rng.normal(size=shape).astype(np.float32) for shape in ((count, inputs), (1, inputs, outputs)))
+        packed = pack_panels(weights)
+        cases.append(Case("panels", (packed.shape[1], inputs, count), (packed, x)))
     return cases
 
 

@@ -80,7 +80,7 @@ def test_no_held_out_prompt_comes_from_a_training_file_and_calibration_text_does
     assert list(sides.values()).count("train") > 20 * list(sides.values()).count("held-out")
 
 
-def test_lists_only_writes_the_whole_hash_of_every_file_and_the_prompts(tmp_path: Path) -> None:
+def test_lists_only_writes_the_hash_of_every_file_and_the_prompts(tmp_path: Path) -> None:
     train_reference.main(["--lists-only", "--out", str(tmp_path / "new")])
     first, *lines = (tmp_path / "new" / "corpus.txt").read_text(encoding="utf-8").splitlines()
     assert json.loads(first)["python"] == platform.python_version()
@@ -88,7 +88,7 @@ def test_lists_only_writes_the_whole_hash_of_every_file_and_the_prompts(tmp_path
     assert len(lines) > 300
     for line in lines[::50]:
         sha256, _, name = line.split(" ", 2)
-        assert sha256 == hashlib.sha256((root / name).read_bytes()).hexdigest()
+        assert sha256 == hashlib.sha256((root / name).read_bytes()).hexdigest()[:16]
     prompts = (tmp_path / "new" / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
     assert Counter(json.loads(line)["task"] for line in prompts) == {"completion": 60, "docstring": 20, "long": 12}
     assert {path.name for path in (tmp_path / "new").iterdir()} == {

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HELD_OUT_SHARE = 0.03
+DIGITS = 16  # of a file's hash: enough to tell files apart
 _SKIPPED_FOLDERS = {"site-packages", "__pycache__", "pydoc_data", "encodings", "lib2to3"}
 _SKIPPED_PARTS = ("test/badsyntax", "test/bad_", "test/encoded_modules", "test/tokenize_tests")
 _LARGEST = 300_000  # bytes: past this, stdlib files are tables
@@ -21,7 +22,8 @@ _LARGEST = 300_000  # bytes: past this, stdlib files are tables
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One UTF-8 file. `name` is relative to the standard library, with forward slashes."""
+    """One UTF-8 file. `name` is relative to the standard library, with forward slashes; `sha256` are the first DIGITS
+    hexadecimal digits of its hash."""
 
     name: str
     text: str
@@ -52,7 +54,7 @@ def read_standard_library(folder: Path | None = None) -> list[SourceFile]:
             text = data.decode("utf-8").replace("\r\n", "\n")
         except UnicodeDecodeError:
             continue
-        files.append(SourceFile(name, text, hashlib.sha256(data).hexdigest()))
+        files.append(SourceFile(name, text, hashlib.sha256(data).hexdigest()[:DIGITS]))
     return files
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from compiler.calibrated import calibrate_by_recipe
 from compiler.checkpoint import defer_decoder, stored_name
-from compiler.deferred import deferred
+from compiler.deferred import deferred, parts_of
 from compiler.models.decoder import Decoder
 from compiler.quantization.calibration import CalibratedTensors
 from compiler.quantization.error_feedback import numbers
@@ -34,6 +34,7 @@ off by units.
 """
 
 _EMBEDDINGS, _HEAD = ("embedding", "embed_tokens.weight"), "lm_head.weight"
+_ROUTERS = (".experts.router", ".mlp.gate.weight")  # which choose experts, and stay as they are
 
 
 @dataclass(frozen=True)
@@ -52,20 +53,27 @@ class PlanWeights:
         """Give `model`, one of transformers' or our decoder, these weights, in place."""
         for name, parameter in model.named_parameters():
             table = name.endswith(_EMBEDDINGS)
-            turned = isinstance(model, Decoder) and parameter.ndim == 2 and not table  # it has projections [in, out]
+            turned = isinstance(model, Decoder) and parameter.ndim > 1 and not table  # it has projections [in, out]
             stored = stored_name(model.config.family, name) if isinstance(model, Decoder) else name
             if self.searched is not None and self.searched.changed(stored):
                 values = self.searched.read(stored)
                 parameter.data.copy_(values.T if turned else values)
-            elif stored not in self.kept:
-                values = self._rounded(parameter.data.T if turned else parameter.data, table or name.endswith(_HEAD))
-                parameter.data.copy_(values.T if turned else values)
+            elif stored not in self.kept and not name.endswith(_ROUTERS):
+                weight = parameter.data.transpose(-1, -2) if turned else parameter.data
+                values = self._rounded(weight, table or name.endswith(_HEAD))
+                parameter.data.copy_(values.transpose(-1, -2) if turned else values)
 
     def _rounded(self, weight: Tensor, head: bool) -> Tensor:
+        """Round a matrix `[N, K]`, or those of all experts `[E, N, K]`, of which N too must be of whole blocks."""
         bits = self.form.head_bits if head else self.form.bits
-        if weight.ndim != 2 or bits is None or weight.shape[1] % BLOCK:
+        if (
+            weight.ndim < 2
+            or bits is None
+            or any(size % BLOCK for size in weight.shape[-1 if weight.ndim == 2 else 1 :])
+        ):
             return weight
-        return numbers(round_to_nearest(weight.contiguous().numpy(), bits))
+        rows = weight.reshape(-1, weight.shape[-1])
+        return numbers(round_to_nearest(rows.contiguous().numpy(), bits)).view(weight.shape)
 
 
 def plan_weights(recipe: Recipe) -> PlanWeights | None:
@@ -78,7 +86,7 @@ def plan_weights(recipe: Recipe) -> PlanWeights | None:
         return None
     decoder = defer_decoder(recipe.checkpoint_path, "float32", recipe.rope_scaling, recipe.capacity.context)
     stored, own = deferred(decoder), kept_parameters(decoder, weights.form)
-    kept = frozenset(stored[name].stored_name for name in own)
+    kept = frozenset(part.stored_name for name in own for part in parts_of(stored[name]))
     text = read_text(recipe.checkpoint_path, decoder.config)
     return PlanWeights(weights.form, kept, calibrate_by_recipe(decoder, recipe, weights, text))
 

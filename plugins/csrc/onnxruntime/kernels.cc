@@ -30,6 +30,8 @@ template class Memory<Piece>;
 template class Memory<std::int32_t>;
 template class Memory<QuantBlock>;
 template class Memory<float>;
+template class Memory<const float*>;
+template class Memory<std::int64_t>;
 
 const Kernels& kernels() {
 #if defined(OUTRIDER_X86)

@@ -27,15 +27,30 @@ struct RowKernels {
   void (*gelu_gated)(const float* gate, const float* up, std::int64_t count, float* to);
   // to[i] = cap * tanh(x[i] / cap).
   void (*capped)(const float* x, float cap, std::int64_t count, float* to);
+  // to[i] = (u + 1) * g / (1 + exp(-alpha * g)), where g is gate[i] and u up[i], g at most `limit`, |u| at most `limit`.
+  void (*clamped)(const float* gate, const float* up, std::int64_t count, float alpha, float limit, float* to);
   // to[i] = x[i] + added[i]; returns the sum of their squares. `added` may be null, and then `to` too.
   float (*squares)(const float* x, const float* added, std::int64_t count, float* to);
   // to[i] = x[i] * factor * weight[i].
   void (*scaled)(const float* x, float factor, const float* weight, std::int64_t count, float* to);
 };
 
+// Weights in panels of kLanes outputs, [panels, inputs, kLanes], as plugins/panel_layout.py packs them, and rows to
+// multiply with them. Whole panels are written.
+struct FloatProduct {
+  const float* packed;
+  std::int64_t inputs;
+  const float* const* x;  // [rows], each [inputs]
+  std::int64_t rows;
+  float* to;  // [rows, stride]
+  std::int64_t stride;
+};
+
 struct Kernels {
   AttentionKernels attention;
   RowKernels rows;
+  // The outputs of panels [first, last) for all rows.
+  void (*multiply)(const FloatProduct& product, std::int64_t first, std::int64_t last);
 };
 
 const Kernels& neon_kernels();

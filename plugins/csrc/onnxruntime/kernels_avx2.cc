@@ -2,12 +2,13 @@
 // linker keeps one copy of an inline function, and might keep this one for all.
 #include "onnxruntime/attention_kernel.h"
 #include "onnxruntime/lanes_avx2.h"
+#include "onnxruntime/product_kernel.h"
 #include "onnxruntime/row_kernel.h"
 
 namespace outrider::engine {
 
 const Kernels& avx2_kernels() {
-  static const Kernels kernels = {attention_of<Avx2>(), rows_of<Avx2>()};
+  static const Kernels kernels = {attention_of<Avx2>(), rows_of<Avx2>(), &multiply_panels<Avx2>};
   return kernels;
 }
 

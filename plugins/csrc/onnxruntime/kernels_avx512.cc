@@ -2,12 +2,13 @@
 // linker keeps one copy of an inline function, and might keep this one for all.
 #include "onnxruntime/attention_kernel.h"
 #include "onnxruntime/lanes_avx512.h"
+#include "onnxruntime/product_kernel.h"
 #include "onnxruntime/row_kernel.h"
 
 namespace outrider::engine {
 
 const Kernels& avx512_kernels() {
-  static const Kernels kernels = {attention_of<Avx512>(), rows_of<Avx512>()};
+  static const Kernels kernels = {attention_of<Avx512>(), rows_of<Avx512>(), &multiply_panels<Avx512>};
   return kernels;
 }
 

@@ -17,6 +17,7 @@ struct Avx2 {
   static constexpr int kWidth = kLanes;
   static constexpr int kSlab = 1;    // vectors of output that are summed at once
   static constexpr int kScored = 1;  // rows that are scored at once, against four keys
+  static constexpr int kMultiplied = 4;  // rows that are multiplied at once with a vector of weights
 
   static Vector zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
   static Vector load(const float* x) { return {_mm256_loadu_ps(x), _mm256_loadu_ps(x + 8)}; }

@@ -15,6 +15,7 @@ struct Avx512 {
   static constexpr int kWidth = kLanes;
   static constexpr int kSlab = 4;  // vectors of output that are summed at once: 4 rows of them and the values fit
   static constexpr int kScored = 4;  // rows that are scored at once, against four keys
+  static constexpr int kMultiplied = 8;  // rows that are multiplied at once with a vector of weights
 
   static Vector zero() { return _mm512_setzero_ps(); }
   static Vector load(const float* x) { return _mm512_loadu_ps(x); }

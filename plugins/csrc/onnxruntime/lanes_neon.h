@@ -17,6 +17,7 @@ struct Neon {
   static constexpr int kWidth = kLanes;
   static constexpr int kSlab = 1;    // vectors of output that are summed at once
   static constexpr int kScored = 1;  // rows that are scored at once, against four keys
+  static constexpr int kMultiplied = 4;  // rows that are multiplied at once with a vector of weights
 
   template <class F>
   static Vector each(F f) {

@@ -105,19 +105,38 @@ typename Lanes::Vector gated(typename Lanes::Vector gate, typename Lanes::Vector
   return Lanes::mul(Lanes::mul(gate, Activation<Lanes>::share(gate)), up);
 }
 
-template <class Lanes, template <class> class Activation>
-void row_gated(const float* gate, const float* up, std::int64_t count, float* to) {
+// to[i] = unit(gate[i], up[i]), vector by vector.
+template <class Lanes, class Unit>
+void row_of_units(const float* gate, const float* up, std::int64_t count, float* to, const Unit& unit) {
   std::int64_t i = 0;
   for (; i + Lanes::kWidth <= count; i += Lanes::kWidth)
-    Lanes::store(to + i, gated<Lanes, Activation>(Lanes::load(gate + i), Lanes::load(up + i)));
+    Lanes::store(to + i, unit(Lanes::load(gate + i), Lanes::load(up + i)));
   if (i == count) return;
   float last[2][Lanes::kWidth] = {};
   for (std::int64_t rest = i; rest < count; ++rest) {
     last[0][rest - i] = gate[rest];
     last[1][rest - i] = up[rest];
   }
-  Lanes::store(last[0], gated<Lanes, Activation>(Lanes::load(last[0]), Lanes::load(last[1])));
+  Lanes::store(last[0], unit(Lanes::load(last[0]), Lanes::load(last[1])));
   for (std::int64_t rest = i; rest < count; ++rest) to[rest] = last[0][rest - i];
+}
+
+template <class Lanes, template <class> class Activation>
+void row_gated(const float* gate, const float* up, std::int64_t count, float* to) {
+  using Vector = typename Lanes::Vector;
+  row_of_units<Lanes>(gate, up, count, to, [](Vector g, Vector u) { return gated<Lanes, Activation>(g, u); });
+}
+
+template <class Lanes>
+void row_clamped(const float* gate, const float* up, std::int64_t count, float alpha, float limit, float* to) {
+  using Vector = typename Lanes::Vector;
+  const auto least = Lanes::broadcast(-limit), slope = Lanes::broadcast(alpha), one = Lanes::broadcast(1.0f);
+  const auto negative = [](Vector x) { return Lanes::sub(Lanes::zero(), x); };
+  const auto bounded = [&](Vector x) { return negative(Lanes::max(least, negative(x))); };  // NaN stays NaN
+  row_of_units<Lanes>(gate, up, count, to, [&](Vector g, Vector u) {
+    const auto low = bounded(g), both = Lanes::max(least, bounded(u));
+    return Lanes::mul(Lanes::add(both, one), Lanes::mul(low, share_of<Lanes>(Lanes::mul(slope, low))));
+  });
 }
 
 template <class Lanes>
@@ -175,9 +194,9 @@ void row_scaled(const float* x, float factor, const float* weight, std::int64_t 
 
 template <class Lanes>
 RowKernels rows_of() {
-  return {&row_highest<Lanes>,         &row_weights<Lanes>, &row_best<Lanes>,
-          &row_gated<Lanes, Silu>,     &row_gated<Lanes, GeluTanh>,
-          &row_capped<Lanes>,          &row_squares<Lanes>, &row_scaled<Lanes>};
+  return {&row_highest<Lanes>, &row_weights<Lanes>, &row_best<Lanes>, &row_gated<Lanes, Silu>,
+          &row_gated<Lanes, GeluTanh>, &row_capped<Lanes>, &row_clamped<Lanes>, &row_squares<Lanes>,
+          &row_scaled<Lanes>};
 }
 
 }  // namespace

@@ -21,6 +21,7 @@ from compiler.formats.gguf_tokenizer import GgufText, read_gguf_text
 from plans.errors import CheckpointError
 from plans.tokenizer import Tokenizer as PlanTokenizer
 from tests.conftest import REPOSITORY
+from tests.tokenizer_families import O200K
 
 from .ggufs import close, write_byte_level
 
@@ -68,6 +69,7 @@ PRE: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "llama-bpe": lambda: _split(LLAMA3),
     "qwen2": lambda: _split(QWEN2),
     "tekken": lambda: _split(TEKKEN),
+    "gpt-4o": lambda: _split(O200K),
     "smollm": lambda: pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     ),

@@ -98,9 +98,21 @@ void row(Numbers n) {
   give(indices);
   kernels.gated(x.data(), y.data(), count, to.data());
   give(to);
+  kernels.clamped(x.data(), y.data(), count, 1.7f, 7.0f, to.data());
+  give(to);
   give(std::vector<float>{kernels.squares(x.data(), y.data(), count, to.data())});
   give(to);
   kernels.scaled(x.data(), 0.3f, y.data(), count, to.data());
+  give(to);
+}
+
+// n[0] panels for n[1] inputs, and n[2] rows.
+void panels(Numbers n) {
+  const auto packed = take<float>(n[0] * n[1] * kLanes), x = take<float>(n[1] * n[2]);
+  std::vector<const float*> rows;
+  for (std::int64_t row = 0; row < n[2]; ++row) rows.push_back(x.data() + row * n[1]);
+  std::vector<float> to(static_cast<std::size_t>(n[2] * n[0] * kLanes));
+  engine::kernels().multiply({packed.data(), n[1], rows.data(), n[2], to.data(), n[0] * kLanes}, 0, n[0]);
   give(to);
 }
 
@@ -112,6 +124,7 @@ void run(std::int64_t kind, Numbers n) {
     case 2: return attention<float>(n, attend.float32);
     case 3: return attention<Half>(n, attend.float16);
     case 4: return attention<Int8>(n, attend.int8);
+    case 5: return panels(n);
   }
   std::exit(1);
 }

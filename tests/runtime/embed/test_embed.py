@@ -227,6 +227,16 @@ def test_branches_say_what_they_say_in_python(
     assert found == "".join(f"{generation.text}\0" for generation in expected)
 
 
+def test_each_end_token_of_a_plan_ends_a_text(
+    library: Path, toy: Runtime, ending_plan: tuple[Path, dict[str, int]], tmp_path: Path
+) -> None:
+    plan, lengths = ending_plan
+    found = passes(compiled("ends.c", library, tmp_path), plan, *lengths)
+    wholes = {prompt: toy.generate(prompt, max_new_tokens=30, ignore_eos=True) for prompt in lengths}
+    texts = (toy.tokenizer.decode(wholes[prompt].token_ids[: length - 1]) for prompt, length in lengths.items())
+    assert found == "".join(f"{length} {text}\0" for length, text in zip(lengths.values(), texts, strict=True))
+
+
 def test_partial_kv_is_asked_for(library: Path, long_plan: Path, tmp_path: Path) -> None:
     assert passes(compiled("long.c", library, tmp_path), long_plan) == "ok\n"
 

@@ -1,0 +1,258 @@
+"""SentencePiece's `tokenizer.model`, as a `tokenizers` object, for checkpoints without a `tokenizer.json`.
+
+The file is read here, without the sentencepiece package, and BPE gives SentencePiece's own tokens. Unigram does where
+one way to part a text is the best; of several the tokenizers library may take another, and it takes the text `<0x41>`
+for a byte. What transformers makes of the file (5.23) differs more: it takes Unigram for BPE, and puts no space before
+a text for Mistral.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE, Unigram
+
+from plans.errors import CheckpointError
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+"""Types of pieces, in `tokenizer.model` and in GGUF files alike."""
+SPACE = "\u2581"
+"""Stands for a space in pieces."""
+_KINDS = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A vocabulary: by ids, the pieces, their types, and their scores."""
+
+    tokens: Sequence[str]
+    types: Sequence[int]
+    scores: Sequence[float]
+
+
+@dataclass(frozen=True)
+class SentencePieceModel:
+    """What a `tokenizer.model` says; ids are -1 for tokens that it has not."""
+
+    pieces: Pieces
+    kind: str
+    byte_fallback: bool
+    unknown: int
+    bos: int
+    eos: int
+    characters: bytes
+    """The normalizer's table, empty where characters stay as they are."""
+    dummy_prefix: bool
+    single_spaces: bool
+
+
+def read_model(file: Path) -> SentencePieceModel:
+    """Read a `tokenizer.model`. Raises `CheckpointError` where it is none."""
+    try:
+        model = _model(file.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, IndexError, struct.error):
+        raise CheckpointError(
+            f"{file} is no model of SentencePiece that can be read, and there is no tokenizer.json; add a "
+            "tokenizer.json of the model, which transformers' `save_pretrained` writes"
+        ) from None
+    if model.kind not in ("bpe", "unigram"):
+        raise CheckpointError(f"{file} is a SentencePiece model of the kind {model.kind}; BPE and Unigram are read")
+    return model
+
+
+def make_tokenizer(
+    model: SentencePieceModel, settings: Mapping[str, Any], added: Mapping[int, AddedToken]
+) -> Tokenizer:
+    """Return the tokenizer of a model.
+
+    `settings` are those of `tokenizer_config.json`, whose `add_bos_token`, `add_eos_token`, `add_prefix_space` and
+    `legacy` count as in transformers' tokenizers of Llama and Gemma. `added` are tokens by id, of the model's pieces or
+    behind them. Raises `CheckpointError` for ids with a gap before them.
+    """
+    prefix = _flag(settings, "add_prefix_space", model.dummy_prefix)
+    # Before the text alone, not behind each special token; the library cannot do that where spaces are taken away.
+    first = prefix and not model.single_spaces and not _flag(settings, "legacy", True)
+    tokenizer = Tokenizer(_bpe(model) if model.kind == "bpe" else _unigram(model))
+    steps: list[normalizers.Normalizer] = []
+    if model.characters:
+        steps.append(normalizers.Precompiled(model.characters))
+    if model.single_spaces:
+        steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" +"), " ")]
+    steps.append(normalizers.Replace(" ", SPACE))
+    if first:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    elif prefix:
+        steps.append(normalizers.Prepend(SPACE))
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    stripped = [decoders.Strip(" ", 1, 0)] if prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *stripped]
+    )
+    # A symbol with the sign of a space is found in the text as it is normalized, where no prefix is put before it.
+    tokenizer.add_tokens(
+        [
+            AddedToken(token, special=kind != USER_DEFINED, normalized=kind == USER_DEFINED and not prefix)
+            for token, kind in zip(model.pieces.tokens, model.pieces.types, strict=True)
+            if kind in (UNKNOWN, CONTROL, USER_DEFINED)
+        ]
+    )
+    for number, token in sorted(added.items()):
+        tokenizer.add_tokens([token])
+        if tokenizer.token_to_id(token.content) != number:
+            raise CheckpointError(
+                f"the added token {token.content!r} has the id {number}, and would get "
+                f"{tokenizer.token_to_id(token.content)} behind the pieces of tokenizer.model"
+            )
+    around = _around(model, settings)
+    if around is not None:
+        tokenizer.post_processor = around
+    return tokenizer
+
+
+def merges(pieces: Pieces, ids: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Return the merges that scores stand for; `ids` are the tokens that texts may have.
+
+    SentencePiece merges the neighbours whose union has the highest score. So every way in which a piece parts into two
+    pieces is a merge, and pieces of higher scores come first; of one piece, the leftmost parting in the vocabulary's
+    order, as transformers has it.
+    """
+    merged = [token for token, number in ids.items() if pieces.types[number] in (NORMAL, USER_DEFINED)]
+    ranked = sorted(merged, key=lambda piece: -float(pieces.scores[ids[piece]]))
+    lengths = sorted({len(token) for token in ids})
+    return [
+        (pieces.tokens[first], pieces.tokens[second])
+        for piece in ranked
+        for first, second in sorted(_partings(piece, ids, lengths))
+    ]
+
+
+def _partings(piece: str, ids: Mapping[str, int], lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the ids of each two tokens that make `piece`. A damaged piece may be long: only `lengths` of tokens are
+    tried, and no part is kept."""
+    for length in lengths:
+        if length >= len(piece):
+            return
+        first = ids.get(piece[:length])
+        second = None if first is None else ids.get(piece[length:])
+        if first is not None and second is not None:
+            yield first, second
+
+
+def _bpe(model: SentencePieceModel) -> BPE:
+    pieces = model.pieces
+    used = {token: number for number, token in enumerate(pieces.tokens) if pieces.types[number] != UNUSED}
+    return BPE(
+        vocab={token: number for number, token in enumerate(pieces.tokens)},
+        merges=merges(pieces, used),
+        unk_token=pieces.tokens[model.unknown],
+        fuse_unk=True,
+        byte_fallback=model.byte_fallback,
+    )
+
+
+def _unigram(model: SentencePieceModel) -> Unigram:
+    pieces = model.pieces
+    scored = list(zip(pieces.tokens, map(float, pieces.scores), strict=True))
+    return Unigram(scored, unk_id=model.unknown, byte_fallback=model.byte_fallback)
+
+
+def _around(model: SentencePieceModel, settings: Mapping[str, Any]) -> processors.TemplateProcessing | None:
+    """Return what puts special tokens around a text."""
+    known = {
+        role: (model.pieces.tokens[number], number)
+        for role, number, default in (("bos", model.bos, True), ("eos", model.eos, False))
+        if number >= 0 and _flag(settings, f"add_{role}_token", default)
+    }
+    if not known:
+        return None
+    first, last = ([known[role][0]] if role in known else [] for role in ("bos", "eos"))
+    single = [*first, "$A", *last]
+    pair = [*single, *(f"{part}:1" for part in first), "$B:1", *(f"{part}:1" for part in last)]
+    return processors.TemplateProcessing(single=single, pair=pair, special_tokens=list(known.values()))
+
+
+def _flag(settings: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = settings.get(key)
+    return value if isinstance(value, bool) else default
+
+
+# The file: messages of Protocol Buffers, by the numbers of `sentencepiece_model.proto`.
+
+
+def _model(data: bytes) -> SentencePieceModel:
+    tokens, types, scores = list[str](), list[int](), list[float]()
+    trainer: dict[int, Any] = {}
+    normalizer: dict[int, Any] = {}
+    for number, value in _fields(data):
+        if number == 1:
+            piece = dict(_fields(value))
+            tokens.append(piece[1].decode())
+            scores.append(struct.unpack("<f", piece.get(2, bytes(4)))[0])
+            types.append(piece.get(3, NORMAL))
+        elif number == 2:
+            trainer = dict(_fields(value))
+        elif number == 3:
+            normalizer = dict(_fields(value))
+    if not tokens or len(set(tokens)) < len(tokens):
+        raise ValueError("no vocabulary")
+    unknown, bos, eos = (_id(trainer.get(number, default)) for number, default in ((40, 0), (41, 1), (42, 2)))
+    if not (0 <= unknown < len(tokens) and bos < len(tokens) and eos < len(tokens)):
+        raise ValueError("ids outside the vocabulary")
+    return SentencePieceModel(
+        Pieces(tokens, types, scores),
+        kind=_KINDS[trainer.get(3, 1)],
+        byte_fallback=bool(trainer.get(35, 0)),
+        unknown=unknown,
+        bos=bos,
+        eos=eos,
+        characters=normalizer.get(2, b""),
+        dummy_prefix=bool(normalizer.get(3, 1)),
+        single_spaces=bool(normalizer.get(4, 1)),
+    )
+
+
+def _id(value: int) -> int:
+    """A number that may be negative, which is written with 64 bits."""
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """Yield the numbers and values of a message's fields: integers, or bytes. Raises ValueError or IndexError."""
+    place = 0
+    while place < len(data):
+        key, place = _varint(data, place)
+        number, kind = key >> 3, key & 7
+        if kind == _VARINT:
+            value, place = _varint(data, place)
+            yield number, value
+            continue
+        if kind == _BYTES:
+            size, place = _varint(data, place)
+        elif kind in (_FIXED32, _FIXED64):
+            size = 4 if kind == _FIXED32 else 8
+        else:
+            raise ValueError("no such kind of field")
+        if place + size > len(data):
+            raise ValueError("the message is cut off")
+        yield number, data[place : place + size]
+        place += size
+
+
+def _varint(data: bytes, place: int) -> tuple[int, int]:
+    value = shift = 0
+    while shift < 64:
+        byte = data[place]
+        place += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, place
+        shift += 7
+    raise ValueError("a number of more than 64 bits")

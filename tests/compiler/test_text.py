@@ -1,0 +1,488 @@
+"""A checkpoint's tokenizer, special tokens, chat templates and end tokens in a plan, against transformers'."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import tokenizers
+from jinja2 import TemplateError
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from compiler.checkpoint import checkpoint_hashes
+from compiler.identity import engines_key
+from compiler.models.config import read_folder_config
+from compiler.text import CheckpointText, read_text, read_vocabulary
+from plans.errors import CheckpointError, RequestError
+from plans.manifest import Geometry
+from plans.tokenizer import Tokenizer
+from runtime.text.prompt import choose_prompt, prepare_prompt
+from tests import tokenizer_families as families
+
+# Templates with what those of the families do, each kind of thing once.
+GEMMA = """{{ bos_token }}
+{%- if messages[0].role == 'system' -%}
+    {%- set begins = messages[0].content if messages[0].content is string else messages[0].content[0].text -%}
+    {%- set rest = messages[1:] -%}
+{%- else -%}
+    {%- set begins, rest = '', messages -%}
+{%- endif -%}
+{%- for message in rest -%}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
+        {{ raise_exception("Turns go from user to model and back") }}
+    {%- endif -%}
+    {{ '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\n' -}}
+    {{ begins + '\n\n' if loop.first and begins -}}
+    {%- if message['content'] is string -%}
+        {{ message.content | trim }}
+    {%- elif message.content is iterable -%}
+        {%- for part in message.content if part.type == 'text' -%}{{ part['text'] | trim }}{%- endfor -%}
+    {%- else -%}
+        {{ raise_exception('No content') }}
+    {%- endif -%}
+    {{ '<end_of_turn>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}
+"""
+MISTRAL = """{%- if messages[0]["role"] == "system" %}
+    {%- set system, rest = messages[0]["content"], messages[1:] %}
+{%- else %}
+    {%- set rest = messages %}
+{%- endif %}
+{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
+{%- set users = rest | selectattr("role", "equalto", "user") | list %}
+{%- set ns = namespace(index=0, calls=false) %}
+{%- for message in rest if not (message.role == 'tool' or message.tool_calls is defined) %}
+    {%- if (message.role == 'user') != (ns.index % 2 == 0) %}{{- raise_exception('Turns must alternate') }}{%- endif %}
+    {%- set ns.index = ns.index + 1 %}
+{%- endfor %}
+{{- bos_token }}
+{%- for message in rest %}
+    {%- if message.role == 'user' %}
+        {%- if tools is not none and message == users[-1] %}
+            {{- '[TOOLS] [' }}
+            {%- for tool in tools %}
+                {%- for key, value in tool.function.items() if key != 'return' %}
+                    {{- '"' + key + '": ' }}{{- value | tojson if value is not string else '"' + value + '"' }}
+                    {{- ', ' if not loop.last }}
+                {%- endfor %}
+                {{- ']' if loop.last else ', ' }}
+            {%- endfor %}
+        {%- endif %}
+        {{- '[INST] ' + (system + '\n\n' if loop.last and system is defined else '') + message.content + '[/INST]' }}
+    {%- elif message.tool_calls is defined and message.tool_calls is not none %}
+        {%- set ns.calls = true %}
+        {{- '[TOOL_CALLS] ' + (message.tool_calls | map(attribute='function') | list | tojson) + eos_token }}
+    {%- elif message.role in ['tool', 'tool_results'] %}
+        {{- '[RESULT] ' ~ {'content': message.content | string} | tojson }}
+    {%- elif message.role == 'assistant' %}
+        {{- ' ' + message.content | trim + eos_token }}
+    {%- else %}
+        {{- raise_exception('Only user and assistant') }}
+    {%- endif %}
+{%- endfor %}
+"""
+PHI = """{% for message in messages %}{% if message['role'] == 'system' and 'tools' in message %}{{ '<|system|>' }}
+{{- message.tools }}{% elif message.content %}{{ '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}
+{% endif %}{% endfor %}
+{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"""
+GRANITE = """{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content'] %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "Today is " ~ strftime_now('%B %d, %Y') ~ "." %}
+    {%- if tools and documents %}
+        {%- set system_message = system_message + " Use tools and documents." %}
+    {%- elif documents %}
+        {%- set system_message = system_message + " Use documents." %}
+    {%- endif %}
+    {%- if thinking %}{%- set system_message = system_message + " Think." %}{%- endif %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{{- '<|start_of_role|>system<|end_of_role|>' + system_message + '<|end_of_text|>\n' }}
+{%- if tools %}{{- '<tool>' + tools | tojson(indent=4) + '</tool>\n' }}{%- endif %}
+{%- if documents %}
+    {%- for document in documents %}
+        {{- 'Document ' ~ loop.index0 ~ ' ' ~ document.title ~ '\n' ~ document['text'] }}
+        {%- if not loop.last %}{{- '\n\n' }}{%- endif %}
+    {%- endfor %}
+{%- endif %}
+{%- for message in loop_messages %}
+    {{- '<|start_of_role|>' + message.role + '<|end_of_role|>' }}
+    {%- generation %}{{- message.content }}{%- set inner = 1 %}{%- endgeneration %}
+    {{- '' if inner is defined else '<|end_of_text|>\n' }}
+    {%- if loop.last and add_generation_prompt %}
+        {{- '<|start_of_role|>assistant' }}
+        {%- if controls %}{{- ' ' + controls | tojson() }}{%- endif %}
+        {{- '<|end_of_role|>' }}
+    {%- endif %}
+{%- endfor %}"""
+QWEN = """{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- for tool in tools %}{{- "\\n" }}{{- tool | tojson(ensure_ascii=True) }}{%- endfor %}
+    {{- "<|im_end|>\\n" }}
+{%- endif %}
+{%- set ns = namespace(multi_step=true, last=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.multi_step and message.role == "user" and not (message.content.startswith('<r>')) %}
+        {%- set ns.multi_step = false %}
+        {%- set ns.last = index %}
+        {%- break %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.content is not defined %}{%- continue %}{%- endif %}
+    {%- set reasoning = '' %}
+    {%- if message.reasoning_content is string %}{%- set reasoning = message.reasoning_content %}{%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if reasoning and loop.index0 > ns.last %}
+        {{- '<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' }}
+    {%- endif %}
+    {{- message.content.lstrip('\\n') + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}"""
+HARMONY = """{#- Macros, tests and filters. -#}
+{%- macro kind(spec) -%}
+    {%- if spec.type == 'array' -%}{{ kind(spec['items']) }}[]
+    {%- elif spec.enum -%}{{ '"' + spec.enum | join('" | "') + '"' }}
+    {%- else -%}{{ spec.type | default('any', true) }}{%- endif -%}
+{%- endmacro -%}
+{{- "<|start|>system<|message|>Date: " + strftime_now("%Y-%m-%d") + "\\n" }}
+{{- "Reasoning: " + (reasoning_effort | default('medium')) + "<|end|>" }}
+{%- set options = dict(a=1, b=dict.fromkeys(['x'], 2)) -%}
+{{- options | tojson(separators=(',', ':'), sort_keys=True) }}
+{%- for tool in tools or [] -%}
+    {%- for name, spec in tool.function.parameters.properties | dictsort -%}
+        {{- "// " ~ name ~ ": " ~ kind(spec) ~ ("" if loop.last else ", ") -}}
+    {%- endfor -%}
+{%- endfor -%}
+{%- for message in messages -%}
+    {%- if message.role == 'assistant' -%}
+        {%- if "thinking" in message -%}
+            {{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>" }}
+        {%- endif -%}
+        {{- "<|start|>assistant<|channel|>final<|message|>" ~ message.content ~ "<|return|>" }}
+    {%- else -%}
+        {{- "<|start|>" + message.role + "<|message|>" ~ message.content ~ "<|end|>" }}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}
+{{ pad_token }}{{ image_token }}"""
+BLOCKS = """{# White space around blocks is taken up. #}
+{{ 'tools' if tools is not none }} {{ documents is defined }}
+{% for message in messages %}
+  {% if message.role == 'user' %}
+    {{ message.content }}
+    {% elif true %}
+  {{ message.role }}: {{ message.content | trim }}
+  {% endif %}
+{% endfor %}
+{% if add_generation_prompt %}
+assistant:
+{% endif %}
+"""
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "lire",
+        "description": "Lit « é » & <x>",
+        "parameters": {
+            "type": "object",
+            "properties": {"b": {"type": "array", "items": {"enum": ["x", "y"]}}, "a": {"type": "integer"}},
+        },
+    },
+}
+USER = {"role": "user", "content": "  Où est <l'été> & 日本?\n"}
+CALL = {"id": "abc", "type": "function", "function": {"name": "lire", "arguments": {"a": 1, "b": ["é"]}}}
+CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
+    "question": [USER],
+    "system": [{"role": "system", "content": "Sois bref."}, USER],
+    "turns": [USER, {"role": "assistant", "content": " Ici.\n"}, {"role": "user", "content": "<r>Merci 😀"}],
+    "roles do not alternate": [USER, USER],
+    "reasoning": [
+        USER,
+        {"role": "assistant", "content": "\nIci.", "reasoning": "\nHm.\n", "tool_calls": None},
+        {"role": "user", "content": "<r>"},
+        {"role": "assistant", "content": "x", "reasoning_content": "y"},
+    ],
+    "calls": [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": '{"é": 1}', "tool_call_id": "abc", "name": "lire"},
+        {"role": "assistant", "content": "Fait."},
+        USER,
+    ],
+    "parts": [{"role": "user", "content": [{"type": "text", "text": " Un "}, {"type": "text", "text": "deux"}]}],
+}
+VARIABLES: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "tools": {"tools": [TOOL]},
+    "documents": {"documents": [{"title": "T", "text": "é"}, {"title": "U", "text": "x"}], "tools": [TOOL]},
+    "thinking": {
+        "enable_thinking": False,
+        "thinking": True,
+        "controls": {"length": "short"},
+        "reasoning_effort": "low",
+    },
+}
+SHAPES: dict[str, tuple[Callable[[], tokenizers.Tokenizer], str, dict[str, Any]]] = {
+    "gemma": (families.gemma, GEMMA, {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}),
+    "mistral": (
+        families.llama,
+        MISTRAL,
+        {"bos_token": {"__type": "AddedToken", "content": "<s>"}, "eos_token": "</s>"},
+    ),
+    "phi": (families.phi3, PHI, {"bos_token": "<s>", "eos_token": "<|endoftext|>"}),
+    "granite": (families.granite, GRANITE, {"eos_token": "<|end_of_text|>"}),
+    "qwen": (families.qwen, QWEN, {"bos_token": None, "eos_token": "<|im_end|>"}),
+    "gpt-oss": (
+        families.gpt_oss,
+        HARMONY,
+        {"eos_token": "<|return|>", "pad_token": "<|endoftext|>", "extra_special_tokens": {"image_token": "<|call|>"}},
+    ),
+    "blocks": (families.olmo, BLOCKS, {"eos_token": "<|endoftext|>"}),
+}
+
+
+def checkpoint(
+    folder: Path, tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any], ends: object = None, padding: int = 0
+) -> Path:
+    """A checkpoint's files but for weights; `settings` are its `tokenizer_config.json`."""
+    folder.mkdir(exist_ok=True)
+    config = {"model_type": "qwen3", "vocab_size": tokenizer.get_vocab_size() + padding, "hidden_size": 64}
+    config |= {"intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "rms_norm_eps": 1e-6}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def read(folder: Path) -> CheckpointText:
+    return read_text(folder, read_folder_config(folder))
+
+
+def loaded(folder: Path) -> Tokenizer:
+    """The tokenizer of the plan that is made of the checkpoint."""
+    text = read(folder)
+    text.write(folder / "plan")
+    return Tokenizer.load(folder / "plan", text.text.special_tokens)
+
+
+def prompt_ids(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list[int]:
+    geometry = Geometry.model_construct(context=4096, vocab_size=tokenizer.vocab_size)
+    return prepare_prompt(choose_prompt(None, messages, tokenizer, geometry), [], (), tokenizer, geometry).ids
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_chats_are_rendered_and_encoded_as_in_transformers(shape: str, tmp_path: Path) -> None:
+    """All conversations with all variables. Nothing is put before what the template has written: one `<bos>`, not
+    two."""
+    make, template, special = SHAPES[shape]
+    folder = checkpoint(tmp_path / "checkpoint", make(), special | {"chat_template": template})
+    tokenizer, oracle = loaded(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    rendered = 0
+    for name, messages in CONVERSATIONS.items():
+        for variables in VARIABLES.values():
+            for prompt in (True, False):
+                if name == "parts" and shape != "gemma":
+                    continue
+                try:
+                    expected = oracle.apply_chat_template(
+                        messages, tokenize=False, add_generation_prompt=prompt, **variables
+                    )
+                except (TemplateError, TypeError):
+                    with pytest.raises(RequestError):
+                        tokenizer.apply_chat_template(messages, prompt, variables)
+                    continue
+                assert tokenizer.apply_chat_template(messages, prompt, variables) == expected
+                rendered += 1
+    assert rendered >= 24
+    ids = oracle.apply_chat_template(CONVERSATIONS["turns"], add_generation_prompt=True, return_dict=False)
+    assert prompt_ids(CONVERSATIONS["turns"], tokenizer) == ids
+    bos = oracle.bos_token_id
+    assert bos is None or ids.count(bos) == (1 if "bos_token" in template else 0)
+    assert tokenizer.encode("the end") == oracle("the end").input_ids
+
+
+# Templates and their messages.
+
+
+def test_text_and_parts_reach_a_template_in_the_form_that_it_knows(tmp_path: Path) -> None:
+    """transformers would print the list as Python does, or nothing of the text."""
+    text = "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}{% endfor %}"
+    parts = "{% for m in messages %}{% for part in m.content %}<{{ part.text }}>{% endfor %}{% endfor %}"
+    raising = "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}" + text
+    several = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": " b"}]}]
+    expected = {text: ("[user] a b", "[user] x"), parts: ("<a>< b>", "<x>")}
+    for place, (template, (of_parts, of_text)) in enumerate(expected.items()):
+        folder = checkpoint(tmp_path / f"{place}", families.qwen(), {"chat_template": template})
+        tokenizer = loaded(folder)
+        assert tokenizer.apply_chat_template(several) == of_parts
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}]) == of_text
+    tokenizer = loaded(checkpoint(tmp_path / "raising", families.qwen(), {"chat_template": raising}))
+    system = {"role": "system", "content": "x"}
+    assert tokenizer.apply_chat_template([system, *several]) == "[system] x[user] a b"
+    with pytest.raises(
+        RequestError, match=r"messages\[1\].content\[0\] has no text, and the chat template .* knows texts"
+    ):
+        tokenizer.apply_chat_template([system, {"role": "user", "content": [{"type": "image", "url": "x"}]}])
+
+
+def named(default: str | None, tool_use: str | None, folder: Path, as_files: bool) -> dict[str, Any]:
+    """Settings with, or files of, two templates."""
+    both = {name: text for name, text in (("default", default), ("tool_use", tool_use)) if text is not None}
+    if not as_files:
+        return {"chat_template": [{"name": name, "template": text} for name, text in both.items()]}
+    (folder / "additional_chat_templates").mkdir(parents=True)
+    files = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
+    for name, text in both.items():
+        (folder / files[name]).write_text(text, encoding="utf-8")
+    return {"chat_template": "of the settings"}
+
+
+@pytest.mark.parametrize("as_files", [True, False])
+def test_conversations_with_tools_have_the_template_that_is_named_for_them(as_files: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    settings = named("plain{{ tools }}", "tools{{ tools }}{{ eos_token }}", folder, as_files)
+    checkpoint(folder, families.qwen(), settings | {"eos_token": "<|im_end|>"})
+    tokenizer, oracle = loaded(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    for variables in ({}, {"tools": [TOOL]}, {"tools": []}, {"tools": None}):
+        expected = oracle.apply_chat_template([USER], tokenize=False, **variables)
+        assert tokenizer.apply_chat_template([USER], True, variables) == expected
+    assert tokenizer.check_chat(tools=True) is not tokenizer.check_chat()
+
+
+def test_a_template_for_tools_alone_serves_no_plain_conversation(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    checkpoint(folder, families.qwen(), named(None, "tools{{ tools | length }}", folder, as_files=True))
+    tokenizer = loaded(folder)
+    assert tokenizer.apply_chat_template([USER], True, {"tools": [TOOL]}) == "tools1"
+    with pytest.raises(RequestError, match="has no chat template"):
+        tokenizer.apply_chat_template([USER])
+
+
+def test_a_template_for_tools_is_checked_and_identifies_the_checkpoint_and_no_engine(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    settings = named("plain", "{% if tools %}{{ tools[0].function.name }}{% endif %}", folder, as_files=True)
+    checkpoint(folder, families.qwen(), settings)
+    before = checkpoint_hashes(folder)
+    file = folder / "additional_chat_templates" / "tool_use.jinja"
+    file.write_text("{{ 1 / 0 }}", encoding="utf-8")
+    (folder / "special_tokens_map.json").write_text("{}")
+    after = checkpoint_hashes(folder)
+    assert before != after
+    assert engines_key(before, {}, {}) == engines_key(after, {}, {})
+    with pytest.raises(CheckpointError, match=r"tool_use.jinja failed on these messages .* division by zero"):
+        read(folder)
+
+
+# Special tokens and end tokens.
+
+
+def test_tokens_that_the_settings_alone_call_special_print_nothing(tmp_path: Path) -> None:
+    """As in transformers: those with a name, those of a list, one that has been a plain token of the vocabulary."""
+    for place, (further, names) in enumerate(
+        (
+            ({"additional_special_tokens": ["<tool>", {"__type": "AddedToken", "content": "<think>"}]}, {}),
+            ({"extra_special_tokens": ["<tool>"], "think_token": "<think>"}, {}),
+            ({"extra_special_tokens": {"think_token": "<think>"}, "unk_token": "<tool>"}, {}),
+            ({}, {"additional_special_tokens": ["<tool>", "<think>", "<nowhere>"], "pad_token": {"content": "h"}}),
+        )
+    ):
+        folder = tmp_path / f"{place}"
+        checkpoint(folder, families.qwen(), {"eos_token": "<|im_end|>", **further}, padding=9)
+        (folder / "special_tokens_map.json").write_text(json.dumps(names))
+        oracle, tokenizer = AutoTokenizer.from_pretrained(folder), loaded(folder)
+        assert {"<tool>", "<think>"} <= set(tokenizer.special_tokens.values())
+        for number in range(families.qwen().get_vocab_size()):
+            assert tokenizer.decode([number]) == oracle.decode([number], skip_special_tokens=True)
+        for text in families.TEXTS:
+            assert tokenizer.encode(text) == oracle(text).input_ids
+
+
+def test_settings_that_say_nothing_new_leave_the_tokenizer_as_it_is(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "checkpoint", families.gemma(), {"bos_token": "<bos>", "eos_token": "<eos>"})
+    assert read(folder).tokenizer == (folder / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("make", "end", "listed", "expected"),
+    [
+        (families.gemma, "<eos>", ["<eos>", "<end_of_turn>"], ["<eos>", "<end_of_turn>"]),
+        (families.gemma, "<eos>", ["<end_of_turn>"], ["<end_of_turn>", "<eos>"]),
+        (families.phi3, {"content": "<|endoftext|>"}, ["<|end|>"], ["<|end|>", "<|endoftext|>"]),
+        (families.gpt_oss, "<|return|>", ["<|call|>", "<|return|>"], ["<|call|>", "<|return|>"]),
+        (families.olmo, "<|im_end|>", None, ["<|im_end|>"]),
+        (families.olmo, None, ["<|im_end|>"], ["<|im_end|>"]),
+        (families.olmo, "<nowhere>", ["<|im_end|>"], ["<|im_end|>"]),
+    ],
+)
+def test_a_plan_has_all_end_tokens(
+    make: Callable[[], tokenizers.Tokenizer], end: object, listed: list[str] | None, expected: list[str], tmp_path: Path
+) -> None:
+    """Those of the generation's configuration and the tokenizer's own."""
+    tokenizer = make()
+    ids = None if listed is None else [tokenizer.token_to_id(token) for token in listed]
+    folder = checkpoint(tmp_path / "checkpoint", tokenizer, {"eos_token": end}, ids)
+    assert read(folder).text.eos_token_ids == tuple(tokenizer.token_to_id(token) for token in expected)
+
+
+# Files that a tokenizer is made of.
+
+
+def without_json(folder: Path, settings: Mapping[str, Any], ends: object = None) -> Path:
+    """A checkpoint with SentencePiece's file alone."""
+    checkpoint(folder, families.gemma(), settings, ends)
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.model").write_bytes(families.sentencepiece_model("bpe"))
+    return folder
+
+
+def test_a_tokenizer_is_made_of_sentencepieces_file(tmp_path: Path) -> None:
+    oracle = sentencepiece.SentencePieceProcessor(model_proto=families.sentencepiece_model("bpe"))
+    size = oracle.vocab_size()
+    added = {"1": {"content": "<s>", "special": True}, f"{size}": {"content": "<|end|>", "special": True}}
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": "{{ bos_token }}hello<|end|>"}
+    folder = without_json(tmp_path / "checkpoint", settings | {"added_tokens_decoder": added}, size)
+    tokenizer = loaded(folder)
+    assert tokenizer.encode("the end") == [1, *oracle.encode("the end")]
+    assert prompt_ids([USER], tokenizer) == [1, *oracle.encode("hello"), size]
+    assert tokenizer.decode([1, *oracle.encode("日本 end"), size]) == "日本 end"
+    assert read(folder).text.eos_token_ids == (size, 2)
+    assert read_vocabulary(folder) == {**{oracle.id_to_piece(i): i for i in range(size)}, "<|end|>": size}
+    before = checkpoint_hashes(folder)
+    (folder / "tokenizer.model").write_bytes(families.sentencepiece_model("unigram"))
+    assert before != checkpoint_hashes(folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {"1": "<s>"}}))
+    with pytest.raises(CheckpointError, match="added_tokens_decoder must be an object of tokens such as"):
+        read(folder)
+
+
+def test_older_checkpoints_have_added_tokens_in_a_file_of_their_own(tmp_path: Path) -> None:
+    folder = without_json(tmp_path / "checkpoint", {"eos_token": "<|end|>"})
+    size = sentencepiece.SentencePieceProcessor(model_proto=families.sentencepiece_model("bpe")).vocab_size()
+    (folder / "added_tokens.json").write_text(json.dumps({"<|end|>": size}))
+    assert read(folder).text.eos_token_ids == (size,)
+
+
+@pytest.mark.parametrize("others", [(), ("tekken.json",), ("vocab.json", "merges.txt")])
+def test_a_checkpoint_without_a_tokenizer_is_told_what_to_do(others: tuple[str, ...], tmp_path: Path) -> None:
+    folder = without_json(tmp_path / "checkpoint", {})
+    (folder / "tokenizer.model").unlink()
+    for name in others:
+        (folder / name).write_text("{}")
+    with pytest.raises(CheckpointError) as error:
+        read(folder)
+    assert f"{folder / 'tokenizer.json'} does not exist, nor tokenizer.model" in str(error.value)
+    assert "Add the model's tokenizer.json" in str(error.value)
+    assert all(name in str(error.value) for name in others)
+    assert read_vocabulary(folder) is None
