@@ -1,4 +1,4 @@
-"""One op of an engine on random rows of its own: products, norms, gated units."""
+"""One op of an engine on random rows of its own: products, norms, gated units, soft caps."""
 
 from __future__ import annotations
 
