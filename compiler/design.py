@@ -8,6 +8,7 @@ from functools import cached_property
 
 from compiler import drafters
 from compiler.drafters import GraphSource
+from compiler.layer_windows import windows_within
 from compiler.models.config import DecoderConfig
 from compiler.opening import read_config
 from compiler.recipe import Recipe, check_capacity
@@ -141,6 +142,7 @@ def _geometry(recipe: Recipe, config: DecoderConfig, sources: Sequence[GraphSour
         prefill_chunk=recipe.capacity.prefill_chunk,
         branches=recipe.capacity.branches,
         rows=recipe.capacity.branches if recipe.capacity.batching else 1,
+        layer_windows=windows_within(config, context),
     )
 
 
@@ -245,10 +247,12 @@ def _check_served(recipe: Recipe) -> None:
 
 
 def _check_partial(recipe: Recipe, geometry: Geometry, drafters: Sequence[Drafter], partial: PartialKv) -> None:
-    """Check that the partial KV cache is large enough for a step, and no larger than the full one (FEATURES row 36).
+    """Check that the partial KV cache is large enough for windows of layers and for a step, and no larger than the full
+    one (FEATURES row 36).
 
     Raises `RecipeError`, naming the key.
     """
+    _check_reach(recipe, geometry, partial)
     step, chunk = 1 + longest_draft(drafters), geometry.prefill_chunk
     waiting, window = partial.n_spec_tokens_buf, recipe.partial_kv.n_draft_window_tokens
     if waiting < step + 1:
@@ -285,4 +289,34 @@ def _check_partial(recipe: Recipe, geometry: Geometry, drafters: Sequence[Drafte
         raise recipe.error(
             ("partial_kv", "n_draft_window_tokens"),
             f"is {window}, less than capacity.prefill_chunk, {chunk}, which a drafter takes in at once; raise it",
+        )
+
+
+def _check_reach(recipe: Recipe, geometry: Geometry, partial: PartialKv) -> None:
+    """Check that some layer sees the whole context, and that others find all that they see in the partial KV cache.
+
+    Raises `RecipeError`, naming the key.
+    """
+    window, blocks = geometry.widest_window, partial.n_retrieval_blocks
+    if geometry.layer_windows and all(geometry.layer_windows):
+        raise recipe.error(
+            ("partial_kv", "enabled"),
+            f"is true, but no layer of the target sees more than the last {window} tokens, so that there is nothing to "
+            "retrieve for it: leave partial_kv out",
+        )
+    least = partial.least_budget(window)
+    if blocks < least:
+        fits = partial.model_copy(update={"n_retrieval_blocks": least}).largest <= geometry.capacity
+        advice = f"raise it to {least} or more, or partial_kv.n_window_blocks by as many as are missing"
+        raise recipe.error(
+            ("partial_kv", "n_retrieval_blocks"),
+            f"is {blocks}, but layers of the target see the last {window} tokens, more than so many blocks and "
+            f"partial_kv.n_window_blocks, {partial.n_window_blocks}, of {partial.block_size} tokens have; "
+            + (advice if fits else "that leaves little of the context to save: leave partial_kv out"),
+        )
+    if isinstance(partial.budget, int) and partial.budget < least:
+        raise recipe.error(
+            ("partial_kv", "budget"),
+            f"is {partial.budget}, but layers of the target see the last {window} tokens, which {least} blocks and the "
+            f"window reach; raise it to {least} or more",
         )

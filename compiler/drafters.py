@@ -13,6 +13,7 @@ from compiler.checkpoint import checkpoint_hashes, defer_decoder
 from compiler.eagle3_checkpoint import defer_eagle3, read_eagle3_config
 from compiler.export.block_graph import block_slots
 from compiler.identity import digest
+from compiler.layer_windows import windows_within
 from compiler.models.block_config import BlockConfig
 from compiler.models.config import DecoderConfig, WeightType
 from compiler.models.decoder import Decoder
@@ -86,6 +87,7 @@ class GraphSource:
             rows=target.rows,
             sink=self.sink,
             window=self.window,
+            layer_windows=windows_within(c, target.context) if isinstance(c, DecoderConfig) else (),
         )
 
 

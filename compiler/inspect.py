@@ -116,6 +116,8 @@ def print_description(description: dict[str, Any], console: Console) -> None:
         f"{model['layers']} layers, hidden {model['hidden_size']}, heads {model['heads']}/{model['kv_heads']} of "
         f"{model['head_dim']}, vocabulary {model['vocab_size']}, context {model['context']}"
     )
+    for window, count in Counter(filter(None, model["layer_windows"])).items():
+        console.print(f"{count} of {model['layers']} layers see {window} tokens")
     if (build := description["build"]) is not None:
         peak, reused = build["peak_rss_bytes"], ", ".join(build["reused"])
         memory = "" if peak is None else f", at most {peak / 1e6:.0f} MB of memory"

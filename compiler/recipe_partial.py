@@ -18,7 +18,11 @@ class PartialKvSection(Section):
     )
     n_sink_blocks: int = Field(2, ge=0, le=LARGEST_SIZE, description="blocks of the very beginning, always kept")
     n_retrieval_blocks: int = Field(
-        256, ge=1, le=LARGEST_SIZE, description="most blocks fetched from the middle, for each key head"
+        256,
+        ge=1,
+        le=LARGEST_SIZE,
+        description="most blocks fetched from the middle, for each key head; layers with a sliding window keep the "
+        "last ones instead, which must hold their window together with n_window_blocks",
     )
     n_window_blocks: int = Field(8, ge=1, le=LARGEST_SIZE, description="last blocks, always kept")
     n_spec_tokens_buf: int = Field(

@@ -48,6 +48,10 @@ def problems(manifest: Manifest) -> Iterator[str]:
             yield f"models.{name}.heads: {g.heads} is no multiple of kv_heads {g.kv_heads}"
         if g.prefill_chunk > g.context:
             yield f"models.{name}.prefill_chunk: {g.prefill_chunk} is more than the context, {g.context}"
+        if len(g.layer_windows) not in (0, g.layers):
+            yield f"models.{name}.layer_windows: are of {len(g.layer_windows)} layers, and the model has {g.layers}"
+        if g.widest_window >= g.context:
+            yield f"models.{name}.layer_windows: {g.widest_window} tokens are no part of the context, {g.context}"
     drafter_names = [drafter.name for drafter in manifest.drafters]
     for name in drafter_names:
         if name in ("none", names.TARGET, names.PARTIAL) or drafter_names.count(name) > 1:

@@ -21,6 +21,10 @@ def partial_problems(partial: PartialKv, manifest: Manifest) -> Iterator[str]:
             f"a buffer of {partial.n_spec_tokens_buf} tokens does not lie between a step of {step} and a chunk of "
             f"{target.prefill_chunk}"
         )
+    least = partial.least_budget(target.widest_window)
+    for blocks in (partial.n_retrieval_blocks, partial.budget):
+        if isinstance(blocks, int) and blocks < least:
+            yield f"{blocks} blocks do not reach the {target.widest_window} tokens that layers see: {least} do"
     if isinstance(partial.budget, int) and partial.budget > partial.n_retrieval_blocks:
         yield f"{partial.budget} blocks are more than there is room for, {partial.n_retrieval_blocks}"
     if partial.largest > target.capacity:

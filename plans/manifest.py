@@ -12,7 +12,7 @@ from plans import names
 from plans.buffers import LARGEST_SIZE, Strict, Tensor
 from plans.partial_kv import PartialKv
 
-FORMAT_VERSION = 14
+FORMAT_VERSION = 15
 
 LEAST_NGRAM_MEMORY, MOST_NGRAM_MEMORY = 1024, 2**24  # tokens: a few texts with their leads, and 2.5 GiB
 
@@ -39,8 +39,16 @@ class Geometry(Strict):
     prefill_chunk: Size = Field(description="Most prompt tokens of one step.")
     branches: Size
     rows: Size = Field(1, description="Rows of the KV cache: 1, or one for each branch.")
+    layer_windows: tuple[Count, ...] = Field(
+        (), description="By layer, the last tokens of a sequence that it sees; 0: all. Empty: every layer sees all."
+    )
     sink: Count = Field(0, description="Of a drafter with a window: slots of the beginning that are kept.")
     window: Count = Field(0, description="Last slots that a drafter's KV cache keeps, at least; 0: all.")
+
+    @property
+    def widest_window(self) -> int:
+        """The largest window of a layer, in tokens; 0 where every layer sees all."""
+        return max(self.layer_windows, default=0)
 
     @property
     def held(self) -> int:

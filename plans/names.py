@@ -48,6 +48,7 @@ PAST_LENGTH = "past_length"  # int64 [R]
 PARTIAL = "partial"
 ROW = "row"  # int64 [1], the row that `refresh` fills; the next ones are of that
 COVERED = "covered"  # int64 [1], tokens of the full KV cache that it stands for
+LAYER_WINDOWS = "layer_windows"  # int64 [layers], the last tokens that each layer sees; 0: all
 SUMMARISED = "summarised"  # int64 [1], blocks that have a summary
 KEY_MAX = "key_max"  # f32 [R, layers, kv_heads, head_dim, blocks]
 KEY_MIN = "key_min"

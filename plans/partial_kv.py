@@ -70,6 +70,11 @@ class PartialKv(Strict):
         candidates = self.candidates(covered)
         return covered - max(0, candidates - budget) * self.block_size
 
+    def least_budget(self, window: int) -> int:
+        """Fewest blocks to retrieve where layers see the last `window` tokens alone, which must lie in one piece."""
+        before = window - 1 - self.n_window_blocks * self.block_size  # without the token that looks
+        return max(1, -(-before // self.block_size))
+
     def summaries(self, capacity: int) -> int:
         """Blocks of a full KV cache that may ever have a summary."""
         return max(1, self.candidates(capacity))

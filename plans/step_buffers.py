@@ -57,6 +57,7 @@ def partial_buffers(g: Geometry, partial: PartialKv, kv_dtype: DType) -> tuple[T
         names.BIM: (integer, (g.rows, capacity)),
         names.SLOT_POSITIONS: (integer, (g.rows, capacity)),
         **dict.fromkeys((names.KEY_MAX, names.KEY_MIN), summary),
+        names.LAYER_WINDOWS: (integer, (g.layers,)),
         names.SELECTED: (integer, chosen),
         names.RESIDENT: (integer, (g.rows, *chosen)),
         **dict.fromkeys((names.ROW, names.COVERED, names.SUMMARISED, names.BUDGET), (integer, (1,))),

@@ -24,6 +24,7 @@ class BlockSummary:
     def __init__(
         self,
         kv: NDArray[Any],
+        layer_windows: _Int,
         row: _Int,
         covered: _Int,
         summarised: _Int,
@@ -43,6 +44,7 @@ class BlockSelect:
         kept_count: _Int,
         key_max: NDArray[np.float32],
         key_min: NDArray[np.float32],
+        layer_windows: _Int,
         row: _Int,
         covered: _Int,
         budget: _Int,

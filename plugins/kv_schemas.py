@@ -48,6 +48,7 @@ _SUMMARY = (names.ROWS, "layers", "heads", "head_dim", "blocks")
 _RETRIEVED = ("layers", "heads", "retrieval")
 _KEY_MAX = TensorSpec(names.KEY_MAX, "float32", _SUMMARY)
 _KEY_MIN = TensorSpec(names.KEY_MIN, "float32", _SUMMARY)
+_LAYER_WINDOWS = TensorSpec(names.LAYER_WINDOWS, INTEGER, ("layers",))
 _PARTIAL_LAYOUT = (
     AttributeSpec("block_size", int),
     AttributeSpec("sink_blocks", int),
@@ -56,8 +57,9 @@ _PARTIAL_LAYOUT = (
 
 BLOCK_SUMMARY = OpSchema(
     name="BlockSummary",
-    version=3,
-    doc="""The largest and smallest key of each block of tokens, element by element, of all layers and heads.
+    version=4,
+    doc="""The largest and smallest key of each block of tokens, element by element, of all heads of the layers that see
+    every token: those with layer_windows 0. Summaries of the others stay as they are.
 
     Of the covered[0] tokens of row row[0] of a KV cache, the first sink_blocks * block_size are the sink. The window is
     the last window_blocks whole blocks and what has begun behind them: it starts on the grid of blocks, no token
@@ -65,10 +67,11 @@ BLOCK_SUMMARY = OpSchema(
     (sink_blocks + b) * block_size on. Those from summarised[0] on are summarised, the others stay as they are. Planes
     of kv are K and V of each layer in turn; of an int8 cache (`plans.kv_slots`), keys are integers times their scale,
     rounded to float32.
-    Errors: ValueError for counts out of range and more candidates than there is room for, before anything is written.
+    Errors: ValueError for numbers out of range and more candidates than there is room for, before anything is written.
     Source: DESIGN section 8; seed 004; arXiv 2512.02337.""",
     inputs=(
         _KV,
+        _LAYER_WINDOWS,
         one(names.ROW),
         one(names.COVERED),
         one(names.SUMMARISED),
@@ -81,8 +84,13 @@ BLOCK_SUMMARY = OpSchema(
 
 BLOCK_SELECT = OpSchema(
     name="BlockSelect",
-    version=2,
+    version=3,
     doc="""The blocks that matter most to the last accepted tokens, of each layer and key head.
+
+    That is of layers with layer_windows 0. A query of another layer l sees layer_windows[l] keys, itself the last one.
+    Of such a layer the last candidates are selected, as many as its queries may see: they and the window lie in one
+    piece. The other places hold the first candidates, which no query sees: they stay the same, so that
+    PartialKvGather copies them once.
 
     Candidates are those of BlockSummary, in row row[0]. Of the tokens kept_indices[:kept_count] of the step the last
     most_queries are asked, by the queries of all query heads that share a key head: a query q scores a block by
@@ -90,7 +98,8 @@ BLOCK_SELECT = OpSchema(
     by reduction: 0 the largest, 1 the mean, 2 the mean over the last token's alone. A score that is no number
     counts as float32's lowest. The budget[0] best blocks are selected, of equals the lower one first, and listed
     ascending; -1 behind them. Queries of a layer lie from its plane's start on, tokens one behind another.
-    Errors: ValueError for counts and rows out of range, before anything is written.
+    Errors: ValueError for numbers out of range, and for a budget that does not reach a layer's window where there are
+    more candidates, before anything is written.
     Source: DESIGN section 8; FEATURES row 33; seed 004; arXiv 2512.02337 (equations 1 to 3).""",
     inputs=(
         TensorSpec(names.QUERIES, "float32", ("layers", names.NEW, "num_heads * head_dim")),
@@ -98,6 +107,7 @@ BLOCK_SELECT = OpSchema(
         one(names.KEPT_COUNT),
         _KEY_MAX,
         _KEY_MIN,
+        _LAYER_WINDOWS,
         one(names.ROW),
         one(names.COVERED),
         one(names.BUDGET),

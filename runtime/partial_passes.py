@@ -34,6 +34,7 @@ class PartialPasses:
         self._full, self._drafting, self._target, self._step = full, drafting, target, parts.step
         rectangular = loaded.plan.engines[names.TARGET].rectangular
         self.cache = KvCache(names.PARTIAL, parts.buffers, parts.step, target, rectangular=rectangular)
+        parts.buffers.of(names.PARTIAL, names.LAYER_WINDOWS)[:] = target.layer_windows or 0
         longest, refresh = longest_draft(loaded.manifest.drafters), parts.programs[names.REFRESH]
         self._rows = [
             PartialCache(settings, parts.buffers, table, refresh, longest, row)
@@ -62,7 +63,8 @@ class PartialPasses:
         settings, asked = partial.settings, request.partial_budget
         most = settings.n_retrieval_blocks
         fixed = None if asked == "auto" else most if asked is None else asked
-        sequence.budget = Budget(most, fixed, tokens // settings.block_size, sequence.end - tokens)
+        needed = settings.least_budget(self._target.widest_window)
+        sequence.budget = Budget(most, fixed, tokens // settings.block_size, sequence.end - tokens, needed)
         if request.partial_kv == "lossless":
             sequence.ahead = RunAhead(
                 self._intervals.of(request, tokens),

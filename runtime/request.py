@@ -46,7 +46,8 @@ class Options(LogitsOptions, DraftOptions, total=False):
     - `partial_kv`: behind long contexts, where the plan has a partial KV cache: "lossless", whose tokens are those of
       "off"; "lossy", whose tokens are not; default: the plan's.
     - `partial_budget`: blocks of 16 tokens, or as many as the plan says, that the partial cache retrieves; "auto": as
-      many as context, room and, in lossless mode, agreement make sensible; default: the plan's.
+      many as context, room and, in lossless mode, agreement make sensible; default: the plan's. Where layers of the
+      model see the last tokens alone, at least as many as these take.
     - `tentative` (False): give out spans of tokens that are not confirmed yet, marked, in lossless mode. Their text is
       what is still to be shown if all that waits is confirmed and nothing follows.
     - `remember` (True): once the generation has ended by itself, keep its tokens for later drafts of other requests,
@@ -114,12 +115,13 @@ def check_options(
     *,
     rejecting: Collection[str] = (),
     shared: bool = False,
+    window: int = 0,
 ) -> Request:
     """Turn keyword arguments into a `Request`; raises RequestError naming the option and its limits.
 
     Without `vocab_size`, tokens that the caller names may be any numbers; without `grammars`, there are neither
     `bad_words` nor `structured_outputs`. Drafters that are `rejecting` are accepted by rejection. `shared`: others are
-    to stand in the same row of the KV cache.
+    to stand in the same row of the KV cache. Layers of the target with a window see no more than `window` tokens.
     """
     unknown = sorted(set(options) - set(Options.__annotations__))
     if unknown:
@@ -179,9 +181,11 @@ def check_options(
             f"partial_kv is {mode!r}, and sequences that share a row of the KV cache read all of it; ask for mode "
             "batching, of a plan with capacity.batching, or leave partial_kv out."
         )
-    counted = isinstance(budget, int) and not isinstance(budget, bool) and 1 <= budget <= most
+    least = 1 if partial is None else partial.least_budget(window)
+    counted = isinstance(budget, int) and not isinstance(budget, bool) and least <= budget <= most
     if budget not in (None, "auto") and not counted:
-        raise RequestError(f"partial_budget is {budget!r}; pass auto, or 1 to {most} blocks.")
+        why = "" if least == 1 else f": layers of the model see the last {window} tokens, which {least} blocks reach"
+        raise RequestError(f"partial_budget is {budget!r}; pass auto, or {least} to {most} blocks{why}.")
     if partial is None or rules or drafter in rejecting or shared:
         mode = "off"
     if partial is not None and budget is None:
@@ -225,6 +229,7 @@ def check_request(options: Options, manifest: Manifest, grammars: Grammars, *, s
         grammars,
         rejecting=[drafter.name for drafter in manifest.drafters if rejects([drafter])],
         shared=shared,
+        window=manifest.target.widest_window,
     )
     limits = check_draft_limits(options, request.drafter, manifest.drafters)
     return request if limits == request.limits else replace(request, limits=limits)

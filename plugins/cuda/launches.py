@@ -168,7 +168,9 @@ LAUNCHES: dict[str, Launch] = {
     ),
     "BlockSummary": Launch(
         kernel="outrider_block_summary",
-        pointers=(names.KV, names.ROW, names.COVERED, names.SUMMARISED, names.KEY_MAX, names.KEY_MIN),
+        pointers=(
+            names.KV, names.LAYER_WINDOWS, names.ROW, names.COVERED, names.SUMMARISED, names.KEY_MAX, names.KEY_MIN,
+        ),
         numbers=(names.ROWS, "layers", "heads", "capacity", "head_dim", "blocks", "element", *_PARTIAL_LAYOUT),
         blocks=lambda s: s["layers"] * s["heads"] * min(s["blocks"], _SHARES),
         threads=lambda s: min(THREADS, max(32, s["head_dim"])),
@@ -176,8 +178,8 @@ LAUNCHES: dict[str, Launch] = {
     "BlockSelect": Launch(
         kernel="outrider_block_select",
         pointers=(
-            names.QUERIES, names.KEPT_INDICES, names.KEPT_COUNT, names.KEY_MAX, names.KEY_MIN, names.ROW, names.COVERED,
-            names.BUDGET, names.SELECTED, "scores",
+            names.QUERIES, names.KEPT_INDICES, names.KEPT_COUNT, names.KEY_MAX, names.KEY_MIN, names.LAYER_WINDOWS,
+            names.ROW, names.COVERED, names.BUDGET, names.SELECTED, "scores",
         ),
         numbers=(
             names.ROWS, "layers", "heads", "head_dim", "blocks", "retrieval", names.NEW, "num_heads * head_dim",

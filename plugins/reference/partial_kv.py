@@ -18,8 +18,15 @@ def candidate_blocks(covered: int, block_size: int, sink_blocks: int, window_blo
     return max(0, covered // block_size - sink_blocks - window_blocks)
 
 
+def blocks_in_reach(window: int, block_size: int, window_blocks: int) -> int:
+    """Return how many blocks in front of `window_blocks` whole ones the last `window` tokens may lie in, the one behind
+    them all included."""
+    return max(0, -(-(window - 1 - window_blocks * block_size) // block_size))
+
+
 def block_summary(
     kv: NDArray[Any],
+    layer_windows: Ints,
     row: int,
     covered: int,
     summarised: int,
@@ -30,11 +37,13 @@ def block_summary(
     sink_blocks: int,
     window_blocks: int,
 ) -> None:
-    """Summarise the keys of a row's blocks from block `summarised` on, in place."""
+    """Summarise the keys of a row's blocks from block `summarised` on, in place, of layers without a window."""
+    seeing_all = layer_windows == 0
     for block in range(summarised, candidate_blocks(covered, block_size, sink_blocks, window_blocks)):
         first = (sink_blocks + block) * block_size
-        keys = from_slots(kv[::2, row, :, first : first + block_size])
-        key_max[row, ..., block], key_min[row, ..., block] = keys.max(axis=2), keys.min(axis=2)
+        keys = from_slots(kv[::2, row, :, first : first + block_size])[seeing_all]
+        key_max[row, seeing_all, ..., block] = keys.max(axis=2)
+        key_min[row, seeing_all, ..., block] = keys.min(axis=2)
 
 
 def block_select(
@@ -42,6 +51,7 @@ def block_select(
     kept_indices: Ints,
     key_max: Floats,
     key_min: Floats,
+    layer_windows: Ints,
     row: int,
     covered: int,
     budget: int,
@@ -61,6 +71,10 @@ def block_select(
     chosen = np.full((layers, heads, retrieval), -1, np.int64)
     asked = kept_indices[-1:] if reduction == 2 else kept_indices[-most_queries:]
     for layer in range(layers):
+        if window := int(layer_windows[layer]):
+            recent = min(count, blocks_in_reach(window, block_size, window_blocks))
+            chosen[layer, :, :count] = [*range(count - recent), *range(candidates - recent, candidates)]
+            continue
         for head in range(heads):
             mine = queries[layer, asked].reshape(len(asked), heads, -1, head_dim)[:, head].reshape(-1, head_dim)
             scores = np.stack([_score(q, key_max[layer, head], key_min[layer, head])[:candidates] for q in mine])

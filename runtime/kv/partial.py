@@ -1,8 +1,9 @@
 """The partial KV cache of the target: sink | retrieval | window | buffer, for steps behind a long context.
 
 It stands for the tokens that had KV in the full cache when it was filled; those of later steps lie in the buffer. A
-pass over it is a pass like any other, of the same engine: only the cache is another (DESIGN section 8). Every sequence
-that has a row of the full cache to itself may have the same row of this one.
+pass over it is a pass like any other, of the same engine: only the cache is another (DESIGN section 8). Of layers that
+see the last tokens alone, the blocks retrieved are the last ones, so that they see the same as in the full cache. Every
+sequence that has a row of the full cache to itself may have the same row of this one.
 """
 
 from __future__ import annotations

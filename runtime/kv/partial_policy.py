@@ -116,10 +116,13 @@ class Budget:
     _OFTEN, _HARDLY = 0.05, 0.01  # of tokens that are checked
     _WORTH = 64  # checked tokens that say something
 
-    def __init__(self, most: int, asked: int | None, blocks: int, room: int) -> None:
-        """`asked` for so many, or as `blocks` of context and `room` for tokens to come say; at most `most`."""
+    def __init__(self, most: int, asked: int | None, blocks: int, room: int, needed: int = 1) -> None:
+        """`asked` for so many, or as `blocks` of context and `room` for tokens to come say; at most `most`.
+
+        Layers with windows need `needed` blocks, whatever is measured.
+        """
         self._most, self._fixed = most, asked is not None
-        least = min(self.LEAST, most)
+        least = min(max(self.LEAST, needed), most)
         self.blocks = asked if asked is not None else min(max(least, min(blocks // 8, room)), most)
         self._least = least
         self._checked = self._parted = 0

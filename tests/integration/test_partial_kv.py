@@ -56,7 +56,8 @@ def test_the_partial_cache_holds_what_the_references_choose(long: Runtime, lengt
     covered = int(buffers.of(names.PARTIAL, names.COVERED)[0])
     assert covered == length
     most, least = np.zeros_like(own[names.KEY_MAX]), np.zeros_like(own[names.KEY_MIN])
-    block_summary(kv, 0, covered, 0, most, least, **LAYOUT)
+    windows = np.zeros(kv.shape[0] // 2, np.int64)
+    block_summary(kv, windows, 0, covered, 0, most, least, **LAYOUT)
     blocks = max(0, covered // 4 - 3)  # behind those, the last sequence that had the buffers has left its own
     np.testing.assert_array_equal(own[names.KEY_MAX][..., :blocks], most[..., :blocks])
     np.testing.assert_array_equal(own[names.KEY_MIN][..., :blocks], least[..., :blocks])
@@ -67,7 +68,7 @@ def test_the_partial_cache_holds_what_the_references_choose(long: Runtime, lengt
     # The blocks are the best by the queries of the pass that filled it: those of the prompt's last chunk.
     asked = replayed_queries(long, length)
     rows = np.arange(len(asked[0]))
-    chosen = block_select(asked, rows, most, least, 0, covered, 3, 3, **LAYOUT, reduction=0, most_queries=8)
+    chosen = block_select(asked, rows, most, least, windows, 0, covered, 3, 3, **LAYOUT, reduction=0, most_queries=8)
     np.testing.assert_array_equal(own[names.SELECTED], chosen)
     assert queries.shape[0] == len(asked)
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plans.partial_kv import PartialKv
-from plugins.reference.partial_kv import candidate_blocks
+from plugins.reference.partial_kv import blocks_in_reach, candidate_blocks
 from tests.plans.damage import BACKEND, Edit, edit, refused
 
 
@@ -40,6 +40,18 @@ def test_the_layout_is_that_of_the_ops(
             assert settings.filled(covered, budget) + settings.n_spec_tokens_buf <= settings.largest
     assert settings.largest < settings.capacity(128)
     assert settings.capacity(128) % 128 == 0
+
+
+@given(block=st.integers(1, 40), blocks=st.integers(1, 5), window=st.integers(0, 900), covered=st.integers(0, 3000))
+def test_the_least_budget_reaches_a_window_and_one_block_less_does_not(
+    block: int, blocks: int, window: int, covered: int
+) -> None:
+    settings = PartialKv(block_size=block, n_sink_blocks=1, n_window_blocks=blocks, n_spec_tokens_buf=7)
+    least = settings.least_budget(window)
+    assert least == max(1, blocks_in_reach(window, block, blocks))
+    if settings.candidates(covered) > least:  # tokens behind the blocks that are missing, and the one that looks
+        assert settings.filled(covered, least) - settings.sink + 1 >= window
+    assert least == 1 or (least - 1 + blocks) * block + 1 < window
 
 
 def test_the_defaults_are_those_of_the_seed() -> None:
@@ -81,6 +93,20 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "more than the full one": (lambda m: partial(m).update(n_retrieval_blocks=500), "more than the full KV cache has"),
     "another layout than its buffers": (lambda m: partial(m).update(n_retrieval_blocks=4), "partial.selected"),
     "a budget without room": (lambda m: partial(m).update(budget=9), "9 blocks are more than there is room for, 3"),
+    "windows of other layers": (
+        lambda m: m["models"]["target"].update(layer_windows=[5]), "layer_windows: are of 1 layers, and the model has 4"
+    ),
+    "a window beyond the context": (
+        lambda m: m["models"]["chain"].update(layer_windows=[0, 160, 0, 0]), "are no part of the context, 160"
+    ),
+    "blocks that do not reach a window": (
+        lambda m: m["models"]["target"].update(layer_windows=[0, 22, 0, 0]),
+        "3 blocks do not reach the 22 tokens that layers see: 4 do"
+    ),
+    "a budget that does not reach a window": (
+        lambda m: [m["models"]["target"].update(layer_windows=[0, 17, 0, 0]), partial(m).update(budget=1)],
+        "1 blocks do not reach the 17 tokens that layers see: 2 do"
+    ),
     "no such mode": (lambda m: partial(m).update(mode="fast"), "mode"),
     "no refresh": (lambda m: programs(m).pop("refresh"), "'refresh' is missing"),
     "no plain step over it": (lambda m: programs(m).pop("decode_partial"), "'decode_partial' is missing"),

@@ -18,6 +18,7 @@ class PartialCaches:
     def __init__(
         self, *, seed=0, layers=2, heads=2, group=2, head_dim=4, block_size=2, sink_blocks=1, window_blocks=1,
         retrieval=3, capacity=24, room=None, new=4, rows=2, row=1, dtype="float32", ties=False,
+        windows=(),
     ):  # fmt: skip
         self.rng = rng = np.random.default_rng(seed)
         self.layout = {"block_size": block_size, "sink_blocks": sink_blocks, "window_blocks": window_blocks}
@@ -28,6 +29,7 @@ class PartialCaches:
             return rng.integers(-2, 3, shape) if ties else rng.normal(size=shape)
 
         self.row = np.array([row])
+        self.layer_windows = np.array(windows or [0] * layers)
         self.kv = to_slots(numbers(2 * layers, rows, heads, capacity, head_dim).astype(np.float32), dtype)
         room = (sink_blocks + retrieval + window_blocks + 1) * block_size if room is None else room
         self.partial_kv = np.zeros((2 * layers, rows, heads, room, self.kv.shape[-1]), dtype)
@@ -46,6 +48,13 @@ class PartialCaches:
         self.kept_indices[:count] = np.sort(self.rng.choice(self.new, count, replace=False))
         self.kept_count[0] = count
         return self.kept_indices[:count].copy()
+
+    def keep_windows_in_reach(self) -> None:
+        """Make windows short enough for the budget, where there are more candidates."""
+        count, candidates = int(self.budget[0]), self.candidates(int(self.covered[0]))
+        if count < candidates:
+            reached = (count + self.layout["window_blocks"]) * self.layout["block_size"] + 1
+            self.layer_windows[:] = np.minimum(self.layer_windows, reached)
 
     def choose(self, count: int) -> None:
         """Select `count` random blocks for each layer and head."""

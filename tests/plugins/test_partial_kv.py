@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from plugins import native
 from plugins.reference import block_select, block_summary, partial_kv_gather
+from plugins.reference.partial_kv import blocks_in_reach
 from tests.plugins.partial_caches import PartialCaches
 
 EXAMPLES = settings(max_examples=80, deadline=None)
@@ -16,9 +17,11 @@ EXAMPLES = settings(max_examples=80, deadline=None)
 
 @st.composite
 def caches(draw, dtypes=("float32", "float16", "int8")):
+    layers = draw(st.integers(1, 3))
     return PartialCaches(
         seed=draw(st.integers(0, 2**32 - 1)),
-        layers=draw(st.integers(1, 3)),
+        layers=layers,
+        windows=draw(st.lists(st.sampled_from([0, 1, 5, 11]), min_size=layers, max_size=layers)),
         heads=draw(st.integers(1, 3)),
         group=draw(st.integers(1, 3)),
         head_dim=draw(st.sampled_from([1, 3, 8])),
@@ -55,7 +58,7 @@ def test_summaries_grow_block_by_block_and_are_those_of_all_at_once(cache, data,
         op()
         cache.summarised[0] = max(cache.summarised[0], cache.candidates(covered))
     most, least = np.zeros_like(cache.key_max), np.zeros_like(cache.key_min)
-    block_summary(cache.kv, cache.row[0], lengths[-1], 0, most, least, **cache.layout)
+    block_summary(cache.kv, cache.layer_windows, cache.row[0], lengths[-1], 0, most, least, **cache.layout)
     np.testing.assert_array_equal(cache.key_max, most)
     np.testing.assert_array_equal(cache.key_min, least)
 
@@ -86,12 +89,77 @@ def test_selection_is_the_reference(cache, data, reduction, most_queries, spoile
         cache.queries[cache.rng.random(cache.queries.shape) < 0.05] = np.inf
     cache.budget[0] = budget = data.draw(st.integers(0, cache.retrieval))
     kept = cache.keep(data.draw(st.integers(1, cache.new)))
+    cache.keep_windows_in_reach()
     cache.select(reduction, most_queries)()
     expected = block_select(
-        cache.queries, kept, cache.key_max, cache.key_min, cache.row[0], covered, budget, cache.retrieval,
-        **cache.layout, reduction=reduction, most_queries=most_queries,
+        cache.queries, kept, cache.key_max, cache.key_min, cache.layer_windows, cache.row[0], covered, budget,
+        cache.retrieval, **cache.layout, reduction=reduction, most_queries=most_queries,
     )  # fmt: skip
     np.testing.assert_array_equal(cache.selected, expected)
+
+
+@EXAMPLES
+@given(cache=caches(), data=st.data())
+def test_a_layer_with_a_window_finds_all_that_it_sees_in_one_piece_and_in_order(cache, data):
+    """Of the slots that the gather fills, the last ones hold the very tokens that the full cache ends with."""
+    cache.covered[0] = covered = data.draw(st.integers(0, cache.capacity))
+    candidates = cache.candidates(covered)
+    cache.budget[0] = min(candidates, cache.retrieval)
+    cache.keep_windows_in_reach()
+    cache.keep(1)
+    cache.select(0, 8)()
+    cache.resident[:] = -1
+    if covered < cache.layout["sink_blocks"] * cache.layout["block_size"]:
+        return
+    cache.gather()()
+    count = int(cache.budget[0])
+    filled = covered - (candidates - count) * cache.layout["block_size"]
+    row = cache.row[0]
+    for layer, window in enumerate(cache.layer_windows):
+        seen = min(int(window) - 1, covered)  # and the token behind them all
+        if seen > 0:
+            planes = slice(2 * layer, 2 * layer + 2)
+            np.testing.assert_array_equal(
+                cache.partial_kv[planes, row, :, filled - seen : filled],
+                cache.kv[planes, row, :, covered - seen : covered],
+            )
+        assert (np.diff(cache.selected[layer, :, :count], axis=-1) > 0).all()
+
+
+def test_of_a_layer_with_a_window_only_blocks_in_reach_change_as_the_context_grows():
+    cache = PartialCaches(windows=[0, 8], block_size=2, sink_blocks=1, window_blocks=1, retrieval=5, capacity=60)
+    cache.keep(1)
+    cache.budget[0] = 5
+    chosen = []
+    for covered in (40, 50):
+        cache.covered[0] = covered
+        cache.summary()()
+        cache.select(0, 8)()
+        chosen.append(cache.selected[1].tolist())
+    assert blocks_in_reach(8, 2, 1) == 3  # 7 tokens before the query: 2 in the window, 5 in 3 blocks
+    assert chosen == [[[0, 1, 15, 16, 17]] * 2, [[0, 1, 20, 21, 22]] * 2]
+
+
+def test_summaries_of_layers_with_windows_are_left_alone():
+    cache = PartialCaches(windows=[3, 0], block_size=2)
+    cache.key_max[:] = 99
+    cache.covered[0] = 24
+    cache.summary()()
+    assert (cache.key_max[1, 0] == 99).all()
+    assert (cache.key_max[1, 1] < 99).all()
+
+
+def test_a_budget_that_does_not_reach_a_window_is_refused_unless_every_block_is_taken():
+    cache = PartialCaches(windows=[0, 8], block_size=2, sink_blocks=1, window_blocks=1, retrieval=5, capacity=60)
+    cache.keep(1)
+    cache.covered[0], cache.budget[0] = 40, 2
+    sentence = "2 blocks and the window do not reach the last 8 tokens, which layer 1 sees"
+    with pytest.raises(ValueError, match=sentence):
+        cache.select(0, 8)()
+    assert (cache.selected == -1).all()
+    cache.covered[0] = 8  # two candidates
+    cache.select(0, 8)()
+    assert cache.selected[1].tolist() == [[0, 1, -1, -1, -1]] * 2
 
 
 @pytest.mark.parametrize(("reduction", "chosen"), [(0, [0]), (1, [1]), (2, [2])])
@@ -165,6 +233,8 @@ def _spoil(cache: PartialCaches, name: str, index: tuple[int, ...], value: int) 
         ("select", ("kept_count", (0,), 0), r"kept_count\[0\] is 0; it must be in 1\.\.4"),
         ("select", ("kept_indices", (1,), 4), r"kept_indices\[1\] is 4; it must be in 0\.\.3"),
         ("select", ("budget", (0,), 4), r"budget\[0\] is 4; it must be in 0\.\.3"),
+        ("select", ("layer_windows", (0,), -1), r"layer_windows\[0\] is -1"),
+        ("summary", ("layer_windows", (0,), -1), r"layer_windows\[0\] is -1"),
         ("gather", ("covered", (0,), 1), r"covered\[0\] is 1; it must be in 2\.\.24"),
         ("gather", ("selected", (0, 1, 0), -1), r"selected\[3\] is -1"),
         ("gather", ("selected", (0, 0, 1), 9), r"selected\[1\] is 9; it must be in 0\.\.8"),

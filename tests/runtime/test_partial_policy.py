@@ -104,6 +104,14 @@ def test_a_budget_begins_with_what_context_and_room_make_sensible(
     assert Budget(most, None, blocks, room).blocks == expected
 
 
+def test_a_budget_keeps_to_what_layers_with_windows_need() -> None:
+    assert Budget(256, None, 64, 10, needed=31).blocks == 31
+    budget = Budget(256, None, 512, 1000, needed=31)
+    for _ in range(400):
+        budget.note_confirmed(32, 32)
+    assert budget.blocks == 31
+
+
 def test_a_budget_follows_agreement() -> None:
     budget = Budget(256, None, 512, 1000)
     for _ in range(25):

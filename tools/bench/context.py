@@ -42,6 +42,12 @@ def measure_context(options: argparse.Namespace) -> dict[str, Any]:
     most = manifest.partial_kv.n_retrieval_blocks
     if large := [budget for budget in options.budgets or [] if budget != "auto" and budget > most]:
         raise RequestError(f"--budgets has {large[0]}; the plan has room for {most} blocks.")
+    window = manifest.target.widest_window
+    least = manifest.partial_kv.least_budget(window)
+    if small := [budget for budget in options.budgets or [] if budget != "auto" and budget < least]:
+        raise RequestError(
+            f"--budgets has {small[0]}; layers of the target see the last {window} tokens, which {least} blocks reach."
+        )
     known = [drafter.name for drafter in manifest.drafters]
     drafters = known if options.drafters is None else drafters_named(options.drafters, known)
     room = room_for_prompts(manifest.target.context, options.new)

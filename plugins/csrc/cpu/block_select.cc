@@ -42,8 +42,8 @@ OUTRIDER_CLONES void score_strip(const float* query, const float* key_max, const
 class BlockSelect {
  public:
   BlockSelect(nb::object queries, nb::object kept_indices, nb::object kept_count, nb::object key_max, nb::object key_min,
-              nb::object row, nb::object covered, nb::object budget, nb::object selected, i64 block_size, i64 sink_blocks,
-              i64 window_blocks, i64 reduction, i64 most_queries)
+              nb::object layer_windows, nb::object row, nb::object covered, nb::object budget, nb::object selected,
+              i64 block_size, i64 sink_blocks, i64 window_blocks, i64 reduction, i64 most_queries)
       : layout_{block_size, sink_blocks, window_blocks}, reduction_(reduction), most_(reduction == kLast ? 1 : most_queries) {
     check_layout(kOp, layout_);
     check_value(kOp, "reduction", 0, reduction, kMax, kLast);
@@ -55,6 +55,7 @@ class BlockSelect {
     const std::initializer_list<Dim> summary = {"R", "layers", "heads", "head_dim", "blocks"};
     key_max_ = binder.input<float>("key_max", key_max, summary);
     key_min_ = binder.input<float>("key_min", key_min, summary);
+    layer_windows_ = binder.input<i64>("layer_windows", layer_windows, {"layers"});
     covered_ = binder.input<i64>("covered", covered, {1});
     budget_ = binder.input<i64>("budget", budget, {1});
     row_ = binder.input<i64>("row", row, {1});
@@ -85,12 +86,22 @@ class BlockSelect {
     for (i64 i = 0; i < kept_count_[0]; ++i) check_value(kOp, "kept_indices", i, kept_indices_[i], 0, new_ - 1);
     check_value(kOp, "budget", 0, budget_[0], 0, retrieval_);
     const i64 count = std::min(budget_[0], candidates);
+    i64 scoring = 0;  // layers
+    for (i64 i = 0; i < layers_; ++i) {
+      check_value(kOp, "layer_windows", i, layer_windows_[i], 0, kMostKeys);
+      scoring += layer_windows_[i] == 0;
+      if (count < candidates && layout_.reach(layer_windows_[i]) > count)
+        refuse(kOp, std::to_string(count) + " blocks and the window do not reach the last " +
+                        std::to_string(layer_windows_[i]) + " tokens, which layer " + std::to_string(i) + " sees.");
+    }
     const i64 asked = std::min(most_, kept_count_[0]);
-    const GilReleasedIfLong released(layers_ * heads_ * group_ * asked * candidates * head_dim_ * 2);
+    const GilReleasedIfLong released(scoring * heads_ * group_ * asked * candidates * head_dim_ * 2);
     for (i64 of = 0; of < layers_ * heads_; ++of) {
       i64* to = selected_ + of * retrieval_;
-      if (count == candidates) {
-        for (i64 b = 0; b < count; ++b) to[b] = b;
+      const i64 window = layer_windows_[of / heads_];
+      if (count == candidates || window > 0) {
+        const i64 reach = std::min(count, layout_.reach(window));
+        for (i64 i = 0; i < count; ++i) to[i] = layout_.recent(i, count, reach, candidates);
       } else {
         score(of, candidates);
         select(candidates, count, to);
@@ -144,7 +155,7 @@ class BlockSelect {
   PartialLayout layout_;
   i64 reduction_, most_;
   const float *queries_, *key_max_, *key_min_;
-  const i64 *kept_indices_, *kept_count_, *row_, *covered_, *budget_;
+  const i64 *kept_indices_, *kept_count_, *layer_windows_, *row_, *covered_, *budget_;
   i64* selected_;
   i64 rows_, layers_, heads_, head_dim_, blocks_, retrieval_, new_, width_, group_;
   std::vector<float> score_;
@@ -158,10 +169,10 @@ class BlockSelect {
 void register_block_select(nb::module_& module) {
   nb::class_<BlockSelect>(module, "BlockSelect")
       .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object,
-                    nb::object, i64, i64, i64, i64, i64>(),
+                    nb::object, nb::object, i64, i64, i64, i64, i64>(),
            nb::arg("queries"), nb::arg("kept_indices"), nb::arg("kept_count"), nb::arg("key_max"), nb::arg("key_min"),
-           nb::arg("row"), nb::arg("covered"), nb::arg("budget"), nb::arg("selected"), nb::arg("block_size"), nb::arg("sink_blocks"),
-           nb::arg("window_blocks"), nb::arg("reduction") = 0, nb::arg("most_queries") = 8)
+           nb::arg("layer_windows"), nb::arg("row"), nb::arg("covered"), nb::arg("budget"), nb::arg("selected"),
+           nb::arg("block_size"), nb::arg("sink_blocks"), nb::arg("window_blocks"), nb::arg("reduction") = 0, nb::arg("most_queries") = 8)
       .def("__call__", &BlockSelect::call);
 }
 

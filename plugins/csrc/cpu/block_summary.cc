@@ -1,4 +1,4 @@
-// BlockSummary on the CPU: what is new since the last call, of all layers and heads.
+// BlockSummary on the CPU: what is new since the last call, of all heads of layers that see every token.
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
@@ -23,8 +23,8 @@ constexpr i64 kStrip = 16;  // blocks whose summaries are written together: neig
 
 class BlockSummary {
  public:
-  BlockSummary(nb::object kv, nb::object row, nb::object covered, nb::object summarised, nb::object key_max,
-               nb::object key_min, i64 block_size, i64 sink_blocks, i64 window_blocks)
+  BlockSummary(nb::object kv, nb::object layer_windows, nb::object row, nb::object covered, nb::object summarised,
+               nb::object key_max, nb::object key_min, i64 block_size, i64 sink_blocks, i64 window_blocks)
       : layout_{block_size, sink_blocks, window_blocks} {
     check_layout(kOp, layout_);
     Binder binder(kOp);
@@ -33,6 +33,7 @@ class BlockSummary {
     const std::initializer_list<Dim> summary = {"R", "layers", "heads", "head_dim", "blocks"};
     key_max_ = binder.output<float>("key_max", key_max, summary);
     key_min_ = binder.output<float>("key_min", key_min, summary);
+    layer_windows_ = binder.input<i64>("layer_windows", layer_windows, {"layers"});
     row_ = binder.input<i64>("row", row, {1});
     covered_ = binder.input<i64>("covered", covered, {1});
     summarised_ = binder.input<i64>("summarised", summarised, {1});
@@ -58,6 +59,7 @@ class BlockSummary {
     const i64 end = layout_.candidates(covered_[0]);
     check_value(kOp, "summarised", 0, summarised_[0], 0, blocks_);
     if (end > blocks_) refuse(kOp, "there is room for " + std::to_string(blocks_) + " blocks, not " + std::to_string(end) + ".");
+    for (i64 i = 0; i < layers_; ++i) check_value(kOp, "layer_windows", i, layer_windows_[i], 0, kMostKeys);
     const i64 first = summarised_[0];
     if (first >= end) return;
     const GilReleasedIfLong released((end - first) * layout_.block_size * layers_ * heads_ * head_dim_ * 4);
@@ -72,6 +74,7 @@ class BlockSummary {
   void summarise(i64 first, i64 end) {
     for (i64 of = 0; of < layers_ * heads_; ++of) {
       const i64 layer = of / heads_, head = of % heads_;
+      if (layer_windows_[layer] > 0) continue;  // nobody scores its blocks
       const Key* keys = static_cast<const Key*>(kv_) + ((2 * layer * rows_ + row_[0]) * heads_ + head) * capacity_ * slot_size_;
       const i64 summaries = (row_[0] * layers_ * heads_ + of) * head_dim_ * blocks_;
       float *most = key_max_ + summaries, *least = key_min_ + summaries;
@@ -110,6 +113,7 @@ class BlockSummary {
   std::string dtype_;
   float* key_max_;
   float* key_min_;
+  const i64* layer_windows_;
   const i64* row_;
   const i64* covered_;
   const i64* summarised_;
@@ -122,9 +126,10 @@ class BlockSummary {
 
 void register_block_summary(nb::module_& module) {
   nb::class_<BlockSummary>(module, "BlockSummary")
-      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, i64, i64, i64>(),
-           nb::arg("kv"), nb::arg("row"), nb::arg("covered"), nb::arg("summarised"), nb::arg("key_max"),
-           nb::arg("key_min"), nb::arg("block_size"), nb::arg("sink_blocks"), nb::arg("window_blocks"))
+      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, i64, i64,
+                    i64>(),
+           nb::arg("kv"), nb::arg("layer_windows"), nb::arg("row"), nb::arg("covered"), nb::arg("summarised"),
+           nb::arg("key_max"), nb::arg("key_min"), nb::arg("block_size"), nb::arg("sink_blocks"), nb::arg("window_blocks"))
       .def("__call__", &BlockSummary::call);
 }
 

@@ -6,6 +6,8 @@
 
 namespace outrider {
 
+constexpr i64 kMostKeys = i64{1} << 40;  // of a layer's window
+
 inline void check_layout(const char* op, const PartialLayout& layout) {
   check_value(op, "block_size", 0, layout.block_size, 1, 1 << 20);
   check_value(op, "sink_blocks", 0, layout.sink_blocks, 0, 1 << 20);

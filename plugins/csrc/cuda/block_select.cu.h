@@ -1,5 +1,5 @@
 // BlockSelect: a block of threads scores the candidates of one key head, a thread a candidate at a time by several
-// queries at once, and picks the best.
+// queries at once, and picks the best; of a layer that sees the last tokens alone, it takes the last ones.
 #pragma once
 
 #include "../partial_kv.h"
@@ -71,7 +71,7 @@ OUTRIDER_DEVICE float score_of(const Asked& asked, const float* most, const floa
 
 // `scores` `[layers, heads, blocks]` is scratch.
 OUTRIDER_KERNEL outrider_block_select(const float* queries, const i64* kept_indices, const i64* kept_count,
-                                      const float* key_max, const float* key_min, const i64* row, const i64* covered,
+                                      const float* key_max, const float* key_min, const i64* layer_windows, const i64* row, const i64* covered,
                                       const i64* budget, i64* selected, float* scores, i64 rows, i64 layers, i64 heads, i64 head_dim, i64 blocks, i64 retrieval,
                                       i64 new_tokens, i64 width, i64 block_size, i64 sink_blocks, i64 window_blocks,
                                       i64 reduction, i64 most_queries) {
@@ -90,8 +90,14 @@ OUTRIDER_KERNEL outrider_block_select(const float* queries, const i64* kept_indi
   }
   const i64 count = budget[0] < candidates ? budget[0] : candidates;
   i64* chosen = selected + of * retrieval;
-  if (count == candidates) {
-    for (i64 i = thread_index(); i < count; i += thread_count()) chosen[i] = i;
+  const i64 window = layer_windows[of / heads];
+  i64 reach = layout.reach(window);
+  if (window < 0 || (count < candidates && reach > count)) return;
+  if (reach > count) reach = count;
+  if (count == candidates || window > 0) {
+    for (i64 i = thread_index(); i < count; i += thread_count()) {
+      chosen[i] = layout.recent(i, count, reach, candidates);
+    }
   } else if (count > 0) {
     const i64 group = width / (heads * head_dim);
     const float* first = queries + of / heads * new_tokens * width + of % heads * group * head_dim;

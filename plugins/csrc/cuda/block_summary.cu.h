@@ -7,7 +7,7 @@
 
 namespace outrider {
 
-OUTRIDER_KERNEL outrider_block_summary(const char* kv, const i64* row, const i64* covered, const i64* summarised,
+OUTRIDER_KERNEL outrider_block_summary(const char* kv, const i64* layer_windows, const i64* row, const i64* covered, const i64* summarised,
                                        float* key_max, float* key_min, i64 rows, i64 layers, i64 heads, i64 capacity, i64 head_dim, i64 blocks,
                                        i64 element, i64 block_size, i64 sink_blocks, i64 window_blocks) {
   const PartialLayout layout = {block_size, sink_blocks, window_blocks};
@@ -16,6 +16,7 @@ OUTRIDER_KERNEL outrider_block_summary(const char* kv, const i64* row, const i64
   const i64 shares = block_count() / (layers * heads);
   const i64 end = layout.candidates(covered[0]);
   if (row[0] < 0 || row[0] >= rows) return;
+  if (layer_windows[of / heads] != 0) return;  // nobody scores its blocks
   if (covered[0] < 0 || covered[0] > capacity || end > blocks || summarised[0] < 0) return;
   const i64 keys = ((2 * (of / heads) * rows + row[0]) * heads + of % heads) * capacity;
   for (i64 block = summarised[0] + share; block < end; block += shares) {

@@ -1,0 +1,236 @@
+"""Partial KV of models with sliding layers, which see over the partial cache what they see over the full one."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import tools.bench.__main__ as bench
+from compiler.build import build
+from compiler.inspect import describe, print_description
+from compiler.recipe import load_recipe
+from plans import names
+from plans.errors import RecipeError, RequestError
+from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
+from runtime.request import check_options
+from runtime.session import Session
+from tests.conftest import HELD_OUT, PARTIAL_KV, made_once
+from tests.integration.families import DRAFTERS, write_toy
+from tests.integration.long_context import prompt
+from tests.integration.random_use import RandomUse
+from tools.verify.partial_check import check_partial
+
+WINDOW = 17  # with two window blocks of 4 tokens, two of the three blocks that are retrieved are in its reach
+OF_THE_DRAFTER = 30  # longer than what its KV cache surely keeps behind the gap, 20 tokens
+ONE_BRANCH = "capacity={context: 160, prefill_chunk: 16}"  # drafters keep 4 tokens of the beginning and 20 to 40 last
+SLIDING = {"gemma3": (True, True, False, True), "ministral": (True, False, True, False)}
+
+pytestmark = pytest.mark.usefixtures("run_ahead")
+
+
+def _set_window(checkpoint: Path, window: int) -> None:
+    path = checkpoint / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(config | {"sliding_window": window}), encoding="utf-8")
+
+
+@pytest.fixture(scope="module", params=SLIDING)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def recipe_of(family: str, toy_recipe: Path, factory: pytest.TempPathFactory) -> Path:
+    def write(folder: Path) -> None:
+        write_toy(family, folder, toy_recipe.parent / "target")
+        _set_window(folder / "target", WINDOW)
+        _set_window(folder / "drafter", OF_THE_DRAFTER)
+
+    return made_once(factory, f"sliding-{family}", write) / "model.yaml"
+
+
+@pytest.fixture(scope="module")
+def recipe(family: str, toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return recipe_of(family, toy_recipe, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def one(recipe: Path) -> Runtime:
+    """A plan of one branch."""
+    settings = [f"partial_kv={PARTIAL_KV}", ONE_BRANCH]
+    return Runtime.load(build(load_recipe(recipe, settings), recipe, recipe.parent / "one").plan.root, threads=1)
+
+
+@pytest.fixture(scope="module")
+def rows(recipe: Path) -> Path:
+    """A plan of sixteen branches, in both modes."""
+    return build(load_recipe(recipe, [f"partial_kv={PARTIAL_KV}"]), recipe, recipe.parent / "rows").plan.root
+
+
+def kv_behind(session: Session, model: str, planes: slice, start: int, count: int) -> np.ndarray:
+    """KV of `count` slots from `start` on, `[planes, heads, count, slot_size]`."""
+    return session.buffers.kv(model)[0].array(start, count)[planes].copy()
+
+
+def buffered(one: Runtime, family: str, *, told: bool) -> tuple[np.ndarray, np.ndarray]:
+    """KV that passes over the partial cache have put into its buffer, and that of the same tokens over the full one: of
+    the layers up to the first that sees every token, whose keys no retrieved block has had a say in.
+
+    Unless the runtime is `told` of the windows, blocks are retrieved for sliding layers too.
+    """
+    length, new = 100, 5
+    options = {"max_new_tokens": new, "drafter": "none", "ignore_eos": True, "auto_disable": False}
+    session = one.session()
+    windows = session.buffers.of(names.PARTIAL, names.LAYER_WINDOWS)
+    kept = windows.copy()
+    assert (kept > 0).tolist() == list(SLIDING[family])
+    try:
+        windows[:] = kept if told else 0
+        found = session.generate(prompt(3, length), whole=True, partial_kv="lossy", **options)  # type: ignore[arg-type]
+    finally:
+        windows[:] = kept
+    assert found.stats.refreshes == 1
+    assert found.stats.partial_rounds == new - 1
+    planes = slice(0, 2 * (SLIDING[family].index(False) + 1))
+    over_partial = kv_behind(session, names.PARTIAL, planes, 4 + 12 + 8, new - 1)
+    text = [*prompt(3, length), *found.token_ids]
+    full = one.session()
+    full.generate(text, whole=True, partial_kv="off", **options | {"max_new_tokens": 1})  # type: ignore[arg-type]
+    return over_partial, kv_behind(full, names.TARGET, planes, length, new - 1)
+
+
+def test_sliding_layers_compute_over_the_partial_cache_what_they_compute_over_the_full_one(
+    one: Runtime, family: str
+) -> None:
+    ours, theirs = buffered(one, family, told=True)
+    np.testing.assert_array_equal(ours, theirs)
+    ours, theirs = buffered(one, family, told=False)
+    assert np.abs(ours - theirs).max() > 0.01  # retrieved blocks are no recent ones
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_lossless_mode_changes_no_token(one: Runtime, drafter: str) -> None:
+    """The drafter slides too, over a KV cache that lacks the middle of long contexts."""
+    ran = drafted = 0
+    for seed, temperature, length, budget in (
+        (0, 0.0, 40, None), (1, 0.0, 75, 2), (2, 0.9, 31, 3), (3, 1.3, 60, "auto"), (4, 0.5, 100, None),
+    ):  # fmt: skip
+        options = {"drafter": drafter, "temperature": temperature, "seed": seed, "max_new_tokens": 59}
+        plain = one.session().generate(prompt(seed, length), partial_kv="off", **options | {"drafter": "none"})  # type: ignore[arg-type]
+        found = one.session().generate(
+            prompt(seed, length), partial_kv="lossless", partial_budget=budget, auto_disable=False, **options
+        )  # type: ignore[arg-type]
+        assert found.token_ids == plain.token_ids
+        ran += found.stats.partial_rounds
+        drafted += found.stats.drafted
+    assert ran > 20
+    assert drafted > 20 or drafter == "none"
+
+
+def test_tokens_depend_on_neither_drafter_nor_company_nor_cache(rows: Path) -> None:
+    """Branches, requests and sessions with a row each, draft trees, the prefix cache, cuts, at any temperature."""
+    alone = Runtime.load(rows, threads=1)
+    used = Runtime.load(
+        rows,
+        threads=2,
+        prefix_cache=PrefixCacheConfig(memory_bytes=1 << 19, max_cached_tokens=200),
+        scheduler=SchedulerConfig(mode="batching"),
+    )
+    user = RandomUse(alone, used, "batching", seed=5, coupled=DRAFTERS, rejecting=())
+    user.run(40)
+    assert user.compared > 40
+    assert used.close(timeout=10)
+    assert alone.close(timeout=10)
+
+
+def test_the_prefix_cache_serves_lossless_sessions(recipe: Path, one: Runtime) -> None:
+    cached = Runtime.load(recipe.parent / "one", threads=1, prefix_cache=PrefixCacheConfig())
+    tokens = prompt(6, 90)
+    expected = one.session().generate(tokens, max_new_tokens=50, partial_kv="off", ignore_eos=True).token_ids
+    for drafter in (*DRAFTERS, *DRAFTERS):
+        found = cached.session().generate(tokens, max_new_tokens=50, drafter=drafter, ignore_eos=True)
+        assert found.token_ids == expected
+        assert found.stats.partial_rounds > 0
+    assert found.stats.cached_tokens > 60
+
+
+def test_the_check_of_partial_kv_finds_lossless_mode_equal(one: Runtime) -> None:
+    check = check_partial(one.session(), one.manifest, [prompt(seed, 60) for seed in range(3)], 24)
+    assert check is not None
+    assert check.passed
+    assert check.runs == 3
+    assert check.partial_rounds > 10
+    assert check.agreement is not None
+
+
+def test_budgets_that_do_not_reach_the_window_are_refused(
+    one: Runtime, rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RequestError, match=r"partial_budget is 1; pass auto, or 2 to 3 blocks: .* the last 17 tokens"):
+        one.generate("x", partial_budget=1)
+    arguments = ["context", str(rows), "--prompts", str(HELD_OUT), "--budgets", "1,2"]
+    assert bench.main(arguments) == 2
+    assert (
+        "--budgets has 1; layers of the target see the last 17 tokens, which 2 blocks reach" in capsys.readouterr().err
+    )
+    partial = one.manifest.partial_kv
+    assert check_options({"partial_budget": 2}, (), (), partial, window=WINDOW).partial_budget == 2
+
+
+def test_inspect_tells_windows(rows: Path, family: str) -> None:
+    described = describe(rows)
+    assert described["models"]["target"]["layer_windows"] == tuple(WINDOW * slides for slides in SLIDING[family])
+    assert described["models"]["chain"]["layer_windows"] == tuple(OF_THE_DRAFTER * s for s in SLIDING[family])
+    printed = io.StringIO()
+    print_description(described, Console(file=printed, width=200))
+    assert f"\n{sum(SLIDING[family])} of 4 layers see {WINDOW} tokens\n" in printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["partial_kv.n_retrieval_blocks=1"],
+            r"n_retrieval_blocks is 1, but layers .* last 17 tokens, .* raise it to 2",
+        ),
+        (["partial_kv.budget=1"], r"budget is 1, but layers of the target see the last 17 tokens, .* to 2 or more"),
+        (["partial_kv.block_size=1", "partial_kv.n_retrieval_blocks=13"], r"raise it to 14 or more"),
+    ],
+)
+def test_a_recipe_whose_partial_cache_does_not_reach_the_window_is_refused(
+    toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, overrides: list[str], said: str
+) -> None:
+    recipe = recipe_of("gemma3", toy_recipe, tmp_path_factory)
+    with pytest.raises(RecipeError, match=said):
+        build(load_recipe(recipe, [f"partial_kv={PARTIAL_KV}", ONE_BRANCH, *overrides]), recipe, tmp_path / "plan")
+
+
+def test_a_model_without_a_layer_that_sees_the_context_is_refused(
+    toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    write_toy("mistral", tmp_path / "mistral", toy_recipe.parent / "target")
+    recipe = tmp_path / "mistral" / "model.yaml"
+    with pytest.raises(RecipeError, match=r"enabled is true, but no layer of the target sees more than the last 20"):
+        build(load_recipe(recipe, [f"partial_kv={PARTIAL_KV}", ONE_BRANCH]), recipe, tmp_path / "plan")
+    _set_window(recipe.parent / "target", 160)  # the whole context: no window of a plan
+    plan = build(load_recipe(recipe, [f"partial_kv={PARTIAL_KV}", ONE_BRANCH]), recipe, tmp_path / "plan").plan
+    assert plan.manifest.target.layer_windows == ()
+
+
+def test_a_window_nearly_as_long_as_the_context_leaves_nothing_to_save(
+    toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    write_toy("ministral", tmp_path / "ministral", toy_recipe.parent / "target")
+    recipe = tmp_path / "ministral" / "model.yaml"
+    _set_window(recipe.parent / "target", 245)
+    settings = [
+        f"partial_kv={PARTIAL_KV}",
+        "capacity={context: 250, prefill_chunk: 16}",
+        "partial_kv.n_sink_blocks=40",
+    ]
+    with pytest.raises(RecipeError, match=r"n_retrieval_blocks is 3, but .* leave partial_kv out"):
+        build(load_recipe(recipe, settings), recipe, tmp_path / "plan")
