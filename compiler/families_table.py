@@ -45,6 +45,7 @@ def _attention(family: Family) -> str:
         "never": "full",
         "all": "a window, where sliding_window is set",
         "switched": "full, or a window with use_sliding_window",
+        "all_switched": "full, or a window with use_sliding_window",
     }
     sees = (
         f"full in each {_ordinal(family.slides)} layer, else a window"
@@ -67,8 +68,9 @@ def _rotation(family: Family) -> str:
 def _layer(family: Family) -> str:
     norms = [place for place, has in (("before", family.norm_before), ("behind", family.norm_behind)) if has]
     unit = {"silu": "SwiGLU", "gelu_tanh": "GeGLU"}[family.activation]
+    experts = " experts, or one MLP" if family.experts is not None else ""
     multipliers = "; four multipliers" if "residual_scale" in family.factors else ""
-    return f"norms {' and '.join(norms)}; {unit}{multipliers}"
+    return f"norms {' and '.join(norms)}; {unit}{experts}{multipliers}"
 
 
 def _ordinal(number: int) -> str:
