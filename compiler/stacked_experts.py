@@ -8,6 +8,7 @@ low half of a byte: a sign, two bits of exponent, one of mantissa.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -21,10 +22,11 @@ from compiler.tensor_source import Stored
 from compiler.weights import Weights
 from plans.errors import CheckpointError
 
-_BLOCK, _EXPONENT_OF_ONE = 32, 127
+_BLOCK = 32
 _BLOCKS, _SCALES, _BIAS = "_blocks", "_scales", "_bias"
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _NUMBERS = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)])
+_POWERS = torch.tensor([*(math.ldexp(1.0, scale - 127) for scale in range(255)), math.nan])
 
 
 @dataclass(frozen=True)
@@ -130,11 +132,10 @@ class StackedExperts:
 def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """Return the numbers f32 `[out, in]` of `blocks` u8 `[out, in / 32, 16]` and `scales` u8 `[out, in / 32]`.
 
-    The scale 255 makes numbers that are not finite.
+    The scale 255 stands for numbers that are none.
     """
     nibbles = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
-    powers = torch.ldexp(torch.ones(()), scales.int() - _EXPONENT_OF_ONE)
-    return (_NUMBERS[nibbles.int()] * powers[..., None]).flatten(-2)
+    return (_NUMBERS[nibbles.int()] * _POWERS[scales.int()][..., None]).flatten(-2)
 
 
 def _split(name: str) -> tuple[str, str]:
