@@ -11,8 +11,8 @@ from compiler.formats.gguf_config import ARCHITECTURES
 from compiler.models.families import FAMILIES, Family
 
 NOTE = (
-    "Weights in safetensors (float32, float16, bfloat16; AWQ, GPTQ and compressed-tensors of 4 and 8 bits), and GGUF "
-    "where it says so. A model of another kind is refused by its model_type."
+    "Weights in safetensors (float32, float16, bfloat16; AWQ, GPTQ and compressed-tensors of 4 and 8 bits; experts of "
+    "gpt-oss in MXFP4), and GGUF where it says so. A model of another kind is refused by its model_type."
 )
 
 
@@ -54,7 +54,7 @@ def _attention(family: Family) -> str:
     )
     norm = {"none": "", "head": "; q and k normed", "whole": "; q and k normed whole"}[family.qk_norm]
     capped = "; soft-capped" if family.factors.get("attention_softcap", ("", None))[1] is not None else ""
-    return sees + norm + capped
+    return sees + norm + capped + ("; sinks" if family.sinks else "")
 
 
 def _rotation(family: Family) -> str:
@@ -68,7 +68,9 @@ def _rotation(family: Family) -> str:
 def _layer(family: Family) -> str:
     norms = [place for place, has in (("before", family.norm_before), ("behind", family.norm_behind)) if has]
     unit = {"silu": "SwiGLU", "gelu_tanh": "GeGLU"}[family.activation]
-    experts = " experts, or one MLP" if family.experts is not None else ""
+    experts = ""
+    if family.experts is not None:
+        unit, experts = ("clamped SwiGLU", " experts") if family.experts.clamped else (unit, " experts, or one MLP")
     multipliers = "; four multipliers" if "residual_scale" in family.factors else ""
     return f"norms {' and '.join(norms)}; {unit}{experts}{multipliers}"
 

@@ -14,6 +14,7 @@ from compiler.models.config import DecoderConfig, read_folder_config
 from compiler.models.config_reader import read_json
 from compiler.models.families import FAMILIES
 from compiler.models.rope import RopeScaling
+from compiler.stacked_experts import StackedExperts
 from compiler.tensor_source import TensorSource
 from compiler.weights import Weights, check_folder
 
@@ -41,10 +42,13 @@ def open_checkpoint(path: Path, rope_scaling: RopeScaling | None = None, context
         return OpenCheckpoint(config, GgufTensors(file, config), path, path)
     check_folder(path)
     config, description = read_folder_config(path, rope_scaling, context), path / "config.json"
-    stored = Weights(path)
-    tensors: TensorSource = as_described(stored, read_json(description), description, _unbiased(config))
-    if fused := FAMILIES[config.family].fused:
-        tensors = FusedTensors(tensors, fused, _outputs(config))
+    stored, family = Weights(path), FAMILIES[config.family]
+    tensors: TensorSource = stored
+    if family.stacked and config.experts is not None:
+        tensors = StackedExperts(stored, family.stacked, config.experts, config.hidden_size)
+    tensors = as_described(tensors, read_json(description), description, _unbiased(config))
+    if family.fused:
+        tensors = FusedTensors(tensors, family.fused, _outputs(config))
     return OpenCheckpoint(config, tensors, description, stored.source)
 
 

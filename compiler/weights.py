@@ -29,6 +29,7 @@ _SPELLING = {
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int8: "I8",
+    torch.uint8: "U8",
     torch.bool: "BOOL",
 }
 
@@ -50,11 +51,18 @@ class Weights:
 
     def read(self, name: str) -> Tensor:
         """Read one tensor as it is stored, into its own memory: the file may change while the process runs."""
+        return self._read(name, None)
+
+    def _read(self, name: str, place: int | None) -> Tensor:
         expected = self.found[name]
         with _tensors_of(expected.file) as tensors:
             if tensors.header(name) != expected:
                 raise CheckpointError(f"{expected.file}: tensor {name!r} changed while it was read; start again")
-            return tensors.tensor(name).clone()
+            return (tensors.tensor(name) if place is None else tensors.part(name, place)).clone()
+
+    def read_part(self, name: str, place: int) -> Tensor:
+        """Read `tensor[place]` of one tensor as `read` does."""
+        return self._read(name, place)
 
     def quantized(self, name: str) -> WeightSource | None:
         """Return None: no tensor is stored as integers and scales in one; `PackedTensors` puts such parts together."""
@@ -136,6 +144,8 @@ class _Tensors(Protocol):
 
     def tensor(self, name: str) -> Tensor: ...
 
+    def part(self, name: str, place: int) -> Tensor: ...
+
 
 class _Safetensors:
     def __init__(self, file: Path, handle: Any) -> None:
@@ -151,6 +161,10 @@ class _Safetensors:
     def tensor(self, name: str) -> Tensor:
         tensor: Tensor = self._handle.get_tensor(name)
         return tensor
+
+    def part(self, name: str, place: int) -> Tensor:
+        part: Tensor = self._handle.get_slice(name)[place]
+        return part
 
 
 class _Pickled:
@@ -182,6 +196,9 @@ class _Pickled:
     def tensor(self, name: str) -> Tensor:
         tensor: Tensor = self._content[name]
         return tensor
+
+    def part(self, name: str, place: int) -> Tensor:
+        return self.tensor(name)[place]
 
 
 def _is_plain(value: object) -> bool:

@@ -80,12 +80,12 @@ class GraphExecution:
         )
         return rotated
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         a, caches = self._attention, self._caches
         self.queries.append(q)
         out, k_out, v_out = branch_attention(
             q, k, v, caches.k_caches[layer], caches.v_caches[layer], self._bias(layer), self._past, self._splits,
-            a.num_heads, a.num_kv_heads, a.attention_scale, int(self._later), 1, a.attention_softcap or 0.0,
+            a.num_heads, a.num_kv_heads, a.attention_scale, int(self._later), 1, a.attention_softcap or 0.0, sinks,
         )  # fmt: skip
         caches.presents += (k_out, v_out)
         attended: Tensor = out

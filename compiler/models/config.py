@@ -32,7 +32,8 @@ class DecoderConfig:
     `unrotated` rotate nothing. `rotary_size` numbers of each head are rotated (None: all). `score_scale` multiplies
     the products of queries and keys (None: the inverse root of the head's size).
 
-    Layers in `expert_layers` have `experts` in place of the MLP.
+    Layers in `expert_layers` have `experts` in place of the MLP. With `sinks` each head of a layer has a score of its
+    own that stands in every softmax beside those of keys.
 
     Embeddings are multiplied by `embedding_scale`, what attention and MLP add to the residual stream by
     `residual_scale`, and logits are divided by `logit_divisor`. A softcap c makes c * tanh(x / c) of a score or logit.
@@ -67,6 +68,7 @@ class DecoderConfig:
     residual_scale: float = 1.0
     logit_divisor: float = 1.0
     score_scale: float | None = None
+    sinks: bool = False
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     experts: ExpertsConfig | None = None
@@ -130,7 +132,7 @@ def config_from(
     head_dim = hidden_size // num_heads if family.head_dim is None else family.head_dim
     if raw.get("head_dim") is not None:
         head_dim = get.integer("head_dim")
-    bias = get.boolean("attention_bias", False)
+    bias = get.boolean("attention_bias", family.attention_bias)
     vocab_size, layers = get.integer("vocab_size"), get.integer("num_hidden_layers")
     experts, expert_layers = read_experts(raw, path, get, family, layers)
     config = DecoderConfig(
@@ -148,6 +150,7 @@ def config_from(
         output_bias=bias if family.output_bias is None else family.output_bias,
         mlp_bias=get.boolean("mlp_bias", False),
         qk_norm=family.qk_norm,
+        sinks=family.sinks,
         tie_embeddings=get.boolean("tie_word_embeddings", family.tie_embeddings),
         eos_token_ids=_end_tokens(eos, eos_path, vocab_size),
         norm_before=family.norm_before,

@@ -107,6 +107,8 @@ def read_rotations(
     `replacement` replaces the scaling of layers that see everything. A scaling that depends on the `context` is the one
     for it. Raises `CheckpointError`.
     """
+    if family.rope_scaling is not None and not (raw.get("rope_parameters") or raw.get("rope_scaling")):
+        raw = {**raw, "rope_parameters": {**family.rope_scaling}}
     nested = raw.get("rope_parameters")
     by_kind = nested if isinstance(nested, dict) and set(nested) & {_FULL, _SLIDING} else None
     if by_kind is not None and not family.own_local_rope:

@@ -66,7 +66,11 @@ class Reader:
     def positive(self, key: str, default: float | None) -> float | None:
         """Return a factor, or None where the key says null, or is absent and `default` is None."""
         value = self._raw.get(key, default)
-        return None if value is None else self.number(key, value, least=_LEAST_FACTOR, most=_MOST_FACTOR)
+        return None if value is None else self.factor(key, value)
+
+    def factor(self, key: str, default: float) -> float:
+        """Return a factor."""
+        return self.number(key, default, least=_LEAST_FACTOR, most=_MOST_FACTOR)
 
     def rms_norm_eps(self, default: float = 1e-6) -> float:
         """Return the epsilon that RMS norms add to the mean of squares, in float32."""

@@ -22,11 +22,14 @@ from compiler.models.families import Activation, QkNorm
 
 
 class Execution(Protocol):
-    """The parts of a layer that depend on its tokens' sequences. `x` is `[..., heads * head_dim]`."""
+    """The parts of a layer that depend on its tokens' sequences. `x` is `[..., heads * head_dim]`.
+
+    `sinks` `[heads]` are scores of a key without a value that every query sees beside its own.
+    """
 
     def rotate(self, layer: int, x: Tensor, heads: int) -> Tensor: ...
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor: ...
 
 
 class LayerConfig(Protocol):
@@ -107,7 +110,7 @@ class RmsNorm(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and a gated MLP, or a mixture of experts, each with a norm before it, behind it, or both."""
 
-    def __init__(self, config: LayerConfig, experts: ExpertsConfig | None = None) -> None:
+    def __init__(self, config: LayerConfig, experts: ExpertsConfig | None = None, sinks: bool = False) -> None:
         super().__init__()
         hidden, c = config.hidden_size, config
         self.config = config
@@ -120,6 +123,7 @@ class DecoderLayer(nn.Module):
         self.k = Linear(hidden, c.kv_size, c.qkv_bias)
         self.v = Linear(hidden, c.kv_size, c.qkv_bias)
         self.o = Linear(c.query_size, hidden, c.output_bias)
+        self.sinks = nn.Parameter(torch.zeros(c.num_heads)) if sinks else None
         whole = c.qk_norm == "whole"
         self.q_norm = norm(c.qk_norm != "none", c.query_size if whole else c.head_dim)
         self.k_norm = norm(c.qk_norm != "none", c.kv_size if whole else c.head_dim)
@@ -137,7 +141,7 @@ class DecoderLayer(nn.Module):
         x = _normed(h, self.attention_norm)
         q = execution.rotate(index, _per_head(self.q(x), self.q_norm), c.num_heads)
         k = execution.rotate(index, self.key(x), c.num_kv_heads)
-        h = self._add(h, self.o(execution.attend(index, q, k, self.v(x))), self.attention_out_norm)
+        h = self._add(h, self.o(execution.attend(index, q, k, self.v(x), self.sinks)), self.attention_out_norm)
         x = _normed(h, self.mlp_norm)
         if self.experts is not None:
             return self._add(h, self.experts(x), self.mlp_out_norm)
@@ -161,7 +165,7 @@ class Decoder(nn.Module):
         self.config = config
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.layers = nn.ModuleList(
-            DecoderLayer(config, config.experts if index in config.expert_layers else None)
+            DecoderLayer(config, config.experts if index in config.expert_layers else None, config.sinks)
             for index in range(config.num_layers)
         )
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)

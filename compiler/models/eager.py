@@ -29,14 +29,14 @@ class CausalExecution:
         apart = x.view(self._batch, self._length, heads, -1)
         return rotated(apart, *self._tables[rope]).view(x.shape)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         c = self._config
 
         def heads(x: Tensor, count: int) -> Tensor:
             return x.view(self._batch, self._length, count, c.head_dim).transpose(1, 2)
 
         queries, keys, values = heads(q, c.num_heads), heads(k, c.num_kv_heads), heads(v, c.num_kv_heads)
-        out = attended(queries, keys, values, c, self._visible(c.kinds[layer].window))
+        out = attended(queries, keys, values, c, self._visible(c.kinds[layer].window), sinks)
         return out.transpose(1, 2).reshape(q.shape)
 
     def _visible(self, window: int | None) -> Tensor | None:
@@ -57,13 +57,16 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, x[..., size:]), dim=-1)
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor, config: Attention, seen: Tensor | None) -> Tensor:
+def attended(
+    q: Tensor, k: Tensor, v: Tensor, config: Attention, seen: Tensor | None, sinks: Tensor | None = None
+) -> Tensor:
     """Attend with queries `[batch, heads, n, head_dim]` over keys and values `[batch, kv_heads, m, head_dim]`.
 
-    `seen` bool `[n, m]` says which keys a query sees; None: those up to its own, for n = m.
+    `seen` bool `[n, m]` says which keys a query sees; None: those up to its own, for n = m. `sinks` `[heads]` are
+    scores, under no cap, of a key without a value that all queries see.
     """
     scale, cap = config.attention_scale, config.attention_softcap
-    if cap is None:
+    if cap is None and sinks is None:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=seen, is_causal=seen is None, enable_gqa=True, scale=scale
         )
@@ -71,8 +74,14 @@ def attended(q: Tensor, k: Tensor, v: Tensor, config: Attention, seen: Tensor | 
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     if seen is None:
         seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-    scores = torch.tanh(q @ k.mT * (scale / cap)) * cap
-    return scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v
+    scores = q @ k.mT * scale
+    if cap is not None:
+        scores = torch.tanh(scores / cap) * cap
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is None:
+        return scores.softmax(-1) @ v
+    sink = sinks[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, sink), -1).softmax(-1)[..., :-1] @ v
 
 
 @torch.no_grad()

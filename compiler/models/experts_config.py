@@ -50,6 +50,7 @@ def read_experts(
         top_k=get.integer("num_experts_per_tok", usual.top_k),
         size=get.integer(usual.size_key, usual.size),
         normalise=get.boolean("norm_topk_prob", usual.normalise),
+        clamped=None if usual.clamped is None else _clamped(get, *usual.clamped),
     )
     if config.top_k > config.count:
         raise CheckpointError(f"{path}: num_experts_per_tok is {config.top_k}, and there are {config.count} experts")
@@ -59,6 +60,10 @@ def read_experts(
     step = get.integer("decoder_sparse_step", 1)
     sparse = frozenset(layer for layer in range(layers) if (layer + 1) % step == 0 and layer not in dense)
     return (config if sparse else None), sparse
+
+
+def _clamped(get: Reader, alpha: float, limit: float) -> ClampedUnit:
+    return ClampedUnit(get.factor("swiglu_alpha", alpha), get.factor("swiglu_limit", limit))
 
 
 def _count(raw: Mapping[str, Any], path: Path, get: Reader, usual: int) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 Slides = Literal["never", "all", "switched", "all_switched"] | int
 """Which layers see a window alone where config.json has no `layer_types`: none; all, where it has a window; those from
@@ -20,13 +20,18 @@ Activation = Literal["silu", "gelu_tanh"]
 @dataclass(frozen=True)
 class ExpertKeys:
     """What stands for absent keys of a mixture of experts: `count` for `num_experts`, `top_k` for
-    `num_experts_per_tok`, `normalise` for `norm_topk_prob`, and `size`, an expert's width, for the key `size_key`."""
+    `num_experts_per_tok`, `normalise` for `norm_topk_prob`, and `size`, an expert's width, for the key `size_key`.
+
+    `clamped`: alpha and limit of units that are clamped, with biases, for `swiglu_alpha` and `swiglu_limit`. None: the
+    unit is that of MLPs.
+    """
 
     count: int
     top_k: int
     normalise: bool
     size: int | None = None
     size_key: str = "intermediate_size"
+    clamped: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -36,27 +41,31 @@ class Family:
     `title` is what people call its models. A flag that is None follows the checkpoint's `attention_bias`. `weights`
     maps a parameter name of `models.decoder.Decoder` (`{i}` is the layer) to the tensor's name in the checkpoint.
     `fused` maps a projection of the checkpoint that is several in one, by the last part of its name, to those that it
-    holds, one below the other.
+    holds, one below the other. `stacked` maps a tensor of all experts of a layer, `[experts, in, out]`, to the products
+    that it holds, whose outputs take turns; its biases have `_bias` behind its name. MXFP4 is read of these alone.
 
     What stands for an absent key: `head_dim` (None: the hidden size divided by the heads), `window` for
-    `sliding_window`, `slides` for `layer_types`, `rope_theta`, `rms_norm_eps`, `tie_embeddings`. `own_local_rope`:
-    sliding layers have a rotation of their own, never scaled, of base `local_theta` (None: that of the others).
-    `fixed_layer_types`: transformers reads no `layer_types` for the family. `partial_rotation`: a part of each head may
-    be rotated, as `partial_rotary_factor` says. Where `unrotated_every` is n, every n-th layer rotates nothing unless
-    `no_rope_layers` says otherwise.
+    `sliding_window`, `slides` for `layer_types`, `rope_theta`, `rope_scaling`, `rms_norm_eps`, `tie_embeddings`,
+    `attention_bias`. `own_local_rope`: sliding layers have a rotation of their own, never scaled, of base `local_theta`
+    (None: that of the others). `fixed_layer_types`: transformers reads no `layer_types` for the family.
+    `partial_rotation`: a part of each head may be rotated, as `partial_rotary_factor` says. Where `unrotated_every` is
+    n, every n-th layer rotates nothing unless `no_rope_layers` says otherwise.
 
     `norm_offset` is added to the stored weights of all norms. `scaled_embedding`: embeddings are multiplied by the root
     of the hidden size. `factors` maps a field of `DecoderConfig` to the key of config.json that holds it, and to the
     value that stands for an absent key. `experts`: layers may have a mixture of experts in place of the MLP; names of
-    their tensors have `{e}` for the expert's number.
+    their tensors have `{e}` for the expert's number. `sinks`: each head of a layer has a score of its own that stands
+    in every softmax beside those of keys.
     """
 
     name: str
     title: str
     weights: Mapping[str, str]
+    attention_bias: bool = False
     qkv_bias: bool | None = False
     output_bias: bool | None = False
     qk_norm: QkNorm = "none"
+    sinks: bool = False
     norm_before: bool = True
     norm_behind: bool = False
     norm_offset: float = 0.0
@@ -68,6 +77,7 @@ class Family:
     slides: Slides = "never"
     fixed_layer_types: bool = False
     rope_theta: float = 10000.0
+    rope_scaling: Mapping[str, Any] | None = None
     partial_rotation: bool = False
     own_local_rope: bool = False
     local_theta: float | None = None
@@ -76,6 +86,7 @@ class Family:
     experts: ExpertKeys | None = None
     factors: dict[str, tuple[str, float | None]] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def _weights(**norms: str) -> dict[str, str]:
@@ -106,6 +117,25 @@ def _expert_weights(router: str, expert: str, **products: str) -> dict[str, str]
     return named
 
 
+def _stacked_weights(router: str, experts: str, stacked: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+    """Return the names of experts with biases below a layer: parts of the tensors that are `stacked`."""
+    named = {
+        f"layers.{{i}}.experts.router{ours}": f"model.layers.{{i}}.{router}.{kind}"
+        for ours, kind in (("", "weight"), ("_bias", "bias"))
+    }
+    for stored, products in stacked.items():
+        for product in products:
+            for kind in ("", "_bias"):
+                place = stacked_part(f"model.layers.{{i}}.{experts}.{stored}{kind}", "{e}", product)
+                named[f"layers.{{i}}.experts.{product}{kind}"] = place
+    return named
+
+
+def stacked_part(stored: str, expert: int | str, product: str) -> str:
+    """Return the name of what the tensor `stored` holds of one product of one expert."""
+    return f"{stored}[{expert}].{product}"
+
+
 _BEFORE = _weights(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
 _BEHIND = _weights(attention_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm")
 _BOTH = _weights(
@@ -119,6 +149,8 @@ _MISTRAL = Family("mistral", "Mistral", _BEFORE, window=4096, slides="all", fixe
 _QWEN2 = Family("qwen2", "Qwen2, Qwen2.5", _BEFORE, qkv_bias=True, window=4096, slides="switched")
 _QWEN3 = replace(_QWEN2, name="qwen3", title="Qwen3", qkv_bias=None, output_bias=None, qk_norm="head", head_dim=128)
 _EXPERTS = _expert_weights("mlp.gate", "mlp.experts.{e}", gate="gate_proj", up="up_proj", down="down_proj")
+_STACKED = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+_SINKS = {"layers.{i}.sinks": "model.layers.{i}.self_attn.sinks"}
 _GEMMA = replace(
     _LLAMA,
     name="gemma",
@@ -170,6 +202,28 @@ FAMILIES: dict[str, Family] = {
             slides="all_switched",
             fixed_layer_types=True,
             experts=ExpertKeys(128, 8, normalise=False, size=768, size_key="moe_intermediate_size"),
+        ),
+        Family(
+            "gpt_oss",
+            "gpt-oss",
+            _BEFORE | _SINKS | _stacked_weights("mlp.router", "mlp.experts", _STACKED),
+            attention_bias=True,
+            qkv_bias=None,
+            output_bias=None,
+            sinks=True,
+            head_dim=64,
+            rms_norm_eps=1e-5,
+            window=128,
+            slides=2,
+            rope_theta=150000.0,
+            rope_scaling={
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            experts=ExpertKeys(128, 4, normalise=True, clamped=(1.702, 7.0)),
+            stacked=_STACKED,
         ),
         _GEMMA,
         _GEMMA2,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from compiler.models.families import FAMILIES
 from plans.errors import CheckpointError
 
 BITS = (4, 8)
@@ -42,6 +43,7 @@ class Packing:
 def read_packing(raw: Mapping[str, Any], path: Path) -> Packing | None:
     """Return the packing that the `config.json` at `path` describes; None for weights in floating point.
 
+    MXFP4 of families whose experts are stacked is None too: `StackedExperts` knows it by the names of tensors.
     Raises `CheckpointError` naming the kind that is not read, or the key that says so.
     """
     key = next((each for each in SETTINGS if raw.get(each)), None)
@@ -55,6 +57,9 @@ def read_packing(raw: Mapping[str, Any], path: Path) -> Packing | None:
         return _gptq(settings)
     if method == "compressed-tensors":
         return _compressed_tensors(settings)
+    family = FAMILIES.get(str(raw.get("model_type")))
+    if method == "mxfp4" and family is not None and family.stacked:
+        return None
     kind = _NAMES.get(method, method) if isinstance(method, str) and method else "quantised"
     raise CheckpointError(f"{path}: this is {_article(kind)} checkpoint ({key}), which is not read; {_READ}: {_ADVICE}")
 

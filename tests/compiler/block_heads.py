@@ -240,7 +240,8 @@ class KeptContext:
         cos, sin = self.cos[list(self.positions), None], self.sin[list(self.positions), None]
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).view(x.shape)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        assert sinks is None, "heads have none"
         keys, values = (torch.cat((kept, self._heads(x)), 1) for kept, x in zip(self.kept[layer], (k, v), strict=True))
         size = len(self.positions)
         seen = torch.ones(size, self.length + size, dtype=torch.bool)

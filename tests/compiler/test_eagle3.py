@@ -113,8 +113,9 @@ class GrowingCache:
         cos, sin = self.cos[self.positions, None], self.sin[self.positions, None]
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).view(x.shape)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         assert layer == 0
+        assert sinks is None
 
         def heads(x: Tensor, count: int) -> Tensor:
             return x.view(-1, count, self.config.head_dim).transpose(0, 1)

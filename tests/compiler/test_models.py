@@ -56,6 +56,8 @@ GRANITE = {
     "attention_bias": True,
 }
 
+YARN_AS_IT_IS = {**YARN, "beta_fast": 8.0, "truncate": False}
+GPT_OSS = {"head_dim": 16, "sliding_window": 20, "num_local_experts": 6, "num_experts_per_tok": 4}
 EXPERTS = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2}
 
 CASES: dict[str, tuple[str, dict[str, object]]] = {
@@ -117,6 +119,15 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         "qwen3_moe",
         {"head_dim": 16, "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1, **EXPERTS},
     ),
+    "gpt_oss": (
+        "gpt_oss",
+        {**GPT_OSS, "num_hidden_layers": 3, "rope_parameters": {"rope_theta": 1e4, **YARN_AS_IT_IS}},
+    ),
+    "gpt_oss-mixed": (
+        "gpt_oss",
+        {**GPT_OSS, "layer_types": ["full_attention", "sliding_attention"], "swiglu_alpha": 1.3, "swiglu_limit": 0.9},
+    ),
+    "gpt_oss-no-biases": ("gpt_oss", {**GPT_OSS, "attention_bias": False, "tie_word_embeddings": True}),
     "qwen3-yarn": ("qwen3", {"head_dim": 16, "rope_parameters": {"rope_theta": 1e6, **YARN}}),
 }
 

@@ -42,11 +42,13 @@ LONGROPE = {
 @dataclass(frozen=True)
 class Toy:
     """`changes` are what config.json says beside SIZES, `spread` the deviation of the weights of projections: large
-    enough that choices vary, small enough that rounding changes few of them."""
+    enough that choices vary, small enough that rounding changes few of them. `experts`: layers have experts, which
+    weights of int4 are not searched for."""
 
     family: str
     changes: dict[str, Any]
     spread: float = 0.2
+    experts: bool = False
 
 
 TOYS: dict[str, Toy] = {
@@ -57,6 +59,29 @@ TOYS: dict[str, Toy] = {
     ),
     "qwen2": Toy("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),
     "qwen3": Toy("qwen3", {"num_hidden_layers": 2}),
+    "qwen3_moe": Toy(
+        "qwen3_moe",
+        {"num_hidden_layers": 2, "moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 2},
+        experts=True,
+    ),
+    "gpt_oss": Toy(
+        "gpt_oss",
+        {
+            "sliding_window": 12,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 4,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "rope_theta": 10000.0,
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "beta_fast": 8.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+        experts=True,
+    ),
     "gemma": Toy("gemma", {"num_hidden_layers": 2}),
     "gemma2": Toy("gemma2", {"sliding_window": 20, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0}),
     "gemma3": Toy(

@@ -80,9 +80,9 @@ class _KeepingExecution(CausalExecution):
         super().__init__(config, 1, length)
         self.rows: list[tuple[Tensor, Tensor]] = []
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         self.rows.append((k, v))
-        return super().attend(layer, q, k, v)
+        return super().attend(layer, q, k, v, sinks)
 
 
 class _BehindExecution:
@@ -97,7 +97,7 @@ class _BehindExecution:
         cos, sin = (torch.from_numpy(table)[self._length :, None] for table in rope.tables(self._length + self._count))
         return rotated(x.view(len(x), heads, -1), cos, sin).view(x.shape)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         c = self._config
         kept_k, kept_v = self._rows[layer]
 
@@ -108,5 +108,5 @@ class _BehindExecution:
         seen = torch.ones(self._count, self._length + self._count, dtype=torch.bool).tril(self._length)
         if (window := c.kinds[layer].window) is not None:
             seen = seen.triu(self._length + 1 - window)
-        out = attended(heads(q, c.num_heads), keys, values, c, seen)
+        out = attended(heads(q, c.num_heads), keys, values, c, seen, sinks)
         return out.transpose(1, 2).reshape(q.shape)

@@ -37,7 +37,8 @@ class BlocksExecution:
     def rotate(self, layer: int, x: Tensor, heads: int) -> Tensor:
         return self._rotate(x, heads, self._positions)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        assert sinks is None, "heads have none"
         c, (keys, values) = self._config, self._context[layer]
         group, rows, scale = c.num_heads // c.num_kv_heads, self._batch * c.num_kv_heads, c.head_dim**-0.5
         queries, own_keys, own_values = self._per_block(q, group), self._per_block(k, 1), self._per_block(v, 1)

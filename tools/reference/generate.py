@@ -32,7 +32,8 @@ class CachedExecution:
         cos, sin = self._cos[new, None], self._sin[new, None]
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).view(x.shape)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        assert sinks is None, "the reference's models have none"
         c, batch = self._config, self._batch
         new = q.shape[0] // batch
         end = self._past + new

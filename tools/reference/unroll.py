@@ -40,7 +40,8 @@ class UnrolledExecution:
         cos, sin = (t[step : step + self._pairs, None].to(x.dtype) for t in (self._cos, self._sin))
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).view(x.shape)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        assert sinks is None, "heads have none"
         c = self._config
         self._keys.append(self._heads(k, c.num_kv_heads))
         self._values.append(self._heads(v, c.num_kv_heads))

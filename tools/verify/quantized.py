@@ -36,7 +36,7 @@ off by units.
 """
 
 _EMBEDDINGS, _HEAD = ("embedding", "embed_tokens.weight"), "lm_head.weight"
-_ROUTERS = (".experts.router", ".mlp.gate.weight")  # which choose experts, and stay as they are
+_ROUTERS = (".experts.router", ".mlp.gate.weight", ".mlp.router.weight")  # which choose experts, and stay as they are
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,15 @@ class PlanWeights:
         family = FAMILIES[model.config.family if own else model.config.model_type]  # type: ignore[union-attr, index]
         for name, parameter in model.named_parameters():
             table = name.endswith(_EMBEDDINGS)
-            turned = own and parameter.ndim > 1 and not table  # it has projections [in, out]
+            is_stacked = name.rpartition(".")[2] in family.stacked
+            turned = is_stacked or (own and parameter.ndim > 1 and not table)  # it has projections [in, out]
             stored = stored_name(family.name, name) if own else name
             parts = fused_parts(stored, family.fused)
             if self.searched is not None and self.searched.changed(parts[0]):
                 offset = family.norm_offset if own and name.endswith("norm.weight") else 0.0  # the decoder has added it
                 values = torch.cat([self.searched.read(part) for part in parts])
                 parameter.data.copy_(values.T if turned else values + offset)
-            elif stored not in self.kept and not name.endswith(_ROUTERS):
+            elif stored not in self.kept and not name.endswith((*_ROUTERS, "bias")):
                 weight = parameter.data.transpose(-1, -2) if turned else parameter.data
                 values = self._rounded(weight, table or name.endswith(_HEAD))
                 parameter.data.copy_(values.transpose(-1, -2) if turned else values)

@@ -1,0 +1,164 @@
+"""Experts of a checkpoint that stores those of a layer together: as floats, and in MXFP4."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from compiler.checkpoint import defer_decoder, load_decoder
+from compiler.deferred import StackedTensor, deferred
+from compiler.models.config import WeightType
+from compiler.opening import stores_integers
+from compiler.stacked_experts import from_mxfp4
+from plans.errors import CheckpointError
+
+from .conftest import MakeCheckpoint
+from .formats.mxfp4 import pack_experts, packed, rounded
+
+FILE = "model.safetensors"
+EXPERTS = "model.layers.1.mlp.experts"
+UP, DOWN = f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"
+SIZES = {
+    "head_dim": 16,
+    "intermediate_size": 64,
+    "sliding_window": 20,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 4,
+    "dtype": torch.bfloat16,
+}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+
+
+def change(path: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(path / FILE)
+    edit(tensors)
+    save_file(tensors, path / FILE)
+
+
+def change_config(path: Path, **values: object) -> None:
+    config = path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | values))
+
+
+def round_experts(tensors: dict[str, Tensor]) -> None:
+    for name in tensors:
+        if name.endswith(("gate_up_proj", "down_proj")):
+            tensors[name] = rounded(tensors[name].transpose(1, 2)).transpose(1, 2).bfloat16().contiguous()
+
+
+@pytest.fixture
+def floats(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> Path:
+    make_checkpoint("gpt_oss", **SIZES)
+    change(tmp_path, round_experts)
+    return tmp_path
+
+
+@pytest.fixture
+def mxfp4(floats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model as it is published."""
+    folder = tmp_path_factory.mktemp("mxfp4")
+    shutil.copytree(floats, folder, dirs_exist_ok=True)
+    pack_experts(folder / FILE)
+    change_config(folder, quantization_config=MXFP4)
+    return folder
+
+
+def refused(path: Path, *parts: str, dtype: WeightType = "float32") -> None:
+    with pytest.raises(CheckpointError) as error:
+        load_decoder(path, dtype)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_every_byte_is_what_transformers_makes_of_it() -> None:
+    scales = torch.arange(100, 116, dtype=torch.uint8).repeat(2, 1)
+    blocks = torch.arange(2 * 16 * 16).remainder(256).to(torch.uint8).view(2, 16, 16)
+    theirs = convert_moe_packed_tensors(blocks[None], scales[None], dtype=torch.float32)[0].T
+    assert torch.equal(from_mxfp4(blocks, scales), theirs)
+    numbers = rounded(torch.randn(8, 96, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(from_mxfp4(*packed(numbers)), numbers)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_mxfp4_is_the_same_model_as_its_floats(floats: Path, mxfp4: Path, dtype: WeightType) -> None:
+    wanted, found = (load_decoder(path, dtype).state_dict() for path in (floats, mxfp4))
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(found[name], values) for name, values in wanted.items())
+    stored = load_file(floats / FILE)
+    assert torch.equal(found["layers.1.experts.up"], stored[UP][..., 1::2].to(found["embedding"].dtype))
+    assert not stores_integers(mxfp4)
+
+
+def test_experts_are_read_late_and_one_at_a_time(mxfp4: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[tuple[int, ...]] = []
+
+    def noted(blocks: Tensor, scales: Tensor) -> Tensor:
+        read.append(tuple(blocks.shape))
+        return from_mxfp4(blocks, scales)
+
+    monkeypatch.setattr("compiler.stacked_experts.from_mxfp4", noted)
+    wanted, unread = load_decoder(mxfp4).state_dict(), deferred(defer_decoder(mxfp4))
+    products = {name for name, each in unread.items() if isinstance(each, StackedTensor) and "bias" not in name}
+    assert products == {f"layers.{i}.experts.{each}" for i in (0, 1) for each in ("gate", "up", "down")}
+    read.clear()
+    for name, each in unread.items():
+        assert torch.equal(each.read(), wanted[name])
+    assert set(read) == {(64, 1, 16), (32, 2, 16)}
+    assert len(read) == 2 * 5 * 3
+
+
+def test_tensors_of_experts_are_named(floats: Path) -> None:
+    whole = load_file(floats / FILE)
+
+    def given(**changes: Tensor | None) -> None:
+        kept = {name: tensor for name, tensor in (whole | changes).items() if tensor is not None}
+        save_file(kept, floats / FILE)
+
+    given(**{UP: None})
+    refused(floats, f"'{UP}[0].gate'", "is missing", "gpt_oss")
+    given(**{UP: whole[UP].transpose(1, 2).contiguous()})
+    refused(floats, f"{floats / FILE}: tensor '{UP}' has shape [5, 128, 32]", "asks for [5, 32, 128]")
+    given(**{f"{DOWN}_bias": whole[f"{DOWN}_bias"][:4].contiguous()})
+    refused(floats, f"tensor '{DOWN}_bias' has shape [4, 32]", "asks for [5, 32]")
+    given(**{DOWN: whole[DOWN].clone().index_fill_(0, torch.tensor([3]), float("nan"))})
+    refused(floats, f"tensor '{DOWN}[3].down' holds values that are not finite")
+    given(**{"model.layers.1.self_attn.sinks": None})
+    refused(floats, "'model.layers.1.self_attn.sinks' is missing")
+
+
+def test_tensors_of_mxfp4_are_named(mxfp4: Path) -> None:
+    whole = load_file(mxfp4 / FILE)
+    blocks, scales = f"{UP}_blocks", f"{UP}_scales"
+
+    def given(**changes: Tensor | None) -> None:
+        kept = {name: tensor for name, tensor in (whole | changes).items() if tensor is not None}
+        save_file(kept, mxfp4 / FILE)
+
+    given(**{scales: None})
+    refused(mxfp4, f"tensor '{scales}' is missing beside '{blocks}'")
+    given(**{blocks: None})
+    refused(mxfp4, f"tensor '{blocks}' is missing beside '{scales}'")
+    given(**{blocks: whole[blocks][:, :64].contiguous()})
+    refused(mxfp4, f"tensor '{blocks}' has shape [5, 64, 1, 16]", "asks for [5, 128, 1, 16]")
+    given(**{scales: whole[scales].float()})
+    refused(mxfp4, f"tensor '{scales}' is stored as F32", "bytes (U8)")
+    given(**{UP: torch.zeros(5, 32, 128)})
+    refused(mxfp4, f"'{blocks}' stands beside '{UP}'")
+    given(**{scales: torch.full_like(whole[scales], 255)})
+    refused(mxfp4, f"'{UP}[0].gate' holds values that are not finite")
+    given(**{scales: torch.full_like(whole[scales], 147)})
+    refused(mxfp4, f"'{UP}[0].gate' holds values that are not finite in float16", "bfloat16", dtype="float16")
+
+
+def test_no_other_model_is_read_in_mxfp4(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
+    make_checkpoint("qwen3")
+    change_config(tmp_path, quantization_config=MXFP4)
+    refused(tmp_path, "MXFP4 checkpoint (quantization_config), which is not read")
