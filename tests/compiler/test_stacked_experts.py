@@ -7,16 +7,22 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from compiler.checkpoint import defer_decoder, load_decoder
 from compiler.deferred import StackedTensor, deferred
+from compiler.export import export_target
 from compiler.models.config import WeightType
+from compiler.models.eager import sequence_logits
 from compiler.opening import stores_integers
+from compiler.quantization.graph import quantize
+from compiler.quantization.weight_form import WeightForm
 from compiler.stacked_experts import from_mxfp4
 from plans.errors import CheckpointError
 
@@ -113,6 +119,42 @@ def test_experts_are_read_late_and_one_at_a_time(mxfp4: Path, monkeypatch: pytes
         assert torch.equal(each.read(), wanted[name])
     assert set(read) == {(64, 1, 16), (32, 2, 16)}
     assert len(read) == 2 * 5 * 3
+
+
+def test_transformers_reads_the_same_from_mxfp4(mxfp4: Path) -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(
+        mxfp4, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True)
+    ).eval()
+    ids = list(range(1, 60))
+    with torch.no_grad():
+        wanted = theirs(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(sequence_logits(load_decoder(mxfp4), ids), wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", [None, WeightForm(4, 8)])
+def test_graphs_have_the_same_weights(floats: Path, mxfp4: Path, form: WeightForm | None) -> None:
+    found = []
+    for path in (floats, mxfp4):
+        graph = export_target(defer_decoder(path), 32)
+        quantize("target", graph, form)
+        found.append({name: value.const_value for name, value in graph.graph.initializers.items()})
+    assert found[0].keys() == found[1].keys()
+    for name, values in found[0].items():
+        assert values is not None
+        np.testing.assert_array_equal(values.numpy(), found[1][name].numpy())  # type: ignore[union-attr]
+
+
+def test_absent_keys_stand_for_what_transformers_has(floats: Path) -> None:
+    config = floats / "config.json"
+    kept = json.loads(config.read_text())
+    for key in ("rope_parameters", "layer_types", "sliding_window", "attention_bias", "swiglu_alpha", "swiglu_limit"):
+        kept.pop(key, None)
+    config.write_text(json.dumps(kept))
+    theirs = AutoModelForCausalLM.from_pretrained(floats, dtype=torch.float32).eval()
+    ids = [each % 97 for each in range(180)]
+    with torch.no_grad():
+        wanted = theirs(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(sequence_logits(load_decoder(floats), ids), wanted, rtol=0, atol=1e-4)
 
 
 def test_tensors_of_experts_are_named(floats: Path) -> None:
