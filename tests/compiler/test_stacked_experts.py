@@ -27,7 +27,7 @@ from compiler.stacked_experts import from_mxfp4
 from plans.errors import CheckpointError
 
 from .conftest import MakeCheckpoint
-from .formats.mxfp4 import pack_experts, packed, rounded
+from .formats.mxfp4 import SETTINGS, pack_experts, packed, rounded
 
 FILE = "model.safetensors"
 EXPERTS = "model.layers.1.mlp.experts"
@@ -40,7 +40,6 @@ SIZES = {
     "num_experts_per_tok": 4,
     "dtype": torch.bfloat16,
 }
-MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 
 
 def change(path: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
@@ -72,8 +71,7 @@ def mxfp4(floats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model as it is published."""
     folder = tmp_path_factory.mktemp("mxfp4")
     shutil.copytree(floats, folder, dirs_exist_ok=True)
-    pack_experts(folder / FILE)
-    change_config(folder, quantization_config=MXFP4)
+    pack_experts(folder)
     return folder
 
 
@@ -202,5 +200,5 @@ def test_tensors_of_mxfp4_are_named(mxfp4: Path) -> None:
 
 def test_no_other_model_is_read_in_mxfp4(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
     make_checkpoint("qwen3")
-    change_config(tmp_path, quantization_config=MXFP4)
+    change_config(tmp_path, quantization_config=SETTINGS)
     refused(tmp_path, "MXFP4 checkpoint (quantization_config), which is not read")
