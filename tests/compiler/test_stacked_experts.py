@@ -7,21 +7,27 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from compiler.checkpoint import defer_decoder, load_decoder
 from compiler.deferred import StackedTensor, deferred
+from compiler.export import export_target
 from compiler.models.config import WeightType
+from compiler.models.eager import sequence_logits
 from compiler.opening import stores_integers
+from compiler.quantization.graph import quantize
+from compiler.quantization.weight_form import WeightForm
 from compiler.stacked_experts import from_mxfp4
 from plans.errors import CheckpointError
 
 from .conftest import MakeCheckpoint
-from .formats.mxfp4 import pack_experts, packed, rounded
+from .formats.mxfp4 import SETTINGS, pack_experts, packed, rounded
 
 FILE = "model.safetensors"
 EXPERTS = "model.layers.1.mlp.experts"
@@ -34,7 +40,6 @@ SIZES = {
     "num_experts_per_tok": 4,
     "dtype": torch.bfloat16,
 }
-MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 
 
 def change(path: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
@@ -66,8 +71,7 @@ def mxfp4(floats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model as it is published."""
     folder = tmp_path_factory.mktemp("mxfp4")
     shutil.copytree(floats, folder, dirs_exist_ok=True)
-    pack_experts(folder / FILE)
-    change_config(folder, quantization_config=MXFP4)
+    pack_experts(folder)
     return folder
 
 
@@ -115,6 +119,42 @@ def test_experts_are_read_late_and_one_at_a_time(mxfp4: Path, monkeypatch: pytes
     assert len(read) == 2 * 5 * 3
 
 
+def test_transformers_reads_the_same_from_mxfp4(mxfp4: Path) -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(
+        mxfp4, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True)
+    ).eval()
+    ids = list(range(1, 60))
+    with torch.no_grad():
+        wanted = theirs(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(sequence_logits(load_decoder(mxfp4), ids), wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", [None, WeightForm(4, 8)])
+def test_graphs_have_the_same_weights(floats: Path, mxfp4: Path, form: WeightForm | None) -> None:
+    found = []
+    for path in (floats, mxfp4):
+        graph = export_target(defer_decoder(path), 32)
+        quantize("target", graph, form)
+        found.append({name: value.const_value for name, value in graph.graph.initializers.items()})
+    assert found[0].keys() == found[1].keys()
+    for name, values in found[0].items():
+        assert values is not None
+        np.testing.assert_array_equal(values.numpy(), found[1][name].numpy())  # type: ignore[union-attr]
+
+
+def test_absent_keys_stand_for_what_transformers_has(floats: Path) -> None:
+    config = floats / "config.json"
+    kept = json.loads(config.read_text())
+    for key in ("rope_parameters", "layer_types", "sliding_window", "attention_bias", "swiglu_alpha", "swiglu_limit"):
+        kept.pop(key, None)
+    config.write_text(json.dumps(kept))
+    theirs = AutoModelForCausalLM.from_pretrained(floats, dtype=torch.float32).eval()
+    ids = [each % 97 for each in range(180)]
+    with torch.no_grad():
+        wanted = theirs(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(sequence_logits(load_decoder(floats), ids), wanted, rtol=0, atol=1e-4)
+
+
 def test_tensors_of_experts_are_named(floats: Path) -> None:
     whole = load_file(floats / FILE)
 
@@ -160,5 +200,5 @@ def test_tensors_of_mxfp4_are_named(mxfp4: Path) -> None:
 
 def test_no_other_model_is_read_in_mxfp4(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
     make_checkpoint("qwen3")
-    change_config(tmp_path, quantization_config=MXFP4)
+    change_config(tmp_path, quantization_config=SETTINGS)
     refused(tmp_path, "MXFP4 checkpoint (quantization_config), which is not read")

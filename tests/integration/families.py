@@ -80,6 +80,7 @@ TOYS: dict[str, Toy] = {
                 "original_max_position_embeddings": 64,
             },
         },
+        spread=0.12,
         experts=True,
     ),
     "gemma": Toy("gemma", {"num_hidden_layers": 2}),
@@ -121,6 +122,7 @@ drafters:
   - {{name: bushy, kind: model, checkpoint: drafter, tree: {{top_k: 3, depth: 1, nodes: 7}}}}
 capacity: {{context: 160, prefill_chunk: 16, branches: 16, batching: true}}
 """
+ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
 DRAFTERS = ("none", "ngram", "chain", "bushy")
 
 
@@ -134,6 +136,8 @@ def write_toy(name: str, folder: Path, tokenizer: Path) -> None:
     for parameter_name, parameter in model.named_parameters():
         # Stored norms of Gemma lack 1; a mistake with it would show either way.
         centre, spread = (0.8, 0.2) if "norm" in parameter_name else (0.0, toy.spread)
+        if parameter_name.endswith(ROUTERS):
+            spread *= 5  # of experts that are nearly as good, rounding a token might choose the other
         parameter.data = centre + spread * torch.randn(parameter.shape, generator=generator)
     model.save_pretrained(folder / "target")
     for parameter in model.parameters():

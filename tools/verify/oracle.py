@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from compiler.checkpoint import load_decoder
+from compiler.models.config_reader import read_json
 from compiler.models.eager import sequence_logits
 from compiler.opening import read_config, stores_integers
 from compiler.recipe import Recipe
@@ -74,8 +76,11 @@ class _Transformers:
         path = recipe.checkpoint_path
         with _quiet():
             try:
+                given = _rope(recipe)
+                if _is_mxfp4(path):
+                    given["quantization_config"] = transformers.Mxfp4Config(dequantize=True)
                 self._model = transformers.AutoModelForCausalLM.from_pretrained(
-                    path, dtype=torch.float32, local_files_only=True, trust_remote_code=False, **_rope(recipe)
+                    path, dtype=torch.float32, local_files_only=True, trust_remote_code=False, **given
                 ).eval()
             except Exception as error:  # whatever its loaders raise
                 raise CheckpointError(
@@ -90,6 +95,12 @@ class _Transformers:
         found = self._model(torch.tensor([token_ids]), use_cache=False, logits_to_keep=last)
         logits: Tensor = found.logits[0].float()
         return logits
+
+
+def _is_mxfp4(path: Path) -> bool:
+    """Return whether experts are stored in MXFP4, which transformers turns into floats where it is told to."""
+    settings = read_json(path / "config.json").get("quantization_config") if path.is_dir() else None
+    return isinstance(settings, dict) and settings.get("quant_method") == "mxfp4"
 
 
 def _rope(recipe: Recipe) -> dict[str, object]:

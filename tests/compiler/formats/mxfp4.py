@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 
 BLOCK = 32
 LARGEST = 6.0
+SETTINGS = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 
 
 def rounded(weights: Tensor) -> Tensor:
@@ -23,7 +25,10 @@ def rounded(weights: Tensor) -> Tensor:
 
 
 def packed(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the blocks `[..., in / 32, 16]` and scales `[..., in / 32]` of numbers that `rounded` gave."""
+    """Return the blocks `[..., in / 32, 16]` and scales `[..., in / 32]` of numbers that `rounded` gave.
+
+    Source: OCP Microscaling Formats 1.0, sections 5.3.3 and 5.4.1.
+    """
     blocks = weights.unflatten(-1, (-1, BLOCK)).double().numpy()
     exponents = np.floor(np.log2(np.abs(blocks).max(-1))) - 2
     nibbles = np.vectorize(_nibble)(blocks / 2.0 ** exponents[..., None]).astype(np.uint8)
@@ -40,10 +45,12 @@ def _nibble(number: float) -> int:
     return sign << 3 | exponent << 1 | int(mantissa)
 
 
-def pack_experts(file: Path) -> None:
-    """Store experts of a checkpoint of gpt-oss, whose numbers `rounded` gave, as it is published."""
+def pack_experts(folder: Path) -> None:
+    """Store experts of a checkpoint of gpt-oss as it is published, rounded to what MXFP4 keeps."""
+    file, config = folder / "model.safetensors", folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": SETTINGS}))
     tensors = load_file(file)
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        blocks, scales = packed(tensors.pop(name).transpose(1, 2))
+        blocks, scales = packed(rounded(tensors.pop(name).transpose(1, 2)))
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})

@@ -1,0 +1,34 @@
+"""A plan of a checkpoint whose experts are in MXFP4."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from compiler.build import build
+from compiler.recipe import load_recipe
+from runtime import Runtime
+from tests.compiler.formats.mxfp4 import pack_experts
+from tests.integration.families import DRAFTERS, write_toy
+from tools.verify.verification import verify_plan
+
+
+@pytest.mark.parametrize("kind", ["float32", "int4"])
+def test_verify_holds_it_against_transformers(kind: str, toy_recipe: Path, tmp_path: Path) -> None:
+    write_toy("gpt_oss", tmp_path, toy_recipe.parent / "target")
+    pack_experts(tmp_path / "target")
+    weights = [f"target.weights={{type: {kind}}}"] if kind != "float32" else []
+    recipe = load_recipe(tmp_path / "model.yaml", weights)
+    plan = tmp_path / "plan"
+    build(recipe, tmp_path / "model.yaml", plan)
+    found = verify_plan(recipe, plan, prompts=2, new_tokens=12, texts=1)
+    assert found.oracle.startswith("transformers")
+    assert found.passed, found
+    session = Runtime.load(plan, threads=1).session()
+    prompt = [(41 * i) % 299 + 1 for i in range(40)]
+    first, *others = (
+        session.generate(prompt, whole=True, drafter=drafter, max_new_tokens=32, ignore_eos=True).token_ids
+        for drafter in DRAFTERS
+    )
+    assert all(each == first for each in others)
