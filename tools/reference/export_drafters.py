@@ -75,8 +75,9 @@ def write_eagle3(head: Eagle3Head, max_positions: int, folder: Path, bits: int =
         tensor = parameter.T if parameter.ndim == 2 and name != "embedding" else parameter
         tensors[_HEAD_NAMES.get(name, name)] = tensor.detach().cpu().contiguous()
     ids = head.target_ids.cpu()
-    tensors[D2T] = ids - torch.arange(c.draft_vocab_size)
-    tensors[T2D] = torch.zeros(c.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    if c.draft_vocab_size < c.vocab_size:
+        tensors[D2T] = ids - torch.arange(c.draft_vocab_size)
+        tensors[T2D] = torch.zeros(c.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
     config: dict[str, object] = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
