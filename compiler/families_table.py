@@ -11,8 +11,8 @@ from compiler.formats.gguf_config import ARCHITECTURES
 from compiler.models.families import FAMILIES, Family
 
 NOTE = (
-    "Weights in safetensors (float32, float16, bfloat16; AWQ, GPTQ and compressed-tensors of 4 and 8 bits; experts of "
-    "gpt-oss in MXFP4), and GGUF where it says so. A model of another kind is refused by its model_type."
+    "Weights in safetensors: float32, float16, bfloat16; AWQ, GPTQ, compressed-tensors of 4 and 8 bits, but for phi3 "
+    "and for experts; experts of gpt-oss in MXFP4. GGUF where it says so. Others are refused by their model_type."
 )
 
 
@@ -43,7 +43,7 @@ def print_families(console: Console) -> None:
 def _attention(family: Family) -> str:
     said = {
         "never": "full",
-        "all": "a window, where sliding_window is set",
+        "all": "a window, unless sliding_window is null",
         "switched": "full, or a window with use_sliding_window",
         "all_switched": "full, or a window with use_sliding_window",
     }
@@ -71,7 +71,11 @@ def _layer(family: Family) -> str:
     experts = ""
     if family.experts is not None:
         unit, experts = ("clamped SwiGLU", " experts") if family.experts.clamped else (unit, " experts, or one MLP")
-    multipliers = "; four multipliers" if "residual_scale" in family.factors else ""
+    names = {"embedding_scale": "embedding", "score_scale": "scores", "residual_scale": "residual"}
+    names |= {"logit_divisor": "logits", "logit_softcap": "logits capped"}
+    scaled = ["embedding"] if family.scaled_embedding else []
+    scaled += [word for key, word in names.items() if family.factors.get(key, ("", None))[1] is not None]
+    multipliers = f"; scaled: {', '.join(scaled)}" if scaled else ""
     return f"norms {' and '.join(norms)}; {unit}{experts}{multipliers}"
 
 

@@ -28,10 +28,14 @@ class FusedTensors:
                 continue
             parts = fused[name.split(".")[-2]]
             rows = sum(outputs[part] for part in parts)
-            if header.packed or not header.shape or header.shape[0] != rows:
-                found = "is quantised" if header.packed else f"has shape {list(header.shape)}"
+            if header.packed:
                 raise CheckpointError(
-                    f"{header.file}: tensor {name!r} {found}; it holds {', '.join(parts)}, in floating point, of "
+                    f"{header.file}: tensor {name!r} holds {', '.join(parts)} and is quantised, and such ones are not "
+                    "taken apart; give the checkpoint that it was made from, in floating point"
+                )
+            if not header.shape or header.shape[0] != rows:
+                raise CheckpointError(
+                    f"{header.file}: tensor {name!r} has shape {list(header.shape)}; it holds {', '.join(parts)}, of "
                     f"{rows} rows together, as config.json describes them; give files that belong together"
                 )
             first = 0

@@ -92,8 +92,13 @@ class GraphExecution:
         return attended
 
     def _bias(self, layer: int) -> Tensor:
-        """Return the bias of a layer: of the keys that the pass may see, those in the layer's window."""
+        """Return the bias of a layer: of the keys that the pass may see, those in the layer's window.
+
+        A window as wide as the KV cache hides nothing.
+        """
         window = self._attention.kinds[layer].window
+        if window is not None and window >= self._caches.k_caches[layer].shape[2]:
+            window = None
         if window not in self._biases:
             self._biases[window] = window_bias(self._biases[None], window)
         return self._biases[window]

@@ -14,7 +14,7 @@ from compiler.models.attention import LayerKind
 from compiler.models.config_layers import read_rotations, read_unrotated, read_windows
 from compiler.models.config_reader import Reader, read_json
 from compiler.models.experts_config import ExpertsConfig, read_experts
-from compiler.models.families import FAMILIES, Activation, Family, QkNorm
+from compiler.models.families import FACTOR_KEYS, FAMILIES, Activation, Family, QkNorm
 from compiler.models.quantization import read_packing
 from compiler.models.rope import Rope, RopeScaling
 from plans.errors import CheckpointError
@@ -126,7 +126,7 @@ def config_from(
     """
     family = _family(raw, path)
     get = Reader(raw, path)
-    _check_activation(raw, path, family)
+    _check_computed(raw, path, family)
     hidden_size = get.integer("hidden_size")
     num_heads = get.integer("num_attention_heads")
     head_dim = hidden_size // num_heads if family.head_dim is None else family.head_dim
@@ -148,7 +148,7 @@ def config_from(
         max_positions=get.integer("max_position_embeddings", 2048),
         qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=bias if family.output_bias is None else family.output_bias,
-        mlp_bias=get.boolean("mlp_bias", False),
+        mlp_bias=get.boolean("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias,
         qk_norm=family.qk_norm,
         sinks=family.sinks,
         tie_embeddings=get.boolean("tie_word_embeddings", family.tie_embeddings),
@@ -185,20 +185,27 @@ def _factors(get: Reader, family: Family, hidden_size: int) -> dict[str, Any]:
     return found
 
 
-def _check_activation(raw: Mapping[str, Any], path: Path, family: Family) -> None:
-    """Raise `CheckpointError` unless the MLPs' activation is the family's, as either of its keys names it."""
-    known = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}[family.activation]
-    for key in ("hidden_activation", "hidden_act"):
-        if raw.get(key) is not None:  # the first of the two counts
-            if raw[key] != known:
-                raise CheckpointError(f"{path}: {key} is {raw[key]!r}; only {known!r} can be compiled")
-            return
+def _check_computed(raw: Mapping[str, Any], path: Path, family: Family) -> None:
+    """Raise `CheckpointError` for a key that says what the decoder does not compute for this family."""
+    activation = raw.get(family.activation_key)
+    if activation is not None and activation not in family.activation_names:
+        known = family.activation_names[0]
+        raise CheckpointError(f"{path}: {family.activation_key} is {activation!r}; only {known!r} can be compiled")
+    for key, causal in (("use_bidirectional_attention", False), ("is_causal", True)):
+        if raw.get(key) not in (None, causal):
+            raise CheckpointError(f"{path}: {key} is {raw[key]!r}, and a decoder sees earlier tokens alone")
+    for key in sorted(FACTOR_KEYS - {key for key, _ in family.factors.values()}):
+        if raw.get(key) not in (None, 1, 1.0):
+            raise CheckpointError(
+                f"{path}: {key} is {raw[key]!r}, which {family.title} models do not have, and transformers ignores it; "
+                "remove it, or give the model_type of a family that has it"
+            )
 
 
-_INSIDE = {
-    "gemma3": ": it has a vision part beside the text model (save `model.language_model` by itself, as gemma3_text)",
-    "mistral3": ": it has a vision part beside the text model (save `model.language_model` by itself)",
-}
+_INSIDE = dict.fromkeys(
+    ("gemma3", "mistral3"),
+    " (its text model is: save that by itself; compiler/models/README.md says how)",
+)
 """Advice for models that hold one of the families."""
 
 

@@ -16,15 +16,16 @@ from compiler.models.rope import Rope, RopeScaling
 from plans.errors import CheckpointError
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_TRAINED = "original_max_position_embeddings"
+_SWITCHED = ("switched", "all_switched")
 
 
 def read_windows(
     raw: Mapping[str, Any], path: Path, get: Reader, family: Family, layers: int
 ) -> tuple[int | None, ...]:
     """Return each layer's window; empty where no layer has one. Raises `CheckpointError`."""
-    switched = get.boolean("use_sliding_window", family.slides not in ("switched", "all_switched", "never"))
-    if raw.get("use_bidirectional_attention"):
-        raise CheckpointError(f"{path}: use_bidirectional_attention is on, and a decoder sees earlier tokens alone")
+    # Other families than those that are switched do not read the switch, in transformers either.
+    switched = get.boolean("use_sliding_window", False) if family.slides in _SWITCHED else family.slides != "never"
     window = None
     if raw.get("sliding_window", family.window) is not None and switched:
         window = get.integer("sliding_window", family.window)
@@ -37,7 +38,7 @@ def read_windows(
     if window is None:
         raise CheckpointError(
             f"{path}: layer_types has {_SLIDING!r}, and there is no window: set sliding_window"
-            + (" and use_sliding_window" if family.slides in ("switched", "all_switched") else "")
+            + (" and use_sliding_window" if family.slides in _SWITCHED else "")
         )
     return tuple(window if kind == _SLIDING else None for kind in kinds)
 
@@ -48,7 +49,7 @@ def _layer_types(
     """Return each layer's kind of attention, in transformers' words."""
     slides = family.slides
     if isinstance(slides, int):
-        every = get.integer("sliding_window_pattern", slides)
+        every = slides if family.pattern_key is None else get.integer(family.pattern_key, slides)
         standing = [_SLIDING if window is not None and (layer + 1) % every else _FULL for layer in range(layers)]
     elif window is None or slides == "never":
         standing = [_FULL] * layers
@@ -107,6 +108,8 @@ def read_rotations(
     `replacement` replaces the scaling of layers that see everything. A scaling that depends on the `context` is the one
     for it. Raises `CheckpointError`.
     """
+    if family.trained_positions is not None and raw.get(_TRAINED) is None and not _trained_inside(raw):
+        raw = {**raw, _TRAINED: family.trained_positions}
     if family.rope_scaling is not None and not (raw.get("rope_parameters") or raw.get("rope_scaling")):
         raw = {**raw, "rope_parameters": {**family.rope_scaling}}
     nested = raw.get("rope_parameters")
@@ -120,11 +123,8 @@ def read_rotations(
     local = None
     if family.own_local_rope:
         apart = {**raw, "rope_parameters": None if by_kind is None else by_kind.get(_SLIDING), "rope_scaling": None}
-        base = theta if family.local_theta is None else family.local_theta
-        if family.local_theta is not None:
-            apart["rope_theta"] = raw.get("rope_local_base_freq")
-            apart = {key: value for key, value in apart.items() if key != "rope_theta" or value is not None}
-        local_theta, local_scaling = read_rope(apart, path, Reader(apart, path), None, base)
+        apart["rope_theta"] = raw.get("rope_local_base_freq")
+        local_theta, local_scaling = read_rope(apart, path, Reader(apart, path), None, family.local_theta)
         local = Rope(local_theta, _sized(local_scaling, path, size, context), size)
     return {
         "rope_theta": theta,
@@ -132,6 +132,11 @@ def read_rotations(
         "local_rope": local,
         "rotary_size": None if size == head_dim else size,
     }
+
+
+def _trained_inside(raw: Mapping[str, Any]) -> bool:
+    places = (raw.get(key) for key in ("rope_parameters", "rope_scaling"))
+    return any(isinstance(place, dict) and place.get(_TRAINED) is not None for place in places)
 
 
 def _rotary_size(raw: Mapping[str, Any], path: Path, family: Family, head_dim: int) -> int:
@@ -234,8 +239,10 @@ def _scaling(raw: Mapping[str, Any], path: Path, key: str, parameters: dict[str,
     """Return the scaling that `parameters`, the object under `key`, describe."""
     values = {name: value for name, value in parameters.items() if name != "rope_theta"}
     values.pop("partial_rotary_factor", None)  # `_rotary_size` reads it
-    name = "original_max_position_embeddings"
+    name, kind = _TRAINED, values.get("rope_type", values.get("type"))
     outside, inside = raw.get(name), values.get(name)
+    if outside is None and inside is None and kind in ("longrope", "su"):
+        raise CheckpointError(f"{path}: {key} is of longrope, and {name} is missing; add it")
     if outside is not None and inside is not None and outside != inside:
         raise CheckpointError(f"{path}: {name} is {outside!r} and {key}.{name} is {inside!r}; remove the wrong one")
     if inside is None:

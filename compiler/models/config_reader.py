@@ -54,7 +54,8 @@ class Reader:
         return 0 if self._raw.get(key) == 0 and self._raw[key] is not False else self.integer(key, default)
 
     def number(self, key: str, default: float, *, least: float, most: float) -> float:
-        value = self._raw.get(key, default)
+        value = self._raw.get(key)
+        value = default if value is None else value
         if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
             raise CheckpointError(f"{self._path}: {key} must be a number from {least:g} to {most:g}, found {value!r}")
         return float(value)

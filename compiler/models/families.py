@@ -38,7 +38,9 @@ class ExpertKeys:
 class Family:
     """One `model_type` of Hugging Face.
 
-    `title` is what people call its models. A flag that is None follows the checkpoint's `attention_bias`. `weights`
+    `title` is what people call its models. A flag that is None follows the checkpoint's `attention_bias` (`mlp_bias`:
+    its own key); one that is not stands, whatever that key says, as in transformers. `activation_names` are the values
+    of `activation_key` that mean the activation. `weights`
     maps a parameter name of `models.decoder.Decoder` (`{i}` is the layer) to the tensor's name in the checkpoint.
     `fused` maps a projection of the checkpoint that is several in one, by the last part of its name, to those that it
     holds, one below the other. `stacked` maps a tensor of all experts of a layer, `[experts, in, out]`, to the products
@@ -46,8 +48,9 @@ class Family:
 
     What stands for an absent key: `head_dim` (None: the hidden size divided by the heads), `window` for
     `sliding_window`, `slides` for `layer_types`, `rope_theta`, `rope_scaling`, `rms_norm_eps`, `tie_embeddings`,
-    `attention_bias`. `own_local_rope`: sliding layers have a rotation of their own, never scaled, of base `local_theta`
-    (None: that of the others). `fixed_layer_types`: transformers reads no `layer_types` for the family.
+    `attention_bias`, `trained_positions` for `original_max_position_embeddings`. `pattern_key` holds the n of every
+    n-th layer, where the family has such a key. `own_local_rope`: sliding layers have a rotation of their own, never
+    scaled, of base `local_theta`. `fixed_layer_types`: transformers reads no `layer_types` for the family.
     `partial_rotation`: a part of each head may be rotated, as `partial_rotary_factor` says. Where `unrotated_every` is
     n, every n-th layer rotates nothing unless `no_rope_layers` says otherwise.
 
@@ -70,17 +73,22 @@ class Family:
     norm_behind: bool = False
     norm_offset: float = 0.0
     activation: Activation = "silu"
+    activation_key: str = "hidden_act"
+    activation_names: tuple[str, ...] = ("silu",)
+    mlp_bias: bool | None = False
     tie_embeddings: bool = False
     head_dim: int | None = None
     rms_norm_eps: float = 1e-6
     window: int | None = None
     slides: Slides = "never"
+    pattern_key: str | None = None
     fixed_layer_types: bool = False
     rope_theta: float = 10000.0
     rope_scaling: Mapping[str, Any] | None = None
+    trained_positions: int | None = None
     partial_rotation: bool = False
     own_local_rope: bool = False
-    local_theta: float | None = None
+    local_theta: float = 10000.0
     unrotated_every: int | None = None
     scaled_embedding: bool = False
     experts: ExpertKeys | None = None
@@ -144,7 +152,7 @@ _BOTH = _weights(
     mlp_norm="pre_feedforward_layernorm",
     mlp_out_norm="post_feedforward_layernorm",
 )
-_LLAMA = Family("llama", "Llama 2, 3", _BEFORE, qkv_bias=None, output_bias=None)
+_LLAMA = Family("llama", "Llama 2, 3", _BEFORE, qkv_bias=None, output_bias=None, mlp_bias=None)
 _MISTRAL = Family("mistral", "Mistral", _BEFORE, window=4096, slides="all", fixed_layer_types=True)
 _QWEN2 = Family("qwen2", "Qwen2, Qwen2.5", _BEFORE, qkv_bias=True, window=4096, slides="switched")
 _QWEN3 = replace(_QWEN2, name="qwen3", title="Qwen3", qkv_bias=None, output_bias=None, qk_norm="head", head_dim=128)
@@ -155,9 +163,11 @@ _GEMMA = replace(
     _LLAMA,
     name="gemma",
     title="Gemma",
+    mlp_bias=False,
     head_dim=256,
     norm_offset=1.0,
     activation="gelu_tanh",
+    activation_names=("gelu_pytorch_tanh", "gelu"),  # the older of the two names means the same in this family alone
     tie_embeddings=True,
     scaled_embedding=True,
 )
@@ -165,6 +175,8 @@ _GEMMA2 = replace(
     _GEMMA,
     name="gemma2",
     title="Gemma 2",
+    activation_key="hidden_activation",
+    activation_names=("gelu_pytorch_tanh",),
     weights=_BOTH,
     norm_behind=True,
     window=4096,
@@ -179,6 +191,7 @@ _OLMO2 = replace(
     _LLAMA,
     name="olmo2",
     title="OLMo 2",
+    mlp_bias=False,
     weights=_BEHIND,
     qk_norm="whole",
     norm_before=False,
@@ -199,6 +212,7 @@ FAMILIES: dict[str, Family] = {
             name="qwen3_moe",
             title="Qwen3-MoE",
             weights=_BEFORE | _EXPERTS,
+            head_dim=None,
             slides="all_switched",
             fixed_layer_types=True,
             experts=ExpertKeys(128, 8, normalise=False, size=768, size_key="moe_intermediate_size"),
@@ -233,12 +247,11 @@ FAMILIES: dict[str, Family] = {
             title="Gemma 3 (text)",
             qk_norm="head",
             slides=6,
+            pattern_key="sliding_window_pattern",
             rope_theta=1e6,
             own_local_rope=True,
-            local_theta=10000.0,
-            factors=_GEMMA2.factors
-            | {
-                "attention_softcap": ("attn_logit_softcapping", None),
+            factors={
+                "score_divisor": ("query_pre_attn_scalar", 256.0),
                 "logit_softcap": ("final_logit_softcapping", None),
             },
         ),
@@ -249,11 +262,21 @@ FAMILIES: dict[str, Family] = {
             rms_norm_eps=1e-5,
             slides="all",
             fixed_layer_types=True,
+            trained_positions=4096,
             partial_rotation=True,
             fused={"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
         ),
         _OLMO2,
-        replace(_OLMO2, name="olmo3", title="OLMo 3", window=4096, slides=4, rope_theta=5e5, own_local_rope=True),
+        replace(
+            _OLMO2,
+            name="olmo3",
+            title="OLMo 3",
+            window=4096,
+            slides=4,
+            rope_theta=5e5,
+            own_local_rope=True,
+            local_theta=5e5,
+        ),
         replace(
             _LLAMA,
             name="smollm3",
@@ -276,3 +299,6 @@ FAMILIES: dict[str, Family] = {
         ),
     )
 }
+
+FACTOR_KEYS = frozenset(key for family in FAMILIES.values() for key, _ in family.factors.values())
+"""Keys of config.json that change what some family computes."""

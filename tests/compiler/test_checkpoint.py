@@ -191,8 +191,8 @@ def test_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"rope_parameters": [1]}, "rope_parameters must be a JSON object, found [1]"),
         (
-            {"rope_parameters": {"rope_theta": None}},
-            "rope_theta must be a number from 1.001 to 1e+12, found None",
+            {"rope_parameters": {"rope_theta": "large"}},
+            "rope_theta must be a number from 1.001 to 1e+12, found 'large'",
         ),
     ],
 )
@@ -328,8 +328,12 @@ def test_an_absent_window_is_that_of_transformers(tmp_path: Path, make_checkpoin
         ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a number from 1e-06 to 1e+06, found 0"),
         ("gemma2", {"final_logit_softcapping": "no"}, "final_logit_softcapping must be a number"),
         ("gemma2", {"hidden_activation": "silu"}, "hidden_activation is 'silu'; only 'gelu_pytorch_tanh'"),
-        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is on"),
-        ("gemma3_text", {"model_type": "gemma3"}, "save `model.language_model` by itself, as gemma3_text"),
+        (
+            "gemma3_text",
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention is True, and a decoder sees earlier tokens alone",
+        ),
+        ("gemma3_text", {"model_type": "gemma3"}, "save that by itself; compiler/models/README.md says how"),
         ("phi3", {"partial_rotary_factor": 0.1}, "is 0 numbers; an even number is rotated"),
         ("phi3", {"partial_rotary_factor": 2}, "partial_rotary_factor must be a number above 0 and up to 1"),
         ("phi3", {"rope_scaling": LONG | {"short_factor": [1.0]}}, "'short_factor' has 1 numbers, and 4 pairs"),
@@ -366,7 +370,7 @@ class TestFused:
         tensors = load_file(folder / FILE)
         name = "model.layers.1.self_attn.qkv_proj.weight"
         save_file(tensors | {name: tensors[name][:-8].clone()}, folder / FILE)
-        refused(folder, repr(name), "has shape [56, 32]", "q_proj, k_proj, v_proj, in floating point, of 64 rows")
+        refused(folder, repr(name), "has shape [56, 32]", "it holds q_proj, k_proj, v_proj, of 64 rows")
 
     def test_a_part_beside_the_whole(self, folder: Path) -> None:
         name = "model.layers.0.mlp.up_proj.weight"

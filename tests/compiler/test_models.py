@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from compiler.checkpoint import load_decoder
+from compiler.export import export_target
 from compiler.models.decoder import Decoder
 from compiler.models.eager import sequence_logits
 from compiler.models.rope import RopeScaling
@@ -205,3 +206,10 @@ def _greedy(logits, prompt: list[int], count: int = 64) -> list[int]:  # type: i
     for _ in range(count):
         ids.append(int(logits(ids)[-1].argmax()))
     return ids[len(prompt) :]
+
+
+def test_a_window_as_wide_as_the_kv_cache_is_none(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
+    make_checkpoint("mistral", sliding_window=64)
+    decoder = load_decoder(tmp_path)
+    found = [[node.op_type for node in export_target(decoder, slots).graph].count("WindowBias") for slots in (64, 128)]
+    assert found == [0, 1]

@@ -14,8 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from compiler.build import build
+from compiler.opening import read_config
 from compiler.recipe import load_recipe
 from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
+from tests.compiler.eagle3_heads import write_eagle3
 from tests.conftest import made_once
 from tests.integration.families import DRAFTERS, TOYS, write_toy
 from tests.integration.random_use import RandomUse
@@ -107,5 +109,23 @@ def test_tokens_depend_on_neither_drafter_nor_company(any_plan: Path, mode: Any,
     user = RandomUse(alone, used, mode, seed=3, coupled=DRAFTERS, rejecting=())
     user.run(40)
     assert user.compared > 40
+    assert used.close(timeout=10)
+    assert alone.close(timeout=10)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "olmo3"])
+def test_a_head_drafts_for_layers_of_any_kind(name: str, toy_recipe: Path, tmp_path: Path) -> None:
+    """It reads the residual streams of layers with windows and norms behind them."""
+    write_toy(name, tmp_path, toy_recipe.parent / "target")
+    layers = read_config(tmp_path / "target").num_layers
+    taps = [0, layers // 2 - 1, layers - 2]
+    write_eagle3(tmp_path / "head", target_hidden=32, vocab=300, draft_vocab=120, aux_layer_ids=taps)
+    head = "{name: head, kind: eagle3, checkpoint: head, tree: {top_k: 4, depth: 2, nodes: 12}}"
+    recipe = load_recipe(tmp_path / "model.yaml", [f"drafters=[{head}]"])
+    plan = build(recipe, tmp_path / "model.yaml", tmp_path / "plan").plan.root
+    alone, used = (Runtime.load(plan, threads=1) for _ in range(2))
+    user = RandomUse(alone, used, "in-one-sequence", seed=5, coupled=("none", "head"), rejecting=())
+    user.run(30)
+    assert user.compared > 30
     assert used.close(timeout=10)
     assert alone.close(timeout=10)

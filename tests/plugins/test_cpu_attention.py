@@ -404,10 +404,20 @@ def test_a_query_that_sees_nothing_gives_zeros() -> None:
     ],
 )
 def test_what_cannot_be_is_refused_with_a_reason(change, words) -> None:
-    session.cache_clear()  # shapes are looked at when they change
     inputs = step(np.random.default_rng(0), 4, 2, 8, [3], [5], 0) | change
     with pytest.raises(Exception, match=words):
         attend(inputs, 4, 2)
+
+
+@pytest.mark.parametrize("name", ["k", "v", "v_cache", "past_length", "sinks"])
+def test_inputs_that_shrink_behind_a_good_run_are_refused(name: str) -> None:
+    """The node looks at extents again where one may have changed."""
+    inputs = step(np.random.default_rng(0), 8, 2, 16, [2], [5], 0) | {"sinks": np.zeros(8, np.float32)}
+    attend(inputs, 8, 2)
+    shorter = inputs[name][:0] if inputs[name].ndim == 1 else inputs[name][:, :1].copy()
+    with pytest.raises(Exception, match="has extent"):
+        attend(inputs | {name: shorter}, 8, 2)
+    attend(inputs, 8, 2)
 
 
 def test_slots_without_room_for_a_number_are_refused() -> None:

@@ -211,15 +211,11 @@ def test_a_block_head_goes_on_from_another_of_its_geometry_alone(folder: Path, l
             train_dspark(tiny_run(folder, 0.0), lessons, other, "third", start)
 
 
-def test_a_written_draft_model_is_the_trained_one_with_the_target_s_tokenizer(
-    folder: Path, lessons: Lessons, tmp_path: Path
-) -> None:
+def test_a_written_draft_model_is_the_trained_one(folder: Path, lessons: Lessons, tmp_path: Path) -> None:
     model = train_draft_model(folder, lessons, 0.0, "written-model")
-    export_drafters.write_model(model, lessons.teacher, tmp_path / "again")
+    export_drafters.write_model(model, tmp_path / "again")
     ids = lessons.continuations[0].ids.tolist()
     assert torch.equal(sequence_logits(load_decoder(tmp_path / "again"), ids), sequence_logits(model, ids))
-    written, target = ((folder / "out" / name / "tokenizer.json").read_bytes() for name in ("written-model", "target"))
-    assert written == target
 
 
 def test_a_training_continues_where_its_checkpoint_was(tmp_path: Path) -> None:

@@ -302,6 +302,27 @@ def test_a_conversion_is_kept_for_its_checkpoint_alone(workplace: Path, monkeypa
     assert convert(GENAI, workplace / "target", workplace, "int8") not in (first, second)
 
 
+def test_a_draft_model_without_a_tokenizer_is_converted_with_the_target_s(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[set[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        seen.append({file.name for file in Path(command[command.index("-i") + 1]).iterdir()})
+        Path(command[command.index("-o") + 1]).mkdir()
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    draft = workplace / "draft"
+    draft.mkdir()
+    (draft / "config.json").write_text("{}", encoding="utf-8")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (workplace / "target" / name).touch()
+    convert(GENAI, draft, workplace, "int4", workplace / "target")
+    assert seen == [{"config.json", "tokenizer.json", "tokenizer_config.json"}]
+    assert {file.name for file in draft.iterdir()} == {"config.json"}
+
+
 def test_a_builder_that_fails_is_a_sentence_and_leaves_nothing(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,8 +6,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from commands.console import stderr
 from compiler.checkpoint import checkpoint_hashes
@@ -19,11 +21,13 @@ from tools.peers.precision import Precision
 _LLAMA_CPP_TYPES: dict[Precision, str] = {"fp32": "F32", "int8": "Q8_0", "int4": "Q4_0"}
 _OPENVINO_TYPES = _LLAMA_CPP_TYPES | {"fp32": "F16"}  # it reads no F32; at load it makes float32 of F16
 _MODEL = "model.gguf"
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
-def convert(engine: str, checkpoint: Path, work: Path, precision: Precision) -> Path:
+def convert(engine: str, checkpoint: Path, work: Path, precision: Precision, tokenizer_of: Path | None = None) -> Path:
     """Return a file or folder that `engine` reads; kept in `work` under the hash of the checkpoint's files.
 
+    A draft model without a tokenizer gets that of the folder `tokenizer_of`: formats of engines want one.
     Raises `OutriderError` with the reason where the checkpoint cannot be converted.
     """
     kept = work / f"{engine}-{precision}-{digest(checkpoint_hashes(checkpoint))[:12]}"
@@ -32,13 +36,28 @@ def convert(engine: str, checkpoint: Path, work: Path, precision: Precision) -> 
         shutil.rmtree(unfinished, ignore_errors=True)
         work.mkdir(parents=True, exist_ok=True)
         try:
-            with stderr.status(f"converting {checkpoint} for {engine}, {precision}"):
-                _CONVERTERS[engine](checkpoint, unfinished, precision)
+            status = stderr.status(f"converting {checkpoint} for {engine}, {precision}")
+            with status, _whole(checkpoint, tokenizer_of) as folder:
+                _CONVERTERS[engine](folder, unfinished, precision)
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
         unfinished.rename(kept)
     return kept / _MODEL if engine == LLAMA_CPP else kept
+
+
+@contextmanager
+def _whole(checkpoint: Path, tokenizer_of: Path | None) -> Iterator[Path]:
+    """The checkpoint, or a folder of links to its files and to the tokenizer's, where it has none."""
+    if tokenizer_of is None or (checkpoint / _TOKENIZER[0]).exists():
+        yield checkpoint
+        return
+    with TemporaryDirectory() as made:
+        for file in checkpoint.iterdir():
+            (Path(made) / file.name).symlink_to(file.resolve())
+        for name in _TOKENIZER:
+            (Path(made) / name).symlink_to((tokenizer_of / name).resolve())
+        yield Path(made)
 
 
 def _for_genai(checkpoint: Path, folder: Path, precision: Precision) -> None:

@@ -150,7 +150,7 @@ def _converted(engine: str, settings: Settings, options: argparse.Namespace, pre
     if options.draft is None:
         return settings
     try:
-        draft = convert(engine, options.draft, options.work, precision)
+        draft = convert(engine, options.draft, options.work, precision, options.checkpoint)
     except OutriderError as error:
         return replace(settings, draft_fault=str(error))
     return replace(settings, converted_draft=str(draft.resolve()))

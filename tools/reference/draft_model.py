@@ -73,7 +73,7 @@ def train_model(run: Run, lessons: Lessons, geometry: ModelGeometry, name: str) 
             return distillation_loss(model, ids, wanted)
 
     teach(run, lessons, training, loss, model_drafts(model), ())
-    write_model(model, teacher, folder)
+    write_model(model, folder)
     acceptance = measure(teacher, lessons.continuations, model_drafts(load_decoder(folder).to(run.device)))
     report = training.report(run.device_name)
     write_card(folder, "The reference draft model", _about(model, teacher.sha256), report, acceptance)
@@ -108,7 +108,7 @@ def _about(model: Decoder, sha256: str) -> str:
     c = model.config
     size = sum(p.numel() for p in model.parameters()) / 1e6
     return f"""A Qwen3-architecture draft model of {size:.2f}M parameters for `../target` (weights {sha256[:12]}), bf16,
-with its tokenizer: {c.num_layers} layer{"s" * (c.num_layers > 1)}, hidden {c.hidden_size},
+of the same tokens: {c.num_layers} layer{"s" * (c.num_layers > 1)}, hidden {c.hidden_size},
 intermediate {c.intermediate_size}, {c.num_heads} query and {c.num_kv_heads} key/value heads of {c.head_dim},
 tied embedding.
 Distilled from the target. Written by `python -m tools.train_reference model`."""

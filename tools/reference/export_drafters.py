@@ -7,7 +7,6 @@ SIZE_LIMIT together, which is checked before a training begins.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import torch
@@ -29,11 +28,9 @@ from plans.errors import CheckpointError
 from tools.reference.acceptance import NEW_TOKENS, Acceptance
 from tools.reference.compressed import FLOAT, USUAL, compress, stored_size
 from tools.reference.export import write_decoder, write_json
-from tools.reference.teacher import Teacher
 
 WEIGHTS = "model.safetensors"
 SIZE_LIMIT = 28_200_000
-_COPIED = ("tokenizer.json", "tokenizer_config.json")
 _HEAD_NAMES = {
     "embedding": EMBEDDING,
     "embedding_norm.weight": "midlayer.input_layernorm.weight",
@@ -159,12 +156,9 @@ def _write_head(tensors: dict[str, Tensor], config: dict[str, object], folder: P
     write_json(folder / "config.json", config | ({SETTINGS[0]: made.settings} if made.packed else {}))
 
 
-def write_model(model: Decoder, teacher: Teacher, folder: Path) -> None:
-    """A decoder with the target's tokenizer files."""
+def write_model(model: Decoder, folder: Path) -> None:
+    """A decoder; its tokenizer is the target's, which a recipe has once."""
     write_decoder(model, folder)
-    for name in _COPIED:
-        if (teacher.folder / name).exists():
-            shutil.copyfile(teacher.folder / name, folder / name)
 
 
 def write_card(

@@ -109,6 +109,8 @@ def _rope(recipe: Recipe) -> dict[str, object]:
     rotary: dict[str, object] = {"rope_theta": config.rope_theta}
     if section is not None:
         rotary |= section.model_dump(exclude_none=True)
+        if config.rotary_size is not None:
+            rotary["partial_rotary_factor"] = config.rotary_size / config.head_dim
     elif config.rope_scaling.kind == "longrope":
         # transformers changes the table within a sequence; a plan has the one of its context.
         scaling = config.rope_scaling

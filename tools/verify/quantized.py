@@ -61,7 +61,7 @@ class PlanWeights:
             turned = is_stacked or (own and parameter.ndim > 1 and not table)  # it has projections [in, out]
             stored = stored_name(family.name, name) if own else name
             parts = fused_parts(stored, family.fused)
-            if self.searched is not None and self.searched.changed(parts[0]):
+            if self.searched is not None and any(map(self.searched.changed, parts)):
                 offset = family.norm_offset if own and name.endswith("norm.weight") else 0.0  # the decoder has added it
                 values = torch.cat([self.searched.read(part) for part in parts])
                 parameter.data.copy_(values.T if turned else values + offset)

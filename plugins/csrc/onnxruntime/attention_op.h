@@ -1,6 +1,7 @@
 // BranchAttention as ONNX Runtime calls it; its inputs stand in plugins/onnxruntime_ops.py.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstring>
 
@@ -41,6 +42,12 @@ class BranchAttentionOp {
     shape_.asks = int_attribute(api, info, "asks", 1) != 0;
     shape_.softcap = float_attribute(api, info, "softcap", 0.0f);
     shape_.window = int_attribute(api, info, "window", 0);
+    for (std::size_t index = 0; index < kInputs; ++index) {
+      int constant = 0;
+      const OrtValue* value = nullptr;
+      check(api.KernelInfoGetConstantInput_tensor(info, index, &constant, &value));
+      constant_[index] = constant != 0;
+    }
     if (!(shape_.softcap >= 0.0f) || shape_.window < 0)
       check(api.CreateStatus(ORT_INVALID_ARGUMENT, "BranchAttention: softcap or window is negative"));
   }
@@ -115,6 +122,11 @@ class BranchAttentionOp {
     for (const std::int64_t extent : cache) mix(extent);
     for (const std::int64_t extent : bias) mix(extent);
     for (const std::int64_t extent : cos) mix(extent);
+    for (std::size_t index = kKey; index < kInputs; ++index) {
+      if (constant_[index] || index == kKeyCache || index == kBias || index == kCos) continue;
+      mix(static_cast<std::int64_t>(index));
+      run.each_extent(index, mix);
+    }
     if (checked_.value.load(std::memory_order_relaxed) == seen) return;
     if (query[0] != 1 || bias[1] != 1) run.refuse("q or attn_bias has more than one in a dimension of one");
     const std::int64_t flat[] = {1, in.tokens, shape_.kv_heads * head_dim}, rows[] = {in.rows}, edges[] = {in.rows + 1};
@@ -147,6 +159,7 @@ class BranchAttentionOp {
   };
 
   Shape shape_{};
+  std::array<bool, kInputs> constant_{};  // inputs whose extents stay what they were when they were looked at
   mutable Checked checked_;
 };
 

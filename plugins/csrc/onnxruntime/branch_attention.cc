@@ -150,7 +150,7 @@ void attend(void* state, std::size_t index) noexcept {
   tile.head_dim = shape.head_dim;
   tile.scale = shape.scale;
   tile.softcap = shape.softcap;
-  tile.window = shape.window;
+  tile.window = shape.window < in.view ? shape.window : 0;  // a wider one hides nothing
   try {
     run<Cached>(job.kernels, tile, scratch);
   } catch (...) {

@@ -49,6 +49,25 @@ class Run {
     return value == nullptr ? nullptr : static_cast<const T*>(memory(const_cast<OrtValue*>(value)));
   }
 
+  // Calls `each` with each of its extents; not at all where it is absent.
+  template <class Each>
+  void each_extent(std::size_t index, const Each& each) const {
+    const OrtValue* value = nullptr;
+    check(api_.KernelContext_GetInput(context_, index, &value));
+    if (value == nullptr) return;
+    OrtTensorTypeAndShapeInfo* info = nullptr;
+    check(api_.GetTensorTypeAndShape(value, &info));
+    constexpr std::size_t kMost = 8;
+    std::int64_t extents[kMost] = {};
+    std::size_t rank = 0;
+    OrtStatus* status = api_.GetDimensionsCount(info, &rank);
+    if (status == nullptr) status = api_.GetDimensions(info, extents, rank < kMost ? rank : kMost);
+    api_.ReleaseTensorTypeAndShapeInfo(info);
+    check(status);
+    for (std::size_t i = 0; i < kMost; ++i) each(extents[i]);
+    each(static_cast<std::int64_t>(rank));
+  }
+
   // Its extents, into `shape`, whose rank it must have. Zeros, and false, where it is absent.
   template <std::size_t Rank>
   bool shape_of(std::size_t index, std::int64_t (&shape)[Rank]) const {

@@ -188,7 +188,7 @@ def test_what_is_missing_or_unknown_is_named(old: str, new: str, said: str, tmp_
     [
         ({"{arch}.expert_count": 8}, {}, "llama.expert_count is 8, which no decoder here computes"),
         ({"{arch}.attention.sliding_window": 4096}, {}, "llama.attention.sliding_window is 4096"),
-        ({"{arch}.rope.scaling.type": "longrope"}, {}, "rope scaling 'longrope' needs a 'short_factor'"),
+        ({"{arch}.rope.scaling.type": "longrope"}, {}, "rope_scaling is of longrope"),
         ({"split.count": 3}, {}, "one of 3 parts"),
         ({}, {"rope_freqs.weight": np.ones(5, "f4")}, "'rope_freqs.weight' is F32 of shape [5], expected F32 of [32]"),
         ({}, {"rope_freqs.weight": np.zeros(32, "f4")}, "'rope_freqs.weight': a divisor of a rotary frequency is 0"),
