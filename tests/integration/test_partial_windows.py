@@ -28,7 +28,11 @@ from tools.verify.partial_check import check_partial
 WINDOW = 17  # with two window blocks of 4 tokens, two of the three blocks that are retrieved are in its reach
 OF_THE_DRAFTER = 30  # longer than what its KV cache surely keeps behind the gap, 20 tokens
 ONE_BRANCH = "capacity={context: 160, prefill_chunk: 16}"  # drafters keep 4 tokens of the beginning and 20 to 40 last
-SLIDING = {"gemma3": (True, True, False, True), "ministral": (True, False, True, False)}
+SLIDING = {
+    "gemma3": (True, True, False, True),
+    "ministral": (True, False, True, False),
+    "gpt_oss": (True, False, True, False),
+}
 
 pytestmark = pytest.mark.usefixtures("run_ahead")
 
@@ -39,7 +43,7 @@ def _set_window(checkpoint: Path, window: int) -> None:
     path.write_text(json.dumps(config | {"sliding_window": window}), encoding="utf-8")
 
 
-@pytest.fixture(scope="module", params=SLIDING)
+@pytest.fixture(scope="module", params=["gemma3", "ministral", pytest.param("gpt_oss", marks=pytest.mark.long)])
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
