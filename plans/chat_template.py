@@ -28,6 +28,8 @@ REPAIR = (
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys under which a message has its reasoning. Templates read the first; gpt-oss's the second."""
+_DEEPEST = 64
+"""Lists and mappings within another that a value may have; `tojson` and templates' macros follow them by recursion."""
 _PROBE = "a probe of 1 line"
 
 
@@ -242,7 +244,7 @@ def _plain_message(message: Mapping[str, object], where: str) -> dict[object, ob
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
 
-def _plain_data(value: object, where: str) -> object:
+def _plain_data(value: object, where: str, depth: int = 0) -> object:
     """A copy made of exact JSON types: objects have methods, which a template must not reach."""
     if value is None or isinstance(value, bool):
         return value
@@ -253,12 +255,15 @@ def _plain_data(value: object, where: str) -> object:
         return int(value)
     if isinstance(value, float):
         return float(value)
+    if depth == _DEEPEST and isinstance(value, (Mapping, list, tuple)):
+        raise RequestError(f"{where:.60} is nested in more than {_DEEPEST} lists and mappings; pass flatter data.")
     if isinstance(value, Mapping):
         return {
-            _plain_data(key, f"{where} (a key)"): _plain_data(item, f"{where}.{key}") for key, item in value.items()
+            _plain_data(key, f"{where} (a key)", depth + 1): _plain_data(item, f"{where}.{key}", depth + 1)
+            for key, item in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return [_plain_data(item, f"{where}[{place}]") for place, item in enumerate(value)]
+        return [_plain_data(item, f"{where}[{place}]", depth + 1) for place, item in enumerate(value)]
     raise RequestError(
         f"{where} holds a {type(value).__name__}; pass text, numbers, true, false, none, lists or mappings."
     )

@@ -182,6 +182,24 @@ def test_what_a_template_reads_besides_is_passed_on(served: Served) -> None:
             served.ask(**own, extra_body={"chat_template_kwargs": wrong})
 
 
+@pytest.mark.parametrize("depth", [65, 400, 600, 800])
+def test_what_is_nested_too_deep_is_a_bad_request(served: Served, depth: int) -> None:
+    served.use("{{ tone }}" + HERMES)
+    deep: Any = "x"
+    for _ in range(depth):
+        deep = {"a": deep}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps(deep)}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": deep}}}
+    asked: list[dict[str, Any]] = [
+        {"extra_body": {"chat_template_kwargs": {"tone": deep}}},
+        {"messages": [*ASK, {"role": "assistant", "tool_calls": [call]}]},
+        {"tools": [tool]},
+    ]
+    for own in asked:
+        with pytest.raises(openai.BadRequestError, match=r"is nested in|recursion limit|properties"):
+            served.ask(max_tokens=1, **own)
+
+
 def test_without_tools_to_call_there_are_none(served: Served) -> None:
     own: dict[str, Any] = {"temperature": 0, "max_completion_tokens": 9}
     expected = served.ask(**own).choices[0].message.content

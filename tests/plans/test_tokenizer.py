@@ -286,6 +286,33 @@ def test_messages_that_are_no_conversation_are_refused_with_their_place(messages
         with_template(CHATML).apply_chat_template(messages)  # type: ignore[arg-type]
 
 
+def nested(depth: int, within: str = "a") -> object:
+    value: object = "x"
+    for place in range(depth):
+        value = [value] if within == "list" and place % 2 else {"a": value}
+    return value
+
+
+@pytest.mark.parametrize("depth", [65, 500, 100_000])
+@pytest.mark.parametrize("within", ["a", "list"])
+def test_what_is_nested_too_deep_is_refused_by_its_key(depth: int, within: str) -> None:
+    tokenizer, value = (
+        with_template("{{ tone | tojson }}{{ tools | tojson }}{{ messages | tojson }}"),
+        nested(64, within),
+    )
+    tokenizer.apply_chat_template([{"role": "user", "content": "a", "x": value}], True, {"tone": value})
+    value = nested(depth, within)
+    question = {"role": "user", "content": "a"}
+    for messages, variables, where in (
+        ([question], {"tone": value}, "tone"),
+        ([question], {"tools": [value]}, r"tools\[0\]"),
+        ([question, question | {"content": [value]}], {}, r"messages\[1\].content\[0\]"),
+        ([question | {"tool_calls": value}], {}, r"messages\[0\].tool_calls"),
+    ):
+        with pytest.raises(RequestError, match=rf"^{where}[.\[].* is nested in more than 64 lists and mappings"):
+            tokenizer.apply_chat_template(messages, True, variables)  # type: ignore[arg-type]
+
+
 def test_byte_alphabet_is_that_of_the_library() -> None:
     library = byte_level()
     library.add_tokens([AddedToken("é<x>", normalized=False), AddedToken("日 b", normalized=False)])
