@@ -414,6 +414,60 @@ def test_settings_that_say_nothing_new_leave_the_tokenizer_as_it_is(tmp_path: Pa
     assert read(folder).tokenizer == (folder / "tokenizer.json").read_bytes()
 
 
+def decoder_of(tokenizer: tokenizers.Tokenizer, **changes: dict[str, bool]) -> dict[str, Any]:
+    """The `added_tokens_decoder` that transformers saves beside a tokenizer, with other flags of some tokens."""
+    flags = ("lstrip", "rstrip", "normalized", "single_word", "special")
+    return {
+        str(number): {"content": token.content, **{flag: getattr(token, flag) for flag in flags}}
+        | changes.get(token.content.strip("<|>"), {})
+        for number, token in tokenizer.get_added_tokens_decoder().items()
+    }
+
+
+STRIPS = {"lstrip": True, "rstrip": True}
+THE = {"__type": "AddedToken", "content": "the", "normalized": False, "single_word": False, **STRIPS}
+
+
+@pytest.mark.parametrize(
+    ("further", "changes", "oracle"),
+    [
+        ({}, {}, AutoTokenizer),
+        ({}, {"think": {"special": True}, "tool": STRIPS}, AutoTokenizer),
+        ({}, {"im_start": {"special": False}}, AutoTokenizer),
+        ({}, {"im_end": STRIPS}, PreTrainedTokenizerFast),
+        ({"mask_token": {**THE, "content": "<think>"}}, {"think": {"lstrip": True}}, PreTrainedTokenizerFast),
+        ({"additional_special_tokens": ["<think>"]}, {}, AutoTokenizer),
+        ({"mask_token": THE}, {}, PreTrainedTokenizerFast),
+        ({"mask_token": THE, "pad_token": "the"}, {}, PreTrainedTokenizerFast),
+    ],
+)
+def test_the_settings_flags_of_added_tokens_win(
+    further: dict[str, Any], changes: dict[str, dict[str, bool]], oracle: Any, tmp_path: Path
+) -> None:
+    table = decoder_of(families.qwen(), **changes)
+    settings = {"eos_token": "<|im_end|>", "added_tokens_decoder": table, **further}
+    folder = checkpoint(tmp_path / "checkpoint", families.qwen(), settings)
+    tokenizer, expected = loaded(folder), oracle.from_pretrained(folder)
+    for text in ("a <think> b <|im_start|> c <tool> the end <|im_end|> of", *families.TEXTS):
+        ids = tokenizer.encode(text)
+        assert ids == expected(text).input_ids
+        assert tokenizer.decode(ids) == expected.decode(ids, skip_special_tokens=True)
+
+
+def test_tokens_that_the_settings_alone_add_are_added_and_counted(tmp_path: Path) -> None:
+    size = families.qwen().get_vocab_size()
+    table = decoder_of(families.qwen()) | {str(size): {"content": "<new>", "special": True, "normalized": False}}
+    table[str(size + 5)] = {"content": "<behind a gap>"}
+    folder = checkpoint(tmp_path / "checkpoint", families.qwen(), {"added_tokens_decoder": table}, padding=1)
+    assert loaded(folder).encode("<new>") == [size] == AutoTokenizer.from_pretrained(folder)("<new>").input_ids
+    checkpoint(folder, families.qwen(), {"added_tokens_decoder": table})
+    with pytest.raises(CheckpointError, match=f"has {size + 1} tokens, the model {size}"):
+        read(folder)
+    checkpoint(folder, families.qwen(), {"added_tokens_decoder": {"1": "<s>"}})
+    with pytest.raises(CheckpointError, match="added_tokens_decoder must be an object of tokens such as"):
+        read(folder)
+
+
 @pytest.mark.parametrize(
     ("make", "end", "listed", "expected"),
     [
