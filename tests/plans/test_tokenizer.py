@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from time import perf_counter
 
 import numpy as np
 import pytest
@@ -254,6 +255,35 @@ def test_a_template_that_fails_is_a_request_error(text: str) -> None:
 def test_a_template_cannot_leave_the_sandbox(text: str) -> None:
     with pytest.raises((PlanError, RequestError)):
         with_template(text).apply_chat_template(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ 10**(10**7) }}",
+        "{% set x = 10**(10**7) %}",
+        "{% if 10**(10**7) %}{% endif %}",
+        "{{ 'a' * 10**9 }}",
+        "{{ 10**9 * [1] }}",
+        "{% set ns = namespace(n=3) %}{% for i in range(40) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
+        "{{ range(10**9) | length }}",
+    ],
+)
+def test_a_template_makes_nothing_huge_and_nothing_at_all_when_it_is_loaded(text: str) -> None:
+    began = perf_counter()
+    tokenizer = with_template(text)
+    with pytest.raises(RequestError, match=r"failed on these messages \(OverflowError: .* (?i:too (large|big))"):
+        tokenizer.apply_chat_template(MESSAGES)
+    assert perf_counter() - began < 2
+    assert with_template("{{ 'x' | center(10**8) | length }}").check_chat()  # which would take 100 MB
+    assert perf_counter() - began < 2
+
+
+def test_products_of_a_usual_size_are_as_in_jinja() -> None:
+    text = (
+        "{{ 2 * 3 }} {{ 'ab' * 3 }} {{ 2 * [1] }} {{ 2 ** 10 }} {{ 2 ** -1 }} {{ 1.5 * 2 }} {{ 0 ** 9 }} {{ -1 ** 8 }}"
+    )
+    assert with_template(text).apply_chat_template(MESSAGES) == "6 ababab [1, 1] 1024 0.5 3.0 0 1"
 
 
 class Text(str):
