@@ -14,6 +14,7 @@ from openai.types.chat import ChatCompletion
 from pydantic import BaseModel, Field
 
 from plans.chat_template import ChatTemplate
+from plans.errors import RequestError
 from runtime import Runtime
 from tests.integration.served import client_of, listening
 
@@ -180,6 +181,9 @@ def test_what_a_template_reads_besides_is_passed_on(served: Served) -> None:
     ):
         with pytest.raises(openai.BadRequestError, match=words):
             served.ask(**own, extra_body={"chat_template_kwargs": wrong})
+    for prompts in ("hi", ["hi", "ho"]):
+        with pytest.raises(RequestError, match="chat_template_kwargs are given, and no messages"):
+            served.alone.generate(prompts, chat_template_kwargs={"tone": "curt"})  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("depth", [65, 400, 600, 800])
