@@ -54,6 +54,11 @@ class CheckpointText:
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(template, encoding="utf-8")
 
+    def ordinary_ends(self) -> dict[int, str]:
+        """Return the texts of end tokens that are no special tokens, by id: words, at which an answer would end."""
+        tokenizer = Tokenizer(tokenizers.Tokenizer.from_buffer(self.tokenizer))
+        return {end: tokenizer.spelled(end) for end in self.text.eos_token_ids if not tokenizer.is_skipped(end)}
+
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of texts, as the runtime gives them to the model."""
         tokenizer = Tokenizer(tokenizers.Tokenizer.from_buffer(self.tokenizer))
