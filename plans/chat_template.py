@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from itertools import product
@@ -328,7 +329,7 @@ def _plain_messages(messages: object) -> list[_Plain]:
         content, role = message.get("content"), message["role"]
         empty = content is None and not (role == "assistant" and any(message.get(key) for key in _IN_PLACE))
         if empty or isinstance(content, bool | int | float) or (isinstance(content, Mapping) and role != "tool"):
-            found = f"is {content!r}" if "content" in message else "is missing"
+            found = f"is {reprlib.repr(content)}" if "content" in message else "is missing"
             raise RequestError(f'messages[{place}]: "content" {found}; pass its text.')
     return [_plain_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
 

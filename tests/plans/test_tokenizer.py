@@ -341,6 +341,8 @@ def test_what_is_nested_too_deep_is_refused_by_its_key(depth: int, within: str) 
     ):
         with pytest.raises(RequestError, match=rf"^{where}[.\[].* is nested in more than 64 lists and mappings"):
             tokenizer.apply_chat_template(messages, True, variables)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=r'messages\[0\]: "content" is {.*\.\.\..*}; pass its text'):
+        tokenizer.apply_chat_template([question | {"content": {"a": value}}])
 
 
 def test_byte_alphabet_is_that_of_the_library() -> None:
