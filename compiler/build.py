@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -60,6 +61,7 @@ from plans.plan import MANIFEST, Plan, file_sha256, manifest_json, open_plan
 from plans.skeleton import SKELETON_FILE, Skeleton
 from plugins.cuda.compile import compile_kernels
 
+_LOG = logging.getLogger("outrider")
 Progress = Callable[[int, int, str], None]
 """Called with (steps done, steps in all, text of the step that begins)."""
 
@@ -103,6 +105,14 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
         progress(1, 1, "unchanged: the plan is up to date")
         return Built(_with_source(old, source, place), ("plan",))
     text = read_text(recipe.checkpoint_path, design.config)
+    for end, word in text.ordinary_ends().items():
+        _LOG.warning(
+            "%s: the end token %d is %r, which is no special token: answers end where the model writes it; see "
+            "eos_token_id in generation_config.json and config.json",
+            recipe.checkpoint_path,
+            end,
+            word,
+        )
 
     keys = {
         kind: engines_key(

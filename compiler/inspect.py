@@ -14,6 +14,7 @@ from plans.build_record import read_build_record
 from plans.check import kv_bytes, kv_caches, session_bytes
 from plans.manifest import BackendPlan, Engine
 from plans.plan import Plan, open_plan
+from plans.tokenizer import TOKENIZER_FILE, Tokenizer
 
 _PACKED = {
     **dict.fromkeys(("QuantMatMul", "QuantGather", "MatMulNBits"), (1,)),
@@ -32,6 +33,7 @@ def describe(path: Path) -> dict[str, Any]:
         "name": manifest.name,
         "identity": manifest.identity,
         "format_version": manifest.format_version,
+        "end_tokens": _end_tokens(plan),
         "models": {name: geometry.model_dump() for name, geometry in manifest.models.items()},
         "drafters": [d.model_dump() for d in manifest.drafters],
         "backends": {name: _backend(plan, backend) for name, backend in manifest.backends.items()},
@@ -40,6 +42,14 @@ def describe(path: Path) -> dict[str, Any]:
         "bytes": sum(f.size for f in manifest.files),
         "files": [f.model_dump() for f in manifest.files],
     }
+
+
+def _end_tokens(plan: Plan) -> list[dict[str, Any]]:
+    tokenizer = Tokenizer.read(plan.root / "tokenizer" / TOKENIZER_FILE)
+    return [
+        {"id": end, "text": tokenizer.spelled(end), "special": tokenizer.is_skipped(end)}
+        for end in plan.manifest.text.eos_token_ids
+    ]
 
 
 def _backend(plan: Plan, backend: BackendPlan) -> dict[str, Any]:
@@ -118,6 +128,8 @@ def print_description(description: dict[str, Any], console: Console) -> None:
     )
     for window, count in Counter(filter(None, model["layer_windows"])).items():
         console.print(f"{count} of {model['layers']} layers see {window} tokens")
+    ends = [f"{end['id']} {end['text']!r}{'' if end['special'] else ' (a word)'}" for end in description["end_tokens"]]
+    console.print(f"ends at the tokens {', '.join(ends)}" if ends else "has no end token", markup=False)
     if (build := description["build"]) is not None:
         peak, reused = build["peak_rss_bytes"], ", ".join(build["reused"])
         memory = "" if peak is None else f", at most {peak / 1e6:.0f} MB of memory"

@@ -5,6 +5,7 @@ The compiler checks them as the runtime will read them, before any work that tak
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,11 @@ class CheckpointText:
         for name, template in self.templates.items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(template, encoding="utf-8")
+
+    def ordinary_ends(self) -> dict[int, str]:
+        """Return the texts of end tokens that are no special tokens, by id: words, at which an answer would end."""
+        tokenizer = Tokenizer(tokenizers.Tokenizer.from_buffer(self.tokenizer))
+        return {end: tokenizer.spelled(end) for end in self.text.eos_token_ids if not tokenizer.is_skipped(end)}
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of texts, as the runtime gives them to the model."""
@@ -105,10 +111,12 @@ def _folder(checkpoint: Path, config: DecoderConfig) -> CheckpointText:
         tokenizer = Tokenizer.of_json(content, file)
     except PlanError as error:
         raise CheckpointError(f"{error}; give a checkpoint with another {file.name}") from None
+    marked = _marked(content, settings, _decoder(checkpoint, settings.get("added_tokens_decoder")))
+    if marked != content:
+        tokenizer, content = Tokenizer.of_json(marked, file), marked
     _check_size(tokenizer, file, config)
     special = _special_tokens(settings)
     templates = _checked(_templates(checkpoint, settings), special)
-    content = _marked(content, tokenizer, [*special.values(), *_further_special(settings)])
     text = Text(eos_token_ids=_end_tokens(tokenizer, config, special), special_tokens=special)
     return CheckpointText(content, templates, text)
 
@@ -148,11 +156,16 @@ def _tokenizer_json(checkpoint: Path, settings: Mapping[str, Any]) -> tuple[Path
 def _added_tokens(checkpoint: Path, settings: Mapping[str, Any]) -> dict[int, tokenizers.AddedToken]:
     """Return the tokens that `tokenizer_config.json`, or in older checkpoints `added_tokens.json`, adds, by their ids.
 
-    Raises `CheckpointError` for what is no such table.
+    Raises `CheckpointError` as `_decoder` does.
     """
     written = settings.get("added_tokens_decoder")
     if written is None and (file := checkpoint / _ADDED).is_file():
         written = {number: {"content": text, "normalized": False} for text, number in read_json(file).items()}
+    return _decoder(checkpoint, written)
+
+
+def _decoder(checkpoint: Path, written: Any) -> dict[int, tokenizers.AddedToken]:
+    """Return the tokens of an `added_tokens_decoder`. Raises `CheckpointError` for what is no such table."""
     try:
         return {int(number): _added_token(token) for number, token in (written or {}).items()}
     except (AttributeError, KeyError, TypeError, ValueError):
@@ -186,29 +199,51 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if text is not None}
 
 
-def _further_special(settings: Mapping[str, Any]) -> list[str]:
-    """Return the texts of special tokens that have no name."""
-    lists = (settings.get(key) for key in ("additional_special_tokens", "extra_special_tokens"))
-    texts = [_token(value) for found in lists if isinstance(found, list) for value in found]
-    return [text for text in texts if text is not None]
+def _marked_special(settings: Mapping[str, Any]) -> list[tokenizers.AddedToken]:
+    """Return the special tokens with a name and those of lists, as the settings write them."""
+    named = [value for name, value in settings.items() if name.endswith("_token")]
+    for further in (settings.get("additional_special_tokens"), settings.get("extra_special_tokens")):
+        named += further if isinstance(further, list) else further.values() if isinstance(further, dict) else []
+    tokens = [value if isinstance(value, dict) else {"content": value} for value in named]
+    special = {"special": True}
+    return [_added_token({"normalized": False} | token | special) for token in tokens if _token(token)]
 
 
-def _marked(content: bytes, tokenizer: Tokenizer, special: Sequence[str]) -> bytes:
-    """Return a `tokenizer.json` with all of the `special` tokens marked as such, so that they print nothing.
+def _marked(content: bytes, settings: Mapping[str, Any], added: Mapping[int, tokenizers.AddedToken]) -> bytes:
+    """Return a `tokenizer.json` whose added tokens have the flags that the settings give them.
 
-    Checkpoints may say so in their settings alone. Those that are no tokens are left out.
+    `added` are the tokens of `added_tokens_decoder`, by id; they win over those of `tokenizer.json`. Special tokens
+    that `settings` name or list print nothing, and have the flags of their own objects where they were no added tokens.
+    Names of no token are left out. Flags are those of transformers' TokenizersBackend (5.23; PreTrainedTokenizerFast),
+    of which its classes for models drop some, as Qwen2Tokenizer does of named tokens. Which tokens are special is as in
+    these classes, since TokenizersBackend lets none of `tokenizer.json` be plain.
     """
-    known = set(tokenizer.special_tokens.values())
-    unmarked = [text for text in dict.fromkeys(special) if text not in known and tokenizer.token_id(text) is not None]
-    if not unmarked:
-        return content
     library = tokenizers.Tokenizer.from_buffer(content)
-    added = {token.content: token for token in library.get_added_tokens_decoder().values()}
-    for text in unmarked:
-        token = added.get(text) or tokenizers.AddedToken(text, normalized=False)
-        token.special = True
-        library.add_special_tokens([token])
-    return library.to_str().encode()
+    size = library.get_vocab_size()
+    flagged = library.get_added_tokens_decoder()
+    known = {token.content: (number, _flags(token)) for number, token in flagged.items()}
+    before = dict(known)
+    for number, token in sorted(added.items()):
+        new = library.token_to_id(token.content) is None and number == size
+        if new or library.token_to_id(token.content) == number:
+            size += new
+            known[token.content] = (number, _flags(token))
+    for token in _marked_special(settings):
+        if token.content in known:
+            number, flags = known[token.content]
+            known[token.content] = (number, flags | {"special": True})
+        elif (found := library.token_to_id(token.content)) is not None:
+            known[token.content] = (found, _flags(token))
+    if known == before:
+        return content
+    parts = json.loads(library.to_str())
+    listed = sorted((number, text, flags) for text, (number, flags) in known.items())
+    parts["added_tokens"] = [{"id": number, "content": text, **flags} for number, text, flags in listed]
+    return json.dumps(parts, ensure_ascii=False).encode()
+
+
+def _flags(token: tokenizers.AddedToken) -> dict[str, bool]:
+    return {name: bool(getattr(token, name)) for name in _FLAGS}
 
 
 def _end_tokens(tokenizer: Tokenizer, config: DecoderConfig, special: Mapping[str, str]) -> tuple[int, ...]:

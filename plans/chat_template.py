@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from enum import Enum
-from functools import cached_property
-from typing import Any, NoReturn
+from itertools import product
+from typing import Any, Literal, NoReturn
 
 from jinja2 import DictLoader, TemplateError, TemplateNotFound, TemplateSyntaxError, Undefined, nodes
+from jinja2.compiler import CodeGenerator
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
@@ -28,15 +29,51 @@ REPAIR = (
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys under which a message has its reasoning. Templates read the first; gpt-oss's the second."""
-_PROBE = "a probe of 1 line"
+_IN_PLACE = ("tool_calls", *_REASONING)
+"""What an assistant's message may have without a content."""
+_DEEPEST = 64
+"""Lists and mappings within another that a value may have; `tojson` and templates' macros follow them by recursion."""
+_LARGEST = 2**20
+"""Characters and elements that a repetition may make, and bits of a product: as `range` has a limit in the sandbox."""
+_PROBED = ("system", "user", "assistant")
+"""Roles whose content is text, or text in parts."""
+_Form = Literal["text", "parts"]
+_Plain = dict[object, object]
 
 
-class _Content(Enum):
-    """The forms of a message's content that a template prints."""
+class _NothingAtOnce(CodeGenerator):
+    """Leaves constants of a template to its rendering. Otherwise loading a plan would compute them."""
 
-    TEXT = "text alone"
-    PARTS = "a list of parts alone"
-    EITHER = "either, or what cannot be told"
+    def _output_child_to_const(self, node: nodes.Expr, frame: Any, finalize: Any) -> str:
+        if not isinstance(node, nodes.TemplateData):
+            raise nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, in which products and powers have a limit too."""
+
+    code_generator_class = _NothingAtOnce
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" and isinstance(left, int) and isinstance(right, int):
+            large = abs(left) > 1 and left.bit_length() * right > _LARGEST
+        else:
+            large = operator == "*" and _product_size(left, right) > _LARGEST
+        if large:
+            raise OverflowError(f"the result of {operator!r} is too large; the sandbox allows a size of {_LARGEST}")
+        return super().call_binop(context, operator, left, right)
+
+
+def _product_size(left: object, right: object) -> int:
+    """Bits of an integer, or elements of a repetition."""
+    if isinstance(left, int) and isinstance(right, int):
+        return left.bit_length() + right.bit_length()
+    for repeated, times in ((left, right), (right, left)):
+        if isinstance(repeated, (str, list, tuple)) and isinstance(times, int):
+            return len(repeated) * times
+    return 0
 
 
 class ChatTemplate:
@@ -46,8 +83,9 @@ class ChatTemplate:
     that is what templates are written for: `raise_exception`, `strftime_now`, `tojson`, `{% break %}`,
     `{% generation %}`. `names` are those that this one reads and does not set, `special_names` those of special tokens.
 
-    A message's content is a text or a list of parts. A template that knows one form alone gets it, whichever the
-    message has: transformers would print a list as Python does, or nothing of a text.
+    A message's content is a text or a list of parts. Where a template knows one form of a role alone, texts and parts
+    that are all texts reach it in that form: transformers would print a list as Python does, or nothing of a text.
+    All else is as transformers has it.
     """
 
     def __init__(self, text: str, *, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
@@ -61,8 +99,12 @@ class ChatTemplate:
         self.special_names = frozenset(special_tokens or ())
         # transformers has the first two in every rendering: "is defined" and "is not none" are asked of them.
         self._names: dict[str, object] = {"tools": None, "documents": None, **(special_tokens or {})}
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock], loader=DictLoader({})
+        environment = _Sandbox(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[loopcontrols, _GenerationBlock],
+            loader=DictLoader({}),
+            optimized=False,
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse_messages
@@ -71,11 +113,14 @@ class ChatTemplate:
         environment.globals["dict"] = _new_dict
         try:
             self._template = environment.from_string(text)
-            self.names = frozenset(find_undeclared_variables(environment.parse(text)))
+            parsed = environment.parse(text)
+            self.names = frozenset(find_undeclared_variables(parsed))
         except Exception as error:  # Jinja compiles to Python, which has errors of its own for what it refuses
             line = f", line {error.lineno}," if isinstance(error, TemplateSyntaxError) else ""
             said = str(error).rstrip(".")
             raise PlanError(f"{source}{line} is not a Jinja template: {said}. {REPAIR}") from error
+        self._reads_parts = _reads_parts(parsed)
+        self._forms: dict[frozenset[_Given], dict[str, _Form]] = {}  # at most one for each subset of six
 
     def render(
         self,
@@ -85,45 +130,41 @@ class ChatTemplate:
     ) -> str:
         """The prompt text. Raises RequestError and PlanError as `Tokenizer.apply_chat_template` says."""
         names = {name: _plain_data(value, name) for name, value in variables.items()}
-        plain = [self._in_form(message, place) for place, message in enumerate(_plain_messages(messages))]
-        return self._render(names | {"messages": plain, "add_generation_prompt": add_generation_prompt})
+        names["add_generation_prompt"] = add_generation_prompt
+        plain = _plain_messages(messages)
+        return self._render(names | {"messages": _in_forms(plain, self._forms_of(plain, names))})
 
-    def _in_form(self, message: dict[object, object], place: int) -> dict[object, object]:
-        """The message with its content in the form that the template knows."""
-        content = message.get("content")
-        if isinstance(content, list) and self._content is _Content.TEXT:
-            texts = []
-            for number, part in enumerate(content):
-                text = part.get("text") if isinstance(part, dict) else None
-                if not isinstance(text, str):
-                    raise RequestError(
-                        f"messages[{place}].content[{number}] has no text, and the chat template {self._source} knows "
-                        'texts alone. Pass parts such as {"type": "text", "text": "..."}.'
-                    )
-                texts.append(text)
-            return message | {"content": "".join(texts)}
-        if isinstance(content, str) and self._content is _Content.PARTS:
-            return message | {"content": [{"type": "text", "text": content}]}
-        return message
+    def _forms_of(self, messages: list[_Plain], names: dict[str, object]) -> dict[str, _Form]:
+        """Return the forms in which contents of roles are to reach the template; those of other roles stay.
 
-    @cached_property
-    def _content(self) -> _Content:
-        parts = [{"type": "text", "text": _PROBE}]
-        if self._prints(_PROBE):
-            return _Content.EITHER if self._prints(parts) else _Content.TEXT
-        return _Content.PARTS if self._prints(parts) else _Content.EITHER
+        The first way to render the conversation that prints a text of every role is taken, or the one that prints most.
+        """
+        given = frozenset(found for message in messages if (found := _given(message)) is not None)
+        if not self._reads_parts and all(form == "text" for _, form in given):
+            return {}
+        if given not in self._forms:
+            probes = [_probe(message) for message in messages]
+            roles = sorted({role for role, _ in given})
+            best, most = dict[str, _Form](), -1
+            for chosen in product(*(_choices(role, given) for role in roles)):
+                forms = {role: form for role, form in zip(roles, chosen, strict=True) if form is not None}
+                printed = self._printed(_in_forms(probes, forms), names, given)
+                if printed > most:
+                    best, most = forms, printed
+                if most == len(given):
+                    break
+            if most < len(given):  # as another conversation may have it
+                return best
+            self._forms[given] = best
+        return self._forms[given]
 
-    def _prints(self, content: object) -> bool:
-        """Whether the template prints the probe in a user's message, and not as Python prints a list."""
-        question = {"role": "user", "content": content}
-        for messages in ([question], [{"role": "system", "content": ""}, question]):
-            try:
-                text = self._render({"messages": messages, "add_generation_prompt": True})
-            except OutriderError:
-                continue
-            if _PROBE in text and repr({"type": "text"})[:-1] not in text:
-                return True
-        return False
+    def _printed(self, probes: list[_Plain], names: dict[str, object], given: frozenset[_Given]) -> int:
+        """How many of the probes' texts the template prints, and not as Python prints a list."""
+        try:
+            text = self._render(names | {"messages": probes}).lower()
+        except OutriderError:
+            return 0
+        return sum(_probe_text(each) in text and f"'text': '{_probe_text(each)}" not in text for each in given)
 
     def _render(self, names: dict[str, object]) -> str:
         try:
@@ -145,6 +186,66 @@ class ChatTemplate:
                 f"The chat template {self._source} failed on these messages ({kind}: {error}). "
                 "Check that they hold what the model's template expects."
             ) from error
+
+
+# The form of contents.
+
+
+_Given = tuple[str, _Form]
+"""A role, and the form of a content that it has in a conversation."""
+
+
+def _reads_parts(template: nodes.Template) -> bool:
+    """Whether the template may read the texts of parts: they have the name `text`."""
+    names = [each.attr for each in template.find_all(nodes.Getattr)]
+    return "text" in [*names, *(each.value for each in template.find_all(nodes.Const))]
+
+
+def _given(message: _Plain) -> _Given | None:
+    """Return the role and the form of a message; None where its content can have no other form."""
+    role, content = message["role"], message.get("content")
+    if role not in _PROBED or not content:
+        return None
+    if isinstance(content, str):
+        return str(role), "text"
+    texts = isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
+    )
+    return (str(role), "parts") if texts else None
+
+
+def _choices(role: str, given: frozenset[_Given]) -> list[_Form | None]:
+    """Return the forms that contents of a role may get; None, first, leaves them as they are."""
+    here = {form for other, form in given if other == role}
+    others: list[_Form] = [form for form in ("text", "parts") if here != {form}]
+    return [None, *others]
+
+
+def _in_forms(messages: list[_Plain], forms: Mapping[str, _Form]) -> list[_Plain]:
+    return [_in_form(message, forms.get(str(message["role"]))) for message in messages]
+
+
+def _in_form(message: _Plain, form: _Form | None) -> _Plain:
+    given = _given(message)
+    if form is None or given is None or given[1] == form:
+        return message
+    content: Any = message["content"]
+    return message | {
+        "content": [{"type": "text", "text": content}] if form == "parts" else "".join(part["text"] for part in content)
+    }
+
+
+def _probe(message: _Plain) -> _Plain:
+    """The message with a text that is known again where it is printed."""
+    given = _given(message)
+    if given is None:
+        return message
+    text = _probe_text(given)
+    return message | {"content": text if given[1] == "text" else [{"type": "text", "text": text}]}
+
+
+def _probe_text(given: _Given) -> str:
+    return "a probe of {} as {}".format(*given)
 
 
 class _MessagesRefusedError(TemplateError):
@@ -214,7 +315,7 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _plain_messages(messages: object) -> list[dict[object, object]]:
+def _plain_messages(messages: object) -> list[_Plain]:
     """Copies of messages of plain data, as transformers has them: without keys that are null, and with their reasoning
     under the names that templates read."""
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
@@ -225,15 +326,16 @@ def _plain_messages(messages: object) -> list[dict[object, object]]:
     for place, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RequestError(f'messages[{place}] must be a mapping with a text under "role".')
-        content = message.get("content")
-        if (content is None and not message.get("tool_calls")) or isinstance(content, bool | int | float | Mapping):
-            found = f"is {content!r}" if "content" in message else "is missing"
+        content, role = message.get("content"), message["role"]
+        empty = content is None and not (role == "assistant" and any(message.get(key) for key in _IN_PLACE))
+        if empty or isinstance(content, bool | int | float) or (isinstance(content, Mapping) and role != "tool"):
+            found = f"is {reprlib.repr(content)}" if "content" in message else "is missing"
             raise RequestError(f'messages[{place}]: "content" {found}; pass its text.')
     return [_plain_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
 
 
-def _plain_message(message: Mapping[str, object], where: str) -> dict[object, object]:
-    plain: dict[object, object] = {
+def _plain_message(message: Mapping[str, object], where: str) -> _Plain:
+    plain: _Plain = {
         _plain_data(key, f"{where} (a key)"): _plain_data(value, f"{where}.{key}")
         for key, value in message.items()
         if value is not None
@@ -242,7 +344,7 @@ def _plain_message(message: Mapping[str, object], where: str) -> dict[object, ob
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
 
-def _plain_data(value: object, where: str) -> object:
+def _plain_data(value: object, where: str, depth: int = 0) -> object:
     """A copy made of exact JSON types: objects have methods, which a template must not reach."""
     if value is None or isinstance(value, bool):
         return value
@@ -253,12 +355,15 @@ def _plain_data(value: object, where: str) -> object:
         return int(value)
     if isinstance(value, float):
         return float(value)
+    if depth == _DEEPEST and isinstance(value, (Mapping, list, tuple)):
+        raise RequestError(f"{where:.60} is nested in more than {_DEEPEST} lists and mappings; pass flatter data.")
     if isinstance(value, Mapping):
         return {
-            _plain_data(key, f"{where} (a key)"): _plain_data(item, f"{where}.{key}") for key, item in value.items()
+            _plain_data(key, f"{where} (a key)", depth + 1): _plain_data(item, f"{where}.{key}", depth + 1)
+            for key, item in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return [_plain_data(item, f"{where}[{place}]") for place, item in enumerate(value)]
+        return [_plain_data(item, f"{where}[{place}]", depth + 1) for place, item in enumerate(value)]
     raise RequestError(
         f"{where} holds a {type(value).__name__}; pass text, numbers, true, false, none, lists or mappings."
     )

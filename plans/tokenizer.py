@@ -187,6 +187,10 @@ class Tokenizer:
         """The id of a token by its name; None where there is none."""
         return self._tokenizer.token_to_id(token)
 
+    def spelled(self, token_id: int) -> str:
+        """The text of one token, as it is spelled where it is special; none where there is no token."""
+        return self.decode([token_id], skip_special_tokens=False)
+
     @property
     def special_tokens(self) -> dict[int, str]:
         """Special tokens by id, as they are spelled."""

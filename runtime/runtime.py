@@ -173,7 +173,7 @@ class Runtime:
             one = cast("str | Sequence[int] | None", prompt)
             return self.stream(one, messages=messages, chat_template_kwargs=chat_template_kwargs, **options).result
         prompts = cast("Sequence[str | Sequence[int]]", prompt)
-        asked = [self._ask(each, options) for each in prompts]
+        asked = [self._ask(self._choose(each, None, chat_template_kwargs), options) for each in prompts]
         handles: list[Handle] = []
         try:
             for each in asked:

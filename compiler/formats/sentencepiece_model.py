@@ -1,9 +1,10 @@
 """SentencePiece's `tokenizer.model`, as a `tokenizers` object, for checkpoints without a `tokenizer.json`.
 
-The file is read here, without the sentencepiece package, and BPE gives SentencePiece's own tokens. Unigram does where
-one way to part a text is the best; of several the tokenizers library may take another, and it takes the text `<0x41>`
-for a byte. What transformers makes of the file (5.23) differs more: it takes Unigram for BPE, and puts no space before
-a text for Mistral.
+The file is read here, without the sentencepiece package, and BPE gives SentencePiece's own tokens, but beside symbols
+that users defined in a model that puts a space before a text (`make_tokenizer`). Unigram does where one way to part a
+text is the best; of several the tokenizers library may take another, and it takes the text `<0x41>` for a byte. What
+transformers makes of the file (5.23) differs more: it takes Unigram for BPE, and puts no space before a text for
+Mistral.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ SPACE = "\u2581"
 """Stands for a space in pieces."""
 _KINDS = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+_Fields = dict[tuple[int, int], Any]
+"""A message's fields, by their numbers and kinds: one of another kind than it should have is not found."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,10 @@ class SentencePieceModel:
     """The normalizer's table, empty where characters stay as they are."""
     dummy_prefix: bool
     single_spaces: bool
+    space_behind: bool
+    """Whether pieces have the space behind a word, and not the one before it."""
+    space_escaped: bool
+    """Whether a space is the character `SPACE` in pieces."""
 
 
 def read_model(file: Path) -> SentencePieceModel:
@@ -65,6 +73,14 @@ def read_model(file: Path) -> SentencePieceModel:
         ) from None
     if model.kind not in ("bpe", "unigram"):
         raise CheckpointError(f"{file} is a SentencePiece model of the kind {model.kind}; BPE and Unigram are read")
+    wrong = (
+        "treat_whitespace_as_suffix" if model.space_behind else None if model.space_escaped else "escape_whitespaces"
+    )
+    if wrong is not None:
+        raise CheckpointError(
+            f"{file} has {wrong} {'set' if model.space_behind else 'switched off'}, which is not read; add a "
+            "tokenizer.json of the model"
+        )
     return model
 
 
@@ -74,8 +90,12 @@ def make_tokenizer(
     """Return the tokenizer of a model.
 
     `settings` are those of `tokenizer_config.json`, whose `add_bos_token`, `add_eos_token`, `add_prefix_space` and
-    `legacy` count as in transformers' tokenizers of Llama and Gemma. `added` are tokens by id, of the model's pieces or
-    behind them. Raises `CheckpointError` for ids with a gap before them.
+    `legacy` count as in transformers' tokenizers of Llama and Gemma. Without `add_bos_token` a text begins with BOS, as
+    in transformers 4 and as these models are trained; transformers 5.23 puts none. `added` are tokens by id, of the
+    model's pieces or behind them. Raises `CheckpointError` for ids with a gap before them.
+
+    Where a space is put before a text, symbols that users defined are found before that: a text that begins with one
+    gets no space, text behind one gets a space unless `legacy` is false, and no space of the text is part of one.
     """
     prefix = _flag(settings, "add_prefix_space", model.dummy_prefix)
     # Before the text alone, not behind each special token; the library cannot do that where spaces are taken away.
@@ -96,7 +116,8 @@ def make_tokenizer(
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *stripped]
     )
-    # A symbol with the sign of a space is found in the text as it is normalized, where no prefix is put before it.
+    # A symbol with the sign of a space is found in the text as it is normalized. With a prefix none can be: the library
+    # would put one before the symbol that it looks for, too.
     tokenizer.add_tokens(
         [
             AddedToken(token, special=kind != USER_DEFINED, normalized=kind == USER_DEFINED and not prefix)
@@ -188,34 +209,43 @@ def _flag(settings: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def _model(data: bytes) -> SentencePieceModel:
+    """Read the model's message. Raises ValueError, IndexError or struct.error for what is none."""
     tokens, types, scores = list[str](), list[int](), list[float]()
-    trainer: dict[int, Any] = {}
-    normalizer: dict[int, Any] = {}
-    for number, value in _fields(data):
+    trainer, normalizer = _Fields(), _Fields()
+    for (number, kind), value in _fields(data):
+        if kind != _BYTES:
+            continue
         if number == 1:
-            piece = dict(_fields(value))
-            tokens.append(piece[1].decode())
-            scores.append(struct.unpack("<f", piece.get(2, bytes(4)))[0])
-            types.append(piece.get(3, NORMAL))
+            piece = _Fields(_fields(value))
+            if (1, _BYTES) not in piece:
+                raise ValueError("a piece without a text")
+            tokens.append(piece[1, _BYTES].decode())
+            scores.append(struct.unpack("<f", piece.get((2, _FIXED32), bytes(4)))[0])
+            types.append(piece.get((3, _VARINT), NORMAL))
         elif number == 2:
-            trainer = dict(_fields(value))
+            trainer |= _Fields(_fields(value))
         elif number == 3:
-            normalizer = dict(_fields(value))
-    if not tokens or len(set(tokens)) < len(tokens):
+            normalizer |= _Fields(_fields(value))
+    if not tokens or len(set(tokens)) < len(tokens) or not set(types) <= set(range(NORMAL, BYTE + 1)):
         raise ValueError("no vocabulary")
-    unknown, bos, eos = (_id(trainer.get(number, default)) for number, default in ((40, 0), (41, 1), (42, 2)))
+    unknown, bos, eos = (_id(trainer.get((number, _VARINT), role)) for number, role in ((40, 0), (41, 1), (42, 2)))
     if not (0 <= unknown < len(tokens) and bos < len(tokens) and eos < len(tokens)):
         raise ValueError("ids outside the vocabulary")
+    kind = trainer.get((3, _VARINT), 1)
+    if kind not in _KINDS:
+        raise ValueError("no such kind of model")
     return SentencePieceModel(
         Pieces(tokens, types, scores),
-        kind=_KINDS[trainer.get(3, 1)],
-        byte_fallback=bool(trainer.get(35, 0)),
+        kind=_KINDS[kind],
+        byte_fallback=bool(trainer.get((35, _VARINT), 0)),
         unknown=unknown,
         bos=bos,
         eos=eos,
-        characters=normalizer.get(2, b""),
-        dummy_prefix=bool(normalizer.get(3, 1)),
-        single_spaces=bool(normalizer.get(4, 1)),
+        characters=normalizer.get((2, _BYTES), b""),
+        dummy_prefix=bool(normalizer.get((3, _VARINT), 1)),
+        single_spaces=bool(normalizer.get((4, _VARINT), 1)),
+        space_behind=bool(trainer.get((24, _VARINT), 0)),
+        space_escaped=bool(normalizer.get((5, _VARINT), 1)),
     )
 
 
@@ -224,15 +254,15 @@ def _id(value: int) -> int:
     return value - 2**64 if value >= 2**63 else value
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield the numbers and values of a message's fields: integers, or bytes. Raises ValueError or IndexError."""
+def _fields(data: bytes) -> Iterator[tuple[tuple[int, int], Any]]:
+    """Yield a message's fields: number and kind, and an integer or bytes. Raises ValueError or IndexError."""
     place = 0
     while place < len(data):
         key, place = _varint(data, place)
         number, kind = key >> 3, key & 7
         if kind == _VARINT:
             value, place = _varint(data, place)
-            yield number, value
+            yield (number, kind), value
             continue
         if kind == _BYTES:
             size, place = _varint(data, place)
@@ -242,7 +272,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
             raise ValueError("no such kind of field")
         if place + size > len(data):
             raise ValueError("the message is cut off")
-        yield number, data[place : place + size]
+        yield (number, kind), data[place : place + size]
         place += size
 
 

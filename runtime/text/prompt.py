@@ -114,10 +114,11 @@ def _check_variables(variables: TemplateVariables, tokenizer: Tokenizer) -> None
         raise RequestError(f"chat_template_kwargs must be a mapping of names, not {type(variables).__name__}.")
     if not variables:
         return
-    known = tokenizer.check_chat(tools=variables.get("tools") is not None).names
-    wrong = next((name for name in variables if name in _OWN or name not in known), None)
+    template = tokenizer.check_chat(tools=variables.get("tools") is not None)
+    own = {*_OWN, *template.special_names}
+    wrong = next((name for name in variables if name in own or name not in template.names), None)
     if wrong is not None:
-        names = ", ".join(sorted(known - {*_OWN, *tokenizer.check_chat().special_names})) or "none"
+        names = ", ".join(sorted(template.names - own)) or "none"
         raise RequestError(
             f"chat_template_kwargs has {wrong!r}, which the chat template of the plan does not take; it takes: {names}."
         )

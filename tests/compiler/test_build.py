@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import shutil
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
@@ -17,7 +19,7 @@ from compiler.build import Built, build
 from compiler.design import design_plan
 from compiler.drafters import source_hashes
 from compiler.identity import tool_versions
-from compiler.inspect import describe
+from compiler.inspect import describe, print_description
 from compiler.recipe import load_recipe
 from plans.buffers import DType
 from plans.build_record import read_build_record
@@ -222,6 +224,25 @@ def test_a_build_records_what_it_took(workplace: Path) -> None:
     path.unlink()
     assert describe(workplace / "plan")["build"] is None
     assert rebuild(workplace, "drafters[0].max_draft=19")[0].reused == ("plan",)
+
+
+def test_end_tokens_are_shown_and_a_word_among_them_is_warned_of(
+    workplace: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rebuild(workplace, "drafters[0].max_draft=17")
+    assert not caplog.records
+    tokenizer = Tokenizer.from_file(str(workplace / "target" / "tokenizer.json"))
+    (workplace / "target" / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 200]}))
+    rebuild(workplace)
+    word = tokenizer.decode([200])
+    assert f"the end token 200 is {word!r}, which is no special token" in caplog.text
+    shown = describe(workplace / "plan")
+    special = {"id": 0, "text": tokenizer.id_to_token(0), "special": True}
+    assert shown["end_tokens"] == [special, {"id": 200, "text": word, "special": False}]
+    console = Console(file=StringIO(), width=400)
+    print_description(shown, console)
+    said = f"ends at the tokens 0 {special['text']!r}, 200 {word!r} (a word)\n"
+    assert said in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_failed_build_leaves_the_old_plan_and_nothing_else(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

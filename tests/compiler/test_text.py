@@ -17,6 +17,7 @@ from compiler.checkpoint import checkpoint_hashes
 from compiler.identity import engines_key
 from compiler.models.config import read_folder_config
 from compiler.text import CheckpointText, read_text, read_vocabulary
+from plans.chat_template import ChatTemplate
 from plans.errors import CheckpointError, RequestError
 from plans.manifest import Geometry
 from plans.tokenizer import Tokenizer
@@ -331,10 +332,73 @@ def test_text_and_parts_reach_a_template_in_the_form_that_it_knows(tmp_path: Pat
     tokenizer = loaded(checkpoint(tmp_path / "raising", families.qwen(), {"chat_template": raising}))
     system = {"role": "system", "content": "x"}
     assert tokenizer.apply_chat_template([system, *several]) == "[system] x[user] a b"
-    with pytest.raises(
-        RequestError, match=r"messages\[1\].content\[0\] has no text, and the chat template .* knows texts"
-    ):
-        tokenizer.apply_chat_template([system, {"role": "user", "content": [{"type": "image", "url": "x"}]}])
+
+
+READS_TOOLS = "{% for t in tools %}{{ t.function.name }}{% endfor %}"
+LOOP = "{% for m in messages %}%s{% endfor %}"
+OF_TOOLS = LOOP.replace(
+    "%s", "{% if m.role == 'tool' %}[{{ m.content | tojson }}]{% else %}{{ m.content }}{{ m.thinking }}{% endif %}"
+)
+MIXED = LOOP.replace(
+    "%s", "{% if m.role == 'system' %}{{ '[S]' + m.content }}{% else %}{{ m.content[0].text }}{% endif %}"
+)
+PARTS_OF_X = [{"type": "text", "text": "x"}]
+SYSTEM, TEXT, PARTS = (
+    {"role": "system", "content": "S"},
+    {"role": "user", "content": "x"},
+    {"role": "user", "content": PARTS_OF_X},
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages"),
+    [
+        *[
+            (OF_TOOLS, [TEXT, {"role": "tool", "content": content}])
+            for content in ({"t": 21}, [{"t": 21}], PARTS_OF_X, "x", [])
+        ],
+        *[(OF_TOOLS, [TEXT, {"role": "assistant", key: "T"}, TEXT]) for key in ("thinking", "reasoning_content")],
+        (OF_TOOLS, [{"role": "user", "content": [{"type": "image", "url": "x"}, *PARTS_OF_X]}]),
+        (MIXED, [SYSTEM, PARTS]),
+        (LOOP.replace("%s", "{{ m.content | string | upper }}"), [TEXT]),
+    ],
+)
+def test_other_contents_reach_a_template_as_in_transformers(
+    template: str, messages: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    folder = checkpoint(tmp_path / "checkpoint", families.qwen(), {"chat_template": template})
+    expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, tokenize=False)
+    assert loaded(folder).apply_chat_template(messages, False) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "expected"),
+    [
+        (MIXED, [SYSTEM, TEXT], "[S]Sx"),
+        (MIXED, [SYSTEM | {"content": PARTS_OF_X}, PARTS], "[S]xx"),
+        (MIXED, [SYSTEM, PARTS, TEXT], "[S]Sxx"),
+        (READS_TOOLS + LOOP.replace("%s", "{{ m.content | trim }}"), [SYSTEM, PARTS], "lireSx"),
+        (READS_TOOLS + LOOP.replace("%s", "{{ m.content[0].text }}"), [SYSTEM, TEXT], "lireSx"),
+        (LOOP.replace("%s", "{{ m.content | upper }}"), [PARTS], "X"),
+    ],
+)
+def test_a_form_is_learnt_by_role_and_with_what_the_request_has(
+    template: str, messages: list[dict[str, Any]], expected: str
+) -> None:
+    chat = ChatTemplate(template, source="t")
+    for _ in range(2):
+        assert chat.render(messages, True, {"tools": [TOOL]}) == expected
+
+
+@pytest.mark.parametrize("template", [QWEN, PHI, GRANITE, GEMMA])
+def test_a_plain_chat_is_rendered_once(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = ChatTemplate(template, source="t", special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
+    if template in (GEMMA, GRANITE):  # which read a `text` of something: what they print is learnt once
+        chat.render([TEXT], True, {})
+    rendered: list[object] = []
+    monkeypatch.setattr(chat._template, "render", lambda names: rendered.append(names) or "")  # type: ignore[func-returns-value]
+    chat.render([TEXT], True, {})
+    assert len(rendered) == 1
 
 
 def named(default: str | None, tool_use: str | None, folder: Path, as_files: bool) -> dict[str, Any]:
@@ -412,6 +476,60 @@ def test_tokens_that_the_settings_alone_call_special_print_nothing(tmp_path: Pat
 def test_settings_that_say_nothing_new_leave_the_tokenizer_as_it_is(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "checkpoint", families.gemma(), {"bos_token": "<bos>", "eos_token": "<eos>"})
     assert read(folder).tokenizer == (folder / "tokenizer.json").read_bytes()
+
+
+def decoder_of(tokenizer: tokenizers.Tokenizer, **changes: dict[str, bool]) -> dict[str, Any]:
+    """The `added_tokens_decoder` that transformers saves beside a tokenizer, with other flags of some tokens."""
+    flags = ("lstrip", "rstrip", "normalized", "single_word", "special")
+    return {
+        str(number): {"content": token.content, **{flag: getattr(token, flag) for flag in flags}}
+        | changes.get(token.content.strip("<|>"), {})
+        for number, token in tokenizer.get_added_tokens_decoder().items()
+    }
+
+
+STRIPS = {"lstrip": True, "rstrip": True}
+THE = {"__type": "AddedToken", "content": "the", "normalized": False, "single_word": False, **STRIPS}
+
+
+@pytest.mark.parametrize(
+    ("further", "changes", "oracle"),
+    [
+        ({}, {}, AutoTokenizer),
+        ({}, {"think": {"special": True}, "tool": STRIPS}, AutoTokenizer),
+        ({}, {"im_start": {"special": False}}, AutoTokenizer),
+        ({}, {"im_end": STRIPS}, PreTrainedTokenizerFast),
+        ({"mask_token": {**THE, "content": "<think>"}}, {"think": {"lstrip": True}}, PreTrainedTokenizerFast),
+        ({"additional_special_tokens": ["<think>"]}, {}, AutoTokenizer),
+        ({"mask_token": THE}, {}, PreTrainedTokenizerFast),
+        ({"mask_token": THE, "pad_token": "the"}, {}, PreTrainedTokenizerFast),
+    ],
+)
+def test_the_settings_flags_of_added_tokens_win(
+    further: dict[str, Any], changes: dict[str, dict[str, bool]], oracle: Any, tmp_path: Path
+) -> None:
+    table = decoder_of(families.qwen(), **changes)
+    settings = {"eos_token": "<|im_end|>", "added_tokens_decoder": table, **further}
+    folder = checkpoint(tmp_path / "checkpoint", families.qwen(), settings)
+    tokenizer, expected = loaded(folder), oracle.from_pretrained(folder)
+    for text in ("a <think> b <|im_start|> c <tool> the end <|im_end|> of", *families.TEXTS):
+        ids = tokenizer.encode(text)
+        assert ids == expected(text).input_ids
+        assert tokenizer.decode(ids) == expected.decode(ids, skip_special_tokens=True)
+
+
+def test_tokens_that_the_settings_alone_add_are_added_and_counted(tmp_path: Path) -> None:
+    size = families.qwen().get_vocab_size()
+    table = decoder_of(families.qwen()) | {str(size): {"content": "<new>", "special": True, "normalized": False}}
+    table[str(size + 5)] = {"content": "<behind a gap>"}
+    folder = checkpoint(tmp_path / "checkpoint", families.qwen(), {"added_tokens_decoder": table}, padding=1)
+    assert loaded(folder).encode("<new>") == [size] == AutoTokenizer.from_pretrained(folder)("<new>").input_ids
+    checkpoint(folder, families.qwen(), {"added_tokens_decoder": table})
+    with pytest.raises(CheckpointError, match=f"has {size + 1} tokens, the model {size}"):
+        read(folder)
+    checkpoint(folder, families.qwen(), {"added_tokens_decoder": {"1": "<s>"}})
+    with pytest.raises(CheckpointError, match="added_tokens_decoder must be an object of tokens such as"):
+        read(folder)
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,7 @@ def test_inspect_shows_geometry_programs_ops_and_rules(toy_plan: Path, capsys: C
         "outrider.cpu.BranchAttention 4",
         "FunctionBody",
         "built in ",
+        "ends at the tokens 0 ",
     ):
         assert part in text
     assert "{" not in text
@@ -110,7 +111,7 @@ def test_inspect_shows_geometry_programs_ops_and_rules(toy_plan: Path, capsys: C
     found = run_json(capsys, compiler.__main__.main, "inspect", toy_plan, "--json")
     assert set(found) == {
         "name", "identity", "format_version", "models", "drafters", "backends", "tools", "build", "bytes",
-        "files",
+        "files", "end_tokens",
     }  # fmt: skip
     target = found["backends"]["onnxruntime-cpu"]
     assert set(target) == {

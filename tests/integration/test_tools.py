@@ -14,6 +14,7 @@ from openai.types.chat import ChatCompletion
 from pydantic import BaseModel, Field
 
 from plans.chat_template import ChatTemplate
+from plans.errors import RequestError
 from runtime import Runtime
 from tests.integration.served import client_of, listening
 
@@ -180,6 +181,27 @@ def test_what_a_template_reads_besides_is_passed_on(served: Served) -> None:
     ):
         with pytest.raises(openai.BadRequestError, match=words):
             served.ask(**own, extra_body={"chat_template_kwargs": wrong})
+    for prompts in ("hi", ["hi", "ho"]):
+        with pytest.raises(RequestError, match="chat_template_kwargs are given, and no messages"):
+            served.alone.generate(prompts, chat_template_kwargs={"tone": "curt"})  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("depth", [65, 400, 600, 800])
+def test_what_is_nested_too_deep_is_a_bad_request(served: Served, depth: int) -> None:
+    served.use("{{ tone }}" + HERMES)
+    deep: Any = "x"
+    for _ in range(depth):
+        deep = {"a": deep}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps(deep)}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": deep}}}
+    asked: list[dict[str, Any]] = [
+        {"extra_body": {"chat_template_kwargs": {"tone": deep}}},
+        {"messages": [*ASK, {"role": "assistant", "tool_calls": [call]}]},
+        {"tools": [tool]},
+    ]
+    for own in asked:
+        with pytest.raises(openai.BadRequestError, match=r"is nested in|recursion limit|properties"):
+            served.ask(max_tokens=1, **own)
 
 
 def test_without_tools_to_call_there_are_none(served: Served) -> None:

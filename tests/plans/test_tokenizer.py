@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from time import perf_counter
 
 import numpy as np
 import pytest
@@ -256,6 +257,35 @@ def test_a_template_cannot_leave_the_sandbox(text: str) -> None:
         with_template(text).apply_chat_template(MESSAGES)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ 10**(10**7) }}",
+        "{% set x = 10**(10**7) %}",
+        "{% if 10**(10**7) %}{% endif %}",
+        "{{ 'a' * 10**9 }}",
+        "{{ 10**9 * [1] }}",
+        "{% set ns = namespace(n=3) %}{% for i in range(40) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
+        "{{ range(10**9) | length }}",
+    ],
+)
+def test_a_template_makes_nothing_huge_and_nothing_at_all_when_it_is_loaded(text: str) -> None:
+    began = perf_counter()
+    tokenizer = with_template(text)
+    with pytest.raises(RequestError, match=r"failed on these messages \(OverflowError: .* (?i:too (large|big))"):
+        tokenizer.apply_chat_template(MESSAGES)
+    assert perf_counter() - began < 2
+    assert with_template("{{ 'x' | center(10**8) | length }}").check_chat()  # which would take 100 MB
+    assert perf_counter() - began < 2
+
+
+def test_products_of_a_usual_size_are_as_in_jinja() -> None:
+    text = (
+        "{{ 2 * 3 }} {{ 'ab' * 3 }} {{ 2 * [1] }} {{ 2 ** 10 }} {{ 2 ** -1 }} {{ 1.5 * 2 }} {{ 0 ** 9 }} {{ -1 ** 8 }}"
+    )
+    assert with_template(text).apply_chat_template(MESSAGES) == "6 ababab [1, 1] 1024 0.5 3.0 0 1"
+
+
 class Text(str):
     def secret(self) -> str:
         return "leaked"
@@ -284,6 +314,35 @@ def test_messages_reach_the_template_as_plain_data() -> None:
 def test_messages_that_are_no_conversation_are_refused_with_their_place(messages: object, says: str) -> None:
     with pytest.raises(RequestError, match=says):
         with_template(CHATML).apply_chat_template(messages)  # type: ignore[arg-type]
+
+
+def nested(depth: int, within: str = "a") -> object:
+    value: object = "x"
+    for place in range(depth):
+        value = [value] if within == "list" and place % 2 else {"a": value}
+    return value
+
+
+@pytest.mark.parametrize("depth", [65, 500, 100_000])
+@pytest.mark.parametrize("within", ["a", "list"])
+def test_what_is_nested_too_deep_is_refused_by_its_key(depth: int, within: str) -> None:
+    tokenizer, value = (
+        with_template("{{ tone | tojson }}{{ tools | tojson }}{{ messages | tojson }}"),
+        nested(64, within),
+    )
+    tokenizer.apply_chat_template([{"role": "user", "content": "a", "x": value}], True, {"tone": value})
+    value = nested(depth, within)
+    question = {"role": "user", "content": "a"}
+    for messages, variables, where in (
+        ([question], {"tone": value}, "tone"),
+        ([question], {"tools": [value]}, r"tools\[0\]"),
+        ([question, question | {"content": [value]}], {}, r"messages\[1\].content\[0\]"),
+        ([question | {"tool_calls": value}], {}, r"messages\[0\].tool_calls"),
+    ):
+        with pytest.raises(RequestError, match=rf"^{where}[.\[].* is nested in more than 64 lists and mappings"):
+            tokenizer.apply_chat_template(messages, True, variables)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=r'messages\[0\]: "content" is {.*\.\.\..*}; pass its text'):
+        tokenizer.apply_chat_template([question | {"content": {"a": value}}])
 
 
 def test_byte_alphabet_is_that_of_the_library() -> None:
