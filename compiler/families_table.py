@@ -50,7 +50,7 @@ def _attention(family: Family) -> str:
     sees = (
         f"full in each {_ordinal(family.slides)} layer, else a window"
         if isinstance(family.slides, int)
-        else (said[family.slides])
+        else said[family.slides]
     )
     norm = {"none": "", "head": "; q and k normed", "whole": "; q and k normed whole"}[family.qk_norm]
     capped = "; soft-capped" if family.factors.get("attention_softcap", ("", None))[1] is not None else ""

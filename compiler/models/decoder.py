@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from compiler.models.attention import Attention
 from compiler.models.config import DecoderConfig
 from compiler.models.experts import Experts
 from compiler.models.experts_config import ExpertsConfig
@@ -32,7 +33,7 @@ class Execution(Protocol):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor: ...
 
 
-class LayerConfig(Protocol):
+class LayerConfig(Attention, Protocol):
     """Geometry of one layer: a decoder's, or a drafter's with layers of the same kind."""
 
     @property
@@ -40,15 +41,6 @@ class LayerConfig(Protocol):
 
     @property
     def intermediate_size(self) -> int: ...
-
-    @property
-    def num_heads(self) -> int: ...
-
-    @property
-    def num_kv_heads(self) -> int: ...
-
-    @property
-    def head_dim(self) -> int: ...
 
     @property
     def query_size(self) -> int: ...

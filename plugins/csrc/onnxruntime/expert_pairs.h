@@ -12,7 +12,7 @@ class ExpertPairs {
  public:
   // Reads weights [tokens, experts], of which those that are 0 are of experts that a token did not choose.
   void read(const float* weights, std::int64_t tokens, std::int64_t experts) {
-    tokens_ = tokens, experts_ = experts;
+    experts_ = experts;
     starts_ = counts_.room(experts + 1);
     token_starts_ = token_counts_.room(tokens + 1);
     for (std::int64_t e = 0; e <= experts; ++e) starts_[e] = 0;
@@ -58,7 +58,7 @@ class ExpertPairs {
   std::int64_t pair_of_token(std::int64_t i) const { return by_token_[i]; }
 
  private:
-  std::int64_t tokens_ = 0, experts_ = 0, active_count_ = 0;
+  std::int64_t experts_ = 0, active_count_ = 0;
   std::int64_t *starts_ = nullptr, *token_starts_ = nullptr, *token_of_ = nullptr, *by_token_ = nullptr,
                *active_ = nullptr;
   Memory<std::int64_t> counts_, token_counts_, token_memory_, order_memory_, active_memory_, cursor_memory_;

@@ -1,9 +1,9 @@
 // The weights of a layer's experts as float32 or as packed integers: their inputs, and products of an expert's rows.
 //
-// Each has Packed, the type of its tensors; kName, the op's name; and of one run:
+// Each has kName, the op's name, and of one run:
 //   gate_groups(), down_groups()   parts in which an expert's outputs are multiplied, of kColumns columns
 //   inner_stride(), outer_stride() floats from a row of results to the next
-//   take(run)                      makes the rows of all pairs legible
+//   take(..)                       makes the rows of all pairs legible
 //   gate(pairs of an expert, groups, to), up(..), down(..)
 //   keep(..)                       makes gated results legible for down
 #pragma once
@@ -36,7 +36,6 @@ constexpr std::int64_t kFewNumbers = 65536, kFewProducts = 500000;
 // As plugins/panel_layout.py packs them: [experts, panels, inputs, kLanes].
 class FloatExperts {
  public:
-  using Packed = float;
   static constexpr const char* kName = "MixtureOfExperts";
   static constexpr ONNXTensorElementDataType kType = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
   static constexpr std::int64_t kColumns = kLanes;
@@ -95,7 +94,6 @@ class FloatExperts {
 // As plugins/quant_layout.py packs the matrices of all experts, one under another: [experts * outputs, inputs].
 class QuantExperts {
  public:
-  using Packed = std::uint8_t;
   static constexpr const char* kName = "QuantMixtureOfExperts";
   static constexpr ONNXTensorElementDataType kType = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
   static constexpr std::int64_t kColumns = kGroup;
