@@ -160,7 +160,7 @@ def config_from(
         unrotated=read_unrotated(raw, path, family, layers),
         experts=experts,
         expert_layers=expert_layers,
-        **read_rotations(raw, path, get, family, head_dim, rope_scaling, context),
+        **read_rotations(raw, path, family, head_dim, rope_scaling, context),
         **_factors(get, family, hidden_size),
     )
     if config.num_heads % config.num_kv_heads:

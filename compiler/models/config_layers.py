@@ -97,7 +97,6 @@ def read_unrotated(raw: Mapping[str, Any], path: Path, family: Family, layers: i
 def read_rotations(
     raw: Mapping[str, Any],
     path: Path,
-    get: Reader,
     family: Family,
     head_dim: int,
     replacement: RopeScaling | None,
