@@ -86,6 +86,8 @@ def check_branches(
             own = {name: value for name, value in branch.items() if name not in _NO_OPTIONS}
             merged = cast(Options, {**options, **own})
             request = check_request(merged, manifest, grammars, shared=mode == "in-one-sequence")
+            if request.generated:
+                raise RequestError("generated is of a request that goes on alone; leave it out.")
             if "stream_id" not in own:
                 sampling = replace(request.sampling, stream=request.sampling.stream + place)
                 request = replace(request, sampling=sampling)

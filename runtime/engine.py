@@ -248,11 +248,15 @@ class Engine:
         return sequence
 
     def start(self, sequence: Sequence, request: Request, text: TextStream) -> None:
-        """Generate behind the sequence's tokens from now on; what it is generated for ends with `finish`."""
+        """Generate behind the sequence's tokens from now on; what it is generated for ends with `finish`.
+
+        Tokens that the request has given before follow those at once.
+        """
         tokens = sequence.tokens
         if request.rules and not self._halts:
             request = replace(request, drafter=None)
-        stats = Stats(prompt_tokens=len(tokens), partial_mode=request.partial_kv)
+        given = len(request.generated)
+        stats = Stats(prompt_tokens=len(tokens), resumed_tokens=given, partial_mode=request.partial_kv)
         sequence.request, sequence.generation = request, GrowingGeneration(request, text, stats)
         sequence.began, sequence.rounds, sequence.inserted = self.now(), 0, False
         sequence.reason = sequence.stuck = sequence.error = sequence.chosen_by = None
@@ -260,6 +264,7 @@ class Engine:
         sequence.prompted = len(tokens)
         sequence.rules = tuple(rule.begin(tokens) for rule in request.rules)
         sequence.end = self._end(len(tokens), request)
+        tokens += request.generated
         self.buffers.set_sampling(sequence.number, request.sampling)
         self.buffers.arrays[names.BY_REJECTION][sequence.number] = request.drafter in self._rejecting
         sequence.computed = min(sequence.computed, len(tokens) - 1)

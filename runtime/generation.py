@@ -122,8 +122,8 @@ class GrowingGeneration:
     def __init__(self, request: Request, text: TextStream, stats: Stats) -> None:
         self._request, self._text, self.stats = request, text, stats
         text.least = request.min_tokens
-        self._token_ids: list[int] = []
-        self._shown: list[str] = []
+        self._token_ids = list(request.generated)
+        self._shown = [text.push(self._token_ids).text]
         self.logprobs: list[TokenLogprob] = []
         self.finish_reason: FinishReason | None = None
 

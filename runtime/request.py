@@ -53,6 +53,10 @@ class Options(LogitsOptions, DraftOptions, total=False):
     - `remember` (True): once the generation has ended by itself, keep its tokens for later drafts of other requests,
       where the drafter asked has a memory (`memory` of the recipe). Those who share a runtime share the memory: by how
       fast its own tokens come, a request can tell what others have put out.
+    - `generated` (none): tokens that the same request has given before, elsewhere or before a restart. It goes on
+      behind them with the tokens and the text that it would have had, `max_new_tokens` and rules counting them; its
+      spans, and the log-probabilities of its result, are those of tokens to come. Not with drafters by rejection or
+      lossy partial KV, whose tokens depend on where rounds end.
     """
 
     max_new_tokens: int
@@ -76,6 +80,7 @@ class Options(LogitsOptions, DraftOptions, total=False):
     partial_budget: int | Literal["auto"] | None
     tentative: bool
     remember: bool
+    generated: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,7 @@ class Request:
     partial_budget: int | Literal["auto"] | None = None
     tentative: bool = False
     remember: bool = True
+    generated: tuple[int, ...] = ()
 
     @property
     def cancelled(self) -> bool:
@@ -190,6 +196,16 @@ def check_options(
         mode = "off"
     if partial is not None and budget is None:
         budget = partial.budget
+    mode = mode or ("off" if partial is None else partial.mode)
+    generated = _check_generated(options.get("generated", ()), max_new_tokens, vocab_size)
+    if generated and (drafter in rejecting or mode == "lossy"):
+        who = f"the drafter {drafter!r}, which is accepted by rejection" if drafter in rejecting else "lossy partial KV"
+        raise RequestError(
+            f"generated holds tokens, and those of {who} depend on where rounds end; begin the request again without."
+        )
+    ending = frozenset[int]() if options.get("ignore_eos", False) else frozenset(ends)
+    if not ending.isdisjoint(generated):
+        raise RequestError("generated holds an end token, behind which nothing follows; the request is over.")
     return Request(
         max_new_tokens=max_new_tokens,
         sampling=SamplingParams(
@@ -203,7 +219,7 @@ def check_options(
             skip_sample_adjustment=bool(options.get("skip_sample_adjustment", False)),
         ),
         stop=stop,
-        eos_token_ids=frozenset() if options.get("ignore_eos", False) else frozenset(ends),
+        eos_token_ids=ending,
         drafter=None if drafter == "none" else drafter,
         auto_disable=bool(options.get("auto_disable", True)),
         on_round=on_round,
@@ -211,10 +227,11 @@ def check_options(
         cancel=cancel,
         rules=tuple(rule for of_option in rules.values() for rule in of_option),
         min_tokens=check_min_tokens(options, max_new_tokens),
-        partial_kv=mode or ("off" if partial is None else partial.mode),
+        partial_kv=mode,
         partial_budget=budget,
         tentative=bool(options.get("tentative", False)),
         remember=bool(options.get("remember", True)),
+        generated=generated,
     )
 
 
@@ -233,6 +250,24 @@ def check_request(options: Options, manifest: Manifest, grammars: Grammars, *, s
     )
     limits = check_draft_limits(options, request.drafter, manifest.drafters)
     return request if limits == request.limits else replace(request, limits=limits)
+
+
+def _check_generated(given: object, max_new_tokens: int, vocab_size: int | None) -> tuple[int, ...]:
+    if (
+        not isinstance(given, Sequence)
+        or isinstance(given, str | bytes)
+        or any(type(each) is not int for each in given)
+    ):
+        raise RequestError(f"generated is of type {type(given).__name__}; pass a list of token ids.")
+    if vocab_size is not None and (wrong := [each for each in given if not 0 <= each < vocab_size]):
+        raise RequestError(
+            f"generated holds {wrong[0]}, which is not in the vocabulary; ids go from 0 to {vocab_size - 1}."
+        )
+    if given and len(given) >= max_new_tokens:
+        raise RequestError(
+            f"generated holds {len(given)} tokens, and max_new_tokens is {max_new_tokens}; the request is over."
+        )
+    return tuple(given)
 
 
 def check_stops(stop: object) -> tuple[str, ...]:

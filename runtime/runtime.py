@@ -232,7 +232,11 @@ class Runtime:
     ) -> tuple[list[int], Request]:
         """Check the prompt and options of a sequence of its own. Raises RequestError."""
         request = check_request(options, self.manifest, self.grammars, shared=shared)
-        return prepare_prompt(prompt, (), request.stop, self.tokenizer, self.manifest.target).ids, request
+        given, least = request.generated, request.min_tokens
+        prepared = prepare_prompt(
+            prompt, (), request.stop, self.tokenizer, self.manifest.target, generated=given, min_tokens=least
+        )
+        return prepared.ids, request
 
     def _choose(
         self, prompt: str | Sequence[int] | None, messages: Messages | None, variables: TemplateVariables | None

@@ -163,7 +163,10 @@ class Session:
         return self._run(prompt, whole, request, self._prepare(prompt, whole, request), self._changes)
 
     def _prepare(self, prompt: str | List[int], whole: bool, request: Request) -> Prompt:
-        return prepare_prompt(prompt, [] if whole else self.token_ids, request.stop, self._tokenizer, self._geometry)
+        present, given, least = [] if whole else self.token_ids, request.generated, request.min_tokens
+        return prepare_prompt(
+            prompt, present, request.stop, self._tokenizer, self._geometry, generated=given, min_tokens=least
+        )
 
     def _run(self, prompt: str | List[int], whole: bool, request: Request, prepared: Prompt, changes: int) -> Run:
         with self._exclusive:

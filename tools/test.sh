@@ -2,7 +2,7 @@
 # Every check: formatting, lint, types, tests. Safe to run again; arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source tools/environment.sh compiler,dev,embed,gpu,serve,tensorrt-rtx
+source tools/environment.sh compiler,dev,embed,gpu,ray,serve,telemetry,tensorrt-rtx
 # Torch-TensorRT without its dependencies: it asks for an older TensorRT for RTX, and converts for this one as well. It
 # is there for some machines alone; tests that need it are skipped elsewhere.
 wheels=$(grep -E '^(torch-tensorrt-rtx|dllist|psutil)==' tools/constraints.txt)

@@ -9,8 +9,8 @@ from typing import Any
 
 from plans.tokenizer import Tokenizer
 from runtime.generation import FinishReason, Generation, Span
-from runtime.runtime import Runtime
 from runtime.sampling import TokenLogprob
+from runtime.server.served import Served
 from runtime.server.speculation import longest_path, speculation
 from runtime.server.tool_calling import CallReader, Read, ToolCalling, joined
 
@@ -31,7 +31,7 @@ def error_body(message: str, kind: str, code: str | None = None) -> dict[str, An
 def _usage(found: Sequence[Generation], prompts: int) -> dict[str, Any]:
     """Tokens of all choices; prompts count once, however many choices they have. `cached_tokens` were not computed."""
     once = found[:: len(found) // prompts]
-    prompt, new = sum(each.stats.prompt_tokens for each in once), sum(each.stats.new_tokens for each in found)
+    prompt, new = sum(each.stats.prompt_tokens for each in once), sum(len(each.token_ids) for each in found)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,
@@ -78,7 +78,7 @@ def _delta(read: Read) -> dict[str, Any]:
 class Answer:
     """One answer's objects: what they have in common, and how choices look."""
 
-    def __init__(self, prefix: str, whole: str, chunk: str, model: str, runtime: Runtime, *, chat: bool) -> None:
+    def __init__(self, prefix: str, whole: str, chunk: str, model: str, runtime: Served, *, chat: bool) -> None:
         self._tokenizer, self._chat = runtime.tokenizer, chat
         self._drafters = runtime.manifest.drafters
         self.drafter: str | None = None  # that the request asks for; None: the plan's first

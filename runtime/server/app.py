@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from math import inf
@@ -22,18 +22,16 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from plans.errors import BusyError, ClosedError, OutriderError, RequestError
+from plans.errors import OutriderError, RequestError
 from runtime.generation import FinishReason, Generation, Span
 from runtime.handle import Handle
-from runtime.request import Options
-from runtime.runtime import Runtime
 from runtime.server.answers import Answer, error_body
 from runtime.server.asked import ChatAsked, CompletionAsked
+from runtime.server.errors import ApiError, shutting_down, told
 from runtime.server.metrics import Metrics
 from runtime.server.refusals import refusal
-from runtime.server.tool_calling import ToolCalling
-from runtime.server.tool_formats import format_of
-from runtime.text.prompt import chat_prompt, encode_prompt
+from runtime.server.served import Served
+from runtime.server.submitting import Submitted, Submitter
 
 _COMPLETIONS = "/v1/completions"
 _DONE = "data: [DONE]\n\n"
@@ -80,15 +78,7 @@ class ServerConfig:
         return (self.api_key,) if isinstance(self.api_key, str) else tuple(self.api_key)
 
 
-class ApiError(Exception):
-    """The error that a client gets in place of an answer."""
-
-    def __init__(self, status: int, message: str, kind: str, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.body = status, error_body(message, kind, code)
-
-
-def make_app(runtime: Runtime, config: ServerConfig) -> FastAPI:
+def make_app(runtime: Served, config: ServerConfig) -> FastAPI:
     """The application. When it shuts down, requests are finished for some seconds, then cancelled."""
     metrics, context = Metrics(runtime), runtime.manifest.target.context
     # The context's length under the names that clients read: vLLM's, and that of OpenRouter.
@@ -107,7 +97,8 @@ def make_app(runtime: Runtime, config: ServerConfig) -> FastAPI:
                 _LOG.error("the prefix cache cannot be saved: %s", error)
 
     app = FastAPI(title="Outrider", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    serving = _Serving(runtime, config, metrics)
+    submitter = Submitter(runtime, config.model, config.max_choices)
+    serving = _Serving(submitter, metrics)
 
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> JSONResponse:
@@ -115,8 +106,8 @@ def make_app(runtime: Runtime, config: ServerConfig) -> FastAPI:
 
     @app.exception_handler(OutriderError)
     async def outrider_error(_: Request, error: OutriderError) -> JSONResponse:
-        told = _told(error)
-        return JSONResponse(told.body, told.status)
+        found = told(error)
+        return JSONResponse(found.body, found.status)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
@@ -145,7 +136,7 @@ def make_app(runtime: Runtime, config: ServerConfig) -> FastAPI:
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        serving.check_model(name)
+        submitter.check_model(name)
         return about
 
     @app.post(_COMPLETIONS)
@@ -207,122 +198,33 @@ def _sentence(request: Request, error: HTTPException) -> str:
     return str(error.detail)
 
 
-def _told(error: OutriderError) -> ApiError:
-    if isinstance(error, ClosedError):
-        return _shutting_down("the request was not begun")
-    if isinstance(error, BusyError):
-        return ApiError(429, str(error), "rate_limit_error", "too_many_requests")
-    if isinstance(error, RequestError):
-        code = "context_length_exceeded" if "the plan's context is" in str(error) else None
-        return ApiError(400, str(error), "invalid_request_error", code)
-    return ApiError(500, str(error), "server_error")
-
-
-def _shutting_down(what: str) -> ApiError:
-    return ApiError(
-        503, f"The server is shutting down: {what}. Send the request again later.", "server_error", "shutting_down"
-    )
-
-
 def _cut_off(found: Sequence[Generation]) -> ApiError | None:
     """The error for a client whose answer was cut off by the end of the server."""
     tokens = sum(each.stats.new_tokens for each in found)
     if any(each.finish_reason is FinishReason.CANCELLED for each in found):
-        return _shutting_down(f"the answer was cut off after {tokens} tokens")
+        return shutting_down(f"the answer was cut off after {tokens} tokens")
     return None
 
 
 class _Serving:
     """Submits what is asked, and gives it back whole or in pieces."""
 
-    def __init__(self, runtime: Runtime, config: ServerConfig, metrics: Metrics) -> None:
-        self._runtime, self._config, self._metrics = runtime, config, metrics
+    def __init__(self, submitter: Submitter, metrics: Metrics) -> None:
+        self._submitter, self._metrics = submitter, metrics
         self._preparing = asyncio.Semaphore(_PREPARING)
-
-    def check_model(self, name: str) -> None:
-        if name != self._config.model:
-            message = f"There is no model {name!r}; this server has {self._config.model!r}."
-            raise ApiError(404, message, "invalid_request_error", "model_not_found")
 
     async def answer(self, request: Request, answer: Answer, asked: CompletionAsked | ChatAsked) -> Response:
         began = perf_counter()
-        self.check_model(asked.model)
-        asked.check()
         async with self._preparing:
-            handles, calling = await run_in_threadpool(self._submit, asked, getattr(request.state, "client", None))
-        answer.calling, answer.drafter = calling, asked.drafter
-        logprobs = asked.logprobs is not None and asked.logprobs is not False
-        prompts = len(handles) // asked.n
+            client = getattr(request.state, "client", None)
+            submitted = await run_in_threadpool(self._submitter.submit, asked, client)
+        answer.calling, answer.drafter = submitted.calling, asked.drafter
         if asked.stream:
             answer.with_usage = asked.include_usage
-            events = self._events(answer, handles, prompts, logprobs, began)
+            events = self._events(answer, submitted, began)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        found = await self._whole(request, handles, began)
-        return JSONResponse(answer.whole(found, prompts, logprobs))
-
-    def _submit(
-        self, asked: CompletionAsked | ChatAsked, client: str | None
-    ) -> tuple[list[Handle], ToolCalling | None]:
-        """Every choice of every prompt, and the tools that they may call.
-
-        Texts are encoded and grammars compiled here, once each, in a thread that is not the loop's.
-        """
-        prompts, most = 1 if isinstance(asked, ChatAsked) else len(asked.prompts), self._config.max_choices
-        if prompts * asked.n > most:
-            raise RequestError(
-                f"The request asks for {prompts * asked.n} choices (prompts: {prompts}, n: {asked.n}); this server "
-                f"takes at most {most} in a request. Send fewer prompts at a time, or a smaller n."
-            )
-        calling = self._calling(asked) if isinstance(asked, ChatAsked) else None
-        wanted = [(ids, own) for ids, options in self._wanted(asked, calling) for own in options]
-        handles = self._runtime.submit_all(wanted, priority=asked.priority, deadline=asked.deadline, client=client)
-        return handles, calling
-
-    def _calling(self, asked: ChatAsked) -> ToolCalling | None:
-        """The tools that an answer may call. Raises RequestError for schemas, or a template, that cannot be served."""
-        grammars, form = self._runtime.grammars, asked.response_format
-        schema = None if form is None else form.schema_of_text
-        if schema is not None:
-            grammars.check_schema(schema, "response_format.json_schema.schema")
-        if not asked.calls_tools:
-            return None
-        template = self._runtime.tokenizer.check_chat(tools=True)
-        if "tools" not in template.names:
-            raise RequestError(
-                "The chat template of the plan does not know tools, so that the model would not see them; leave tools "
-                "out, or serve a plan whose template has them."
-            )
-        calling = asked.calling(format_of(template.text))
-        try:
-            grammars.check(calling.grammar, "The grammar of all tools together")
-        except RequestError:
-            for place, tool in enumerate(asked.tools or ()):  # whose fault it is
-                grammars.check_schema(tool.function.schema_of_arguments, f"tools[{place}].function.parameters")
-            raise
-        return calling
-
-    def _wanted(
-        self, asked: CompletionAsked | ChatAsked, calling: ToolCalling | None
-    ) -> Iterator[tuple[list[int], list[Options]]]:
-        """Token ids of each prompt, and the options of its choices."""
-        tokenizer, geometry = self._runtime.tokenizer, self._runtime.manifest.target
-        if isinstance(asked, ChatAsked):
-            variables = dict(asked.chat_template_kwargs or {})
-            if calling is not None:
-                variables["tools"] = [tool.plain() for tool in asked.tools or ()]
-            ids = chat_prompt([message.plain() for message in asked.messages], tokenizer, geometry, variables)
-            limit = max(1, geometry.context - len(ids)) if asked.limit is None else asked.limit
-            options = asked.options(limit, (asked.top_logprobs or 0) if asked.logprobs else None)
-            if calling is not None:
-                options = [Options(**{**own, "structured_outputs": {"grammar": calling.grammar}}) for own in options]
-            yield ids, options
-            return
-        options = asked.options(asked.max_tokens, asked.logprobs)
-        for prompt in asked.prompts:
-            if isinstance(prompt, str):
-                yield encode_prompt(prompt, tokenizer, geometry, add_special_tokens=True), options
-            else:
-                yield prompt, options
+        found = await self._whole(request, submitted.handles, began)
+        return JSONResponse(answer.whole(found, submitted.prompts, submitted.logprobs))
 
     async def _whole(self, request: Request, handles: list[Handle], began: float) -> list[Generation]:
         waiting = asyncio.gather(*handles)
@@ -344,10 +246,9 @@ class _Serving:
         self._metrics.duration.observe(perf_counter() - began)
         return list(found)
 
-    async def _events(
-        self, answer: Answer, handles: list[Handle], prompts: int, logprobs: bool, began: float
-    ) -> AsyncIterator[str]:
+    async def _events(self, answer: Answer, submitted: Submitted, began: float) -> AsyncIterator[str]:
         """Server-sent events of all choices as they come. Left unfinished, it cancels them."""
+        handles = submitted.handles
         queue: asyncio.Queue[tuple[int, Span | None]] = asyncio.Queue()
 
         async def follow(index: int, handle: Handle) -> None:
@@ -373,18 +274,18 @@ class _Serving:
                 if index not in begun:
                     begun.add(index)
                     self._metrics.ttft.observe(perf_counter() - began)
-                if piece := answer.piece(index, span, offsets[index], logprobs):
+                if piece := answer.piece(index, span, offsets[index], submitted.logprobs):
                     yield _event(piece)
                 offsets[index] += len(span.text)
             found = [await handle for handle in handles]
             if answer.with_usage:
-                yield _event(answer.usage(found, prompts))
+                yield _event(answer.usage(found, submitted.prompts))
             if cut := _cut_off(found):
                 yield _event(cut.body)
             yield _DONE
             self._metrics.duration.observe(perf_counter() - began)
         except OutriderError as error:  # the answer has begun: the error is its last event
-            yield _event(_told(error).body)
+            yield _event(told(error).body)
             yield _DONE
         finally:
             for handle in handles:

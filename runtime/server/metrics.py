@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
-from runtime.runtime import Runtime
+from runtime.server.served import Served
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
@@ -16,7 +16,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 class Metrics:
     """A registry of its own, so that several servers in one process do not meet."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Served) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_Counts(runtime))
         self.ttft = Histogram(
@@ -34,7 +34,7 @@ class Metrics:
 
 
 class _Counts(Collector):
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Served) -> None:
         self._runtime = runtime
 
     def collect(self) -> Iterator[Metric]:

@@ -49,11 +49,19 @@ def choose_prompt(
 
 
 def prepare_prompt(
-    prompt: str | Sequence[int], present: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer, geometry: Geometry
+    prompt: str | Sequence[int],
+    present: Sequence[int],
+    stop: Sequence[str],
+    tokenizer: Tokenizer,
+    geometry: Geometry,
+    *,
+    generated: Sequence[int] = (),
+    min_tokens: int = 0,
 ) -> Prompt:
-    """Encode `prompt` behind the tokens `present` and check that the two can be served.
+    """Encode `prompt` behind the tokens `present` and check that the two can be served, and gone on with.
 
-    Only the text that opens a sequence gets the special tokens a tokenizer adds (such as Llama's first).
+    Only the text that opens a sequence gets the special tokens a tokenizer adds (such as Llama's first). Its request
+    has given the tokens `generated` behind the prompt before; a stop string among them counts from `min_tokens` on.
     Raises RequestError naming what is wrong and the limits.
     """
     if isinstance(prompt, str):
@@ -69,7 +77,22 @@ def prepare_prompt(
         raise RequestError("The prompt is empty; there is nothing to continue. Pass text or token ids.")
     if total >= geometry.context:
         raise _too_long(str(total), geometry)
-    return Prompt(ids, TextStream(tokenizer, [*present[-CONTEXT_TOKENS:], *ids], stop))
+    context = [*present[-CONTEXT_TOKENS:], *ids]
+    if generated:
+        _check_generated(generated, total, TextStream(tokenizer, context, stop), min_tokens, geometry)
+    return Prompt(ids, TextStream(tokenizer, context, stop))
+
+
+def _check_generated(given: Sequence[int], prompt: int, text: TextStream, least: int, geometry: Geometry) -> None:
+    """Raise RequestError for tokens behind which nothing follows."""
+    if prompt + len(given) >= geometry.context:
+        raise RequestError(
+            f"generated holds {len(given)} tokens behind {prompt}, which fill the plan's context of "
+            f"{geometry.context}; the request is over."
+        )
+    text.least = least
+    if text.push(list(given)).stop is not None:
+        raise RequestError(f"generated holds the stop string {text.stopped!r}; the request is over.")
 
 
 def encode_prompt(

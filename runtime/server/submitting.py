@@ -1,0 +1,107 @@
+"""Requests of OpenAI's API, submitted: the prompts, options and grammars that a body comes to.
+
+Neither HTTP nor events: the server waits for what is submitted here, and so does a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from plans.errors import RequestError
+from runtime.handle import Handle
+from runtime.request import Options
+from runtime.server.asked import ChatAsked, CompletionAsked
+from runtime.server.errors import ApiError
+from runtime.server.served import Served
+from runtime.server.tool_calling import ToolCalling
+from runtime.server.tool_formats import format_of
+from runtime.text.prompt import chat_prompt, encode_prompt
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A handle of every choice of every prompt, those of a prompt together, and the tools that they may call."""
+
+    handles: list[Handle]
+    prompts: int
+    calling: ToolCalling | None
+    logprobs: bool
+
+
+class Submitter:
+    """Submits bodies that ask for the model of that name, of at most `max_choices` choices each."""
+
+    def __init__(self, served: Served, model: str, max_choices: int) -> None:
+        self._served, self._model, self._max_choices = served, model, max_choices
+
+    def check_model(self, name: str) -> None:
+        """Raises ApiError for any other model."""
+        if name != self._model:
+            message = f"There is no model {name!r}; this server has {self._model!r}."
+            raise ApiError(404, message, "invalid_request_error", "model_not_found")
+
+    def submit(self, asked: CompletionAsked | ChatAsked, client: str | None = None) -> Submitted:
+        """Submit every choice of every prompt, all or none. Raises ApiError, and OutriderError as `submit_all`.
+
+        Texts are encoded and grammars compiled here, once each: not for the thread of an event loop.
+        """
+        self.check_model(asked.model)
+        asked.check()
+        prompts, most = 1 if isinstance(asked, ChatAsked) else len(asked.prompts), self._max_choices
+        if prompts * asked.n > most:
+            raise RequestError(
+                f"The request asks for {prompts * asked.n} choices (prompts: {prompts}, n: {asked.n}); this server "
+                f"takes at most {most} in a request. Send fewer prompts at a time, or a smaller n."
+            )
+        calling = self._calling(asked) if isinstance(asked, ChatAsked) else None
+        wanted = [(ids, own) for ids, options in self._wanted(asked, calling) for own in options]
+        handles = self._served.submit_all(wanted, priority=asked.priority, deadline=asked.deadline, client=client)
+        logprobs = asked.logprobs is not None and asked.logprobs is not False
+        return Submitted(handles, len(handles) // asked.n, calling, logprobs)
+
+    def _calling(self, asked: ChatAsked) -> ToolCalling | None:
+        """The tools that an answer may call. Raises RequestError for schemas, or a template, that cannot be served."""
+        grammars, form = self._served.grammars, asked.response_format
+        schema = None if form is None else form.schema_of_text
+        if schema is not None:
+            grammars.check_schema(schema, "response_format.json_schema.schema")
+        if not asked.calls_tools:
+            return None
+        template = self._served.tokenizer.check_chat(tools=True)
+        if "tools" not in template.names:
+            raise RequestError(
+                "The chat template of the plan does not know tools, so that the model would not see them; leave tools "
+                "out, or serve a plan whose template has them."
+            )
+        calling = asked.calling(format_of(template.text))
+        try:
+            grammars.check(calling.grammar, "The grammar of all tools together")
+        except RequestError:
+            for place, tool in enumerate(asked.tools or ()):  # whose fault it is
+                grammars.check_schema(tool.function.schema_of_arguments, f"tools[{place}].function.parameters")
+            raise
+        return calling
+
+    def _wanted(
+        self, asked: CompletionAsked | ChatAsked, calling: ToolCalling | None
+    ) -> Iterator[tuple[list[int], list[Options]]]:
+        """Token ids of each prompt, and the options of its choices."""
+        tokenizer, geometry = self._served.tokenizer, self._served.manifest.target
+        if isinstance(asked, ChatAsked):
+            variables = dict(asked.chat_template_kwargs or {})
+            if calling is not None:
+                variables["tools"] = [tool.plain() for tool in asked.tools or ()]
+            ids = chat_prompt([message.plain() for message in asked.messages], tokenizer, geometry, variables)
+            limit = max(1, geometry.context - len(ids)) if asked.limit is None else asked.limit
+            options = asked.options(limit, (asked.top_logprobs or 0) if asked.logprobs else None)
+            if calling is not None:
+                options = [Options(**{**own, "structured_outputs": {"grammar": calling.grammar}}) for own in options]
+            yield ids, options
+            return
+        options = asked.options(asked.max_tokens, asked.logprobs)
+        for prompt in asked.prompts:
+            if isinstance(prompt, str):
+                yield encode_prompt(prompt, tokenizer, geometry, add_special_tokens=True), options
+            else:
+                yield prompt, options
