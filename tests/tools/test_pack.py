@@ -94,11 +94,12 @@ def test_a_written_head_is_read_as_its_format_says_and_rounded_to_the_nearest_st
     theirs, read = decoded(tmp_path), dict(again.named_parameters())
     packed = 0
     for name, parameter in head.named_parameters():
-        table = parameter.ndim != 2 or name.rpartition(".")[2] == "embedding"
+        table = name.rpartition(".")[2] == "embedding"
         stored = theirs[names[name]].float()
-        assert torch.equal(read[name], stored if table else stored.T), name
-        before = parameter.detach() if table else parameter.detach().T
-        if table:
+        lies = table or parameter.ndim != 2  # as the file has it; projections lie the other way round
+        assert torch.equal(read[name], stored if lies else stored.T), name
+        before = parameter.detach() if lies else parameter.detach().T
+        if parameter.ndim != 2 or (table and bits == 4):
             assert torch.equal(stored, before.bfloat16().float()), name
             continue
         packed += 1
@@ -106,9 +107,10 @@ def test_a_written_head_is_read_as_its_format_says_and_rounded_to_the_nearest_st
         # Half a step, and what bfloat16 rounds of a scale. With 4 bits the largest may be a whole step off: no +8.
         share = 0.505 / 127 if bits == 8 else 1.05 / 8
         assert (off.abs() <= share * groups.abs().amax(2, keepdim=True)).all(), name
-    assert packed == (9 if kind == "eagle3" else 1 + 2 * 7 + 2)
+    assert packed == (9 if kind == "eagle3" else 1 + 2 * 7 + 2) + (bits == 8)
     text = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert (text["quant_method"], text["format"], text["ignore"]) == ("compressed-tensors", "pack-quantized", [])
+    assert text["config_groups"]["group_0"]["targets"] == ["Linear", "Embedding"][: 1 + (bits == 8)]
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -132,7 +134,7 @@ def test_projections_of_odd_width_stay_floats_and_are_listed(tmp_path: Path) -> 
     write_block(head, TARGET, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     settings = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    assert settings["ignore"] == ["markov_head.markov_w2", "confidence_head.proj"]
+    assert sorted(settings["ignore"]) == ["confidence_head.proj", "markov_head.markov_w1", "markov_head.markov_w2"]
     assert all(tensors[f"{name}.weight"].dtype == torch.bfloat16 for name in settings["ignore"])
     again = load_block(tmp_path, TARGET)
     assert replace(again.config, taps=head.config.taps) == head.config
@@ -169,14 +171,14 @@ def test_a_head_in_floats_is_packed_where_it_lies(tmp_path: Path, capsys: Captur
     assert pack.main([str(tmp_path)]) == 0
     now = (tmp_path / "model.safetensors").stat().st_size
     said = " ".join(capsys.readouterr().out.split())
-    assert f"9 projections in int8, {size / 1e6:.2f} MB before and {now / 1e6:.2f} MB now" in said
+    assert f"10 matrices in int8, {size / 1e6:.2f} MB before and {now / 1e6:.2f} MB now" in said
     found = dict(load_eagle3(tmp_path, TARGET).named_parameters())
     off = {name: float((found[name] - wanted[name]).abs().max()) for name in wanted}
     assert f"no number by more than {max(off.values()):.3g} (" in said
     assert 0 < max(off.values()) < 0.02
-    assert {name for name in off if not off[name]} >= {"embedding", "norm.weight", "hidden_norm.weight"}
+    assert {name for name in off if not off[name]} >= {"norm.weight", "hidden_norm.weight"}
     tensors = load_file(tmp_path / "model.safetensors")
-    assert all(torch.equal(tensors[name], before[name]) for name in ("embed_tokens.weight", "d2t", "t2d"))
+    assert all(torch.equal(tensors[name], before[name]) for name in ("norm.weight", "d2t", "t2d"))
     assert not list(tmp_path.glob("*.part"))
     assert pack.main([str(tmp_path)]) == 2
     assert "has quantization_config: the head is packed already" in " ".join(capsys.readouterr().err.split())
@@ -195,12 +197,12 @@ def test_heads_of_other_projects_are_packed_to_another_folder(tmp_path: Path) ->
     of_training = {"verifier_norm.weight": torch.ones(32), "verifier_lm_head.weight": torch.zeros(25, 32)}
     save_file(tensors | of_training, folder / "model.safetensors")
     made = pack.pack(folder, 8, tmp_path / "block")
-    assert len(made.packed) == 1 + 2 * 7 + 1 + 3
+    assert len(made.packed) == 1 + 2 * 7 + 1 + 3 + 2
     floats, packed = (load_block(place, TARGET) for place in (folder, tmp_path / "block"))
     assert packed.config == floats.config
     assert floats.markov is not None
     assert packed.markov is not None
-    assert torch.equal(packed.markov.embedding, floats.markov.embedding)
+    assert 0 < (packed.markov.embedding - floats.markov.embedding).abs().max() < 0.02
     for ours, theirs in zip(packed.parameters(), floats.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=0.02, rtol=0)
 

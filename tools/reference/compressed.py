@@ -1,4 +1,4 @@
-"""Projections of a draft head as integers, as llm-compressor writes them: compressed-tensors, pack-quantized.
+"""Matrices of a draft head as integers, as llm-compressor writes them: compressed-tensors, pack-quantized.
 
 A number is `scale * integer`, with a scale for each GROUP inputs. Scales are bfloat16, and numbers of float16 too, as
 which kernels keep them.
@@ -29,8 +29,10 @@ USUAL = 8
 
 _LARGEST = {4: (7.0, 7.5, 8.0), 8: (127.0,)}
 """Steps that the largest magnitude of a group may be, by bits: the one that rounds the group best is taken."""
-_TABLES = (EMBEDDING, stored_block_name("markov.embedding"), "verifier_lm_head.weight")
-"""Matrices that are no projections of a head: rows that are looked up, and what speculators trains against."""
+_TABLES = (EMBEDDING, stored_block_name("markov.embedding"))
+"""Matrices whose rows are looked up. With as few as 4 bits they stay as they are."""
+_OTHERS = ("verifier_lm_head.weight",)
+"""Matrices that no head multiplies with: what speculators trains against."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +54,14 @@ class Compressed:
 def compress(tensors: Mapping[str, Tensor], bits: int) -> Compressed:
     """Return a head's tensors with all projections packed into integers of `bits` whose inputs are a multiple of GROUP.
 
-    Tables of tokens, norms, biases and maps stay as they are. With FLOAT bits everything does. Raises `CheckpointError`
+    Tables of tokens are as well, with USUAL bits. Norms, biases and maps stay as they are. With FLOAT bits everything
+    does. Raises `CheckpointError`
     naming a projection that holds values that are not finite.
     """
     made = dict(tensors)
     packed, ignored, error, worst = [], [], 0.0, ""
     for name, tensor in tensors.items() if bits != FLOAT else ():
-        if not is_projection(name, tuple(tensor.shape)) or not tensor.is_floating_point():
+        if not is_packed(name, tuple(tensor.shape), bits) or not tensor.is_floating_point():
             continue
         module = name.removesuffix(".weight")
         if tensor.shape[1] % GROUP:
@@ -78,18 +81,20 @@ def compress(tensors: Mapping[str, Tensor], bits: int) -> Compressed:
         off = float(np.abs(integers * np.repeat(scales, GROUP, axis=1) - weight).max())
         if off >= error:
             error, worst = off, name
-    return Compressed(made, bits, tuple(packed), _settings(bits, ignored) if packed else {}, error, worst)
+    tables = any(name in _TABLES for name in packed)
+    return Compressed(made, bits, tuple(packed), _settings(bits, ignored, tables) if packed else {}, error, worst)
 
 
-def is_projection(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a head's stored tensor is a matrix that multiplies, not a table."""
-    return len(shape) == 2 and name.endswith(".weight") and name not in _TABLES
+def is_packed(name: str, shape: tuple[int, ...], bits: int) -> bool:
+    """Return whether a head's stored tensor is a matrix that is kept as integers, where its inputs allow it."""
+    matrix = len(shape) == 2 and name.endswith(".weight") and name not in _OTHERS
+    return matrix and (name not in _TABLES or bits == USUAL)
 
 
 def stored_size(name: str, shape: tuple[int, ...], bits: int) -> int:
     """Return the bytes that `compress` and bfloat16 make of a stored tensor of floats."""
     numbers = prod(shape)
-    if bits == FLOAT or not is_projection(name, shape) or shape[1] % GROUP:
+    if bits == FLOAT or not is_packed(name, shape, bits) or shape[1] % GROUP:
         return 2 * numbers
     return numbers * bits // 8 + 2 * numbers // GROUP + 16
 
@@ -98,10 +103,11 @@ def described(bits: int) -> str:
     """Return what the weights of a head of such bits are, as its card says it."""
     if bits == FLOAT:
         return "bf16"
-    return f"projections in int{bits} (rounded after training, a bf16 scale for {GROUP} inputs), the rest in bf16"
+    what = "projections and tables of tokens" if bits == USUAL else "projections"
+    return f"{what} in int{bits} (rounded after training, a bf16 scale for {GROUP} inputs), the rest in bf16"
 
 
-def _settings(bits: int, ignored: list[str]) -> dict[str, object]:
+def _settings(bits: int, ignored: list[str], tables: bool) -> dict[str, object]:
     """Return the `quantization_config` that llm-compressor writes into config.json."""
     weights = {
         "num_bits": bits,
@@ -115,7 +121,8 @@ def _settings(bits: int, ignored: list[str]) -> dict[str, object]:
         "observer": "minmax",
         "observer_kwargs": {},
     }
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    targets = ["Linear", "Embedding"] if tables else ["Linear"]
+    group = {"targets": targets, "weights": weights, "input_activations": None, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",

@@ -1,6 +1,6 @@
 """A draft head with few bits: `python -m tools.reference.pack plans/reference/eagle3 [--bits 8] [--out FOLDER]`.
 
-Reads a head in floats, of any layout that is read, and writes it with the projections as integers and all else as it
+Reads a head in floats, of any layout that is read, and writes it with its matrices as integers and all else as it
 was (`compressed.py`). Without `--out` it takes the place of the one that was read.
 """
 
@@ -32,7 +32,7 @@ _CONFIG = "config.json"
 
 
 def pack(folder: Path, bits: int, out: Path) -> Compressed:
-    """Write the head in `folder` to `out`, which may be the same, with projections of `bits` bits; return what it is.
+    """Write the head in `folder` to `out`, which may be the same, with matrices of `bits` bits; return what it is.
 
     Raises `CheckpointError` for a folder that holds no head in floats, or nothing that can be packed.
     """
@@ -83,7 +83,7 @@ def _run(arguments: argparse.Namespace) -> int:
     before = sum(file.stat().st_size for file in folder.glob("*") if file.suffix in (".safetensors", ".bin"))
     made = pack(folder, int(arguments.bits), out)
     stdout.print(
-        f"{out}: {len(made.packed)} projections in int{made.bits}, {before / 1e6:.2f} MB before and "
+        f"{out}: {len(made.packed)} matrices in int{made.bits}, {before / 1e6:.2f} MB before and "
         f"{(out / SINGLE).stat().st_size / 1e6:.2f} MB now; rounding moved no number by more than {made.error:.3g} "
         f"({made.worst})"
     )
