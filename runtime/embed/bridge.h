@@ -12,8 +12,12 @@ enum {
   OUTRIDER_KIND_PARAMS = 3,
   OUTRIDER_KIND_RESULT = 4,
   OUTRIDER_KIND_TEXT = 5,
-  OUTRIDER_KIND_BRANCHES = 6
+  OUTRIDER_KIND_BRANCHES = 6,
+  OUTRIDER_KIND_REQUEST = 7
 };
+
+/* What a prompt is: UTF-8, int64_t, or JSON of messages. */
+enum { OUTRIDER_PROMPT_TEXT = 0, OUTRIDER_PROMPT_TOKENS = 1, OUTRIDER_PROMPT_MESSAGES = 2 };
 
 typedef void outrider_set_error(const char *text, size_t length);
 

@@ -9,11 +9,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from plans.errors import EmbedError
-from runtime import Runtime
+from runtime import Generation, Runtime
 from runtime.embed import build as embed_build
 from runtime.embed.build import BRIDGE, LIBRARY, build
 from runtime.embed.calls import Kind, Status
@@ -27,6 +30,8 @@ WARNINGS = ("-Wall", "-Wextra", "-Werror", "-pedantic")
 # Python and ONNX Runtime never give some memory back, and are not built to be watched.
 WATCHED = {"ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=99", "PYTHONMALLOC": "malloc"}
 SANITIZE = ("-fsanitize=address,undefined", "-fno-omit-frame-pointer")
+SANITIZE_THREADS = ("-fsanitize=thread",)
+WATCHED_THREADS = {"TSAN_OPTIONS": "ignore_noninstrumented_modules=1:exitcode=99"}
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +47,21 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("watched")
     build(out, flags=SANITIZE)
     return out
+
+
+@pytest.fixture(scope="session")
+def threaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library with its own accesses under ThreadSanitizer."""
+    out = tmp_path_factory.mktemp("threaded")
+    build(out, flags=SANITIZE_THREADS)
+    return out
+
+
+KINDS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
+    "plain": ("library", (), {}),
+    "watched": ("watched", SANITIZE, WATCHED),
+    "threaded": ("threaded", SANITIZE_THREADS, WATCHED_THREADS),
+}
 
 
 def compiled(name: str, library: Path, to: Path, *flags: str) -> Path:
@@ -88,7 +108,7 @@ def test_it_shows_the_calls_of_the_header_and_nothing_else(library: Path) -> Non
         ["nm", "-D", "--defined-only", str(library / "lib" / LIBRARY)], capture_output=True, text=True, check=True
     ).stdout
     assert {line.split()[-1] for line in listed.splitlines()} == declared
-    assert len(declared) == 32
+    assert len(declared) == 47
     needed = subprocess.run(
         ["readelf", "-d", str(library / "lib" / LIBRARY)], capture_output=True, text=True, check=True
     ).stdout
@@ -225,6 +245,56 @@ def test_branches_say_what_they_say_in_python(
     expected = runtime.generate_branches("import", branches, **options)
     expected += runtime.generate_branches([5, 6, 7], n=4, **options)
     assert found == "".join(f"{generation.text}\0" for generation in expected)
+
+
+def only_letters(tokens: list[int], logits: NDArray[np.float32]) -> None:
+    """As requests.c has it."""
+    logits[: 66 + len(tokens) % 3] = logits[91:] = -np.inf
+
+
+# As requests.c has them, each on its own and without drafts.
+REQUESTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"prompt": "import"}, {"logprobs": 3, "temperature": 0.0}),
+    ({"prompt": "import"}, {"ignore_eos": False, "structured_outputs": {"regex": "[a-z]{3,9}=[0-9]{2};"}}),
+    ({"prompt": [5, 6, 7, 8]}, {}),
+    ({"messages": [{"role": "user", "content": "import"}]}, {}),
+    ({"prompt": "import"}, {"generated": [41, 42, 43], "logprobs": 0}),
+    ({"prompt": "import"}, {"logits_processors": [only_letters]}),
+]
+
+
+def told(generation: Generation) -> str:
+    """What requests.c prints of it."""
+    logprobs = generation.logprobs
+    words = [*map(str, generation.token_ids), *(f"{each.logprob:.17g}" for each in logprobs)]
+    words += [f"{token} {logprob:.17g}" for each in logprobs for token, logprob in each.top]
+    return "".join(f"{word} " for word in words) + generation.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_give_together_what_python_gives_alone(
+    kind: str, branch_plan: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    fixture, flags, environment = KINDS[kind]
+    program = compiled("requests.c", request.getfixturevalue(fixture), tmp_path, *flags)
+    found = passes(program, branch_plan, tmp_path, **environment)
+    runtime = Runtime.load(branch_plan, threads=1)
+    common = {"max_new_tokens": 24, "ignore_eos": True, "temperature": 0.9, "drafter": "none"}
+    expected = [
+        runtime.generate(**prompt, **{**common, "seed": 5 + place, **options})
+        for place, (prompt, options) in enumerate(REQUESTS)
+    ]
+    assert found == "".join(told(generation) + "\0" for generation in expected)
+    assert re.fullmatch("[a-z]{3,9}=[0-9]{2};", expected[1].text)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_submit_read_cancel_and_destroy_at_once(
+    kind: str, branch_plan: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    fixture, flags, environment = KINDS[kind]
+    program = compiled("storm.c", request.getfixturevalue(fixture), tmp_path, *flags)
+    assert passes(program, branch_plan, 150, **environment) == "ok\n"
 
 
 def test_each_end_token_of_a_plan_ends_a_text(
