@@ -387,7 +387,8 @@ _SCHEDULERS: weakref.WeakSet[Scheduler] = weakref.WeakSet()
 
 
 @atexit.register
-def _close_all() -> None:
-    """A thread that outlives the interpreter would hold on to buffers and engines."""
+def close_all() -> None:
+    """Cancel all requests before the process ends: a thread that outlives the interpreter would hold on to buffers and
+    engines."""
     for scheduler in list(_SCHEDULERS):
         scheduler.close(drain=False, timeout=10)

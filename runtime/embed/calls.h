@@ -48,4 +48,5 @@ int32_t outrider_py_branches(uint64_t runtime, const char *request, size_t reque
 int32_t outrider_py_branch_count(uint64_t branches, size_t *count);
 int32_t outrider_py_branch_result(uint64_t branches, size_t index, uint64_t *out);
 int32_t outrider_py_branches_stats(uint64_t branches, const char **data, size_t *length);
+int32_t outrider_py_stop(void);
 int32_t outrider_py_destroy(uint64_t handle, int32_t kind);

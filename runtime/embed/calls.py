@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial, wraps
 from pathlib import Path
+from time import monotonic
 from typing import Any, cast
 
 import numpy as np
@@ -51,6 +52,7 @@ from runtime.embed.options import (
 from runtime.embed.requests import Functions, OnLogits, OpenRequest, seconds
 from runtime.generation import Generation
 from runtime.runtime import Runtime
+from runtime.scheduler import close_all
 from runtime.session import Session
 from runtime.text.structured_outputs import FORMS
 
@@ -94,6 +96,7 @@ STATUS: tuple[tuple[type[BaseException], Status], ...] = (
     (MemoryError, Status.NO_MEMORY),
 )
 _THE_PLAN = "pass the folder that `outrider build` has made"
+MOST_STOPPING = 10.0  # seconds that the process's end waits for sessions
 MOST_SAID = 512  # bytes of what an exception of the program's says
 
 
@@ -114,6 +117,11 @@ class OpenSession:
             yield self.cancel
         finally:
             self.cancel = None
+            self._busy.release()
+
+    def wait(self, timeout: float) -> None:
+        """Wait at most `timeout` seconds for the end of its generation."""
+        if self._busy.acquire(timeout=timeout):
             self._busy.release()
 
 
@@ -151,7 +159,7 @@ class Calls:
             "params", "set_int", "set_uint", "set_double", "set_bool", "set_text", "add_text", "add_ints",
             "add_function", "generate", "text", "tokens", "result_text", "finish_reason", "logprobs", "stats", "submit",
             "next", "request_result", "cancel_request", "branches", "branch_count", "branch_result", "branches_stats",
-            "destroy",
+            "stop", "destroy",
         ):  # fmt: skip
             call = self._told(getattr(self, name))
             self._ffi.def_extern(name=f"outrider_py_{name}", error=int(Status.INTERNAL))(call)
@@ -471,6 +479,17 @@ class Calls:
 
     def finish_reason(self, result: int, reason: Any) -> None:
         reason[0] = self._handles.get(Kind.RESULT, result).finish_reason
+
+    def stop(self) -> None:
+        """End all that generates before the process does."""
+        sessions: list[OpenSession] = self._handles.all(Kind.SESSION)
+        for session in sessions:
+            if session.cancel is not None:
+                session.cancel.set()
+        close_all()
+        until = monotonic() + MOST_STOPPING
+        for session in sessions:
+            session.wait(max(0.0, until - monotonic()))
 
     def destroy(self, handle: int, kind: int) -> None:
         found = self._handles.remove(Kind(kind), handle)

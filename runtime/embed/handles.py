@@ -56,6 +56,10 @@ class Handles:
             raise InvalidHandleError(_wrong(kind, number, found))
         return found[1]
 
+    def all(self, kind: Kind) -> list[Any]:
+        with self._lock:
+            return [made for own, made in self._objects.values() if own is kind]
+
     def remove(self, kind: Kind, number: int) -> Any:
         with self._lock:
             found = self.get(kind, number)

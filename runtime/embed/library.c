@@ -76,6 +76,20 @@ static int bridge_path(char *path, size_t size) {
   return length > 0 && (size_t)length < size;
 }
 
+static outrider_bridge_stop_function *stop;
+static pid_t stopping; /* the process that stops at its exit: no child of it does */
+
+static void stop_at_exit(void) {
+  if (getpid() == stopping) stop();
+}
+
+/* Called with a plan that is open: handlers run in reverse order, so that this one runs before those of the libraries
+ * that the plan has loaded, whose objects a pass under way still uses. */
+static void expect_exit(void) {
+  stopping = getpid();
+  if (stop != NULL) atexit(stop_at_exit);
+}
+
 static outrider_status start_once(void) {
   const char *home = getenv("OUTRIDER_HOME");
   const char *from = "OUTRIDER_HOME";
@@ -108,6 +122,7 @@ static outrider_status start_once(void) {
   *(void **)&py.name = dlsym(bridge, "outrider_py_" #name);  \
   if (py.name == NULL) return fail(OUTRIDER_ENVIRONMENT, "%s is of another version than the library", OUTRIDER_BRIDGE);
   CALLS(LOAD)
+  *(void **)&stop = dlsym(bridge, "outrider_bridge_stop");
   return OUTRIDER_OK;
 }
 
@@ -180,7 +195,13 @@ outrider_status outrider_runtime_open(const char *plan, size_t plan_length, cons
   NEED_BYTES(plan, plan_length);
   NEED_BYTES(options, options_length);
   START;
-  MAKE(py.open(plan, plan_length, options, options_length, &made));
+  uint64_t made = 0;
+  const outrider_status status = py.open(plan, plan_length, options, options_length, &made);
+  if (status != OUTRIDER_OK) return status;
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
+  pthread_once(&once, expect_exit);
+  *out = (outrider_runtime *)(uintptr_t)made;
+  return OUTRIDER_OK;
 }
 
 outrider_status outrider_runtime_drain(outrider_runtime *runtime, int64_t timeout_ms) {

@@ -23,7 +23,8 @@
  * - Structs are made by the library. A later version may add fields behind the last one.
  * - The library runs a Python interpreter of its own inside the process, started by the first call that needs it, in the
  *   environment that OUTRIDER_HOME names, or else in the one that it was built for. A process that already runs Python
- *   of the same version shares that. Nothing may be called in a child after fork().
+ *   of the same version shares that. Nothing may be called in a child after fork(). Where the process ends, by exit() or
+ *   by returning from main, requests and sessions under way are cancelled, and it waits for their current pass.
  */
 #ifndef OUTRIDER_H
 #define OUTRIDER_H
@@ -139,8 +140,7 @@ OUTRIDER_API outrider_status outrider_runtime_open(const char *plan, size_t plan
 OUTRIDER_API outrider_status outrider_runtime_drain(outrider_runtime *runtime, int64_t timeout_ms);
 
 /* Lets go of the plan. Its sessions and the requests under way go on, and memory is given back with the last of them. A
- * submission that comes at the same time is served, or gets OUTRIDER_CLOSED. Before the process ends, cancel what runs
- * (outrider_runtime_drain with 0): a pass must not be under way then. */
+ * submission that comes at the same time is served, or gets OUTRIDER_CLOSED. */
 OUTRIDER_API outrider_status outrider_runtime_close(outrider_runtime *runtime);
 
 /* Counts since the plan was loaded, as a JSON object: "backend"; "scheduler", of all submitted requests ("waiting",

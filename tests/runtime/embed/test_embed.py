@@ -179,8 +179,21 @@ def test_the_example_says_what_python_says(chat: Path, reference_plan: Path, ref
         assert found.stdout == "".join(text + "\n" for text in expected)
 
 
-def test_the_example_is_short(chat: Path) -> None:
-    assert len((chat.parent / "chat.c").read_text().splitlines()) <= 60
+def test_the_examples_are_short(chat: Path) -> None:
+    for name, most in (("chat.c", 60), ("serve_many.c", 90)):
+        assert len((chat.parent / name).read_text().splitlines()) <= most
+
+
+def test_the_example_of_many_says_what_python_says(chat: Path, branch_plan: Path) -> None:
+    lines = [f"{word} {number}\n" for number, word in enumerate(("import", "def main", "class", "x =") * 5)]
+    found = run(chat.parent / "serve_many", branch_plan, 12, given="".join(lines))
+    assert found.returncode == 0, found.stderr
+    runtime, expected = Runtime.load(branch_plan), []
+    for number, line in enumerate(lines, 1):
+        generation = runtime.generate(line, max_new_tokens=12, logprobs=0)
+        expected.append(f"{number} ({sum(each.logprob for each in generation.logprobs):.3f}): {generation.text}")
+    together = "\n".join(expected).replace("\r\n", "\n").replace("\r", "\n")  # as `run` reads them
+    assert sorted(found.stdout.split("\n")[:-1]) == sorted(together.split("\n"))
 
 
 def test_a_missing_environment_is_a_sentence(chat: Path, toy_plan: Path, tmp_path: Path) -> None:
@@ -309,6 +322,14 @@ def test_each_end_token_of_a_plan_ends_a_text(
 
 def test_partial_kv_is_asked_for(library: Path, long_plan: Path, tmp_path: Path) -> None:
     assert passes(compiled("long.c", library, tmp_path), long_plan) == "ok\n"
+
+
+@pytest.mark.parametrize("milliseconds", [0, 40, 150])
+def test_a_process_may_end_while_it_generates(
+    library: Path, branch_plan: Path, tmp_path: Path, milliseconds: int
+) -> None:
+    done = run(compiled("leave.c", library, tmp_path), branch_plan, milliseconds)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
 
 
 def test_exceptions_of_a_callback_end_there(library: Path, toy_plan: Path, branch_plan: Path, tmp_path: Path) -> None:
