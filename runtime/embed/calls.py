@@ -68,7 +68,7 @@ class Status(IntEnum):
     BUSY = 5
     ENVIRONMENT = 6
     NO_MEMORY = 7
-    CALLBACK = 8  # given by the library itself
+    CALLBACK = 8  # of a callback of outrider_generate, the library itself gives it
     INTERNAL = 9
     TIMEOUT = 10
     CLOSED = 11
@@ -118,6 +118,11 @@ class OpenSession:
         finally:
             self.cancel = None
             self._busy.release()
+
+    def end(self) -> None:
+        """End its generation at the next token, if there is one."""
+        if (cancel := self.cancel) is not None:
+            cancel.set()
 
     def wait(self, timeout: float) -> None:
         """Wait at most `timeout` seconds for the end of its generation."""
@@ -223,7 +228,7 @@ class Calls:
         stats = loaded.scheduler_stats  # no more come
         loaded.close(drain=False)
         if late := stats.waiting + stats.running:
-            raise TimeoutError(f"{late} requests were not over after {timeout_ms} ms, and were cancelled")
+            raise TimeoutError(f"not all requests were over after {timeout_ms} ms; the others were cancelled: {late}")
 
     def runtime_stats(self, runtime: int, out: Any) -> None:
         loaded: Runtime = self._handles.get(Kind.RUNTIME, runtime)
@@ -264,9 +269,7 @@ class Calls:
         cast(OpenSession, self._handles.get(Kind.SESSION, session)).session.reset()
 
     def cancel(self, session: int) -> None:
-        running = cast(OpenSession, self._handles.get(Kind.SESSION, session)).cancel
-        if running is not None:
-            running.set()
+        cast(OpenSession, self._handles.get(Kind.SESSION, session)).end()
 
     # Options.
 
@@ -484,8 +487,7 @@ class Calls:
         """End all that generates before the process does."""
         sessions: list[OpenSession] = self._handles.all(Kind.SESSION)
         for session in sessions:
-            if session.cancel is not None:
-                session.cancel.set()
+            session.end()
         close_all()
         until = monotonic() + MOST_STOPPING
         for session in sessions:

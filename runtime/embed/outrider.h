@@ -19,12 +19,13 @@
  * - Handles are owned by the caller, who destroys each once. A handle that is NULL, that was destroyed, or that is of
  *   another kind, gives OUTRIDER_INVALID_HANDLE: it is never followed. Destroying NULL does nothing.
  * - Calls may come from any thread at any time, and what one handle owns may be destroyed while a call with it is under
- *   way: that call then still ends as it would have. Two calls at once on one session give OUTRIDER_BUSY to the second.
+ *   way: that call then still ends as it would have (outrider_request_next, with OUTRIDER_INVALID_HANDLE). Two calls at
+ *   once on one session give OUTRIDER_BUSY to the second.
  * - Structs are made by the library. A later version may add fields behind the last one.
- * - The library runs a Python interpreter of its own inside the process, started by the first call that needs it, in the
- *   environment that OUTRIDER_HOME names, or else in the one that it was built for. A process that already runs Python
- *   of the same version shares that. Nothing may be called in a child after fork(). Where the process ends, by exit() or
- *   by returning from main, requests and sessions under way are cancelled, and it waits for their current pass.
+ * - The library runs a Python interpreter of its own inside the process, started by the first call that needs it, in
+ *   the environment that OUTRIDER_HOME names, or else in the one that it was built for. A process that already runs
+ *   Python of the same version shares that. Nothing may be called in a child after fork(). Where the process ends, by
+ *   exit() or by returning from main, what generates is cancelled, and the process waits for the pass that runs.
  */
 #ifndef OUTRIDER_H
 #define OUTRIDER_H
@@ -277,8 +278,9 @@ OUTRIDER_API outrider_status outrider_result_destroy(outrider_result *result);
  * it is not called again: the request is cancelled, and outrider_request_next and outrider_request_result give
  * OUTRIDER_CALLBACK.
  *
- * An event loop has it write `request` to a pipe, or count up an eventfd, and calls outrider_request_next with timeout 0.
- * What it reads there may be of a request that it has read to its end, or destroyed since: OUTRIDER_INVALID_HANDLE. */
+ * An event loop has it write `request` to a pipe, or count up an eventfd, and calls outrider_request_next with timeout
+ * 0. What it reads there may be of a request that it has read to its end since, or destroyed, which gives
+ * OUTRIDER_INVALID_HANDLE. */
 typedef void (*outrider_on_ready)(void *user, outrider_request *request);
 
 /* Has `prompt` served beside others, and returns once it waits in the queue. The tokens are those that a session of its
@@ -300,7 +302,7 @@ OUTRIDER_API outrider_status outrider_submit_messages(outrider_runtime *runtime,
 
 /* All that has come since the last call, at least a token, a character or the end: waits for it. OUTRIDER_TIMEOUT after
  * `timeout_ms`; 0 looks and does not wait, below 0 waits as long as it takes. Behind the last token comes a span that
- * is `over`, or the error that ended the request; further calls give an empty one that is over, or the same error. The
+ * is `over`, or the error that ended the request; further calls give an empty one that is over, or the same error. A
  * span and what it points to are good until the request is destroyed. Of calls at once in several threads, each gets
  * other tokens. */
 OUTRIDER_API outrider_status outrider_request_next(outrider_request *request, int64_t timeout_ms,

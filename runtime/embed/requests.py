@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.embed.c_memory import CMemory, SpanStruct
-from runtime.embed.handles import CallbackError
+from runtime.embed.handles import CallbackError, InvalidHandleError
 from runtime.embed.notifier import Notifier
 from runtime.generation import Generation, Span
 from runtime.handle import Handle
@@ -58,6 +58,7 @@ class OpenRequest:
         self._given: list[SpanStruct] = []
         self._end: SpanStruct | None = None  # what is read behind the last token
         self._failure: CallbackError | None = None  # of the notification
+        self._destroyed = False
         self._stop_listening: Callable[[], None] = _nothing
 
     def notify(self, call: Callable[[], None]) -> None:
@@ -81,6 +82,8 @@ class OpenRequest:
         try:
             left = None if until is None else max(0.0, until - monotonic())
             spans, done = self._handle.read(self._read, left)
+            if self._destroyed:  # by another thread: what would be given is not kept
+                raise InvalidHandleError("the request was destroyed while this call waited for it")
             if not spans and not done:
                 raise _late(timeout)
             if not spans:
@@ -95,7 +98,7 @@ class OpenRequest:
     def _last(self) -> SpanStruct:
         """The span behind the last token, or the error that ended the request."""
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)  # which would grow with every call
         if self._end is None:
             self._end = self._struct([], over=True)
         return self._end
@@ -124,6 +127,7 @@ class OpenRequest:
 
     def destroy(self) -> None:
         """End it, and wait for a function of the program's that runs in another thread."""
+        self._destroyed = True
         self.cancel()
         self._stop_listening()
         self._notifier.remove(self)

@@ -3,6 +3,7 @@
  * Prints tokens, log-probabilities and text of requests that ran together, a zero behind each; FOLDER is for a file. */
 #include <math.h>
 #include <poll.h>
+#include <pthread.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -39,6 +40,7 @@ static int32_t slow(void *user, const int64_t *tokens, size_t count, float *logi
   EXPECT(vocabulary == 300);
   __atomic_store_n((size_t *)user, count + 1, __ATOMIC_RELEASE);
   pause_for(5);
+  __atomic_store_n((size_t *)user, count + 1, __ATOMIC_RELEASE);
   return OUTRIDER_CONTINUE;
 }
 
@@ -271,14 +273,17 @@ static void destroyed_when_told(outrider_runtime *runtime) {
   EXPECT_OK(outrider_params_destroy(params));
 }
 
+static int released;
+
 static void take_time(void *user, outrider_request *request) {
   (void)request;
   __atomic_store_n((int *)user, 1, __ATOMIC_RELEASE);
-  pause_for(100);
+  while (!__atomic_load_n(&released, __ATOMIC_ACQUIRE)) pause_for(1);
+  pause_for(50);
   __atomic_store_n((int *)user, 2, __ATOMIC_RELEASE);
 }
 
-/* A slow notification delays no tokens, and nothing is called behind destroy. */
+/* No token waits for a notification, however long it takes, and nothing is called behind destroy. */
 static void slow_notification(outrider_runtime *runtime) {
   static int state;
   outrider_params *params = params_of(40);
@@ -286,6 +291,8 @@ static void slow_notification(outrider_runtime *runtime) {
   while (__atomic_load_n(&state, __ATOMIC_ACQUIRE) != 1) pause_for(1);
   outrider_request *quiet = submit(runtime, params, NULL, NULL);
   EXPECT(reason_of(quiet) == OUTRIDER_LENGTH && reason_of(noisy) == OUTRIDER_LENGTH);
+  EXPECT(__atomic_load_n(&state, __ATOMIC_ACQUIRE) == 1);
+  __atomic_store_n(&released, 1, __ATOMIC_RELEASE);
   EXPECT_OK(outrider_request_destroy(noisy));
   EXPECT(__atomic_load_n(&state, __ATOMIC_ACQUIRE) == 2); /* it waited for the call */
   __atomic_store_n(&state, 0, __ATOMIC_RELEASE);
@@ -320,6 +327,29 @@ static void ended(outrider_runtime *runtime) {
   __atomic_store_n(&begun, 0, __ATOMIC_RELEASE);
   pause_for(30);
   EXPECT(__atomic_load_n(&begun, __ATOMIC_ACQUIRE) == 0); /* neither is the function of logits called any more */
+  EXPECT_OK(outrider_params_destroy(params));
+}
+
+static void *wait_for_more(void *request) {
+  const outrider_span *span = NULL;
+  outrider_status status;
+  while ((status = outrider_request_next(request, -1, &span)) == OUTRIDER_OK) {
+    EXPECT(!span->over);
+    __atomic_store_n(&released, 1, __ATOMIC_RELEASE);
+  }
+  EXPECT(status == OUTRIDER_INVALID_HANDLE && strstr(outrider_last_error(), "destroyed") != NULL);
+  return NULL;
+}
+
+static void destroyed_while_it_is_read(outrider_runtime *runtime) {
+  outrider_params *params = slow_params(140);
+  outrider_request *request = submit(runtime, params, NULL, NULL);
+  pthread_t reading;
+  released = 0;
+  EXPECT(pthread_create(&reading, NULL, wait_for_more, request) == 0);
+  while (!__atomic_load_n(&released, __ATOMIC_ACQUIRE)) pause_for(1);
+  EXPECT_OK(outrider_request_destroy(request));
+  EXPECT(pthread_join(reading, NULL) == 0);
   EXPECT_OK(outrider_params_destroy(params));
 }
 
@@ -368,7 +398,7 @@ static void queued(const char *plan) {
   EXPECT(reason_of(before) == OUTRIDER_LENGTH);
   outrider_result *result = NULL;
   EXPECT_FAILURE(outrider_request_result(waiting, 0, &result), OUTRIDER_TIMEOUT, ""); /* came first, begins later */
-  EXPECT_FAILURE(outrider_runtime_drain(runtime, 20), OUTRIDER_TIMEOUT, "1 requests were not over after 20 ms");
+  EXPECT_FAILURE(outrider_runtime_drain(runtime, 20), OUTRIDER_TIMEOUT, "cancelled: 1");
   EXPECT(reason_of(running) == OUTRIDER_LENGTH && reason_of(waiting) == OUTRIDER_CANCELLED);
   EXPECT_FAILURE(outrider_submit(runtime, "a", 1, urgent, NULL, NULL, &other), OUTRIDER_CLOSED, "no more requests");
   EXPECT_OK(outrider_runtime_drain(runtime, 0)); /* nothing is left */
@@ -420,9 +450,10 @@ static void conversation(outrider_runtime *runtime) {
   EXPECT_OK(outrider_result_destroy(result));
   for (size_t i = 0; i < sizeof wrong / sizeof *wrong; ++i) {
     const outrider_status expected = i < 3 ? OUTRIDER_INVALID_ARGUMENT : OUTRIDER_REQUEST;
-    EXPECT_FAILURE(outrider_generate_messages(session, wrong[i], strlen(wrong[i]), params, NULL, NULL, &result), expected,
+    const size_t bytes = strlen(wrong[i]);
+    EXPECT_FAILURE(outrider_generate_messages(session, wrong[i], bytes, params, NULL, NULL, &result), expected,
                    "essage");
-    EXPECT_FAILURE(outrider_submit_messages(runtime, wrong[i], strlen(wrong[i]), params, NULL, NULL, &request), expected,
+    EXPECT_FAILURE(outrider_submit_messages(runtime, wrong[i], bytes, params, NULL, NULL, &request), expected,
                    "essage");
   }
   EXPECT_OK(outrider_params_set_text(params, "chat_template_kwargs", 20, "{\"enable_thinking\": false}", 26));
@@ -469,6 +500,7 @@ int main(int count, char **words) {
   destroyed_when_told(runtime);
   slow_notification(runtime);
   ended(runtime);
+  destroyed_while_it_is_read(runtime);
   failing(runtime);
   conversation(runtime);
   EXPECT_OK(outrider_runtime_drain(runtime, -1));

@@ -2,8 +2,8 @@
  *
  *   ./serve_many PLAN [MAX_NEW_TOKENS] < PROMPTS
  *
- * Each text is printed with its line's number when it is complete, and with its log-probability: natural, of all tokens.
- * A plan of several branches decodes several lines in each pass.
+ * A text is printed when it is complete, with its line's number and the sum of its tokens' log-probabilities. A plan of
+ * several branches decodes several lines in each pass.
  */
 #include <outrider.h>
 #include <poll.h>
