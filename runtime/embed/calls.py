@@ -106,6 +106,7 @@ class OpenSession:
 
     session: Session
     cancel: threading.Event | None = None
+    thread: int | None = None  # that generates
     _busy: threading.Lock = field(default_factory=threading.Lock)
 
     @contextmanager
@@ -113,10 +114,10 @@ class OpenSession:
         if not self._busy.acquire(blocking=False):
             raise BusyError("This session is generating already; wait for that call, or create another session.")
         try:
-            self.cancel = threading.Event()
+            self.cancel, self.thread = threading.Event(), threading.get_ident()
             yield self.cancel
         finally:
-            self.cancel = None
+            self.cancel = self.thread = None
             self._busy.release()
 
     def end(self) -> None:
@@ -125,8 +126,8 @@ class OpenSession:
             cancel.set()
 
     def wait(self, timeout: float) -> None:
-        """Wait at most `timeout` seconds for the end of its generation."""
-        if self._busy.acquire(timeout=timeout):
+        """Wait at most `timeout` seconds for the end of its generation, unless this is called from its callback."""
+        if self.thread != threading.get_ident() and self._busy.acquire(timeout=timeout):
             self._busy.release()
 
 

@@ -296,6 +296,7 @@ outrider_status outrider_params_add_text(outrider_params *params, const char *ke
 }
 
 outrider_status outrider_params_add_int(outrider_params *params, const char *key, size_t key_length, int64_t value) {
+  NEED_BYTES(key, key_length);
   return outrider_params_add_ints(params, key, key_length, &value, 1);
 }
 

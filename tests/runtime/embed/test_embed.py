@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from plans.errors import EmbedError
 from runtime import Generation, Runtime
 from runtime.embed import build as embed_build
 from runtime.embed.build import BRIDGE, LIBRARY, build
-from runtime.embed.calls import Kind, Status
+from runtime.embed.calls import MOST_STOPPING, Kind, Status
 
 pytest.importorskip("cffi")
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C and a C++ compiler")
@@ -324,12 +325,15 @@ def test_partial_kv_is_asked_for(library: Path, long_plan: Path, tmp_path: Path)
     assert passes(compiled("long.c", library, tmp_path), long_plan) == "ok\n"
 
 
-@pytest.mark.parametrize("milliseconds", [0, 40, 150])
+@pytest.mark.parametrize(
+    ("source", "milliseconds"), [("main", 0), ("main", 40), ("main", 150), ("callback", 20), ("logits", 20)]
+)
 def test_a_process_may_end_while_it_generates(
-    library: Path, branch_plan: Path, tmp_path: Path, milliseconds: int
+    library: Path, branch_plan: Path, tmp_path: Path, source: str, milliseconds: int
 ) -> None:
-    done = run(compiled("leave.c", library, tmp_path), branch_plan, milliseconds)
-    assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
+    done = run(compiled("leave.c", library, tmp_path), branch_plan, milliseconds, source)
+    assert (done.returncode, done.stderr) == (3, "")
+    assert time.time() - int(done.stdout) / 1000 < MOST_STOPPING / 2  # it has waited for nothing that does not end
 
 
 def test_exceptions_of_a_callback_end_there(library: Path, toy_plan: Path, branch_plan: Path, tmp_path: Path) -> None:
