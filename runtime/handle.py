@@ -57,12 +57,40 @@ class Handle:
         """End the request at the next token boundary, or before it starts; what was committed is its result."""
         self._cancel()
 
+    @property
+    def error(self) -> Exception | None:
+        """The error that ended the request, once one has."""
+        return self._error
+
+    def read(self, seen: int, timeout: float | None = None) -> tuple[list[Span], bool]:
+        """Return the spans behind the first `seen`, and whether the request is over.
+
+        Waits for a span or the end, at most `timeout` seconds.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._spans) > seen or self.done, timeout)
+            return self._spans[seen:], self.done
+
+    def listen(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Call `listener` when there are more spans, and at the end: at once, if some of it has come already.
+
+        It runs in a thread of the runtime, which waits for it. Returns a function that ends the listening.
+        """
+        with self._changed:
+            self._listeners.append(listener)
+            if self._spans or self.done:
+                listener()
+
+        def end() -> None:
+            with self._changed, suppress(ValueError):  # ended before
+                self._listeners.remove(listener)
+
+        return end
+
     def __iter__(self) -> Iterator[Span]:
         seen = 0
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda seen=seen: len(self._spans) > seen or self.done)  # type: ignore[misc]
-                spans, done = self._spans[seen:], self.done
+            spans, done = self.read(seen)
             yield from spans
             seen += len(spans)
             if done:

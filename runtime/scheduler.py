@@ -230,6 +230,8 @@ class Scheduler:
                 for request in [*self._waiting, *self._by_place.values()]:
                     request.cancel.set()
             self._changed.notify_all()
+            if threading.current_thread() is self._thread:  # called by a rule of a request's: it would wait for itself
+                return False
             return self._changed.wait_for(lambda: self._thread is None, timeout)
 
     # In the thread.
@@ -387,7 +389,8 @@ _SCHEDULERS: weakref.WeakSet[Scheduler] = weakref.WeakSet()
 
 
 @atexit.register
-def _close_all() -> None:
-    """A thread that outlives the interpreter would hold on to buffers and engines."""
+def close_all() -> None:
+    """Cancel all requests before the process ends: a thread that outlives the interpreter would hold on to buffers and
+    engines."""
     for scheduler in list(_SCHEDULERS):
         scheduler.close(drain=False, timeout=10)

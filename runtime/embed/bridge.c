@@ -8,6 +8,7 @@
 #include "bridge.h"
 
 extern int32_t outrider_py_ready(char *why, size_t size);
+extern int32_t outrider_py_stop(void);
 
 static outrider_set_error *tell;
 
@@ -66,4 +67,10 @@ int outrider_bridge_start(const char *home, outrider_set_error *set_error, char 
   if (!can_import("_cffi_backend", why, size) || !can_import("runtime.embed.calls", why, size)) return 0;
   snprintf(why, size, "its interpreter does not get as far as Outrider's own code");
   return outrider_py_ready(why, size) == 1;
+}
+
+__attribute__((visibility("default"))) outrider_bridge_stop_function outrider_bridge_stop;
+
+void outrider_bridge_stop(void) {
+  if (Py_IsInitialized()) outrider_py_stop();
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from plans.extras import install
 SOURCES = Path(__file__).resolve().parent
 LIBRARY, LINK = "liboutrider.so.0", "liboutrider.so"
 BRIDGE = "liboutrider-python.so"  # as in bridge.h
+_STRUCTS = re.compile(r"^typedef struct \{.*?^\} \w+;", re.MULTILINE | re.DOTALL)  # of outrider.h, for cffi too
 _WARNINGS = ("-Wall", "-Wextra", "-Werror")
 _CHOICES = {"C": ("cc", "gcc", "clang"), "C++": ("c++", "g++", "clang++")}
 
@@ -151,10 +153,12 @@ def _build_bridge(compilers: _Compilers, work: Path) -> None:
             "configured with --enable-shared, such as the system's"
         )
     declared = (SOURCES / "calls.h").read_text(encoding="utf-8")
+    structs = _STRUCTS.findall((SOURCES / "outrider.h").read_text(encoding="utf-8"))
     ffi = FFI()
+    ffi.cdef("\n".join(structs))
     ffi.embedding_api(f"{declared}\nint32_t outrider_py_ready(char *why, size_t size);")
     ffi.cdef("void outrider_tell(const char *text, size_t length);")
-    ffi.set_source("_outrider_bridge", "void outrider_tell(const char *text, size_t length);")
+    ffi.set_source("_outrider_bridge", '#include "outrider.h"\nvoid outrider_tell(const char *text, size_t length);')
     ffi.embedding_init_code(_START)
     with redirect_stdout(None):  # where it says what it writes
         ffi.emit_c_code(str(work / "calls.c"))

@@ -1,4 +1,4 @@
-/* A callback of the caller's, called so that no C++ exception of its own gets past it. */
+/* Functions of the program's, called so that no C++ exception of theirs gets past. */
 #pragma once
 
 #include "outrider.h"
@@ -19,6 +19,15 @@ typedef struct {
 int32_t outrider_call_back(void *callback, const int64_t *tokens, size_t count, const char *text, size_t length);
 int32_t outrider_call_branch_back(void *callback, size_t branch, const int64_t *tokens, size_t count, const char *text,
                                   size_t length);
+
+/* A function of any type, as the other side of the bridge keeps it. */
+typedef void (*outrider_function)(void);
+
+/* `function` is an outrider_on_ready, or an outrider_on_logits, whose number is returned. Where it threw, `what` of
+ * `size` bytes, which is empty otherwise, says what. */
+int32_t outrider_call_ready(outrider_function function, void *user, uint64_t request, char *what, size_t size);
+int32_t outrider_call_logits(outrider_function function, void *user, const int64_t *tokens, size_t count, float *logits,
+                             size_t vocabulary, char *what, size_t size);
 
 #ifdef __cplusplus
 }

@@ -4,23 +4,55 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from time import monotonic
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from plans.check import session_bytes
-from plans.errors import BusyError, OutriderError, RequestError
+from plans.errors import BusyError, ClosedError, OutriderError, RequestError
 from plans.plan import open_plan
 from runtime.backends import reason_against
-from runtime.embed.handles import Handles, InvalidArgumentError, InvalidHandleError, Kind
-from runtime.generation import FinishReason, Generation
-from runtime.prefix_cache.cache import PrefixCacheConfig
-from runtime.request import Options
+from runtime.embed.c_memory import Bytes, CMemory, Result
+from runtime.embed.handles import (
+    CallbackError,
+    Handles,
+    InvalidArgumentError,
+    InvalidHandleError,
+    Kind,
+    QueueFullError,
+)
+from runtime.embed.notifier import Notifier
+from runtime.embed.options import (
+    AUTO,
+    BOOLEANS,
+    BRANCH_KEYS,
+    DOUBLES,
+    INTEGER_LISTS,
+    INTEGERS,
+    OBJECTS,
+    OF_A_BRANCH,
+    OF_MESSAGES,
+    OF_SUBMIT,
+    TEXT_LISTS,
+    TEXTS,
+    check_keys,
+    json_messages,
+    json_object,
+    open_options,
+    refuse,
+)
+from runtime.embed.requests import Functions, OnLogits, OpenRequest, seconds
+from runtime.generation import Generation
 from runtime.runtime import Runtime
+from runtime.scheduler import close_all
 from runtime.session import Session
 from runtime.text.structured_outputs import FORMS
 
@@ -36,39 +68,36 @@ class Status(IntEnum):
     BUSY = 5
     ENVIRONMENT = 6
     NO_MEMORY = 7
-    CALLBACK = 8  # given by the library itself
+    CALLBACK = 8  # of a callback of outrider_generate, the library itself gives it
     INTERNAL = 9
+    TIMEOUT = 10
+    CLOSED = 11
+    FULL = 12
+
+
+class Form(IntEnum):
+    """What a prompt is (`bridge.h`)."""
+
+    TEXT = 0
+    TOKENS = 1
+    MESSAGES = 2
 
 
 STATUS: tuple[tuple[type[BaseException], Status], ...] = (
     (InvalidHandleError, Status.INVALID_HANDLE),
     (InvalidArgumentError, Status.INVALID_ARGUMENT),
+    (CallbackError, Status.CALLBACK),
+    (TimeoutError, Status.TIMEOUT),
+    (QueueFullError, Status.FULL),
+    (ClosedError, Status.CLOSED),
     (BusyError, Status.BUSY),
     (RequestError, Status.REQUEST),
     (OutriderError, Status.PLAN),
     (MemoryError, Status.NO_MEMORY),
 )
-FINISHED = {FinishReason.STOP: 0, FinishReason.LENGTH: 1, FinishReason.CANCELLED: 2, FinishReason.DEADLINE: 2}
-OPEN_OPTIONS: dict[str, type] = {
-    "backend": str, "threads": int, "verify": bool, "cuda_graphs": bool, "prefix_cache_tokens": int, "exactness": str,
-}  # fmt: skip
-INTEGERS = (
-    "max_new_tokens", "top_k", "seed", "stream_id", "partial_budget", "min_tokens", "draft_tokens", "draft_depth",
-    "gamma_min", "gamma_max",
-)  # fmt: skip
-AUTO = -1  # of partial_budget
-DOUBLES = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-BOOLEANS = ("ignore_eos", "auto_disable", "skip_sample_adjustment", "remember")
-TEXTS = ("drafter", "filter_order", "partial_kv")
-OBJECTS = ("logit_bias", "structured_outputs")  # set as texts of JSON
-TEXT_LISTS = ("stop", "bad_words")
-INTEGER_LISTS = ("eos_token_ids", "allowed_token_ids")
-OF_A_BRANCH = (
-    "prompt", "predicted_tokens", *INTEGERS, *DOUBLES, *BOOLEANS, *TEXTS, *OBJECTS, *TEXT_LISTS, *INTEGER_LISTS,
-)  # fmt: skip
-BRANCH_KEYS = ("prompt", "branches", "n", "mode", "max_parallel")
-
-T = TypeVar("T")
+_THE_PLAN = "pass the folder that `outrider build` has made"
+MOST_STOPPING = 10.0  # seconds that the process's end waits for sessions
+MOST_SAID = 512  # bytes of what an exception of the program's says
 
 
 @dataclass
@@ -77,6 +106,7 @@ class OpenSession:
 
     session: Session
     cancel: threading.Event | None = None
+    thread: int | None = None  # that generates
     _busy: threading.Lock = field(default_factory=threading.Lock)
 
     @contextmanager
@@ -84,30 +114,29 @@ class OpenSession:
         if not self._busy.acquire(blocking=False):
             raise BusyError("This session is generating already; wait for that call, or create another session.")
         try:
-            self.cancel = threading.Event()
+            self.cancel, self.thread = threading.Event(), threading.get_ident()
             yield self.cancel
         finally:
-            self.cancel = None
+            self.cancel = self.thread = None
+            self._busy.release()
+
+    def end(self) -> None:
+        """End its generation at the next token, if there is one."""
+        if (cancel := self.cancel) is not None:
+            cancel.set()
+
+    def wait(self, timeout: float) -> None:
+        """Wait at most `timeout` seconds for the end of its generation, unless this is called from its callback."""
+        if self.thread != threading.get_ident() and self._busy.acquire(timeout=timeout):
             self._busy.release()
 
 
-@dataclass(frozen=True)
-class Bytes:
-    """A text for C: UTF-8 with a zero behind it, and how long it is without."""
+@dataclass
+class Params:
+    """Options of a generation, and functions that change its logits."""
 
-    data: Any
-    length: int
-
-
-@dataclass(frozen=True)
-class Result:
-    """The result of a generation, in C's memory."""
-
-    tokens: Any
-    count: int
-    text: Bytes
-    finish_reason: int
-    stats: Bytes
+    values: dict[str, Any] = field(default_factory=dict)
+    functions: list[OnLogits] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -128,12 +157,15 @@ class Calls:
 
     def __init__(self, ffi: Any, lib: Any) -> None:
         self._ffi, self._lib, self._handles = ffi, lib, Handles()
+        self._memory, self._notifier = CMemory(ffi), Notifier()
 
     def define(self) -> None:
         for name in (
-            "inspect", "open", "session", "reset", "cancel", "params", "set_int", "set_uint", "set_double", "set_bool",
-            "set_text", "add_text", "add_int", "generate", "text", "tokens", "result_text", "finish_reason", "stats",
-            "branches", "branch_count", "branch_result", "branches_stats", "destroy",
+            "inspect", "open", "drain", "runtime_stats", "save_cache", "load_cache", "session", "reset", "cancel",
+            "params", "set_int", "set_uint", "set_double", "set_bool", "set_text", "add_text", "add_ints",
+            "add_function", "generate", "text", "tokens", "result_text", "finish_reason", "logprobs", "stats", "submit",
+            "next", "request_result", "cancel_request", "branches", "branch_count", "branch_result", "branches_stats",
+            "stop", "destroy",
         ):  # fmt: skip
             call = self._told(getattr(self, name))
             self._ffi.def_extern(name=f"outrider_py_{name}", error=int(Status.INTERNAL))(call)
@@ -150,6 +182,8 @@ class Calls:
         return call
 
     def _tell(self, error: BaseException) -> int:
+        if isinstance(error.__cause__, CallbackError):  # of a function of logits, which the request ends with
+            error = error.__cause__
         status = next((status for kind, status in STATUS if isinstance(error, kind)), Status.INTERNAL)
         text = str(error) or type(error).__name__
         if status is Status.NO_MEMORY:
@@ -178,15 +212,53 @@ class Calls:
             }
             for name, backend in manifest.backends.items()
         }
-        out[0] = self._handles.add(Kind.TEXT, self._bytes(json.dumps(described)))
+        out[0] = self._handles.add(Kind.TEXT, self._memory.text(json.dumps(described)))
 
     def text(self, text: int, data: Any, length: Any) -> None:
         self._give(self._handles.get(Kind.TEXT, text), data, length)
 
     def open(self, plan: Any, length: int, options: Any, options_length: int, out: Any) -> None:
         path, given = self._path(plan, length), self._text(options, options_length, "options")
-        runtime = Runtime.load(path, **_open_options(given))
+        runtime = Runtime.load(path, **open_options(given))
         out[0] = self._handles.add(Kind.RUNTIME, runtime)
+
+    def drain(self, runtime: int, timeout_ms: int) -> None:
+        loaded: Runtime = self._handles.get(Kind.RUNTIME, runtime)
+        if loaded.close(timeout=seconds(timeout_ms)):
+            return
+        stats = loaded.scheduler_stats  # no more come
+        loaded.close(drain=False)
+        if late := stats.waiting + stats.running:
+            raise TimeoutError(f"not all requests were over after {timeout_ms} ms; the others were cancelled: {late}")
+
+    def runtime_stats(self, runtime: int, out: Any) -> None:
+        loaded: Runtime = self._handles.get(Kind.RUNTIME, runtime)
+        cache = loaded.prefix_cache
+        described = {
+            "backend": loaded.backend,
+            "scheduler": loaded.scheduler_stats.to_json(),
+            "prefix_cache": None
+            if cache is None
+            else cache.get_stats().to_json() | {"cached_tokens": cache.get_cached_tokens()},
+            "memory": loaded.memory().to_json(),
+        }
+        out[0] = self._handles.add(Kind.TEXT, self._memory.text(json.dumps(described)))
+
+    def save_cache(self, runtime: int, path: Any, length: int, tokens: Any) -> None:
+        loaded: Runtime = self._handles.get(Kind.RUNTIME, runtime)
+        file = self._path(path, length, "path", "name a file")
+        try:
+            count = loaded.save_prefix_cache(file)
+        except OSError as error:
+            raise RequestError(f"The prefix cache cannot be saved to {file}: {error}.") from None
+        if tokens:
+            tokens[0] = count
+
+    def load_cache(self, runtime: int, path: Any, length: int, tokens: Any) -> None:
+        loaded: Runtime = self._handles.get(Kind.RUNTIME, runtime)
+        count = loaded.load_prefix_cache(self._path(path, length, "path", "name a file"))
+        if tokens:
+            tokens[0] = count
 
     # Sessions.
 
@@ -198,14 +270,12 @@ class Calls:
         cast(OpenSession, self._handles.get(Kind.SESSION, session)).session.reset()
 
     def cancel(self, session: int) -> None:
-        running = cast(OpenSession, self._handles.get(Kind.SESSION, session)).cancel
-        if running is not None:
-            running.set()
+        cast(OpenSession, self._handles.get(Kind.SESSION, session)).end()
 
     # Options.
 
     def params(self, out: Any) -> None:
-        out[0] = self._handles.add(Kind.PARAMS, {})
+        out[0] = self._handles.add(Kind.PARAMS, Params())
 
     def set_int(self, params: int, key: Any, length: int, value: int) -> None:
         self._set(params, key, length, INTEGERS, "integer", value)
@@ -222,28 +292,49 @@ class Calls:
         self._set(params, key, length, BOOLEANS, "bool", bool(value))
 
     def set_text(self, params: int, key: Any, length: int, value: Any, value_length: int) -> None:
-        options = self._handles.get(Kind.PARAMS, params)
+        options = self._values(params)
         name = self._key(key, length, (*TEXTS, *OBJECTS), "text options are set")
         text = self._text(value, value_length, "value")
         options[name] = (
-            _json_object(text, name, FORMS if name == "structured_outputs" else None) if name in OBJECTS else text
+            json_object(text, name, FORMS if name == "structured_outputs" else None) if name in OBJECTS else text
         )
 
     def add_text(self, params: int, key: Any, length: int, value: Any, value_length: int) -> None:
-        self._add(params, key, length, TEXT_LISTS, self._text(value, value_length, "value"))
+        self._add(params, key, length, TEXT_LISTS, [self._text(value, value_length, "value")])
 
-    def add_int(self, params: int, key: Any, length: int, value: int) -> None:
-        self._add(params, key, length, INTEGER_LISTS, value)
+    def add_ints(self, params: int, key: Any, length: int, values: Any, count: int) -> None:
+        self._add(params, key, length, INTEGER_LISTS, self._ffi.unpack(values, count) if count else [])
+
+    def add_function(self, params: int, call: Any, function: Any, user: Any) -> None:
+        held: Params = self._handles.get(Kind.PARAMS, params)
+        held.functions.append(partial(self._change_logits, call, function, user))
+
+    def _change_logits(
+        self, call: Any, function: Any, user: Any, tokens: list[int], logits: NDArray[np.float32]
+    ) -> None:
+        """Call a function of logits, by `call` of the library's. Raises CallbackError."""
+        said, row = self._ffi.new("char[]", MOST_SAID), self._ffi.from_buffer("float[]", logits, require_writable=True)
+        returned = call(function, user, self._memory.ids(tokens), len(tokens), row, len(logits), said, MOST_SAID)
+        self._check_said(said, "the function of logits")
+        if returned:
+            raise CallbackError(f"the function of logits gave up: it returned {returned}")
+
+    def _check_said(self, said: Any, who: str) -> None:
+        if text := self._ffi.string(said).decode("utf-8", "replace"):
+            raise CallbackError(f"{who} threw an exception, {text}; it must return")
+
+    def _values(self, params: int) -> dict[str, Any]:
+        return cast(Params, self._handles.get(Kind.PARAMS, params)).values
 
     def _set(self, params: int, key: Any, length: int, keys: tuple[str, ...], kind: str, value: object) -> None:
-        options = self._handles.get(Kind.PARAMS, params)
+        options = self._values(params)
         name = self._key(key, length, keys, f"{kind} options are set")
         options[name] = "auto" if (name, value) == ("partial_budget", AUTO) else value
 
-    def _add(self, params: int, key: Any, length: int, keys: tuple[str, ...], value: object) -> None:
-        options = self._handles.get(Kind.PARAMS, params)
+    def _add(self, params: int, key: Any, length: int, keys: tuple[str, ...], values: list[Any]) -> None:
+        options = self._values(params)
         name = self._key(key, length, keys, "lists are added to")
-        options[name] = [*options.get(name, ()), value]
+        options[name] = [*options.get(name, ()), *values]
 
     def _key(self, key: Any, length: int, keys: tuple[str, ...], how: str) -> str:
         name = self._text(key, length, "key")
@@ -251,53 +342,98 @@ class Calls:
             raise InvalidArgumentError(f"there is no key {name[:100]!r} here; by this call {how}: {', '.join(keys)}")
         return name
 
+    def _options(self, params: int, wrap: Callable[[OnLogits], OnLogits] | None = None) -> dict[str, Any]:
+        """Options for Python, a copy; `wrap` is put around each function of logits."""
+        if not params:
+            return {}
+        held: Params = self._handles.get(Kind.PARAMS, params)
+        options = dict(held.values)
+        if held.functions:
+            options["logits_processors"] = [each if wrap is None else wrap(each) for each in held.functions]
+        return options
+
+    def _prompt(self, data: Any, length: int, form: int) -> dict[str, Any]:
+        """The argument of Python's calls that the prompt is."""
+        if form == Form.MESSAGES:
+            return {"messages": json_messages(self._text(data, length, "messages"))}
+        if form == Form.TOKENS:
+            return {"prompt": self._ffi.unpack(self._ffi.cast("int64_t *", data), length) if length else []}
+        return {"prompt": self._text(data, length, "prompt")}
+
     # Generating.
 
     def generate(
-        self,
-        session: int,
-        text: Any,
-        length: int,
-        tokens: Any,
-        count: int,
-        params: int,
-        on_span: Any,
-        user: Any,
-        out: Any,
+        self, session: int, prompt: Any, length: int, form: int, params: int, on_span: Any, user: Any, out: Any
     ) -> None:
         held: OpenSession = self._handles.get(Kind.SESSION, session)
-        options = Options()
-        if params:
-            options |= self._handles.get(Kind.PARAMS, params)
-        prompt: str | list[int] = self._text(text, length, "prompt")
-        if count or not length:
-            prompt = self._ffi.unpack(tokens, count) if count else []
+        options = self._options(params)
+        refuse(options, OF_SUBMIT, "is of submitted requests; leave it out, or use outrider_submit")
+        options |= self._prompt(prompt, length, form)
         with held.generating() as cancel:
             options["cancel"] = cancel
-            stream = held.session.stream(prompt, **options)
+            stream = held.session.stream(**options)
             if on_span:
                 for span in stream:
-                    ids, told = self._ffi.new("int64_t[]", span.token_ids), self._bytes(span.text)
+                    ids, told = self._memory.ids(span.token_ids), self._memory.text(span.text)
                     if on_span(user, ids, len(span.token_ids), told.data, told.length):
                         cancel.set()
             made = stream.result
-        out[0] = self._handles.add(Kind.RESULT, self._result(made))
+        out[0] = self._handles.add(Kind.RESULT, self._memory.result(made))
 
-    def _result(self, made: Generation) -> Result:
-        return Result(
-            tokens=self._ffi.new("int64_t[]", made.token_ids),
-            count=len(made.token_ids),
-            text=self._bytes(made.text),
-            finish_reason=FINISHED[made.finish_reason],
-            stats=self._bytes(json.dumps(made.stats.to_json())),
-        )
+    # Requests served beside others.
+
+    def submit(
+        self,
+        runtime: int,
+        prompt: Any,
+        length: int,
+        form: int,
+        params: int,
+        call: Any,
+        function: Any,
+        user: Any,
+        out: Any,
+    ) -> None:
+        loaded: Runtime = self._handles.get(Kind.RUNTIME, runtime)
+        functions = Functions()
+        options = self._options(params, functions.until_the_end) | self._prompt(prompt, length, form)
+        try:
+            handle = loaded.submit(**options)
+        except ClosedError:
+            raise
+        except BusyError as error:
+            raise QueueFullError(str(error)) from None
+        request = OpenRequest(handle, functions, self._memory, self._notifier)
+        out[0] = number = self._handles.add(Kind.REQUEST, request)
+        if function:
+            request.notify(partial(self._notify, call, function, user, number))
+
+    def _notify(self, call: Any, function: Any, user: Any, number: int) -> None:
+        """Call a notification, by `call` of the library's. Raises CallbackError."""
+        said = self._ffi.new("char[]", MOST_SAID)
+        call(function, user, number, said, MOST_SAID)
+        self._check_said(said, "the notification")
+
+    def next(self, request: int, timeout_ms: int, span: Any) -> None:
+        span[0] = cast(OpenRequest, self._handles.get(Kind.REQUEST, request)).next(seconds(timeout_ms))
+
+    def request_result(self, request: int, timeout_ms: int, out: Any) -> None:
+        made = cast(OpenRequest, self._handles.get(Kind.REQUEST, request)).result(seconds(timeout_ms))
+        out[0] = self._handles.add(Kind.RESULT, self._memory.result(made))
+
+    def cancel_request(self, request: int) -> None:
+        cast(OpenRequest, self._handles.get(Kind.REQUEST, request)).cancel()
+
+    # Branches.
 
     def branches(
         self, runtime: int, request: Any, length: int, params: int, on_branch: Any, user: Any, out: Any
     ) -> None:
         loaded: Runtime = self._handles.get(Kind.RUNTIME, runtime)
-        options = dict(self._handles.get(Kind.PARAMS, params)) if params else {}
-        asked = _json_object(self._text(request, length, "request"), "request", BRANCH_KEYS)
+        options = self._options(params)
+        refuse(options, OF_SUBMIT, "is of submitted requests; leave it out")
+        refuse(options, OF_MESSAGES, "is of messages; leave it out")
+        asked = json_object(self._text(request, length, "request"), "request", BRANCH_KEYS)
         prompt, branches = asked.pop("prompt", ""), asked.pop("branches", None)
         together = threading.Event()  # ends samples, which are asked for by number
         cancels: list[threading.Event] = []
@@ -305,17 +441,17 @@ class Calls:
             cancels = [threading.Event() for _ in branches]
             given = [branch if isinstance(branch, dict) else {"prompt": branch} for branch in branches]
             for branch in given:
-                _check_keys(branch, OF_A_BRANCH)
+                check_keys(branch, OF_A_BRANCH)
             branches = [branch | {"cancel": cancel} for branch, cancel in zip(given, cancels, strict=True)]
         else:
             options["cancel"] = together
         stream = loaded.stream_branches(prompt, branches, **asked, **options)
         for each in stream:
             if on_branch:
-                ids, told = self._ffi.new("int64_t[]", each.token_ids), self._bytes(each.text)
+                ids, told = self._memory.ids(each.token_ids), self._memory.text(each.text)
                 if on_branch(user, each.sequence, ids, len(each.token_ids), told.data, told.length):
                     (cancels[each.sequence] if cancels else together).set()
-        made = Branches(stream.results, self._bytes(json.dumps(stream.stats.to_json())))
+        made = Branches(stream.results, self._memory.text(json.dumps(stream.stats.to_json())))
         out[0] = self._handles.add(Kind.BRANCHES, made)
 
     def branch_count(self, branches: int, count: Any) -> None:
@@ -325,10 +461,12 @@ class Calls:
         results = self._handles.get(Kind.BRANCHES, branches).results
         if index >= len(results):
             raise InvalidArgumentError(f"there is no branch {index}; they are 0 to {len(results) - 1}")
-        out[0] = self._handles.add(Kind.RESULT, self._result(results[index]))
+        out[0] = self._handles.add(Kind.RESULT, self._memory.result(results[index]))
 
     def branches_stats(self, branches: int, data: Any, length: Any) -> None:
         self._give(self._handles.get(Kind.BRANCHES, branches).stats, data, length)
+
+    # Results.
 
     def tokens(self, result: int, tokens: Any, count: Any) -> None:
         found: Result = self._handles.get(Kind.RESULT, result)
@@ -340,17 +478,30 @@ class Calls:
     def stats(self, result: int, data: Any, length: Any) -> None:
         self._give(self._handles.get(Kind.RESULT, result).stats, data, length)
 
+    def logprobs(self, result: int, out: Any) -> None:
+        out[0] = cast(Result, self._handles.get(Kind.RESULT, result)).logprobs.struct
+
     def finish_reason(self, result: int, reason: Any) -> None:
         reason[0] = self._handles.get(Kind.RESULT, result).finish_reason
 
+    def stop(self) -> None:
+        """End all that generates before the process does."""
+        sessions: list[OpenSession] = self._handles.all(Kind.SESSION)
+        for session in sessions:
+            session.end()
+        close_all()
+        until = monotonic() + MOST_STOPPING
+        for session in sessions:
+            session.wait(max(0.0, until - monotonic()))
+
     def destroy(self, handle: int, kind: int) -> None:
-        self._handles.remove(Kind(kind), handle)
+        found = self._handles.remove(Kind(kind), handle)
+        if isinstance(found, Runtime):
+            found.close(timeout=0)  # the thread that serves requests ends with the last of them
+        elif isinstance(found, OpenRequest):
+            found.destroy()
 
     # Texts.
-
-    def _bytes(self, text: str) -> Bytes:
-        data = text.encode("utf-8", "replace")
-        return Bytes(self._ffi.new("char[]", data), len(data))
 
     @staticmethod
     def _give(text: Bytes, data: Any, length: Any) -> None:
@@ -365,44 +516,8 @@ class Calls:
                 f"{name} is not UTF-8: {error.reason} at byte {error.start} of {len(given)}"
             ) from None
 
-    def _path(self, data: Any, length: int) -> Path:
-        path = self._text(data, length, "plan")
+    def _path(self, data: Any, length: int, name: str = "plan", repair: str = _THE_PLAN) -> Path:
+        path = self._text(data, length, name)
         if not path or "\0" in path:
-            raise InvalidArgumentError("plan is no path; pass the folder that `outrider build` has made")
+            raise InvalidArgumentError(f"{name} is no path; {repair}")
         return Path(path)
-
-
-def _open_options(given: str) -> dict[str, Any]:
-    """Keyword arguments of `Runtime.load`."""
-    options = _json_object(given, "options", OPEN_OPTIONS)
-    for key, value in options.items():
-        kind = OPEN_OPTIONS[key]
-        if type(value) is not kind:
-            raise InvalidArgumentError(f"the option {key!r} is a {_JSON[kind]}, not {json.dumps(value)[:100]}")
-    if tokens := options.pop("prefix_cache_tokens", 0):
-        options["prefix_cache"] = PrefixCacheConfig(max_cached_tokens=tokens)
-    return options
-
-
-def _json_object(given: str, name: str, keys: Collection[str] | None = None) -> dict[str, Any]:
-    """A JSON object with no other keys than these, if any are known; nothing is an empty one."""
-    if not given.strip():
-        return {}
-    try:
-        value = json.loads(given)
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgumentError(f"{name} must be a JSON object, and is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise InvalidArgumentError(f'{name} must be a JSON object, such as {{"{next(iter(keys or ("12",)))}": ...}}')
-    if keys is not None:
-        _check_keys(value, keys)
-    return value
-
-
-def _check_keys(given: Mapping[str, Any], keys: Collection[str]) -> None:
-    for key in given:
-        if key not in keys:
-            raise InvalidArgumentError(f"there is no option {key[:100]!r}; the options are {', '.join(keys)}")
-
-
-_JSON = {str: "string", int: "whole number", bool: "truth value"}

@@ -17,6 +17,7 @@ class Kind(IntEnum):
     RESULT = 4
     TEXT = 5
     BRANCHES = 6
+    REQUEST = 7
 
 
 class InvalidHandleError(Exception):
@@ -25,6 +26,14 @@ class InvalidHandleError(Exception):
 
 class InvalidArgumentError(Exception):
     """Bytes that are no text, JSON that is no object of options, or a key that is unknown."""
+
+
+class CallbackError(Exception):
+    """A function of the program's has thrown an exception, or given up."""
+
+
+class QueueFullError(Exception):
+    """Too many requests wait."""
 
 
 class Handles:
@@ -47,10 +56,15 @@ class Handles:
             raise InvalidHandleError(_wrong(kind, number, found))
         return found[1]
 
-    def remove(self, kind: Kind, number: int) -> None:
+    def all(self, kind: Kind) -> list[Any]:
         with self._lock:
-            self.get(kind, number)
+            return [made for own, made in self._objects.values() if own is kind]
+
+    def remove(self, kind: Kind, number: int) -> Any:
+        with self._lock:
+            found = self.get(kind, number)
             del self._objects[number]
+        return found
 
 
 def _wrong(kind: Kind, number: int, found: tuple[Kind, Any] | None) -> str:

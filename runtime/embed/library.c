@@ -24,10 +24,11 @@
 _Static_assert(sizeof(void *) >= sizeof(uint64_t), "handles are 64-bit numbers");
 
 #define CALLS(CALL)                                                                                                  \
-  CALL(inspect) CALL(open) CALL(session) CALL(reset) CALL(cancel) CALL(params) CALL(set_int) CALL(set_uint)          \
-  CALL(set_double) CALL(set_bool) CALL(set_text) CALL(add_text) CALL(add_int) CALL(generate) CALL(text) CALL(tokens) \
-  CALL(result_text) CALL(finish_reason) CALL(stats) CALL(branches) CALL(branch_count) CALL(branch_result)             \
-  CALL(branches_stats) CALL(destroy)
+  CALL(inspect) CALL(open) CALL(drain) CALL(runtime_stats) CALL(save_cache) CALL(load_cache) CALL(session)           \
+  CALL(reset) CALL(cancel) CALL(params) CALL(set_int) CALL(set_uint) CALL(set_double) CALL(set_bool) CALL(set_text)  \
+  CALL(add_text) CALL(add_ints) CALL(add_function) CALL(generate) CALL(text) CALL(tokens) CALL(result_text)          \
+  CALL(finish_reason) CALL(logprobs) CALL(stats) CALL(submit) CALL(next) CALL(request_result) CALL(cancel_request)   \
+  CALL(branches) CALL(branch_count) CALL(branch_result) CALL(branches_stats) CALL(destroy)
 
 #define SLOT(name) __typeof__(outrider_py_##name) *name;
 static struct {
@@ -75,6 +76,20 @@ static int bridge_path(char *path, size_t size) {
   return length > 0 && (size_t)length < size;
 }
 
+static outrider_bridge_stop_function *stop;
+static pid_t stopping; /* the process that stops at its exit: no child of it does */
+
+static void stop_at_exit(void) {
+  if (getpid() == stopping) stop();
+}
+
+/* Called with a plan that is open: handlers run in reverse order, so that this one runs before those of the libraries
+ * that the plan has loaded, whose objects a pass under way still uses. */
+static void expect_exit(void) {
+  stopping = getpid();
+  if (stop != NULL) atexit(stop_at_exit);
+}
+
 static outrider_status start_once(void) {
   const char *home = getenv("OUTRIDER_HOME");
   const char *from = "OUTRIDER_HOME";
@@ -107,6 +122,7 @@ static outrider_status start_once(void) {
   *(void **)&py.name = dlsym(bridge, "outrider_py_" #name);  \
   if (py.name == NULL) return fail(OUTRIDER_ENVIRONMENT, "%s is of another version than the library", OUTRIDER_BRIDGE);
   CALLS(LOAD)
+  *(void **)&stop = dlsym(bridge, "outrider_bridge_stop");
   return OUTRIDER_OK;
 }
 
@@ -179,7 +195,38 @@ outrider_status outrider_runtime_open(const char *plan, size_t plan_length, cons
   NEED_BYTES(plan, plan_length);
   NEED_BYTES(options, options_length);
   START;
-  MAKE(py.open(plan, plan_length, options, options_length, &made));
+  uint64_t made = 0;
+  const outrider_status status = py.open(plan, plan_length, options, options_length, &made);
+  if (status != OUTRIDER_OK) return status;
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
+  pthread_once(&once, expect_exit);
+  *out = (outrider_runtime *)(uintptr_t)made;
+  return OUTRIDER_OK;
+}
+
+outrider_status outrider_runtime_drain(outrider_runtime *runtime, int64_t timeout_ms) {
+  START;
+  return py.drain(number(runtime), timeout_ms);
+}
+
+outrider_status outrider_runtime_stats(const outrider_runtime *runtime, outrider_text **out) {
+  NEED(out);
+  START;
+  MAKE(py.runtime_stats(number(runtime), &made));
+}
+
+outrider_status outrider_runtime_save_prefix_cache(outrider_runtime *runtime, const char *path, size_t path_length,
+                                                   size_t *tokens) {
+  NEED_BYTES(path, path_length);
+  START;
+  return py.save_cache(number(runtime), path, path_length, tokens);
+}
+
+outrider_status outrider_runtime_load_prefix_cache(outrider_runtime *runtime, const char *path, size_t path_length,
+                                                   size_t *tokens) {
+  NEED_BYTES(path, path_length);
+  START;
+  return py.load_cache(number(runtime), path, path_length, tokens);
 }
 
 outrider_status outrider_runtime_close(outrider_runtime *runtime) { return destroy(runtime, OUTRIDER_KIND_RUNTIME); }
@@ -250,8 +297,22 @@ outrider_status outrider_params_add_text(outrider_params *params, const char *ke
 
 outrider_status outrider_params_add_int(outrider_params *params, const char *key, size_t key_length, int64_t value) {
   NEED_BYTES(key, key_length);
+  return outrider_params_add_ints(params, key, key_length, &value, 1);
+}
+
+outrider_status outrider_params_add_ints(outrider_params *params, const char *key, size_t key_length,
+                                         const int64_t *values, size_t count) {
+  NEED_BYTES(key, key_length);
+  NEED_BYTES(values, count);
   START;
-  return py.add_int(number(params), key, key_length, value);
+  return py.add_ints(number(params), key, key_length, values, count);
+}
+
+outrider_status outrider_params_add_logits_processor(outrider_params *params, outrider_on_logits on_logits,
+                                                     void *user) {
+  NEED(on_logits);
+  START;
+  return py.add_function(number(params), outrider_call_logits, (outrider_function)on_logits, user);
 }
 
 outrider_status outrider_params_destroy(outrider_params *params) { return destroy(params, OUTRIDER_KIND_PARAMS); }
@@ -263,12 +324,12 @@ static outrider_status settle(outrider_status status, const outrider_callback *c
   return fail(OUTRIDER_CALLBACK, "the callback threw an exception, %s; it must return", callback->what);
 }
 
-static outrider_status generate(outrider_session *session, const char *text, size_t length, const int64_t *tokens,
-                                size_t count, const outrider_params *params, outrider_on_span on_span, void *user,
+static outrider_status generate(outrider_session *session, const void *prompt, size_t length, int32_t form,
+                                const outrider_params *params, outrider_on_span on_span, void *user,
                                 outrider_result **out) {
   outrider_callback callback = {.on_span = on_span, .user = user};
   uint64_t made = 0;
-  const outrider_status status = py.generate(number(session), text, length, tokens, count, number(params),
+  const outrider_status status = py.generate(number(session), prompt, length, form, number(params),
                                              on_span == NULL ? NULL : outrider_call_back, &callback, &made);
   const outrider_status settled = settle(status, &callback, made, OUTRIDER_KIND_RESULT);
   if (settled == OUTRIDER_OK) *out = (outrider_result *)(uintptr_t)made;
@@ -281,7 +342,7 @@ outrider_status outrider_generate(outrider_session *session, const char *prompt,
   NEED(out);
   NEED_BYTES(prompt, prompt_length);
   START;
-  return generate(session, prompt_length ? prompt : "", prompt_length, NULL, 0, params, on_span, user, out);
+  return generate(session, prompt, prompt_length, OUTRIDER_PROMPT_TEXT, params, on_span, user, out);
 }
 
 outrider_status outrider_generate_tokens(outrider_session *session, const int64_t *prompt, size_t count,
@@ -290,7 +351,16 @@ outrider_status outrider_generate_tokens(outrider_session *session, const int64_
   NEED(out);
   NEED_BYTES(prompt, count);
   START;
-  return generate(session, NULL, 0, prompt, count, params, on_span, user, out);
+  return generate(session, prompt, count, OUTRIDER_PROMPT_TOKENS, params, on_span, user, out);
+}
+
+outrider_status outrider_generate_messages(outrider_session *session, const char *messages, size_t messages_length,
+                                           const outrider_params *params, outrider_on_span on_span, void *user,
+                                           outrider_result **out) {
+  NEED(out);
+  NEED_BYTES(messages, messages_length);
+  START;
+  return generate(session, messages, messages_length, OUTRIDER_PROMPT_MESSAGES, params, on_span, user, out);
 }
 
 outrider_status outrider_result_tokens(const outrider_result *result, const int64_t **tokens, size_t *count) {
@@ -313,6 +383,12 @@ outrider_status outrider_result_finish_reason(const outrider_result *result, int
   return py.finish_reason(number(result), reason);
 }
 
+outrider_status outrider_result_logprobs(const outrider_result *result, const outrider_logprobs **out) {
+  NEED(out);
+  START;
+  return py.logprobs(number(result), out);
+}
+
 outrider_status outrider_result_stats(const outrider_result *result, const char **data, size_t *length) {
   NEED(data);
   NEED(length);
@@ -321,6 +397,59 @@ outrider_status outrider_result_stats(const outrider_result *result, const char 
 }
 
 outrider_status outrider_result_destroy(outrider_result *result) { return destroy(result, OUTRIDER_KIND_RESULT); }
+
+static outrider_status submit(outrider_runtime *runtime, const void *prompt, size_t length, int32_t form,
+                              const outrider_params *params, outrider_on_ready on_ready, void *user,
+                              outrider_request **out) {
+  MAKE(py.submit(number(runtime), prompt, length, form, number(params), outrider_call_ready,
+                 (outrider_function)on_ready, user, &made));
+}
+
+outrider_status outrider_submit(outrider_runtime *runtime, const char *prompt, size_t prompt_length,
+                                const outrider_params *params, outrider_on_ready on_ready, void *user,
+                                outrider_request **out) {
+  NEED(out);
+  NEED_BYTES(prompt, prompt_length);
+  START;
+  return submit(runtime, prompt, prompt_length, OUTRIDER_PROMPT_TEXT, params, on_ready, user, out);
+}
+
+outrider_status outrider_submit_tokens(outrider_runtime *runtime, const int64_t *prompt, size_t count,
+                                       const outrider_params *params, outrider_on_ready on_ready, void *user,
+                                       outrider_request **out) {
+  NEED(out);
+  NEED_BYTES(prompt, count);
+  START;
+  return submit(runtime, prompt, count, OUTRIDER_PROMPT_TOKENS, params, on_ready, user, out);
+}
+
+outrider_status outrider_submit_messages(outrider_runtime *runtime, const char *messages, size_t messages_length,
+                                         const outrider_params *params, outrider_on_ready on_ready, void *user,
+                                         outrider_request **out) {
+  NEED(out);
+  NEED_BYTES(messages, messages_length);
+  START;
+  return submit(runtime, messages, messages_length, OUTRIDER_PROMPT_MESSAGES, params, on_ready, user, out);
+}
+
+outrider_status outrider_request_next(outrider_request *request, int64_t timeout_ms, const outrider_span **span) {
+  NEED(span);
+  START;
+  return py.next(number(request), timeout_ms, span);
+}
+
+outrider_status outrider_request_result(outrider_request *request, int64_t timeout_ms, outrider_result **out) {
+  NEED(out);
+  START;
+  MAKE(py.request_result(number(request), timeout_ms, &made));
+}
+
+outrider_status outrider_request_cancel(outrider_request *request) {
+  START;
+  return py.cancel_request(number(request));
+}
+
+outrider_status outrider_request_destroy(outrider_request *request) { return destroy(request, OUTRIDER_KIND_REQUEST); }
 
 outrider_status outrider_generate_branches(outrider_runtime *runtime, const char *request, size_t request_length,
                                            const outrider_params *params, outrider_on_branch on_branch, void *user,

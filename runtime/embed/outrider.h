@@ -7,6 +7,9 @@
  *   outrider_session_create(runtime, &session);
  *   outrider_generate(session, prompt, strlen(prompt), NULL, on_span, NULL, &result);
  *
+ * A session generates in the thread that calls. outrider_submit has a request served beside others, in threads of the
+ * library's own: prompts are computed and tokens decoded in shared passes, and the caller asks for what has come.
+ *
  * Rules for every call:
  *
  * - It returns an outrider_status. Anything but OUTRIDER_OK changed nothing that is not said beside it, left *out
@@ -16,10 +19,13 @@
  * - Handles are owned by the caller, who destroys each once. A handle that is NULL, that was destroyed, or that is of
  *   another kind, gives OUTRIDER_INVALID_HANDLE: it is never followed. Destroying NULL does nothing.
  * - Calls may come from any thread at any time, and what one handle owns may be destroyed while a call with it is under
- *   way: that call then still ends as it would have. Two calls at once on one session give OUTRIDER_BUSY to the second.
- * - The library runs a Python interpreter of its own inside the process, started by the first call that needs it, in the
- *   environment that OUTRIDER_HOME names, or else in the one that it was built for. A process that already runs Python
- *   of the same version shares that. Nothing may be called in a child after fork().
+ *   way: that call then still ends as it would have (outrider_request_next, with OUTRIDER_INVALID_HANDLE). Two calls at
+ *   once on one session give OUTRIDER_BUSY to the second.
+ * - Structs are made by the library. A later version may add fields behind the last one.
+ * - The library runs a Python interpreter of its own inside the process, started by the first call that needs it, in
+ *   the environment that OUTRIDER_HOME names, or else in the one that it was built for. A process that already runs
+ *   Python of the same version shares that. Nothing may be called in a child after fork(). Where the process ends, by
+ *   exit() or by returning from main, what generates is cancelled, and the process waits for the pass that runs.
  */
 #ifndef OUTRIDER_H
 #define OUTRIDER_H
@@ -51,15 +57,19 @@ enum {
   OUTRIDER_BUSY = 5,             /* the session generates already */
   OUTRIDER_ENVIRONMENT = 6,      /* no Python environment with Outrider in it could be started */
   OUTRIDER_NO_MEMORY = 7,
-  OUTRIDER_CALLBACK = 8, /* the callback left with a C++ exception */
-  OUTRIDER_INTERNAL = 9  /* a fault of Outrider's own; outrider_last_error() has what to report */
+  OUTRIDER_CALLBACK = 8, /* a callback left with a C++ exception, or gave up */
+  OUTRIDER_INTERNAL = 9, /* a fault of Outrider's own; outrider_last_error() has what to report */
+  OUTRIDER_TIMEOUT = 10, /* the time has passed, and there is nothing yet: call again */
+  OUTRIDER_CLOSED = 11,  /* the runtime takes no more requests */
+  OUTRIDER_FULL = 12     /* too many requests wait: try again later */
 };
 
 /* Why a generation ended. */
 enum {
-  OUTRIDER_STOPPED = 0,  /* an end token or a stop string */
-  OUTRIDER_LENGTH = 1,   /* the limit, or the end of the context */
-  OUTRIDER_CANCELLED = 2 /* outrider_session_cancel, or what the callback returned */
+  OUTRIDER_STOPPED = 0,   /* an end token or a stop string */
+  OUTRIDER_LENGTH = 1,    /* the limit, or the end of the context */
+  OUTRIDER_CANCELLED = 2, /* outrider_session_cancel, outrider_request_cancel, or what the callback returned */
+  OUTRIDER_DEADLINE = 3   /* the request's deadline has passed */
 };
 
 /* What a callback returns. */
@@ -71,6 +81,28 @@ typedef struct outrider_params outrider_params;     /* options of a generation *
 typedef struct outrider_result outrider_result;     /* what a generation gave */
 typedef struct outrider_text outrider_text;         /* a text that a call made */
 typedef struct outrider_branches outrider_branches; /* what a run of branches gave */
+typedef struct outrider_request outrider_request;   /* a request that is served beside others */
+
+/* Log-probabilities of tokens, where the option "logprobs" asks for them: natural logarithms under the model's own
+ * distribution, before rules, temperature and filters. They are those of the last `count` tokens; 0 without the
+ * option. */
+typedef struct {
+  size_t count;
+  const double *logprobs;     /* [count], of the tokens themselves */
+  size_t top;                 /* most probable tokens told for each token: the option's number */
+  const int64_t *top_tokens;  /* [count][top], the most probable first */
+  const double *top_logprobs; /* [count][top] */
+} outrider_logprobs;
+
+/* Tokens that a request has given, and their text. */
+typedef struct {
+  const int64_t *tokens; /* [count]; an end token is among them */
+  size_t count;
+  const char *text; /* what is certain now, which may be less or more than those tokens' text; a zero is behind it */
+  size_t length;
+  const outrider_logprobs *logprobs;
+  int32_t over; /* 1: nothing follows, and outrider_request_result has all of it */
+} outrider_span;
 
 /* OUTRIDER_ABI_VERSION of the library that is running. Needs no Python. */
 OUTRIDER_API int32_t outrider_abi_version(void);
@@ -87,16 +119,42 @@ OUTRIDER_API outrider_status outrider_plan_inspect(const char *plan, size_t plan
 OUTRIDER_API outrider_status outrider_text_get(const outrider_text *text, const char **data, size_t *length);
 OUTRIDER_API outrider_status outrider_text_destroy(outrider_text *text);
 
-/* Loads the plan in folder `plan`. `options`, a JSON object or nothing: "backend" (its name; default:
- * the best that runs here), "threads" (0: the backend chooses), "verify" (false: skip the files' sha256), "cuda_graphs",
- * "prefix_cache_tokens" (what is kept of all sessions for all sessions, in 1 GiB at most; 0, the default: nothing),
- * "exactness" ("unchecked": run the plan even where drafts and neighbours may change its tokens; default: "probed").
- */
+/* Loads the plan in folder `plan`. `options`, a JSON object or nothing: "backend" (its name; default: the best that
+ * runs here), "threads" (0: the backend chooses), "verify" (false: skip the files' sha256), "cuda_graphs", "exactness"
+ * ("unchecked": run the plan even where drafts and neighbours may change its tokens; default: "probed").
+ *
+ * "prefix_cache": what is kept of all sessions and requests for all, an object of "max_cached_tokens" (65536),
+ * "memory_bytes" (2**30, which may be less than these tokens need), "min_prefix_length" (4), "enable_auto_eviction"
+ * (true), "eviction_threshold" (0.9), "eviction_target" (0.8), "enable_stats" (true). Nothing is kept without it.
+ * "prefix_cache_tokens": N is short for {"max_cached_tokens": N}; 0 is none.
+ *
+ * "scheduler": how submitted requests are served, an object of "max_running" (at once; default: as many as the plan
+ * has branches), "max_waiting" (1024; more are refused), "max_waiting_per_client", "prefill_tokens" (of prompts, in a
+ * pass in which other requests decode; default: the plan's chunk), "mode" ("batching" or "in-one-sequence"), "overlap"
+ * (true: the text of a pass is made out while the next one runs). */
 OUTRIDER_API outrider_status outrider_runtime_open(const char *plan, size_t plan_length, const char *options,
                                                    size_t options_length, outrider_runtime **out);
 
-/* Lets go of the plan; its sessions go on, and memory is given back with the last of them. */
+/* Takes no more requests, and waits until those under way are over. What is not over after `timeout_ms` is cancelled,
+ * and ends at its next token: OUTRIDER_TIMEOUT. A timeout below 0 is none, 0 cancels everything at once. Sessions and
+ * branches stay as they are. Requests keep what they have given, until they are destroyed. */
+OUTRIDER_API outrider_status outrider_runtime_drain(outrider_runtime *runtime, int64_t timeout_ms);
+
+/* Lets go of the plan. Its sessions and the requests under way go on, and memory is given back with the last of them. A
+ * submission that comes at the same time is served, or gets OUTRIDER_CLOSED. */
 OUTRIDER_API outrider_status outrider_runtime_close(outrider_runtime *runtime);
+
+/* Counts since the plan was loaded, as a JSON object: "backend"; "scheduler", of all submitted requests ("waiting",
+ * "running", "refused", "new_tokens", "ttft_ms" ...); "prefix_cache" (null without one); "memory", in bytes. */
+OUTRIDER_API outrider_status outrider_runtime_stats(const outrider_runtime *runtime, outrider_text **out);
+
+/* Writes the prefix cache to the file `path`, or adds to the cache what was written. `tokens`, which may be NULL, gets
+ * how many. Only the same plan, processor and build reads a file: any other is OUTRIDER_PLAN, as is one that is
+ * damaged. */
+OUTRIDER_API outrider_status outrider_runtime_save_prefix_cache(outrider_runtime *runtime, const char *path,
+                                                                size_t path_length, size_t *tokens);
+OUTRIDER_API outrider_status outrider_runtime_load_prefix_cache(outrider_runtime *runtime, const char *path,
+                                                                size_t path_length, size_t *tokens);
 
 /* -- Sessions ---------------------------------------------------------------------------------------------------- */
 
@@ -120,15 +178,19 @@ OUTRIDER_API outrider_status outrider_params_create(outrider_params **out);
 /* Sets the option `key`. Each has one type:
  *
  *   int     max_new_tokens, top_k, seed, stream_id, min_tokens, partial_budget (blocks; -1: auto), draft_tokens,
- *           draft_depth, gamma_min, gamma_max
- *   double  temperature, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty
+ *           draft_depth, gamma_min, gamma_max, logprobs (how many of the most probable tokens to tell, 0 to 20),
+ *           priority (of a request: a higher one begins first; 0)
+ *   double  temperature, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty, deadline (of a request:
+ *           seconds from its submission, after which it ends with what it has)
  *   bool    ignore_eos, auto_disable, skip_sample_adjustment, remember (0 or 1)
  *   text    drafter ("none" for none), filter_order, partial_kv ("lossless", "lossy", "off"),
+ *           client (of a request: who asks, where each may have a share of the queue),
  *           logit_bias (a JSON object of numbers from -100 to 100 by token id, such as {"12": -100}),
  *           structured_outputs (the form of the text as a JSON object of one key: "json", a JSON schema; "json_object",
- *           true; "regex"; "grammar", for Lark or llama.cpp; "choice", a list of texts)
+ *           true; "regex"; "grammar", for Lark or llama.cpp; "choice", a list of texts),
+ *           chat_template_kwargs (of messages: a JSON object of what else the chat template reads)
  *
- * Values are checked when a generation begins. */
+ * Values are checked when a generation begins. "priority", "deadline" and "client" are for outrider_submit alone. */
 OUTRIDER_API outrider_status outrider_params_set_int(outrider_params *params, const char *key, size_t key_length,
                                                      int64_t value);
 /* The same for a seed of 2**63 or more. */
@@ -145,18 +207,35 @@ OUTRIDER_API outrider_status outrider_params_set_text(outrider_params *params, c
 OUTRIDER_API outrider_status outrider_params_add_text(outrider_params *params, const char *key, size_t key_length,
                                                       const char *value, size_t value_length);
 /* Adds to a list: "eos_token_ids", tokens that end a generation, in place of the plan's own; "allowed_token_ids", the
- * only tokens that may come. */
+ * only tokens that may come; "generated", tokens that the same request has given before, in this process or another: it
+ * goes on behind them with the tokens and the text that it would have had. */
 OUTRIDER_API outrider_status outrider_params_add_int(outrider_params *params, const char *key, size_t key_length,
                                                      int64_t value);
+/* The same with `count` values at once. */
+OUTRIDER_API outrider_status outrider_params_add_ints(outrider_params *params, const char *key, size_t key_length,
+                                                      const int64_t *values, size_t count);
+
+/* Changes the logits of the next token in place: `logits`, `vocabulary` of them, behind the `count` tokens generated so
+ * far. It is to depend on these alone: with drafts it is called for several continuations in turn. It runs in the
+ * thread that generates, which for a submitted request is the one that runs the passes of all: others wait for it, and
+ * it must not wait for a request. Returns OUTRIDER_CONTINUE; any other number, or a C++ exception, ends the generation
+ * with OUTRIDER_CALLBACK. */
+typedef int32_t (*outrider_on_logits)(void *user, const int64_t *tokens, size_t count, float *logits,
+                                      size_t vocabulary);
+
+/* Adds a function that changes logits, called behind those added before it. Penalties come behind all of them. Of a
+ * submitted request it may be called until outrider_request_destroy returns. */
+OUTRIDER_API outrider_status outrider_params_add_logits_processor(outrider_params *params, outrider_on_logits on_logits,
+                                                                  void *user);
 OUTRIDER_API outrider_status outrider_params_destroy(outrider_params *params);
 
 /* -- Generating --------------------------------------------------------------------------------------------------- */
 
-/* Gets what a step committed: `count` tokens, more than one where a draft was accepted, and the text that is certain now,
- * which may be less or more than those tokens'. `tokens` and `text` are good until it returns. It runs in the thread
- * that called, and may call anything but what needs the session for itself. Returns OUTRIDER_CONTINUE or OUTRIDER_STOP;
- * any other number stops too. It must return: a C++ exception is caught and gives OUTRIDER_CALLBACK, with what was
- * committed before it still in the session; longjmp and the thread's cancellation are not. */
+/* Gets what a step committed: `count` tokens, more than one where a draft was accepted, and the text that is certain
+ * now, which may be less or more than those tokens'. `tokens` and `text` are good until it returns. It runs in the
+ * thread that called, and may call anything but what needs the session for itself. Returns OUTRIDER_CONTINUE or
+ * OUTRIDER_STOP; any other number stops too. It must return: a C++ exception is caught and gives OUTRIDER_CALLBACK,
+ * with what was committed before it still in the session; longjmp and the thread's cancellation are not. */
 typedef int32_t (*outrider_on_span)(void *user, const int64_t *tokens, size_t count, const char *text, size_t length);
 
 /* Appends `prompt` to the session's sequence and generates. `params` may be NULL for defaults, `on_span` NULL for none;
@@ -171,21 +250,81 @@ OUTRIDER_API outrider_status outrider_generate_tokens(outrider_session *session,
                                                       const outrider_params *params, outrider_on_span on_span,
                                                       void *user, outrider_result **out);
 
+/* The same from a whole conversation, through the plan's chat template: `messages` is a JSON list of objects such as
+ * {"role": "user", "content": "..."}. What is generated is the next message. The sequence becomes the conversation;
+ * what was computed is kept as far as the two agree. */
+OUTRIDER_API outrider_status outrider_generate_messages(outrider_session *session, const char *messages,
+                                                        size_t messages_length, const outrider_params *params,
+                                                        outrider_on_span on_span, void *user, outrider_result **out);
+
 /* What the result holds; pointers are good until it is destroyed. The generated tokens, an end token included. */
 OUTRIDER_API outrider_status outrider_result_tokens(const outrider_result *result, const int64_t **tokens,
                                                     size_t *count);
 /* Their text, without end token and stop string. */
 OUTRIDER_API outrider_status outrider_result_text(const outrider_result *result, const char **data, size_t *length);
-/* OUTRIDER_STOPPED, OUTRIDER_LENGTH or OUTRIDER_CANCELLED. */
+/* OUTRIDER_STOPPED, OUTRIDER_LENGTH, OUTRIDER_CANCELLED or OUTRIDER_DEADLINE. */
 OUTRIDER_API outrider_status outrider_result_finish_reason(const outrider_result *result, int32_t *reason);
+/* Of its tokens, behind those of "generated". */
+OUTRIDER_API outrider_status outrider_result_logprobs(const outrider_result *result, const outrider_logprobs **out);
 /* Counts and times, as a JSON object: "new_tokens", "ttft_ms", "decode_tokens_per_second", "tokens_per_verify" ... */
 OUTRIDER_API outrider_status outrider_result_stats(const outrider_result *result, const char **data, size_t *length);
 OUTRIDER_API outrider_status outrider_result_destroy(outrider_result *result);
 
+/* -- Requests served beside others -------------------------------------------------------------------------------- */
+
+/* Says that outrider_request_next will give something without waiting: more tokens, or the end. It runs in one thread
+ * of the library's own for all requests: it may call anything, and what it takes delays other notifications, not
+ * passes. It may come before outrider_submit has returned, and once for several things that came. After a C++ exception
+ * it is not called again: the request is cancelled, and outrider_request_next and outrider_request_result give
+ * OUTRIDER_CALLBACK.
+ *
+ * An event loop has it write `request` to a pipe, or count up an eventfd, and calls outrider_request_next with timeout
+ * 0. What it reads there may be of a request that it has read to its end since, or destroyed, which gives
+ * OUTRIDER_INVALID_HANDLE. */
+typedef void (*outrider_on_ready)(void *user, outrider_request *request);
+
+/* Has `prompt` served beside others, and returns once it waits in the queue. The tokens are those that a session of its
+ * own would give, in any company. A plan of several branches serves as many requests in each pass, a plan of one branch
+ * one request after another. `params` may be NULL for defaults and destroyed while the request runs. `on_ready` may be
+ * NULL; `user` is passed on to it. OUTRIDER_FULL where too many requests wait, OUTRIDER_CLOSED behind
+ * outrider_runtime_drain. */
+OUTRIDER_API outrider_status outrider_submit(outrider_runtime *runtime, const char *prompt, size_t prompt_length,
+                                             const outrider_params *params, outrider_on_ready on_ready, void *user,
+                                             outrider_request **out);
+/* The same from `count` token ids. */
+OUTRIDER_API outrider_status outrider_submit_tokens(outrider_runtime *runtime, const int64_t *prompt, size_t count,
+                                                    const outrider_params *params, outrider_on_ready on_ready,
+                                                    void *user, outrider_request **out);
+/* The same from a conversation, as in outrider_generate_messages. */
+OUTRIDER_API outrider_status outrider_submit_messages(outrider_runtime *runtime, const char *messages,
+                                                      size_t messages_length, const outrider_params *params,
+                                                      outrider_on_ready on_ready, void *user, outrider_request **out);
+
+/* All that has come since the last call, at least a token, a character or the end: waits for it. OUTRIDER_TIMEOUT after
+ * `timeout_ms`; 0 looks and does not wait, below 0 waits as long as it takes. Behind the last token comes a span that
+ * is `over`, or the error that ended the request; further calls give an empty one that is over, or the same error. A
+ * span and what it points to are good until the request is destroyed. Of calls at once in several threads, each gets
+ * other tokens. */
+OUTRIDER_API outrider_status outrider_request_next(outrider_request *request, int64_t timeout_ms,
+                                                   const outrider_span **span);
+
+/* Waits for the end as outrider_request_next does: the whole generation, whatever was read of it, or the error that
+ * ended it. The caller destroys the result. */
+OUTRIDER_API outrider_status outrider_request_result(outrider_request *request, int64_t timeout_ms,
+                                                     outrider_result **out);
+
+/* Ends the request at its next token, or before it begins; what it has is its result, as OUTRIDER_CANCELLED. */
+OUTRIDER_API outrider_status outrider_request_cancel(outrider_request *request);
+
+/* Cancels the request, where it is not over. Once this returns, neither `on_ready` nor its functions of logits are
+ * called any more: it waits for one that runs in another thread. May be called from any of them. */
+OUTRIDER_API outrider_status outrider_request_destroy(outrider_request *request);
+
 /* -- Branches ----------------------------------------------------------------------------------------------------- */
 
-/* As outrider_on_span, for the branch of that number, counted from 0 in the order asked for. Returning OUTRIDER_STOP ends
- * that branch alone, and of samples asked for by "n" all of them. A C++ exception ends the run: nothing is kept. */
+/* As outrider_on_span, for the branch of that number, counted from 0 in the order asked for. Returning OUTRIDER_STOP
+ * ends that branch alone, and of samples asked for by "n" all of them. A C++ exception ends the run: nothing is
+ * kept. */
 typedef int32_t (*outrider_on_branch)(void *user, size_t branch, const int64_t *tokens, size_t count, const char *text,
                                       size_t length);
 

@@ -21,6 +21,11 @@ int main(int count, char **words) {
     outrider_result *result = NULL;
     EXPECT_OK(outrider_generate(session, "import", 6, params, NULL, NULL, &result));
     EXPECT_OK(outrider_result_destroy(result));
+    outrider_request *request = NULL;
+    EXPECT_OK(outrider_submit(runtime, "import", 6, params, NULL, NULL, &request));
+    if (i % 2) EXPECT_OK(outrider_request_result(request, -1, &result));
+    if (i % 2) EXPECT_OK(outrider_result_destroy(result));
+    EXPECT_OK(outrider_request_destroy(request));
     EXPECT_OK(outrider_params_destroy(params));
     EXPECT_OK(outrider_session_destroy(session));
     EXPECT_OK(outrider_runtime_close(runtime));

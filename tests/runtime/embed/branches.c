@@ -9,6 +9,8 @@ struct seen {
   size_t stop; /* the branch to end when it first speaks; 4: none */
 };
 
+static size_t with_logprobs; /* branches that had some */
+
 static int32_t collect(void *user, size_t branch, const int64_t *tokens, size_t count, const char *text, size_t length) {
   struct seen *seen = user;
   EXPECT(branch < 4 && text[length] == '\0' && (count == 0 || tokens != NULL));
@@ -36,6 +38,10 @@ static void show(outrider_runtime *runtime, const char *request, const outrider_
     EXPECT_OK(outrider_result_tokens(result, &tokens, &many));
     EXPECT_OK(outrider_result_finish_reason(result, &reason));
     EXPECT(length == seen.length[branch] && memcmp(text, seen.text[branch], length) == 0 && many == seen.tokens[branch]);
+    const outrider_logprobs *logprobs = NULL;
+    EXPECT_OK(outrider_result_logprobs(result, &logprobs));
+    EXPECT(logprobs->count == 0 || (logprobs->count == many && logprobs->top == 2));
+    with_logprobs += logprobs->count > 0;
     EXPECT(reason == (branch == stop ? OUTRIDER_CANCELLED : OUTRIDER_LENGTH));
     if (stop == 4) fwrite(text, 1, length + 1, stdout);
     EXPECT_OK(outrider_result_destroy(result));
@@ -61,8 +67,10 @@ int main(int count, char **words) {
   outrider_params *params = params_of(9);
   const char *three =
       "{\"prompt\": \"import\", \"branches\": [\" os\", {\"prompt\": \" sys\", \"temperature\": 1.0, \"seed\": 4}, "
-      "{\"prompt\": [9, 8], \"logit_bias\": {\"40\": 9}, \"bad_words\": [\"H\"], \"presence_penalty\": 1}]}";
+      "{\"prompt\": [9, 8], \"logit_bias\": {\"40\": 9}, \"bad_words\": [\"H\"], \"presence_penalty\": 1, "
+      "\"logprobs\": 2}]}";
   show(runtime, three, params, 4);
+  EXPECT(with_logprobs == 1);
   show(runtime, "{\"prompt\": [5, 6, 7], \"n\": 4, \"mode\": \"batching\"}", params, 4);
   show(runtime, three, params, 1);
   refuse(one, three, OUTRIDER_REQUEST, "capacity.branches");
@@ -70,14 +78,18 @@ int main(int count, char **words) {
   refuse(runtime, "{\"prompt\": \"a\", \"branches\": 3}", OUTRIDER_REQUEST, "pass a list");
   refuse(runtime, "{\"prompt\": \"a\", \"branches\": [[1, 999]]}", OUTRIDER_REQUEST, "Branch 0: Token id 999");
   refuse(runtime, "{\"prompt\": \"a\", \"branches\": [{\"heat\": 1}]}", OUTRIDER_INVALID_ARGUMENT, "no option 'heat'");
-  refuse(runtime, "{\"prompt\": \"a\", \"branches\": [{\"prompt\": \"b\", \"logprobs\": 1}]}",
-         OUTRIDER_INVALID_ARGUMENT, "no option 'logprobs'");
+  refuse(runtime, "{\"prompt\": \"a\", \"branches\": [{\"prompt\": \"b\", \"client\": \"a\"}]}",
+         OUTRIDER_INVALID_ARGUMENT, "no option 'client'");
   refuse(runtime, "{\"prompt\": \"a\", \"n\": 1000000}", OUTRIDER_REQUEST, "from 1 to 1024");
   refuse(runtime, "{\"prompt\": {}, \"n\": 2}", OUTRIDER_REQUEST, "");
   refuse(runtime, "{\"prompt\": \"a\", \"n\": 2, \"max_parallel\": 99}", OUTRIDER_REQUEST, "max_parallel is 99");
   refuse(runtime, "{\"prompt\": \"a\", \"m\": 2}", OUTRIDER_INVALID_ARGUMENT, "no option 'm'");
   refuse(runtime, "[1]", OUTRIDER_INVALID_ARGUMENT, "request must be a JSON object");
   refuse(runtime, "{", OUTRIDER_INVALID_ARGUMENT, "not JSON");
+  outrider_branches *none = NULL;
+  EXPECT_OK(outrider_params_set_double(params, "deadline", 8, 1));
+  EXPECT_FAILURE(outrider_generate_branches(runtime, three, strlen(three), params, NULL, NULL, &none), OUTRIDER_REQUEST,
+                 "deadline");
   refuse((outrider_runtime *)params, three, OUTRIDER_INVALID_HANDLE, "one of a params");
   EXPECT_OK(outrider_branches_destroy(NULL));
   EXPECT_OK(outrider_params_destroy(params));

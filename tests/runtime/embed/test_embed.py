@@ -8,15 +8,19 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from plans.errors import EmbedError
-from runtime import Runtime
+from runtime import Generation, Runtime
 from runtime.embed import build as embed_build
 from runtime.embed.build import BRIDGE, LIBRARY, build
-from runtime.embed.calls import Kind, Status
+from runtime.embed.calls import MOST_STOPPING, Kind, Status
 
 pytest.importorskip("cffi")
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C and a C++ compiler")
@@ -27,6 +31,8 @@ WARNINGS = ("-Wall", "-Wextra", "-Werror", "-pedantic")
 # Python and ONNX Runtime never give some memory back, and are not built to be watched.
 WATCHED = {"ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=99", "PYTHONMALLOC": "malloc"}
 SANITIZE = ("-fsanitize=address,undefined", "-fno-omit-frame-pointer")
+SANITIZE_THREADS = ("-fsanitize=thread",)
+WATCHED_THREADS = {"TSAN_OPTIONS": "ignore_noninstrumented_modules=1:exitcode=99"}
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +48,21 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("watched")
     build(out, flags=SANITIZE)
     return out
+
+
+@pytest.fixture(scope="session")
+def threaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library with its own accesses under ThreadSanitizer."""
+    out = tmp_path_factory.mktemp("threaded")
+    build(out, flags=SANITIZE_THREADS)
+    return out
+
+
+KINDS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
+    "plain": ("library", (), {}),
+    "watched": ("watched", SANITIZE, WATCHED),
+    "threaded": ("threaded", SANITIZE_THREADS, WATCHED_THREADS),
+}
 
 
 def compiled(name: str, library: Path, to: Path, *flags: str) -> Path:
@@ -88,7 +109,7 @@ def test_it_shows_the_calls_of_the_header_and_nothing_else(library: Path) -> Non
         ["nm", "-D", "--defined-only", str(library / "lib" / LIBRARY)], capture_output=True, text=True, check=True
     ).stdout
     assert {line.split()[-1] for line in listed.splitlines()} == declared
-    assert len(declared) == 32
+    assert len(declared) == 47
     needed = subprocess.run(
         ["readelf", "-d", str(library / "lib" / LIBRARY)], capture_output=True, text=True, check=True
     ).stdout
@@ -159,8 +180,21 @@ def test_the_example_says_what_python_says(chat: Path, reference_plan: Path, ref
         assert found.stdout == "".join(text + "\n" for text in expected)
 
 
-def test_the_example_is_short(chat: Path) -> None:
-    assert len((chat.parent / "chat.c").read_text().splitlines()) <= 60
+def test_the_examples_are_short(chat: Path) -> None:
+    for name, most in (("chat.c", 60), ("serve_many.c", 90)):
+        assert len((chat.parent / name).read_text().splitlines()) <= most
+
+
+def test_the_example_of_many_says_what_python_says(chat: Path, branch_plan: Path) -> None:
+    lines = [f"{word} {number}\n" for number, word in enumerate(("import", "def main", "class", "x =") * 5)]
+    found = run(chat.parent / "serve_many", branch_plan, 12, given="".join(lines))
+    assert found.returncode == 0, found.stderr
+    runtime, expected = Runtime.load(branch_plan), []
+    for number, line in enumerate(lines, 1):
+        generation = runtime.generate(line, max_new_tokens=12, logprobs=0)
+        expected.append(f"{number} ({sum(each.logprob for each in generation.logprobs):.3f}): {generation.text}")
+    together = "\n".join(expected).replace("\r\n", "\n").replace("\r", "\n")  # as `run` reads them
+    assert sorted(found.stdout.split("\n")[:-1]) == sorted(together.split("\n"))
 
 
 def test_a_missing_environment_is_a_sentence(chat: Path, toy_plan: Path, tmp_path: Path) -> None:
@@ -227,6 +261,56 @@ def test_branches_say_what_they_say_in_python(
     assert found == "".join(f"{generation.text}\0" for generation in expected)
 
 
+def only_letters(tokens: list[int], logits: NDArray[np.float32]) -> None:
+    """As requests.c has it."""
+    logits[: 66 + len(tokens) % 3] = logits[91:] = -np.inf
+
+
+# As requests.c has them, each on its own and without drafts.
+REQUESTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"prompt": "import"}, {"logprobs": 3, "temperature": 0.0}),
+    ({"prompt": "import"}, {"ignore_eos": False, "structured_outputs": {"regex": "[a-z]{3,9}=[0-9]{2};"}}),
+    ({"prompt": [5, 6, 7, 8]}, {}),
+    ({"messages": [{"role": "user", "content": "import"}]}, {}),
+    ({"prompt": "import"}, {"generated": [41, 42, 43], "logprobs": 0}),
+    ({"prompt": "import"}, {"logits_processors": [only_letters]}),
+]
+
+
+def told(generation: Generation) -> str:
+    """What requests.c prints of it."""
+    logprobs = generation.logprobs
+    words = [*map(str, generation.token_ids), *(f"{each.logprob:.17g}" for each in logprobs)]
+    words += [f"{token} {logprob:.17g}" for each in logprobs for token, logprob in each.top]
+    return "".join(f"{word} " for word in words) + generation.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_give_together_what_python_gives_alone(
+    kind: str, branch_plan: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    fixture, flags, environment = KINDS[kind]
+    program = compiled("requests.c", request.getfixturevalue(fixture), tmp_path, *flags)
+    found = passes(program, branch_plan, tmp_path, **environment)
+    runtime = Runtime.load(branch_plan, threads=1)
+    common = {"max_new_tokens": 24, "ignore_eos": True, "temperature": 0.9, "drafter": "none"}
+    expected = [
+        runtime.generate(**prompt, **{**common, "seed": 5 + place, **options})
+        for place, (prompt, options) in enumerate(REQUESTS)
+    ]
+    assert found == "".join(told(generation) + "\0" for generation in expected)
+    assert re.fullmatch("[a-z]{3,9}=[0-9]{2};", expected[1].text)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_submit_read_cancel_and_destroy_at_once(
+    kind: str, branch_plan: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    fixture, flags, environment = KINDS[kind]
+    program = compiled("storm.c", request.getfixturevalue(fixture), tmp_path, *flags)
+    assert passes(program, branch_plan, 150, **environment) == "ok\n"
+
+
 def test_each_end_token_of_a_plan_ends_a_text(
     library: Path, toy: Runtime, ending_plan: tuple[Path, dict[str, int]], tmp_path: Path
 ) -> None:
@@ -239,6 +323,17 @@ def test_each_end_token_of_a_plan_ends_a_text(
 
 def test_partial_kv_is_asked_for(library: Path, long_plan: Path, tmp_path: Path) -> None:
     assert passes(compiled("long.c", library, tmp_path), long_plan) == "ok\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "milliseconds"), [("main", 0), ("main", 40), ("main", 150), ("callback", 20), ("logits", 20)]
+)
+def test_a_process_may_end_while_it_generates(
+    library: Path, branch_plan: Path, tmp_path: Path, source: str, milliseconds: int
+) -> None:
+    done = run(compiled("leave.c", library, tmp_path), branch_plan, milliseconds, source)
+    assert (done.returncode, done.stderr) == (3, "")
+    assert time.time() - int(done.stdout) / 1000 < MOST_STOPPING / 2  # it has waited for nothing that does not end
 
 
 def test_exceptions_of_a_callback_end_there(library: Path, toy_plan: Path, branch_plan: Path, tmp_path: Path) -> None:

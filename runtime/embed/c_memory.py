@@ -1,0 +1,88 @@
+"""Texts, tokens and log-probabilities in C's memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runtime.generation import FinishReason, Generation
+from runtime.sampling import TokenLogprob
+
+FINISHED = {FinishReason.STOP: 0, FinishReason.LENGTH: 1, FinishReason.CANCELLED: 2, FinishReason.DEADLINE: 3}
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """A text for C: UTF-8 with a zero behind it, and how long it is without."""
+
+    data: Any
+    length: int
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """An `outrider_logprobs`, and the arrays that it points to."""
+
+    struct: Any
+    arrays: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a generation."""
+
+    tokens: Any
+    count: int
+    text: Bytes
+    logprobs: Logprobs
+    finish_reason: int
+    stats: Bytes
+
+
+@dataclass(frozen=True)
+class SpanStruct:
+    """An `outrider_span`, and what it points to."""
+
+    struct: Any
+    parts: tuple[Any, ...]
+
+
+class CMemory:
+    """Makes what C reads; it lives as long as the object that Python has of it."""
+
+    def __init__(self, ffi: Any) -> None:
+        self._ffi = ffi
+
+    def ids(self, token_ids: Sequence[int]) -> Any:
+        """An int64_t array."""
+        return self._ffi.new("int64_t[]", token_ids)
+
+    def text(self, text: str) -> Bytes:
+        data = text.encode("utf-8", "replace")
+        return Bytes(self._ffi.new("char[]", data), len(data))
+
+    def logprobs(self, given: Sequence[TokenLogprob]) -> Logprobs:
+        """Those of tokens one behind another, which have as many of the most probable tokens each."""
+        new, top = self._ffi.new, len(given[0].top) if given else 0
+        likeliest = [pair for each in given for pair in each.top]
+        chosen = new("double[]", [each.logprob for each in given])
+        tokens, beside = new("int64_t[]", [pair[0] for pair in likeliest]), new("double[]", [p[1] for p in likeliest])
+        made = new("outrider_logprobs *", [len(given), chosen, top, tokens, beside])
+        return Logprobs(made, (chosen, tokens, beside))
+
+    def span(self, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprob], over: bool) -> SpanStruct:
+        ids, told, likely = self.ids(token_ids), self.text(text), self.logprobs(logprobs)
+        made = self._ffi.new("outrider_span *", [ids, len(token_ids), told.data, told.length, likely.struct, int(over)])
+        return SpanStruct(made, (ids, told, likely))
+
+    def result(self, made: Generation) -> Result:
+        return Result(
+            tokens=self.ids(made.token_ids),
+            count=len(made.token_ids),
+            text=self.text(made.text),
+            logprobs=self.logprobs(made.logprobs),
+            finish_reason=FINISHED[made.finish_reason],
+            stats=self.text(json.dumps(made.stats.to_json())),
+        )

@@ -1,0 +1,128 @@
+"""Options as C has them: keys by the calls that set them, and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from plans.errors import RequestError
+from runtime.embed.handles import InvalidArgumentError
+from runtime.prefix_cache.cache import PrefixCacheConfig
+from runtime.scheduler import SchedulerConfig
+
+INTEGERS = (
+    "max_new_tokens", "top_k", "seed", "stream_id", "partial_budget", "min_tokens", "draft_tokens", "draft_depth",
+    "gamma_min", "gamma_max", "logprobs", "priority",
+)  # fmt: skip
+AUTO = -1  # of partial_budget
+DOUBLES = (
+    "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "deadline",
+)  # fmt: skip
+BOOLEANS = ("ignore_eos", "auto_disable", "skip_sample_adjustment", "remember")
+TEXTS = ("drafter", "filter_order", "partial_kv", "client")
+OBJECTS = ("logit_bias", "structured_outputs", "chat_template_kwargs")  # set as texts of JSON
+TEXT_LISTS = ("stop", "bad_words")
+INTEGER_LISTS = ("eos_token_ids", "allowed_token_ids", "generated")
+FUNCTIONS = ("logits_processors",)  # added by a call of their own
+OFFERED = (*INTEGERS, *DOUBLES, *BOOLEANS, *TEXTS, *OBJECTS, *TEXT_LISTS, *INTEGER_LISTS, *FUNCTIONS)
+
+OF_SUBMIT = ("priority", "deadline", "client")
+OF_MESSAGES = ("chat_template_kwargs",)
+OF_A_BRANCH = (
+    "prompt",
+    "predicted_tokens",
+    *(key for key in OFFERED if key not in {*OF_SUBMIT, *OF_MESSAGES, *FUNCTIONS, "generated"}),
+)
+BRANCH_KEYS = ("prompt", "branches", "n", "mode", "max_parallel")
+
+NOT_OFFERED = {
+    "cancel": "an event of Python's; outrider_session_cancel, outrider_request_cancel and callbacks cancel",
+    "constraint": "an object of Python's; logits processors and structured_outputs constrain",
+    "on_round": "a record of drafts, for those who develop drafters; bench and generate --trace have it",
+    "tentative": "spans that may be taken back, for those who show text; the callbacks have no mark for them",
+}
+"""Options of Python's `generate` and `submit` that C has not, and why."""
+
+OPEN_OPTIONS: dict[str, type] = {
+    "backend": str, "threads": int, "verify": bool, "cuda_graphs": bool, "prefix_cache_tokens": int, "exactness": str,
+    "prefix_cache": dict, "scheduler": dict,
+}  # fmt: skip
+_JSON = {str: "string", int: "whole number", bool: "truth value", float: "number", dict: "JSON object"}
+
+
+def refuse(options: Mapping[str, Any], keys: Collection[str], why: str) -> None:
+    """Raise `RequestError` where one of `keys` is among the options, which this call does not have."""
+    for key in keys:
+        if key in options:
+            raise RequestError(f"{key} is given, which {why}.")
+
+
+def open_options(given: str) -> dict[str, Any]:
+    """Keyword arguments of `Runtime.load`. Raises InvalidArgumentError, and RequestError for values out of limits."""
+    options = json_object(given, "options", OPEN_OPTIONS)
+    for key, value in options.items():
+        _check_type(key, value, OPEN_OPTIONS[key])
+    tokens = options.pop("prefix_cache_tokens", 0)
+    if tokens and "prefix_cache" in options:
+        raise InvalidArgumentError("prefix_cache and prefix_cache_tokens are given; pass one of them")
+    if tokens:
+        options["prefix_cache"] = {"max_cached_tokens": tokens}
+    for key, kind in (("prefix_cache", PrefixCacheConfig), ("scheduler", SchedulerConfig)):
+        if key in options:
+            options[key] = kind(**_settings(key, options[key], kind))
+    return options
+
+
+def _settings(
+    name: str, given: dict[str, Any], kind: type[PrefixCacheConfig] | type[SchedulerConfig]
+) -> dict[str, Any]:
+    """Check names, and types as far as defaults tell; the configuration itself checks the rest."""
+    defaults = {field.name: field.default for field in fields(kind)}
+    check_keys(given, defaults)
+    for key, value in given.items():
+        default = defaults[key]
+        if default is not None and default is not MISSING:
+            _check_type(f"{name}.{key}", value, type(default))
+    return given
+
+
+def _check_type(key: str, value: object, kind: type) -> None:
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        raise InvalidArgumentError(f"the option {key!r} is a {_JSON[kind]}, not {json.dumps(value)[:100]}")
+
+
+def json_value(given: str, name: str, what: str) -> Any:
+    """Parse JSON; `what` says what it must be."""
+    try:
+        return json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"{name} must be {what}, and is not JSON: {error}") from None
+
+
+def json_object(given: str, name: str, keys: Collection[str] | None = None) -> dict[str, Any]:
+    """A JSON object with no other keys than these, if any are known; nothing is an empty one."""
+    if not given.strip():
+        return {}
+    value = json_value(given, name, "a JSON object")
+    if not isinstance(value, dict):
+        raise InvalidArgumentError(f'{name} must be a JSON object, such as {{"{next(iter(keys or ("12",)))}": ...}}')
+    if keys is not None:
+        check_keys(value, keys)
+    return value
+
+
+def json_messages(given: str) -> list[Any]:
+    """A conversation: a JSON list. What its messages are to be, the chat template knows."""
+    what = 'a JSON list of messages, such as [{"role": "user", "content": "..."}]'
+    value = json_value(given, "messages", what)
+    if not isinstance(value, list):
+        raise InvalidArgumentError(f"messages must be {what}")
+    return value
+
+
+def check_keys(given: Mapping[str, Any], keys: Collection[str]) -> None:
+    for key in given:
+        if key not in keys:
+            raise InvalidArgumentError(f"there is no option {key[:100]!r}; the options are {', '.join(keys)}")

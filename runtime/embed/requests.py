@@ -1,0 +1,142 @@
+"""Submitted requests as C has them: what was not read yet, and functions that are called until the end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from itertools import chain
+from time import monotonic
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.embed.c_memory import CMemory, SpanStruct
+from runtime.embed.handles import CallbackError, InvalidHandleError
+from runtime.embed.notifier import Notifier
+from runtime.generation import Generation, Span
+from runtime.handle import Handle
+
+OnLogits = Callable[[list[int], NDArray[np.float32]], None]
+
+
+def seconds(milliseconds: int) -> float | None:
+    """A timeout as Python has it: None for one below 0."""
+    return None if milliseconds < 0 else min(milliseconds / 1000, threading.TIMEOUT_MAX)
+
+
+class Functions:
+    """Functions of logits of one submitted request, which the thread that runs the passes calls."""
+
+    def __init__(self) -> None:
+        self._running = threading.RLock()
+        self._ended = False
+
+    def until_the_end(self, function: OnLogits) -> OnLogits:
+        """Return the function as it is to be called: it does nothing after `end`."""
+
+        def call(tokens: list[int], logits: NDArray[np.float32]) -> None:
+            with self._running:
+                if not self._ended:
+                    function(tokens, logits)
+
+        return call
+
+    def end(self) -> None:
+        """Call them no more; wait for one that runs, unless this is called from it."""
+        with self._running:
+            self._ended = True
+
+
+class OpenRequest:
+    """A handle of the runtime's, how far C has read it, and all spans that C was given."""
+
+    def __init__(self, handle: Handle, functions: Functions, memory: CMemory, notifier: Notifier) -> None:
+        self._handle, self._functions, self._memory, self._notifier = handle, functions, memory, notifier
+        self._reading = threading.Lock()
+        self._read = 0  # spans
+        self._given: list[SpanStruct] = []
+        self._end: SpanStruct | None = None  # what is read behind the last token
+        self._failure: CallbackError | None = None  # of the notification
+        self._destroyed = False
+        self._stop_listening: Callable[[], None] = _nothing
+
+    def notify(self, call: Callable[[], None]) -> None:
+        """Have `call` called by the notifier when there is something to read. It raises CallbackError."""
+        self._notifier.add(self, lambda: self._call(call))
+        self._stop_listening = self._handle.listen(lambda: self._notifier.tell(self))
+
+    def _call(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except CallbackError as error:
+            self._failure = error
+            self._notifier.remove(self)
+            self.cancel()
+
+    def next(self, timeout: float | None) -> Any:
+        """The `outrider_span` of all that has come since the last call. Raises TimeoutError, and what ended it."""
+        until = None if timeout is None else monotonic() + timeout
+        if not self._reading.acquire(timeout=-1 if timeout is None else timeout):
+            raise _late(timeout)
+        try:
+            left = None if until is None else max(0.0, until - monotonic())
+            spans, done = self._handle.read(self._read, left)
+            if self._destroyed:  # by another thread: what would be given is not kept
+                raise InvalidHandleError("the request was destroyed while this call waited for it")
+            if not spans and not done:
+                raise _late(timeout)
+            if not spans:
+                return self._last().struct
+            self._read += len(spans)
+            made = self._struct(spans, over=done and self._error is None)
+            self._given.append(made)
+            return made.struct
+        finally:
+            self._reading.release()
+
+    def _last(self) -> SpanStruct:
+        """The span behind the last token, or the error that ended the request."""
+        if self._error is not None:
+            raise self._error.with_traceback(None)  # which would grow with every call
+        if self._end is None:
+            self._end = self._struct([], over=True)
+        return self._end
+
+    def _struct(self, spans: list[Span], over: bool) -> SpanStruct:
+        ids = list(chain.from_iterable(span.token_ids for span in spans))
+        logprobs = list(chain.from_iterable(span.logprobs for span in spans))
+        return self._memory.span(ids, "".join(span.text for span in spans), logprobs, over)
+
+    def result(self, timeout: float | None) -> Generation:
+        """The whole generation. Raises TimeoutError, and what ended it."""
+        try:
+            made = self._handle.result(timeout)
+        except TimeoutError:
+            raise _late(timeout) from None
+        if self._failure is not None:
+            raise self._failure
+        return made
+
+    @property
+    def _error(self) -> Exception | None:
+        return self._failure or self._handle.error
+
+    def cancel(self) -> None:
+        self._handle.cancel()
+
+    def destroy(self) -> None:
+        """End it, and wait for a function of the program's that runs in another thread."""
+        self._destroyed = True
+        self.cancel()
+        self._stop_listening()
+        self._notifier.remove(self)
+        self._functions.end()
+
+
+def _late(timeout: float | None) -> TimeoutError:
+    return TimeoutError(f"nothing has come of the request in {timeout} s; call again, or cancel it")
+
+
+def _nothing() -> None:
+    """End the listening of a request that nobody listens to."""
