@@ -15,16 +15,56 @@ static outrider_set_error *tell;
 void outrider_tell(const char *text, size_t length);
 void outrider_tell(const char *text, size_t length) { tell(text, length); }
 
-static int start_python(const char *home, char *why, size_t size) {
+#ifdef OUTRIDER_BUNDLE
+
+/* An interpreter of its own at `home`: it reads no environment, no locale and no folder but `home`/python. */
+static PyStatus configure(PyConfig *config, const char *home) {
+  PyPreConfig first;
+  PyPreConfig_InitIsolatedConfig(&first);
+  first.utf8_mode = 1;
+  PyStatus status = Py_PreInitialize(&first);
+  if (PyStatus_Exception(status)) return status;
+  PyConfig_InitIsolatedConfig(config);
+  config->site_import = 0;
+  config->write_bytecode = 0;
+  config->pathconfig_warnings = 0;
+  wchar_t **const folders[] = {&config->home,        &config->prefix,      &config->base_prefix,
+                               &config->exec_prefix, &config->base_exec_prefix};
+  for (size_t i = 0; i < sizeof folders / sizeof *folders; ++i) {
+    status = PyConfig_SetBytesString(config, folders[i], home);
+    if (PyStatus_Exception(status)) return status;
+  }
+  char modules[4096];
+  snprintf(modules, sizeof modules, "%s/python", home);
+  wchar_t *decoded = Py_DecodeLocale(modules, NULL);
+  if (decoded == NULL) return PyStatus_NoMemory();
+  config->module_search_paths_set = 1;
+  status = PyWideStringList_Append(&config->module_search_paths, decoded);
+  PyMem_RawFree(decoded);
+  return status;
+}
+
+#else
+
+/* That of the environment `home`. */
+static PyStatus configure(PyConfig *config, const char *home) {
   char program[4096];
-  if ((size_t)snprintf(program, sizeof program, "%s/bin/python3", home) >= sizeof program) return 0;
-  PyConfig config;
-  PyConfig_InitPythonConfig(&config);
+  PyConfig_InitPythonConfig(config);
+  if ((size_t)snprintf(program, sizeof program, "%s/bin/python3", home) >= sizeof program) {
+    return PyStatus_Error("the path of its folder is too long");
+  }
+  config->parse_argv = 0;
+  config->use_environment = 0; /* PYTHONHOME and the like are for other interpreters */
+  config->user_site_directory = 0;
+  return PyConfig_SetBytesString(config, &config->program_name, program);
+}
+
+#endif
+
+static int start_python(const char *home, char *why, size_t size) {
+  PyConfig config = {0};
+  PyStatus status = configure(&config, home);
   config.install_signal_handlers = 0; /* they are the application's */
-  config.parse_argv = 0;
-  config.use_environment = 0; /* PYTHONHOME and the like are for other interpreters */
-  config.user_site_directory = 0;
-  PyStatus status = PyConfig_SetBytesString(&config, &config.program_name, program);
   if (!PyStatus_Exception(status)) status = Py_InitializeFromConfig(&config);
   PyConfig_Clear(&config);
   if (PyStatus_Exception(status)) {
@@ -61,6 +101,14 @@ __attribute__((visibility("default"))) outrider_bridge_start_function outrider_b
 
 int outrider_bridge_start(const char *home, outrider_set_error *set_error, char *why, size_t size) {
   tell = set_error;
+#ifdef OUTRIDER_BUNDLE
+  static int started;
+  if (!started && Py_IsInitialized()) {
+    snprintf(why, size, "this process runs a Python of its own, and a bundle's cannot run beside it");
+    return 0;
+  }
+  started = 1;
+#endif
   if (!Py_IsInitialized() && !start_python(home, why, size)) return 0;
   /* Asked first: cffi would print what is missing. */
   if (!can_import("_cffi_backend", why, size) || !can_import("runtime.embed.calls", why, size)) return 0;

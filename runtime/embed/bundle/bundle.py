@@ -1,0 +1,216 @@
+"""Makes a bundle, step by step: modules, libraries, our own two libraries, licences, a list of it all, a first start."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import py_compile
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.metadata import distribution, version
+from pathlib import Path
+from tempfile import TemporaryDirectory, mkdtemp
+
+from plans.errors import EmbedError
+from plugins.onnxruntime_ops import cpu_library
+from runtime.embed.build import BRIDGE, LIBRARY, Compilers, Home, build_for, python_library
+from runtime.embed.bundle.component import Component, of_distribution, of_library, of_python, write_licences
+from runtime.embed.bundle.contents import FILES, INTERPRETER, LEFT_OUT, OURS, ROOTS
+from runtime.embed.bundle.modules import PYTHON, Module, find_modules
+from runtime.embed.bundle.shared_objects import Tools
+
+LIST = "bundle.json"
+PRIVATE = Path("lib/outrider")
+"""Folder of the interpreter and of the libraries that only the bundle uses."""
+MODULES = PRIVATE / "python"
+"""The one folder that modules are imported from."""
+_CHECK = Path(__file__).resolve().parent / "check.c"
+_RPATH = ("-Wl,-rpath,$ORIGIN/outrider", "-Wl,--disable-new-dtags")  # before LD_LIBRARY_PATH, and for what they load
+_HOME = Home(("-DOUTRIDER_BUNDLE",), _RPATH, _RPATH)
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What was made: `bytes` with everything, and what its maker should look at before it is passed on."""
+
+    folder: Path
+    bytes: int
+    components: list[Component]
+    glibc: str
+    warnings: list[str]
+
+
+def bundle(out: Path, report: Callable[[str], None] = lambda text: None) -> Bundle:
+    """Make a bundle at `out`, which is whole or not there; a bundle that lies there is replaced.
+
+    Raises `EmbedError` for a folder that is none of ours or cannot be written, where a tool, a compiler, cffi or
+    Python's shared library is missing, and where the bundle does not start.
+    """
+    if out.exists() and not (out / LIST).is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise EmbedError(f"{out} exists and is no bundle, so it is not replaced; pass another folder")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        try:
+            folder.chmod(0o755)
+            made = _Maker(folder, report).make()
+            if out.exists():
+                shutil.rmtree(out)
+            folder.rename(out)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    except OSError as error:
+        raise EmbedError(f"the bundle cannot be written to {out}: {error}; pass another folder") from None
+    return Bundle(out, made.bytes, made.components, made.glibc, made.warnings)
+
+
+class _Maker:
+    """A bundle while it is made in `folder`."""
+
+    def __init__(self, folder: Path, report: Callable[[str], None]) -> None:
+        self._folder, self._report = folder, report
+        self._tools, self._compilers = Tools(), Compilers(())
+        self._components: dict[str, Component] = {}
+        self._originals: dict[Path, Path] = {}  # of shared objects, by their place in the bundle
+        self._python = python_library()
+
+    def make(self) -> Bundle:
+        self._report("reading imports")
+        modules = find_modules((*ROOTS, *INTERPRETER))
+        self._report("modules")
+        for module in modules:
+            self._add_module(module)
+        for name, patterns in FILES.items():
+            self._add_files(name, patterns)
+        self._add_shared(cpu_library(), MODULES / "plugins", OURS[0])
+        self._add_shared(self._python, PRIVATE, PYTHON)
+        self._report("the C library")
+        self._add_library()
+        self._report("libraries")
+        self._add_needed()
+        self._slim()
+        self._report("licences")
+        components = sorted(self._components.values(), key=lambda each: each.name.lower())
+        write_licences(components, self._folder / "licences")
+        major, minor = self._tools.glibc(self._folder / place for place in self._originals)
+        made = Bundle(self._folder, 0, components, f"{major}.{minor}", _warnings(components))
+        self._write_list(made)
+        self._report("starting it")
+        self._check([module.name for module in modules if module.is_compiled])
+        total = sum(path.lstat().st_size for path in self._folder.rglob("*") if not path.is_dir())
+        return Bundle(made.folder, total, components, made.glibc, made.warnings)
+
+    def _component(self, name: str) -> Component:
+        if name not in self._components:
+            self._components[name] = of_python() if name == PYTHON else of_distribution(name)
+        return self._components[name]
+
+    def _add_module(self, module: Module) -> None:
+        if module.is_compiled:
+            self._add_shared(module.path, MODULES / module.place.parent, module.component)
+            return
+        place = MODULES / module.place.with_suffix(".pyc")
+        (self._folder / place).parent.mkdir(parents=True, exist_ok=True)
+        py_compile.compile(
+            str(module.path), str(self._folder / place), dfile=f"outrider/{module.place}", doraise=True, optimize=0,
+            invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
+        )  # fmt: skip
+        self._component(module.component).files.append(place.as_posix())
+
+    def _add_files(self, name: str, patterns: Iterable[str]) -> None:
+        found = distribution(name)
+        for file in found.files or ():
+            path = Path(str(found.locate_file(file)))
+            if not any(file.match(pattern) for pattern in patterns):
+                continue
+            if path.suffix == ".so":
+                self._add_shared(path, MODULES / file.parent, name)
+                continue
+            place = MODULES / file
+            (self._folder / place).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, self._folder / place)
+            self._component(name).files.append(place.as_posix())
+
+    def _add_shared(self, path: Path, folder: Path, component: str) -> None:
+        place = folder / path.name
+        (self._folder / folder).mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, self._folder / place)
+        (self._folder / place).chmod(0o755)
+        self._originals[place] = path
+        self._component(component).files.append(place.as_posix())
+
+    def _add_library(self) -> None:
+        for path in build_for(_HOME, self._folder, lambda part: None, self._compilers):
+            place = path.relative_to(self._folder)
+            self._component(OURS[0]).files.append(place.as_posix())
+            if path.name in (LIBRARY, BRIDGE):
+                self._originals[place] = path
+
+    def _add_needed(self) -> None:
+        """Copy libraries that the shared objects need: those of a package to where they lie in it, others to ours."""
+        for place, original in list(self._originals.items()):
+            folders = [folder for folder in self._tools.run_paths(original) if folder.startswith("$ORIGIN/")]
+            for name, path in self._tools.libraries(original).items():
+                if name == self._python.name:
+                    continue
+                within = [folder for folder in folders if (original.parent / folder[8:] / name).is_file()]
+                if within:
+                    to = Path(os.path.normpath(place.parent / within[0].removeprefix("$ORIGIN/")))
+                    self._add_once(path, to, name, self._owner(place))
+                elif not any(known.name == name for known in self._originals):
+                    self._add_once(path, PRIVATE, name, None)
+
+    def _owner(self, place: Path) -> str:
+        return next(name for name, each in self._components.items() if place.as_posix() in each.files)
+
+    def _add_once(self, path: Path, folder: Path, name: str, component: str | None) -> None:
+        if folder / name in self._originals:
+            return
+        if component is None:
+            found = of_library(path)
+            component = found.name
+            self._components.setdefault(component, found)
+        self._add_shared(path.parent / name, folder, component)
+
+    def _slim(self) -> None:
+        for place in self._originals:
+            self._tools.strip(self._folder / place)
+            self._tools.make_relative(self._folder / place)
+
+    def _write_list(self, made: Bundle) -> None:
+        listed = {
+            "outrider": version(OURS[0]),
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+            "glibc": made.glibc,
+            "components": [component.to_json(self._folder) for component in made.components],
+            "left_out": LEFT_OUT,
+        }
+        (self._folder / LIST).write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")
+
+    def _check(self, modules: list[str]) -> None:
+        """Start the bundle without this environment, and load every shared object."""
+        lib = self._folder / "lib"
+        with TemporaryDirectory(prefix="outrider-check-") as folder:
+            program = Path(folder) / "check"
+            self._compilers.run(
+                "C", "-std=gnu11", f"-I{self._folder / 'include'}", _CHECK, "-o", program, f"-L{lib}", "-loutrider",
+                f"-Wl,-rpath,{lib}", "-ldl",
+            )  # fmt: skip
+            done = subprocess.run(
+                [program, *modules], cwd=folder, env={}, capture_output=True, text=True, check=False, timeout=300
+            )
+        if done.returncode:
+            said = done.stderr.strip() or f"exit status {done.returncode}"
+            raise EmbedError(f"the bundle does not start: {said[-3000:]}")
+
+
+def _warnings(components: list[Component]) -> list[str]:
+    return [
+        f"no licence text of {each.name} {each.version} was found here; add it to licences/ before you pass it on"
+        for each in components
+        if not each.texts
+    ]
