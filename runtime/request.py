@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal
 
-from plans.chat_template import check_text
+from plans.text_check import check_text
 from plans.errors import RequestError
 from plans.manifest import Manifest, rejects
 from plans.partial_kv import PARTIAL_MODES, PartialKv, PartialMode

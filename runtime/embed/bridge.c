@@ -97,21 +97,43 @@ static int can_import(const char *module, char *why, size_t size) {
   return found != NULL;
 }
 
+/* Modules are made to stay: whoever looks for garbage among them, now or later, finds none. */
+static void look_for_garbage(int yes) {
+  const PyGILState_STATE state = PyGILState_Ensure();
+  if (!yes) PyGC_Disable();
+  PyObject *collector = yes ? PyImport_ImportModule("gc") : NULL;
+  PyObject *done = collector == NULL ? NULL : PyObject_CallMethod(collector, "freeze", NULL);
+  if (yes) PyErr_Clear();
+  if (yes) PyGC_Enable();
+  Py_XDECREF(done);
+  Py_XDECREF(collector);
+  PyGILState_Release(state);
+}
+
+/* cffi's own module is asked for first: cffi would print what is missing. */
+static int import_outrider(char *why, size_t size) {
+  return can_import("_cffi_backend", why, size) && can_import("runtime.embed.calls", why, size);
+}
+
 __attribute__((visibility("default"))) outrider_bridge_start_function outrider_bridge_start;
 
 int outrider_bridge_start(const char *home, outrider_set_error *set_error, char *why, size_t size) {
+  static int ours;
   tell = set_error;
+  if (!Py_IsInitialized()) {
+    if (!start_python(home, why, size)) return 0;
+    ours = 1;
+  }
 #ifdef OUTRIDER_BUNDLE
-  static int started;
-  if (!started && Py_IsInitialized()) {
+  if (!ours) {
     snprintf(why, size, "this process runs a Python of its own, and a bundle's cannot run beside it");
     return 0;
   }
-  started = 1;
 #endif
-  if (!Py_IsInitialized() && !start_python(home, why, size)) return 0;
-  /* Asked first: cffi would print what is missing. */
-  if (!can_import("_cffi_backend", why, size) || !can_import("runtime.embed.calls", why, size)) return 0;
+  if (ours) look_for_garbage(0);
+  const int imported = import_outrider(why, size);
+  if (ours) look_for_garbage(1);
+  if (!imported) return 0;
   snprintf(why, size, "its interpreter does not get as far as Outrider's own code");
   return outrider_py_ready(why, size) == 1;
 }

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from threading import Thread
 
-from plans.chat_template import check_text
+from plans.text_check import check_text
 from plans.errors import RequestError
 from runtime.branch_request import LatePrompt
 from runtime.generation import Generation

@@ -28,8 +28,7 @@ PRIVATE = Path("lib/outrider")
 MODULES = PRIVATE / "python"
 """The one folder that modules are imported from."""
 _CHECK = Path(__file__).resolve().parent / "check.c"
-_RPATH = ("-Wl,-rpath,$ORIGIN/outrider", "-Wl,--disable-new-dtags")  # before LD_LIBRARY_PATH, and for what they load
-_HOME = Home(("-DOUTRIDER_BUNDLE",), _RPATH, _RPATH)
+_RPATH = ("-Wl,-rpath,$ORIGIN/outrider", "-Wl,--disable-new-dtags")  # which comes before LD_LIBRARY_PATH
 
 
 @dataclass(frozen=True)
@@ -87,9 +86,10 @@ class _Maker:
             self._add_files(name, patterns)
         self._add_shared(cpu_library(), MODULES / "plugins", OURS[0])
         self._add_shared(self._python, PRIVATE, PYTHON)
+        self._report("libraries")
+        self._add_needed()
         self._report("the C library")
         self._add_library()
-        self._report("libraries")
         self._add_needed()
         self._slim()
         self._report("licences")
@@ -143,7 +143,10 @@ class _Maker:
         self._component(component).files.append(place.as_posix())
 
     def _add_library(self) -> None:
-        for path in build_for(_HOME, self._folder, lambda part: None, self._compilers):
+        """Link the bridge with all private libraries: modules then find them by name, wherever they look themselves."""
+        private = [str(self._folder / place) for place in self._originals if place.parent == PRIVATE]
+        home = Home(("-DOUTRIDER_BUNDLE",), ("-Wl,--no-as-needed", *private, *_RPATH), _RPATH)
+        for path in build_for(home, self._folder, lambda part: None, self._compilers):
             place = path.relative_to(self._folder)
             self._component(OURS[0]).files.append(place.as_posix())
             if path.name in (LIBRARY, BRIDGE):
