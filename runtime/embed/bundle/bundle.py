@@ -1,4 +1,4 @@
-"""Makes a bundle, step by step: modules, libraries, our own two libraries, licences, a list of it all, a first start."""
+"""Makes a bundle, step by step: modules, libraries, our own two, licences, a list of it all, a first start."""
 
 from __future__ import annotations
 
@@ -33,13 +33,31 @@ _RPATH = ("-Wl,-rpath,$ORIGIN/outrider", "-Wl,--disable-new-dtags")  # which com
 
 @dataclass(frozen=True)
 class Bundle:
-    """What was made: `bytes` with everything, and what its maker should look at before it is passed on."""
+    """A bundle that was made: `bytes` with everything, the oldest `glibc` and the `machine` that run it."""
 
     folder: Path
     bytes: int
     components: list[Component]
     glibc: str
-    warnings: list[str]
+    machine: str
+
+    @property
+    def warnings(self) -> list[str]:
+        """What its maker should see to before it is passed on."""
+        return [
+            f"no licence text of {each.name} {each.version} was found here; add it to licences/ before you pass it on"
+            for each in self.components
+            if not each.texts
+        ]
+
+    def to_json(self) -> dict[str, object]:
+        """The stable keys of `--bundle --json`."""
+        components = [
+            {"name": each.name, "version": each.version, "licence": each.licence, "bytes": each.bytes}
+            for each in self.components
+        ]
+        facts = {"folder": str(self.folder), "bytes": self.bytes, "glibc": self.glibc, "machine": self.machine}
+        return {**facts, "components": components, "warnings": self.warnings}
 
 
 def bundle(out: Path, report: Callable[[str], None] = lambda text: None) -> Bundle:
@@ -55,7 +73,8 @@ def bundle(out: Path, report: Callable[[str], None] = lambda text: None) -> Bund
         folder = Path(mkdtemp(prefix=f".{out.name}.", dir=out.parent))
         try:
             folder.chmod(0o755)
-            made = _Maker(folder, report).make()
+            maker = _Maker(folder.resolve(), report)
+            maker.make()
             if out.exists():
                 shutil.rmtree(out)
             folder.rename(out)
@@ -63,7 +82,7 @@ def bundle(out: Path, report: Callable[[str], None] = lambda text: None) -> Bund
             shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
         raise EmbedError(f"the bundle cannot be written to {out}: {error}; pass another folder") from None
-    return Bundle(out, made.bytes, made.components, made.glibc, made.warnings)
+    return maker.made(out)
 
 
 class _Maker:
@@ -75,8 +94,9 @@ class _Maker:
         self._components: dict[str, Component] = {}
         self._originals: dict[Path, Path] = {}  # of shared objects, by their place in the bundle
         self._python = python_library()
+        self._glibc = ""
 
-    def make(self) -> Bundle:
+    def make(self) -> None:
         self._report("reading imports")
         modules = find_modules((*ROOTS, *INTERPRETER))
         self._report("modules")
@@ -92,16 +112,21 @@ class _Maker:
         self._add_library()
         self._add_needed()
         self._slim()
-        self._report("licences")
-        components = sorted(self._components.values(), key=lambda each: each.name.lower())
-        write_licences(components, self._folder / "licences")
         major, minor = self._tools.glibc(self._folder / place for place in self._originals)
-        made = Bundle(self._folder, 0, components, f"{major}.{minor}", _warnings(components))
-        self._write_list(made)
+        self._glibc = f"{major}.{minor}"
+        self._report("licences")
+        write_licences(self._components.values(), self._folder / "licences")
+        self._write_list()
         self._report("starting it")
         self._check([module.name for module in modules if module.is_compiled])
-        total = sum(path.lstat().st_size for path in self._folder.rglob("*") if not path.is_dir())
-        return Bundle(made.folder, total, components, made.glibc, made.warnings)
+
+    def made(self, folder: Path) -> Bundle:
+        """What was made, which lies at `folder` now."""
+        total = sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
+        return Bundle(folder, total, self._sorted(), self._glibc, platform.machine())
+
+    def _sorted(self) -> list[Component]:
+        return sorted(self._components.values(), key=lambda each: each.name.lower())
 
     def _component(self, name: str) -> Component:
         if name not in self._components:
@@ -183,13 +208,15 @@ class _Maker:
             self._tools.strip(self._folder / place)
             self._tools.make_relative(self._folder / place)
 
-    def _write_list(self, made: Bundle) -> None:
+    def _write_list(self) -> None:
+        for each in self._components.values():
+            each.bytes = sum((self._folder / file).lstat().st_size for file in each.files)
         listed = {
             "outrider": version(OURS[0]),
             "python": platform.python_version(),
             "machine": platform.machine(),
-            "glibc": made.glibc,
-            "components": [component.to_json(self._folder) for component in made.components],
+            "glibc": self._glibc,
+            "components": [each.to_json() for each in self._sorted()],
             "left_out": LEFT_OUT,
         }
         (self._folder / LIST).write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")
@@ -209,11 +236,3 @@ class _Maker:
         if done.returncode:
             said = done.stderr.strip() or f"exit status {done.returncode}"
             raise EmbedError(f"the bundle does not start: {said[-3000:]}")
-
-
-def _warnings(components: list[Component]) -> list[str]:
-    return [
-        f"no licence text of {each.name} {each.version} was found here; add it to licences/ before you pass it on"
-        for each in components
-        if not each.texts
-    ]

@@ -16,6 +16,8 @@ from runtime.embed.bundle.contents import OURS
 from runtime.embed.bundle.modules import PYTHON
 
 _LICENCE_FILE = re.compile(r"(LICEN[CS]E|COPYING|NOTICE|ThirdPartyNotices)", re.IGNORECASE)
+_LICENCES = Path("/usr/share/common-licenses")
+_COMMON = re.compile(rf"{_LICENCES}/([A-Za-z]+(?:-[0-9.]*[0-9])?)")
 _APACHE = "Apache-2.0"
 _LIBRARIES = {
     "libstdc++": "GPL-3.0-or-later WITH GCC-exception-3.1",
@@ -33,7 +35,8 @@ _LIBRARIES = {
 class Component:
     """A distribution, Python, or a library of the system. `licence` is "unknown" where nothing says it.
 
-    `files` are those in the bundle, relative to it; `texts` the licence's own, by the names that they get.
+    `files` are those in the bundle, relative to it, and `bytes` how large they are; `texts` are the licence's own, by
+    the names that they get there.
     """
 
     name: str
@@ -41,15 +44,16 @@ class Component:
     licence: str
     texts: Mapping[str, Path]
     files: list[str] = field(default_factory=list)
+    bytes: int = 0
 
-    def to_json(self, root: Path) -> dict[str, object]:
+    def to_json(self) -> dict[str, object]:
         """The entry of `bundle.json`."""
         return {
             "name": self.name,
             "version": self.version,
             "licence": self.licence,
             "licence_files": [f"licences/{self.name}/{name}" for name in sorted(self.texts)],
-            "bytes": sum((root / file).stat().st_size for file in self.files),
+            "bytes": self.bytes,
             "files": sorted(self.files),
         }
 
@@ -111,8 +115,12 @@ def _package(path: Path) -> str:
 
 
 def _system_texts(package: str) -> dict[str, Path]:
-    text = Path("/usr/share/doc") / package.partition(":")[0] / "copyright"
-    return {"copyright": text} if package and text.is_file() else {}
+    """What Debian says of a package's licence, and the texts that this refers to."""
+    said = Path("/usr/share/doc") / package.partition(":")[0] / "copyright"
+    if not package or not said.is_file():
+        return {}
+    common = set(_COMMON.findall(said.read_text(encoding="utf-8", errors="replace")))
+    return {"copyright": said} | {name: path for name in common if (path := _LICENCES / name).is_file()}
 
 
 def _output(*words: str) -> str:

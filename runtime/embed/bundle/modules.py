@@ -1,4 +1,4 @@
-"""Which modules a bundle needs: the imports of its roots are read, not run, wherever they stand, and those of theirs."""
+"""Which modules a bundle needs: imports are read, not run, wherever they stand, from the roots on."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _owners() -> dict[str, str]:
             top = file.parts[0].partition(".")[0]
             if file.suffix in (".py", ".so") and "-" not in top and top != "":
                 owners.setdefault(top, name)
-    owners |= {name: PYTHON for name in HIDDEN["sysconfig"]}
+    owners |= dict.fromkeys(HIDDEN["sysconfig"], PYTHON)
     return owners | dict.fromkeys(OURS[1], OURS[0])
 
 
@@ -107,10 +107,13 @@ def _find(name: str) -> ModuleSpec | None:
         if parent is None or parent.submodule_search_locations is None:
             return None
         path = list(parent.submodule_search_locations)
-    if (spec := PathFinder.find_spec(name, path)) is not None and spec.origin is not None:
-        return spec
-    # An editable install finds compiled modules apart from its sources.
-    return next((spec for finder in sys.meta_path if (spec := finder.find_spec(name, path)) is not None), None)
+    try:
+        if (spec := PathFinder.find_spec(name, path)) is not None and spec.origin is not None:
+            return spec
+        # An editable install finds compiled modules apart from its sources.
+        return next((spec for finder in sys.meta_path if (spec := finder.find_spec(name, path)) is not None), None)
+    except KeyError:  # a folder without `__init__.py` in a package that is not loaded: no module of any package here
+        return None
 
 
 def _expand(name: str) -> Iterator[str]:
@@ -136,7 +139,10 @@ def _within(folder: Path, package: str) -> Iterator[str]:
 
 
 def _imports(module: Module) -> Iterator[str]:
-    """Names that a file may import: of `from a import b`, `a` and `a.b`, which may be a module. Not for type checkers."""
+    """Names that a file may import: of `from a import b`, `a` and `a.b`, which may be a module.
+
+    What only type checkers read is left out.
+    """
     package = module.name if module.is_package else module.name.rpartition(".")[0]
     waiting: list[ast.AST] = [ast.parse(module.path.read_bytes())]
     while waiting:
