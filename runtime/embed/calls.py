@@ -47,6 +47,7 @@ STATUS: tuple[tuple[type[BaseException], Status], ...] = (
     (RequestError, Status.REQUEST),
     (OutriderError, Status.PLAN),
     (MemoryError, Status.NO_MEMORY),
+    (ImportError, Status.ENVIRONMENT),
 )
 FINISHED = {FinishReason.STOP: 0, FinishReason.LENGTH: 1, FinishReason.CANCELLED: 2, FinishReason.DEADLINE: 2}
 OPEN_OPTIONS: dict[str, type] = {
@@ -154,6 +155,8 @@ class Calls:
         text = str(error) or type(error).__name__
         if status is Status.NO_MEMORY:
             text = "there is not enough memory for this"
+        elif status is Status.ENVIRONMENT:
+            text = f"Outrider's environment is incomplete ({error}); copy or install it whole again"
         elif status is Status.INTERNAL:
             text = f"a fault of Outrider's own, please report it: {type(error).__name__}: {error}"
         data = text.encode("utf-8", "replace").replace(b"\0", b"?")
