@@ -69,7 +69,8 @@ def of_distribution(name: str) -> Component:
             below = file.parts[file.parts.index("licenses") + 1 :] if "licenses" in file.parts else file.parts[-1:]
             texts["-".join(below)] = path
     classified = [value.rpartition(" :: ")[2] for value in metadata.get_all("Classifier") or () if "License" in value]
-    licence = metadata.get("License-Expression") or ", ".join(classified) or metadata.get("License") or "unknown"
+    named = [metadata[key] for key in ("License-Expression", "License") if key in metadata]
+    licence = ", ".join(named[:1] if "License-Expression" in metadata else classified or named) or "unknown"
     if not texts and "Apache" in licence:
         texts["LICENSE"] = _apache_text()
     return Component(name, found.version, licence, texts)
