@@ -97,16 +97,22 @@ static int can_import(const char *module, char *why, size_t size) {
   return found != NULL;
 }
 
-/* Modules are made to stay: whoever looks for garbage among them, now or later, finds none. */
-static void look_for_garbage(int yes) {
+/* While modules are imported, nothing is garbage. */
+static void stop_collecting(void) {
   const PyGILState_STATE state = PyGILState_Ensure();
-  if (!yes) PyGC_Disable();
-  PyObject *collector = yes ? PyImport_ImportModule("gc") : NULL;
+  PyGC_Disable();
+  PyGILState_Release(state);
+}
+
+/* Modules stay: the collector need not look at them again. */
+static void collect_later_objects(void) {
+  const PyGILState_STATE state = PyGILState_Ensure();
+  PyObject *collector = PyImport_ImportModule("gc");
   PyObject *done = collector == NULL ? NULL : PyObject_CallMethod(collector, "freeze", NULL);
-  if (yes) PyErr_Clear();
-  if (yes) PyGC_Enable();
+  PyErr_Clear();
   Py_XDECREF(done);
   Py_XDECREF(collector);
+  PyGC_Enable();
   PyGILState_Release(state);
 }
 
@@ -130,9 +136,9 @@ int outrider_bridge_start(const char *home, outrider_set_error *set_error, char 
     return 0;
   }
 #endif
-  if (ours) look_for_garbage(0);
+  if (ours) stop_collecting();
   const int imported = import_outrider(why, size);
-  if (ours) look_for_garbage(1);
+  if (ours) collect_later_objects();
   if (!imported) return 0;
   snprintf(why, size, "its interpreter does not get as far as Outrider's own code");
   return outrider_py_ready(why, size) == 1;

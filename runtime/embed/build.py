@@ -79,7 +79,7 @@ endif()
 
 @dataclass(frozen=True)
 class Home:
-    """Where the libraries find their interpreter: flags of the bridge and of the library, and of what links them."""
+    """Where the libraries find their interpreter, as flags of the compilers."""
 
     compile: tuple[str, ...]
     link_bridge: tuple[str, ...]

@@ -180,28 +180,30 @@ class _Maker:
     def _add_needed(self) -> None:
         """Copy libraries that the shared objects need: those of a package to where they lie in it, others to ours."""
         for place, original in list(self._originals.items()):
-            folders = [folder for folder in self._tools.run_paths(original) if folder.startswith("$ORIGIN/")]
             for name, path in self._tools.libraries(original).items():
-                if name == self._python.name:
+                if any(known.name == name for known in self._originals):
                     continue
-                within = [folder for folder in folders if (original.parent / folder[8:] / name).is_file()]
-                if within:
-                    to = Path(os.path.normpath(place.parent / within[0].removeprefix("$ORIGIN/")))
-                    self._add_once(path, to, name, self._owner(place))
-                elif not any(known.name == name for known in self._originals):
-                    self._add_once(path, PRIVATE, name, None)
+                library, in_package = path.parent / name, self._within_package(place, original, name)
+                if in_package is not None:
+                    self._add_shared(library, in_package, self._owner(place))
+                else:
+                    self._add_shared(library, PRIVATE, self._system_library(path))
+
+    def _within_package(self, place: Path, original: Path, name: str) -> Path | None:
+        """The folder of the bundle for a library that a package has brought for `original`; None for another one."""
+        for folder in self._tools.run_paths(original):
+            relative = folder.removeprefix("$ORIGIN/")
+            if relative != folder and (original.parent / relative / name).is_file():
+                return Path(os.path.normpath(place.parent / relative))
+        return None
 
     def _owner(self, place: Path) -> str:
         return next(name for name, each in self._components.items() if place.as_posix() in each.files)
 
-    def _add_once(self, path: Path, folder: Path, name: str, component: str | None) -> None:
-        if folder / name in self._originals:
-            return
-        if component is None:
-            found = of_library(path)
-            component = found.name
-            self._components.setdefault(component, found)
-        self._add_shared(path.parent / name, folder, component)
+    def _system_library(self, path: Path) -> str:
+        """The name of a component that is made for a library of the system."""
+        found = of_library(path)
+        return self._components.setdefault(found.name, found).name
 
     def _slim(self) -> None:
         for place in self._originals:

@@ -21,6 +21,7 @@ from runtime.embed.bundle.bundle import LIST, MODULES, PRIVATE, bundle
 from runtime.embed.bundle.contents import HIDDEN, SYSTEM
 from runtime.embed.bundle.modules import find_modules
 from runtime.embed.bundle.shared_objects import Tools
+from tools.bench import __main__ as bench
 
 pytest.importorskip("cffi")
 pytestmark = pytest.mark.skipif(
@@ -38,7 +39,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "long.c": ("/plans/long",),
     "throwing.cc": ("/plans/toy", "/plans/branches"),
     "again.c": ("/plans/toy", "3"),
-    "fuzz.c": ("/plans/toy", "1", "200", "50"),
+    "fuzz.c": ("/plans/fuzzed", "1", "200", "50"),
 }
 """The C API's own tests, and what they are run with."""
 MOST_BYTES = 130e6
@@ -119,14 +120,13 @@ def root(
     toy_plan: Path,
     branch_plan: Path,
     long_plan: Path,
-    everything_plan: Path,
     ending_plan: tuple[Path, dict[str, int]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> EmptyRoot:
     found = EmptyRoot(tmp_path_factory.mktemp("root"), made[0])
     named = {
-        "toy": toy_plan, "branches": branch_plan, "long": long_plan, "everything": everything_plan,
-        "ending": ending_plan[0], "damaged": toy_plan,
+        "toy": toy_plan, "branches": branch_plan, "long": long_plan,
+        "ending": ending_plan[0], "damaged": toy_plan, "fuzzed": toy_plan,
     }  # fmt: skip
     for name, plan in named.items():
         shutil.copytree(plan, found.folder / "plans" / name)
@@ -190,8 +190,9 @@ def test_chat_says_there_what_python_says_here(root: EmptyRoot, toy: Runtime) ->
     assert done.stdout == "".join(text + "\n" for text in expected)
 
 
-def test_whatever_is_imported_late_is_there(root: EmptyRoot) -> None:
+def test_whatever_is_imported_late_is_there(root: EmptyRoot, everything_plan: Path) -> None:
     """All drafters, forms, modes and options from Python, within the bundle; then each module of ours."""
+    shutil.copytree(everything_plan, root.folder / "plans" / "everything")
     root.compile(HERE / "run_python.c")
     shutil.copyfile(HERE / "everything.py", root.folder / "everything.py")
     done = root.run("/programs/run_python", "/everything.py", "/plans/everything")
@@ -304,6 +305,25 @@ def test_it_is_small_enough(made: tuple[Path, dict[str, Any]]) -> None:
     total = sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
     assert total == said["bytes"]
     assert total <= MOST_BYTES
+
+
+def test_what_it_costs_is_measured(
+    made: tuple[Path, dict[str, Any]], toy_plan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.main(["bundle", str(made[0]), str(toy_plan), "--reps", "1", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["bytes"] == made[1]["bytes"]
+    for stages in report["stages"].values():
+        assert list(stages) == ["first_call", "open", "first_token", "second_token"]
+        assert all(value > 0 for row in stages.values() for value in row.values())
+    assert report["modules"]["numpy"] > 50
+    # On the way to the first token of a plan that has a chat template and no structured outputs:
+    assert not {"asyncio", "rich", "llguidance", "argparse", "unittest", "ssl"} & set(report["modules"])
+    assert sum(report["modules"].values()) < 520
+    assert bench.main(["bundle", str(made[0]), str(toy_plan), "--reps", "1"]) == 0
+    assert "first call and open together" in capsys.readouterr().out
+    assert bench.main(["bundle", str(toy_plan), str(toy_plan)]) == 2
+    assert "is no bundle; make one with" in capsys.readouterr().err
 
 
 def test_every_file_is_listed_once_with_its_licence(made: tuple[Path, dict[str, Any]], listed: dict[str, Any]) -> None:
