@@ -19,6 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from plans.errors import OutriderError, PlanError, RequestError
+from plans.text_check import check_text
 
 REPAIR = (
     "It is the checkpoint's own (chat_template.jinja, chat_template in tokenizer_config.json, or "
@@ -367,17 +368,3 @@ def _plain_data(value: object, where: str, depth: int = 0) -> object:
     raise RequestError(
         f"{where} holds a {type(value).__name__}; pass text, numbers, true, false, none, lists or mappings."
     )
-
-
-def check_text(text: object, what: str) -> None:
-    """Raise RequestError unless `text` is a str that UTF-8 can hold."""
-    if not isinstance(text, str):
-        raise RequestError(f"{what} must be text (str), not {type(text).__name__}.")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        code = ord(text[error.start])
-        raise RequestError(
-            f"{what} holds half a character: U+{code:04X} at index {error.start} is a lone surrogate, which UTF-8 "
-            "cannot hold. Decode the text completely before passing it."
-        ) from error

@@ -12,15 +12,18 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from plans.chat_template import ChatTemplate, check_text
 from plans.errors import PlanError, RequestError
 from plans.text_bound import bound_of
+from plans.text_check import check_text
+
+if TYPE_CHECKING:
+    from plans.chat_template import ChatTemplate
 
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
@@ -82,7 +85,7 @@ class Tokenizer:
         except PlanError as error:
             raise PlanError(f"{error}. {_REPAIR}") from error
         tokenizer._chat_template, tokenizer._tools_template = (
-            None if text is None else ChatTemplate(text, source=str(file), special_tokens=special_tokens)
+            None if text is None else _chat_template(text, file, special_tokens)
             for file, text in zip(files, texts, strict=True)
         )
         return tokenizer
@@ -266,6 +269,12 @@ def as_ids(token_ids: TokenIds) -> list[int]:
     if wrong is not None:
         raise RequestError(f"Token ids must be whole numbers; {wrong!r} is none.")
     return ids
+
+
+def _chat_template(text: str, file: Path, special_tokens: Mapping[str, str] | None) -> ChatTemplate:
+    from plans.chat_template import ChatTemplate  # with Jinja, which plans without a template do without
+
+    return ChatTemplate(text, source=str(file), special_tokens=special_tokens)
 
 
 def _read(path: Path) -> str:

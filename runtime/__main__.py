@@ -116,17 +116,29 @@ def _parser(called: str) -> Parser:
         "embed",
         help="build the C library",
         description="Build liboutrider for C and C++ programs: include/outrider.h, the library with its bridge to "
-        "Python, a pkg-config file and a CMake package, all under DIR, which may be moved. Programs run in this "
-        "environment, or in the one that OUTRIDER_HOME names.",
-        epilog="example: %(prog)s --out build/embed",
+        "Python, a pkg-config file and a CMake package, all under DIR, which may be moved. With --out, programs run in "
+        "this environment, or in the one that OUTRIDER_HOME names. With --bundle, DIR has all that they need (a Python "
+        "of its own, ONNX Runtime, our kernels, licences, and bundle.json, which lists them): it is copied with a "
+        "program to machines that have glibc and nothing else.",
+        epilog="examples: %(prog)s --out build/embed; %(prog)s --bundle build/bundle, then "
+        "`PKG_CONFIG_PATH=build/bundle/lib/pkgconfig cc app.c $(pkg-config --cflags --libs outrider) "
+        "'-Wl,-rpath,$ORIGIN/bundle/lib' -o build/app`",
     )
-    embed.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to build into")
-    embed.add_argument("--json", action="store_true", help="print the files as a JSON list")
+    where = embed.add_mutually_exclusive_group(required=True)
+    where.add_argument("--out", type=Path, metavar="DIR", help="folder to build into, for this machine")
+    where.add_argument("--bundle", type=Path, metavar="DIR", help="folder to make, or to make anew, for other machines")
+    embed.add_argument(
+        "--json", action="store_true", help="print the files as a JSON list; of a bundle, an object with what it has"
+    )
     embed.set_defaults(command=_embed)
     return parser
 
 
 def _embed(arguments: argparse.Namespace) -> int:
+    if arguments.bundle is not None:
+        from runtime.embed.command import make
+
+        return make(arguments.bundle, as_json=arguments.json)
     from runtime.embed.build import build
 
     with stderr.status("building the C library") as status:

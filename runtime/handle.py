@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 from runtime.generation import Generation, Span
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 class Handle:
@@ -112,6 +115,8 @@ class Handle:
         return self._result
 
     async def __aiter__(self) -> AsyncIterator[Span]:
+        import asyncio  # which those who await nothing do without
+
         loop, changed, seen = asyncio.get_running_loop(), asyncio.Event(), 0
         with self._listening(lambda: _wake(loop, changed)):
             while True:

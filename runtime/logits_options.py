@@ -22,8 +22,8 @@ from typing import TypedDict, cast
 
 import numpy as np
 
-from plans.chat_template import check_text
 from plans.errors import RequestError
+from plans.text_check import check_text
 from runtime.text.bad_words import BadWords, token_sequences
 from runtime.text.grammars import Grammars
 from runtime.text.penalties import Penalties

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal
 
-from plans.chat_template import check_text
 from plans.errors import RequestError
 from plans.manifest import Manifest, rejects
 from plans.partial_kv import PARTIAL_MODES, PartialKv, PartialMode
+from plans.text_check import check_text
 from runtime.draft_options import DraftLimits, DraftOptions, check_draft_limits
 from runtime.logits_options import LogitsOptions, check_min_tokens, check_rules
 from runtime.sampling import FilterOrder, SamplingParams

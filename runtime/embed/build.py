@@ -9,6 +9,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -78,6 +79,20 @@ endif()
 """
 
 
+@dataclass(frozen=True)
+class Home:
+    """Where the libraries find their interpreter, as flags of the compilers."""
+
+    compile: tuple[str, ...]
+    link_bridge: tuple[str, ...]
+    link_library: tuple[str, ...] = ()
+
+    @classmethod
+    def here(cls) -> Home:
+        """This environment, or the one that OUTRIDER_HOME names."""
+        return cls((f'-DOUTRIDER_BUILT_FOR="{sys.prefix}"',), (f"-Wl,-rpath,{python_library().parent}",))
+
+
 def build(out: Path, report: Callable[[str], None] = lambda text: None, *, flags: Sequence[str] = ()) -> list[Path]:
     """Build the library into `out` (`include/`, `lib/`); the files, which may be moved together.
 
@@ -85,23 +100,24 @@ def build(out: Path, report: Callable[[str], None] = lambda text: None, *, flags
     the compilers, besides their own. Raises `EmbedError` where cffi, a C or C++ compiler, or Python's shared library is
     missing, or where `out` cannot be written.
     """
-    compilers = _Compilers(flags)
+    compilers = Compilers(flags)
     try:
-        return _build(out, report, compilers)
+        return build_for(Home.here(), out, report, compilers)
     except OSError as error:
         raise EmbedError(f"the library cannot be written to {out}: {error}; pass another folder") from None
 
 
-def _build(out: Path, report: Callable[[str], None], compilers: _Compilers) -> list[Path]:
+def build_for(home: Home, out: Path, report: Callable[[str], None], compilers: Compilers) -> list[Path]:
+    """Build the library that finds its interpreter at `home`. Raises `EmbedError` as `build`, and `OSError`."""
     include, lib = out / "include", out / "lib"
     for folder in (include, lib / "pkgconfig", lib / "cmake" / "Outrider"):
         folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="outrider-embed-") as temporary:
         work = Path(temporary)
         report("bridge")
-        _build_bridge(compilers, work)
+        _build_bridge(home, compilers, work)
         report("library")
-        _build_library(compilers, work)
+        _build_library(home, compilers, work)
         for name in (BRIDGE, LIBRARY):
             (work / name).chmod(0o755)
             shutil.move(work / name, lib / name)
@@ -120,7 +136,17 @@ def _build(out: Path, report: Callable[[str], None], compilers: _Compilers) -> l
     return [include / "outrider.h", lib / LIBRARY, lib / LINK, lib / BRIDGE, *texts]
 
 
-class _Compilers:
+def python_library() -> Path:
+    """Python's shared library. Raises `EmbedError` where this Python was built without one."""
+    if not sysconfig.get_config_var("Py_ENABLE_SHARED"):
+        raise EmbedError(
+            f"{sys.executable} was built without a shared library, which a C program needs; use a Python that was "
+            "configured with --enable-shared, such as the system's"
+        )
+    return Path(sysconfig.get_config_var("LIBDIR")) / str(sysconfig.get_config_var("INSTSONAME"))
+
+
+class Compilers:
     """A C and a C++ compiler, which run with `flags`."""
 
     def __init__(self, flags: Sequence[str]) -> None:
@@ -141,17 +167,13 @@ class _Compilers:
             raise EmbedError(f"the compiler fails: {' '.join(words)}\n{(done.stderr or done.stdout).strip()[-3000:]}")
 
 
-def _build_bridge(compilers: _Compilers, work: Path) -> None:
+def _build_bridge(home: Home, compilers: Compilers, work: Path) -> None:
     """The library that cffi makes of calls.h, with bridge.c, linked to Python's shared library."""
     try:
         from cffi import FFI
     except ImportError as error:
         raise EmbedError(f"the library is built with cffi ({error}); {install('embed')}") from None
-    if not sysconfig.get_config_var("Py_ENABLE_SHARED"):
-        raise EmbedError(
-            f"{sys.executable} was built without a shared library, which a C program needs; use a Python that was "
-            "configured with --enable-shared, such as the system's"
-        )
+    libraries = python_library().parent
     declared = (SOURCES / "calls.h").read_text(encoding="utf-8")
     structs = _STRUCTS.findall((SOURCES / "outrider.h").read_text(encoding="utf-8"))
     ffi = FFI()
@@ -162,22 +184,21 @@ def _build_bridge(compilers: _Compilers, work: Path) -> None:
     ffi.embedding_init_code(_START)
     with redirect_stdout(None):  # where it says what it writes
         ffi.emit_c_code(str(work / "calls.c"))
-    libraries = Path(sysconfig.get_config_var("LIBDIR"))
     python = f"python{sysconfig.get_config_var('LDVERSION')}"
     compilers.run(
-        "C", "-std=gnu11", "-shared", f"-I{sysconfig.get_paths()['include']}", work / "calls.c", SOURCES / "bridge.c",
-        "-o", work / BRIDGE, f"-L{libraries}", f"-l{python}", f"-Wl,-rpath,{libraries}", f"-Wl,-soname,{BRIDGE}",
+        "C", "-std=gnu11", "-shared", *home.compile, f"-I{sysconfig.get_paths()['include']}", work / "calls.c",
+        SOURCES / "bridge.c", "-o", work / BRIDGE, f"-L{libraries}", f"-l{python}", *home.link_bridge,
+        f"-Wl,-soname,{BRIDGE}",
     )  # fmt: skip
 
 
-def _build_library(compilers: _Compilers, work: Path) -> None:
+def _build_library(home: Home, compilers: Compilers, work: Path) -> None:
     """The public calls; its symbols are those of outrider.h alone."""
     compilers.run(
-        "C", "-std=gnu11", *_WARNINGS, f'-DOUTRIDER_BUILT_FOR="{sys.prefix}"', "-c", SOURCES / "library.c",
-        "-o", work / "library.o",
+        "C", "-std=gnu11", *_WARNINGS, *home.compile, "-c", SOURCES / "library.c", "-o", work / "library.o",
     )  # fmt: skip
     compilers.run("C++", "-std=c++17", *_WARNINGS, "-c", SOURCES / "callback.cc", "-o", work / "callback.o")
     compilers.run(
         "C++", "-shared", work / "library.o", work / "callback.o", "-o", work / LIBRARY, "-ldl", "-pthread",
-        f"-Wl,-soname,{LIBRARY}", "-Wl,-z,nodelete",
+        *home.link_library, f"-Wl,-soname,{LIBRARY}", "-Wl,-z,nodelete",
     )  # fmt: skip

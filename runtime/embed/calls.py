@@ -94,6 +94,7 @@ STATUS: tuple[tuple[type[BaseException], Status], ...] = (
     (RequestError, Status.REQUEST),
     (OutriderError, Status.PLAN),
     (MemoryError, Status.NO_MEMORY),
+    (ImportError, Status.ENVIRONMENT),
 )
 _THE_PLAN = "pass the folder that `outrider build` has made"
 MOST_STOPPING = 10.0  # seconds that the process's end waits for sessions
@@ -188,6 +189,8 @@ class Calls:
         text = str(error) or type(error).__name__
         if status is Status.NO_MEMORY:
             text = "there is not enough memory for this"
+        elif status is Status.ENVIRONMENT:
+            text = f"Outrider's environment is incomplete ({error}); copy or install it whole again"
         elif status is Status.INTERNAL:
             text = f"a fault of Outrider's own, please report it: {type(error).__name__}: {error}"
         data = text.encode("utf-8", "replace").replace(b"\0", b"?")

@@ -17,8 +17,8 @@
 #include "callback.h"
 #include "calls.h"
 
-#ifndef OUTRIDER_BUILT_FOR
-#error "OUTRIDER_BUILT_FOR is the environment that is started where OUTRIDER_HOME is not set"
+#if !defined(OUTRIDER_BUNDLE) && !defined(OUTRIDER_BUILT_FOR)
+#error "define OUTRIDER_BUNDLE, or OUTRIDER_BUILT_FOR, the environment that is started where OUTRIDER_HOME is not set"
 #endif
 
 _Static_assert(sizeof(void *) >= sizeof(uint64_t), "handles are 64-bit numbers");
@@ -62,17 +62,24 @@ const char *outrider_last_error(void) { return last_error; }
 
 /* -- Starting ------------------------------------------------------------------------------------------------------ */
 
+#ifdef OUTRIDER_BUNDLE
+static const char how_to_repair[] =
+    "the bundle is incomplete, or made for another C library or processor: copy its whole folder again, or make it "
+    "anew there (python -m runtime embed --bundle)";
+#else
 static const char how_to_repair[] =
     "set OUTRIDER_HOME to the virtual environment in which Outrider is installed, or build the library again there "
     "(python -m runtime embed)";
+#endif
 
-/* The bridge lies beside this library. */
-static int bridge_path(char *path, size_t size) {
+/* The path of `name` in the folder of this library, wherever links to it lie. */
+static int beside(char *path, size_t size, const char *name) {
   Dl_info own;
   if (!dladdr((void *)outrider_abi_version, &own) || own.dli_fname == NULL) return 0;
-  const char *slash = strrchr(own.dli_fname, '/');
-  const int folder = slash == NULL ? 1 : (int)(slash - own.dli_fname);
-  const int length = snprintf(path, size, "%.*s/%s", folder, slash == NULL ? "." : own.dli_fname, OUTRIDER_BRIDGE);
+  char *real = realpath(own.dli_fname, NULL);
+  if (real == NULL) return 0;
+  const int length = snprintf(path, size, "%.*s/%s", (int)(strrchr(real, '/') - real), real, name);
+  free(real);
   return length > 0 && (size_t)length < size;
 }
 
@@ -90,20 +97,34 @@ static void expect_exit(void) {
   if (stop != NULL) atexit(stop_at_exit);
 }
 
-static outrider_status start_once(void) {
-  const char *home = getenv("OUTRIDER_HOME");
-  const char *from = "OUTRIDER_HOME";
-  if (home == NULL || home[0] == '\0') {
-    home = OUTRIDER_BUILT_FOR;
+/* The folder of the environment that is started. */
+static outrider_status find_home(char *home, size_t size) {
+#ifdef OUTRIDER_BUNDLE
+  if (!beside(home, size, "outrider")) {
+    return fail(OUTRIDER_ENVIRONMENT, "the library cannot find its own folder, where its interpreter lies");
+  }
+#else
+  const char *from = "OUTRIDER_HOME", *given = getenv("OUTRIDER_HOME");
+  if (given == NULL || given[0] == '\0') {
+    given = OUTRIDER_BUILT_FOR;
     from = "the library was built for";
   }
   char path[4096];
-  const int length = snprintf(path, sizeof path, "%s/bin/python3", home);
+  const int length = snprintf(path, sizeof path, "%s/bin/python3", given);
   if (length < 0 || (size_t)length >= sizeof path || access(path, X_OK) != 0) {
-    return fail(OUTRIDER_ENVIRONMENT, "there is no Python environment at %.2000s (%s): it has no bin/python3; %s", home,
-                from, how_to_repair);
+    return fail(OUTRIDER_ENVIRONMENT, "there is no Python environment at %.2000s (%s): it has no bin/python3; %s",
+                given, from, how_to_repair);
   }
-  if (!bridge_path(path, sizeof path)) {
+  snprintf(home, size, "%s", given);
+#endif
+  return OUTRIDER_OK;
+}
+
+static outrider_status start_once(void) {
+  char home[4096], path[4096];
+  const outrider_status found = find_home(home, sizeof home);
+  if (found != OUTRIDER_OK) return found;
+  if (!beside(path, sizeof path, OUTRIDER_BRIDGE)) {
     return fail(OUTRIDER_ENVIRONMENT, "the library cannot find its own folder, where %s lies", OUTRIDER_BRIDGE);
   }
   /* Global, because modules of the interpreter look for its symbols without naming its library. */

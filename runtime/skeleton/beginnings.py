@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from threading import Thread
 
-from plans.chat_template import check_text
 from plans.errors import RequestError
+from plans.text_check import check_text
 from runtime.branch_request import LatePrompt
 from runtime.generation import Generation
 from runtime.skeleton.outline import Outline, Point

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from plans.chat_template import check_text
 from plans.errors import RequestError
+from plans.text_check import check_text
 from runtime.text.structured_outputs import FORMS, guided, lark_text
 
 MOST_CHOICES = 10_000

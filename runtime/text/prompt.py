@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from plans.chat_template import check_text
 from plans.errors import RequestError
 from plans.manifest import Geometry
+from plans.text_check import check_text
 from plans.tokenizer import Tokenizer, as_ids
 from runtime.text.stream import CONTEXT_TOKENS, TextStream
 

@@ -1,5 +1,5 @@
-"""`python -m tools.bench latency | sweep | suite | context | startup | embedded | matmul`: what it costs, on this
-machine."""
+"""`python -m tools.bench latency | sweep | suite | context | startup | embedded | bundle | matmul`: what it costs, on
+this machine."""
 
 from __future__ import annotations
 
@@ -186,6 +186,21 @@ def _parser(called: str) -> Parser:
     embedded.add_argument("--json", action="store_true")
     embedded.set_defaults(command=_embedded)
 
+    bundle = commands.add_parser(
+        "bundle",
+        help="a bundle of the C library: size, first call, open, memory",
+        description="Start fresh processes of a C program that has nothing but a bundle (`python -m runtime embed "
+        "--bundle DIR`): its size by component, the modules that it imports, and of the first call, opening the plan "
+        "and the first and second token the time, the processors' time and the memory. Medians and spread, where the "
+        "plan has run before and where it has not.",
+        epilog="example: %(prog)s build/bundle build/reference --reps 9",
+    )
+    bundle.add_argument("bundle", type=Path, help="folder of the bundle")
+    bundle.add_argument("plan", type=Path, help="folder of the plan")
+    bundle.add_argument("--reps", type=at_least_1, default=9, help="pairs of processes (default 9)")
+    bundle.add_argument("--json", action="store_true")
+    bundle.set_defaults(command=_bundle)
+
     matmul = commands.add_parser(
         "matmul",
         help="products with quantised weights, against ONNX Runtime's and OpenVINO's",
@@ -254,6 +269,12 @@ def _context(options: argparse.Namespace) -> int:
 
 def _embedded(options: argparse.Namespace) -> int:
     from tools.bench.embedded import measure, print_table
+
+    return print_report({**describe_run(), **measure(options)}, options.json, print_table)
+
+
+def _bundle(options: argparse.Namespace) -> int:
+    from tools.bench.bundle import measure, print_table
 
     return print_report({**describe_run(), **measure(options)}, options.json, print_table)
 
