@@ -19,6 +19,8 @@ from runtime import Runtime
 from runtime.server.app import ServerConfig, make_app
 from runtime.server.command import bound_socket
 from runtime.server.connections import Limits, server_of
+from runtime.server.readiness import Readiness
+from runtime.server.tracing import Tracing
 
 KEY = "a key"
 
@@ -33,13 +35,20 @@ def listening(runtime: Runtime, limits: Limits | None = None, drain_seconds: flo
 
 @contextmanager
 def serving(
-    runtime: Runtime, bound: socket.socket, limits: Limits, drain_seconds: float = 5, **config: Any
+    runtime: Runtime,
+    bound: socket.socket,
+    limits: Limits,
+    drain_seconds: float = 5,
+    tracing: Tracing | None = None,
+    **options: Any,
 ) -> Iterator[uvicorn.Server]:
     """The same at a socket."""
     runtime.start()
-    app = make_app(runtime, ServerConfig("toy", drain_seconds=drain_seconds, **config))
+    readiness = Readiness()
+    config = ServerConfig("toy", drain_seconds=drain_seconds, **options)
+    app = make_app(runtime, config, readiness=readiness, tracing=tracing)
     end = partial(runtime.close, drain=False, timeout=20)
-    server = server_of(app, limits, drain_seconds, end)
+    server = server_of(app, limits, drain_seconds, end, readiness)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
     until = time.monotonic() + 20
