@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from runtime.server.tracing import Tracing
 
 _CUTTING = 5.0  # seconds for those who run to hear that they are cut off, at the end of their pass
+_LOADING = 1.0  # seconds for a plan that is still being loaded when the server has ended
 
 
 class Service:
@@ -46,7 +47,7 @@ class Service:
         loading = threading.Thread(target=self._load, args=[address], name="outrider-loading", daemon=True)
         loading.start()
         self._server.run([bound])
-        loading.join(_CUTTING)
+        loading.join(_LOADING)
         if loading.is_alive():  # in a library that cannot be told to stop; nothing is there that is to be kept
             sys.stderr.flush()
             os._exit(0)
