@@ -289,7 +289,8 @@ class _Serving:
         record.asked, record.answer_id = asked, answer.id
         async with self._preparing:
             submitted = await run_in_threadpool(self._submit, record, asked)
-        answer.calling, answer.drafter, record.drafter = submitted.calling, asked.drafter, answer.drafter_name
+        answer.calling, answer.drafter = submitted.calling, asked.drafter
+        record.drafter = answer.drafter_name
         if asked.stream:
             answer.with_usage = asked.include_usage
             events = self._events(record, answer, submitted)

@@ -198,15 +198,14 @@ def _serve(arguments: argparse.Namespace) -> int:
             bound.listen()
         except OSError as error:  # another program was bound to the port too, and listened first
             raise RequestError(_why_not(arguments.host, arguments.port, error)) from None
-        say: Callable[[str], object] = _print
+        say: Callable[[str], object] = _print if arguments.log_format is None else logging.getLogger("outrider").info
+        service = Service(partial(load, arguments, cache, scheduler, say=say), config, limits, say, tracing)
         if arguments.log_format is not None:
-            log_to_stderr(arguments.log_format)
-            say = logging.getLogger("outrider").info  # so that all lines have one format
+            log_to_stderr(arguments.log_format)  # behind the server's making, which sets up loggers of its own
         if arguments.max_connections is None and limits.max_connections < Limits.max_connections:
             say(f"at most {limits.max_connections} connections at once, as this process may open few files")
-        load_plan = partial(load, arguments, cache, scheduler, say=say)
         try:
-            Service(load_plan, config, limits, say, tracing).run(bound, _address(arguments.host, bound))
+            service.run(bound, _address(arguments.host, bound))
         finally:
             if tracing is not None:
                 tracing.close()

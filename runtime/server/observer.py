@@ -75,7 +75,7 @@ class Observer:
             await self._app(scope, receive, send)
             return
         request = Request(scope)
-        record = Record(id_of(scope["headers"]), request.method, request.url.path)
+        record = Record(id_of(scope["headers"]), request.method, scope["path"])
         request.state.record = record
         if self._begun is not None:
             self._begun(record, request)

@@ -23,9 +23,12 @@ _LONGEST = 200  # characters of a path, or of a model's name
 
 
 def log_request(record: Record) -> None:
-    """Write the request's line: as an error where the server is to blame."""
-    failed = record.status >= 500 and record.error is not None and record.error.code == "server_error"
-    level = logging.ERROR if record.fault is not None or failed else logging.INFO
+    """Write the request's line: as an error where the server is to blame, and for debugging of probes that succeed."""
+    failed = record.error is not None and record.error.code == "server_error"
+    probe = record.path == "/metrics" or record.path.startswith("/health")  # every few seconds, and of no interest
+    level = logging.DEBUG if probe and record.status == 200 else logging.INFO
+    if record.fault is not None or failed:
+        level = logging.ERROR
     fault = None if record.fault is None else (type(record.fault), record.fault, record.fault.__traceback__)
     _LOG.log(level, "request", exc_info=fault, extra={"fields": fields(record)})
 

@@ -1,4 +1,4 @@
-"""A span for each request that generates, with the attributes of OpenTelemetry's conventions for generative AI.
+"""A span for each request that generates, with the attributes of OpenTelemetry's conventions for generative AI (1.41).
 
 The span stands below the one that the request's `traceparent` names. Below it, each choice has spans of its time in the
 queue, of its prompt and of its decoding, from the statistics that are kept anyway: tracing costs the step loop nothing.
@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from opentelemetry.propagate import extract
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter
-from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as gen_ai
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace import TracerProvider as Provider
 from starlette.requests import Request
@@ -41,8 +40,8 @@ class Tracing:
         if operation is None or record.method != "POST":
             return
         attributes: dict[str, str | int] = {
-            gen_ai.GEN_AI_OPERATION_NAME: operation,
-            gen_ai.GEN_AI_PROVIDER_NAME: "outrider",
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "outrider",
             "http.request.method": record.method,
             "url.path": record.path,
             "url.scheme": request.url.scheme,
@@ -80,12 +79,12 @@ class Tracing:
         phases = [("queue", stats.queued_ms, own)]
         if stats.new_tokens:
             prompt = {
-                gen_ai.GEN_AI_USAGE_INPUT_TOKENS: stats.prompt_tokens,
+                "gen_ai.usage.input_tokens": stats.prompt_tokens,
                 "outrider.reused_tokens": stats.reused_tokens,
             }
             phases.append(("prefill", stats.ttft_ms, own | prompt))
             new = {
-                gen_ai.GEN_AI_USAGE_OUTPUT_TOKENS: stats.new_tokens,
+                "gen_ai.usage.output_tokens": stats.new_tokens,
                 "outrider.rounds": stats.rounds,
                 "outrider.drafted_tokens": stats.drafted,
                 "outrider.accepted_tokens": stats.accepted,
@@ -110,32 +109,32 @@ def _attributes(record: Record) -> Iterator[tuple[str, str | int | float | bool 
         yield "outrider.client", record.client
     asked, found = record.asked, record.found
     if asked is not None:
-        yield gen_ai.GEN_AI_REQUEST_MODEL, asked.model
-        yield gen_ai.GEN_AI_REQUEST_TEMPERATURE, asked.temperature
-        yield gen_ai.GEN_AI_REQUEST_TOP_P, asked.top_p
-        yield gen_ai.GEN_AI_REQUEST_STREAM, asked.stream
+        yield "gen_ai.request.model", asked.model
+        yield "gen_ai.request.temperature", asked.temperature
+        yield "gen_ai.request.top_p", asked.top_p
+        yield "gen_ai.request.stream", asked.stream
         limit = asked.limit if isinstance(asked, ChatAsked) else asked.max_tokens
         for key, value, default in (
-            (gen_ai.GEN_AI_REQUEST_MAX_TOKENS, limit, None),
-            (gen_ai.GEN_AI_REQUEST_TOP_K, asked.top_k, 0),
-            (gen_ai.GEN_AI_REQUEST_SEED, asked.seed, None),
-            (gen_ai.GEN_AI_REQUEST_FREQUENCY_PENALTY, asked.frequency_penalty, 0.0),
-            (gen_ai.GEN_AI_REQUEST_PRESENCE_PENALTY, asked.presence_penalty, 0.0),
-            (gen_ai.GEN_AI_REQUEST_CHOICE_COUNT, asked.n, 1),
+            ("gen_ai.request.max_tokens", limit, None),
+            ("gen_ai.request.top_k", asked.top_k, 0),
+            ("gen_ai.request.seed", asked.seed, None),
+            ("gen_ai.request.frequency_penalty", asked.frequency_penalty, 0.0),
+            ("gen_ai.request.presence_penalty", asked.presence_penalty, 0.0),
+            ("gen_ai.request.choice.count", asked.n, 1),
         ):
             if value is not None and value != default:
                 yield key, value
     if record.submitted is None:
         return
-    yield gen_ai.GEN_AI_RESPONSE_MODEL, asked.model if asked is not None else ""
+    yield "gen_ai.response.model", asked.model if asked is not None else ""
     if record.answer_id is not None:
-        yield gen_ai.GEN_AI_RESPONSE_ID, record.answer_id
-    yield gen_ai.GEN_AI_USAGE_INPUT_TOKENS, record.prompt_tokens
-    yield gen_ai.GEN_AI_USAGE_OUTPUT_TOKENS, record.new_tokens
-    yield gen_ai.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS, sum(each.stats.reused_tokens for each in found)
-    yield gen_ai.GEN_AI_RESPONSE_FINISH_REASONS, [str(reason) for reason in record.finish_reasons]
+        yield "gen_ai.response.id", record.answer_id
+    yield "gen_ai.usage.input_tokens", record.prompt_tokens
+    yield "gen_ai.usage.output_tokens", record.new_tokens
+    yield "gen_ai.usage.cache_read.input_tokens", sum(each.stats.reused_tokens for each in found)
+    yield "gen_ai.response.finish_reasons", [str(reason) for reason in record.finish_reasons]
     if begun := [each for each in found if each.stats.new_tokens]:
-        yield gen_ai.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK, min(map(record.first_token_seconds, begun))
+        yield "gen_ai.response.time_to_first_chunk", min(map(record.first_token_seconds, begun))
     yield "outrider.drafter", record.drafter or "none"
     yield "outrider.drafted_tokens", sum(each.stats.drafted for each in found)
     yield "outrider.accepted_tokens", sum(each.stats.accepted for each in found)

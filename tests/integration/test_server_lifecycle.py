@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import time
 import urllib.request
 from collections.abc import Callable
@@ -44,6 +45,16 @@ def streaming(server: ServerProcess) -> Callable[[], str]:
     return rest
 
 
+def sent_in_part(server: ServerProcess) -> socket.socket:
+    """A connection on which a request has been sent but for the last byte of its body."""
+    host, port = server.address.removeprefix("http://").split(":")
+    body = json.dumps(LONG | {"max_tokens": 2}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    connection = socket.create_connection((host, int(port)), timeout=30)
+    connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body[:-1])
+    return connection
+
+
 def test_phases_go_on_and_never_back() -> None:
     readiness = Readiness(Phase.LOADING)
     assert readiness.told == (503, {"status": "loading", "reason": "the plan is being loaded"})
@@ -80,6 +91,7 @@ def test_a_server_answers_probes_while_it_loads_and_while_it_drains(branch_plan:
             queued = pool.submit(server.get, "/v1/completions", **LONG | {"max_tokens": 5})
             with client_of(server.address) as idle:
                 idle.models.list()  # a connection that idles when the end comes
+                half = sent_in_part(server)
                 server.process.send_signal(signal.SIGTERM)
                 wait_until(lambda: server.get("/health/ready")[1]["status"] == "draining")
                 with pytest.raises(openai.InternalServerError) as late:
@@ -89,11 +101,14 @@ def test_a_server_answers_probes_while_it_loads_and_while_it_drains(branch_plan:
             assert late.value.response.headers["connection"] == "close"
             assert server.get("/health/live") == (200, {"status": "live"})
             assert server.process.poll() is None
+            half.sendall(b"}")  # the rest of a body whose request had come before
             events = events_of(rest())
             assert events[-1]["choices"][0]["finish_reason"] == "length"
             assert sum(bool(event["choices"][0]["text"]) for event in events) > 100
             status, body = queued.result(30)
             assert (status, body["usage"]["completion_tokens"]) == (200, 5)
+            with half:
+                assert half.recv(4096).startswith(b"HTTP/1.1 200")
         assert server.process.wait(20) == 0
 
 

@@ -50,7 +50,9 @@ def test_a_refusal_says_how_long_to_wait_and_waiting_so_long_is_enough() -> None
     clock = Clock()
     budgets = TokenBudgets(100, clock)
     budgets.reserve("key 0", 50, 40)
-    with pytest.raises(ApiError, match=r"may take 21 tokens \(prompt: 20, new: at most 1\); of its 100 .* 10 left") as no:
+    with pytest.raises(
+        ApiError, match=r"may take 21 tokens \(prompt: 20, new: at most 1\); of its 100 .* 10 left"
+    ) as no:
         budgets.reserve("key 0", 20, 1)
     assert (no.value.status, no.value.kind, no.value.code) == (429, "tokens", "rate_limit_exceeded")
     assert no.value.headers["Retry-After"] == "7"  # 11 tokens at 5 in 3 s
@@ -61,7 +63,9 @@ def test_a_refusal_says_how_long_to_wait_and_waiting_so_long_is_enough() -> None
 
 def test_a_request_for_more_than_a_minute_has_is_told_not_to_come_again() -> None:
     budgets = TokenBudgets(100, Clock())
-    with pytest.raises(ApiError, match=r"may take 101 tokens .* a key has 100 a minute; ask for fewer by max_tokens") as no:
+    with pytest.raises(
+        ApiError, match=r"may take 101 tokens .* a key has 100 a minute; ask for fewer by max_tokens"
+    ) as no:
         budgets.reserve("key 0", 1, 100)
     assert no.value.headers["x-should-retry"] == "false"
     assert "Retry-After" not in no.value.headers
