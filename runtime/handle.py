@@ -56,6 +56,11 @@ class Handle:
         """Whether the request has ended."""
         return self._result is not None or self._error is not None
 
+    @property
+    def generation(self) -> Generation | None:
+        """The whole generation, once the request has ended, but not with an error; waits for nothing."""
+        return self._result
+
     def cancel(self) -> None:
         """End the request at the next token boundary, or before it starts; what was committed is its result."""
         self._cancel()

@@ -118,10 +118,11 @@ class Scheduler:
             raise RequestError("The plan has one row for all; build it with capacity.batching for mode batching.")
         self._pool, self._mode = pool, mode
         self._engine: Engine | None = None
+        engine = pool.borrow()
         if geometry.branches > 1:
-            engine = pool.borrow()
             engine.warm_up(mode)
-            pool.give_back(engine)
+        slots = engine.cache.capacity
+        pool.give_back(engine)
         self._most = config.max_running or geometry.branches
         self._drafters: set[str | None] = {drafter.name for drafter in manifest.drafters}
         self._numbers = count()
@@ -129,7 +130,7 @@ class Scheduler:
         self._waiting: list[_Request] = []
         self._running: list[Sequence] = []
         self._by_place: dict[int, _Request] = {}
-        self._stats = SchedulerStats()
+        self._stats = SchedulerStats(kv_slots=slots)
         self._showing: Future[None] | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -264,6 +265,8 @@ class Scheduler:
         if self._engine is not None:
             self._pool.give_back(self._engine)
             self._engine = None
+            with self._changed:
+                self._stats.kv_used = self._stats.kv_reserved = 0
 
     def _wait(self) -> bool:
         """Wait for work; return False when the thread should end."""
@@ -284,6 +287,7 @@ class Scheduler:
         self._admit(engine)
         if not self._running:
             self._catch_up()
+            self._note_kv(engine)
             return
         began = perf_counter()
         decoding = any(each.decoding for each in self._running)
@@ -301,6 +305,13 @@ class Scheduler:
             stats.rounds += 1
             stats.busy_ms += spent
             stats.longest_round_ms = max(stats.longest_round_ms, spent)
+        self._note_kv(engine)
+
+    def _note_kv(self, engine: Engine) -> None:
+        """Note how full the KV cache is, in the thread that fills it: who reads the counts touches no engine."""
+        used, reserved = engine.cache.live, sum(each.end for each in self._running)
+        with self._changed:
+            self._stats.kv_used, self._stats.kv_reserved = used, reserved
 
     def _show(self, engine: Engine, committed: List[Committed]) -> None:
         for each in committed:
@@ -374,6 +385,7 @@ class Scheduler:
                 self._stats.reused_tokens += result.stats.reused_tokens
                 self._stats.drafted += result.stats.drafted
                 self._stats.accepted += result.stats.accepted
+                self._stats.note_drafts(result.stats.rounds_by_accepted)
         request.handle.end(result, error)
 
     def _fail(self, error: Exception) -> None:

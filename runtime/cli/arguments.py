@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import get_args
@@ -241,8 +243,12 @@ def load(
     arguments: argparse.Namespace,
     prefix_cache: PrefixCacheConfig | None = None,
     scheduler: SchedulerConfig | None = None,
+    *,
+    say: Callable[[str], object] | None = None,
 ) -> Runtime:
-    """The plan, loaded; on standard error, why better backends were passed over, and that the machine was probed."""
+    """The plan, loaded; `say` is told why better backends were passed over, and that the machine was probed (default:
+    on standard error)."""
+    say = say or partial(stderr.print, style="dim", soft_wrap=True)
     with stderr.status(f"loading {arguments.plan}"):
         runtime = Runtime.load(
             arguments.plan,
@@ -254,9 +260,9 @@ def load(
             exactness=arguments.exactness,
         )
     for backend, reason in runtime.passed_over.items():
-        stderr.print(f"runs on {runtime.backend}, not on {backend}: {reason}", style="dim", soft_wrap=True)
+        say(f"runs on {runtime.backend}, not on {backend}: {reason}")
     if runtime.probed is not None and not runtime.probed.remembered:
-        stderr.print(runtime.probed.text, style="dim", soft_wrap=True)
+        say(runtime.probed.text)
     return runtime
 
 

@@ -117,6 +117,18 @@ class KvCache:
         return max(table.length for table in self._rows)
 
     @property
+    def live(self) -> int:
+        """Number of committed slots that the prefix and open sequences have, of all rows; the others are free."""
+        if self._pooled:
+            return self._tables[0].length - self._dead
+        return sum(self._rows[number].length for number in self._open)
+
+    @property
+    def capacity(self) -> int:
+        """Number of slots that sequences can have, of all rows."""
+        return len(self._rows) * self._step.largest_view
+
+    @property
     def alone(self) -> bool:
         """Whether one sequence has row 0 to itself, and no other row is in use."""
         return len(self._open) == 1 and (self._pooled or 0 in self._open) and self.alignment is None

@@ -93,6 +93,15 @@ class Answer:
             "system_fingerprint": runtime.manifest.identity[:12],
         }
 
+    @property
+    def id(self) -> str:
+        return str(self._common["id"])
+
+    @property
+    def drafter_name(self) -> str:
+        """The drafter that drafts for it, or none."""
+        return self.drafter or next((each.name for each in self._drafters), "none")
+
     def whole(self, found: Sequence[Generation], prompts: int, logprobs: bool) -> dict[str, Any]:
         choices = []
         for index, each in enumerate(found):

@@ -6,13 +6,13 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from time import perf_counter, time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -25,13 +25,21 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from plans.errors import OutriderError, RequestError
 from runtime.generation import FinishReason, Generation, Span
 from runtime.handle import Handle
-from runtime.server.answers import Answer, error_body
+from runtime.server.answers import Answer
 from runtime.server.asked import ChatAsked, CompletionAsked
 from runtime.server.errors import ApiError, shutting_down, told
 from runtime.server.metrics import Metrics
+from runtime.server.observer import Endings, Observer, Told
+from runtime.server.readiness import Phase, Readiness
+from runtime.server.record import Record, record_of
 from runtime.server.refusals import refusal
+from runtime.server.request_log import log_request
 from runtime.server.served import Served
 from runtime.server.submitting import Submitted, Submitter
+from runtime.server.token_budgets import TokenBudgets
+
+if TYPE_CHECKING:
+    from runtime.server.tracing import Tracing
 
 _COMPLETIONS = "/v1/completions"
 _DONE = "data: [DONE]\n\n"
@@ -44,7 +52,9 @@ _GONE = 0.25  # seconds between looks whether a client is still there that waits
 class ServerConfig:
     """`model` is the name that clients ask for, `api_key` the key that they send, or several that count.
 
-    Refused are bodies of more than `max_body_bytes`, and requests for more than `max_choices`: prompts times `n`.
+    Refused are bodies of more than `max_body_bytes`, and requests for more than `max_choices`: prompts times `n`. Each
+    key may take `tokens_per_minute`, prompts and new tokens together. With `log_requests`, the logger
+    `outrider.requests` gets a record of each request.
 
     When the application shuts down, requests have `drain_seconds` to end, and `cache_file` gets what the prefix cache
     holds then. Servers that wait for connections before that need a limit of their own.
@@ -56,10 +66,14 @@ class ServerConfig:
     drain_seconds: float = 30.0
     cache_file: Path | None = None
     max_choices: int = 64
+    tokens_per_minute: int | None = None
+    log_requests: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_choices"):
+        for name in ("max_body_bytes", "max_choices", "tokens_per_minute"):
             value = getattr(self, name)
+            if value is None and name == "tokens_per_minute":
+                continue
             if type(value) is not int or value < 1:
                 raise RequestError(f"{name} is {value!r}; pass a whole number of at least 1.")
         if type(self.drain_seconds) not in (int, float) or not 0 <= self.drain_seconds < inf:
@@ -70,6 +84,8 @@ class ServerConfig:
                     "An API key is empty, begins or ends with a blank, or has characters that a header cannot hold; "
                     "make it of ASCII's letters, digits and signs."
                 )
+        if self.tokens_per_minute is not None and not self.api_keys:
+            raise RequestError("tokens_per_minute is a budget of each API key; pass api_key too, or leave it out.")
 
     @property
     def api_keys(self) -> tuple[str, ...]:
@@ -78,18 +94,28 @@ class ServerConfig:
         return (self.api_key,) if isinstance(self.api_key, str) else tuple(self.api_key)
 
 
-def make_app(runtime: Served, config: ServerConfig) -> FastAPI:
-    """The application. When it shuts down, requests are finished for some seconds, then cancelled."""
-    metrics, context = Metrics(runtime), runtime.manifest.target.context
+def make_app(
+    runtime: Served, config: ServerConfig, *, readiness: Readiness | None = None, tracing: Tracing | None = None
+) -> FastAPI:
+    """The application, for any ASGI server. When it shuts down, requests are finished for some seconds, then cancelled.
+
+    `runtime` serves already: whoever wants it warm calls `readiness.warm_up` before. `readiness` is for servers that
+    drain before they tell the application to shut down. With `tracing`, requests have spans.
+    """
+    metrics, context = Metrics(runtime, config.model), runtime.manifest.target.context
+    readiness = readiness or Readiness()
     # The context's length under the names that clients read: vLLM's, and that of OpenRouter.
     about = {"id": config.model, "object": "model", "created": int(time()), "owned_by": "outrider"}
     about |= {"max_model_len": context, "context_length": context}
+    endings = Endings(_listeners(config, metrics, tracing))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
+        readiness.reach(Phase.DRAINING)
         if not await run_in_threadpool(runtime.close, timeout=config.drain_seconds):
             await run_in_threadpool(runtime.close, drain=False, timeout=5.0)
+        await endings.close()
         if config.cache_file is not None:
             try:
                 await run_in_threadpool(runtime.save_prefix_cache, config.cache_file)
@@ -98,37 +124,45 @@ def make_app(runtime: Served, config: ServerConfig) -> FastAPI:
 
     app = FastAPI(title="Outrider", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     submitter = Submitter(runtime, config.model, config.max_choices)
-    serving = _Serving(submitter, metrics)
+    serving = _Serving(submitter, None if config.tokens_per_minute is None else TokenBudgets(config.tokens_per_minute))
 
     @app.exception_handler(ApiError)
-    async def api_error(_: Request, error: ApiError) -> JSONResponse:
-        return JSONResponse(error.body, error.status)
+    async def api_error(request: Request, error: ApiError) -> JSONResponse:
+        return _refused(request, error)
 
     @app.exception_handler(OutriderError)
-    async def outrider_error(_: Request, error: OutriderError) -> JSONResponse:
-        found = told(error)
-        return JSONResponse(found.body, found.status)
+    async def outrider_error(request: Request, error: OutriderError) -> JSONResponse:
+        return _refused(request, told(error))
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        body = error_body(_sentence(request, error), "invalid_request_error")
-        return JSONResponse(body, error.status_code, error.headers)
+        return _refused(request, _named(request, error))
 
     @app.exception_handler(RequestValidationError)
     async def wrong_body(request: Request, error: RequestValidationError) -> JSONResponse:
         model = CompletionAsked if request.url.path == _COMPLETIONS else ChatAsked
-        message = refusal(error.errors(), error.body, model)
-        return JSONResponse(error_body(message, "invalid_request_error"), 400)
+        return _refused(request, ApiError(400, refusal(error.errors(), error.body, model), "invalid_request_error"))
 
-    app.add_middleware(_Guard, config=config)
+    app.add_middleware(_Guard, config=config, readiness=readiness)
+    app.add_middleware(Observer, endings=endings, begun=None if tracing is None else tracing.begin)  # outside of all
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
         return {"status": "ok"}
 
+    @app.get("/health/live")
+    async def live() -> dict[str, Any]:
+        return {"status": "live"}
+
+    @app.get("/health/ready")
+    async def ready() -> JSONResponse:
+        status, body = readiness.told
+        return JSONResponse(body, status)
+
     @app.get("/metrics")
     async def measured() -> Response:
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        text = await run_in_threadpool(generate_latest, metrics.registry)  # counts may be elsewhere
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -152,36 +186,73 @@ def make_app(runtime: Served, config: ServerConfig) -> FastAPI:
     return app
 
 
+def _listeners(config: ServerConfig, metrics: Metrics, tracing: Tracing | None) -> list[Told]:
+    """Those who are told of every request that is over, in this order."""
+    listeners: list[Told] = [_settle, metrics.observe]
+    if tracing is not None:
+        listeners.append(tracing.end)
+    if config.log_requests:
+        listeners.append(log_request)
+    return listeners
+
+
+def _settle(record: Record) -> None:
+    """Give back what a request has not used of its key's budget."""
+    if record.reservation is not None:
+        record.reservation.settle(record.prompt_tokens + record.new_tokens)
+
+
+def _refused(request: Request, error: ApiError) -> JSONResponse:
+    """The answer for an error, which is noted."""
+    record_of(request).error = error
+    return JSONResponse(error.body, error.status, error.headers)
+
+
 class _Guard:
-    """Refuses wrong keys and large bodies, before anything is read.
+    """Refuses wrong keys and large bodies, and requests while the server drains, before anything is read.
 
     Not one of FastAPI's own middlewares: behind those, nobody hears that a client has gone.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
-        self._app, self._config = app, config
+    def __init__(self, app: ASGIApp, config: ServerConfig, readiness: Readiness) -> None:
+        self._app, self._config, self._readiness = app, config, readiness
         self._keys = [key.encode() for key in config.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refused = self._refuse(Request(scope)) if scope["type"] == "http" else None
-        await (refused or self._app)(scope, receive, send)
+        app = self._app
+        if scope["type"] == "http" and (error := self._refuse(Request(scope))) is not None:
+            app = _refused(Request(scope), error)
+        await app(scope, receive, send)
 
-    def _refuse(self, request: Request) -> Response | None:
-        most = self._config.max_body_bytes
-        if request.url.path.startswith("/v1/") and self._keys:
+    def _refuse(self, request: Request) -> ApiError | None:
+        most, ours = self._config.max_body_bytes, request.url.path.startswith("/v1/")
+        if ours and self._readiness.draining:
+            error = shutting_down("the request was not begun")
+            error.headers["Connection"] = "close"  # the next one may reach another server
+            return error
+        if ours and self._keys:
             given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
             right = [secrets.compare_digest(given, key) for key in self._keys]  # all, so that none takes less time
-            request.state.client = f"key {right.index(True)}" if any(right) else None
             if not any(right):
-                wrong = error_body("The API key is missing or wrong.", "authentication_error", "invalid_api_key")
-                return JSONResponse(wrong, 401)
+                wrong = "The API key is missing or wrong; send the header Authorization: Bearer KEY."
+                return ApiError(401, wrong, "authentication_error", "invalid_api_key")
+            record_of(request).client = f"key {right.index(True)}"
         length = request.headers.get("content-length", "")
         if request.method == "POST" and (not length.isdigit() or "transfer-encoding" in request.headers):
-            return JSONResponse(error_body("The request does not say its length.", "invalid_request_error"), 411)
+            missing = "The request does not say its length; send Content-Length, and no Transfer-Encoding."
+            return ApiError(411, missing, "invalid_request_error", "length_required")
         if request.method == "POST" and int(length) > most:
-            large = f"The body has {length} bytes; at most {most} are taken."
-            return JSONResponse(error_body(large, "invalid_request_error"), 413)
+            large = (
+                f"The body has {length} bytes; at most {most} are taken. Send less text, or fewer prompts at a time."
+            )
+            return ApiError(413, large, "invalid_request_error", "body_too_large")
         return None
+
+
+def _named(request: Request, error: HTTPException) -> ApiError:
+    """The error of ours for one of the frameworks, which name it in two words."""
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    return ApiError(error.status_code, _sentence(request, error), "invalid_request_error", code, error.headers)
 
 
 def _sentence(request: Request, error: HTTPException) -> str:
@@ -209,29 +280,47 @@ def _cut_off(found: Sequence[Generation]) -> ApiError | None:
 class _Serving:
     """Submits what is asked, and gives it back whole or in pieces."""
 
-    def __init__(self, submitter: Submitter, metrics: Metrics) -> None:
-        self._submitter, self._metrics = submitter, metrics
+    def __init__(self, submitter: Submitter, budgets: TokenBudgets | None) -> None:
+        self._submitter, self._budgets = submitter, budgets
         self._preparing = asyncio.Semaphore(_PREPARING)
 
     async def answer(self, request: Request, answer: Answer, asked: CompletionAsked | ChatAsked) -> Response:
-        began = perf_counter()
+        record = record_of(request)
+        record.asked, record.answer_id = asked, answer.id
         async with self._preparing:
-            client = getattr(request.state, "client", None)
-            submitted = await run_in_threadpool(self._submitter.submit, asked, client)
+            submitted = await run_in_threadpool(self._submit, record, asked)
         answer.calling, answer.drafter = submitted.calling, asked.drafter
+        record.drafter = answer.drafter_name
         if asked.stream:
             answer.with_usage = asked.include_usage
-            events = self._events(answer, submitted, began)
+            events = self._events(record, answer, submitted)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        found = await self._whole(request, submitted.handles, began)
+        found = await self._whole(request, submitted.handles)
         return JSONResponse(answer.whole(found, submitted.prompts, submitted.logprobs))
 
-    async def _whole(self, request: Request, handles: list[Handle], began: float) -> list[Generation]:
+    def _submit(self, record: Record, asked: CompletionAsked | ChatAsked) -> Submitted:
+        """Submit what is asked, within the budget of the client's key; in a thread."""
+        record.submitted = self._submitter.submit(asked, record.client, self._admit(record))
+        record.submitted_at = perf_counter()
+        return record.submitted
+
+    def _admit(self, record: Record) -> Callable[[int, int], None] | None:
+        budgets, client = self._budgets, record.client
+        if budgets is None or client is None:
+            return None
+
+        def admit(prompt: int, most_new: int) -> None:
+            record.reservation = budgets.reserve(client, prompt, most_new)
+            record.headers |= budgets.headers(client)
+
+        return admit
+
+    async def _whole(self, request: Request, handles: list[Handle]) -> list[Generation]:
         waiting = asyncio.gather(*handles)
         try:
             while not (await asyncio.wait([waiting], timeout=_GONE))[0]:
                 if await request.is_disconnected():
-                    raise ApiError(499, "The client has gone.", "invalid_request_error")
+                    raise ApiError(499, "The client has gone.", "invalid_request_error", "client_gone")
             found = await waiting
         finally:
             for handle in handles:
@@ -241,12 +330,9 @@ class _Serving:
                 await waiting
         if cut := _cut_off(found):
             raise cut
-        for each in found:
-            self._metrics.ttft.observe((each.stats.queued_ms + each.stats.ttft_ms) / 1000)
-        self._metrics.duration.observe(perf_counter() - began)
         return list(found)
 
-    async def _events(self, answer: Answer, submitted: Submitted, began: float) -> AsyncIterator[str]:
+    async def _events(self, record: Record, answer: Answer, submitted: Submitted) -> AsyncIterator[str]:
         """Server-sent events of all choices as they come. Left unfinished, it cancels them."""
         handles = submitted.handles
         queue: asyncio.Queue[tuple[int, Span | None]] = asyncio.Queue()
@@ -259,7 +345,7 @@ class _Serving:
                 queue.put_nowait((index, None))
 
         tasks = [asyncio.create_task(follow(index, handle)) for index, handle in enumerate(handles)]
-        offsets, begun, left = [0] * len(handles), set[int](), len(handles)
+        offsets, left = [0] * len(handles), len(handles)
         try:
             for index in range(len(handles)):
                 if opening := answer.opening(index):
@@ -271,9 +357,6 @@ class _Serving:
                     for ending in answer.ending(index, await handles[index]):
                         yield _event(ending)
                     continue
-                if index not in begun:
-                    begun.add(index)
-                    self._metrics.ttft.observe(perf_counter() - began)
                 if piece := answer.piece(index, span, offsets[index], submitted.logprobs):
                     yield _event(piece)
                 offsets[index] += len(span.text)
@@ -281,11 +364,12 @@ class _Serving:
             if answer.with_usage:
                 yield _event(answer.usage(found, submitted.prompts))
             if cut := _cut_off(found):
+                record.error = cut
                 yield _event(cut.body)
             yield _DONE
-            self._metrics.duration.observe(perf_counter() - began)
         except OutriderError as error:  # the answer has begun: the error is its last event
-            yield _event(told(error).body)
+            record.error = told(error)
+            yield _event(record.error.body)
             yield _DONE
         finally:
             for handle in handles:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import errno
+import logging
 import os
 import socket
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from commands.arguments import at_least_1, number, whole_number
 from commands.console import stderr
@@ -21,7 +22,9 @@ from runtime.prefix_cache.cache import PrefixCacheConfig
 from runtime.prefix_cache.file import check_folder
 from runtime.scheduler import SchedulerConfig
 
-_CUTTING = 5.0  # seconds for those who run to hear that they are cut off, at the end of their pass
+if TYPE_CHECKING:
+    from runtime.server.tracing import Tracing
+
 _KEY = "OUTRIDER_API_KEY"
 
 
@@ -31,10 +34,11 @@ def add_serve(commands: Any) -> None:
         "serve",
         help="serve the plan over HTTP",
         description="Serve the plan as OpenAI's clients know it: /v1/completions, /v1/chat/completions, streaming too, "
-        "/v1/models, and /health and /metrics (Prometheus). What was computed of earlier requests is used again, "
-        "and each has the tokens that it would have alone. Where the plan serves several branches (capacity.branches), "
-        "requests share passes; a plan of one branch serves one request at a time. Needs the extra `serve`.",
-        epilog="example: %(prog)s build/branches --port 8000",
+        "/v1/models, and /health/live, /health/ready and /metrics (Prometheus). What was computed of earlier requests "
+        "is used again, and each has the tokens that it would have alone. Where the plan serves several branches "
+        "(capacity.branches), requests share passes; a plan of one branch serves one request at a time. While the plan "
+        "is loaded, the server listens, and is not ready. Needs the extra `serve`.",
+        epilog="example: %(prog)s build/branches --port 8000 --log-format json",
     )
     add_machine(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine)")
@@ -70,6 +74,13 @@ def add_serve(commands: Any) -> None:
         default=64,
         metavar="N",
         help="most choices of one request: prompts times n (64)",
+    )
+    parser.add_argument(
+        "--tokens-per-minute",
+        type=at_least_1,
+        metavar="N",
+        help="what each API key may take, prompts and new tokens together; a request takes the most that it may come "
+        "to, and gives the rest back at its end (default: no limit)",
     )
     parser.add_argument(
         "--prefill-tokens",
@@ -121,13 +132,27 @@ def add_serve(commands: Any) -> None:
         metavar="N",
         help="open connections, before more are refused (1024, or fewer where the process may not open so many files)",
     )
+    parser.add_argument(
+        "--log-format",
+        choices=("json", "text"),
+        help="write a line about each request to standard error, and all else in the same format (default: errors "
+        "alone)",
+    )
+    parser.add_argument(
+        "--telemetry",
+        action="store_true",
+        help="send a trace of each request by OpenTelemetry, as its variables say (OTEL_EXPORTER_OTLP_ENDPOINT: where "
+        "to; default: http://localhost:4318). Needs the extra `telemetry`",
+    )
     parser.set_defaults(command=_serve)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
     with optional_packages("The server", "serve"):
-        from runtime.server.app import ServerConfig, make_app
-        from runtime.server.connections import Limits, most_connections, server_of
+        from runtime.server.app import ServerConfig
+        from runtime.server.connections import Limits, most_connections
+        from runtime.server.request_log import log_to_stderr
+        from runtime.server.service import Service
     file = arguments.cache_file
     if file is not None and arguments.no_prefix_cache:
         raise RequestError("--cache-file is of the prefix cache; leave --no-prefix-cache out, or the file.")
@@ -149,6 +174,8 @@ def _serve(arguments: argparse.Namespace) -> int:
         drain_seconds=arguments.drain_seconds,
         cache_file=file,
         max_choices=arguments.max_choices,
+        tokens_per_minute=_budget(arguments, keys),
+        log_requests=arguments.log_format is not None,
     )
     cache = None
     if not arguments.no_prefix_cache:
@@ -165,25 +192,45 @@ def _serve(arguments: argparse.Namespace) -> int:
         arguments.mode,
         max_waiting_per_client=share,
     )
+    tracing = _tracing() if arguments.telemetry else None
     with bound_socket(arguments.host, arguments.port) as bound:
-        runtime = load(arguments, cache, scheduler)
-        runtime.start()
-        if file is not None and file.exists():
-            stderr.print(f"{runtime.load_prefix_cache(file)} tokens of earlier prompts are warm", style="dim")
-        config = replace(config, model=config.model or runtime.manifest.name)
         try:
             bound.listen()
         except OSError as error:  # another program was bound to the port too, and listened first
             raise RequestError(_why_not(arguments.host, arguments.port, error)) from None
+        say: Callable[[str], object] = _print if arguments.log_format is None else logging.getLogger("outrider").info
+        service = Service(partial(load, arguments, cache, scheduler, say=say), config, limits, say, tracing)
+        if arguments.log_format is not None:
+            log_to_stderr(arguments.log_format)  # behind the server's making, which sets up loggers of its own
         if arguments.max_connections is None and limits.max_connections < Limits.max_connections:
-            few = f"at most {limits.max_connections} connections at once, as this process may open few files"
-            stderr.print(few, style="dim", soft_wrap=True)
-        host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
-        address = f"http://{host}:{bound.getsockname()[1]}"
-        stderr.print(f"serving {config.model!r} at {address}", style="dim", soft_wrap=True)
-        end = partial(runtime.close, drain=False, timeout=_CUTTING)
-        server_of(make_app(runtime, config), limits, config.drain_seconds, end).run([bound])
+            say(f"at most {limits.max_connections} connections at once, as this process may open few files")
+        try:
+            service.run(bound, _address(arguments.host, bound))
+        finally:
+            if tracing is not None:
+                tracing.close()
     return 0
+
+
+def _tracing() -> Tracing:
+    with optional_packages("Telemetry", "telemetry"):
+        from runtime.server.tracing import tracing_by_environment
+    return tracing_by_environment()
+
+
+def _print(what: str) -> None:
+    stderr.print(what, style="dim", soft_wrap=True)
+
+
+def _address(host: str, bound: socket.socket) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
+
+
+def _budget(arguments: argparse.Namespace, keys: list[str]) -> int | None:
+    budget: int | None = arguments.tokens_per_minute
+    if budget is not None and not keys:
+        raise RequestError("--tokens-per-minute is a budget of each API key; pass --api-key, or leave it out.")
+    return budget
 
 
 def _keys(arguments: argparse.Namespace) -> list[str]:

@@ -11,6 +11,7 @@ import asyncio
 import json
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,7 +27,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from plans.errors import RequestError
-from runtime.server.answers import error_body
+from runtime.server.errors import ApiError, not_http, too_many_connections, too_slow
+from runtime.server.readiness import Phase, Readiness
+from runtime.server.request_ids import HEADER, id_of, new_id
 
 _LAST_WORDS = 3.0  # seconds for the ends of answers that were cut off to reach their clients
 _WAITING = 2048  # connections that the system keeps until they are taken: as many as uvicorn has it keep
@@ -84,9 +87,19 @@ def most_connections(asked: int | None = None) -> int:
     return possible
 
 
-def server_of(app: ASGIApp, limits: Limits, drain_seconds: float, end: Callable[[], object]) -> uvicorn.Server:
-    """A server of `app` that keeps `limits`. Once told to end, it waits `drain_seconds` for answers, then calls `end`
-    in a thread, which is to end those that are left."""
+def server_of(
+    app: ASGIApp,
+    limits: Limits,
+    drain_seconds: float,
+    end: Callable[[], object],
+    readiness: Readiness | None = None,
+) -> uvicorn.Server:
+    """A server of `app` that keeps `limits`.
+
+    Once told to end, it lets `readiness`, which is the app's, drain, and waits `drain_seconds` for answers; meanwhile
+    it listens, so that probes and new requests are told. Then it calls `end` in a thread, which is to end those that
+    are left.
+    """
 
     class Protocol(_TimedProtocol):
         pass
@@ -94,7 +107,7 @@ def server_of(app: ASGIApp, limits: Limits, drain_seconds: float, end: Callable[
     Protocol.limits = limits
     config = uvicorn.Config(app, http=Protocol, ws="none", log_level="warning", access_log=False, backlog=_AT_ONCE)
     config.timeout_keep_alive = limits.idle_seconds  # type: ignore[assignment]  # the event loop takes fractions too
-    return _Server(config, drain_seconds, end)
+    return _Server(config, drain_seconds, end, readiness or Readiness())
 
 
 class _TimedProtocol(H11Protocol):
@@ -115,7 +128,7 @@ class _TimedProtocol(H11Protocol):
             transport.abort()
             return
         if above > 0:
-            self.app = _refuse_connection
+            self.app = _refusing(too_many_connections(self.limits.max_connections))
         transport.set_write_buffer_limits(high=0)  # so that writing pauses wherever bytes wait
         self._watch()
 
@@ -181,25 +194,41 @@ class _TimedProtocol(H11Protocol):
     def _too_slow(self, seconds: float) -> None:
         if self.transport.is_closing():
             return
-        begun = self._awaited is h11.SEND_BODY or bool(self.conn.trailing_data[0])
-        if begun and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            part = "body" if self._awaited is h11.SEND_BODY else "head"
-            message = f"The request's {part} has not come within {seconds:g} s; send the request again."
-            body = json.dumps(error_body(message, "invalid_request_error")).encode()
-            headers = [
-                ("content-type", "application/json"),
-                ("content-length", str(len(body))),
-                ("connection", "close"),
-            ]
-            for event in (h11.Response(status_code=408, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
+        if self._awaited is h11.SEND_BODY:
+            self._refuse(too_slow("body", seconds))
+        elif self.conn.trailing_data[0]:
+            self._refuse(too_slow("head", seconds))
         self.transport.close()  # the application hears that its client has gone
 
+    def send_400_response(self, msg: str) -> None:
+        """Refuse bytes that are no HTTP; uvicorn calls this while it handles h11's error."""
+        error = sys.exception()
+        status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
+        self._refuse(not_http(status, str(error) or msg))
+        self.transport.close()
 
-async def _refuse_connection(scope: Scope, receive: Receive, send: Send) -> None:
-    message = "Too many connections are open; try again later."
-    answer = JSONResponse(error_body(message, "rate_limit_error"), 503, {"Connection": "close", "Retry-After": "1"})
-    await answer(scope, receive, send)
+    def _refuse(self, error: ApiError) -> None:
+        """Answer without the application, where no answer has begun."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            return
+        body = json.dumps(error.body).encode()
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "connection": "close",
+            HEADER: id_of(self.headers) if self._awaited is h11.SEND_BODY else new_id(),
+        }
+        head = h11.Response(status_code=error.status, headers=list(headers.items()))
+        for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+
+
+def _refusing(error: ApiError) -> ASGIApp:
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = error.headers | {HEADER: id_of(scope["headers"])}
+        await JSONResponse(error.body, error.status, headers)(scope, receive, send)
+
+    return refuse
 
 
 class _Server(uvicorn.Server):
@@ -208,30 +237,44 @@ class _Server(uvicorn.Server):
     SIGTERM is a way to end like any other: the command's status is 0 behind it.
     """
 
-    def __init__(self, config: uvicorn.Config, drain_seconds: float, end: Callable[[], object]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, drain_seconds: float, end: Callable[[], object], readiness: Readiness
+    ) -> None:
         super().__init__(config)
-        self._drain_seconds, self._end = drain_seconds, end
+        self._drain_seconds, self._end, self._readiness = drain_seconds, end, readiness
         self._hurried = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         for bound in sockets or ():  # asyncio takes as many at once as it has the system keep
             bound.listen(_WAITING)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:
-            self._hurried.set()
+        self._readiness.reach(Phase.DRAINING)
+        if self.should_exit and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._hurried.set)  # which wakes it up
         elif sig == signal.SIGTERM:
             self.should_exit = True
         else:
             super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._readiness.reach(Phase.DRAINING)
         cutting = asyncio.create_task(self._cut_off())
         try:
+            await self._drain()
             await super().shutdown(sockets)
         finally:
             cutting.cancel()
+
+    async def _drain(self) -> None:
+        """Wait until the requests that run now are answered. Those that come meanwhile the application refuses."""
+        for connection in list(self.server_state.connections):
+            connection.shutdown()  # at once where it idles, else with its answer
+        if running := set(self.server_state.tasks):
+            await asyncio.wait(running)
 
     async def _cut_off(self) -> None:
         """Behind the time to drain, end what still runs; then close on those who do not read the end of it."""

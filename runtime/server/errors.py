@@ -2,30 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from plans.errors import BusyError, ClosedError, OutriderError, RequestError
 from runtime.server.answers import error_body
 
+_BUSY_SECONDS = 1  # after which a queue, or a connection, is likely to have room
+_RESTART_SECONDS = 5  # after which a server may be there again
+
 
 class ApiError(Exception):
-    """The error that a client gets in place of an answer."""
+    """The error that a client gets in place of an answer: an HTTP status, OpenAI's `type` and `code`, and headers."""
 
-    def __init__(self, status: int, message: str, kind: str, code: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, kind: str, code: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(message)
-        self.status, self.body = status, error_body(message, kind, code)
+        self.status, self.kind, self.code = status, kind, code
+        self.body, self.headers = error_body(message, kind, code), dict(headers or {})
 
 
 def told(error: OutriderError) -> ApiError:
     if isinstance(error, ClosedError):
         return shutting_down("the request was not begun")
     if isinstance(error, BusyError):
-        return ApiError(429, str(error), "rate_limit_error", "too_many_requests")
+        return ApiError(429, str(error), "rate_limit_error", "too_many_requests", _again(_BUSY_SECONDS))
     if isinstance(error, RequestError):
         code = "context_length_exceeded" if "the plan's context is" in str(error) else None
         return ApiError(400, str(error), "invalid_request_error", code)
-    return ApiError(500, str(error), "server_error")
+    return ApiError(500, str(error), "server_error", "server_error")
+
+
+def failed(request_id: str) -> ApiError:
+    """The error of a request that a fault of the server has ended; its log tells which."""
+    message = f"The server failed to answer; its log says why, under {request_id}. Send the request again."
+    return ApiError(500, message, "server_error", "server_error")
 
 
 def shutting_down(what: str) -> ApiError:
-    return ApiError(
-        503, f"The server is shutting down: {what}. Send the request again later.", "server_error", "shutting_down"
-    )
+    message = f"The server is shutting down: {what}. Send the request again later."
+    return ApiError(503, message, "server_error", "shutting_down", _again(_RESTART_SECONDS))
+
+
+def loading(why: str) -> ApiError:
+    message = f"The server does not serve yet: {why}. Send the request again later; /health/ready says when."
+    return ApiError(503, message, "server_error", "loading", _again(_RESTART_SECONDS))
+
+
+def too_many_connections(most: int) -> ApiError:
+    message = f"Too many connections are open, and this server takes {most}; close idle ones, or try again later."
+    headers = _again(_BUSY_SECONDS) | {"Connection": "close"}
+    return ApiError(503, message, "rate_limit_error", "too_many_connections", headers)
+
+
+def too_slow(part: str, seconds: float) -> ApiError:
+    message = f"The request's {part} has not come within {seconds:g} s; send the request again, at once and whole."
+    return ApiError(408, message, "invalid_request_error", "request_timeout")
+
+
+def not_http(status: int, why: str) -> ApiError:
+    """The error for bytes that are no request of HTTP/1.1, with the status that the parser suggests."""
+    if status == 431:
+        message = "The request's head is too large; send fewer or shorter headers, or a shorter path."
+        return ApiError(431, message, "invalid_request_error", "headers_too_large")
+    message = f"The request is not HTTP/1.1 as this server reads it: {why}. Send a request line, headers and a body."
+    return ApiError(status, message, "invalid_request_error", "invalid_http")
+
+
+def _again(seconds: int) -> dict[str, str]:
+    return {"Retry-After": str(seconds)}

@@ -8,6 +8,9 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
+from runtime.generation import FinishReason
+from runtime.server.gateway_metrics import GatewayCounts, GatewayHistograms
+from runtime.server.record import Record
 from runtime.server.served import Served
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -16,9 +19,11 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 class Metrics:
     """A registry of its own, so that several servers in one process do not meet."""
 
-    def __init__(self, runtime: Served) -> None:
+    def __init__(self, runtime: Served, model: str) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_Counts(runtime))
+        self.registry.register(GatewayCounts(runtime, model))
+        self._gateway = GatewayHistograms(model, self.registry)
         self.ttft = Histogram(
             "outrider_time_to_first_token_seconds",
             "From a request's arrival to its first token",
@@ -32,6 +37,15 @@ class Metrics:
             registry=self.registry,
         )
 
+    def observe(self, record: Record) -> None:
+        """Take in a request that is over."""
+        self._gateway.observe(record)
+        begun = [found for found in record.found if found.stats.new_tokens]
+        for found in begun:
+            self.ttft.observe(record.first_token_seconds(found))
+        if begun and record.error is None and FinishReason.CANCELLED not in record.finish_reasons:
+            self.duration.observe(record.seconds)
+
 
 class _Counts(Collector):
     def __init__(self, runtime: Served) -> None:
@@ -43,6 +57,9 @@ class _Counts(Collector):
             ("requests_waiting", "Requests that have not begun", stats.waiting),
             ("requests_running", "Requests that share the passes now", stats.running),
             ("tokens_per_verify", "New tokens / passes, of all requests that a pass served", stats.tokens_per_verify),
+            ("kv_slots", "Slots of the target's KV cache", stats.kv_slots),
+            ("kv_usage_ratio", "Of those, the share that running requests have", stats.kv_usage),
+            ("kv_reserved_ratio", "Of those, the share that they may come to have", stats.kv_reservation),
             ("longest_step_seconds", "The longest pass so far, and what belongs to it", stats.longest_round_ms / 1000),
         ):
             yield GaugeMetricFamily(f"outrider_{name}", what, value)
@@ -56,6 +73,7 @@ class _Counts(Collector):
             ("new_tokens", "Tokens that were generated", stats.new_tokens),
             ("drafted_tokens", "Tokens that were drafted and verified", stats.drafted),
             ("accepted_tokens", "Of those, tokens that were accepted", stats.accepted),
+            ("draft_rounds", "Rounds in which the target verified a draft", stats.draft_rounds),
             ("queued_seconds", "Seconds that requests waited before they began", stats.queued_ms / 1000),
         ):
             yield CounterMetricFamily(f"outrider_{name}", what, value)

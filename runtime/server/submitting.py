@@ -5,7 +5,7 @@ Neither HTTP nor events: the server waits for what is submitted here, and so doe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from plans.errors import RequestError
@@ -18,13 +18,19 @@ from runtime.server.tool_calling import ToolCalling
 from runtime.server.tool_formats import format_of
 from runtime.text.prompt import chat_prompt, encode_prompt
 
+Admit = Callable[[int, int], object]
+
 
 @dataclass(frozen=True)
 class Submitted:
-    """A handle of every choice of every prompt, those of a prompt together, and the tools that they may call."""
+    """A handle of every choice of every prompt, those of a prompt together, and the tools that they may call.
+
+    `prompt_tokens` are those of all prompts, each counted once.
+    """
 
     handles: list[Handle]
     prompts: int
+    prompt_tokens: int
     calling: ToolCalling | None
     logprobs: bool
 
@@ -41,10 +47,13 @@ class Submitter:
             message = f"There is no model {name!r}; this server has {self._model!r}."
             raise ApiError(404, message, "invalid_request_error", "model_not_found")
 
-    def submit(self, asked: CompletionAsked | ChatAsked, client: str | None = None) -> Submitted:
+    def submit(
+        self, asked: CompletionAsked | ChatAsked, client: str | None = None, admit: Admit | None = None
+    ) -> Submitted:
         """Submit every choice of every prompt, all or none. Raises ApiError, and OutriderError as `submit_all`.
 
-        Texts are encoded and grammars compiled here, once each: not for the thread of an event loop.
+        `admit` is called before, with the tokens of all prompts and the most that may be new; it may raise too. Texts
+        are encoded and grammars compiled here, once each: not for the thread of an event loop.
         """
         self.check_model(asked.model)
         asked.check()
@@ -55,10 +64,17 @@ class Submitter:
                 f"takes at most {most} in a request. Send fewer prompts at a time, or a smaller n."
             )
         calling = self._calling(asked) if isinstance(asked, ChatAsked) else None
-        wanted = [(ids, own) for ids, options in self._wanted(asked, calling) for own in options]
+        by_prompt = list(self._wanted(asked, calling))
+        prompt_tokens = sum(len(ids) for ids, _ in by_prompt)
+        if admit is not None:
+            admit(prompt_tokens, sum(self._most_new(ids, own) for ids, options in by_prompt for own in options))
+        wanted = [(ids, own) for ids, options in by_prompt for own in options]
         handles = self._served.submit_all(wanted, priority=asked.priority, deadline=asked.deadline, client=client)
         logprobs = asked.logprobs is not None and asked.logprobs is not False
-        return Submitted(handles, len(handles) // asked.n, calling, logprobs)
+        return Submitted(handles, len(handles) // asked.n, prompt_tokens, calling, logprobs)
+
+    def _most_new(self, ids: list[int], options: Options) -> int:
+        return max(0, min(options["max_new_tokens"], self._served.manifest.target.context - len(ids)))
 
     def _calling(self, asked: ChatAsked) -> ToolCalling | None:
         """The tools that an answer may call. Raises RequestError for schemas, or a template, that cannot be served."""

@@ -1,16 +1,24 @@
-"""A server in a thread of the test, and how the tests ask it."""
+"""A server in a thread of the test, or in a process of its own, and how the tests ask it."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import socket
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 import openai
 import uvicorn
@@ -19,6 +27,8 @@ from runtime import Runtime
 from runtime.server.app import ServerConfig, make_app
 from runtime.server.command import bound_socket
 from runtime.server.connections import Limits, server_of
+from runtime.server.readiness import Readiness
+from runtime.server.tracing import Tracing
 
 KEY = "a key"
 
@@ -33,13 +43,20 @@ def listening(runtime: Runtime, limits: Limits | None = None, drain_seconds: flo
 
 @contextmanager
 def serving(
-    runtime: Runtime, bound: socket.socket, limits: Limits, drain_seconds: float = 5, **config: Any
+    runtime: Runtime,
+    bound: socket.socket,
+    limits: Limits,
+    drain_seconds: float = 5,
+    tracing: Tracing | None = None,
+    **options: Any,
 ) -> Iterator[uvicorn.Server]:
     """The same at a socket."""
     runtime.start()
-    app = make_app(runtime, ServerConfig("toy", drain_seconds=drain_seconds, **config))
+    readiness = Readiness()
+    config = ServerConfig("toy", drain_seconds=drain_seconds, **options)
+    app = make_app(runtime, config, readiness=readiness, tracing=tracing)
     end = partial(runtime.close, drain=False, timeout=20)
-    server = server_of(app, limits, drain_seconds, end)
+    server = server_of(app, limits, drain_seconds, end, readiness)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
     until = time.monotonic() + 20
@@ -72,3 +89,86 @@ def get(url: str, headers: dict[str, str] | None = None, data: bytes | None = No
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
+
+
+# `serve` with passes that take as long as the environment says, and a plan that is loaded once a file is there.
+_SLOW_SERVE = """
+import os, sys, time
+from pathlib import Path
+from runtime import Runtime
+from runtime.engine import Engine
+from runtime.__main__ import main
+
+step, load = Engine.step, Runtime.load
+
+def slowly(self, *arguments):
+    time.sleep(float(os.environ["TEST_PASS_SECONDS"]))
+    return step(self, *arguments)
+
+def late(*arguments, **options):
+    while not Path(os.environ["TEST_LOAD_BEHIND"]).exists():
+        time.sleep(0.01)
+    return load(*arguments, **options)
+
+Engine.step, Runtime.load = slowly, late
+sys.exit(main(["serve", *sys.argv[1:]]))
+"""
+
+
+@dataclass
+class ServerProcess:
+    """A server in a process of its own; `said` is what it has written to standard error."""
+
+    process: subprocess.Popen[bytes]
+    address: str
+    _log: TextIO
+
+    @property
+    def said(self) -> str:
+        self._log.seek(0)
+        return self._log.read()
+
+    def get(self, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
+        """Status and body of a GET, or of a POST with this body."""
+        headers = {"Content-Type": "application/json"}
+        status, text = get(f"{self.address}{path}", headers, json.dumps(body).encode() if body else None)
+        return status, json.loads(text)
+
+    def ready(self) -> bool:
+        with suppress(OSError):
+            return self.get("/health/ready")[0] == 200
+        return False
+
+
+@contextmanager
+def server_process(
+    plan: Path,
+    *arguments: str,
+    pass_seconds: float = 0.0,
+    load_behind: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[ServerProcess]:
+    """`outrider serve` at a free port, from when it listens. Its plan is loaded once the file `load_behind` exists."""
+    command = [sys.executable, "-c", _SLOW_SERVE, str(plan), "--port", "0", "--threads", "1", "--model-name", "toy"]
+    patched = {"TEST_PASS_SECONDS": str(pass_seconds), "TEST_LOAD_BEHIND": str(load_behind or plan)}
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [*command, *arguments], stderr=log, env={**os.environ, **patched, **(environment or {})}
+        )
+        server = ServerProcess(process, "", log)
+        try:
+            wait_until(lambda: re.search(r"listening at \S+,", server.said) is not None or process.poll() is not None)
+            found = re.search(r"listening at (\S+),", server.said)
+            assert found is not None, server.said
+            server.address = found[1]
+            yield server
+        finally:
+            process.kill()  # nothing to one that has ended
+            process.wait(20)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it never came true"
+        time.sleep(0.02)

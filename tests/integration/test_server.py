@@ -506,8 +506,10 @@ def test_a_full_queue_is_told(branch_plan: Path) -> None:
     next(iter(handles[0]))
     with listening(busy) as address, client_of(address) as client:
         stuck = busy.submit([6], max_new_tokens=1)
-        with pytest.raises(openai.RateLimitError, match="queue is full"):
+        with pytest.raises(openai.RateLimitError, match="queue is full") as full:
             client.completions.create(model="toy", prompt="x")
+        assert (full.value.type, full.value.code) == ("rate_limit_error", "too_many_requests")
+        assert full.value.response.headers["retry-after"] == "1"
         handles[0].cancel()
         stuck.result(60)
     with pytest.raises(Exception, match="closed"):

@@ -1,0 +1,55 @@
+"""Whether the server serves: what `/health/ready` says from the first moment to the last."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from runtime.request import Options
+from runtime.server.served import Served
+
+_TOKENS = 4  # of a warm-up: those behind the prompt are drafted and verified
+
+
+class Phase(Enum):
+    """The phases of a server; the value says why it is not ready, where it is not."""
+
+    LOADING = "the plan is being loaded"
+    WARMING = "the plan is loaded, and a first request warms it up"
+    READY = ""
+    DRAINING = "the server is shutting down; requests that run are finished"
+
+
+class Readiness:
+    """The phase of a server, for any thread and for signal handlers: nothing is read, changed and written again."""
+
+    def __init__(self, phase: Phase = Phase.READY) -> None:
+        self._reached, self.draining = phase, False
+
+    def reach(self, phase: Phase) -> None:
+        """Go on to `phase`. Nothing comes behind DRAINING."""
+        if phase is Phase.DRAINING:
+            self.draining = True
+        else:
+            self._reached = phase
+
+    @property
+    def phase(self) -> Phase:
+        return Phase.DRAINING if self.draining else self._reached
+
+    @property
+    def told(self) -> tuple[int, dict[str, str]]:
+        """Status and body of `/health/ready`."""
+        phase = self.phase
+        if phase is Phase.READY:
+            return 200, {"status": "ready"}
+        return 503, {"status": phase.name.lower(), "reason": phase.value}
+
+
+def warm_up(served: Served) -> None:
+    """Serve one short request from prompt to text, as clients' are: no later one is the first. It is counted as they.
+
+    Raises the error that it ends with.
+    """
+    options = Options(max_new_tokens=_TOKENS, ignore_eos=True, remember=False)
+    (handle,) = served.submit_all([([0], options)])
+    handle.result()

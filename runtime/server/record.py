@@ -1,0 +1,99 @@
+"""What is known of one request when it is over: what logs, traces, metrics and budgets are told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter, time_ns
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+
+from runtime.generation import FinishReason, Generation
+from runtime.handle import Handle
+from runtime.server.asked import ChatAsked, CompletionAsked
+from runtime.server.errors import ApiError
+from runtime.server.submitting import Submitted
+from runtime.server.token_budgets import Reservation
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+
+@dataclass
+class Record:
+    """A request from its head to its end.
+
+    Filled in as it goes: `client` with the key's number, `asked` once the body is read, `submitted` once it is in the
+    queue, `status` with the answer's head, `ended` with its last byte, or when the client has gone. Times are
+    `perf_counter`'s, in seconds. No text of a prompt or an answer is here but in `asked`, which is not logged.
+    """
+
+    request_id: str
+    method: str
+    path: str
+    began: float = field(default_factory=perf_counter)
+    began_ns: int = field(default_factory=time_ns)  # of the same moment, by the time of day
+    client: str | None = None
+    asked: ChatAsked | CompletionAsked | None = None
+    drafter: str | None = None
+    answer_id: str | None = None
+    submitted: Submitted | None = None
+    submitted_at: float = 0.0
+    reservation: Reservation | None = None
+    headers: dict[str, str] = field(default_factory=dict)  # that the answer gets, whatever it is
+    status: int = 0
+    error: ApiError | None = None
+    fault: BaseException | None = None  # of the server's own
+    ended: float = 0.0
+    span: Span | None = None
+
+    def end(self) -> None:
+        """The answer has ended."""
+        self.ended = perf_counter()
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing of the request runs any longer."""
+        return all(handle.done for handle in self.handles)
+
+    @property
+    def handles(self) -> Sequence[Handle]:
+        """Those of its choices; none where it was never submitted."""
+        return () if self.submitted is None else self.submitted.handles
+
+    @property
+    def found(self) -> Sequence[Generation]:
+        """The generations of its choices, but for those that an error has ended."""
+        return [handle.generation for handle in self.handles if handle.generation is not None]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of its prompts, each counted once."""
+        return 0 if self.submitted is None else self.submitted.prompt_tokens
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(each.stats.new_tokens for each in self.found)
+
+    @property
+    def finish_reasons(self) -> list[FinishReason]:
+        return [each.finish_reason for each in self.found]
+
+    def queue_seconds(self, found: Generation) -> float:
+        """From the request's arrival to the first work on a choice."""
+        return self.submitted_at - self.began + found.stats.queued_ms / 1000
+
+    def first_token_seconds(self, found: Generation) -> float:
+        """From the request's arrival to the first token of a choice."""
+        return self.queue_seconds(found) + found.stats.ttft_ms / 1000
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+
+def record_of(request: Request) -> Record:
+    """The record that the observer has begun for a request."""
+    found: Record = request.state.record
+    return found

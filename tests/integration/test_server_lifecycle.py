@@ -1,0 +1,156 @@
+"""A server process from its start to its end: probes while the plan is loaded, and what SIGTERM does to whom."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import time
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from runtime.__main__ import main
+from runtime.server.readiness import Phase, Readiness
+from tests.integration.served import ServerProcess, client_of, get, server_process, wait_until
+
+LONG: dict[str, Any] = {
+    "model": "toy", "prompt": [5], "max_tokens": 140, "temperature": 0, "ignore_eos": True, "drafter": "none"
+}  # fmt: skip
+
+
+def events_of(body: str) -> list[Any]:
+    """The events of a stream that was given whole."""
+    *events, done = (event.removeprefix("data: ") for event in body.removesuffix("\n\n").split("\n\n"))
+    assert done == "[DONE]"
+    return [json.loads(event) for event in events]
+
+
+def streaming(server: ServerProcess) -> Callable[[], str]:
+    """Begin a long stream; returns a function that reads the rest of it."""
+    asked = json.dumps(LONG | {"stream": True}).encode()
+    headers = {"Content-Type": "application/json"}
+    answer = urllib.request.urlopen(urllib.request.Request(f"{server.address}/v1/completions", asked, headers))
+    begun = answer.readline()
+
+    def rest() -> str:
+        with answer:
+            return (begun + answer.read()).decode()
+
+    return rest
+
+
+def sent_in_part(server: ServerProcess) -> socket.socket:
+    """A connection on which a request has been sent but for the last byte of its body."""
+    host, port = server.address.removeprefix("http://").split(":")
+    body = json.dumps(LONG | {"max_tokens": 2}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    connection = socket.create_connection((host, int(port)), timeout=30)
+    connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body[:-1])
+    return connection
+
+
+def test_phases_go_on_and_never_back() -> None:
+    readiness = Readiness(Phase.LOADING)
+    assert readiness.told == (503, {"status": "loading", "reason": "the plan is being loaded"})
+    readiness.reach(Phase.WARMING)
+    assert readiness.told[1]["status"] == "warming"
+    readiness.reach(Phase.READY)
+    assert readiness.told == (200, {"status": "ready"})
+    readiness.reach(Phase.DRAINING)
+    readiness.reach(Phase.READY)
+    assert readiness.told[0] == 503
+    assert readiness.told[1]["status"] == "draining"
+
+
+def test_a_server_answers_probes_while_it_loads_and_while_it_drains(branch_plan: Path, tmp_path: Path) -> None:
+    """Running and queued requests are finished behind SIGTERM, new ones refused; then the process ends with 0."""
+    go_on = tmp_path / "go on"
+    with server_process(branch_plan, "--max-running", "1", pass_seconds=0.05, load_behind=go_on) as server:
+        assert server.get("/health/live") == (200, {"status": "live"})
+        status, body = server.get("/health/ready")
+        assert (status, body["status"]) == (503, "loading")
+        assert server.get("/health")[0] == 503
+        with client_of(server.address) as client, pytest.raises(openai.InternalServerError) as early:
+            client.completions.create(model="toy", prompt="x")
+        assert (early.value.status_code, early.value.code) == (503, "loading")
+        assert early.value.response.headers["retry-after"] == "5"
+        assert early.value.request_id
+        go_on.touch()
+        wait_until(server.ready)
+        assert server.get("/health") == (200, {"status": "ok"})
+        assert server.get("/health/live") == (200, {"status": "live"})
+
+        with ThreadPoolExecutor(2) as pool:
+            rest = streaming(server)
+            queued = pool.submit(server.get, "/v1/completions", **LONG | {"max_tokens": 5})
+            with client_of(server.address) as idle:
+                idle.models.list()  # a connection that idles when the end comes
+                half = sent_in_part(server)
+                server.process.send_signal(signal.SIGTERM)
+                wait_until(lambda: server.get("/health/ready")[1]["status"] == "draining")
+                with pytest.raises(openai.InternalServerError) as late:
+                    idle.completions.create(model="toy", prompt="x")
+            assert (late.value.status_code, late.value.code) == (503, "shutting_down")
+            assert late.value.response.headers["retry-after"] == "5"
+            assert late.value.response.headers["connection"] == "close"
+            assert server.get("/health/live") == (200, {"status": "live"})
+            assert server.process.poll() is None
+            half.sendall(b"}")  # the rest of a body whose request had come before
+            events = events_of(rest())
+            assert events[-1]["choices"][0]["finish_reason"] == "length"
+            assert sum(bool(event["choices"][0]["text"]) for event in events) > 100
+            status, body = queued.result(30)
+            assert (status, body["usage"]["completion_tokens"]) == (200, 5)
+            with half:
+                assert half.recv(4096).startswith(b"HTTP/1.1 200")
+        assert server.process.wait(20) == 0
+
+
+@pytest.mark.parametrize(("drain_seconds", "signals"), [("0.5", 1), ("60", 2)], ids=["time is up", "second SIGTERM"])
+def test_what_cannot_end_in_time_is_cut_off_and_told(branch_plan: Path, drain_seconds: str, signals: int) -> None:
+    arguments = ("--max-running", "1", "--drain-seconds", drain_seconds)
+    with server_process(branch_plan, *arguments, pass_seconds=0.2) as server:
+        wait_until(server.ready)
+        with ThreadPoolExecutor(1) as pool:
+            rest = streaming(server)
+            queued = pool.submit(server.get, "/v1/completions", **LONG)
+            wait_until(lambda: waiting(server) == 1)
+            began = time.monotonic()
+            for _ in range(signals):
+                server.process.send_signal(signal.SIGTERM)
+                time.sleep(0.3)  # two at once would be one
+            *_, last, error = events_of(rest())
+            status, body = queued.result(20)
+            assert server.process.wait(20) == 0
+            assert time.monotonic() - began < 15  # of the 28 s that the stream would take
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert error["error"]["code"] == "shutting_down"
+    assert (status, body["error"]["code"]) == (503, "shutting_down")
+    assert "cut off after 0 tokens" in body["error"]["message"]
+
+
+def waiting(server: ServerProcess) -> float:
+    """Requests that have not begun."""
+    text = get(f"{server.address}/metrics")[1]
+    (line,) = (line for line in text.splitlines() if line.startswith("outrider_requests_waiting "))
+    return float(line.split()[1])
+
+
+def test_a_server_that_is_told_to_end_while_it_loads_ends(branch_plan: Path, tmp_path: Path) -> None:
+    with server_process(branch_plan, load_behind=tmp_path / "never") as server:
+        assert server.get("/health/ready")[0] == 503
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
+
+
+def test_a_plan_that_cannot_be_loaded_ends_the_server_with_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(tmp_path / "none"), "--port", "0"]) == 2
+    assert "plan" in capsys.readouterr().err.splitlines()[-1]

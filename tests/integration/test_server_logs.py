@@ -1,0 +1,187 @@
+"""Lines of the server's log: one about each request, with its id, its counts and times, and nobody's text."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from plans.errors import PlanError
+from runtime import Runtime
+from runtime.engine import Engine
+from runtime.server import request_log
+from runtime.server.submitting import Submitter
+from tests.integration.served import KEY, client_of, get, listening, settle, wait_until
+
+SECRET = "wombat"
+OURS: dict[str, Any] = {"ignore_eos": True}
+
+
+class Lines(logging.Handler):
+    """The lines that the server's formatter makes, in the test's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(request_log._Json())
+        self.text = list[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text.append(self.format(record))
+
+    @property
+    def requests(self) -> list[dict[str, Any]]:
+        return [said for said in map(json.loads, self.text) if said["event"] == "request"]
+
+    def of(self, request_id: str) -> dict[str, Any]:
+        """The line of a request, once it is there."""
+        wait_until(lambda: any(each["request_id"] == request_id for each in self.requests), 20)
+        (line,) = (each for each in self.requests if each["request_id"] == request_id)
+        return line
+
+
+@pytest.fixture
+def lines() -> Iterator[Lines]:
+    logger, handler = logging.getLogger("outrider"), Lines()
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield handler
+    logger.removeHandler(handler)
+    logger.setLevel(before)
+    assert SECRET not in "".join(handler.text)
+
+
+@pytest.fixture(scope="module")
+def runtime(branch_plan: Path) -> Runtime:
+    return Runtime.load(branch_plan, threads=1)
+
+
+@pytest.fixture(scope="module")
+def address(runtime: Runtime) -> Iterator[str]:
+    with listening(runtime, api_key=["other", KEY], log_requests=True) as found:
+        yield found
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_is_told_in_one_line(address: str, runtime: Runtime, lines: Lines, stream: bool) -> None:
+    own: dict[str, Any] = {"model": "toy", "n": 2, "max_tokens": 12, "temperature": 0, "stream": stream}
+    with client_of(address, KEY) as client:
+        answer = client.completions.create(
+            prompt=f"import {SECRET}", extra_headers={"x-request-id": f"one-{stream}"},
+            extra_body=OURS | {"drafter": "chain"}, **own,
+        )  # fmt: skip
+        if stream:
+            for _ in answer:
+                pass
+    said = lines.of(f"one-{stream}")
+    prompt = len(runtime.tokenizer.encode(f"import {SECRET}"))
+    assert {key: said[key] for key in ("method", "path", "status", "client", "model", "stream", "choices")} == {
+        "method": "POST", "path": "/v1/completions", "status": 200, "client": "key 1", "model": "toy",
+        "stream": stream, "choices": 2,
+    }  # fmt: skip
+    assert (said["prompt_tokens"], said["new_tokens"], said["finish_reason"]) == (prompt, 24, "length")
+    assert said["drafter"] == "chain"
+    assert said["drafted"] >= said["accepted"] > 0
+    assert 0 <= said["queue_ms"] <= said["ttft_ms"] <= said["total_ms"]
+    assert (said["level"], said["logger"]) == ("info", "outrider.requests")
+    assert KEY not in "".join(lines.text)
+
+
+def test_what_is_refused_is_told_by_its_code_alone(address: str, lines: Lines) -> None:
+    with client_of(address, KEY) as client:
+        for status, asked in (
+            (404, {"model": SECRET[:0] + "other", "prompt": "x"}),
+            (400, {"model": "toy", "prompt": SECRET, "n": SECRET}),
+            (400, {"model": "toy", "prompt": [[SECRET]]}),
+        ):
+            headers = {"x-request-id": f"no-{len(lines.text)}"}
+            with pytest.raises(openai.APIStatusError) as refused:
+                client.completions.create(extra_headers=headers, **asked)  # type: ignore[call-overload]
+            assert refused.value.status_code == status
+            said = lines.of(headers["x-request-id"])
+            assert (said["status"], said["error_type"]) == (status, "invalid_request_error")
+            assert "error" not in said
+            assert said["level"] == "info"
+    get(f"{address}/v1/models", {"x-request-id": "keyless"})
+    said = lines.of("keyless")
+    assert (said["status"], said["error_code"]) == (401, "invalid_api_key")
+    assert "client" not in said
+    get(f"{address}/health/nowhere", {"x-request-id": "no probe"})
+    get(f"{address}/health/ready", {"x-request-id": "probe"})
+    get(f"{address}/v1/models", {"x-request-id": "last"})
+    lines.of("last")
+    assert [line["path"] for line in lines.requests if line["path"].startswith("/health")] == ["/health/nowhere"]
+
+
+def test_a_client_that_goes_is_told_with_what_it_had(
+    address: str, runtime: Runtime, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Engine.step
+
+    def slowly(self: Engine, *arguments: Any) -> Any:
+        time.sleep(0.02)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Engine, "step", slowly)
+    asked: dict[str, Any] = {"model": "toy", "prompt": [5], "max_tokens": 140}
+    with client_of(address, KEY) as client:
+        headers = {"x-request-id": "gone"}
+        more = {"extra_headers": headers, "extra_body": OURS | {"drafter": "none"}}
+        with client.completions.create(stream=True, **more, **asked) as stream:
+            next(iter(stream))
+    said = lines.of("gone")
+    assert said["finish_reason"] == "cancelled"
+    assert 1 <= said["new_tokens"] < 140
+    settle(runtime)
+
+
+def test_a_fault_of_the_server_has_the_requests_id_and_no_text(
+    address: str, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError(f"with {SECRET} in it")
+
+    monkeypatch.setattr(Submitter, "submit", fail)
+    with client_of(address, KEY) as client, pytest.raises(openai.InternalServerError) as failed:
+        client.completions.create(model="toy", prompt=SECRET, extra_headers={"x-request-id": "fault"})
+    assert (failed.value.code, failed.value.request_id) == ("server_error", "fault")
+    assert "under fault" in failed.value.message
+    said = lines.of("fault")
+    assert (said["status"], said["level"]) == (500, "error")
+    assert said["exception"].endswith("ZeroDivisionError")
+    assert "in fail" in said["exception"]
+
+
+def test_a_pass_that_fails_is_told_in_each_of_its_requests(
+    branch_plan: Path, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise PlanError("The device is lost.")
+
+    with listening(Runtime.load(branch_plan, threads=1), log_requests=True) as address, client_of(address) as client:
+        monkeypatch.setattr(Engine, "step", fail)
+        with pytest.raises(openai.InternalServerError, match="device is lost"):
+            client.completions.create(model="toy", prompt="x", extra_headers={"x-request-id": "whole"})
+        stream = client.completions.create(model="toy", prompt="x", stream=True, extra_headers={"x-request-id": "part"})
+        with pytest.raises(openai.APIError, match="device is lost"):
+            list(stream)
+        for name, status in (("whole", 500), ("part", 200)):
+            said = lines.of(name)
+            assert (said["status"], said["level"], said["error"]) == (status, "error", "The device is lost.")
+            assert (said["error_code"], said["finish_reason"]) == ("server_error", "error")
+
+
+def test_text_lines_cannot_be_forged(address: str, lines: Lines) -> None:
+    lines.setFormatter(request_log._Text())
+    get(f"{address}/v1/a%0Ab%20status=500%22", {"x-request-id": "forged", "Authorization": f"Bearer {KEY}"})
+    wait_until(lambda: any("forged" in line for line in lines.text), 20)
+    (line,) = (line for line in lines.text if "forged" in line)
+    assert "\n" not in line
+    assert r' path="/v1/a\nb status=500\""' in line
+    assert " status=404 " in line

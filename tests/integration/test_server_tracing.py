@@ -1,0 +1,228 @@
+"""Spans of requests: in memory, and as a collector receives them from a server process."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+
+from runtime import Runtime
+from runtime.__main__ import main
+from runtime.server.tracing import Tracing
+from tests.integration.served import client_of, get, listening, server_process, wait_until
+
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+TRACEPARENT = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+OURS: dict[str, Any] = {"ignore_eos": True, "drafter": "chain"}
+
+
+@pytest.fixture(scope="module")
+def exporter() -> InMemorySpanExporter:
+    return InMemorySpanExporter()
+
+
+@pytest.fixture(scope="module")
+def address(branch_plan: Path, exporter: InMemorySpanExporter) -> Iterator[str]:
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    with listening(Runtime.load(branch_plan, threads=1), tracing=Tracing(provider)) as found:
+        yield found
+
+
+def spans_of(exporter: InMemorySpanExporter) -> tuple[ReadableSpan, list[ReadableSpan]]:
+    """The server's span of the one request since the last call, and the spans below it."""
+    wait_until(lambda: any(span.kind is SpanKind.SERVER for span in exporter.get_finished_spans()), 20)
+    spans = exporter.get_finished_spans()
+    exporter.clear()
+    (server,) = (span for span in spans if span.kind is SpanKind.SERVER)
+    below = [span for span in spans if span is not server]
+    for span in below:
+        assert span.parent is not None
+        assert span.parent.span_id == server.context.span_id
+        assert span.context.trace_id == server.context.trace_id
+    return server, below
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_has_a_span_with_its_phases_below(address: str, exporter: InMemorySpanExporter, stream: bool) -> None:
+    with client_of(address) as client:
+        answer = client.chat.completions.create(
+            model="toy", messages=[{"role": "user", "content": "wombat"}], max_completion_tokens=12, temperature=0.5,
+            seed=3, n=2, stream=stream, extra_body=OURS, extra_headers=TRACEPARENT | {"x-request-id": "traced"},
+        )  # fmt: skip
+        identity = [piece.id for piece in answer][-1] if stream else answer.id
+    server, below = spans_of(exporter)
+    assert server.name == "chat toy"
+    assert server.parent is not None
+    assert (f"{server.context.trace_id:032x}", f"{server.parent.span_id:016x}") == (TRACE, PARENT)
+    said = dict(server.attributes or {})
+    assert {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "outrider",
+        "gen_ai.request.model": "toy",
+        "gen_ai.response.model": "toy",
+        "gen_ai.response.id": identity,
+        "gen_ai.request.max_tokens": 12,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.seed": 3,
+        "gen_ai.request.choice.count": 2,
+        "gen_ai.request.stream": stream,
+        "gen_ai.usage.output_tokens": 24,
+        "gen_ai.response.finish_reasons": ("length", "length"),
+        "http.request.method": "POST",
+        "http.route": "/v1/chat/completions",
+        "http.response.status_code": 200,
+        "outrider.request.id": "traced",
+        "outrider.drafter": "chain",
+    }.items() <= said.items()
+    assert said["gen_ai.usage.input_tokens"] > 0
+    assert said["outrider.drafted_tokens"] >= said["outrider.accepted_tokens"]
+    assert sorted(span.name for span in below) == ["decode"] * 2 + ["prefill"] * 2 + ["queue"] * 2
+    for choice in range(2):
+        queue, prefill, decode = (
+            next(span for span in below if span.name == name and span.attributes["outrider.choice"] == choice)
+            for name in ("queue", "prefill", "decode")
+        )
+        assert server.start_time <= queue.start_time
+        assert queue.end_time == prefill.start_time
+        assert prefill.end_time == decode.start_time
+        assert decode.start_time < decode.end_time <= server.end_time + 5_000_000  # texts go out beside the next pass
+        assert decode.attributes["gen_ai.usage.output_tokens"] == 12
+        assert prefill.attributes["gen_ai.usage.input_tokens"] == said["gen_ai.usage.input_tokens"]
+    assert server.status.status_code is StatusCode.UNSET
+    assert "wombat" not in server.to_json() + "".join(span.to_json() for span in below)
+
+
+def test_what_is_refused_has_a_span_with_the_error(address: str, exporter: InMemorySpanExporter) -> None:
+    with client_of(address) as client, pytest.raises(openai.NotFoundError):
+        client.completions.create(model="other", prompt="x")
+    server, below = spans_of(exporter)
+    assert (server.name, below) == ("text_completion other", [])
+    assert server.parent is None
+    said = dict(server.attributes or {})
+    assert (said["http.response.status_code"], said["error.type"]) == (404, "model_not_found")
+    assert server.status.status_code is StatusCode.UNSET  # the client's fault
+
+
+def test_probes_and_scrapes_have_none(address: str, exporter: InMemorySpanExporter) -> None:
+    for path in ("/health/ready", "/metrics", "/v1/models"):
+        assert get(f"{address}{path}")[0] == 200
+    assert exporter.get_finished_spans() == ()
+
+
+@contextmanager
+def collector() -> Iterator[tuple[str, list[tuple[str, ExportTraceServiceRequest]]]]:
+    """A collector of OTLP over HTTP: its address, and the paths and bodies that it has received."""
+    received = list[tuple[str, ExportTraceServiceRequest]]()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.headers.get("Content-Encoding") == "gzip":
+                body = gzip.decompress(body)
+            received.append((self.path, ExportTraceServiceRequest.FromString(body)))
+            self.send_response(200)
+            self.send_header("Content-Type", "application/x-protobuf")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", received
+    finally:
+        server.shutdown()
+        thread.join(10)
+        server.server_close()
+
+
+def test_a_server_process_sends_its_spans_to_the_collector_that_the_environment_names(branch_plan: Path) -> None:
+    """And writes nothing to standard error but JSON, whose lines have the trace's id."""
+    with collector() as (endpoint, received):
+        environment = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
+            "OTEL_SERVICE_NAME": "a service",
+            "OTEL_BSP_SCHEDULE_DELAY": "600000",  # so that the last spans are sent at the end, or never
+        }
+        arguments = ("--telemetry", "--log-format", "json")
+        with server_process(branch_plan, *arguments, environment=environment) as server:
+            wait_until(server.ready)
+            with client_of(server.address) as client:
+                answer = client.completions.create(
+                    model="toy", prompt="wombat", max_tokens=3, extra_headers=TRACEPARENT
+                )
+            host, port = server.address.removeprefix("http://").split(":")
+            with socket.create_connection((host, int(port)), timeout=20) as plain:
+                plain.sendall(b"no HTTP\r\n\r\n")
+                assert b" 400 " in plain.recv(4096)
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(30) == 0
+            lines = [json.loads(line) for line in server.said.splitlines()]
+    assert {path for path, _ in received} == {"/v1/traces"}
+    (resource,) = (each for _, body in received for each in body.resource_spans)
+    named = {each.key: each.value.string_value for each in resource.resource.attributes}
+    assert named["service.name"] == "a service"
+    spans = {span.name: span for scope in resource.scope_spans for span in scope.spans}
+    assert set(spans) == {"text_completion toy", "queue", "prefill", "decode"}
+    assert {span.trace_id.hex() for span in spans.values()} == {TRACE}
+    attributes = {each.key: each.value for each in spans["text_completion toy"].attributes}
+    assert attributes["gen_ai.response.id"].string_value == answer.id
+    assert attributes["gen_ai.usage.output_tokens"].int_value == 3
+    (line,) = (line for line in lines if line["event"] == "request" and line["path"] == "/v1/completions")
+    assert (line["trace_id"], line["status"], line["new_tokens"]) == (TRACE, 200, 3)
+    messages = [line["message"] for line in lines if line["event"] == "message"]
+    assert "Invalid HTTP request received." in messages
+    assert messages[0].startswith("listening at http://127.0.0.1:")
+    assert any(message.startswith("serving 'toy' at") for message in messages)
+    assert "wombat" not in json.dumps(lines)
+
+
+def test_without_the_extra_it_is_said_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("opentelemetry") or name == "runtime.server.tracing"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    assert main(["serve", str(tmp_path / "none"), "--telemetry", "--port", "0"]) == 2
+    said = capsys.readouterr().err
+    assert "Telemetry needs opentelemetry" in said
+    assert "pip install '.[telemetry]'" in said
+    assert main(["serve", str(tmp_path / "none"), "--port", "0"]) == 2  # the plan is not there
+    assert "opentelemetry" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("OTEL_TRACES_EXPORTER", "zipkin", "OTEL_TRACES_EXPORTER is 'zipkin'; set it to otlp, console or none"),
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "OTEL_EXPORTER_OTLP_PROTOCOL is 'grpc'; traces are sent by http"),
+    ],
+)
+def test_what_cannot_be_exported_to_is_said_before_the_plan_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str, value: str,
+    words: str,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "x")
+    monkeypatch.setenv(variable, value)
+    assert main(["serve", str(tmp_path / "none"), "--telemetry", "--port", "0"]) == 2
+    assert words in capsys.readouterr().err
