@@ -119,7 +119,8 @@ class Runtime:
         is. It is refused where they do not, unless `exactness` is "unchecked", which gives that promise up.
         `share_memory` is for several processes on one machine: on the CPU they map what ONNX Runtime packs of float
         weights, from a file in the user's cache folder that the first of them writes, and take memory for KV as it is
-        written, not in huge pages. Raises `PlanError`, and `RequestError` for a wrong number of threads or a cache that cannot be.
+        written, not in huge pages. Raises `PlanError`, and `RequestError` for a wrong number of threads or a cache that
+        cannot be.
         """
         check_threads(threads)
         check_exactness(exactness)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from math import inf
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, time
 from typing import TYPE_CHECKING, Any
 
 from commands.arguments import at_least_1
@@ -19,10 +22,10 @@ from runtime.cli.arguments import add_machine
 if TYPE_CHECKING:
     from runtime.batch.folder import BatchFolder, BatchState, Totals
     from runtime.batch.loading import LoadOptions
+    from runtime.batch.local import Done
     from runtime.batch.requests import BatchRequest
 
     Blocks = Mapping[int, Sequence[BatchRequest]]
-    Done = Iterator[tuple[int, int]]  # requests that are done, and their new tokens
 
 _EPOCH = "SOURCE_DATE_EPOCH"
 
@@ -80,49 +83,76 @@ def _batch(arguments: argparse.Namespace) -> int:
         requests = read_requests(arguments.requests)
     if arguments.ray is not None:
         with optional_packages("A batch on a cluster", "ray"):
-            import runtime.batch.ray_run
+            import_module("runtime.batch.ray_run")
     from runtime.batch.folder import BatchFolder, block_bounds
     from runtime.batch.requests import working_order
 
     began, folder, ordered = perf_counter(), BatchFolder(arguments.out), working_order(requests)
-    written = 0
     try:
         with folder.begun(_state(arguments, ordered)) as state:
             _check_kernels(arguments.plan, state)
             blocks = [ordered[start:stop] for start, stop in block_bounds(state.count, state.block_size)]
             there = set(range(len(blocks))) if folder.results.exists() else folder.written()
             missing = {number: block for number, block in enumerate(blocks) if number not in there}
-            written = earlier = len(ordered) - sum(map(len, missing.values()))
-            tokens = 0
-            if missing:
-                run = _in_process if arguments.ray is None else _on_ray
-                with closing(run(arguments, folder, state, missing)) as done, _progress(arguments) as progress:
-                    started = perf_counter()
-                    progress(written, len(ordered))
-                    for count, new in done:
-                        written, tokens = written + count, tokens + new
-                        rate = tokens / (perf_counter() - started)
-                        left = (perf_counter() - started) * (len(ordered) - written) / (written - earlier)
-                        progress(written, len(ordered), f"{rate:.0f} tokens/s", left)
+            work = _work(arguments, folder, state, missing) if missing else _Work(len(ordered), 0)
             totals = folder.finish(blocks)
     except OSError as error:
         raise OutriderError(f"{error.filename or arguments.out}: {error.strerror or error}. {_KEPT}") from None
     except KeyboardInterrupt:
-        stderr.print(f"{_KEPT}", style="dim", soft_wrap=True)
+        stderr.print(_KEPT, style="dim", soft_wrap=True)
         raise
-    _report(arguments, folder, totals, len(ordered) - earlier, tokens, perf_counter() - began)
+    _report(arguments, folder, totals, work, perf_counter() - began)
     return 0
 
 
 _KEPT = "What is written stays: run the same command again to go on from there."
 
 
-def _progress(arguments: argparse.Namespace) -> Any:
-    if arguments.quiet:
-        from contextlib import nullcontext
+@dataclass
+class _Work:
+    """What a run does: of `total` requests those that are `missing`; and what it has come to so far."""
 
-        return nullcontext(lambda *_: None)
-    return progress_bar("requests")
+    total: int
+    missing: int
+    computed: int = 0
+    new_tokens: int = 0
+    began: float = inf  # of the first request, by `time.time()`; the plan is loaded then
+    seconds: float = 0.0  # since then
+
+    def add(self, done: Done) -> None:
+        self.computed += done.requests
+        self.new_tokens += done.new_tokens
+        self.began = min(self.began, done.began)
+        self.seconds = time() - self.began
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.new_tokens / self.seconds if self.seconds else 0.0
+
+    def show(self, update: Update) -> None:
+        written = self.total - self.missing + self.computed
+        if not self.computed:
+            update(written, self.total)
+            return
+        left = self.seconds * (self.missing - self.computed) / self.computed
+        update(written, self.total, f"{self.tokens_per_second:.0f} tokens/s", left)
+
+
+def _work(arguments: argparse.Namespace, folder: BatchFolder, state: BatchState, missing: Blocks) -> _Work:
+    """Answer the blocks that are missing, and write them to the folder."""
+    work = _Work(state.count, sum(map(len, missing.values())))
+    run = _in_process if arguments.ray is None else _on_ray
+    bar = nullcontext(_no_progress) if arguments.quiet else progress_bar("requests")
+    with closing(run(arguments, folder, state, missing)) as running, bar as update:
+        work.show(update)
+        for done in running:
+            work.add(done)
+            work.show(update)
+    return work
+
+
+def _no_progress(done: int, total: int, doing: str = "", left: float | None = None) -> None:
+    """Show nothing."""
 
 
 def _state(arguments: argparse.Namespace, ordered: Sequence[BatchRequest]) -> BatchState:
@@ -162,9 +192,11 @@ def _check_kernels(plan: Path, state: BatchState) -> None:
         raise RequestError(told_foreign(foreign))
 
 
-def _in_process(arguments: argparse.Namespace, folder: BatchFolder, state: BatchState, blocks: Blocks) -> Done:
+def _in_process(
+    arguments: argparse.Namespace, folder: BatchFolder, state: BatchState, blocks: Blocks
+) -> Generator[Done]:
     from runtime.batch.answering import MOST_WAITING, Answering
-    from runtime.batch.local import run_blocks
+    from runtime.batch.local import Done, run_blocks
     from runtime.cli.arguments import load
     from runtime.prefix_cache.cache import PrefixCacheConfig
     from runtime.scheduler import SchedulerConfig
@@ -172,14 +204,15 @@ def _in_process(arguments: argparse.Namespace, folder: BatchFolder, state: Batch
     cache = None if arguments.no_prefix_cache else PrefixCacheConfig(arguments.cache_tokens, arguments.cache_bytes)
     runtime = load(arguments, cache, SchedulerConfig(arguments.max_running, max_waiting=MOST_WAITING))
     try:
-        with closing(run_blocks(Answering(runtime, state.model, state.created), folder, blocks)) as answers:
+        answering, began = Answering(runtime, state.model, state.created), time()
+        with closing(run_blocks(answering, folder, blocks)) as answers:
             for answered in answers:
-                yield 1, answered.new_tokens
+                yield Done(1, answered.new_tokens, began)
     finally:
         runtime.close(drain=False)
 
 
-def _on_ray(arguments: argparse.Namespace, folder: BatchFolder, state: BatchState, blocks: Blocks) -> Done:
+def _on_ray(arguments: argparse.Namespace, folder: BatchFolder, state: BatchState, blocks: Blocks) -> Generator[Done]:
     from runtime.batch.ray_run import Actors, cluster, run_on_ray
 
     cpus = arguments.cpus_per_actor or arguments.threads or 1
@@ -193,31 +226,27 @@ def _on_ray(arguments: argparse.Namespace, folder: BatchFolder, state: BatchStat
         "cache_bytes": arguments.cache_bytes,
     }
     with cluster(arguments.ray, Actors(arguments.actors, cpus)) as count:
-        for done in run_on_ray(arguments.plan, folder, state, blocks, count, cpus, load):
-            yield done.requests, done.new_tokens
+        yield from run_on_ray(arguments.plan, folder, state, blocks, count, cpus, load)
 
 
-def _report(
-    arguments: argparse.Namespace, folder: BatchFolder, totals: Totals, computed: int, tokens: int, seconds: float
-) -> None:
+def _report(arguments: argparse.Namespace, folder: BatchFolder, totals: Totals, work: _Work, seconds: float) -> None:
     if arguments.json:
         print_json(
             {
                 "results": str(folder.results),
-                "succeeded": totals.succeeded,
-                "failed": totals.failed,
-                "prompt_tokens": totals.prompt_tokens,
-                "completion_tokens": totals.completion_tokens,
-                "computed": computed,
+                **asdict(totals),
+                "computed": work.computed,
+                "new_tokens": work.new_tokens,
                 "seconds": round(seconds, 3),
-                "tokens_per_second": round(tokens / seconds, 1),
+                "working_seconds": round(work.seconds, 3),
+                "tokens_per_second": round(work.tokens_per_second, 1),
             }
         )
         return
     print(folder.results)
     stderr.print(
-        f"{totals.succeeded} answers, {totals.failed} refused; {computed} computed now, {tokens} new tokens in "
-        f"{seconds:.1f} s",
+        f"{totals.succeeded} answers, {totals.failed} refused; {work.computed} computed now, {work.new_tokens} new "
+        f"tokens in {work.seconds:.1f} s",
         style="dim",
         soft_wrap=True,
     )

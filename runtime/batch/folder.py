@@ -1,7 +1,7 @@
 """The folder of a batch: parts as they are computed, and in the end `results.jsonl`.
 
     batch.json      what the results depend on; a run that goes on must agree with it
-    parts/N.jsonl   the results of block N, written as a whole
+    parts/N.jsonl   the results of block N, written as a whole; N.tries grows by a byte whenever an actor begins it
     results.jsonl   all results by id, written as a whole when there are all parts, which then go
     lock            held by the run
 
@@ -109,9 +109,8 @@ class BatchFolder:
 
     def _clear(self) -> None:
         """Remove what a run that was killed had not finished."""
-        for folder in (self.path, self._parts):
-            for left in folder.glob(".*.jsonl.*"):
-                left.unlink(missing_ok=True)
+        for left in (*self.path.glob(".*.json*"), *self._parts.glob(".*.jsonl.*"), *self._parts.glob("*.tries")):
+            left.unlink(missing_ok=True)
 
     def _agreed(self, state: BatchState) -> BatchState:
         kept = self.state()
@@ -146,6 +145,12 @@ class BatchFolder:
         """Write the results of a block. Raises OSError."""
         with written_whole(self._part(block)) as file:
             file.writelines(lines)
+
+    def try_block(self, block: int) -> int:
+        """Note that somebody begins a block who may die of it; return how often that was so in this run."""
+        with self._part(block).with_suffix(".tries").open("ab") as file:
+            file.write(b".")
+            return file.tell()
 
     def finish(self, blocks: Sequence[Sequence[BatchRequest]]) -> Totals:
         """Put all results together, ordered by id, and remove the parts; return the totals.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 from runtime.batch.answering import Answered, Answering
@@ -10,9 +11,19 @@ from runtime.batch.folder import BatchFolder
 from runtime.batch.requests import BatchRequest
 
 
+@dataclass(frozen=True)
+class Done:
+    """Requests whose answers are there, and the tokens of these; `began` says when, by `time.time()`, the work on
+    them began."""
+
+    requests: int
+    new_tokens: int
+    began: float
+
+
 def run_blocks(
     answering: Answering, folder: BatchFolder, blocks: Mapping[int, Sequence[BatchRequest]]
-) -> Iterator[Answered]:
+) -> Generator[Answered]:
     """Answer blocks by their numbers, and write each to the folder once it is whole; yields answers as they come.
 
     Raises OSError where the folder cannot be written, and what `Answering.answer` raises.

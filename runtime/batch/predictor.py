@@ -24,8 +24,6 @@ from runtime.batch.requests import BatchRequest, why_not_an_id
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    Batch = dict[str, NDArray[Any]] | pa.Table
-
 ADDED = ("status_code", "text", "finish_reason", "error", "result")
 """Columns that a prediction adds."""
 
@@ -65,7 +63,7 @@ class OutriderPredictor:
         self._answering = Answering(load_for_batches(plan, **options), model, created)
         self._keep = tuple(keep)
 
-    def __call__(self, batch: Batch) -> Batch:
+    def __call__(self, batch: dict[str, NDArray[Any]] | pa.Table) -> dict[str, NDArray[Any]] | pa.Table:
         """Raises RequestError for columns that no request has."""
         if isinstance(batch, dict):
             check_columns(set(batch) - set(self._keep) - set(ADDED), "The batch")
@@ -94,8 +92,8 @@ def check_visible(folder: Path, file: str) -> None:
     """Raise RequestError where this machine does not see a file that others have written, or read."""
     if not (folder / file).is_file():
         raise RequestError(
-            f"{socket.gethostname()} does not see {folder / file}; put it where every node of the cluster sees it under "
-            "the same path, such as a shared file system, and pass that path."
+            f"{socket.gethostname()} does not see {folder / file}; put it where every node of the cluster sees it "
+            "under the same path, such as a shared file system, and pass that path."
         )
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import ray
@@ -23,12 +24,12 @@ from plans.errors import OutriderError, PlanError, RequestError
 from runtime.batch.answering import Answering
 from runtime.batch.folder import BatchFolder, BatchState
 from runtime.batch.loading import LoadOptions, load_for_batches
-from runtime.batch.local import run_blocks
+from runtime.batch.local import Done, run_blocks
 from runtime.batch.predictor import check_visible
 from runtime.batch.processors import foreign_kernels, told_foreign
 from runtime.batch.requests import BatchRequest
 
-_TRIES = 3  # of a block whose actor dies, behind the first
+_TRIES = 4  # of a block whose actor dies
 _STORE = 200 * 2**20  # bytes of objects in a cluster of our own: requests alone go through it
 
 
@@ -40,15 +41,6 @@ class Actors:
     cpus: int
 
 
-@dataclass(frozen=True)
-class BlockDone:
-    """A block that is written, and what it took."""
-
-    block: int
-    requests: int
-    new_tokens: int
-
-
 @contextmanager
 def cluster(address: str, actors: Actors) -> Iterator[int]:
     """Connect to the cluster at `address`, or begin one of this machine's for "local"; yields the number of actors.
@@ -56,6 +48,8 @@ def cluster(address: str, actors: Actors) -> Iterator[int]:
     Raises RequestError where there is none, or it has too few CPUs.
     """
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # what is worth a word is an exception, too
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
     if address == "local":
         cpus = max(os.cpu_count() or 1, (actors.count or 1) * actors.cpus)
         quiet |= {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": _STORE}
@@ -64,6 +58,7 @@ def cluster(address: str, actors: Actors) -> Iterator[int]:
     except (ConnectionError, ValueError, RayError, RuntimeError) as error:
         raise RequestError(f"There is no cluster of Ray at {address!r}: {error}") from None
     try:
+        ray.data.DataContext.get_current().enable_progress_bars = False
         room = int(ray.cluster_resources().get("CPU", 0)) // actors.cpus
         if room < (actors.count or 1):
             raise RequestError(
@@ -83,13 +78,11 @@ def run_on_ray(
     count: int,
     cpus: int,
     load: LoadOptions,
-) -> Iterator[BlockDone]:
+) -> Generator[Done]:
     """Have `count` actors of `cpus` CPUs answer the blocks; yields each as it is written.
 
     Raises RequestError and PlanError as actors found them, and PlanError where a block's actor dies again and again.
     """
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = context.print_on_execution_start = False
     tables = [
         pa.table(
             {
@@ -108,14 +101,12 @@ def run_on_ray(
         batch_format="pyarrow",
         compute=ray.data.ActorPoolStrategy(size=min(count, len(tables)), max_tasks_in_flight_per_actor=1),
         num_cpus=cpus,
-        max_restarts=-1,
-        max_task_retries=_TRIES,
     )
     try:
         for row in written.iter_rows():
             if row["error"]:
                 raise (RequestError if row["request"] else PlanError)(row["error"])
-            yield BlockDone(row["block"], row["requests"], row["new_tokens"])
+            yield Done(row["requests"], row["new_tokens"], row["began"])
     except RayError as error:
         raise PlanError(f"Ray gave up a block: {str(error).strip().splitlines()[-1]}") from None
 
@@ -140,17 +131,26 @@ class _BlockWriter:
             self._error = error
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        rows = table.to_pylist()
+        began, rows = time.time(), table.to_pylist()
         number = rows[0]["block"]
         requests = [BatchRequest(row["custom_id"], row["text"]) for row in rows]
         tokens, error = 0, self._error
         if error is None and number not in self._folder.written():
             try:
-                tokens = sum(each.new_tokens for each in run_blocks(self._answering, self._folder, {number: requests}))
+                tokens = self._run(number, requests)
             except OSError as fault:
-                error = PlanError(f"{self._folder.path} cannot be written: {fault}")
+                error = PlanError(f"{fault.filename or self._folder.path}: {fault.strerror or fault}")
             except OutriderError as fault:
                 error = fault
-        done = {"block": number, "requests": len(rows), "new_tokens": tokens}
+        done = {"requests": len(rows), "new_tokens": tokens, "began": began}
         wrong = {"error": str(error or ""), "request": isinstance(error, RequestError)}
         return pa.Table.from_pylist([done | wrong])
+
+    def _run(self, number: int, requests: Sequence[BatchRequest]) -> int:
+        """Answer a block, and return how many tokens that took. Raises PlanError where its actors have died of it."""
+        if self._folder.try_block(number) > _TRIES:
+            raise PlanError(
+                f"{_TRIES} actors died in block {number}, which begins with request {requests[0].custom_id!r}: they "
+                "may have too little memory; use fewer actors on a node, or a smaller --max-running or --cache-bytes."
+            )
+        return sum(each.new_tokens for each in run_blocks(self._answering, self._folder, {number: requests}))

@@ -48,10 +48,10 @@ def why_not_an_id(value: object) -> str | None:
 
 def id_order(custom_id: str) -> tuple[object, ...]:
     """The key by which results are ordered: numbers inside ids compare as numbers, so request-2 before request-10."""
-    parts = _DIGITS.split(custom_id)
+    parts: list[object] = [*_DIGITS.split(custom_id)]
     for place in range(1, len(parts), 2):
-        digits = parts[place].lstrip("0")
-        parts[place] = (len(digits), digits)  # type: ignore[call-overload]
+        digits = str(parts[place]).lstrip("0")
+        parts[place] = (len(digits), digits)
     return (*parts, custom_id)
 
 

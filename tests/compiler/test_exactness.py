@@ -17,8 +17,7 @@ from plans import names
 from plans.buffers import DType
 from plans.plan import open_plan
 from plugins.reference import bim_mask
-from runtime.backends.base import LoadedEngine
-from runtime.backends.base import Settings
+from runtime.backends.base import LoadedEngine, Settings
 from runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
 from runtime.execution.buffers import Buffers
 from runtime.execution.step import TargetStep
