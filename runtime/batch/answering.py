@@ -79,7 +79,7 @@ class Answering:
         # While as many run as can, as many wait: no place stays empty until this thread has looked.
         self._width = 2 * (runtime.scheduler_config.max_running or manifest.target.branches)
 
-    def answer(self, requests: Iterable[BatchRequest]) -> Generator[Answered]:
+    def answer(self, requests: Iterable[BatchRequest]) -> Generator[Answered, None, None]:
         """Answers as they come, not in the order of the requests. Closed before its end, it cancels what runs.
 
         Raises OutriderError, naming the request, where one fails by no fault of its own.

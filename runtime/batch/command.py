@@ -59,9 +59,9 @@ def add_batch(commands: Any) -> None:
     parser.add_argument(
         "--block-size",
         type=at_least_1,
-        default=64,
         metavar="N",
-        help="most requests that are written, or lost, together (64); of a run that goes on, that of the first",
+        help="requests that are written, or lost, together (default: as many as the plan serves at once, at least 16); "
+        "of a run that goes on, that of the first",
     )
     parser.add_argument("--quiet", action="store_true", help="no progress")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
@@ -159,7 +159,7 @@ def _state(arguments: argparse.Namespace, ordered: Sequence[BatchRequest]) -> Ba
     """What the results depend on. The plan is looked at here, and loaded later."""
     from plans.plan import open_plan
     from runtime.backends import choose_backend
-    from runtime.batch.folder import BatchState
+    from runtime.batch.folder import BatchState, default_block_size
     from runtime.batch.requests import digest
     from runtime.exactness import kernels_here
 
@@ -172,7 +172,7 @@ def _state(arguments: argparse.Namespace, ordered: Sequence[BatchRequest]) -> Ba
         backend=choose_backend(manifest.backends, arguments.backend).backend,
         kernels=kernels_here(),
         count=len(ordered),
-        block_size=arguments.block_size,
+        block_size=arguments.block_size or default_block_size(len(ordered), manifest.target.branches),
     )
 
 
@@ -194,7 +194,7 @@ def _check_kernels(plan: Path, state: BatchState) -> None:
 
 def _in_process(
     arguments: argparse.Namespace, folder: BatchFolder, state: BatchState, blocks: Blocks
-) -> Generator[Done]:
+) -> Generator[Done, None, None]:
     from runtime.batch.answering import MOST_WAITING, Answering
     from runtime.batch.local import Done, run_blocks
     from runtime.cli.arguments import load
@@ -212,7 +212,9 @@ def _in_process(
         runtime.close(drain=False)
 
 
-def _on_ray(arguments: argparse.Namespace, folder: BatchFolder, state: BatchState, blocks: Blocks) -> Generator[Done]:
+def _on_ray(
+    arguments: argparse.Namespace, folder: BatchFolder, state: BatchState, blocks: Blocks
+) -> Generator[Done, None, None]:
     from runtime.batch.ray_run import Actors, cluster, run_on_ray
 
     cpus = arguments.cpus_per_actor or arguments.threads or 1

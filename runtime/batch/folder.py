@@ -26,7 +26,8 @@ from runtime.whole_file import written_whole
 
 VERSION = 1
 _STATE, _PARTS, _RESULTS, _LOCK = "batch.json", "parts", "results.jsonl", "lock"
-_LAST_BLOCKS = 8  # a block takes at most this share of the requests that are left
+_LEAST = 16  # requests of a block
+_MOST_BLOCKS = 4096
 
 
 @dataclass(frozen=True)
@@ -60,14 +61,14 @@ class BatchState:
         return [words for key, words in said.items() if getattr(self, key) != getattr(other, key)]
 
 
+def default_block_size(count: int, branches: int) -> int:
+    """As many requests as a plan of so many branches serves at once, and no more than some thousand blocks in all."""
+    return max(_LEAST, branches, count // _MOST_BLOCKS)
+
+
 def block_bounds(count: int, block_size: int) -> list[tuple[int, int]]:
-    """Beginnings and ends of blocks. The last blocks are small, so that nobody waits long for whoever has the last."""
-    bounds, start = list[tuple[int, int]](), 0
-    while start < count:
-        size = min(block_size, max(1, -(-(count - start) // _LAST_BLOCKS)))
-        bounds.append((start, start + size))
-        start += size
-    return bounds
+    """Beginnings and ends of blocks."""
+    return [(start, min(start + block_size, count)) for start in range(0, count, block_size)]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ class Done:
 
 def run_blocks(
     answering: Answering, folder: BatchFolder, blocks: Mapping[int, Sequence[BatchRequest]]
-) -> Generator[Answered]:
+) -> Generator[Answered, None, None]:
     """Answer blocks by their numbers, and write each to the folder once it is whole; yields answers as they come.
 
     Raises OSError where the folder cannot be written, and what `Answering.answer` raises.

@@ -1,7 +1,7 @@
 """A batch on a cluster of Ray: actors that load the plan once each, and write a block of results a task.
 
-Ray Data has the actors, gives each a block when it is free, restarts those that die and gives their block again. The
-folder is the same for all nodes: what an actor has written is not computed again, whoever dies.
+Ray Data has the actors, gives each two blocks, and another for each that is written; it restarts those that die, and
+gives their blocks again. The folder is the same for all nodes: what is written is not computed again, whoever dies.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from runtime.batch.processors import foreign_kernels, told_foreign
 from runtime.batch.requests import BatchRequest
 
 _TRIES = 4  # of a block whose actor dies
+_AT_ONCE = 2  # blocks of an actor: while the last requests of one run, those of the next take their places
 _STORE = 200 * 2**20  # bytes of objects in a cluster of our own: requests alone go through it
 
 
@@ -78,7 +79,7 @@ def run_on_ray(
     count: int,
     cpus: int,
     load: LoadOptions,
-) -> Generator[Done]:
+) -> Generator[Done, None, None]:
     """Have `count` actors of `cpus` CPUs answer the blocks; yields each as it is written.
 
     Raises RequestError and PlanError as actors found them, and PlanError where a block's actor dies again and again.
@@ -99,7 +100,12 @@ def run_on_ray(
         fn_constructor_kwargs=settings,
         batch_size=None,  # a block each task
         batch_format="pyarrow",
-        compute=ray.data.ActorPoolStrategy(size=min(count, len(tables)), max_tasks_in_flight_per_actor=1),
+        compute=ray.data.ActorPoolStrategy(
+            size=min(count, len(tables)),
+            max_tasks_in_flight_per_actor=_AT_ONCE,
+            max_concurrent_calls_per_actor=_AT_ONCE,
+            enable_true_multi_threading=True,
+        ),
         num_cpus=cpus,
     )
     try:

@@ -118,7 +118,7 @@ def test_an_actor_that_is_killed_costs_its_block_and_changes_nothing(
         assert {part: part.stat().st_mtime_ns for part in before} == before
         assert len(before) >= 1
         assert tries.keys() == blocks.keys()
-        assert sum(tries.values()) <= len(blocks) + 1  # one was begun twice
+        assert sum(tries.values()) <= len(blocks) + 2  # an actor is at two at most, which were begun twice
         folder.finish(list(blocks.values()))
     assert killed
     assert folder.results.read_bytes() == results
